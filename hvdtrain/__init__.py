@@ -1,0 +1,27 @@
+"""hvdtrain: one trainer for PyTorch and TensorFlow/Keras under Horovod allreduce over MPI.
+
+Importing this package does no work; the public names are loaded on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvdtrain.config import Config as Config
+    from hvdtrain.errors import UserError as UserError
+    from hvdtrain.trainer import Trainer as Trainer
+
+__version__ = "0.1.0"
+__all__ = ["Config", "Trainer", "UserError", "__version__"]
+
+_HOME = {"Config": "hvdtrain.config", "Trainer": "hvdtrain.trainer", "UserError": "hvdtrain.errors"}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use (PEP 562), so that ``import hvdtrain`` stays free."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}; it has {sorted(_HOME)}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,8 @@
+"""``python -m hvdtrain``: without arguments, train the built-in recipe."""
+
+import sys
+
+from hvdtrain.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

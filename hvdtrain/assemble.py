@@ -1,0 +1,200 @@
+"""Builds a run in one fixed order: the file to read to know what a run is made of.
+
+The order: config, boot and control plane, topology and group, model blocks, wire, step (with its optimizer), buckets
+and compressor and reducer, initial weights, data, run directory, callbacks, restore. Device split and remat would
+stand after the model, precision and compilation before the step; these rooms are not built yet.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+from hvdtrain import backends, rng
+from hvdtrain.callbacks import progress
+from hvdtrain.callbacks.checkpoint import Checkpoint
+from hvdtrain.callbacks.early_stop import EarlyStop
+from hvdtrain.callbacks.jsonl import Jsonl
+from hvdtrain.callbacks.nan_guard import NanGuard
+from hvdtrain.callbacks.throughput import Throughput
+from hvdtrain.checkpoint import session
+from hvdtrain.cluster import boot
+from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.group import world
+from hvdtrain.cluster.launcher import LaunchFacts, launch_facts
+from hvdtrain.cluster.topology import affinity, compute_threads, survey
+from hvdtrain.collectives.null import NullCollectives
+from hvdtrain.config import Config
+from hvdtrain.data import sources
+from hvdtrain.data.feed import Feed
+from hvdtrain.errors import UserError
+from hvdtrain.exchange.buckets import plan_buckets
+from hvdtrain.exchange.compressors.none import NoCompression
+from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.model import Spec, build_spec, spec_of
+from hvdtrain.outdir import choose_out
+from hvdtrain.protocols import Callback, Collectives, Control
+from hvdtrain.run import Run
+
+
+def assemble(config: Config, model: Any = None, data: Any = None, control: Control | None = None,
+             collectives: Collectives | None = None) -> Run:
+    """Return a run ready for `hvdtrain.loop.fit`. Collective over all ranks of the job.
+
+    ``model``: a model object, or None for ``config.model``. ``data``: whatever `hvdtrain.data.sources.interpret` takes,
+    or None for ``config.data``. ``control``, ``collectives``: given by tests that run ranks as threads.
+    Errors: `UserError`, the same on every rank.
+    """
+    config.check()
+    facts = launch_facts(os.environ)
+    if control is None and facts.kind != "gloo":
+        control = boot.start_control(facts, config.control_timeout_s)
+    spec = _model(config, model, facts, control)
+    backend = backends.load(spec.framework)
+    if control is None:  # horovodrun --gloo has no MPI: the control plane goes over Horovod, which needs the framework
+        control = _gloo_control(spec.framework, config, facts)
+    topology = survey(control)
+    _check_world(config, control)
+    backend.seed(config.seed, control.rank)
+    rng.seed(config.seed, control.rank)
+    notes = list(getattr(control, "notes", []))
+    wire = collectives or _wire(config, spec, backend, control, notes)
+    adapters = (backend.adapt_data,)
+    train, test = agreed(control, lambda: _data(config, data, adapters), "data")
+    feed, eval_feed = _feeds(config, spec, control, train, test)
+    step = agreed(control, lambda: backend.create_step(spec, config, control, feed.steps_per_epoch or 0), "model")
+    group = world(control.size, control.rank)
+    buckets = plan_buckets(step.params(), config.exchange.bucket_mb)
+    step.attach(Reducer(buckets, NoCompression(), wire, backend.Ops(), group.name("grad")))
+    step.share_initial()
+    out = choose_out(config, spec, control)
+    run = Run(config, control, group, topology, wire, spec, step, feed, eval_feed, out, notes=notes)
+    run.callbacks = _callbacks(run, facts)
+    notes += [f"not independent of the number of ranks: {caveat}" for caveat in step.caveats() if control.size > 1]
+    _restore(run)
+    return run
+
+
+def _model(config: Config, model: Any, facts: LaunchFacts, control: Control | None) -> Spec:
+    """The model with its file's functions; all ranks have one, or all fail alike."""
+    def make() -> Spec:
+        if model is not None:
+            return spec_of(model)
+        text = backends.built_in_model() if config.model == "auto" else config.model
+        return build_spec(text, config.model_args, prepare=partial(_prepare, config, _threads(config, facts, control)))
+    return make() if control is None else agreed(control, make, "model")
+
+
+def _threads(config: Config, facts: LaunchFacts, control: Control | None) -> int:
+    """Compute threads of this rank. Collective where there is a control plane."""
+    if control is None:
+        return compute_threads(len(affinity()), os.cpu_count() or 1, max(1, facts.local_size), config.threads)
+    host = survey(control).host_of(control.rank)
+    return compute_threads(len(affinity()), host.cores, len(host.ranks), config.threads)
+
+
+def _prepare(config: Config, threads: int) -> None:
+    """Set up and seed each framework that has been imported, before the model is built: the same seed on all ranks."""
+    rng.seed(config.seed, 0)
+    for name in backends.imported():
+        backend = backends.load(name)
+        backend.setup(threads, config.deterministic)
+        backend.seed(config.seed, 0)
+
+
+def _gloo_control(framework: str, config: Config, facts: LaunchFacts) -> Control:
+    try:
+        hvd = boot.start_horovod(framework, config.exchange, facts)
+    except boot.HorovodUnavailable as error:
+        raise UserError(f"horovodrun --gloo needs Horovod for {framework}: {error.reason}", "a Horovod built here",
+                        "run `python -m hvdtrain build`") from None
+    return boot.start_control(facts, config.control_timeout_s, hvd)
+
+
+def _check_world(config: Config, control: Control) -> None:
+    """Every rank must have read the same configuration, and the shares must fit the world."""
+    digests = control.gather(config.digest())
+    other = next((r for r, d in enumerate(digests) if d != digests[0]), None)
+    if other is not None:
+        raise UserError(f"rank {other} read another configuration than rank 0", "the same on every rank",
+                        "compare the config file, environment and arguments on their hosts")
+    if config.shares and len(config.shares) != control.size:
+        raise UserError(f"shares has {len(config.shares)} entries for {control.size} ranks", "one share per rank",
+                        f"give {control.size} shares")
+
+
+def _wire(config: Config, spec: Spec, backend: Any, control: Control, notes: list[str]) -> Collectives:
+    """The collectives of ``config.collectives``; auto is Horovod where it is built, else plain MPI."""
+    kind = config.collectives
+    if kind == "null" or (control.size == 1 and kind == "auto"):
+        if control.size > 1:
+            notes.append("collectives null: gradients are not exchanged, every rank trains its own model")
+        return NullCollectives(control.rank, control.size)
+    reason = boot.horovod_reason(spec.framework) if kind != "mpi" else None
+    lacking = [r for r in control.gather(reason) if r]
+    if kind == "horovod" and lacking:
+        raise UserError(f"collectives horovod cannot be had: {lacking[0]}", "a Horovod built here", "run `python -m hvdtrain build`")
+    if kind != "mpi" and not lacking:
+        try:
+            return backend.collectives("horovod", control, config.exchange, partial(boot.start_horovod, where=control))
+        except boot.HorovodUnavailable as error:
+            if kind == "horovod":
+                raise UserError(f"collectives horovod cannot be had: {error.reason}", "a Horovod built here",
+                                "run `python -m hvdtrain build`") from None
+            lacking = [error.reason]
+    if lacking:
+        notes.append(f"gradients go over plain MPI: {lacking[0]}")
+    from hvdtrain.collectives.mpi import MpiCollectives
+
+    return MpiCollectives(boot.mpi_comm(), timeout_s=config.control_timeout_s)
+
+
+def _data(config: Config, data: Any, adapters: tuple[Any, ...]) -> tuple[Any, Any]:
+    """(training data, evaluation data or None)."""
+    if data is not None:
+        return tuple(sources.interpret(data, split, adapters) for split in ("train", "test"))
+    return tuple(sources.resolve(config.data.name, config.data.args, split, adapters) for split in ("train", "test"))
+
+
+def _feeds(config: Config, spec: Spec, control: Control, train: Any, test: Any) -> tuple[Feed, Feed | None]:
+    """How each rank walks through the data."""
+    make = partial(Feed, global_batch=config.global_batch, rank=control.rank, size=control.size, control=control,
+                   shares=config.shares or None, seed=config.seed, micro_batch=config.micro_batch,
+                   prefetch=config.data.prefetch)
+    feed = make(train, shuffle=config.data.shuffle, accumulate=config.accumulate, weight_fn=spec.weight)
+    feed.check_ranks_agree()
+    if test is None:
+        return feed, None
+    return feed, make(test, shuffle=False)
+
+
+def _callbacks(run: Run, facts: LaunchFacts) -> list[Callback]:
+    """Those that decide and measure before those that report; checkpoints last, so that they hold the others' state."""
+    config = run.config
+    own: list[Any] = [NanGuard(config.nan_guard, config.max_skipped), Throughput()]
+    if config.early_stop.metric:
+        own.append(EarlyStop(config.early_stop))
+    own += [Jsonl(run.out / "log.jsonl", config.log_every), *progress.make(config.progress, facts.kind != "solo")]
+    return [*own, Checkpoint(config.checkpoint)]
+
+
+def _restore(run: Run) -> None:
+    """Load what ``config.resume`` names; collective."""
+    resume = run.config.resume
+    if not resume:
+        return
+    found: list[Any] = [None]
+
+    def look() -> bool:
+        if run.control.rank == 0:
+            found[0] = session.find(resume, run.out, run.note)
+        return found[0] is not None
+
+    agreed(run.control, look, "resume")
+    if not run.control.bcast(found[0] is not None):
+        run.note("resume auto: no checkpoint yet, starting anew")
+        return
+    session.restore(run, found[0])
+    run.note(f"resumed at step {run.state.cursor.step}, epoch {run.state.cursor.epoch}")
+

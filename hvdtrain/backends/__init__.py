@@ -1,0 +1,50 @@
+"""One folder per framework, the same file names in each; this file tells which one a model belongs to.
+
+Imports no framework. A backend's package offers ``create_step``, ``Ops``, ``collectives`` and ``adapt_data``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import Any
+
+from hvdtrain.errors import UserError
+
+_ROOTS = {("torch.nn.modules.module", "Module"): "torch", ("keras.src.models.model", "Model"): "tensorflow",
+          ("hvdtrain.backends.numpy.step", "Model"): "numpy"}
+BUILT_IN = {"torch": "torch_models.cnn:build", "tensorflow": "tf_models.cnn:build"}
+
+
+def framework_of(model: Any) -> str:
+    """Return "torch", "tensorflow" or "numpy" from the classes of a model object; `UserError` for anything else."""
+    for cls in type(model).__mro__:
+        found = _ROOTS.get((cls.__module__, cls.__name__))
+        if found:
+            return found
+    raise UserError(f"the model is a {type(model).__module__}.{type(model).__qualname__}",
+                    "a torch.nn.Module or a keras.Model", "return one from the model's callable")
+
+
+def installed() -> list[str]:
+    """Frameworks that could be imported, PyTorch first; imports none."""
+    return [name for name in ("torch", "tensorflow") if importlib.util.find_spec(name) is not None]
+
+
+def built_in_model() -> str:
+    """The built-in recipe's model for the first installed framework."""
+    names = installed()
+    if not names:
+        raise UserError("neither torch nor tensorflow is installed", "one of them", "run make setup, or pip install 'hvdtrain[torch]'")
+    return BUILT_IN[names[0]]
+
+
+def load(framework: str) -> Any:
+    """Import and return a backend's package."""
+    return importlib.import_module(f"hvdtrain.backends.{framework}")
+
+
+def imported() -> list[str]:
+    """Frameworks that this process has imported already."""
+    return [name for name in ("torch", "tensorflow") if name in sys.modules]

@@ -1,0 +1,70 @@
+"""Horovod's collectives for PyTorch. Sums only (law 1); names are given by the reducer (law 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hvdtrain.errors import PeerFailed
+
+
+class _Pending:
+    """An asynchronous Horovod operation."""
+
+    def __init__(self, hvd: Any, handle: int, shape: tuple[int, ...] | None = None) -> None:
+        self._hvd, self._handle, self._shape = hvd, handle, shape
+
+    def wait(self) -> torch.Tensor:
+        try:
+            out = self._hvd.synchronize(self._handle)
+        except Exception as error:
+            if type(error).__name__ == "HorovodInternalError":
+                raise PeerFailed(f"Horovod could not complete a collective: {error}") from error
+            raise
+        if isinstance(out, tuple):  # alltoall also gives the received splits
+            out = out[0]
+        return out if self._shape is None else out.reshape(self._shape)
+
+
+class HorovodCollectives:
+    """`hvdtrain.protocols.Collectives` over ``horovod.torch``: asynchronous, in place, overlapping backward."""
+
+    name = "horovod"
+    dtypes = frozenset({"float16", "float32", "float64", "int32", "int64", "uint8", "int8"})
+    overlaps = True
+    in_graph = False
+    host = False
+
+    def __init__(self, hvd: Any) -> None:
+        self._hvd = hvd
+        self.rank, self.size = hvd.rank(), hvd.size()
+
+    def allreduce(self, flat_N: torch.Tensor, name: str) -> _Pending:
+        return _Pending(self._hvd, self._hvd.allreduce_async_(flat_N, name=name, op=self._hvd.Sum))
+
+    def allgather(self, x_K: torch.Tensor, name: str) -> _Pending:
+        return _Pending(self._hvd, self._hvd.allgather_async(x_K[None], name=name))
+
+    def alltoall(self, x_PK: torch.Tensor, name: str) -> _Pending:
+        return _Pending(self._hvd, self._hvd.alltoall_async(x_PK.contiguous(), name=name), tuple(x_PK.shape))
+
+    def reducescatter(self, flat_N: torch.Tensor, name: str) -> _Pending:
+        return _Pending(self._hvd, self._hvd.reducescatter_async(flat_N, name=name, op=self._hvd.Sum))
+
+    def broadcast(self, x_N: torch.Tensor, name: str, root: int = 0) -> _Pending:
+        return _Pending(self._hvd, self._hvd.broadcast_async(x_N, root, name=name))
+
+
+def collectives(kind: str, control: Any, exchange: Any, start_horovod: Callable[..., Any]) -> HorovodCollectives | None:
+    """Horovod's collectives for PyTorch, started; None for a kind the core provides."""
+    if kind != "horovod":
+        return None
+    return HorovodCollectives(start_horovod("torch", exchange))
+
+
+def object_collectives(hvd: Any) -> tuple[Callable[[Any], Any], Callable[[Any], list[Any]]]:
+    """(broadcast from rank 0, gather to all) of Python objects, for a job without MPI."""
+    return (lambda obj: hvd.broadcast_object(obj, root_rank=0, name="control.bcast"),
+            lambda obj: hvd.allgather_object(obj, name="control.gather"))

@@ -1,0 +1,163 @@
+"""PyTorch's datasets, loaders and tensors as sources and streams of numpy arrays.
+
+Owns the conversion only: no cut over ranks, no device, no Horovod. What a loader's ``sampler`` shuffles is
+decided from its seed and the epoch, never from torch's global generator, which belongs to the model
+(dropout).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset,
+                              default_collate)
+
+from hvdtrain.data.sources import ArraySource, Source, fields
+from hvdtrain.data.stream import Arrays, Stream
+from hvdtrain.errors import UserError
+
+_CHUNK = 64
+"""Samples of an `IterableDataset` that are collated at once; of no consequence for the batches."""
+
+
+def adapt(obj: Any, seed: int = 0) -> Source | Stream | None:
+    """Return ``obj`` as a `Source` or `Stream`; None if it is nothing of PyTorch's.
+
+    A tensor, a tuple or list of tensors, a `TensorDataset`: an `ArraySource` that shares their memory.
+    Another map-style `Dataset`: a `Source`; samples are put together by torch's own ``default_collate``.
+    An `IterableDataset`: a `Stream` of its samples, read anew each epoch; ``set_epoch(epoch)`` is called if
+    there is one.
+    A `DataLoader`: a `Stream` of its batches, each epoch shuffled from (its generator's seed or ``seed``,
+    epoch); with its own ``collate_fn`` and workers. ``drop_last`` drops from the end of the stream; the
+    loader's batch size is not the run's.
+    A sample or batch is a tensor, a flat tuple or list, or a dict: by the names x, y, sample_weight, or
+    else in its order.
+    Errors: `UserError` for a `DistributedSampler` (the cut over ranks is the feed's) and for values that
+    are not numeric.
+    """
+    if isinstance(obj, DataLoader):
+        return LoaderStream(obj, seed)
+    if isinstance(obj, IterableDataset):
+        return IterableStream(obj)
+    if isinstance(obj, TensorDataset):
+        return ArraySource([_array(tensor) for tensor in obj.tensors])
+    if isinstance(obj, Dataset):
+        return DatasetSource(obj)
+    parts = obj if isinstance(obj, (tuple, list)) else (obj,)
+    if any(isinstance(part, torch.Tensor) for part in parts) and all(
+            isinstance(part, (torch.Tensor, np.ndarray)) for part in parts):
+        return ArraySource([_array(part) for part in parts])
+    return None
+
+
+class DatasetSource:
+    """A map-style `Dataset`, sample by sample (or by its ``__getitems__``).
+
+    A dataset that draws random numbers in ``__getitem__`` draws them from generators which law 2 does not
+    cover.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        if not hasattr(dataset, "__len__"):
+            raise UserError(f"the dataset {type(dataset).__qualname__} has no len()",
+                            "a map-style Dataset with __len__",
+                            "add __len__, or make it an IterableDataset")
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def fetch(self, indices_n: np.ndarray) -> Arrays:
+        """Return the collated samples ``indices_n``."""
+        indices = indices_n.tolist()
+        many = getattr(self.dataset, "__getitems__", None)
+        samples = many(indices) if callable(many) else [self.dataset[i] for i in indices]
+        return to_arrays(default_collate(samples))
+
+
+class IterableStream:
+    """An `IterableDataset`: one iteration is one epoch, in the consumer's process."""
+
+    def __init__(self, dataset: IterableDataset) -> None:
+        self.dataset = dataset
+
+    def chunks(self, epoch: int) -> Iterator[Arrays]:
+        """Yield the samples, collated in chunks."""
+        _set_epoch(self.dataset, epoch)
+        samples = iter(self.dataset)
+        while chunk := list(itertools.islice(samples, _CHUNK)):
+            yield to_arrays(default_collate(chunk))
+
+
+class LoaderStream:
+    """A `DataLoader`: one iteration is one epoch; its batches are the chunks."""
+
+    def __init__(self, loader: DataLoader, seed: int = 0) -> None:
+        for sampler in _samplers(loader):
+            if isinstance(sampler, DistributedSampler):
+                raise UserError("the DataLoader has a DistributedSampler",
+                                "a loader of the whole data on every rank",
+                                "leave the sampler out: the trainer cuts each global batch over the ranks")
+        self.loader = loader
+        owned = [getattr(owner, "generator", None) for owner in (loader, *_samplers(loader))]
+        self.seed = next((own.initial_seed() for own in owned if own is not None), seed)
+
+    def chunks(self, epoch: int) -> Iterator[Arrays]:
+        """Yield the loader's batches; its order is that of (seed, epoch)."""
+        for owner in (self.loader.dataset, *_samplers(self.loader)):
+            _set_epoch(owner, epoch)
+        with _seeded(self.loader, self.seed, epoch):
+            for batch in self.loader:
+                yield to_arrays(batch)
+
+
+def to_arrays(batch: Any) -> Arrays:
+    """Return a collated batch as a tuple of numpy arrays; `UserError` where it is nested or not numeric."""
+    return tuple(_array(part) for part in fields(batch))
+
+
+def _array(part: Any) -> np.ndarray:
+    if isinstance(part, torch.Tensor):
+        part = part.detach().cpu()
+        return (part.float() if part.dtype is torch.bfloat16 else part).numpy()  # numpy has no bfloat16
+    if isinstance(part, np.ndarray) and not part.dtype.hasobject:
+        return part
+    raise UserError(f"a sample holds a {type(part).__qualname__} after collation",
+                    "tensors, arrays or numbers, in a flat tuple",
+                    "return (x, y) or (x, y, sample_weight), or give the DataLoader a collate_fn")
+
+
+def _samplers(loader: DataLoader) -> list[Any]:
+    """Return the loader's samplers, outermost first."""
+    found: list[Any] = []
+    inner: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    while inner is not None:
+        found.append(inner)
+        inner = getattr(inner, "sampler", None)
+    return found
+
+
+def _set_epoch(owner: Any, epoch: int) -> None:
+    set_epoch = getattr(owner, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+
+
+@contextlib.contextmanager
+def _seeded(loader: DataLoader, seed: int, epoch: int) -> Iterator[None]:
+    """Give the loader and its samplers one fresh generator of (seed, epoch) for the time of an iteration."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    owners = [owner for owner in (loader, *_samplers(loader)) if hasattr(owner, "generator")]
+    before = [owner.generator for owner in owners]
+    for owner in owners:
+        owner.generator = generator
+    try:
+        yield
+    finally:
+        for owner, old in zip(owners, before):
+            owner.generator = old

@@ -1,0 +1,125 @@
+"""PyTorch's own optimizers and schedules by name, with optional warm-up and linear scaling of the rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from hvdtrain.config import Config
+from hvdtrain.errors import UserError, nearest
+
+
+class Optimization:
+    """An optimizer, its schedule, and the warm-up factor laid over it for the length of one update.
+
+    The factor is min(1, (t + 1) / warmup_steps) for update t (Goyal et al. 2017, arXiv 1706.02677).
+    """
+
+    def __init__(self, config: Config, params: Iterable[torch.nn.Parameter], steps_per_epoch: int) -> None:
+        schedule = config.schedule
+        self._warmup = schedule.warmup_steps
+        self._interval = schedule.interval
+        self.updates = 0
+        base = schedule.linear_scaling_base
+        self.base_lr = config.lr * (config.global_batch / base if base else 1.0)
+        self.optimizer = _optimizer(config, params, self.base_lr)
+        self.schedule = _schedule(config, self.optimizer)
+        self._config = config
+
+    def step(self) -> None:
+        """One update, then let a per-step schedule move."""
+        factor = self._factor()
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group, rate in zip(self.optimizer.param_groups, rates):
+            group["lr"] = rate * factor
+        self.optimizer.step()
+        for group, rate in zip(self.optimizer.param_groups, rates):
+            group["lr"] = rate
+        self.updates += 1
+        if self.schedule is not None and self._interval == "step":
+            self.schedule.step()
+
+    def end_epoch(self) -> None:
+        """Let a per-epoch schedule move."""
+        if self.schedule is not None and self._interval == "epoch":
+            self.schedule.step()
+
+    def _factor(self) -> float:
+        return min(1.0, (self.updates + 1) / self._warmup) if self._warmup else 1.0
+
+    def rate(self) -> float:
+        """The rate of the next update."""
+        return float(self.optimizer.param_groups[0]["lr"]) * self._factor()
+
+    def describe(self) -> dict[str, str]:
+        """In words, for the summary."""
+        s = self._config.schedule
+        words = {"optimizer": f"{type(self.optimizer).__name__}, lr {self.base_lr:g}"}
+        if self.schedule is not None:
+            words["schedule"] = f"{type(self.schedule).__name__} per {s.interval}"
+        if s.warmup_steps:
+            words["warm-up"] = f"linear over {s.warmup_steps} steps"
+        if s.linear_scaling_base:
+            words["lr scaling"] = f"{self._config.lr:g} x {self._config.global_batch}/{s.linear_scaling_base}"
+        return words
+
+    def scalars(self) -> dict[str, Any]:
+        """JSON-able state beside the optimizer's tensors."""
+        groups = [{k: g[k] for k in ("lr", "initial_lr") if k in g} for g in self.optimizer.param_groups]
+        schedule = {} if self.schedule is None else _plain(self.schedule.state_dict())
+        return {"updates": self.updates, "groups": groups, "schedule": schedule}
+
+    def load_scalars(self, state: dict[str, Any]) -> None:
+        """Undo `scalars`."""
+        self.updates = int(state["updates"])
+        if self.schedule is not None and state["schedule"]:
+            self.schedule.load_state_dict({**self.schedule.state_dict(), **state["schedule"]})
+        for group, saved in zip(self.optimizer.param_groups, state["groups"]):
+            group.update(saved)
+
+
+def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a schedule's state that are plain numbers, strings or lists of them."""
+    def ok(v: Any) -> bool:
+        if isinstance(v, (list, tuple)):
+            return all(ok(x) for x in v)
+        return v is None or isinstance(v, (bool, int, str)) or (isinstance(v, float) and math.isfinite(v))
+    return {k: v for k, v in value.items() if ok(v)}
+
+
+def _optimizer(config: Config, params: Iterable[torch.nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """An optimizer of torch.optim by name, any case; auto is Adam."""
+    classes = {n.lower(): c for n, c in vars(torch.optim).items()
+               if isinstance(c, type) and issubclass(c, torch.optim.Optimizer) and c is not torch.optim.Optimizer}
+    name = "adam" if config.optimizer.name == "auto" else config.optimizer.name.lower()
+    if name == "lbfgs" or name not in classes:
+        why = "needs a closure that is evaluated several times a step" if name == "lbfgs" else "is not in torch.optim"
+        raise UserError(f"optimizer {config.optimizer.name!r} {why}",
+                        nearest(name, [c.__name__ for k, c in classes.items() if k != "lbfgs"]), "correct optimizer.name")
+    try:
+        return classes[name](params, lr=lr, **config.optimizer.args)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"optimizer {classes[name].__name__} refused args {config.optimizer.args}: {error}",
+                        "keyword arguments it knows", "correct optimizer.args") from None
+
+
+def _schedule(config: Config, optimizer: torch.optim.Optimizer) -> Any:
+    """A scheduler of torch.optim.lr_scheduler by name, or None."""
+    named = config.schedule
+    if named.name.lower() in ("none", ""):
+        return None
+    space = torch.optim.lr_scheduler
+    classes = {n.lower(): c for n, c in vars(space).items()
+               if isinstance(c, type) and issubclass(c, space.LRScheduler) and not n.startswith("_")
+               and c not in (space.LRScheduler, space.ReduceLROnPlateau, space.ChainedScheduler, space.SequentialLR)}
+    if named.name.lower() not in classes:
+        raise UserError(f"schedule {named.name!r} is not one of torch.optim.lr_scheduler's",
+                        nearest(named.name, [c.__name__ for c in classes.values()]), "correct schedule.name")
+    try:
+        return classes[named.name.lower()](optimizer, **named.args)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"schedule {named.name} refused args {named.args}: {error}", "keyword arguments it knows",
+                        "correct schedule.args") from None

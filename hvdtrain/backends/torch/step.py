@@ -1,0 +1,229 @@
+"""One PyTorch training step: gradients accumulate in flat buckets, whose exchange overlaps backward.
+
+Owns the flat gradient memory and the hooks. Each parameter's ``.grad`` is a view of its bucket, so nothing is copied
+into or out of a bucket; a post-accumulate hook counts a bucket full during the last micro-batch's backward and hands
+it to the reducer. In a world of one rank gradients stay where autograd puts them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.backends.torch import placement, state
+from hvdtrain.backends.torch.optim import Optimization
+from hvdtrain.backends.torch.task import Metrics, make_task
+from hvdtrain.config import Config
+from hvdtrain.errors import UserError
+from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.protocols import Batch, Pair, ParamSpec
+
+
+def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int) -> TorchStep:
+    """A step over ``spec.model``, on this rank's device."""
+    return TorchStep(spec, config, control.rank, steps_per_epoch)
+
+
+class TorchStep:
+    """Implements `hvdtrain.protocols.Step`."""
+
+    def __init__(self, spec: Any, config: Config, rank: int, steps_per_epoch: int) -> None:
+        self.device = placement.device()
+        self.asynchronous = self.device.type == "cuda"
+        self.model: torch.nn.Module = spec.model.to(self.device).train()
+        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        if not named:
+            raise UserError("the model has no trainable parameter", "at least one with requires_grad", "unfreeze one")
+        self._names = [n for n, _ in named]
+        self._params = [p for _, p in named]
+        self._task = make_task(spec, config)
+        self._metrics = Metrics(spec, config, self._task)
+        self._opt = Optimization(config, self._params, steps_per_epoch)
+        self._last = False
+        self._rank = rank
+
+    # --- the exchange ------------------------------------------------------------------------------------------
+
+    def params(self) -> list[ParamSpec]:
+        """Trainable parameters in the model's own order."""
+        return [ParamSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in zip(self._names, self._params)]
+
+    def attach(self, reducer: Reducer) -> None:
+        """Allocate the buckets, make every ``.grad`` a view of its bucket, and hook them."""
+        self._reducer = reducer
+        self._flats: list[torch.Tensor] = []
+        if reducer.alone:
+            return
+        self._missing = [0] * len(reducer.buckets)
+        for bucket in reducer.buckets:
+            flat_N = torch.zeros(bucket.n, dtype=getattr(torch, bucket.dtype), device=self.device)
+            self._flats.append(flat_N)
+            for i, offset, shape in zip(bucket.params, bucket.offsets, bucket.shapes):
+                param = self._params[i]
+                param.grad = flat_N[offset:offset + param.numel()].view(shape)
+                param.register_post_accumulate_grad_hook(self._hook(bucket.index))
+
+    def _hook(self, bucket: int) -> Any:
+        def full(param: torch.Tensor) -> None:
+            if self._last:
+                self._missing[bucket] -= 1
+                if self._missing[bucket] == 0:
+                    self._reducer.start(bucket, self._flats[bucket])
+        return full
+
+    def share_initial(self) -> None:
+        """Broadcast rank 0's parameters and buffers; collective."""
+        wire = self._reducer.collectives
+        if wire.size == 1:
+            return
+        with torch.no_grad():
+            for name, tensor in self.model.state_dict().items():
+                if isinstance(tensor, torch.Tensor):
+                    bits = tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else None
+                    if bits is not None:  # bytes, so that every dtype travels
+                        sent = self._reducer.outgoing(bits)
+                        got = self._reducer.arrived(wire.broadcast(sent, f"initial.{name}").wait())
+                        tensor.copy_(got.view(tensor.dtype).reshape(tensor.shape))
+
+    def sync_buffers(self) -> None:
+        """Replace each floating buffer (BatchNorm statistics) by its mean over ranks; collective."""
+        wire = self._reducer.collectives
+        if wire.size == 1:
+            return
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                if buffer.is_floating_point() and buffer.numel():
+                    part = self._reducer.outgoing(buffer.reshape(-1) / wire.size)
+                    buffer.copy_(self._reducer.arrived(wire.allreduce(part, f"buffer.{name}").wait()).reshape(buffer.shape))
+
+    def zero(self) -> None:
+        """Forget the gradients of the step before."""
+        if self._reducer.alone:
+            for param in self._params:
+                param.grad = None
+            return
+        for flat_N in self._flats:
+            flat_N.zero_()
+        self._missing = [len(b.params) for b in self._reducer.buckets]
+
+    def forward_backward(self, batch: Batch, scale: float, last: bool) -> Pair:
+        """Add the gradient of ``loss_sum * scale``; hooks start the exchange on the ``last`` micro-batch."""
+        self._last = last and not self._reducer.alone
+        loss_sum, weight = self._task(self.model, self._tensors(batch))
+        if not isinstance(loss_sum, torch.Tensor) or loss_sum.dim() != 0:
+            raise UserError(f"task returned a loss of type {type(loss_sum).__name__} and shape {tuple(getattr(loss_sum, 'shape', ()))}",
+                            "(loss_sum, weight) with a scalar loss_sum", "sum the loss in the model file's task")
+        (loss_sum * scale).backward()
+        self._last = False
+        return loss_sum.detach(), weight
+
+    def exchange(self) -> float:
+        """Hand over what backward left (all of it, if this rank had no sample), and wait for the sums."""
+        if self._reducer.alone:
+            return 0.0
+        begin = time.perf_counter()
+        for bucket, missing in enumerate(self._missing):
+            if missing > 0:
+                self._reducer.start(bucket, self._flats[bucket])
+        for flat_N, sum_N in zip(self._flats, self._reducer.finish()):
+            if sum_N.data_ptr() != flat_N.data_ptr():
+                flat_N.copy_(sum_N)
+        return time.perf_counter() - begin
+
+    # --- update, evaluation --------------------------------------------------------------------------------------
+
+    def apply(self, clip_norm: float, check: bool) -> tuple[bool, float]:
+        """Clip by the global norm and update; not if the norm is not finite."""
+        norm = math.nan
+        if clip_norm > 0 or check:
+            parts = self._flats or [p.grad for p in self._params if p.grad is not None]
+            norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p).float() for p in parts])))
+            if not math.isfinite(norm):
+                return False, norm
+            if 0 < clip_norm < norm:
+                for part in parts:
+                    part.mul_(clip_norm / norm)
+        self._opt.step()
+        return True, norm
+
+    def evaluate(self, batch: Batch) -> None:
+        """Add one batch to the metrics' totals."""
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                self._metrics.add(self.model, self._tensors(batch))
+        finally:
+            self.model.train()
+
+    def eval_totals(self) -> dict[str, np.ndarray]:
+        """float64[2] (sum, weight) of each metric this rank saw; they start anew."""
+        return {name: np.array(pair, dtype=np.float64) for name, pair in self._metrics.take().items()}
+
+    def eval_results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
+        """Weighted means."""
+        return {name: float(s / w) if w else math.nan for name, (s, w) in totals.items()}
+
+    def _tensors(self, batch: Batch) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.from_numpy(np.ascontiguousarray(x)).to(self.device, non_blocking=True) for x in batch)
+
+    # --- schedule, state -----------------------------------------------------------------------------------------
+
+    def learning_rate(self) -> float:
+        """The rate of the next update."""
+        return self._opt.rate()
+
+    def end_epoch(self) -> None:
+        """Let per-epoch schedules move on."""
+        self._opt.end_epoch()
+
+    def describe(self) -> dict[str, str]:
+        """Optimizer, schedule, device, in words."""
+        return {**self._opt.describe(), "device": str(self.device)}
+
+    def caveats(self) -> list[str]:
+        """Layers whose result depends on how a batch is cut (law 2)."""
+        found = []
+        norms = [m for m in self.model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+        if any(not isinstance(m, torch.nn.SyncBatchNorm) for m in norms):
+            found.append("BatchNorm takes its statistics over each rank's own samples")
+        if any(isinstance(m, torch.nn.modules.dropout._DropoutNd) and m.p > 0 for m in self.model.modules()):
+            found.append("dropout draws differ with the number of ranks")
+        return found
+
+    def state(self) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
+        """Groups "model" and "optimizer", and the scalars of optimizer and schedule."""
+        groups = {"model": state.model_arrays(self.model), "optimizer": state.optimizer_arrays(self._opt, self._names)}
+        return groups, self._opt.scalars()
+
+    def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
+        """Undo `state`."""
+        state.load_model(self.model, groups["model"])
+        state.load_optimizer(self._opt, self._names, self._params, groups["optimizer"])
+        self._opt.load_scalars(rest)
+
+    def rank_state(self) -> dict[str, np.ndarray]:
+        """Random generators and compressor state of this rank."""
+        out = state.random_arrays()
+        for i, entries in enumerate(self._reducer.states):
+            out.update({f"compressor.{i}.{key}": state.to_numpy(value) for key, value in entries.items()})
+        return out
+
+    def load_rank(self, own: dict[str, np.ndarray]) -> None:
+        """Undo `rank_state`."""
+        state.load_random(own)
+        for i, entries in enumerate(self._reducer.states):
+            for key, like in entries.items():
+                entries[key] = state.from_numpy(own[f"compressor.{i}.{key}"], like)
+
+    def export(self, directory: Any) -> list[str]:
+        """Write model.safetensors and model.pt (a state_dict, for ``torch.load(..., weights_only=True)``)."""
+        from safetensors.torch import save_model
+
+        save_model(self.model, str(Path(directory) / "model.safetensors"))
+        torch.save({n: t.detach().cpu() for n, t in self.model.state_dict().items()}, Path(directory) / "model.pt")
+        return ["model.safetensors", "model.pt"]

@@ -1,0 +1,126 @@
+"""Loss and metrics of a PyTorch model as sums, by torch's own names.
+
+A model file's own ``task(model, batch) -> (loss_sum, weight)`` comes before everything here. Without one the loss is
+evaluated per element, averaged over a sample's trailing dimensions, weighted by the batch's third array if there is
+one, and summed over the samples; the weight is the number of samples.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from hvdtrain.config import Config, Named
+from hvdtrain.errors import UserError, nearest
+from hvdtrain.resolve import load_callable
+
+Pair = tuple[Any, Any]
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def make_task(spec: Any, config: Config) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], Pair]:
+    """Return ``task(model, batch) -> (loss_sum, weight)``; `UserError` for an unknown loss."""
+    if spec.task is not None:
+        return spec.task
+    named = config.loss
+    fixed = None if named.name == "auto" else _loss(named)
+
+    def task(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> Pair:
+        outputs, targets = model(batch[0]), batch[1]
+        return loss_sum(fixed or _auto(targets, named.args), outputs, targets, batch[2:]), targets.shape[0]
+
+    return task
+
+
+def loss_sum(loss: Loss, outputs: torch.Tensor, targets: torch.Tensor, extra: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Sum over samples of the per-sample mean of an unreduced loss, times sample weights if given."""
+    per_sample = loss(outputs, targets)
+    if per_sample.dim() > 1:
+        per_sample = per_sample.flatten(1).mean(1)
+    return (per_sample * extra[0]).sum() if extra else per_sample.sum()
+
+
+def _auto(targets: torch.Tensor, args: dict[str, Any]) -> Loss:
+    """Cross entropy for integer targets, squared error for others."""
+    if targets.is_floating_point():
+        return lambda o, t: functional.mse_loss(o, t, reduction="none", **args)
+    return lambda o, t: functional.cross_entropy(o, t.long(), reduction="none", **args)
+
+
+def _loss(named: Named) -> Loss:
+    """A loss of torch.nn.functional (``cross_entropy``) or torch.nn (``CrossEntropyLoss``), unreduced."""
+    by_name = getattr(functional, named.name, None)
+    if callable(by_name) and "reduction" in inspect.signature(by_name).parameters:
+        return lambda o, t: by_name(o, t, reduction="none", **named.args)
+    classes = {n: c for n, c in vars(torch.nn).items() if n.endswith("Loss") and isinstance(c, type)}
+    if named.name in classes:
+        try:
+            return classes[named.name](reduction="none", **named.args)
+        except TypeError as error:
+            raise UserError(f"loss {named.name} refused its args {named.args}: {error}", "keyword arguments it knows",
+                            "correct loss.args") from None
+    known = [n for n, f in vars(functional).items() if inspect.isfunction(f) and n.endswith(("_loss", "cross_entropy"))]
+    raise UserError(f"loss {named.name!r} is not in torch.nn.functional or torch.nn", nearest(named.name, [*known, *classes]),
+                    "correct loss.name")
+
+
+class Metrics:
+    """Running (sum, weight) totals of the loss and of the configured metrics."""
+
+    def __init__(self, spec: Any, config: Config, task: Callable[..., Pair]) -> None:
+        self._spec, self._task = spec, task
+        self._loss = None if config.loss.name == "auto" else _loss(config.loss)
+        self._loss_args = config.loss.args
+        self._named = {} if spec.task is not None else {name: _metric(name) for name in config.metrics}
+        self._totals: dict[str, torch.Tensor] = {}
+
+    def add(self, model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> None:
+        """Add one batch; the model runs once, or once more for a model file that defines ``metrics``."""
+        if self._spec.task is not None:
+            self._count("loss", self._task(model, batch))
+            if self._spec.metrics is not None:
+                for name, pair in self._spec.metrics(model, batch).items():
+                    self._count(name, pair)
+            return
+        outputs, targets = model(batch[0]), batch[1]
+        loss = self._loss or _auto(targets, self._loss_args)
+        self._count("loss", (loss_sum(loss, outputs, targets, batch[2:]), targets.shape[0]))
+        for name, metric in self._named.items():
+            self._count(name, metric(outputs, targets))
+
+    def _count(self, name: str, pair: Pair) -> None:
+        step = torch.stack([torch.as_tensor(v, dtype=torch.float64).cpu() for v in pair])
+        self._totals[name] = self._totals[name] + step if name in self._totals else step
+
+    def take(self) -> dict[str, tuple[float, float]]:
+        """The totals by name; they start anew."""
+        totals = {name: (float(t[0]), float(t[1])) for name, t in self._totals.items()}
+        self._totals = {}
+        return totals
+
+
+def _metric(name: str) -> Callable[[torch.Tensor, torch.Tensor], Pair]:
+    """``accuracy``, an unreduced torch.nn.functional loss, or a user's ``module:callable``."""
+    if name == "accuracy":
+        return _accuracy
+    if ":" in name:
+        return load_callable(name, "metrics")
+    by_name = getattr(functional, name, None)
+    if callable(by_name) and "reduction" in inspect.signature(by_name).parameters:
+        return lambda o, t: (loss_sum(lambda a, b: by_name(a, b, reduction="none"), o, t, ()), t.shape[0])
+    raise UserError(f"metric {name!r} is unknown to the PyTorch backend",
+                    nearest(name, ["accuracy", "mse_loss", "l1_loss", "cross_entropy"]) + " or module:callable",
+                    "correct metrics")
+
+
+def _accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> Pair:
+    """Right answers and answers: arg-max over dimension 1, or a threshold of 0 for a single logit."""
+    if targets.is_floating_point() and outputs.shape == targets.shape:
+        right = (outputs > 0) == (targets > 0.5)
+        return right.sum(), right.numel()
+    right = outputs.argmax(dim=1) == targets
+    return right.sum(), targets.numel()

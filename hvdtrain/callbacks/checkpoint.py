@@ -1,0 +1,52 @@
+"""Decides when a checkpoint is due and has it written: every N steps, every so many seconds, at the end."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from hvdtrain.callbacks.base import Callback
+from hvdtrain.checkpoint.session import save
+from hvdtrain.config import Checkpoint as Settings
+
+
+class Checkpoint(Callback):
+    """Runs on all ranks, because a snapshot gathers every rank's own state; rank 0 writes."""
+
+    where = "all"
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._saved_at = -1
+        self._clock = time.monotonic()
+
+    def fit_start(self, run: Any) -> None:
+        """Time runs from here."""
+        self._clock = time.monotonic()
+
+    def step_end(self, run: Any) -> None:
+        """Steps are the same on all ranks; the clock is rank 0's, and its wish goes through the vote."""
+        s = self._settings
+        if s.every_steps and run.state.cursor.step % s.every_steps == 0:
+            run.state.save_due = True
+        if s.every_s and run.control.rank == 0 and time.monotonic() - self._clock >= s.every_s:
+            run.want_save()
+
+    def checkpoint(self, run: Any) -> None:
+        """Write; a failure is told and the run goes on, since the checkpoints before are whole."""
+        self._clock = time.monotonic()
+        error = save(run)
+        if error:
+            run.note(f"step {run.state.cursor.step}: checkpoint not written ({error}); training goes on, earlier ones are kept")
+        else:
+            self._saved_at = run.state.cursor.step
+
+    def fit_end(self, run: Any) -> None:
+        """Write the last one; a failure here is an error."""
+        if self._settings.at_end and run.state.cursor.step > 0:
+            error = save(run)
+            if error:
+                from hvdtrain.errors import UserError
+
+                raise UserError(f"the last checkpoint could not be written: {error}", "a writable directory with room",
+                                "free space and resume from the checkpoint before")

@@ -1,0 +1,43 @@
+"""Ends a run whose watched metric no longer gets better."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdtrain.callbacks.base import Callback
+from hvdtrain.config import EarlyStop as Settings
+from hvdtrain.errors import UserError, nearest
+
+
+class EarlyStop(Callback):
+    """Runs on all ranks over metrics that are equal on all; the wish to stop still goes through the vote (law 6)."""
+
+    where = "all"
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.best: float | None = None
+        self.waited = 0
+
+    def eval_end(self, run: Any) -> None:
+        """Compare the metric with the best so far."""
+        s = self._settings
+        if s.metric not in run.state.metrics:
+            raise UserError(f"early_stop.metric {s.metric!r} is not evaluated", nearest(s.metric, run.state.metrics),
+                            "correct early_stop.metric")
+        value = run.state.metrics[s.metric]
+        sign = 1.0 if s.mode == "max" else -1.0
+        if self.best is None or sign * (value - self.best) > s.min_delta:
+            self.best, self.waited = value, 0
+            return
+        self.waited += 1
+        if self.waited >= s.patience:
+            run.want_stop(f"early stop: {s.metric} not better than {self.best:.6g} for {self.waited} evaluations")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Best value and patience used."""
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo `state_dict`."""
+        self.best, self.waited = state["best"], int(state["waited"])

@@ -1,0 +1,60 @@
+"""The run's log as JSON lines: one record per interval, evaluation and end, for tools to read."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.callbacks.base import Callback
+
+
+class Jsonl(Callback):
+    """Appends to ``path``; each record has ``event``, ``time`` (unix seconds) and ``step``."""
+
+    def __init__(self, path: Path, every_steps: int) -> None:
+        self._path = path
+        self.every = f"{every_steps} step"
+
+    def fit_start(self, run: Any) -> None:
+        """Configuration, world and notes."""
+        self._write(run, "start", world_size=run.control.size, hosts=run.topology.describe(), framework=run.spec.framework,
+                    wire=run.collectives.name, config=run.config.to_dict(), notes=run.notes)
+
+    def step_end(self, run: Any) -> None:
+        """Loss, rate, speed and phase seconds so far."""
+        s = run.state
+        self._write(run, "step", epoch=s.cursor.epoch, samples=s.cursor.samples, loss=s.loss, grad_norm=s.grad_norm,
+                    lr=run.step.learning_rate(), samples_per_s=s.samples_per_s, phases_s=run.phases.seconds)
+
+    def non_finite(self, run: Any) -> None:
+        """A step without an update."""
+        self._write(run, "non_finite", ranks=run.state.bad_ranks)
+
+    def eval_end(self, run: Any) -> None:
+        """Metrics."""
+        self._write(run, "eval", epoch=run.state.cursor.epoch, metrics=run.state.metrics)
+
+    def checkpoint(self, run: Any) -> None:
+        """A checkpoint was due here."""
+        self._write(run, "checkpoint")
+
+    def fit_end(self, run: Any) -> None:
+        """Why and where it ended."""
+        self._write(run, "end", epoch=run.state.cursor.epoch, stop=run.state.stop, metrics=run.state.metrics)
+
+    def _write(self, run: Any, event: str, **fields: Any) -> None:
+        record = {"event": event, "time": round(time.time(), 3), "step": run.state.cursor.step, **fields}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_finite(record), default=str) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinities as null: JSON has no word for them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value

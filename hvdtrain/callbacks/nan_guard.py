@@ -1,0 +1,44 @@
+"""What happens when a loss or gradient is not finite: stop at once, or skip the update on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdtrain.callbacks.base import Callback
+from hvdtrain.errors import UserError
+
+
+class NanGuard(Callback):
+    """Runs on all ranks, which all see the same event: ``mode`` "stop" ends the run, "skip" allows some in a row.
+
+    When the event comes the update has not been made, so the weights are still good.
+    """
+
+    where = "all"
+
+    def __init__(self, mode: str, max_skipped: int) -> None:
+        self._mode, self._max = mode, max_skipped
+        self.in_a_row = 0
+        self.skipped = 0
+        self._last = -2
+
+    def non_finite(self, run: Any) -> None:
+        """Stop, or count a skipped step."""
+        step = run.state.cursor.step
+        self.in_a_row = self.in_a_row + 1 if step == self._last + 1 else 1
+        self._last = step
+        self.skipped += 1
+        ranks = ", ".join(str(r) for r in run.state.bad_ranks)
+        if self._mode == "stop" or self.in_a_row > self._max:
+            many = f" ({self.in_a_row} steps in a row)" if self.in_a_row > 1 else ""
+            raise UserError(f"loss or gradient is not finite at step {step} on rank {ranks}{many}; the update was not made",
+                            "finite numbers", "lower lr, set clip_norm, look at the data of that step, or set nan_guard: skip")
+        run.note(f"step {step}: loss or gradient not finite on rank {ranks}, update skipped on every rank")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts."""
+        return {"in_a_row": self.in_a_row, "skipped": self.skipped, "last": self._last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo `state_dict`."""
+        self.in_a_row, self.skipped, self._last = state["in_a_row"], state["skipped"], state["last"]

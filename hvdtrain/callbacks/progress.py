@@ -1,0 +1,98 @@
+"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere; rank 0 only."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import sys
+import time
+from typing import Any
+
+from hvdtrain.callbacks.base import Callback
+
+
+def make(kind: str, launched: bool) -> list[Callback]:
+    """The progress callbacks for config ``progress``.
+
+    ``auto`` draws a bar on a terminal of its own; ranks under a launcher print lines, because mpirun gives them
+    pseudo-terminals even where its own output goes to a file.
+    """
+    if kind == "off":
+        return []
+    if kind == "rich" or (kind == "auto" and sys.stdout.isatty() and not launched):
+        return [Bar()]
+    return [Lines()]
+
+
+def _total(run: Any) -> int | None:
+    """Steps of the whole run, where the data has a length."""
+    per_epoch = run.feed.steps_per_epoch
+    total = None if per_epoch is None else per_epoch * run.config.epochs
+    limit = run.config.max_steps or None
+    return min(x for x in (total, limit) if x) if total or limit else None
+
+
+def _rate(samples_per_s: float) -> str:
+    return "" if math.isnan(samples_per_s) else f"{samples_per_s:,.0f} samples/s"
+
+
+def _metrics(metrics: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
+class Lines(Callback):
+    """A line at most every ``seconds`` and one per evaluation."""
+
+    def __init__(self, seconds: float = 5.0) -> None:
+        self.every = f"{seconds} s"
+
+    def fit_start(self, run: Any) -> None:
+        """Remember where and when this process began."""
+        self._begin, self._from = time.monotonic(), run.state.cursor.step
+
+    def step_end(self, run: Any) -> None:
+        """Where the run is and when it should end."""
+        s, total = run.state, _total(run)
+        where = f"step {s.cursor.step}" + (f"/{total}" if total else "")
+        print(f"{where}  epoch {s.cursor.epoch + 1}/{run.config.epochs}  loss {s.loss:.4f}  lr {run.step.learning_rate():.3g}  "
+              f"{_rate(s.samples_per_s)}  {self._eta(s.cursor.step, total)}".rstrip(), flush=True)
+
+    def _eta(self, step: int, total: int | None) -> str:
+        done = step - self._from
+        if not total or done < 2:
+            return ""
+        left_s = (time.monotonic() - self._begin) / done * max(0, total - step)
+        return f"eta {datetime.timedelta(seconds=round(left_s))}"
+
+    def eval_end(self, run: Any) -> None:
+        """Metrics of the evaluation data."""
+        print(f"epoch {run.state.cursor.epoch}/{run.config.epochs}  step {run.state.cursor.step}  test {_metrics(run.state.metrics)}  "
+              f"{_rate(run.state.samples_per_s)}".rstrip(), flush=True)
+
+
+class Bar(Callback):
+    """A rich progress bar; evaluations are printed above it."""
+
+    def fit_start(self, run: Any) -> None:
+        """Draw."""
+        from rich import progress
+
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[info]}"), progress.TimeRemainingColumn(), transient=True)
+        self._task = self._bar.add_task("train", total=_total(run), completed=run.state.cursor.step, info="")
+        self._bar.start()
+
+    def step_end(self, run: Any) -> None:
+        """Move."""
+        s = run.state
+        self._bar.update(self._task, completed=s.cursor.step, description=f"epoch {s.cursor.epoch + 1}/{run.config.epochs}",
+                         info=f"loss {s.loss:.4f}  {_rate(s.samples_per_s)}")
+
+    def eval_end(self, run: Any) -> None:
+        """Print the metrics above the bar."""
+        self._bar.console.print(f"epoch {run.state.cursor.epoch}  test {_metrics(run.state.metrics)}", highlight=False)
+
+    def fit_end(self, run: Any) -> None:
+        """Remove the bar."""
+        self._bar.stop()

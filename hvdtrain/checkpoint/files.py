@@ -1,0 +1,203 @@
+"""Files that survive a crash: durable writes, the rename that publishes a directory, what a crash left over.
+
+Owns the order of write, fsync and rename, and the hidden names used meanwhile. Knows not what it writes.
+
+Two kinds of hidden sibling may outlive a crash. ``.hvdtrain-tmp-*`` is rubbish: unfinished, or on its way
+out. ``.hvdtrain-aside-*`` is an old directory, whole, moved aside while a new one took its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import socket
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.checkpoint.manifest import FileEntry
+
+CHUNK_BYTES = 4 * 2**20
+FOREIGN_STALE_AFTER_S = 24 * 3600.0
+"""Age at which a hidden directory of another host, whose processes cannot be seen, counts as left over."""
+
+_HIDDEN = re.compile(r"\.hvdtrain-(tmp|aside)-([A-Za-z0-9.]+)-(\d{1,10})-([0-9a-f]{8})(?:-(.+))?", re.ASCII)
+_DIRECTORY_FSYNC_UNKNOWN = (errno.EINVAL, errno.ENOTSUP)
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A hidden directory: its path, ``kind`` "tmp" or "aside", who made it, and the name an aside one had."""
+
+    path: Path
+    kind: str
+    host: str
+    pid: int
+    target: str
+
+
+def write_durably(path: Path, pieces: Iterable[memoryview]) -> FileEntry:
+    """Create ``path``, write ``pieces``, fsync; returns size and SHA-256 of what was given. OSError."""
+    digest, size_bytes = hashlib.sha256(), 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        for piece in pieces:
+            for start in range(0, len(piece), CHUNK_BYTES):
+                chunk = piece[start : start + CHUNK_BYTES]
+                digest.update(chunk)
+                _write_all(descriptor, chunk)
+            size_bytes += len(piece)
+        os.fsync(descriptor)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+        raise
+    os.close(descriptor)  # network filesystems report a full disk here, so this error counts
+    return FileEntry(size_bytes, digest.hexdigest())
+
+
+def read_chunks(path: Path) -> Iterator[bytes]:
+    """Yield the bytes of a regular file; OSError for a link, a pipe or a device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        while chunk := os.read(descriptor, CHUNK_BYTES):
+            yield chunk
+    finally:
+        os.close(descriptor)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in a directory durable; a filesystem that cannot fsync directories is taken as it is."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _DIRECTORY_FSYNC_UNKNOWN:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def make_directories(path: Path) -> None:
+    """Create ``path`` and its missing parents, each durable in its own parent."""
+    if path.is_dir():
+        return
+    make_directories(path.parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path)
+    fsync_directory(path.parent)
+
+
+def require_space(directory: Path, needed_bytes: int) -> None:
+    """Raise OSError(ENOSPC), in words, where ``directory`` has less than ``needed_bytes`` free."""
+    status = os.statvfs(directory)
+    free_bytes = status.f_bavail * status.f_frsize
+    if free_bytes < needed_bytes:
+        text = (
+            f"not enough space for a checkpoint: {free_bytes / 2**20:.1f} MiB free; expected at least "
+            f"{needed_bytes / 2**20:.1f} MiB. Free some space, keep fewer checkpoints, or save elsewhere"
+        )
+        raise OSError(errno.ENOSPC, text, str(directory))
+
+
+def make_temp(parent: Path) -> Path:
+    """Create a hidden directory of this process in ``parent``, readable by its owner only."""
+    path = parent / _hidden_name("tmp")
+    os.mkdir(path, 0o700)
+    return path
+
+
+def publish(temp: Path, target: Path) -> None:
+    """Give the finished directory ``temp`` the name ``target``; an old one stays until the new is durable.
+
+    On an OSError before the renames are done the old one has its name back. A failing fsync of the parent
+    is raised too: the new one then has its name and the old one stays aside, the disk's state being unknown.
+    """
+    aside = None
+    if os.path.lexists(target):
+        aside = target.with_name(_hidden_name("aside", target.name))
+        os.rename(target, aside)
+    try:
+        os.rename(temp, target)
+    except BaseException:
+        if aside is not None:
+            with contextlib.suppress(OSError):
+                os.rename(aside, target)
+        raise
+    fsync_directory(target.parent)
+    if aside is not None:
+        with contextlib.suppress(OSError):  # the save is done; what cannot be removed now is swept up later
+            discard(aside)
+
+
+def discard(path: Path) -> None:
+    """Remove a directory, renamed to rubbish first, so that a crash half-way leaves no half checkpoint."""
+    rubbish = path.with_name(_hidden_name("tmp"))
+    os.rename(path, rubbish)
+    shutil.rmtree(rubbish)
+
+
+def remove_quietly(path: Path) -> None:
+    """Remove a temporary directory after a failure, where the first error is the one to hear about."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(path)
+
+
+def leftovers(parent: Path) -> list[Leftover]:
+    """Hidden directories of this package in ``parent``, by name; links and files are passed over."""
+    found = []
+    for name in sorted(os.listdir(parent)):
+        match = _HIDDEN.fullmatch(name)
+        path = parent / name
+        if not match or path.is_symlink() or not path.is_dir():
+            continue
+        kind, host, pid, _serial, target = match.groups()
+        if (kind == "aside") == (target is not None):
+            found.append(Leftover(path, kind, host, int(pid), target or ""))
+    return found
+
+
+def writer_is_gone(left: Leftover) -> bool:
+    """Whether nobody works in a hidden directory any more.
+
+    This process saves one checkpoint at a time, so at the start of a save its own count as left over.
+    """
+    if left.host != _host():
+        with contextlib.suppress(OSError):
+            return time.time() - os.lstat(left.path).st_mtime > FOREIGN_STALE_AFTER_S
+        return False
+    if left.pid in (0, os.getpid()):
+        return True
+    try:
+        os.kill(left.pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def _write_all(descriptor: int, chunk: memoryview) -> None:
+    while len(chunk):
+        written = os.write(descriptor, chunk)
+        if written <= 0:
+            raise OSError(errno.EIO, "the filesystem took no bytes and gave no reason")
+        chunk = chunk[written:]
+
+
+def _hidden_name(kind: str, target: str = "") -> str:
+    name = f".hvdtrain-{kind}-{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return f"{name}-{target}" if target else name
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9.]", ".", socket.gethostname())[:64] or "localhost"

@@ -1,0 +1,202 @@
+"""The manifest of one checkpoint: what files it has, their sizes and hashes, and the run's small state.
+
+Owns the text of ``manifest.json``, its version and its checks, as pure functions over bytes. Opens no file.
+
+The file is one JSON object in one spelling: decoding spells it again and asks for the same bytes, so that no
+changed byte passes, not even a blank. The last key holds the SHA-256 of the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdtrain.errors import UserError
+
+MANIFEST_NAME = "manifest.json"
+FORMAT = "hvdtrain-checkpoint"
+VERSION = 1
+MAX_MANIFEST_BYTES = 64 * 2**20
+"""Above this size a manifest is neither written nor read."""
+
+_SEAL = "manifest_sha256"
+_KEYS = ("format", "version", "step", "files", "dtypes", "meta", _SEAL)
+_GROUP = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.ASCII)
+_FILE = re.compile(r"([a-z0-9][a-z0-9_-]{0,63})\.safetensors", re.ASCII)
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+class CheckpointError(UserError):
+    """A checkpoint that cannot be used or written as asked, said in words."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size in bytes and hexadecimal SHA-256 of one file."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one checkpoint holds: ``files`` by name, ``dtypes`` notes by group and tensor, ``meta``."""
+
+    step: int
+    files: dict[str, FileEntry]
+    meta: dict[str, Any] = field(default_factory=dict)
+    dtypes: dict[str, dict[str, str]] = field(default_factory=dict)
+
+
+def file_name(group: str) -> str:
+    """Name of the file that holds ``group``; CheckpointError where that could lie outside the directory."""
+    if not isinstance(group, str) or not _GROUP.fullmatch(group):
+        raise CheckpointError(
+            got=f"checkpoint group name {group!r}",
+            expected="1 to 64 of a-z, 0-9, '_' and '-', the first a letter or a digit",
+            do="rename the group, for example 'model' or 'rank-0000'",
+        )
+    return f"{group}.safetensors"
+
+
+def group_name(file: str) -> str | None:
+    """Group held by a file of this name, or None where no group file is called so."""
+    match = _FILE.fullmatch(file)
+    return match.group(1) if match else None
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Spell a manifest as the bytes of ``manifest.json``; CheckpointError where ``meta`` would change."""
+    _check_plain(manifest.meta, "meta")
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": manifest.step,
+        "files": {
+            name: {"bytes": entry.size_bytes, "sha256": entry.sha256}
+            for name, entry in manifest.files.items()
+        },
+        "dtypes": manifest.dtypes,
+        "meta": manifest.meta,
+    }
+    document[_SEAL] = _digest(document)
+    data = _spell(document)
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(
+            got=f"a manifest of {len(data)} bytes",
+            expected=f"at most {MAX_MANIFEST_BYTES} bytes of meta and file list",
+            do="move large state out of meta into an array of a group",
+        )
+    return data
+
+
+def decode(data: bytes, where: str) -> Manifest:
+    """Read the bytes of the ``manifest.json`` at ``where``; CheckpointError says what is wrong with them."""
+    document = _parse(data, where)
+    if document.get("format") != FORMAT:
+        raise _foreign(f"{where} has format {_short(document.get('format'))}", f"format {FORMAT!r}")
+    if document.get("version") != VERSION:
+        raise CheckpointError(
+            got=f"{where} has format version {_short(document.get('version'))}",
+            expected=f"version {VERSION}, the one this hvdtrain reads",
+            do="load it with the hvdtrain release that wrote it",
+        )
+    if tuple(document) != _KEYS:
+        raise _damaged(f"{where} has the keys {_short(list(document))}", f"the keys {list(_KEYS)}")
+    seal = document.pop(_SEAL)
+    digest = _digest(document)
+    if seal != digest:
+        raise _damaged(f"{where} was changed: it hashes to {digest}", f"{_short(seal)} as noted in it")
+    if _spell({**document, _SEAL: seal}) != data:
+        raise _damaged(f"{where} was changed in its spelling", "the bytes that hvdtrain wrote")
+    _check_shape(document, where)
+    files = {name: FileEntry(entry["bytes"], entry["sha256"]) for name, entry in document["files"].items()}
+    return Manifest(document["step"], files, document["meta"], document["dtypes"])
+
+
+def _parse(data: bytes, where: str) -> dict[str, Any]:
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise _foreign(f"{where} is larger than {MAX_MANIFEST_BYTES} bytes", "a manifest")
+    if not data.strip(b"\0 \r\n\t"):
+        raise _damaged(f"{where} is {'empty' if not data else 'blank or filled with zeros'}", "a JSON object")
+    try:
+        document = json.loads(data.decode("ascii"))
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise _damaged(f"{where} is truncated or not JSON ({_short(reason)})", "a JSON object") from None
+    if not isinstance(document, dict):
+        raise _foreign(f"{where} holds a JSON {type(document).__name__}", "a JSON object")
+    return document
+
+
+def _check_shape(document: dict[str, Any], where: str) -> None:
+    """Refuse a well-hashed manifest whose values are not of the format (a foreign or faulty writer)."""
+    good = _is_count(document["step"]) and isinstance(document["meta"], dict)
+    good = good and isinstance(document["files"], dict) and isinstance(document["dtypes"], dict)
+    if not good:
+        raise _foreign(f"{where} has values of the wrong type", "step, files, dtypes and meta")
+    for name, entry in document["files"].items():
+        if group_name(name) is None:
+            raise _foreign(f"{where} lists a file called {_short(name)}", "plain names of group files")
+        fine = isinstance(entry, dict) and tuple(entry) == ("bytes", "sha256") and _is_count(entry["bytes"])
+        if not (fine and isinstance(entry["sha256"], str) and _SHA256.fullmatch(entry["sha256"])):
+            raise _foreign(f"{where} lists {name} as {_short(entry)}", "its size in bytes and its SHA-256")
+    for group, notes in document["dtypes"].items():
+        fine = isinstance(notes, dict) and all(isinstance(note, str) for note in notes.values())
+        if not fine or f"{group}.safetensors" not in document["files"]:
+            got = f"{where} has dtype notes {_short(notes)} for {_short(group)}"
+            raise _foreign(got, "notes on its own groups")
+
+
+def _check_plain(value: Any, path: str) -> None:
+    """Refuse what JSON cannot hold or would silently change, such as a number used as a key."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return
+    if isinstance(value, (list, tuple)):
+        for place, item in enumerate(value):
+            _check_plain(item, f"{path}[{place}]")
+        return
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            got=f"{path} is a {type(value).__name__}",
+            expected="None, bool, int, float, str, list or dict",
+            do="put arrays into a group of tensors and convert other objects",
+        )
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise CheckpointError(
+                got=f"{path} has the key {key!r} of type {type(key).__name__}",
+                expected="text keys, since JSON would give back text",
+                do="use str(key), or a list of pairs",
+            )
+        _check_plain(item, f"{path}.{key}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _spell(document: dict[str, Any]) -> bytes:
+    """The one spelling: ASCII, keys in the order given; NaN and infinities as Python's json writes them."""
+    return json.dumps(document, ensure_ascii=True, indent=1).encode("ascii") + b"\n"
+
+
+def _digest(document: dict[str, Any]) -> str:
+    return hashlib.sha256(_spell(document)).hexdigest()
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    text = text if len(text) <= 120 else text[:117] + "..."
+    return repr(text) if isinstance(value, str) else text
+
+
+def _damaged(got: str, expected: str) -> CheckpointError:
+    return CheckpointError(got=got, expected=expected, do="use another checkpoint: this one is damaged")
+
+
+def _foreign(got: str, expected: str) -> CheckpointError:
+    return CheckpointError(got=got, expected=expected, do="give a checkpoint directory that hvdtrain wrote")

@@ -1,0 +1,167 @@
+"""The checkpoints of one run: a directory of steps, of which the last few are kept.
+
+Owns which checkpoints there are, which to resume from and which may go. ``snapshot`` writes and reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from hvdtrain.checkpoint import files
+from hvdtrain.checkpoint.manifest import CheckpointError
+from hvdtrain.checkpoint.snapshot import Snapshot, check_listing, inspect, read_snapshot, write_snapshot
+from hvdtrain.errors import UserError
+
+_STEP = re.compile(r"step-(\d{1,18})", re.ASCII)
+
+
+class Stored(NamedTuple):
+    """A checkpoint in a store: the step its manifest names, and where it lies."""
+
+    step: int
+    path: Path
+
+
+class _Candidate(NamedTuple):
+    """A directory that may be a checkpoint; ``hidden`` if moved aside, ``error`` if its manifest is bad."""
+
+    step: int
+    hidden: bool
+    path: Path
+    error: CheckpointError | None
+
+
+Log = Callable[[str], None]
+StoredList = list[Stored]
+
+
+def silent(_text: str) -> None:
+    """The log that says nothing."""
+
+
+class CheckpointStore:
+    """Saves to ``root/step-00000120`` and keeps the last ``keep``; one process at a time writes to a root."""
+
+    def __init__(self, root: Path, keep: int) -> None:
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise UserError(got=f"keep {keep!r}", expected="a whole number of at least 1", do="set keep: 1")
+        self.root = Path(os.path.abspath(root))
+        self.keep = keep
+        self._said_newer = False
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step lies."""
+        return self.root / f"step-{step:08d}"
+
+    def save(self, snapshot: Snapshot, step: int, log: Log = silent) -> Path:
+        """Write a checkpoint, then remove older ones down to ``keep``; returns its path.
+
+        Raises what ``write_snapshot`` raises, and older checkpoints are then untouched. Trouble while
+        removing old ones is only logged, since the save itself is done. Checkpoints of a later step (the run
+        started over from an earlier one) and damaged or foreign directories are never removed.
+        """
+        if self.root.is_dir():
+            self._settle()
+        saved = write_snapshot(self.path_of(step), snapshot, step=step)
+        try:
+            self._sweep()
+            self._prune(step)
+            self._say_newer(step, log)
+        except (OSError, CheckpointError) as error:
+            log(f"the checkpoint of step {step} is saved, but older ones could not be removed: {error}")
+        return saved
+
+    def list(self) -> StoredList:
+        """Checkpoints with a good manifest, oldest step first; clocks and directory names do not count."""
+        found = (one for one in self._candidates() if not one.hidden and one.error is None)
+        return [Stored(one.step, one.path) for one in found][::-1]
+
+    def latest_whole(self, log: Log) -> tuple[Path, Snapshot] | None:
+        """Read the newest checkpoint that is whole, saying of each newer one why it is not; None if none is.
+
+        Changes nothing on disk. The path is a hidden one where a crash fell between the two renames of a
+        replaced step. CheckpointError only where ``root`` itself cannot be listed.
+        """
+        for one in self._candidates():
+            try:
+                if one.error is not None:
+                    raise one.error
+                return one.path, read_snapshot(one.path)
+            except CheckpointError as reason:
+                log(f"checkpoint {one.path.name} is not used: {reason}")
+        return None
+
+    def _candidates(self) -> tuple[_Candidate, ...]:
+        """Everything named like a checkpoint, newest step first, a visible one before one moved aside.
+
+        The step is the manifest's; a directory without a good one is placed by its name.
+        """
+        try:
+            names = os.listdir(self.root) if self.root.is_dir() else []
+        except OSError as error:
+            raise CheckpointError(
+                got=f"{self.root} cannot be listed ({error})",
+                expected="a directory of checkpoints",
+                do="check its permissions",
+            ) from None
+        places = [(name, False, self.root / name) for name in names]
+        places += [(left.target, True, left.path) for left in self._leftovers("aside")]
+        found = [_candidate(name, hidden, path) for name, hidden, path in places if _STEP.fullmatch(name)]
+        return tuple(sorted(found, key=lambda one: (one.step, not one.hidden, one.path.name), reverse=True))
+
+    def _leftovers(self, kind: str) -> tuple[files.Leftover, ...]:
+        found = files.leftovers(self.root) if self.root.is_dir() else []
+        return tuple(left for left in found if left.kind == kind)
+
+    def _settle(self) -> None:
+        """Clear up after dead writers: rubbish goes, a checkpoint left aside gets its name back."""
+        for left in self._leftovers("tmp"):
+            if files.writer_is_gone(left):
+                files.remove_quietly(left.path)
+        for left in self._leftovers("aside"):
+            home = self.root / left.target
+            if files.writer_is_gone(left) and not os.path.lexists(home):
+                with contextlib.suppress(OSError):  # it is still found where it is
+                    os.rename(left.path, home)
+                    files.fsync_directory(self.root)
+
+    def _sweep(self) -> None:
+        """Remove old checkpoints that dead writers left aside after their successors were in place."""
+        for left in self._leftovers("aside"):
+            if files.writer_is_gone(left) and os.path.lexists(self.root / left.target):
+                files.discard(left.path)
+
+    def _prune(self, saved_step: int) -> None:
+        """Keep the checkpoint just saved and the ``keep - 1`` before it that look whole."""
+        older = [stored for stored in self.list() if stored.step < saved_step and _looks_whole(stored.path)]
+        for stored in older[: max(0, len(older) - (self.keep - 1))]:
+            files.discard(stored.path)
+
+    def _say_newer(self, saved_step: int, log: Log) -> None:
+        newest = max((stored.step for stored in self.list()), default=saved_step)
+        if newest > saved_step and not self._said_newer:
+            self._said_newer = True
+            log(
+                f"{self.root} already holds a checkpoint of step {newest}, later than step {saved_step} that "
+                "was just saved; resuming the latest would take it. Move it away if this run starts over"
+            )
+
+
+def _candidate(name: str, hidden: bool, path: Path) -> _Candidate:
+    try:
+        return _Candidate(inspect(path).step, hidden, path, None)
+    except CheckpointError as error:
+        return _Candidate(int(name.removeprefix("step-")), hidden, path, error)
+
+
+def _looks_whole(path: Path) -> bool:
+    try:
+        check_listing(path, inspect(path))
+    except CheckpointError:
+        return False
+    return True

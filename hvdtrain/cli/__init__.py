@@ -1,0 +1,52 @@
+"""The command line: one file per sub-command; this file picks it and guards the exit.
+
+``--help`` of the whole imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+COMMANDS = {
+    "train": "train a model (the default: without arguments, the built-in recipe)",
+    "verify": "show that a model trains alike on 1, 2, 3, ... ranks (law 2)",
+    "build": "build, install and check Horovod for the frameworks and the MPI found here",
+}
+
+USAGE = """usage: python -m hvdtrain [command] [options]
+
+Without a command: train the built-in recipe, a CNN on scikit-learn's digits.
+Ranks come from the launcher: horovodrun -np 4 python -m hvdtrain, or mpirun -np 4 python -m hvdtrain.
+
+commands:
+{commands}
+
+python -m hvdtrain COMMAND --help tells a command's options.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Run a command line; return the exit status (2: a mistake the user can mend)."""
+    if argv and argv[0] in ("-h", "--help"):
+        print(USAGE.format(commands="\n".join(f"  {name:8} {text}" for name, text in COMMANDS.items())))
+        return 0
+    if argv and argv[0] == "--version":
+        from hvdtrain import __version__
+
+        print(__version__)
+        return 0
+    from hvdtrain.cluster.exit import run_guarded
+    from hvdtrain.cluster.launcher import launch_facts
+
+    return run_guarded(lambda: _dispatch(argv), launch_facts(os.environ))
+
+
+def _dispatch(argv: list[str]) -> int:
+    """Call the command's own main."""
+    from hvdtrain.errors import UserError, nearest
+
+    name, rest = ("train", argv) if not argv or argv[0].startswith("-") else (argv[0], argv[1:])
+    if name not in COMMANDS:
+        raise UserError(f"there is no command {name!r}", nearest(name, COMMANDS), "see python -m hvdtrain --help")
+    return importlib.import_module(f"hvdtrain.cli.{name}").main(rest)

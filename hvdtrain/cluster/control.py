@@ -1,0 +1,236 @@
+"""The control plane: small Python objects and decisions between the ranks of a job.
+
+Owns `SoloControl` (one process), `MpiControl` (over an mpi4py communicator that it is given) and `ObjectControl`
+(over a framework's object collectives, for horovodrun --gloo). Starts nothing: `hvdtrain.cluster.boot` does.
+
+Objects are pickled. They come from ranks of the same job only, which run the same user's code.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.cluster.deadline import deadline
+from hvdtrain.cluster.launcher import LaunchFacts
+from hvdtrain.errors import WaitTimeout
+
+INLINE = 4096
+"""Bytes of the first message of `MpiControl.bcast`: a small object travels in one round."""
+
+CHUNK = 1 << 29
+"""Largest message in bytes; MPI 3.1 counts are 31 bits."""
+
+SPINS = 200
+"""Polls before a wait begins to sleep: about the time of a short collective whose ranks are all there."""
+
+
+def sum_rows(rows_PK: np.ndarray) -> np.ndarray:
+    """Sum over axis 0, strictly in rank order: the same bits wherever it is computed. (P, K) -> (K,).
+
+    ``np.sum`` may add in pairs or in vector lanes; ``accumulate`` is defined to go row by row.
+    """
+    return np.add.accumulate(rows_PK, axis=0)[-1]
+
+
+def flush_streams() -> None:
+    """Flush stdout and stderr, closed ones too, so that nothing is lost when the process is ended hard."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            continue
+
+
+class SoloControl:
+    """A job of one process: every answer is the question. Needs no MPI."""
+
+    def __init__(self, node: str | None = None) -> None:
+        self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
+        self.node = node or socket.gethostname()
+        self.notes: list[str] = []
+
+    def bcast(self, obj: Any) -> Any:
+        """Return ``obj``."""
+        return obj
+
+    def gather(self, obj: Any) -> list[Any]:
+        """Return ``[obj]``."""
+        return [obj]
+
+    def sum(self, values_k: np.ndarray) -> np.ndarray:
+        """Return a float64 copy of ``values_k``."""
+        return np.array(values_k, dtype=np.float64)
+
+    def agree(self, flag: bool) -> bool:
+        """Return ``flag``."""
+        return bool(flag)
+
+    def barrier(self, tag: str, timeout_s: float | None = None) -> None:
+        """Return at once."""
+
+    def abort(self, code: int) -> None:
+        """Raise SystemExit(``code``): with nobody else to end, ending this process in order is enough."""
+        flush_streams()
+        raise SystemExit(code)
+
+
+class MpiControl:
+    """Control over an mpi4py communicator of its own (a duplicate, so that no other traffic mixes with it).
+
+    Uses non-blocking collectives, polled: a wait can be bounded and interrupted, and an idle rank sleeps instead of
+    taking a core from its neighbours. ``timeout_s`` bounds each wait.
+    """
+
+    def __init__(self, comm: Any, timeout_s: float, local_rank: int = 0, local_size: int = 1,
+                 node: str | None = None) -> None:
+        self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
+        self.local_rank, self.local_size = local_rank, local_size
+        self.node = node or socket.gethostname()
+        self.notes: list[str] = []
+        self.timeout_s = timeout_s
+        self._comm = comm
+        self._stuck: list[Any] = []
+
+    def bcast(self, obj: Any) -> Any:
+        """Return rank 0's ``obj`` on every rank."""
+        first = np.zeros(INLINE, np.uint8)
+        data = np.frombuffer(pickle.dumps(obj, protocol=5), np.uint8) if self.rank == 0 else first[:0]
+        if self.rank == 0:
+            first[:8] = np.frombuffer(np.int64(data.size).tobytes(), np.uint8)
+            inline = data[:INLINE - 8]
+            first[8:8 + inline.size] = inline
+        self._wait(self._comm.Ibcast(first, root=0), "bcast", first)
+        size = int(first[:8].view(np.int64)[0])
+        if size > INLINE - 8:
+            whole = np.array(data) if self.rank == 0 else np.empty(size, np.uint8)
+            self._bcast_bytes(whole, 0, "bcast")
+        else:
+            whole = first[8:8 + size]
+        return obj if self.rank == 0 else pickle.loads(whole.tobytes())
+
+    def gather(self, obj: Any) -> list[Any]:
+        """Return the list of every rank's ``obj``, by rank, on every rank."""
+        data = np.frombuffer(pickle.dumps(obj, protocol=5), np.uint8)
+        sizes_P = self._allgather(np.array([data.size], np.int64), "gather").ravel()
+        ends = np.cumsum(sizes_P)
+        if ends[-1] <= CHUNK:
+            whole = np.empty(int(ends[-1]), np.uint8)
+            counts, starts = sizes_P.tolist(), (ends - sizes_P).tolist()
+            byte = _mpi().BYTE
+            request = self._comm.Iallgatherv([data, data.size, byte], [whole, counts, starts, byte])
+            self._wait(request, "gather", data, whole)
+            parts = np.split(whole, ends[:-1])
+        else:
+            parts = [np.array(data) if r == self.rank else np.empty(int(n), np.uint8) for r, n in enumerate(sizes_P)]
+            for r, part in enumerate(parts):
+                self._bcast_bytes(part, r, "gather")
+        return [obj if r == self.rank else pickle.loads(part.tobytes()) for r, part in enumerate(parts)]
+
+    def sum(self, values_k: np.ndarray) -> np.ndarray:
+        """Return the float64[k] sum over ranks, added in rank order: the same bits on every rank, every time."""
+        own_k = np.ascontiguousarray(values_k, dtype=np.float64)
+        return sum_rows(self._allgather(own_k, "sum")).reshape(own_k.shape)
+
+    def agree(self, flag: bool) -> bool:
+        """Return True on every rank if any rank's ``flag`` is true."""
+        return bool(self.sum(np.array([float(bool(flag))]))[0] > 0)
+
+    def barrier(self, tag: str, timeout_s: float | None = None) -> None:
+        """Return once every rank is here; raises `WaitTimeout` with ``tag`` after ``timeout_s``."""
+        self._wait(self._comm.Ibarrier(), f"barrier {tag!r}", timeout_s=timeout_s)
+
+    def abort(self, code: int) -> None:
+        """End every rank at once through MPI_Abort; mpirun's exit status becomes ``code`` (1 for 0)."""
+        flush_streams()
+        self._comm.Abort(code or 1)
+
+    def _allgather(self, own_k: np.ndarray, what: str) -> np.ndarray:
+        """(k,) of equal k on every rank -> (P, k)."""
+        rows = np.empty((self.size, own_k.size), own_k.dtype)
+        self._wait(self._comm.Iallgather(own_k, rows), what, own_k, rows)
+        return rows
+
+    def _bcast_bytes(self, data: np.ndarray, root: int, what: str) -> None:
+        """Overwrite ``data`` (uint8) with root's, chunk by chunk."""
+        for start in range(0, data.size, CHUNK):
+            part = data[start:start + CHUNK]
+            self._wait(self._comm.Ibcast(part, root=root), what, part)
+
+    def _wait(self, request: Any, what: str, *buffers: np.ndarray, timeout_s: float | None = None) -> None:
+        """Poll ``request``: a short spin, then sleeps of 20 to 200 us."""
+        test = request.Test
+        for _ in range(SPINS):
+            if test():
+                return
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        started = time.monotonic()
+        pause_s = 20e-6
+        while not test():
+            if time.monotonic() - started > limit_s:
+                self._stuck += [request, buffers]  # MPI may still write into them
+                raise WaitTimeout(f"rank {self.rank} on host {self.node} waited {limit_s:g} s in {what} of the control "
+                                  f"plane for the other {self.size - 1} rank(s)")
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 200e-6)
+
+
+class ObjectControl:
+    """Control over a framework's object collectives, where there is no MPI (horovodrun --gloo).
+
+    ``bcast_object(obj, name=...)`` returns rank 0's object, ``allgather_object(obj, name=...)`` the list of all, as
+    Horovod's do. Such a wait cannot be interrupted, so when it runs out the process ends (see `deadline`).
+    """
+
+    def __init__(self, facts: LaunchFacts, bcast_object: Callable[..., Any], allgather_object: Callable[..., list[Any]],
+                 timeout_s: float = 600.0) -> None:
+        self.rank, self.size = facts.rank, facts.size
+        self.local_rank, self.local_size = max(0, facts.local_rank), max(1, facts.local_size)
+        self.node = socket.gethostname()
+        self.notes: list[str] = []
+        self.timeout_s = timeout_s
+        self._bcast, self._allgather = bcast_object, allgather_object
+
+    def bcast(self, obj: Any) -> Any:
+        """Return rank 0's ``obj`` on every rank."""
+        with deadline(self.timeout_s, "bcast of the control plane"):
+            return self._bcast(obj, name="hvdtrain.control.bcast")
+
+    def gather(self, obj: Any) -> list[Any]:
+        """Return the list of every rank's ``obj``, by rank, on every rank."""
+        return self._gather(obj, "gather", self.timeout_s)
+
+    def sum(self, values_k: np.ndarray) -> np.ndarray:
+        """Return the float64[k] sum over ranks, added in rank order: the same bits on every rank."""
+        return sum_rows(np.stack(self._gather(np.array(values_k, np.float64), "sum", self.timeout_s)))
+
+    def agree(self, flag: bool) -> bool:
+        """Return True on every rank if any rank's ``flag`` is true."""
+        return any(self._gather(bool(flag), "agree", self.timeout_s))
+
+    def barrier(self, tag: str, timeout_s: float | None = None) -> None:
+        """Return once every rank is here; the process ends with ``tag`` in its message after ``timeout_s``."""
+        self._gather(None, f"barrier {tag!r}", self.timeout_s if timeout_s is None else timeout_s)
+
+    def abort(self, code: int) -> None:
+        """End this process at once with ``code``; horovodrun then ends the others."""
+        flush_streams()
+        os._exit(code or 1)
+
+    def _gather(self, obj: Any, what: str, timeout_s: float) -> list[Any]:
+        with deadline(timeout_s, f"{what} of the control plane"):
+            return self._allgather(obj, name="hvdtrain.control.gather")
+
+
+def _mpi() -> Any:
+    """mpi4py's MPI, which whoever made the communicator has started."""
+    from mpi4py import MPI
+
+    return MPI

@@ -1,0 +1,116 @@
+"""A bound on calls that cannot be interrupted, such as a blocking MPI call or Horovod's synchronize.
+
+Owns one watchdog thread per process, started when first needed, and what it does when a bound runs out: say what
+hung, show every Python stack, end the job. Does not know MPI: `set_owner` gives it the way to abort.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+EXIT_DEADLINE = 70
+"""Exit status after a deadline ran out (EX_SOFTWARE of sysexits.h)."""
+
+ABORT_GRACE_S = 5.0
+"""Longest wait for the job's abort before this process ends itself."""
+
+
+class _Watchdog:
+    """The open deadlines and the thread that looks after them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Condition(threading.Lock())
+        self.open: dict[int, tuple[float, float, str]] = {}
+        self.wakes_at = float("inf")
+        self.thread: threading.Thread | None = None
+        self.pid = 0
+        self.who = ""
+        self.abort: Callable[[int], None] | None = None
+
+    def arm(self, key: int, seconds: float, what: str) -> None:
+        """Open a deadline; wakes the thread only if this one ends before the thread would look again."""
+        ends_at = time.monotonic() + seconds
+        with self.lock:
+            if self.pid != os.getpid():
+                self._start()
+            self.open[key] = (ends_at, seconds, what)
+            if ends_at < self.wakes_at:
+                self.wakes_at = ends_at
+                self.lock.notify()
+
+    def disarm(self, key: int) -> None:
+        """Close a deadline. The thread is left asleep: it finds nothing to do when it wakes."""
+        with self.lock:
+            self.open.pop(key, None)
+
+    def _start(self) -> None:
+        """Start the thread; anew after a fork, where threads do not survive."""
+        self.open.clear()
+        self.wakes_at = float("inf")
+        self.pid = os.getpid()
+        self.thread = threading.Thread(target=self._watch, name="hvdtrain-deadline", daemon=True)
+        self.thread.start()
+
+    def _watch(self) -> None:
+        while True:
+            with self.lock:
+                now = time.monotonic()
+                late = [entry for entry in self.open.values() if entry[0] <= now]
+                if not late:
+                    self.wakes_at = min((e[0] for e in self.open.values()), default=float("inf"))
+                    self.lock.wait(None if self.wakes_at == float("inf") else self.wakes_at - now)
+                    continue
+            _expire(min(late), self.who, self.abort)
+
+
+_watchdog = _Watchdog()
+
+
+def set_owner(who: str, abort: Callable[[int], None] | None) -> None:
+    """Tell who this process is ("rank 1 on host a") and how to end the whole job; `hvdtrain.cluster.boot` calls it."""
+    _watchdog.who, _watchdog.abort = who, abort
+
+
+class deadline:  # noqa: N801  (reads as a statement: with deadline(60, "allreduce grad.0"):)
+    """Context: the body must end within ``seconds``, else the process and its job are ended with status 70.
+
+    ``what`` names the wait in the message. Arming takes microseconds. Needs a body that lets go of Python's
+    lock while it waits, as mpi4py's and Horovod's calls do.
+    """
+
+    __slots__ = ("seconds", "what")
+
+    def __init__(self, seconds: float, what: str) -> None:
+        self.seconds, self.what = seconds, what
+
+    def __enter__(self) -> deadline:
+        _watchdog.arm(id(self), self.seconds, self.what)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _watchdog.disarm(id(self))
+
+
+def _expire(entry: tuple[float, float, str], who: str, abort: Callable[[int], None] | None) -> None:
+    """Say what hung, show all stacks, abort the job; does not return."""
+    _, seconds, what = entry
+    name = who or f"process {os.getpid()} on host {socket.gethostname()}"
+    text = (f"hvdtrain: {name}: {what} did not end within {seconds:g} s. Another rank is gone, frozen or elsewhere in "
+            "the program; look for its error above, or raise control_timeout_s if the ranks are only slow. "
+            "Stacks of this process:\n")
+    try:
+        sys.stdout.flush()
+        os.write(2, text.encode(errors="replace"))
+        faulthandler.dump_traceback(file=2, all_threads=True)
+        if abort is not None:
+            helper = threading.Thread(target=abort, args=(EXIT_DEADLINE,), name="hvdtrain-abort", daemon=True)
+            helper.start()
+            helper.join(ABORT_GRACE_S)
+    finally:
+        os._exit(EXIT_DEADLINE)

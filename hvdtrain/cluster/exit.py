@@ -1,0 +1,222 @@
+"""How a process of a job ends: once said, on every rank, with the right status, and never in a hang.
+
+Owns the last words and exit statuses after a user's mistake (2), a crash (1), an interrupt (130), and the agreement of
+ranks on an error. Does not decide what is an error. Two rules shape it: a rank that leaves alone makes the others hang
+in MPI_Finalize or makes mpirun kill them before they have spoken, so a rank either leaves together with all the others
+or aborts the job; and when several ranks fail at once, one speaks.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+from hvdtrain.cluster.control import MpiControl, flush_streams
+from hvdtrain.cluster.deadline import deadline
+from hvdtrain.cluster.launcher import LaunchFacts
+from hvdtrain.errors import EXIT_USER_ERROR, UserError, WaitTimeout
+from hvdtrain.protocols import Control
+
+EXIT_CRASH = 1
+EXIT_INTERRUPTED = 130
+
+MEET_S = 1.5
+"""How long a rank that ends with an error waits for the others to end too, before it ends them."""
+
+START_S = 60.0
+"""Longest wait for MPI to start when it is started only to report a mistake."""
+
+STAGGER_S = 0.4
+"""Rank r waits r times this before it prints (2 s at most): whoever aborts first silences the rest."""
+
+PEER_S = 2.0
+"""Further wait of a rank whose error is only the echo of another rank's."""
+
+LEAVE_S = 20.0
+"""Longest time from the last word to the end of the process."""
+
+_ECHOES = ("PeerFailed", "HorovodInternalError", "WaitTimeout")
+_ECHO_TEXTS = ("Horovod has been shut down", "HorovodInternalError")
+
+T = TypeVar("T")
+
+
+def run_guarded(main: Callable[[], int | None], facts: LaunchFacts) -> int:
+    """Run ``main`` and return the exit status of this process; a job that cannot end in order is aborted instead.
+
+    For ``sys.exit(run_guarded(main, launch_facts(os.environ)))``. `UserError`: one message, 2 on every rank. Any
+    other exception: its traceback once, with rank and host, then the job is aborted with 1. SystemExit keeps its
+    status, and aborts the job with it where other ranks stay behind.
+    """
+    try:
+        status = main() or 0
+    except BaseException as error:  # noqa: BLE001  (this is where every exception ends)
+        return end(error, facts)
+    return _leave("", status, facts)
+
+
+def install_hooks(facts: LaunchFacts) -> None:
+    """Make an uncaught exception of a user's own script end the job as `run_guarded` would.
+
+    An uncaught exception in a thread is printed with its rank; it does not end the job by itself, as in any Python
+    program: what waits for that thread ends with its own bound.
+    """
+    if getattr(sys.excepthook, "hvdtrain", False):
+        return
+    usual, usual_thread = sys.excepthook, threading.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        if facts.kind == "solo" and not isinstance(error, UserError):
+            usual(kind, error, tb)
+            return
+        raise SystemExit(end(error.with_traceback(tb), facts))
+
+    def thread_hook(args: threading.ExceptHookArgs) -> None:
+        if facts.kind != "solo":
+            _say(f"{_who(facts)}: uncaught exception in a thread")
+        usual_thread(args)
+
+    hook.hvdtrain = True  # type: ignore[attr-defined]
+    sys.excepthook, threading.excepthook = hook, thread_hook
+
+
+def end(error: BaseException, facts: LaunchFacts) -> int:
+    """Say what is to be said about ``error`` and return the exit status, or abort the job and not return."""
+    if isinstance(error, UserError):
+        return _leave(str(error), EXIT_USER_ERROR, facts)
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return _leave("", error.code or 0, facts)
+        return _leave(str(error.code), EXIT_CRASH, facts)
+    if isinstance(error, KeyboardInterrupt):
+        return _abort(f"{_who(facts)}: interrupted", EXIT_INTERRUPTED)
+    return _crash(error, facts)
+
+
+def agreed(control: Control, fn: Callable[[], T], what: str) -> T:
+    """Run ``fn`` on this rank; raise `UserError` on every rank if it raised one on any; collective.
+
+    The error names the first failing rank and its host, unless all ranks failed alike. ``what`` ("reading the
+    data") names the place in the error of a wait that ran out. Other exceptions pass through: they end the job.
+    """
+    value, failure = None, None
+    try:
+        value = fn()
+    except UserError as error:
+        failure = (error.got, error.expected, error.do)
+    try:
+        rows = control.gather((failure, control.node))
+    except WaitTimeout as error:
+        raise WaitTimeout(f"{what}: {error}") from None
+    failed = [(rank, row) for rank, row in enumerate(rows) if row[0] is not None]
+    if not failed:
+        return value  # type: ignore[return-value]
+    rank, ((got, expected, do), node) = failed[0]
+    if len(failed) < len(rows) or len({row[0] for row in rows}) > 1:
+        got = f"rank {rank} on host {node}: {got}"
+    raise UserError(got, expected, do)
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether ``error`` only tells that another rank went away, whose own error is the one to read."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names.intersection(_ECHOES)) or any(text in str(error) for text in _ECHO_TEXTS)
+
+
+def _leave(text: str, status: int, facts: LaunchFacts) -> int:
+    """End with ``status``; ``text`` is said by one rank. Returns when all ranks leave, else aborts the job."""
+    if facts.kind == "solo":
+        if text:
+            _say(text)
+        return status
+    if status == 0:
+        return status
+    meeting = _meeting_place(text, facts) if facts.kind == "mpi" else None
+    if meeting is None:
+        return _leave_apart(text, status, facts)
+    meeting.timeout_s = MEET_S
+    try:
+        rows = meeting.gather((text, meeting.node))
+        if meeting.rank == 0:
+            _say_one(rows)
+        meeting.barrier("leaving")
+    except WaitTimeout:
+        time.sleep(min(STAGGER_S * meeting.rank, PEER_S))
+        return _abort(f"rank {meeting.rank} on host {meeting.node}: {text}" if text else "", status)
+    deadline(LEAVE_S, "leaving the job").__enter__()
+    return status
+
+
+def _meeting_place(text: str, facts: LaunchFacts) -> MpiControl | None:
+    """The control plane for leaving; MPI is started for it if need be, since a lone exit would cut the others off."""
+    from hvdtrain.cluster import boot
+
+    if boot.exit_control() is None:
+        try:
+            with deadline(START_S, f"starting MPI to report this mistake: {text}"):
+                boot.start_control(facts, START_S)
+        except Exception:  # noqa: BLE001  (MPI cannot start; that may be the very mistake being reported)
+            return None
+    return boot.exit_control()
+
+
+def _leave_apart(text: str, status: int, facts: LaunchFacts) -> int:
+    """Without a meeting place: rank 0 speaks at once, another rank only if it has not been ended by then."""
+    if facts.rank > 0:
+        time.sleep(MEET_S + PEER_S)
+    if text:
+        _say(text if facts.rank == 0 else f"{_who(facts)}: {text}")
+    if facts.kind == "gloo":
+        deadline(LEAVE_S, "leaving the job").__enter__()
+    return status
+
+
+def _say_one(rows: list[tuple[str, str]]) -> None:
+    """Print the texts' first, with its rank and host unless all are equal. ``rows``: (text, node) by rank."""
+    spoken = [(rank, text, node) for rank, (text, node) in enumerate(rows) if text]
+    if not spoken:
+        return
+    rank, text, node = spoken[0]
+    alike = len(spoken) == len(rows) and len({text for _, text, _ in spoken}) == 1
+    _say(text if alike else f"rank {rank} on host {node}: {text}")
+
+
+def _crash(error: BaseException, facts: LaunchFacts) -> int:
+    """Print the traceback once per job, then abort it."""
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    if facts.kind == "solo":
+        flush_streams()
+        print(trace, file=sys.stderr, flush=True)
+        return EXIT_CRASH
+    time.sleep(min(STAGGER_S * facts.rank, PEER_S) + (PEER_S if is_echo(error) else 0.0))
+    return _abort(f"{_who(facts)} failed and ends the job\n{trace}", EXIT_CRASH)
+
+
+def _abort(text: str, status: int) -> int:
+    """Say ``text`` and end every rank; returns ``status`` where there is nobody else, or no control plane to end them."""
+    from hvdtrain.cluster import boot
+
+    if text:
+        _say(text)
+    control = boot.current_control()
+    if control is not None and control.size > 1:
+        control.abort(status)
+    return status
+
+
+def _who(facts: LaunchFacts) -> str:
+    return f"rank {facts.rank} on host {socket.gethostname()}"
+
+
+def _say(text: str) -> None:
+    """One message to stderr, in one write, after what was printed before."""
+    flush_streams()
+    stream: Any = sys.stderr
+    stream.write(f"hvdtrain: {text}\n")
+    flush_streams()

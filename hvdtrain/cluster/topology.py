@@ -1,0 +1,107 @@
+"""Which ranks run on which host, with how many cores.
+
+Owns the survey and the arithmetic on it, such as the thread count of a rank. Does not set thread counts: backends do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.cluster.group import spans
+from hvdtrain.protocols import Control
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host: its name, the ranks on it (ascending), and the cores that they may use together."""
+
+    node: str
+    ranks: tuple[int, ...]
+    cores: int
+
+
+@dataclass(frozen=True)
+class Topology:
+    """``hosts`` in order of their lowest rank."""
+
+    hosts: tuple[Host, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return sum(len(h.ranks) for h in self.hosts)
+
+    @property
+    def homogeneous(self) -> bool:
+        """Every host has the same number of ranks."""
+        return len({len(h.ranks) for h in self.hosts}) == 1
+
+    def host_of(self, rank: int) -> Host:
+        """The host that ``rank`` runs on."""
+        return next(h for h in self.hosts if rank in h.ranks)
+
+    def describe(self) -> str:
+        """One line for the summary: "2 hosts: a (ranks 0-3, 8 cores), b (ranks 4-5, 4 cores)"."""
+        each = ", ".join(f"{h.node} (rank{'s' if len(h.ranks) > 1 else ''} {spans(h.ranks)}, "
+                         f"{h.cores} core{'s' if h.cores != 1 else ''})" for h in self.hosts[:8])
+        more = f", and {len(self.hosts) - 8} more" if len(self.hosts) > 8 else ""
+        return f"{len(self.hosts)} host{'s' if len(self.hosts) != 1 else ''}: {each}{more}"
+
+
+def arrange(rows: Sequence[tuple[str, Sequence[int], float]]) -> Topology:
+    """Topology of the ranks' ``(node, cores this rank may run on, quota in cores)``, by rank. Pure.
+
+    The cores of a host are the union over its ranks: ranks that mpirun bound to one core each add up, ranks that
+    share all cores do not. A container's CPU quota lowers it.
+    """
+    nodes = list(dict.fromkeys(node for node, _, _ in rows))
+    hosts = []
+    for node in nodes:
+        ranks = tuple(r for r, row in enumerate(rows) if row[0] == node)
+        union = {core for r in ranks for core in rows[r][1]}
+        quota = min(rows[r][2] for r in ranks)
+        hosts.append(Host(node, ranks, max(1, int(min(len(union), quota)))))
+    return Topology(tuple(hosts))
+
+
+def survey(control: Control) -> Topology:
+    """Gather the topology of the job; collective."""
+    return arrange(control.gather((control.node, sorted(affinity()), cpu_quota())))
+
+
+def affinity() -> set[int]:
+    """The cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
+def cpu_quota(root: str = "/sys/fs/cgroup") -> float:
+    """Cores' worth of time that the control group allows (versions 2 and 1); infinite where there is no limit."""
+    try:
+        quota, period = Path(root, "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = Path(root, "cpu/cpu.cfs_quota_us").read_text().strip()
+            period = Path(root, "cpu/cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return float("inf")
+    if quota == "max" or int(quota) <= 0 or int(period) <= 0:
+        return float("inf")
+    return int(quota) / int(period)
+
+
+def compute_threads(bound: int, cores: int, local_size: int, asked: int) -> int:
+    """Compute threads one rank should use. Pure.
+
+    ``bound``: cores this rank may run on; ``cores``: cores of its host that all its ranks may use together;
+    ``asked``: the user's number, 0 to choose. A rank bound to part of the cores uses that part; ranks that share
+    the cores use an equal part each, at least one.
+    """
+    if asked > 0:
+        return asked
+    shared = max(1, cores // max(1, local_size))
+    return max(1, bound) if bound < cores else shared

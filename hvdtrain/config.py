@@ -1,0 +1,158 @@
+"""The whole configuration as typed, frozen dataclasses: every key, unit and default.
+
+Owns names, defaults and the checks that need no cluster. Does not parse: `hvdtrain.cli.train` does, with
+jsonargparse (YAML file < environment < command line). The docs table in docs/config.md is made from this file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hvdtrain.errors import UserError
+
+
+def _key(default: Any, unit: str, doc: str) -> Any:
+    """A field with its unit and meaning, for docs/config.md."""
+    meta = {"unit": unit, "doc": doc}
+    if isinstance(default, (dict, list)):
+        return field(default_factory=lambda: type(default)(default), metadata=meta)
+    return field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where samples come from and how a global batch is cut."""
+
+    name: str = _key("digits", "", "digits, synthetic, a .npz file, or module:callable (also path/file.py:callable)")
+    args: dict[str, Any] = _key({}, "", "keyword arguments of the source")
+    shuffle: bool = _key(True, "", "permute the samples anew each epoch, from (seed, epoch)")
+    prefetch: int = _key(2, "batches", "batches fetched ahead by one background thread; 0 fetches in line")
+
+
+@dataclass(frozen=True)
+class Named:
+    """Something of the framework's own, by its name there, with keyword arguments."""
+
+    name: str = _key("auto", "", "the framework's own name, any case; auto picks a default")
+    args: dict[str, Any] = _key({}, "", "keyword arguments")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the learning rate moves."""
+
+    name: str = _key("none", "", "torch.optim.lr_scheduler or keras.optimizers.schedules class name; none: constant")
+    args: dict[str, Any] = _key({}, "", "keyword arguments")
+    interval: Literal["step", "epoch"] = _key("step", "", "what a torch scheduler counts; Keras schedules count steps")
+    warmup_steps: int = _key(0, "steps", "grow the rate linearly from rate/steps to the rate; 0: off")
+    linear_scaling_base: int = _key(0, "samples", "multiply the rate by global_batch / this (Goyal et al. 2017); 0: off")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How gradients are summed over ranks."""
+
+    bucket_mb: float = _key(16.0, "MiB", "size of a flat bucket of gradients, one collective each (fusion)")
+    fusion_threshold_mb: float = _key(-1.0, "MiB", "Horovod's own fusion buffer (HOROVOD_FUSION_THRESHOLD); -1: Horovod's default")
+    cycle_time_ms: float = _key(-1.0, "ms", "Horovod's cycle time (HOROVOD_CYCLE_TIME); -1: Horovod's default")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """When and how a run is saved."""
+
+    every_steps: int = _key(0, "steps", "save every so many steps; 0: off")
+    every_s: float = _key(0.0, "s", "save when so many seconds have passed since the last; 0: off")
+    at_end: bool = _key(True, "", "save when the run ends")
+    keep: int = _key(3, "checkpoints", "how many of the newest are kept")
+
+
+@dataclass(frozen=True)
+class EarlyStop:
+    """Stop when a metric no longer gets better."""
+
+    metric: str = _key("", "", "evaluation metric to watch, for example loss or accuracy; empty: off")
+    mode: Literal["min", "max"] = _key("min", "", "whether smaller or larger is better")
+    patience: int = _key(5, "evaluations", "evaluations without a better value before the run stops")
+    min_delta: float = _key(0.0, "", "smallest change that counts as better")
+
+
+@dataclass(frozen=True)
+class Config:
+    """One training run."""
+
+    model: str = _key("auto", "", "module:callable (or path/file.py:callable) that returns an nn.Module or a keras.Model; "
+                                  "auto: the built-in CNN of the installed framework")
+    model_args: dict[str, Any] = _key({}, "", "keyword arguments of that callable")
+    data: Data = _key(Data(), "", "")
+    epochs: int = _key(12, "epochs", "passes over the data; 0 trains nothing")
+    max_steps: int = _key(0, "steps", "stop after so many steps in all; 0: no limit")
+    global_batch: int = _key(64, "samples", "samples of one step over all ranks; the curve depends on this, not on the ranks")
+    shares: list[float] = _key([], "", "relative part of the batch for each rank, such as [3, 1]; empty: equal")
+    accumulate: int = _key(1, "micro-batches", "micro-batches each rank cuts its part into")
+    micro_batch: int = _key(0, "samples", "largest micro-batch; more are made where a part exceeds it; 0: no limit")
+    seed: int = _key(0, "", "seeds the data order, the initial weights and the ranks' random generators")
+    lr: float = _key(2e-3, "", "base learning rate")
+    optimizer: Named = _key(Named(), "", "torch.optim or keras.optimizers class; auto: Adam, or the compiled model's own")
+    schedule: Schedule = _key(Schedule(), "", "")
+    loss: Named = _key(Named(), "", "torch.nn.functional or keras.losses name; auto: cross entropy for integer targets, else squared error")
+    metrics: list[str] = _key(["accuracy"], "", "accuracy, a torch.nn.functional or keras.metrics name, or module:callable(outputs, targets) -> (sum, weight)")
+    clip_norm: float = _key(0.0, "", "clip gradients to this global L2 norm; 0: off")
+    collectives: Literal["auto", "horovod", "mpi", "null"] = _key(
+        "auto", "", "what carries gradients; auto: horovod where it is built, else mpi; null: nothing, only to measure")
+    exchange: Exchange = _key(Exchange(), "", "")
+    eval_every: int = _key(1, "epochs", "evaluate every so many epochs; 0: only at the end")
+    early_stop: EarlyStop = _key(EarlyStop(), "", "")
+    nan_guard: Literal["stop", "skip"] = _key("stop", "", "what a non-finite gradient does: end the run, or skip that step on every rank")
+    max_skipped: int = _key(20, "steps", "with nan_guard skip: skipped steps in a row that end the run")
+    checkpoint: Checkpoint = _key(Checkpoint(), "", "")
+    resume: str = _key("", "", "auto: newest whole checkpoint of this run, if any; or the path of a checkpoint; empty: start anew")
+    out: str = _key("", "", "directory of this run; empty: a new runs/MODEL-NNN")
+    log_every: int = _key(10, "steps", "progress and log interval")
+    progress: Literal["auto", "rich", "plain", "off"] = _key("auto", "", "auto: rich on a terminal, plain lines elsewhere")
+    threads: int = _key(0, "threads", "compute threads of one rank; 0: its share of the host's cores")
+    deterministic: bool = _key(False, "", "ask the framework for deterministic kernels (bit-equal resume on GPUs)")
+    control_timeout_s: float = _key(600.0, "s", "longest wait for other ranks before the run ends with the name of the wait")
+
+    def check(self) -> Config:
+        """Return self if every value is possible, else raise `UserError` naming the first that is not."""
+        _at_least("global_batch", self.global_batch, 1)
+        for name in ("epochs", "max_steps", "micro_batch", "eval_every", "threads", "seed"):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("accumulate", "log_every", "max_skipped"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("data.prefetch", self.data.prefetch, 0)
+        _at_least("checkpoint.keep", self.checkpoint.keep, 1)
+        _at_least("checkpoint.every_steps", self.checkpoint.every_steps, 0)
+        _at_least("checkpoint.every_s", self.checkpoint.every_s, 0)
+        _at_least("schedule.warmup_steps", self.schedule.warmup_steps, 0)
+        _at_least("schedule.linear_scaling_base", self.schedule.linear_scaling_base, 0)
+        _at_least("early_stop.patience", self.early_stop.patience, 1)
+        _at_least("clip_norm", self.clip_norm, 0)
+        for name, value in (("lr", self.lr), ("exchange.bucket_mb", self.exchange.bucket_mb),
+                            ("control_timeout_s", self.control_timeout_s)):
+            if not (math.isfinite(value) and value > 0):
+                raise UserError(f"{name} is {value}", "a finite number above 0", f"set {name} to one")
+        if self.shares and (min(self.shares) < 0 or not sum(self.shares) > 0 or not math.isfinite(sum(self.shares))):
+            raise UserError(f"shares is {self.shares}", "numbers of 0 or more, at least one above 0", "for example shares: [3, 1]")
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dictionary, JSON-able if the free-form ``args`` are."""
+        return dataclasses.asdict(self)
+
+    def digest(self) -> str:
+        """Short hash of every key, to compare between ranks."""
+        text = json.dumps(self.to_dict(), sort_keys=True, default=repr)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    """Raise `UserError` unless ``value`` is finite and not below ``least``."""
+    if not (math.isfinite(value) and value >= least):
+        raise UserError(f"{name} is {value}", f"a value of {least} or more", f"set {name} accordingly")

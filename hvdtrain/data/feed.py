@@ -1,0 +1,296 @@
+"""The batches of one rank, step by step: `Feed` joins data, cut, micro-batches and position.
+
+Owns the walk through an epoch and the background fetch. Does not compute, does not move samples between
+ranks, and calls the control plane in the consumer's thread only, and only where a count or weight is not
+known locally.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.data.cursor import Cursor
+from hvdtrain.data.sampler import at_least, cut, epoch_order, micro_batches, steps_per_epoch
+from hvdtrain.data.sources import Source
+from hvdtrain.data.stream import Arrays, Stream, fingerprint, rebatch
+from hvdtrain.errors import UserError
+from hvdtrain.protocols import Control
+
+_JOIN_S = 10.0
+"""Longest wait for the fetching thread after its stop: it may be inside a user's fetch, which cannot be
+interrupted."""
+_UNEVEN = "the ranks' streams differ in length: steps go on with the samples there are"
+_DIFFERENT = ("the ranks read different streams: each takes its cut of what it reads, so samples are lost or "
+              "repeated; seed the shuffle alike and do not split the stream by rank")
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One rank's part of one global batch.
+
+    ``micros``: tuples of arrays (b, ...), none empty; no micro-batch at all on a rank that has no samples
+    of this step.
+    ``n_local``, ``n_global``: samples of this rank and of all ranks. ``weight``: the global weight W that
+    the summed loss is divided by (law 1). ``cursor_before``, ``cursor_after``: positions around the step,
+    equal on all ranks.
+    """
+
+    cursor_before: Cursor
+    cursor_after: Cursor
+    micros: list[Arrays]
+    n_local: int
+    n_global: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What the fetching thread hands over: a global batch's size and checksum, this rank's arrays of it."""
+
+    seen: int
+    check: int
+    n_local: int
+    arrays: Arrays
+
+
+class Feed:
+    """Walks one rank through a `Source` or a `Stream` in global batches that the ranks share.
+
+    ``global_batch``: samples of a step over all ranks; may be below ``size`` and not divisible by it.
+    ``shares``: weights float[size] of the cut, equal by default. ``seed``, ``shuffle``: order of a source;
+    a stream keeps its own. ``accumulate``, ``micro_batch``: see `sampler.micro_batches`.
+    ``control``: sums float64[k] over ranks; needed for a stream and for ``weight_fn``. ``weight_fn``: this
+    rank's arrays of a step -> their weight (for instance valid tokens); without it the weight is the sample
+    count.
+    ``prefetch``: batches fetched ahead by a background thread, 0 fetches inline.
+    Errors: `UserError` for empty data, a global batch < 1, unusable shares. Ranks whose streams differ get a
+    warning from rank 0: in length (the run goes on while one of them has samples) or in their first sample.
+    """
+
+    def __init__(self, data: Source | Stream, global_batch: int, *, rank: int = 0, size: int = 1,
+                 shares: Sequence[float] | None = None, seed: int = 0, shuffle: bool = True,
+                 accumulate: int = 1, micro_batch: int = 0, control: Control | None = None,
+                 weight_fn: Callable[[Arrays], float] | None = None, prefetch: int = 2) -> None:
+        assert 0 <= rank < size and isinstance(data, (Source, Stream))
+        at_least("global_batch", global_batch, 1)
+        at_least("data.prefetch", prefetch, 0)
+        micro_batches(0, accumulate, micro_batch)
+        self.data: Any = data
+        self.global_batch, self.prefetch = int(global_batch), prefetch
+        self.rank, self.size, self.seed, self.shuffle = rank, size, seed, shuffle
+        self.accumulate, self.micro_batch = accumulate, micro_batch
+        self.control, self.weight_fn = control, weight_fn
+        self.samples: int | None = len(data) if isinstance(data, Source) else None
+        shares = [1.0] * size if shares is None else [float(share) for share in shares]
+        if len(shares) != size:
+            raise UserError(f"{len(shares)} shares for {size} ranks",
+                            "one share per rank",
+                            f"give {size} shares")
+        cut(0, shares)
+        self._warned: set[str] = set()
+        self._cut = lru_cache(maxsize=8)(lambda n: cut(n, shares))
+        if self.samples == 0:
+            raise UserError("the dataset is empty", "at least one sample", "check its path and its filters")
+        assert control is not None or (weight_fn is None and self.samples is not None)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps of a whole epoch; None for a stream, whose length nobody knows."""
+        return None if self.samples is None else steps_per_epoch(self.samples, self.global_batch)
+
+    def steps_left(self, cursor: Cursor) -> int | None:
+        """Steps from ``cursor`` to the end of its epoch; None for a stream."""
+        if self.samples is None:
+            return None
+        return steps_per_epoch(max(self.samples - cursor.samples, 0), self.global_batch)
+
+    def check_ranks_agree(self) -> None:
+        """Make sure that all ranks hold a source of one length and the same batch and seed; collective.
+
+        Ranks whose datasets differ in length would take different numbers of steps and wait for one another
+        forever.
+        Errors: `UserError` on every rank alike.
+        """
+        mine = (self.samples, self.global_batch, self.seed, self.shuffle)
+        found = [mine] if self.control is None else self.control.gather(mine)
+        if len(set(found)) > 1:
+            table = ", ".join(f"rank {rank}: {values}" for rank, values in enumerate(found))
+            raise UserError(f"ranks differ in (samples, global_batch, seed, shuffle): {table}",
+                            "the same on every rank",
+                            "give every rank the same data and configuration; the sampler does the cut")
+
+    def epoch(self, cursor: Cursor) -> Iterator[StepBatch]:
+        """Yield the steps from ``cursor`` to the end of its epoch, the same number on every rank.
+
+        What a step holds depends on (seed, epoch, position) only, so a walk that starts in the middle of an
+        epoch continues as the walk from its beginning would have. Close the iterator to stop early; that
+        ends its thread.
+        """
+        if self.samples is None:
+            return self._stream_steps(cursor)
+        if cursor.samples > self.samples:
+            raise UserError(f"the run stands at sample {cursor.samples} of a dataset that has {self.samples}",
+                            "a position inside the epoch",
+                            "resume with the data of the checkpoint, or start anew")
+        return self._source_steps(cursor, epoch_order(self.samples, self.seed, cursor.epoch, self.shuffle))
+
+    def eval_epoch(self) -> Iterator[StepBatch]:
+        """Yield every sample once, in the data's own order, in the same number of steps on every rank.
+
+        A rank whose part of a step is empty gets a `StepBatch` without micro-batches, so that it can enter
+        the collectives of that step; metrics as (sum, weight) are then exact.
+        """
+        if self.samples is None:
+            return self._stream_steps(Cursor())
+        return self._source_steps(Cursor(), epoch_order(self.samples, self.seed, 0, shuffle=False))
+
+    # --- a source: every rank knows all counts, so only an own weight is summed ----------------------------
+
+    def _source_steps(self, cursor: Cursor, order_N: np.ndarray) -> Iterator[StepBatch]:
+        parts_ahead = prefetched(self._source_parts(cursor.samples, order_N), self.prefetch)
+        with contextlib.closing(parts_ahead) as parts:
+            for part in parts:
+                weight = float(part.seen)
+                if self.weight_fn:
+                    weight = float(self._sum([self._local_weight(part)])[0])
+                after = cursor.advance(part.seen)
+                yield self._step(cursor, after, part, part.seen, weight)
+                cursor = after
+
+    def _source_parts(self, start: int, order_N: np.ndarray) -> Generator[_Part, None, None]:
+        for at in range(start, len(order_N), self.global_batch):
+            indices = order_N[at:at + self.global_batch]
+            low, high = self._mine(len(indices))
+            arrays = self._fetch(indices[low:high]) if high > low else ()
+            yield _Part(len(indices), 0, high - low, arrays)
+
+    def _fetch(self, indices_n: np.ndarray) -> Arrays:
+        fetched = self.data.fetch(indices_n)
+        arrays = (fetched,) if isinstance(fetched, np.ndarray) else tuple(fetched)
+        if not arrays or any(np.ndim(array) == 0 or len(array) != len(indices_n) for array in arrays):
+            shapes = [np.shape(array) for array in arrays]
+            raise UserError(f"fetching {len(indices_n)} samples gave arrays of shapes {shapes}",
+                            f"arrays whose first axis is {len(indices_n)}",
+                            "mend the dataset's fetch()")
+        return arrays
+
+    # --- a stream: ranks read it alike and find out together that it has ended -----------------------------
+
+    def _stream_steps(self, cursor: Cursor) -> Iterator[StepBatch]:
+        first = True
+        with contextlib.closing(prefetched(self._stream_parts(cursor), self.prefetch)) as parts:
+            while True:
+                part = next(parts, _Part(0, 0, 0, ()))
+                sums = self._sum([part.n_local, self._local_weight(part), part.seen, part.seen ** 2,
+                                  part.seen > 0, part.check, part.check ** 2])
+                n_global, seen, seen2, ranks, checks, checks2 = (int(sums[i]) for i in (0, 2, 3, 4, 5, 6))
+                if n_global == 0:
+                    if first and cursor.samples == 0:
+                        raise UserError(f"the stream has no samples in epoch {cursor.epoch}",
+                                        "samples in every epoch",
+                                        "give a dataset that can be iterated anew, not a spent generator")
+                    return
+                alike = self.size * seen2 == seen ** 2  # no variance over ranks
+                if not alike:
+                    self._warn_once(_UNEVEN)
+                if first and ranks * checks2 != checks ** 2:
+                    self._warn_once(_DIFFERENT)
+                # Where some have ended, the longest stream still reads whole batches: keep its position.
+                after = cursor.advance(n_global if alike else self.global_batch)
+                yield self._step(cursor, after, part, n_global, float(sums[1]))
+                cursor, first = after, False
+
+    def _stream_parts(self, cursor: Cursor) -> Generator[_Part, None, None]:
+        with contextlib.closing(_closable(self.data.chunks(cursor.epoch))) as chunks:
+            for batch in rebatch(chunks, self.global_batch, cursor.samples):
+                low, high = self._mine(len(batch[0]))
+                mine = tuple(array[low:high] for array in batch)
+                yield _Part(len(batch[0]), fingerprint(batch), high - low, mine)
+
+    def _warn_once(self, text: str) -> None:
+        if self.rank == 0 and text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, stacklevel=3)
+
+    # --- both ----------------------------------------------------------------------------------------------
+
+    def _step(self, before: Cursor, after: Cursor, part: _Part, n_global: int, weight: float) -> StepBatch:
+        bounds = micro_batches(part.n_local, self.accumulate, self.micro_batch)
+        micros = [tuple(array[start:stop] for array in part.arrays) for start, stop in bounds]
+        return StepBatch(before, after, micros, part.n_local, n_global, weight)
+
+    def _mine(self, n: int) -> tuple[int, int]:
+        offsets = self._cut(n)
+        return int(offsets[self.rank]), int(offsets[self.rank + 1])
+
+    def _local_weight(self, part: _Part) -> float:
+        if part.n_local == 0 or self.weight_fn is None:
+            return float(part.n_local)
+        return float(self.weight_fn(part.arrays))
+
+    def _sum(self, values: Sequence[float]) -> np.ndarray:
+        assert self.control is not None
+        return self.control.sum(np.asarray(values, dtype=np.float64))
+
+
+def prefetched(items: Generator[Any, None, None], ahead: int) -> Generator[Any, None, None]:
+    """Yield ``items``, made up to ``ahead`` in advance by one background thread; inline for ``ahead`` == 0.
+
+    An exception in the thread is raised here. Closing this generator stops the thread, closes ``items``
+    inside it and waits for its end.
+    """
+    if ahead == 0:
+        with contextlib.closing(items):
+            yield from items
+        return
+    ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=ahead)
+    stop = threading.Event()
+
+    def work() -> None:
+        last: tuple[str, Any] = ("end", None)
+        try:
+            with contextlib.closing(items):
+                for item in items:
+                    ready.put(("item", item))
+                    if stop.is_set():
+                        return
+        except BaseException as error:  # handed over whole: the consumer decides
+            last = ("error", error)
+        ready.put(last)
+
+    thread = threading.Thread(target=work, name="hvdtrain-fetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            kind, value = ready.get()
+            if kind == "end":
+                return
+            if kind == "error":
+                raise value
+            yield value
+    finally:
+        stop.set()
+        with contextlib.suppress(queue.Empty):  # makes room for the one item the thread may still hold
+            while True:
+                ready.get_nowait()
+        if thread is not threading.current_thread():  # a garbage collection in it may call this
+            thread.join(_JOIN_S)
+
+
+def _closable(items: Iterator[Any]) -> Generator[Any, None, None]:
+    """Wrap an iterator so that it has a ``close``; closes the inner one where that is possible."""
+    try:
+        yield from items
+    finally:
+        close = getattr(items, "close", None)
+        if close:
+            close()

@@ -1,0 +1,89 @@
+"""Data that can only be read in order: the `Stream` contract and the regrouping of its chunks into global
+batches.
+
+Owns no cut over ranks and no framework: `feed.py` cuts, the backends' ``data.py`` make streams of framework
+objects.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from hvdtrain.errors import UserError
+
+Arrays = tuple[np.ndarray, ...]
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """Samples in an order of their own; every rank reads the same stream from its start and takes its cut.
+
+    So the order may depend on ``epoch`` and on fixed seeds, never on the rank. A stream does its own
+    shuffling.
+    """
+
+    def chunks(self, epoch: int) -> Iterator[Arrays]:
+        """Yield tuples of arrays (B, ...) with one B per tuple, any B; arity, trailing shapes and dtypes
+        stay the same."""
+        ...
+
+
+def rebatch(chunks: Iterable[Arrays], global_batch: int, skip_samples: int = 0) -> Iterator[Arrays]:
+    """Regroup ``chunks`` into batches of exactly ``global_batch`` samples, the last one short, after a
+    skip.
+
+    Skipping more samples than there are yields nothing. Errors: `UserError` when a chunk's arrays do not
+    fit one another or the chunk before.
+    """
+    held: list[Arrays] = []
+    held_n = 0
+    layout: list[tuple] = []
+    for chunk in chunks:
+        n = _checked(chunk, layout)
+        skipped = min(skip_samples, n)
+        skip_samples -= skipped
+        while n - skipped > 0:
+            taken = min(global_batch - held_n, n - skipped)
+            held.append(tuple(array[skipped:skipped + taken] for array in chunk))
+            held_n, skipped = held_n + taken, skipped + taken
+            if held_n == global_batch:
+                yield _joined(held)
+                held, held_n = [], 0
+    if held:
+        yield _joined(held)
+
+
+def fingerprint(batch: Arrays) -> int:
+    """Return a 16-bit checksum of the first sample of ``batch``: equal on ranks that read the same stream."""
+    crc = 0
+    for array in batch:
+        crc = zlib.crc32(np.ascontiguousarray(array[:1]).tobytes(), crc)
+    return crc & 0xFFFF
+
+
+def _joined(pieces: list[Arrays]) -> Arrays:
+    return pieces[0] if len(pieces) == 1 else tuple(np.concatenate(column) for column in zip(*pieces))
+
+
+def _checked(chunk: Arrays, layout: list[tuple]) -> int:
+    """Return a chunk's sample count; the first chunk sets ``layout``, the others must keep it."""
+    fits = isinstance(chunk, tuple) and all(isinstance(array, np.ndarray) and array.ndim for array in chunk)
+    if not fits or not chunk:
+        raise UserError(f"a stream gave a {type(chunk).__name__} as a chunk",
+                        "a tuple of numpy arrays whose first axis counts samples",
+                        "mend the stream's chunks()")
+    if len({len(array) for array in chunk}) > 1:
+        raise UserError(f"a stream's chunk holds arrays of {[len(array) for array in chunk]} samples",
+                        "one number of samples in all of them", "mend the stream's chunks()")
+    found = [(array.shape[1:], str(array.dtype)) for array in chunk]
+    if not layout:
+        layout.extend(found)
+    elif found != layout:
+        raise UserError(f"a stream's chunk has sample shapes and dtypes {found}",
+                        f"those of its first chunk, {layout}",
+                        "pad, crop or cast the samples to one shape and dtype")
+    return len(chunk[0])

@@ -1,0 +1,52 @@
+"""Errors a user can mend: what was got, what was expected, what to do.
+
+Owns the exception types and the nearest-name hint. Does not print or exit: `hvdtrain.cluster.exit` does.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_USER_ERROR = 2
+"""Exit status of every rank after a user's mistake."""
+
+
+class UserError(Exception):
+    """A mistake the user can mend; ends every rank with one message and exit status 2.
+
+    ``got`` is what was found, ``expected`` what would have been right, ``do`` the next action. Each is one
+    plain sentence or clause without a closing full stop.
+    """
+
+    def __init__(self, got: str, expected: str = "", do: str = "") -> None:
+        self.got, self.expected, self.do = got, expected, do
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        parts = [self.got]
+        if self.expected:
+            parts.append(f"expected {self.expected}")
+        text = "; ".join(parts) + "."
+        return f"{text} {self.do[:1].upper()}{self.do[1:]}." if self.do else text
+
+    def __reduce__(self) -> tuple[type[UserError], tuple[str, str, str]]:
+        return type(self), (self.got, self.expected, self.do)
+
+
+class WaitTimeout(RuntimeError):
+    """A bounded wait for other ranks ran out; names the wait, the rank and the seconds."""
+
+
+class PeerFailed(RuntimeError):
+    """A collective failed because another rank went away; that rank's own error is the one to read."""
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """Say which choices exist and which is nearest to ``name``, for use as ``expected``."""
+    known = sorted(choices)
+    close = difflib.get_close_matches(name.lower(), [c.lower() for c in known], n=1, cutoff=0.5)
+    hint = next((c for c in known if close and c.lower() == close[0]), None)
+    if hint and len(known) > 12:
+        return f"a known name (did you mean {hint!r}?)"
+    return f"one of {', '.join(known)}" + (f" (did you mean {hint!r}?)" if hint else "")

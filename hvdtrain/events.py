@@ -1,0 +1,42 @@
+"""The moments of a run that callbacks see. This docstring is the training loop.
+
+::
+
+    FIT_START
+    while epoch < epochs:
+        EPOCH_START
+        for global batch t of this epoch:              # hvdtrain.data.feed: a function of (seed, t) only
+            STEP_START
+            for each micro-batch of this rank's part:  # none, when this rank holds no sample of the batch
+                forward, backward of loss_sum / W      # W: global weight of batch t
+            exchange the gradients (sum)               # begins during the last backward
+            vote: bad loss? stop? save?                # one small control-plane sum, the same on every rank
+            if any rank's loss is not finite: NON_FINITE, no update
+            clip, update                               # unless the reduced gradient, equal everywhere, is not finite
+            STEP_END
+            if a checkpoint is due:
+                CHECKPOINT                             # snapshot written by rank 0
+        if evaluation is due:
+            EVAL_END                                   # exact sums over uneven shards
+        EPOCH_END
+        if a vote to stop was cast: break
+    FIT_END                                            # also after a stop
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Event(enum.Enum):
+    """Names of the moments; a callback implements the method of the same lower-case name."""
+
+    FIT_START = "fit_start"
+    EPOCH_START = "epoch_start"
+    STEP_START = "step_start"
+    NON_FINITE = "non_finite"
+    STEP_END = "step_end"
+    CHECKPOINT = "checkpoint"
+    EVAL_END = "eval_end"
+    EPOCH_END = "epoch_end"
+    FIT_END = "fit_end"

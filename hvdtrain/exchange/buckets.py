@@ -1,0 +1,68 @@
+"""Fusion: which parameters share one flat vector, so that one collective moves them together.
+
+Owns the plan (pure data). Does not allocate or send; a backend allocates, the reducer sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvdtrain.protocols import ParamSpec
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One flat vector: which parameters it holds (indices into the step's list) and where each begins."""
+
+    index: int
+    params: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+    n: int
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the uncompressed vector."""
+        return self.n * np.dtype(self.dtype).itemsize
+
+
+def plan_buckets(params: Sequence[ParamSpec], bucket_mb: float) -> list[Bucket]:
+    """Group parameters into buckets of at most ``bucket_mb`` MiB, last parameter first.
+
+    Backward produces gradients roughly from the last layer to the first, so in this order bucket 0 fills first
+    and its sum overlaps the rest of backward. One bucket has one dtype; a parameter larger than ``bucket_mb``
+    gets a bucket of its own. Source: gradient bucketing in PyTorch DDP (Li et al., VLDB 2020, arXiv 2006.15704).
+    """
+    limit = bucket_mb * MIB
+    groups: list[list[int]] = []
+    open_group: dict[str, int] = {}
+    filled: list[float] = []
+    for i in reversed(range(len(params))):
+        size = params[i].n * np.dtype(params[i].dtype).itemsize
+        g = open_group.get(params[i].dtype)
+        if g is None or filled[g] + size > limit:
+            g = open_group[params[i].dtype] = len(groups)
+            groups.append([])
+            filled.append(0)
+        groups[g].append(i)
+        filled[g] += size
+    return [_bucket(index, members, params) for index, members in enumerate(groups)]
+
+
+def _bucket(index: int, members: Sequence[int], params: Sequence[ParamSpec]) -> Bucket:
+    sizes = [params[i].n for i in members]
+    ends = np.cumsum(sizes)
+    return Bucket(
+        index=index,
+        params=tuple(members),
+        shapes=tuple(params[i].shape for i in members),
+        offsets=tuple(int(e - s) for e, s in zip(ends, sizes)),
+        n=int(ends[-1]),
+        dtype=params[members[0]].dtype,
+    )

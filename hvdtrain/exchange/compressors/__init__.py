@@ -1,0 +1,1 @@
+"""How a flat bucket is summed over ranks; one file per way."""

@@ -1,0 +1,119 @@
+"""The training loop: the only one. `hvdtrain.events` tells it in pseudo-code; this file is that, no more.
+
+Owns the order of a step and where its seconds go. Knows no framework, no wire and no file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hvdtrain.cluster.deadline import deadline
+from hvdtrain.data.feed import StepBatch
+from hvdtrain.events import Event
+from hvdtrain.exchange.weighting import loss_scale
+
+if TYPE_CHECKING:
+    from hvdtrain.run import Run
+
+
+def fit(run: Run) -> None:
+    """Train ``run`` from its cursor to its last epoch or to an agreed stop."""
+    config, state = run.config, run.state
+    run.emit(Event.FIT_START)
+    while state.cursor.epoch < config.epochs and not run.stopping():
+        run.emit(Event.EPOCH_START)
+        _epoch(run)
+        if run.stopping():
+            break
+        run.step.end_epoch()
+        state.cursor = state.cursor.next_epoch()
+        if config.eval_every and state.cursor.epoch % config.eval_every == 0 or state.cursor.epoch == config.epochs:
+            evaluate(run)
+        run.emit(Event.EPOCH_END)
+        run.agree_on_stop()
+    if state.metrics_at != state.cursor.step:
+        evaluate(run)
+    run.emit(Event.FIT_END)
+
+
+def _epoch(run: Run) -> None:
+    """Every step that is left of the current epoch."""
+    with contextlib.closing(run.feed.epoch(run.state.cursor)) as batches:
+        while not run.stopping():
+            begin = time.perf_counter()
+            batch = next(batches, None)
+            run.phases.add("data", time.perf_counter() - begin)
+            if batch is None:
+                return
+            train_step(run, batch)
+
+
+def train_step(run: Run, batch: StepBatch) -> None:
+    """One global batch: compute, exchange, vote, update."""
+    step, config, state = run.step, run.config, run.state
+    run.emit(Event.STEP_START)
+    begin = time.perf_counter()
+    step.zero()
+    scale = loss_scale(batch.weight)
+    totals = [step.forward_backward(micro, scale, last=i + 1 == len(batch.micros)) for i, micro in enumerate(batch.micros)]
+    with deadline(config.control_timeout_s, f"the gradient exchange of step {state.cursor.step}"):
+        wait_s = step.exchange()
+    computed = time.perf_counter()
+    bad = _vote(run, totals)
+    voted = time.perf_counter()
+    if not bad:
+        finite, state.grad_norm = step.apply(config.clip_norm, check=config.nan_guard == "skip")
+        bad = [] if finite else list(range(run.control.size))
+    updated = time.perf_counter()
+    run.phases.add("compute", computed - begin - wait_s)
+    run.phases.add("wait", wait_s + voted - computed)
+    run.phases.add("update", updated - voted)
+    run.phases.step(updated - begin, batch.n_global)
+    if bad:
+        state.bad_ranks = bad
+        run.emit(Event.NON_FINITE)
+    state.cursor = batch.cursor_after
+    if config.max_steps and state.cursor.step >= config.max_steps:
+        state.stop = f"max_steps {config.max_steps}"
+    run.emit(Event.STEP_END)
+    if state.save_due:
+        state.save_due = False
+        run.emit(Event.CHECKPOINT)
+
+
+def _vote(run: Run, totals: list[tuple[float, float]]) -> list[int]:
+    """Agree on loss, stop and save in one sum; return the ranks whose loss is not finite (none: [])."""
+    state = run.state
+    loss_sum, weight = run.local_loss(totals)
+    bad = not math.isfinite(loss_sum)
+    mine = [0.0 if bad else loss_sum, weight, bad, bool(state.wants_stop), state.wants_save]
+    loss, total, n_bad, n_stop, n_save = run.control.sum(np.array(mine, dtype=np.float64))
+    state.loss = float(loss / total) if total and not n_bad else math.nan
+    state.save_due = state.save_due or n_save > 0
+    state.wants_save = False
+    if n_stop:
+        state.stop = next(reason for reason in run.control.gather(state.wants_stop) if reason)
+    return [r for r, b in enumerate(run.control.gather(bad)) if b] if n_bad else []
+
+
+def evaluate(run: Run) -> dict[str, float]:
+    """Exact metrics of the evaluation data: additive totals, summed over ranks in rank order."""
+    if run.eval_feed is None:
+        return {}
+    step = run.step
+    step.sync_buffers()
+    with contextlib.closing(run.eval_feed.eval_epoch()) as batches:
+        for batch in batches:
+            for micro in batch.micros:
+                step.evaluate(micro)
+    everyone = run.control.gather(step.eval_totals())
+    names = list(dict.fromkeys(name for totals in everyone for name in totals))
+    summed = {name: sum(t[name] for t in everyone if name in t) for name in names}
+    run.state.metrics, run.state.metrics_at = step.eval_results(summed), run.state.cursor.step
+    run.emit(Event.EVAL_END)
+    return run.state.metrics

@@ -1,0 +1,86 @@
+"""A model with what its file says about it: task, weight, named blocks, example.
+
+Owns the reading of ``module:callable``. The framework follows from what the callable returns, never from a flag.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain import backends
+from hvdtrain.errors import UserError
+from hvdtrain.resolve import load_callable
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A model and the optional functions of its file (None where it has none).
+
+    ``task(model, batch) -> (loss_sum, weight)``; ``weight(batch) -> float`` of a numpy batch, needed where the weight
+    is not the number of samples; ``metrics(model, batch) -> {name: (sum, weight)}`` beside a task;
+    ``blocks(model) -> [(name, block)]``; ``example(B) -> (x_B, y_B)``.
+    """
+
+    name: str
+    model: Any
+    framework: str
+    task: Callable[..., Any] | None = None
+    weight: Callable[..., float] | None = None
+    metrics: Callable[..., Any] | None = None
+    blocks: Callable[..., Any] | None = None
+    example: Callable[..., Any] | None = None
+
+
+_PARTS = ("task", "weight", "metrics", "blocks", "example")
+
+
+def spec_of(model: Any, name: str = "") -> Spec:
+    """The spec of a model object; its optional functions are those of the module that defines its class."""
+    module = sys.modules.get(type(model).__module__)
+    own = type(model).__module__.split(".")[0] not in ("torch", "keras", "tensorflow")
+    parts = {p: getattr(module, p, None) for p in _PARTS} if own else {}
+    return _spec(name or type(model).__name__, model, parts)
+
+
+def build_spec(text: str, args: dict[str, Any], prepare: Callable[[], None]) -> Spec:
+    """Import ``module:callable``, call it with ``args``, and collect its file's optional functions.
+
+    ``prepare`` sets up and seeds the frameworks that are imported by then; a callable that imports its framework
+    itself is called once more afterwards, so that its weights come from the seed.
+    """
+    build = load_callable(text, "model")
+    prepare()
+    before = _frameworks()
+    model = _call(build, text, args)
+    if _frameworks() != before:
+        prepare()
+        model = _call(build, text, args)
+    module = sys.modules.get(getattr(build, "__module__", ""), None)
+    return _spec(text, model, {p: getattr(module, p, None) for p in _PARTS})
+
+
+def _frameworks() -> set[str]:
+    return {name for name in ("torch", "tensorflow") if name in sys.modules}
+
+
+def _call(build: Callable[..., Any], text: str, args: dict[str, Any]) -> Any:
+    """Call a user's builder; its complaint about arguments is the user's to mend."""
+    try:
+        return build(**args)
+    except (TypeError, ValueError) as error:
+        tb = error.__traceback__
+        deep = bool(tb and tb.tb_next and tb.tb_next.tb_next and isinstance(error, TypeError))
+        if deep:
+            raise
+        raise UserError(f"model {text} refused model_args {args}: {error}", "arguments it accepts", "correct model_args") from error
+
+
+def _spec(name: str, model: Any, parts: dict[str, Any]) -> Spec:
+    framework = backends.framework_of(model)
+    usable = {p: f for p, f in parts.items() if callable(f)}
+    if "task" in usable and "weight" not in usable:
+        usable["weight"] = None
+    return Spec(name, model, framework, **usable)

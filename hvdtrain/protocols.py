@@ -1,0 +1,359 @@
+"""Every seam of the house as a `typing.Protocol`.
+
+Owns the contracts only. Shapes: N elements of a flat vector, P ranks of a group, K elements per rank, B samples.
+`Array` is whatever one backend computes with: `numpy.ndarray`, `torch.Tensor` or `tf.Tensor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from hvdtrain.events import Event
+
+Array = Any
+Batch = tuple[Any, ...]
+Pair = tuple[Any, Any]
+
+
+# --- control plane -------------------------------------------------------------------------------------------------
+
+class Control(Protocol):
+    """Moves small Python objects and decisions between the ranks of a job.
+
+    Every method but `abort` is collective: all ranks call it in the same order. Each wait is bounded by the
+    control's ``timeout_s``; when it runs out `WaitTimeout` names the wait. Objects are pickled, inside the job only.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: str
+
+    def bcast(self, obj: Any) -> Any:
+        """Return rank 0's ``obj`` on every rank."""
+        ...
+
+    def gather(self, obj: Any) -> list[Any]:
+        """Return the list of every rank's ``obj``, by rank, on every rank."""
+        ...
+
+    def sum(self, values_k: np.ndarray) -> np.ndarray:
+        """Return the float64[k] sum over ranks, the same bits on every rank."""
+        ...
+
+    def agree(self, flag: bool) -> bool:
+        """Return True on every rank if any rank's ``flag`` is true (law 6)."""
+        ...
+
+    def barrier(self, tag: str, timeout_s: float | None = None) -> None:
+        """Return once every rank is here; ``tag`` names the place in the error of a wait that ran out."""
+        ...
+
+    def abort(self, code: int) -> None:
+        """End every rank at once with exit status ``code``; does not return in a job of several ranks."""
+        ...
+
+
+# --- data plane ----------------------------------------------------------------------------------------------------
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Array:
+        """Return the result; waits for it outside a graph, returns the symbolic tensor inside one."""
+        ...
+
+
+class Collectives(Protocol):
+    """Moves gradients: each call takes a deterministic ``name`` and returns a `Handle` (law 5).
+
+    ``dtypes``: names of the dtypes `allreduce` sums. ``overlaps``: work goes on while a handle is open.
+    ``in_graph``: may be called while TensorFlow traces. ``host``: takes and gives numpy arrays; a backend converts.
+    An `allreduce` may reuse the memory of its argument.
+    """
+
+    name: str
+    rank: int
+    size: int
+    dtypes: frozenset[str]
+    overlaps: bool
+    in_graph: bool
+    host: bool
+
+    def allreduce(self, flat_N: Array, name: str) -> Handle:
+        """Sum over ranks: (N,) -> (N,)."""
+        ...
+
+    def allgather(self, x_K: Array, name: str) -> Handle:
+        """Every rank's vector, by rank: (K,) -> (P, K)."""
+        ...
+
+    def alltoall(self, x_PK: Array, name: str) -> Handle:
+        """Row p goes to rank p; row q of the result came from rank q: (P, K) -> (P, K)."""
+        ...
+
+    def reducescatter(self, flat_N: Array, name: str) -> Handle:
+        """This rank's 1/P of the sum over ranks: (N,) -> (N/P,); N is a multiple of P."""
+        ...
+
+    def broadcast(self, x_N: Array, name: str, root: int = 0) -> Handle:
+        """``root``'s vector on every rank: (N,) -> (N,)."""
+        ...
+
+
+class Ops(Protocol):
+    """The functional array operations that the core and the compressors need, one implementation per backend.
+
+    ``+ - * / abs`` of the arrays themselves are used as they are. Dtypes are given by numpy's names.
+    """
+
+    name: str
+
+    def zeros(self, n: int, dtype: str) -> Array: ...
+    def cast(self, x: Array, dtype: str) -> Array: ...
+    def reshape(self, x: Array, shape: Sequence[int]) -> Array: ...
+    def pack(self, xs: Sequence[Array]) -> Array:
+        """Flatten and join: arrays of any shape -> (N,)."""
+        ...
+
+    def unpack(self, flat_N: Array, shapes: Sequence[Sequence[int]]) -> list[Array]:
+        """Undo `pack`."""
+        ...
+
+    def bits16(self, x: Array) -> Array:
+        """The bits of float32 ``x`` rounded to bfloat16 (to nearest, ties to even), as int16."""
+        ...
+
+    def from_bits16(self, bits: Array) -> Array:
+        """Undo `bits16`: int16 -> float32."""
+        ...
+
+    def topk(self, flat_N: Array, k: int) -> tuple[Array, Array]:
+        """The k entries of largest magnitude: (values (k,), indices int64 (k,)); ties to the lower index."""
+        ...
+
+    def take(self, flat_N: Array, index_k: Array) -> Array: ...
+    def scatter_add(self, n: int, index_k: Array, values_k: Array) -> Array:
+        """A zero vector of n elements with ``values_k`` added at ``index_k``; an index may repeat."""
+        ...
+
+    def matmul(self, a: Array, b: Array) -> Array: ...
+    def transpose(self, a: Array) -> Array: ...
+    def orthogonalize(self, m_NR: Array) -> Array:
+        """Columns made orthonormal by Gram-Schmidt, as in PowerSGD (Vogels et al., NeurIPS 2019)."""
+        ...
+
+    def sum_squares(self, x: Array) -> Array: ...
+    def abs_max(self, x: Array) -> Array: ...
+    def round(self, x: Array) -> Array:
+        """To the nearest integer, ties to even; keeps the dtype."""
+        ...
+
+    def all_finite(self, x: Array) -> Array:
+        """Scalar boolean array: no NaN and no infinity in ``x``."""
+        ...
+
+    def to_host(self, x: Array) -> np.ndarray: ...
+    def from_host(self, x: np.ndarray) -> Array: ...
+
+
+# --- compression ---------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Ask the driver of a compressor's generator for a sum over ranks of ``flat_N``."""
+
+    flat_N: Array
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """Ask for every rank's ``x_K``: the answer has shape (P, K)."""
+
+    x_K: Array
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Ask for the exchange of rows of ``x_PK``: the answer has shape (P, K)."""
+
+    x_PK: Array
+
+
+Request = AllReduce | AllGather | AllToAll
+Exchange = Generator[Request, Array, tuple[Array, dict[str, Array]]]
+
+
+class Compressor(Protocol):
+    """How one flat bucket of gradients is summed over the ranks; written once for all frameworks."""
+
+    name: str
+
+    def init(self, ops: Ops, n: int) -> dict[str, Array]:
+        """State of one bucket of ``n`` elements before its first exchange."""
+        ...
+
+    def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], size: int) -> Exchange:
+        """Yield requests, receive their results, return ``(sum_N, new state)``; same bits on every rank."""
+        ...
+
+    def wire_bytes(self, n: int, size: int) -> int:
+        """Bytes one rank sends for a bucket of ``n`` elements."""
+        ...
+
+
+# --- model, step, callbacks ----------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One trainable tensor as the exchange sees it: deterministic name, shape, numpy dtype name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def n(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+class ModelSpec(Protocol):
+    """What a model file offers beside its ``build``; everything but ``model`` may be None and is then adapted."""
+
+    name: str
+    model: Any
+    task: Any
+    weight: Any
+    blocks: Any
+    example: Any
+    metrics: Any
+
+
+class Step(Protocol):
+    """One framework's way to compute, exchange and apply gradients.
+
+    Scalars it returns may still be on the device: with ``asynchronous`` set, reading one waits for the device.
+    """
+
+    asynchronous: bool
+
+    def attach(self, reducer: Any) -> None:
+        """Take the reducer over ``params()``; called once, before the first step."""
+        ...
+
+    def share_initial(self) -> None:
+        """Give every rank rank 0's variables; collective."""
+        ...
+
+    def describe(self) -> dict[str, str]:
+        """Optimizer, rate, schedule and what is done to them, in words, for the summary."""
+        ...
+
+    def caveats(self) -> list[str]:
+        """What in this model depends on how a batch is cut (unsynchronised BatchNorm, dropout), in words (law 2)."""
+        ...
+
+    def params(self) -> list[ParamSpec]:
+        """The trainable tensors, in a deterministic order."""
+        ...
+
+    def zero(self) -> None:
+        """Forget the gradients of the step before."""
+        ...
+
+    def forward_backward(self, batch: Batch, scale: float, last: bool) -> Pair:
+        """Add the gradient of ``loss_sum * scale``; return ``(loss_sum, weight)`` of this micro-batch, unscaled.
+
+        ``batch``: numpy arrays of shape (B, ...). On the ``last`` micro-batch of a step the exchange begins.
+        """
+        ...
+
+    def exchange(self) -> float:
+        """Complete the sum over ranks (start it if there was no micro-batch); return the seconds waited."""
+        ...
+
+    def apply(self, clip_norm: float, check: bool) -> tuple[bool, float]:
+        """Clip by the global norm (0: no clipping) and update.
+
+        Returns (finite, norm). The norm is computed where ``clip_norm`` or ``check`` asks for it, else NaN; if it
+        is not finite there is no update. Reduced gradients are the same bits on every rank, so every rank takes
+        the same decision without a further vote.
+        """
+        ...
+
+    def evaluate(self, batch: Batch) -> None:
+        """Add one batch to the running totals of the metrics."""
+        ...
+
+    def eval_totals(self) -> dict[str, np.ndarray]:
+        """Additive float64[k] state of each metric this rank saw (maybe none) since the last call; resets them."""
+        ...
+
+    def eval_results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
+        """Metrics by name, from totals that were summed over ranks."""
+        ...
+
+    def learning_rate(self) -> float:
+        """The rate that the next update will use."""
+        ...
+
+    def end_epoch(self) -> None:
+        """Let per-epoch schedules move on."""
+        ...
+
+    def sync_buffers(self) -> None:
+        """Average the non-trainable state that ranks update on their own (BatchNorm statistics); collective."""
+        ...
+
+    def state(self) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
+        """(groups of named arrays: "model", "optimizer"; JSON-able rest), the same on every rank."""
+        ...
+
+    def rank_state(self) -> dict[str, np.ndarray]:
+        """This rank's own state: random generators, compressor state."""
+        ...
+
+    def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
+        """Undo `state`."""
+        ...
+
+    def load_rank(self, own: dict[str, np.ndarray]) -> None:
+        """Undo `rank_state`."""
+        ...
+
+    def export(self, directory: Any) -> list[str]:
+        """Write the final model in safetensors and the framework's native format; return the file names."""
+        ...
+
+
+class Callback(Protocol):
+    """Observes a run: a method per `Event` it cares for, called with the run.
+
+    ``where``: "root" (rank 0 only; gets no group, so it cannot enter a collective) or "all".
+    ``every``: "N step", "N epoch" or "N s" thins out STEP_END (root only for seconds); "" is every time.
+    """
+
+    where: str
+    every: str
+
+    def on(self, event: Event, run: Any) -> None:
+        """See one moment."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Launcher(Protocol):
+    """Turns a launch into a command line without running it."""
+
+    def command(self, spec: Any) -> tuple[list[str], dict[str, str]]:
+        """Return (argv, environment); pure."""
+        ...

@@ -1,0 +1,73 @@
+"""Finds what a user names as ``module:callable`` or ``path/to/file.py:callable``.
+
+Owns the import of user code and the words for what is missing. Runs code the user asked to run, nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hvdtrain.errors import UserError, nearest
+
+
+def load_callable(text: str, key: str) -> Callable[..., Any]:
+    """Return the callable that ``text`` names; `UserError` naming config key ``key`` if there is none.
+
+    The current directory is searched first, as ``python -m`` does.
+    """
+    where, _, attribute = text.rpartition(":")
+    if not where or not attribute:
+        raise UserError(f"{key} is {text!r}", "module:callable or path/file.py:callable", f"name the callable after a colon in {key}")
+    module = load_module(where, key)
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise UserError(f"{key} {text!r}: {where} has no callable {attribute!r}", nearest(attribute, names) if names else "one defined there",
+                        f"correct {key}")
+    return found
+
+
+def load_module(where: str, key: str) -> ModuleType:
+    """Import a module by dotted name or by the path of a ``.py`` file."""
+    if where.endswith(".py"):
+        return _load_file(Path(where), key)
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        missing = error.name or where
+        if where == missing or where.startswith(missing + "."):
+            raise UserError(f"{key}: there is no module {where!r} in the current directory or among the installed packages",
+                            "a module that can be imported", "check the name, or give the file as path/file.py:callable") from None
+        raise UserError(f"{key}: importing {where} needs {missing!r}, which is not installed", f"{missing} installed",
+                        f"pip install {missing.partition('.')[0]}") from None
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{key}: {where!r} cannot be imported: {error}", "a dotted module name", f"correct {key}") from None
+
+
+def _load_file(path: Path, key: str) -> ModuleType:
+    """Import one file under a name made from its path, once."""
+    full = path.resolve()
+    if not full.is_file():
+        raise UserError(f"{key}: there is no file {path}", "an existing .py file", f"correct the path in {key}")
+    name = f"hvdtrain_user_{full.stem}_{abs(hash(str(full))):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, full)
+    assert spec is not None and spec.loader is not None, f"no loader for {full}"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, str(full.parent))  # so that the file finds its neighbours, as a script would
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,127 @@
+"""What a run is made of and where it stands: the object that the loop drives and callbacks see.
+
+Owns state, phase times and the delivery of events. Is built by `hvdtrain.assemble`, driven by `hvdtrain.loop`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.cluster.group import Group
+from hvdtrain.cluster.topology import Topology
+from hvdtrain.config import Config
+from hvdtrain.data.cursor import Cursor
+from hvdtrain.data.feed import Feed
+from hvdtrain.events import Event
+from hvdtrain.model import Spec
+from hvdtrain.protocols import Callback, Collectives, Control, Step
+
+
+@dataclass
+class State:
+    """Where the run stands; equal on all ranks but for the two wishes."""
+
+    cursor: Cursor = field(default_factory=Cursor)
+    loss: float = math.nan
+    grad_norm: float = math.nan
+    samples_per_s: float = math.nan
+    metrics: dict[str, float] = field(default_factory=dict)
+    metrics_at: int = -1
+    bad_ranks: list[int] = field(default_factory=list)
+    stop: str = ""
+    save_due: bool = False
+    wants_stop: str = ""
+    wants_save: bool = False
+
+
+class Phases:
+    """Seconds of this rank by phase: data, compute, wait (for gradients and votes), update."""
+
+    NAMES = ("data", "compute", "wait", "update")
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(self.NAMES, 0.0)
+        self.steps = 0
+        self.samples = 0
+        self.step_s = 0.0
+        self.first_s = 0.0
+        self.first_samples = 0
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add to one phase."""
+        self.seconds[name] += max(0.0, seconds)
+
+    def step(self, seconds: float, samples: int) -> None:
+        """Count one step of all ranks' ``samples``."""
+        if not self.steps:
+            self.first_s, self.first_samples = seconds, samples
+        self.steps += 1
+        self.samples += samples
+        self.step_s += seconds
+
+    def samples_per_s(self) -> float:
+        """Global samples per second of step time and data time, without the first step (warm-up, tracing)."""
+        seconds = self.step_s - self.first_s + self.seconds["data"]
+        return (self.samples - self.first_samples) / seconds if self.steps > 1 and seconds > 0 else math.nan
+
+
+@dataclass
+class Run:
+    """A run, assembled."""
+
+    config: Config
+    control: Control
+    group: Group
+    topology: Topology
+    collectives: Collectives
+    spec: Spec
+    step: Step
+    feed: Feed
+    eval_feed: Feed | None
+    out: Path
+    callbacks: list[Callback] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    state: State = field(default_factory=State)
+    phases: Phases = field(default_factory=Phases)
+    _pending: Any = None
+
+    def emit(self, event: Event) -> None:
+        """Tell every callback; root-only ones only on rank 0."""
+        for callback in self.callbacks:
+            if callback.where == "all" or self.control.rank == 0:
+                callback.on(event, self)
+
+    def local_loss(self, totals: list[tuple[Any, Any]]) -> tuple[float, float]:
+        """This rank's (loss_sum, weight) of the step.
+
+        On an asynchronous device those of the step before, which are there without waiting for the device.
+        """
+        if self.step.asynchronous:
+            totals, self._pending = self._pending or [], totals
+        return sum(float(loss) for loss, _ in totals), sum(float(weight) for _, weight in totals)
+
+    def note(self, text: str) -> None:
+        """Keep a remark for the summary and the log, and print it on rank 0 now."""
+        self.notes.append(text)
+        if self.control.rank == 0:
+            print(f"note: {text}", flush=True)
+
+    def want_stop(self, reason: str) -> None:
+        """Ask that all ranks stop; takes effect when the ranks agree, at the next vote."""
+        self.state.wants_stop = self.state.wants_stop or reason
+
+    def want_save(self) -> None:
+        """Ask for a checkpoint after the next vote."""
+        self.state.wants_save = True
+
+    def stopping(self) -> bool:
+        """Whether the ranks have agreed to stop."""
+        return bool(self.state.stop)
+
+    def agree_on_stop(self) -> None:
+        """Settle the wishes to stop outside a step; collective."""
+        if self.control.agree(bool(self.state.wants_stop)):
+            self.state.stop = next(r for r in self.control.gather(self.state.wants_stop) if r)

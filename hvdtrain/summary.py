@@ -1,0 +1,56 @@
+"""The table at the end of a run, and the same facts as a record."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def record(run: Any) -> dict[str, Any]:
+    """JSON-able facts of a finished run. Phase times are rank 0's, in milliseconds a step."""
+    s, phases = run.state, run.phases
+    steps = max(1, phases.steps)
+    return {
+        "framework": run.spec.framework, "model": run.spec.name, "ranks": run.control.size, "hosts": run.topology.describe(),
+        "wire": run.collectives.name, "global_batch": run.config.global_batch, "steps": s.cursor.step,
+        "epochs": s.cursor.epoch, "samples_per_s": _number(phases.samples_per_s()), "loss": _number(s.loss),
+        "metrics": {k: _number(v) for k, v in s.metrics.items()},
+        "phases_ms": {name: round(1e3 * seconds / steps, 3) for name, seconds in phases.seconds.items()},
+        "stop": s.stop, "notes": run.notes, **{k: v for k, v in run.step.describe().items()},
+    }
+
+
+def rows(run: Any) -> list[tuple[str, str]]:
+    """What the table shows, in order."""
+    r = record(run)
+    per_rank = f"{r['ranks']} on {r['hosts']}"
+    table = [("framework", f"{r['framework']}, {r['model']}"), ("ranks", per_rank), ("wire", r["wire"]),
+             ("global batch", f"{r['global_batch']} samples"),
+             *[(k, str(v)) for k, v in run.step.describe().items()],
+             ("steps", f"{r['steps']} in {r['epochs']} epochs" + (f", stopped: {r['stop']}" if r["stop"] else "")),
+             ("speed", f"{r['samples_per_s']:,.0f} samples/s" if r["samples_per_s"] else "too few steps to tell"),
+             ("loss", f"{r['loss']:.4f}" if r["loss"] is not None else "none")]
+    table += [(f"test {name}", f"{value:.4f}" if value is not None else "none") for name, value in r["metrics"].items()]
+    table.append(("time a step", ", ".join(f"{name} {ms:.2f} ms" for name, ms in r["phases_ms"].items())))
+    table.append(("files", str(run.out)))
+    return table + [("note", note) for note in r["notes"]]
+
+
+def show(run: Any) -> None:
+    """Print the table; on rank 0."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    # mpirun gives ranks pseudo-terminals even where its own output goes to a file: plain text under a launcher.
+    console = Console(highlight=False, force_terminal=False if run.control.size > 1 else None)
+    table = Table(box=box.ROUNDED if console.is_terminal else box.ASCII, show_header=False, title="hvdtrain")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows(run):
+        table.add_row(name, value)
+    console.print(table)
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

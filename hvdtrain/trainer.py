@@ -1,0 +1,117 @@
+"""The public `Trainer`: fit, evaluate, save, restore over `hvdtrain.assemble` and `hvdtrain.loop`."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import loop, summary
+from hvdtrain.assemble import assemble
+from hvdtrain.cluster.exit import agreed
+from hvdtrain.config import Config
+from hvdtrain.errors import UserError
+from hvdtrain.outdir import write_completed
+from hvdtrain.run import Run
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a fit ended with; the same on every rank.
+
+    ``loss``: of the last step. ``metrics``: of the last evaluation. ``samples_per_s``: global. ``out``: the run's
+    directory. ``stop``: why it stopped before its last epoch, "" if it did not.
+    """
+
+    steps: int
+    loss: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    samples_per_s: float = math.nan
+    out: Path = Path()
+    stop: str = ""
+
+
+class Trainer:
+    """Trains a single-device PyTorch or Keras model on every rank of the job that runs this script.
+
+    ::
+
+        from hvdtrain import Config, Trainer
+
+        result = Trainer(Config(epochs=3, global_batch=96)).fit(model, ((x, y), (x_test, y_test)))
+
+    Run it with ``python``, ``mpirun`` or ``horovodrun``. An exception on one rank ends all of them; a `UserError` is
+    raised on all ranks alike.
+    """
+
+    def __init__(self, config: Config | None = None, **overrides: Any) -> None:
+        """``overrides`` replace top-level keys of ``config``."""
+        self.config = replace(config or Config(), **overrides).check()
+        self.run: Run | None = None
+
+    def fit(self, model: Any = None, data: Any = None) -> Result:
+        """Train, evaluate, write checkpoints and the final model; collective.
+
+        ``model``: an nn.Module or keras.Model (None: ``config.model``). ``data``: arrays ``(x, y)``, a pair
+        ``((x, y), (x_test, y_test))``, a torch Dataset, a keras PyDataset, a tf.data.Dataset, or an object with
+        ``__len__`` and ``fetch`` (None: ``config.data``).
+        """
+        run = self._assembled(model, data)
+        loop.fit(run)
+        export(run)
+        if run.control.rank == 0:
+            summary.show(run)
+            write_completed(run.out, summary.record(run))
+        run.control.barrier("end of fit", self.config.control_timeout_s)
+        s = run.state
+        return Result(s.cursor.step, s.loss, dict(s.metrics), run.phases.samples_per_s(), run.out, s.stop)
+
+    def evaluate(self, model: Any = None, data: Any = None) -> dict[str, float]:
+        """Exact weighted metrics over the evaluation data, however unevenly the ranks hold it; collective."""
+        run = self._assembled(model, data)
+        if run.eval_feed is None:
+            raise UserError("there is no evaluation data", "a test split", "give data as ((x, y), (x_test, y_test))")
+        return loop.evaluate(run)
+
+    def save(self) -> Path:
+        """Write a checkpoint of the current state into the run's directory; collective. `UserError` if it fails."""
+        from hvdtrain.checkpoint import session
+
+        run = self._assembled(None, None)
+        error = session.save(run)
+        if error:
+            raise UserError(f"the checkpoint was not written: {error}", "a writable directory with room", "free space and save again")
+        return run.out / session.DIRECTORY
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """Load a checkpoint, the newest whole one of a run's directory; collective."""
+        from hvdtrain.checkpoint import session
+
+        run = self._assembled(None, None)
+        found = agreed(run.control, lambda: session.find(str(path), None, run.note) if run.control.rank == 0 else None, "restore")
+        session.restore(run, found)
+
+    def _assembled(self, model: Any, data: Any) -> Run:
+        """The run; a model or data given anew makes a new one."""
+        if self.run is None or model is not None and model is not self.run.spec.model or data is not None:
+            self.run = assemble(self.config, model, data)
+        return self.run
+
+
+def export(run: Run) -> list[str]:
+    """Write the final model under ``out/model`` on rank 0; return the file names there, on every rank. Collective."""
+    run.step.sync_buffers()
+
+    def write() -> list[str]:
+        if run.control.rank != 0:
+            return []
+        directory = run.out / "model"
+        try:
+            directory.mkdir(exist_ok=True)
+            return run.step.export(directory)
+        except OSError as error:
+            raise UserError(f"the final model could not be written: {error}", "a writable directory with room",
+                            "free space; the last checkpoint holds the weights") from None
+    return run.control.bcast(agreed(run.control, write, "export"))

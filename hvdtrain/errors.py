@@ -45,6 +45,8 @@ class PeerFailed(RuntimeError):
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Say which choices exist and which is nearest to ``name``, for use as ``expected``."""
     known = sorted(choices)
+    if not known:
+        return "one that exists (there is none here)"
     close = difflib.get_close_matches(name.lower(), [c.lower() for c in known], n=1, cutoff=0.5)
     hint = next((c for c in known if close and c.lower() == close[0]), None)
     if hint and len(known) > 12:

@@ -16,7 +16,7 @@ def record(run: Any) -> dict[str, Any]:
         "epochs": s.cursor.epoch, "samples_per_s": _number(phases.samples_per_s()), "loss": _number(s.loss),
         "metrics": {k: _number(v) for k, v in s.metrics.items()},
         "phases_ms": {name: round(1e3 * seconds / steps, 3) for name, seconds in phases.seconds.items()},
-        "stop": s.stop, "notes": run.notes, **{k: v for k, v in run.step.describe().items()},
+        "stop": s.stop, "notes": run.notes, "step": run.step.describe(),
     }
 
 
@@ -26,10 +26,10 @@ def rows(run: Any) -> list[tuple[str, str]]:
     per_rank = f"{r['ranks']} on {r['hosts']}"
     table = [("framework", f"{r['framework']}, {r['model']}"), ("ranks", per_rank), ("wire", r["wire"]),
              ("global batch", f"{r['global_batch']} samples"),
-             *[(k, str(v)) for k, v in run.step.describe().items()],
+             *r["step"].items(),
              ("steps", f"{r['steps']} in {r['epochs']} epochs" + (f", stopped: {r['stop']}" if r["stop"] else "")),
              ("speed", f"{r['samples_per_s']:,.0f} samples/s" if r["samples_per_s"] else "too few steps to tell"),
-             ("loss", f"{r['loss']:.4f}" if r["loss"] is not None else "none")]
+             ("train loss", f"{r['loss']:.4f}" if r["loss"] is not None else "none")]
     table += [(f"test {name}", f"{value:.4f}" if value is not None else "none") for name, value in r["metrics"].items()]
     table.append(("time a step", ", ".join(f"{name} {ms:.2f} ms" for name, ms in r["phases_ms"].items())))
     table.append(("files", str(run.out)))

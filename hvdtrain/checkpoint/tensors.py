@@ -39,7 +39,7 @@ _CODES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A file to be written: its header, then ``arrays`` end to end, each contiguous and little-endian."""
+    """A file to be written: its header, then ``arrays`` end to end, each little-endian."""
 
     header: bytes
     arrays: tuple[np.ndarray, ...]
@@ -50,7 +50,7 @@ class Layout:
         return len(self.header) + sum(array.nbytes for array in self.arrays)
 
     def pieces(self) -> Iterator[memoryview]:
-        """The file's bytes in order, as views; nothing is copied."""
+        """The file's bytes in order; an array is copied, for its turn, only if not C-contiguous."""
         yield memoryview(self.header)
         for array in self.arrays:
             yield array.reshape(-1).view(np.uint8).data
@@ -105,7 +105,7 @@ def _portable(name: str, array: np.ndarray, group: str) -> np.ndarray:
             expected="a numpy array",
             do="convert it, for example tensor.detach().cpu().numpy()",
         )
-    array = np.asarray(array, order="C")
+    array = np.asarray(array)
     if array.dtype.name not in _CODES:
         raise CheckpointError(
             got=f"{name!r} of group {group!r} has dtype {array.dtype}",

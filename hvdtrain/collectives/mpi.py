@@ -156,8 +156,11 @@ def _writable(x: np.ndarray) -> np.ndarray:
 
 
 def _bytes(x: np.ndarray) -> Any:
-    """A buffer that moves elements without asking what they are, so that float16 and bool travel too."""
-    return [x, x.size, _element(x.dtype.itemsize)]
+    """A buffer that moves elements without asking what they are, so that float16 and bool travel too.
+
+    Without a count: mpi4py works it out, and reads one given to an allgather as elements of each rank.
+    """
+    return [x, _element(x.dtype.itemsize)]
 
 
 def _element(itemsize: int) -> Any:

@@ -104,7 +104,7 @@ def synthetic(split: str, samples: int = 1024, shape: Sequence[int] = (8, 8), cl
     least_of = {"samples": (samples, 1), "classes": (classes, 2), "vocab": (vocab, 0), "seed": (seed, 0)}
     for name, (value, least) in least_of.items():
         at_least(f"data.args.{name}", value, least)
-    extents = list(shape) if isinstance(shape, (tuple, list)) else [shape]
+    extents: list[Any] = list(shape) if isinstance(shape, (tuple, list)) else [shape]
     for extent in extents:
         at_least("data.args.shape (each extent)", extent, 1)
     size = math.prod(extents)

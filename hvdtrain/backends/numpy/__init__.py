@@ -1,0 +1,22 @@
+"""The numpy reference backend: what the other backends are compared with and what the lockstep tests train."""
+
+from hvdtrain.backends.numpy.ops import Ops
+from hvdtrain.backends.numpy.step import create_step
+
+__all__ = ["Ops", "adapt_data", "collectives", "create_step", "seed", "setup"]
+
+
+def adapt_data(obj: object) -> None:
+    """No dataset classes of its own."""
+
+
+def collectives(kind: str, control: object, exchange: object, start_horovod: object) -> None:
+    """None: the core's collectives serve it."""
+
+
+def setup(threads: int, deterministic: bool) -> None:
+    """Nothing to set up."""
+
+
+def seed(seed: int, rank: int) -> None:
+    """Nothing beyond numpy's own generator, which the core seeds."""

@@ -1,0 +1,129 @@
+"""Horovod's collectives for TensorFlow. Sums only (law 1); names are given by the caller (law 5).
+
+Horovod pairs operations of different ranks by the name of their graph node. Inside a function that is being traced
+the node gets the given name, which is checked, and Horovod is told to ignore the prefix that inlining adds. Outside,
+where TensorFlow would not pass a name on, each name gets a small function of its own.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.errors import PeerFailed
+
+
+class _Result:
+    """A collective's result: symbolic inside a graph, complete outside."""
+
+    def __init__(self, value: tf.Tensor) -> None:
+        self._value = value
+
+    def wait(self) -> tf.Tensor:
+        return self._value
+
+
+class HorovodCollectives:
+    """`hvdtrain.protocols.Collectives` over ``horovod.tensorflow``: graph nodes, ordered by data dependency only."""
+
+    name = "horovod"
+    dtypes = frozenset({"float16", "float32", "float64", "int32", "int64", "uint8", "int8"})
+    overlaps = True
+    in_graph = True
+    host = False
+
+    def __init__(self, hvd: Any) -> None:
+        self._ops = __import__(f"{hvd.__name__}.mpi_ops", fromlist=["mpi_ops"])
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self._functions: dict[tuple[str, tf.DType], Callable[[tf.Tensor], tf.Tensor]] = {}
+
+    def allreduce(self, flat_N: tf.Tensor, name: str) -> _Result:
+        sum_op = self._ops.Sum
+        return self._call(flat_N, name, lambda x: self._ops._allreduce(x, name=name, op=sum_op, ignore_name_scope=True))
+
+    def allgather(self, x_K: tf.Tensor, name: str) -> _Result:
+        return self._call(x_K[None], name, lambda x: self._ops.allgather(x, name=name, ignore_name_scope=True))
+
+    def alltoall(self, x_PK: tf.Tensor, name: str) -> _Result:
+        return self._call(x_PK, name, lambda x: self._ops.alltoall(x, name=name, ignore_name_scope=True), x_PK.shape)
+
+    def reducescatter(self, flat_N: tf.Tensor, name: str) -> _Result:
+        sum_op = self._ops.Sum
+        return self._call(flat_N, name, lambda x: self._ops._reducescatter(x, name=name, op=sum_op, ignore_name_scope=True))
+
+    def broadcast(self, x_N: tf.Tensor, name: str, root: int = 0) -> _Result:
+        return self._call(x_N, name, lambda x: self._ops.broadcast(x, root, name=name, ignore_name_scope=True))
+
+    def gather_rows(self, x_K: tf.Tensor, name: str) -> tf.Tensor:
+        """Every rank's vector end to end, whose lengths may differ: (K_r,) -> (sum of K_r,)."""
+        return self._call(x_K, name, lambda x: self._ops.allgather(x, name=name, ignore_name_scope=True)).wait()
+
+    def _call(self, x: tf.Tensor, name: str, operate: Callable[[tf.Tensor], tf.Tensor], shape: Any = None) -> _Result:
+        """Add the operation to the graph that is being traced, or run it at once."""
+        if tf.inside_function():
+            out = _named(operate(x), name)
+        else:
+            out = self._run(tf.convert_to_tensor(x), name, operate)
+        if shape is not None:
+            out = tf.ensure_shape(out, shape)
+        return _Result(out)
+
+    def _run(self, x: tf.Tensor, name: str, operate: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+        key = (f"{name}/{x.shape.rank}", x.dtype)
+        if key not in self._functions:
+            spec = tf.TensorSpec([None] * x.shape.rank, x.dtype)
+            self._functions[key] = tf.function(lambda t: _named(operate(t), name), input_signature=[spec],
+                                               jit_compile=False, autograph=False)
+        with peer_failures():
+            return self._functions[key](x)
+
+
+def _named(out: tf.Tensor, name: str) -> tf.Tensor:
+    """Pass ``out`` on if its node carries exactly ``name``, by which Horovod will find its peers."""
+    assert out.op.name.rpartition("/")[2] == name, f"the graph named a collective {out.op.name!r} instead of {name!r}"
+    return out
+
+
+class peer_failures:
+    """Turns TensorFlow's report of a collective that another rank left into `PeerFailed`."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, tf.errors.OpError) and "Horovod" in error.message:
+            raise PeerFailed(f"Horovod could not complete a collective: {error.message.strip().splitlines()[0]}") from error
+
+
+def collectives(kind: str, control: Any, exchange: Any, start_horovod: Callable[..., Any]) -> HorovodCollectives | None:
+    """Horovod's collectives for TensorFlow, started; None for a kind the core provides."""
+    if kind != "horovod":
+        return None
+    return HorovodCollectives(start_horovod("tensorflow", exchange))
+
+
+def object_collectives(hvd: Any) -> tuple[Callable[[Any], Any], Callable[[Any], list[Any]]]:
+    """(broadcast from rank 0, gather to all) of Python objects, for a job without MPI; collective, pickled."""
+    wire = HorovodCollectives(hvd)
+
+    def broadcast(obj: Any) -> Any:
+        data = _bytes(obj) if wire.rank == 0 else np.zeros(0, np.uint8)
+        length = wire.broadcast(tf.constant([data.size], tf.int64), "control.bcast.length").wait()
+        sent = data if wire.rank == 0 else np.zeros(int(length[0]), np.uint8)
+        return pickle.loads(wire.broadcast(tf.constant(sent), "control.bcast").wait().numpy().tobytes())
+
+    def gather(obj: Any) -> list[Any]:
+        data = _bytes(obj)
+        lengths = wire.gather_rows(tf.constant([data.size], tf.int64), "control.gather.length").numpy()
+        joined = wire.gather_rows(tf.constant(data), "control.gather").numpy()
+        return [pickle.loads(part.tobytes()) for part in np.split(joined, np.cumsum(lengths)[:-1])]
+
+    return broadcast, gather
+
+
+def _bytes(obj: Any) -> np.ndarray:
+    return np.frombuffer(pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL), dtype=np.uint8)

@@ -1,0 +1,190 @@
+"""Keras' and TensorFlow's datasets and tensors as sources and streams of numpy arrays.
+
+Owns the conversion only: no cut over ranks, no device, no Horovod. Epochs of a dataset that shuffles anew
+each time are reached again after a resume by starting it as often as the run had before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.data.sources import ArraySource, Source, fields
+from hvdtrain.data.stream import Arrays, Stream
+from hvdtrain.errors import UserError
+
+_CHUNK = 64
+"""Samples of an unbatched dataset that are stacked at once; of no consequence for the batches."""
+_BATCHES = {"_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset", "_DenseToRaggedDataset",
+            "_RebatchDataset", "_MapAndBatchDataset"}
+_KEEPS_ELEMENTS = {"_PrefetchDataset", "_OptionsDataset", "CacheDataset", "_CacheDataset", "_RepeatDataset",
+                   "_TakeDataset", "_SkipDataset", "_ShardDataset", "_ShuffleDataset", "_FilterDataset",
+                   "_TakeWhileDataset", "_AssertCardinalityDataset", "_IgnoreErrorsDataset",
+                   "_SnapshotDataset", "_ConcatenateDataset", "_ZipDataset", "_RestructuredDataset",
+                   "_MapDataset", "_ParallelMapDataset"}
+
+
+def adapt(obj: Any, seed: int = 0) -> Source | Stream | None:
+    """Return ``obj`` as a `Source` or `Stream`; None if it is nothing of TensorFlow's or Keras'.
+
+    A tensor or a tuple or list of tensors: an `ArraySource`.
+    A `keras.utils.PyDataset`: a `Stream` whose chunks are its items; see `PyDatasetStream`.
+    A `tf.data.Dataset`: a `Stream`; see `DatasetStream`. ``seed`` is not used: both carry their own order.
+    An element is a tensor, a flat tuple, or a dict: by the names x, y, sample_weight, or else in its order.
+    Errors: `UserError` for a dataset without an end, and for one that ranks would read in different orders.
+    """
+    if isinstance(obj, keras.utils.PyDataset):
+        return PyDatasetStream(obj)
+    if isinstance(obj, tf.data.Dataset):
+        return DatasetStream(obj)
+    parts = obj if isinstance(obj, (tuple, list)) else (obj,)
+    tensors = [tf.is_tensor(part) for part in parts]
+    if any(tensors) and all(is_tensor or isinstance(p, np.ndarray) for is_tensor, p in zip(tensors, parts)):
+        return ArraySource([_array(part) for part in parts])
+    return None
+
+
+class PyDatasetStream:
+    """A `keras.utils.PyDataset`: its items 0 .. num_batches-1 are one epoch, read by one thread in this
+    process.
+
+    `on_epoch_begin` is called before an epoch and `on_epoch_end` once between two epochs, as Keras does; a
+    resumed run calls `on_epoch_end` once for every epoch that is behind it. ``workers`` and
+    ``use_multiprocessing`` are not used.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        if dataset.num_batches is None:
+            raise UserError("the PyDataset has no end: num_batches is None", "a finite number of batches",
+                            "return the batches of one epoch from __len__")
+        self.dataset = dataset
+        self.epochs_behind = 0
+
+    def chunks(self, epoch: int) -> Iterator[Arrays]:
+        """Yield the items of ``epoch``; an epoch that is behind already is read as the dataset stands now."""
+        while self.epochs_behind < epoch:
+            self.dataset.on_epoch_end()
+            self.epochs_behind += 1
+        self.dataset.on_epoch_begin()
+        for index in range(self.dataset.num_batches):
+            yield to_arrays(self.dataset[index])
+
+
+class DatasetStream:
+    """A finite `tf.data.Dataset`; one iteration is one epoch.
+
+    Its elements are taken as batches if its outermost transformation makes batches. Those that pass
+    elements on (prefetch, options, cache, shuffle, take, repeat, filter and so on) are looked through, and
+    so is a map whose results all keep the batch axis; zip and concatenate count if all their inputs do.
+    Everything else is samples.
+    Errors: `UserError` if its cardinality is infinite, if it shuffles without a seed, or asks for an order
+    that may differ from run to run.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+            raise UserError("the tf.data.Dataset has no end", "one epoch's worth of elements",
+                            "remove .repeat(): the trainer repeats; or add .take(n)")
+        for node in _nodes(dataset):
+            _check_order(node)
+        if dataset.options().deterministic is False:
+            raise UserError("the tf.data.Dataset has options().deterministic = False",
+                            "the same order on every rank",
+                            "leave deterministic unset")
+        self.dataset = dataset
+        self.batched = _is_batched(dataset)
+        self.epochs_started = 0
+
+    def chunks(self, epoch: int) -> Iterator[Arrays]:
+        """Yield the elements of ``epoch``; one started before is read in the order that comes next."""
+        while self.epochs_started < epoch:
+            self._pass_by()
+        self.epochs_started += 1
+        try:
+            elements = self.dataset.as_numpy_iterator()
+        except TypeError as error:  # elements that are datasets themselves, and the like
+            raise UserError(f"the tf.data.Dataset cannot be read as arrays: {error}",
+                            "elements of plain tensors",
+                            "map it to (x, y) or (x, y, sample_weight)") from None
+        if self.batched:
+            yield from map(to_arrays, elements)
+            return
+        held: list[Arrays] = []
+        for element in elements:
+            held.append(to_arrays(element))
+            if len(held) == _CHUNK:
+                yield _stacked(held)
+                held = []
+        if held:
+            yield _stacked(held)
+
+    def _pass_by(self) -> None:
+        """Move the dataset's seeds on by one epoch: a new iterator draws from them, a repeat as it runs."""
+        iterator = iter(self.dataset)
+        if any(type(node).__name__ == "_RepeatDataset" for node in _nodes(self.dataset)):
+            for _ in iterator:
+                pass
+        self.epochs_started += 1
+
+
+def to_arrays(element: Any) -> Arrays:
+    """Return one element as numpy arrays; `UserError` where it is nested, ragged, sparse or not numeric."""
+    return tuple(_array(part) for part in fields(element))
+
+
+def _array(part: Any) -> np.ndarray:
+    if not isinstance(part, (tuple, list, Mapping, tf.RaggedTensor, tf.SparseTensor)):
+        array = np.asarray(part)
+        if not array.dtype.hasobject and array.dtype.kind not in "SU":
+            return array
+    raise UserError(f"a dataset element holds a {type(part).__qualname__}, not a plain array of numbers",
+                    "arrays or numbers, in a flat tuple",
+                    "map the dataset to (x, y) or (x, y, sample_weight)")
+
+
+def _stacked(samples: list[Arrays]) -> Arrays:
+    shapes = {tuple(part.shape for part in sample) for sample in samples}
+    if len(shapes) > 1:
+        raise UserError(f"samples of the tf.data.Dataset have the shapes {sorted(shapes)[:4]}", "one shape",
+                        "pad or crop them, or use .padded_batch()")
+    return tuple(np.stack(column) for column in zip(*samples))
+
+
+def _inputs(dataset: Any) -> list[Any]:
+    return list(getattr(dataset, "_inputs", list)())
+
+
+def _nodes(dataset: Any) -> Iterator[Any]:
+    yield dataset
+    for node in _inputs(dataset):
+        yield from _nodes(node)
+
+
+def _check_order(node: Any) -> None:
+    if type(node).__name__ == "_ShuffleDataset" and int(node._seed) == int(node._seed2) == 0:
+        raise UserError("the tf.data.Dataset shuffles without a seed",
+                        "the same order on every rank and after a resume",
+                        "write .shuffle(..., seed=0)")
+    if str(getattr(node, "_deterministic", "default")).lower() == "false":
+        raise UserError("a step of the tf.data.Dataset has deterministic=False",
+                        "the same order on every rank",
+                        "leave deterministic unset")
+
+
+def _is_batched(dataset: Any) -> bool:
+    kind, inputs = type(dataset).__name__, _inputs(dataset)
+    if kind in _BATCHES:
+        return True
+    if kind not in _KEEPS_ELEMENTS or not inputs or not all(_is_batched(node) for node in inputs):
+        return False
+    return "MapDataset" not in kind or _leading(dataset) - {None} <= _leading(inputs[0])
+
+
+def _leading(dataset: Any) -> set[Any]:
+    """Return the sizes of the first axis in the element spec: None where unknown, "none" for a scalar."""
+    shapes = [getattr(spec, "shape", tf.TensorShape(None)) for spec in tf.nest.flatten(dataset.element_spec)]
+    return {None if shape.rank is None else shape[0] if shape.rank else "none" for shape in shapes}

@@ -1,0 +1,184 @@
+"""The graphs of one training step: gradients, their exchange, the update.
+
+Owns the `tf.function`s and what they keep between calls (accumulators, compressor state). Knows no schedule, no file.
+
+Every graph is traced once per kind and shape of a sample; the number of samples stays open. Where the collectives
+can be graph nodes, the reducer runs while the graph is traced: each bucket's node waits for its own gradients
+only, so that its sum overlaps the rest of backward. A rank without a sample runs a graph of zeros with nodes of the
+same names. Horovod's operations are not marked stateful, so nothing that reaches them may be a constant: TensorFlow
+would run the collective while it optimises the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.backends.tensorflow.collectives import peer_failures
+from hvdtrain.backends.tensorflow.task import Task
+from hvdtrain.exchange.reducer import Reducer
+
+
+PLAIN = {"jit_compile": False, "autograph": False}
+"""No XLA, which has no kernels for the collectives; no AutoGraph, as in `keras.Model.fit`."""
+
+
+class Gradients:
+    """Gradients of one rank: summed over micro-batches, packed into buckets, and summed over ranks where graphs can.
+
+    A call of `last` or `zeros` returns a list of tensors: bucket sums, or local buckets where the collectives live
+    on the host, or plain gradients where the reducer is alone.
+    """
+
+    def __init__(self, model: keras.Model, task: Task, reducer: Reducer) -> None:
+        self._model, self._task, self._reducer = model, task, reducer
+        self._variables = [v.value for v in model.trainable_variables]
+        self.in_graph = reducer.collectives.in_graph and not reducer.alone
+        self._zero = tf.Variable(0.0, trainable=False, name="zero")  # not a constant; see above
+        self._accumulators: list[tf.Variable] = []
+        self._accumulated = False
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        self._states: list[dict[str, tf.Variable]] = [{}] * len(reducer.buckets)
+        if self.in_graph:
+            self._states = [{k: tf.Variable(v, trainable=False) for k, v in s.items()} for s in reducer.states]
+            reducer.states = list(self._states)
+
+    def forget(self) -> None:
+        """Drop what was accumulated."""
+        if self._accumulated:
+            for accumulator in self._accumulators:
+                accumulator.assign(tf.zeros_like(accumulator))
+            self._accumulated = False
+
+    def add(self, batch: tuple[Any, ...], scale: float) -> tuple[tf.Tensor, tf.Tensor]:
+        """Add the gradient of ``loss_sum * scale`` to the accumulators; return (loss_sum, weight)."""
+        if not self._accumulators:
+            self._accumulators = [tf.Variable(tf.zeros_like(v), trainable=False) for v in self._variables]
+        self._accumulated = True
+        return self._run("add", batch, scale, self._add)
+
+    def last(self, batch: tuple[Any, ...], scale: float) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor], tf.Tensor]:
+        """Gradient of the last micro-batch plus what was accumulated: (loss_sum, weight, tensors, seconds waited)."""
+        kind, graph = ("last of several", self._last_of_several) if self._accumulated else ("only", self._only)
+        self._accumulated = False
+        return self._run(kind, batch, scale, graph)
+
+    def zeros(self) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """What a rank without a sample gives: (tensors, seconds waited)."""
+        if "zeros" not in self._functions:
+            self._functions["zeros"] = tf.function(self._zeros, input_signature=[], **PLAIN)
+        with peer_failures():
+            return self._functions["zeros"]()
+
+    def _run(self, kind: str, batch: tuple[Any, ...], scale: float, graph: Callable[..., Any]) -> Any:
+        leaves = [x if tf.is_tensor(x) else tf.convert_to_tensor(x) for x in tf.nest.flatten(batch)]
+        key = (kind, *((x.dtype, *x.shape[1:]) for x in leaves))
+        if key not in self._functions:
+            specs = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in leaves]
+
+            def function(scale: tf.Tensor, *parts: tf.Tensor) -> Any:
+                return graph(tf.nest.pack_sequence_as(batch, parts), scale)
+            self._functions[key] = tf.function(function, input_signature=[tf.TensorSpec([], tf.float32), *specs],
+                                               **PLAIN)
+        with peer_failures():
+            return self._functions[key](tf.constant(scale, tf.float32), *leaves)
+
+    # --- while a graph is traced -----------------------------------------------------------------------------------
+
+    def _local(self, batch: tuple[Any, ...], scale: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        with tf.GradientTape() as tape:
+            loss_sum, weight = self._task(self._model, batch, True)
+            scaled = loss_sum * scale
+        grads = tape.gradient(scaled, self._variables)
+        return loss_sum, weight, [self._dense(g, v) for g, v in zip(grads, self._variables)]
+
+    def _dense(self, grad: Any, variable: tf.Variable) -> tf.Tensor:
+        if grad is None:  # the loss does not depend on it; on another rank it may
+            return tf.fill(variable.shape, tf.cast(self._zero, variable.dtype))
+        return tf.convert_to_tensor(grad)
+
+    def _add(self, batch: tuple[Any, ...], scale: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        loss_sum, weight, grads = self._local(batch, scale)
+        for accumulator, grad in zip(self._accumulators, grads):
+            accumulator.assign_add(grad)
+        return loss_sum, weight
+
+    def _only(self, batch: tuple[Any, ...], scale: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor], tf.Tensor]:
+        loss_sum, weight, grads = self._local(batch, scale)
+        return loss_sum, weight, *self._hand_over(grads)
+
+    def _last_of_several(self, batch: tuple[Any, ...],
+                         scale: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor], tf.Tensor]:
+        loss_sum, weight, grads = self._local(batch, scale)
+        sums = [grad + accumulator.read_value() for grad, accumulator in zip(grads, self._accumulators)]
+        for accumulator in self._accumulators:
+            accumulator.assign(tf.zeros_like(accumulator))
+        return loss_sum, weight, *self._hand_over(sums)
+
+    def _zeros(self) -> tuple[list[tf.Tensor], tf.Tensor]:
+        return self._hand_over([self._dense(None, v) for v in self._variables])
+
+    def _hand_over(self, grads: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        if self._reducer.alone:
+            return grads, tf.zeros([], tf.float64)
+        flats = [self._reducer.ops.pack([grads[i] for i in b.params]) for b in self._reducer.buckets]
+        return self._exchange(flats) if self.in_graph else (flats, tf.zeros([], tf.float64))
+
+    def _exchange(self, flats: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Collective nodes for all buckets; seconds from the last local gradient to the last sum."""
+        reducer = self._reducer
+        with tf.control_dependencies(flats):
+            ready_s = tf.timestamp()
+        reducer.states = [{k: v.read_value() for k, v in state.items()} for state in self._states]
+        for i, flat_N in enumerate(flats):
+            reducer.start(i, flat_N)
+        sums = reducer.finish()
+        for state, new in zip(self._states, reducer.states):
+            for key, variable in state.items():
+                variable.assign(new[key])
+        reducer.states = list(self._states)
+        with tf.control_dependencies(sums):
+            done_s = tf.timestamp()
+        return sums, tf.maximum(done_s - ready_s, 0.0)
+
+
+class Update:
+    """The optimizer's update from summed gradients, with the global norm where it is asked for."""
+
+    def __init__(self, model: keras.Model, optimizer: Any, reducer: Reducer) -> None:
+        self._variables, self._optimizer, self._reducer = model.trainable_variables, optimizer, reducer
+        self._functions: dict[tuple[bool, bool], Callable[..., Any]] = {}
+
+    def __call__(self, tensors: list[tf.Tensor], clip_norm: float, check: bool) -> tuple[bool, float]:
+        """Return (finite, norm); norm is NaN where neither ``clip_norm`` > 0 nor ``check`` asks for it."""
+        key = (clip_norm > 0, check or clip_norm > 0)
+        if key not in self._functions:
+            clip, norm = key
+            self._functions[key] = tf.function(lambda limit, *xs: self._graph(list(xs), limit, clip) if norm
+                                               else self._apply(list(xs)), **PLAIN)
+        out = self._functions[key](tf.constant(clip_norm, tf.float32), *tensors)
+        return (bool(out[0]), float(out[1])) if key[1] else (True, math.nan)
+
+    def _graph(self, tensors: list[tf.Tensor], limit: tf.Tensor, clip: bool) -> tuple[tf.Tensor, tf.Tensor]:
+        norm = tf.sqrt(tf.add_n([self._reducer.ops.sum_squares(tf.cast(x, tf.float32)) for x in tensors]))
+        finite = tf.math.is_finite(norm)
+        if clip:
+            factor = tf.where(norm > limit, limit / norm, 1.0)
+            tensors = [x * tf.cast(factor, x.dtype) for x in tensors]
+        return tf.cond(finite, lambda: self._apply(tensors), lambda: tf.constant(False)), norm
+
+    def _apply(self, tensors: list[tf.Tensor]) -> tf.Tensor:
+        grads = tensors if self._reducer.alone else self._unpack(tensors)
+        self._optimizer.apply(grads, self._variables)
+        return tf.constant(True)
+
+    def _unpack(self, flats: list[tf.Tensor]) -> list[tf.Tensor]:
+        grads: list[Any] = [None] * len(self._variables)
+        for bucket, flat_N in zip(self._reducer.buckets, flats):
+            for i, grad in zip(bucket.params, self._reducer.ops.unpack(flat_N, bucket.shapes)):
+                grads[i] = grad
+        return grads

@@ -1,0 +1,151 @@
+"""Keras' own optimizers and schedules by name, with optional warm-up and linear scaling of the rate.
+
+With optimizer.name auto a compiled model keeps its own optimizer and rate; `lr` is for the others.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import keras
+
+from hvdtrain.config import Config
+from hvdtrain.errors import UserError, nearest
+
+schedules = keras.optimizers.schedules
+
+
+@keras.saving.register_keras_serializable(package="hvdtrain")
+class WarmUp(schedules.LearningRateSchedule):
+    """``base`` times ``scale`` times min(1, (t + 1) / warmup_steps) for update t (Goyal et al. 2017, arXiv 1706.02677).
+
+    ``base``: a rate or another schedule; ``warmup_steps`` 0: no warm-up.
+    """
+
+    def __init__(self, base: Any, warmup_steps: int = 0, scale: float = 1.0) -> None:
+        super().__init__()
+        self.base = base if isinstance(base, schedules.LearningRateSchedule) else float(base)
+        self.warmup_steps, self.scale = warmup_steps, scale
+
+    def __call__(self, step: Any) -> Any:
+        """The rate of update ``step``, counted from 0."""
+        rate = self.base(step) if callable(self.base) else keras.ops.convert_to_tensor(self.base, "float32")
+        if self.scale != 1.0:
+            rate = rate * self.scale
+        if not self.warmup_steps:
+            return rate
+        done = (keras.ops.cast(step, "float32") + 1.0) / self.warmup_steps
+        return rate * keras.ops.minimum(done, 1.0)
+
+    def get_config(self) -> dict[str, Any]:
+        """Arguments, for Keras' serialisation."""
+        base = schedules.serialize(self.base) if callable(self.base) else self.base
+        return {"base": base, "warmup_steps": self.warmup_steps, "scale": self.scale}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> WarmUp:
+        """Undo `get_config`."""
+        base = config["base"]
+        return cls(**{**config, "base": schedules.deserialize(base) if isinstance(base, dict) else base})
+
+
+class Optimization:
+    """The optimizer of a run, built for the model's trainable variables."""
+
+    def __init__(self, config: Config, model: keras.Model, steps_per_epoch: int) -> None:
+        self._config = config
+        self._compiled = config.optimizer.name == "auto" and getattr(model, "compiled", False) and model.optimizer is not None
+        base = config.schedule.linear_scaling_base
+        self._scale = config.global_batch / base if base else 1.0
+        self.optimizer = self._adopt(model) if self._compiled else self._create()
+        _refuse(self.optimizer)
+        self.optimizer.build(model.trainable_variables)
+
+    def _create(self) -> keras.optimizers.Optimizer:
+        """An optimizer of keras.optimizers by name, any case; auto is Adam."""
+        named = self._config.optimizer
+        classes = {n.lower(): c for n, c in vars(keras.optimizers).items()
+                   if isinstance(c, type) and issubclass(c, keras.optimizers.Optimizer)
+                   and c not in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)}
+        name = "adam" if named.name == "auto" else named.name.lower()
+        if name not in classes:
+            raise UserError(f"optimizer {named.name!r} is not in keras.optimizers",
+                            nearest(named.name, [c.__name__ for c in classes.values()]), "correct optimizer.name")
+        try:
+            return classes[name](**{"learning_rate": self._rate(self._config.lr), **named.args})
+        except (TypeError, ValueError) as error:
+            raise UserError(f"optimizer {classes[name].__name__} refused args {named.args}: {error}",
+                            "keyword arguments it knows", "correct optimizer.args") from None
+
+    def _adopt(self, model: keras.Model) -> keras.optimizers.Optimizer:
+        """The compiled model's own optimizer, its rate changed only by what config asks for."""
+        own = model.optimizer
+        schedule = self._config.schedule
+        if schedule.name.lower() not in ("none", "") or schedule.warmup_steps or self._scale != 1.0:
+            held = own._learning_rate
+            own.learning_rate = self._rate(held if isinstance(held, schedules.LearningRateSchedule) else float(held.numpy()))
+        return own
+
+    def _rate(self, base: Any) -> Any:
+        """A number, or a schedule that starts from it; ``base``: a rate before scaling, or a schedule."""
+        steps = self._config.schedule.warmup_steps
+        named = self._config.schedule
+        if named.name.lower() in ("none", ""):
+            if isinstance(base, schedules.LearningRateSchedule) or steps:
+                return WarmUp(base, steps, self._scale)
+            return float(base * self._scale)
+        if isinstance(base, schedules.LearningRateSchedule):
+            raise UserError(f"schedule is {named.name} and the compiled optimizer has a schedule of its own", "one schedule",
+                            "set schedule.name to none, or compile with a plain rate")
+        made = self._schedule(float(base * self._scale))
+        return WarmUp(made, steps) if steps else made
+
+    def _schedule(self, lr: float) -> schedules.LearningRateSchedule:
+        """A schedule of keras.optimizers.schedules by name; its initial rate is ``lr`` unless args give one."""
+        named = self._config.schedule
+        classes = {n.lower(): c for n, c in vars(schedules).items()
+                   if isinstance(c, type) and issubclass(c, schedules.LearningRateSchedule) and c is not schedules.LearningRateSchedule}
+        if named.name.lower() not in classes:
+            raise UserError(f"schedule {named.name!r} is not in keras.optimizers.schedules",
+                            nearest(named.name, [c.__name__ for c in classes.values()]), "correct schedule.name")
+        made = classes[named.name.lower()]
+        start = {"initial_learning_rate": lr} if "initial_learning_rate" in inspect.signature(made).parameters else {}
+        try:
+            return made(**{**start, **named.args})
+        except (TypeError, ValueError) as error:
+            raise UserError(f"schedule {made.__name__} refused args {named.args}: {error}", "keyword arguments it knows",
+                            "correct schedule.args") from None
+
+    def rate(self) -> float:
+        """The rate of the next update."""
+        return float(self.optimizer.learning_rate)
+
+    def describe(self) -> dict[str, str]:
+        """In words, for the summary."""
+        s, config = self._config.schedule, self._config
+        held = self.optimizer._learning_rate
+        while isinstance(held, WarmUp):
+            held = held.base
+        scheduled = isinstance(held, schedules.LearningRateSchedule)
+        source = " (as compiled)" if self._compiled else ""
+        rate = getattr(held, "initial_learning_rate", None) if scheduled else float(held)
+        if s.warmup_steps and not scheduled:
+            rate = float(rate) * self._scale
+        words = {"optimizer": type(self.optimizer).__name__ + ("" if rate is None else f", lr {float(rate):g}") + source}
+        if scheduled:
+            words["schedule"] = f"{type(held).__name__} per step"
+        if s.warmup_steps:
+            words["warm-up"] = f"linear over {s.warmup_steps} steps"
+        if s.linear_scaling_base:
+            words["lr scaling"] = f"x {config.global_batch}/{s.linear_scaling_base}"
+        return words
+
+
+def _refuse(optimizer: Any) -> None:
+    """Raise `UserError` for an optimizer that would do again what the run does."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or getattr(optimizer, "loss_scale_factor", None):
+        raise UserError("the optimizer scales the loss", "one that does not", "compile without mixed_float16 and loss_scale_factor")
+    if getattr(optimizer, "gradient_accumulation_steps", None):
+        raise UserError("the optimizer accumulates gradients (gradient_accumulation_steps)", "one that does not",
+                        "set accumulate in the configuration, which every rank shares")

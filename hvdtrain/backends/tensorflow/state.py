@@ -1,0 +1,122 @@
+"""A Keras run as named numpy arrays and back, bit by bit.
+
+A name is the variable's place in the model's order and its path: ``00003/cnn/conv_0/conv/kernel``. The place decides;
+of the path Keras' own counters (``dense_7``) are not compared, because they go on counting within a process.
+bfloat16, which numpy lacks, travels as its bits in uint16.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain import rng
+from hvdtrain.errors import UserError
+
+_COUNTER = re.compile(r"_\d+(?=[/_]|$)")
+
+
+def to_numpy(variable: Any) -> np.ndarray:
+    """A copy on the host of a Keras variable or a tensor."""
+    array = np.asarray((variable.value if isinstance(variable, keras.Variable) else variable).numpy())
+    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+
+
+def assign(variable: Any, array: np.ndarray) -> None:
+    """Undo `to_numpy`."""
+    if keras.backend.standardize_dtype(variable.dtype) == "bfloat16" and array.dtype == np.uint16:
+        array = array.view(tf.bfloat16.as_numpy_dtype)
+    variable.assign(array)
+
+
+def named(variables: Sequence[Any]) -> dict[str, Any]:
+    """Variables by place and path."""
+    return {f"{i:05d}/{v.path}": v for i, v in enumerate(variables)}
+
+
+def arrays(variables: Sequence[Any]) -> dict[str, np.ndarray]:
+    """`named`, as arrays."""
+    return {name: to_numpy(v) for name, v in named(variables).items()}
+
+
+def load(what: str, variables: Sequence[Any], got: dict[str, np.ndarray]) -> None:
+    """Assign arrays to ``variables`` after all of them were checked; `UserError` names the first that does not fit."""
+    own = named(variables)
+    given = dict(sorted(got.items()))
+    plain = [_COUNTER.sub("", name) for name in own]
+    if plain != [_COUNTER.sub("", name) for name in given]:
+        missing = [n for n in own if _COUNTER.sub("", n) not in {_COUNTER.sub("", g) for g in given}]
+        extra = [g for g in given if _COUNTER.sub("", g) not in set(plain)]
+        raise UserError(f"the checkpoint's {what} lacks {missing[:3]} and has {extra[:3]} besides",
+                        f"the {len(own)} variables of this {what}", "resume with the model and optimizer of that run")
+    for (name, variable), array in zip(own.items(), given.values()):
+        if tuple(variable.shape) != tuple(array.shape):
+            raise UserError(f"checkpoint variable {name} has shape {tuple(array.shape)}",
+                            f"{tuple(variable.shape)}, as in this {what}", "resume with the model and model_args of that run")
+    for variable, array in zip(own.values(), given.values()):
+        assign(variable, array)
+
+
+def seed_states(model: keras.Model) -> dict[str, Any]:
+    """The states of the model's random generators by place and path: what is neither a weight nor a metric."""
+    counted = {id(v) for v in (*model.weights, *model.metrics_variables)}
+    own = [v for v in model.variables if id(v) not in counted]
+    return named([v for v in own if v.path.rpartition("/")[2].startswith("seed_generator_state")])
+
+
+def random_arrays(model: keras.Model) -> dict[str, np.ndarray]:
+    """Every random generator of this process that can be read: Python's, numpy's, the model's."""
+    return {**rng.capture(), **{f"seed.{name}": to_numpy(v) for name, v in seed_states(model).items()}}
+
+
+def load_random(model: keras.Model, own: dict[str, np.ndarray]) -> None:
+    """Undo `random_arrays`."""
+    rng.restore(own)
+    load("random generators", list(seed_states(model).values()),
+         {name.removeprefix("seed."): a for name, a in own.items() if name.startswith("seed.")})
+
+
+def export(model: keras.Model, optimizer: Any, directory: Any) -> list[str]:
+    """Write model.safetensors and Keras' own file; return their names.
+
+    The latter is model.keras, or model.weights.h5 for a model whose class Keras cannot describe. With use_ema the
+    averaged weights are written, as `keras.Model.fit` leaves them.
+    """
+    weights = [to_numpy(v) for v in model.trainable_variables]
+    if optimizer.use_ema:
+        optimizer.finalize_variable_values(model.trainable_variables)
+    try:
+        return _write(model, Path(directory))
+    finally:
+        if optimizer.use_ema:
+            for variable, array in zip(model.trainable_variables, weights):
+                assign(variable, array)
+
+
+def _write(model: keras.Model, directory: Path) -> list[str]:
+    from safetensors.numpy import save_file
+
+    tensors: dict[str, np.ndarray] = {}
+    for variable in model.weights:
+        name, n = variable.path, 1
+        while name in tensors:
+            name, n = f"{variable.path}#{n}", n + 1
+        tensors[name] = np.asarray(variable.value.numpy(), order="C")
+    save_file(tensors, str(directory / "model.safetensors"))
+    whole, only_weights = directory / "model.keras", directory / "model.weights.h5"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model.save(whole)
+            return ["model.safetensors", whole.name]
+        except (NotImplementedError, TypeError, ValueError):
+            whole.unlink(missing_ok=True)
+            model.save_weights(only_weights)
+            return ["model.safetensors", only_weights.name]

@@ -1,0 +1,195 @@
+"""One TensorFlow/Keras 3 training step behind `hvdtrain.protocols.Step`.
+
+Owns the order of calls and what is kept from one to the next. The graphs are in `graph`, losses in `task`, metrics
+in `metrics`, the optimizer in `optim`, names and files in `state`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.backends.tensorflow import placement, shared, state
+from hvdtrain.backends.tensorflow.graph import Gradients, Update
+from hvdtrain.backends.tensorflow.metrics import Evaluator
+from hvdtrain.backends.tensorflow.optim import Optimization
+from hvdtrain.backends.tensorflow.task import loss_name, make_task
+from hvdtrain.config import Config
+from hvdtrain.errors import UserError
+from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.protocols import Batch, Pair, ParamSpec
+
+
+def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int) -> TensorFlowStep:
+    """A step over ``spec.model``, which must have its variables, on this rank's device."""
+    return TensorFlowStep(spec, config, control.rank, steps_per_epoch)
+
+
+class TensorFlowStep:
+    """Implements `hvdtrain.protocols.Step`.
+
+    Where the collectives are graph nodes, `forward_backward` of the last micro-batch returns only when the sums have
+    arrived: the waiting is inside it, and `exchange` reports the seconds that the graph measured.
+    """
+
+    def __init__(self, spec: Any, config: Config, rank: int, steps_per_epoch: int) -> None:
+        placement.require_tensorflow()
+        self.model: keras.Model = spec.model
+        _build(spec)
+        if not self.model.trainable_variables:
+            raise UserError("the model has no trainable variable", "at least one", "set trainable on a layer")
+        self._words = {"loss": loss_name(spec, config)}
+        self._task = make_task(spec, config)
+        self._metrics = Evaluator(spec, config, self._task)
+        self._opt = Optimization(config, self.model, steps_per_epoch)
+        self._tensors: list[tf.Tensor] | None = None
+        self._started = False
+        self._waited_s = 0.0
+        self.asynchronous = placement.on_gpu(self.model)
+        placement.seed_model(state.seed_states(self.model), rank)
+
+    # --- the exchange ------------------------------------------------------------------------------------------
+
+    def params(self) -> list[ParamSpec]:
+        """Trainable variables in the model's own order."""
+        return [ParamSpec(name, tuple(v.shape), keras.backend.standardize_dtype(v.dtype))
+                for name, v in state.named(self.model.trainable_variables).items()]
+
+    def attach(self, reducer: Reducer) -> None:
+        """Prepare the graphs for this reducer; they are traced at the first batch."""
+        self._reducer = reducer
+        self._gradients = Gradients(self.model, self._task, reducer)
+        self._update = Update(self.model, self._opt.optimizer, reducer)
+
+    def share_initial(self) -> None:
+        """Give every rank rank 0's weights; collective."""
+        shared.share_initial(self.model, self._reducer)
+
+    def sync_buffers(self) -> None:
+        """Replace BatchNorm statistics and their like by their mean over ranks; collective."""
+        shared.sync_buffers(self.model, self._reducer)
+
+    def zero(self) -> None:
+        """Forget the gradients of the step before."""
+        self._gradients.forget()
+        self._tensors, self._started, self._waited_s = None, False, 0.0
+
+    def forward_backward(self, batch: Batch, scale: float, last: bool) -> Pair:
+        """Add the gradient of ``loss_sum * scale``; the graph of the ``last`` micro-batch also exchanges."""
+        if not last:
+            return self._gradients.add(tuple(batch), scale)
+        loss_sum, weight, self._tensors, waited_s = self._gradients.last(tuple(batch), scale)
+        self._waited_s = waited_s
+        if not (self._gradients.in_graph or self._reducer.alone):
+            self._start()
+        return loss_sum, weight
+
+    def exchange(self) -> float:
+        """Complete the sums (of zeros, if this rank had no sample); return the seconds waited."""
+        if self._tensors is None:
+            self._tensors, self._waited_s = self._gradients.zeros()
+        if self._gradients.in_graph or self._reducer.alone:
+            return float(self._waited_s)
+        begin = time.perf_counter()
+        if not self._started:
+            self._start()
+        self._tensors = self._reducer.finish()
+        return time.perf_counter() - begin
+
+    def _start(self) -> None:
+        """Put all buckets on a wire that is outside the graph."""
+        for i, flat_N in enumerate(self._tensors or []):
+            self._reducer.start(i, flat_N)
+        self._started = True
+
+    def apply(self, clip_norm: float, check: bool) -> tuple[bool, float]:
+        """Clip by the global norm and update; not if the norm is not finite."""
+        assert self._tensors is not None, "apply before exchange"
+        return self._update(self._tensors, clip_norm, check)
+
+    # --- evaluation ----------------------------------------------------------------------------------------------
+
+    def evaluate(self, batch: Batch) -> None:
+        """Add one batch to the metrics' totals."""
+        self._metrics.add(tf.nest.map_structure(tf.convert_to_tensor, tuple(batch)))
+
+    def eval_totals(self) -> dict[str, np.ndarray]:
+        """float64[k] state of each metric this rank saw; they start anew."""
+        return self._metrics.take()
+
+    def eval_results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
+        """Metrics from summed totals."""
+        return self._metrics.results(totals)
+
+    # --- schedule, state -----------------------------------------------------------------------------------------
+
+    def learning_rate(self) -> float:
+        """The rate of the next update."""
+        return self._opt.rate()
+
+    def end_epoch(self) -> None:
+        """Nothing: Keras' schedules count updates."""
+
+    def describe(self) -> dict[str, str]:
+        """Loss, optimizer, schedule, device, in words."""
+        return {**self._words, **self._opt.describe(), "device": "gpu" if self.asynchronous else "cpu"}
+
+    def caveats(self) -> list[str]:
+        """Layers whose result depends on how a batch is cut (law 2)."""
+        found = []
+        layers = self.model._flatten_layers()
+        if any(isinstance(layer, keras.layers.BatchNormalization) and layer.trainable for layer in layers):
+            found.append("BatchNorm takes its statistics over each rank's own samples")
+        if state.seed_states(self.model):
+            found.append("dropout draws differ with the number of ranks")
+        return found
+
+    def state(self) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
+        """Groups "model" and "optimizer" (with its count of updates), and the optimizer's name."""
+        groups = {"model": state.arrays(self.model.weights), "optimizer": state.arrays(self._opt.optimizer.variables)}
+        return groups, {"optimizer": type(self._opt.optimizer).__name__}
+
+    def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
+        """Undo `state`."""
+        own = type(self._opt.optimizer).__name__
+        if rest.get("optimizer", own) != own:
+            raise UserError(f"the checkpoint was made with {rest['optimizer']}", own, "resume with the optimizer of that run")
+        state.load("model", self.model.weights, groups["model"])
+        state.load("optimizer", self._opt.optimizer.variables, groups["optimizer"])
+
+    def rank_state(self) -> dict[str, np.ndarray]:
+        """Random generators and compressor state of this rank."""
+        out = state.random_arrays(self.model)
+        for i, entries in enumerate(self._reducer.states):
+            out.update({f"compressor.{i}.{key}": state.to_numpy(value) for key, value in entries.items()})
+        return out
+
+    def load_rank(self, own: dict[str, np.ndarray]) -> None:
+        """Undo `rank_state`."""
+        state.load_random(self.model, own)
+        for i, entries in enumerate(self._reducer.states):
+            for key, like in entries.items():
+                array = own[f"compressor.{i}.{key}"]
+                if isinstance(like, tf.Variable):
+                    like.assign(array)
+                else:
+                    entries[key] = tf.convert_to_tensor(array)
+
+    def export(self, directory: Any) -> list[str]:
+        """Write model.safetensors and Keras' own file; return their names."""
+        return state.export(self.model, self._opt.optimizer, directory)
+
+
+def _build(spec: Any) -> None:
+    """Give a model without variables its variables, from the model file's example."""
+    if spec.model.built and spec.model.weights:
+        return
+    if spec.example is not None:
+        spec.model(tf.nest.map_structure(tf.convert_to_tensor, spec.example(1)[0]), training=False)
+    if not spec.model.weights:
+        raise UserError("the model has no variables yet", "a model whose input shape is known",
+                        "begin it with keras.Input(shape), or build it in the model's callable")

@@ -1,0 +1,184 @@
+"""Looking at the machine: fills ``facts.Facts`` from files, package metadata and ``--version`` outputs.
+
+Owns every probe; imports no framework and starts no MPI job. The parsers are pure, so that they can be
+tested on the outputs of machines that are not here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from hvdtrain.build.facts import Cuda, Facts, Framework, Mpi
+
+PROBE_TIMEOUT_S = 20.0
+_DISTS = {
+    "torch": ("torch",),
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tf-nightly"),
+}
+_CUDA_LIBRARY = {"torch": "lib/libtorch_cuda.so", "tensorflow": "include/third_party/gpus"}
+_ARCH_FLAGS = {"f16c": "-mf16c", "avx": "-mavx", "fma": "-mfma"}
+
+
+def detect(only: tuple[str, ...] | None = None) -> Facts:
+    """Gather the facts of this interpreter and machine; ``only`` restricts the frameworks to those names."""
+    found = tuple(f for f in map(find_framework, _DISTS) if f is not None)
+    gpus = find_capabilities()
+    return Facts(
+        python_tag=f"cp{sys.version_info[0]}{sys.version_info[1]}{sys.abiflags}",
+        platform=sysconfig.get_platform().replace("-", "_").replace(".", "_"),
+        prefix=sys.prefix,
+        site_dir=sysconfig.get_paths()["platlib"],
+        frameworks=tuple(f for f in found if only is None or f.name in only),
+        mpi=find_mpi(),
+        capabilities=gpus,
+        cuda=find_cuda() if gpus else Cuda(),
+        arch_flags=arch_flags(_read("/proc/cpuinfo")),
+        libc="-".join(platform.libc_ver()),
+    )
+
+
+def output_of(argv: list[str]) -> str:
+    """Standard output and error of a short command, or "" where it is missing, fails or takes too long."""
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S,
+                              stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return ""
+    return done.stdout + done.stderr if done.returncode == 0 else ""
+
+
+def find_framework(name: str) -> Framework | None:
+    """The installed distribution that provides ``torch`` or ``tensorflow``, without importing it."""
+    for dist in _DISTS[name]:
+        try:
+            version = importlib.metadata.version(dist)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        spec = importlib.util.find_spec(name)
+        if spec is None or not spec.origin:
+            continue
+        root = Path(spec.origin).parent
+        return Framework(name, dist, version, cuda=_has_cuda(name, dist, root))
+    return None
+
+
+def _has_cuda(name: str, dist: str, root: Path) -> bool:
+    """Whether a framework's own files are a CUDA build (TensorFlow ships the same headers in both, so ask
+    pip).
+    """
+    if name == "torch":
+        return (root / _CUDA_LIBRARY["torch"]).exists()
+    return dist != "tensorflow-cpu" and bool(output_of(["nvidia-smi", "-L"]))
+
+
+def search_path() -> str:
+    """PATH with this interpreter's own folder first: a virtual environment need not be activated."""
+    return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+
+
+def find_mpi() -> Mpi | None:
+    """The MPI whose mpirun comes first: beside this interpreter, else on PATH; None without one."""
+    mpirun = shutil.which("mpirun", path=search_path()) or shutil.which("mpiexec", path=search_path())
+    if mpirun is None:
+        return None
+    flavour, version = parse_mpi_version(output_of([mpirun, "--version"]))
+    if flavour == "unknown":
+        return None
+    beside = os.pathsep.join([os.path.dirname(mpirun), search_path()])
+    mpicxx = shutil.which("mpicxx", path=beside) or shutil.which("mpic++", path=beside) or ""
+    lib_dir = parse_lib_dir(output_of([mpicxx, "-show"])) if mpicxx else ""
+    return Mpi(flavour, version, mpirun, mpicxx, lib_dir)
+
+
+def parse_mpi_version(text: str) -> tuple[str, str]:
+    """(flavour, version) from what ``mpirun --version`` prints; ("unknown", "") where that is unknown."""
+    for flavour, pattern in (
+        ("openmpi", r"\(Open MPI\)\s+([\w.]+)"),
+        ("openmpi", r"\(OpenRTE\)\s+([\w.]+)"),
+        ("intel", r"Intel\(R\) MPI Library.*?Version\s+([\w.]+(?: Update \d+)?)"),
+        ("mpich", r"HYDRA build details:\s+Version:\s+([\w.]+)"),
+        ("mpich", r"MPICH Version:\s+([\w.]+)"),
+    ):
+        match = re.search(pattern, text, re.DOTALL)
+        if match:
+            return flavour, match.group(1).replace(" ", "-")
+    return "unknown", ""
+
+
+def parse_lib_dir(show: str) -> str:
+    """The first folder that a compiler wrapper's ``-show`` line links from ("" where it names none)."""
+    match = re.search(r"(?:^|\s)-L\s*(\S+)", show)
+    return os.path.normpath(match.group(1).strip("'\"")) if match else ""
+
+
+def find_capabilities() -> tuple[str, ...]:
+    """Compute capabilities of the NVIDIA GPUs here, smallest first, each once; empty without a GPU."""
+    return parse_capabilities(output_of(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]))
+
+
+def parse_capabilities(text: str) -> tuple[str, ...]:
+    """("80", "90") from the lines "9.0" and "8.0" that nvidia-smi prints, whatever else it says."""
+    found = {m.group(1) + m.group(2) for m in re.finditer(r"(?m)^\s*(\d+)\.(\d)\s*$", text)}
+    return tuple(sorted(found, key=int))
+
+
+def find_cuda() -> Cuda:
+    """The CUDA toolkit (environment, then nvcc on PATH, then wheels, then /usr/local/cuda) and NCCL with its
+    headers.
+    """
+    homes = [os.environ.get(name, "") for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")]
+    nvcc = shutil.which("nvcc", path=search_path())
+    homes += [str(Path(nvcc).resolve().parent.parent)] if nvcc else []
+    homes += [str(p) for p in sorted(_nvidia_dir().glob("cu[0-9]*"), reverse=True)]
+    homes += ["/usr/local/cuda"]
+    home = next((h for h in homes if h and Path(h, "bin", "nvcc").exists()), "")
+    version = parse_nvcc_version(output_of([os.path.join(home, "bin", "nvcc"), "--version"])) if home else ""
+    nccl_home = next((h for h in _nccl_homes(home) if Path(h, "include", "nccl.h").exists()), "")
+    header = _read(os.path.join(nccl_home, "include", "nccl.h"))
+    return Cuda(home, version, nccl_home, parse_nccl_version(header))
+
+
+def _nccl_homes(cuda_home: str) -> list[str]:
+    """Where NCCL may be: the environment, the wheel beside torch or TensorFlow, the toolkit, the system."""
+    named = os.environ.get("HOROVOD_NCCL_HOME", "")
+    return [h for h in (named, str(_nvidia_dir() / "nccl"), cuda_home, "/usr/local", "/usr") if h]
+
+
+def _nvidia_dir() -> Path:
+    """Where the nvidia-* wheels unpack."""
+    return Path(sysconfig.get_paths()["purelib"], "nvidia")
+
+
+def parse_nvcc_version(text: str) -> str:
+    """"13.0" from nvcc's "release 13.0, V13.0.88"."""
+    match = re.search(r"release (\d+\.\d+)", text)
+    return match.group(1) if match else ""
+
+
+def parse_nccl_version(header: str) -> str:
+    """"2.29.7" from the defines of nccl.h."""
+    parts = [re.search(rf"#define\s+NCCL_{part}\s+(\d+)", header) for part in ("MAJOR", "MINOR", "PATCH")]
+    return ".".join(p.group(1) for p in parts if p) if all(parts) else ""
+
+
+def arch_flags(cpuinfo: str) -> tuple[str, ...]:
+    """The flags among -mf16c -mavx -mfma that every processor listed in /proc/cpuinfo has."""
+    lines = [set(line.split(":", 1)[1].split()) for line in cpuinfo.splitlines() if line.startswith("flags")]
+    common = set.intersection(*lines) if lines else set()
+    return tuple(flag for name, flag in _ARCH_FLAGS.items() if name in common)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""

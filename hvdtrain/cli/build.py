@@ -1,0 +1,42 @@
+"""``python -m hvdtrain build``: build, install and verify Horovod for this environment.
+
+Owns the options. The work is in ``hvdtrain.build``.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from hvdtrain.build import flow
+
+FRAMEWORKS = ("torch", "tensorflow")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(prog="python -m hvdtrain build", description=(
+        "Build Horovod against the frameworks, MPI and CUDA of this environment, install it, and check it "
+        "with a 2-rank allreduce in each framework. Built wheels are kept in $XDG_CACHE_HOME/hvdtrain "
+        "(~/.cache/hvdtrain)."))
+    made.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS,
+                      help="build for these only (default: all that are installed)")
+    made.add_argument("--force", action="store_true", help="build and check again though nothing has changed")
+    made.add_argument("--no-verify", action="store_true", help="leave the allreduce checks out")
+    made.add_argument("--jobs", type=int, default=0, metavar="N",
+                      help="compilers at once (default: by cores and memory)")
+    made.add_argument("--cpu", action="store_true", help="build without CUDA and NCCL even if a GPU is here")
+    made.add_argument("--print-plan", action="store_true", help="say what would be built, and stop")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; returns its exit status (1: a build or check failed). Raises UserError on a user's
+    mistake.
+    """
+    args = parser().parse_args(argv)
+    options = flow.Options(frameworks=tuple(args.frameworks) if args.frameworks else None, force=args.force,
+                           verify=not args.no_verify, jobs=max(0, args.jobs), cpu_only=args.cpu)
+    if args.print_plan:
+        print(flow.show(flow.make_plan(options)))
+        return 0
+    return flow.run(options)

@@ -1,0 +1,123 @@
+"""What every `hvdtrain.protocols.Collectives` must do, written once: ``check_*(wire, make, host)``.
+
+Every rank calls the same check. ``make`` turns a numpy array into what the collectives take, ``host`` turns their
+result back. Answers are in closed form: rank r contributes r, so that the mean of ranks is (P-1)/2.
+Each call is made twice, with other values the second time: a cache that outlives its first call is caught.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+
+def check_flags(wire, make, host):
+    assert isinstance(wire.name, str) and 0 <= wire.rank < wire.size
+    assert "float32" in wire.dtypes and isinstance(wire.dtypes, frozenset)
+    assert all(isinstance(flag, bool) for flag in (wire.overlaps, wire.in_graph, wire.host))
+
+
+def check_allreduce(wire, make, host):
+    P, r = wire.size, wire.rank
+    for n in (1, 2, 7, 1000):
+        for turn in (1, 2):
+            got = host(wire.allreduce(make(np.full(n, turn * r, np.float32)), f"case.sum.{n}").wait())
+            assert got.shape == (n,) and got.dtype == np.float32
+            np.testing.assert_array_equal(got / P, turn * (P - 1) / 2)
+
+
+def check_allreduce_dtypes(wire, make, host):
+    P, r = wire.size, wire.rank
+    for dtype in sorted(wire.dtypes - {"bfloat16"}):
+        for turn in (1, 2):
+            x = (np.arange(5) + turn * r).astype(dtype)
+            got = host(wire.allreduce(make(x), f"case.dtype.{dtype}").wait())
+            assert got.dtype.name == dtype
+            np.testing.assert_array_equal(got, (P * np.arange(5) + turn * P * (P - 1) // 2).astype(dtype))
+
+
+def check_allreduce_same_bits(wire, make, host):
+    """Sums of values whose order matters agree to the last bit (seen through a gather of their hashes)."""
+    for n in (1, 3, 1023, 100_003):
+        for turn in (1, 2):
+            rng = np.random.default_rng([wire.rank, n, turn])
+            x = (rng.standard_normal(n) * 10.0 ** rng.integers(-6, 6, n)).astype(np.float32)
+            total = host(wire.allreduce(make(x), f"case.bits.{n}").wait())
+            own = np.array([zlib.crc32(np.ascontiguousarray(total).tobytes())], np.int64)
+            seen = host(wire.allgather(make(own), f"case.bits.hash.{n}").wait())
+            assert (seen == own[0]).all(), seen
+
+
+def check_many_at_once(wire, make, host):
+    """Several handles open at the same time."""
+    P, r = wire.size, wire.rank
+    for _ in range(2):
+        handles = [wire.allreduce(make(np.full(3, r + i, np.float32)), f"case.many.{i}") for i in range(5)]
+        for i, handle in enumerate(handles):
+            np.testing.assert_array_equal(host(handle.wait()), P * i + P * (P - 1) / 2)
+
+
+def check_allgather(wire, make, host):
+    P, r = wire.size, wire.rank
+    for turn in (1, 2):
+        got = host(wire.allgather(make(np.array([r, turn, 10 * r], np.float32)), "case.gather").wait())
+        np.testing.assert_array_equal(got, [[q, turn, 10 * q] for q in range(P)])
+        bits = host(wire.allgather(make(np.array([r - turn, -1], np.int16)), "case.gather16").wait())
+        assert bits.dtype == np.int16
+        np.testing.assert_array_equal(bits, [[q - turn, -1] for q in range(P)])
+
+
+def check_alltoall(wire, make, host):
+    P, r = wire.size, wire.rank
+    for dtype in (np.float32, np.int16):
+        for turn in (1, 2):
+            rows = np.array([[100 * r + p, turn] for p in range(P)], dtype)
+            got = host(wire.alltoall(make(rows), f"case.all.{np.dtype(dtype).name}").wait())
+            assert got.dtype == dtype
+            np.testing.assert_array_equal(got, [[100 * q + r, turn] for q in range(P)])
+
+
+def check_reducescatter(wire, make, host):
+    P, r = wire.size, wire.rank
+    for turn in (1, 2):
+        got = host(wire.reducescatter(make((np.arange(3 * P) + turn * r).astype(np.float32)), "case.scatter").wait())
+        assert got.shape == (3,)
+        np.testing.assert_array_equal(got, P * np.arange(3 * r, 3 * r + 3) + turn * P * (P - 1) / 2)
+
+
+def check_broadcast(wire, make, host):
+    for root in range(wire.size):
+        for turn in (1, 2):
+            x = np.array([wire.rank, turn, 7.5 * wire.rank], np.float32)
+            got = host(wire.broadcast(make(x), f"case.broadcast.{root}", root).wait())
+            np.testing.assert_array_equal(got, np.array([root, turn, 7.5 * root], np.float32))
+
+
+def check_not_finite(wire, make, host):
+    """One rank's infinity reaches all ranks."""
+    last = wire.size - 1
+    x = np.array([np.inf if wire.rank == last else 1.0, 1.0], np.float32)
+    got = host(wire.allreduce(make(x), "case.inf").wait())
+    np.testing.assert_array_equal(got, np.array([np.inf, wire.size], np.float32))
+
+
+def check_result_is_own(wire, make, host):
+    """A result is not overwritten by the next collective of the same name."""
+    first = wire.allreduce(make(np.full(4, 1.0, np.float32)), "case.own").wait()
+    kept = np.array(host(first))
+    wire.allreduce(make(np.full(4, 2.0, np.float32)), "case.own").wait()
+    np.testing.assert_array_equal(host(first), kept)
+
+
+CASES = [value for name, value in sorted(globals().items()) if name.startswith("check_")]
+
+
+def name_of(check):
+    """pytest id of a case."""
+    return check.__name__.removeprefix("check_")
+
+
+def as_is(x):
+    """``make`` and ``host`` of collectives that take numpy arrays."""
+    return x

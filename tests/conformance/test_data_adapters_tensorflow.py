@@ -1,0 +1,212 @@
+"""Keras' PyDataset and tf.data as numpy streams."""
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+import keras  # noqa: E402
+
+from hvdtrain.backends.tensorflow.data import adapt  # noqa: E402
+from hvdtrain.data.cursor import Cursor  # noqa: E402
+from hvdtrain.data.feed import Feed  # noqa: E402
+from hvdtrain.data.sources import ArraySource, Source, interpret  # noqa: E402
+from hvdtrain.data.stream import Stream  # noqa: E402
+from hvdtrain.errors import UserError  # noqa: E402
+
+
+class Batches(keras.utils.PyDataset):
+    """0 .. n-1 in batches of 4; every epoch's end adds 1000 and is counted."""
+
+    def __init__(self, n, batch=4):
+        super().__init__()
+        self.x, self.batch, self.began, self.ended = np.arange(n), batch, 0, 0
+
+    def __len__(self):
+        return -(-len(self.x) // self.batch)
+
+    def __getitem__(self, i):
+        x = self.x[i * self.batch:(i + 1) * self.batch]
+        return x, x % 2
+
+    def on_epoch_begin(self):
+        self.began += 1
+
+    def on_epoch_end(self):
+        self.ended += 1
+        self.x = self.x + 1000
+
+
+class OneProcess:
+    """The control plane of a single rank."""
+
+    def sum(self, values_k):
+        return values_k
+
+
+def firsts(stream, epoch=0):
+    return [int(v) for chunk in stream.chunks(epoch) for v in np.ravel(chunk[0])]
+
+
+def count(n=10):
+    return tf.data.Dataset.range(n)
+
+
+def rows(n=10):
+    return tf.data.Dataset.from_tensor_slices((tf.reshape(tf.range(2 * n), (n, 2)), tf.range(n)))
+
+
+@pytest.mark.parametrize("obj", [
+    tf.range(5), (tf.range(5), tf.range(5)), [tf.range(5), np.arange(5)],
+    (tf.Variable(np.arange(5)), tf.range(5)),
+])
+def test_tensors_become_arrays(obj):
+    source = adapt(obj)
+    assert isinstance(source, ArraySource) and len(source) == 5
+    assert all(a.tolist() == [4, 1] for a in source.fetch(np.array([4, 1])))
+
+
+def test_pydataset_streams_its_items_and_ends_epochs_as_keras_does():
+    data = Batches(10)
+    stream = adapt(data)
+    assert isinstance(stream, Stream) and not isinstance(stream, Source)
+    assert [len(x) for x, _ in stream.chunks(0)] == [4, 4, 2]
+    assert (data.began, data.ended) == (1, 0)
+    assert firsts(stream, 1) == list(range(1000, 1010))
+    assert (data.began, data.ended) == (2, 1)
+
+
+def test_pydataset_reaches_a_later_epoch_after_a_resume():
+    assert firsts(adapt(Batches(10)), 3) == list(range(3000, 3010))
+
+
+def test_pydataset_without_end_is_refused():
+    class Endless(Batches):
+        @property
+        def num_batches(self):
+            return None
+
+    with pytest.raises(UserError, match="no end"):
+        adapt(Endless(4))
+
+
+def keep(*element):
+    return element[0] if len(element) == 1 else element
+
+
+@pytest.mark.parametrize("make", [
+    lambda: count().batch(4),
+    lambda: count().batch(4, drop_remainder=True).prefetch(2),
+    lambda: count().batch(4, num_parallel_calls=2).cache().take(9).skip(1),
+    lambda: count().padded_batch(4, padded_shapes=[]),
+    lambda: count().batch(4).rebatch(3),
+    lambda: count().batch(4).with_options(tf.data.Options()),
+    lambda: count().batch(4).map(lambda x: x + 1),
+    lambda: count().batch(4, drop_remainder=True).map(lambda x: x + 1, num_parallel_calls=2).prefetch(1),
+    lambda: count().batch(4).shuffle(3, seed=1).repeat(2),
+    lambda: count().batch(4).filter(lambda x: tf.reduce_sum(x) > 3),
+    lambda: count().batch(4).apply(tf.data.experimental.assert_cardinality(3)),
+    lambda: tf.data.Dataset.zip((count().batch(4), count().batch(4))),
+    lambda: count().batch(4).concatenate(count().batch(2)),
+    lambda: rows().batch(4).map(lambda x, y: (tf.cast(x, tf.float32), tf.one_hot(y, 3))),
+])
+def test_batches_are_recognised(make):
+    stream = adapt(make())
+    assert stream.batched
+    assert all(len({len(a) for a in chunk}) == 1 for chunk in stream.chunks(0))
+
+
+@pytest.mark.parametrize("make", [
+    lambda: count(),
+    lambda: count().shuffle(10, seed=1).prefetch(1),
+    lambda: count().batch(5).unbatch(),
+    lambda: rows(),
+    lambda: rows().batch(5).map(lambda x, y: tf.reduce_sum(x)),
+    lambda: count().batch(5).map(lambda x: tf.ensure_shape(x[:3], (3,))),
+    lambda: tf.data.Dataset.zip((rows().batch(5), count())),
+    lambda: rows().batch(5).flat_map(lambda x, y: tf.data.Dataset.from_tensor_slices((x, y))),
+])
+def test_samples_are_recognised(make):
+    assert not adapt(make()).batched
+
+
+def test_samples_are_stacked():
+    chunks = list(adapt(rows(150)).chunks(0))
+    assert sum(len(y) for _, y in chunks) == 150
+    x, y = (np.concatenate(column) for column in zip(*chunks))
+    assert x.shape == (150, 2) and np.array_equal(y, np.arange(150)) and np.array_equal(x[:, 0], 2 * y)
+
+
+@pytest.mark.parametrize("element, arity", [
+    (lambda x: {"y": x, "x": x + 1}, 2), (lambda x: {"image": x + 1, "label": x}, 2), (lambda x: x + 1, 1),
+    (lambda x: (x + 1, x, x), 3),
+])
+def test_elements_may_be_dicts_or_tuples(element, arity):
+    chunk = next(adapt(count().batch(4).map(element)).chunks(0))
+    assert len(chunk) == arity and chunk[0].tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda: count().map(lambda x: {"x": x, "yy": x}), "'yy'"),
+    (lambda: count().map(lambda x: ((x, x), x)), "holds a tuple"),
+    (lambda: count().map(lambda x: tf.strings.as_string(x)), "plain array of numbers"),
+    (lambda: count().map(lambda x: tf.range(x)), "one shape"),
+    (lambda: count().map(lambda x: tf.range(x)).ragged_batch(3), "plain array of numbers"),
+    (lambda: count().window(3), "cannot be read as arrays"),
+])
+def test_elements_that_are_not_arrays_are_named(make, words):
+    with pytest.raises(UserError, match=words):
+        list(adapt(make()).chunks(0))
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda: count().repeat(), "no end"),
+    (lambda: count().repeat().batch(4).prefetch(1), "no end"),
+    (lambda: count().shuffle(10).batch(4), "without a seed"),
+    (lambda: count().map(keep, num_parallel_calls=2, deterministic=False), "deterministic=False"),
+    (lambda: count().with_options(unordered()), "deterministic = False"),
+])
+def test_datasets_that_ranks_cannot_share_are_refused(make, words):
+    with pytest.raises(UserError, match=words):
+        adapt(make())
+
+
+def unordered():
+    options = tf.data.Options()
+    options.deterministic = False
+    return options
+
+
+@pytest.mark.parametrize("make", [
+    lambda: count(12).shuffle(12, seed=4).batch(5).prefetch(2),
+    lambda: count(12).cache().shuffle(12, seed=4).batch(5).map(lambda x: x * 2, num_parallel_calls=2),
+    lambda: count(12).shuffle(12, seed=4).repeat(2).shuffle(5, seed=1).batch(5),
+    lambda: count(12).shuffle(12, seed=4, reshuffle_each_iteration=False),
+])
+def test_a_fresh_process_reaches_the_order_of_a_later_epoch(make):
+    run = adapt(make())
+    epochs = [firsts(run, epoch) for epoch in range(4)]
+    for epoch in (3, 1):
+        assert firsts(adapt(make()), epoch) == epochs[epoch]
+
+
+def test_feed_resumes_a_shuffling_dataset_in_the_middle_of_an_epoch():
+    def feed():
+        return Feed(adapt(count(23).shuffle(23, seed=2).batch(4)), 5, control=OneProcess())
+
+    run = feed()
+    list(run.epoch(Cursor()))
+    whole = list(run.epoch(Cursor(epoch=1)))
+    rest = list(feed().epoch(whole[1].cursor_after))
+    assert [s.micros[0][0].tolist() for s in rest] == [s.micros[0][0].tolist() for s in whole[2:]]
+    assert [s.n_global for s in whole] == [5, 5, 5, 5, 3]
+
+
+@pytest.mark.parametrize("obj", [None, 3, "text", (1, 2), [], (np.arange(3), np.arange(3)), {"x": 1}])
+def test_what_is_not_tensorflows_is_left_to_others(obj):
+    assert adapt(obj) is None
+
+
+def test_a_pair_of_datasets_is_train_and_test():
+    pair = Batches(8), count(3)
+    assert [len(firsts(interpret(pair, split, [adapt]))) for split in ("train", "test")] == [8, 3]

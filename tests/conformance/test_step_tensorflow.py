@@ -1,0 +1,394 @@
+"""The TensorFlow step: against Keras' own training, against itself under other cuts, and its state."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+import keras  # noqa: E402
+from tensorflow_tools import SGD, X, Y, attached, batch, close, cut, mlp, run, weights  # noqa: E402
+
+from hvdtrain.collectives.lockstep import LockstepWorld  # noqa: E402
+from hvdtrain.config import Config, Named, Schedule  # noqa: E402
+from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.protocols import AllReduce  # noqa: E402
+
+
+@pytest.mark.parametrize("name, args", [("SGD", {"momentum": 0.9}), ("adam", {}), ("AdamW", {"weight_decay": 0.1})])
+def test_one_process_is_a_plain_keras_loop(name, args):
+    plain = mlp()
+    optimizer = {"sgd": keras.optimizers.SGD, "adam": keras.optimizers.Adam,
+                 "adamw": keras.optimizers.AdamW}[name.lower()](learning_rate=0.01, **args)
+    plain.compile(optimizer=optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    step = attached(mlp(), Config(optimizer=Named(name, args), lr=0.01))
+    for t in range(20):
+        plain.train_on_batch(*batch(t))
+        run(step, [batch(t)], 1 / 32)
+    close(weights(step), weights(plain), 1e-5)
+
+
+def test_accumulation_is_the_whole_batch():
+    whole, parts = attached(mlp()), attached(mlp())
+    for t in range(5):
+        _, ((loss, weight),) = run(whole, [batch(t)], 1 / 32)
+        _, pairs = run(parts, cut(batch(t), 9, 3, 20), 1 / 32)
+        assert weight == sum(w for _, w in pairs) == 32
+        assert loss == pytest.approx(sum(part for part, _ in pairs), rel=1e-6)
+    close(weights(parts), weights(whole), 1e-6)
+
+
+def test_a_step_that_was_left_in_the_middle_leaves_nothing():
+    step, fresh = attached(mlp()), attached(mlp())
+    step.zero()
+    step.forward_backward(batch(9), 1 / 32, False)
+    run(step, cut(batch(0), 16, 16), 1 / 32)
+    run(fresh, cut(batch(0), 16, 16), 1 / 32)
+    close(weights(step), weights(fresh), 0)
+
+
+@pytest.mark.parametrize("parts", [((32,),), ((20,), (12,)), ((0,), (32,)), ((7, 6), (0,), (19,)), ((1,), (30, 1), (0,))], ids=str)
+def test_ranks_with_unequal_parts_follow_one_process(parts):
+    """Law 1 and 2 in lockstep: a list of micro-batch sizes for each rank, rotated at every step."""
+    single = attached(mlp())
+    for t in range(20):
+        run(single, [batch(t)], 1 / 32)
+    models = [mlp(seed=3 + rank) for rank in range(len(parts))]  # share_initial makes them equal
+
+    def one_rank(control, wire):
+        step = attached(models[control.rank], wire=wire, rank=control.rank)
+        for t in range(20):
+            now = parts[t % len(parts):] + parts[:t % len(parts)]
+            before = sum(map(sum, now[:control.rank]))
+            mine = tuple(a[before:] for a in batch(t))
+            run(step, cut(mine, *now[control.rank]), 1 / 32)
+        return weights(step)
+
+    results = LockstepWorld(len(parts)).run(one_rank)
+    for other in results[1:]:
+        close(other, results[0], 0)
+    close(results[0], weights(single), 1e-5)
+
+
+def test_one_trace_per_kind():
+    traced = []
+
+    def task(model, b):
+        traced.append(1)
+        return tf.reduce_sum(tf.square(model(b[0]))), tf.shape(b[0])[0]
+
+    step = attached(mlp(), task=task)
+    for t, n in enumerate((32, 17, 1, 5)):
+        run(step, [batch(t, n)], 1 / 32)
+    assert len(traced) == 1
+    for t in range(3):
+        run(step, cut(batch(t), 9, 3, 20), 1 / 32, check=True)
+    assert len(traced) == 3  # accumulating, and the last of several
+
+
+def test_clip_and_norm():
+    step, free = attached(mlp(), Config(optimizer=Named("sgd"), lr=1.0)), attached(mlp(), Config(optimizer=Named("sgd"), lr=1.0))
+    before = weights(step)
+    (finite, norm), _ = run(free, [batch(0)], 1 / 32, check=True)
+    moved = math.sqrt(sum(float(np.sum((a - b) ** 2)) for a, b in zip(weights(free), before)))
+    assert finite and norm == pytest.approx(moved, rel=1e-5)
+    (finite, again), _ = run(step, [batch(0)], 1 / 32, clip=norm / 4)
+    moved = math.sqrt(sum(float(np.sum((a - b) ** 2)) for a, b in zip(weights(step), before)))
+    assert finite and again == norm and moved == pytest.approx(norm / 4, rel=1e-5)
+    assert math.isnan(run(step, [batch(0)], 1 / 32)[0][1])
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_no_update_from_nan(clip):
+    step = attached(mlp())
+    before, (x, y) = weights(step), batch(0)
+    (finite, norm), _ = run(step, [(x * np.float32("nan"), y)], 1 / 32, clip, check=True)
+    assert not finite and math.isnan(norm)
+    close(weights(step), before, 0)
+    assert int(step.state()[0]["optimizer"]["00000/" + step._opt.optimizer.name + "/iteration"]) == 0
+    assert run(step, [batch(0)], 1 / 32, clip, check=True)[0][0]
+
+
+class Halves:
+    """A compressor with state: sends half of what is there and keeps the rest for later."""
+
+    name = "halves"
+
+    def init(self, ops, n):
+        return {"rest": ops.zeros(n, "float32")}
+
+    def exchange(self, ops, flat_N, state, size):
+        half_N = (flat_N + state["rest"]) * 0.5
+        total_N = yield AllReduce(half_N)
+        return total_N, {"rest": flat_N + state["rest"] - half_N}
+
+    def wire_bytes(self, n, size):
+        return 4 * n
+
+
+def test_compressor_state_lives_between_steps():
+    """In the graph and in lockstep outside it, and through a checkpoint."""
+    inside = attached(mlp(), compressor=Halves())
+    outside = LockstepWorld(1).run(lambda control, wire: attached(mlp(), compressor=Halves(), wire=wire))[0]
+    resumed = attached(mlp(seed=8), compressor=Halves())
+    for t in range(4):
+        run(inside, [batch(t)], 1 / 32)
+        if t == 1:
+            resumed.load(*inside.state())
+            resumed.load_rank(inside.rank_state())
+        if t > 1:
+            run(resumed, [batch(t)], 1 / 32)
+    LockstepWorld(1).run(lambda control, wire: [run(_rewired(outside, wire), [batch(t)], 1 / 32) for t in range(4)])
+    close(weights(outside), weights(inside), 1e-6)
+    close(weights(resumed), weights(inside), 0)
+    full = attached(mlp())
+    run(full, [batch(0)], 1 / 32)
+    assert not np.allclose(weights(full)[0], weights(inside)[0])
+
+
+def _rewired(step, wire):
+    step._reducer.collectives = wire
+    return step
+
+
+# --- loss, metrics -------------------------------------------------------------------------------------------------
+
+def test_sample_weights_and_regularisers_count_once():
+    model = mlp(kernel_regularizer=keras.regularizers.L2(0.1))
+    kernel = model.layers[-1].kernel
+    step = attached(model, replace(SGD, optimizer=Named("sgd"), lr=1.0))
+    penalty = 0.1 * float(np.sum(np.square(kernel.numpy())))
+    w = np.linspace(0, 2, 32).astype(np.float32)
+    x, y = batch(0)
+    logits = tf.constant(model(x).numpy())
+    per_sample = keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True).numpy()
+    step.zero()
+    loss, weight = step.forward_backward((x, y, w), 1 / 32, True)
+    assert float(weight) == 32
+    assert float(loss) == pytest.approx(float((per_sample * w).sum()) + 32 * penalty, rel=1e-5)
+
+
+@pytest.mark.parametrize("name, args, y", [("auto", {}, X[:, :5]), ("mse", {}, X[:, :5]), ("Huber", {"delta": 0.5}, X[:, :5]),
+                                           ("huber", {"delta": 0.5}, X[:, :5]), ("mean_absolute_error", {}, X[:, :5])])
+def test_losses_by_name(name, args, y):
+    model = mlp()
+    step = attached(model, replace(SGD, loss=Named(name, args)))
+    step.zero()
+    loss, weight = step.forward_backward((X, y), 1.0, True)
+    gap = np.abs(model(X).numpy() - y)
+    want = {"auto": gap**2, "mse": gap**2, "mean_absolute_error": gap,
+            "huber": np.where(gap < 0.5, gap**2 / 2, 0.5 * gap - 0.125)}[name.lower()].mean(1).sum()
+    assert (float(loss), float(weight)) == (pytest.approx(float(want), rel=1e-5), 64)
+
+
+def test_losses_that_cannot_be():
+    for named, said in ((Named("hubr"), "did you mean 'Huber'"), (Named("huber", {"detla": 1}), "detla"), (Named("ce"), "full name")):
+        with pytest.raises(UserError, match=said):
+            attached(mlp(), replace(SGD, loss=named))
+    one = keras.Sequential([keras.Input((12,)), keras.layers.Dense(1)])
+    with pytest.raises(UserError, match="BinaryCrossentropy"):
+        attached(one).forward_backward((X, Y), 1.0, True)
+    with pytest.raises(UserError, match="4 arrays"):
+        attached(mlp()).forward_backward((X, Y, Y, Y), 1.0, True)
+
+
+def test_a_compiled_model_keeps_its_loss_optimizer_and_metrics():
+    model = mlp()
+    model.compile("rmsprop", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy", keras.metrics.
+                  SparseTopKCategoricalAccuracy(2, name="top2")])
+    step = attached(model, Config(metrics=[]))
+    assert step.describe()["optimizer"] == "RMSprop, lr 0.001 (as compiled)"
+    plain = mlp()
+    plain.compile("rmsprop", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy", keras.metrics.
+                  SparseTopKCategoricalAccuracy(2, name="top2")])
+    for t in range(3):
+        run(step, [batch(t)], 1 / 32)
+        plain.train_on_batch(*batch(t))
+    close(weights(step), weights(plain), 1e-5)
+    step.evaluate((X, Y))
+    got, want = step.eval_results(step.eval_totals()), plain.evaluate(X, Y, verbose=0, return_dict=True)
+    assert list(got) == ["loss", "accuracy", "top2"]
+    assert got == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("y, last, names", [
+    (Y, {}, ["accuracy", "SparseTopKCategoricalAccuracy"]),
+    (keras.utils.to_categorical(Y, 5), {"activation": "softmax"}, ["accuracy", "AUC", "F1Score", "mse", "kl_divergence"]),
+    (X[:, :5], {}, ["RootMeanSquaredError", "r2_score", "mean_absolute_error"])], ids=["sparse", "onehot", "regression"])
+def test_metrics_are_exact_over_uneven_shards(y, last, names):
+    config = replace(SGD, metrics=names)
+    ranks = [attached(mlp(**last), config, rank=r) for r in range(3)]
+    for rank, pieces in enumerate(([slice(0, 3), slice(3, 50)], [slice(50, 64)], [])):
+        for piece in pieces:
+            ranks[rank].evaluate((X[piece], y[piece]))
+    everyone = [step.eval_totals() for step in ranks]
+    assert everyone[2] == {} and list(everyone[0])[0] == "loss"
+    summed = {name: everyone[0][name] + everyone[1][name] for name in everyone[0]}
+    whole = attached(mlp(**last), config)
+    whole.evaluate((X, y))
+    want = whole.eval_results(whole.eval_totals())
+    assert set(want) == {"loss", *names}
+    assert ranks[0].eval_results(summed) == pytest.approx(want, rel=1e-5)
+    assert ranks[1].eval_totals() == {}
+    known = ranks[2].eval_results({name: summed[name] for name in ("loss", names[0])})
+    assert known == pytest.approx({name: want[name] for name in known}, rel=1e-5)
+
+
+def test_metrics_that_cannot_be():
+    for name, said in (("PearsonCorrelation", "sum over samples"), ("acuracy", "did you mean 'accuracy'"), ("MeanIoU", "without required")):
+        with pytest.raises(UserError, match=said):
+            attached(mlp(), replace(SGD, metrics=[name])).evaluate((X, Y))
+
+
+def test_a_task_reaches_layers_with_training_and_brings_its_metrics():
+    """Also where the task does not hand `training` on."""
+    def task(model, b):
+        return tf.reduce_sum(model(b[0])), tf.shape(b[0])[0]
+
+    def task_told(model, b, training):
+        return tf.reduce_sum(model(b[0], training=training)), tf.shape(b[0])[0]
+
+    for one in (task, task_told):
+        model = mlp(extra=[keras.layers.BatchNormalization()])
+        step = attached(model, task=one, metrics=lambda m, b: {"rows": (tf.shape(b[0])[0], 1)})
+        before = model.layers[1].moving_mean.numpy()
+        step.evaluate((X, Y))
+        np.testing.assert_array_equal(model.layers[1].moving_mean.numpy(), before)
+        run(step, [(X, Y)], 1 / 64)
+        assert not np.array_equal(model.layers[1].moving_mean.numpy(), before)
+        totals = step.eval_totals()
+        np.testing.assert_array_equal(totals["rows"], [64, 1])
+        assert step.eval_results(totals)["loss"] == pytest.approx(totals["loss"][0] / 64)
+        assert "BatchNorm" in step.caveats()[0]
+
+
+# --- optimizer, schedule -------------------------------------------------------------------------------------------
+
+def test_schedule_warm_up_and_scaling():
+    schedule = Schedule("exponentialdecay", {"decay_steps": 1, "decay_rate": 0.5}, warmup_steps=4, linear_scaling_base=16)
+    step = attached(mlp(), Config(optimizer=Named("sgd"), lr=0.1, schedule=schedule, global_batch=32))
+    rates = []
+    for t in range(6):
+        rates.append(step.learning_rate())
+        run(step, [batch(t)], 1 / 32)
+    assert rates == pytest.approx([0.2 * 0.5**t * min(1, (t + 1) / 4) for t in range(6)], rel=1e-5)
+    assert step.describe() == {"loss": step.describe()["loss"], "device": "cpu", "optimizer": "SGD, lr 0.2", "warm-up": "linear over 4 steps",
+                               "schedule": "ExponentialDecay per step", "lr scaling": "x 32/16"}
+
+
+def test_optimizers_that_cannot_be():
+    compiled = mlp()
+    compiled.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "mse")
+    for model, config, said in (
+            (mlp(), Config(optimizer=Named("adm")), "did you mean 'Adam'"), (mlp(), Config(optimizer=Named("sgd", {"momentun": 1})), "momentun"),
+            (mlp(), Config(schedule=Schedule("cosinedecay")), "decay_steps"), (mlp(), Config(schedule=Schedule("cosine")), "CosineDecay"),
+            (compiled, Config(), "accumulate")):
+        with pytest.raises(UserError, match=said):
+            attached(model, config)
+
+
+# --- state ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("config", [SGD, Config(lr=0.01, schedule=Schedule(warmup_steps=8))], ids=["sgd", "adam"])
+def test_resume_is_bit_equal(config):
+    """With dropout and BatchNorm, into a model whose layers Keras numbered otherwise."""
+    def build(seed):
+        return mlp(seed, extra=[keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)])
+
+    step, other = attached(build(1), config), attached(build(2), config)
+    for t in range(6):
+        run(step, [batch(t)], 1 / 32)
+        if t == 2:
+            groups, rest = step.state()
+            own = step.rank_state()
+    close_names = {"model", "optimizer"}
+    assert set(groups) == close_names and all(isinstance(a, np.ndarray) for g in groups.values() for a in g.values())
+    other.load({g: dict(sorted(arrays.items(), reverse=True)) for g, arrays in groups.items()}, rest)
+    other.load_rank(own)
+    assert other.learning_rate() == pytest.approx(config.lr * (4 / 8 if config.schedule.warmup_steps else 1))
+    for t in range(3, 6):
+        run(other, [batch(t)], 1 / 32)
+    close(weights(other), weights(step), 0)
+    for name, array in step.rank_state().items():
+        if name.startswith("seed."):
+            np.testing.assert_array_equal(array, list(n for k, n in other.rank_state().items() if k.startswith("seed."))[0])
+
+
+def test_a_foreign_checkpoint_is_refused_and_changes_nothing():
+    groups, rest = attached(mlp()).state()
+    wide = keras.Sequential([keras.Input((12,)), keras.layers.Dense(17), keras.layers.Dense(5)])
+    step = attached(wide)
+    before = weights(step)
+    with pytest.raises(UserError, match=r"kernel has shape \(12, 16\); expected \(12, 17\)"):
+        step.load(groups, rest)
+    close(weights(step), before, 0)
+    with pytest.raises(UserError, match="lacks.*has"):
+        attached(mlp(extra=[keras.layers.BatchNormalization()])).load(groups, rest)
+    with pytest.raises(UserError, match="made with SGD; expected Adam"):
+        attached(mlp(), Config()).load(groups, rest)
+
+
+def test_ranks_draw_their_own_dropout():
+    def state_of(rank):
+        own = attached(mlp(extra=[keras.layers.Dropout(0.5)]), rank=rank).rank_state()
+        return next(a for name, a in own.items() if name.startswith("seed."))
+    assert not np.array_equal(state_of(0), state_of(1))
+    np.testing.assert_array_equal(state_of(1), state_of(1))
+    assert "dropout" in attached(mlp(extra=[keras.layers.Dropout(0.5)])).caveats()[0]
+    assert attached(mlp()).caveats() == []
+
+
+def test_buffers_become_their_mean_and_frozen_weights_stay():
+    models = [mlp(extra=[keras.layers.BatchNormalization()]) for _ in range(3)]
+    for rank, model in enumerate(models):
+        model.layers[0].trainable = False
+        model.layers[1].moving_mean.assign(np.full(16, float(rank)))
+    frozen = models[0].layers[0].kernel.numpy()
+
+    def one_rank(control, wire):
+        step = attached(models[control.rank], wire=wire, rank=control.rank)
+        models[control.rank].layers[1].moving_mean.assign(np.full(16, float(control.rank)))
+        step.sync_buffers()
+
+    LockstepWorld(3).run(one_rank)
+    for model in models:
+        np.testing.assert_array_equal(model.layers[1].moving_mean.numpy(), np.ones(16))
+        np.testing.assert_array_equal(model.layers[0].kernel.numpy(), frozen)
+
+
+class Opaque(keras.Model):
+    """A model that Keras cannot describe: its constructor wants a function."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.inner = make()
+        self.built = True
+
+    def call(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("build, native", [(mlp, "model.keras"), (lambda: Opaque(mlp), "model.weights.h5")], ids=["keras", "weights"])
+def test_export(tmp_path, build, native):
+    from safetensors.numpy import load_file
+
+    step = attached(build(), example=lambda B: (X[:B], Y[:B]))
+    assert step.export(tmp_path) == ["model.safetensors", native]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["model.safetensors", native])
+    saved = load_file(tmp_path / "model.safetensors")
+    close([saved[v.path] for v in step.model.weights], weights(step), 0)
+    if native == "model.keras":
+        close(weights(keras.models.load_model(tmp_path / native)), weights(step), 0)
+    else:
+        other = build()
+        other.load_weights(tmp_path / native)
+        close(weights(other), weights(step), 0)
+
+
+def test_a_model_without_variables_is_built_from_its_example_or_refused():
+    def lazy():
+        return keras.Sequential([keras.layers.Dense(5)])
+    assert len(attached(lazy(), example=lambda B: (X[:B], Y[:B])).params()) == 2
+    with pytest.raises(UserError, match="keras.Input"):
+        attached(lazy())

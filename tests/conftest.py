@@ -1,0 +1,55 @@
+"""The police of all tests: no test leaks environment variables, hooks or threads.
+
+Owns what holds for every test. Time limits are pytest-timeout's (setup.cfg).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+for shared in ("conformance", "fixtures"):  # cases and small runs that several folders share
+    sys.path.insert(0, str(Path(__file__).parent / shared))
+
+MAY_CHANGE = ("PYTEST_", "COV_", "TF_", "TF2_", "KMP_", "KERAS_", "TORCH_", "PYTORCH_", "GRPC_", "HYPOTHESIS_")
+"""Prefixes of variables that pytest and the frameworks set by themselves."""
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_environment():
+    """Fail a test that leaves environment variables changed, and put them back."""
+    before = dict(os.environ)
+    yield
+    changed = sorted(name for name in before.keys() | os.environ.keys()
+                     if before.get(name) != os.environ.get(name) and not name.startswith(MAY_CHANGE))
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    assert not changed, f"the test left these environment variables changed: {changed}"
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads():
+    """Fail a test that leaves a thread which would keep the interpreter from ending."""
+    before = set(threading.enumerate())
+    yield
+    ends_at = time.monotonic() + 2.0
+    while left := [t for t in threading.enumerate() if t not in before and not t.daemon and t.is_alive()]:
+        if time.monotonic() > ends_at:
+            raise AssertionError(f"the test left threads: {[t.name for t in left]}")
+        time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_hooks():
+    """Put the exception hooks back."""
+    before = sys.excepthook, threading.excepthook
+    yield
+    sys.excepthook, threading.excepthook = before

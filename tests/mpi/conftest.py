@@ -1,0 +1,55 @@
+"""Fixtures of tests that every rank of a job runs at once, and the end of a job whose ranks came apart.
+
+After each test all ranks meet. A rank whose test failed while another still waits inside it would hang both: after
+`MEET_S` it shows its failure and aborts the job.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from hvdtrain.cluster import boot
+from hvdtrain.cluster.control import MpiControl
+from hvdtrain.cluster.launcher import launch_facts
+from hvdtrain.errors import WaitTimeout
+
+MEET_S = 30.0
+
+
+@pytest.fixture(scope="session")
+def control():
+    """The control plane of this job, with a short bound."""
+    return boot.start_control(launch_facts(os.environ), 30.0)
+
+
+@pytest.fixture(scope="session")
+def comm(control):
+    """A communicator for collectives."""
+    return boot.mpi_comm()
+
+
+_meeting = []
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Meet the other ranks after the body of a test; leave with its failure where they do not come."""
+    outcome = yield
+    report = outcome.get_result()
+    if report.when != "call" or not item.config.getoption("--with-mpi", False):
+        return
+    from mpi4py import MPI
+
+    if not _meeting:
+        _meeting.append(MpiControl(MPI.COMM_WORLD.Dup(), MEET_S))
+    try:
+        failed = [r for r, bad in enumerate(_meeting[0].gather(report.failed)) if bad]
+    except WaitTimeout:
+        print(f"\nrank {_meeting[0].rank}: {item.nodeid} {report.outcome}, and other ranks have not come out of it\n"
+              f"{report.longreprtext}", file=sys.__stderr__, flush=True)
+        _meeting[0].abort(1)
+    if failed and not report.failed:
+        report.sections.append(("other ranks", f"failed on rank(s) {failed}"))

@@ -1,0 +1,79 @@
+"""Plain MPI's collectives pass the cases that all must pass, and refuse ranks that disagree."""
+
+import numpy as np
+import pytest
+from collectives_cases import CASES, as_is, name_of
+
+from hvdtrain.collectives.mpi import MpiCollectives
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+@pytest.fixture(scope="module")
+def wire(comm):
+    """Collectives with a bound shorter than the test's."""
+    return MpiCollectives(comm, timeout_s=60)
+
+
+@pytest.mark.parametrize("check", CASES, ids=name_of)
+def test_mpi(wire, check):
+    check(wire, as_is, as_is)
+
+
+@pytest.mark.parametrize("check", CASES, ids=name_of)
+def test_in_small_chunks(comm, check):
+    """As vectors whose counts pass MPI's 31 bits would go."""
+    check(MpiCollectives(comm, timeout_s=60, chunk=5), as_is, as_is) if "bits" not in check.__name__ else check(
+        MpiCollectives(comm, timeout_s=60, chunk=10_007), as_is, as_is)
+
+
+def test_float16_is_summed_in_float32(wire):
+    x = np.array([2048.0, 1.0], np.float16) if wire.rank == 0 else np.array([1.0, 1.0], np.float16)
+    got = wire.allreduce(x, "half").wait()
+    assert got.dtype == np.float16
+    np.testing.assert_array_equal(got, np.array([2048.0 + wire.size - 1, wire.size]).astype(np.float16))
+
+
+def test_nothing_to_send(wire):
+    none = np.zeros(0, np.float32)
+    assert wire.allreduce(none, "none").wait().shape == (0,)
+    assert wire.allgather(none, "none").wait().shape == (wire.size, 0)
+    assert wire.alltoall(np.zeros((wire.size, 0), np.float32), "none").wait().shape == (wire.size, 0)
+    assert wire.reducescatter(none, "none").wait().shape == (0,)
+    assert wire.broadcast(none, "none").wait().shape == (0,)
+
+
+def test_read_only_and_strided_arguments_are_left_alone(wire):
+    base = np.arange(10, dtype=np.float32)
+    fixed = base[:5].copy()
+    fixed.flags.writeable = False
+    np.testing.assert_array_equal(wire.allreduce(fixed, "fixed").wait(), wire.size * base[:5])
+    np.testing.assert_array_equal(wire.allreduce(base[::2], "strided").wait(), wire.size * np.arange(0, 10, 2))
+    np.testing.assert_array_equal(wire.allgather(base[::2], "strided").wait()[-1], np.arange(0, 10, 2))
+    np.testing.assert_array_equal(base, np.arange(10))
+
+
+def test_allreduce_is_in_place_where_it_can_be(wire):
+    x = np.ones(4, np.float32)
+    assert wire.allreduce(x, "in place").wait() is x
+
+
+def test_waiting_twice_gives_the_same(wire):
+    handle = wire.allreduce(np.ones(3, np.float32), "twice")
+    assert handle.wait() is handle.wait()
+
+
+@pytest.mark.parametrize("what", ["name", "shape", "dtype", "kind", "root"])
+def test_ranks_that_disagree_all_hear_of_it(wire, what):
+    odd = wire.rank == wire.size - 1
+    x = np.zeros(4 if what == "shape" and odd else 3, np.float64 if what == "dtype" and odd else np.float32)
+    name = "other" if what == "name" and odd else "grad.0"
+    if what == "kind" and odd:
+        handle = wire.allgather(x, name)
+    elif what == "root":
+        handle = wire.broadcast(x, name, root=int(odd))
+    else:
+        handle = wire.allreduce(x, name)
+    with pytest.raises(RuntimeError, match=rf"rank 0 entered .*'grad.0'.*; rank {wire.size - 1} entered "):
+        handle.wait()
+    assert wire.allreduce(np.ones(2, np.float32), "after").wait().tolist() == [wire.size, wire.size]

@@ -1,0 +1,150 @@
+"""The TensorFlow step over Horovod's graph nodes: the collectives' cases, and one curve for every cut of the batch."""
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+import keras  # noqa: E402
+from collectives_cases import CASES, name_of  # noqa: E402
+from tensorflow_tools import SGD, X, Y, attached, batch, close, cut, mlp, run, weights  # noqa: E402
+
+from hvdtrain.backends.tensorflow import collectives, object_collectives  # noqa: E402
+from hvdtrain.cluster import boot  # noqa: E402
+from hvdtrain.config import Exchange  # noqa: E402
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+@pytest.fixture(scope="module")
+def wire(control):
+    reason = boot.horovod_reason("tensorflow")
+    if reason:
+        pytest.skip(reason)
+    return collectives("horovod", control, Exchange(), lambda name, exchange: boot.start_horovod(name, exchange, control))
+
+
+@pytest.mark.parametrize("check", CASES, ids=name_of)
+def test_collectives(wire, check):
+    check(wire, tf.constant, lambda t: t.numpy())
+
+
+def test_other_kinds_are_the_cores():
+    assert collectives("mpi", None, Exchange(), None) is None
+
+
+def parts_of(turn, size):
+    """Micro-batch sizes of every rank: ranks with nothing, and with 1, 2 or 3 micro-batches, in turn."""
+    kinds = [(0,), (20,), (11, 6), (3, 4, 5)]
+    sizes = [kinds[(turn + rank) % len(kinds)] for rank in range(size)]
+    left = 32
+    out = []
+    for own in sizes:
+        own = tuple(min(n, max(0, left - sum(own[:i]))) for i, n in enumerate(own))
+        left -= sum(own)
+        out.append(own)
+    last = max((i for i, own in enumerate(out) if sum(own)), default=0)
+    out[last] = (*out[last], left) if left else out[last]
+    return out
+
+
+def test_unequal_parts_follow_one_process(wire):
+    single = attached(mlp())
+    step = attached(mlp(seed=3 + wire.rank), wire=wire, rank=wire.rank)
+    counts = set()
+    for t in range(20):
+        run(single, [batch(t)], 1 / 32)
+        parts = parts_of(t, wire.size)
+        assert sum(map(sum, parts)) == 32
+        mine = tuple(a[sum(map(sum, parts[:wire.rank])):] for a in batch(t))
+        micros = cut(mine, *parts[wire.rank])
+        counts.add(len(micros))
+        run(step, micros, 1 / 32, clip=100.0)
+    assert 0 in counts and len(counts) > 2  # this rank had nothing, one and several micro-batches
+    close(weights(step), weights(single), 1e-5)
+    bits = np.concatenate([w.reshape(-1).view(np.uint8) for w in weights(step)]).astype(np.float32)
+    root = wire.broadcast(tf.constant(bits), "test.bits").wait().numpy()
+    np.testing.assert_array_equal(bits, root)
+
+
+def test_names_hold_when_ranks_trace_anew_at_other_times(wire):
+    """Ranks whose samples change their length at different steps, so that graphs of other ages meet."""
+    def model():
+        keras.utils.set_random_seed(5)
+        return keras.Sequential([keras.Input((None, 12)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(12)])
+
+    step, single = attached(model(), wire=wire, rank=wire.rank), attached(model())
+    for t in range(6):
+        data = []
+        for rank in range(wire.size):
+            length = 1 + (t if rank == 0 else t // 2 if rank == 1 else 0)
+            x = np.stack([X[(t + i):(t + i) + length] for i in range(4 + rank)])
+            data.append((x, x[..., ::-1].copy()))
+        n = sum(len(x) for x, _ in data)
+        run(step, [data[wire.rank]], 1 / n)
+        run(single, data, 1 / n)
+    close(weights(step), weights(single), 1e-5)
+
+
+def test_a_rank_without_any_sample_ever(wire):
+    step, single = attached(mlp(), wire=wire, rank=wire.rank), attached(mlp())
+    for t in range(4):
+        run(single, [batch(t)], 1 / 32)
+        run(step, [batch(t)] if wire.rank == 1 else [], 1 / 32)
+    close(weights(step), weights(single), 1e-5)
+
+
+def test_a_parameter_without_gradient_is_summed_as_zero(wire):
+    """On rank 0 the loss leaves the first layer out, so that its buckets hold nothing."""
+    def task(model, b):
+        hidden = tf.zeros([tf.shape(b[0])[0], 16]) if wire.rank == 0 else model.layers[0](b[0])
+        return tf.reduce_sum(model.layers[1](hidden)), tf.shape(b[0])[0]
+
+    step = attached(mlp(), SGD, wire=wire, rank=wire.rank, task=task, bucket_mb=1e-6)
+    for t in range(3):
+        run(step, [batch(t)], 1 / 64)
+    bits = np.concatenate([w.reshape(-1) for w in weights(step)])
+    np.testing.assert_array_equal(bits, wire.broadcast(tf.constant(bits), "test.nograd").wait().numpy())
+    assert not np.array_equal(weights(step)[0], weights(mlp())[0])
+
+
+def test_not_a_number_on_one_rank_stops_every_update(wire):
+    step = attached(mlp(), wire=wire, rank=wire.rank)
+    before = weights(step)
+    x, y = batch(0)
+    (finite, _), _ = run(step, [(x * np.float32("nan") if wire.rank == 1 else x, y)], 1 / 64, check=True)
+    assert not finite
+    close(weights(step), before, 0)
+
+
+def test_waiting_is_measured(wire):
+    """The last rank is late; the others wait for it, it does not wait for them."""
+    import time
+
+    step = attached(mlp(), wire=wire, rank=wire.rank)
+    run(step, [(X, Y)], 1 / 64)
+    late = wire.rank == wire.size - 1
+    wire.allreduce(tf.zeros([1]), "test.meet").wait()
+    if late:
+        time.sleep(0.6)
+    step.zero()
+    step.forward_backward((X, Y), 1 / 64, True)
+    waited_s = step.exchange()
+    assert 0 <= waited_s < 0.3 if late else 0.3 < waited_s < 5
+
+
+def test_buffers_become_their_mean(wire):
+    model = mlp(extra=[keras.layers.BatchNormalization()])
+    step = attached(model, wire=wire, rank=wire.rank)
+    model.layers[1].moving_mean.assign(np.full(16, float(wire.rank)))
+    step.sync_buffers()
+    np.testing.assert_array_equal(model.layers[1].moving_mean.numpy(), np.full(16, (wire.size - 1) / 2, np.float32))
+
+
+def test_objects_travel(wire):
+    import horovod.tensorflow as hvd
+
+    broadcast, gather = object_collectives(hvd)
+    for obj in ({"rank": wire.rank, "x": np.arange(wire.rank)}, None, "é" * (1 + 1000 * wire.rank)):
+        everyone = gather(obj)
+        assert len(everyone) == wire.size and repr(everyone[wire.rank]) == repr(obj)
+        assert repr(broadcast(obj)) == repr(everyone[0])

@@ -1,0 +1,409 @@
+"""The walk of P ranks through one epoch: coverage, resume, uneven streams, and the fetching thread."""
+
+import threading
+import time
+import warnings
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.data.cursor import Cursor
+from hvdtrain.data.feed import Feed, prefetched
+from hvdtrain.data.sources import ArraySource
+from hvdtrain.data.stream import fingerprint, rebatch
+from hvdtrain.errors import UserError
+
+WAIT_S = 20
+SHARES = st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any)
+
+
+class ThreadControl:
+    """Sums over ranks that are threads of one process; a rank that stays away breaks the others' wait."""
+
+    def __init__(self, rank, barrier, slots):
+        self.rank, self.barrier, self.slots, self.sums = rank, barrier, slots, 0
+
+    def gather(self, obj):
+        self.slots[self.rank] = obj
+        self.barrier.wait(WAIT_S)
+        everything = list(self.slots)
+        self.barrier.wait(WAIT_S)
+        return everything
+
+    def sum(self, values_k):
+        assert values_k.dtype == np.float64 and threading.current_thread().name.startswith("rank")
+        self.sums += 1
+        return np.sum(self.gather(values_k), axis=0)
+
+
+def on_ranks(size, work):
+    """Run ``work(rank, control)`` on ``size`` threads; return the results by rank or raise an error."""
+    barrier, slots = threading.Barrier(size), [None] * size
+    results, errors = [None] * size, []
+
+    def one(rank):
+        try:
+            results[rank] = work(rank, ThreadControl(rank, barrier, slots))
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=one, args=(rank,), name=f"rank{rank}", daemon=True)
+               for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return results
+
+
+def numbers(n):
+    return ArraySource((np.arange(n), np.arange(n) * 10.0))
+
+
+class NumberStream:
+    """0 .. n-1 in chunks of the given sizes, over and over; notes that its iterator was closed."""
+
+    def __init__(self, n, sizes=(3, 1, 4), fail_at=None):
+        self.n, self.sizes, self.fail_at, self.closed = n, sizes, fail_at, 0
+
+    def chunks(self, epoch):
+        try:
+            start = turn = 0
+            while start < self.n:
+                if self.fail_at is not None and start >= self.fail_at:
+                    raise OSError("disk gone")
+                stop = min(start + self.sizes[turn % len(self.sizes)], self.n)
+                yield np.arange(start, stop) + 1000 * epoch, np.zeros(stop - start)
+                start, turn = stop, turn + 1
+        finally:
+            self.closed += 1
+
+
+def taken(steps):
+    """Sample numbers by step, of one rank."""
+    return [[int(i) for micro in step.micros for i in micro[0]] for step in steps]
+
+
+def by_step(ranks):
+    """Sample numbers of all ranks by step; the ranks must have made the same number of steps."""
+    assert len({len(steps) for steps in ranks}) == 1
+    return [sum(parts, []) for parts in zip(*map(taken, ranks))]
+
+
+def fetch_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "hvdtrain-fetch"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left_behind():
+    yield
+    assert not fetch_threads()
+
+
+# --- sources ---------------------------------------------------------------------------------------------
+
+@settings(max_examples=80, deadline=None)
+@given(n=st.integers(1, 60), global_batch=st.integers(1, 70), shares=SHARES, seed=st.integers(0, 99),
+       epoch=st.integers(0, 5), accumulate=st.integers(1, 3), micro_batch=st.integers(0, 4))
+def test_every_sample_exactly_once_for_any_ranks(n, global_batch, shares, seed, epoch, accumulate,
+                                                 micro_batch):
+    ranks = [list(Feed(numbers(n), global_batch, rank=rank, size=len(shares), shares=shares, seed=seed,
+                       accumulate=accumulate, micro_batch=micro_batch, prefetch=0).epoch(Cursor(epoch=epoch)))
+             for rank in range(len(shares))]
+    alone = list(Feed(numbers(n), global_batch, seed=seed, prefetch=0).epoch(Cursor(epoch=epoch)))
+    assert by_step(ranks) == taken(alone)  # law 2: the global batch knows nothing of the ranks
+    assert sorted(sum(by_step(ranks), [])) == list(range(n))
+    for steps in zip(*ranks):
+        assert len({(s.cursor_before, s.cursor_after, s.n_global, s.weight) for s in steps}) == 1
+        assert sum(s.n_local for s in steps) == steps[0].n_global == steps[0].weight
+        for step in steps:
+            assert step.n_local == sum(len(micro[0]) for micro in step.micros)
+            assert all(0 < len(micro[0]) <= (micro_batch or n) for micro in step.micros)
+            assert all(np.array_equal(micro[0] * 10.0, micro[1]) for micro in step.micros)
+
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(1, 40), global_batch=st.integers(1, 12), resumed_batch=st.integers(1, 12),
+       at=st.integers(0, 50), size=st.integers(1, 3), new_size=st.integers(1, 3), streamed=st.booleans())
+def test_any_resume_point_gives_exactly_the_rest(n, global_batch, resumed_batch, at, size, new_size,
+                                                 streamed):
+    def walk(ranks, batch, cursor):
+        def work(rank, control):
+            data = NumberStream(n) if streamed else numbers(n)
+            return list(Feed(data, batch, rank=rank, size=ranks, seed=3, control=control,
+                             prefetch=0).epoch(cursor))
+        return on_ranks(ranks, work)
+
+    whole = walk(size, global_batch, Cursor(epoch=2))
+    at = min(at, len(whole[0]))
+    cursor = whole[0][at - 1].cursor_after if at else Cursor(epoch=2)
+    rest = walk(new_size, global_batch, cursor)
+    assert by_step(rest) == by_step(whole)[at:]
+    assert [s.cursor_after for s in rest[0]] == [s.cursor_after for s in whole[0]][at:]
+    other = walk(new_size, resumed_batch, cursor)
+    assert sum(by_step(other), []) == sum(by_step(whole)[at:], [])
+
+
+def test_cursor_counts_steps_and_epochs():
+    feed = Feed(numbers(10), 4)
+    steps = list(feed.epoch(Cursor()))
+    assert [s.cursor_after for s in steps] == [Cursor(0, 1, 1, 4), Cursor(0, 2, 2, 8), Cursor(0, 3, 3, 10)]
+    assert feed.steps_per_epoch == 3 and feed.steps_left(steps[0].cursor_after) == 2
+    assert list(feed.epoch(steps[-1].cursor_after)) == []
+    second = list(feed.epoch(steps[-1].cursor_after.next_epoch()))
+    assert second[0].cursor_before == Cursor(1, 3, 0, 0)
+    assert sum(taken(second), []) != sum(taken(steps), [])
+
+
+def test_global_batch_below_the_world_leaves_ranks_without_samples():
+    ranks = [list(Feed(numbers(5), 2, rank=rank, size=4, shuffle=False).epoch(Cursor())) for rank in range(4)]
+    assert [taken(steps) for steps in ranks] == [[[0], [2], [4]], [[1], [3], []], [[], [], []], [[], [], []]]
+    assert ranks[3][0].micros == [] and ranks[3][0].n_local == 0 and ranks[3][0].n_global == 2
+
+
+def test_eval_epoch_is_in_order_and_has_the_same_steps_on_every_rank():
+    ranks = [list(Feed(numbers(7), 3, rank=rank, size=3, seed=5).eval_epoch()) for rank in range(3)]
+    assert by_step(ranks) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert [steps[-1].n_local for steps in ranks] == [1, 0, 0]
+
+
+def test_weight_is_summed_over_ranks_from_each_ranks_own_part():
+    def work(rank, control):
+        feed = Feed(numbers(7), 3, rank=rank, size=2, shuffle=False, control=control,
+                    weight_fn=lambda batch: batch[1].sum())
+        return [step.weight for step in feed.epoch(Cursor())]
+
+    assert on_ranks(2, work) == [[30.0, 120.0, 60.0]] * 2
+
+
+def test_a_rank_fetches_its_own_samples_only():
+    class Noting(ArraySource):
+        def fetch(self, indices_n):
+            seen.extend(indices_n.tolist())
+            return super().fetch(indices_n)
+
+    seen = []
+    steps = list(Feed(Noting((np.arange(20),)), 6, rank=1, size=3).epoch(Cursor()))
+    assert seen == sum(taken(steps), []) and len(seen) == 7
+
+
+def test_mistakes_are_named():
+    with pytest.raises(UserError, match="global_batch"):
+        Feed(numbers(4), 0)
+    with pytest.raises(UserError, match="empty"):
+        Feed(numbers(0), 4)
+    with pytest.raises(UserError, match="shares"):
+        Feed(numbers(4), 4, size=2, shares=[1.0])
+    with pytest.raises(UserError, match="prefetch"):
+        Feed(numbers(4), 4, prefetch=-1)
+    with pytest.raises(UserError, match="sample 9 of a dataset that has 4"):
+        Feed(numbers(4), 4).epoch(Cursor(samples=9))
+
+
+def test_a_source_that_returns_too_few_samples_is_named():
+    class Short(ArraySource):
+        def fetch(self, indices_n):
+            return super().fetch(indices_n[:-1])
+
+    with pytest.raises(UserError, match="first axis is 4"):
+        list(Feed(Short((np.arange(8),)), 4).epoch(Cursor()))
+
+
+def test_ranks_with_different_data_are_told_on_every_rank():
+    def work(rank, control):
+        with pytest.raises(UserError, match="rank 1: \\(9,"):
+            Feed(numbers(8 + rank), 4, rank=rank, size=2, control=control).check_ranks_agree()
+        Feed(numbers(8), 4, rank=rank, size=2, control=control).check_ranks_agree()
+        return "told"
+
+    assert on_ranks(2, work) == ["told", "told"]
+
+
+# --- streams ---------------------------------------------------------------------------------------------
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(1, 40), global_batch=st.integers(1, 15), shares=SHARES,
+       sizes=st.lists(st.integers(1, 9), min_size=1, max_size=3))
+def test_stream_gives_every_sample_once_in_order(n, global_batch, shares, sizes):
+    ranks = on_ranks(len(shares), lambda rank, control: list(
+        Feed(NumberStream(n, sizes), global_batch, rank=rank, size=len(shares), shares=shares,
+             control=control, prefetch=rank % 3).epoch(Cursor())))
+    assert by_step(ranks) == [list(range(n))[i:i + global_batch] for i in range(0, n, global_batch)]
+    assert ranks[0][-1].cursor_after.samples == n
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=st.lists(st.integers(0, 25), min_size=2, max_size=4).filter(any),
+       global_batch=st.integers(1, 9))
+def test_streams_of_different_lengths_end_together(lengths, global_batch):
+    size = len(lengths)
+
+    def work(rank, control):
+        feed = Feed(NumberStream(lengths[rank]), global_batch, rank=rank, size=size, control=control,
+                    prefetch=1)
+        return list(feed.epoch(Cursor(samples=0, epoch=1)))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            ranks = on_ranks(size, work)
+        except UserError as error:  # no rank's cut of the first batch held a sample
+            assert "no samples" in str(error)
+            return
+    assert len({len(steps) for steps in ranks}) == 1
+    for steps in zip(*ranks):
+        assert len({(s.cursor_after, s.n_global, s.weight) for s in steps}) == 1
+        assert sum(s.n_local for s in steps) == steps[0].n_global > 0
+    for rank, steps in enumerate(ranks):
+        counts = Counter(sum(taken(steps), []))
+        assert set(counts.values()) <= {1} and set(counts) <= {1000 + i for i in range(lengths[rank])}
+
+
+@pytest.mark.parametrize("lengths, global_batch, at", [((20, 7), 6, 2), ((9, 1), 3, 1)])
+def test_uneven_streams_resume_at_the_position_of_the_longest(lengths, global_batch, at):
+    def work(rank, control, cursor):
+        feed = Feed(NumberStream(lengths[rank]), global_batch, rank=rank, size=2, control=control)
+        return list(feed.epoch(cursor))
+
+    with pytest.warns(UserWarning, match="differ in length"):
+        whole = on_ranks(2, lambda rank, control: work(rank, control, Cursor()))
+        rest = on_ranks(2, lambda rank, control: work(rank, control, whole[0][at - 1].cursor_after))
+    assert whole[0][at - 1].cursor_after.samples == at * global_batch
+    assert len(rest[0]) > 1 and by_step(rest) == by_step(whole)[at:]
+
+
+def test_ranks_that_read_different_streams_are_warned():
+    class Shifted(NumberStream):
+        def chunks(self, epoch):
+            for x, y in super().chunks(epoch):
+                yield x + self.shift, y
+
+    def work(rank, control):
+        data = Shifted(8)
+        data.shift = rank
+        return len(list(Feed(data, 4, rank=rank, size=2, control=control).epoch(Cursor())))
+
+    with pytest.warns(UserWarning, match="read different streams"):
+        assert on_ranks(2, work) == [2, 2]
+
+
+def test_equal_streams_warn_of_nothing_and_use_one_sum_per_step():
+    def work(rank, control):
+        list(Feed(NumberStream(9), 4, rank=rank, size=3, control=control).epoch(Cursor()))
+        return control.sums
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert on_ranks(3, work) == [4, 4, 4]
+
+
+def test_an_empty_stream_is_named_on_every_rank():
+    def work(rank, control):
+        with pytest.raises(UserError, match="no samples in epoch 0"):
+            list(Feed(NumberStream(0), 4, rank=rank, size=2, control=control).epoch(Cursor()))
+        return "told"
+
+    assert on_ranks(2, work) == ["told", "told"]
+
+
+def test_stream_evaluates_every_sample():
+    ranks = on_ranks(2, lambda rank, control: list(
+        Feed(NumberStream(5), 3, rank=rank, size=2, control=control).eval_epoch()))
+    assert by_step(ranks) == [[0, 1, 2], [3, 4]]
+
+
+def test_rebatch_skips_and_joins_across_chunks():
+    chunks = [(np.arange(a, b),) for a, b in ((0, 3), (3, 3), (3, 10), (10, 11))]
+    assert [b[0].tolist() for b in rebatch(chunks, 4)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+    assert [b[0].tolist() for b in rebatch(chunks, 4, 5)] == [[5, 6, 7, 8], [9, 10]]
+    assert list(rebatch(chunks, 4, 11)) == list(rebatch(chunks, 4, 99)) == []
+
+
+@pytest.mark.parametrize("chunks, words", [
+    ([[np.zeros(2)]], "a list as a chunk"),
+    ([()], "tuple as a chunk"),
+    ([(np.float64(1),)], "tuple as a chunk"),
+    ([(np.zeros(2), np.zeros(3))], r"\[2, 3\] samples"),
+    ([(np.zeros((2, 3)),), (np.zeros((2, 4)),)], "first chunk"),
+    ([(np.zeros(2, int),), (np.zeros(2),)], "first chunk"),
+])
+def test_rebatch_names_chunks_that_do_not_fit(chunks, words):
+    with pytest.raises(UserError, match=words):
+        list(rebatch(chunks, 3))
+
+
+def test_fingerprint_tells_first_samples_apart():
+    batch = (np.arange(6).reshape(3, 2), np.ones(3))
+    assert fingerprint(batch) == fingerprint((batch[0][:1].copy(), batch[1][:1]))
+    assert fingerprint(batch) != fingerprint((batch[0][1:], batch[1][1:]))
+
+
+# --- the fetching thread ---------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_prefetch_is_bounded_and_ends_when_the_consumer_stops(ahead):
+    made = []
+
+    def items():
+        try:
+            for i in range(1000):
+                made.append(i)
+                yield i
+        finally:
+            made.append(f"closed in {threading.current_thread().name}")
+
+    ahead_of = prefetched(items(), ahead)
+    assert [next(ahead_of), next(ahead_of)] == [0, 1]
+    deadline = time.monotonic() + WAIT_S
+    while len(made) < ahead + 3 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    time.sleep(0.05)
+    assert len(made) == 2 + ahead + 1  # taken, waiting, in the thread's hand
+    ahead_of.close()
+    assert not fetch_threads() and made[-1] == "closed in hvdtrain-fetch"
+
+
+def test_inline_prefetch_uses_no_thread():
+    names = [threading.current_thread().name]
+    steps = prefetched((threading.current_thread().name for _ in range(3)), 0)
+    assert list(steps) == names * 3
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_an_exception_in_the_fetch_reaches_the_consumer_after_the_good_steps(prefetch):
+    def work(rank, control):
+        data = NumberStream(20, sizes=(2,), fail_at=10)
+        steps = Feed(data, 4, control=control, prefetch=prefetch).epoch(Cursor())
+        seen = [next(steps).n_local, next(steps).n_local]
+        with pytest.raises(OSError, match="disk gone"):
+            next(steps)
+        return seen, data.closed
+
+    assert on_ranks(1, work) == [([4, 4], 1)]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_closing_an_epoch_early_closes_the_users_stream(prefetch):
+    def work(rank, control):
+        data = NumberStream(50)
+        steps = Feed(data, 4, control=control, prefetch=prefetch).epoch(Cursor())
+        next(steps)
+        steps.close()
+        return data.closed, len(fetch_threads())
+
+    assert on_ranks(1, work) == [(1, 0)]
+
+
+def test_an_epoch_that_is_dropped_ends_its_thread():
+    steps = Feed(numbers(100), 2).epoch(Cursor())
+    next(steps)
+    assert fetch_threads()
+    del steps
+    assert not fetch_threads()

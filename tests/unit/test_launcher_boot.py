@@ -1,0 +1,136 @@
+"""Starting without MPI, and the pure parts of starting with it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hvdtrain.cluster import boot
+from hvdtrain.cluster.control import SoloControl
+from hvdtrain.cluster.exit import agreed, run_guarded
+from hvdtrain.cluster.launcher import SOLO, LaunchFacts
+from hvdtrain.config import Exchange
+from hvdtrain.errors import UserError
+
+TWO = LaunchFacts("mpi", 1, 2, 1, 2, "Open MPI mpirun")
+
+
+def test_importing_the_cluster_starts_nothing():
+    code = ("import sys, os; before = dict(os.environ)\n"
+            "import hvdtrain.cluster.boot, hvdtrain.cluster.exit, hvdtrain.collectives.mpi, hvdtrain.collectives.lockstep\n"
+            "assert not {'mpi4py', 'horovod', 'torch', 'tensorflow'} & set(sys.modules), 'imported'\n"
+            "assert dict(os.environ) == before, 'environment'\n"
+            "import threading; assert threading.active_count() == 1, 'threads'\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_solo_control():
+    import numpy as np
+
+    control = SoloControl()
+    assert (control.rank, control.size, control.local_rank, control.local_size) == (0, 1, 0, 1)
+    assert control.bcast("x") == "x" and control.gather("x") == ["x"] and control.agree(True) and not control.agree(False)
+    values = np.array([1, 2])
+    total = control.sum(values)
+    assert total.dtype == np.float64 and total.tolist() == [1, 2] and total is not values
+    control.barrier("here")
+    with pytest.raises(SystemExit) as caught:
+        control.abort(3)
+    assert caught.value.code == 3
+
+
+def test_start_control_alone_is_solo_and_the_same_twice(monkeypatch):
+    monkeypatch.setattr(boot, "_started", {})
+    control = boot.start_control(SOLO, 5.0)
+    assert isinstance(control, SoloControl) and boot.start_control(SOLO, 5.0) is control is boot.current_control()
+
+
+@pytest.mark.parametrize("bound, cores, ranks, want", [(2, 2, 2, True), (2, 2, 1, False), (16, 16, 8, False),
+                                                       (16, 16, 9, True), (1, 16, 2, True), (4, 1.5, 1, True)])
+def test_should_yield_where_busy_threads_outnumber_cores(bound, cores, ranks, want):
+    assert boot.should_yield(bound, cores, ranks) is want
+
+
+def test_the_users_setting_of_yield_wins():
+    env = {boot.YIELD: "0"}
+    assert boot.yield_when_idle(TWO, env) == "" and env == {boot.YIELD: "0"}
+    crowd = LaunchFacts("mpi", 0, 10_000, 0, 10_000, "Open MPI mpirun")
+    env = {}
+    assert "10000 ranks" in boot.yield_when_idle(crowd, env) and env == {boot.YIELD: "1"}
+
+
+def test_claim_device(monkeypatch):
+    monkeypatch.setattr(boot, "count_gpus", lambda: 2)
+    env = {}
+    assert boot.claim_device(TWO, env) == "" and env == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert boot.claim_device(SOLO, (alone := {})) == "" and alone == {}
+    monkeypatch.setattr(boot, "count_gpus", lambda: 0)
+    assert boot.claim_device(TWO, (none := {})) == "" and none == {}
+    monkeypatch.setattr(boot, "count_gpus", lambda: 1)
+    assert "share 1 GPU" in boot.claim_device(TWO, (shared := {})) and shared == {"CUDA_VISIBLE_DEVICES": "0"}
+
+
+def test_horovod_environment_only_where_asked():
+    env = {}
+    boot._horovod_env(Exchange(), env)
+    assert env == {}
+    boot._horovod_env(Exchange(fusion_threshold_mb=2, cycle_time_ms=0.5), env)
+    assert env == {"HOROVOD_FUSION_THRESHOLD": str(2 * 2**20), "HOROVOD_CYCLE_TIME": "0.5"}
+
+
+def test_horovod_reason_names_the_remedy(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    assert "not installed" in boot.horovod_reason("torch") and "python -m hvdtrain build" in boot.horovod_reason("torch")
+    (tmp_path / "horovod" / "torch").mkdir(parents=True)
+    (tmp_path / "horovod" / "__init__.py").write_text("raise RuntimeError('must not be imported')")
+    __import__("importlib").invalidate_caches()
+    assert "without its torch part" in boot.horovod_reason("torch")
+    (tmp_path / "horovod" / "torch" / "mpi_lib_v2.cpython-311-x86_64-linux-gnu.so").write_text("")
+    assert boot.horovod_reason("torch") is None
+    assert "without its tensorflow part" in boot.horovod_reason("tensorflow")
+    with pytest.raises(boot.HorovodUnavailable, match="does not load .*must not be imported"):
+        boot.start_horovod("torch", Exchange(), SOLO)
+
+
+def test_mismatch_names_both():
+    text = boot._mismatch(TWO, 1, "MPICH Version: 4.3.0\nMore")
+    assert "Open MPI mpirun started 2" in text and "(MPICH Version: 4.3.0) sees 1" in text
+
+
+@pytest.mark.parametrize("raised, status", [(UserError("x is 1", "2", "set x"), 2), (SystemExit(5), 5), (SystemExit(), 0),
+                                            (SystemExit("words"), 1), (KeyboardInterrupt(), 130), (ValueError("v"), 1)])
+def test_run_guarded_alone(raised, status, capsys):
+    def main():
+        raise raised
+
+    assert run_guarded(main, SOLO) == status
+    said = capsys.readouterr().err
+    assert ("Traceback" in said) is isinstance(raised, ValueError)
+    if status == 2:
+        assert said == "hvdtrain: x is 1; expected 2. Set x.\n"
+
+
+def test_run_guarded_passes_the_status_on():
+    assert run_guarded(lambda: None, SOLO) == 0 and run_guarded(lambda: 4, SOLO) == 4
+
+
+def test_agreed_alone_raises_as_it_is():
+    def fail():
+        raise UserError("a", "b", "c")
+
+    with pytest.raises(UserError, match=r"^a; expected b. C.$"):
+        agreed(SoloControl(), fail, "reading")
+    assert agreed(SoloControl(), lambda: 3, "reading") == 3
+
+
+def test_a_script_alone_says_its_mistake_without_traceback(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("from hvdtrain.cluster import boot\nfrom hvdtrain.cluster.launcher import SOLO\n"
+                    "from hvdtrain.errors import UserError\nboot.start_control(SOLO, 5)\nraise UserError('x is 1', '2', 'set x')\n")
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=60,
+                          env=os.environ | {"PYTHONPATH": root})
+    assert (done.returncode, done.stderr) == (2, "hvdtrain: x is 1; expected 2. Set x.\n")

@@ -33,7 +33,7 @@ from hvdtrain.exchange.buckets import plan_buckets
 from hvdtrain.exchange.compressors.none import NoCompression
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.model import Spec, build_spec, spec_of
-from hvdtrain.outdir import choose_out
+from hvdtrain.outdir import ensure_out
 from hvdtrain.protocols import Callback, Collectives, Control
 from hvdtrain.run import Run
 
@@ -60,16 +60,15 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     rng.seed(config.seed, control.rank)
     notes = list(getattr(control, "notes", []))
     wire = collectives or _wire(config, spec, backend, control, notes)
-    adapters = (backend.adapt_data,)
+    adapters = (partial(backend.adapt_data, seed=config.seed),)
     train, test = agreed(control, lambda: _data(config, data, adapters), "data")
-    feed, eval_feed = _feeds(config, spec, control, train, test)
+    feed, test_feed = _feeds(config, spec, control, train, test)
     step = agreed(control, lambda: backend.create_step(spec, config, control, feed.steps_per_epoch or 0), "model")
     group = world(control.size, control.rank)
     buckets = plan_buckets(step.params(), config.exchange.bucket_mb)
     step.attach(Reducer(buckets, NoCompression(), wire, backend.Ops(), group.name("grad")))
     step.share_initial()
-    out = choose_out(config, spec, control)
-    run = Run(config, control, group, topology, wire, spec, step, feed, eval_feed, out, notes=notes)
+    run = Run(config, control, group, topology, wire, spec, step, feed, test_feed, notes=notes)
     run.callbacks = _callbacks(run, facts)
     notes += [f"not independent of the number of ranks: {caveat}" for caveat in step.caveats() if control.size > 1]
     _restore(run)
@@ -153,20 +152,35 @@ def _wire(config: Config, spec: Spec, backend: Any, control: Control, notes: lis
 def _data(config: Config, data: Any, adapters: tuple[Any, ...]) -> tuple[Any, Any]:
     """(training data, evaluation data or None)."""
     if data is not None:
-        return tuple(sources.interpret(data, split, adapters) for split in ("train", "test"))
-    return tuple(sources.resolve(config.data.name, config.data.args, split, adapters) for split in ("train", "test"))
+        return sources.interpret(data, "train", adapters), sources.interpret(data, "test", adapters)
+    return sources.resolve_splits(config.data.name, config.data.args, adapters)
 
 
 def _feeds(config: Config, spec: Spec, control: Control, train: Any, test: Any) -> tuple[Feed, Feed | None]:
     """How each rank walks through the data."""
-    make = partial(Feed, global_batch=config.global_batch, rank=control.rank, size=control.size, control=control,
-                   shares=config.shares or None, seed=config.seed, micro_batch=config.micro_batch,
-                   prefetch=config.data.prefetch)
-    feed = make(train, shuffle=config.data.shuffle, accumulate=config.accumulate, weight_fn=spec.weight)
+    feed = Feed(train, config.global_batch, rank=control.rank, size=control.size, control=control,
+                shares=config.shares or None, seed=config.seed, shuffle=config.data.shuffle, accumulate=config.accumulate,
+                micro_batch=config.micro_batch, weight_fn=spec.weight, prefetch=config.data.prefetch)
     feed.check_ranks_agree()
-    if test is None:
-        return feed, None
-    return feed, make(test, shuffle=False)
+    return feed, None if test is None else _eval_feed(config, control, test)
+
+
+def _eval_feed(config: Config, control: Control, data: Any) -> Feed:
+    return Feed(data, config.global_batch, rank=control.rank, size=control.size, control=control, seed=config.seed,
+                shares=config.shares or None, shuffle=False, micro_batch=config.micro_batch, prefetch=config.data.prefetch)
+
+
+def eval_feed(run: Run, data: Any) -> Feed:
+    """A feed over evaluation ``data`` given to an assembled run: its test split, or all of it. Collective."""
+    adapters = (partial(backends.load(run.spec.framework).adapt_data, seed=run.config.seed),)
+
+    def read() -> Any:
+        test = sources.interpret(data, "test", adapters)
+        return sources.interpret(data, "train", adapters) if test is None else test
+
+    feed = _eval_feed(run.config, run.control, agreed(run.control, read, "data"))
+    feed.check_ranks_agree()
+    return feed
 
 
 def _callbacks(run: Run, facts: LaunchFacts) -> list[Callback]:
@@ -175,7 +189,7 @@ def _callbacks(run: Run, facts: LaunchFacts) -> list[Callback]:
     own: list[Any] = [NanGuard(config.nan_guard, config.max_skipped), Throughput()]
     if config.early_stop.metric:
         own.append(EarlyStop(config.early_stop))
-    own += [Jsonl(run.out / "log.jsonl", config.log_every), *progress.make(config.progress, facts.kind != "solo")]
+    own += [Jsonl(config.log_every), *progress.make(config.progress, facts.kind != "solo")]
     return [*own, Checkpoint(config.checkpoint)]
 
 
@@ -184,11 +198,12 @@ def _restore(run: Run) -> None:
     resume = run.config.resume
     if not resume:
         return
+    out = ensure_out(run)
     found: list[Any] = [None]
 
     def look() -> bool:
         if run.control.rank == 0:
-            found[0] = session.find(resume, run.out, run.note)
+            found[0] = session.find(resume, out, run.note)
         return found[0] is not None
 
     agreed(run.control, look, "resume")

@@ -13,7 +13,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hvdtrain import schema
 from hvdtrain.errors import UserError
+
+
+MOST = 2**53
+"""Largest whole number of a key: beyond it a float64 skips numbers, and sums over ranks are float64."""
 
 
 def _key(default: Any, unit: str, doc: str) -> Any:
@@ -29,7 +34,7 @@ class Data:
     """Where samples come from and how a global batch is cut."""
 
     name: str = _key("digits", "", "digits, synthetic, a .npz file, or module:callable (also path/file.py:callable)")
-    args: dict[str, Any] = _key({}, "", "keyword arguments of the source")
+    args: dict = _key({}, "", "keyword arguments of the source")
     shuffle: bool = _key(True, "", "permute the samples anew each epoch, from (seed, epoch)")
     prefetch: int = _key(2, "batches", "batches fetched ahead by one background thread; 0 fetches in line")
 
@@ -39,7 +44,7 @@ class Named:
     """Something of the framework's own, by its name there, with keyword arguments."""
 
     name: str = _key("auto", "", "the framework's own name, any case; auto picks a default")
-    args: dict[str, Any] = _key({}, "", "keyword arguments")
+    args: dict = _key({}, "", "keyword arguments")
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Schedule:
     """How the learning rate moves."""
 
     name: str = _key("none", "", "torch.optim.lr_scheduler or keras.optimizers.schedules class name; none: constant")
-    args: dict[str, Any] = _key({}, "", "keyword arguments")
+    args: dict = _key({}, "", "keyword arguments")
     interval: Literal["step", "epoch"] = _key("step", "", "what a torch scheduler counts; Keras schedules count steps")
     warmup_steps: int = _key(0, "steps", "grow the rate linearly from rate/steps to the rate; 0: off")
     linear_scaling_base: int = _key(0, "samples", "multiply the rate by global_batch / this (Goyal et al. 2017); 0: off")
@@ -88,7 +93,7 @@ class Config:
 
     model: str = _key("auto", "", "module:callable (or path/file.py:callable) that returns an nn.Module or a keras.Model; "
                                   "auto: the built-in CNN of the installed framework")
-    model_args: dict[str, Any] = _key({}, "", "keyword arguments of that callable")
+    model_args: dict = _key({}, "", "keyword arguments of that callable")
     data: Data = _key(Data(), "", "")
     epochs: int = _key(12, "epochs", "passes over the data; 0 trains nothing")
     max_steps: int = _key(0, "steps", "stop after so many steps in all; 0: no limit")
@@ -121,6 +126,14 @@ class Config:
 
     def check(self) -> Config:
         """Return self if every value is possible, else raise `UserError` naming the first that is not."""
+        schema.check_types(self)
+        for name, value in schema.leaves(self):
+            for number in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(number, (int, float)) and not (math.isfinite(number) and abs(number) <= MOST):
+                    raise UserError(f"{name} is {schema.shown(number)}", "a finite number below 2^53", f"correct {name}")
+        for name, most in (("seed", 2**32 - 1), ("threads", 4096), ("control_timeout_s", 1e9)):
+            if getattr(self, name) > most:
+                raise UserError(f"{name} is {getattr(self, name)}", f"{most:.10g} at most", f"correct {name}")
         _at_least("global_batch", self.global_batch, 1)
         for name in ("epochs", "max_steps", "micro_batch", "eval_every", "threads", "seed"):
             _at_least(name, getattr(self, name), 0)

@@ -21,17 +21,18 @@ from hvdtrain.errors import UserError
 COMPLETED = "completed.json"
 
 
-def choose_out(config: Config, spec: Any, control: Any) -> Path:
-    """The run's directory, made by rank 0 and told to all. Collective.
+def ensure_out(run: Any) -> Path:
+    """The run's directory, made by rank 0 on first use and told to all. Collective.
 
     Empty ``config.out``: a new ``runs/MODEL-NNN``; with ``resume auto`` the newest of that model. A given directory
     that holds a run already is refused unless it is resumed.
     """
-    def choose() -> Path | None:
-        return _root_choice(config, spec.name) if control.rank == 0 else None
+    if run.out == Path():
+        def choose() -> Path | None:
+            return _root_choice(run.config, run.spec.name) if run.control.rank == 0 else None
 
-    chosen: Path = control.bcast(agreed(control, choose, "out"))
-    return chosen
+        run.out = run.control.bcast(agreed(run.control, choose, "out"))
+    return run.out
 
 
 def _root_choice(config: Config, name: str) -> Path:

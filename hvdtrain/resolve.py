@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -57,7 +58,7 @@ def _load_file(path: Path, key: str) -> ModuleType:
     full = path.resolve()
     if not full.is_file():
         raise UserError(f"{key}: there is no file {path}", "an existing .py file", f"correct the path in {key}")
-    name = f"hvdtrain_user_{full.stem}_{abs(hash(str(full))):x}"
+    name = f"hvdtrain_user_{full.stem}_{zlib.crc32(str(full).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, full)

@@ -81,7 +81,8 @@ class Run:
     step: Step
     feed: Feed
     eval_feed: Feed | None
-    out: Path
+    out: Path = Path()
+    """The run's directory once `hvdtrain.outdir.ensure_out` has made it; before that the current directory."""
     callbacks: list[Callback] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     state: State = field(default_factory=State)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import loop, summary
-from hvdtrain.assemble import assemble
+from hvdtrain.assemble import assemble, eval_feed
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
-from hvdtrain.outdir import write_completed
+from hvdtrain.outdir import ensure_out, write_completed
 from hvdtrain.run import Run
 
 
@@ -59,6 +59,7 @@ class Trainer:
         ``__len__`` and ``fetch`` (None: ``config.data``).
         """
         run = self._assembled(model, data)
+        ensure_out(run)
         loop.fit(run)
         export(run)
         if run.control.rank == 0:
@@ -70,7 +71,11 @@ class Trainer:
 
     def evaluate(self, model: Any = None, data: Any = None) -> dict[str, float]:
         """Exact weighted metrics over the evaluation data, however unevenly the ranks hold it; collective."""
-        run = self._assembled(model, data)
+        if self.run is None:
+            self.run = assemble(self.config, model, data)
+        run = self._assembled(model, None)
+        if data is not None:
+            run.eval_feed = eval_feed(run, data)
         if run.eval_feed is None:
             raise UserError("there is no evaluation data", "a test split", "give data as ((x, y), (x_test, y_test))")
         return loop.evaluate(run)
@@ -94,9 +99,12 @@ class Trainer:
         session.restore(run, found)
 
     def _assembled(self, model: Any, data: Any) -> Run:
-        """The run; a model or data given anew makes a new one."""
-        if self.run is None or model is not None and model is not self.run.spec.model or data is not None:
+        """The run, assembled on first use; one Trainer is one run."""
+        if self.run is None:
             self.run = assemble(self.config, model, data)
+        elif data is not None or model is not None and model is not self.run.spec.model:
+            raise UserError("this Trainer has a run already", "one model and one training set for each Trainer",
+                            "make a new Trainer for another model or other data")
         return self.run
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 from hvdtrain.callbacks.base import Callback
 
 
 class Jsonl(Callback):
-    """Appends to ``path``; each record has ``event``, ``time`` (unix seconds) and ``step``."""
+    """Appends to ``log.jsonl`` in the run's directory; each record has ``event``, ``time`` (unix seconds) and ``step``."""
 
-    def __init__(self, path: Path, every_steps: int) -> None:
-        self._path = path
+    def __init__(self, every_steps: int) -> None:
         self.every = f"{every_steps} step"
 
     def fit_start(self, run: Any) -> None:
@@ -47,7 +45,7 @@ class Jsonl(Callback):
 
     def _write(self, run: Any, event: str, **fields: Any) -> None:
         record = {"event": event, "time": round(time.time(), 3), "step": run.state.cursor.step, **fields}
-        with self._path.open("a", encoding="utf-8") as file:
+        with (run.out / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(_finite(record), default=str) + "\n")
 
 

@@ -16,12 +16,14 @@ from hvdtrain.checkpoint import CheckpointStore, Snapshot, read_snapshot
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.errors import UserError
+from hvdtrain.outdir import ensure_out
 
 DIRECTORY = "checkpoints"
 
 
 def save(run: Any) -> str:
     """Write the run's state as a checkpoint; return "" or why it could not be written, on every rank. Collective."""
+    ensure_out(run)
     run.step.sync_buffers()
     own = run.control.gather(run.step.rank_state())
     error = ""

@@ -1,17 +1,24 @@
 """``python -m hvdtrain train``: configuration from file, environment and command line, then a fit.
 
-Owns the parsing (jsonargparse) and the words for what it refuses. YAML file < environment (HVDTRAIN_*) < command line.
+Owns the order of the three (YAML file < environment HVDTRAIN_* < command line) and the words for what is refused.
+jsonargparse turns texts into typed values; files are read by `hvdtrain.recipe`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
+from hvdtrain import recipe, schema
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError, nearest
+
+PREFIX = "HVDTRAIN_"
+HELP = "see python -m hvdtrain train --help"
+Option = tuple[str, str | None, str]
+"""(name, value or None, where it was given)."""
 
 
 def main(argv: list[str]) -> int:
@@ -26,79 +33,173 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def parse(argv: list[str], env: dict[str, str] | None = None) -> Config | None:
+def parse(argv: list[str], env: Mapping[str, str] | None = None) -> Config | None:
     """Return the configuration, or None after ``--help`` or ``--print_config``; `UserError` for what is wrong."""
-    known = _check_names(argv, os.environ if env is None else env)
-    parser = make_parser()
-    import jsonargparse
-
-    try:
-        values = parser.parse_args(argv)
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            return None
-        raise
-    except jsonargparse.ArgumentError as error:
-        raise UserError(_plain(str(error)), _expected(str(error), known), "see python -m hvdtrain train --help") from None
-    return Config(**_nested(parser.instantiate_classes(values))).check()
+    if any(a in ("-h", "--help") for a in argv):
+        make_parser().print_help()
+        return None
+    given = [*_environment(os.environ if env is None else env), *_options(argv)]
+    config = _typed(_files([v for n, v, _ in given if n == "config"]), [o for o in given if o[0] not in ("config", "print_config")])
+    if any(name == "print_config" for name, _, _ in given):
+        print(recipe.dump(config.to_dict()), end="")
+        return None
+    return config
 
 
 def make_parser() -> Any:
-    """The parser, made from the dataclasses."""
+    """The parser of typed values and the help, made from the dataclasses."""
     import jsonargparse
 
-    parser = jsonargparse.ArgumentParser(prog="python -m hvdtrain train", exit_on_error=False, default_env=True,
-                                         env_prefix="HVDTRAIN", description="Train a PyTorch or Keras model on every rank of this job.")
-    parser.add_argument("--config", action="config", help="YAML file; the environment and the command line come after it")
+    parser = jsonargparse.ArgumentParser(
+        prog="python -m hvdtrain train", exit_on_error=False, print_config=None,
+        description="Train a PyTorch or Keras model on every rank of this job. A key is set by a YAML file, by the "
+                    f"environment ({PREFIX} and the key in capitals, two underscores for a dot: {PREFIX}OPTIMIZER__NAME), or here; "
+                    "the later of these wins. Entries of a model_args or args are set one by one as --model_args.width 64.")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of the keys below; several are laid over each other")
+    parser.add_argument("--print_config", action="store_true", help="print the configuration as YAML and stop")
     parser.add_class_arguments(Config, sub_configs=False)
-    docs = dict(keys())
+    docs = {k.name: k.doc + (f" [{k.unit}]" if k.unit else "") for k in schema.keys(Config)}
     for action in parser._actions:
         if action.dest in docs:
-            action.help = docs[action.dest]
+            action.help = docs[action.dest].replace("%", "%%")
     return parser
 
 
-def keys(cls: Any = Config, prefix: str = "") -> list[tuple[str, str]]:
-    """Every key of the configuration with its meaning and unit, as (dotted name, words)."""
-    out = []
-    for f in dataclasses.fields(cls):
-        default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
-        if dataclasses.is_dataclass(default):
-            out += keys(type(default), f"{prefix}{f.name}.")
-        else:
-            unit = f" [{f.metadata['unit']}]" if f.metadata.get("unit") else ""
-            out.append((prefix + f.name, f.metadata.get("doc", "") + unit))
-    return out
+def _environment(env: Mapping[str, str]) -> list[Option]:
+    """The options in HVDTRAIN_ variables, sections before their keys."""
+    names = {PREFIX + n.replace(".", "__").upper(): n for n in [*_hints(), "config"]}
+    found: list[Option] = []
+    for variable in sorted(v for v in env if v.startswith(PREFIX)):
+        if variable not in names:
+            raise UserError(f"the environment variable {variable} names no key", nearest(variable, names), "correct or unset it")
+        found.append((names[variable], env[variable], variable))
+    return sorted(found, key=lambda option: option[0].count("."))
 
 
-def _check_names(argv: list[str], env: Any) -> list[str]:
-    """Refuse an unknown option or HVDTRAIN_ variable with the nearest name; return the known keys."""
-    known = [name for name, _ in keys()]
-    sections = {n.partition(".")[0] for n in known if "." in n}
-    free = ("model_args.", "data.args.", "optimizer.args.", "schedule.args.", "loss.args.")
-    for argument in argv:
-        name = argument[2:].partition("=")[0].removesuffix("+")
-        if argument.startswith("--") and not (
-                name in known or name in sections or name in ("config", "help", "print_config") or name.startswith(free)):
-            raise UserError(f"there is no option --{name}", nearest(name, known), "see python -m hvdtrain train --help")
-    variables = {"HVDTRAIN_" + n.replace(".", "__").upper(): n for n in [*known, *sections, "config", "print_config"]}
-    for variable in env:
-        if variable.startswith("HVDTRAIN_") and variable not in variables:
-            raise UserError(f"the environment variable {variable} names no key", nearest(variable, variables), "correct or unset it")
-    return known
+def _options(argv: list[str]) -> list[Option]:
+    """The options on the command line, in order; `UserError` for an unknown one, with the nearest name."""
+    found: list[Option] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise UserError(f"{word!r} is no option", "options such as --lr 0.01", HELP)
+        name, equals, value = word[2:].partition("=")
+        bare = name.removesuffix("+")
+        if bare not in _hints() and bare not in ("config", "print_config") and _free(bare) is None:
+            raise UserError(f"there is no option --{name}", nearest(bare, _hints()), HELP)
+        if not equals and bare != "print_config":
+            if not rest or rest[0].startswith("--"):
+                wants = schema.in_words(_hints()[bare]) if bare in _hints() else "one"
+                raise UserError(f"--{name} has no value", wants, f"write --{name} VALUE")
+            value = rest.pop(0)
+        found.append((name, value if equals or bare != "print_config" else None, f"--{name}"))
+    return found
 
 
-def _expected(text: str, known: list[str]) -> str:
-    """The nearest known key for a message about an unknown one."""
-    found = re.search(r"[Kk]ey ['\"]([\w.]+)['\"] is not expected|[Nn]ested key ['\"]([\w.]+)['\"]|does not accept nested key ['\"]([\w.]+)['\"]", text)
-    return nearest(next(g for g in found.groups() if g), known) if found else ""
+def _hints() -> dict[str, Any]:
+    """The type of every key and section by dotted name."""
+    return {**{k.name: k.hint for k in schema.keys(Config)}, **schema.sections(Config)}
 
 
-def _plain(text: str) -> str:
-    """A parser's message on one line."""
-    return re.sub(r"\s+", " ", text).strip().rstrip(".")
+def _free(name: str) -> str | None:
+    """The key with free-form entries that ``name`` lies below (model_args.width: model_args), or None."""
+    return next((k for k, hint in _hints().items() if hint is dict and name.startswith(f"{k}.") and name != f"{k}."), None)
 
 
-def _nested(values: Any) -> dict[str, Any]:
-    """Keys of `Config` only, with sections as dataclasses."""
-    return {f.name: values[f.name] for f in dataclasses.fields(Config)}
+def _files(paths: list[str | None]) -> dict[str, Any]:
+    """The recipes laid over each other, a later key over an earlier one."""
+    whole: dict[str, Any] = {}
+    for path in paths:
+        found = recipe.read(path or "")
+        _check_tree(found, Config, "", f"in {path}")
+        for name, value in found.items():
+            both = isinstance(value, dict) and name in schema.sections(Config)
+            whole[name] = {**whole.get(name, {}), **value} if both else value
+    return whole
+
+
+def _check_tree(found: Any, cls: type, prefix: str, where: str) -> None:
+    """Refuse names that ``cls`` does not have and values that are null, or no mapping where a section is meant."""
+    deep = schema.sections(cls)
+    hints = {k.name: k.hint for k in schema.keys(cls) if "." not in k.name} | deep
+    for name, value in found.items():
+        if name not in hints:
+            text = f"{prefix}{name}"
+            below = f"a section: {text.partition('.')[0]}: with {text.partition('.')[2]}: below it"
+            expected = below if text in _hints() else nearest(text, [prefix + h for h in hints] if prefix else _hints())
+            raise UserError(f"there is no key {text!r} {where}", expected, HELP)
+        if name in deep and isinstance(value, dict):
+            _check_tree(value, deep[name], f"{prefix}{name}.", where)
+        elif name in deep or value is None:
+            raise UserError(f"{prefix}{name} is {schema.shown(value)} {where}", schema.in_words(hints[name]), f"correct {prefix}{name}")
+
+
+def _typed(base: dict[str, Any], options: list[Option]) -> Config:
+    """The configuration from the recipes' plain data and the options, each value of its key's type."""
+    import jsonargparse
+
+    entries = [o for o in options if _free(o[0]) is not None]
+    words = []
+    for name, value, where in options:
+        if name in schema.sections(Config):
+            mapping = recipe.load(value or "", where)
+            if not isinstance(mapping, dict):
+                raise UserError(f"{where} is {schema.shown(mapping)}", schema.in_words(_hints()[name]), f"for example --{name}.name")
+            _check_tree(mapping, schema.sections(Config)[name], f"{name}.", f"in {where}")
+        if _free(name) is None:
+            words.append(f"--{name}={value}")
+    parser = make_parser()
+    try:
+        values = parser.parse_object(base, env=False)
+        values = parser.parse_args(words, namespace=values, env=False)
+    except jsonargparse.ArgumentError as error:
+        raise _refusal(str(error), options) from None
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise UserError(f"a value cannot be read: {_line(str(error))}", "values of the keys' types", HELP) from None
+    for name, value, where in entries:
+        _set_entry(values, name, recipe.load(value or "", where), where)
+    return _build(values)
+
+
+def _set_entry(values: Any, name: str, value: Any, where: str) -> None:
+    """Set one entry of a free-form key: model_args.width, or model_args.encoder.width."""
+    key = _free(name)
+    assert key is not None
+    *path, last = name[len(key) + 1:].split(".")
+    values[key] = at = dict(values[key])
+    for part in path:
+        at[part] = dict(at.get(part) or {}) if isinstance(at.get(part), dict) or at.get(part) is None else None
+        if at[part] is None:
+            raise UserError(f"{where} sets an entry of {part}, which is not a mapping", "one or the other", f"correct {key}")
+        at = at[part]
+    at[last] = value
+
+
+def _build(values: Any) -> Config:
+    """The checked dataclass from the parser's namespace."""
+    deep = schema.sections(Config)
+    plain: dict[str, Any] = {}
+    for name in [k.name for k in schema.keys(Config)]:
+        section, _, rest = name.rpartition(".")
+        if values[name] is None:
+            raise UserError(f"{name} is empty (null)", schema.in_words(_hints()[name]), f"correct {name}")
+        (plain.setdefault(section, {}) if section else plain)[rest] = values[name]
+    return Config(**{n: deep[n](**v) if n in deep else v for n, v in plain.items()}).check()
+
+
+def _refusal(text: str, options: list[Option]) -> UserError:
+    """The parser's complaint in our words: the key, what was given, what is right, where it was given."""
+    text = _line(text)
+    key = re.search(r'key "([\w.]+)"', text)
+    if key is None or key[1] not in _hints():
+        return UserError(text, "", HELP)
+    value = re.search(r"Got value: (.*)", text)
+    places = [where for name, _, where in options if name.removesuffix("+") in (key[1], key[1].partition(".")[0])]
+    return UserError(f"{key[1]} is {schema.shown(value[1]) if value else 'refused'}", schema.in_words(_hints()[key[1]]),
+                     f"correct {places[-1]}" if places else f"correct {key[1]} in the config file")
+
+
+def _line(text: str) -> str:
+    """A message on one line."""
+    return re.sub(r"\s+", " ", text).strip().rstrip(".")[:300]

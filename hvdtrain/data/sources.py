@@ -183,6 +183,16 @@ def resolve(name: str, args: Mapping[str, Any], split: str, adapters: Sequence[A
     return interpret(made, split, adapters, name, whole=not takes_split)
 
 
+def resolve_splits(name: str, args: Mapping[str, Any], adapters: Sequence[Adapter] = ()) -> tuple[Any, Any]:
+    """Return (train, test or None) of what ``name`` stands for; a callable that takes no ``split`` is called once."""
+    if ":" in name and not name.endswith(".npz") and "split" not in args:
+        function = load_callable(name, "data.name")
+        if not _takes(function, "split"):
+            made = _call(function, name, args)
+            return interpret(made, "train", adapters, name), interpret(made, "test", adapters, name)
+    return resolve(name, args, "train", adapters), resolve(name, args, "test", adapters)
+
+
 def interpret(obj: Any, split: str, adapters: Sequence[Adapter] = (), origin: str = "data",
               whole: bool = True) -> Data | None:
     """Return the `Source` or `Stream` of ``split`` in whatever a user handed over.

@@ -22,6 +22,14 @@ from hvdtrain.errors import UserError
 pytestmark = pytest.mark.timeout(60)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def fsync_costs_nothing():
+    """Hundreds of real fsyncs would wait for the disk of whoever runs the tests; other tests do them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        yield
+
+
 def make(seed: int) -> Snapshot:
     return Snapshot({"model": {"w": np.full(5, seed, np.int64)}}, {"seed": seed})
 

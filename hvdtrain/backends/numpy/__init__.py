@@ -6,7 +6,7 @@ from hvdtrain.backends.numpy.step import create_step
 __all__ = ["Ops", "adapt_data", "collectives", "create_step", "seed", "setup"]
 
 
-def adapt_data(obj: object) -> None:
+def adapt_data(obj: object, seed: int = 0) -> None:
     """No dataset classes of its own."""
 
 

@@ -1,0 +1,113 @@
+"""What a tree of dataclasses offers as configuration keys: names, types in words, and whether a value fits.
+
+Owns the reading of the dataclasses of `hvdtrain.config` for the command line, the docs and the checks; knows no key
+by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from hvdtrain.errors import UserError
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text",
+          dict: "keyword arguments such as {width: 64}"}
+_NUMBERS = {int: numbers.Integral, float: numbers.Real}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key: dotted ``name``, type ``hint``, ``default``, ``unit`` ("" if it has none) and meaning ``doc``."""
+
+    name: str
+    hint: Any
+    default: Any
+    unit: str
+    doc: str
+
+
+def keys(cls: type, prefix: str = "") -> list[Key]:
+    """Every key below the dataclass ``cls``, those of its sections included, in the order of the fields."""
+    out: list[Key] = []
+    for f, hint in _fields(cls):
+        name = prefix + f.name
+        if dataclasses.is_dataclass(hint):
+            out += keys(hint, f"{name}.")  # type: ignore[arg-type]
+        else:
+            default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
+            out.append(Key(name, hint, default, f.metadata.get("unit", ""), f.metadata.get("doc", "")))
+    return out
+
+
+def sections(cls: type) -> dict[str, type]:
+    """The sections of ``cls`` by name: fields that are dataclasses themselves."""
+    return {f.name: hint for f, hint in _fields(cls) if dataclasses.is_dataclass(hint)}
+
+
+def in_words(hint: Any) -> str:
+    """What a value of this type looks like, for a message or a table."""
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    if get_origin(hint) is list:
+        (of,) = get_args(hint)
+        return "a list of numbers such as [3, 1]" if of is float else "a list of names such as [a, b]"
+    if dataclasses.is_dataclass(hint):
+        return "a section with " + ", ".join(f.name for f in dataclasses.fields(hint))
+    return _WORDS[hint]
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether ``value`` is of this type; a whole number is a number too, true and false are none."""
+    if get_origin(hint) is Literal:
+        return isinstance(value, str) and value in get_args(hint)
+    if get_origin(hint) is list:
+        return isinstance(value, (list, tuple)) and all(fits(v, get_args(hint)[0]) for v in value)
+    if hint is dict:
+        return isinstance(value, dict) and all(isinstance(k, str) for k in value)
+    if hint in _NUMBERS:
+        return isinstance(value, _NUMBERS[hint]) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def check_types(config: Any, prefix: str = "") -> None:
+    """Raise `UserError` naming the first key of the dataclass instance ``config`` whose value is of another type."""
+    for f, hint in _fields(type(config)):
+        value = getattr(config, f.name)
+        if not fits(value, hint):
+            raise UserError(f"{prefix}{f.name} is {shown(value)}", in_words(hint), f"correct {prefix}{f.name}")
+        if dataclasses.is_dataclass(hint):
+            check_types(value, f"{prefix}{f.name}.")
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every (dotted name, value) of the dataclass instance ``config``."""
+    for f, hint in _fields(type(config)):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(hint):
+            yield from leaves(value, f"{prefix}{f.name}.")
+        else:
+            yield prefix + f.name, value
+
+
+def shown(value: Any, width: int = 60) -> str:
+    """A value on one line of at most ``width`` characters, as it would stand in a YAML file."""
+    words = {None: "empty (null)", True: "true", False: "false"}
+    if value is None or isinstance(value, bool):
+        return words[value]
+    try:
+        text = " ".join(repr(value).split())
+    except (ValueError, RecursionError):  # a number of thousands of digits, a list that holds itself
+        return f"a {type(value).__name__} too large to show"
+    return text if len(text) <= width else text[:width - 3] + "..."
+
+
+@lru_cache(maxsize=None)
+def _fields(cls: type) -> tuple[tuple[dataclasses.Field, Any], ...]:
+    """The fields of a dataclass with their types resolved."""
+    hints = get_type_hints(cls)
+    return tuple((f, hints[f.name]) for f in dataclasses.fields(cls))  # type: ignore[arg-type]

@@ -1,0 +1,52 @@
+"""Horovod's collectives, of each framework in processes of its own, pass the cases that all collectives must pass."""
+
+from pathlib import Path
+
+import pytest
+from runner import mpirun
+
+from hvdtrain.cluster.boot import horovod_reason
+
+CASES = Path(__file__).resolve().parents[1] / "conformance"
+
+SCRIPT = """
+import importlib, os, sys
+sys.path.insert(0, {cases!r})
+from collectives_cases import CASES
+from hvdtrain.cluster import boot
+from hvdtrain.cluster.exit import run_guarded
+from hvdtrain.cluster.launcher import launch_facts
+from hvdtrain.config import Exchange
+
+def main():
+    control = boot.start_control(launch_facts(os.environ), 60)
+    hvd = boot.start_horovod("{framework}", Exchange(fusion_threshold_mb=4, cycle_time_ms=0.5), control)
+    other = {{"torch": "tensorflow", "tensorflow": "torch"}}["{framework}"]
+    assert other not in sys.modules, "one process, one framework"
+    if "{framework}" == "torch":
+        import torch
+        make, host = (lambda x: torch.from_numpy(x.copy())), (lambda x: x.numpy())
+    else:
+        import tensorflow as tf
+        make, host = tf.constant, (lambda x: x.numpy())
+    wire = importlib.import_module("hvdtrain.backends.{framework}.collectives").HorovodCollectives(hvd)
+    for check in CASES:
+        control.barrier(check.__name__)
+        check(wire, make, host)
+    if control.rank == 0:
+        print(len(CASES), "cases passed")
+    return 0
+
+sys.exit(run_guarded(main, launch_facts(os.environ)))
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_horovod(script, framework, ranks):
+    reason = horovod_reason(framework)
+    if reason:
+        pytest.skip(reason)
+    job = mpirun(ranks, [script(SCRIPT.format(cases=str(CASES), framework=framework))], timeout_s=100)
+    assert (job.returncode, job.orphans) == (0, []), job.text
+    assert "cases passed" in job.stdout

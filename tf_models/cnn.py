@@ -2,8 +2,8 @@
 
 Owns: the layers and their names. Does not own: the loss, the optimizer, anything distributed.
 
-The norm decides whether a run is independent of the number of ranks: "group" and "none" look at one sample at a time;
-"batch" looks at the samples of one micro-batch of one rank.
+The norm decides whether a run is independent of the number of ranks: "group" and "none" look at one sample at
+a time; "batch" looks at the samples of one micro-batch of one rank.
 """
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ GROUPS = 8      # at most; fewer where the channels are not a multiple of it
 class CNN(keras.Model):
     """A chain of named blocks; x (B, H, W) or (B, H, W, C) -> logits (B, classes)."""
 
-    def __init__(self, in_shape: Sequence[int], channels: Sequence[int], classes: int, norm: str, **kwargs: Any):
+    def __init__(self, in_shape: Sequence[int], channels: Sequence[int], classes: int, norm: str,
+                 **kwargs: Any):
         super().__init__(**{"name": "cnn", **kwargs})
-        self.settings = {"in_shape": list(in_shape), "channels": list(channels), "classes": classes, "norm": norm}
+        self.settings = {"in_shape": list(in_shape), "channels": list(channels), "classes": classes,
+                         "norm": norm}
         self.chain = [Conv(width, norm, in_shape if index == 0 else None, name=f"conv_{index}")
                       for index, width in enumerate(channels)]
         self.chain.append(Head(classes, name="head"))
@@ -49,10 +51,10 @@ class Conv(keras.layers.Layer):
         super().__init__(**kwargs)
         self.shape_HWC = entry_shape and (*entry_shape, 1)[:3]
         self.conv = keras.layers.Conv2D(channels, 3, padding="same", use_bias=norm == "none", name="conv")
-        self.norm = {"group": lambda: keras.layers.GroupNormalization(gcd(GROUPS, channels), epsilon=EPSILON,
-                                                                      name="norm"),
-                     "batch": lambda: keras.layers.BatchNormalization(momentum=0.9, epsilon=EPSILON, name="norm"),
-                     "none": lambda: keras.layers.Identity(name="norm")}[norm]()
+        layers, named = keras.layers, {"name": "norm", "epsilon": EPSILON}
+        self.norm = {"group": lambda: layers.GroupNormalization(gcd(GROUPS, channels), **named),
+                     "batch": lambda: layers.BatchNormalization(momentum=0.9, **named),
+                     "none": lambda: layers.Identity(name="norm")}[norm]()
 
     def build(self, input_shape) -> None:
         shape_HWC = self.shape_HWC or input_shape[1:]
@@ -64,12 +66,13 @@ class Conv(keras.layers.Layer):
         return ops.max_pool(ops.relu(x), 2, strides=2, padding="valid")
 
     def with_channels(self, x):
-        """Give x (B, H, W) its channel axis where this is the first block; raise ValueError for another shape."""
+        """In the first block give x (B, H, W) its channel axis; raise ValueError for another shape."""
         if self.shape_HWC is None:
             return x
         H, W, C = self.shape_HWC
         got = tuple(x.shape[1:])
-        require(got == (H, W, C) or (got, C) == ((H, W), 1), "images", got, f"{(H, W, C)} a sample, channels last")
+        require(got == (H, W, C) or (got, C) == ((H, W), 1), "images", got,
+                f"{(H, W, C)} a sample, channels last")
         return ops.reshape(x, (ops.shape(x)[0], H, W, C))
 
 
@@ -101,7 +104,8 @@ def build(*, in_shape: Sequence[int] = (8, 8), channels: Sequence[int] = (32, 64
     H, W = counts("in_shape", in_shape, (2, 3))[:2]
     channels = counts("channels", channels)
     shrink = 2 ** len(channels)
-    require(min(H, W) >= shrink, "in_shape", in_shape, f"at least {shrink} pixels a side for {len(channels)} blocks")
+    require(min(H, W) >= shrink, "in_shape", in_shape,
+            f"at least {shrink} pixels a side for {len(channels)} blocks")
     require(is_count(classes), "classes", classes, "a whole number of at least 1")
     require(norm in NORMS, "norm", norm, f"one of {', '.join(NORMS)}")
     return CNN(tuple(in_shape), channels, classes, norm)

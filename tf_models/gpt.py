@@ -1,6 +1,7 @@
 """A small decoder-only transformer for next-token prediction; twin of `torch_models/gpt.py`.
 
-Owns: the layers, their names, and the loss over tokens (`task`). Does not own: tokenising, sampling, anything distributed.
+Owns: the layers, their names, and the loss over tokens (`task`). Does not own: tokenising, sampling, anything
+distributed.
 
 Pre-LayerNorm, learned positions, causal attention, GELU (tanh form), untied output weights.
 """
@@ -23,7 +24,8 @@ IGNORED = -1         # a target that does not count
 class GPT(keras.Model):
     """A chain of named blocks; x (B, T) token numbers, T <= context -> logits (B, T, vocab)."""
 
-    def __init__(self, vocab: int, context: int, width: int, depth: int, heads: int, dropout: float, **kwargs: Any):
+    def __init__(self, vocab: int, context: int, width: int, depth: int, heads: int, dropout: float,
+                 **kwargs: Any):
         super().__init__(**{"name": "gpt", **kwargs})
         self.settings = {"vocab": vocab, "context": context, "width": width, "depth": depth, "heads": heads,
                          "dropout": dropout}
@@ -50,7 +52,8 @@ class Embed(keras.layers.Layer):
         super().__init__(**kwargs)
         self.context = context
         self.tokens = keras.layers.Embedding(vocab, width, embeddings_initializer=normal(), name="tokens")
-        self.positions = keras.layers.Embedding(context, width, embeddings_initializer=normal(), name="positions")
+        self.positions = keras.layers.Embedding(context, width, embeddings_initializer=normal(),
+                                                name="positions")
         self.dropout = keras.layers.Dropout(dropout)
 
     def build(self, input_shape) -> None:
@@ -147,11 +150,12 @@ def build(*, vocab: int = 96, context: int = 64, width: int = 128, depth: int = 
     width: channels of the residual stream; a multiple of `heads`.
     depth: number of blocks.
     heads: attention heads.
-    dropout: share of values dropped in training, 0 <= dropout < 1, after the embedding, on attention weights and
-        on each residual branch. Above 0 a run depends on the number of ranks.
+    dropout: share of values dropped in training, 0 <= dropout < 1, after the embedding, on attention weights
+        and on each residual branch. Above 0 a run depends on the number of ranks.
     Raises ValueError for a size below 1, a width that heads do not divide, or a dropout outside its range.
     """
-    for name, value in {"vocab": vocab, "context": context, "width": width, "depth": depth, "heads": heads}.items():
+    sizes = {"vocab": vocab, "context": context, "width": width, "depth": depth, "heads": heads}
+    for name, value in sizes.items():
         require(is_count(value), name, value, "a whole number of at least 1")
     require(width % heads == 0, "width", width, f"a multiple of heads ({heads})")
     require(isinstance(dropout, (int, float)) and 0 <= dropout < 1, "dropout", dropout, "0 <= dropout < 1")
@@ -164,7 +168,7 @@ def blocks(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
 
 
 def task(model: keras.Model, batch: tuple, training: bool | None = None) -> tuple:
-    """Return the cross entropy summed over the tokens that count, in nats, and their number, both fp32 scalars.
+    """Return the cross entropy summed over the tokens that count, in nats, and their number; fp32 scalars.
 
     batch: x (B, T) token numbers and y (B, T) the tokens that follow, -1 where none counts.
     training: as for a Keras model; only dropout asks for it.
@@ -182,6 +186,6 @@ def weight(batch: tuple[np.ndarray, np.ndarray]) -> float:
 
 
 def example(B: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the same B samples at every call: x (B, 64) and y (B, 64) int64; nothing follows the last token."""
+    """Return the same B samples at every call: x (B, 64) and y (B, 64), the tokens one later, both int64."""
     x = np.random.default_rng(0).integers(0, 96, (B, 64), dtype=np.int64)
     return x, np.concatenate([x[:, 1:], np.full((B, 1), IGNORED)], axis=1)

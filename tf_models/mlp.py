@@ -13,7 +13,8 @@ from keras import ops
 
 from tf_models import counts, is_count, require
 
-ACTIVATIONS = {"relu": ops.relu, "tanh": ops.tanh, "silu": ops.silu, "gelu": partial(ops.gelu, approximate=True)}
+ACTIVATIONS = {"relu": ops.relu, "tanh": ops.tanh, "silu": ops.silu,
+               "gelu": partial(ops.gelu, approximate=True)}
 
 
 @keras.saving.register_keras_serializable(package="tf_models")

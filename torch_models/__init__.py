@@ -1,10 +1,10 @@
 """Plain single-device PyTorch models, each the twin of the file of the same name in `tf_models`.
 
-Owns: the two checks of arguments that the model files share. Does not own: anything distributed, losses that a run
-configures, training. No framework is imported here; `torch_models.cnn` and its siblings import torch.
+Owns: the checks of arguments that the model files share. Does not own: training, the losses a run configures,
+anything distributed. No framework is imported here; `torch_models.cnn` and its siblings import torch.
 
-Every model file offers `build(**args)`, `blocks(model)` and `example(B)`; one whose loss is not a mean over samples
-(gpt) also offers `task(model, batch)` and `weight(batch)`.
+Every model file offers `build(**args)`, `blocks(model)` and `example(B)`; one whose loss is not a mean over
+samples (gpt) also offers `task(model, batch)` and `weight(batch)`.
 """
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Owns: the layers and their names. Does not own: the loss, the optimizer, anything distributed.
 
-The norm decides whether a run is independent of the number of ranks: "group" and "none" look at one sample at a time;
-"batch" looks at the samples of one micro-batch of one rank.
+The norm decides whether a run is independent of the number of ranks: "group" and "none" look at one sample at
+a time; "batch" looks at the samples of one micro-batch of one rank.
 """
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class Entry(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         H, W, C = self.shape_HWC
         got = tuple(x.shape[1:])
-        require(got == (H, W, C) or (got, C) == ((H, W), 1), "images", got, f"{(H, W, C)} a sample, channels last")
+        require(got == (H, W, C) or (got, C) == ((H, W), 1), "images", got,
+                f"{(H, W, C)} a sample, channels last")
         return x.reshape(x.shape[0], H, W, C).permute(0, 3, 1, 2)
 
 
@@ -89,7 +90,8 @@ def build(*, in_shape: Sequence[int] = (8, 8), channels: Sequence[int] = (32, 64
     H, W, C = (*counts("in_shape", in_shape, (2, 3)), 1)[:3]
     channels = counts("channels", channels)
     shrink = 2 ** len(channels)
-    require(min(H, W) >= shrink, "in_shape", in_shape, f"at least {shrink} pixels a side for {len(channels)} blocks")
+    require(min(H, W) >= shrink, "in_shape", in_shape,
+            f"at least {shrink} pixels a side for {len(channels)} blocks")
     require(is_count(classes), "classes", classes, "a whole number of at least 1")
     require(norm in NORMS, "norm", norm, f"one of {', '.join(NORMS)}")
     named: OrderedDict[str, nn.Module] = OrderedDict()

@@ -1,6 +1,7 @@
 """A small decoder-only transformer for next-token prediction; twin of `tf_models/gpt.py`.
 
-Owns: the layers, their names, and the loss over tokens (`task`). Does not own: tokenising, sampling, anything distributed.
+Owns: the layers, their names, and the loss over tokens (`task`). Does not own: tokenising, sampling, anything
+distributed.
 
 Pre-LayerNorm, learned positions, causal attention, GELU (tanh form), untied output weights.
 """
@@ -115,11 +116,12 @@ def build(*, vocab: int = 96, context: int = 64, width: int = 128, depth: int = 
     width: channels of the residual stream; a multiple of `heads`.
     depth: number of blocks.
     heads: attention heads.
-    dropout: share of values dropped in training, 0 <= dropout < 1, after the embedding, on attention weights and
-        on each residual branch. Above 0 a run depends on the number of ranks.
+    dropout: share of values dropped in training, 0 <= dropout < 1, after the embedding, on attention weights
+        and on each residual branch. Above 0 a run depends on the number of ranks.
     Raises ValueError for a size below 1, a width that heads do not divide, or a dropout outside its range.
     """
-    for name, value in {"vocab": vocab, "context": context, "width": width, "depth": depth, "heads": heads}.items():
+    sizes = {"vocab": vocab, "context": context, "width": width, "depth": depth, "heads": heads}
+    for name, value in sizes.items():
         require(is_count(value), name, value, "a whole number of at least 1")
     require(width % heads == 0, "width", width, f"a multiple of heads ({heads})")
     require(isinstance(dropout, (int, float)) and 0 <= dropout < 1, "dropout", dropout, "0 <= dropout < 1")
@@ -153,6 +155,6 @@ def weight(batch: tuple[np.ndarray, np.ndarray]) -> float:
 
 
 def example(B: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the same B samples at every call: x (B, 64) and y (B, 64) int64; nothing follows the last token."""
+    """Return the same B samples at every call: x (B, 64) and y (B, 64), the tokens one later, both int64."""
     x = np.random.default_rng(0).integers(0, 96, (B, 64), dtype=np.int64)
     return x, np.concatenate([x[:, 1:], np.full((B, 1), IGNORED)], axis=1)

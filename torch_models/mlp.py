@@ -14,7 +14,8 @@ from torch import nn
 
 from torch_models import counts, is_count, require
 
-ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "silu": nn.SiLU, "gelu": partial(nn.GELU, approximate="tanh")}
+ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "silu": nn.SiLU,
+               "gelu": partial(nn.GELU, approximate="tanh")}
 
 
 class MLP(nn.Module):

@@ -24,10 +24,11 @@ pytestmark = pytest.mark.timeout(100)
 
 @pytest.fixture(autouse=True, scope="module")
 def fsync_costs_nothing():
-    """Thousands of real fsyncs would wait for the disk of whoever runs the tests; the killed processes do them."""
+    """Thousands of real fsyncs would wait for a slow disk; the processes that get killed do them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)
         yield
+
 
 ERRORS = itertools.cycle([errno.EIO, errno.ENOSPC, errno.EACCES])
 

@@ -1,0 +1,98 @@
+# hvdtrain: set-up, tests and the first run. `make help` lists the targets.
+#
+#   FRAMEWORKS="torch tensorflow"   which to install; either alone works
+#   PYTHON=python3.11               the interpreter for the virtual environment (3.10 or later)
+#   VENV=.venv                      where that environment lies
+#   DEVICE=cpu|cuda                 detected: cuda where an NVIDIA GPU answers
+#   TORCH_CPU_INDEX=URL             where torch's CPU wheels are sought if pip's own indexes lack them
+
+FRAMEWORKS ?= torch tensorflow
+VENV ?= .venv
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+NP ?= 4
+
+# A name on PATH may be a shim without an interpreter behind it, so each candidate has to run.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3.13 python3; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
+DEVICE ?= $(shell { nvidia-smi -L 2>/dev/null | grep -q GPU || [ -d /proc/driver/nvidia/gpus ]; } && echo cuda || echo cpu)
+
+PY := $(VENV)/bin/python
+comma := ,
+empty :=
+space := $(empty) $(empty)
+CHOSEN := $(sort $(FRAMEWORKS))
+UNKNOWN := $(filter-out torch tensorflow,$(CHOSEN))
+STAMP := $(VENV)/.installed-$(subst $(space),-,$(strip $(CHOSEN)))-$(DEVICE)
+PINS := base mpi horovod dev $(addsuffix -$(DEVICE),$(CHOSEN))
+PIN_FILES := $(PINS:%=requirements/%.txt)
+PIP := $(PY) -m pip --disable-pip-version-check
+QUICK := --timeout 15 --retries 1
+
+# Open MPI refuses root unless it is told twice. Only as root, and only for the programs started from here.
+ifeq ($(shell id -u),0)
+AS_ROOT := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+endif
+# Ranks that wait should leave the cores to those that compute.
+RANK_ENV := OMP_NUM_THREADS=1 OMPI_MCA_mpi_yield_when_idle=1 PATH="$(abspath $(VENV))/bin:$$PATH" $(AS_ROOT)
+HOROVODRUN := $(RANK_ENV) $(VENV)/bin/horovodrun -np $(NP) -H localhost:$(NP) $(abspath $(VENV))/bin/python -m hvdtrain
+
+.PHONY: help quickstart setup test lint clean check-tools
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make quickstart   set everything up, then train digits on $(NP) ranks: first PyTorch, then TensorFlow'
+	@echo 'make setup        the set-up alone: $(VENV), frameworks, MPI, Horovod (a second time: seconds)'
+	@echo 'make test         every test, in one process and under MPI'
+	@echo 'make lint         flake8 and mypy'
+	@echo 'make clean        remove $(VENV) and what tests and tools left (the wheel cache stays)'
+	@echo 'variables: FRAMEWORKS="$(FRAMEWORKS)" PYTHON=$(PYTHON) DEVICE=$(DEVICE) VENV=$(VENV) NP=$(NP)'
+
+quickstart: setup
+ifneq ($(filter torch,$(CHOSEN)),)
+	$(HOROVODRUN)
+endif
+ifneq ($(filter tensorflow,$(CHOSEN)),)
+	$(HOROVODRUN) train --model tf_models.cnn:build
+endif
+
+check-tools:
+ifneq ($(UNKNOWN),)
+	@echo 'error: FRAMEWORKS holds "$(UNKNOWN)"; expected torch, tensorflow or both' >&2; exit 1
+endif
+ifeq ($(CHOSEN),)
+	@echo 'error: FRAMEWORKS is empty; expected torch, tensorflow or both' >&2; exit 1
+endif
+ifeq ($(strip $(PYTHON)),)
+	@echo 'error: CPython 3.10 or later is missing; install the package python3 (Debian, Ubuntu) or python3.11 (Fedora, RHEL), or name one: make PYTHON=/path/to/python3' >&2; exit 1
+else
+	@"$(PYTHON)" -m hvdtrain.build.tools
+endif
+
+setup: check-tools
+	@$(MAKE) --no-print-directory $(STAMP) FRAMEWORKS="$(CHOSEN)" VENV="$(VENV)" DEVICE="$(DEVICE)" PYTHON="$(PYTHON)"
+	@$(PY) -m hvdtrain build --frameworks $(CHOSEN) $(if $(filter cpu,$(DEVICE)),--cpu)
+
+# torch's CPU wheels ("+cpu") are not on every index: pip's own are asked first, then PyTorch's. An index that does not
+# answer ends in an error within a minute, never in a hang.
+$(STAMP): $(PIN_FILES) setup.cfg
+	@[ -x $(PY) ] || "$(PYTHON)" -m venv "$(VENV)"
+	@echo "installing $(CHOSEN) ($(DEVICE)) into $(VENV); log: $(VENV)/install.log"
+	@$(PIP) install $(PIN_FILES:%=-r %) >$(VENV)/install.log 2>&1 \
+	|| { echo "some pin is not on pip's own indexes; asking PyTorch's index too"; \
+	     $(PIP) install $(QUICK) --extra-index-url $(TORCH_CPU_INDEX) $(PIN_FILES:%=-r %) >>$(VENV)/install.log 2>&1; } \
+	|| { tail -n 20 $(VENV)/install.log; \
+	     echo "error: the packages of requirements/ could not be installed for $$($(PY) -V); log: $(VENV)/install.log" >&2; exit 1; }
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable . >>$(VENV)/install.log 2>&1 \
+	|| { tail -n 20 $(VENV)/install.log; exit 1; }
+	@touch $(STAMP)
+
+test: setup
+	@$(PY) tests/run
+
+lint: setup
+	$(PY) -m flake8 hvdtrain tests $(wildcard torch_models tf_models)
+	$(PY) -m mypy
+
+clean:
+	rm -rf "$(VENV)" build dist *.egg-info .coverage .coverage.* .mypy_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """The training loop: the only one. `hvdtrain.events` tells it in pseudo-code; this file is that, no more.
 
-Owns the order of a step and where its seconds go. Knows no framework, no wire and no file.
+Owns the order of a step and where its seconds go. Knows no framework and no wire.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from hvdtrain.cluster.deadline import deadline
 from hvdtrain.data.feed import StepBatch
 from hvdtrain.events import Event
 from hvdtrain.exchange.weighting import loss_scale
+from hvdtrain.outdir import ensure_out
 
 if TYPE_CHECKING:
     from hvdtrain.run import Run
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 def fit(run: Run) -> None:
     """Train ``run`` from its cursor to its last epoch or to an agreed stop."""
     config, state = run.config, run.state
+    ensure_out(run)
     run.emit(Event.FIT_START)
     while state.cursor.epoch < config.epochs and not run.stopping():
         run.emit(Event.EPOCH_START)

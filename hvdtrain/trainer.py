@@ -13,7 +13,7 @@ from hvdtrain.assemble import assemble, eval_feed
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
-from hvdtrain.outdir import ensure_out, write_completed
+from hvdtrain.outdir import write_completed
 from hvdtrain.run import Run
 
 
@@ -59,7 +59,6 @@ class Trainer:
         ``__len__`` and ``fetch`` (None: ``config.data``).
         """
         run = self._assembled(model, data)
-        ensure_out(run)
         loop.fit(run)
         export(run)
         if run.control.rank == 0:

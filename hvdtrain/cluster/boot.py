@@ -53,9 +53,8 @@ def start_control(facts: LaunchFacts, timeout_s: float, horovod: Any = None) -> 
     Raises `UserError` where MPI and the launcher do not fit together.
     """
     if "control" in _started:
-        control = _started["control"]
-        control.timeout_s = timeout_s
-        return control
+        _started["control"].timeout_s = timeout_s
+        return _started["control"]
     notes = [note for note in (claim_device(facts, os.environ),) if note]
     if facts.kind == "solo":
         control: Any = SoloControl()

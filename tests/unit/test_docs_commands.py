@@ -1,0 +1,56 @@
+"""Commands shown in README.md and docs/ are ones that exist: options parse, targets and files are there."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.cli import COMMANDS, train, verify
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+OWN_FILES = ("mymodel.py:build",)
+"""Files that the pages tell the reader to write."""
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command line) of every line in a fenced block or a code span that starts one of our commands."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        spans = re.findall(r"`([^`\n]+)`", text)
+        for block in re.findall(r"```\w*\n(.*?)```", text, re.S):
+            spans += block.splitlines()
+        found += [(page.name, s.split(" #")[0].strip()) for s in spans
+                  if re.match(r"(make |(mpirun|horovodrun|python|\.venv/bin/python)\s.*(hvdtrain|\.py|tests/run))", s.strip())]
+    return found
+
+
+def test_there_are_commands_to_check():
+    assert len(commands()) > 10
+
+
+@pytest.mark.parametrize(("page", "line"), sorted(set(commands())))
+def test_a_command_of_the_docs_exists(page, line):
+    words = shlex.split(line)
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+        assert all(w in targets for w in words[1:] if "=" not in w), f"{page}: {line}"
+        return
+    if "hvdtrain" not in words:
+        scripts = [w for w in words if w.endswith(".py") or w == "tests/run"]
+        assert scripts and all((ROOT / s).exists() or s == "script.py" for s in scripts), f"{page}: {line}"
+        return
+    rest = words[words.index("hvdtrain") + 1:]
+    if rest in (["--help"], ["COMMAND", "--help"]):
+        return
+    command, options = (rest[0], rest[1:]) if rest and not rest[0].startswith("-") else ("train", rest)
+    assert command in COMMANDS, f"{page}: {line}"
+    if command == "verify":
+        options = verify._parser().parse_known_args(options)[1]
+    if command in ("train", "verify"):
+        if "--config" in options:  # a file the reader has; its keys are checked in test_docs_config.py
+            at = options.index("--config")
+            del options[at:at + 2]
+        assert train.parse([o for o in options if o != "..."], env={}) is not None, f"{page}: {line}"

@@ -26,6 +26,8 @@ def _key(default: Any, unit: str, doc: str) -> Any:
     meta = {"unit": unit, "doc": doc}
     if isinstance(default, (dict, list)):
         return field(default_factory=lambda: type(default)(default), metadata=meta)
+    if dataclasses.is_dataclass(default):  # its own copy for each, since its args can be written to
+        return field(default_factory=type(default), metadata=meta)
     return field(default=default, metadata=meta)
 
 

@@ -51,4 +51,7 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     hint = next((c for c in known if close and c.lower() == close[0]), None)
     if hint and len(known) > 12:
         return f"a known name (did you mean {hint!r}?)"
-    return f"one of {', '.join(known)}" + (f" (did you mean {hint!r}?)" if hint else "")
+    names = ", ".join(known)
+    if len(names) > 400:
+        return "a known name"
+    return f"one of {names}" + (f" (did you mean {hint!r}?)" if hint else "")

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from hvdtrain import recipe
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
@@ -66,9 +67,7 @@ def _numbered(root: Path, name: str, newest: bool) -> Path:
 
 
 def _yaml(config: Config) -> str:
-    import yaml
-
-    return yaml.safe_dump(json.loads(json.dumps(config.to_dict(), default=repr)), sort_keys=False)
+    return recipe.dump(json.loads(json.dumps(config.to_dict(), default=repr)))
 
 
 def write_completed(path: Path, record: dict[str, Any]) -> None:

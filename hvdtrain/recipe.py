@@ -72,7 +72,7 @@ def dump(data: Any) -> str:
     import yaml
 
     _, dumper = _yaml()
-    return yaml.dump(data, Dumper=dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(data, Dumper=dumper, sort_keys=False)  # ASCII: PyYAML writes some line ends of Unicode unescaped
 
 
 def _check(text: str, where: str) -> None:

@@ -38,6 +38,8 @@ def load_module(where: str, key: str) -> ModuleType:
     """Import a module by dotted name or by the path of a ``.py`` file."""
     if where.endswith(".py"):
         return _load_file(Path(where), key)
+    if not all(part.isidentifier() for part in where.split(".")):
+        raise UserError(f"{key}: {where!r} is no module name", "a dotted module name, or a file that ends in .py", f"correct {key}")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -47,10 +49,13 @@ def load_module(where: str, key: str) -> ModuleType:
         if where == missing or where.startswith(missing + "."):
             raise UserError(f"{key}: there is no module {where!r} in the current directory or among the installed packages",
                             "a module that can be imported", "check the name, or give the file as path/file.py:callable") from None
-        raise UserError(f"{key}: importing {where} needs {missing!r}, which is not installed", f"{missing} installed",
-                        f"pip install {missing.partition('.')[0]}") from None
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{key}: {where!r} cannot be imported: {error}", "a dotted module name", f"correct {key}") from None
+        raise _lacking(where, missing, key) from None
+
+
+def _lacking(where: object, missing: str, key: str) -> UserError:
+    """The words for a module of the user's that imports what is not installed."""
+    return UserError(f"{key}: importing {where} needs {missing!r}, which is not installed", f"{missing} installed",
+                     f"pip install {missing.partition('.')[0]}")
 
 
 def _load_file(path: Path, key: str) -> ModuleType:
@@ -68,7 +73,9 @@ def _load_file(path: Path, key: str) -> ModuleType:
     sys.path.insert(0, str(full.parent))  # so that the file finds its neighbours, as a script would
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            raise _lacking(path, error.name, key) from None
         raise
     return module

@@ -16,7 +16,8 @@ import pytest
 for shared in ("conformance", "fixtures"):  # cases and small runs that several folders share
     sys.path.insert(0, str(Path(__file__).parent / shared))
 
-MAY_CHANGE = ("PYTEST_", "COV_", "TF_", "TF2_", "KMP_", "KERAS_", "TORCH", "PYTORCH_", "GRPC_", "HYPOTHESIS_")
+MAY_CHANGE = ("PYTEST_", "COV_", "TF_", "TF2_", "KMP_", "KERAS_", "TORCH", "PYTORCH_", "GRPC_", "HYPOTHESIS_",
+              "HDF5_", "TPU_", "ENABLE_RUNTIME_UPTIME_TELEMETRY")
 """Prefixes of variables that pytest and the frameworks set by themselves."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from typing import Any
 
@@ -18,6 +20,7 @@ class Callback:
 
     where = "root"
     every = ""
+    _last_turn = -math.inf
 
     def on(self, event: Event, run: Any) -> None:
         """Call the method of this event, if there is one and it is its turn."""
@@ -29,6 +32,8 @@ class Callback:
         if not self.every:
             return True
         count, _, unit = self.every.partition(" ")
+        if not re.fullmatch(r"\d+(\.\d+)?" if unit == "s" else r"\d+", count) or float(count) == 0:
+            unit = "?"
         if unit == "step":
             return run.state.cursor.step % int(count) == 0
         if unit == "epoch":
@@ -36,7 +41,7 @@ class Callback:
             return left == 0 and (run.state.cursor.epoch + 1) % int(count) == 0
         if unit == "s" and self.where == "root":
             now = time.monotonic()
-            due = now - getattr(self, "_last_turn", -1e9) >= float(count)
+            due = now - self._last_turn >= float(count)
             if due:
                 self._last_turn = now
             return due

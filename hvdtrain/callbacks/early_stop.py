@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from hvdtrain.callbacks.base import Callback
@@ -27,12 +28,13 @@ class EarlyStop(Callback):
                             "correct early_stop.metric")
         value = run.state.metrics[s.metric]
         sign = 1.0 if s.mode == "max" else -1.0
-        if self.best is None or sign * (value - self.best) > s.min_delta:
+        if math.isfinite(value) and (self.best is None or sign * (value - self.best) > s.min_delta):
             self.best, self.waited = value, 0
             return
         self.waited += 1
         if self.waited >= s.patience:
-            run.want_stop(f"early stop: {s.metric} not better than {self.best:.6g} for {self.waited} evaluations")
+            best = "never finite" if self.best is None else f"not better than {self.best:.6g}"
+            run.want_stop(f"early stop: {s.metric} {best} for {self.waited} evaluations")
 
     def state_dict(self) -> dict[str, Any]:
         """Best value and patience used."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 from hvdtrain.callbacks.base import Callback
@@ -44,6 +45,8 @@ class Jsonl(Callback):
         self._write(run, "end", epoch=run.state.cursor.epoch, stop=run.state.stop, metrics=run.state.metrics)
 
     def _write(self, run: Any, event: str, **fields: Any) -> None:
+        if run.out == Path():  # an evaluation without a fit has no directory, and leaves no file
+            return
         record = {"event": event, "time": round(time.time(), 3), "step": run.state.cursor.step, **fields}
         with (run.out / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(_finite(record), default=str) + "\n")

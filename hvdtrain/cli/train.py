@@ -90,7 +90,7 @@ def _options(argv: list[str]) -> list[Option]:
             raise UserError(f"there is no option --{name}", nearest(bare, _hints()), HELP)
         if not equals and bare != "print_config":
             if not rest or rest[0].startswith("--"):
-                wants = schema.in_words(_hints()[bare]) if bare in _hints() else "one"
+                wants = schema.in_words(_hints()[bare]) if bare in _hints() else "one after it"
                 raise UserError(f"--{name} has no value", wants, f"write --{name} VALUE")
             value = rest.pop(0)
         found.append((name, value if equals or bare != "print_config" else None, f"--{name}"))
@@ -142,24 +142,32 @@ def _typed(base: dict[str, Any], options: list[Option]) -> Config:
     entries = [o for o in options if _free(o[0]) is not None]
     words = []
     for name, value, where in options:
-        if name in schema.sections(Config):
-            mapping = recipe.load(value or "", where)
-            if not isinstance(mapping, dict):
-                raise UserError(f"{where} is {schema.shown(mapping)}", schema.in_words(_hints()[name]), f"for example --{name}.name")
-            _check_tree(mapping, schema.sections(Config)[name], f"{name}.", f"in {where}")
         if _free(name) is None:
+            _check_value(name, value or "", where)
             words.append(f"--{name}={value}")
     parser = make_parser()
     try:
         values = parser.parse_object(base, env=False)
         values = parser.parse_args(words, namespace=values, env=False)
     except jsonargparse.ArgumentError as error:
-        raise _refusal(str(error), options) from None
+        raise _refusal(str(error), base, options) from None
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise UserError(f"a value cannot be read: {_line(str(error))}", "values of the keys' types", HELP) from None
     for name, value, where in entries:
         _set_entry(values, name, recipe.load(value or "", where), where)
     return _build(values)
+
+
+def _check_value(name: str, text: str, where: str) -> None:
+    """Be as strict with a section or a mapping on the command line as with a file."""
+    section = schema.sections(Config).get(name)
+    if section is None and _hints().get(name) is not dict:
+        return
+    found = recipe.load(text, where)
+    if not isinstance(found, dict):
+        raise UserError(f"{where} is {schema.shown(found)}", schema.in_words(_hints()[name]), HELP)
+    if section is not None:
+        _check_tree(found, section, f"{name}.", f"in {where}")
 
 
 def _set_entry(values: Any, name: str, value: Any, where: str) -> None:
@@ -188,16 +196,17 @@ def _build(values: Any) -> Config:
     return Config(**{n: deep[n](**v) if n in deep else v for n, v in plain.items()}).check()
 
 
-def _refusal(text: str, options: list[Option]) -> UserError:
+def _refusal(text: str, base: dict[str, Any], options: list[Option]) -> UserError:
     """The parser's complaint in our words: the key, what was given, what is right, where it was given."""
-    text = _line(text)
-    key = re.search(r'key "([\w.]+)"', text)
-    if key is None or key[1] not in _hints():
-        return UserError(text, "", HELP)
-    value = re.search(r"Got value: (.*)", text)
-    places = [where for name, _, where in options if name.removesuffix("+") in (key[1], key[1].partition(".")[0])]
-    return UserError(f"{key[1]} is {schema.shown(value[1]) if value else 'refused'}", schema.in_words(_hints()[key[1]]),
-                     f"correct {places[-1]}" if places else f"correct {key[1]} in the config file")
+    found = re.search(r'key "([\w.]+)"', text)
+    key = found[1] if found else ""
+    if key not in _hints():
+        return UserError(_line(text), "", HELP)
+    section, _, last = key.rpartition(".")
+    given = [o for o in options if o[0].removesuffix("+") in (key, section)]
+    value = given[-1][1] if given else (base[section] if section else base)[last]
+    return UserError(f"{key} is {schema.shown(value)}", schema.in_words(_hints()[key]),
+                     f"correct {given[-1][2]}" if given else f"correct {key} in the config file")
 
 
 def _line(text: str) -> str:

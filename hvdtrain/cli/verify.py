@@ -27,6 +27,8 @@ def main(argv: list[str]) -> int:
     """Run and compare; 0 if every run is within the tolerance, 1 if not."""
     args, rest = _parser().parse_known_args(argv)
     ranks = _ranks(args.np)
+    if args.steps < 1:
+        raise UserError(f"--steps is {args.steps}", "1 or more", "correct --steps")
     if not any(a.startswith("--optimizer") for a in rest):
         rest = [*DEFAULTS, *rest]
     with tempfile.TemporaryDirectory(prefix="hvdtrain-verify-") as temp:

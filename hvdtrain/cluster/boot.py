@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import os
 import socket
+import sys
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -130,10 +131,12 @@ def yield_when_idle(facts: LaunchFacts, env: MutableMapping[str, str]) -> str:
 
 def _import_mpi(launcher: str) -> Any:
     """mpi4py's MPI, initialised with THREAD_MULTIPLE."""
+    prepare_lone_mpi(os.environ)
     try:
         import mpi4py
 
         mpi4py.rc.thread_level = "multiple"
+        _bind_now()
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UserError(f"mpi4py cannot be used under {launcher}: {error}", "mpi4py and an MPI library that it finds",
@@ -141,6 +144,31 @@ def _import_mpi(launcher: str) -> Any:
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     return MPI
+
+
+def _bind_now() -> None:
+    """Have mpi4py load the MPI library with all its symbols bound at once.
+
+    Its wheels bind lazily. TensorFlow, loaded later, exports an hwloc of its own to the whole process; Open MPI's first
+    call to hwloc after that, in MPI_Finalize, then lands in TensorFlow's and crashes (signal 11, exit status 139).
+    """
+    try:
+        from mpi4py import _mpiabi
+    except ImportError:
+        return  # linked to its MPI library, which Python loads bound
+    if getattr(_mpiabi, "LIBMPI_MODE", 0) is None:
+        _mpiabi.LIBMPI_MODE = os.RTLD_NOW | os.RTLD_LOCAL
+
+
+def prepare_lone_mpi(env: MutableMapping[str, str], prefix: str = sys.prefix) -> None:
+    """Let MPI start in a process that mpirun did not start: tell Open MPI's wheel where it is installed.
+
+    mpirun tells its ranks by itself. Without it MPI_Init of a lone process does not find its daemon and aborts.
+    """
+    launched = any(name in env for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"))
+    wheel = any(Path(prefix, "bin", name).exists() for name in ("orted", "prted"))
+    if wheel and not launched:
+        env.setdefault("OPAL_PREFIX", prefix)
 
 
 def _start_mpi(facts: LaunchFacts, timeout_s: float) -> MpiControl:
@@ -196,6 +224,8 @@ def start_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Contr
     if reason is not None:
         raise HorovodUnavailable(reason)
     _horovod_env(exchange, os.environ)
+    if where.size == 1:
+        prepare_lone_mpi(os.environ)
     try:
         hvd = importlib.import_module(key)
     except Exception as error:  # noqa: BLE001  (ImportError, OSError, and TensorFlow's NotFoundError for a stale ABI)

@@ -28,8 +28,12 @@ INLINE = 4096
 CHUNK = 1 << 29
 """Largest message in bytes; MPI 3.1 counts are 31 bits."""
 
-SPINS = 200
-"""Polls before a wait begins to sleep: about the time of a short collective whose ranks are all there."""
+SPINS = 50
+"""Polls before a wait begins to let other processes run."""
+
+AWAKE_S = 200e-6
+"""How long a wait polls before it sleeps. Longer than a sleep lasts (50 us of timer slack more than asked for), or two
+ranks that once slept would keep each other asleep at every later call."""
 
 
 def sum_rows(rows_PK: np.ndarray) -> np.ndarray:
@@ -165,13 +169,17 @@ class MpiControl:
             self._wait(self._comm.Ibcast(part, root=root), what, part)
 
     def _wait(self, request: Any, what: str, *buffers: np.ndarray, timeout_s: float | None = None) -> None:
-        """Poll ``request``: a short spin, then sleeps of 20 to 200 us."""
+        """Poll ``request``: spin, then yield the core between polls, then sleep 20 to 200 us between them."""
         test = request.Test
         for _ in range(SPINS):
             if test():
                 return
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         started = time.monotonic()
+        while time.monotonic() - started < AWAKE_S:
+            if test():
+                return
+            os.sched_yield()
         pause_s = 20e-6
         while not test():
             if time.monotonic() - started > limit_s:

@@ -1,7 +1,7 @@
 """Which accelerator a rank uses: one device per local rank.
 
 Owns the counting of NVIDIA devices without a framework, and the value of CUDA_VISIBLE_DEVICES. Does not set it:
-`hvdtrain.cluster.boot` does, before MPI or a framework starts CUDA. Pure but for `count_gpus`, which looks at /proc and /dev.
+`hvdtrain.cluster.boot` does, before MPI or a framework starts CUDA. Pure but for `count_gpus`, which looks at files.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def _crash(error: BaseException, facts: LaunchFacts) -> int:
 
 
 def _abort(text: str, status: int) -> int:
-    """Say ``text`` and end every rank; returns ``status`` where there is nobody else, or no control plane to end them."""
+    """Say ``text`` and end every rank; returns ``status`` where there is nobody else or no control plane."""
     from hvdtrain.cluster import boot
 
     if text:

@@ -66,7 +66,8 @@ class LockstepWorld:
             else:
                 meeting.finish(rank)
 
-        threads = [threading.Thread(target=work, args=(r,), name=f"lockstep-{r}", daemon=True) for r in range(self.size)]
+        threads = [threading.Thread(target=work, args=(r,), name=f"lockstep-{r}", daemon=True)
+                   for r in range(self.size)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -106,7 +107,8 @@ class _Rendezvous:
             while self.meeting == mine and self.failure is None:
                 if not self.changed.wait(ends_at - time.monotonic()) and self.meeting == mine and self.failure is None:
                     missing = sorted(set(range(self.size)) - set(self.brought))
-                    self._set_failure(WaitTimeout(f"rank {rank} waited {limit_s:g} s in {_show(key)} for rank(s) {missing}"))
+                    self._set_failure(WaitTimeout(f"rank {rank} waited {limit_s:g} s in {_show(key)} "
+                                                  f"for rank(s) {missing}"))
             if self.meeting == mine:
                 self._raise_failure()
             return self.outcome[rank]
@@ -142,7 +144,8 @@ class _Rendezvous:
     def _check_alive(self) -> None:
         if self.finished and self.brought and self.failure is None:
             rank, (key, _) = next(iter(self.brought.items()))
-            self._set_failure(RuntimeError(f"rank {rank} waits in {_show(key)}, but rank {min(self.finished)} has finished"))
+            self._set_failure(RuntimeError(f"rank {rank} waits in {_show(key)}, "
+                                           f"but rank {min(self.finished)} has finished"))
 
     def _set_failure(self, error: BaseException) -> None:
         if self.failure is None:
@@ -227,7 +230,8 @@ class LockstepCollectives:
     def alltoall(self, x_PK: np.ndarray, name: str) -> Done:
         """Row p goes to rank p; row q of the result came from rank q: (P, K) -> (P, K)."""
         assert x_PK.shape[0] == self.size, f"alltoall of {x_PK.shape} over {self.size} ranks"
-        return self._meet("alltoall", x_PK, name, lambda rows: [np.stack([row[p] for row in rows]) for p in range(self.size)])
+        return self._meet("alltoall", x_PK, name,
+                          lambda rows: [np.stack([row[p] for row in rows]) for p in range(self.size)])
 
     def reducescatter(self, flat_N: np.ndarray, name: str) -> Done:
         """This rank's 1/P of the sum over ranks: (N,) -> (N/P,); N is a multiple of P."""
@@ -238,7 +242,8 @@ class LockstepCollectives:
         """``root``'s vector on every rank: (N,) -> (N,)."""
         return self._meet("broadcast", x_N, name, lambda rows: [rows[root]] * self.size, root)
 
-    def _meet(self, kind: str, x: np.ndarray, name: str, combine: Callable[[list[Any]], list[Any]], root: int = 0) -> Done:
+    def _meet(self, kind: str, x: np.ndarray, name: str, combine: Callable[[list[Any]], list[Any]],
+              root: int = 0) -> Done:
         self._sent[self.rank] += ring_bytes(kind, x.nbytes, self.size, self.rank, root)
         key = (kind, name, x.shape, x.dtype.name, *([f"root {root}"] if kind == "broadcast" else []))
         return Done(np.array(self._meeting.meet(self.rank, key, np.array(x), combine)))

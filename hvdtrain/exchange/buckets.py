@@ -29,7 +29,12 @@ class Bucket:
     @property
     def nbytes(self) -> int:
         """Bytes of the uncompressed vector."""
-        return self.n * np.dtype(self.dtype).itemsize
+        return self.n * itemsize(self.dtype)
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element; numpy does not know bfloat16."""
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
 def plan_buckets(params: Sequence[ParamSpec], bucket_mb: float) -> list[Bucket]:
@@ -44,7 +49,7 @@ def plan_buckets(params: Sequence[ParamSpec], bucket_mb: float) -> list[Bucket]:
     open_group: dict[str, int] = {}
     filled: list[float] = []
     for i in reversed(range(len(params))):
-        size = params[i].n * np.dtype(params[i].dtype).itemsize
+        size = params[i].n * itemsize(params[i].dtype)
         g = open_group.get(params[i].dtype)
         if g is None or filled[g] + size > limit:
             g = open_group[params[i].dtype] = len(groups)

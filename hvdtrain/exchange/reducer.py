@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.protocols import AllGather, AllReduce, Array, Collectives, Compressor, Exchange, Handle, Ops, Request
 
@@ -30,6 +31,10 @@ class Reducer:
         self.states: list[dict[str, Array]] = [compressor.init(ops, b.n) for b in self.buckets]
         self._name = group_name
         self._reset()
+        foreign = sorted({b.dtype for b in self.buckets} - collectives.dtypes)
+        if foreign and compressor.name == "none" and not self.alone:
+            raise UserError(f"there are parameters of type {foreign[0]}", f"types that {collectives.name} can sum: "
+                            + ", ".join(sorted(collectives.dtypes)), "cast the model to one of them")
 
     @property
     def alone(self) -> bool:

@@ -31,14 +31,15 @@ def mlp(seed=3, extra=(), **last):
 
 
 def spec(model, **parts):
-    return SimpleNamespace(**{"name": "m", "model": model, "task": None, "weight": None, "blocks": None, "example": None,
-                              "metrics": None, **parts})
+    return SimpleNamespace(**{"name": "m", "model": model, "task": None, "weight": None, "blocks": None,
+                              "example": None, "metrics": None, **parts})
 
 
 def attached(model, config=SGD, wire=None, rank=0, compressor=None, bucket_mb=0.0005, **parts):
     """A step whose reducer has several small buckets."""
     step = create_step(spec(model, **parts), config, SimpleNamespace(rank=rank), 10)
-    step.attach(Reducer(plan_buckets(step.params(), bucket_mb), compressor or NoCompression(), wire or NullCollectives(), Ops()))
+    buckets = plan_buckets(step.params(), bucket_mb)
+    step.attach(Reducer(buckets, compressor or NoCompression(), wire or NullCollectives(), Ops()))
     step.share_initial()
     return step
 

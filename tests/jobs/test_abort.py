@@ -96,7 +96,8 @@ def test_ranks_that_compute_are_ended_too(script):
 
 
 def test_a_crash_before_the_control_plane(script):
-    text = guarded("pass").replace("    rank = facts.rank", "    rank = facts.rank\n    if rank == 1: raise ValueError('early')")
+    text = guarded("pass").replace("    rank = facts.rank",
+                                   "    rank = facts.rank\n    if rank == 1: raise ValueError('early')")
     check_crash(mpirun(2, [script(text)]), 1, "ValueError: early")
 
 
@@ -171,5 +172,6 @@ def test_a_job_that_succeeds(script):
 
 
 def test_one_process_needs_no_mpi(script):
-    job = run([sys.executable, script(guarded("assert 'mpi4py' not in sys.modules\nraise UserError('x is 1', '2', 'set x')"))])
+    body = "assert 'mpi4py' not in sys.modules\nraise UserError('x is 1', '2', 'set x')"
+    job = run([sys.executable, script(guarded(body))])
     check_mistake(job, "x is 1; expected 2. Set x.")

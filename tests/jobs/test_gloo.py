@@ -29,7 +29,8 @@ def main():
     for turn in range(2):
         assert control.bcast({{"a": turn}} if rank == 0 else None) == {{"a": turn}}
         assert control.gather("x" * rank) == ["x" * r for r in range(control.size)]
-        assert control.sum(np.array([rank, 1.5])).tolist() == [control.size * (control.size - 1) / 2, 1.5 * control.size]
+        P = control.size
+        assert control.sum(np.array([rank, 1.5])).tolist() == [P * (P - 1) / 2, 1.5 * P]
         assert control.agree(rank == 1) and not control.agree(False)
         control.barrier("turn")
     assert "mpi4py" not in sys.modules

@@ -1,9 +1,13 @@
-"""Horovod's collectives, of each framework in processes of its own, pass the cases that all collectives must pass."""
+"""Horovod's collectives, of each framework in processes of its own, pass the cases that all collectives must pass.
 
+And what a framework and MPI do to each other in one process.
+"""
+
+import sys
 from pathlib import Path
 
 import pytest
-from runner import mpirun
+from runner import mpirun, run
 
 from hvdtrain.cluster.boot import horovod_reason
 
@@ -50,3 +54,20 @@ def test_horovod(script, framework, ranks):
     job = mpirun(ranks, [script(SCRIPT.format(cases=str(CASES), framework=framework))], timeout_s=100)
     assert (job.returncode, job.orphans) == (0, []), job.text
     assert "cases passed" in job.stdout
+
+
+def test_mpi_ends_in_order_beside_tensorflow(script):
+    """Open MPI and TensorFlow each bring an hwloc; this job used to end with signal 11 in MPI_Finalize."""
+    pytest.importorskip("tensorflow")
+    text = ("import os\nfrom hvdtrain.cluster import boot\nfrom hvdtrain.cluster.launcher import launch_facts\n"
+            "boot.start_control(launch_facts(os.environ), 60).barrier('a')\nimport tensorflow\n")
+    job = mpirun(2, [script(text)], timeout_s=100)
+    assert (job.returncode, job.orphans) == (0, []), job.text
+
+
+def test_one_process_can_have_mpi_s_collectives(script):
+    job = run([sys.executable, script("import os, numpy\nfrom hvdtrain.cluster import boot\n"
+                                      "from hvdtrain.collectives.mpi import MpiCollectives\n"
+                                      "wire = MpiCollectives(boot.mpi_comm())\n"
+                                      "assert wire.allreduce(numpy.ones(3), 'a').wait().tolist() == [1, 1, 1]\n")])
+    assert (job.returncode, job.orphans) == (0, []), job.text

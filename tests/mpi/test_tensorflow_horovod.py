@@ -10,6 +10,7 @@ from tensorflow_tools import SGD, X, Y, attached, batch, close, cut, mlp, run, w
 
 from hvdtrain.backends.tensorflow import collectives, object_collectives  # noqa: E402
 from hvdtrain.cluster import boot  # noqa: E402
+from hvdtrain.collectives.mpi import MpiCollectives  # noqa: E402
 from hvdtrain.config import Exchange  # noqa: E402
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -20,7 +21,11 @@ def wire(control):
     reason = boot.horovod_reason("tensorflow")
     if reason:
         pytest.skip(reason)
-    return collectives("horovod", control, Exchange(), lambda name, exchange: boot.start_horovod(name, exchange, control))
+
+    def start(name, exchange):
+        return boot.start_horovod(name, exchange, control)
+
+    return collectives("horovod", control, Exchange(), start)
 
 
 @pytest.mark.parametrize("check", CASES, ids=name_of)
@@ -34,7 +39,7 @@ def test_other_kinds_are_the_cores():
 
 def parts_of(turn, size):
     """Micro-batch sizes of every rank: ranks with nothing, and with 1, 2 or 3 micro-batches, in turn."""
-    kinds = [(0,), (20,), (11, 6), (3, 4, 5)]
+    kinds = [(0,), (8,), (5, 3), (2, 3, 4)]
     sizes = [kinds[(turn + rank) % len(kinds)] for rank in range(size)]
     left = 32
     out = []
@@ -66,11 +71,24 @@ def test_unequal_parts_follow_one_process(wire):
     np.testing.assert_array_equal(bits, root)
 
 
+def test_horovod_and_plain_mpi_agree(wire, comm):
+    """The graph's exchange and the one outside it."""
+    inside = attached(mlp(), wire=wire, rank=wire.rank)
+    outside = attached(mlp(), wire=MpiCollectives(comm, timeout_s=60), rank=wire.rank)
+    for t in range(8):
+        parts = parts_of(t, wire.size)
+        mine = cut(tuple(a[sum(map(sum, parts[:wire.rank])):] for a in batch(t)), *parts[wire.rank])
+        run(inside, mine, 1 / 32)
+        run(outside, mine, 1 / 32)
+    close(weights(outside), weights(inside), 1e-6)
+
+
 def test_names_hold_when_ranks_trace_anew_at_other_times(wire):
     """Ranks whose samples change their length at different steps, so that graphs of other ages meet."""
     def model():
         keras.utils.set_random_seed(5)
-        return keras.Sequential([keras.Input((None, 12)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(12)])
+        return keras.Sequential([keras.Input((None, 12)), keras.layers.Dense(8, activation="tanh"),
+                                 keras.layers.Dense(12)])
 
     step, single = attached(model(), wire=wire, rank=wire.rank), attached(model())
     for t in range(6):

@@ -83,5 +83,6 @@ def test_expiry_calls_the_jobs_abort_and_does_not_trust_it():
 
 def test_a_forked_child_has_a_watchdog_of_its_own():
     done, _ = child("import os\nwith deadline(20, 'parent'):\n    pid = os.fork()\n    if pid == 0:\n"
-                    "        with deadline(0.2, 'child'): time.sleep(10)\n    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))")
+                    "        with deadline(0.2, 'child'): time.sleep(10)\n"
+                    "    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))")
     assert done.stdout == "70\n" and "child did not end" in done.stderr

@@ -18,7 +18,8 @@ TWO = LaunchFacts("mpi", 1, 2, 1, 2, "Open MPI mpirun")
 
 def test_importing_the_cluster_starts_nothing():
     code = ("import sys, os; before = dict(os.environ)\n"
-            "import hvdtrain.cluster.boot, hvdtrain.cluster.exit, hvdtrain.collectives.mpi, hvdtrain.collectives.lockstep\n"
+            "import hvdtrain.cluster.boot, hvdtrain.cluster.exit\n"
+            "import hvdtrain.collectives.mpi, hvdtrain.collectives.lockstep\n"
             "assert not {'mpi4py', 'horovod', 'torch', 'tensorflow'} & set(sys.modules), 'imported'\n"
             "assert dict(os.environ) == before, 'environment'\n"
             "import threading; assert threading.active_count() == 1, 'threads'\n")
@@ -31,7 +32,8 @@ def test_solo_control():
 
     control = SoloControl()
     assert (control.rank, control.size, control.local_rank, control.local_size) == (0, 1, 0, 1)
-    assert control.bcast("x") == "x" and control.gather("x") == ["x"] and control.agree(True) and not control.agree(False)
+    assert control.bcast("x") == "x" and control.gather("x") == ["x"]
+    assert control.agree(True) and not control.agree(False)
     values = np.array([1, 2])
     total = control.sum(values)
     assert total.dtype == np.float64 and total.tolist() == [1, 2] and total is not values
@@ -83,7 +85,8 @@ def test_horovod_environment_only_where_asked():
 def test_horovod_reason_names_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setattr(sys, "path_importer_cache", {})
-    assert "not installed" in boot.horovod_reason("torch") and "python -m hvdtrain build" in boot.horovod_reason("torch")
+    assert "not installed" in boot.horovod_reason("torch")
+    assert "python -m hvdtrain build" in boot.horovod_reason("torch")
     (tmp_path / "horovod" / "torch").mkdir(parents=True)
     (tmp_path / "horovod" / "__init__.py").write_text("raise RuntimeError('must not be imported')")
     __import__("importlib").invalidate_caches()
@@ -91,8 +94,21 @@ def test_horovod_reason_names_the_remedy(monkeypatch, tmp_path):
     (tmp_path / "horovod" / "torch" / "mpi_lib_v2.cpython-311-x86_64-linux-gnu.so").write_text("")
     assert boot.horovod_reason("torch") is None
     assert "without its tensorflow part" in boot.horovod_reason("tensorflow")
+    monkeypatch.setenv("OPAL_PREFIX", "set already")
     with pytest.raises(boot.HorovodUnavailable, match="does not load .*must not be imported"):
         boot.start_horovod("torch", Exchange(), SOLO)
+
+
+def test_a_lone_mpi_process_is_told_where_the_wheel_is(tmp_path):
+    boot.prepare_lone_mpi(env := {}, str(tmp_path))
+    assert env == {}, "no Open MPI in this environment"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "orted").touch()
+    boot.prepare_lone_mpi(env, str(tmp_path))
+    assert env == {"OPAL_PREFIX": str(tmp_path)}
+    for env in ({"OPAL_PREFIX": "/mine"}, {"OMPI_COMM_WORLD_RANK": "0"}, {"PMI_RANK": "0"}):
+        boot.prepare_lone_mpi(changed := dict(env), str(tmp_path))
+        assert changed == env
 
 
 def test_mismatch_names_both():
@@ -100,8 +116,9 @@ def test_mismatch_names_both():
     assert "Open MPI mpirun started 2" in text and "(MPICH Version: 4.3.0) sees 1" in text
 
 
-@pytest.mark.parametrize("raised, status", [(UserError("x is 1", "2", "set x"), 2), (SystemExit(5), 5), (SystemExit(), 0),
-                                            (SystemExit("words"), 1), (KeyboardInterrupt(), 130), (ValueError("v"), 1)])
+@pytest.mark.parametrize("raised, status", [
+    (UserError("x is 1", "2", "set x"), 2), (SystemExit(5), 5), (SystemExit(), 0), (SystemExit("words"), 1),
+    (KeyboardInterrupt(), 130), (ValueError("v"), 1)])
 def test_run_guarded_alone(raised, status, capsys):
     def main():
         raise raised
@@ -129,7 +146,8 @@ def test_agreed_alone_raises_as_it_is():
 def test_a_script_alone_says_its_mistake_without_traceback(tmp_path):
     path = tmp_path / "script.py"
     path.write_text("from hvdtrain.cluster import boot\nfrom hvdtrain.cluster.launcher import SOLO\n"
-                    "from hvdtrain.errors import UserError\nboot.start_control(SOLO, 5)\nraise UserError('x is 1', '2', 'set x')\n")
+                    "from hvdtrain.errors import UserError\nboot.start_control(SOLO, 5)\n"
+                    "raise UserError('x is 1', '2', 'set x')\n")
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=60,
                           env=os.environ | {"PYTHONPATH": root})

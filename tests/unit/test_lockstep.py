@@ -59,7 +59,8 @@ def test_the_argument_may_be_reused_at_once():
 
 
 @pytest.mark.parametrize("odd, want", [
-    (lambda c, w: w.allreduce(np.ones(3, np.float32), "b"), r"rank 0 entered allreduce 'a' \(3,\) float32; rank 1 entered allreduce 'b'"),
+    (lambda c, w: w.allreduce(np.ones(3, np.float32), "b"),
+     r"rank 0 entered allreduce 'a' \(3,\) float32; rank 1 entered allreduce 'b'"),
     (lambda c, w: w.allreduce(np.ones(4, np.float32), "a"), r"rank 1 entered allreduce 'a' \(4,\) float32"),
     (lambda c, w: w.allreduce(np.ones(3, np.float64), "a"), r"rank 1 entered allreduce 'a' \(3,\) float64"),
     (lambda c, w: w.allgather(np.ones(3, np.float32), "a"), r"rank 1 entered allgather 'a' \(3,\) float32"),
@@ -120,7 +121,8 @@ def test_sums_are_in_rank_order():
 
 @pytest.mark.parametrize("kind, nbytes, size, want", [
     ("allreduce", 1200, 1, 0), ("allreduce", 1200, 2, 1200), ("allreduce", 1200, 3, 1600), ("allreduce", 4, 3, 6),
-    ("reducescatter", 1200, 3, 800), ("alltoall", 1200, 3, 800), ("allgather", 1200, 3, 2400), ("broadcast", 1200, 3, 1200)])
+    ("reducescatter", 1200, 3, 800), ("alltoall", 1200, 3, 800), ("allgather", 1200, 3, 2400),
+    ("broadcast", 1200, 3, 1200)])
 def test_ring_bytes(kind, nbytes, size, want):
     assert ring_bytes(kind, nbytes, size) == want
 

@@ -35,7 +35,8 @@ def test_many_hosts_are_cut_short():
 
 
 @pytest.mark.parametrize("bound, cores, local_size, asked, want", [
-    (8, 8, 1, 0, 8), (8, 8, 2, 0, 4), (8, 8, 3, 0, 2), (2, 2, 4, 0, 1), (1, 8, 2, 0, 1), (4, 8, 2, 0, 4), (2, 2, 4, 3, 3)])
+    (8, 8, 1, 0, 8), (8, 8, 2, 0, 4), (8, 8, 3, 0, 2), (2, 2, 4, 0, 1), (1, 8, 2, 0, 1), (4, 8, 2, 0, 4),
+    (2, 2, 4, 3, 3)])
 def test_compute_threads(bound, cores, local_size, asked, want):
     assert compute_threads(bound, cores, local_size, asked) == want
 

@@ -57,7 +57,10 @@ class Ops:
         return (np.ascontiguousarray(bits, np.int16).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
     def topk(self, flat_N: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """The k entries of largest magnitude, largest first: (values (k,), indices int64 (k,)); ties to the lower index."""
+        """The k entries of largest magnitude, largest first: (values (k,), indices int64 (k,)).
+
+        Ties go to the lower index.
+        """
         index_k = np.argsort(-np.abs(flat_N), kind="stable")[:k].astype(np.int64)
         return flat_N[index_k], index_k
 

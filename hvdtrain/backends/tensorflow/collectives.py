@@ -53,7 +53,8 @@ class HorovodCollectives:
 
     def reducescatter(self, flat_N: tf.Tensor, name: str) -> _Result:
         sum_op = self._ops.Sum
-        return self._call(flat_N, name, lambda x: self._ops._reducescatter(x, name=name, op=sum_op, ignore_name_scope=True))
+        return self._call(flat_N, name,
+                          lambda x: self._ops._reducescatter(x, name=name, op=sum_op, ignore_name_scope=True))
 
     def broadcast(self, x_N: tf.Tensor, name: str, root: int = 0) -> _Result:
         return self._call(x_N, name, lambda x: self._ops.broadcast(x, root, name=name, ignore_name_scope=True))
@@ -96,7 +97,8 @@ class peer_failures:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, tf.errors.OpError) and "Horovod" in error.message:
-            raise PeerFailed(f"Horovod could not complete a collective: {error.message.strip().splitlines()[0]}") from error
+            said = next((line for line in error.message.splitlines() if "Horovod" in line), error.message)
+            raise PeerFailed(f"Horovod could not complete a collective: {said.strip()}") from error
 
 
 def collectives(kind: str, control: Any, exchange: Any, start_horovod: Callable[..., Any]) -> HorovodCollectives | None:

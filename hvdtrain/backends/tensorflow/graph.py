@@ -107,7 +107,8 @@ class Gradients:
             accumulator.assign_add(grad)
         return loss_sum, weight
 
-    def _only(self, batch: tuple[Any, ...], scale: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor], tf.Tensor]:
+    def _only(self, batch: tuple[Any, ...],
+              scale: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor], tf.Tensor]:
         loss_sum, weight, grads = self._local(batch, scale)
         return loss_sum, weight, *self._hand_over(grads)
 

@@ -29,7 +29,7 @@ class Evaluator:
 
     def __init__(self, spec: Any, config: Config, task: Task) -> None:
         self._model, self._task, self._spec = spec.model, task, spec
-        self._loss = resolve_loss(config.loss, spec.model) if spec.task is None else None
+        self._loss: Any = resolve_loss(config.loss, spec.model) if spec.task is None else None
         self._pairs: dict[str, Callable[[Any, Any], Any]] = {}
         self._named: dict[str, tuple[Any, bool]] = {}
         if spec.task is None:
@@ -109,7 +109,9 @@ class Evaluator:
         metric = (self._objects or {}).get(name, (None, False))[0]
         if metric is None:
             metric = self._unseen(name)
-        if metric is None:  # (sum, weight); also an accuracy of which this rank saw no sample
+        if metric is None or type(metric).result is keras.metrics.Mean.result:
+            # (sum, weight), divided in float64 on every rank: Keras would divide in float32 where it has the object,
+            # and a rank that saw no sample of an accuracy has none.
             return float(total_k[0] / total_k[1]) if total_k[1] else math.nan
         saved = [v.numpy() for v in metric.variables]
         ends = np.cumsum([v.size for v in saved])
@@ -120,19 +122,20 @@ class Evaluator:
             variable.assign(value)
         return result
 
-    def _unseen(self, name: str) -> keras.metrics.Metric | None:
+    def _unseen(self, name: str) -> Any:
         """The object of a Keras metric on a rank that had no batch to build it with."""
         metric = self._named.get(name, ("accuracy", False))[0]
         return None if metric in ("accuracy", "acc") else _object(metric, name)
 
 
 def _name_of(metric: Any) -> str:
-    return getattr(metric, "name", None) or getattr(metric, "__name__", type(metric).__name__)
+    return str(getattr(metric, "name", None) or getattr(metric, "__name__", type(metric).__name__))
 
 
 def _refuse_batch_statistics(name: str) -> None:
     if name.lower().replace("_", "") in {n.lower() for n in NOT_ADDITIVE}:
-        raise UserError(f"metric {name} takes its statistics of one batch", "a metric whose state is a sum over samples",
+        raise UserError(f"metric {name} takes its statistics of one batch",
+                        "a metric whose state is a sum over samples",
                         "name another, or give module:callable(outputs, targets) -> (sum, weight)")
 
 
@@ -141,7 +144,8 @@ def _known(name: str) -> str:
     if name.lower() in ("accuracy", "acc"):
         return "accuracy"
     _refuse_batch_statistics(name)
-    known = {n.lower().replace("_", ""): n for n, c in vars(keras.metrics).items() if _is_metric(c) or _is_function(n, c)}
+    known = {n.lower().replace("_", ""): n for n, c in vars(keras.metrics).items()
+             if _is_metric(c) or _is_function(n, c)}
     key = name.lower().replace("_", "")
     if key not in known:
         with contextlib.suppress(ValueError):  # Keras' short names, such as mse
@@ -150,7 +154,7 @@ def _known(name: str) -> str:
         raise UserError(f"metric {name!r} is not in keras.metrics",
                         nearest(name, ["accuracy", *(n for n in known.values() if n[0].isupper() and n != "Accuracy")])
                         + " or module:callable", "correct metrics")
-    return known[key]
+    return str(known[key])
 
 
 def _is_metric(found: Any) -> bool:
@@ -168,7 +172,8 @@ def _object(metric: Any, name: str) -> keras.metrics.Metric:
     try:
         found = keras.metrics.get(metric)
     except (TypeError, ValueError) as error:  # a class whose constructor wants arguments
-        raise UserError(f"metric {name} cannot be made from its name alone: {error}", "a metric without required arguments",
+        raise UserError(f"metric {name} cannot be made from its name alone: {error}",
+                        "a metric without required arguments",
                         "compile the model with the metric object, or give module:callable(outputs, targets)") from None
     return found if isinstance(found, keras.metrics.Metric) else keras.metrics.MeanMetricWrapper(found, name=name)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-Array = tf.Tensor
+from hvdtrain.protocols import Array
 
 
 class Ops:

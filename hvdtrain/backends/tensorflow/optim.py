@@ -9,11 +9,10 @@ import inspect
 from typing import Any
 
 import keras
+from keras.optimizers import schedules
 
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError, nearest
-
-schedules = keras.optimizers.schedules
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
@@ -55,7 +54,8 @@ class Optimization:
 
     def __init__(self, config: Config, model: keras.Model, steps_per_epoch: int) -> None:
         self._config = config
-        self._compiled = config.optimizer.name == "auto" and getattr(model, "compiled", False) and model.optimizer is not None
+        own = model.optimizer if getattr(model, "compiled", False) else None
+        self._compiled = config.optimizer.name == "auto" and own is not None
         base = config.schedule.linear_scaling_base
         self._scale = config.global_batch / base if base else 1.0
         self.optimizer = self._adopt(model) if self._compiled else self._create()
@@ -84,7 +84,8 @@ class Optimization:
         schedule = self._config.schedule
         if schedule.name.lower() not in ("none", "") or schedule.warmup_steps or self._scale != 1.0:
             held = own._learning_rate
-            own.learning_rate = self._rate(held if isinstance(held, schedules.LearningRateSchedule) else float(held.numpy()))
+            scheduled = isinstance(held, schedules.LearningRateSchedule)
+            own.learning_rate = self._rate(held if scheduled else float(held.numpy()))
         return own
 
     def _rate(self, base: Any) -> Any:
@@ -96,16 +97,17 @@ class Optimization:
                 return WarmUp(base, steps, self._scale)
             return float(base * self._scale)
         if isinstance(base, schedules.LearningRateSchedule):
-            raise UserError(f"schedule is {named.name} and the compiled optimizer has a schedule of its own", "one schedule",
-                            "set schedule.name to none, or compile with a plain rate")
+            raise UserError(f"schedule is {named.name} and the compiled optimizer has a schedule of its own",
+                            "one schedule", "set schedule.name to none, or compile with a plain rate")
         made = self._schedule(float(base * self._scale))
         return WarmUp(made, steps) if steps else made
 
     def _schedule(self, lr: float) -> schedules.LearningRateSchedule:
         """A schedule of keras.optimizers.schedules by name; its initial rate is ``lr`` unless args give one."""
         named = self._config.schedule
+        root = schedules.LearningRateSchedule
         classes = {n.lower(): c for n, c in vars(schedules).items()
-                   if isinstance(c, type) and issubclass(c, schedules.LearningRateSchedule) and c is not schedules.LearningRateSchedule}
+                   if isinstance(c, type) and issubclass(c, root) and c is not root}
         if named.name.lower() not in classes:
             raise UserError(f"schedule {named.name!r} is not in keras.optimizers.schedules",
                             nearest(named.name, [c.__name__ for c in classes.values()]), "correct schedule.name")
@@ -114,8 +116,8 @@ class Optimization:
         try:
             return made(**{**start, **named.args})
         except (TypeError, ValueError) as error:
-            raise UserError(f"schedule {made.__name__} refused args {named.args}: {error}", "keyword arguments it knows",
-                            "correct schedule.args") from None
+            raise UserError(f"schedule {made.__name__} refused args {named.args}: {error}",
+                            "keyword arguments it knows", "correct schedule.args") from None
 
     def rate(self) -> float:
         """The rate of the next update."""
@@ -129,10 +131,11 @@ class Optimization:
             held = held.base
         scheduled = isinstance(held, schedules.LearningRateSchedule)
         source = " (as compiled)" if self._compiled else ""
-        rate = getattr(held, "initial_learning_rate", None) if scheduled else float(held)
+        rate: Any = getattr(held, "initial_learning_rate", None) if scheduled else float(held)
         if s.warmup_steps and not scheduled:
-            rate = float(rate) * self._scale
-        words = {"optimizer": type(self.optimizer).__name__ + ("" if rate is None else f", lr {float(rate):g}") + source}
+            rate = rate * self._scale
+        rated = "" if rate is None else f", lr {float(rate):g}"
+        words = {"optimizer": type(self.optimizer).__name__ + rated + source}
         if scheduled:
             words["schedule"] = f"{type(held).__name__} per step"
         if s.warmup_steps:
@@ -145,7 +148,8 @@ class Optimization:
 def _refuse(optimizer: Any) -> None:
     """Raise `UserError` for an optimizer that would do again what the run does."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or getattr(optimizer, "loss_scale_factor", None):
-        raise UserError("the optimizer scales the loss", "one that does not", "compile without mixed_float16 and loss_scale_factor")
+        raise UserError("the optimizer scales the loss", "one that does not",
+                        "compile without mixed_float16 and loss_scale_factor")
     if getattr(optimizer, "gradient_accumulation_steps", None):
         raise UserError("the optimizer accumulates gradients (gradient_accumulation_steps)", "one that does not",
                         "set accumulate in the configuration, which every rank shares")

@@ -45,7 +45,8 @@ def sync_buffers(model: keras.Model, reducer: Reducer) -> None:
         sent = reducer.outgoing(tf.identity(own_N))
         root_N = reducer.arrived(wire.broadcast(sent, f"buffers.{dtype}.root").wait())
         total_N = reducer.arrived(wire.allreduce(reducer.outgoing(own_N - root_N), f"buffers.{dtype}.sum").wait())
-        for variable, mean in zip(variables, reducer.ops.unpack(root_N + total_N / wire.size, [v.shape for v in variables])):
+        means = reducer.ops.unpack(root_N + total_N / wire.size, [v.shape for v in variables])
+        for variable, mean in zip(variables, means):
             variable.assign(mean)
 
 

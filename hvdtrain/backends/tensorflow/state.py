@@ -59,7 +59,8 @@ def load(what: str, variables: Sequence[Any], got: dict[str, np.ndarray]) -> Non
     for (name, variable), array in zip(own.items(), given.values()):
         if tuple(variable.shape) != tuple(array.shape):
             raise UserError(f"checkpoint variable {name} has shape {tuple(array.shape)}",
-                            f"{tuple(variable.shape)}, as in this {what}", "resume with the model and model_args of that run")
+                            f"{tuple(variable.shape)}, as in this {what}",
+                            "resume with the model and model_args of that run")
     for variable, array in zip(own.values(), given.values()):
         assign(variable, array)
 

@@ -157,7 +157,8 @@ class TensorFlowStep:
         """Undo `state`."""
         own = type(self._opt.optimizer).__name__
         if rest.get("optimizer", own) != own:
-            raise UserError(f"the checkpoint was made with {rest['optimizer']}", own, "resume with the optimizer of that run")
+            raise UserError(f"the checkpoint was made with {rest['optimizer']}", own,
+                            "resume with the optimizer of that run")
         state.load("model", self.model.weights, groups["model"])
         state.load("optimizer", self._opt.optimizer.variables, groups["optimizer"])
 

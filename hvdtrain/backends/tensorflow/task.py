@@ -27,7 +27,7 @@ Task = Callable[[Any, tuple[Any, ...], bool], Pair]
 
 
 def make_task(spec: Any, config: Config) -> Task:
-    """Return ``task(model, batch, training) -> (loss_sum, weight)`` of scalar tensors; `UserError` for an unknown loss."""
+    """Return ``task(model, batch, training) -> (loss_sum, weight)``, two scalars; `UserError` for an unknown loss."""
     if spec.task is not None:
         return _users(spec.task)
     loss = resolve_loss(config.loss, spec.model)
@@ -86,8 +86,8 @@ def _checked(pair: Any) -> Pair:
         raise UserError(f"task returned a {type(pair).__name__}", "(loss_sum, weight)", "mend the model file's task")
     loss_sum, weight = (tf.cast(tf.convert_to_tensor(v), tf.float32) for v in pair)
     if loss_sum.shape.rank or weight.shape.rank:
-        raise UserError(f"task returned shapes {tuple(loss_sum.shape)} and {tuple(weight.shape)}", "two scalars (loss_sum, weight)",
-                        "sum the loss in the model file's task")
+        raise UserError(f"task returned shapes {tuple(loss_sum.shape)} and {tuple(weight.shape)}",
+                        "two scalars (loss_sum, weight)", "sum the loss in the model file's task")
     return loss_sum, weight
 
 
@@ -131,7 +131,9 @@ def loss_name(spec: Any, config: Config) -> str:
     compiled = getattr(spec.model, "loss", None) if getattr(spec.model, "compiled", False) else None
     if compiled is None:
         return "by the targets: sparse categorical cross entropy of logits, or squared error"
-    return compiled if isinstance(compiled, str) else getattr(compiled, "name", getattr(compiled, "__name__", "compiled"))
+    if isinstance(compiled, str):
+        return compiled
+    return getattr(compiled, "name", getattr(compiled, "__name__", "as compiled"))
 
 
 def _unreduced(loss: Any) -> Loss:
@@ -150,7 +152,8 @@ def _auto(args: dict[str, Any]) -> Loss:
         if outputs.shape.rank < 2 or outputs.shape[-1] == 1:
             raise UserError(f"the targets are integers and the model's outputs have shape {tuple(outputs.shape)}",
                             "one output per class", "set loss, for example to BinaryCrossentropy")
-        return keras.losses.SparseCategoricalCrossentropy(**{"from_logits": True, "reduction": None, **args})(y, outputs)
+        settings = {"from_logits": True, "reduction": None, **args}
+        return keras.losses.SparseCategoricalCrossentropy(**settings)(y, outputs)
     return loss
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
+from hvdtrain.exchange.buckets import itemsize
 from hvdtrain.protocols import AllReduce, Array, Exchange, Ops
 
 
@@ -13,7 +12,7 @@ class NoCompression:
     name = "none"
 
     def __init__(self, dtype: str = "float32") -> None:
-        self.itemsize = np.dtype(dtype).itemsize
+        self.itemsize = itemsize(dtype)
 
     def init(self, ops: Ops, n: int) -> dict[str, Array]:
         """No state."""
@@ -25,5 +24,5 @@ class NoCompression:
         return total_N, state
 
     def wire_bytes(self, n: int, size: int) -> int:
-        """Ring all-reduce: each rank sends 2 (P-1)/P of the vector (Patarasuk and Yuan 2009)."""
-        return round(2 * (size - 1) / size * n * self.itemsize)
+        """Ring all-reduce: each rank sends 2 (P-1)/P of the vector, rounded up (Patarasuk and Yuan 2009)."""
+        return -(-2 * (size - 1) * n * self.itemsize // size)

@@ -1,0 +1,112 @@
+"""Writes docs/config.md from the dataclasses in hvdtrain/config.py: ``python docs/generate.py``.
+
+Owns the page's layout and its example; names, types, units, defaults and meanings are read from the code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from any directory
+
+from hvdtrain import recipe, schema  # noqa: E402
+from hvdtrain.config import Config  # noqa: E402
+
+PAGE = Path(__file__).with_name("config.md")
+
+EXAMPLE = """\
+# recipe.yaml: PyTorch's SGD with momentum on digits, warmed up, saved every 100 steps
+model: torch_models.cnn:build
+model_args:
+  norm: none
+data:
+  name: digits
+epochs: 20
+global_batch: 96
+lr: 0.05
+optimizer:
+  name: SGD
+  args: {momentum: 0.9, nesterov: true}
+schedule:
+  name: CosineAnnealingLR
+  args: {T_max: 300}
+  warmup_steps: 30
+clip_norm: 1.0
+checkpoint:
+  every_steps: 100
+  keep: 2
+"""
+
+INTRO = """\
+<!-- Made by docs/generate.py from hvdtrain/config.py; change it there. -->
+# Configuration
+
+A run is described by the keys below. Each has a default, so an empty configuration trains the built-in recipe. A key is
+set in three places; where it is set in more than one, the later of this list counts:
+
+1. a YAML file: `--config recipe.yaml`. Several files are laid over each other key by key, the last on top.
+2. the environment: `HVDTRAIN_` and the key in capitals, two underscores for a dot: `HVDTRAIN_OPTIMIZER__NAME=SGD`;
+   `HVDTRAIN_CONFIG` names a file.
+3. the command line: `--optimizer.name SGD`.
+
+The order of the arguments on the command line does not matter. `--print_config` prints the outcome as YAML, which is a
+valid file again. In Python the same keys are the fields of `hvdtrain.Config`. Every rank must see the same
+configuration; a run whose ranks differ does not start.
+
+The keys `model_args` and those that end in `args` hold free-form keyword arguments. Setting such a key replaces it whole;
+`--model_args.norm none` sets one entry and leaves the others.
+
+## Example
+
+```yaml
+{example}```
+
+```
+horovodrun -np 4 python -m hvdtrain train --config recipe.yaml
+HVDTRAIN_SEED=1 horovodrun -np 4 python -m hvdtrain train --config recipe.yaml --lr 0.1 --optimizer.args.momentum 0.8
+```
+
+## What is refused
+
+Unknown keys, options and `HVDTRAIN_` variables (the answer names the nearest known one), values of another type, NaN and
+infinity, a key given twice in one mapping, YAML tags, and files over {kib} KiB or of more than {values} values. All of these end
+every rank with one line and exit status 2 before anything is started. A file is data: nothing in it is run but the
+callables that `model`, `data.name` and `metrics` name.
+
+## Keys
+"""
+
+SECTIONS = """
+### `{name}`: {doc}
+
+"""
+HEAD = "| key | type | default | unit | meaning |\n|---|---|---|---|---|\n"
+
+
+def page() -> str:
+    """The whole text of docs/config.md."""
+    every = schema.keys(Config)
+    text = INTRO.format(example=EXAMPLE, kib=recipe.MAX_BYTES // 1024, values=f"{recipe.MAX_VALUES:,}")
+    text += "\n" + HEAD + "".join(row(k) for k in every if "." not in k.name)
+    own = {f.name: f.metadata.get("doc") for f in dataclasses.fields(Config)}
+    for name, cls in schema.sections(Config).items():
+        doc = own[name] or (cls.__doc__ or "").strip().rstrip(".")
+        text += SECTIONS.format(name=name, doc=doc if own[name] else doc[:1].lower() + doc[1:])
+        text += HEAD + "".join(row(k) for k in every if k.name.startswith(f"{name}."))
+    return text
+
+
+def row(key: schema.Key) -> str:
+    """One key as a line of a table."""
+    default = recipe.dump({"": key.default}).partition(":")[2].strip()
+    if isinstance(key.default, (list, dict)):
+        default = str(key.default).replace("'", "")
+    words = schema.in_words(key.hint).partition(" such as ")[0]
+    cells = [f"`{key.name}`", words, f"`{default}`" if default not in ("", "''") else "empty", key.unit, key.doc]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

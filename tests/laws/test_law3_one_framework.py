@@ -1,0 +1,106 @@
+"""Law 3: one process, one framework; Horovod and mpi4py are imported in the named places only.
+
+The sources are read, not run, for who may import what; then a run of each framework in a fresh interpreter shows
+what it did import.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hvdtrain
+
+ROOT = Path(hvdtrain.__file__).parent
+ALLOWED = {
+    "horovod": {"backends/torch/collectives.py", "backends/tensorflow/collectives.py", "cluster/boot.py"},
+    "mpi4py": {"cluster/", "collectives/mpi.py"},
+    "torch": {"backends/torch/"},
+    "tensorflow": {"backends/tensorflow/"},
+    "keras": {"backends/tensorflow/"},
+}
+IMPORTERS = ("import_module", "__import__")
+"""Functions that import what a string names."""
+
+
+def imports(source: str) -> set[str]:
+    """Names that a source imports, by statement, by ``import_module("name")`` or ``import_module(f"name.{x}")``."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(node.module or "")
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in IMPORTERS and node.args:
+            found |= {text for text in strings(node.args[0]) if text}
+    return found
+
+
+def strings(node: ast.expr) -> list[str]:
+    """The constant beginning of a string expression."""
+    if isinstance(node, ast.JoinedStr):
+        return strings(node.values[0]) if node.values else []
+    return [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+
+
+def allowed(where: str, package: str) -> bool:
+    """Whether the file ``where`` may import ``package``; a place that ends in / is a folder."""
+    return any(where == place or place.endswith("/") and where.startswith(place) for place in ALLOWED[package])
+
+
+def test_only_the_named_files_import_them():
+    files = sorted(ROOT.rglob("*.py"))
+    assert len(files) > 50
+    wrong = [f"{where} imports {name}" for path in files for where in [path.relative_to(ROOT).as_posix()]
+             for name in imports(path.read_text(encoding="utf-8"))
+             for package in [name.partition(".")[0]] if package in ALLOWED and not allowed(where, package)]
+    assert not wrong
+
+
+@pytest.mark.parametrize("source", [
+    "import horovod.torch as hvd", "def f():\n    from horovod import torch", "import importlib\nimportlib.import_module('horovod.torch')",
+    "from importlib import import_module\nimport_module(f'horovod.{name}')", "__import__('horovod')"])
+def test_the_check_sees_every_way_to_import(source):
+    assert {name.partition(".")[0] for name in imports(source)} >= {"horovod"}
+    assert not allowed("loop.py", "horovod") and allowed("cluster/boot.py", "horovod")
+    assert not allowed("cluster/boot.py", "torch") and allowed("cluster/control.py", "mpi4py")
+
+
+SCRIPT = """
+import json, sys
+import numpy as np
+from hvdtrain import Config, Trainer
+from hvdtrain.config import Checkpoint
+{model}
+x = np.random.default_rng(0).standard_normal((16, 4)).astype("float32")
+y = np.arange(16) % 3
+config = Config(global_batch=8, max_steps=2, progress="off", out={out!r}, checkpoint=Checkpoint(at_end=False))
+result = Trainer(config).fit(model, ((x, y), (x, y)))
+print(json.dumps({{"steps": result.steps, "tops": sorted({{name.partition(".")[0] for name in sys.modules}})}}))
+"""
+MODELS = {
+    "torch": "import torch\nmodel = torch.nn.Linear(4, 3)",
+    "tensorflow": "import keras\nmodel = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])",
+}
+
+
+@pytest.mark.parametrize("framework, others", [("torch", {"tensorflow", "keras"}), ("tensorflow", {"torch"})])
+def test_a_run_imports_its_own_framework_only(framework, others, tmp_path):
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2",
+           "PYTHONPATH": os.pathsep.join([str(ROOT.parent), os.environ.get("PYTHONPATH", "")])}
+    script = SCRIPT.format(model=MODELS[framework], out=str(tmp_path / "run"))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["steps"] == 2 and framework in told["tops"]
+    assert not others.intersection(told["tops"])
+    assert not {"horovod", "mpi4py"}.intersection(told["tops"]), "one process alone needs neither"

@@ -1,0 +1,47 @@
+"""docs/config.md is what docs/generate.py makes of the dataclasses, and its example works."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import schema
+from hvdtrain.cli.train import parse
+from hvdtrain.config import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def generate():
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_up_to_date(generate):
+    assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == generate.page(), "run python docs/generate.py"
+
+
+def test_every_key_has_a_row_with_type_and_meaning(generate):
+    rows = re.findall(r"^\| `([\w.]+)` \| ([^|]+) \| ([^|]+) \| ([^|]*) \| (.+) \|$", generate.page(), re.M)
+    assert sorted(r[0] for r in rows) == sorted(k.name for k in schema.keys(Config))
+    for name, words, default, _, doc in rows:
+        assert words.strip() and default.strip() and len(doc.strip()) > 3, name
+
+
+def test_every_number_that_measures_something_has_a_unit():
+    bare = {"shares", "seed", "lr", "clip_norm", "early_stop.min_delta"}  # relative, or without a dimension
+    for key in schema.keys(Config):
+        if key.hint in (int, float) or key.hint == list[float]:
+            assert bool(key.unit) != (key.name in bare), key.name
+
+
+def test_the_example_is_accepted(generate, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(generate.EXAMPLE, encoding="utf-8")
+    config = parse(["--config", str(path), "--lr", "0.1", "--optimizer.args.momentum", "0.8"], {"HVDTRAIN_SEED": "1"})
+    assert (config.lr, config.seed, config.schedule.warmup_steps) == (0.1, 1, 30)
+    assert config.optimizer.args == {"momentum": 0.8, "nesterov": True}

@@ -1,0 +1,229 @@
+"""The reducer's driving: order, names, several rounds a bucket, state, and what it refuses (numpy over lockstep)."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.backends.numpy.ops import Ops
+from hvdtrain.collectives.lockstep import LockstepWorld
+from hvdtrain.collectives.null import NullCollectives
+from hvdtrain.errors import UserError
+from hvdtrain.exchange.buckets import MIB, plan_buckets
+from hvdtrain.exchange.compressors.none import NoCompression
+from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.protocols import AllGather, AllReduce, AllToAll, ParamSpec
+
+SIZES = (5, 3, 4)
+
+
+def buckets(sizes=SIZES, dtype="float32"):
+    """One bucket for each size, bucket i of sizes[i] elements."""
+    params = [ParamSpec(f"p{i}", (n,), dtype) for i, n in enumerate(reversed(sizes))]
+    plan = plan_buckets(params, 1 / MIB)
+    assert [b.n for b in plan] == list(sizes)
+    return plan
+
+
+class Scaled:
+    """Two rounds: agree on the largest magnitude, then sum multiples of a 2^16th of it; counts its exchanges."""
+
+    name = "scaled"
+
+    def init(self, ops, n):
+        return {"count": np.zeros(1), "residual": np.zeros(n)}
+
+    def exchange(self, ops, flat_N, state, size):
+        all_P1 = yield AllGather(ops.reshape(ops.abs_max(flat_N), (1,)))
+        assert all_P1.shape == (size, 1)
+        unit = float(all_P1.max()) / 2**16 or 1.0
+        whole_N = ops.round(flat_N / unit)
+        total_N = yield AllReduce(whole_N)
+        return total_N * unit, {"count": state["count"] + 1, "residual": flat_N - whole_N * unit}
+
+    def wire_bytes(self, n, size):
+        return 0
+
+
+class Rounds:
+    """Each bucket takes as many rounds as it has elements, of every kind; the sum is right all the same."""
+
+    name = "rounds"
+
+    def init(self, ops, n):
+        return {}
+
+    def exchange(self, ops, flat_N, state, size):
+        parts = []
+        for i in range(len(flat_N)):
+            if i % 3 == 0:
+                parts.append((yield AllReduce(flat_N[i:i + 1].copy())))
+            elif i % 3 == 1:
+                parts.append((yield AllGather(flat_N[i:i + 1])).sum(axis=0))
+            else:
+                parts.append((yield AllToAll(np.repeat(flat_N[i:i + 1][None], size, axis=0))).sum(axis=0))
+        return np.concatenate(parts), state
+
+    def wire_bytes(self, n, size):
+        return 0
+
+
+class Recorder:
+    """Passes calls on and notes their kinds and names; `open` counts handles that were not waited for."""
+
+    def __init__(self, wire):
+        self._wire, self.calls, self.open, self.most_open = wire, [], 0, 0
+        self.rank, self.size, self.host, self.dtypes, self.name = wire.rank, wire.size, wire.host, wire.dtypes, wire.name
+
+    def __getattr__(self, kind):
+        def call(x, name):
+            self.calls.append((kind, name))
+            self.open += 1
+            self.most_open = max(self.most_open, self.open)
+            handle, outer = getattr(self._wire, kind)(x, name), self
+
+            class Handle:
+                def wait(self):
+                    outer.open -= 1
+                    return handle.wait()
+            return Handle()
+        return call
+
+
+def vectors(rank, step=0, sizes=SIZES):
+    draw = np.random.default_rng([rank, step])
+    return [draw.integers(-100, 100, n).astype(np.float32) for n in sizes]
+
+
+def one_step(reducer, flats, order):
+    for i in order:
+        reducer.start(i, flats[i])
+    return reducer.finish()
+
+
+@pytest.mark.parametrize("make", [NoCompression, Scaled, Rounds])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_sums_whatever_the_order_of_handing_over(make, size):
+    """Every rank fills its buckets in another order at every step; the wire sees one order (law 5)."""
+    orders = list(itertools.permutations(range(3)))
+
+    def work(control, wire):
+        seen = Recorder(wire)
+        reducer = Reducer(buckets(), make(), seen, Ops(), "g")
+        out = []
+        for step in range(6):
+            sums = one_step(reducer, vectors(control.rank, step), orders[(step + control.rank) % 6])
+            out.append([np.array(s) for s in sums])
+        return out, seen.calls, seen.open
+
+    results = LockstepWorld(size).run(work)
+    for step in range(6):
+        for bucket in range(3):
+            want = sum(vectors(r, step)[bucket] for r in range(size))
+            for out, _, _ in results:
+                np.testing.assert_allclose(out[step][bucket], want, atol=0.02 if make is Scaled else 0)
+    assert all(calls == results[0][1] and left == 0 for _, calls, left in results)
+
+
+def test_names_and_order_on_the_wire():
+    seen = Recorder(NullCollectives(0, 2))
+    reducer = Reducer(buckets(), Scaled(), seen, Ops(), "g0-1.grad")
+    reducer.start(1, np.ones(3, np.float32))
+    reducer.start(2, np.ones(4, np.float32))
+    assert seen.calls == []  # bucket 0 goes first
+    reducer.start(0, np.ones(5, np.float32))
+    first = [("allgather", f"g0-1.grad.b{i}.r0") for i in range(3)]
+    assert seen.calls == first and seen.open == 3  # all under way before anything is waited for
+    reducer.finish()
+    assert seen.calls == first + [("allreduce", f"g0-1.grad.b{i}.r1") for i in range(3)]
+    assert seen.open == 0 and seen.most_open == 3
+    one_step(reducer, [np.ones(n, np.float32) for n in SIZES], (0, 1, 2))
+    assert seen.calls[6:] == seen.calls[:6]  # the same names at every step, so that Horovod's cache holds
+
+
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=5), st.randoms(use_true_random=False))
+@settings(max_examples=30, deadline=None)
+def test_any_numbers_of_rounds(sizes, random):
+    order = random.sample(range(len(sizes)), len(sizes))
+    seen = Recorder(NullCollectives())
+    sums = one_step(Reducer(buckets(sizes), Rounds(), seen, Ops()), vectors(0, 0, sizes), order)
+    for got, want in zip(sums, vectors(0, 0, sizes)):
+        np.testing.assert_array_equal(got, want)
+    names = [name for _, name in seen.calls]
+    assert sorted(names) == sorted(f"world.b{i}.r{k}" for i, n in enumerate(sizes) for k in range(n))
+    rounds = [int(name.rpartition("r")[2]) for name in names]
+    assert rounds == sorted(rounds)  # a round of all buckets before the next of any
+
+
+def test_state_is_kept_per_bucket_and_step():
+    reducer = Reducer(buckets(), Scaled(), NullCollectives(), Ops())
+    for step in range(3):
+        one_step(reducer, vectors(0, step), (0, 1, 2))
+    assert [s["count"][0] for s in reducer.states] == [3, 3, 3]
+    assert [len(s["residual"]) for s in reducer.states] == list(SIZES)
+
+
+def test_a_bucket_handed_over_twice_or_missing_is_our_bug():
+    reducer = Reducer(buckets(), NoCompression(), NullCollectives(), Ops())
+    reducer.start(0, np.ones(5, np.float32))
+    with pytest.raises(AssertionError, match="bucket 0 was handed over twice"):
+        reducer.start(0, np.ones(5, np.float32))
+    with pytest.raises(AssertionError, match="1 of 3 buckets"):
+        reducer.finish()
+
+
+def test_a_failed_exchange_leaves_nothing_behind():
+    class Failing(NullCollectives):
+        broken = True
+
+        def allreduce(self, flat_N, name):
+            if self.broken and name.endswith("b1.r1"):
+                raise RuntimeError("the wire broke")
+            return super().allreduce(flat_N, name)
+
+    wire = Failing()
+    reducer = Reducer(buckets(), Scaled(), wire, Ops())
+    with pytest.raises(RuntimeError, match="the wire broke"):
+        one_step(reducer, vectors(0), (0, 1, 2))
+    wire.broken = False
+    for got, want in zip(one_step(reducer, vectors(0, 1), (0, 1, 2)), vectors(0, 1)):
+        np.testing.assert_allclose(got, want, atol=0.01)
+
+
+def test_alone_is_one_rank_without_a_compressor():
+    def alone(size, compressor):
+        return Reducer(buckets(), compressor, NullCollectives(0, size), Ops()).alone
+    assert alone(1, NoCompression()) and not alone(2, NoCompression()) and not alone(1, Scaled())
+
+
+def test_arrays_become_numpy_only_where_the_wire_lives_on_the_host():
+    class Counting(Ops):
+        def __init__(self):
+            self.out = self.back = 0
+
+        def to_host(self, x):
+            self.out += 1
+            return x
+
+        def from_host(self, x):
+            self.back += 1
+            return x
+
+    class OnHost(NullCollectives):
+        host = True
+
+    for wire, want in ((NullCollectives(), 0), (OnHost(), 6)):
+        ops = Counting()
+        one_step(Reducer(buckets(), Scaled(), wire, ops), vectors(0), (0, 1, 2))
+        assert ops.out == ops.back == want
+
+
+def test_a_type_that_the_wire_cannot_sum_is_refused():
+    class Narrow(NullCollectives):
+        dtypes = frozenset({"float32", "float64"})
+
+    with pytest.raises(UserError, match="type bfloat16; expected types that null can sum: float32, float64"):
+        Reducer(buckets(dtype="bfloat16"), NoCompression(), Narrow(0, 2), Ops())
+    Reducer(buckets(dtype="bfloat16"), NoCompression(), Narrow(0, 1), Ops())

@@ -62,8 +62,9 @@ def train_step(run: Run, batch: StepBatch) -> None:
     begin = time.perf_counter()
     step.zero()
     scale = loss_scale(batch.weight)
-    totals = [step.forward_backward(micro, scale, last=i + 1 == len(batch.micros)) for i, micro in enumerate(batch.micros)]
-    with deadline(config.control_timeout_s, f"the gradient exchange of step {state.cursor.step}"):
+    # The bound covers backward too: a wire inside TensorFlow's graph waits for the other ranks in there.
+    with deadline(config.control_timeout_s, f"backward and gradient exchange of step {state.cursor.step}"):
+        totals = [step.forward_backward(micro, scale, last=micro is batch.micros[-1]) for micro in batch.micros]
         wait_s = step.exchange()
     computed = time.perf_counter()
     bad = _vote(run, totals)

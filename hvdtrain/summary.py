@@ -41,6 +41,7 @@ def show(run: Any) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     # mpirun gives ranks pseudo-terminals even where its own output goes to a file: plain text under a launcher.
     console = Console(highlight=False, force_terminal=False if run.control.size > 1 else None)
@@ -48,7 +49,7 @@ def show(run: Any) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows(run):
-        table.add_row(name, value)
+        table.add_row(name, Text(value))  # as it is: rich would read [brackets] as markup
     console.print(table)
 
 

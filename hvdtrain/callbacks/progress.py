@@ -91,7 +91,7 @@ class Bar(Callback):
 
     def eval_end(self, run: Any) -> None:
         """Print the metrics above the bar."""
-        self._bar.console.print(f"epoch {run.state.cursor.epoch}  test {_metrics(run.state.metrics)}", highlight=False)
+        self._bar.console.print(f"epoch {run.state.cursor.epoch}  test {_metrics(run.state.metrics)}", highlight=False, markup=False)
 
     def fit_end(self, run: Any) -> None:
         """Remove the bar."""

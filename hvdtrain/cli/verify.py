@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +27,12 @@ def main(argv: list[str]) -> int:
     """Run and compare; 0 if every run is within the tolerance, 1 if not."""
     args, rest = _parser().parse_known_args(argv)
     ranks = _ranks(args.np)
-    if args.steps < 1:
-        raise UserError(f"--steps is {args.steps}", "1 or more", "correct --steps")
-    if not any(a.startswith("--optimizer") for a in rest):
+    for name, value, fits, expected in (("steps", args.steps, args.steps >= 1, "1 or more"),
+                                        ("timeout", args.timeout, args.timeout > 0, "seconds above 0"),
+                                        ("tolerance", args.tolerance, args.tolerance >= 0, "a number of 0 or more")):
+        if not fits:
+            raise UserError(f"--{name} is {value:g}", expected, f"correct --{name}")
+    if not _names_optimizer(rest, os.environ):
         rest = [*DEFAULTS, *rest]
     with tempfile.TemporaryDirectory(prefix="hvdtrain-verify-") as temp:
         cases = [(n, None) for n in ranks] + [(n, uneven(n)) for n in ranks if n > 1 and args.uneven]
@@ -39,6 +42,12 @@ def main(argv: list[str]) -> int:
             _train(n, shares, out, args, rest)
             weights[n, shares] = _weights(out)
         return _report(cases, weights, args.tolerance)
+
+
+def _names_optimizer(rest: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Whether the user's options, or a config file that may, choose the optimizer."""
+    return any(a.startswith(("--optimizer", "--config")) for a in rest) or any(
+        v.startswith(("HVDTRAIN_OPTIMIZER", "HVDTRAIN_CONFIG")) for v in env)
 
 
 def uneven(size: int) -> tuple[int, ...]:
@@ -56,11 +65,15 @@ def largest_difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> tu
                         "make the model's callable deterministic")
     worst = (0.0, "")
     for name in a:
+        if a[name].shape != b[name].shape:
+            raise UserError(f"{name} has shape {b[name].shape} in one run", f"{a[name].shape}, as in the first", "make the model's callable "
+                            "deterministic")
         if not np.isfinite(a[name]).all() or not np.isfinite(b[name]).all():
             return float("inf"), name
         scale = float(np.abs(a[name]).max(initial=0)) or 1.0
         diff = float(np.abs(a[name].astype(np.float64) - b[name].astype(np.float64)).max(initial=0)) / scale
-        worst = max(worst, (diff, name))
+        if diff > worst[0]:
+            worst = (diff, name)
     return worst
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-JOB_ID = "HVDTRAIN_TEST_JOB"
+JOB_ID = "TEST_JOB_OF_HVDTRAIN"
+"""Not HVDTRAIN_...: such names are keys of the configuration."""
 LAUNCHER_NAMES = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "HOROVOD_")
 
 

@@ -8,7 +8,7 @@ import keras  # noqa: E402
 from collectives_cases import CASES, name_of  # noqa: E402
 from tensorflow_tools import SGD, X, Y, attached, batch, close, cut, mlp, run, weights  # noqa: E402
 
-from hvdtrain.backends.tensorflow import collectives, object_collectives  # noqa: E402
+from hvdtrain.backends.tensorflow import collectives  # noqa: E402
 from hvdtrain.cluster import boot  # noqa: E402
 from hvdtrain.collectives.mpi import MpiCollectives  # noqa: E402
 from hvdtrain.config import Exchange  # noqa: E402
@@ -156,13 +156,3 @@ def test_buffers_become_their_mean(wire):
     model.layers[1].moving_mean.assign(np.full(16, float(wire.rank)))
     step.sync_buffers()
     np.testing.assert_array_equal(model.layers[1].moving_mean.numpy(), np.full(16, (wire.size - 1) / 2, np.float32))
-
-
-def test_objects_travel(wire):
-    import horovod.tensorflow as hvd
-
-    broadcast, gather = object_collectives(hvd)
-    for obj in ({"rank": wire.rank, "x": np.arange(wire.rank)}, None, "é" * (1 + 1000 * wire.rank)):
-        everyone = gather(obj)
-        assert len(everyone) == wire.size and repr(everyone[wire.rank]) == repr(obj)
-        assert repr(broadcast(obj)) == repr(everyone[0])

@@ -1,9 +1,9 @@
 """TensorFlow with Keras 3: how tensors, steps and Horovod's collectives look there."""
 
-from hvdtrain.backends.tensorflow.collectives import collectives, object_collectives
+from hvdtrain.backends.tensorflow.collectives import collectives
 from hvdtrain.backends.tensorflow.data import adapt as adapt_data
 from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.backends.tensorflow.placement import seed, setup
 from hvdtrain.backends.tensorflow.step import create_step
 
-__all__ = ["Ops", "adapt_data", "collectives", "create_step", "object_collectives", "seed", "setup"]
+__all__ = ["Ops", "adapt_data", "collectives", "create_step", "seed", "setup"]

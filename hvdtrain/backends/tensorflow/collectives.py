@@ -7,11 +7,9 @@ where TensorFlow would not pass a name on, each name gets a small function of it
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import PeerFailed
@@ -106,26 +104,3 @@ def collectives(kind: str, control: Any, exchange: Any, start_horovod: Callable[
     if kind != "horovod":
         return None
     return HorovodCollectives(start_horovod("tensorflow", exchange))
-
-
-def object_collectives(hvd: Any) -> tuple[Callable[[Any], Any], Callable[[Any], list[Any]]]:
-    """(broadcast from rank 0, gather to all) of Python objects, for a job without MPI; collective, pickled."""
-    wire = HorovodCollectives(hvd)
-
-    def broadcast(obj: Any) -> Any:
-        data = _bytes(obj) if wire.rank == 0 else np.zeros(0, np.uint8)
-        length = wire.broadcast(tf.constant([data.size], tf.int64), "control.bcast.length").wait()
-        sent = data if wire.rank == 0 else np.zeros(int(length[0]), np.uint8)
-        return pickle.loads(wire.broadcast(tf.constant(sent), "control.bcast").wait().numpy().tobytes())
-
-    def gather(obj: Any) -> list[Any]:
-        data = _bytes(obj)
-        lengths = wire.gather_rows(tf.constant([data.size], tf.int64), "control.gather.length").numpy()
-        joined = wire.gather_rows(tf.constant(data), "control.gather").numpy()
-        return [pickle.loads(part.tobytes()) for part in np.split(joined, np.cumsum(lengths)[:-1])]
-
-    return broadcast, gather
-
-
-def _bytes(obj: Any) -> np.ndarray:
-    return np.frombuffer(pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL), dtype=np.uint8)

@@ -1,9 +1,9 @@
 """PyTorch: how tensors, steps and Horovod's collectives look there."""
 
-from hvdtrain.backends.torch.collectives import collectives, object_collectives
+from hvdtrain.backends.torch.collectives import collectives
 from hvdtrain.backends.torch.data import adapt as adapt_data
 from hvdtrain.backends.torch.ops import Ops
 from hvdtrain.backends.torch.placement import seed, setup
 from hvdtrain.backends.torch.step import create_step
 
-__all__ = ["Ops", "adapt_data", "collectives", "create_step", "object_collectives", "seed", "setup"]
+__all__ = ["Ops", "adapt_data", "collectives", "create_step", "seed", "setup"]

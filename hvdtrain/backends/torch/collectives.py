@@ -62,9 +62,3 @@ def collectives(kind: str, control: Any, exchange: Any, start_horovod: Callable[
     if kind != "horovod":
         return None
     return HorovodCollectives(start_horovod("torch", exchange))
-
-
-def object_collectives(hvd: Any) -> tuple[Callable[[Any], Any], Callable[[Any], list[Any]]]:
-    """(broadcast from rank 0, gather to all) of Python objects, for a job without MPI."""
-    return (lambda obj: hvd.broadcast_object(obj, root_rank=0, name="control.bcast"),
-            lambda obj: hvd.allgather_object(obj, name="control.gather"))

@@ -67,7 +67,8 @@ class Ops:
         return torch.stack(columns, dim=1)
 
     def sum_squares(self, x: Array) -> Array:
-        return torch.linalg.vector_norm(x).square()
+        narrow = x.dtype in (torch.float16, torch.bfloat16)  # whose squares overflow or vanish
+        return torch.linalg.vector_norm(x, dtype=torch.float32 if narrow else None).square()
 
     def abs_max(self, x: Array) -> Array:
         return x.abs().amax() if x.numel() else x.new_zeros(())
@@ -83,4 +84,4 @@ class Ops:
         return x.detach().cpu().numpy()
 
     def from_host(self, x: np.ndarray) -> Array:
-        return torch.from_numpy(x).to(self.device)
+        return torch.from_numpy(x if x.flags.writeable else x.copy()).to(self.device)

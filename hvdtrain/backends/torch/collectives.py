@@ -32,7 +32,7 @@ class HorovodCollectives:
     """`hvdtrain.protocols.Collectives` over ``horovod.torch``: asynchronous, in place, overlapping backward."""
 
     name = "horovod"
-    dtypes = frozenset({"float16", "float32", "float64", "int32", "int64", "uint8", "int8"})
+    dtypes = frozenset({"float16", "float32", "float64", "int32", "int64"})
     overlaps = True
     in_graph = False
     host = False

@@ -133,7 +133,8 @@ def _wire(config: Config, spec: Spec, backend: Any, control: Control, notes: lis
     reason = boot.horovod_reason(spec.framework) if kind != "mpi" else None
     lacking = [r for r in control.gather(reason) if r]
     if kind == "horovod" and lacking:
-        raise UserError(f"collectives horovod cannot be had: {lacking[0]}", "a Horovod built here", "run `python -m hvdtrain build`")
+        raise UserError(f"collectives horovod cannot be had: {lacking[0]}", "a Horovod built here",
+                        "run `python -m hvdtrain build`")
     if kind != "mpi" and not lacking:
         try:
             return backend.collectives("horovod", control, config.exchange, partial(boot.start_horovod, where=control))
@@ -158,16 +159,20 @@ def _data(config: Config, data: Any, adapters: tuple[Any, ...]) -> tuple[Any, An
 
 def _feeds(config: Config, spec: Spec, control: Control, train: Any, test: Any) -> tuple[Feed, Feed | None]:
     """How each rank walks through the data."""
-    feed = Feed(train, config.global_batch, rank=control.rank, size=control.size, control=control,
-                shares=config.shares or None, seed=config.seed, shuffle=config.data.shuffle, accumulate=config.accumulate,
-                micro_batch=config.micro_batch, weight_fn=spec.weight, prefetch=config.data.prefetch)
+    feed = Feed(train, config.global_batch, shuffle=config.data.shuffle, accumulate=config.accumulate,
+                weight_fn=spec.weight, **_cut(config, control))
     feed.check_ranks_agree()
     return feed, None if test is None else _eval_feed(config, control, test)
 
 
 def _eval_feed(config: Config, control: Control, data: Any) -> Feed:
-    return Feed(data, config.global_batch, rank=control.rank, size=control.size, control=control, seed=config.seed,
-                shares=config.shares or None, shuffle=False, micro_batch=config.micro_batch, prefetch=config.data.prefetch)
+    return Feed(data, config.global_batch, shuffle=False, **_cut(config, control))
+
+
+def _cut(config: Config, control: Control) -> dict[str, Any]:
+    """What training and evaluation cut alike."""
+    return {"rank": control.rank, "size": control.size, "control": control, "shares": config.shares or None,
+            "seed": config.seed, "micro_batch": config.micro_batch, "prefetch": config.data.prefetch}
 
 
 def eval_feed(run: Run, data: Any) -> Feed:
@@ -212,4 +217,3 @@ def _restore(run: Run) -> None:
         return
     session.restore(run, found[0])
     run.note(f"resumed at step {run.state.cursor.step}, epoch {run.state.cursor.epoch}")
-

@@ -34,7 +34,7 @@ def fit(run: Run) -> None:
             break
         run.step.end_epoch()
         state.cursor = state.cursor.next_epoch()
-        if config.eval_every and state.cursor.epoch % config.eval_every == 0 or state.cursor.epoch == config.epochs:
+        if state.cursor.epoch == config.epochs or config.eval_every and state.cursor.epoch % config.eval_every == 0:
             evaluate(run)
         run.emit(Event.EPOCH_END)
         run.agree_on_stop()

@@ -75,7 +75,8 @@ def _call(build: Callable[..., Any], text: str, args: dict[str, Any]) -> Any:
         deep = bool(tb and tb.tb_next and tb.tb_next.tb_next and isinstance(error, TypeError))
         if deep:
             raise
-        raise UserError(f"model {text} refused model_args {args}: {error}", "arguments it accepts", "correct model_args") from error
+        raise UserError(f"model {text} refused model_args {args}: {error}", "arguments it accepts",
+                        "correct model_args") from error
 
 
 def _spec(name: str, model: Any, parts: dict[str, Any]) -> Spec:

@@ -20,6 +20,8 @@ from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 
 COMPLETED = "completed.json"
+TRACES = ("log.jsonl", "checkpoints", COMPLETED)
+"""What a run leaves in its directory."""
 
 
 def ensure_out(run: Any) -> Path:
@@ -40,20 +42,22 @@ def _root_choice(config: Config, name: str) -> Path:
     try:
         path = Path(config.out) if config.out else _numbered(Path("runs"), name, config.resume == "auto")
         path.mkdir(parents=True, exist_ok=True)
-        if config.out and not config.resume and any((path / f).exists() for f in ("log.jsonl", "checkpoints", COMPLETED)):
+        if config.out and not config.resume and any((path / name).exists() for name in TRACES):
             raise UserError(f"{path} holds a run already", "a new directory, so that nothing is overwritten",
                             "add --resume auto to go on with it, or choose another --out")
         _write(path / "config.yaml", _yaml(config))
         (path / COMPLETED).unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"the run's directory cannot be made: {error}", "a writable place", "choose another --out") from None
+        raise UserError(f"the run's directory cannot be made: {error}", "a writable place",
+                        "choose another --out") from None
     return path
 
 
 def _numbered(root: Path, name: str, newest: bool) -> Path:
     """``root/stem-NNN``: the next free number, or the newest existing one."""
     stem = re.sub(r"[^A-Za-z0-9_.]+", "-", Path(name.rpartition(":")[0] or name).name).strip("-.") or "run"
-    taken = sorted(int(m[1]) for p in root.glob(f"{stem}-*") if (m := re.fullmatch(re.escape(stem) + r"-(\d+)", p.name)))
+    found = (re.fullmatch(re.escape(stem) + r"-(\d+)", path.name) for path in root.glob(f"{stem}-*"))
+    taken = sorted(int(match[1]) for match in found if match)
     if newest and taken:
         return root / f"{stem}-{taken[-1]:03d}"
     number = taken[-1] + 1 if taken else 1

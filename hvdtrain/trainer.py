@@ -86,7 +86,8 @@ class Trainer:
         run = self._assembled(None, None)
         error = session.save(run)
         if error:
-            raise UserError(f"the checkpoint was not written: {error}", "a writable directory with room", "free space and save again")
+            raise UserError(f"the checkpoint was not written: {error}", "a writable directory with room",
+                            "free space and save again")
         return run.out / session.DIRECTORY
 
     def restore(self, path: str | os.PathLike[str]) -> None:
@@ -94,8 +95,11 @@ class Trainer:
         from hvdtrain.checkpoint import session
 
         run = self._assembled(None, None)
-        found = agreed(run.control, lambda: session.find(str(path), None, run.note) if run.control.rank == 0 else None, "restore")
-        session.restore(run, found)
+
+        def look() -> Any:
+            return session.find(str(path), None, run.note) if run.control.rank == 0 else None
+
+        session.restore(run, agreed(run.control, look, "restore"))
 
     def _assembled(self, model: Any, data: Any) -> Run:
         """The run, assembled on first use; one Trainer is one run."""

@@ -36,7 +36,8 @@ def built_in_model() -> str:
     """The built-in recipe's model for the first installed framework."""
     names = installed()
     if not names:
-        raise UserError("neither torch nor tensorflow is installed", "one of them", "run make setup, or pip install 'hvdtrain[torch]'")
+        raise UserError("neither torch nor tensorflow is installed", "one of them",
+                        "run make setup, or pip install 'hvdtrain[torch]'")
     return BUILT_IN[names[0]]
 
 

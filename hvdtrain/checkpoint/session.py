@@ -19,6 +19,9 @@ from hvdtrain.errors import UserError
 from hvdtrain.outdir import ensure_out
 
 DIRECTORY = "checkpoints"
+QUIET = frozenset({"out", "resume", "progress", "log_every", "epochs", "max_steps", "threads", "control_timeout_s",
+                   "checkpoint", "collectives", "exchange"})
+"""Keys that may change between a run and its resumption without a word: they leave the curve alone."""
 
 
 def save(run: Any) -> str:
@@ -30,7 +33,8 @@ def save(run: Any) -> str:
     if run.control.rank == 0:
         try:
             snapshot = _snapshot(run, own)
-            CheckpointStore(run.out / DIRECTORY, run.config.checkpoint.keep).save(snapshot, run.state.cursor.step, log=print)
+            store = CheckpointStore(run.out / DIRECTORY, run.config.checkpoint.keep)
+            store.save(snapshot, run.state.cursor.step, log=print)
         except (OSError, UserError) as problem:
             error = str(problem)
     return run.control.bcast(error)
@@ -40,11 +44,13 @@ def _snapshot(run: Any, own: list[dict[str, np.ndarray]]) -> Snapshot:
     groups, rest = run.step.state()
     for name, array in groups["model"].items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise UserError(f"parameter {name} is not finite", "finite weights in a checkpoint", "resume from the one before")
+            raise UserError(f"parameter {name} is not finite", "finite weights in a checkpoint",
+                            "resume from the one before")
     ranks = {f"rank-{rank:04d}": arrays for rank, arrays in enumerate(own)}
     meta = {
-        "hvdtrain": __version__, "framework": run.spec.framework, "model": run.spec.name, "world_size": run.control.size,
-        "cursor": run.state.cursor.to_dict(), "step_rest": rest, "config": _json(run.config.to_dict()),
+        "hvdtrain": __version__, "framework": run.spec.framework, "model": run.spec.name,
+        "world_size": run.control.size, "cursor": run.state.cursor.to_dict(), "step_rest": rest,
+        "config": _json(run.config.to_dict()),
         "callbacks": {type(c).__name__: c.state_dict() for c in run.callbacks if c.state_dict()},
     }
     return Snapshot({**groups, **ranks}, meta)
@@ -66,16 +72,20 @@ def find(resume: str, out: Path | None, log: Any) -> Snapshot | None:
     ``log`` and the newest whole one is used. Errors: `UserError` for a path without any whole checkpoint.
     """
     if resume == "auto":
-        found = CheckpointStore(out / DIRECTORY, 1).latest_whole(log) if out is not None and (out / DIRECTORY).is_dir() else None
+        if out is None or not (out / DIRECTORY).is_dir():
+            return None
+        found = CheckpointStore(out / DIRECTORY, 1).latest_whole(log)
         return found[1] if found else None
     path = Path(resume)
     if not path.exists():
-        raise UserError(f"there is no checkpoint {resume}", "the directory of a checkpoint or of a run", "correct resume")
+        raise UserError(f"there is no checkpoint {resume}", "the directory of a checkpoint or of a run",
+                        "correct resume")
     for root in (path, path / DIRECTORY):
         if root.is_dir() and any(root.glob("step-*")):
             found = CheckpointStore(root, 1).latest_whole(log)
             if found is None:
-                raise UserError(f"{root} holds no whole checkpoint", "at least one that verifies", "start anew without resume")
+                raise UserError(f"{root} holds no whole checkpoint", "at least one that verifies",
+                                "start anew without resume")
             return found[1]
     return read_snapshot(path)
 
@@ -86,18 +96,20 @@ def restore(run: Any, snapshot: Snapshot | None) -> None:
     Random generators and compressor state return bit by bit where the number of ranks is the same; with another
     number every rank keeps its fresh ones, seeded by (seed, rank).
     """
-    head = run.control.bcast(None if snapshot is None else (dict(snapshot.meta), {g: snapshot.tensors[g] for g in ("model", "optimizer")}))
-    meta, groups = head
-    parts = [None] * run.control.size
+    head = None
+    if snapshot is not None:
+        head = dict(snapshot.meta), {group: dict(snapshot.tensors[group]) for group in ("model", "optimizer")}
+    meta, groups = run.control.bcast(head)
+    parts: list[Any] = [None] * run.control.size
     if snapshot is not None and meta["world_size"] == run.control.size:
         parts = [snapshot.tensors.get(f"rank-{rank:04d}", {}) for rank in range(run.control.size)]
     own = run.control.bcast(parts)[run.control.rank]
 
     def load() -> None:
         if meta.get("framework") != run.spec.framework:
-            raise UserError(f"the checkpoint is of a {meta.get('framework')} model", f"one of {run.spec.framework}, as this model",
-                            "resume with the model of that run")
-        run.step.load({g: dict(a) for g, a in groups.items()}, meta["step_rest"])
+            raise UserError(f"the checkpoint is of a {meta.get('framework')} model",
+                            f"one of {run.spec.framework}, as this model", "resume with the model of that run")
+        run.step.load(groups, meta["step_rest"])
         if own is not None:
             run.step.load_rank(dict(own))
 
@@ -107,14 +119,15 @@ def restore(run: Any, snapshot: Snapshot | None) -> None:
         if type(callback).__name__ in meta["callbacks"]:
             callback.load_state_dict(meta["callbacks"][type(callback).__name__])
     if own is None:
-        run.note(f"resumed a run of {meta['world_size']} ranks on {run.control.size}: random generators start anew from the seed")
+        run.note(f"resumed a run of {meta['world_size']} ranks on {run.control.size}: "
+                 "random generators start anew from the seed")
     _tell_changes(run, meta["config"])
 
 
 def _tell_changes(run: Any, before: dict[str, Any]) -> None:
     """Name the keys that change the curve and differ from the run that is resumed."""
     now = _json(run.config.to_dict())
-    quiet = {"out", "resume", "progress", "log_every", "epochs", "max_steps", "threads", "control_timeout_s", "checkpoint", "exchange"}
-    changed = [k for k in now if k not in quiet and before.get(k) != now[k]]
+    changed = [k for k in now if k not in QUIET and before.get(k) != now[k]]
     if changed:
-        run.note("resumed with other settings than before: " + ", ".join(f"{k} {before.get(k)} -> {now[k]}" for k in changed))
+        words = ", ".join(f"{k} {before.get(k)} -> {now[k]}" for k in changed)
+        run.note(f"resumed with other settings than before: {words}")

@@ -128,7 +128,7 @@ class Feed:
                             "the same on every rank",
                             "give every rank the same data and configuration; the sampler does the cut")
 
-    def epoch(self, cursor: Cursor) -> Iterator[StepBatch]:
+    def epoch(self, cursor: Cursor) -> Generator[StepBatch, None, None]:
         """Yield the steps from ``cursor`` to the end of its epoch, the same number on every rank.
 
         What a step holds depends on (seed, epoch, position) only, so a walk that starts in the middle of an
@@ -143,7 +143,7 @@ class Feed:
                             "resume with the data of the checkpoint, or start anew")
         return self._source_steps(cursor, epoch_order(self.samples, self.seed, cursor.epoch, self.shuffle))
 
-    def eval_epoch(self) -> Iterator[StepBatch]:
+    def eval_epoch(self) -> Generator[StepBatch, None, None]:
         """Yield every sample once, in the data's own order, in the same number of steps on every rank.
 
         A rank whose part of a step is empty gets a `StepBatch` without micro-batches, so that it can enter
@@ -155,7 +155,7 @@ class Feed:
 
     # --- a source: every rank knows all counts, so only an own weight is summed ----------------------------
 
-    def _source_steps(self, cursor: Cursor, order_N: np.ndarray) -> Iterator[StepBatch]:
+    def _source_steps(self, cursor: Cursor, order_N: np.ndarray) -> Generator[StepBatch, None, None]:
         parts_ahead = prefetched(self._source_parts(cursor.samples, order_N), self.prefetch)
         with contextlib.closing(parts_ahead) as parts:
             for part in parts:
@@ -185,7 +185,7 @@ class Feed:
 
     # --- a stream: ranks read it alike and find out together that it has ended -----------------------------
 
-    def _stream_steps(self, cursor: Cursor) -> Iterator[StepBatch]:
+    def _stream_steps(self, cursor: Cursor) -> Generator[StepBatch, None, None]:
         first = True
         with contextlib.closing(prefetched(self._stream_parts(cursor), self.prefetch)) as parts:
             while True:

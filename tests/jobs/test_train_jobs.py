@@ -38,7 +38,7 @@ def test_the_built_in_recipe_learns_digits(tmp_path):
     record = completed(job, out)
     assert record["metrics"]["accuracy"] >= 0.97
     assert record["ranks"] == 1 and record["framework"] == "torch"
-    for row in ("framework", "ranks", "wire", "global batch", "steps", "speed", "loss", "test accuracy", "time a step"):
+    for row in ("framework", "ranks", "wire", "global batch", "steps", "speed", "train loss", "test accuracy", "time a step"):
         assert re.search(rf"^\W*{row}\b", job.stdout, re.MULTILINE), f"the summary lacks {row}:\n{job.stdout}"
     for phase in ("data", "compute", "wait", "update"):
         assert f"{phase} " in job.stdout

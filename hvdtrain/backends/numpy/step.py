@@ -73,7 +73,8 @@ class NumpyStep:
 
     def __init__(self, model: Model, config: Config) -> None:
         if config.optimizer.name.lower() not in ("auto", "sgd"):
-            raise UserError(f"optimizer {config.optimizer.name!r} with the numpy backend", "SGD", "correct optimizer.name")
+            raise UserError(f"optimizer {config.optimizer.name!r} with the numpy backend", "SGD",
+                            "correct optimizer.name")
         self.model = model
         self._lr = config.lr
         self._momentum = float(config.optimizer.args.get("momentum", 0.0))
@@ -92,7 +93,8 @@ class NumpyStep:
     def share_initial(self) -> None:
         """Broadcast rank 0's parameters."""
         for name, p in self.model.params.items():
-            p[...] = self._reducer.collectives.broadcast(p.reshape(-1).copy(), f"initial.{name}").wait().reshape(p.shape)
+            got_N = self._reducer.collectives.broadcast(p.reshape(-1).copy(), f"initial.{name}").wait()
+            p[...] = got_N.reshape(p.shape)
 
     def zero(self) -> None:
         """Forget the gradients."""
@@ -135,8 +137,8 @@ class NumpyStep:
     def evaluate(self, batch: Batch) -> None:
         """Loss and accuracy."""
         logits = self.model.forward(batch[0])[-1]
-        pairs = {"loss": (self.model.loss(logits, batch[1])[0], len(logits)),
-                 "accuracy": ((logits.argmax(axis=1) == batch[1]).sum(), len(logits))}
+        right = (logits.argmax(axis=1) == batch[1]).sum()
+        pairs = {"loss": (self.model.loss(logits, batch[1])[0], len(logits)), "accuracy": (right, len(logits))}
         for name, pair in pairs.items():
             self._totals[name] = self._totals.get(name, np.zeros(2)) + np.array(pair, dtype=np.float64)
 

@@ -67,10 +67,17 @@ class Optimization:
         return words
 
     def scalars(self) -> dict[str, Any]:
-        """JSON-able state beside the optimizer's tensors."""
-        groups = [{k: g[k] for k in ("lr", "initial_lr") if k in g} for g in self.optimizer.param_groups]
+        """JSON-able state beside the optimizer's tensors. Schedules also move betas and momentum: all of a group is kept."""
+        groups = [_plain({k: v for k, v in g.items() if k != "params"}) for g in self.optimizer.param_groups]
         schedule = {} if self.schedule is None else _plain(self.schedule.state_dict())
-        return {"updates": self.updates, "groups": groups, "schedule": schedule}
+        return {"optimizer": type(self.optimizer).__name__, "updates": self.updates, "groups": groups, "schedule": schedule}
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise `UserError` if `scalars` of another optimizer are given."""
+        own = type(self.optimizer).__name__
+        if state["optimizer"] != own:
+            raise UserError(f"the checkpoint was made with {state['optimizer']}", f"{own}, as configured now",
+                            f"set optimizer.name: {state['optimizer']}, or start anew")
 
     def load_scalars(self, state: dict[str, Any]) -> None:
         """Undo `scalars`."""
@@ -78,7 +85,7 @@ class Optimization:
         if self.schedule is not None and state["schedule"]:
             self.schedule.load_state_dict({**self.schedule.state_dict(), **state["schedule"]})
         for group, saved in zip(self.optimizer.param_groups, state["groups"]):
-            group.update(saved)
+            group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in saved.items()})
 
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:

@@ -40,11 +40,12 @@ def load_model(model: torch.nn.Module, arrays: dict[str, np.ndarray]) -> None:
     """Copy arrays into the model in place; `UserError` names the first that does not fit."""
     own = {n: t for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
     check_names("model", own, arrays)
+    for name, tensor in own.items():
+        if tuple(tensor.shape) != tuple(arrays[name].shape):
+            raise UserError(f"checkpoint tensor {name} has shape {tuple(arrays[name].shape)}",
+                            f"{tuple(tensor.shape)}, as in this model", "resume with the model and model_args of that run")
     with torch.no_grad():
         for name, tensor in own.items():
-            if tuple(tensor.shape) != tuple(arrays[name].shape):
-                raise UserError(f"checkpoint tensor {name} has shape {tuple(arrays[name].shape)}",
-                                f"{tuple(tensor.shape)}, as in this model", "resume with the model and model_args of that run")
             tensor.copy_(from_numpy(arrays[name], tensor))
 
 
@@ -68,6 +69,13 @@ def optimizer_arrays(opt: Optimization, names: list[str]) -> dict[str, np.ndarra
     return out
 
 
+def check_optimizer(names: list[str], arrays: dict[str, np.ndarray]) -> None:
+    """Raise `UserError` for the state of a parameter that this model does not have."""
+    for name in {full.rpartition("/")[0] for full in arrays} - set(names):
+        raise UserError(f"the checkpoint's optimizer has state for {name!r}", "parameters of this model only",
+                        "resume with the model of that run")
+
+
 def load_optimizer(opt: Optimization, names: list[str], params: list[torch.nn.Parameter],
                    arrays: dict[str, np.ndarray]) -> None:
     """Undo `optimizer_arrays`."""
@@ -75,9 +83,6 @@ def load_optimizer(opt: Optimization, names: list[str], params: list[torch.nn.Pa
     state: dict[int, dict[str, Any]] = {}
     for full, array in arrays.items():
         name, _, key = full.rpartition("/")
-        if name not in index:
-            raise UserError(f"the checkpoint's optimizer has state for {name!r}", "parameters of this model only",
-                            "resume with the model of that run")
         like = params[index[name]]
         fits = tuple(array.shape) == tuple(like.shape) and array.ndim > 0
         state.setdefault(index[name], {})[key] = from_numpy(array, like) if fits else torch.from_numpy(np.array(array))

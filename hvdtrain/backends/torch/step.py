@@ -125,6 +125,9 @@ class TorchStep:
     def exchange(self) -> float:
         """Hand over what backward left (all of it, if this rank had no sample), and wait for the sums."""
         if self._reducer.alone:
+            for param in self._params:  # a parameter without a gradient has a zero one, as it has with several ranks
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
             return 0.0
         begin = time.perf_counter()
         for bucket, missing in enumerate(self._missing):
@@ -169,7 +172,7 @@ class TorchStep:
         return {name: float(s / w) if w else math.nan for name, (s, w) in totals.items()}
 
     def _tensors(self, batch: Batch) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.from_numpy(np.ascontiguousarray(x)).to(self.device, non_blocking=True) for x in batch)
+        return tuple(torch.from_numpy(np.require(x, requirements="CW")).to(self.device, non_blocking=True) for x in batch)
 
     # --- schedule, state -----------------------------------------------------------------------------------------
 
@@ -201,7 +204,9 @@ class TorchStep:
         return groups, self._opt.scalars()
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
-        """Undo `state`."""
+        """Undo `state`; a checkpoint that does not fit changes nothing."""
+        self._opt.check(rest)
+        state.check_optimizer(self._names, groups["optimizer"])
         state.load_model(self.model, groups["model"])
         state.load_optimizer(self._opt, self._names, self._params, groups["optimizer"])
         self._opt.load_scalars(rest)

@@ -47,23 +47,33 @@ def loss_sum(loss: Loss, outputs: torch.Tensor, targets: torch.Tensor, extra: tu
 def _auto(targets: torch.Tensor, args: dict[str, Any]) -> Loss:
     """Cross entropy for integer targets, squared error for others."""
     if targets.is_floating_point():
-        return lambda o, t: functional.mse_loss(o, t, reduction="none", **args)
+        return lambda o, t: functional.mse_loss(o, _same_shape(t, o), reduction="none", **args)
     return lambda o, t: functional.cross_entropy(o, t.long(), reduction="none", **args)
+
+
+def _same_shape(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
+    """``targets``, unless torch would broadcast (B,) against (B, 1) to (B, B)."""
+    if targets.shape != outputs.shape:
+        raise UserError(f"the model's output has shape {tuple(outputs.shape)} and the targets {tuple(targets.shape)}",
+                        "equal shapes for squared error", "reshape the targets, or the output in the model")
+    return targets
 
 
 def _loss(named: Named) -> Loss:
     """A loss of torch.nn.functional (``cross_entropy``) or torch.nn (``CrossEntropyLoss``), unreduced."""
-    by_name = getattr(functional, named.name, None)
-    if callable(by_name) and "reduction" in inspect.signature(by_name).parameters:
+    functions = {n.lower(): f for n, f in vars(functional).items() if callable(f) and n.endswith(("_loss", "cross_entropy", "_logits", "kl_div"))}
+    by_name = functions.get(named.name.lower())
+    if by_name is not None and "reduction" in inspect.signature(by_name).parameters:
         return lambda o, t: by_name(o, t, reduction="none", **named.args)
     classes = {n: c for n, c in vars(torch.nn).items() if n.endswith("Loss") and isinstance(c, type)}
-    if named.name in classes:
+    by_class = next((c for n, c in classes.items() if n.lower() == named.name.lower()), None)
+    if by_class is not None:
         try:
-            return classes[named.name](reduction="none", **named.args)
+            return by_class(reduction="none", **named.args)
         except TypeError as error:
             raise UserError(f"loss {named.name} refused its args {named.args}: {error}", "keyword arguments it knows",
                             "correct loss.args") from None
-    known = [n for n, f in vars(functional).items() if inspect.isfunction(f) and n.endswith(("_loss", "cross_entropy"))]
+    known = [n for n, f in vars(functional).items() if n.lower() in functions and callable(f)]
     raise UserError(f"loss {named.name!r} is not in torch.nn.functional or torch.nn", nearest(named.name, [*known, *classes]),
                     "correct loss.name")
 

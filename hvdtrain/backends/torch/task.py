@@ -61,21 +61,19 @@ def _same_shape(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
 
 def _loss(named: Named) -> Loss:
     """A loss of torch.nn.functional (``cross_entropy``) or torch.nn (``CrossEntropyLoss``), unreduced."""
-    functions = {n.lower(): f for n, f in vars(functional).items() if callable(f) and n.endswith(("_loss", "cross_entropy", "_logits", "kl_div"))}
-    by_name = functions.get(named.name.lower())
-    if by_name is not None and "reduction" in inspect.signature(by_name).parameters:
-        return lambda o, t: by_name(o, t, reduction="none", **named.args)
+    functions = {n: f for n, f in vars(functional).items()
+                 if n.endswith(("_loss", "cross_entropy", "_with_logits", "kl_div")) and callable(f)}
     classes = {n: c for n, c in vars(torch.nn).items() if n.endswith("Loss") and isinstance(c, type)}
-    by_class = next((c for n, c in classes.items() if n.lower() == named.name.lower()), None)
-    if by_class is not None:
-        try:
-            return by_class(reduction="none", **named.args)
-        except TypeError as error:
-            raise UserError(f"loss {named.name} refused its args {named.args}: {error}", "keyword arguments it knows",
-                            "correct loss.args") from None
-    known = [n for n, f in vars(functional).items() if n.lower() in functions and callable(f)]
-    raise UserError(f"loss {named.name!r} is not in torch.nn.functional or torch.nn", nearest(named.name, [*known, *classes]),
-                    "correct loss.name")
+    found = next((f for n, f in {**functions, **classes}.items() if n.lower() == named.name.lower()), None)
+    if found is None:
+        raise UserError(f"loss {named.name!r} is not in torch.nn.functional or torch.nn", nearest(named.name, [*functions, *classes]),
+                        "correct loss.name")
+    takes = inspect.signature(found).parameters
+    if "reduction" not in takes or not set(named.args) <= set(takes):
+        raise UserError(f"loss {named.name} refused its args {named.args}", nearest(next(iter(named.args), ""), takes), "correct loss.args")
+    if isinstance(found, type):
+        return found(reduction="none", **named.args)
+    return lambda o, t: found(o, t, reduction="none", **named.args)
 
 
 class Metrics:

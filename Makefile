@@ -32,9 +32,7 @@ QUICK := --timeout 15 --retries 1
 ifeq ($(shell id -u),0)
 AS_ROOT := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 endif
-# Ranks that wait should leave the cores to those that compute.
-RANK_ENV := OMP_NUM_THREADS=1 OMPI_MCA_mpi_yield_when_idle=1 PATH="$(abspath $(VENV))/bin:$$PATH" $(AS_ROOT)
-HOROVODRUN := $(RANK_ENV) $(VENV)/bin/horovodrun -np $(NP) -H localhost:$(NP) $(abspath $(VENV))/bin/python -m hvdtrain
+HOROVODRUN := PATH="$(abspath $(VENV))/bin:$$PATH" $(AS_ROOT) $(VENV)/bin/horovodrun -np $(NP) -H localhost:$(NP) $(abspath $(VENV))/bin/python -m hvdtrain
 
 .PHONY: help quickstart setup test lint clean check-tools
 .DEFAULT_GOAL := help

@@ -43,8 +43,8 @@ INTRO = """\
 <!-- Made by docs/generate.py from hvdtrain/config.py; change it there. -->
 # Configuration
 
-A run is described by the keys below. Each has a default, so an empty configuration trains the built-in recipe. A key is
-set in three places; where it is set in more than one, the later of this list counts:
+A run is described by the keys below. Each has a default, so an empty configuration trains the built-in recipe.
+A key is set in three places; where it is set in more than one, the later of this list counts:
 
 1. a YAML file: `--config recipe.yaml`. Several files are laid over each other key by key, the last on top.
 2. the environment: `HVDTRAIN_` and the key in capitals, two underscores for a dot: `HVDTRAIN_OPTIMIZER__NAME=SGD`;
@@ -55,8 +55,8 @@ The order of the arguments on the command line does not matter. `--print_config`
 valid file again. In Python the same keys are the fields of `hvdtrain.Config`. Every rank must see the same
 configuration; a run whose ranks differ does not start.
 
-The keys `model_args` and those that end in `args` hold free-form keyword arguments. Setting such a key replaces it whole;
-`--model_args.norm none` sets one entry and leaves the others.
+The keys `model_args` and those that end in `args` hold free-form keyword arguments. Setting such a key replaces it
+whole; `--model_args.norm none` sets one entry and leaves the others.
 
 ## Example
 
@@ -70,10 +70,10 @@ HVDTRAIN_SEED=1 horovodrun -np 4 python -m hvdtrain train --config recipe.yaml -
 
 ## What is refused
 
-Unknown keys, options and `HVDTRAIN_` variables (the answer names the nearest known one), values of another type, NaN and
-infinity, a key given twice in one mapping, YAML tags, and files over {kib} KiB or of more than {values} values. All of these end
-every rank with one line and exit status 2 before anything is started. A file is data: nothing in it is run but the
-callables that `model`, `data.name` and `metrics` name.
+Unknown keys, options and `HVDTRAIN_` variables (the answer names the nearest known one), values of another type, NaN
+and infinity, a key given twice in one mapping, YAML tags, and files over {kib} KiB or of more than {values} values.
+All of these end every rank with one line and exit status 2 before anything is started. A file is data: nothing in it
+is run but the callables that `model`, `data.name` and `metrics` name.
 
 ## Keys
 """

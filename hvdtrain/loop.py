@@ -93,7 +93,9 @@ def _vote(run: Run, totals: list[tuple[float, float]]) -> list[int]:
     """Agree on loss, stop and save in one sum; return the ranks whose loss is not finite (none: [])."""
     state = run.state
     loss_sum, weight = run.local_loss(totals)
-    bad = not math.isfinite(loss_sum)
+    # A loss that is read one step late must not condemn the step at hand: there the check of its gradient decides.
+    late = run.step.asynchronous and run.config.nan_guard == "skip"
+    bad = not math.isfinite(loss_sum) and not late
     mine = [0.0 if bad else loss_sum, weight, bad, bool(state.wants_stop), state.wants_save]
     loss, total, n_bad, n_stop, n_save = run.control.sum(np.array(mine, dtype=np.float64))
     state.loss = float(loss / total) if total and not n_bad else math.nan

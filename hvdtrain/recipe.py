@@ -35,7 +35,7 @@ def read(path: str) -> dict[str, Any]:
         with file.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        raise UserError(f"{path!r} cannot be read: {error}", "a readable YAML file", "correct --config") from None
+        raise UserError(f"{path!r} cannot be read: {getattr(error, 'strerror', None) or error}", "a readable YAML file", "correct --config") from None
     if len(data) > MAX_BYTES:
         raise UserError(f"{path!r} has over {MAX_BYTES // 1024} KiB", "a recipe of a few keys", "correct --config")
     try:
@@ -44,9 +44,15 @@ def read(path: str) -> dict[str, Any]:
         raise UserError(f"{path!r} is not a text file in UTF-8", "a YAML file", "correct --config") from None
     found = load(text, repr(path))
     if found is None:
-        raise UserError(f"{path!r} is empty", "a mapping such as lr: 0.01", "write a key into it, or leave --config out")
+        raise UserError(
+            f"{path!r} is empty", "a mapping such as lr: 0.01", "write a key into it, or leave --config out"
+        )
     if not isinstance(found, dict):
-        raise UserError(f"{path!r} holds a {type(found).__name__}", "a mapping such as lr: 0.01", "write one key: value a line")
+        raise UserError(
+            f"{path!r} holds a {type(found).__name__}",
+            "a mapping such as lr: 0.01",
+            "write one key: value a line",
+        )
     return found
 
 
@@ -64,7 +70,9 @@ def load(text: str, where: str) -> Any:
         raise UserError(f"{where}{place}: {' '.join((error.problem or error.context or 'not YAML').split())}", "YAML",
                         "correct it there") from None
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        raise UserError(f"{where} cannot be read as YAML: {' '.join(str(error).split())[:100]}", "YAML", "correct it") from None
+        raise UserError(
+            f"{where} cannot be read as YAML: {' '.join(str(error).split())[:100]}", "YAML", "correct it"
+        ) from None
 
 
 def dump(data: Any) -> str:
@@ -86,8 +94,11 @@ def _check(text: str, where: str) -> None:
         if deepest > MAX_DEPTH:
             raise UserError(f"{where} nests values {MAX_DEPTH} deep and more", "a flat recipe", "correct it")
         if getattr(event, "tag", None) not in (None, "!"):
-            raise UserError(f"{where}, line {event.start_mark.line + 1}: the tag {event.tag}", "plain values, without tags",
-                            "remove the tag")
+            raise UserError(
+                f"{where}, line {event.start_mark.line + 1}: the tag {event.tag}",
+                "plain values, without tags",
+                "remove the tag",
+            )
 
 
 @lru_cache(maxsize=1)
@@ -114,7 +125,8 @@ def _yaml() -> tuple[Any, Any]:
         cls.yaml_implicit_resolvers = {  # type: ignore[attr-defined]
             first: [(tag, regexp) for tag, regexp in rules if tag.rpartition(":")[2] not in ("float", "timestamp")]
             for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-        cls.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))  # type: ignore[attr-defined]
+        first_letters = list("-+0123456789.")
+        cls.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, first_letters)  # type: ignore[attr-defined]
     return Loader, Dumper
 
 

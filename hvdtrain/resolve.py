@@ -24,13 +24,20 @@ def load_callable(text: str, key: str) -> Callable[..., Any]:
     """
     where, _, attribute = text.rpartition(":")
     if not where or not attribute:
-        raise UserError(f"{key} is {text!r}", "module:callable or path/file.py:callable", f"name the callable after a colon in {key}")
+        raise UserError(
+            f"{key} is {text!r}",
+            "module:callable or path/file.py:callable",
+            f"name the callable after a colon in {key}",
+        )
     module = load_module(where, key)
     found = getattr(module, attribute, None)
     if not callable(found):
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise UserError(f"{key} {text!r}: {where} has no callable {attribute!r}", nearest(attribute, names) if names else "one defined there",
-                        f"correct {key}")
+        raise UserError(
+            f"{key} {text!r}: {where} has no callable {attribute!r}",
+            nearest(attribute, names) if names else "one defined there",
+            f"correct {key}",
+        )
     return found
 
 
@@ -39,7 +46,11 @@ def load_module(where: str, key: str) -> ModuleType:
     if where.endswith(".py"):
         return _load_file(Path(where), key)
     if not all(part.isidentifier() for part in where.split(".")):
-        raise UserError(f"{key}: {where!r} is no module name", "a dotted module name, or a file that ends in .py", f"correct {key}")
+        raise UserError(
+            f"{key}: {where!r} is no module name",
+            "a dotted module name, or a file that ends in .py",
+            f"correct {key}",
+        )
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -47,8 +58,11 @@ def load_module(where: str, key: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or where
         if where == missing or where.startswith(missing + "."):
-            raise UserError(f"{key}: there is no module {where!r} in the current directory or among the installed packages",
-                            "a module that can be imported", "check the name, or give the file as path/file.py:callable") from None
+            raise UserError(
+                f"{key}: there is no module {where!r} in the current directory or among the installed packages",
+                "a module that can be imported",
+                "check the name, or give the file as path/file.py:callable",
+            ) from None
         raise _lacking(where, missing, key) from None
 
 

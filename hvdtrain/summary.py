@@ -11,12 +11,21 @@ def record(run: Any) -> dict[str, Any]:
     s, phases = run.state, run.phases
     steps = max(1, phases.steps)
     return {
-        "framework": run.spec.framework, "model": run.spec.name, "ranks": run.control.size,
-        "hosts": run.topology.describe(), "wire": run.collectives.name, "global_batch": run.config.global_batch, "steps": s.cursor.step,
-        "epochs": s.cursor.epoch, "samples_per_s": _number(phases.samples_per_s()), "loss": _number(s.loss),
+        "framework": run.spec.framework,
+        "model": run.spec.name,
+        "ranks": run.control.size,
+        "hosts": run.topology.describe(),
+        "wire": run.collectives.name,
+        "global_batch": run.config.global_batch,
+        "steps": s.cursor.step,
+        "epochs": s.cursor.epoch,
+        "samples_per_s": _number(phases.samples_per_s()),
+        "loss": _number(s.loss),
         "metrics": {k: _number(v) for k, v in s.metrics.items()},
         "phases_ms": {name: round(1e3 * seconds / steps, 3) for name, seconds in phases.seconds.items()},
-        "stop": s.stop, "notes": run.notes, "step": run.step.describe(),
+        "stop": s.stop,
+        "notes": run.notes,
+        "step": run.step.describe(),
     }
 
 

@@ -37,7 +37,8 @@ class Checkpoint(Callback):
         self._clock = time.monotonic()
         error = save(run)
         if error:
-            run.note(f"step {run.state.cursor.step}: checkpoint not written ({error}); training goes on, earlier ones are kept")
+            run.note(f"step {run.state.cursor.step}: checkpoint not written ({error}); training goes on, "
+                     "earlier ones are kept")
         else:
             self._saved_at = run.state.cursor.step
 

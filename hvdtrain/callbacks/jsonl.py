@@ -19,8 +19,8 @@ class Jsonl(Callback):
 
     def fit_start(self, run: Any) -> None:
         """Configuration, world and notes."""
-        self._write(run, "start", world_size=run.control.size, hosts=run.topology.describe(), framework=run.spec.framework,
-                    wire=run.collectives.name, config=run.config.to_dict(), notes=run.notes)
+        self._write(run, "start", world_size=run.control.size, hosts=run.topology.describe(), notes=run.notes,
+                    framework=run.spec.framework, wire=run.collectives.name, config=run.config.to_dict())
 
     def step_end(self, run: Any) -> None:
         """Loss, rate, speed and phase seconds so far."""

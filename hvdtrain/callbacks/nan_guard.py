@@ -11,7 +11,8 @@ from hvdtrain.errors import UserError
 class NanGuard(Callback):
     """Runs on all ranks, which all see the same event: ``mode`` "stop" ends the run, "skip" allows some in a row.
 
-    When the event comes the update has not been made, so the weights are still good.
+    When the event comes the update has not been made, so the weights are still good; on a GPU, where a loss is read
+    one step late, that is so for gradients only (``skip`` checks those).
     """
 
     where = "all"
@@ -31,8 +32,10 @@ class NanGuard(Callback):
         ranks = ", ".join(str(r) for r in run.state.bad_ranks)
         if self._mode == "stop" or self.in_a_row > self._max:
             many = f" ({self.in_a_row} steps in a row)" if self.in_a_row > 1 else ""
-            raise UserError(f"loss or gradient is not finite at step {step} on rank {ranks}{many}; the update was not made",
-                            "finite numbers", "lower lr, set clip_norm, look at the data of that step, or set nan_guard: skip")
+            seen = "seen one step later" if run.step.asynchronous else "the update was not made"
+            raise UserError(f"loss or gradient is not finite at step {step} on rank {ranks}{many}; {seen}",
+                            "finite numbers",
+                            "lower lr, set clip_norm, look at the data of that step, or set nan_guard: skip")
         run.note(f"step {step}: loss or gradient not finite on rank {ranks}, update skipped on every rank")
 
     def state_dict(self) -> dict[str, Any]:

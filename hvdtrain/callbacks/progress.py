@@ -40,6 +40,12 @@ def _metrics(metrics: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
+def _line(*parts: str) -> None:
+    """One line in one write: print's second write, of the line's end, gets a tag of its own from mpirun."""
+    sys.stdout.write("  ".join(part for part in parts if part) + "\n")
+    sys.stdout.flush()
+
+
 class Lines(Callback):
     """A line at most every ``seconds`` and one per evaluation."""
 
@@ -54,8 +60,8 @@ class Lines(Callback):
         """Where the run is and when it should end."""
         s, total = run.state, _total(run)
         where = f"step {s.cursor.step}" + (f"/{total}" if total else "")
-        print(f"{where}  epoch {s.cursor.epoch + 1}/{run.config.epochs}  loss {s.loss:.4f}  lr {run.step.learning_rate():.3g}  "
-              f"{_rate(s.samples_per_s)}  {self._eta(s.cursor.step, total)}".rstrip(), flush=True)
+        _line(where, f"epoch {s.cursor.epoch + 1}/{run.config.epochs}", f"loss {s.loss:.4f}",
+              f"lr {run.step.learning_rate():.3g}", _rate(s.samples_per_s), self._eta(s.cursor.step, total))
 
     def _eta(self, step: int, total: int | None) -> str:
         done = step - self._from
@@ -66,8 +72,9 @@ class Lines(Callback):
 
     def eval_end(self, run: Any) -> None:
         """Metrics of the evaluation data."""
-        print(f"epoch {run.state.cursor.epoch}/{run.config.epochs}  step {run.state.cursor.step}  test {_metrics(run.state.metrics)}  "
-              f"{_rate(run.state.samples_per_s)}".rstrip(), flush=True)
+        s = run.state
+        _line(f"epoch {s.cursor.epoch}/{run.config.epochs}", f"step {s.cursor.step}", f"test {_metrics(s.metrics)}",
+              _rate(s.samples_per_s))
 
 
 class Bar(Callback):
@@ -86,12 +93,13 @@ class Bar(Callback):
     def step_end(self, run: Any) -> None:
         """Move."""
         s = run.state
-        self._bar.update(self._task, completed=s.cursor.step, description=f"epoch {s.cursor.epoch + 1}/{run.config.epochs}",
-                         info=f"loss {s.loss:.4f}  {_rate(s.samples_per_s)}")
+        self._bar.update(self._task, completed=s.cursor.step, info=f"loss {s.loss:.4f}  {_rate(s.samples_per_s)}",
+                         description=f"epoch {s.cursor.epoch + 1}/{run.config.epochs}")
 
     def eval_end(self, run: Any) -> None:
         """Print the metrics above the bar."""
-        self._bar.console.print(f"epoch {run.state.cursor.epoch}  test {_metrics(run.state.metrics)}", highlight=False, markup=False)
+        self._bar.console.print(f"epoch {run.state.cursor.epoch}  test {_metrics(run.state.metrics)}",
+                                highlight=False, markup=False)
 
     def fit_end(self, run: Any) -> None:
         """Remove the bar."""

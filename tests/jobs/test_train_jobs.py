@@ -145,7 +145,8 @@ def test_an_exception_in_a_users_model_on_one_rank(tmp_path):
     need("torch")
     marker = tmp_path / "raised-at"
     job = mpirun(2, [*TRAIN, "--model", f"{WORK}:torch_breaks", "--model_args.rank", "1", "--model_args.marker", str(marker),
-                     "--data.name", f"{WORK}:data", "--global_batch", "8", "--out", str(tmp_path / "run")], 60)
+                     "--data.name", f"{WORK}:data",
+                     "--global_batch", "8", "--out", str(tmp_path / "run")], 60)
     took_s = time.time() - float(marker.read_text())
     assert job.returncode not in (0, None), job
     assert took_s < 5.0, f"the job ended {took_s:.1f} s after the exception"

@@ -70,7 +70,7 @@ def test_the_core_imports_the_standard_library_and_numpy(tmp_path):
 
 @pytest.mark.parametrize("text, foreign, effect", [
     ("import yaml", True, False), ("import os\nos.environ['A_NAME'] = '1'", False, True),
-    ("import threading\nthreading.Thread(target=lambda: __import__('time').sleep(9), daemon=True).start()", False, True),
+    ("import threading as t, time\nt.Thread(target=lambda: time.sleep(9), daemon=True).start()", False, True),
     ("import json", False, False)], ids=["package", "environment", "thread", "good"])
 def test_the_check_sees_what_is_wrong(text, foreign, effect, tmp_path):
     (tmp_path / "suspect.py").write_text(text)

@@ -210,7 +210,8 @@ class WishAt(Callback):
 def test_law6_the_wish_of_one_rank_is_everyones(control, framework, out):
     record = Record()
     settings = config(global_batch=8, max_steps=12, out=out[0])
-    run = fitted(distributed(control, settings, make_model(framework), samples(40), WishAt(stop_at=7, save_at=3), record))
+    wish = WishAt(stop_at=7, save_at=3)
+    run = fitted(distributed(control, settings, make_model(framework), samples(40), wish, record))
     assert control.gather((run.state.cursor.step, run.state.stop, record.saved_at)) == [
         (8, f"rank {control.size - 1} has seen enough", [4])] * control.size
 

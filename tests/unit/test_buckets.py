@@ -49,7 +49,11 @@ def test_one_large_bucket_a_dtype(params):
 
 def test_by_hand():
     """Three layers of 4, 8 and 2 kB; 10 kB a bucket, the last layer first."""
-    layers = [ParamSpec("a", (1000,), "float32"), ParamSpec("b", (2, 1000), "float32"), ParamSpec("c", (500,), "float32")]
+    layers = [
+        ParamSpec("a", (1000,), "float32"),
+        ParamSpec("b", (2, 1000), "float32"),
+        ParamSpec("c", (500,), "float32"),
+    ]
     first, second = plan_buckets(layers, 10_000 / MIB)
     assert first == Bucket(0, (2, 1), ((500,), (2, 1000)), (0, 500), 2500, "float32") and first.nbytes == 10_000
     assert second == Bucket(1, (0,), ((1000,),), (0,), 1000, "float32")

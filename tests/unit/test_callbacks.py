@@ -1,77 +1,28 @@
-"""Each callback alone, driven by a made-up run."""
+"""Each callback that decides something, alone, driven by a made-up run."""
 
 import json
 import math
-import sys
 from types import SimpleNamespace
 
 import pytest
+from fake_run import all_of, make_run, walk
 
 from hvdtrain.callbacks import checkpoint as checkpoint_module
-from hvdtrain.callbacks import progress
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.callbacks.early_stop import EarlyStop
-from hvdtrain.callbacks.jsonl import Jsonl
 from hvdtrain.callbacks.nan_guard import NanGuard
-from hvdtrain.callbacks.throughput import Throughput
-from hvdtrain.cluster.control import SoloControl
 from hvdtrain.config import Checkpoint as CheckpointSettings
-from hvdtrain.config import Config
 from hvdtrain.config import EarlyStop as EarlyStopSettings
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.errors import UserError
 from hvdtrain.events import Event
-from hvdtrain.run import Phases, Run, State
-
-STEPS_PER_EPOCH = 5
-
-
-class FakeFeed:
-    """Five steps an epoch, or a stream of unknown length."""
-
-    def __init__(self, steps=STEPS_PER_EPOCH):
-        self.steps_per_epoch = steps
-
-    def steps_left(self, cursor):
-        return None if self.steps_per_epoch is None else self.steps_per_epoch - cursor.epoch_step
-
-
-def make_run(tmp_path, rank=0, steps=STEPS_PER_EPOCH, **config):
-    """A run without step, data and wire."""
-    control = SoloControl("here")
-    control.rank = rank
-    step = SimpleNamespace(learning_rate=lambda: 0.1, describe=lambda: {"optimizer": "SGD"})
-    return Run(config=Config(**config), control=control, group=None, topology=SimpleNamespace(describe=lambda: "1 host"),
-               collectives=SimpleNamespace(name="null"), spec=SimpleNamespace(framework="numpy", name="m:build"), step=step,
-               feed=FakeFeed(steps), eval_feed=None, out=tmp_path)
+from hvdtrain.run import Phases, State
 
 
 @pytest.fixture
 def run(tmp_path):
     return make_run(tmp_path)
-
-
-def walk(run, callback, epochs=2, losses=None):
-    """Every event of a run of five steps an epoch; yields after each STEP_END."""
-    callback.on(Event.FIT_START, run)
-    for epoch in range(epochs):
-        callback.on(Event.EPOCH_START, run)
-        for i in range(STEPS_PER_EPOCH):
-            run.state.cursor = run.state.cursor.advance(8)
-            run.state.loss = 1.0 / run.state.cursor.step if losses is None else losses[run.state.cursor.step - 1]
-            run.phases.step(0.01, 8)
-            callback.on(Event.STEP_END, run)
-            yield run.state.cursor.step
-        run.state.cursor = run.state.cursor.next_epoch()
-        run.state.metrics = {"loss": 0.5, "accuracy": 0.75}
-        callback.on(Event.EVAL_END, run)
-        callback.on(Event.EPOCH_END, run)
-    callback.on(Event.FIT_END, run)
-
-
-def all_of(walked):
-    return list(walked)
 
 
 # --- base ----------------------------------------------------------------------------------------------------------
@@ -124,8 +75,21 @@ def test_an_epoch_of_a_stream_is_never_seen_coming(tmp_path):
     assert seer.count == 0
 
 
-@pytest.mark.parametrize("every, where", [("5 s", "all"), ("x step", "root"), ("0 step", "root"), ("-1 step", "root"), ("1.5 step", "root"),
-                                          ("5", "root"), ("5 hours", "root"), ("0 s", "root"), ("nan s", "root"), ("step", "root")])
+@pytest.mark.parametrize(
+    "every, where",
+    [
+        ("5 s", "all"),
+        ("x step", "root"),
+        ("0 step", "root"),
+        ("-1 step", "root"),
+        ("1.5 step", "root"),
+        ("5", "root"),
+        ("5 hours", "root"),
+        ("0 s", "root"),
+        ("nan s", "root"),
+        ("step", "root"),
+    ],
+)
 def test_impossible_intervals_are_refused(run, every, where):
     class Seer(Callback):
         def step_end(self, run):
@@ -169,7 +133,9 @@ def hit(guard, run, step, ranks=(1,)):
 
 
 def test_nan_guard_stops_with_rank_and_step(run):
-    with pytest.raises(UserError, match=r"not finite at step 7 on rank 1, 3; the update was not made; .*nan_guard: skip"):
+    with pytest.raises(
+        UserError, match=r"not finite at step 7 on rank 1, 3; the update was not made; .*nan_guard: skip"
+    ):
         hit(NanGuard("stop", 20), run, 7, (1, 3))
 
 
@@ -298,92 +264,6 @@ def test_a_run_without_a_step_is_not_saved(run, saved):
     assert saved.steps == []
 
 
-# --- jsonl ---------------------------------------------------------------------------------------------------------
-
-def test_jsonl(run, tmp_path):
-    log = Jsonl(4)
-    losses = [math.nan if step == 4 else 1.0 / step for step in range(1, 11)]
-    for step in walk(run, log, losses=losses):
-        if step == 4:
-            run.state.bad_ranks = [2]
-            log.on(Event.NON_FINITE, run)
-    records = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [(r["event"], r["step"]) for r in records] == [
-        ("start", 0), ("step", 4), ("non_finite", 4), ("eval", 5), ("step", 8), ("eval", 10), ("end", 10)]
-    assert records[0]["config"] == Config().to_dict() and records[0]["world_size"] == 1
-    assert records[1]["loss"] is None and records[4]["loss"] == 1 / 8 and set(records[4]["phases_s"]) == set(Phases.NAMES)
-    assert records[2]["ranks"] == [2] and records[3]["metrics"] == {"loss": 0.5, "accuracy": 0.75}
-    assert all(r["time"] > 1e9 for r in records)
-
-
-def test_jsonl_goes_on_where_a_run_was_resumed(run, tmp_path):
-    (tmp_path / "log.jsonl").write_text('{"event": "start"}\n')
-    Jsonl(1).on(Event.FIT_END, run)
-    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 2
-
-
-# --- throughput, progress ------------------------------------------------------------------------------------------
-
-def test_throughput_is_that_of_a_window(run, monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr("hvdtrain.callbacks.throughput.time.perf_counter", lambda: clock[0])
-    meter, seen = Throughput(window=2), []
-    meter.on(Event.EPOCH_START, run)
-    for step_s in (1.0, 1.0, 4.0, 4.0, 4.0):
-        clock[0] += step_s
-        run.phases.step(step_s, 8)
-        meter.on(Event.STEP_END, run)
-        seen.append(run.state.samples_per_s)
-    assert seen == [8.0, 8.0, 16 / 5, 2.0, 2.0]
-    clock[0] += 1000  # an evaluation is not training
-    meter.on(Event.EPOCH_START, run)
-    clock[0] += 1.0
-    run.phases.step(1.0, 8)
-    meter.on(Event.STEP_END, run)
-    assert run.state.samples_per_s == 8.0
-
-
-@pytest.mark.parametrize("kind, terminal, launched, made", [
-    ("off", True, False, []), ("plain", True, False, [progress.Lines]), ("rich", False, True, [progress.Bar]),
-    ("auto", True, False, [progress.Bar]), ("auto", False, False, [progress.Lines]), ("auto", True, True, [progress.Lines])])
-def test_progress_by_kind(monkeypatch, kind, terminal, launched, made):
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: terminal))
-    kinds = [type(c) for c in progress.make(kind, launched)]
-    monkeypatch.undo()
-    assert kinds == made
-
-
-@pytest.mark.parametrize("steps, config, total", [
-    (5, {"epochs": 3}, 15), (5, {"epochs": 3, "max_steps": 7}, 7), (5, {"epochs": 1, "max_steps": 7}, 5), (None, {"epochs": 3}, None),
-    (None, {"max_steps": 7}, 7), (5, {"epochs": 0}, None)])
-def test_steps_of_the_whole_run(tmp_path, steps, config, total):
-    assert progress._total(make_run(tmp_path, steps=steps, **config)) == total
-
-
-@pytest.mark.parametrize("steps", [5, None])
-def test_lines(tmp_path, capsys, monkeypatch, steps):
-    clock = [0.0]
-    monkeypatch.setattr("hvdtrain.callbacks.progress.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("hvdtrain.callbacks.base.time.monotonic", lambda: clock[0])
-    run = make_run(tmp_path, steps=steps, epochs=2)
-    run.state.samples_per_s = 1234.5
-    for _ in walk(run, progress.Lines(seconds=3.0)):
-        clock[0] += 1.0
-    lines = capsys.readouterr().out.splitlines()
-    total = "/10" if steps else ""
-    assert lines[0] == f"step 1{total}  epoch 1/2  loss 1.0000  lr 0.1  1,234 samples/s"
-    assert lines[1].startswith(f"step 4{total}  epoch 1/2  loss 0.2500") and lines[1].endswith("eta 0:00:04" if steps else "samples/s")
-    assert lines[2] == "epoch 1/2  step 5  test loss 0.5000  accuracy 0.7500  1,234 samples/s"
-    assert [line.split()[1] for line in lines] == [f"1{total}", f"4{total}", "1/2", f"7{total}", f"10{total}", "2/2"]
-
-
-@pytest.mark.parametrize("steps", [5, None])
-def test_bar(tmp_path, capsys, steps):
-    run = make_run(tmp_path, steps=steps, epochs=2)
-    all_of(walk(run, progress.Bar()))
-    assert "epoch 1  test loss 0.5000  accuracy 0.7500" in capsys.readouterr().out
-
-
 # --- the state that callbacks see ----------------------------------------------------------------------------------
 
 def test_phases_leave_the_first_step_out_of_the_speed():
@@ -395,7 +275,12 @@ def test_phases_leave_the_first_step_out_of_the_speed():
     phases.step(1.0, 6)
     phases.add("data", 2.0)
     phases.add("wait", -1e-9)
-    assert phases.samples_per_s() == 14 / 4.0 and phases.seconds == {"data": 2.0, "compute": 0.0, "wait": 0.0, "update": 0.0}
+    assert phases.samples_per_s() == 14 / 4.0 and phases.seconds == {
+        "data": 2.0,
+        "compute": 0.0,
+        "wait": 0.0,
+        "update": 0.0,
+    }
 
 
 def test_the_first_reason_to_stop_counts(run):

@@ -1,4 +1,4 @@
-"""`train`: what a user may write in a file, the environment and on the command line, and the words for what is wrong."""
+"""`train`: what a user may write in a file, the environment and a command, and the words for what is wrong."""
 
 import os
 import subprocess
@@ -82,7 +82,14 @@ def test_entries_of_free_form_keys_one_by_one(write):
     seen = cli("--config", path, "--model_args.norm", "none", "--model_args.rate=1e-3", "--model_args.on", "true",
                "--data.args.samples", "100", "--optimizer.args.momentum", "0.9", "--model_args.head.width", "3",
                "--model_args.what", "null")
-    assert seen.model_args == {"channels": [8], "norm": "none", "rate": 1e-3, "on": True, "head": {"width": 3}, "what": None}
+    assert seen.model_args == {
+        "channels": [8],
+        "norm": "none",
+        "rate": 1e-3,
+        "on": True,
+        "head": {"width": 3},
+        "what": None,
+    }
     assert seen.data.args == {"samples": 100} and seen.optimizer.args == {"momentum": 0.9}
     assert cli("--config", path, "--model_args", "{norm: none}").model_args == {"norm": "none"}
     assert "not a mapping" in refusal("--config", path, "--model_args.norm.deep", "1")
@@ -96,11 +103,17 @@ def test_lists():
 
 
 def test_numbers_and_texts_as_yaml_1_2_has_them(write):
-    path = write("lr: 1e-3\nclip_norm: 5\nmodel: 'a:b'\nmodel_args: {a: 2e5, b: '1e-3', c: 2020-01-01, d: on}\nout: '2024'\n")
+    path = write(
+        "lr: 1e-3\nclip_norm: 5\nmodel: 'a:b'\nmodel_args: {a: 2e5, b: '1e-3', c: 2020-01-01, d: on}\nout: '2024'\n"
+    )
     seen = cli("--config", path)
     assert (seen.lr, seen.clip_norm, seen.out) == (1e-3, 5.0, "2024")
     assert seen.model_args == {"a": 2e5, "b": "1e-3", "c": "2020-01-01", "d": True}
-    assert cli("--out", "2024").out == "2024" and cli("--model", "5").model == "5" and cli("--resume", "null").resume == "null"
+    assert (
+        cli("--out", "2024").out == "2024"
+        and cli("--model", "5").model == "5"
+        and cli("--resume", "null").resume == "null"
+    )
 
 
 def test_a_recipe_names_no_code(write):
@@ -131,12 +144,32 @@ def test_print_config_prints_no_impossible_configuration(capsys):
     assert capsys.readouterr().out == ""
 
 
-values = st.recursive(st.none() | st.booleans() | st.integers(-2**40, 2**40) | st.floats(allow_nan=False) | st.text(max_size=12),
-                      lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=8)
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**40), 2**40)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=12),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
 
 
 @given(st.dictionaries(st.text(max_size=6), values, max_size=4))
-@example({"a": "1e-3", "b": "null", "c": "2020-01-01", "d": 1e300, "e": "0x10", "f": "1_0", "g": "~", "h": "=", "i": "<<", "j": ".5e3"})
+@example(
+    {
+        "a": "1e-3",
+        "b": "null",
+        "c": "2020-01-01",
+        "d": 1e300,
+        "e": "0x10",
+        "f": "1_0",
+        "g": "~",
+        "h": "=",
+        "i": "<<",
+        "j": ".5e3",
+    }
+)
 @settings(max_examples=150, deadline=None)
 def test_what_is_dumped_is_loaded_alike(data):
     assert recipe.load(recipe.dump(data), "x") == data
@@ -153,64 +186,78 @@ def test_help_has_every_key_with_its_meaning(capsys):
 
 # --- what is refused -----------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("argv, words", [
-    (["--lrr", "3"], ["--lrr", "did you mean 'lr'"]),
-    (["--lrr=3"], ["--lrr", "did you mean 'lr'"]),
-    (["--data.nme", "3"], ["--data.nme", "did you mean 'data.name'"]),
-    (["--global-batch", "3"], ["--global-batch", "did you mean 'global_batch'"]),
-    (["--epoch", "3"], ["--epoch", "did you mean 'epochs'"]),
-    (["--optimizer.momentum", "3"], ["--optimizer.momentum", "optimizer."]),
-    (["--model_args.", "3"], ["model_args"]),
-    (["--zzzzzz", "3"], ["there is no option --zzzzzz"]),
-    (["--data", "{nme: 3}"], ["data.nme", "--data", "did you mean 'data.name'"]),
-    (["foo"], ["'foo' is no option"]),
-    (["--lr", "0.1", "0.2"], ["'0.2' is no option"]),
-    (["--lr"], ["--lr has no value", "a number"]),
-    (["--lr", "--seed", "3"], ["--lr has no value", "a number"]),
-    (["--deterministic"], ["no value", "true or false"]),
-    (["--config"], ["--config has no value"]),
-    (["--lr", "x"], ["lr is 'x'", "expected a number", "--lr"]),
-    (["--lr", ""], ["lr is ''", "expected a number"]),
-    (["--lr", BIG], ["lr is '999", "expected a number"]),
-    (["--global_batch", "1.5"], ["global_batch is '1.5'", "expected a whole number"]),
-    (["--global_batch", "true"], ["global_batch is 'true'", "expected a whole number"]),
-    (["--global_batch", "0"], ["global_batch is 0", "1 or more"]),
-    (["--seed", "-1"], ["seed is -1"]),
-    (["--seed", BIG], ["seed is '999"]),
-    (["--seed", "4294967296"], ["seed is 4294967296", "4294967295 at most"]),
-    (["--nan_guard", "foo"], ["nan_guard is 'foo'", "one of stop, skip"]),
-    (["--deterministic", "maybe"], ["deterministic is 'maybe'", "true or false"]),
-    (["--shares", "3"], ["shares is '3'", "a list of numbers such as [3, 1]"]),
-    (["--shares", "[a, 1]"], ["shares is '[a, 1]'", "a list of numbers"]),
-    (["--shares", "[1, .nan]"], ["shares is nan", "finite"]),
-    (["--shares", "[0, 0]"], ["shares", "above 0"]),
-    (["--metrics", "accuracy"], ["metrics is 'accuracy'", "a list of names"]),
-    (["--model_args", "foo"], ["--model_args is 'foo'", "keyword arguments such as {width: 64}"]),
-    (["--model_args", "{a: 1, a: 2}"], ["--model_args", "'a' is there twice"]),
-    (["--model_args", "{1: 2}"], ["model_args is {1: 2}", "keyword arguments"]),
-    (["--model_args.a", BIG], ["--model_args.a"]),
-    (["--model_args.a", "!!python/name:os.system"], ["--model_args.a", "tag"]),
-    (["--model_args.a", "["], ["--model_args.a, line 2", "YAML"]),
-    (["--optimizer", "SGD"], ["--optimizer is 'SGD'", "a section with name, args"]),
-    (["--lr", "nan"], ["lr is 'nan'", "a number"]),
-    (["--lr", ".nan"], ["lr is nan", "finite"]),
-    (["--lr", "-.inf"], ["lr is -inf", "finite"]),
-    (["--lr", "0"], ["lr is 0.0", "above 0"]),
-    (["--control_timeout_s", "1e12"], ["control_timeout_s", "1000000000 at most"]),
-    (["--threads", "100000"], ["threads", "4096 at most"])], ids=lambda v: " ".join(v)[:30] if isinstance(v, list) else None)
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--lrr", "3"], ["--lrr", "did you mean 'lr'"]),
+        (["--lrr=3"], ["--lrr", "did you mean 'lr'"]),
+        (["--data.nme", "3"], ["--data.nme", "did you mean 'data.name'"]),
+        (["--global-batch", "3"], ["--global-batch", "did you mean 'global_batch'"]),
+        (["--epoch", "3"], ["--epoch", "did you mean 'epochs'"]),
+        (["--optimizer.momentum", "3"], ["--optimizer.momentum", "optimizer."]),
+        (["--model_args.", "3"], ["model_args"]),
+        (["--zzzzzz", "3"], ["there is no option --zzzzzz"]),
+        (["--data", "{nme: 3}"], ["data.nme", "--data", "did you mean 'data.name'"]),
+        (["foo"], ["'foo' is no option"]),
+        (["--lr", "0.1", "0.2"], ["'0.2' is no option"]),
+        (["--lr"], ["--lr has no value", "a number"]),
+        (["--lr", "--seed", "3"], ["--lr has no value", "a number"]),
+        (["--deterministic"], ["no value", "true or false"]),
+        (["--config"], ["--config has no value"]),
+        (["--lr", "x"], ["lr is 'x'", "expected a number", "--lr"]),
+        (["--lr", ""], ["lr is ''", "expected a number"]),
+        (["--lr", BIG], ["lr is '999", "expected a number"]),
+        (["--global_batch", "1.5"], ["global_batch is '1.5'", "expected a whole number"]),
+        (["--global_batch", "true"], ["global_batch is 'true'", "expected a whole number"]),
+        (["--global_batch", "0"], ["global_batch is 0", "1 or more"]),
+        (["--seed", "-1"], ["seed is -1"]),
+        (["--seed", BIG], ["seed is '999"]),
+        (["--seed", "4294967296"], ["seed is 4294967296", "4294967295 at most"]),
+        (["--nan_guard", "foo"], ["nan_guard is 'foo'", "one of stop, skip"]),
+        (["--deterministic", "maybe"], ["deterministic is 'maybe'", "true or false"]),
+        (["--shares", "3"], ["shares is '3'", "a list of numbers such as [3, 1]"]),
+        (["--shares", "[a, 1]"], ["shares is '[a, 1]'", "a list of numbers"]),
+        (["--shares", "[1, .nan]"], ["shares is nan", "finite"]),
+        (["--shares", "[0, 0]"], ["shares", "above 0"]),
+        (["--metrics", "accuracy"], ["metrics is 'accuracy'", "a list of names"]),
+        (["--model_args", "foo"], ["--model_args is 'foo'", "keyword arguments such as {width: 64}"]),
+        (["--model_args", "{a: 1, a: 2}"], ["--model_args", "'a' is there twice"]),
+        (["--model_args", "{1: 2}"], ["model_args is {1: 2}", "keyword arguments"]),
+        (["--model_args.a", BIG], ["--model_args.a"]),
+        (["--model_args.a", "!!python/name:os.system"], ["--model_args.a", "tag"]),
+        (["--model_args.a", "["], ["--model_args.a, line 2", "YAML"]),
+        (["--optimizer", "SGD"], ["--optimizer is 'SGD'", "a section with name, args"]),
+        (["--lr", "nan"], ["lr is 'nan'", "a number"]),
+        (["--lr", ".nan"], ["lr is nan", "finite"]),
+        (["--lr", "-.inf"], ["lr is -inf", "finite"]),
+        (["--lr", "0"], ["lr is 0.0", "above 0"]),
+        (["--control_timeout_s", "1e12"], ["control_timeout_s", "1000000000 at most"]),
+        (["--threads", "100000"], ["threads", "4096 at most"]),
+    ],
+    ids=lambda v: " ".join(v)[:30] if isinstance(v, list) else None,
+)
 def test_command_lines_that_are_refused(argv, words):
     text = refusal(*argv)
     for word in words:
         assert word in text, text
 
 
-@pytest.mark.parametrize("env, words", [
-    ({"HVDTRAIN_LRR": "1"}, ["HVDTRAIN_LRR names no key", "did you mean 'HVDTRAIN_LR'"]),
-    ({"HVDTRAIN_DATA_NAME": "x"}, ["did you mean 'HVDTRAIN_DATA__NAME'"]),
-    ({"HVDTRAIN_MODEL_ARGS__NORM": "x"}, ["did you mean 'HVDTRAIN_MODEL_ARGS'"]),
-    ({"HVDTRAIN_LR": "abc"}, ["lr is 'abc'", "expected a number", "HVDTRAIN_LR"]),
-    ({"HVDTRAIN_CONFIG": "nowhere.yaml"}, ["nowhere.yaml"]),
-    ({"HVDTRAIN_OPTIMIZER": "{nam: SGD}"}, ["optimizer.nam", "HVDTRAIN_OPTIMIZER", "did you mean 'optimizer.name'"])], ids=str)
+@pytest.mark.parametrize(
+    "env, words",
+    [
+        ({"HVDTRAIN_LRR": "1"}, ["HVDTRAIN_LRR names no key", "did you mean 'HVDTRAIN_LR'"]),
+        ({"HVDTRAIN_DATA_NAME": "x"}, ["did you mean 'HVDTRAIN_DATA__NAME'"]),
+        ({"HVDTRAIN_MODEL_ARGS__NORM": "x"}, ["did you mean 'HVDTRAIN_MODEL_ARGS'"]),
+        ({"HVDTRAIN_LR": "abc"}, ["lr is 'abc'", "expected a number", "HVDTRAIN_LR"]),
+        ({"HVDTRAIN_CONFIG": "nowhere.yaml"}, ["nowhere.yaml"]),
+        (
+            {"HVDTRAIN_OPTIMIZER": "{nam: SGD}"},
+            ["optimizer.nam", "HVDTRAIN_OPTIMIZER", "did you mean 'optimizer.name'"],
+        ),
+    ],
+    ids=str,
+)
 def test_environments_that_are_refused(env, words):
     text = refusal(**env)
     for word in words:
@@ -331,8 +378,17 @@ def test_any_text_for_any_key_is_a_configuration_or_refused(name, text):
 # --- the whole program ---------------------------------------------------------------------------------------------
 
 def python(code, *args, **env):
-    return subprocess.run([sys.executable, *code, *args], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
-                          env={**{k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "HVDTRAIN_"))}, **env})
+    return subprocess.run(
+        [sys.executable, *code, *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+        env={
+            **{k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "HVDTRAIN_"))},
+            **env,
+        },
+    )
 
 
 def test_help_of_the_whole_imports_the_standard_library_only():
@@ -361,7 +417,12 @@ print(sorted({"torch", "tensorflow", "keras", "horovod", "mpi4py"} & set(sys.mod
 
 
 def test_a_mistake_is_one_line_and_status_2(tmp_path):
-    for argv in (["train", "--lrr", "3"], ["trian"], ["--epochs", "x"], ["train", "--config", str(tmp_path / "none.yaml")]):
+    for argv in (
+        ["train", "--lrr", "3"],
+        ["trian"],
+        ["--epochs", "x"],
+        ["train", "--config", str(tmp_path / "none.yaml")],
+    ):
         done = python(["-m", "hvdtrain"], *argv)
         assert done.returncode == 2 and done.stdout == "", (argv, done)
         assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("hvdtrain: "), done.stderr

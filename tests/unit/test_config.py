@@ -43,24 +43,70 @@ def test_wrong_types_are_refused_in_words(values, words):
         assert word in text, text
 
 
-@pytest.mark.parametrize("name, value", [
-    ("global_batch", 0), ("global_batch", -1), ("epochs", -1), ("max_steps", -1), ("micro_batch", -1), ("eval_every", -1),
-    ("threads", -1), ("threads", 10**6), ("seed", -1), ("seed", 2**32), ("accumulate", 0), ("log_every", 0), ("max_skipped", 0),
-    ("clip_norm", -0.1), ("clip_norm", math.nan), ("lr", 0.0), ("lr", -1.0), ("lr", math.inf), ("lr", math.nan),
-    ("control_timeout_s", 0), ("control_timeout_s", 1e10), ("global_batch", 2**54), ("shares", [-1, 2]), ("shares", [0, 0]),
-    ("shares", [1, math.inf]), ("shares", [math.nan, 1]), ("data", Data(prefetch=-1)), ("checkpoint", Checkpoint(keep=0)),
-    ("checkpoint", Checkpoint(every_steps=-1)), ("checkpoint", Checkpoint(every_s=-0.5)), ("checkpoint", Checkpoint(every_s=math.nan)),
-    ("schedule", Schedule(warmup_steps=-1)), ("schedule", Schedule(linear_scaling_base=-1)), ("early_stop", EarlyStop(patience=0)),
-    ("early_stop", EarlyStop(min_delta=math.nan)), ("exchange", Exchange(bucket_mb=0)), ("exchange", Exchange(cycle_time_ms=math.inf))],
-    ids=str)
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("global_batch", 0),
+        ("global_batch", -1),
+        ("epochs", -1),
+        ("max_steps", -1),
+        ("micro_batch", -1),
+        ("eval_every", -1),
+        ("threads", -1),
+        ("threads", 10**6),
+        ("seed", -1),
+        ("seed", 2**32),
+        ("accumulate", 0),
+        ("log_every", 0),
+        ("max_skipped", 0),
+        ("clip_norm", -0.1),
+        ("clip_norm", math.nan),
+        ("lr", 0.0),
+        ("lr", -1.0),
+        ("lr", math.inf),
+        ("lr", math.nan),
+        ("control_timeout_s", 0),
+        ("control_timeout_s", 1e10),
+        ("global_batch", 2**54),
+        ("shares", [-1, 2]),
+        ("shares", [0, 0]),
+        ("shares", [1, math.inf]),
+        ("shares", [math.nan, 1]),
+        ("data", Data(prefetch=-1)),
+        ("checkpoint", Checkpoint(keep=0)),
+        ("checkpoint", Checkpoint(every_steps=-1)),
+        ("checkpoint", Checkpoint(every_s=-0.5)),
+        ("checkpoint", Checkpoint(every_s=math.nan)),
+        ("schedule", Schedule(warmup_steps=-1)),
+        ("schedule", Schedule(linear_scaling_base=-1)),
+        ("early_stop", EarlyStop(patience=0)),
+        ("early_stop", EarlyStop(min_delta=math.nan)),
+        ("exchange", Exchange(bucket_mb=0)),
+        ("exchange", Exchange(cycle_time_ms=math.inf)),
+    ],
+    ids=str,
+)
 def test_impossible_values_are_refused_by_name(name, value):
     text = refusal(**{name: value})
     assert name in text and "expected" in text and text.endswith(".")
 
 
-@pytest.mark.parametrize("name, value", [
-    ("epochs", 0), ("lr", 1), ("lr", np.float64(0.5)), ("global_batch", np.int64(8)), ("shares", (3, 1)), ("shares", [0, 2.5]),
-    ("seed", 2**32 - 1), ("clip_norm", 0), ("metrics", []), ("model_args", {"a": object()})], ids=str)
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("epochs", 0),
+        ("lr", 1),
+        ("lr", np.float64(0.5)),
+        ("global_batch", np.int64(8)),
+        ("shares", (3, 1)),
+        ("shares", [0, 2.5]),
+        ("seed", 2**32 - 1),
+        ("clip_norm", 0),
+        ("metrics", []),
+        ("model_args", {"a": object()}),
+    ],
+    ids=str,
+)
 def test_unusual_values_are_possible(name, value):
     assert getattr(Config(**{name: value}).check(), name) is value
 
@@ -79,8 +125,20 @@ def test_it_is_frozen_and_no_two_share_a_default():
 def test_the_digest_tells_configurations_apart():
     a = Config(model_args={"b": 1, "a": 2})
     assert a.digest() == Config(model_args={"a": 2, "b": 1}).digest() != Config().digest()
-    seen = {Config().digest(), *(Config(**{n: v}).digest() for n, v in (
-        ("lr", 0.1), ("seed", 1), ("out", "x"), ("data", Data(prefetch=0)), ("optimizer", Named("SGD")), ("shares", [1.0])))}
+    seen = {
+        Config().digest(),
+        *(
+            Config(**{n: v}).digest()
+            for n, v in (
+                ("lr", 0.1),
+                ("seed", 1),
+                ("out", "x"),
+                ("data", Data(prefetch=0)),
+                ("optimizer", Named("SGD")),
+                ("shares", [1.0]),
+            )
+        ),
+    }
     assert len(seen) == 7
     assert json.loads(json.dumps(a.to_dict())) == a.to_dict()
 
@@ -114,18 +172,47 @@ def test_keys_and_sections_of_a_tree():
     assert [k.default for k in schema.keys(Outer)] == [1, "x", {}, [], "a", False]
 
 
-@pytest.mark.parametrize("value, hint, fit", [
-    (1, int, True), (True, int, False), (1.0, int, False), (1, float, True), (True, float, False), ("1", float, False),
-    (np.float32(1), float, True), (np.bool_(True), int, False), (True, bool, True), (0, bool, False), ("", str, True), (None, str, False),
-    ([], list[float], True), ([1, 2.5], list[float], True), (["a"], list[float], False), ("ab", list[str], False),
-    ({}, dict, True), ({"a": 1}, dict, True), ({1: 1}, dict, False), ([], dict, False), ("a", Literal["a"], True),
-    ("b", Literal["a"], False), ([1], Literal["a"], False), (Inner(), Inner, True), ("x", Inner, False)])
+@pytest.mark.parametrize(
+    "value, hint, fit",
+    [
+        (1, int, True),
+        (True, int, False),
+        (1.0, int, False),
+        (1, float, True),
+        (True, float, False),
+        ("1", float, False),
+        (np.float32(1), float, True),
+        (np.bool_(True), int, False),
+        (True, bool, True),
+        (0, bool, False),
+        ("", str, True),
+        (None, str, False),
+        ([], list[float], True),
+        ([1, 2.5], list[float], True),
+        (["a"], list[float], False),
+        ("ab", list[str], False),
+        ({}, dict, True),
+        ({"a": 1}, dict, True),
+        ({1: 1}, dict, False),
+        ([], dict, False),
+        ("a", Literal["a"], True),
+        ("b", Literal["a"], False),
+        ([1], Literal["a"], False),
+        (Inner(), Inner, True),
+        ("x", Inner, False),
+    ],
+)
 def test_fits(value: Any, hint: Any, fit):
     assert schema.fits(value, hint) is fit
 
 
 def test_values_are_shown_on_one_short_line():
-    assert (schema.shown(None), schema.shown(True), schema.shown(1), schema.shown("a\nb")) == ("empty (null)", "true", "1", r"'a\nb'")
+    assert (schema.shown(None), schema.shown(True), schema.shown(1), schema.shown("a\nb")) == (
+        "empty (null)",
+        "true",
+        "1",
+        r"'a\nb'",
+    )
     assert len(schema.shown("x" * 500)) == 60 and schema.shown("x" * 500).endswith("...")
     assert schema.shown(10**5000) == "a int too large to show"
     loop: list = []

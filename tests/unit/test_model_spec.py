@@ -110,4 +110,7 @@ def test_without_a_framework_the_remedy_is_told(monkeypatch):
 def test_the_built_in_model_is_of_an_installed_framework(monkeypatch):
     for there in (["torch", "tensorflow"], ["tensorflow"]):
         monkeypatch.setattr(backends, "installed", lambda: there)
-        assert backends.built_in_model() == {"torch": "torch_models.cnn:build", "tensorflow": "tf_models.cnn:build"}[there[0]]
+        assert (
+            backends.built_in_model()
+            == {"torch": "torch_models.cnn:build", "tensorflow": "tf_models.cnn:build"}[there[0]]
+        )

@@ -23,21 +23,36 @@ def in_an_empty_directory(tmp_path, monkeypatch):
 
 def choose(config=Config(), name="torch_models.cnn:build", control=None):
     """The directory that a run of this configuration and model gets."""
-    run = SimpleNamespace(config=config, spec=SimpleNamespace(name=name), control=control or SoloControl("here"), out=Path())
+    run = SimpleNamespace(
+        config=config, spec=SimpleNamespace(name=name), control=control or SoloControl("here"), out=Path()
+    )
     return outdir.ensure_out(run)
 
 
 def test_numbers_go_up():
-    assert [str(choose()) for _ in range(3)] == ["runs/torch_models.cnn-001", "runs/torch_models.cnn-002", "runs/torch_models.cnn-003"]
+    assert [str(choose()) for _ in range(3)] == [
+        "runs/torch_models.cnn-001",
+        "runs/torch_models.cnn-002",
+        "runs/torch_models.cnn-003",
+    ]
     Path("runs/torch_models.cnn-041").mkdir()
     Path("runs/torch_models.cnn-099x").mkdir()
     Path("runs/torch_models.cnn-extra-100").mkdir()
     assert str(choose()) == "runs/torch_models.cnn-042"
 
 
-@pytest.mark.parametrize("name, stem", [
-    ("torch_models.cnn:build", "torch_models.cnn"), ("/far/away/my net.py:build", "my-net.py"), ("Sequential", "Sequential"),
-    ("a/b[c]*?.py:x", "b-c-.py"), ("..:x", "run"), ("", "run"), ("ünï:x", "n")])
+@pytest.mark.parametrize(
+    "name, stem",
+    [
+        ("torch_models.cnn:build", "torch_models.cnn"),
+        ("/far/away/my net.py:build", "my-net.py"),
+        ("Sequential", "Sequential"),
+        ("a/b[c]*?.py:x", "b-c-.py"),
+        ("..:x", "run"),
+        ("", "run"),
+        ("ünï:x", "n"),
+    ],
+)
 def test_the_name_comes_from_the_model(name, stem):
     path = choose(name=name)
     assert path == Path("runs") / f"{stem}-001" and path.is_dir()
@@ -73,7 +88,12 @@ def test_a_directory_that_holds_a_run_is_refused_unless_resumed(trace):
 
 
 def test_the_configuration_is_kept_as_a_recipe():
-    config = Config(lr=1e-5, model_args={"width": 3, "text": "1e-3", "when": "2020-01-01"}, data=Data(args={"seed": None}), shares=[2.0, 1.0])
+    config = Config(
+        lr=1e-5,
+        model_args={"width": 3, "text": "1e-3", "when": "2020-01-01"},
+        data=Data(args={"seed": None}),
+        shares=[2.0, 1.0],
+    )
     path = choose(config)
     assert parse(["--config", str(path / "config.yaml")], {}) == config
     assert stat.S_IMODE(os.stat(path / "config.yaml").st_mode) == 0o644
@@ -86,7 +106,9 @@ def test_objects_of_a_library_user_are_kept_as_text():
 def test_a_place_that_cannot_be_written_is_the_users_mistake():
     Path("file").write_text("")
     for out in ("file", "file/below", "x" * 300):
-        with pytest.raises(UserError, match="the run's directory cannot be made.*choose another --out|Choose another --out"):
+        with pytest.raises(
+            UserError, match="the run's directory cannot be made.*choose another --out|Choose another --out"
+        ):
             choose(Config(out=out))
 
 

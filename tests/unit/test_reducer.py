@@ -75,7 +75,13 @@ class Recorder:
 
     def __init__(self, wire):
         self._wire, self.calls, self.open, self.most_open = wire, [], 0, 0
-        self.rank, self.size, self.host, self.dtypes, self.name = wire.rank, wire.size, wire.host, wire.dtypes, wire.name
+        self.rank, self.size, self.host, self.dtypes, self.name = (
+            wire.rank,
+            wire.size,
+            wire.host,
+            wire.dtypes,
+            wire.name,
+        )
 
     def __getattr__(self, kind):
         def call(x, name):

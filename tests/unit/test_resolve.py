@@ -43,7 +43,9 @@ def test_a_file_anywhere_finds_its_neighbours_and_is_loaded_once(tmp_path):
     folder = tmp_path / "a folder"
     folder.mkdir()
     (folder / "helper_of_mine.py").write_text("VALUE = 3\n")
-    (folder / "net-1.py").write_text("import helper_of_mine\ncount = []\nclass Net: pass\ndef build(): return helper_of_mine.VALUE\n")
+    (folder / "net-1.py").write_text(
+        "import helper_of_mine\ncount = []\nclass Net: pass\ndef build(): return helper_of_mine.VALUE\n"
+    )
     build = load_callable("a folder/net-1.py:build", "model")
     assert build() == 3 and load_callable(f"{folder}/net-1.py:build", "model") is build
     net = load_callable("a folder/net-1.py:Net", "model")
@@ -61,8 +63,18 @@ def test_a_files_module_has_the_same_name_in_every_process(tmp_path):
     """Ranks pickle objects of a user's classes to each other; the name must not depend on the hash seed."""
     (tmp_path / "net.py").write_text("def build(): return 1\n")
     code = "from hvdtrain.resolve import load_callable as l; print(l('net.py:build', 'model').__module__)"
-    names = {subprocess.run([sys.executable, "-c", code], env={**__import__("os").environ, "PYTHONHASHSEED": seed}, cwd=tmp_path,
-                            capture_output=True, text=True, timeout=60, check=True).stdout for seed in ("1", "2")}
+    names = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**__import__("os").environ, "PYTHONHASHSEED": seed},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
     assert len(names) == 1
 
 

@@ -16,7 +16,14 @@ def put_back():
 
 
 def draw():
-    return [random.random(), random.gauss(0, 1), random.getrandbits(200), *np.random.rand(3), *np.random.randn(3), np.random.randint(2**31)]
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        random.getrandbits(200),
+        *np.random.rand(3),
+        *np.random.randn(3),
+        np.random.randint(2**31),
+    ]
 
 
 @pytest.mark.parametrize("warm", [0, 1, 2, 701])

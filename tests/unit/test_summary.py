@@ -18,10 +18,18 @@ from hvdtrain.run import Run
 def run():
     """A run of 40 steps over 64 samples each, 10 ms a step."""
     step = SimpleNamespace(describe=lambda: {"optimizer": "SGD, lr 0.1", "warm-up": "linear over 5 steps"})
-    made = Run(config=Config(global_batch=64), control=SoloControl("here"), group=None,
-               topology=SimpleNamespace(describe=lambda: "1 host: here (rank 0, 2 cores)"),
-               collectives=SimpleNamespace(name="horovod"), spec=SimpleNamespace(framework="torch", name="torch_models.cnn:build"),
-               step=step, feed=None, eval_feed=None, out=Path("runs/cnn-001"))
+    made = Run(
+        config=Config(global_batch=64),
+        control=SoloControl("here"),
+        group=None,
+        topology=SimpleNamespace(describe=lambda: "1 host: here (rank 0, 2 cores)"),
+        collectives=SimpleNamespace(name="horovod"),
+        spec=SimpleNamespace(framework="torch", name="torch_models.cnn:build"),
+        step=step,
+        feed=None,
+        eval_feed=None,
+        out=Path("runs/cnn-001"),
+    )
     for _ in range(40):
         made.phases.step(0.01, 64)
     for name, seconds in (("data", 0.04), ("compute", 0.2), ("wait", 0.1), ("update", 0.1)):
@@ -36,9 +44,20 @@ def test_record(run):
     run.state.stop = "max_steps 40"
     record = summary.record(run)
     assert json.loads(json.dumps(record, allow_nan=False)) == record
-    assert {k: record[k] for k in ("framework", "ranks", "wire", "global_batch", "steps", "epochs", "loss", "stop", "notes")} == {
-        "framework": "torch", "ranks": 1, "wire": "horovod", "global_batch": 64, "steps": 40, "epochs": 2, "loss": 0.25,
-        "stop": "max_steps 40", "notes": ["a remark"]}
+    assert {
+        k: record[k]
+        for k in ("framework", "ranks", "wire", "global_batch", "steps", "epochs", "loss", "stop", "notes")
+    } == {
+        "framework": "torch",
+        "ranks": 1,
+        "wire": "horovod",
+        "global_batch": 64,
+        "steps": 40,
+        "epochs": 2,
+        "loss": 0.25,
+        "stop": "max_steps 40",
+        "notes": ["a remark"],
+    }
     assert record["phases_ms"] == {"data": 1.0, "compute": 5.0, "wait": 2.5, "update": 2.5}
     assert record["samples_per_s"] == pytest.approx(39 * 64 / (39 * 0.01 + 0.04))
 
@@ -48,15 +67,33 @@ def test_the_table_says_what_the_issue_asks_for(run, capsys):
     summary.show(run)
     out = capsys.readouterr().out
     text = " ".join(out.replace("|", " ").split())
-    for words in ("framework torch, torch_models.cnn:build", "ranks 1 on 1 host: here", "wire horovod", "global batch 64 samples",
-                  "optimizer SGD, lr 0.1", "warm-up linear over 5 steps", "steps 40 in 2 epochs", "loss 0.2500", "test accuracy 0.9700",
-                  "data 1.00 ms", "compute 5.00 ms", "wait 2.50 ms", "update 2.50 ms", "runs/cnn-001", "note dropout"):
+    for words in (
+        "framework torch, torch_models.cnn:build",
+        "ranks 1 on 1 host: here",
+        "wire horovod",
+        "global batch 64 samples",
+        "optimizer SGD, lr 0.1",
+        "warm-up linear over 5 steps",
+        "steps 40 in 2 epochs",
+        "loss 0.2500",
+        "test accuracy 0.9700",
+        "data 1.00 ms",
+        "compute 5.00 ms",
+        "wait 2.50 ms",
+        "update 2.50 ms",
+        "runs/cnn-001",
+        "note dropout",
+    ):
         assert words in text, words
     assert "samples/s" in text and out.isascii()
 
 
 def test_a_run_that_went_wrong_or_nowhere_has_a_table_too(run, capsys):
-    run.state.loss, run.state.metrics, run.state.stop = math.nan, {"loss": math.inf}, "early stop: [bold]loss[/x] not better"
+    run.state.loss, run.state.metrics, run.state.stop = (
+        math.nan,
+        {"loss": math.inf},
+        "early stop: [bold]loss[/x] not better",
+    )
     run.phases.steps, run.phases.samples = 0, 0
     record = summary.record(run)
     assert record["loss"] is None and record["metrics"] == {"loss": None} and record["samples_per_s"] is None

@@ -86,8 +86,17 @@ def test_a_run_that_ends_in_nan_does_not_pass(jobs):
     assert verify.main(["--np", "1,2", "--no-uneven", "--tolerance", "1"]) == 1
 
 
-@pytest.mark.parametrize("argv, env", [(["--optimizer.name", "Adam"], {}), (["--optimizer={name: Adam}"], {}), (["--config", "mine.yaml"], {}),
-                                       ([], {"HVDTRAIN_OPTIMIZER__NAME": "Adam"}), ([], {"HVDTRAIN_CONFIG": "mine.yaml"})], ids=str)
+@pytest.mark.parametrize(
+    "argv, env",
+    [
+        (["--optimizer.name", "Adam"], {}),
+        (["--optimizer={name: Adam}"], {}),
+        (["--config", "mine.yaml"], {}),
+        ([], {"HVDTRAIN_OPTIMIZER__NAME": "Adam"}),
+        ([], {"HVDTRAIN_CONFIG": "mine.yaml"}),
+    ],
+    ids=str,
+)
 def test_an_optimizer_of_the_users_is_kept(jobs, monkeypatch, argv, env):
     """Also one in a file: the command line would win over it."""
     for name, value in env.items():
@@ -97,10 +106,20 @@ def test_an_optimizer_of_the_users_is_kept(jobs, monkeypatch, argv, env):
     assert "SGD" not in text and "--lr" not in text and "--max_steps 3 " in text and " ".join(argv) in text
 
 
-@pytest.mark.parametrize("argv, said", [
-    (["--np", "0"], "--np is '0'"), (["--np", "1,x"], "--np is '1,x'"), (["--np", ""], "--np is ''"), (["--np", "-1,2"], "--np is '-1,2'"),
-    (["--steps", "0"], "--steps is 0"), (["--steps", "-3"], "--steps is -3"), (["--timeout", "0"], "--timeout is 0"),
-    (["--tolerance", "nan"], "--tolerance is nan"), (["--tolerance", "-1"], "--tolerance is -1")])
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--np", "0"], "--np is '0'"),
+        (["--np", "1,x"], "--np is '1,x'"),
+        (["--np", ""], "--np is ''"),
+        (["--np", "-1,2"], "--np is '-1,2'"),
+        (["--steps", "0"], "--steps is 0"),
+        (["--steps", "-3"], "--steps is -3"),
+        (["--timeout", "0"], "--timeout is 0"),
+        (["--tolerance", "nan"], "--tolerance is nan"),
+        (["--tolerance", "-1"], "--tolerance is -1"),
+    ],
+)
 def test_what_is_refused(jobs, argv, said):
     with pytest.raises(UserError) as caught:
         verify.main([f"{argv[0]}={argv[1]}"])

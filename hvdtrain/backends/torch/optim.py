@@ -67,10 +67,15 @@ class Optimization:
         return words
 
     def scalars(self) -> dict[str, Any]:
-        """JSON-able state beside the optimizer's tensors. Schedules also move betas and momentum: all of a group is kept."""
+        """JSON-able state beside the optimizer's tensors: all of a group, as schedules also move betas and momentum."""
         groups = [_plain({k: v for k, v in g.items() if k != "params"}) for g in self.optimizer.param_groups]
         schedule = {} if self.schedule is None else _plain(self.schedule.state_dict())
-        return {"optimizer": type(self.optimizer).__name__, "updates": self.updates, "groups": groups, "schedule": schedule}
+        return {
+            "optimizer": type(self.optimizer).__name__,
+            "updates": self.updates,
+            "groups": groups,
+            "schedule": schedule,
+        }
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise `UserError` if `scalars` of another optimizer are given."""
@@ -104,8 +109,11 @@ def _optimizer(config: Config, params: Iterable[torch.nn.Parameter], lr: float) 
     name = "adam" if config.optimizer.name == "auto" else config.optimizer.name.lower()
     if name == "lbfgs" or name not in classes:
         why = "needs a closure that is evaluated several times a step" if name == "lbfgs" else "is not in torch.optim"
-        raise UserError(f"optimizer {config.optimizer.name!r} {why}",
-                        nearest(name, [c.__name__ for k, c in classes.items() if k != "lbfgs"]), "correct optimizer.name")
+        raise UserError(
+            f"optimizer {config.optimizer.name!r} {why}",
+            nearest(name, [c.__name__ for k, c in classes.items() if k != "lbfgs"]),
+            "correct optimizer.name",
+        )
     try:
         return classes[name](params, lr=lr, **config.optimizer.args)
     except (TypeError, ValueError) as error:

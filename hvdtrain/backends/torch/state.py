@@ -42,8 +42,11 @@ def load_model(model: torch.nn.Module, arrays: dict[str, np.ndarray]) -> None:
     check_names("model", own, arrays)
     for name, tensor in own.items():
         if tuple(tensor.shape) != tuple(arrays[name].shape):
-            raise UserError(f"checkpoint tensor {name} has shape {tuple(arrays[name].shape)}",
-                            f"{tuple(tensor.shape)}, as in this model", "resume with the model and model_args of that run")
+            raise UserError(
+                f"checkpoint tensor {name} has shape {tuple(arrays[name].shape)}",
+                f"{tuple(tensor.shape)}, as in this model",
+                "resume with the model and model_args of that run",
+            )
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(from_numpy(arrays[name], tensor))

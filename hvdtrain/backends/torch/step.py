@@ -51,7 +51,10 @@ class TorchStep:
 
     def params(self) -> list[ParamSpec]:
         """Trainable parameters in the model's own order."""
-        return [ParamSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in zip(self._names, self._params)]
+        return [
+            ParamSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch."))
+            for n, p in zip(self._names, self._params)
+        ]
 
     def attach(self, reducer: Reducer) -> None:
         """Allocate the buckets, make every ``.grad`` a view of its bucket, and hook them."""
@@ -99,7 +102,11 @@ class TorchStep:
             for name, buffer in self.model.named_buffers():
                 if buffer.is_floating_point() and buffer.numel():
                     part = self._reducer.outgoing(buffer.reshape(-1) / wire.size)
-                    buffer.copy_(self._reducer.arrived(wire.allreduce(part, f"buffer.{name}").wait()).reshape(buffer.shape))
+                    buffer.copy_(
+                        self._reducer.arrived(wire.allreduce(part, f"buffer.{name}").wait()).reshape(
+                            buffer.shape
+                        )
+                    )
 
     def zero(self) -> None:
         """Forget the gradients of the step before."""
@@ -116,8 +123,12 @@ class TorchStep:
         self._last = last and not self._reducer.alone
         loss_sum, weight = self._task(self.model, self._tensors(batch))
         if not isinstance(loss_sum, torch.Tensor) or loss_sum.dim() != 0:
-            raise UserError(f"task returned a loss of type {type(loss_sum).__name__} and shape {tuple(getattr(loss_sum, 'shape', ()))}",
-                            "(loss_sum, weight) with a scalar loss_sum", "sum the loss in the model file's task")
+            shape = tuple(getattr(loss_sum, "shape", ()))
+            raise UserError(
+                f"task returned a loss of type {type(loss_sum).__name__} and shape {shape}",
+                "(loss_sum, weight) with a scalar loss_sum",
+                "sum the loss in the model file's task",
+            )
         (loss_sum * scale).backward()
         self._last = False
         return loss_sum.detach(), weight
@@ -172,7 +183,10 @@ class TorchStep:
         return {name: float(s / w) if w else math.nan for name, (s, w) in totals.items()}
 
     def _tensors(self, batch: Batch) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.from_numpy(np.require(x, requirements="CW")).to(self.device, non_blocking=True) for x in batch)
+        return tuple(
+            torch.from_numpy(np.require(x, requirements="CW")).to(self.device, non_blocking=True)
+            for x in batch
+        )
 
     # --- schedule, state -----------------------------------------------------------------------------------------
 

@@ -66,11 +66,18 @@ def _loss(named: Named) -> Loss:
     classes = {n: c for n, c in vars(torch.nn).items() if n.endswith("Loss") and isinstance(c, type)}
     found = next((f for n, f in {**functions, **classes}.items() if n.lower() == named.name.lower()), None)
     if found is None:
-        raise UserError(f"loss {named.name!r} is not in torch.nn.functional or torch.nn", nearest(named.name, [*functions, *classes]),
-                        "correct loss.name")
+        raise UserError(
+            f"loss {named.name!r} is not in torch.nn.functional or torch.nn",
+            nearest(named.name, [*functions, *classes]),
+            "correct loss.name",
+        )
     takes = inspect.signature(found).parameters
     if "reduction" not in takes or not set(named.args) <= set(takes):
-        raise UserError(f"loss {named.name} refused its args {named.args}", nearest(next(iter(named.args), ""), takes), "correct loss.args")
+        raise UserError(
+            f"loss {named.name} refused its args {named.args}",
+            nearest(next(iter(named.args), ""), takes),
+            "correct loss.args",
+        )
     if isinstance(found, type):
         return found(reduction="none", **named.args)
     return lambda o, t: found(o, t, reduction="none", **named.args)

@@ -55,9 +55,13 @@ class Schedule:
 
     name: str = _key("none", "", "torch.optim.lr_scheduler or keras.optimizers.schedules class name; none: constant")
     args: dict = _key({}, "", "keyword arguments")
-    interval: Literal["step", "epoch"] = _key("step", "", "what a torch scheduler counts; Keras schedules count steps")
+    interval: Literal["step", "epoch"] = _key(
+        "step", "",
+        "what a torch scheduler counts; Keras schedules count steps")
     warmup_steps: int = _key(0, "steps", "grow the rate linearly from rate/steps to the rate; 0: off")
-    linear_scaling_base: int = _key(0, "samples", "multiply the rate by global_batch / this (Goyal et al. 2017); 0: off")
+    linear_scaling_base: int = _key(
+        0, "samples",
+        "multiply the rate by global_batch / this (Goyal et al. 2017); 0: off")
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,9 @@ class Exchange:
     """How gradients are summed over ranks."""
 
     bucket_mb: float = _key(16.0, "MiB", "size of a flat bucket of gradients, one collective each (fusion)")
-    fusion_threshold_mb: float = _key(-1.0, "MiB", "Horovod's own fusion buffer (HOROVOD_FUSION_THRESHOLD); -1: Horovod's default")
+    fusion_threshold_mb: float = _key(
+        -1.0, "MiB",
+        "Horovod's own fusion buffer (HOROVOD_FUSION_THRESHOLD); -1: Horovod's default")
     cycle_time_ms: float = _key(-1.0, "ms", "Horovod's cycle time (HOROVOD_CYCLE_TIME); -1: Horovod's default")
 
 
@@ -93,38 +99,58 @@ class EarlyStop:
 class Config:
     """One training run."""
 
-    model: str = _key("auto", "", "module:callable (or path/file.py:callable) that returns an nn.Module or a keras.Model; "
-                                  "auto: the built-in CNN of the installed framework")
+    model: str = _key(
+        "auto", "",
+        "module:callable (or path/file.py:callable) that returns an nn.Module or a keras.Model; "
+        "auto: the built-in CNN of the installed framework")
     model_args: dict = _key({}, "", "keyword arguments of that callable")
     data: Data = _key(Data(), "", "")
     epochs: int = _key(12, "epochs", "passes over the data; 0 trains nothing")
     max_steps: int = _key(0, "steps", "stop after so many steps in all; 0: no limit")
-    global_batch: int = _key(64, "samples", "samples of one step over all ranks; the curve depends on this, not on the ranks")
+    global_batch: int = _key(
+        64, "samples",
+        "samples of one step over all ranks; the curve depends on this, not on the ranks")
     shares: list[float] = _key([], "", "relative part of the batch for each rank, such as [3, 1]; empty: equal")
     accumulate: int = _key(1, "micro-batches", "micro-batches each rank cuts its part into")
     micro_batch: int = _key(0, "samples", "largest micro-batch; more are made where a part exceeds it; 0: no limit")
     seed: int = _key(0, "", "seeds the data order, the initial weights and the ranks' random generators")
     lr: float = _key(2e-3, "", "base learning rate")
-    optimizer: Named = _key(Named(), "", "torch.optim or keras.optimizers class; auto: Adam, or the compiled model's own")
+    optimizer: Named = _key(
+        Named(), "",
+        "torch.optim or keras.optimizers class; auto: Adam, or the compiled model's own")
     schedule: Schedule = _key(Schedule(), "", "")
-    loss: Named = _key(Named(), "", "torch.nn.functional or keras.losses name; auto: cross entropy for integer targets, else squared error")
-    metrics: list[str] = _key(["accuracy"], "", "accuracy, a torch.nn.functional or keras.metrics name, or module:callable(outputs, targets) -> (sum, weight)")
+    loss: Named = _key(
+        Named(), "",
+        "torch.nn.functional or keras.losses name; auto: cross entropy for integer targets, else squared "
+        "error")
+    metrics: list[str] = _key(
+        ["accuracy"], "",
+        "accuracy, a torch.nn.functional or keras.metrics name, or module:callable(outputs, targets) -> "
+        "(sum, weight)")
     clip_norm: float = _key(0.0, "", "clip gradients to this global L2 norm; 0: off")
     collectives: Literal["auto", "horovod", "mpi", "null"] = _key(
         "auto", "", "what carries gradients; auto: horovod where it is built, else mpi; null: nothing, only to measure")
     exchange: Exchange = _key(Exchange(), "", "")
     eval_every: int = _key(1, "epochs", "evaluate every so many epochs; 0: only at the end")
     early_stop: EarlyStop = _key(EarlyStop(), "", "")
-    nan_guard: Literal["stop", "skip"] = _key("stop", "", "what a non-finite gradient does: end the run, or skip that step on every rank")
+    nan_guard: Literal["stop", "skip"] = _key(
+        "stop", "",
+        "what a non-finite gradient does: end the run, or skip that step on every rank")
     max_skipped: int = _key(20, "steps", "with nan_guard skip: skipped steps in a row that end the run")
     checkpoint: Checkpoint = _key(Checkpoint(), "", "")
-    resume: str = _key("", "", "auto: newest whole checkpoint of this run, if any; or the path of a checkpoint; empty: start anew")
+    resume: str = _key(
+        "", "",
+        "auto: newest whole checkpoint of this run, if any; or the path of a checkpoint; empty: start anew")
     out: str = _key("", "", "directory of this run; empty: a new runs/MODEL-NNN")
     log_every: int = _key(10, "steps", "progress and log interval")
-    progress: Literal["auto", "rich", "plain", "off"] = _key("auto", "", "auto: rich on a terminal, plain lines elsewhere")
+    progress: Literal["auto", "rich", "plain", "off"] = _key(
+        "auto", "",
+        "auto: rich on a terminal, plain lines elsewhere")
     threads: int = _key(0, "threads", "compute threads of one rank; 0: its share of the host's cores")
     deterministic: bool = _key(False, "", "ask the framework for deterministic kernels (bit-equal resume on GPUs)")
-    control_timeout_s: float = _key(600.0, "s", "longest wait for other ranks before the run ends with the name of the wait")
+    control_timeout_s: float = _key(
+        600.0, "s",
+        "longest wait for other ranks before the run ends with the name of the wait")
 
     def check(self) -> Config:
         """Return self if every value is possible, else raise `UserError` naming the first that is not."""
@@ -132,7 +158,8 @@ class Config:
         for name, value in schema.leaves(self):
             for number in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(number, (int, float)) and not (math.isfinite(number) and abs(number) <= MOST):
-                    raise UserError(f"{name} is {schema.shown(number)}", "a finite number below 2^53", f"correct {name}")
+                    raise UserError(f"{name} is {schema.shown(number)}", "a finite number below 2^53",
+                                    f"correct {name}")
         for name, most in (("seed", 2**32 - 1), ("threads", 4096), ("control_timeout_s", 1e9)):
             if getattr(self, name) > most:
                 raise UserError(f"{name} is {getattr(self, name)}", f"{most:.10g} at most", f"correct {name}")
@@ -154,7 +181,8 @@ class Config:
             if not (math.isfinite(value) and value > 0):
                 raise UserError(f"{name} is {value}", "a finite number above 0", f"set {name} to one")
         if self.shares and (min(self.shares) < 0 or not sum(self.shares) > 0 or not math.isfinite(sum(self.shares))):
-            raise UserError(f"shares is {self.shares}", "numbers of 0 or more, at least one above 0", "for example shares: [3, 1]")
+            raise UserError(f"shares is {self.shares}", "numbers of 0 or more, at least one above 0",
+                            "for example shares: [3, 1]")
         return self
 
     def to_dict(self) -> dict[str, Any]:

@@ -35,7 +35,8 @@ def read(path: str) -> dict[str, Any]:
         with file.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        raise UserError(f"{path!r} cannot be read: {getattr(error, 'strerror', None) or error}", "a readable YAML file", "correct --config") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path!r} cannot be read: {reason}", "a readable YAML file", "correct --config") from None
     if len(data) > MAX_BYTES:
         raise UserError(f"{path!r} has over {MAX_BYTES // 1024} KiB", "a recipe of a few keys", "correct --config")
     try:
@@ -87,10 +88,12 @@ def _check(text: str, where: str) -> None:
     """Look at the text's parts before anything is built from them."""
     import yaml
 
-    depth = deepest = 0
+    depth = deepest = values = 0
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        deepest = max(deepest, depth)
+        deepest, values = max(deepest, depth), values + 1
+        if values > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES} values")
         if deepest > MAX_DEPTH:
             raise UserError(f"{where} nests values {MAX_DEPTH} deep and more", "a flat recipe", "correct it")
         if getattr(event, "tag", None) not in (None, "!"):

@@ -39,14 +39,15 @@ def keys(cls: type, prefix: str = "") -> list[Key]:
         if dataclasses.is_dataclass(hint):
             out += keys(hint, f"{name}.")  # type: ignore[arg-type]
         else:
-            default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
+            make: Any = f.default_factory
+            default = make() if f.default is dataclasses.MISSING else f.default
             out.append(Key(name, hint, default, f.metadata.get("unit", ""), f.metadata.get("doc", "")))
     return out
 
 
 def sections(cls: type) -> dict[str, type]:
     """The sections of ``cls`` by name: fields that are dataclasses themselves."""
-    return {f.name: hint for f, hint in _fields(cls) if dataclasses.is_dataclass(hint)}
+    return {f.name: hint for f, hint in _fields(cls) if isinstance(hint, type) and dataclasses.is_dataclass(hint)}
 
 
 def in_words(hint: Any) -> str:
@@ -76,7 +77,8 @@ def fits(value: Any, hint: Any) -> bool:
 
 def check_types(config: Any, prefix: str = "") -> None:
     """Raise `UserError` naming the first key of the dataclass instance ``config`` whose value is of another type."""
-    for f, hint in _fields(type(config)):
+    kind: Any = type(config)
+    for f, hint in _fields(kind):
         value = getattr(config, f.name)
         if not fits(value, hint):
             raise UserError(f"{prefix}{f.name} is {shown(value)}", in_words(hint), f"correct {prefix}{f.name}")
@@ -86,7 +88,8 @@ def check_types(config: Any, prefix: str = "") -> None:
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every (dotted name, value) of the dataclass instance ``config``."""
-    for f, hint in _fields(type(config)):
+    kind: Any = type(config)
+    for f, hint in _fields(kind):
         value = getattr(config, f.name)
         if dataclasses.is_dataclass(hint):
             yield from leaves(value, f"{prefix}{f.name}.")
@@ -107,7 +110,7 @@ def shown(value: Any, width: int = 60) -> str:
 
 
 @lru_cache(maxsize=None)
-def _fields(cls: type) -> tuple[tuple[dataclasses.Field, Any], ...]:
+def _fields(cls: Any) -> tuple[tuple[dataclasses.Field, Any], ...]:
     """The fields of a dataclass with their types resolved."""
     hints = get_type_hints(cls)
     return tuple((f, hints[f.name]) for f in dataclasses.fields(cls))  # type: ignore[arg-type]

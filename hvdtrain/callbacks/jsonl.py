@@ -12,7 +12,7 @@ from hvdtrain.callbacks.base import Callback
 
 
 class Jsonl(Callback):
-    """Appends to ``log.jsonl`` in the run's directory; each record has ``event``, ``time`` (unix seconds) and ``step``."""
+    """Appends to ``log.jsonl`` in the run's directory; a record has ``event``, ``time`` (unix seconds), ``step``."""
 
     def __init__(self, every_steps: int) -> None:
         self.every = f"{every_steps} step"

@@ -35,7 +35,8 @@ def main(argv: list[str]) -> int:
     if not _names_optimizer(rest, os.environ):
         rest = [*DEFAULTS, *rest]
     with tempfile.TemporaryDirectory(prefix="hvdtrain-verify-") as temp:
-        cases = [(n, None) for n in ranks] + [(n, uneven(n)) for n in ranks if n > 1 and args.uneven]
+        cases: list[tuple[int, tuple[int, ...] | None]] = [(n, None) for n in ranks]
+        cases += [(n, uneven(n)) for n in ranks if n > 1 and args.uneven]
         weights = {}
         for n, shares in cases:
             out = Path(temp, f"np{n}" + ("-uneven" if shares else ""))

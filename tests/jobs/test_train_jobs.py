@@ -38,7 +38,8 @@ def test_the_built_in_recipe_learns_digits(tmp_path):
     record = completed(job, out)
     assert record["metrics"]["accuracy"] >= 0.97
     assert record["ranks"] == 1 and record["framework"] == "torch"
-    for row in ("framework", "ranks", "wire", "global batch", "steps", "speed", "train loss", "test accuracy", "time a step"):
+    for row in ("framework", "ranks", "wire", "global batch", "steps", "speed", "train loss", "test accuracy",
+                "time a step"):
         assert re.search(rf"^\W*{row}\b", job.stdout, re.MULTILINE), f"the summary lacks {row}:\n{job.stdout}"
     for phase in ("data", "compute", "wait", "update"):
         assert f"{phase} " in job.stdout
@@ -107,8 +108,9 @@ def test_a_users_own_file_with_its_task_and_metrics(tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "sizes.py").write_text("WIDTH = 7\n")
     out = tmp_path / "run"
-    job = mpirun(2, [*TRAIN, "--model", f"{tmp_path / 'mine.py'}:make", "--model_args.bias", "false", "--data.name", "synthetic",
-                     "--data.args.samples", "50", "--global_batch", "9", "--epochs", "3", "--out", str(out)], 90)
+    job = mpirun(2, [*TRAIN, "--model", f"{tmp_path / 'mine.py'}:make", "--model_args.bias", "false",
+                     "--data.name", "synthetic", "--data.args.samples", "50", "--global_batch", "9", "--epochs", "3",
+                     "--out", str(out)], 90)
     record = completed(job, out)
     assert record["steps"] == 18 and set(record["metrics"]) == {"loss", "right"}
     from safetensors.numpy import load_file
@@ -144,8 +146,8 @@ def test_a_mistake_is_one_message_and_status_2(what, tmp_path):
 def test_an_exception_in_a_users_model_on_one_rank(tmp_path):
     need("torch")
     marker = tmp_path / "raised-at"
-    job = mpirun(2, [*TRAIN, "--model", f"{WORK}:torch_breaks", "--model_args.rank", "1", "--model_args.marker", str(marker),
-                     "--data.name", f"{WORK}:data",
+    job = mpirun(2, [*TRAIN, "--model", f"{WORK}:torch_breaks", "--model_args.rank", "1",
+                     "--model_args.marker", str(marker), "--data.name", f"{WORK}:data",
                      "--global_batch", "8", "--out", str(tmp_path / "run")], 60)
     took_s = time.time() - float(marker.read_text())
     assert job.returncode not in (0, None), job
@@ -161,9 +163,9 @@ def test_an_exception_in_a_users_model_on_one_rank(tmp_path):
 def test_verify_tells_whether_a_model_follows_law_2(norm, status, said):
     """BatchNorm over a rank's own samples is the named exception: the command must see it."""
     need("torch")
-    job = run([sys.executable, "-m", "hvdtrain", "verify", "--np", "1,2", "--no-uneven", "--steps", "6", "--model",
-               "torch_models.cnn:build", "--model_args.norm", norm, "--model_args.channels", "[8, 8]", "--data.name", "synthetic",
-               "--data.args.samples", "40", "--global_batch", "13"], 120)
+    job = run([sys.executable, "-m", "hvdtrain", "verify", "--np", "1,2", "--no-uneven", "--steps", "6",
+               "--model", "torch_models.cnn:build", "--model_args.norm", norm, "--model_args.channels", "[8, 8]",
+               "--data.name", "synthetic", "--data.args.samples", "40", "--global_batch", "13"], 120)
     assert job.returncode == status, job
     assert re.search(said, job.stdout), job.text
     assert not job.orphans

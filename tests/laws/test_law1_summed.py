@@ -48,7 +48,8 @@ def numpy_gradient(cursor):
 def test_the_sum_over_ranks_is_the_gradient_of_the_batch(size, shares, micro, cursor):
     """With shares, each rank has its own number of micro-batches, and a rank without samples has none."""
     settings = config(global_batch=BATCH, shares=shares, accumulate=micro[0], micro_batch=micro[1], lr=1.0)
-    for got in lockstep(size, settings, lambda rank: make_model("numpy"), samples(N), lambda run: gradient(run, cursor)):
+    results = lockstep(size, settings, lambda rank: make_model("numpy"), samples(N), lambda run: gradient(run, cursor))
+    for got in results:
         assert apart(got, numpy_gradient(cursor)) < 1e-12
 
 
@@ -102,7 +103,7 @@ def gpt(framework):
 
 
 def tokens(n):
-    """x and y (n, 6); sample i has i % 7 valid targets, so that a rank's share of tokens is not its share of samples."""
+    """x and y (n, 6); sample i has i % 7 valid targets: a rank's share of tokens is not its share of samples."""
     draw = np.random.default_rng(3)
     x, y = draw.integers(0, 11, (n, 6)), draw.integers(0, 11, (n, 6))
     for i in range(n):
@@ -140,10 +141,10 @@ def averaging(run):
     run.feed.epoch = epoch
 
 
-@pytest.mark.parametrize("size, shares, equal", [(2, [4, 3], False), (3, [5, 1, 1], False), (2, [1, 1], False), (7, [], True)],
-                         ids=str)
+@pytest.mark.parametrize("size, shares, equal", [(2, [4, 3], False), (3, [5, 1, 1], False), (2, [1, 1], False),
+                                                 (7, [], True)], ids=str)
 def test_averaging_would_be_seen(size, shares, equal):
-    """The same check fails for plain averaging wherever ranks differ, and only there: 7 samples on 7 ranks are equal."""
+    """The check fails for plain averaging wherever ranks differ, and only there: 7 samples on 7 ranks are equal."""
     def work(run):
         with averaging(run):
             return gradient(run, FIRST)
@@ -171,7 +172,8 @@ def test_a_batch_of_no_weight_changes_nothing():
         gradient(run)
         return apart(weights(run), before)
 
-    assert lockstep(2, config(global_batch=4, metrics=[]), lambda rank: gpt("torch"), (x, np.full_like(y, -1)), work) == [0, 0]
+    masked = x, np.full_like(y, -1)
+    assert lockstep(2, config(global_batch=4, metrics=[]), lambda rank: gpt("torch"), masked, work) == [0, 0]
 
 
 def test_the_tiny_model_is_what_the_reference_says():

@@ -21,7 +21,8 @@ N, BATCH, STEPS = 107, 53, 20
 
 
 def settings(tmp_path, **changes):
-    return config(global_batch=BATCH, max_steps=STEPS, out=str(tmp_path), optimizer=Named("SGD", {"momentum": 0.5}), **changes)
+    return config(global_batch=BATCH, max_steps=STEPS, out=str(tmp_path), optimizer=Named("SGD", {"momentum": 0.5}),
+                  **changes)
 
 
 def curve(run):
@@ -68,8 +69,8 @@ def test_the_ranks_parts_are_the_global_batch_in_order(size, epoch):
     order_N = epoch_order(N, 5, epoch, True)
     cursor = Cursor(epoch, 3 * epoch)
     for shares in CUTS[size]:
-        run_settings = config(global_batch=BATCH, shares=shares, seed=5, accumulate=2)
-        rows = lockstep(size, run_settings, lambda rank: make_model("numpy"), (x, index), lambda run: batches_of(run, cursor))
+        rows = lockstep(size, config(global_batch=BATCH, shares=shares, seed=5, accumulate=2),
+                        lambda rank: make_model("numpy"), (x, index), lambda run: batches_of(run, cursor))
         for t, parts in enumerate(zip(*rows)):
             joined = [part for part in parts if part]
             got = np.concatenate([part[1] for part in joined])
@@ -90,7 +91,8 @@ def test_what_depends_on_the_cut_is_said_at_start(framework):
         torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
         def build(rank):
-            return torch.nn.Sequential(torch.nn.Linear(12, 6), torch.nn.BatchNorm1d(6), torch.nn.Dropout(0.1), torch.nn.Linear(6, 5))
+            return torch.nn.Sequential(torch.nn.Linear(12, 6), torch.nn.BatchNorm1d(6), torch.nn.Dropout(0.1),
+                                       torch.nn.Linear(6, 5))
     else:
         pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
         keras = pytest.importorskip("keras", reason="Keras is not installed")

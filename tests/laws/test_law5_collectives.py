@@ -179,8 +179,9 @@ def collective_calls(source: str) -> list[str]:
     for node in ast.walk(ast.parse(textwrap.dedent(source))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             owner = getattr(node.func.value, "attr", getattr(node.func.value, "id", ""))
-            if node.func.attr in COLLECTIVE.get(owner, ()) or owner in ("session", "loop") and node.func.attr in FUNCTIONS:
-                found.append(f"{owner}.{node.func.attr}")
+            called = node.func.attr
+            if called in COLLECTIVE.get(owner, ()) or owner in ("session", "loop") and called in FUNCTIONS:
+                found.append(f"{owner}.{called}")
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in FUNCTIONS:
             found.append(node.func.id)
     return found
@@ -191,7 +192,8 @@ def callbacks() -> list[type[Callback]]:
     found = []
     for module in pkgutil.iter_modules(hvdtrain.callbacks.__path__):
         members = vars(importlib.import_module(f"hvdtrain.callbacks.{module.name}")).values()
-        found += [m for m in members if isinstance(m, type) and issubclass(m, Callback) and m.__module__.endswith(module.name)]
+        found += [m for m in members if isinstance(m, type) and issubclass(m, Callback)
+                  and m.__module__.endswith(module.name)]
     return found
 
 
@@ -205,4 +207,5 @@ def test_root_only_callbacks_call_nothing_collective():
 def test_the_check_reads_them_right():
     assert collective_calls(inspect.getsource(RootSums)) == ["control.sum"]
     everywhere = {cls.__name__: cls for cls in callbacks()}
-    assert "save" in collective_calls(inspect.getsource(everywhere["Checkpoint"])) and everywhere["Checkpoint"].where == "all"
+    assert "save" in collective_calls(inspect.getsource(everywhere["Checkpoint"]))
+    assert everywhere["Checkpoint"].where == "all"

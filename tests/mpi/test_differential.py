@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from small_runs import CUTS, FRAMEWORKS, apart, config, fitted, lockstep, make_model, samples, weights
+from small_runs import CUTS, FRAMEWORKS, apart, config, fitted, lockstep, samples, weights
 
 from hvdtrain.assemble import assemble
 from hvdtrain.cluster import boot
@@ -46,7 +46,8 @@ def twin(framework):
     if framework == "torch":
         torch = pytest.importorskip("torch", reason="PyTorch is not installed")
         model = torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.ReLU(), torch.nn.Linear(16, 5))
-        arrays = {f"{2 * i}.{new}": params[f"{old}{i}"].T for i in (0, 1) for old, new in (("w", "weight"), ("b", "bias"))}
+        arrays = {f"{2 * i}.{new}": params[f"{old}{i}"].T for i in (0, 1)
+                  for old, new in (("w", "weight"), ("b", "bias"))}
         model.load_state_dict({name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()})
         return model
     keras = pytest.importorskip("keras", reason="Keras is not installed")

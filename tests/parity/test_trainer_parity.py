@@ -65,8 +65,9 @@ def test_twins_learn_alike_through_the_trainer(case, tmp_path):
     torch_file, tf_file, args, lr = CASES[case]
     data = torch_file.example(N), torch_file.example(9)
     settings = config(global_batch=BATCH, max_steps=STEPS, lr=lr, optimizer=Named("SGD", {"momentum": 0.9}))
-    curves = [curve(model, data, replace(settings, out=str(tmp_path / str(i)))) for i, model in enumerate(twins(torch_file, tf_file, args))]
-    (losses, metrics), (keras_losses, keras_metrics) = curves
+    (losses, metrics), (keras_losses, keras_metrics) = [
+        curve(model, data, replace(settings, out=str(tmp_path / str(i))))
+        for i, model in enumerate(twins(torch_file, tf_file, args))]
     assert max(losses) - min(losses) > 0.01 * losses[0], f"nothing was learned: {losses}"
     np.testing.assert_allclose(keras_losses, losses, rtol=1e-4)
     assert set(keras_metrics) == set(metrics) and "loss" in metrics
@@ -78,7 +79,7 @@ def test_twins_learn_alike_through_the_trainer(case, tmp_path):
     {"schedule": Schedule(warmup_steps=8, linear_scaling_base=2)},
 ], ids=["accumulate-clip", "warmup-scaling"])
 def test_what_is_done_to_the_gradient_and_the_rate_is_the_same(changes, tmp_path):
-    """Without momentum where the rate moves: torch scales the velocity by the newest rate, Keras each gradient by its own."""
+    """Momentum only at a fixed rate: torch scales the velocity by the newest rate, Keras each gradient by its own."""
     torch_file, tf_file, args, lr = CASES["mlp"]
     data = torch_file.example(N)
     settings = config(global_batch=BATCH, max_steps=STEPS, lr=lr, **changes)

@@ -115,7 +115,8 @@ def _optimizer(config: Config, params: Iterable[torch.nn.Parameter], lr: float) 
             "correct optimizer.name",
         )
     try:
-        return classes[name](params, lr=lr, **config.optimizer.args)
+        make: Any = classes[name]  # each has a signature of its own
+        return make(params, lr=lr, **config.optimizer.args)
     except (TypeError, ValueError) as error:
         raise UserError(f"optimizer {classes[name].__name__} refused args {config.optimizer.args}: {error}",
                         "keyword arguments it knows", "correct optimizer.args") from None

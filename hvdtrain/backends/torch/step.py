@@ -184,7 +184,7 @@ class TorchStep:
 
     def _tensors(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         return tuple(
-            torch.from_numpy(np.require(x, requirements="CW")).to(self.device, non_blocking=True)
+            torch.from_numpy(np.require(x, requirements=["C", "W"])).to(self.device, non_blocking=True)
             for x in batch
         )
 

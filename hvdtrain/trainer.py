@@ -12,7 +12,7 @@ from hvdtrain import loop, summary
 from hvdtrain.assemble import assemble, eval_feed
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, nearest
 from hvdtrain.outdir import write_completed
 from hvdtrain.run import Run
 
@@ -47,8 +47,12 @@ class Trainer:
     """
 
     def __init__(self, config: Config | None = None, **overrides: Any) -> None:
-        """``overrides`` replace top-level keys of ``config``."""
-        self.config = replace(config or Config(), **overrides).check()
+        """``overrides`` replace top-level keys of ``config``; `UserError` for one that it lacks."""
+        config = config or Config()
+        for name in overrides:
+            if not hasattr(config, name):
+                raise UserError(f"Config has no key {name!r}", nearest(name, vars(config)), "correct it")
+        self.config = replace(config, **overrides).check()
         self.run: Run | None = None
 
     def fit(self, model: Any = None, data: Any = None) -> Result:

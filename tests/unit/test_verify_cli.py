@@ -1,6 +1,5 @@
 """`verify`: which runs it makes, how it compares them, and what it refuses; the training itself is stood in for."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -8,6 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from hvdtrain.build.facts import Mpi
+from hvdtrain.build.run import ChildFailed
 from hvdtrain.cli import verify
 from hvdtrain.errors import UserError
 
@@ -20,11 +21,11 @@ def jobs(monkeypatch):
         weights: dict = {}
         completes, seconds = True, 0.0
 
-    def run(command, timeout, **settings):
+    def logged(what, command, log, env, timeout_s):
         Jobs.commands.append(command)
-        if timeout <= Jobs.seconds:
-            raise subprocess.TimeoutExpired(command, timeout)
-        assert settings["stdin"] == subprocess.DEVNULL
+        log.write_text("said this\n")
+        if timeout_s <= Jobs.seconds:
+            raise ChildFailed(what, f"took more than {timeout_s:.0f} s", log)
         n = int(command[command.index("-np") + 1]) if "-np" in command else 1
         out = Path(command[command.index("--out") + 1])
         (out / "model").mkdir(parents=True)
@@ -32,11 +33,10 @@ def jobs(monkeypatch):
         save_file({"w": w, "steps": np.array([20])}, str(out / "model" / "model.safetensors"))
         if Jobs.completes:
             (out / "completed.json").write_text("{}")
-        return subprocess.CompletedProcess(command, 0, stdout="said this", stderr="and that")
 
     Jobs.commands, Jobs.weights = [], {}
-    monkeypatch.setattr(verify.subprocess, "run", run)
-    monkeypatch.setattr(verify, "mpirun", lambda: "mpirun")
+    monkeypatch.setattr(verify, "logged", logged)
+    monkeypatch.setattr(verify, "find_mpi", lambda: Mpi("mpich", "4.3.2", "mpirun"))
     return Jobs
 
 
@@ -128,23 +128,25 @@ def test_what_is_refused(jobs, argv, said):
 
 def test_a_run_that_fails_shows_its_output(jobs, capsys):
     jobs.completes = False
-    with pytest.raises(UserError, match=r"the run on 1 ranks did not complete \(exit status 0\)"):
+    with pytest.raises(UserError, match="the run on 1 ranks did not complete"):
         verify.main(["--np", "1,2"])
     assert "said this" in capsys.readouterr().err
 
 
 def test_a_run_that_takes_too_long(jobs):
     jobs.seconds = 60
-    with pytest.raises(UserError, match="took over 5 s"):
+    with pytest.raises(UserError, match="took more than 5 s"):
         verify.main(["--np", "1,2", "--timeout", "5"])
 
 
-def test_mpirun_is_found_beside_python_or_on_path(tmp_path, monkeypatch):
-    monkeypatch.setattr(verify.sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(verify.shutil, "which", lambda name: None)
+def test_without_an_mpi(monkeypatch):
+    monkeypatch.setattr(verify, "find_mpi", lambda: None)
     with pytest.raises(UserError, match="there is no mpirun"):
-        verify.mpirun()
-    monkeypatch.setattr(verify.shutil, "which", lambda name: f"/there/{name}")
-    assert verify.mpirun() == "/there/mpirun"
-    (tmp_path / "mpirun").write_text("")
-    assert verify.mpirun() == str(tmp_path / "mpirun")
+        verify.launcher(2)
+
+
+def test_more_ranks_than_cores_are_asked_of_open_mpi_only(monkeypatch):
+    monkeypatch.setattr(verify, "find_mpi", lambda: Mpi("openmpi", "4.1.8", "/x/mpirun"))
+    assert verify.launcher(3)[:2] == ["/x/mpirun", "--oversubscribe"]
+    monkeypatch.setattr(verify, "find_mpi", lambda: Mpi("mpich", "4.3.2", "/x/mpirun"))
+    assert verify.launcher(3) == ["/x/mpirun", "-np", "3"]

@@ -39,6 +39,8 @@ class TorchStep:
         named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         if not named:
             raise UserError("the model has no trainable parameter", "at least one with requires_grad", "unfreeze one")
+        dtypes = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
+        self._dtype = dtypes.pop() if len(dtypes) == 1 else None
         self._names = [n for n, _ in named]
         self._params = [p for _, p in named]
         self._task = make_task(spec, config)
@@ -183,9 +185,10 @@ class TorchStep:
         return {name: float(s / w) if w else math.nan for name, (s, w) in totals.items()}
 
     def _tensors(self, batch: Batch) -> tuple[torch.Tensor, ...]:
+        """The arrays on the device; floating ones in the parameters' dtype, as Keras casts (numpy's is float64)."""
+        tensors = (torch.from_numpy(np.require(x, requirements=["C", "W"])) for x in batch)
         return tuple(
-            torch.from_numpy(np.require(x, requirements=["C", "W"])).to(self.device, non_blocking=True)
-            for x in batch
+            t.to(self.device, self._dtype if t.is_floating_point() else None, non_blocking=True) for t in tensors
         )
 
     # --- schedule, state -----------------------------------------------------------------------------------------

@@ -135,7 +135,8 @@ class Config:
     early_stop: EarlyStop = _key(EarlyStop(), "", "")
     nan_guard: Literal["stop", "skip"] = _key(
         "stop", "",
-        "what a non-finite gradient does: end the run, or skip that step on every rank")
+        "stop: a loss that is not finite ends the run before its update; skip: that step is left out on every rank, "
+        "and gradients are checked too (one more pass over them)")
     max_skipped: int = _key(20, "steps", "with nan_guard skip: skipped steps in a row that end the run")
     checkpoint: Checkpoint = _key(Checkpoint(), "", "")
     resume: str = _key(

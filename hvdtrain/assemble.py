@@ -56,13 +56,13 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
         control = _gloo_control(spec.framework, config, facts)
     topology = survey(control)
     _check_world(config, control)
-    backend.seed(config.seed, control.rank)
-    rng.seed(config.seed, control.rank)
     notes = list(getattr(control, "notes", []))
     wire = collectives or _wire(config, spec, backend, control, notes)
     adapters = (partial(backend.adapt_data, seed=config.seed),)
+    _seed(config, backend, 0)  # user code that shuffles or splits must do so alike on every rank
     train, test = agreed(control, lambda: _data(config, data, adapters), "data")
     feed, test_feed = _feeds(config, spec, control, train, test)
+    _seed(config, backend, control.rank)
     step = agreed(control, lambda: backend.create_step(spec, config, control, feed.steps_per_epoch or 0), "model")
     group = world(control.size, control.rank)
     buckets = plan_buckets(step.params(), config.exchange.bucket_mb)
@@ -100,6 +100,12 @@ def _prepare(config: Config, threads: int) -> None:
         backend = backends.load(name)
         backend.setup(threads, config.deterministic)
         backend.seed(config.seed, 0)
+
+
+def _seed(config: Config, backend: Any, rank: int) -> None:
+    """Every generator, from (seed, rank)."""
+    rng.seed(config.seed, rank)
+    backend.seed(config.seed, rank)
 
 
 def _gloo_control(framework: str, config: Config, facts: LaunchFacts) -> Control:
@@ -162,7 +168,11 @@ def _feeds(config: Config, spec: Spec, control: Control, train: Any, test: Any) 
     feed = Feed(train, config.global_batch, shuffle=config.data.shuffle, accumulate=config.accumulate,
                 weight_fn=spec.weight, **_cut(config, control))
     feed.check_ranks_agree()
-    return feed, None if test is None else _eval_feed(config, control, test)
+    if test is None:
+        return feed, None
+    test_feed = _eval_feed(config, control, test)
+    test_feed.check_ranks_agree()
+    return feed, test_feed
 
 
 def _eval_feed(config: Config, control: Control, data: Any) -> Feed:

@@ -38,7 +38,8 @@ class Data:
     name: str = _key("digits", "", "digits, synthetic, a .npz file, or module:callable (also path/file.py:callable)")
     args: dict = _key({}, "", "keyword arguments of the source")
     shuffle: bool = _key(True, "", "permute the samples anew each epoch, from (seed, epoch)")
-    prefetch: int = _key(2, "batches", "batches fetched ahead by one background thread; 0 fetches in line")
+    prefetch: int = _key(2, "batches", "batches fetched ahead by one background thread; 0 fetches in line, "
+                         "which a dataset that draws random numbers needs for bit-equal resume")
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.data.feed import StepBatch
+from hvdtrain.data.feed import Feed, StepBatch
 from hvdtrain.events import Event
-from hvdtrain.exchange.weighting import loss_scale
+from hvdtrain.exchange.weighting import check_weight, loss_scale
 from hvdtrain.outdir import ensure_out
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ def fit(run: Run) -> None:
     config, state = run.config, run.state
     ensure_out(run)
     run.emit(Event.FIT_START)
+    run.agree_on_stop()  # a resumed run may have been at its end
+    _stop_at_max_steps(run)
     while state.cursor.epoch < config.epochs and not run.stopping():
         run.emit(Event.EPOCH_START)
         _epoch(run)
@@ -67,7 +69,7 @@ def train_step(run: Run, batch: StepBatch) -> None:
         totals = [step.forward_backward(micro, scale, last=micro is batch.micros[-1]) for micro in batch.micros]
         wait_s = step.exchange()
     computed = time.perf_counter()
-    bad = _vote(run, totals)
+    bad = _vote(run, batch, totals)
     voted = time.perf_counter()
     if not bad:
         finite, state.grad_norm = step.apply(config.clip_norm, check=config.nan_guard == "skip")
@@ -78,18 +80,24 @@ def train_step(run: Run, batch: StepBatch) -> None:
     run.phases.add("update", updated - voted)
     run.phases.step(updated - begin, batch.n_global)
     if bad:
+        step.discard()
         state.bad_ranks = bad
         run.emit(Event.NON_FINITE)
     state.cursor = batch.cursor_after
-    if config.max_steps and state.cursor.step >= config.max_steps:
-        state.stop = f"max_steps {config.max_steps}"
+    _stop_at_max_steps(run)
     run.emit(Event.STEP_END)
     if state.save_due:
         state.save_due = False
         run.emit(Event.CHECKPOINT)
 
 
-def _vote(run: Run, totals: list[tuple[float, float]]) -> list[int]:
+def _stop_at_max_steps(run: Run) -> None:
+    """Every rank counts alike, so this needs no vote."""
+    if 0 < run.config.max_steps <= run.state.cursor.step:
+        run.state.stop = f"max_steps {run.config.max_steps}"
+
+
+def _vote(run: Run, batch: StepBatch, totals: list[tuple[float, float]]) -> list[int]:
     """Agree on loss, stop and save in one sum; return the ranks whose loss is not finite (none: [])."""
     state = run.state
     loss_sum, weight = run.local_loss(totals)
@@ -98,6 +106,8 @@ def _vote(run: Run, totals: list[tuple[float, float]]) -> list[int]:
     bad = not math.isfinite(loss_sum) and not late
     mine = [0.0 if bad else loss_sum, weight, bad, bool(state.wants_stop), state.wants_save]
     loss, total, n_bad, n_stop, n_save = run.control.sum(np.array(mine, dtype=np.float64))
+    if not run.step.asynchronous and not n_bad:
+        check_weight(float(total), batch.weight)
     state.loss = float(loss / total) if total and not n_bad else math.nan
     state.save_due = state.save_due or n_save > 0
     state.wants_save = False
@@ -106,19 +116,22 @@ def _vote(run: Run, totals: list[tuple[float, float]]) -> list[int]:
     return [r for r, b in enumerate(run.control.gather(bad)) if b] if n_bad else []
 
 
-def evaluate(run: Run) -> dict[str, float]:
-    """Exact metrics of the evaluation data: additive totals, summed over ranks in rank order."""
-    if run.eval_feed is None:
-        return {}
+def evaluate(run: Run) -> None:
+    """Measure the evaluation data, if there is any, and tell the callbacks. Collective."""
+    if run.eval_feed is not None:
+        run.state.metrics, run.state.metrics_at = measure(run, run.eval_feed), run.state.cursor.step
+        run.emit(Event.EVAL_END)
+
+
+def measure(run: Run, feed: Feed) -> dict[str, float]:
+    """Exact metrics over ``feed``: additive totals, summed over ranks in rank order. Collective."""
     step = run.step
     step.sync_buffers()
-    with contextlib.closing(run.eval_feed.eval_epoch()) as batches:
+    with contextlib.closing(feed.eval_epoch()) as batches:
         for batch in batches:
             for micro in batch.micros:
                 step.evaluate(micro)
     everyone = run.control.gather(step.eval_totals())
     names = list(dict.fromkeys(name for totals in everyone for name in totals))
     summed = {name: sum(t[name] for t in everyone if name in t) for name in names}
-    run.state.metrics, run.state.metrics_at = step.eval_results(summed), run.state.cursor.step
-    run.emit(Event.EVAL_END)
-    return run.state.metrics
+    return step.eval_results(summed)

@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdtrain import backends
 from hvdtrain.errors import UserError
-from hvdtrain.resolve import load_callable
+from hvdtrain.resolve import load_callable, load_module
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ def build_spec(text: str, args: dict[str, Any], prepare: Callable[[], None]) -> 
     if _frameworks() != before:
         prepare()
         model = _call(build, text, args)
-    module = sys.modules.get(getattr(build, "__module__", ""), None)
-    return _spec(text, model, {p: getattr(module, p, None) for p in _PARTS})
+    # The file that the user named comes first: its callable may be imported from elsewhere, or be a partial.
+    homes = [load_module(text.rpartition(":")[0], "model"), sys.modules.get(getattr(build, "__module__", ""))]
+    return _spec(text, model, {p: next((f for h in homes if (f := getattr(h, p, None))), None) for p in _PARTS})
 
 
 def _frameworks() -> set[str]:
@@ -82,6 +83,6 @@ def _call(build: Callable[..., Any], text: str, args: dict[str, Any]) -> Any:
 def _spec(name: str, model: Any, parts: dict[str, Any]) -> Spec:
     framework = backends.framework_of(model)
     usable = {p: f for p, f in parts.items() if callable(f)}
-    if "task" in usable and "weight" not in usable:
-        usable["weight"] = None
+    if "task" not in usable:  # they speak of a task; without one a function of that name is something else
+        usable = {p: f for p, f in usable.items() if p not in ("weight", "metrics")}
     return Spec(name, model, framework, **usable)

@@ -297,6 +297,10 @@ class Step(Protocol):
         """
         ...
 
+    def discard(self) -> None:
+        """Undo what the step's forward did to buffers: there will be no update (``nan_guard: skip``)."""
+        ...
+
     def evaluate(self, batch: Batch) -> None:
         """Add one batch to the running totals of the metrics."""
         ...

@@ -10,6 +10,7 @@ from typing import Any
 
 from hvdtrain import loop, summary
 from hvdtrain.assemble import assemble, eval_feed
+from hvdtrain.checkpoint import session
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError, nearest
@@ -42,8 +43,8 @@ class Trainer:
 
         result = Trainer(Config(epochs=3, global_batch=96)).fit(model, ((x, y), (x_test, y_test)))
 
-    Run it with ``python``, ``mpirun`` or ``horovodrun``. An exception on one rank ends all of them; a `UserError` is
-    raised on all ranks alike.
+    Run it with ``python``, ``mpirun`` or ``horovodrun``. A `UserError` about configuration, model or data is raised on
+    all ranks alike; an exception that one rank alone meets later, if nothing catches it, ends all of them.
     """
 
     def __init__(self, config: Config | None = None, **overrides: Any) -> None:
@@ -54,6 +55,7 @@ class Trainer:
                 raise UserError(f"Config has no key {name!r}", nearest(name, vars(config)), "correct it")
         self.config = replace(config, **overrides).check()
         self.run: Run | None = None
+        self._evaluates_only = False
 
     def fit(self, model: Any = None, data: Any = None) -> Result:
         """Train, evaluate, write checkpoints and the final model; collective.
@@ -62,8 +64,16 @@ class Trainer:
         ``((x, y), (x_test, y_test))``, a torch Dataset, a keras PyDataset, a tf.data.Dataset, or an object with
         ``__len__`` and ``fetch`` (None: ``config.data``).
         """
+        if self._evaluates_only:
+            raise UserError("this Trainer was made by evaluate(data) and has no training data",
+                            "a Trainer of its own for fit", "make a new Trainer, or call fit before evaluate")
         run = self._assembled(model, data)
-        loop.fit(run)
+        try:
+            loop.fit(run)
+        except SystemExit as stop:
+            if run.control.size > 1:  # the other ranks would wait for this one
+                raise RuntimeError(f"sys.exit({stop.code!r}) was called in the middle of fit") from stop
+            raise
         export(run)
         if run.control.rank == 0:
             summary.show(run)
@@ -75,18 +85,16 @@ class Trainer:
     def evaluate(self, model: Any = None, data: Any = None) -> dict[str, float]:
         """Exact weighted metrics over the evaluation data, however unevenly the ranks hold it; collective."""
         if self.run is None:
+            self._evaluates_only = data is not None
             self.run = assemble(self.config, model, data)
         run = self._assembled(model, None)
-        if data is not None:
-            run.eval_feed = eval_feed(run, data)
-        if run.eval_feed is None:
+        feed = run.eval_feed if data is None else eval_feed(run, data)
+        if feed is None:
             raise UserError("there is no evaluation data", "a test split", "give data as ((x, y), (x_test, y_test))")
-        return loop.evaluate(run)
+        return loop.measure(run, feed)
 
     def save(self) -> Path:
         """Write a checkpoint of the current state into the run's directory; collective. `UserError` if it fails."""
-        from hvdtrain.checkpoint import session
-
         run = self._assembled(None, None)
         error = session.save(run)
         if error:
@@ -96,8 +104,6 @@ class Trainer:
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Load a checkpoint, the newest whole one of a run's directory; collective."""
-        from hvdtrain.checkpoint import session
-
         run = self._assembled(None, None)
 
         def look() -> Any:
@@ -123,6 +129,7 @@ def export(run: Run) -> list[str]:
         if run.control.rank != 0:
             return []
         directory = run.out / "model"
+        session.check_finite(run.step.state()[0]["model"])
         try:
             directory.mkdir(exist_ok=True)
             return run.step.export(directory)

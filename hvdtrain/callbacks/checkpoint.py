@@ -34,6 +34,7 @@ class Checkpoint(Callback):
     def checkpoint(self, run: Any) -> None:
         """Write; a failure is told and the run goes on, since the checkpoints before are whole."""
         self._clock = time.monotonic()
+        run.state.wants_save = False  # wished for again between the vote and this save
         error = save(run)
         if error:
             run.note(f"step {run.state.cursor.step}: checkpoint not written ({error}); training goes on, "

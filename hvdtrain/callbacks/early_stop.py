@@ -20,6 +20,11 @@ class EarlyStop(Callback):
         self.best: float | None = None
         self.waited = 0
 
+    def fit_start(self, run: Any) -> None:
+        """A run that is resumed after it was stopped stays stopped."""
+        if self.waited >= self._settings.patience:
+            run.want_stop(f"early stop: {self._settings.metric} had not got better for {self.waited} evaluations")
+
     def eval_end(self, run: Any) -> None:
         """Compare the metric with the best so far."""
         s = self._settings

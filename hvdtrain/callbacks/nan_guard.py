@@ -11,8 +11,8 @@ from hvdtrain.errors import UserError
 class NanGuard(Callback):
     """Runs on all ranks, which all see the same event: ``mode`` "stop" ends the run, "skip" allows some in a row.
 
-    When the event comes the update has not been made, so the weights are still good; on a GPU, where a loss is read
-    one step late, that is so for gradients only (``skip`` checks those).
+    When the event comes, this step's update has not been made. With "stop" only losses are looked at: a finite loss
+    with a gradient that is not has ruined the weights one step before. On a GPU a loss is read one step late.
     """
 
     where = "all"
@@ -32,7 +32,7 @@ class NanGuard(Callback):
         ranks = ", ".join(str(r) for r in run.state.bad_ranks)
         if self._mode == "stop" or self.in_a_row > self._max:
             many = f" ({self.in_a_row} steps in a row)" if self.in_a_row > 1 else ""
-            seen = "seen one step later" if run.step.asynchronous else "the update was not made"
+            seen = "seen one step late" if run.step.asynchronous else "that step's update was not made"
             raise UserError(f"loss or gradient is not finite at step {step} on rank {ranks}{many}; {seen}",
                             "finite numbers",
                             "lower lr, set clip_norm, look at the data of that step, or set nan_guard: skip")

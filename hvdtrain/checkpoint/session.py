@@ -42,18 +42,23 @@ def save(run: Any) -> str:
 
 def _snapshot(run: Any, own: list[dict[str, np.ndarray]]) -> Snapshot:
     groups, rest = run.step.state()
-    for name, array in groups["model"].items():
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise UserError(f"parameter {name} is not finite", "finite weights in a checkpoint",
-                            "resume from the one before")
+    check_finite(groups["model"])
     ranks = {f"rank-{rank:04d}": arrays for rank, arrays in enumerate(own)}
     meta = {
         "hvdtrain": __version__, "framework": run.spec.framework, "model": run.spec.name,
         "world_size": run.control.size, "cursor": run.state.cursor.to_dict(), "step_rest": rest,
-        "config": _json(run.config.to_dict()),
+        "config": _json(run.config.to_dict()), "samples": run.feed.samples,
         "callbacks": {type(c).__name__: c.state_dict() for c in run.callbacks if c.state_dict()},
     }
     return Snapshot({**groups, **ranks}, meta)
+
+
+def check_finite(model: dict[str, np.ndarray]) -> None:
+    """Raise `UserError` naming the first parameter that is not finite: such weights are never written."""
+    for name, array in model.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise UserError(f"parameter {name} is not finite", "finite weights",
+                            "go back to the newest checkpoint; lower lr, set clip_norm or nan_guard: skip")
 
 
 def _json(value: Any) -> Any:
@@ -115,12 +120,16 @@ def restore(run: Any, snapshot: Snapshot | None) -> None:
 
     agreed(run.control, load, "restore")
     run.state.cursor = Cursor.from_dict(meta["cursor"])
+    run.state.stop, run.state.wants_stop, run.state.wants_save, run.state.metrics_at = "", "", False, -1
     for callback in run.callbacks:
         if type(callback).__name__ in meta["callbacks"]:
             callback.load_state_dict(meta["callbacks"][type(callback).__name__])
     if own is None:
         run.note(f"resumed a run of {meta['world_size']} ranks on {run.control.size}: "
                  "random generators start anew from the seed")
+    if meta.get("samples") != run.feed.samples:
+        run.note(f"resumed with {run.feed.samples} samples where the run had {meta.get('samples')}: "
+                 "the order of the data is another")
     _tell_changes(run, meta["config"])
 
 

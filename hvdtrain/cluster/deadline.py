@@ -24,20 +24,28 @@ ABORT_GRACE_S = 5.0
 class _Watchdog:
     """The open deadlines and the thread that looks after them."""
 
+    watches_forks = False
+
     def __init__(self) -> None:
+        self.forget()
+        self.who = ""
+        self.abort: Callable[[int], None] | None = None
+
+    def forget(self) -> None:
+        """No thread and no deadline: the state of a new process, also of a forked one.
+
+        The lock is made anew, because the parent's thread may have held it at the moment of the fork.
+        """
         self.lock = threading.Condition(threading.Lock())
         self.open: dict[int, tuple[float, float, str]] = {}
         self.wakes_at = float("inf")
         self.thread: threading.Thread | None = None
-        self.pid = 0
-        self.who = ""
-        self.abort: Callable[[int], None] | None = None
 
     def arm(self, key: int, seconds: float, what: str) -> None:
         """Open a deadline; wakes the thread only if this one ends before the thread would look again."""
         ends_at = time.monotonic() + seconds
         with self.lock:
-            if self.pid != os.getpid():
+            if self.thread is None:
                 self._start()
             self.open[key] = (ends_at, seconds, what)
             if ends_at < self.wakes_at:
@@ -50,10 +58,10 @@ class _Watchdog:
             self.open.pop(key, None)
 
     def _start(self) -> None:
-        """Start the thread; anew after a fork, where threads do not survive."""
-        self.open.clear()
-        self.wakes_at = float("inf")
-        self.pid = os.getpid()
+        """Start the thread; a forked child, where threads do not survive, starts its own."""
+        if not self.watches_forks:
+            os.register_at_fork(after_in_child=self.forget)
+            self.watches_forks = True
         self.thread = threading.Thread(target=self._watch, name="hvdtrain-deadline", daemon=True)
         self.thread.start()
 

@@ -45,7 +45,7 @@ class MpiCollectives:
     """
 
     name = "mpi"
-    dtypes = frozenset({"float32", "float64", "int8", "int16", "int32", "int64", "uint8"})
+    dtypes = frozenset({"float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8"})
     overlaps = False
     in_graph = False
     host = True

@@ -20,7 +20,7 @@ import numpy as np
 
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.sampler import at_least, cut, epoch_order, micro_batches, steps_per_epoch
-from hvdtrain.data.sources import Source
+from hvdtrain.data.sources import ArraySource, Source
 from hvdtrain.data.stream import Arrays, Stream, fingerprint, rebatch
 from hvdtrain.errors import UserError
 from hvdtrain.protocols import Control
@@ -127,6 +127,21 @@ class Feed:
             raise UserError(f"ranks differ in (samples, global_batch, seed, shuffle): {table}",
                             "the same on every rank",
                             "give every rank the same data and configuration; the sampler does the cut")
+        if self.control is not None and self.samples is not None and len(set(self.control.gather(self._probe()))) > 1:
+            self._tell_unlike_data()
+
+    def _probe(self) -> int:
+        """A checksum of the first, middle and last sample."""
+        assert self.samples
+        return fingerprint(self._fetch(np.unique([0, self.samples // 2, self.samples - 1])), rows=3)
+
+    def _tell_unlike_data(self) -> None:
+        """Arrays must be the same on every rank; a dataset may draw random numbers when it is read."""
+        if isinstance(self.data, ArraySource):
+            raise UserError("ranks hold different arrays", "the same data in the same order on every rank",
+                            "seed what shuffles or splits it; the sampler does the cut")
+        self._warn_once("the ranks read different samples at the same place: seed what shuffles or splits the data "
+                        "alike, unless the dataset draws random numbers when it is read")
 
     def epoch(self, cursor: Cursor) -> Generator[StepBatch, None, None]:
         """Yield the steps from ``cursor`` to the end of its epoch, the same number on every rank.

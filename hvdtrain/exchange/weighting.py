@@ -22,3 +22,14 @@ def loss_scale(weight: float) -> float:
         raise UserError(f"the global weight of a batch is {weight}", "a finite number of 0 or more",
                         "check the model file's weight(batch)")
     return 1.0 / weight if weight > 0 else 0.0
+
+
+def check_weight(counted: float, weight: float) -> None:
+    """Raise `UserError` where the tasks of all ranks counted another weight than the W the loss was divided by.
+
+    Law 1 holds only if both speak of the same thing: a task that counts tokens needs a ``weight(batch)`` that does.
+    """
+    if abs(counted - weight) > 1e-3 * max(abs(counted), abs(weight)):
+        raise UserError(f"task counted a weight of {counted:g} where the loss was divided by {weight:g}",
+                        "the same from task(model, batch) and weight(batch)",
+                        "define weight(batch) in the model file; without it the weight is the number of samples")

@@ -14,10 +14,11 @@ import pytest
 from small_runs import (CLASSES, CUTS, FEATURES, FRAMEWORKS, HIDDEN, apart, config, gradient, lockstep, make_model,
                         samples, weights)
 
+from hvdtrain import loop
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.sampler import epoch_order
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.weighting import loss_scale
+from hvdtrain.exchange.weighting import check_weight, loss_scale
 
 BATCH, N = 7, 16
 """Steps of 7, 7 and 2 samples: the last is shorter than a world of 3 or 4."""
@@ -143,8 +144,10 @@ def averaging(run):
 
 @pytest.mark.parametrize("size, shares, equal", [(2, [4, 3], False), (3, [5, 1, 1], False), (2, [1, 1], False),
                                                  (7, [], True)], ids=str)
-def test_averaging_would_be_seen(size, shares, equal):
+def test_averaging_would_be_seen(size, shares, equal, monkeypatch):
     """The check fails for plain averaging wherever ranks differ, and only there: 7 samples on 7 ranks are equal."""
+    monkeypatch.setattr(loop, "check_weight", lambda counted, weight: None)  # which would refuse the mutation
+
     def work(run):
         with averaging(run):
             return gradient(run, FIRST)
@@ -152,6 +155,15 @@ def test_averaging_would_be_seen(size, shares, equal):
     settings = config(global_batch=BATCH, shares=shares, lr=1.0)
     for got in lockstep(size, settings, lambda rank: make_model("numpy"), samples(N), work):
         assert (apart(got, numpy_gradient(FIRST)) < 1e-12) is equal
+
+
+def test_a_task_that_counts_otherwise_is_refused():
+    check_weight(128.0, 128.0)
+    check_weight(0.0, 0.0)
+    check_weight(1e6 + 1, 1e6)  # rounding of a float32 count
+    for counted, weight in ((640.0, 64.0), (0.0, 8.0), (8.0, 0.0)):
+        with pytest.raises(UserError, match=r"task counted a weight of"):
+            check_weight(counted, weight)
 
 
 def test_the_scale_is_one_over_the_weight():

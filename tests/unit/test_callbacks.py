@@ -134,7 +134,7 @@ def hit(guard, run, step, ranks=(1,)):
 
 def test_nan_guard_stops_with_rank_and_step(run):
     with pytest.raises(
-        UserError, match=r"not finite at step 7 on rank 1, 3; the update was not made; .*nan_guard: skip"
+        UserError, match=r"not finite at step 7 on rank 1, 3; that step's update was not made; .*nan_guard: skip"
     ):
         hit(NanGuard("stop", 20), run, 7, (1, 3))
 

@@ -134,6 +134,9 @@ class NumpyStep:
                 p -= self._lr * v
         return True, norm
 
+    def discard(self) -> None:
+        """No buffers."""
+
     def evaluate(self, batch: Batch) -> None:
         """Loss and accuracy."""
         logits = self.model.forward(batch[0])[-1]

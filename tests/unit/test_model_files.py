@@ -1,0 +1,73 @@
+"""Which functions of a model file count: those of the file that was named, and none that only happen to be there."""
+
+from dataclasses import replace
+
+import pytest
+from small_runs import config, make_model, samples, solo
+
+from hvdtrain import loop
+from hvdtrain.assemble import assemble
+from hvdtrain.collectives.lockstep import LockstepWorld
+from hvdtrain.config import Checkpoint
+from hvdtrain.errors import UserError
+from hvdtrain.model import build_spec, spec_of
+
+MAKER = """
+from hvdtrain.backends.numpy.step import Model
+def make(): return Model()
+"""
+
+
+def spec(tmp_path, monkeypatch, text, name):
+    (tmp_path / "maker_of_models.py").write_text(MAKER)
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return build_spec(f"{name}:make", {}, prepare=lambda: None)
+
+
+def test_a_task_beside_an_imported_builder_counts(tmp_path, monkeypatch):
+    text = "from maker_of_models import make\ndef task(model, batch): return 0.0, 1\n"
+    assert spec(tmp_path, monkeypatch, text, "imported_builder").task is not None
+
+
+def test_a_task_beside_a_partial_counts(tmp_path, monkeypatch):
+    text = ("import functools, maker_of_models\nmake = functools.partial(maker_of_models.make)\n"
+            "def task(model, batch): return 0.0, 1\n")
+    assert spec(tmp_path, monkeypatch, text, "partial_builder").task is not None
+
+
+def test_a_function_called_weight_without_a_task_is_something_else(tmp_path, monkeypatch):
+    text = "from maker_of_models import make\ndef weight(kilograms): return 1000.0\n"
+    assert spec(tmp_path, monkeypatch, text, "scales").weight is None
+
+
+def test_a_model_object_has_the_functions_of_its_class_file():
+    assert spec_of(make_model("numpy")).task is None
+
+
+def test_ranks_with_unlike_arrays_are_refused():
+    def rank(control, wire):
+        assemble(config(), make_model("numpy"), samples(16, seed=control.rank), control, wire)
+
+    with pytest.raises(UserError, match="ranks hold different arrays"):
+        LockstepWorld(2).run(rank, timeout_s=30.0)
+
+
+def test_max_steps_holds_for_a_run_that_is_resumed(tmp_path):
+    settings = config(max_steps=3, out=str(tmp_path), checkpoint=Checkpoint(at_end=True))
+    first = solo(settings, make_model("numpy"), samples(40))
+    loop.fit(first)
+    again = solo(replace(settings, resume="auto"), make_model("numpy"), samples(40))
+    loop.fit(again)
+    assert (first.state.cursor.step, again.state.cursor.step, again.phases.steps) == (3, 3, 0)
+
+
+def test_a_model_that_is_not_finite_is_not_exported(tmp_path):
+    from hvdtrain.trainer import export
+
+    run = solo(config(max_steps=1, out=str(tmp_path)), make_model("numpy"), samples(40))
+    loop.fit(run)
+    run.step.model.params["w0"][0, 0] = float("nan")
+    with pytest.raises(UserError, match="parameter w0 is not finite"):
+        export(run)
+    assert not (tmp_path / "model" / "model.safetensors").exists()

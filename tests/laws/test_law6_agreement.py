@@ -61,7 +61,7 @@ def test_a_clock_of_rank_0_saves_on_all(tmp_path):
     """Clocks differ: only rank 0's counts, and it goes through the vote."""
     setting = config(global_batch=5, max_steps=4, out=str(tmp_path), checkpoint=Checkpoint(every_s=1e-6, at_end=False))
     results = lockstep(3, setting, lambda rank: make_model("numpy"), samples(40), seen)
-    assert len(set(map(repr, results))) == 1 and results[0][2] == [2, 4]  # the wish of step 2's end is met by step 2's save
+    assert len(set(map(repr, results))) == 1 and results[0][2] == [2, 4]  # step 2's wish is met by its save
 
 
 def test_early_stop_stops_all_at_one_step(tmp_path):

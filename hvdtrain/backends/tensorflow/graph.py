@@ -82,17 +82,17 @@ class Gradients:
 
             def function(scale: tf.Tensor, *parts: tf.Tensor) -> Any:
                 return graph(tf.nest.pack_sequence_as(batch, parts), scale)
-            self._functions[key] = tf.function(function, input_signature=[tf.TensorSpec([], tf.float32), *specs],
+            self._functions[key] = tf.function(function, input_signature=[tf.TensorSpec([], tf.float64), *specs],
                                                **PLAIN)
         with peer_failures():
-            return self._functions[key](tf.constant(scale, tf.float32), *leaves)
+            return self._functions[key](tf.constant(scale, tf.float64), *leaves)
 
     # --- while a graph is traced -----------------------------------------------------------------------------------
 
     def _local(self, batch: tuple[Any, ...], scale: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
         with tf.GradientTape() as tape:
             loss_sum, weight = self._task(self._model, batch, True)
-            scaled = loss_sum * scale
+            scaled = loss_sum * tf.cast(scale, loss_sum.dtype)
         grads = tape.gradient(scaled, self._variables)
         return loss_sum, weight, [self._dense(g, v) for g, v in zip(grads, self._variables)]
 

@@ -1,7 +1,8 @@
 """Exact metrics over uneven shards: Keras' own metrics, whose state is summed over ranks before the result is taken.
 
 Owns the totals of an evaluation. A total is a metric's variables end to end, as float64; "loss" and what a model file
-or a ``module:callable`` returns are (sum, weight).
+or a ``module:callable`` returns are (sum, weight). One more total, `SHAPES`, tells ranks that saw no sample what
+the metrics were made for.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ NOT_ADDITIVE = ("PearsonCorrelation", "ConcordanceCorrelation")
 """Metrics that take statistics of one batch, so that their sums depend on how the samples were cut."""
 
 
+SHAPES = "shapes of targets and outputs"
+"""Name of the total [1, then per tensor: dtype, rank, dimensions]: over c ranks its sum is c times that."""
+
+
 class Evaluator:
     """Runs the model in inference mode and keeps the totals; one graph per shape of batch."""
 
@@ -35,6 +40,7 @@ class Evaluator:
         if spec.task is None:
             self._choose(config.metrics)
         self._objects: dict[str, tuple[keras.metrics.Metric, bool]] | None = None
+        self._shapes_k: np.ndarray | None = None
         self._totals: dict[str, np.ndarray] = {}
         self._function = tf.function(self._graph, reduce_retracing=True, jit_compile=False, autograph=False)
 
@@ -83,6 +89,13 @@ class Evaluator:
             return {}
         x, y = keras.tree.map_structure(lambda t: tf.zeros([1, *t.shape[1:]], t.dtype), tuple(batch[:2]))
         outputs = self._model(x, training=False)
+        if not tf.is_tensor(outputs):
+            raise UserError(f"the model returns a {type(outputs).__name__}", "one tensor, where metrics are by name",
+                            "give the model file a task(model, batch) and metrics(model, batch)")
+        self._shapes_k = _written([y, outputs])
+        return self._made(y, outputs)
+
+    def _made(self, y: tf.Tensor, outputs: tf.Tensor) -> dict[str, tuple[keras.metrics.Metric, bool]]:
         objects = {}
         for name, (metric, weighted) in self._named.items():
             made = _accuracy(y, outputs) if metric in ("accuracy", "acc") else _object(metric, name)
@@ -99,19 +112,21 @@ class Evaluator:
         for name, (metric, _) in (self._objects or {}).items():
             totals[name] = np.concatenate([np.asarray(v.numpy(), np.float64).reshape(-1) for v in metric.variables])
             metric.reset_state()
+        if self._shapes_k is not None:
+            totals[SHAPES] = self._shapes_k
         return {"loss": totals.pop("loss"), **totals}
 
     def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
         """Each metric from its summed total; a metric of several numbers (one per class) gives their mean."""
-        return {name: self._result(name, total_k) for name, total_k in totals.items()}
+        if self._objects is None and SHAPES in totals:
+            self._shapes_k = totals[SHAPES] / totals[SHAPES][0]
+            self._objects = self._made(*_read(self._shapes_k))
+        return {name: self._result(name, total_k) for name, total_k in totals.items() if name != SHAPES}
 
     def _result(self, name: str, total_k: np.ndarray) -> float:
         metric = (self._objects or {}).get(name, (None, False))[0]
-        if metric is None:
-            metric = self._unseen(name)
         if metric is None or type(metric).result is keras.metrics.Mean.result:
-            # (sum, weight), divided in float64 on every rank: Keras would divide in float32 where it has the object,
-            # and a rank that saw no sample of an accuracy has none.
+            # (sum, weight), divided in float64: Keras would divide in float32.
             return float(total_k[0] / total_k[1]) if total_k[1] else math.nan
         saved = [v.numpy() for v in metric.variables]
         ends = np.cumsum([v.size for v in saved])
@@ -122,10 +137,20 @@ class Evaluator:
             variable.assign(value)
         return result
 
-    def _unseen(self, name: str) -> Any:
-        """The object of a Keras metric on a rank that had no batch to build it with."""
-        metric = self._named.get(name, ("accuracy", False))[0]
-        return None if metric in ("accuracy", "acc") else _object(metric, name)
+
+def _written(tensors: list[tf.Tensor]) -> np.ndarray:
+    """Types and shapes as one vector, `SHAPES`."""
+    return np.array([1, *(n for t in tensors for n in (t.dtype.as_datatype_enum, t.shape.rank, *t.shape))], np.float64)
+
+
+def _read(shapes_k: np.ndarray) -> list[tf.Tensor]:
+    """Undo `_written`: tensors of zeros. Where ranks had sequences of other lengths, those are near their mean."""
+    numbers, tensors = [round(n) for n in shapes_k[1:].tolist()], []
+    while numbers:
+        (dtype, rank), numbers = numbers[:2], numbers[2:]
+        tensors.append(tf.zeros(numbers[:rank], tf.as_dtype(dtype)))
+        numbers = numbers[rank:]
+    return tensors
 
 
 def _name_of(metric: Any) -> str:

@@ -6,12 +6,13 @@ With optimizer.name auto a compiled model keeps its own optimizer and rate; `lr`
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import keras
 from keras.optimizers import schedules
 
-from hvdtrain.config import Config
+from hvdtrain.config import Config, Schedule
 from hvdtrain.errors import UserError, nearest
 
 
@@ -50,7 +51,10 @@ class WarmUp(schedules.LearningRateSchedule):
 
 
 class Optimization:
-    """The optimizer of a run, built for the model's trainable variables."""
+    """The optimizer of a run, built for the model's trainable variables.
+
+    ``base_lr``: the configured or compiled rate times the linear scaling; None where a schedule of the user's rules.
+    """
 
     def __init__(self, config: Config, model: keras.Model, steps_per_epoch: int) -> None:
         self._config = config
@@ -58,9 +62,13 @@ class Optimization:
         self._compiled = config.optimizer.name == "auto" and own is not None
         base = config.schedule.linear_scaling_base
         self._scale = config.global_batch / base if base else 1.0
+        self.base_lr: float | None = None
+        _refuse_epochs(config.schedule)
         self.optimizer = self._adopt(model) if self._compiled else self._create()
         _refuse(self.optimizer)
-        self.optimizer.build(model.trainable_variables)
+        built_for = [id(v) for v in getattr(self.optimizer, "_trainable_variables", [])]
+        if not self.optimizer.built or built_for != [id(v) for v in model.trainable_variables]:
+            self.optimizer.build(model.trainable_variables)  # not twice: its history would be lost
 
     def _create(self) -> keras.optimizers.Optimizer:
         """An optimizer of keras.optimizers by name, any case; auto is Adam."""
@@ -72,6 +80,8 @@ class Optimization:
         if name not in classes:
             raise UserError(f"optimizer {named.name!r} is not in keras.optimizers",
                             nearest(named.name, [c.__name__ for c in classes.values()]), "correct optimizer.name")
+        given = named.args.get("learning_rate", self._config.lr * self._scale)
+        self.base_lr = float(given) if isinstance(given, (int, float)) else None
         try:
             return classes[name](**{"learning_rate": self._rate(self._config.lr), **named.args})
         except (TypeError, ValueError) as error:
@@ -82,16 +92,21 @@ class Optimization:
         """The compiled model's own optimizer, its rate changed only by what config asks for."""
         own = model.optimizer
         schedule = self._config.schedule
+        given = _given_rate(own)
+        self.base_lr = None if callable(given) else given * self._scale
         if schedule.name.lower() not in ("none", "") or schedule.warmup_steps or self._scale != 1.0:
-            held = own._learning_rate
-            scheduled = isinstance(held, schedules.LearningRateSchedule)
-            own.learning_rate = self._rate(held if scheduled else float(held.numpy()))
+            _put_rate(own, given, self._rate(given))
+        elif _PUT in vars(own) or isinstance(own._learning_rate, WarmUp):  # what an earlier run asked for
+            _put_rate(own, given, given)
         return own
 
     def _rate(self, base: Any) -> Any:
         """A number, or a schedule that starts from it; ``base``: a rate before scaling, or a schedule."""
         steps = self._config.schedule.warmup_steps
         named = self._config.schedule
+        if callable(base) and not isinstance(base, schedules.LearningRateSchedule):
+            raise UserError("the compiled optimizer's rate is a function", "a number or one of Keras' schedules",
+                            "compile with one, or leave schedule.* unset")
         if named.name.lower() in ("none", ""):
             if isinstance(base, schedules.LearningRateSchedule) or steps:
                 return WarmUp(base, steps, self._scale)
@@ -119,6 +134,32 @@ class Optimization:
             raise UserError(f"schedule {made.__name__} refused args {named.args}: {error}",
                             "keyword arguments it knows", "correct schedule.args") from None
 
+    def resume(self, stored_base_lr: float | None) -> None:
+        """After a load: where another base rate is configured than was stored, it takes effect.
+
+        A schedule or warm-up holds the new base already; a plain rate, which was loaded, is scaled by new / stored.
+        """
+        held = self.optimizer._learning_rate
+        if callable(held):
+            return
+        if stored_base_lr is not None and self.base_lr is not None \
+                and not math.isclose(stored_base_lr, self.base_lr, rel_tol=1e-6):
+            factor = self.base_lr / stored_base_lr if stored_base_lr else 0.0
+            self.optimizer.learning_rate = float(held.numpy()) * factor if factor else self.base_lr
+        if _PUT in vars(self.optimizer):
+            vars(self.optimizer)[_PUT] = (vars(self.optimizer)[_PUT][0], float(held.numpy()))
+
+    def made_of(self) -> str:
+        """The optimizer's class and its schedule, to compare between ranks."""
+        held = self.optimizer._learning_rate
+        name = type(self.optimizer).__name__
+        if isinstance(held, schedules.LearningRateSchedule):
+            try:
+                return f"{name} {type(held).__name__} {held.get_config()}"
+            except NotImplementedError:
+                return f"{name} {type(held).__name__}"
+        return name
+
     def rate(self) -> float:
         """The rate of the next update."""
         return float(self.optimizer.learning_rate)
@@ -143,6 +184,39 @@ class Optimization:
         if s.linear_scaling_base:
             words["lr scaling"] = f"x {config.global_batch}/{s.linear_scaling_base}"
         return words
+
+
+_PUT = "_hvdtrain_rate"
+"""Attribute of a compiled optimizer: (the rate its owner gave, the one that a run put in its place)."""
+
+
+def _given_rate(optimizer: Any) -> Any:
+    """The rate that the optimizer's owner gave, a number or a schedule, also after runs that changed it."""
+    held = optimizer._learning_rate
+    given, put = vars(optimizer).get(_PUT, (None, None))
+    if callable(held):
+        if held is put:
+            return given
+        while isinstance(held, WarmUp):  # of a run whose model was saved and loaded
+            held = held.base
+        return held
+    now = float(held.numpy())
+    same = put is not None and not callable(put) and math.isclose(now, put, rel_tol=1e-6)
+    return given if same else now
+
+
+def _put_rate(optimizer: Any, given: Any, rate: Any) -> None:
+    """Set the rate and remember what was there; `vars`, because Keras would track an attribute set plainly."""
+    if callable(optimizer._learning_rate) and not callable(rate):
+        rate = WarmUp(rate)  # Keras takes no plain number where a schedule was
+    optimizer.learning_rate = rate
+    vars(optimizer)[_PUT] = (given, rate)
+
+
+def _refuse_epochs(schedule: Schedule) -> None:
+    if schedule.interval == "epoch" and schedule.name.lower() not in ("none", ""):
+        raise UserError(f"schedule.interval is epoch and {schedule.name} is a schedule of Keras, which counts steps",
+                        "step", "set schedule.interval to step and multiply the schedule's steps by the steps per epoch")
 
 
 def _refuse(optimizer: Any) -> None:

@@ -49,6 +49,8 @@ class TensorFlowStep:
         self._tensors: list[tf.Tensor] | None = None
         self._started = False
         self._waited_s = 0.0
+        self._n_seen = self._n_seen_before = 0
+        self._buffers = shared.Buffers(self.model) if config.nan_guard == "skip" else None
         self.asynchronous = placement.on_gpu(self.model)
         placement.seed_model(state.seed_states(self.model), rank)
 
@@ -66,20 +68,31 @@ class TensorFlowStep:
         self._update = Update(self.model, self._opt.optimizer, reducer)
 
     def share_initial(self) -> None:
-        """Give every rank rank 0's weights; collective."""
-        shared.share_initial(self.model, self._reducer)
+        """Give every rank rank 0's weights and optimizer state; collective."""
+        shared.share_initial(self.model, self._opt, self._reducer)
 
     def sync_buffers(self) -> None:
-        """Replace BatchNorm statistics and their like by their mean over ranks; collective."""
-        shared.sync_buffers(self.model, self._reducer)
+        """Replace BatchNorm statistics and their like by their mean over the samples of all ranks; collective."""
+        shared.sync_buffers(self.model, self._reducer, self._n_seen)
+        self._n_seen = self._n_seen_before = 0
 
     def zero(self) -> None:
         """Forget the gradients of the step before."""
         self._gradients.forget()
         self._tensors, self._started, self._waited_s = None, False, 0.0
+        self._n_seen_before = self._n_seen
+        if self._buffers is not None:
+            self._buffers.keep()
+
+    def discard(self) -> None:
+        """Undo what the step's forward did to buffers (with nan_guard skip); there will be no update."""
+        if self._buffers is not None:
+            self._buffers.put_back()
+            self._n_seen = self._n_seen_before
 
     def forward_backward(self, batch: Batch, scale: float, last: bool) -> Pair:
         """Add the gradient of ``loss_sum * scale``; the graph of the ``last`` micro-batch also exchanges."""
+        self._n_seen += len(tf.nest.flatten(batch)[0])
         if not last:
             return self._gradients.add(tuple(batch), scale)
         loss_sum, weight, self._tensors, waited_s = self._gradients.last(tuple(batch), scale)
@@ -139,28 +152,32 @@ class TensorFlowStep:
         return {**self._words, **self._opt.describe(), "device": "gpu" if self.asynchronous else "cpu"}
 
     def caveats(self) -> list[str]:
-        """Layers whose result depends on how a batch is cut (law 2)."""
+        """Layers whose result depends on how a batch is cut (law 2), or whose type is too narrow."""
         found = []
         layers = self.model._flatten_layers()
         if any(isinstance(layer, keras.layers.BatchNormalization) and layer.trainable for layer in layers):
             found.append("BatchNorm takes its statistics over each rank's own samples")
         if state.seed_states(self.model):
             found.append("dropout draws differ with the number of ranks")
+        if any(layer.compute_dtype == "float16" for layer in layers):
+            found.append("layers compute in float16 and the loss is not scaled: small gradients may vanish")
         return found
 
     def state(self) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
-        """Groups "model" and "optimizer" (with its count of updates), and the optimizer's name."""
+        """Groups "model" and "optimizer" (with its count of updates); the optimizer's name and its base rate."""
         groups = {"model": state.arrays(self.model.weights), "optimizer": state.arrays(self._opt.optimizer.variables)}
-        return groups, {"optimizer": type(self._opt.optimizer).__name__}
+        return groups, {"optimizer": type(self._opt.optimizer).__name__, "base_lr": self._opt.base_lr}
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
-        """Undo `state`."""
+        """Undo `state`; a base rate that is configured otherwise now takes effect."""
         own = type(self._opt.optimizer).__name__
         if rest.get("optimizer", own) != own:
             raise UserError(f"the checkpoint was made with {rest['optimizer']}", own,
                             "resume with the optimizer of that run")
         state.load("model", self.model.weights, groups["model"])
         state.load("optimizer", self._opt.optimizer.variables, groups["optimizer"])
+        self._opt.resume(rest.get("base_lr"))
+        self._n_seen = self._n_seen_before = 0
 
     def rank_state(self) -> dict[str, np.ndarray]:
         """Random generators and compressor state of this rank."""

@@ -30,6 +30,7 @@ def make_task(spec: Any, config: Config) -> Task:
     """Return ``task(model, batch, training) -> (loss_sum, weight)``, two scalars; `UserError` for an unknown loss."""
     if spec.task is not None:
         return _users(spec.task)
+    _refuse_own_training(spec.model)
     loss = resolve_loss(config.loss, spec.model)
 
     def task(model: keras.Model, batch: tuple[Any, ...], training: bool) -> Pair:
@@ -47,22 +48,28 @@ def default_pair(loss: Loss, model: keras.Model, outputs: Any, batch: tuple[Any,
         raise UserError(f"the model returns a {type(outputs).__name__}", "one tensor, where the loss is by name",
                         "give the model file a task(model, batch) -> (loss_sum, weight)")
     n = tf.shape(outputs)[0]
-    per_sample_B = tf.cast(loss(batch[1], outputs), tf.float32)
+    per_sample_B = loss(batch[1], outputs)
+    per_sample_B = tf.cast(per_sample_B, _wide(per_sample_B))
     if per_sample_B.shape.rank == 0:
         raise UserError("the loss returns one number for the whole batch", "one value per sample",
                         "leave out the loss's own reduction, or give the model file a task(model, batch)")
     if len(batch) == 3:
-        weight = tf.cast(batch[2], tf.float32)
+        weight = tf.cast(batch[2], per_sample_B.dtype)
         if 1 < weight.shape.rank <= per_sample_B.shape.rank:  # one weight per token, say
             missing = per_sample_B.shape.rank - weight.shape.rank
             per_sample_B = per_sample_B * tf.reshape(weight, tf.concat([tf.shape(weight), [1] * missing], 0))
-            weight = tf.ones([n])
+            weight = tf.ones([n], per_sample_B.dtype)
         per_sample_B = _mean_of_sample(per_sample_B) * tf.reshape(weight, [n])
     total = tf.reduce_sum(_mean_of_sample(per_sample_B))
-    count = tf.cast(n, tf.float32)
+    count = tf.cast(n, total.dtype)
     if model.losses:
-        total += tf.add_n([tf.cast(extra, tf.float32) for extra in model.losses]) * count
+        total += tf.add_n([tf.cast(extra, total.dtype) for extra in model.losses]) * count
     return total, count
+
+
+def _wide(x: Any) -> tf.DType:
+    """The type a loss is summed in: float64 where it comes in it, else float32."""
+    return tf.float64 if getattr(x, "dtype", None) == tf.float64 else tf.float32
 
 
 def _mean_of_sample(x: tf.Tensor) -> tf.Tensor:
@@ -84,7 +91,7 @@ def _users(task: Callable[..., Pair]) -> Task:
 def _checked(pair: Any) -> Pair:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise UserError(f"task returned a {type(pair).__name__}", "(loss_sum, weight)", "mend the model file's task")
-    loss_sum, weight = (tf.cast(tf.convert_to_tensor(v), tf.float32) for v in pair)
+    loss_sum, weight = (tf.cast(v, _wide(v)) for v in map(tf.convert_to_tensor, pair))
     if loss_sum.shape.rank or weight.shape.rank:
         raise UserError(f"task returned shapes {tuple(loss_sum.shape)} and {tuple(weight.shape)}",
                         "two scalars (loss_sum, weight)", "sum the loss in the model file's task")
@@ -115,11 +122,35 @@ def resolve_loss(named: Named, model: keras.Model) -> Loss:
     if compiled is None:
         return _auto(named.args)
     if isinstance(compiled, (dict, list, tuple)):
+        if len(keras.tree.flatten(compiled)) == 1:
+            compiled = keras.tree.flatten(compiled)[0]
+    if isinstance(compiled, (dict, list, tuple)):
         raise UserError("the model was compiled with several losses", "one loss, or a task",
                         "give the model file a task(model, batch) -> (loss_sum, weight)")
-    if isinstance(compiled, str):
-        return _by_name(Named(compiled, named.args))
-    return _unreduced(compiled)
+    loss = _by_name(Named(compiled, named.args)) if isinstance(compiled, str) else _unreduced(compiled)
+    factor = _loss_weight(model)
+    return loss if factor is None else lambda y, outputs: loss(y, outputs) * factor
+
+
+def _loss_weight(model: keras.Model) -> float | None:
+    """What `compile(loss_weights=...)` gave for the only loss; None for nothing."""
+    given = getattr(getattr(model, "_compile_loss", None), "_user_loss_weights", None)
+    if given is None:
+        return None
+    factors = keras.tree.flatten(given)
+    if len(factors) != 1 or not isinstance(factors[0], (int, float)):
+        raise UserError(f"the model was compiled with loss_weights {given} for one loss", "one number",
+                        "compile with one, or give the model file a task(model, batch) -> (loss_sum, weight)")
+    return float(factors[0])
+
+
+def _refuse_own_training(model: keras.Model) -> None:
+    """Raise `UserError` for a model whose own methods compute a loss, which would be ignored here."""
+    for name in ("compute_loss", "train_step"):
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            raise UserError(f"{type(model).__name__} overrides {name}(), which is not called here",
+                            "a loss by name, or a task",
+                            "give the model file a task(model, batch) -> (loss_sum, weight)")
 
 
 def loss_name(spec: Any, config: Config) -> str:

@@ -27,6 +27,8 @@ class Optimization:
         self.base_lr = config.lr * (config.global_batch / base if base else 1.0)
         self.optimizer = _optimizer(config, params, self.base_lr)
         self.schedule = _schedule(config, self.optimizer)
+        groups = self.optimizer.param_groups  # some schedules (OneCycleLR) have rates of their own
+        self._obeys_lr = all(group.get("initial_lr", group["lr"]) == self.base_lr for group in groups)
         self._config = config
 
     def step(self) -> None:
@@ -73,6 +75,7 @@ class Optimization:
         return {
             "optimizer": type(self.optimizer).__name__,
             "updates": self.updates,
+            "base_lr": self.base_lr,
             "groups": groups,
             "schedule": schedule,
         }
@@ -85,12 +88,22 @@ class Optimization:
                             f"set optimizer.name: {state['optimizer']}, or start anew")
 
     def load_scalars(self, state: dict[str, Any]) -> None:
-        """Undo `scalars`."""
+        """Undo `scalars`; a base rate configured otherwise than then scales every rate of the checkpoint."""
         self.updates = int(state["updates"])
         if self.schedule is not None and state["schedule"]:
             self.schedule.load_state_dict({**self.schedule.state_dict(), **state["schedule"]})
         for group, saved in zip(self.optimizer.param_groups, state["groups"]):
             group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in saved.items()})
+        before = state.get("base_lr", self.base_lr)
+        if before != self.base_lr and self._obeys_lr:
+            self._rescale(self.base_lr / before)
+
+    def _rescale(self, factor: float) -> None:
+        for group in self.optimizer.param_groups:
+            for key in {"lr", "initial_lr"} & set(group):
+                group[key] *= factor
+        if self.schedule is not None:
+            self.schedule.base_lrs = [rate * factor for rate in self.schedule.base_lrs]
 
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A PyTorch run as named numpy arrays and back, bit by bit.
 
-bfloat16, which numpy lacks, travels as its bits in uint16; the receiving tensor's dtype tells.
+bfloat16, which numpy lacks, travels as its bits in uint16, and its name says so by a suffix.
 """
 
 from __future__ import annotations
@@ -15,41 +15,50 @@ from hvdtrain.backends.torch.optim import Optimization
 from hvdtrain.errors import UserError
 
 
-def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A copy on the host."""
-    host = tensor.detach().cpu()
-    if host.dtype == torch.bfloat16:
-        return host.contiguous().view(torch.int16).numpy().view(np.uint16).copy()
-    return host.numpy().copy()
+_BFLOAT16 = "#bfloat16"
 
 
-def from_numpy(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    """Undo `to_numpy` for a tensor such as ``like``."""
-    host = torch.from_numpy(np.array(array, copy=True))
-    if like.dtype == torch.bfloat16 and array.dtype == np.uint16:
-        host = torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
-    return host.to(device=like.device, dtype=like.dtype)
+def to_arrays(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Copies on the host by name; the name of a bfloat16 tensor gets the suffix ``#bfloat16``, its array is uint16."""
+    out = {}
+    for name, tensor in tensors.items():
+        host = tensor.detach().cpu()
+        if host.dtype == torch.bfloat16:
+            out[name + _BFLOAT16] = host.contiguous().view(torch.int16).numpy().view(np.uint16).copy()
+        else:
+            out[name] = host.numpy().copy()
+    return out
+
+
+def from_arrays(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """Undo `to_arrays`: tensors on the host, each of the dtype it had."""
+    out = {}
+    for name, array in arrays.items():
+        own = np.array(array, copy=True)
+        if name.endswith(_BFLOAT16):
+            out[name.removesuffix(_BFLOAT16)] = torch.from_numpy(own.view(np.int16)).view(torch.bfloat16)
+        else:
+            out[name] = torch.from_numpy(own)
+    return out
 
 
 def model_arrays(model: torch.nn.Module) -> dict[str, np.ndarray]:
     """Parameters and persistent buffers by name."""
-    return {name: to_numpy(t) for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+    return to_arrays(model.state_dict())
 
 
 def load_model(model: torch.nn.Module, arrays: dict[str, np.ndarray]) -> None:
     """Copy arrays into the model in place; `UserError` names the first that does not fit."""
-    own = {n: t for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
-    check_names("model", own, arrays)
+    own, saved = model.state_dict(), from_arrays(arrays)
+    check_names("model", own, saved)
     for name, tensor in own.items():
-        if tuple(tensor.shape) != tuple(arrays[name].shape):
+        if tensor.shape != saved[name].shape:
             raise UserError(
-                f"checkpoint tensor {name} has shape {tuple(arrays[name].shape)}",
+                f"checkpoint tensor {name} has shape {tuple(saved[name].shape)}",
                 f"{tuple(tensor.shape)}, as in this model",
                 "resume with the model and model_args of that run",
             )
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(from_numpy(arrays[name], tensor))
+    model.load_state_dict(saved)
 
 
 def check_names(what: str, own: Any, got: Any) -> None:
@@ -62,14 +71,13 @@ def check_names(what: str, own: Any, got: Any) -> None:
 
 def optimizer_arrays(opt: Optimization, names: list[str]) -> dict[str, np.ndarray]:
     """Every tensor of the optimizer's state as ``parameter/key``; plain numbers become 0-d arrays."""
-    out = {}
+    tensors = {}
     for index, entries in opt.optimizer.state_dict()["state"].items():
         for key, value in entries.items():
-            if value is None:
-                continue
-            array = to_numpy(value) if isinstance(value, torch.Tensor) else np.asarray(value)
-            out[f"{names[int(index)]}/{key}"] = array
-    return out
+            if value is not None:
+                tensor = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.asarray(value))
+                tensors[f"{names[int(index)]}/{key}"] = tensor
+    return to_arrays(tensors)
 
 
 def check_optimizer(names: list[str], arrays: dict[str, np.ndarray]) -> None:
@@ -84,13 +92,16 @@ def load_optimizer(opt: Optimization, names: list[str], params: list[torch.nn.Pa
     """Undo `optimizer_arrays`."""
     index = {name: i for i, name in enumerate(names)}
     state: dict[int, dict[str, Any]] = {}
-    for full, array in arrays.items():
+    for full, tensor in from_arrays(arrays).items():
         name, _, key = full.rpartition("/")
-        like = params[index[name]]
-        fits = tuple(array.shape) == tuple(like.shape) and array.ndim > 0
-        state.setdefault(index[name], {})[key] = from_numpy(array, like) if fits else torch.from_numpy(np.array(array))
+        state.setdefault(index[name], {})[key] = tensor
     whole = opt.optimizer.state_dict()
     opt.optimizer.load_state_dict({"state": state, "param_groups": whole["param_groups"]})
+    for i, entries in state.items():
+        placed = opt.optimizer.state[params[i]]  # on its device, but cast to the parameter's dtype
+        for key, tensor in entries.items():
+            if placed[key].dtype != tensor.dtype:
+                placed[key] = tensor.to(placed[key].device)
 
 
 def random_arrays() -> dict[str, np.ndarray]:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.backends.torch import placement, state
+from hvdtrain.backends.torch import audit, placement, state
+from hvdtrain.backends.torch.buffers import Buffers
 from hvdtrain.backends.torch.optim import Optimization
 from hvdtrain.backends.torch.task import Metrics, make_task
 from hvdtrain.config import Config
@@ -35,7 +36,9 @@ class TorchStep:
     def __init__(self, spec: Any, config: Config, rank: int, steps_per_epoch: int) -> None:
         self.device = placement.device()
         self.asynchronous = self.device.type == "cuda"
-        self.model: torch.nn.Module = spec.model.to(self.device).train()
+        self.model: torch.nn.Module = spec.model.to(self.device)
+        audit.check_model(self.model)
+        _train(self.model, {m: False for m in self.model.modules() if self.model.training and not m.training})
         named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         if not named:
             raise UserError("the model has no trainable parameter", "at least one with requires_grad", "unfreeze one")
@@ -46,6 +49,7 @@ class TorchStep:
         self._task = make_task(spec, config)
         self._metrics = Metrics(spec, config, self._task)
         self._opt = Optimization(config, self._params, steps_per_epoch)
+        self._buffers = Buffers(self.model, undoable=config.nan_guard == "skip")
         self._last = False
         self._rank = rank
 
@@ -64,66 +68,53 @@ class TorchStep:
         self._flats: list[torch.Tensor] = []
         if reducer.alone:
             return
-        self._missing = [0] * len(reducer.buckets)
+        self._missing: list[set[int]] = [set() for _ in reducer.buckets]
         for bucket in reducer.buckets:
             flat_N = torch.zeros(bucket.n, dtype=getattr(torch, bucket.dtype), device=self.device)
             self._flats.append(flat_N)
             for i, offset, shape in zip(bucket.params, bucket.offsets, bucket.shapes):
                 param = self._params[i]
                 param.grad = flat_N[offset:offset + param.numel()].view(shape)
-                param.register_post_accumulate_grad_hook(self._hook(bucket.index))
+                param.register_post_accumulate_grad_hook(self._hook(bucket.index, i))
 
-    def _hook(self, bucket: int) -> Any:
+    def _hook(self, bucket: int, index: int) -> Any:
         def full(param: torch.Tensor) -> None:
-            if self._last:
-                self._missing[bucket] -= 1
-                if self._missing[bucket] == 0:
-                    self._reducer.start(bucket, self._flats[bucket])
+            if not self._last:
+                return
+            missing = self._missing[bucket]
+            if index not in missing:  # its bucket may be on the wire with half of this gradient
+                raise UserError(f"parameter {self._names[index]} received its gradient twice in one backward",
+                                "one gradient for each parameter and backward",
+                                "give torch.utils.checkpoint use_reentrant=False")
+            missing.remove(index)
+            if not missing:
+                self._reducer.start(bucket, self._flats[bucket])
         return full
 
     def share_initial(self) -> None:
         """Broadcast rank 0's parameters and buffers; collective."""
-        wire = self._reducer.collectives
-        if wire.size == 1:
-            return
-        with torch.no_grad():
-            for name, tensor in self.model.state_dict().items():
-                if isinstance(tensor, torch.Tensor):
-                    bits = tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else None
-                    if bits is not None:  # bytes, so that every dtype travels
-                        sent = self._reducer.outgoing(bits)
-                        got = self._reducer.arrived(wire.broadcast(sent, f"initial.{name}").wait())
-                        tensor.copy_(got.view(tensor.dtype).reshape(tensor.shape))
+        self._buffers.share(self._reducer)
 
     def sync_buffers(self) -> None:
-        """Replace each floating buffer (BatchNorm statistics) by its mean over ranks; collective."""
-        wire = self._reducer.collectives
-        if wire.size == 1:
-            return
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                if buffer.is_floating_point() and buffer.numel():
-                    part = self._reducer.outgoing(buffer.reshape(-1) / wire.size)
-                    buffer.copy_(
-                        self._reducer.arrived(wire.allreduce(part, f"buffer.{name}").wait()).reshape(
-                            buffer.shape
-                        )
-                    )
+        """Make the buffers that ranks changed on their own (BatchNorm statistics) equal; collective."""
+        self._buffers.sync(self._reducer)
 
     def zero(self) -> None:
         """Forget the gradients of the step before."""
+        self._buffers.begin_step()
         if self._reducer.alone:
             for param in self._params:
                 param.grad = None
             return
         for flat_N in self._flats:
             flat_N.zero_()
-        self._missing = [len(b.params) for b in self._reducer.buckets]
+        self._missing = [set(b.params) for b in self._reducer.buckets]
 
     def forward_backward(self, batch: Batch, scale: float, last: bool) -> Pair:
         """Add the gradient of ``loss_sum * scale``; hooks start the exchange on the ``last`` micro-batch."""
         self._last = last and not self._reducer.alone
-        loss_sum, weight = self._task(self.model, self._tensors(batch))
+        self._buffers.saw(len(batch[0]))
+        loss_sum, weight = self._forward(batch)
         if not isinstance(loss_sum, torch.Tensor) or loss_sum.dim() != 0:
             shape = tuple(getattr(loss_sum, "shape", ()))
             raise UserError(
@@ -135,6 +126,18 @@ class TorchStep:
         self._last = False
         return loss_sum.detach(), weight
 
+    def _forward(self, batch: Batch) -> Pair:
+        """The task's pair; `UserError` where the part of the batch is too small for BatchNorm."""
+        try:
+            return self._task(self.model, self._tensors(batch))
+        except ValueError as error:
+            if "Expected more than 1 value per channel when training" not in str(error):
+                raise
+            raise UserError(f"a micro-batch of {len(batch[0])} sample on rank {self._rank} with BatchNorm, which takes "
+                            "its statistics over more than one value per channel",
+                            "at least 2 samples in each micro-batch of every rank",
+                            "change global_batch, shares, accumulate or micro_batch, or use GroupNorm") from error
+
     def exchange(self) -> float:
         """Hand over what backward left (all of it, if this rank had no sample), and wait for the sums."""
         if self._reducer.alone:
@@ -144,7 +147,7 @@ class TorchStep:
             return 0.0
         begin = time.perf_counter()
         for bucket, missing in enumerate(self._missing):
-            if missing > 0:
+            if missing:
                 self._reducer.start(bucket, self._flats[bucket])
         for flat_N, sum_N in zip(self._flats, self._reducer.finish()):
             if sum_N.data_ptr() != flat_N.data_ptr():
@@ -167,14 +170,19 @@ class TorchStep:
         self._opt.step()
         return True, norm
 
+    def discard(self) -> None:
+        """Undo what the step's forward did to buffers; there will be no update."""
+        self._buffers.discard()
+
     def evaluate(self, batch: Batch) -> None:
-        """Add one batch to the metrics' totals."""
+        """Add one batch to the metrics' totals; every module is in the mode it was in afterwards."""
+        modes = {m: m.training for m in self.model.modules()}
         self.model.eval()
         try:
             with torch.no_grad():
                 self._metrics.add(self.model, self._tensors(batch))
         finally:
-            self.model.train()
+            _train(self.model, modes)
 
     def eval_totals(self) -> dict[str, np.ndarray]:
         """float64[2] (sum, weight) of each metric this rank saw; they start anew."""
@@ -207,13 +215,7 @@ class TorchStep:
 
     def caveats(self) -> list[str]:
         """Layers whose result depends on how a batch is cut (law 2)."""
-        found = []
-        norms = [m for m in self.model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
-        if any(not isinstance(m, torch.nn.SyncBatchNorm) for m in norms):
-            found.append("BatchNorm takes its statistics over each rank's own samples")
-        if any(isinstance(m, torch.nn.modules.dropout._DropoutNd) and m.p > 0 for m in self.model.modules()):
-            found.append("dropout draws differ with the number of ranks")
-        return found
+        return audit.caveats(self.model)
 
     def state(self) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
         """Groups "model" and "optimizer", and the scalars of optimizer and schedule."""
@@ -230,17 +232,19 @@ class TorchStep:
 
     def rank_state(self) -> dict[str, np.ndarray]:
         """Random generators and compressor state of this rank."""
-        out = state.random_arrays()
-        for i, entries in enumerate(self._reducer.states):
-            out.update({f"compressor.{i}.{key}": state.to_numpy(value) for key, value in entries.items()})
-        return out
+        return {**state.random_arrays(), **state.to_arrays(self._compressor_state())}
 
     def load_rank(self, own: dict[str, np.ndarray]) -> None:
         """Undo `rank_state`."""
         state.load_random(own)
+        saved = state.from_arrays({k: v for k, v in own.items() if k.startswith("compressor.")})
         for i, entries in enumerate(self._reducer.states):
-            for key, like in entries.items():
-                entries[key] = state.from_numpy(own[f"compressor.{i}.{key}"], like)
+            for key in entries:
+                entries[key] = saved[f"compressor.{i}.{key}"].to(self.device)
+
+    def _compressor_state(self) -> dict[str, torch.Tensor]:
+        return {f"compressor.{i}.{key}": value
+                for i, entries in enumerate(self._reducer.states) for key, value in entries.items()}
 
     def export(self, directory: Any) -> list[str]:
         """Write model.safetensors and model.pt (a state_dict, for ``torch.load(..., weights_only=True)``)."""
@@ -249,3 +253,10 @@ class TorchStep:
         save_model(self.model, str(Path(directory) / "model.safetensors"))
         torch.save({n: t.detach().cpu() for n, t in self.model.state_dict().items()}, Path(directory) / "model.pt")
         return ["model.safetensors", "model.pt"]
+
+
+def _train(model: torch.nn.Module, modes: dict[torch.nn.Module, bool]) -> None:
+    """Put the model into training mode, by its own method, but for the modules whose mode is given."""
+    model.train()
+    for module, training in modes.items():
+        module.training = training

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,18 +31,50 @@ def make_task(spec: Any, config: Config) -> Callable[[torch.nn.Module, tuple[tor
     fixed = None if named.name == "auto" else _loss(named)
 
     def task(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> Pair:
-        outputs, targets = model(batch[0]), batch[1]
-        return loss_sum(fixed or _auto(targets, named.args), outputs, targets, batch[2:]), targets.shape[0]
+        x, targets, extra = _parts(batch)
+        outputs = model(x)
+        return loss_sum(fixed or _auto(targets, named.args), outputs, targets, extra), targets.shape[0]
 
     return task
 
 
+def _parts(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    """(x, targets, sample weights or nothing) of a batch of two or three arrays."""
+    if len(batch) not in (2, 3):
+        raise UserError(f"a sample has {len(batch)} arrays", "(x, y) or (x, y, sample_weight)",
+                        "define task(model, batch) and weight(batch) in the model file for others")
+    return batch[0], batch[1], tuple(batch[2:])
+
+
 def loss_sum(loss: Loss, outputs: torch.Tensor, targets: torch.Tensor, extra: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Sum over samples of the per-sample mean of an unreduced loss, times sample weights if given."""
-    per_sample = loss(outputs, targets)
+    """Sum over samples of the per-sample mean of an unreduced loss, times sample weights (B elements) if given.
+
+    Errors: `UserError` where the loss has not one row per sample, or has spread outputs and targets of different
+    shapes over each other, and for weights that are not one per sample.
+    """
+    per_sample, n = loss(outputs, targets), targets.shape[0]
+    if per_sample.dim() == 0 or per_sample.shape[0] != n or _broadcast(per_sample, outputs, targets):
+        raise UserError(f"the model's output has shape {tuple(outputs.shape)} and the targets {tuple(targets.shape)}, "
+                        f"which gives a loss of shape {tuple(per_sample.shape)}", f"one loss for each of the {n} samples",
+                        "reshape the targets, or the output in the model")
     if per_sample.dim() > 1:
         per_sample = per_sample.flatten(1).mean(1)
-    return (per_sample * extra[0]).sum() if extra else per_sample.sum()
+    if not extra:
+        return per_sample.sum()
+    if extra[0].numel() != n:
+        raise UserError(f"the batch's third array has shape {tuple(extra[0].shape)}", f"one weight for each of the {n} "
+                        "samples", "give sample weights of shape (B,), or a task in the model file")
+    return (per_sample * extra[0].reshape(n)).sum()
+
+
+def _broadcast(per_sample: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor) -> bool:
+    """Whether a loss of single elements met shapes that differ, such as (B, 1) and (B,), which spread to (B, B)."""
+    if outputs.shape == targets.shape:
+        return False
+    try:
+        return per_sample.shape == torch.broadcast_shapes(outputs.shape, targets.shape)
+    except RuntimeError:  # a loss over classes, whose shapes cannot be spread
+        return False
 
 
 def _auto(targets: torch.Tensor, args: dict[str, Any]) -> Loss:
@@ -90,7 +123,7 @@ class Metrics:
         self._spec, self._task = spec, task
         self._loss = None if config.loss.name == "auto" else _loss(config.loss)
         self._loss_args = config.loss.args
-        self._named = {} if spec.task is not None else {name: _metric(name) for name in config.metrics}
+        self._named = {} if spec.task is not None else {name: _metric(name, config.loss.name) for name in config.metrics}
         self._totals: dict[str, torch.Tensor] = {}
 
     def add(self, model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> None:
@@ -101,9 +134,10 @@ class Metrics:
                 for name, pair in self._spec.metrics(model, batch).items():
                     self._count(name, pair)
             return
-        outputs, targets = model(batch[0]), batch[1]
+        x, targets, extra = _parts(batch)
+        outputs = model(x)
         loss = self._loss or _auto(targets, self._loss_args)
-        self._count("loss", (loss_sum(loss, outputs, targets, batch[2:]), targets.shape[0]))
+        self._count("loss", (loss_sum(loss, outputs, targets, extra), targets.shape[0]))
         for name, metric in self._named.items():
             self._count(name, metric(outputs, targets))
 
@@ -118,10 +152,10 @@ class Metrics:
         return totals
 
 
-def _metric(name: str) -> Callable[[torch.Tensor, torch.Tensor], Pair]:
+def _metric(name: str, loss: str) -> Callable[[torch.Tensor, torch.Tensor], Pair]:
     """``accuracy``, an unreduced torch.nn.functional loss, or a user's ``module:callable``."""
     if name == "accuracy":
-        return _accuracy
+        return partial(_accuracy, loss=loss.lower())
     if ":" in name:
         return load_callable(name, "metrics")
     by_name = getattr(functional, name, None)
@@ -132,10 +166,20 @@ def _metric(name: str) -> Callable[[torch.Tensor, torch.Tensor], Pair]:
                     "correct metrics")
 
 
-def _accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> Pair:
-    """Right answers and answers: arg-max over dimension 1, or a threshold of 0 for a single logit."""
+def _accuracy(outputs: torch.Tensor, targets: torch.Tensor, loss: str) -> Pair:
+    """Right answers and answers: arg-max over dimension 1 (of targets too where they are shares of classes).
+
+    Yes-or-no targets, known by a single output or by a ``loss`` of that kind, are right on their side of the
+    threshold: 0 for logits, 0.5 for probabilities.
+    """
     if targets.is_floating_point() and outputs.shape == targets.shape:
-        right = (outputs > 0) == (targets > 0.5)
-        return right.sum(), right.numel()
-    right = outputs.argmax(dim=1) == targets
-    return right.sum(), targets.numel()
+        if outputs.dim() == 1 or outputs.shape[-1] == 1 or any(word in loss for word in ("binary", "bce", "multilabel")):
+            right = (outputs > (0.5 if loss in ("binary_cross_entropy", "bceloss") else 0)) == (targets > 0.5)
+            return right.sum(), right.numel()
+        targets = targets.argmax(dim=1)
+    answers = outputs.argmax(dim=1)
+    if answers.shape != targets.shape:
+        raise UserError(f"accuracy has answers of shape {tuple(answers.shape)} and targets {tuple(targets.shape)}",
+                        "equal shapes", "reshape the targets, or take accuracy out of metrics")
+    right = answers == targets
+    return right.sum(), right.numel()

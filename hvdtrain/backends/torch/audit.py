@@ -1,0 +1,42 @@
+"""What can be said of a PyTorch model before it trains: what it cannot be trained with, and what depends on the cut.
+
+Owns checks and words over modules. Changes nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hvdtrain.errors import UserError
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Raise `UserError` for sparse gradients, and for state that is not a tensor."""
+    for name, module in model.named_modules():
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+            raise UserError(f"{type(module).__name__} {name!r} gives sparse gradients", "dense gradients, which the "
+                            "exchange sums", "build it with sparse=False")
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            owner = name.rpartition(".")[0] or type(model).__name__
+            raise UserError(f"module {owner!r} has extra state of type {type(value).__name__}",
+                            "tensors only in the model's state_dict, as checkpoints hold nothing else",
+                            "keep it in a tensor given to register_buffer, in place of get_extra_state")
+
+
+def caveats(model: torch.nn.Module) -> list[str]:
+    """Layers in training mode whose result depends on how a batch is cut (law 2), in words."""
+    found = []
+    active = [m for m in model.modules() if m.training]
+    norms = [m for m in active if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+    if any(not isinstance(m, torch.nn.SyncBatchNorm) for m in norms):
+        found.append("BatchNorm takes its statistics over each rank's own samples")
+    if any(_drops(m) for m in active):
+        found.append("dropout draws differ with the number of ranks")
+    return found
+
+
+def _drops(module: torch.nn.Module) -> bool:
+    """A dropout layer, or one (attention, RNN) whose attribute ``dropout`` is a rate."""
+    rate = module.p if isinstance(module, torch.nn.modules.dropout._DropoutNd) else getattr(module, "dropout", 0.0)
+    return isinstance(rate, (int, float)) and not isinstance(rate, bool) and rate > 0

@@ -1,0 +1,119 @@
+"""What a PyTorch model holds beside its gradients, over the ranks: initial values, and statistics of forward passes.
+
+Owns the broadcast of parameters and buffers, the mean of buffers that ranks changed on their own (BatchNorm), and
+their way back where a step is left out. Knows no optimizer and no checkpoint.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import torch
+
+from hvdtrain.errors import UserError
+from hvdtrain.exchange.reducer import Reducer
+
+
+class Buffers:
+    """The buffers of ``model``, and how many samples this rank has put through it since they were last equal.
+
+    ``undoable``: whether `discard` is wanted, which costs a copy of the buffers at every `begin_step`.
+    """
+
+    def __init__(self, model: torch.nn.Module, undoable: bool) -> None:
+        self._model = model
+        self._undoable = undoable
+        self._seen = 0
+        self._kept: dict[str, torch.Tensor] = {}
+        self._kept_seen = 0
+
+    def saw(self, samples: int) -> None:
+        """Count the samples of one forward pass."""
+        self._seen += samples
+
+    def begin_step(self) -> None:
+        """Remember the buffers as they are before a step."""
+        if self._undoable:
+            self._kept = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+            self._kept_seen = self._seen
+
+    def discard(self) -> None:
+        """Give the buffers the values they had at `begin_step`."""
+        for name, buffer in self._model.named_buffers():
+            kept = self._kept.get(name)
+            if kept is not None and kept.shape == buffer.shape:
+                _assign(buffer, kept)
+        self._seen = self._kept_seen
+
+    def share(self, reducer: Reducer) -> None:
+        """Give every rank rank 0's parameters and buffers, those outside the state_dict too; collective."""
+        wire = reducer.collectives
+        if wire.size == 1:
+            return
+        for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
+            if tensor.numel():
+                bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # so that every dtype travels
+                got = reducer.arrived(wire.broadcast(reducer.outgoing(bits), f"initial.{name}").wait())
+                _assign(tensor, got.view(tensor.dtype).reshape(tensor.shape))
+
+    def sync(self, reducer: Reducer) -> None:
+        """Make the buffers equal: floating ones their mean weighted by samples, whole numbers their maximum; collective.
+
+        With n_r samples of rank r since the last time, the mean is root + sum(n_r (own_r - root)) / sum(n_r), where
+        root is the value of the lowest rank that saw a sample: a rank without one has no say, and what is equal
+        everywhere keeps its bits. Without any sample nothing changes.
+        """
+        wire = reducer.collectives
+        if wire.size == 1:
+            return
+        seen_P, buffers = self._agree(reducer)
+        if not seen_P.any():
+            return
+        floating = {n: b for n, b in buffers.items() if b.is_floating_point()}
+        whole = {n: b for n, b in buffers.items() if not b.is_floating_point()}
+        for name, buffer in floating.items():
+            own_N = buffer.detach().reshape(-1).double()  # half-precision buffers too: they only travel wider
+            root = int(np.flatnonzero(seen_P)[0])
+            root_N = reducer.arrived(wire.broadcast(reducer.outgoing(own_N.clone()), f"buffer.{name}", root).wait())
+            # Equal infinities (an attention mask) have no difference, and a rank without a sample adds nothing.
+            still_N = (own_N == root_N) | (self._seen == 0)
+            part_N = torch.where(still_N, torch.zeros_like(own_N), (own_N - root_N) * self._seen)
+            total_N = reducer.arrived(wire.allreduce(reducer.outgoing(part_N), f"buffer.{name}.sum").wait())
+            mean_N = torch.where(total_N == 0, root_N, root_N + total_N / int(seen_P.sum()))
+            _assign(buffer, mean_N.to(buffer.dtype).reshape(buffer.shape))
+        for name, buffer in whole.items():
+            own_N = buffer.detach().reshape(-1).to(torch.int64)
+            all_PN = reducer.arrived(wire.allgather(reducer.outgoing(own_N), f"buffer.{name}").wait())
+            _assign(buffer, all_PN.amax(0).to(buffer.dtype).reshape(buffer.shape))
+        self._seen = 0
+
+    def _agree(self, reducer: Reducer) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
+        """Samples by rank, and the buffers to make equal: those outside the state_dict only if shaped alike everywhere.
+
+        A cache that grows with the longest sequence a rank has met is such a buffer, and differs rightly.
+        """
+        every = {n: b for n, b in self._model.named_buffers()
+                 if b.numel() and b.dtype != torch.bool and not b.is_complex()}
+        saved = self._model.state_dict().keys()
+        lasting = {n: b for n, b in every.items() if n in saved}
+        own_3 = torch.tensor([self._seen, _print(every), _print(lasting)], device=reducer.ops.zeros(1, "int64").device)
+        all_P3 = reducer.arrived(reducer.collectives.allgather(reducer.outgoing(own_3), "buffers").wait()).cpu().numpy()
+        if (all_P3[:, 1] == all_P3[0, 1]).all():
+            return all_P3[:, 0], every
+        if (all_P3[:, 2] == all_P3[0, 2]).all():
+            return all_P3[:, 0], lasting
+        raise UserError("the model's buffers have other shapes on one rank than on another",
+                        "the same buffers on every rank", "register with persistent=False what only caches")
+
+
+def _print(buffers: dict[str, torch.Tensor]) -> int:
+    """A checksum of names, shapes and dtypes."""
+    return zlib.crc32(repr([(n, tuple(b.shape), b.dtype) for n, b in buffers.items()]).encode())
+
+
+def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy ``value`` in, unless it is there: an expanded buffer cannot be written to, and seldom needs it."""
+    with torch.no_grad():
+        if not torch.equal(tensor, value):
+            tensor.copy_(value)

@@ -55,6 +55,7 @@ def make_parser() -> Any:
 
     parser = jsonargparse.ArgumentParser(
         prog="python -m hvdtrain train",
+        usage="python -m hvdtrain train [--config FILE] [--print_config] [--KEY VALUE ...]",
         exit_on_error=False,
         print_config=None,
         description="Train a PyTorch or Keras model on every rank of this job. A key is set by a YAML file, by the "

@@ -236,8 +236,7 @@ def test_metrics_are_exact_over_uneven_shards(y, last, names):
     assert set(want) == {"loss", *names}
     assert ranks[0].eval_results(summed) == pytest.approx(want, rel=1e-5)
     assert ranks[1].eval_totals() == {}
-    known = ranks[2].eval_results({name: summed[name] for name in ("loss", names[0])})
-    assert known == pytest.approx({name: want[name] for name in known}, rel=1e-5)
+    assert ranks[2].eval_results(summed) == ranks[0].eval_results(summed)
 
 
 def test_metrics_that_cannot_be():
@@ -359,6 +358,7 @@ def test_buffers_become_their_mean_and_frozen_weights_stay():
 
     def one_rank(control, wire):
         step = attached(models[control.rank], wire=wire, rank=control.rank)
+        step.forward_backward(batch(0), 1 / 32, False)
         models[control.rank].layers[1].moving_mean.assign(np.full(16, float(control.rank)))
         step.sync_buffers()
 

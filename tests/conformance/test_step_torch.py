@@ -175,22 +175,31 @@ def test_buffers_become_their_mean_and_every_kind_travels_from_rank_0():
             self.register_buffer("nothing", torch.zeros(0))
             self.register_buffer("strided", torch.arange(6.0).reshape(2, 3).T + rank)
 
+    def task(model, batch):
+        rank = int(batch[0][0, 0])
+        model.mean.fill_(rank)
+        model.narrow.add_(rank)
+        model.count.add_(rank)
+        return model.w.sum(), len(batch[0])
+
     def one_rank(control, wire):
         model = Kinds(control.rank)
-        step = create_step(spec(model), SGD, SimpleNamespace(rank=control.rank), 10)
+        step = create_step(spec(model, task=task), SGD, SimpleNamespace(rank=control.rank), 10)
         step.attach(Reducer(plan_buckets(step.params(), 1), NoCompression(), wire, Ops()))
         step.share_initial()
         first = {n: t.clone() for n, t in model.state_dict().items()}
-        model.mean.fill_(control.rank)
-        model.narrow = model.narrow.float()
+        step.zero()
+        step.forward_backward((np.full((4, 1), control.rank, np.float32),), 1.0, True)
         step.sync_buffers()
-        return first, model.mean.clone(), int(model.count)
+        return first, dict(model.named_buffers())
 
     results = LockstepWorld(3).run(one_rank)
-    for first, mean, count in results:
+    for first, buffers in results:
         for name, tensor in Kinds(0).state_dict().items():
             assert torch.equal(first[name], tensor), name
-        assert torch.equal(mean, torch.ones(4)) and count == 5
+        assert torch.equal(buffers["mean"], torch.ones(4)) and int(buffers["count"]) == 7
+        assert torch.equal(buffers["narrow"], torch.full((3,), 1.5, dtype=torch.bfloat16))
+        assert torch.equal(buffers["strided"], Kinds(0).strided)
 
 
 # --- what an update needs ------------------------------------------------------------------------------------------

@@ -153,6 +153,7 @@ def test_waiting_is_measured(wire):
 def test_buffers_become_their_mean(wire):
     model = mlp(extra=[keras.layers.BatchNormalization()])
     step = attached(model, wire=wire, rank=wire.rank)
+    step.forward_backward(batch(0), 1 / 32, False)
     model.layers[1].moving_mean.assign(np.full(16, float(wire.rank)))
     step.sync_buffers()
     np.testing.assert_array_equal(model.layers[1].moving_mean.numpy(), np.full(16, (wire.size - 1) / 2, np.float32))

@@ -57,9 +57,16 @@ class Evaluator:
                                       (getattr(own, "_user_weighted_metrics", None), True)):
                 for metric in keras.tree.flatten(metrics or []):
                     if metric is not None:
-                        name = metric if isinstance(metric, str) else _name_of(metric)
+                        name = metric if isinstance(metric, str) else self._free(_name_of(metric))
                         _refuse_batch_statistics(type(metric).__name__)
                         self._named[name] = (metric, weighted)
+
+    def _free(self, name: str) -> str:
+        """``name``, numbered if another metric has it."""
+        taken, n, stem = {"loss", *self._pairs, *self._named}, 0, name
+        while name in taken:
+            n, name = n + 1, f"{stem}_{n + 1}"
+        return name
 
     def add(self, batch: tuple[Any, ...]) -> None:
         """Add one batch of tensors (B, ...)."""
@@ -126,6 +133,7 @@ class Evaluator:
     def _result(self, name: str, total_k: np.ndarray) -> float:
         metric = (self._objects or {}).get(name, (None, False))[0]
         if metric is None or type(metric).result is keras.metrics.Mean.result:
+            assert len(total_k) == 2, f"a total of {len(total_k)} numbers for {name}"
             # (sum, weight), divided in float64: Keras would divide in float32.
             return float(total_k[0] / total_k[1]) if total_k[1] else math.nan
         saved = [v.numpy() for v in metric.variables]
@@ -154,7 +162,10 @@ def _read(shapes_k: np.ndarray) -> list[tf.Tensor]:
 
 
 def _name_of(metric: Any) -> str:
-    return str(getattr(metric, "name", None) or getattr(metric, "__name__", type(metric).__name__))
+    """Its name, without Keras' counter (auc_3), which is not the same in every process."""
+    name = str(getattr(metric, "name", None) or getattr(metric, "__name__", type(metric).__name__))
+    stem, _, counter = name.rpartition("_")
+    return stem if counter.isdigit() and stem.replace("_", "") == type(metric).__name__.lower() else name
 
 
 def _refuse_batch_statistics(name: str) -> None:

@@ -14,8 +14,8 @@ def check_model(model: torch.nn.Module) -> None:
     """Raise `UserError` for sparse gradients, and for state that is not a tensor."""
     for name, module in model.named_modules():
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
-            raise UserError(f"{type(module).__name__} {name!r} gives sparse gradients", "dense gradients, which the "
-                            "exchange sums", "build it with sparse=False")
+            raise UserError(f"{type(module).__name__} {name!r} gives sparse gradients",
+                            "dense gradients, which the exchange sums", "build it with sparse=False")
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
             owner = name.rpartition(".")[0] or type(model).__name__
@@ -38,5 +38,6 @@ def caveats(model: torch.nn.Module) -> list[str]:
 
 def _drops(module: torch.nn.Module) -> bool:
     """A dropout layer, or one (attention, RNN) whose attribute ``dropout`` is a rate."""
-    rate = module.p if isinstance(module, torch.nn.modules.dropout._DropoutNd) else getattr(module, "dropout", 0.0)
+    layer = isinstance(module, torch.nn.modules.dropout._DropoutNd)
+    rate = module.p if layer else getattr(module, "dropout", 0.0)
     return isinstance(rate, (int, float)) and not isinstance(rate, bool) and rate > 0

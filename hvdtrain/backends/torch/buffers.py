@@ -32,6 +32,10 @@ class Buffers:
         """Count the samples of one forward pass."""
         self._seen += samples
 
+    def loaded(self) -> None:
+        """Note that every rank has been given the same buffers."""
+        self._seen = 0
+
     def begin_step(self) -> None:
         """Remember the buffers as they are before a step."""
         if self._undoable:
@@ -58,7 +62,7 @@ class Buffers:
                 _assign(tensor, got.view(tensor.dtype).reshape(tensor.shape))
 
     def sync(self, reducer: Reducer) -> None:
-        """Make the buffers equal: floating ones their mean weighted by samples, whole numbers their maximum; collective.
+        """Make the buffers equal: floating ones their mean by samples, whole numbers their maximum; collective.
 
         With n_r samples of rank r since the last time, the mean is root + sum(n_r (own_r - root)) / sum(n_r), where
         root is the value of the lowest rank that saw a sample: a rank without one has no say, and what is equal
@@ -72,14 +76,16 @@ class Buffers:
             return
         floating = {n: b for n, b in buffers.items() if b.is_floating_point()}
         whole = {n: b for n, b in buffers.items() if not b.is_floating_point()}
+        root = int(np.flatnonzero(seen_P)[0])
         for name, buffer in floating.items():
             own_N = buffer.detach().reshape(-1).double()  # half-precision buffers too: they only travel wider
-            root = int(np.flatnonzero(seen_P)[0])
-            root_N = reducer.arrived(wire.broadcast(reducer.outgoing(own_N.clone()), f"buffer.{name}", root).wait())
+            sent = wire.broadcast(reducer.outgoing(own_N.clone()), f"buffer.{name}.root{root}", root)
+            root_N = reducer.arrived(sent.wait()).to(own_N.device)
             # Equal infinities (an attention mask) have no difference, and a rank without a sample adds nothing.
             still_N = (own_N == root_N) | (self._seen == 0)
             part_N = torch.where(still_N, torch.zeros_like(own_N), (own_N - root_N) * self._seen)
-            total_N = reducer.arrived(wire.allreduce(reducer.outgoing(part_N), f"buffer.{name}.sum").wait())
+            summed = wire.allreduce(reducer.outgoing(part_N), f"buffer.{name}.sum")
+            total_N = reducer.arrived(summed.wait()).to(own_N.device)
             mean_N = torch.where(total_N == 0, root_N, root_N + total_N / int(seen_P.sum()))
             _assign(buffer, mean_N.to(buffer.dtype).reshape(buffer.shape))
         for name, buffer in whole.items():
@@ -89,16 +95,17 @@ class Buffers:
         self._seen = 0
 
     def _agree(self, reducer: Reducer) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
-        """Samples by rank, and the buffers to make equal: those outside the state_dict only if shaped alike everywhere.
+        """Samples by rank, and the buffers to make equal.
 
-        A cache that grows with the longest sequence a rank has met is such a buffer, and differs rightly.
+        Those outside the state_dict are among them only if they are shaped alike everywhere: a cache that grows
+        with the longest sequence a rank has met differs rightly.
         """
         every = {n: b for n, b in self._model.named_buffers()
                  if b.numel() and b.dtype != torch.bool and not b.is_complex()}
         saved = self._model.state_dict().keys()
         lasting = {n: b for n, b in every.items() if n in saved}
-        own_3 = torch.tensor([self._seen, _print(every), _print(lasting)], device=reducer.ops.zeros(1, "int64").device)
-        all_P3 = reducer.arrived(reducer.collectives.allgather(reducer.outgoing(own_3), "buffers").wait()).cpu().numpy()
+        own_3 = torch.tensor([self._seen, _print(every), _print(lasting)])
+        all_P3 = reducer.arrived(reducer.collectives.allgather(reducer.outgoing(own_3), "buffers").wait()).numpy()
         if (all_P3[:, 1] == all_P3[0, 1]).all():
             return all_P3[:, 0], every
         if (all_P3[:, 2] == all_P3[0, 2]).all():
@@ -114,6 +121,7 @@ def _print(buffers: dict[str, torch.Tensor]) -> int:
 
 def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Copy ``value`` in, unless it is there: an expanded buffer cannot be written to, and seldom needs it."""
+    value = value.to(tensor.device)
     with torch.no_grad():
         if not torch.equal(tensor, value):
             tensor.copy_(value)

@@ -227,6 +227,7 @@ class TorchStep:
         self._opt.check(rest)
         state.check_optimizer(self._names, groups["optimizer"])
         state.load_model(self.model, groups["model"])
+        self._buffers.loaded()
         state.load_optimizer(self._opt, self._names, self._params, groups["optimizer"])
         self._opt.load_scalars(rest)
 
@@ -239,8 +240,8 @@ class TorchStep:
         state.load_random(own)
         saved = state.from_arrays({k: v for k, v in own.items() if k.startswith("compressor.")})
         for i, entries in enumerate(self._reducer.states):
-            for key in entries:
-                entries[key] = saved[f"compressor.{i}.{key}"].to(self.device)
+            for key, like in entries.items():
+                entries[key] = saved[f"compressor.{i}.{key}"].to(like.device)
 
     def _compressor_state(self) -> dict[str, torch.Tensor]:
         return {f"compressor.{i}.{key}": value

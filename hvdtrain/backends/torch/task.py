@@ -55,15 +55,16 @@ def loss_sum(loss: Loss, outputs: torch.Tensor, targets: torch.Tensor, extra: tu
     per_sample, n = loss(outputs, targets), targets.shape[0]
     if per_sample.dim() == 0 or per_sample.shape[0] != n or _broadcast(per_sample, outputs, targets):
         raise UserError(f"the model's output has shape {tuple(outputs.shape)} and the targets {tuple(targets.shape)}, "
-                        f"which gives a loss of shape {tuple(per_sample.shape)}", f"one loss for each of the {n} samples",
-                        "reshape the targets, or the output in the model")
+                        f"which gives a loss of shape {tuple(per_sample.shape)}",
+                        f"one loss for each of the {n} samples", "reshape the targets, or the output in the model")
     if per_sample.dim() > 1:
         per_sample = per_sample.flatten(1).mean(1)
     if not extra:
         return per_sample.sum()
     if extra[0].numel() != n:
-        raise UserError(f"the batch's third array has shape {tuple(extra[0].shape)}", f"one weight for each of the {n} "
-                        "samples", "give sample weights of shape (B,), or a task in the model file")
+        raise UserError(f"the batch's third array has shape {tuple(extra[0].shape)}",
+                        f"one weight for each of the {n} samples",
+                        "give sample weights of shape (B,), or a task in the model file")
     return (per_sample * extra[0].reshape(n)).sum()
 
 
@@ -123,7 +124,8 @@ class Metrics:
         self._spec, self._task = spec, task
         self._loss = None if config.loss.name == "auto" else _loss(config.loss)
         self._loss_args = config.loss.args
-        self._named = {} if spec.task is not None else {name: _metric(name, config.loss.name) for name in config.metrics}
+        names = config.metrics if spec.task is None else []
+        self._named = {name: _metric(name, config.loss.name) for name in names}
         self._totals: dict[str, torch.Tensor] = {}
 
     def add(self, model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> None:
@@ -173,8 +175,10 @@ def _accuracy(outputs: torch.Tensor, targets: torch.Tensor, loss: str) -> Pair:
     threshold: 0 for logits, 0.5 for probabilities.
     """
     if targets.is_floating_point() and outputs.shape == targets.shape:
-        if outputs.dim() == 1 or outputs.shape[-1] == 1 or any(word in loss for word in ("binary", "bce", "multilabel")):
-            right = (outputs > (0.5 if loss in ("binary_cross_entropy", "bceloss") else 0)) == (targets > 0.5)
+        yes_or_no = any(word in loss for word in ("binary", "bce", "multilabel"))
+        if outputs.dim() == 1 or outputs.shape[-1] == 1 or yes_or_no:
+            threshold = 0.5 if loss in ("binary_cross_entropy", "bceloss") else 0.0
+            right = (outputs > threshold) == (targets > 0.5)
             return right.sum(), right.numel()
         targets = targets.argmax(dim=1)
     answers = outputs.argmax(dim=1)

@@ -1,0 +1,303 @@
+"""The PyTorch step where a model is not a plain perceptron: buffers, modes, shapes, half precision, what it refuses."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch_tools import (  # noqa: E402,F401
+    SGD, X, Y, TwoRanksInOne, attached, batch, close, mlp, one_thread, run, weights,
+)
+
+from hvdtrain.collectives.lockstep import LockstepWorld  # noqa: E402
+from hvdtrain.collectives.null import NullCollectives  # noqa: E402
+from hvdtrain.config import Config, Named, Schedule  # noqa: E402
+from hvdtrain.errors import UserError  # noqa: E402
+
+
+# --- buffers -------------------------------------------------------------------------------------------------------
+
+class Means(nn.Module):
+    """Its buffers are the mean and the number of the samples of the last forward; some never change."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.linear = nn.Linear(12, 5)
+        self.register_buffer("mean", torch.full((12,), 0.1).to(dtype))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("mask", torch.tensor([0.0, float("-inf"), -0.0, 0.1]))
+        self.register_buffer("wide", torch.ones(1).expand(4), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.mean.copy_(x.mean(0))
+            self.count.add_(len(x))
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 24), (32, 0), (5, 27), (0, 0), (32,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_buffers_are_averaged_by_the_samples_a_rank_saw(sizes, dtype):
+    models, ends = [Means(dtype) for _ in sizes], np.cumsum((0, *sizes))
+
+    def one_rank(control, wire):
+        step, mine = attached(models[control.rank], SGD, wire, control.rank), slice(*ends[control.rank:][:2])
+        run(step, [tuple(a[mine] for a in batch(0))] if sizes[control.rank] else [], 1 / 32)
+        step.sync_buffers()
+        step.sync_buffers()  # nothing new was seen
+        return dict(step.model.named_buffers())
+
+    results = LockstepWorld(len(sizes)).run(one_rank)
+    want = batch(0)[0].mean(0) if sum(sizes) else np.full(12, 0.1)
+    for buffers in results:
+        np.testing.assert_allclose(buffers["mean"].float(), want, atol=1e-6 if dtype is torch.float32 else 0.01)
+        assert torch.equal(buffers["mean"], results[0]["mean"]) and int(buffers["count"]) == max(sizes)
+        assert torch.equal(buffers["mask"].view(torch.int32), Means().mask.view(torch.int32))  # -0.0 and -inf too
+
+
+def test_without_an_exchange_ranks_keep_their_buffers():
+    step = attached(Means(), wire=TwoRanksInOne())
+    run(step, [batch(0)], 1 / 32)
+    step.sync_buffers()
+    assert torch.equal(step.model.mean, torch.from_numpy(batch(0)[0]).mean(0)) and int(step.model.count) == 32
+
+
+def test_buffers_outside_the_state_dict_come_from_rank_0_and_may_grow_apart():
+    class Cache(nn.Module):
+        def __init__(self, rank):
+            super().__init__()
+            self.linear = nn.Linear(12, 5)
+            self.register_buffer("noise", torch.full((3,), float(rank)), persistent=False)
+
+        def forward(self, x):
+            self.noise = torch.zeros(len(x))  # as long as the longest it has met
+            return self.linear(x)
+
+    models = [Cache(r) for r in range(2)]
+
+    def one_rank(control, wire):
+        step = attached(models[control.rank], SGD, wire, control.rank)
+        first = step.model.noise.clone()
+        run(step, [batch(0, 8 + control.rank)], 1 / 17)
+        step.sync_buffers()
+        return first, len(step.model.noise)
+
+    for rank, (first, length) in enumerate(LockstepWorld(2).run(one_rank)):
+        assert first.tolist() == [0, 0, 0] and length == 8 + rank
+
+
+@pytest.mark.parametrize("wire", [NullCollectives, TwoRanksInOne])
+def test_a_skipped_step_leaves_no_trace_in_buffers(wire):
+    step = attached(mlp(extra=[nn.BatchNorm1d(16)]), replace(SGD, nan_guard="skip"), wire())
+    run(step, [batch(0)], 1 / 32)
+    before = weights(step)
+    x, y = batch(1)
+    x[3] = np.nan
+    (finite, _), _ = run(step, [batch(2), (x, y)], 1 / 64, check=True)
+    assert not finite and np.isnan(weights(step)["1.running_mean"]).any()
+    step.discard()
+    close(weights(step), before, 0)
+    attached(mlp()).discard()  # nothing kept, nothing to undo
+
+
+def test_batch_norm_of_one_sample_is_told_in_words():
+    step = attached(mlp(extra=[nn.BatchNorm1d(16)]), rank=3)
+    step.zero()
+    with pytest.raises(UserError, match="a micro-batch of 1 sample on rank 3 with BatchNorm"):
+        step.forward_backward(batch(0, 1), 1.0, True)
+    other = attached(mlp(), task=lambda m, b: (int("x"), 1))
+    with pytest.raises(ValueError, match="invalid literal"):
+        other.forward_backward(batch(0), 1.0, True)
+
+
+# --- modes ---------------------------------------------------------------------------------------------------------
+
+class OwnTrain(nn.Sequential):
+    """Freezes its BatchNorm in the usual way."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+def test_frozen_modules_stay_frozen():
+    frozen, own, whole = mlp(extra=[nn.BatchNorm1d(16)]), OwnTrain(*mlp(extra=[nn.BatchNorm1d(16)])), mlp(
+        extra=[nn.BatchNorm1d(16)])
+    frozen[1].eval()
+    whole.eval()
+    for model, still in ((frozen, True), (own, True), (whole, False)):
+        step = attached(model)
+        run(step, [batch(0)], 1 / 32)
+        step.evaluate((X, Y))
+        run(step, [batch(0)], 1 / 32)
+        assert model.training and model[1].training is not still
+        assert bool((model[1].running_mean == 0).all()) is still
+        assert bool(step.caveats()) is not still
+
+
+# --- gradients -----------------------------------------------------------------------------------------------------
+
+class Reentrant(nn.Module):
+    """One layer under two checkpoints."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.a, self.h, self.reentrant = nn.Linear(12, 12), nn.Linear(12, 5), reentrant
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        for _ in range(2):
+            x = checkpoint(lambda t: torch.tanh(self.a(t)), x, use_reentrant=self.reentrant)
+        return self.h(x)
+
+
+def test_a_gradient_that_comes_twice_is_refused():
+    step = attached(Reentrant(True), wire=TwoRanksInOne())
+    step.zero()
+    step.forward_backward(batch(0), 1.0, False)
+    with pytest.raises(UserError, match="parameter a.* received its gradient twice.*[Gg]ive .*use_reentrant=False"):
+        step.forward_backward(batch(0), 1.0, True)
+    torch.manual_seed(0)
+    single = attached(Reentrant(False))
+    torch.manual_seed(0)
+    several = attached(Reentrant(False), wire=TwoRanksInOne())
+    for one in (single, several):
+        run(one, [batch(0)], 1 / 32)
+    close(weights(several), weights(single), 0)
+
+
+def test_models_that_cannot_be():
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"n": 1}
+
+        def set_extra_state(self, state):
+            raise AssertionError(state)
+
+    for module, said in ((nn.Embedding(3, 4, sparse=True), "Embedding '1' gives sparse gradients"),
+                         (nn.EmbeddingBag(3, 4, sparse=True), "sparse=False"),
+                         (Extra(2, 2), "module '1' has extra state of type dict")):
+        with pytest.raises(UserError, match=said):
+            attached(nn.Sequential(nn.Linear(2, 2), module))
+
+
+@pytest.mark.parametrize("module, found", [
+    (nn.MultiheadAttention(4, 2, dropout=0.1), 1), (nn.MultiheadAttention(4, 2), 0), (nn.LSTM(4, 4, 2, dropout=0.5), 1),
+    (nn.Dropout(0.0), 0), (nn.Dropout(0.2), 1), (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), 0)])
+def test_dropout_within_layers_is_named(module, found):
+    assert len(attached(nn.Sequential(module, nn.Linear(4, 4))).caveats()) == found
+
+
+# --- shapes --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("loss", ["mse_loss", "L1Loss", "huber_loss", "smooth_l1_loss", "poisson_nll_loss"])
+def test_no_loss_broadcasts(loss):
+    step = attached(nn.Linear(12, 1), replace(SGD, loss=Named(loss)))
+    for y in (X[:, 0].copy(), X[:, :5].copy()):
+        said = r"output has shape \(64, 1\) and the targets \(64, ?5?\), which gives a loss"
+        with pytest.raises(UserError, match=said):
+            step.forward_backward((X, y), 1.0, True)
+        with pytest.raises(UserError, match="one loss for each of the 64 samples"):
+            step.evaluate((X, y))
+    step.forward_backward((X, X[:, :1].copy()), 1.0, True)
+    square = attached(nn.Linear(12, 5), replace(SGD, loss=Named("cross_entropy")))
+    square.forward_backward(batch(0, 5), 1.0, True)  # 5 samples of 5 classes are no broadcast
+    square.forward_backward((X, np.full((64, 5), 0.2, np.float32)), 1.0, True)
+
+
+def test_sample_weights_are_one_per_sample():
+    step, w = attached(mlp()), np.linspace(0, 2, 32).astype(np.float32)
+    flat, column = (float(step.forward_backward((*batch(0), a), 1.0, True)[0]) for a in (w, w[:, None].copy()))
+    assert flat == column
+    with pytest.raises(UserError, match=r"third array has shape \(32, 2\); expected one weight for each of the 32"):
+        step.forward_backward((*batch(0), np.ones((32, 2), np.float32)), 1.0, True)
+    for call in (lambda b: step.forward_backward(b, 1.0, True), step.evaluate):
+        with pytest.raises(UserError, match="a sample has 4 arrays"):
+            call((*batch(0), w, w))
+
+
+@pytest.mark.parametrize("loss, outputs, targets, right", [
+    ("cross_entropy", [[3.0, 1], [2, 1]], [[1.0, 0], [0, 1]], (1, 2)),  # one-hot: per sample, not per element
+    ("auto", [[3.0, 1], [2, 1]], [[0.7, 0.3], [0.9, 0.1]], (2, 2)),
+    ("binary_cross_entropy_with_logits", [[3.0, -1], [2, 1]], [[1.0, 0], [0, 1]], (3, 4)),
+    ("BCELoss", [[0.9, 0.1], [0.8, 0.7]], [[1.0, 0], [0, 1]], (3, 4)),
+    ("multilabel_soft_margin_loss", [[3.0, -1], [2, 1]], [[1.0, 0], [0, 1]], (3, 4)),
+    ("mse_loss", [[3.0], [-2], [2]], [[1.0], [0], [0]], (2, 3)),
+])
+def test_accuracy_of_floating_targets(loss, outputs, targets, right):
+    class Same(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return x * self.w
+
+    step = attached(Same(), replace(SGD, loss=Named(loss), metrics=["accuracy"]))
+    step.evaluate((np.array(outputs, np.float32), np.array(targets, np.float32)))
+    assert tuple(step.eval_totals()["accuracy"]) == right
+
+
+# --- state ---------------------------------------------------------------------------------------------------------
+
+class Narrow(nn.Module):
+    """bfloat16 weights, one of them without a dimension, and one in float32 of the shape of another's state."""
+
+    def __init__(self, start):
+        super().__init__()
+        torch.manual_seed(start)
+        self.linear = nn.Linear(12, 5).bfloat16()
+        self.scale = nn.Parameter(torch.tensor(1.0 + start, dtype=torch.bfloat16))
+        self.shift = nn.Parameter(torch.zeros(5))
+
+    def forward(self, x):
+        return (self.linear(x.bfloat16()) * self.scale).float() + self.shift
+
+
+@pytest.mark.parametrize("name, args", [("adam", {}), ("adafactor", {}), ("sgd", {"momentum": 0.9}), ("asgd", {}),
+                                        ("nadam", {}), ("adagrad", {})])
+def test_half_precision_state_returns_to_the_bit(name, args):
+    config = Config(optimizer=Named(name, args), lr=0.05)
+    step, other = attached(Narrow(1), config), attached(Narrow(2), config)
+    for t in range(3):
+        run(step, [batch(t)], 1 / 32)
+    groups, rest = step.state()
+    assert groups["model"]["scale#bfloat16"].dtype == np.uint16 and groups["model"]["shift"].dtype == np.float32
+    other.load(groups, json.loads(json.dumps(rest)))
+    for mine, theirs in zip(step._params, other._params):
+        for key, value in step._opt.optimizer.state[mine].items():
+            copy = other._opt.optimizer.state[theirs][key]
+            if isinstance(value, torch.Tensor):
+                assert copy.dtype == value.dtype and torch.equal(copy, value), key
+    for one in (step, other):
+        run(one, [batch(9)], 1 / 32)
+    for a, b in zip(step._params, other._params):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name, args", [("none", {}), ("StepLR", {"step_size": 2, "gamma": 0.5}),
+                                        ("CosineAnnealingLR", {"T_max": 9}), ("LinearLR", {"total_iters": 6}),
+                                        ("OneCycleLR", {"max_lr": 0.3, "total_steps": 30})])
+def test_a_rate_changed_on_resume_takes_effect(name, args):
+    def build(lr, start=3):
+        return attached(mlp(start), Config(optimizer=Named("sgd"), lr=lr, schedule=Schedule(name, args)))
+
+    old, resumed, fresh, kept = build(0.1), build(0.4, 8), build(0.4), build(0.4)
+    for t in range(3):
+        run(old, [batch(t)], 1 / 32)
+        run(fresh, [batch(t)], 1 / 32)
+    groups, rest = old.state()
+    resumed.load(groups, json.loads(json.dumps(rest)))
+    del rest["base_lr"]  # as in a checkpoint that does not tell
+    kept.load(groups, rest)
+    assert kept.learning_rate() == old.learning_rate()
+    for t in range(4):
+        assert resumed.learning_rate() == pytest.approx(fresh.learning_rate(), rel=1e-6)
+        run(resumed, [batch(t)], 1 / 32)
+        run(fresh, [batch(t)], 1 / 32)

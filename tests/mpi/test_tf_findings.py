@@ -1,0 +1,70 @@
+"""Mistakes that were found in the TensorFlow step, over the wires of a job: each test failed before its cure."""
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+import keras  # noqa: E402
+from tensorflow_tools import SGD, X, Y, attached, batch, close, cut, mlp, run, weights  # noqa: E402
+
+from hvdtrain.backends.tensorflow import collectives  # noqa: E402
+from hvdtrain.cluster import boot  # noqa: E402
+from hvdtrain.collectives.mpi import MpiCollectives  # noqa: E402
+from hvdtrain.config import Config, Exchange  # noqa: E402
+from hvdtrain.errors import UserError  # noqa: E402
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+@pytest.fixture(params=["horovod", "mpi"])
+def wire(request, control, comm):
+    if request.param == "mpi":
+        return MpiCollectives(comm, timeout_s=60)
+    reason = boot.horovod_reason("tensorflow")
+    if reason:
+        pytest.skip(reason)
+    return collectives("horovod", control, Exchange(), lambda name, exchange: boot.start_horovod(name, exchange,
+                                                                                                 control))
+
+
+@pytest.mark.parametrize("alone", [0, 1], ids=["rank 0 ran", "rank 1 ran"])
+def test_statistics_of_the_only_rank_with_samples_win(wire, alone):
+    def build():
+        return mlp(extra=[keras.layers.BatchNormalization()])
+
+    step, single = attached(build(), wire=wire, rank=wire.rank), attached(build())
+    for t in range(4):
+        run(single, [batch(t)], 1 / 32)
+        run(step, [batch(t)] if wire.rank == alone else [], 1 / 32)
+    step.sync_buffers()
+    close(weights(step), weights(single), 1e-5)
+
+
+def test_statistics_are_averaged_by_the_samples_seen(wire):
+    model = mlp(extra=[keras.layers.BatchNormalization()])
+    step = attached(model, wire=wire, rank=wire.rank)
+    for part in cut(batch(0), *[4] * wire.rank):  # rank r sees 4 r samples
+        step.forward_backward(part, 1 / 32, False)
+    model.layers[1].moving_mean.assign(np.full(16, float(wire.rank) or np.nan))
+    step.sync_buffers()
+    ranks = np.arange(wire.size)
+    np.testing.assert_allclose(model.layers[1].moving_mean.numpy(), np.full(16, (ranks**2).sum() / ranks.sum()), 1e-6)
+
+
+def test_an_optimizer_with_history_on_rank_0_only_is_shared(wire, control):
+    model = mlp(seed=3 + wire.rank)
+    model.compile(keras.optimizers.Adam(0.05), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    if wire.rank == 0:
+        model.fit(X, Y, epochs=2, batch_size=32, verbose=0)
+    step = attached(model, Config(), wire=wire, rank=wire.rank)
+    run(step, cut(tuple(a[8 * wire.rank:] for a in batch(0)), 8), 1 / 32)
+    optimizer = [v.numpy() for v in step._opt.optimizer.variables]
+    assert int(optimizer[0]) == 5
+    root = control.bcast([*weights(step), *optimizer])
+    close([*weights(step), *optimizer], root, 0)
+
+
+def test_models_that_differ_are_refused_on_every_rank(wire):
+    model = mlp(extra=[keras.layers.Dense(3)] if wire.rank == 1 else ())
+    with pytest.raises(UserError, match="rank 1 has another model"):
+        attached(model, SGD, wire=wire, rank=wire.rank)

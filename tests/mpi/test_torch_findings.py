@@ -1,0 +1,89 @@
+"""PyTorch over real wires: statistics of unequal parts, buffers outside the state_dict, a refused backward."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from small_runs import CUTS, FEATURES, config, samples
+
+from hvdtrain import loop
+from hvdtrain.assemble import assemble
+from hvdtrain.cluster import boot
+from hvdtrain.errors import UserError
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(params=["horovod", "mpi"])
+def wire(request):
+    reason = boot.horovod_reason("torch") if request.param == "horovod" else None
+    if reason:
+        pytest.skip(reason)
+    return request.param
+
+
+class Statistics(nn.Module):
+    """The mean of the last forward's samples in half precision, their number, and noise that no checkpoint holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 5)
+        self.register_buffer("mean", torch.zeros(FEATURES))
+        self.register_buffer("narrow", torch.zeros(FEATURES, dtype=torch.bfloat16))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("noise", torch.randn(3), persistent=False)
+
+    def forward(self, x):
+        self.mean.copy_(x.mean(0))
+        self.narrow.copy_(x.mean(0))
+        self.count.add_(len(x))
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("cut", [0, -1], ids=["equal", "unequal"])
+def test_statistics_are_those_of_the_whole_batch(control, wire, cut, tmp_path):
+    torch.manual_seed(control.rank)
+    x, y = samples(24)
+    shares = CUTS[control.size][cut]
+    run = assemble(config(global_batch=24, max_steps=1, collectives=wire, shares=shares,
+                          out=control.bcast(str(tmp_path / "run"))), Statistics(), (x, y))
+    noise = control.gather(run.spec.model.noise.tolist())
+    assert all(other == noise[0] for other in noise)
+    loop.fit(run)
+    counts = control.gather(int(run.spec.model.count))
+    assert sum(counts) == 24 and all((n > 0) == (share > 0) for n, share in zip(counts, shares))
+    for _ in range(2):  # nothing is new the second time
+        run.step.sync_buffers()
+        model = run.spec.model
+        np.testing.assert_allclose(model.mean, x.mean(0), atol=1e-6)
+        np.testing.assert_allclose(model.narrow.float(), x.mean(0), atol=0.01)
+        found = control.gather([b.float().tolist() for b in model.buffers()])
+        assert all(other == found[0] for other in found)
+        assert int(model.count) == max(counts)
+
+
+class Twice(nn.Module):
+    """One layer under two reentrant checkpoints."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.head = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 5)
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        for _ in range(2):
+            x = checkpoint(lambda t: torch.tanh(self.linear(t)), x, use_reentrant=True)
+        return self.head(x)
+
+
+def test_a_gradient_that_comes_twice_ends_in_words(control, tmp_path):
+    if control.size == 1:
+        pytest.skip("one rank exchanges nothing, and gradients may come as they like")
+    run = assemble(config(global_batch=24, max_steps=1, collectives="mpi", out=control.bcast(str(tmp_path / "run"))),
+                   Twice(), samples(24))
+    with pytest.raises(UserError, match="use_reentrant=False"):
+        loop.fit(run)

@@ -113,8 +113,9 @@ def test_ranks_seeded_apart_start_alike(control, framework, wire, out):
 def test_evaluation_over_uneven_shards_is_exact(control, framework, out):
     data = samples(20), samples(29, seed=1)
     settings = config(global_batch=8, out=out[0], shares=CUTS[control.size][-1])
-    got = loop.evaluate(distributed(control, settings, make_model(framework), data))
-    want = loop.evaluate(solo(replace(settings, out=out[1]), make_model(framework), data))
+    runs = (distributed(control, settings, make_model(framework), data),
+            solo(replace(settings, out=out[1]), make_model(framework), data))
+    got, want = (loop.measure(run, run.eval_feed) for run in runs)
     assert len({repr(sorted(m.items())) for m in control.gather(got)}) == 1
     assert got.keys() == want.keys() and {"loss", "accuracy"} <= got.keys()
     assert got["accuracy"] == pytest.approx(want["accuracy"], abs=1e-9)

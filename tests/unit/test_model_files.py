@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from small_runs import config, make_model, samples, solo
 
@@ -71,3 +72,13 @@ def test_a_model_that_is_not_finite_is_not_exported(tmp_path):
     with pytest.raises(UserError, match="parameter w0 is not finite"):
         export(run)
     assert not (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_bfloat16_weights_are_looked_at_too():
+    from hvdtrain.checkpoint.session import check_finite
+
+    one, inf, nan = np.array([0x3F80], np.uint16), np.array([0x7F80], np.uint16), np.array([0xFFC1], np.uint16)
+    check_finite({"w#bfloat16": one, "i": inf})  # plain uint16 is just a number
+    for bad in (inf, nan):
+        with pytest.raises(UserError, match="w#bfloat16 is not finite"):
+            check_finite({"w#bfloat16": bad})

@@ -216,7 +216,7 @@ def _put_rate(optimizer: Any, given: Any, rate: Any) -> None:
 def _refuse_epochs(schedule: Schedule) -> None:
     if schedule.interval == "epoch" and schedule.name.lower() not in ("none", ""):
         raise UserError(f"schedule.interval is epoch and {schedule.name} is a schedule of Keras, which counts steps",
-                        "step", "set schedule.interval to step and multiply the schedule's steps by the steps per epoch")
+                        "step", "set schedule.interval to step and multiply its steps by the steps per epoch")
 
 
 def _refuse(optimizer: Any) -> None:

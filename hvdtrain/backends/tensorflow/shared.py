@@ -62,7 +62,7 @@ def sync_buffers(model: keras.Model, reducer: Reducer, n_seen: int) -> None:
         return
     ran = int(np.flatnonzero(counts_P)[0])
     averaged: dict[str, list[Any]] = {"float32": [], "float64": []}
-    others = []
+    others: list[Any] = []
     for variable in model.non_trainable_weights:
         dtype = keras.backend.standardize_dtype(variable.dtype)
         wide = "float64" if dtype == "float64" else "float32"

@@ -70,7 +70,9 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     step.share_initial()
     run = Run(config, control, group, topology, wire, spec, step, feed, test_feed, notes=notes)
     run.callbacks = _callbacks(run, facts)
-    notes += [f"not independent of the number of ranks: {caveat}" for caveat in step.caveats() if control.size > 1]
+    if control.size > 1:
+        notes += [f"not independent of the number of ranks: {caveat}" for caveat in step.caveats()]
+    run.tell()
     _restore(run)
     return run
 

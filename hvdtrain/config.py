@@ -147,7 +147,7 @@ class Config:
     log_every: int = _key(10, "steps", "progress and log interval")
     progress: Literal["auto", "rich", "plain", "off"] = _key(
         "auto", "",
-        "auto: rich on a terminal, plain lines elsewhere")
+        "auto: rich on a terminal where there is one process, plain lines elsewhere")
     threads: int = _key(0, "threads", "compute threads of one rank; 0: its share of the host's cores")
     deterministic: bool = _key(False, "", "ask the framework for deterministic kernels (bit-equal resume on GPUs)")
     control_timeout_s: float = _key(

@@ -5,6 +5,7 @@ Owns the reading of ``module:callable``. The framework follows from what the cal
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,13 +55,21 @@ def build_spec(text: str, args: dict[str, Any], prepare: Callable[[], None]) -> 
     build = load_callable(text, "model")
     prepare()
     before = _frameworks()
-    model = _call(build, text, args)
-    if _frameworks() != before:
+    model = build if _is_model(build) else _call(build, text, args)
+    if _frameworks() != before and model is not build:
         prepare()
         model = _call(build, text, args)
     # The file that the user named comes first: its callable may be imported from elsewhere, or be a partial.
     homes = [load_module(text.rpartition(":")[0], "model"), sys.modules.get(getattr(build, "__module__", ""))]
     return _spec(text, model, {p: next((f for h in homes if (f := getattr(h, p, None))), None) for p in _PARTS})
+
+
+def _is_model(thing: Any) -> bool:
+    """Whether ``module:name`` names a model itself, ready made; such a thing is callable too."""
+    try:
+        return bool(backends.framework_of(thing))
+    except UserError:
+        return False
 
 
 def _frameworks() -> set[str]:
@@ -70,14 +79,18 @@ def _frameworks() -> set[str]:
 def _call(build: Callable[..., Any], text: str, args: dict[str, Any]) -> Any:
     """Call a user's builder; its complaint about arguments is the user's to mend."""
     try:
+        inspect.signature(build).bind(**args)
+    except TypeError as error:
+        raise UserError(f"model {text} does not take model_args {args}: {error}", "arguments it takes",
+                        "correct model_args") from None
+    except ValueError:  # some callables have no signature
+        pass
+    try:
         return build(**args)
-    except (TypeError, ValueError) as error:
-        tb = error.__traceback__
-        deep = bool(tb and tb.tb_next and tb.tb_next.tb_next and isinstance(error, TypeError))
-        if deep:
+    except ValueError as error:
+        if not args:  # then it speaks of something else: the user's own error, with its traceback
             raise
-        raise UserError(f"model {text} refused model_args {args}: {error}", "arguments it accepts",
-                        "correct model_args") from error
+        raise UserError(f"model {text} refused model_args {args}: {error}", do="correct model_args") from error
 
 
 def _spec(name: str, model: Any, parts: dict[str, Any]) -> Spec:

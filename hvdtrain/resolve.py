@@ -64,12 +64,23 @@ def load_module(where: str, key: str) -> ModuleType:
                 "check the name, or give the file as path/file.py:callable",
             ) from None
         raise _lacking(where, missing, key) from None
+    except SyntaxError as error:
+        raise _unreadable(error, key) from None
+
+
+def _unreadable(error: SyntaxError, key: str) -> UserError:
+    """The words for a file that is not Python."""
+    return UserError(f"{key}: {error.filename}, line {error.lineno}: {error.msg}", "a file that Python can read",
+                     "correct that line")
 
 
 def _lacking(where: object, missing: str, key: str) -> UserError:
     """The words for a module of the user's that imports what is not installed."""
+    package = missing.partition(".")[0]
+    pinned = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}.get(package)
+    remedy = f"run `pip install -r requirements/{pinned}-cpu.txt`" if pinned else f"run `pip install {package}`"
     return UserError(f"{key}: importing {where} needs {missing!r}, which is not installed", f"{missing} installed",
-                     f"pip install {missing.partition('.')[0]}")
+                     remedy)
 
 
 def _load_file(path: Path, key: str) -> ModuleType:
@@ -91,5 +102,7 @@ def _load_file(path: Path, key: str) -> ModuleType:
         del sys.modules[name]
         if isinstance(error, ModuleNotFoundError) and error.name:
             raise _lacking(path, error.name, key) from None
+        if isinstance(error, SyntaxError):
+            raise _unreadable(error, key) from None
         raise
     return module

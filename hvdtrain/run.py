@@ -5,7 +5,10 @@ Owns state, phase times and the delivery of events. Is built by `hvdtrain.assemb
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,19 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.events import Event
 from hvdtrain.model import Spec
 from hvdtrain.protocols import Callback, Collectives, Control, Step
+
+
+def say(line: str) -> None:
+    """Print one line in one write (mpirun tags every write), and go on where nobody reads any more.
+
+    A run must not end because the reader of its output did, such as ``| head`` or a full disk.
+    """
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 @dataclass
@@ -108,7 +124,12 @@ class Run:
         """Keep a remark for the summary and the log, and print it on rank 0 now."""
         self.notes.append(text)
         if self.control.rank == 0:
-            print(f"note: {text}", flush=True)
+            say(f"note: {text}")
+
+    def tell(self) -> None:
+        """Print the remarks made before there was a run; on rank 0."""
+        for text in self.notes if self.control.rank == 0 and self.config.progress != "off" else ():
+            say(f"note: {text}")
 
     def want_stop(self, reason: str) -> None:
         """Ask that all ranks stop; takes effect when the ranks agree, at the next vote."""

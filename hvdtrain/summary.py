@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from hvdtrain.run import say
+
 
 def record(run: Any) -> dict[str, Any]:
     """JSON-able facts of a finished run. Phase times are rank 0's, in milliseconds a step."""
@@ -38,9 +40,9 @@ def rows(run: Any) -> list[tuple[str, str]]:
              *r["step"].items(),
              ("steps", f"{r['steps']} in {r['epochs']} epochs" + (f", stopped: {r['stop']}" if r["stop"] else "")),
              ("speed", f"{r['samples_per_s']:,.0f} samples/s" if r["samples_per_s"] else "too few steps to tell"),
-             ("train loss", f"{r['loss']:.4f}" if r["loss"] is not None else "none")]
+             ("train loss", f"{r['loss']:.4g}" if r["loss"] is not None else "none")]
     table += [(f"test {name}", f"{value:.4f}" if value is not None else "none") for name, value in r["metrics"].items()]
-    table.append(("time a step", ", ".join(f"{name} {ms:.2f} ms" for name, ms in r["phases_ms"].items())))
+    table.append(("time a step", ", ".join(f"{name} {ms:.1f}" for name, ms in r["phases_ms"].items()) + " ms"))
     table.append(("files", str(run.out)))
     return table + [("note", note) for note in r["notes"]]
 
@@ -53,13 +55,17 @@ def show(run: Any) -> None:
     from rich.text import Text
 
     # mpirun gives ranks pseudo-terminals even where its own output goes to a file: plain text under a launcher.
-    console = Console(highlight=False, force_terminal=False if run.control.size > 1 else None)
+    # 64 columns leave room for the tag that horovodrun puts before each line.
+    launched = run.control.size > 1
+    console = Console(highlight=False, force_terminal=False if launched else None, width=64 if launched else None)
     table = Table(box=box.ROUNDED if console.is_terminal else box.ASCII, show_header=False, title="hvdtrain")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows(run):
         table.add_row(name, Text(value))  # as it is: rich would read [brackets] as markup
-    console.print(table)
+    with console.capture() as text:
+        console.print(table)
+    say(text.get().rstrip())
 
 
 def _number(value: float) -> float | None:

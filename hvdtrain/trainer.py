@@ -11,7 +11,9 @@ from typing import Any
 from hvdtrain import loop, summary
 from hvdtrain.assemble import assemble, eval_feed
 from hvdtrain.checkpoint import session
+from hvdtrain.cluster import exit as exits
 from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.outdir import write_completed
@@ -49,7 +51,10 @@ class Trainer:
 
     def __init__(self, config: Config | None = None, **overrides: Any) -> None:
         """``overrides`` replace top-level keys of ``config``; `UserError` for one that it lacks."""
+        exits.install_hooks(launch_facts(os.environ))  # a mistake in the next lines ends as one in fit would
         config = config or Config()
+        if not isinstance(config, Config):
+            raise UserError(f"Trainer got a {type(config).__name__}", "a Config", "write Trainer(Config(epochs=3))")
         for name in overrides:
             if not hasattr(config, name):
                 raise UserError(f"Config has no key {name!r}", nearest(name, vars(config)), "correct it")
@@ -82,7 +87,7 @@ class Trainer:
         s = run.state
         return Result(s.cursor.step, s.loss, dict(s.metrics), run.phases.samples_per_s(), run.out, s.stop)
 
-    def evaluate(self, model: Any = None, data: Any = None) -> dict[str, float]:
+    def evaluate(self, *, model: Any = None, data: Any = None) -> dict[str, float]:
         """Exact weighted metrics over the evaluation data, however unevenly the ranks hold it; collective."""
         if self.run is None:
             self._evaluates_only = data is not None

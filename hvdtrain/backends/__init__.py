@@ -37,7 +37,7 @@ def built_in_model() -> str:
     names = installed()
     if not names:
         raise UserError("neither torch nor tensorflow is installed", "one of them",
-                        "run make setup, or pip install 'hvdtrain[torch]'")
+                        "run `make setup`, or `pip install -r requirements/torch-cpu.txt`")
     return BUILT_IN[names[0]]
 
 

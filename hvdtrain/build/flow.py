@@ -33,7 +33,7 @@ def make_plan(options: Options) -> Plan:
     for name in options.frameworks or ():
         if not any(f.name == name for f in facts.frameworks):
             raise UserError(f"got --frameworks {name}, which is not installed here",
-                            "an installed framework", f"pip install -r requirements/{name}-cpu.txt")
+                            "an installed framework", f"run pip install -r requirements/{name}-cpu.txt")
     return plan(facts, options.cpu_only)
 
 

@@ -58,7 +58,7 @@ def plan(facts: Facts, cpu_only: bool = False) -> Plan:
     """
     if not facts.frameworks:
         raise UserError("got no framework in this environment", "torch or tensorflow",
-                        "pip install -r requirements/torch-cpu.txt, or requirements/tensorflow-cpu.txt")
+                        "run pip install -r requirements/torch-cpu.txt, or requirements/tensorflow-cpu.txt")
     cuda, notes = _gpu_build(facts, cpu_only)
     mpi = facts.mpi is not None and bool(facts.mpi.mpicxx)
     if not mpi:
@@ -99,7 +99,7 @@ def _gpu_build(facts: Facts, cpu_only: bool) -> tuple[bool, tuple[str, ...]]:
     if missing:
         raise UserError(f"got a GPU (compute capability {', '.join(facts.capabilities)}) but no {missing}",
                         "a CUDA toolkit, and NCCL with its header",
-                        "pip install -r requirements/cuda-build.txt (NCCL comes with torch), or pass --cpu")
+                        "run pip install -r requirements/cuda-build.txt (NCCL comes with torch), or pass --cpu")
     return True, ()
 
 

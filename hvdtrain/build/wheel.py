@@ -46,7 +46,7 @@ def check_build_needs() -> None:
     missing = [name for name in _BUILD_NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"got no {', '.join(missing)} in this environment", "what Horovod's setup.py imports",
-                        "pip install -r requirements/horovod.txt")
+                        "run pip install -r requirements/horovod.txt")
 
 
 def child_env(plan: Plan) -> dict[str, str]:

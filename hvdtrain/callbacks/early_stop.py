@@ -21,7 +21,10 @@ class EarlyStop(Callback):
         self.waited = 0
 
     def fit_start(self, run: Any) -> None:
-        """A run that is resumed after it was stopped stays stopped."""
+        """Refuse a run that evaluates nothing; a run that is resumed after it was stopped stays stopped."""
+        if run.eval_feed is None:
+            raise UserError("early_stop.metric is set and there is no evaluation data", "a test split",
+                            "give one, or leave early_stop.metric empty")
         if self.waited >= self._settings.patience:
             run.want_stop(f"early stop: {self._settings.metric} had not got better for {self.waited} evaluations")
 

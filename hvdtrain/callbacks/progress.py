@@ -9,13 +9,14 @@ import time
 from typing import Any
 
 from hvdtrain.callbacks.base import Callback
+from hvdtrain.run import say
 
 
 def make(kind: str, launched: bool) -> list[Callback]:
     """The progress callbacks for config ``progress``.
 
-    ``auto`` draws a bar on a terminal of its own; ranks under a launcher print lines, because mpirun gives them
-    pseudo-terminals even where its own output goes to a file.
+    ``auto`` draws a bar on a terminal where there is one process; ranks under a launcher print lines, because mpirun
+    gives them pseudo-terminals even where its own output goes to a file.
     """
     if kind == "off":
         return []
@@ -40,10 +41,9 @@ def _metrics(metrics: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
-def _line(*parts: str) -> None:
-    """One line in one write: print's second write, of the line's end, gets a tag of its own from mpirun."""
-    sys.stdout.write("  ".join(part for part in parts if part) + "\n")
-    sys.stdout.flush()
+def say_parts(*parts: str) -> None:
+    """One line of those parts that are not empty."""
+    say("  ".join(part for part in parts if part))
 
 
 class Lines(Callback):
@@ -60,8 +60,8 @@ class Lines(Callback):
         """Where the run is and when it should end."""
         s, total = run.state, _total(run)
         where = f"step {s.cursor.step}" + (f"/{total}" if total else "")
-        _line(where, f"epoch {s.cursor.epoch + 1}/{run.config.epochs}", f"loss {s.loss:.4f}",
-              f"lr {run.step.learning_rate():.3g}", _rate(s.samples_per_s), self._eta(s.cursor.step, total))
+        say_parts(where, f"epoch {s.cursor.epoch + 1}/{run.config.epochs}", f"loss {s.loss:.4f}",
+                  f"lr {run.step.learning_rate():.3g}", _rate(s.samples_per_s), self._eta(s.cursor.step, total))
 
     def _eta(self, step: int, total: int | None) -> str:
         done = step - self._from
@@ -73,8 +73,8 @@ class Lines(Callback):
     def eval_end(self, run: Any) -> None:
         """Metrics of the evaluation data."""
         s = run.state
-        _line(f"epoch {s.cursor.epoch}/{run.config.epochs}", f"step {s.cursor.step}", f"test {_metrics(s.metrics)}",
-              _rate(s.samples_per_s))
+        say_parts(f"epoch {s.cursor.epoch}/{run.config.epochs}", f"step {s.cursor.step}", f"test {_metrics(s.metrics)}",
+                  _rate(s.samples_per_s))
 
 
 class Bar(Callback):

@@ -134,7 +134,7 @@ def restore(run: Any, snapshot: Snapshot | None) -> None:
     if own is None:
         run.note(f"resumed a run of {meta['world_size']} ranks on {run.control.size}: "
                  "random generators start anew from the seed")
-    if meta.get("samples") != run.feed.samples:
+    if meta.get("samples", run.feed.samples) != run.feed.samples:
         run.note(f"resumed with {run.feed.samples} samples where the run had {meta.get('samples')}: "
                  "the order of the data is another")
     _tell_changes(run, meta["config"])

@@ -21,6 +21,9 @@ from hvdtrain.build.verify import launch_argv
 from hvdtrain.errors import UserError
 from hvdtrain.outdir import COMPLETED
 
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+"""What Open MPI wants before it runs as root: said for verify's own children only, on this host."""
+
 DEFAULTS = ("--optimizer.name", "SGD", "--lr", "0.05")
 """Used where no optimizer is named: SGD shows the gradient as it is, Adam magnifies rounding near zero."""
 
@@ -130,7 +133,7 @@ def _train(n: int, shares: tuple[int, ...] | None, out: Path, args: argparse.Nam
         command = [*launcher(n), *command]
     what, log = f"the run on {n} ranks", out.with_suffix(".log")
     try:
-        logged(what, command, log, dict(os.environ), args.timeout)
+        logged(what, command, log, {**os.environ, **AS_ROOT} if os.geteuid() == 0 else dict(os.environ), args.timeout)
         if not (out / COMPLETED).is_file():
             raise ChildFailed(what, "did not complete", log)
     except ChildFailed as failed:

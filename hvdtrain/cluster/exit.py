@@ -8,6 +8,7 @@ or aborts the job; and when several ranks fail at once, one speaks.
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
@@ -56,6 +57,9 @@ def run_guarded(main: Callable[[], int | None], facts: LaunchFacts) -> int:
     """
     try:
         status = main() or 0
+    except BrokenPipeError:  # nobody reads any more (| head): not a failure, and nobody to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return _leave("", EXIT_CRASH, facts)
     except BaseException as error:  # noqa: BLE001  (this is where every exception ends)
         return end(error, facts)
     return _leave("", status, facts)

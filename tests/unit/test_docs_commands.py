@@ -22,8 +22,8 @@ def commands() -> list[tuple[str, str]]:
         spans = re.findall(r"`([^`\n]+)`", text)
         for block in re.findall(r"```\w*\n(.*?)```", text, re.S):
             spans += block.splitlines()
-        found += [(page.name, s.split(" #")[0].strip()) for s in spans
-                  if re.match(r"(make |(mpirun|horovodrun|python|\.venv/bin/python)\s.*(hvdtrain|\.py|tests/run))", s.strip())]
+        ours = r"(make |(mpirun|horovodrun|python|\.venv/bin/python)\s.*(hvdtrain|\.py|tests/run))"
+        found += [(page.name, s.split(" #")[0].strip()) for s in spans if re.match(ours, s.strip())]
     return found
 
 

@@ -1,5 +1,6 @@
 """Which functions of a model file count: those of the file that was named, and none that only happen to be there."""
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -82,3 +83,24 @@ def test_bfloat16_weights_are_looked_at_too():
     for bad in (inf, nan):
         with pytest.raises(UserError, match="w#bfloat16 is not finite"):
             check_finite({"w#bfloat16": bad})
+
+
+def test_a_builders_own_error_keeps_its_traceback(tmp_path, monkeypatch):
+    text = "def make(width=4):\n    raise ValueError('my own bug')\n"
+    with pytest.raises(ValueError, match="my own bug"):
+        spec(tmp_path, monkeypatch, text, "buggy_builder")
+
+
+def test_a_ready_made_model_is_taken_as_it_is(tmp_path, monkeypatch):
+    made = spec(tmp_path, monkeypatch, "from hvdtrain.backends.numpy.step import Model\n"
+                "class Net(Model):\n    def __call__(self, x): return x\nmake = Net()\n", "ready_made")
+    assert made.model is sys.modules["ready_made"].make
+
+
+def test_a_trainers_own_arguments_are_refused_in_words():
+    from hvdtrain import Trainer
+
+    with pytest.raises(UserError, match="did you mean 'epochs'"):
+        Trainer(epoch=3)
+    with pytest.raises(UserError, match="Trainer got a dict"):
+        Trainer({"epochs": 3})

@@ -72,7 +72,7 @@ def test_a_builder_that_imports_its_framework_is_called_again(file, monkeypatch)
 
 
 @pytest.mark.parametrize("name, args, said", [
-    ("build", {"wide": 1}, "refused model_args {'wide': 1}"), ("failing", {"width": 3}, "width 3 is odd"),
+    ("build", {"wide": 1}, "does not take model_args {'wide': 1}"), ("failing", {"width": 3}, "width 3 is odd"),
     ("number", {}, "the model is a builtins.int"), ("biuld", {}, "did you mean 'build'")])
 def test_what_a_user_can_mend(file, name, args, said):
     with pytest.raises(UserError, match=r".") as caught:

@@ -105,7 +105,13 @@ def test_the_key_is_named():
 def test_a_missing_package_is_named_with_its_remedy(tmp_path, text):
     (tmp_path / "needy.py").write_text("import package_that_is_not_there.sub\n")
     said = refusal(text)
-    assert "'package_that_is_not_there'" in said and "Pip install package_that_is_not_there." in said
+    assert "'package_that_is_not_there'" in said and "Run `pip install package_that_is_not_there`." in said
+
+
+@pytest.mark.parametrize("text", ["garbled:build", "garbled.py:build"])
+def test_a_file_that_is_not_python_is_named_with_the_line(tmp_path, text):
+    (tmp_path / "garbled.py").write_text("x = 1\ndef build(:\n")
+    assert "garbled.py, line 2: invalid syntax" in refusal(text)
 
 
 @pytest.mark.parametrize("text", ["broken:build", "broken.py:build"])

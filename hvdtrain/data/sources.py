@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -47,13 +48,19 @@ Adapter = Callable[[Any], "Data | None"]
 class ArraySource:
     """Samples along the first axis of arrays: x, then y, then per-sample weights, as far as there are any.
 
-    Errors: `UserError` for arrays of different lengths, scalars, Python objects, or no array at all.
+    Errors: `UserError` for arrays of different lengths, scalars, no array at all, and elements that are not truth
+    values, integers or real numbers.
     """
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
         self.arrays: Arrays = tuple(np.asarray(array) for array in arrays)
         shapes = [array.shape for array in self.arrays]
-        if not shapes or () in shapes or any(array.dtype.hasobject for array in self.arrays):
+        for i, array in enumerate(self.arrays):
+            if array.dtype.kind not in "biuf":
+                name = _NAMES[i] if i < len(_NAMES) else "more"
+                raise UserError(f"data array {i} ({name}) has dtype {array.dtype} and shape {list(array.shape)}",
+                                "bool, integer or floating-point elements", "convert the data to plain numeric arrays")
+        if not shapes or () in shapes:
             kinds = ", ".join(f"{array.dtype}{list(array.shape)}" for array in self.arrays) or "none"
             raise UserError(f"the data arrays are: {kinds}",
                             "at least one array, each with a first axis that counts samples",
@@ -134,8 +141,9 @@ def npz(path: str, split: str, test_fraction: float = 0.2, seed: int = 0) -> Sou
                         nearest(path, (str(found) for found in beside)) if Path(path).parent.is_dir()
                         else "an existing .npz file",
                         "check data.name") from None
-    except (OSError, ValueError, AttributeError, TypeError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} cannot be read: {error}", "a .npz file of plain arrays",
+    except (OSError, ValueError, AttributeError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile,
+            zlib.error) as error:
+        raise UserError(f"{path} cannot be read: {_unreadable(path, error)}", "a .npz file of plain arrays",
                         "write it with numpy.savez(path, x=..., y=...)") from None
     test = _by_name(arrays, "test", path)
     if split == "test" and test is not None:
@@ -150,6 +158,19 @@ def npz(path: str, split: str, test_fraction: float = 0.2, seed: int = 0) -> Sou
                         "add x_test and y_test")
     chosen = _split(np.zeros(len(whole), np.int64), test_fraction, seed) == (split == "test")
     return ArraySource([array[chosen] for array in train])
+
+
+def _unreadable(path: str, error: Exception) -> str:
+    """Why a ``.npz`` file cannot be read; numpy's own words would advise to unpickle what is no array at all."""
+    if isinstance(error, OSError):
+        return str(error)
+    if not zipfile.is_zipfile(path) and "bare array" not in str(error):
+        return "it is not a .npz file" + (", it is empty" if Path(path).stat().st_size == 0 else "")
+    if "allow_pickle" in str(error):
+        return "it holds Python objects"
+    if isinstance(error, (zipfile.BadZipFile, zlib.error, EOFError)):
+        return f"it is damaged ({error})"
+    return str(error)
 
 
 BUILT_IN: dict[str, Callable[..., Source]] = {"digits": digits, "synthetic": synthetic}

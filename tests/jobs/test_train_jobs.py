@@ -143,6 +143,13 @@ def test_a_mistake_is_one_message_and_status_2(what, tmp_path):
     assert not (tmp_path / "run" / "completed.json").exists()
 
 
+def test_a_mistake_in_a_library_script_is_one_message_and_status_2(tmp_path):
+    (tmp_path / "script.py").write_text("from hvdtrain import Config, Trainer\nTrainer(Config(epochs=-3)).fit()\n")
+    job = mpirun(2, [str(tmp_path / "script.py")], 60)
+    assert job.returncode == 2 and "Traceback" not in job.text and not job.orphans, job
+    assert job.stderr.count("hvdtrain: ") == 1 and "epochs is -3" in job.stderr, job.stderr
+
+
 def test_an_exception_in_a_users_model_on_one_rank(tmp_path):
     need("torch")
     marker = tmp_path / "raised-at"

@@ -52,8 +52,8 @@ def modules() -> list[str]:
 def probe(names: list[str], cwd: Path, *paths: str) -> tuple[dict[str, list[str]], list[str]]:
     """({module: foreign packages it imported}, [modules whose import had an effect])."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT.parent), *paths])}
-    done = subprocess.run([sys.executable, "-c", PROBE, json.dumps(names)], capture_output=True, text=True, timeout=60,
-                          cwd=cwd, env=env)
+    done = subprocess.run([sys.executable, "-B", "-c", PROBE, json.dumps(names)], text=True, timeout=60,
+                          capture_output=True, cwd=cwd, env=env)  # -B: no cache files
     assert done.returncode == 0, done.stderr
     wrong, effects = json.loads(done.stdout)
     return wrong, effects

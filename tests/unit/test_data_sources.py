@@ -193,3 +193,35 @@ def test_adapters_are_asked_in_turn():
 def test_array_source_refuses_what_holds_no_samples(arrays):
     with pytest.raises(UserError, match="data arrays"):
         ArraySource(arrays)
+
+
+@pytest.mark.parametrize("y, words", [
+    (np.array(["a", "b", "c"]), r"array 1 \(y\) has dtype <U1"), (np.zeros(3, complex), "complex128"),
+    (np.array([1, None, 2]), "dtype object"), (np.zeros(3, "M8[s]"), "datetime64"),
+])
+def test_arrays_that_are_not_numbers_are_refused_by_name(y, words):
+    with pytest.raises(UserError, match=words):
+        ArraySource((np.zeros((3, 2)), y))
+
+
+def test_a_file_that_is_no_npz_is_said_to_be_none(tmp_path):
+    (tmp_path / "empty.npz").write_bytes(b"")
+    (tmp_path / "garbage.npz").write_bytes(bytes(range(1, 200)))
+    for name in ("empty", "garbage"):
+        with pytest.raises(UserError, match="it is not a .npz file") as told:
+            npz(str(tmp_path / f"{name}.npz"), "train")
+        assert "pickle" not in str(told.value)
+    np.savez(tmp_path / "objects.npz", x=np.array([{}, []], dtype=object))
+    with pytest.raises(UserError, match="it holds Python objects"):
+        npz(str(tmp_path / "objects.npz"), "train")
+
+
+def test_a_damaged_npz_file_is_said_to_be_damaged(tmp_path):
+    np.savez_compressed(tmp_path / "whole.npz", x=np.random.default_rng(0).standard_normal(4000))
+    whole = bytearray((tmp_path / "whole.npz").read_bytes())
+    for name, at in (("early", 60), ("late", len(whole) // 2)):
+        broken = whole.copy()
+        broken[at:at + 40] = b"\xff" * 40
+        (tmp_path / f"{name}.npz").write_bytes(broken)
+        with pytest.raises(UserError, match="cannot be read: it is damaged"):
+            npz(str(tmp_path / f"{name}.npz"), "train")

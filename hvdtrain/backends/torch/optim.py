@@ -120,11 +120,13 @@ def _optimizer(config: Config, params: Iterable[torch.nn.Parameter], lr: float) 
     classes = {n.lower(): c for n, c in vars(torch.optim).items()
                if isinstance(c, type) and issubclass(c, torch.optim.Optimizer) and c is not torch.optim.Optimizer}
     name = "adam" if config.optimizer.name == "auto" else config.optimizer.name.lower()
-    if name == "lbfgs" or name not in classes:
-        why = "needs a closure that is evaluated several times a step" if name == "lbfgs" else "is not in torch.optim"
+    unusable = {"lbfgs": "needs a closure that is evaluated several times a step",
+                "sparseadam": "takes sparse gradients, which are not exchanged here"}
+    if name in unusable or name not in classes:
+        why = unusable.get(name, "is not in torch.optim")
         raise UserError(
             f"optimizer {config.optimizer.name!r} {why}",
-            nearest(name, [c.__name__ for k, c in classes.items() if k != "lbfgs"]),
+            nearest(name, [c.__name__ for k, c in classes.items() if k not in unusable]),
             "correct optimizer.name",
         )
     try:

@@ -57,10 +57,6 @@ class HorovodCollectives:
     def broadcast(self, x_N: tf.Tensor, name: str, root: int = 0) -> _Result:
         return self._call(x_N, name, lambda x: self._ops.broadcast(x, root, name=name, ignore_name_scope=True))
 
-    def gather_rows(self, x_K: tf.Tensor, name: str) -> tf.Tensor:
-        """Every rank's vector end to end, whose lengths may differ: (K_r,) -> (sum of K_r,)."""
-        return self._call(x_K, name, lambda x: self._ops.allgather(x, name=name, ignore_name_scope=True)).wait()
-
     def _call(self, x: tf.Tensor, name: str, operate: Callable[[tf.Tensor], tf.Tensor], shape: Any = None) -> _Result:
         """Add the operation to the graph that is being traced, or run it at once."""
         if tf.inside_function():

@@ -191,7 +191,7 @@ def test_adapters_are_asked_in_turn():
 
 @pytest.mark.parametrize("arrays", [(), (np.float64(3),), (np.array([None]),)])
 def test_array_source_refuses_what_holds_no_samples(arrays):
-    with pytest.raises(UserError, match="data arrays"):
+    with pytest.raises(UserError, match="data array"):
         ArraySource(arrays)
 
 

@@ -17,7 +17,7 @@ from hvdtrain.backends.tensorflow import placement, shared, state
 from hvdtrain.backends.tensorflow.graph import Gradients, Update
 from hvdtrain.backends.tensorflow.metrics import Evaluator
 from hvdtrain.backends.tensorflow.optim import Optimization
-from hvdtrain.backends.tensorflow.task import loss_name, make_task
+from hvdtrain.backends.tensorflow.task import ClassNumbers, loss_name, make_task
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.reducer import Reducer
@@ -44,6 +44,7 @@ class TensorFlowStep:
             raise UserError("the model has no trainable variable", "at least one", "set trainable on a layer")
         self._words = {"loss": loss_name(spec, config)}
         self._task = make_task(spec, config)
+        self._class_numbers = ClassNumbers(spec, config)
         self._metrics = Evaluator(spec, config, self._task)
         self._opt = Optimization(config, self.model, steps_per_epoch)
         self._tensors: list[tf.Tensor] | None = None
@@ -93,9 +94,10 @@ class TensorFlowStep:
     def forward_backward(self, batch: Batch, scale: float, last: bool) -> Pair:
         """Add the gradient of ``loss_sum * scale``; the graph of the ``last`` micro-batch also exchanges."""
         self._n_seen += len(tf.nest.flatten(batch)[0])
-        if not last:
-            return self._gradients.add(tuple(batch), scale)
-        loss_sum, weight, self._tensors, waited_s = self._gradients.last(tuple(batch), scale)
+        with self._class_numbers.checked(tuple(batch)):
+            if not last:
+                return self._gradients.add(tuple(batch), scale)
+            loss_sum, weight, self._tensors, waited_s = self._gradients.last(tuple(batch), scale)
         self._waited_s = waited_s
         if not (self._gradients.in_graph or self._reducer.alone):
             self._start()
@@ -128,7 +130,8 @@ class TensorFlowStep:
 
     def evaluate(self, batch: Batch) -> None:
         """Add one batch to the metrics' totals."""
-        self._metrics.add(tf.nest.map_structure(tf.convert_to_tensor, tuple(batch)))
+        with self._class_numbers.checked(tuple(batch)):
+            self._metrics.add(tf.nest.map_structure(tf.convert_to_tensor, tuple(batch)))
 
     def eval_totals(self) -> dict[str, np.ndarray]:
         """float64[k] state of each metric this rank saw; they start anew."""

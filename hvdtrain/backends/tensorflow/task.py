@@ -12,10 +12,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvdtrain.config import Config, Named
@@ -24,6 +26,9 @@ from hvdtrain.errors import UserError, nearest
 Pair = tuple[Any, Any]
 Loss = Callable[[Any, Any], Any]
 Task = Callable[[Any, tuple[Any, ...], bool], Pair]
+
+OF_CLASSES = ("ctc", "circle", "categoricalgeneralizedcrossentropy")
+"""Losses of keras.losses, beside the sparse ones, whose targets are class numbers and of another shape."""
 
 
 def make_task(spec: Any, config: Config) -> Task:
@@ -67,6 +72,110 @@ def default_pair(loss: Loss, model: keras.Model, outputs: Any, batch: tuple[Any,
     return total, count
 
 
+def _guarded(loss: Loss, name: str) -> Loss:
+    """Keras' loss ``name``, whose refusal of its inputs, and spreading of one over the other, is a `UserError`.
+
+    A user's own loss function is not guarded: its errors are his, with their traceback.
+    """
+    def guarded(y: Any, outputs: Any) -> Any:
+        got = f"the model's output is {_kind(outputs)} and the targets are {_kind(y)}"
+        of_classes = _sparse(name) or _key(name) in OF_CLASSES or name == "auto" and y.dtype.is_integer
+        if not (of_classes or _fit(y, outputs)):
+            raise UserError(f"loss {name}: {got}", "equal shapes, of which the last 1 may be left out",
+                            "reshape the targets, or the output in the model")
+        try:
+            return loss(y, outputs)
+        except (IndexError, ValueError, RuntimeError, TypeError, tf.errors.InvalidArgumentError) as error:
+            said = (re.sub(r"{{.*?}} ?", "", str(error)).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(f"loss {name} refused its inputs: {got} (TensorFlow: {said})",
+                            "shapes and types that the loss takes",
+                            "correct loss, the targets, or the model's output") from error
+    return guarded
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("_", "")
+
+
+def _sparse(name: str) -> bool:
+    return _key(name).startswith("sparsecategorical")
+
+
+def _kind(tensor: tf.Tensor) -> str:
+    """dtype[shape], the number of samples as B: a graph may leave it open."""
+    extents = ["B", *tensor.shape.as_list()[1:]] if tensor.shape.rank else [] if tensor.shape.rank == 0 else ["..."]
+    return f"{tensor.dtype.name}[{', '.join('?' if n is None else str(n) for n in extents)}]"
+
+
+def _fit(y: tf.Tensor, outputs: tf.Tensor) -> bool:
+    """Whether a loss of single elements may meet these shapes: Keras adds or drops a last 1, and spreads others."""
+    if y.shape.rank is None or outputs.shape.rank is None:
+        return True
+    longer, shorter = sorted((y.shape.as_list(), outputs.shape.as_list()), key=len, reverse=True)
+    if len(longer) == len(shorter) + 1 and longer[-1] in (1, None):
+        longer = longer[:-1]
+    return len(longer) == len(shorter) and all(a == b or None in (a, b) for a, b in zip(longer, shorter))
+
+
+class ClassNumbers:
+    """Looks at integer targets on the host: TensorFlow fails on those out of range, or gives NaN on a GPU.
+
+    Only for the sparse categorical cross entropy, and where the model says the number of its outputs beforehand;
+    other models' targets are looked at when an operation has failed.
+    """
+
+    def __init__(self, spec: Any, config: Config) -> None:
+        loss = getattr(spec.model, "loss", None) if getattr(spec.model, "compiled", False) else None
+        compiled = loss if isinstance(loss, str) else "auto" if loss is None else _name_of(loss)
+        self._name = compiled if config.loss.name == "auto" else config.loss.name
+        self._looks = spec.task is None and (self._name == "auto" or _sparse(self._name))
+        self._ignored = config.loss.args.get("ignore_class", getattr(loss, "ignore_class", None))
+        axis = config.loss.args.get("axis", getattr(loss, "axis", -1))
+        shape = _output_shape(spec.model) if axis == -1 else None
+        self._classes = shape[-1] if shape and len(shape) > 1 and isinstance(shape[-1], int) else None
+
+    def check(self, batch: tuple[Any, ...], classes: int | None = None) -> None:
+        """Raise `UserError` for targets outside 0..C-1, C being the model's outputs or ``classes``."""
+        classes = classes or self._classes
+        if not (self._looks and classes and len(batch) > 1 and isinstance(batch[1], np.ndarray)):
+            return
+        targets = batch[1]
+        if targets.dtype.kind not in "iu" or not targets.size or classes < 2:
+            return
+        low, high = int(targets.min()), int(targets.max())
+        if 0 <= low and high < classes:
+            return
+        if self._ignored is not None:
+            targets = targets[targets != self._ignored]
+            low, high = (int(targets.min()), int(targets.max())) if targets.size else (0, 0)
+            if 0 <= low and high < classes:
+                return
+        raise UserError(f"loss {self._name}: the targets are {targets.dtype}{list(batch[1].shape)}; "
+                        f"targets run from {low} to {high}", f"0..{classes - 1} for a model with {classes} outputs",
+                        "number the classes from 0, or give the model more outputs")
+
+    @contextlib.contextmanager
+    def checked(self, batch: tuple[Any, ...]) -> Iterator[None]:
+        """Around the graph's run: `check` before it, and after a failed operation with the range that this names."""
+        self.check(batch)
+        try:
+            yield
+        except tf.errors.InvalidArgumentError as error:
+            found = re.search(r"label value.*outside the valid range of \[0, (\d+)\)", error.message, re.DOTALL)
+            if found:
+                self.check(batch, int(found[1]))
+            raise
+
+
+def _output_shape(model: keras.Model) -> tuple[Any, ...] | None:
+    """The model's output shape, or None where it is known only once the model is called, or is of several tensors."""
+    try:
+        shape = model.output_shape
+    except (AttributeError, ValueError):
+        return None
+    return shape if isinstance(shape, tuple) else None
+
+
 def _wide(x: Any) -> tf.DType:
     """The type a loss is summed in: float64 where it comes in it, else float32."""
     return tf.float64 if getattr(x, "dtype", None) == tf.float64 else tf.float32
@@ -91,6 +200,10 @@ def _users(task: Callable[..., Pair]) -> Task:
 def _checked(pair: Any) -> Pair:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise UserError(f"task returned a {type(pair).__name__}", "(loss_sum, weight)", "mend the model file's task")
+    for value in pair:
+        if not (tf.is_tensor(value) or hasattr(value, "shape") or isinstance(value, (int, float))):
+            raise UserError(f"task returned a {type(value).__name__} in its pair", "two scalars (loss_sum, weight)",
+                            "mend the model file's task")
     loss_sum, weight = (tf.cast(v, _wide(v)) for v in map(tf.convert_to_tensor, pair))
     if loss_sum.shape.rank or weight.shape.rank:
         raise UserError(f"task returned shapes {tuple(loss_sum.shape)} and {tuple(weight.shape)}",
@@ -117,10 +230,10 @@ class Phase(keras.layers.Layer):
 def resolve_loss(named: Named, model: keras.Model) -> Loss:
     """Return ``loss(y, outputs)`` without reduction: config's, else the compiled model's, else by the targets' type."""
     if named.name != "auto":
-        return _by_name(named)
+        return _guarded(_by_name(named), named.name)
     compiled = getattr(model, "loss", None) if getattr(model, "compiled", False) else None
     if compiled is None:
-        return _auto(named.args)
+        return _guarded(_auto(named.args), "auto")
     if isinstance(compiled, (dict, list, tuple)):
         if len(keras.tree.flatten(compiled)) == 1:
             compiled = keras.tree.flatten(compiled)[0]
@@ -128,6 +241,8 @@ def resolve_loss(named: Named, model: keras.Model) -> Loss:
         raise UserError("the model was compiled with several losses", "one loss, or a task",
                         "give the model file a task(model, batch) -> (loss_sum, weight)")
     loss = _by_name(Named(compiled, named.args)) if isinstance(compiled, str) else _unreduced(compiled)
+    if isinstance(compiled, str) or str(getattr(compiled, "__module__", "")).startswith("keras."):
+        loss = _guarded(loss, compiled if isinstance(compiled, str) else _name_of(compiled))
     factor = _loss_weight(model)
     return loss if factor is None else lambda y, outputs: loss(y, outputs) * factor
 
@@ -164,7 +279,11 @@ def loss_name(spec: Any, config: Config) -> str:
         return "by the targets: sparse categorical cross entropy of logits, or squared error"
     if isinstance(compiled, str):
         return compiled
-    return getattr(compiled, "name", getattr(compiled, "__name__", "as compiled"))
+    return _name_of(compiled)
+
+
+def _name_of(loss: Any) -> str:
+    return str(getattr(loss, "name", getattr(loss, "__name__", "as compiled")))
 
 
 def _unreduced(loss: Any) -> Loss:

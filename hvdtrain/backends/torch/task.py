@@ -8,7 +8,7 @@ one, and summed over the samples; the weight is the number of samples.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,16 +26,37 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def make_task(spec: Any, config: Config) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], Pair]:
     """Return ``task(model, batch) -> (loss_sum, weight)``; `UserError` for an unknown loss."""
     if spec.task is not None:
-        return spec.task
+        return _users(spec.task)
     named = config.loss
     fixed = None if named.name == "auto" else _loss(named)
 
     def task(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> Pair:
         x, targets, extra = _parts(batch)
         outputs = model(x)
-        return loss_sum(fixed or _auto(targets, named.args), outputs, targets, extra), targets.shape[0]
+        return loss_sum(fixed or _auto(targets, named.args), outputs, targets, extra, named), targets.shape[0]
 
     return task
+
+
+def _users(task: Callable[..., Any]) -> Callable[..., Pair]:
+    """A model file's task, whose result is looked at."""
+    def checked(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> Pair:
+        return _pair(task(model, batch), "task", "(loss_sum, weight)")
+    return checked
+
+
+def _pair(found: Any, origin: str, expected: str) -> Pair:
+    """``found``, if it is two single numbers; `UserError` otherwise."""
+    whole = isinstance(found, (tuple, list)) or getattr(found, "shape", None) == (2,)
+    if not whole or len(found) != 2:
+        length = f" of {len(found)}" if isinstance(found, (tuple, list)) else ""
+        raise UserError(f"{origin} returned a {type(found).__name__}{length}", expected, "mend the model file")
+    for value, what in zip(found, ("a loss" if origin == "task" else "a sum", "a weight")):
+        shape = tuple(getattr(value, "shape", ()))
+        if shape or not (hasattr(value, "shape") or isinstance(value, (int, float))):
+            raise UserError(f"{origin} returned {what} of type {type(value).__name__} and shape {shape}",
+                            f"{expected}, each a scalar", "sum over the samples in the model file")
+    return found[0], found[1]
 
 
 def _parts(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -46,13 +67,23 @@ def _parts(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor,
     return batch[0], batch[1], tuple(batch[2:])
 
 
-def loss_sum(loss: Loss, outputs: torch.Tensor, targets: torch.Tensor, extra: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def loss_sum(loss: Loss, outputs: torch.Tensor, targets: torch.Tensor, extra: tuple[torch.Tensor, ...],
+             named: Named) -> torch.Tensor:
     """Sum over samples of the per-sample mean of an unreduced loss, times sample weights (B elements) if given.
 
-    Errors: `UserError` where the loss has not one row per sample, or has spread outputs and targets of different
-    shapes over each other, and for weights that are not one per sample.
+    Errors: `UserError`, with the loss as ``named``, where it cannot be evaluated, has not one row per sample, or has
+    spread outputs and targets of different shapes over each other, and for weights that are not one per sample.
     """
-    per_sample, n = loss(outputs, targets), targets.shape[0]
+    if not isinstance(outputs, torch.Tensor):
+        raise UserError(f"the model returns a {type(outputs).__name__}", "one tensor, where the loss is by name",
+                        "give the model file a task(model, batch) -> (loss_sum, weight)")
+    try:
+        per_sample = loss(outputs, targets)
+    except (IndexError, ValueError, RuntimeError, TypeError, NotImplementedError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or any(w in str(error) for w in ("CUDA error", "memory")):
+            raise  # of the machine, not of the data
+        raise _refused(error, outputs, targets, named) from error
+    n = targets.shape[0]
     if per_sample.dim() == 0 or per_sample.shape[0] != n or _broadcast(per_sample, outputs, targets):
         raise UserError(f"the model's output has shape {tuple(outputs.shape)} and the targets {tuple(targets.shape)}, "
                         f"which gives a loss of shape {tuple(per_sample.shape)}",
@@ -66,6 +97,28 @@ def loss_sum(loss: Loss, outputs: torch.Tensor, targets: torch.Tensor, extra: tu
                         f"one weight for each of the {n} samples",
                         "give sample weights of shape (B,), or a task in the model file")
     return (per_sample * extra[0].reshape(n)).sum()
+
+
+def _refused(error: Exception, outputs: torch.Tensor, targets: torch.Tensor, named: Named) -> UserError:
+    """In words, that torch could not evaluate the loss ``named``: of class numbers out of range first."""
+    got = f"the model's output is {_kind(outputs)} and the targets are {_kind(targets)}"
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if not targets.is_floating_point() and targets.numel():
+        real = targets[targets != named.args.get("ignore_index", -100)]
+        low, high = (int(real.min()), int(real.max())) if real.numel() else (0, 0)
+        classes = outputs.shape[1] if outputs.dim() > 1 else 1
+        if classes > 1 and (low < 0 or high >= classes):
+            return UserError(f"loss {named.name}: {got}; targets run from {low} to {high} (torch: {said})",
+                             f"0..{classes - 1} for a model with {classes} outputs",
+                             "number the classes from 0, or give the model more outputs")
+        got += f" from {low} to {high}"
+    return UserError(f"loss {named.name} refused its inputs: {got} (torch: {said})",
+                     "shapes and types that the loss takes",
+                     "correct loss, the targets, or the model's output")
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _broadcast(per_sample: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor) -> bool:
@@ -82,7 +135,20 @@ def _auto(targets: torch.Tensor, args: dict[str, Any]) -> Loss:
     """Cross entropy for integer targets, squared error for others."""
     if targets.is_floating_point():
         return lambda o, t: functional.mse_loss(o, _same_shape(t, o), reduction="none", **args)
-    return lambda o, t: functional.cross_entropy(o, t.long(), reduction="none", **args)
+
+    def loss(outputs: torch.Tensor, class_numbers: torch.Tensor) -> torch.Tensor:
+        if outputs.dim() < 2 or outputs.shape[1] == 1:
+            raise UserError(f"the targets are integers and the model's output has shape {tuple(outputs.shape)}",
+                            "one output per class",
+                            "set loss, for example to binary_cross_entropy_with_logits with floating-point targets")
+        return functional.cross_entropy(outputs, _squeezed(class_numbers, outputs).long(), reduction="none", **args)
+    return loss
+
+
+def _squeezed(class_numbers: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
+    """Class numbers (B, 1, ...) for outputs (B, C, ...) as (B, ...)."""
+    column = class_numbers.dim() == outputs.dim() and class_numbers.shape[1] == 1
+    return class_numbers.squeeze(1) if column else class_numbers
 
 
 def _same_shape(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
@@ -105,6 +171,7 @@ def _loss(named: Named) -> Loss:
             nearest(named.name, [*functions, *classes]),
             "correct loss.name",
         )
+    _refuse_other_inputs(found, named)
     takes = inspect.signature(found).parameters
     if "reduction" not in takes or not set(named.args) <= set(takes):
         raise UserError(
@@ -113,8 +180,26 @@ def _loss(named: Named) -> Loss:
             "correct loss.args",
         )
     if isinstance(found, type):
-        return found(reduction="none", **named.args)
+        try:
+            return found(reduction="none", **named.args)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"loss {named.name} refused its args {named.args}: {error}",
+                            "keyword arguments it takes", "correct loss.args") from None
     return lambda o, t: found(o, t, reduction="none", **named.args)
+
+
+def _refuse_other_inputs(loss: Any, named: Named) -> None:
+    """Raise `UserError` for a loss that wants more, or other things, than outputs and targets."""
+    function = getattr(loss, "forward") if isinstance(loss, type) else loss  # noqa: B009
+    wanted = [name for name, p in inspect.signature(function).parameters.items()
+              if name != "self" and p.default is p.empty and name not in named.args]
+    own = [name for name, p in inspect.signature(loss).parameters.items()
+           if isinstance(loss, type) and p.default is p.empty]  # sizes of weights that nothing here would train
+    if own or len(wanted) != 2 or not wanted[1].startswith("target"):
+        weights = " with weights of its own" if own else ""
+        raise UserError(f"{named.name} is a loss of ({', '.join(wanted)}){weights}",
+                        "one of the model's output and the targets alone",
+                        "name another, or give the model file a task(model, batch) -> (loss_sum, weight)")
 
 
 class Metrics:
@@ -123,7 +208,7 @@ class Metrics:
     def __init__(self, spec: Any, config: Config, task: Callable[..., Pair]) -> None:
         self._spec, self._task = spec, task
         self._loss = None if config.loss.name == "auto" else _loss(config.loss)
-        self._loss_args = config.loss.args
+        self._loss_named = config.loss
         names = config.metrics if spec.task is None else []
         self._named = {name: _metric(name, config.loss.name) for name in names}
         self._totals: dict[str, torch.Tensor] = {}
@@ -133,15 +218,19 @@ class Metrics:
         if self._spec.task is not None:
             self._count("loss", self._task(model, batch))
             if self._spec.metrics is not None:
-                for name, pair in self._spec.metrics(model, batch).items():
-                    self._count(name, pair)
+                found = self._spec.metrics(model, batch)
+                if not isinstance(found, Mapping):
+                    raise UserError(f"metrics returned a {type(found).__name__}", "a dict of name: (sum, weight)",
+                                    "mend the model file's metrics")
+                for name, pair in found.items():
+                    self._count(name, _pair(pair, f"metric {name!r}", "(sum, weight)"))
             return
         x, targets, extra = _parts(batch)
         outputs = model(x)
-        loss = self._loss or _auto(targets, self._loss_args)
-        self._count("loss", (loss_sum(loss, outputs, targets, extra), targets.shape[0]))
+        loss = self._loss or _auto(targets, self._loss_named.args)
+        self._count("loss", (loss_sum(loss, outputs, targets, extra, self._loss_named), targets.shape[0]))
         for name, metric in self._named.items():
-            self._count(name, metric(outputs, targets))
+            self._count(name, _pair(metric(outputs, targets), f"metric {name!r}", "(sum, weight)"))
 
     def _count(self, name: str, pair: Pair) -> None:
         step = torch.stack([torch.as_tensor(v, dtype=torch.float64).cpu() for v in pair])
@@ -162,7 +251,8 @@ def _metric(name: str, loss: str) -> Callable[[torch.Tensor, torch.Tensor], Pair
         return load_callable(name, "metrics")
     by_name = getattr(functional, name, None)
     if callable(by_name) and "reduction" in inspect.signature(by_name).parameters:
-        return lambda o, t: (loss_sum(lambda a, b: by_name(a, b, reduction="none"), o, t, ()), t.shape[0])
+        _refuse_other_inputs(by_name, Named(name))
+        return lambda o, t: (loss_sum(lambda a, b: by_name(a, b, reduction="none"), o, t, (), Named(name)), t.shape[0])
     raise UserError(f"metric {name!r} is unknown to the PyTorch backend",
                     nearest(name, ["accuracy", "mse_loss", "l1_loss", "cross_entropy"]) + " or module:callable",
                     "correct metrics")
@@ -181,6 +271,8 @@ def _accuracy(outputs: torch.Tensor, targets: torch.Tensor, loss: str) -> Pair:
             right = (outputs > threshold) == (targets > 0.5)
             return right.sum(), right.numel()
         targets = targets.argmax(dim=1)
+    else:
+        targets = _squeezed(targets, outputs)
     answers = outputs.argmax(dim=1)
     if answers.shape != targets.shape:
         raise UserError(f"accuracy has answers of shape {tuple(answers.shape)} and targets {tuple(targets.shape)}",

@@ -1,19 +1,21 @@
 """Twins that start from the same weights learn alike: 20 SGD steps, plain framework loops in one process."""
 from __future__ import annotations
 
-import keras
 import numpy as np
 import pytest
-import tensorflow as tf
-import torch
-from twins import copy_torch_to_keras
 
-import tf_models.cnn
-import tf_models.gpt
-import tf_models.mlp
-import torch_models.cnn
-import torch_models.gpt
-import torch_models.mlp
+pytest.importorskip("torch", reason="PyTorch is not installed")
+pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+import keras  # noqa: E402
+import tensorflow as tf  # noqa: E402
+import torch  # noqa: E402
+from twins import copy_torch_to_keras  # noqa: E402
+import tf_models.cnn  # noqa: E402
+import tf_models.gpt  # noqa: E402
+import tf_models.mlp  # noqa: E402
+import torch_models.cnn  # noqa: E402
+import torch_models.gpt  # noqa: E402
+import torch_models.mlp  # noqa: E402
 
 STEPS, BATCH = 20, 16
 CASES = {

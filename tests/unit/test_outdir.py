@@ -45,9 +45,9 @@ def test_numbers_go_up():
     "name, stem",
     [
         ("torch_models.cnn:build", "torch_models.cnn"),
-        ("/far/away/my net.py:build", "my-net.py"),
+        ("/far/away/my net.py:build", "my-net"),
         ("Sequential", "Sequential"),
-        ("a/b[c]*?.py:x", "b-c-.py"),
+        ("a/b[c]*?.py:x", "b-c"),
         ("..:x", "run"),
         ("", "run"),
         ("ünï:x", "n"),

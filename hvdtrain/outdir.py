@@ -55,7 +55,8 @@ def _root_choice(config: Config, name: str) -> Path:
 
 def _numbered(root: Path, name: str, newest: bool) -> Path:
     """``root/stem-NNN``: the next free number, or the newest existing one."""
-    stem = re.sub(r"[^A-Za-z0-9_.]+", "-", Path(name.rpartition(":")[0] or name).name.removesuffix(".py")).strip("-.") or "run"
+    file = Path(name.rpartition(":")[0] or name).name.removesuffix(".py")
+    stem = re.sub(r"[^A-Za-z0-9_.]+", "-", file).strip("-.") or "run"
     found = (re.fullmatch(re.escape(stem) + r"-(\d+)", path.name) for path in root.glob(f"{stem}-*"))
     taken = sorted(int(match[1]) for match in found if match)
     if newest and taken:

@@ -1,0 +1,80 @@
+"""Shared memory within a host passes the cases that all collectives must pass, also with several made-up hosts."""
+
+import gc
+
+import numpy as np
+import pytest
+from collectives_cases import CASES, as_is, name_of
+
+from hvdtrain.collectives import shared
+from hvdtrain.collectives.shared import SharedCollectives, SharedUnavailable
+
+pytestmark = pytest.mark.mpi(min_size=2)
+HOSTS = {"one host": lambda rank: 0, "a host each": lambda rank: rank, "the last apart": lambda rank: int(rank > 1),
+         "every other": lambda rank: rank % 2}
+
+
+@pytest.fixture(scope="module", params=HOSTS)
+def wire(request, comm):
+    """Ranks laid out on hosts; what each host's ranks share is real."""
+    host = comm.Split(HOSTS[request.param](comm.Get_rank()), key=comm.Get_rank())
+    return SharedCollectives(comm, timeout_s=60, chunk=1 << 16, host=host)
+
+
+@pytest.mark.parametrize("check", CASES, ids=name_of)
+def test_shared(wire, check):
+    check(wire, as_is, as_is)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 1000, 3 * shared.TILE + 7, 200_003])
+@pytest.mark.parametrize("dtype", sorted(shared.SUMMED))
+def test_a_buffer_is_summed_in_place(wire, n, dtype):
+    own_N = wire.buffer(n, dtype)
+    assert own_N.shape == (n,) and own_N.dtype == dtype and not own_N.any()
+    for turn in (1, 2):
+        own_N[:] = np.arange(n) % 97 + turn * wire.rank
+        assert wire.allreduce(own_N, f"in place {n} {dtype}").wait() is own_N
+        P = wire.size
+        np.testing.assert_array_equal(own_N, P * (np.arange(n) % 97) + turn * P * (P - 1) // 2)
+
+
+def test_buffers_do_not_touch_each_other(wire):
+    first, second = wire.buffer(10, "float32"), wire.buffer(10, "float32")
+    second[:] = 7.0
+    first[:] = 1.0
+    wire.allreduce(first, "first").wait()
+    assert (first == wire.size).all() and (second == 7.0).all()
+
+
+def test_a_part_of_a_buffer_is_not_mistaken_for_it(wire):
+    own_N = wire.buffer(10, "float32")
+    own_N[:] = 1.0
+    got = wire.allreduce(own_N[:4], "part").wait()
+    assert (got == wire.size).all() and (own_N == 1.0).all()
+
+
+def test_no_buffer_for_what_is_not_summed_here(wire):
+    assert wire.buffer(4, "float16") is None and wire.buffer(0, "float32") is None
+
+
+def test_ranks_that_cannot_share_say_so_together(comm, monkeypatch):
+    if comm.Get_rank() == comm.Get_size() - 1:
+        monkeypatch.setattr(shared.mmap, "mmap", refuse)
+    with pytest.raises(SharedUnavailable, match="a rank cannot open the memory of another: not allowed"):
+        SharedCollectives(comm, timeout_s=60)
+
+
+def refuse(*args):
+    raise OSError("not allowed")
+
+
+def test_no_file_stays_open(comm):
+    from pathlib import Path
+
+    def held():
+        gc.collect()
+        return sum("hvdtrain-gradients" in str(p.readlink()) for p in Path("/proc/self/fd").iterdir() if p.is_symlink())
+
+    before = held()
+    SharedCollectives(comm, timeout_s=60).buffer(1000, "float32")
+    assert held() == before

@@ -1,8 +1,9 @@
 """Builds a run in one fixed order: the file to read to know what a run is made of.
 
-The order: config, boot and control plane, topology and group, model blocks, wire, step (with its optimizer), buckets
-and compressor and reducer, initial weights, data, run directory, callbacks, restore. Device split and remat would
-stand after the model, precision and compilation before the step; these rooms are not built yet.
+The order: config, boot and control plane, topology and group, model blocks, wire (`hvdtrain.cluster.wire`), data, step
+(with its optimizer), buckets and compressor and reducer (`hvdtrain.exchange.attach`), initial weights, run directory,
+callbacks, restore. Device split and remat would stand after the model, precision and compilation before the step;
+these rooms are not built yet.
 """
 
 from __future__ import annotations
@@ -24,14 +25,12 @@ from hvdtrain.cluster.exit import agreed
 from hvdtrain.cluster.group import world
 from hvdtrain.cluster.launcher import LaunchFacts, launch_facts
 from hvdtrain.cluster.topology import affinity, compute_threads, survey
-from hvdtrain.collectives.null import NullCollectives
+from hvdtrain.cluster.wire import open_wire
 from hvdtrain.config import Config
 from hvdtrain.data import sources
 from hvdtrain.data.feed import Feed
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.buckets import plan_buckets
-from hvdtrain.exchange.compressors.none import NoCompression
-from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.exchange.attach import exchange
 from hvdtrain.model import Spec, build_spec, spec_of
 from hvdtrain.outdir import ensure_out
 from hvdtrain.protocols import Callback, Collectives, Control
@@ -57,7 +56,7 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     topology = survey(control)
     _check_world(config, control)
     notes = list(getattr(control, "notes", []))
-    wire = collectives or _wire(config, spec, backend, control, notes)
+    wire = collectives or open_wire(config, spec.framework, backend, control, topology, notes)
     adapters = (partial(backend.adapt_data, seed=config.seed),)
     _seed(config, backend, 0)  # user code that shuffles or splits must do so alike on every rank
     train, test = agreed(control, lambda: _data(config, data, adapters), "data")
@@ -65,10 +64,9 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     _seed(config, backend, control.rank)
     step = agreed(control, lambda: backend.create_step(spec, config, control, feed.steps_per_epoch or 0), "model")
     group = world(control.size, control.rank)
-    buckets = plan_buckets(step.params(), config.exchange.bucket_mb)
-    step.attach(Reducer(buckets, NoCompression(), wire, backend.Ops(), group.name("grad")))
-    step.share_initial()
     run = Run(config, control, group, topology, wire, spec, step, feed, test_feed, notes=notes)
+    agreed(control, lambda: exchange(run, backend.Ops()), "exchange")
+    step.share_initial()
     run.callbacks = _callbacks(run, facts)
     if control.size > 1:
         notes += [f"not independent of the number of ranks: {caveat}" for caveat in step.caveats()]
@@ -129,33 +127,6 @@ def _check_world(config: Config, control: Control) -> None:
     if config.shares and len(config.shares) != control.size:
         raise UserError(f"shares has {len(config.shares)} entries for {control.size} ranks", "one share per rank",
                         f"give {control.size} shares")
-
-
-def _wire(config: Config, spec: Spec, backend: Any, control: Control, notes: list[str]) -> Collectives:
-    """The collectives of ``config.collectives``; auto is Horovod where it is built, else plain MPI."""
-    kind = config.collectives
-    if kind == "null" or (control.size == 1 and kind == "auto"):
-        if control.size > 1:
-            notes.append("collectives null: gradients are not exchanged, every rank trains its own model")
-        return NullCollectives(control.rank, control.size)
-    reason = boot.horovod_reason(spec.framework) if kind != "mpi" else None
-    lacking = [r for r in control.gather(reason) if r]
-    if kind == "horovod" and lacking:
-        raise UserError(f"collectives horovod cannot be had: {lacking[0]}", "a Horovod built here",
-                        "run `python -m hvdtrain build`")
-    if kind != "mpi" and not lacking:
-        try:
-            return backend.collectives("horovod", control, config.exchange, partial(boot.start_horovod, where=control))
-        except boot.HorovodUnavailable as error:
-            if kind == "horovod":
-                raise UserError(f"collectives horovod cannot be had: {error.reason}", "a Horovod built here",
-                                "run `python -m hvdtrain build`") from None
-            lacking = [error.reason]
-    if lacking:
-        notes.append(f"gradients go over plain MPI: {lacking[0]}")
-    from hvdtrain.collectives.mpi import MpiCollectives
-
-    return MpiCollectives(boot.mpi_comm(), timeout_s=config.control_timeout_s)
 
 
 def _data(config: Config, data: Any, adapters: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -69,11 +69,22 @@ class Schedule:
 class Exchange:
     """How gradients are summed over ranks."""
 
-    bucket_mb: float = _key(16.0, "MiB", "size of a flat bucket of gradients, one collective each (fusion)")
+    bucket_mb: float | Literal["auto"] = _key(
+        16.0, "MiB",
+        "size of a flat bucket of gradients, one collective each (fusion); auto: by a short sweep at start")
     fusion_threshold_mb: float = _key(
         -1.0, "MiB",
         "Horovod's own fusion buffer (HOROVOD_FUSION_THRESHOLD); -1: Horovod's default")
     cycle_time_ms: float = _key(-1.0, "ms", "Horovod's cycle time (HOROVOD_CYCLE_TIME); -1: Horovod's default")
+    autotune: bool = _key(False, "", "let Horovod tune its fusion buffer and cycle time while training "
+                          "(HOROVOD_AUTOTUNE)")
+    hierarchical: bool = _key(False, "", "sum within each host first, then across hosts")
+    adasum: bool = _key(False, "", "combine the ranks' gradients by Adasum instead of their mean, through Horovod")
+    powersgd_rank: int = _key(4, "columns", "columns of the two factors that powersgd sends for each matrix")
+    topk_ratio: float = _key(0.01, "share", "part of the gradient's entries that topk sends")
+    topk_momentum: float = _key(0.0, "factor", "momentum that topk corrects for, with an SGD without any; 0: off")
+    topk_warmup_steps: int = _key(0, "steps", "steps over which topk comes down to its ratio, in stages; 0: off")
+    auto_margin: float = _key(0.05, "share", "part of a step that a compressor has to save for compression auto")
 
 
 @dataclass(frozen=True)
@@ -129,8 +140,12 @@ class Config:
         "accuracy, a torch.nn.functional or keras.metrics name, or module:callable(outputs, targets) -> "
         "(sum, weight)")
     clip_norm: float = _key(0.0, "", "clip gradients to this global L2 norm; 0: off")
-    collectives: Literal["auto", "horovod", "mpi", "null"] = _key(
-        "auto", "", "what carries gradients; auto: horovod where it is built, else mpi; null: nothing, only to measure")
+    collectives: Literal["auto", "horovod", "mpi", "shared", "null"] = _key(
+        "auto", "", "what carries gradients; shared: memory that the ranks of a host share, mpi between hosts; auto: "
+        "shared for CPU tensors of PyTorch on one host, else horovod where it is built, else mpi; null: nothing, only "
+        "to measure")
+    compression: Literal["none", "fp16", "bf16", "int8", "topk", "powersgd", "auto"] = _key(
+        "none", "", "how gradients are compressed for the wire; auto: measures, and picks one only where it saves time")
     exchange: Exchange = _key(Exchange(), "", "")
     eval_every: int = _key(1, "epochs", "evaluate every so many epochs; 0: only at the end")
     early_stop: EarlyStop = _key(EarlyStop(), "", "")
@@ -178,10 +193,21 @@ class Config:
         _at_least("schedule.linear_scaling_base", self.schedule.linear_scaling_base, 0)
         _at_least("early_stop.patience", self.early_stop.patience, 1)
         _at_least("clip_norm", self.clip_norm, 0)
-        for name, value in (("lr", self.lr), ("exchange.bucket_mb", self.exchange.bucket_mb),
+        exchange = self.exchange
+        bucket_mb = 1.0 if exchange.bucket_mb == "auto" else exchange.bucket_mb
+        for name, value in (("lr", self.lr), ("exchange.bucket_mb", bucket_mb),
+                            ("exchange.topk_ratio", exchange.topk_ratio),
                             ("control_timeout_s", self.control_timeout_s)):
             if not (math.isfinite(value) and value > 0):
                 raise UserError(f"{name} is {value}", "a finite number above 0", f"set {name} to one")
+        _at_least("exchange.powersgd_rank", exchange.powersgd_rank, 1)
+        _at_least("exchange.topk_warmup_steps", exchange.topk_warmup_steps, 0)
+        for name, value, most in (("exchange.topk_ratio", exchange.topk_ratio, 1.0),
+                                  ("exchange.topk_momentum", exchange.topk_momentum, 0.9999),
+                                  ("exchange.auto_margin", exchange.auto_margin, 1.0)):
+            _at_least(name, value, 0)
+            if value > most:
+                raise UserError(f"{name} is {value}", f"{most:g} at most", f"set {name} accordingly")
         if self.shares and (min(self.shares) < 0 or not sum(self.shares) > 0 or not math.isfinite(sum(self.shares))):
             raise UserError(f"shares is {self.shares}", "numbers of 0 or more, at least one above 0",
                             "for example shares: [3, 1]")

@@ -14,6 +14,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from hvdtrain.events import Event
+    from hvdtrain.exchange.buckets import Bucket
 
 Array = Any
 Batch = tuple[Any, ...]
@@ -75,19 +76,27 @@ class Collectives(Protocol):
 
     ``dtypes``: names of the dtypes `allreduce` sums. ``overlaps``: work goes on while a handle is open.
     ``in_graph``: may be called while TensorFlow traces. ``host``: takes and gives numpy arrays; a backend converts.
-    An `allreduce` may reuse the memory of its argument.
+    ``reductions``: what `allreduce` can do beside "sum". An `allreduce` may reuse the memory of its argument.
     """
 
     name: str
     rank: int
     size: int
     dtypes: frozenset[str]
+    reductions: frozenset[str]
     overlaps: bool
     in_graph: bool
     host: bool
 
-    def allreduce(self, flat_N: Array, name: str) -> Handle:
-        """Sum over ranks: (N,) -> (N,)."""
+    def buffer(self, n: int, dtype: str) -> np.ndarray | None:
+        """(n,) zeros that `allreduce` sums without a copy, or None where it has no such memory.
+
+        Collective: every rank asks for the same buffers in the same order, before its first exchange.
+        """
+        ...
+
+    def allreduce(self, flat_N: Array, name: str, op: str = "sum") -> Handle:
+        """Combine over ranks, by sum or by another of ``reductions``: (N,) -> (N,)."""
         ...
 
     def allgather(self, x_K: Array, name: str) -> Handle:
@@ -143,6 +152,10 @@ class Ops(Protocol):
         """Undo `bits16`: int16 -> float32."""
         ...
 
+    def bitcast(self, x: Array, dtype: str) -> Array:
+        """The bits of a vector read as another dtype: (n,) -> (n * itemsize / itemsize of ``dtype``,)."""
+        ...
+
     def topk(self, flat_N: Array, k: int) -> tuple[Array, Array]:
         """The k entries of largest magnitude: (values (k,), indices int64 (k,)); ties to the lower index."""
         ...
@@ -196,9 +209,10 @@ class Ops(Protocol):
 
 @dataclass(frozen=True)
 class AllReduce:
-    """Ask the driver of a compressor's generator for a sum over ranks of ``flat_N``."""
+    """Ask the driver of a compressor's generator for a sum over ranks of ``flat_N``, or another reduction ``op``."""
 
     flat_N: Array
+    op: str = "sum"
 
 
 @dataclass(frozen=True)
@@ -220,20 +234,39 @@ Exchange = Generator[Request, Array, tuple[Array, dict[str, Array]]]
 
 
 class Compressor(Protocol):
-    """How one flat bucket of gradients is summed over the ranks; written once for all frameworks."""
+    """How one flat bucket of gradients is summed over the ranks; written once for all frameworks.
+
+    ``dtypes``: of the buckets it takes; None: whatever the collectives sum. ``reductions``: beside "sum", what it
+    asks of the collectives. State arrays are never written to: an exchange returns new ones, so that a step that is
+    left out can be undone. A compressor must not hide what is not finite: NaN in, NaN out.
+    """
 
     name: str
+    dtypes: frozenset[str] | None
+    reductions: frozenset[str]
 
-    def init(self, ops: Ops, n: int) -> dict[str, Array]:
-        """State of one bucket of ``n`` elements before its first exchange."""
+    def describe(self) -> str:
+        """Name and settings in short, for the summary; equal texts mean equal compression."""
         ...
 
-    def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], size: int) -> Exchange:
+    def stage(self, step: int) -> int:
+        """Which stage of a warm-up step ``step`` (from 0) of the run belongs to; 0 where there is none.
+
+        The numbers are few: a framework with graphs makes one for each.
+        """
+        ...
+
+    def init(self, ops: Ops, bucket: Bucket) -> dict[str, Array]:
+        """State of one bucket before its first exchange."""
+        ...
+
+    def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
+                 stage: int = 0) -> Exchange:
         """Yield requests, receive their results, return ``(sum_N, new state)``; same bits on every rank."""
         ...
 
-    def wire_bytes(self, n: int, size: int) -> int:
-        """Bytes one rank sends for a bucket of ``n`` elements."""
+    def wire_bytes(self, bucket: Bucket, size: int, stage: int | None = None) -> int:
+        """Bytes one rank sends for a bucket; ``stage`` None is the one after any warm-up."""
         ...
 
 
@@ -274,7 +307,10 @@ class Step(Protocol):
     asynchronous: bool
 
     def attach(self, reducer: Any) -> None:
-        """Take the reducer over ``params()``; called once, before the first step."""
+        """Take the reducer over ``params()``, before the first step or, in place of another, between two steps.
+
+        A reducer that comes later has the same buckets.
+        """
         ...
 
     def share_initial(self) -> None:
@@ -287,6 +323,10 @@ class Step(Protocol):
 
     def caveats(self) -> list[str]:
         """What in this model depends on how a batch is cut (unsynchronised BatchNorm, dropout), in words (law 2)."""
+        ...
+
+    def plain_sgd(self) -> bool:
+        """Whether the update is rate x gradient, with no memory of former gradients: no momentum, no Adam."""
         ...
 
     def params(self) -> list[ParamSpec]:
@@ -318,7 +358,7 @@ class Step(Protocol):
         ...
 
     def discard(self) -> None:
-        """Undo what the step's forward did to buffers: there will be no update (``nan_guard: skip``)."""
+        """Undo what the step did to buffers and compressor state: there will be no update (``nan_guard: skip``)."""
         ...
 
     def evaluate(self, batch: Batch) -> None:
@@ -357,8 +397,8 @@ class Step(Protocol):
         """Undo `state`."""
         ...
 
-    def load_rank(self, own: dict[str, np.ndarray]) -> None:
-        """Undo `rank_state`."""
+    def load_rank(self, own: dict[str, np.ndarray]) -> str:
+        """Undo `rank_state`; return in words what of it did not fit and starts anew, or ""."""
         ...
 
     def export(self, directory: Any) -> list[str]:

@@ -19,6 +19,7 @@ from hvdtrain.config import Config
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.feed import Feed
 from hvdtrain.events import Event
+from hvdtrain.exchange.attach import use_compressor
 from hvdtrain.model import Spec
 from hvdtrain.protocols import Callback, Collectives, Control, Step
 
@@ -97,6 +98,8 @@ class Run:
     step: Step
     feed: Feed
     eval_feed: Feed | None
+    reducer: Any = None
+    """The `hvdtrain.exchange.reducer.Reducer` in use; `hvdtrain.exchange.attach` sets it."""
     out: Path = Path()
     """The run's directory once `hvdtrain.outdir.ensure_out` has made it; before that the current directory."""
     callbacks: list[Callback] = field(default_factory=list)
@@ -130,6 +133,10 @@ class Run:
         """Print the remarks made before there was a run; on rank 0."""
         for text in self.notes if self.control.rank == 0 and self.config.progress != "off" else ():
             say(f"note: {text}")
+
+    def use_compressor(self, name: str) -> None:
+        """Exchange gradients by another compressor from the next step on; every rank calls it between two steps."""
+        use_compressor(self, name)
 
     def want_stop(self, reason: str) -> None:
         """Ask that all ranks stop; takes effect when the ranks agree, at the next vote."""

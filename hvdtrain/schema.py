@@ -11,12 +11,14 @@ import numbers
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hvdtrain.errors import UserError
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text",
           dict: "keyword arguments such as {width: 64}"}
+_UNIONS = (Union, UnionType)
 _NUMBERS = {int: numbers.Integral, float: numbers.Real}
 
 
@@ -53,7 +55,10 @@ def sections(cls: type) -> dict[str, type]:
 def in_words(hint: Any) -> str:
     """What a value of this type looks like, for a message or a table."""
     if get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, get_args(hint)))
+        choices = get_args(hint)
+        return "one of " + ", ".join(map(str, choices)) if len(choices) > 1 else str(choices[0])
+    if get_origin(hint) in _UNIONS:
+        return " or ".join(in_words(one) for one in get_args(hint))
     if get_origin(hint) is list:
         (of,) = get_args(hint)
         return "a list of numbers such as [3, 1]" if of is float else "a list of names such as [a, b]"
@@ -66,6 +71,8 @@ def fits(value: Any, hint: Any) -> bool:
     """Whether ``value`` is of this type; a whole number is a number too, true and false are none."""
     if get_origin(hint) is Literal:
         return isinstance(value, str) and value in get_args(hint)
+    if get_origin(hint) in _UNIONS:
+        return any(fits(value, one) for one in get_args(hint))
     if get_origin(hint) is list:
         return isinstance(value, (list, tuple)) and all(fits(v, get_args(hint)[0]) for v in value)
     if hint is dict:

@@ -18,6 +18,7 @@ def record(run: Any) -> dict[str, Any]:
         "ranks": run.control.size,
         "hosts": run.topology.describe(),
         "wire": run.collectives.name,
+        "compression": run.reducer.compressor.describe(),
         "global_batch": run.config.global_batch,
         "steps": s.cursor.step,
         "epochs": s.cursor.epoch,
@@ -35,8 +36,8 @@ def rows(run: Any) -> list[tuple[str, str]]:
     """What the table shows, in order."""
     r = record(run)
     per_rank = f"{r['ranks']} on {r['hosts']}"
-    table = [("framework", f"{r['framework']}, {r['model']}"), ("ranks", per_rank), ("wire", r["wire"]),
-             ("global batch", f"{r['global_batch']} samples"),
+    table = [("framework", f"{r['framework']}, {r['model']}"), ("ranks", per_rank),
+             ("wire", f"{r['wire']}, compression {r['compression']}"), ("global batch", f"{r['global_batch']} samples"),
              *r["step"].items(),
              ("steps", f"{r['steps']} in {r['epochs']} epochs" + (f", stopped: {r['stop']}" if r["stop"] else "")),
              ("speed", f"{r['samples_per_s']:,.0f} samples/s" if r["samples_per_s"] else "too few steps to tell"),

@@ -117,23 +117,24 @@ def restore(run: Any, snapshot: Snapshot | None) -> None:
         parts = [snapshot.tensors.get(f"rank-{rank:04d}", {}) for rank in range(run.control.size)]
     own = run.control.bcast(parts)[run.control.rank]
 
-    def load() -> None:
+    def load() -> str:
         if meta.get("framework") != run.spec.framework:
             raise UserError(f"the checkpoint is of a {meta.get('framework')} model",
                             f"one of {run.spec.framework}, as this model", "resume with the model of that run")
         run.step.load(groups, meta["step_rest"])
-        if own is not None:
-            run.step.load_rank(dict(own))
+        return run.step.load_rank(dict(own)) if own is not None else ""
 
-    agreed(run.control, load, "restore")
+    unfit = agreed(run.control, load, "restore")
     run.state.cursor = Cursor.from_dict(meta["cursor"])
     run.state.stop, run.state.wants_stop, run.state.wants_save, run.state.metrics_at = "", "", False, -1
     for callback in run.callbacks:
         if type(callback).__name__ in meta["callbacks"]:
             callback.load_state_dict(meta["callbacks"][type(callback).__name__])
     if own is None:
-        run.note(f"resumed a run of {meta['world_size']} ranks on {run.control.size}: "
-                 "random generators start anew from the seed")
+        run.note(f"resumed a run of {meta['world_size']} ranks on {run.control.size}: random generators start anew "
+                 "from the seed" + ("" if run.config.compression == "none" else ", compressor state from nothing"))
+    if unfit:
+        run.note(unfit)
     if meta.get("samples", run.feed.samples) != run.feed.samples:
         run.note(f"resumed with {run.feed.samples} samples where the run had {meta.get('samples')}: "
                  "the order of the data is another")

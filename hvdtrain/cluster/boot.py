@@ -93,6 +93,11 @@ def mpi_comm() -> Any:
     return _started["data"]
 
 
+def has_mpi() -> bool:
+    """Whether MPI carries this job's control plane."""
+    return isinstance(_started.get("control"), MpiControl)
+
+
 def claim_device(facts: LaunchFacts, env: MutableMapping[str, str]) -> str:
     """Set CUDA_VISIBLE_DEVICES in ``env`` to this rank's device; return a note for the summary, "" without a GPU."""
     if facts.kind == "solo":
@@ -259,3 +264,7 @@ def _horovod_env(exchange: Exchange, env: MutableMapping[str, str]) -> None:
         env["HOROVOD_FUSION_THRESHOLD"] = str(int(exchange.fusion_threshold_mb * 2**20))
     if exchange.cycle_time_ms >= 0:
         env["HOROVOD_CYCLE_TIME"] = f"{exchange.cycle_time_ms:g}"
+    if exchange.autotune:
+        env["HOROVOD_AUTOTUNE"] = "1"
+    if exchange.hierarchical:
+        env["HOROVOD_HIERARCHICAL_ALLREDUCE"] = "1"

@@ -211,6 +211,7 @@ class LockstepCollectives:
 
     name = "lockstep"
     dtypes = DTYPES
+    reductions: frozenset[str] = frozenset()
     overlaps = False
     in_graph = False
     host = True
@@ -219,8 +220,13 @@ class LockstepCollectives:
         self.rank, self.size = rank, meeting.size
         self._meeting, self._sent = meeting, sent_bytes
 
-    def allreduce(self, flat_N: np.ndarray, name: str) -> Done:
+    def buffer(self, n: int, dtype: str) -> None:
+        """No memory of its own."""
+        return None
+
+    def allreduce(self, flat_N: np.ndarray, name: str, op: str = "sum") -> Done:
         """Sum over ranks: (N,) -> (N,)."""
+        assert op == "sum", op
         return self._meet("allreduce", flat_N, name, lambda rows: [_sum(rows)] * self.size)
 
     def allgather(self, x_K: np.ndarray, name: str) -> Done:

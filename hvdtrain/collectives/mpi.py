@@ -45,6 +45,7 @@ class MpiCollectives:
     """
 
     name = "mpi"
+    reductions: frozenset[str] = frozenset()
     dtypes = frozenset({"float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8"})
     overlaps = False
     in_graph = False
@@ -55,8 +56,14 @@ class MpiCollectives:
         self.timeout_s, self.chunk = timeout_s, chunk
         self._comm, self._check = comm, check
 
-    def allreduce(self, flat_N: np.ndarray, name: str) -> _Pending:
+    def buffer(self, n: int, dtype: str) -> np.ndarray | None:
+        """No memory of its own."""
+        return None
+
+    def allreduce(self, flat_N: np.ndarray, name: str, op: str = "sum") -> _Pending:
         """Sum over ranks: (N,) -> (N,); in place where the memory allows it."""
+        assert op == "sum", op
+
         def run() -> np.ndarray:
             total_N = _writable(_summable(flat_N))
             for part in self._spans(total_N.size):

@@ -7,8 +7,11 @@ handle's ``wait`` then returns a symbolic tensor.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket
@@ -18,8 +21,9 @@ from hvdtrain.protocols import AllGather, AllReduce, Array, Collectives, Compres
 class Reducer:
     """Sums every bucket of a step over the ranks.
 
-    ``start(i, flat_N)`` may be called in any order, buckets are put on the wire by index, so that all ranks issue
-    the same sequence. ``finish`` returns the summed vectors by bucket. One compressor state per bucket.
+    ``begin`` opens a step. ``start(i, flat_N)`` may be called in any order, buckets are put on the wire by index, so
+    that all ranks issue the same sequence. ``finish`` returns the summed vectors by bucket. One compressor state per
+    bucket in ``states``; ``stage`` is the compressor's stage of warm-up in this step.
     """
 
     def __init__(self, buckets: Sequence[Bucket], compressor: Compressor, collectives: Collectives, ops: Ops,
@@ -28,13 +32,28 @@ class Reducer:
         self.collectives = collectives
         self.compressor = compressor
         self.ops = ops
-        self.states: list[dict[str, Array]] = [compressor.init(ops, b.n) for b in self.buckets]
+        self.stage = compressor.stage(0)
+        self.steps = 0
         self._name = group_name
+        self._check()
+        self.states: list[dict[str, Array]] = [compressor.init(ops, b) for b in self.buckets]
+        self._before = list(self.states)
         self._reset()
-        foreign = sorted({b.dtype for b in self.buckets} - collectives.dtypes)
-        if foreign and compressor.name == "none" and not self.alone:
-            raise UserError(f"there are parameters of type {foreign[0]}", f"types that {collectives.name} can sum: "
-                            + ", ".join(sorted(collectives.dtypes)), "cast the model to one of them")
+
+    def _check(self) -> None:
+        """Raise `UserError` where compressor, collectives and parameters do not go together."""
+        taken, wire = self.compressor.dtypes, self.collectives
+        dtypes = {b.dtype for b in self.buckets}
+        if not self.alone and taken is None and dtypes - wire.dtypes:
+            raise UserError(f"there are parameters of type {min(dtypes - wire.dtypes)}", f"types that {wire.name} can "
+                            "sum: " + ", ".join(sorted(wire.dtypes)), "cast the model to one of them")
+        if taken is not None and dtypes - taken:
+            raise UserError(f"compression {self.compressor.name} with parameters of type {min(dtypes - taken)}",
+                            f"gradients of type {', '.join(sorted(taken))}", "set compression: none")
+        lacking = self.compressor.reductions - wire.reductions
+        if lacking:
+            raise UserError(f"{min(lacking)} over {wire.name}, which does not offer it",
+                            "a Horovod that was built with MPI or NCCL", "set exchange.adasum: false")
 
     @property
     def alone(self) -> bool:
@@ -46,13 +65,57 @@ class Reducer:
         self._started = 0
         self._running: dict[int, _Transfer] = {}
 
+    def buffer(self, bucket: Bucket) -> Array:
+        """Zeros to hold one bucket: memory of the collectives' own where they sum that without a copy."""
+        own = self.collectives.buffer(bucket.n, bucket.dtype) if self.collectives.host else None
+        return self.ops.zeros(bucket.n, bucket.dtype) if own is None else self.ops.from_host(own)
+
+    def begin(self) -> None:
+        """Open a step: from here `discard` takes compressor state back to."""
+        self.stage = self.compressor.stage(self.steps)
+        self.steps += 1
+        self._before = list(self.states)
+
+    def discard(self) -> None:
+        """Undo what the step did to the states."""
+        self.states = list(self._before)
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """Compressor state as numpy, with the count of steps and a mark of what it belongs to; {} without state."""
+        arrays = {f"compressor.{i}.{key}": np.array(self.ops.to_host(value))
+                  for i, state in enumerate(self.states) for key, value in state.items()}
+        return {**arrays, "compressor.mark": self._mark(), "compressor.steps": np.array([self.steps])} if arrays else {}
+
+    def restore(self, own: dict[str, np.ndarray]) -> str:
+        """Undo `saved`; return in words why the state starts anew where it is of another plan, or ""."""
+        fresh = any(self.states)
+        if "compressor.mark" not in own:
+            return "compressor state starts anew: the checkpoint has none" if fresh else ""
+        if not np.array_equal(own["compressor.mark"], self._mark()):
+            return "compressor state starts anew: compression, buckets or parameters are others than in the checkpoint"
+        self.steps = int(own["compressor.steps"][0])
+        for i, state in enumerate(self.states):
+            for key, like in state.items():
+                array = own[f"compressor.{i}.{key}"]
+                if hasattr(like, "assign"):  # a variable of a graph
+                    like.assign(array)
+                else:
+                    state[key] = self.ops.from_host(np.array(array))
+        return ""
+
+    def _mark(self) -> np.ndarray:
+        """int64 (1,): a checksum of the compression and of the buckets it works on."""
+        plan = [self.compressor.describe(), *((b.params, b.shapes, b.dtype) for b in self.buckets)]
+        return np.array([zlib.crc32(repr(plan).encode())], np.int64)
+
     def start(self, index: int, flat_N: Array) -> None:
         """Hand over a full bucket; its exchange begins as soon as those before it have begun."""
         assert index not in self._full and index >= self._started, f"bucket {index} was handed over twice"
         self._full[index] = flat_N
         while self._started in self._full:
             i = self._started
-            generator = self.compressor.exchange(self.ops, self._full.pop(i), self.states[i], self.collectives.size)
+            generator = self.compressor.exchange(self.ops, self._full.pop(i), self.states[i], self.buckets[i],
+                                                 self.collectives.size, self.stage)
             self._running[i] = _Transfer(self, generator, f"{self._name}.b{i}")
             self._started += 1
 
@@ -74,7 +137,7 @@ class Reducer:
     def issue(self, request: Request, name: str) -> Handle:
         """Put one request on the wire."""
         if isinstance(request, AllReduce):
-            return self.collectives.allreduce(self.outgoing(request.flat_N), name)
+            return self.collectives.allreduce(self.outgoing(request.flat_N), name, request.op)
         if isinstance(request, AllGather):
             return self.collectives.allgather(self.outgoing(request.x_K), name)
         return self.collectives.alltoall(self.outgoing(request.x_PK), name)

@@ -6,6 +6,8 @@ Owns no framework: arrays go in by ``ops.from_host`` and come out by ``ops.to_ho
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 F = np.float32
@@ -93,6 +95,25 @@ def check_from_bits16(ops):
     assert (np.abs(back - y) <= np.abs(y) * 2.0**-8).all()
 
 
+def check_bitcast(ops):
+    x = np.array([1.0, -2.5, 3e-39, np.inf], F)
+    for dtype in ("int32", "int8", "int16", "uint8"):
+        bits = ops.bitcast(ops.from_host(x), dtype)
+        same(ops, bits, x.view(dtype), dtype)
+        assert ops.to_host(ops.bitcast(bits, "float32")).tobytes() == x.tobytes()
+    half = np.array([1.0, -65504.0, 6e-8], np.float16)
+    same(ops, ops.bitcast(ops.from_host(half), "int16"), half.view(np.int16), "int16")
+    same(ops, ops.bitcast(give(ops, [], "float32"), "int32"), np.zeros(0), "int32")
+
+
+def check_bitcast_of_a_part(ops):
+    """A row of a matrix, a slice of columns flattened: what compressors read out of a message."""
+    whole = np.arange(32, dtype=np.int8).reshape(2, 16)
+    part = ops.reshape(ops.from_host(whole)[:, :8], (-1,))
+    same(ops, ops.bitcast(part, "float32"), np.ascontiguousarray(whole[:, :8]).view(F).reshape(-1), "float32")
+    same(ops, ops.bitcast(ops.from_host(whole)[0, 12:], "int32"), whole[0, 12:].view(np.int32), "int32")
+
+
 def check_topk(ops):
     x = give(ops, [1.0, -5.0, 0.0, 3.0, -3.0])
     values, index = (ops.to_host(a) for a in ops.topk(x, 3))
@@ -116,6 +137,48 @@ def check_topk_bounds(ops):
     assert ops.to_host(values).shape == (0,) and ops.to_host(index).shape == (0,)
 
 
+def largest(x, k):
+    """By the definition: a stable sort of everything."""
+    return sorted(np.argsort(-np.abs(x), kind="stable")[:k].tolist())
+
+
+def check_topk_of_many(ops):
+    """Large enough that only candidates are sorted; each shape of data is one that a sample could misjudge."""
+    draw = np.random.default_rng(5)
+    n = 200_000
+    normal = draw.standard_normal(n).astype(F)
+    columns = normal.reshape(-1, 400) * (np.arange(400) % 100 == 7)          # whole columns of zeros
+    blocks = np.where(np.arange(n) < n // 50, normal * 100, normal * 1e-3)   # one layer above all others
+    rare = np.where(draw.random(n) < 0.002, normal, 0)                       # hardly anything but zeros
+    steps = np.round(normal * 2)                                             # many ties
+    for x in (normal, columns.reshape(-1), blocks, rare, steps, np.zeros(n), np.ones(n), np.arange(n)):
+        x = x.astype(F)
+        for k in (1, 37, n // 100, n // 4, n - 1, n):
+            values, index = (ops.to_host(a) for a in ops.topk(ops.from_host(x), k))
+            assert sorted(index.tolist()) == largest(x, k), k
+            np.testing.assert_array_equal(values, x[index])
+
+
+def check_topk_with_what_is_not_finite(ops):
+    for n in (50, 200_000):
+        x = np.random.default_rng(6).standard_normal(n).astype(F)
+        for k in (1, 3, n // 100 or 1, n):
+            for bad in (np.nan, np.inf, -np.inf):
+                for where in ([n // 3], slice(None), slice(0, None, 3)):
+                    y = x.copy()
+                    y[where] = bad
+                    values, index = (ops.to_host(a) for a in ops.topk(ops.from_host(y), k))
+                    assert len(set(index.tolist())) == k and 0 <= index.min() and index.max() < n
+                    np.testing.assert_array_equal(values, y[index])
+
+
+def check_drop(ops):
+    x = give(ops, [1.0, np.nan, np.inf, 4.0])
+    same(ops, ops.drop(x, give(ops, [2, 0, 1], "int64")), [0, 0, 0, 4], "float32")
+    same(ops, x, [1, np.nan, np.inf, 4])
+    same(ops, ops.drop(x, give(ops, [], "int64")), [1, np.nan, np.inf, 4])
+
+
 def check_take(ops):
     same(ops, ops.take(give(ops, [10, 20, 30]), give(ops, [2, 0, 2], "int64")), [30, 10, 30], "float32")
 
@@ -125,6 +188,14 @@ def check_scatter_add(ops):
     same(ops, ops.scatter_add(5, index, values), [2, 0, 0, 5, 0], "float32")
     same(ops, values, [1, 2, 4])
     same(ops, ops.scatter_add(2, give(ops, [], "int64"), give(ops, [])), [0, 0], "float32")
+
+
+def check_scatter_add_rows_in_order(ops):
+    """Rows are added one after another: (1e8 + 1) - 1e8 is 0 in float32, 1e8 - 1e8 + 1 is 1."""
+    index = give(ops, [[1, 0], [0, 1], [1, 0]], "int64")
+    values = give(ops, [[1e8, 1e8], [-1e8, 1.0], [-1e8, 1.0]])
+    same(ops, ops.scatter_add(3, index, values), [1, 0, 0], "float32")
+    same(ops, ops.scatter_add(2, index[:1], values[:1]), [1e8, 1e8], "float32")
 
 
 def check_topk_scatter_round_trip(ops):
@@ -140,9 +211,15 @@ def check_matmul_transpose(ops):
     same(ops, ops.matmul(ops.transpose(ops.from_host(b)), ops.transpose(ops.from_host(a))), (a @ b).T)
 
 
+def check_minus_scaled(ops):
+    x, y = give(ops, [[5.0, 6.0], [7.0, 8.0]]), give(ops, [[2.0, 4.0], [6.0, 8.0]])
+    same(ops, ops.minus_scaled(x, y, 0.5), [[4, 4], [4, 4]], "float32")
+    same(ops, x, [[5, 6], [7, 8]])
+
+
 def check_orthogonalize(ops):
     rng = np.random.default_rng(1)
-    for n, r in ((8, 1), (50, 4), (4, 4)):
+    for n, r in ((8, 1), (50, 4), (4, 4), (300, 16)):
         m = rng.standard_normal((n, r)).astype(F)
         given = ops.from_host(m.copy())
         q = ops.to_host(ops.orthogonalize(given))
@@ -160,6 +237,26 @@ def check_orthogonalize_zero_column(ops):
     same(ops, ops.orthogonalize(give(ops, np.zeros((3, 2)))), np.zeros((3, 2)))
 
 
+def check_orthogonalize_dependent_columns(ops):
+    """A column that depends on those before it is dropped; it must not become noise of length 1."""
+    rng = np.random.default_rng(2)
+    for scale in (1e-18, 1.0, 1e15):
+        a, b = (rng.standard_normal(40).astype(F) * F(scale) for _ in range(2))
+        q = ops.to_host(ops.orthogonalize(ops.from_host(np.stack([a, b, a - 2 * b, a * 3], axis=1))))
+        np.testing.assert_allclose(q.T @ q, np.diag([1, 1, 0, 0]), atol=1e-5)
+
+
+def check_orthogonalize_shows_what_is_not_finite(ops):
+    """Also alone among zeros, where Householder's method takes the column for one that is done."""
+    for r, bad, where in itertools.product((1, 4), (np.nan, np.inf, -np.inf),
+                                           ((0, 0), (3, -1), (29, 0), (0, slice(None)), (17, slice(None)))):
+        for m in (np.random.default_rng(3).standard_normal((30, r)).astype(F), np.zeros((30, r), F)):
+            m[where] = bad
+            with np.errstate(all="ignore"):
+                q = ops.to_host(ops.orthogonalize(ops.from_host(m)))
+                assert not np.isfinite(q.sum(axis=1)).any(), (r, bad, where)
+
+
 def check_sum_squares(ops):
     got = ops.to_host(ops.sum_squares(give(ops, [[3.0, -4.0], [0.0, 12.0]])))
     assert got.shape == () and float(got) == 169.0
@@ -172,6 +269,16 @@ def check_abs_max(ops):
     got = ops.to_host(ops.abs_max(give(ops, [1.0, -7.5, 3.0])))
     assert got.shape == () and float(got) == 7.5
     assert float(ops.to_host(ops.abs_max(give(ops, [0.0, -0.0])))) == 0.0
+
+
+def check_abs_max_rows(ops):
+    x = np.array([[1.0, -7.5, 3.0], [0, -0.0, 0], [2.0, 1.0, -1.0]], F)
+    same(ops, ops.abs_max_rows(ops.from_host(x)), [7.5, 0, 2], "float32")
+    for column in range(40):  # vectorised maxima may lose a NaN in some places and keep it in others
+        wide = np.ones((2, 40), F)
+        wide[0, column] = np.nan
+        wide[1, column] = -np.inf
+        same(ops, ops.abs_max_rows(ops.from_host(wide)), [np.nan, np.inf])
 
 
 def check_round(ops):

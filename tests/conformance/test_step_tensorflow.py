@@ -14,6 +14,7 @@ from hvdtrain.backends.tensorflow import placement  # noqa: E402
 from hvdtrain.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.config import Config, Named, Schedule  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.exchange.compressors.base import Uncompressed  # noqa: E402
 from hvdtrain.protocols import AllReduce  # noqa: E402
 
 
@@ -113,21 +114,18 @@ def test_no_update_from_nan(clip):
     assert run(step, [batch(0)], 1 / 32, clip, check=True)[0][0]
 
 
-class Halves:
+class Halves(Uncompressed):
     """A compressor with state: sends half of what is there and keeps the rest for later."""
 
     name = "halves"
 
-    def init(self, ops, n):
-        return {"rest": ops.zeros(n, "float32")}
+    def init(self, ops, bucket):
+        return {"rest": ops.zeros(bucket.n, "float32")}
 
-    def exchange(self, ops, flat_N, state, size):
+    def exchange(self, ops, flat_N, state, bucket, size, stage=0):
         half_N = (flat_N + state["rest"]) * 0.5
         total_N = yield AllReduce(half_N)
         return total_N, {"rest": flat_N + state["rest"] - half_N}
-
-    def wire_bytes(self, n, size):
-        return 4 * n
 
 
 def test_compressor_state_lives_between_steps():

@@ -18,6 +18,7 @@ from hvdtrain.backends.torch import seed  # noqa: E402
 from hvdtrain.collectives.null import NullCollectives  # noqa: E402
 from hvdtrain.config import Config, Named, Schedule  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.exchange.compressors.base import Uncompressed  # noqa: E402
 from hvdtrain.protocols import AllReduce  # noqa: E402
 
 
@@ -308,22 +309,19 @@ def test_a_foreign_checkpoint_is_refused_and_changes_nothing():
         close(weights(step), before, 0)
 
 
-class Halves:
+class Halves(Uncompressed):
     """A compressor with state: sends half of what is there and keeps the rest for later."""
 
     name = "halves"
 
-    def init(self, ops, n):
-        return {"rest": ops.zeros(n, "float32")}
+    def init(self, ops, bucket):
+        return {"rest": ops.zeros(bucket.n, "float32")}
 
-    def exchange(self, ops, flat_N, state, size):
+    def exchange(self, ops, flat_N, state, bucket, size, stage=0):
         half_N = (flat_N + state["rest"]) * 0.5
         rest_N = flat_N + state["rest"] - half_N
         total_N = yield AllReduce(half_N)
         return total_N, {"rest": rest_N}
-
-    def wire_bytes(self, n, size):
-        return 4 * n
 
 
 def test_compressor_state_lives_between_steps_and_through_a_checkpoint():

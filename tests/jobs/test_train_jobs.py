@@ -71,7 +71,7 @@ def test_a_short_script_on_two_ranks(framework, script, tmp_path):
     first, second = ((out / f"result-{rank}").read_text() for rank in range(2))
     assert first == second, "every rank returns the same result"
     assert first.startswith("8 ") and "accuracy" in first and "loss" in first
-    assert record["ranks"] == 2 and record["framework"] == framework and record["wire"] in ("horovod", "mpi")
+    assert record["ranks"] == 2 and record["framework"] == framework and record["wire"] in ("horovod", "mpi", "shared")
     native = {"torch": "model.pt", "tensorflow": "model.keras"}[framework]
     assert (out / "model" / native).exists() and (out / "model" / "model.safetensors").exists()
 

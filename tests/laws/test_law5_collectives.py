@@ -21,6 +21,7 @@ from hvdtrain.cluster.group import Group, world
 from hvdtrain.collectives.lockstep import LockstepWorld
 from hvdtrain.collectives.null import NullCollectives
 from hvdtrain.exchange.buckets import plan_buckets
+from hvdtrain.exchange.compressors.base import Uncompressed
 from hvdtrain.exchange.compressors.none import NoCompression
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.protocols import AllGather, AllReduce, AllToAll, ParamSpec
@@ -85,15 +86,12 @@ def test_the_callbacks_that_exist_enter_none_alone(tmp_path, capsys):
 
 # --- deterministic names ---------------------------------------------------------------------------------------------
 
-class TwoRounds:
+class TwoRounds(Uncompressed):
     """A compressor that asks for two collectives of different kinds for each bucket."""
 
     name = "two rounds"
 
-    def init(self, ops, n):
-        return {}
-
-    def exchange(self, ops, flat_N, state, size):
+    def exchange(self, ops, flat_N, state, bucket, size, stage=0):
         rows_PK = yield AllGather(flat_N[:1])
         mixed_PK = yield AllToAll(np.repeat(flat_N[None, :1], size, axis=0))
         total_N = yield AllReduce(flat_N)
@@ -107,9 +105,9 @@ class Listening(NullCollectives):
         super().__init__(0, 1)
         self.heard = []
 
-    def allreduce(self, flat_N, name):
+    def allreduce(self, flat_N, name, op="sum"):
         self.heard.append(("allreduce", name, flat_N.shape))
-        return super().allreduce(flat_N, name)
+        return super().allreduce(flat_N, name, op)
 
     def allgather(self, x_K, name):
         self.heard.append(("allgather", name, x_K.shape))

@@ -38,7 +38,7 @@ def framework(request):
     return request.param
 
 
-@pytest.fixture(params=["horovod", "mpi"])
+@pytest.fixture(params=["horovod", "mpi", "shared"])
 def wire(request, framework):
     return usable(request.param, framework)
 
@@ -74,7 +74,7 @@ def test_law2_twenty_steps_follow_one_process(control, framework, wire, cut, out
     settings = config(global_batch=BATCH, max_steps=20, collectives=wire, out=out[0], shares=CUTS[control.size][cut],
                       optimizer=Named("SGD", {"momentum": 0.5}))
     run = fitted(distributed(control, settings, make_model(framework), samples(N)))
-    assert run.collectives.name == (wire if control.size > 1 or wire == "horovod" else "mpi")
+    assert run.collectives.name == wire
     assert run.state.cursor.step == 20
     same_bits(control, run)
     reference = alone(settings, framework, out, samples(N))

@@ -12,6 +12,7 @@ from hvdtrain.collectives.lockstep import LockstepWorld
 from hvdtrain.collectives.null import NullCollectives
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import MIB, plan_buckets
+from hvdtrain.exchange.compressors.base import Uncompressed
 from hvdtrain.exchange.compressors.none import NoCompression
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.protocols import AllGather, AllReduce, AllToAll, ParamSpec
@@ -27,15 +28,15 @@ def buckets(sizes=SIZES, dtype="float32"):
     return plan
 
 
-class Scaled:
+class Scaled(Uncompressed):
     """Two rounds: agree on the largest magnitude, then sum multiples of a 2^16th of it; counts its exchanges."""
 
     name = "scaled"
 
-    def init(self, ops, n):
-        return {"count": np.zeros(1), "residual": np.zeros(n)}
+    def init(self, ops, bucket):
+        return {"count": np.zeros(1), "residual": np.zeros(bucket.n)}
 
-    def exchange(self, ops, flat_N, state, size):
+    def exchange(self, ops, flat_N, state, bucket, size, stage=0):
         all_P1 = yield AllGather(ops.reshape(ops.abs_max(flat_N), (1,)))
         assert all_P1.shape == (size, 1)
         unit = float(all_P1.max()) / 2**16 or 1.0
@@ -43,19 +44,13 @@ class Scaled:
         total_N = yield AllReduce(whole_N)
         return total_N * unit, {"count": state["count"] + 1, "residual": flat_N - whole_N * unit}
 
-    def wire_bytes(self, n, size):
-        return 0
 
-
-class Rounds:
+class Rounds(Uncompressed):
     """Each bucket takes as many rounds as it has elements, of every kind; the sum is right all the same."""
 
     name = "rounds"
 
-    def init(self, ops, n):
-        return {}
-
-    def exchange(self, ops, flat_N, state, size):
+    def exchange(self, ops, flat_N, state, bucket, size, stage=0):
         parts = []
         for i in range(len(flat_N)):
             if i % 3 == 0:
@@ -66,29 +61,27 @@ class Rounds:
                 parts.append((yield AllToAll(np.repeat(flat_N[i:i + 1][None], size, axis=0))).sum(axis=0))
         return np.concatenate(parts), state
 
-    def wire_bytes(self, n, size):
-        return 0
-
 
 class Recorder:
     """Passes calls on and notes their kinds and names; `open` counts handles that were not waited for."""
 
     def __init__(self, wire):
         self._wire, self.calls, self.open, self.most_open = wire, [], 0, 0
-        self.rank, self.size, self.host, self.dtypes, self.name = (
+        self.rank, self.size, self.host, self.dtypes, self.name, self.reductions = (
             wire.rank,
             wire.size,
             wire.host,
             wire.dtypes,
             wire.name,
+            wire.reductions,
         )
 
     def __getattr__(self, kind):
-        def call(x, name):
+        def call(x, name, *op):
             self.calls.append((kind, name))
             self.open += 1
             self.most_open = max(self.most_open, self.open)
-            handle, outer = getattr(self._wire, kind)(x, name), self
+            handle, outer = getattr(self._wire, kind)(x, name, *op), self
 
             class Handle:
                 def wait(self):
@@ -184,10 +177,10 @@ def test_a_failed_exchange_leaves_nothing_behind():
     class Failing(NullCollectives):
         broken = True
 
-        def allreduce(self, flat_N, name):
+        def allreduce(self, flat_N, name, op="sum"):
             if self.broken and name.endswith("b1.r1"):
                 raise RuntimeError("the wire broke")
-            return super().allreduce(flat_N, name)
+            return super().allreduce(flat_N, name, op)
 
     wire = Failing()
     reducer = Reducer(buckets(), Scaled(), wire, Ops())

@@ -28,6 +28,7 @@ def run():
         step=step,
         feed=None,
         eval_feed=None,
+        reducer=SimpleNamespace(compressor=SimpleNamespace(describe=lambda: "powersgd rank 4")),
         out=Path("runs/cnn-001"),
     )
     for _ in range(40):

@@ -3,7 +3,7 @@
 from hvdtrain.backends.numpy.ops import Ops
 from hvdtrain.backends.numpy.step import create_step
 
-__all__ = ["Ops", "adapt_data", "collectives", "create_step", "seed", "setup"]
+__all__ = ["Ops", "adapt_data", "collectives", "create_step", "in_host_memory", "seed", "setup"]
 
 
 def adapt_data(obj: object, seed: int = 0) -> None:
@@ -12,6 +12,11 @@ def adapt_data(obj: object, seed: int = 0) -> None:
 
 def collectives(kind: str, control: object, exchange: object, start_horovod: object) -> None:
     """None: the core's collectives serve it."""
+
+
+def in_host_memory() -> bool:
+    """Always."""
+    return True
 
 
 def setup(threads: int, deterministic: bool) -> None:

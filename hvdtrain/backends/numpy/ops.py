@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-TINY = 1e-8
-"""Keeps a zero column of `Ops.orthogonalize` zero instead of NaN."""
+from hvdtrain.exchange.compressors.base import DEPENDENT
+from hvdtrain.exchange.compressors.candidates import LEAST, sample
 
 
 class Ops:
@@ -23,8 +23,9 @@ class Ops:
         return np.zeros(n, dtype)
 
     def cast(self, x: np.ndarray, dtype: str) -> np.ndarray:
-        """``x`` as ``dtype``; floats become integers by dropping the fraction."""
-        return x.astype(dtype)
+        """``x`` as ``dtype``; floats become integers by dropping the fraction, NaN becomes any integer."""
+        with np.errstate(over="ignore", invalid="ignore"):  # quiet, as the frameworks are
+            return x.astype(dtype)
 
     def reshape(self, x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         """The same elements in row-major order; one entry of ``shape`` may be -1."""
@@ -56,22 +57,43 @@ class Ops:
         """Undo `bits16`: int16 -> float32."""
         return (np.ascontiguousarray(bits, np.int16).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
-    def topk(self, flat_N: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """The k entries of largest magnitude, largest first: (values (k,), indices int64 (k,)).
+    def bitcast(self, x: np.ndarray, dtype: str) -> np.ndarray:
+        """The bits of a vector read as another dtype: (n,) -> (n * itemsize / itemsize of ``dtype``,)."""
+        return np.ascontiguousarray(x).view(dtype)
 
-        Ties go to the lower index.
+    def topk(self, flat_N: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """The k entries of largest magnitude, by index: (values (k,), indices int64 (k,)).
+
+        Ties go to the lower index. Which of NaN and a number is larger is left open.
         """
-        index_k = np.argsort(-np.abs(flat_N), kind="stable")[:k].astype(np.int64)
+        magnitude_N = np.abs(flat_N)
+        stride, place = sample(flat_N.size, k)
+        index_C = np.arange(flat_N.size)
+        if place:
+            sampled = magnitude_N[::stride]
+            least = max(np.partition(sampled, sampled.size - place)[sampled.size - place], LEAST)
+            few_C = np.flatnonzero(magnitude_N >= least)
+            index_C = few_C if few_C.size >= k else index_C
+        index_k = index_C[_largest(magnitude_N[index_C], k)].astype(np.int64)
         return flat_N[index_k], index_k
 
     def take(self, flat_N: np.ndarray, index_k: np.ndarray) -> np.ndarray:
         """The entries at ``index_k``: (k,)."""
         return flat_N[index_k]
 
+    def drop(self, flat_N: np.ndarray, index_k: np.ndarray) -> np.ndarray:
+        """A copy with zeros at ``index_k``: (N,)."""
+        kept_N = flat_N.copy()
+        kept_N[index_k] = 0
+        return kept_N
+
     def scatter_add(self, n: int, index_k: np.ndarray, values_k: np.ndarray) -> np.ndarray:
-        """A zero vector of n elements with ``values_k`` added at ``index_k``; an index may repeat."""
+        """A zero vector of n elements with ``values_k`` added at ``index_k``; an index may repeat.
+
+        Both may have shape (P, k), with no index twice in a row: rows are added in order, so the bits are defined.
+        """
         result_N = np.zeros(n, values_k.dtype)
-        np.add.at(result_N, index_k, values_k)
+        np.add.at(result_N, index_k.reshape(-1), values_k.reshape(-1))
         return result_N
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -82,25 +104,36 @@ class Ops:
         """(m, n) -> (n, m)."""
         return a.T
 
-    def orthogonalize(self, m_NR: np.ndarray) -> np.ndarray:
-        """Columns made orthonormal by modified Gram-Schmidt, as in PowerSGD (Vogels et al., NeurIPS 2019, algorithm 1).
+    def minus_scaled(self, x: np.ndarray, y: np.ndarray, scale: float) -> np.ndarray:
+        """``x - scale * y``."""
+        return x - scale * y
 
-        Column j is normalised, then taken out of the columns after it. A zero column stays zero.
+    def orthogonalize(self, m_NR: np.ndarray) -> np.ndarray:
+        """Columns made orthonormal, as in PowerSGD (Vogels et al., NeurIPS 2019, algorithm 1): (n, r) with n >= r.
+
+        Gram-Schmidt's result by Householder's means: m = q r with a positive diagonal of r, one kernel instead of
+        r (r + 1) / 2. |r_jj| is what column j keeps beside those before it, r's column (in the 1-norm, which does not
+        overflow) its length. A column that is zero or depends on those before it becomes zero, not noise blown up
+        to length 1; one that is not finite becomes NaN.
         """
-        q = m_NR.copy()
-        for j in range(q.shape[1]):
-            q[:, j] /= np.sqrt((q[:, j] ** 2).sum()) + TINY
-            q[:, j + 1:] -= np.outer(q[:, j], q[:, j] @ q[:, j + 1:])
-        return q
+        q, r = np.linalg.qr(m_NR)
+        kept_R, length_R = np.diagonal(r), np.abs(r).sum(axis=0)
+        sign_R = np.where(np.abs(kept_R) <= DEPENDENT * length_R, 0, np.sign(kept_R))
+        return q * (sign_R + length_R * 0).astype(q.dtype)
 
     def sum_squares(self, x: np.ndarray) -> np.ndarray:
         """Scalar sum of squares, accumulated and returned in float32, or float64 for float64 ``x``."""
         wide = x.reshape(-1).astype(np.float64 if x.dtype == np.float64 else np.float32)
-        return np.asarray((wide * wide).sum())
+        with np.errstate(over="ignore"):
+            return np.asarray((wide * wide).sum())
 
     def abs_max(self, x: np.ndarray) -> np.ndarray:
         """Scalar largest magnitude, in ``x``'s dtype; 0 of nothing."""
         return np.asarray(np.abs(x).max(initial=0)).astype(x.dtype)
+
+    def abs_max_rows(self, x_BK: np.ndarray) -> np.ndarray:
+        """Largest magnitude of each row: (B, K) -> (B,); NaN where a row has one."""
+        return np.maximum(x_BK.max(axis=1), -x_BK.min(axis=1))
 
     def round(self, x: np.ndarray) -> np.ndarray:
         """To the nearest integer, ties to even; keeps the dtype."""
@@ -117,3 +150,13 @@ class Ops:
     def from_host(self, x: np.ndarray) -> np.ndarray:
         """``x`` itself."""
         return np.asarray(x)
+
+
+def _largest(magnitude_C: np.ndarray, k: int) -> np.ndarray:
+    """Where the k largest are, in order: (k,). The k-th largest is the bar; of those at the bar the first are in."""
+    if k == 0:
+        return np.zeros(0, np.int64)
+    magnitude_C = np.where(np.isnan(magnitude_C), np.inf, magnitude_C)
+    bar = np.partition(magnitude_C, magnitude_C.size - k)[magnitude_C.size - k]
+    above_C, at_C = magnitude_C > bar, magnitude_C == bar
+    return np.flatnonzero(above_C | (at_C & (np.cumsum(at_C) <= k - above_C.sum())))

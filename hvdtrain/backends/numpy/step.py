@@ -88,7 +88,11 @@ class NumpyStep:
     def attach(self, reducer: Reducer) -> None:
         """Allocate the buckets."""
         self._reducer = reducer
-        self._flats = [np.zeros(b.n, b.dtype) for b in reducer.buckets]
+        self._flats = [reducer.buffer(b) for b in reducer.buckets]
+
+    def plain_sgd(self) -> bool:
+        """Whether there is no momentum."""
+        return self._momentum == 0
 
     def share_initial(self) -> None:
         """Broadcast rank 0's parameters."""
@@ -98,6 +102,7 @@ class NumpyStep:
 
     def zero(self) -> None:
         """Forget the gradients."""
+        self._reducer.begin()
         for flat_N in self._flats:
             flat_N[:] = 0
 
@@ -135,7 +140,8 @@ class NumpyStep:
         return True, norm
 
     def discard(self) -> None:
-        """No buffers."""
+        """Undo what the step did to compressor state; there are no buffers."""
+        self._reducer.discard()
 
     def evaluate(self, batch: Batch) -> None:
         """Loss and accuracy."""
@@ -184,12 +190,13 @@ class NumpyStep:
             self._velocity[name][...] = groups["optimizer"][name]
 
     def rank_state(self) -> dict[str, np.ndarray]:
-        """Random generators."""
-        return rng.capture()
+        """Random generators and compressor state."""
+        return {**rng.capture(), **self._reducer.saved()}
 
-    def load_rank(self, own: dict[str, np.ndarray]) -> None:
-        """Undo `rank_state`."""
+    def load_rank(self, own: dict[str, np.ndarray]) -> str:
+        """Undo `rank_state`; say what of the compressor's state does not fit."""
         rng.restore(own)
+        return self._reducer.restore(own)
 
     def export(self, directory: Any) -> list[str]:
         """Write model.safetensors."""

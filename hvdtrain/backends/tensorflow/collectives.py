@@ -37,11 +37,16 @@ class HorovodCollectives:
     def __init__(self, hvd: Any) -> None:
         self._ops = __import__(f"{hvd.__name__}.mpi_ops", fromlist=["mpi_ops"])
         self.rank, self.size = hvd.rank(), hvd.size()
+        self.hierarchical = bool(hvd.nccl_built())
+        self.reductions = frozenset({"adasum"} if hvd.mpi_enabled() else ())
         self._functions: dict[tuple[str, tf.DType], Callable[[tf.Tensor], tf.Tensor]] = {}
 
-    def allreduce(self, flat_N: tf.Tensor, name: str) -> _Result:
-        sum_op = self._ops.Sum
-        return self._call(flat_N, name, lambda x: self._ops._allreduce(x, name=name, op=sum_op, ignore_name_scope=True))
+    def buffer(self, n: int, dtype: str) -> None:
+        return None
+
+    def allreduce(self, flat_N: tf.Tensor, name: str, op: str = "sum") -> _Result:
+        how = self._ops.Adasum if op == "adasum" else self._ops.Sum
+        return self._call(flat_N, name, lambda x: self._ops._allreduce(x, name=name, op=how, ignore_name_scope=True))
 
     def allgather(self, x_K: tf.Tensor, name: str) -> _Result:
         return self._call(x_K[None], name, lambda x: self._ops.allgather(x, name=name, ignore_name_scope=True))

@@ -34,8 +34,8 @@ class Gradients:
     on the host, or plain gradients where the reducer is alone.
     """
 
-    def __init__(self, model: keras.Model, task: Task, reducer: Reducer) -> None:
-        self._model, self._task, self._reducer = model, task, reducer
+    def __init__(self, model: keras.Model, task: Task, reducer: Reducer, undoable: bool = False) -> None:
+        self._model, self._task, self._reducer, self._undoable = model, task, reducer, undoable
         self._variables = [v.value for v in model.trainable_variables]
         self.in_graph = reducer.collectives.in_graph and not reducer.alone
         self._zero = tf.Variable(0.0, trainable=False, name="zero")  # not a constant; see above
@@ -46,13 +46,23 @@ class Gradients:
         if self.in_graph:
             self._states = [{k: tf.Variable(v, trainable=False) for k, v in s.items()} for s in reducer.states]
             reducer.states = list(self._states)
+        self._kept: list[tuple[tf.Variable, tf.Tensor]] = []
 
-    def forget(self) -> None:
-        """Drop what was accumulated."""
+    def begin(self) -> None:
+        """Open a step: drop what was accumulated, and keep the compressor's state where the step may be undone."""
+        if self._undoable and self.in_graph:
+            self._kept = [(v, tf.identity(v)) for state in self._states for v in state.values()]
         if self._accumulated:
             for accumulator in self._accumulators:
                 accumulator.assign(tf.zeros_like(accumulator))
             self._accumulated = False
+
+    def discard(self) -> None:
+        """Undo what the step did to the compressor's state."""
+        if not self.in_graph:
+            self._reducer.discard()
+        for variable, value in self._kept:
+            variable.assign(value)
 
     def add(self, batch: tuple[Any, ...], scale: float) -> tuple[tf.Tensor, tf.Tensor]:
         """Add the gradient of ``loss_sum * scale`` to the accumulators; return (loss_sum, weight)."""
@@ -69,14 +79,15 @@ class Gradients:
 
     def zeros(self) -> tuple[list[tf.Tensor], tf.Tensor]:
         """What a rank without a sample gives: (tensors, seconds waited)."""
-        if "zeros" not in self._functions:
-            self._functions["zeros"] = tf.function(self._zeros, input_signature=[], **PLAIN)
+        key = ("zeros", self._reducer.stage)
+        if key not in self._functions:
+            self._functions[key] = tf.function(self._zeros, input_signature=[], **PLAIN)
         with peer_failures():
-            return self._functions["zeros"]()
+            return self._functions[key]()
 
     def _run(self, kind: str, batch: tuple[Any, ...], scale: float, graph: Callable[..., Any]) -> Any:
         leaves = [x if tf.is_tensor(x) else tf.convert_to_tensor(x) for x in tf.nest.flatten(batch)]
-        key = (kind, *((x.dtype, *x.shape[1:]) for x in leaves))
+        key = (kind, self._reducer.stage, *((x.dtype, *x.shape[1:]) for x in leaves))
         if key not in self._functions:
             specs = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in leaves]
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.exchange.compressors.base import DEPENDENT
+from hvdtrain.exchange.compressors.candidates import LEAST, sample
 from hvdtrain.protocols import Array
 
 
@@ -40,16 +43,41 @@ class Ops:
     def from_bits16(self, bits: Array) -> Array:
         return tf.cast(tf.bitcast(bits, tf.bfloat16), tf.float32)
 
+    def bitcast(self, x: Array, dtype: str) -> Array:
+        target = tf.as_dtype(dtype)
+        if target.size > x.dtype.size:  # TensorFlow wants the bytes of one element along the last axis
+            x = tf.reshape(x, [-1, target.size // x.dtype.size])
+        return tf.reshape(tf.bitcast(x, target), [-1])
+
     def topk(self, flat_N: Array, k: int) -> tuple[Array, Array]:
-        # A stable sort keeps ties in index order on every device.
-        index_k = tf.argsort(tf.abs(flat_N), direction="DESCENDING", stable=True)[:k]
-        return tf.gather(flat_N, index_k), tf.cast(index_k, tf.int64)
+        magnitude_N = tf.abs(flat_N)
+        stride, place = sample(flat_N.shape[0], k)
+
+        def of_all() -> Array:
+            return _largest(magnitude_N, k)
+
+        if place:
+            least = tf.maximum(tf.math.top_k(magnitude_N[::stride], place).values[-1], LEAST)
+            index_C = tf.where(magnitude_N >= least)[:, 0]
+            index_k = tf.cond(tf.size(index_C) >= k,
+                              lambda: tf.gather(index_C, _largest(tf.gather(magnitude_N, index_C), k)), of_all)
+        else:
+            index_k = of_all()
+        return tf.gather(flat_N, index_k), index_k
 
     def take(self, flat_N: Array, index_k: Array) -> Array:
         return tf.gather(flat_N, index_k)
 
     def scatter_add(self, n: int, index_k: Array, values_k: Array) -> Array:
-        return tf.scatter_nd(tf.cast(index_k, tf.int64)[:, None], values_k, tf.constant([n], tf.int64))
+        if index_k.shape.rank == 1:
+            return tf.math.unsorted_segment_sum(values_k, index_k, n)  # several times faster than tf.scatter_nd
+        result_N = self.scatter_add(n, index_k[0], values_k[0])
+        for row in range(1, index_k.shape[0]):  # one after another: on a GPU the order in a call is open
+            result_N = result_N + self.scatter_add(n, index_k[row], values_k[row])
+        return result_N
+
+    def drop(self, flat_N: Array, index_k: Array) -> Array:
+        return tf.tensor_scatter_nd_update(flat_N, index_k[:, None], tf.zeros(tf.shape(index_k), flat_N.dtype))
 
     def matmul(self, a: Array, b: Array) -> Array:
         return tf.matmul(a, b)
@@ -57,20 +85,23 @@ class Ops:
     def transpose(self, a: Array) -> Array:
         return tf.transpose(a)
 
+    def minus_scaled(self, x: Array, y: Array, scale: float) -> Array:
+        return x - scale * y
+
     def orthogonalize(self, m_NR: Array) -> Array:
-        columns: list[Array] = []
-        for r in range(m_NR.shape[1]):
-            c = m_NR[:, r]
-            for q in columns:
-                c = c - tf.reduce_sum(q * c) * q
-            columns.append(c / (tf.norm(c) + 1e-8))
-        return tf.stack(columns, axis=1)
+        # Eigen, other than LAPACK, squares as it goes: magnitudes below 1e-18 would vanish, above 1e18 overflow.
+        q, r = tf.linalg.qr(m_NR / (tf.reduce_max(tf.abs(m_NR)) + 1e-30))
+        kept_R, length_R = tf.linalg.diag_part(r), tf.reduce_sum(tf.abs(r), axis=0)
+        return q * (tf.where(tf.abs(kept_R) <= DEPENDENT * length_R, 0.0, tf.sign(kept_R)) + length_R * 0.0)
 
     def sum_squares(self, x: Array) -> Array:
         return tf.reduce_sum(tf.square(tf.cast(x, tf.float32) if x.dtype in (tf.float16, tf.bfloat16) else x))
 
     def abs_max(self, x: Array) -> Array:
         return tf.reduce_max(tf.abs(x)) if x.shape.num_elements() else tf.zeros([], x.dtype)
+
+    def abs_max_rows(self, x_BK: Array) -> Array:
+        return tf.reduce_max(tf.abs(x_BK), axis=1)
 
     def round(self, x: Array) -> Array:
         return tf.round(x)
@@ -80,7 +111,13 @@ class Ops:
 
     def to_host(self, x: Array) -> np.ndarray:
         """A copy: a collective may write into what it is given, and a tensor never changes."""
-        return np.array(x)
+        return np.array(x.numpy() if hasattr(x, "numpy") else x)
 
     def from_host(self, x: np.ndarray) -> Array:
         return tf.convert_to_tensor(x)
+
+
+def _largest(magnitude_C: Array, k: int) -> Array:
+    """Where the k largest are, int64 (k,); `tf.math.top_k` takes the lower index of equals. NaN counts as infinity."""
+    magnitude_C = tf.where(tf.math.is_nan(magnitude_C), tf.constant(math.inf, magnitude_C.dtype), magnitude_C)
+    return tf.cast(tf.math.top_k(magnitude_C, k, sorted=False).indices, tf.int64)

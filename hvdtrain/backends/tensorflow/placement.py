@@ -13,6 +13,11 @@ _STRIDE = 1_000_003
 """Distance of two ranks' seeds."""
 
 
+def in_host_memory() -> bool:
+    """False: gradients come out of a graph, and are best summed inside it."""
+    return False
+
+
 def setup(threads: int, deterministic: bool) -> bool:
     """Set the compute threads of this process (0: TensorFlow's choice) and, if asked, deterministic kernels.
 

@@ -65,8 +65,13 @@ class TensorFlowStep:
     def attach(self, reducer: Reducer) -> None:
         """Prepare the graphs for this reducer; they are traced at the first batch."""
         self._reducer = reducer
-        self._gradients = Gradients(self.model, self._task, reducer)
+        self._gradients = Gradients(self.model, self._task, reducer, undoable=self._buffers is not None)
         self._update = Update(self.model, self._opt.optimizer, reducer)
+
+    def plain_sgd(self) -> bool:
+        """Whether the optimizer is SGD without momentum."""
+        optimizer = self._opt.optimizer
+        return type(optimizer) is keras.optimizers.SGD and not optimizer.momentum
 
     def share_initial(self) -> None:
         """Give every rank rank 0's weights and optimizer state; collective."""
@@ -79,14 +84,16 @@ class TensorFlowStep:
 
     def zero(self) -> None:
         """Forget the gradients of the step before."""
-        self._gradients.forget()
+        self._reducer.begin()
+        self._gradients.begin()
         self._tensors, self._started, self._waited_s = None, False, 0.0
         self._n_seen_before = self._n_seen
         if self._buffers is not None:
             self._buffers.keep()
 
     def discard(self) -> None:
-        """Undo what the step's forward did to buffers (with nan_guard skip); there will be no update."""
+        """Undo what the step did to buffers and compressor state (with nan_guard skip); there will be no update."""
+        self._gradients.discard()
         if self._buffers is not None:
             self._buffers.put_back()
             self._n_seen = self._n_seen_before
@@ -184,21 +191,12 @@ class TensorFlowStep:
 
     def rank_state(self) -> dict[str, np.ndarray]:
         """Random generators and compressor state of this rank."""
-        out = state.random_arrays(self.model)
-        for i, entries in enumerate(self._reducer.states):
-            out.update({f"compressor.{i}.{key}": state.to_numpy(value) for key, value in entries.items()})
-        return out
+        return {**state.random_arrays(self.model), **self._reducer.saved()}
 
-    def load_rank(self, own: dict[str, np.ndarray]) -> None:
-        """Undo `rank_state`."""
+    def load_rank(self, own: dict[str, np.ndarray]) -> str:
+        """Undo `rank_state`; say what of the compressor's state does not fit."""
         state.load_random(self.model, own)
-        for i, entries in enumerate(self._reducer.states):
-            for key, like in entries.items():
-                array = own[f"compressor.{i}.{key}"]
-                if isinstance(like, tf.Variable):
-                    like.assign(array)
-                else:
-                    entries[key] = tf.convert_to_tensor(array)
+        return self._reducer.restore(own)
 
     def export(self, directory: Any) -> list[str]:
         """Write model.safetensors and Keras' own file; return their names."""

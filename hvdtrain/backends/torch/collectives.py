@@ -40,9 +40,15 @@ class HorovodCollectives:
     def __init__(self, hvd: Any) -> None:
         self._hvd = hvd
         self.rank, self.size = hvd.rank(), hvd.size()
+        self.hierarchical = bool(hvd.nccl_built())
+        self.reductions = frozenset({"adasum"} if hvd.mpi_enabled() else ())
 
-    def allreduce(self, flat_N: torch.Tensor, name: str) -> _Pending:
-        return _Pending(self._hvd, self._hvd.allreduce_async_(flat_N, name=name, op=self._hvd.Sum))
+    def buffer(self, n: int, dtype: str) -> None:
+        return None
+
+    def allreduce(self, flat_N: torch.Tensor, name: str, op: str = "sum") -> _Pending:
+        reduction = self._hvd.Adasum if op == "adasum" else self._hvd.Sum
+        return _Pending(self._hvd, self._hvd.allreduce_async_(flat_N, name=name, op=reduction))
 
     def allgather(self, x_K: torch.Tensor, name: str) -> _Pending:
         return _Pending(self._hvd, self._hvd.allgather_async(x_K[None], name=name))

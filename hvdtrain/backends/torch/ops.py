@@ -7,16 +7,20 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from hvdtrain.backends.torch import placement
+from hvdtrain.exchange.compressors.base import DEPENDENT
+from hvdtrain.exchange.compressors.candidates import LEAST, sample
+
 Array = torch.Tensor
 
 
 class Ops:
-    """Array operations on ``device``; results stay there."""
+    """Array operations on ``device`` (this rank's own by default); results stay there."""
 
     name = "torch"
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.device = torch.device(device)
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        self.device = placement.device() if device is None else torch.device(device)
 
     def zeros(self, n: int, dtype: str) -> Array:
         return torch.zeros(n, dtype=getattr(torch, dtype), device=self.device)
@@ -40,16 +44,34 @@ class Ops:
     def from_bits16(self, bits: Array) -> Array:
         return bits.view(torch.bfloat16).to(torch.float32)
 
+    def bitcast(self, x: Array, dtype: str) -> Array:
+        return x.view(getattr(torch, dtype))
+
     def topk(self, flat_N: Array, k: int) -> tuple[Array, Array]:
-        # A stable sort keeps ties in index order; torch.topk leaves their order open.
-        index_k = torch.sort(flat_N.abs(), descending=True, stable=True).indices[:k]
+        magnitude_N = flat_N.abs()
+        stride, place = sample(len(flat_N), k)
+        if place:
+            least = torch.topk(magnitude_N[::stride], place).values[-1].clamp(min=LEAST)
+            index_C = torch.nonzero(magnitude_N >= least).view(-1)
+            if len(index_C) >= k:
+                index_k = index_C[_largest(magnitude_N[index_C], k)]
+                return flat_N[index_k], index_k
+        index_k = _largest(magnitude_N, k)
         return flat_N[index_k], index_k
 
     def take(self, flat_N: Array, index_k: Array) -> Array:
         return flat_N[index_k]
 
     def scatter_add(self, n: int, index_k: Array, values_k: Array) -> Array:
-        return torch.zeros(n, dtype=values_k.dtype, device=values_k.device).index_add_(0, index_k, values_k)
+        result_N = torch.zeros(n, dtype=values_k.dtype, device=values_k.device)
+        if index_k.dim() == 1:
+            return result_N.index_add_(0, index_k, values_k)
+        for row_k, of_row_k in zip(index_k, values_k):  # one after another: on a GPU the order in a call is open
+            result_N.index_add_(0, row_k, of_row_k)
+        return result_N
+
+    def drop(self, flat_N: Array, index_k: Array) -> Array:
+        return flat_N.index_fill(0, index_k, 0)
 
     def matmul(self, a: Array, b: Array) -> Array:
         return a @ b
@@ -57,14 +79,13 @@ class Ops:
     def transpose(self, a: Array) -> Array:
         return a.T
 
+    def minus_scaled(self, x: Array, y: Array, scale: float) -> Array:
+        return torch.sub(x, y, alpha=scale)
+
     def orthogonalize(self, m_NR: Array) -> Array:
-        columns: list[Array] = []
-        for r in range(m_NR.shape[1]):
-            c = m_NR[:, r]
-            for q in columns:
-                c = c - (q @ c) * q
-            columns.append(c / (torch.linalg.vector_norm(c) + 1e-8))
-        return torch.stack(columns, dim=1)
+        q, r = torch.linalg.qr(m_NR)
+        kept_R, length_R = r.diagonal(), r.abs().sum(0)
+        return q * (torch.where(kept_R.abs() <= DEPENDENT * length_R, 0.0, kept_R.sign()) + length_R * 0.0)
 
     def sum_squares(self, x: Array) -> Array:
         narrow = x.dtype in (torch.float16, torch.bfloat16)  # whose squares overflow or vanish
@@ -72,6 +93,9 @@ class Ops:
 
     def abs_max(self, x: Array) -> Array:
         return x.abs().amax() if x.numel() else x.new_zeros(())
+
+    def abs_max_rows(self, x_BK: Array) -> Array:
+        return x_BK.abs().amax(1)
 
     def round(self, x: Array) -> Array:
         return torch.round(x)
@@ -85,3 +109,13 @@ class Ops:
 
     def from_host(self, x: np.ndarray) -> Array:
         return torch.from_numpy(x if x.flags.writeable else x.copy()).to(self.device)
+
+
+def _largest(magnitude_C: Array, k: int) -> Array:
+    """Where the k largest are, in order, as in the numpy reference; torch.topk leaves open which of equals it takes."""
+    if k == 0:
+        return magnitude_C.new_zeros(0, dtype=torch.int64)
+    magnitude_C = torch.where(magnitude_C.isnan(), torch.inf, magnitude_C)
+    bar = torch.kthvalue(magnitude_C, len(magnitude_C) - k + 1).values
+    above_C, at_C = magnitude_C > bar, magnitude_C == bar
+    return torch.nonzero(above_C | (at_C & (at_C.cumsum(0) <= k - above_C.sum()))).view(-1)

@@ -56,6 +56,11 @@ class Optimization:
         """The rate of the next update."""
         return float(self.optimizer.param_groups[0]["lr"]) * self._factor()
 
+    def plain_sgd(self) -> bool:
+        """Whether an update is rate x gradient (weight decay aside)."""
+        groups = self.optimizer.param_groups
+        return type(self.optimizer) is torch.optim.SGD and all(group["momentum"] == 0 for group in groups)
+
     def describe(self) -> dict[str, str]:
         """In words, for the summary."""
         s = self._config.schedule

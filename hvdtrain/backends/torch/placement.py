@@ -10,6 +10,11 @@ def device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def in_host_memory() -> bool:
+    """Whether gradients lie in host memory outside a graph, where a wire of the host can sum them in place."""
+    return device().type == "cpu"
+
+
 def setup(threads: int, deterministic: bool) -> None:
     """Set the compute threads of this process and, if asked, deterministic kernels."""
     torch.set_num_threads(threads)

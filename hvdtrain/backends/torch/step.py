@@ -50,6 +50,9 @@ class TorchStep:
         self._metrics = Metrics(spec, config, self._task)
         self._opt = Optimization(config, self._params, steps_per_epoch)
         self._buffers = Buffers(self.model, undoable=config.nan_guard == "skip")
+        self._reducer: Reducer
+        self._flats: list[torch.Tensor] = []
+        self._hooks: list[Any] = []
         self._last = False
         self._rank = rank
 
@@ -64,18 +67,20 @@ class TorchStep:
 
     def attach(self, reducer: Reducer) -> None:
         """Allocate the buckets, make every ``.grad`` a view of its bucket, and hook them."""
-        self._reducer = reducer
-        self._flats: list[torch.Tensor] = []
+        for hook in self._hooks:
+            hook.remove()
+        kept = dict(zip(self._reducer.buckets, self._flats)) if self._flats else {}
+        self._reducer, self._flats, self._hooks = reducer, [], []
         if reducer.alone:
             return
         self._missing: list[set[int]] = [set() for _ in reducer.buckets]
         for bucket in reducer.buckets:
-            flat_N = torch.zeros(bucket.n, dtype=getattr(torch, bucket.dtype), device=self.device)
+            flat_N = kept[bucket] if bucket in kept else reducer.buffer(bucket)
             self._flats.append(flat_N)
             for i, offset, shape in zip(bucket.params, bucket.offsets, bucket.shapes):
                 param = self._params[i]
                 param.grad = flat_N[offset:offset + param.numel()].view(shape)
-                param.register_post_accumulate_grad_hook(self._hook(bucket.index, i))
+                self._hooks.append(param.register_post_accumulate_grad_hook(self._hook(bucket.index, i)))
 
     def _hook(self, bucket: int, index: int) -> Any:
         def full(param: torch.Tensor) -> None:
@@ -91,6 +96,10 @@ class TorchStep:
                 self._reducer.start(bucket, self._flats[bucket])
         return full
 
+    def plain_sgd(self) -> bool:
+        """Whether the optimizer is SGD without momentum."""
+        return self._opt.plain_sgd()
+
     def share_initial(self) -> None:
         """Broadcast rank 0's parameters and buffers; collective."""
         self._buffers.share(self._reducer)
@@ -102,6 +111,7 @@ class TorchStep:
     def zero(self) -> None:
         """Forget the gradients of the step before."""
         self._buffers.begin_step()
+        self._reducer.begin()
         if self._reducer.alone:
             for param in self._params:
                 param.grad = None
@@ -171,8 +181,9 @@ class TorchStep:
         return True, norm
 
     def discard(self) -> None:
-        """Undo what the step's forward did to buffers; there will be no update."""
+        """Undo what the step did to buffers and compressor state; there will be no update."""
         self._buffers.discard()
+        self._reducer.discard()
 
     def evaluate(self, batch: Batch) -> None:
         """Add one batch to the metrics' totals; every module is in the mode it was in afterwards."""
@@ -233,19 +244,12 @@ class TorchStep:
 
     def rank_state(self) -> dict[str, np.ndarray]:
         """Random generators and compressor state of this rank."""
-        return {**state.random_arrays(), **state.to_arrays(self._compressor_state())}
+        return {**state.random_arrays(), **self._reducer.saved()}
 
-    def load_rank(self, own: dict[str, np.ndarray]) -> None:
-        """Undo `rank_state`."""
+    def load_rank(self, own: dict[str, np.ndarray]) -> str:
+        """Undo `rank_state`; say what of the compressor's state does not fit."""
         state.load_random(own)
-        saved = state.from_arrays({k: v for k, v in own.items() if k.startswith("compressor.")})
-        for i, entries in enumerate(self._reducer.states):
-            for key, like in entries.items():
-                entries[key] = saved[f"compressor.{i}.{key}"].to(like.device)
-
-    def _compressor_state(self) -> dict[str, torch.Tensor]:
-        return {f"compressor.{i}.{key}": value
-                for i, entries in enumerate(self._reducer.states) for key, value in entries.items()}
+        return self._reducer.restore(own)
 
     def export(self, directory: Any) -> list[str]:
         """Write model.safetensors and model.pt (a state_dict, for ``torch.load(..., weights_only=True)``)."""

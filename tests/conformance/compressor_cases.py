@@ -1,0 +1,171 @@
+"""What every compressor must do with every backend's ops, written once; the tests are in test_compressors*.py.
+
+Owns no framework: gradients go in by ``ops.from_host`` and sums come out by ``ops.to_host``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.backends.numpy.ops import Ops as NumpyOps
+from hvdtrain.collectives.lockstep import LockstepWorld
+from hvdtrain.exchange.buckets import plan_buckets
+from hvdtrain.exchange.compressors.powersgd import PowerSGD
+from hvdtrain.exchange.compressors.topk import TopK
+from hvdtrain.exchange.compressors.twoshot import Bf16, Fp16, Int8
+from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.protocols import ParamSpec
+
+MAKE = {
+    "fp16": Fp16,
+    "bf16": Bf16,
+    "int8": Int8,
+    "topk": lambda: TopK(0.05),
+    "topk-momentum": lambda: TopK(0.05, 0.9),
+    "topk-warmup": lambda: TopK(0.01, 0.0, 4),
+    "powersgd": PowerSGD,
+    "powersgd-1": lambda: PowerSGD(1),
+}
+"""A compressor of each kind, small enough for small tensors."""
+SHAPES = {
+    "model": ((64, 33), (7,), (3, 3, 16, 20), (10, 20), (5,), (1,)),  # dense and Keras convolution; 5215: odd
+    "blocks": ((2500,), (33, 40)),                                     # several int8 blocks a rank
+    "one": ((1,),),                                                    # less than one element a rank
+    "three": ((3,),),
+}
+SIZES = (1, 2, 3, 4)
+
+
+@dataclass
+class Outcome:
+    """``sums[rank][step]``: one flat vector each; ``states[rank]``: by bucket; ``sent``: bytes by rank."""
+
+    sums: list[list[np.ndarray]]
+    states: list[list[dict[str, np.ndarray]]]
+    sent: list[int]
+
+
+def buckets(shapes):
+    """All tensors in one bucket of float32."""
+    return plan_buckets([ParamSpec(f"p{i}", tuple(s), "float32") for i, s in enumerate(shapes)], 16)
+
+
+def gradient(rank, step, n):
+    """Of very different magnitudes; every third step a rank has nothing."""
+    if (rank + step) % 3 == 2:
+        return np.zeros(n, np.float32)
+    draw = np.random.default_rng([rank, step, n])
+    return (draw.standard_normal(n) * 10.0 ** draw.uniform(-4, 0, n)).astype(np.float32)
+
+
+def exchanged(compressor, make_ops, size, shapes, steps, give=gradient) -> Outcome:
+    """``steps`` exchanges over ``size`` lockstep ranks; checks what must hold for all compressors on the way."""
+    world, plan = LockstepWorld(size), buckets(shapes)
+    n = plan[0].n
+
+    def work(control: Any, wire: Any):
+        ops = make_ops()
+        reducer, sums = Reducer(plan, compressor, wire, ops), []
+        for step in range(steps):
+            before, own = world.sent_bytes[control.rank], ops.from_host(give(control.rank, step, n))
+            kept = [{k: np.array(ops.to_host(v)) for k, v in s.items()} for s in reducer.states]
+            old = reducer.states[0]
+            reducer.begin()
+            reducer.start(0, own)
+            total_N = ops.to_host(reducer.finish()[0])
+            assert total_N.shape == (n,) and total_N.dtype == np.float32
+            sent = world.sent_bytes[control.rank] - before
+            assert sent == compressor.wire_bytes(plan[0], size, reducer.stage), "bytes are not those named"
+            for key, value in old.items():
+                np.testing.assert_array_equal(ops.to_host(value), kept[0][key], err_msg="a state was written to")
+            sums.append(np.array(total_N))
+        return sums, [{k: np.array(ops.to_host(v)) for k, v in s.items()} for s in reducer.states]
+
+    results = world.run(work)
+    for sums, _ in results[1:]:
+        for step, (a, b) in enumerate(zip(sums, results[0][0])):
+            assert np.isnan(a).any() or a.tobytes() == b.tobytes(), f"ranks have other bits after step {step}"
+    return Outcome([r[0] for r in results], [r[1] for r in results], world.sent_bytes)
+
+
+def exact(size, step, n, give=gradient):
+    """The sum over ranks in float64."""
+    return sum(give(r, step, n).astype(np.float64) for r in range(size))
+
+
+def check_like_numpy(name, make_ops, size, shapes):
+    """The same sums and states as the numpy reference, over several steps, to 1e-5 of the largest."""
+    got = exchanged(MAKE[name](), make_ops, size, shapes, 6)
+    want = exchanged(MAKE[name](), NumpyOps, size, shapes, 6)
+    for a, b in zip(got.sums[0], want.sums[0]):
+        assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
+    for mine, theirs in zip(got.states, want.states):
+        for key in theirs[0]:
+            assert np.abs(mine[0][key] - theirs[0][key]).max() <= 1e-4 * (np.abs(theirs[0][key]).max() + 1e-30), key
+
+
+def check_not_finite_is_seen(name, make_ops):
+    """NaN or infinity in any kind of tensor of one rank: no rank may read a finite vector."""
+    shapes, size = SHAPES["model"], 3
+    n = buckets(shapes)[0].n
+    for bad in (np.nan, np.inf, -np.inf):
+        for where in (0, 1, 7, 300, n // 2, n - 40, n - 1):
+            def give(rank, step, n):
+                own = gradient(rank, 0, n)
+                if rank == 1 and step == 1:
+                    own[where] = bad
+                return own
+
+            with np.errstate(all="ignore"):
+                outcome = exchanged(MAKE[name](), make_ops, size, shapes, 2, give)
+            for first, second in outcome.sums:
+                assert np.isfinite(first).all() and not np.isfinite(second).all(), (bad, where)
+
+
+def check_zeros(name, make_ops):
+    """Nothing from anybody, then something: no NaN, and what comes later is not lost."""
+    def give(rank, step, n):
+        return gradient(rank, 0, n) * (step > 1)
+
+    shapes = SHAPES["model"]
+    outcome = exchanged(MAKE[name](), make_ops, 2, shapes, 5, give)
+    for sums in outcome.sums:
+        assert np.isfinite(np.stack(sums)).all()
+        assert not np.stack(sums[:2]).any() and all(total.any() for total in sums[2:])
+
+
+def check_state_survives(name, make_ops):
+    """Through `saved` and `restore`, bit by bit; and `discard` takes a step back."""
+    plan = buckets(SHAPES["model"])
+    n = plan[0].n
+
+    def work(control, wire):
+        ops = make_ops()
+
+        def step(reducer, t):
+            reducer.begin()
+            reducer.start(0, ops.from_host(gradient(control.rank, t, n)))
+            return np.array(ops.to_host(reducer.finish()[0]))
+
+        one = Reducer(plan, MAKE[name](), wire, ops)
+        for t in range(3):
+            step(one, t)
+        before = one.saved()
+        step(one, 50)  # a step that is left out
+        one.discard()
+        after = one.saved()
+        other = Reducer(plan, MAKE[name](), wire, ops)
+        said = other.restore(before)
+        pairs = [(step(one, t), step(other, t)) for t in range(3, 6)]
+        return before, after, said, pairs
+
+    for before, after, said, pairs in LockstepWorld(2).run(work):
+        assert said == "" and before.keys() == after.keys()
+        for key in before:
+            if key != "compressor.steps":
+                np.testing.assert_array_equal(before[key], after[key])
+        for a, b in pairs:
+            assert a.tobytes() == b.tobytes()

@@ -1,0 +1,83 @@
+"""Compressors with TensorFlow's ops, eagerly as the numpy reference, and inside a graph as eagerly."""
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+from compressor_cases import (  # noqa: E402
+    MAKE, SHAPES, SIZES, buckets, check_like_numpy, check_not_finite_is_seen, check_state_survives, check_zeros,
+    gradient,
+)
+
+from hvdtrain.backends.tensorflow.ops import Ops  # noqa: E402
+from hvdtrain.collectives.null import NullCollectives  # noqa: E402
+from hvdtrain.exchange.reducer import Reducer  # noqa: E402
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("name", MAKE)
+def test_as_numpy(name, shapes, size):
+    check_like_numpy(name, Ops, size, SHAPES[shapes])
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_what_is_not_finite_is_seen(name):
+    check_not_finite_is_seen(name, Ops)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_zeros(name):
+    check_zeros(name, Ops)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_state_survives(name):
+    check_state_survives(name, Ops)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("shapes", ["model", "three"])
+@pytest.mark.parametrize("name", MAKE)
+def test_in_a_graph_as_eagerly(name, shapes, size):
+    """State in variables, one trace for each stage; with two ranks each hears only itself."""
+    plan, compressor = buckets(SHAPES[shapes]), MAKE[name]()
+    eager, traced = (Reducer(plan, compressor, NullCollectives(0, size), Ops()) for _ in range(2))
+    variables = {key: tf.Variable(value) for key, value in traced.states[0].items()}
+    traces = []
+
+    def trace(flat_N):
+        traces.append(traced.stage)
+        traced.states = [dict(variables)]
+        traced.start(0, flat_N)
+        total_N = traced.finish()[0]
+        for key, variable in variables.items():
+            variable.assign(traced.states[0][key])
+        return total_N
+
+    graphs = {}
+    for step in range(6):
+        own = tf.constant(gradient(0, step, plan[0].n))
+        for reducer in (eager, traced):
+            reducer.begin()
+        eager.start(0, own)
+        want = eager.finish()[0]
+        graph = graphs.setdefault(traced.stage, tf.function(trace, autograph=False))
+        got = graph(own)
+        assert got.shape == want.shape
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * (np.abs(want).max() + 1e-30))
+    assert traces == sorted({compressor.stage(step) for step in range(6)})
+    for key, variable in variables.items():
+        np.testing.assert_allclose(variable, eager.states[0][key], rtol=0, atol=1e-4 * (np.abs(variable).max() + 1e-30))
+
+
+def test_equals_among_the_largest_in_a_graph():
+    """Both branches of the search for candidates, in one traced function."""
+    ops = Ops()
+    graph = tf.function(lambda x: ops.topk(x, 1500), autograph=False)
+    draw = np.random.default_rng(0)
+    for x in (draw.standard_normal(200_000), np.round(draw.standard_normal(200_000)), np.full(200_000, np.nan)):
+        _, index = graph(tf.constant(x, tf.float32))
+        assert index.shape == (1500,)
+        want = np.argsort(-np.abs(x), kind="stable")[:1500]
+        assert np.isnan(x).all() or sorted(index.numpy().tolist()) == sorted(want.tolist())

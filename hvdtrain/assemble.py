@@ -14,6 +14,7 @@ from typing import Any
 
 from hvdtrain import backends, rng
 from hvdtrain.callbacks import progress
+from hvdtrain.callbacks.auto_compression import AutoCompression
 from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.callbacks.early_stop import EarlyStop
 from hvdtrain.callbacks.jsonl import Jsonl
@@ -177,6 +178,8 @@ def _callbacks(run: Run, facts: LaunchFacts) -> list[Callback]:
     own: list[Any] = [NanGuard(config.nan_guard, config.max_skipped), Throughput()]
     if config.early_stop.metric:
         own.append(EarlyStop(config.early_stop))
+    if config.compression == "auto":
+        own.append(AutoCompression())
     own += [Jsonl(config.log_every), *progress.make(config.progress, facts.kind != "solo")]
     return [*own, Checkpoint(config.checkpoint)]
 

@@ -428,6 +428,10 @@ class Callback(Protocol):
         """Undo `state_dict`."""
         ...
 
+    def restored(self, run: Any) -> None:
+        """See the run between `load_state_dict` and the return of what each rank owns, such as compressor state."""
+        ...
+
 
 class Launcher(Protocol):
     """Turns a launch into a command line without running it."""

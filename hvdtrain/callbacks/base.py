@@ -54,3 +54,6 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo `state_dict`."""
+
+    def restored(self, run: Any) -> None:
+        """See the run between `load_state_dict` and the return of what each rank owns, such as compressor state."""

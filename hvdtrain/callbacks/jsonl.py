@@ -19,32 +19,33 @@ class Jsonl(Callback):
 
     def fit_start(self, run: Any) -> None:
         """Configuration, world and notes."""
-        self._write(run, "start", world_size=run.control.size, hosts=run.topology.describe(), notes=run.notes,
+        self.record(run, "start", world_size=run.control.size, hosts=run.topology.describe(), notes=run.notes,
                     framework=run.spec.framework, wire=run.collectives.name, config=run.config.to_dict())
 
     def step_end(self, run: Any) -> None:
         """Loss, rate, speed and phase seconds so far."""
         s = run.state
-        self._write(run, "step", epoch=s.cursor.epoch, samples=s.cursor.samples, loss=s.loss, grad_norm=s.grad_norm,
+        self.record(run, "step", epoch=s.cursor.epoch, samples=s.cursor.samples, loss=s.loss, grad_norm=s.grad_norm,
                     lr=run.step.learning_rate(), samples_per_s=s.samples_per_s, phases_s=run.phases.seconds)
 
     def non_finite(self, run: Any) -> None:
         """A step without an update."""
-        self._write(run, "non_finite", ranks=run.state.bad_ranks)
+        self.record(run, "non_finite", ranks=run.state.bad_ranks)
 
     def eval_end(self, run: Any) -> None:
         """Metrics."""
-        self._write(run, "eval", epoch=run.state.cursor.epoch, metrics=run.state.metrics)
+        self.record(run, "eval", epoch=run.state.cursor.epoch, metrics=run.state.metrics)
 
     def checkpoint(self, run: Any) -> None:
         """A checkpoint was due here."""
-        self._write(run, "checkpoint")
+        self.record(run, "checkpoint")
 
     def fit_end(self, run: Any) -> None:
         """Why and where it ended."""
-        self._write(run, "end", epoch=run.state.cursor.epoch, stop=run.state.stop, metrics=run.state.metrics)
+        self.record(run, "end", epoch=run.state.cursor.epoch, stop=run.state.stop, metrics=run.state.metrics)
 
-    def _write(self, run: Any, event: str, **fields: Any) -> None:
+    def record(self, run: Any, event: str, **fields: Any) -> None:
+        """Append one record; other callbacks may."""
         if run.out == Path():  # an evaluation without a fit has no directory, and leaves no file
             return
         record = {"event": event, "time": round(time.time(), 3), "step": run.state.cursor.step, **fields}

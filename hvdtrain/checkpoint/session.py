@@ -122,14 +122,15 @@ def restore(run: Any, snapshot: Snapshot | None) -> None:
             raise UserError(f"the checkpoint is of a {meta.get('framework')} model",
                             f"one of {run.spec.framework}, as this model", "resume with the model of that run")
         run.step.load(groups, meta["step_rest"])
+        for callback in run.callbacks:
+            if type(callback).__name__ in meta["callbacks"]:
+                callback.load_state_dict(meta["callbacks"][type(callback).__name__])
+                callback.restored(run)
         return run.step.load_rank(dict(own)) if own is not None else ""
 
     unfit = agreed(run.control, load, "restore")
     run.state.cursor = Cursor.from_dict(meta["cursor"])
     run.state.stop, run.state.wants_stop, run.state.wants_save, run.state.metrics_at = "", "", False, -1
-    for callback in run.callbacks:
-        if type(callback).__name__ in meta["callbacks"]:
-            callback.load_state_dict(meta["callbacks"][type(callback).__name__])
     if own is None:
         run.note(f"resumed a run of {meta['world_size']} ranks on {run.control.size}: random generators start anew "
                  "from the seed" + ("" if run.config.compression == "none" else ", compressor state from nothing"))

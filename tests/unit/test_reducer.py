@@ -226,3 +226,94 @@ def test_a_type_that_the_wire_cannot_sum_is_refused():
     with pytest.raises(UserError, match="type bfloat16; expected types that null can sum: float32, float64"):
         Reducer(buckets(dtype="bfloat16"), NoCompression(), Narrow(0, 2), Ops())
     Reducer(buckets(dtype="bfloat16"), NoCompression(), Narrow(0, 1), Ops())
+
+
+# --- steps and state -----------------------------------------------------------------------------------------------
+
+class Counting(Uncompressed):
+    """Adds how often it was asked to the sum; warms up for two steps."""
+
+    name = "counting"
+
+    def __init__(self, setting=1):
+        self.setting = setting
+
+    def describe(self):
+        return f"counting {self.setting}"
+
+    def stage(self, step):
+        return int(step >= 2)
+
+    def init(self, ops, bucket):
+        return {"count": ops.zeros(1, "float32")}
+
+    def exchange(self, ops, flat_N, state, bucket, size, stage=0):
+        total_N = yield AllReduce(flat_N + state["count"] + 100 * stage)
+        return total_N, {"count": state["count"] + 1}
+
+
+def counts(reducer, steps=1):
+    """The first element of bucket 0 after each of ``steps`` steps that begin from zeros."""
+    out = []
+    for _ in range(steps):
+        reducer.begin()
+        out.append(float(one_step(reducer, [np.zeros(n, np.float32) for n in SIZES], (2, 0, 1))[0][0]))
+    return out
+
+
+def counting(setting=1, plan=SIZES):
+    return Reducer(buckets(plan), Counting(setting), NullCollectives(), Ops())
+
+
+def test_a_step_knows_its_stage():
+    assert counts(counting(), 4) == [0, 1, 102, 103]
+
+
+def test_a_step_that_is_discarded_leaves_no_state():
+    reducer = counting()
+    counts(reducer, 3)
+    reducer.begin()
+    one_step(reducer, vectors(0), (0, 1, 2))
+    assert [s["count"][0] for s in reducer.states] == [4, 4, 4]
+    reducer.discard()
+    assert [s["count"][0] for s in reducer.states] == [3, 3, 3]
+    assert counts(reducer) == [103]
+
+
+def test_state_is_saved_and_restored_with_the_count_of_steps():
+    reducer, other = counting(), counting()
+    counts(reducer, 3)
+    saved = reducer.saved()
+    assert sorted(saved) == ["compressor.0.count", "compressor.1.count", "compressor.2.count", "compressor.mark",
+                             "compressor.steps"]
+    assert other.restore(saved) == "" and other.steps == 3
+    assert counts(other, 2) == counts(reducer, 2) == [103, 104]
+    assert saved["compressor.0.count"][0] == 3  # a copy
+
+
+def test_state_of_another_plan_starts_anew_in_words():
+    reducer = counting()
+    counts(reducer, 3)
+    saved = reducer.saved()
+    for other in (counting(setting=2), counting(plan=(5, 3, 5))):
+        assert "starts anew" in other.restore(saved) and "others than in the checkpoint" in other.restore(saved)
+        assert [s["count"][0] for s in other.states] == [0, 0, 0] and other.steps == 0
+    assert "starts anew: the checkpoint has none" in counting().restore({})
+
+
+def test_without_state_there_is_nothing_to_save_or_to_miss():
+    reducer = Reducer(buckets(), NoCompression(), NullCollectives(), Ops())
+    assert reducer.saved() == {} and reducer.restore({}) == ""
+
+
+def test_a_reduction_that_the_wire_does_not_offer_is_refused():
+    class Odd(Uncompressed):
+        name = "odd"
+        reductions = frozenset({"adasum"})
+
+    class Plain(NullCollectives):
+        reductions = frozenset()
+
+    with pytest.raises(UserError, match="adasum over null, which does not offer it"):
+        Reducer(buckets(), Odd(), Plain(0, 2), Ops())
+    Reducer(buckets(), Odd(), NullCollectives(0, 2), Ops())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -108,6 +109,10 @@ class Ops:
 
     def all_finite(self, x: Array) -> Array:
         return tf.reduce_all(tf.math.is_finite(x))
+
+    def compiled(self, fn: Any) -> Any:
+        """``fn`` as one graph, which is how an exchange runs here."""
+        return tf.function(fn, jit_compile=False, autograph=False)
 
     def to_host(self, x: Array) -> np.ndarray:
         """A copy: a collective may write into what it is given, and a tensor never changes."""

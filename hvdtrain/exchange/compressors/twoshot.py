@@ -25,7 +25,7 @@ STILL = 1e-30
 
 
 class _Halves(Stateless):
-    """16 bits for each element; without state: the rounding is 2^-11 (fp16) or 2^-9 (bf16) of an element."""
+    """16 bits for each element; without state: a rounding changes an element by 2^-11 (fp16) or 2^-8 (bf16) of it at most."""
 
     def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
                  stage: int = 0) -> Exchange:
@@ -69,7 +69,7 @@ class Fp16(_Halves):
 
 
 class Bf16(_Halves):
-    """bfloat16: the range of float32, relative error 2^-9."""
+    """bfloat16: the range of float32, relative error 2^-8."""
 
     name = "bf16"
 

@@ -1,0 +1,174 @@
+"""`compression: auto`: measures the wire and the compressors, predicts, picks one only where it wins, and checks.
+
+Owns the course of it: sweep at the start, some steps without compression, the decision, some steps with what was
+chosen, and back to none where they are not faster. The numbers are `hvdtrain.exchange.sweep`'s, the arithmetic and the
+words `hvdtrain.exchange.choice`'s.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict
+from typing import Any
+
+from hvdtrain.callbacks.base import Callback
+from hvdtrain.cluster.deadline import deadline
+from hvdtrain.exchange import choice, sweep
+from hvdtrain.exchange.choice import Baseline, Choice
+from hvdtrain.run import say
+
+WARM_STEPS = 2
+"""Steps that are not counted at first: allocation, tracing, connections."""
+
+WINDOW_STEPS = 5
+"""Steps that a step time is taken from."""
+
+
+class AutoCompression(Callback):
+    """Runs on all ranks; decisions are rank 0's, made between two steps, and every one is a note of the run.
+
+    ``choice``: the compressor in use. ``settled``: nothing more is measured or changed.
+    """
+
+    where = "all"
+
+    def __init__(self) -> None:
+        self.choice, self.settled = "none", False
+        self._world = ""
+        self._sweep: sweep.Sweep | None = None
+        self._base: Baseline | None = None
+        self._decision: Choice | None = None
+        self._watch = _Watch(WARM_STEPS)
+
+    def fit_start(self, run: Any) -> None:
+        """Measure links and compressors; a run that goes on in the world it was decided for keeps its choice."""
+        if self.settled and self._world == _world(run):
+            return
+        self.choice, self.settled, self._world = "none", False, _world(run)
+        self._base = self._decision = None
+        run.use_compressor("none")
+        if run.collectives.size == 1:
+            self._settle(run, "none: one rank sends nothing")
+            return
+        # Each call is bounded by the collectives' own limit where they have one; this bounds the sweep as a whole.
+        with deadline(run.config.control_timeout_s, "the sweep of compression auto"):
+            self._sweep = sweep.measure(run.collectives, run.reducer.ops, run.control, run.reducer.buckets, run.config)
+        self._watch = _Watch(WARM_STEPS)
+        self._watch.begin(run)
+
+    def restored(self, run: Any) -> None:
+        """Take up a settled choice before its state returns."""
+        if self.settled and self._world == _world(run) and run.reducer.compressor.name != self.choice:
+            run.use_compressor(self.choice)
+            run.note(f"compression auto: {self.choice}, as it was decided before")
+
+    def step_end(self, run: Any) -> None:
+        """Watch a step; at the end of a window, decide or check."""
+        if self.settled or not self._watch.full(run):
+            return
+        measured = self._watch.measured(run)
+        if self._base is None:
+            self._decide(run, measured)
+        else:
+            self._check(run, measured.step_s)
+
+    def fit_end(self, run: Any) -> None:
+        """Say so where the run was too short."""
+        if self.settled:
+            return
+        what = "decide" if self._base is None else f"check the choice of {self.choice}"
+        run.note(f"compression auto: the run was too short to {what}")
+
+    def _decide(self, run: Any, base: Baseline) -> None:
+        """Predict every compressor's step and use the best, or none."""
+        assert self._sweep is not None
+        config, wire, found = run.config, run.collectives, self._sweep
+        self._base = base
+        rows = choice.predict(found.costs, found.links, base, wire.overlaps, wire.in_graph)
+        decision = run.control.bcast(choice.decide(rows, config.exchange.auto_margin))
+        if run.control.rank == 0 and config.progress != "off":
+            for line in choice.table(rows, found.refused, decision.name, wire.size):
+                say(line)
+        _log(run, "decided", choice=decision.name, reason=decision.reason, base=asdict(base),
+             rows=[asdict(row) for row in rows], refused=found.refused, sweep_s=found.seconds,
+             links={kind: asdict(link) for kind, link in found.links.items()})
+        if decision.name == "none":
+            self._settle(run, decision.reason)
+            return
+        run.note(f"compression auto: {decision.reason}")
+        self._decision, self.choice = decision, decision.name
+        run.use_compressor(decision.name)
+        # A warm-up of topk sends more than what was predicted: the check comes after it.
+        self._watch = _Watch(WARM_STEPS + (config.exchange.topk_warmup_steps if decision.name == "topk" else 0))
+        self._watch.begin(run)
+
+    def _check(self, run: Any, measured_s: float) -> None:
+        """Keep the choice if its steps are shorter than those without, else go back to none."""
+        assert self._decision is not None and self._base is not None
+        keep, reason = run.control.bcast(choice.verdict(self._decision, self._base, measured_s))
+        if not keep:
+            self.choice = "none"
+            run.use_compressor("none")
+        _log(run, "checked", choice=self.choice, reason=reason, measured_s=measured_s)
+        self._settle(run, reason)
+
+    def _settle(self, run: Any, reason: str) -> None:
+        self.settled = True
+        run.note(f"compression auto: {reason}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The choice, and the world it was made for."""
+        return {"choice": self.choice, "settled": self.settled, "world": self._world}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo `state_dict`; a choice that was not settled is made anew."""
+        self.choice, self.settled, self._world = state["choice"], state["settled"], state["world"]
+
+
+class _Watch:
+    """Times of a window of steps, after ``skip`` that do not count; from the run's phases, so without evaluations."""
+
+    def __init__(self, skip: int) -> None:
+        self._skip = skip
+        self._rows: list[tuple[float, float]] = []
+        self._before = (0.0, 0.0)
+
+    def begin(self, run: Any) -> None:
+        """Count from here."""
+        self._before = _clock(run)
+
+    def full(self, run: Any) -> bool:
+        """Count the step that has ended; True once the window is full, at the same step on every rank."""
+        now = _clock(run)
+        self._rows.append((now[0] - self._before[0], now[1] - self._before[1]))
+        self._before = now
+        return len(self._rows) >= self._skip + WINDOW_STEPS
+
+    def measured(self, run: Any) -> Baseline:
+        """Step and wait of the window; collective, the same on every rank.
+
+        Of each step the slowest rank's time, and the wait of the rank that waited least: the others' wait is also for
+        that rank. Then the median over the steps; the mean where the device runs behind and only a window is exact.
+        """
+        ranks = run.control.gather(self._rows[self._skip:])
+        middle = statistics.fmean if run.step.asynchronous else statistics.median
+        return run.control.bcast(Baseline(middle(max(step_s for step_s, _ in rows) for rows in zip(*ranks)),
+                                          middle(min(wait_s for _, wait_s in rows) for rows in zip(*ranks))))
+
+
+def _clock(run: Any) -> tuple[float, float]:
+    """(seconds of steps and their data, seconds of waiting) of this rank so far."""
+    return run.phases.step_s + run.phases.seconds["data"], run.phases.seconds["wait"]
+
+
+def _world(run: Any) -> str:
+    """What a choice depends on, in words."""
+    return f"{run.control.size} ranks, {run.topology.describe()}, {run.collectives.name}"
+
+
+def _log(run: Any, stage: str, **fields: Any) -> None:
+    """A record in the log of the run, by the callbacks that keep one; on rank 0."""
+    for callback in run.callbacks if run.control.rank == 0 else ():
+        record = getattr(callback, "record", None)
+        if record is not None:
+            record(run, "compression", stage=stage, **fields)

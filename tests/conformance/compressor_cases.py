@@ -124,6 +124,18 @@ def check_not_finite_is_seen(name, make_ops):
                 assert np.isfinite(first).all() and not np.isfinite(second).all(), (bad, where)
 
 
+def check_not_finite_among_many(make_ops):
+    """So many that only candidates are looked at, which NaN never is: it reaches all ranks even so."""
+    for bad in (np.nan, np.inf):
+        def give(rank, step, n):
+            own = np.random.default_rng(rank).standard_normal(n).astype(np.float32)
+            own[12345] = bad if rank else 1.0
+            return own
+
+        for sums in exchanged(TopK(0.01), make_ops, 2, ((200_000,),), 1, give).sums:
+            assert not np.isfinite(sums[0]).all()
+
+
 def check_zeros(name, make_ops):
     """Nothing from anybody, then something: no NaN, and what comes later is not lost."""
     def give(rank, step, n):

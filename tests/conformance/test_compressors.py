@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 from compressor_cases import (
-    MAKE, SHAPES, SIZES, buckets, check_not_finite_is_seen, check_state_survives, check_zeros, exact, exchanged,
-    gradient,
+    MAKE, SHAPES, SIZES, buckets, check_not_finite_among_many, check_not_finite_is_seen, check_state_survives,
+    check_zeros, exact, exchanged, gradient,
 )
 
 from hvdtrain.backends.numpy.ops import Ops
@@ -96,6 +96,11 @@ def test_bits_and_bytes(name, shapes, size):
 @pytest.mark.parametrize("name", MAKE)
 def test_what_is_not_finite_is_seen(name):
     check_not_finite_is_seen(name, Ops)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_what_is_not_finite_is_seen_among_many():
+    check_not_finite_among_many(Ops)
 
 
 @pytest.mark.parametrize("name", MAKE)

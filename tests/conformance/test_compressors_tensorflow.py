@@ -5,8 +5,8 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 from compressor_cases import (  # noqa: E402
-    MAKE, SHAPES, SIZES, buckets, check_like_numpy, check_not_finite_is_seen, check_state_survives, check_zeros,
-    gradient,
+    MAKE, SHAPES, SIZES, buckets, check_like_numpy, check_not_finite_among_many, check_not_finite_is_seen,
+    check_state_survives, check_zeros, gradient,
 )
 
 from hvdtrain.backends.tensorflow.ops import Ops  # noqa: E402
@@ -24,6 +24,10 @@ def test_as_numpy(name, shapes, size):
 @pytest.mark.parametrize("name", MAKE)
 def test_what_is_not_finite_is_seen(name):
     check_not_finite_is_seen(name, Ops)
+
+
+def test_what_is_not_finite_is_seen_among_many():
+    check_not_finite_among_many(Ops)
 
 
 @pytest.mark.parametrize("name", MAKE)

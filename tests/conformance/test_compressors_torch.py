@@ -4,7 +4,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from compressor_cases import (  # noqa: E402
-    MAKE, SHAPES, SIZES, check_like_numpy, check_not_finite_is_seen, check_state_survives, check_zeros,
+    MAKE, SHAPES, SIZES, check_like_numpy, check_not_finite_among_many, check_not_finite_is_seen, check_state_survives,
+    check_zeros,
 )
 
 from hvdtrain.backends.torch.ops import Ops  # noqa: E402
@@ -28,6 +29,10 @@ def test_as_numpy(name, shapes, size):
 @pytest.mark.parametrize("name", MAKE)
 def test_what_is_not_finite_is_seen(name):
     check_not_finite_is_seen(name, Ops)
+
+
+def test_what_is_not_finite_is_seen_among_many():
+    check_not_finite_among_many(Ops)
 
 
 @pytest.mark.parametrize("name", MAKE)

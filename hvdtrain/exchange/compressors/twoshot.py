@@ -25,7 +25,7 @@ STILL = 1e-30
 
 
 class _Halves(Stateless):
-    """16 bits for each element; without state: a rounding changes an element by 2^-11 (fp16) or 2^-8 (bf16) of it at most."""
+    """16 bits for each element, without state; a rounding changes an element by 2^-11 (fp16) or 2^-8 (bf16) of it."""
 
     def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
                  stage: int = 0) -> Exchange:

@@ -94,16 +94,16 @@ if [[ ${1:-} == --inside ]]; then
     ((failed == 0)) || skip "the hosts could not be made: $problem"
     export TMPDIR=/dev/shm/tmp HOSTNAME=host0 GLOO_SOCKET_IFNAME=eth0
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 # only root gets here
-    export HVDTRAIN_IFACE=eth0 HVDTRAIN_HOSTS=host0:$SLOTS HVDTRAIN_MPIRUN_ARGS
-    for ((i = 1; i < HOSTS; i++)); do HVDTRAIN_HOSTS+=,host$i:$SLOTS; done
+    export TWO_HOSTS_IFACE=eth0 TWO_HOSTS_LIST=host0:$SLOTS TWO_HOSTS_MPIRUN_ARGS
+    for ((i = 1; i < HOSTS; i++)); do TWO_HOSTS_LIST+=,host$i:$SLOTS; done
     # pml ob1: UCX would find that the hosts share a memory, and leave the cable. Yield: they share the processors too.
     arguments=(--mca plm_rsh_agent "$agent" --mca oob_tcp_if_include eth0 --mca btl_tcp_if_include eth0
         --mca pml ob1 --mca mpi_yield_when_idle 1 --bind-to none)
-    HVDTRAIN_MPIRUN_ARGS=${arguments[*]@Q}
+    TWO_HOSTS_MPIRUN_ARGS=${arguments[*]@Q}
     case ${1##*/} in mpirun | mpiexec)
-        set -- "$1" -H "$HVDTRAIN_HOSTS" "${arguments[@]}" "${@:2}"
+        set -- "$1" -H "$TWO_HOSTS_LIST" "${arguments[@]}" "${@:2}"
         # It has them now, and hvdtrain refuses variables of its prefix that are no keys.
-        unset HVDTRAIN_HOSTS HVDTRAIN_MPIRUN_ARGS HVDTRAIN_IFACE ;;
+        unset TWO_HOSTS_LIST TWO_HOSTS_MPIRUN_ARGS TWO_HOSTS_IFACE ;;
     esac
     # In the background, or bash would hear SIGTERM only afterwards; with the input and Ctrl-C, which & takes away.
     trap 'kill -TERM "$command" 2>/dev/null' TERM

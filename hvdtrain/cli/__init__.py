@@ -12,6 +12,7 @@ COMMANDS = {
     "train": "train a model (the default: without arguments, the built-in recipe)",
     "verify": "show that a model trains alike on 1, 2, 3, ... ranks (law 2)",
     "build": "build, install and check Horovod for the frameworks and the MPI found here",
+    "bench": "measure the wire, compressors, whole steps (also against other trainers) and accuracy",
 }
 
 USAGE = """usage: python -m hvdtrain [command] [options]

@@ -42,9 +42,9 @@ if world.rank == 0:
 
 ON_EVERY_HOST = """
 import os, shlex, subprocess, sys
-words = shlex.split(os.environ["HVDTRAIN_MPIRUN_ARGS"])
+words = shlex.split(os.environ["TWO_HOSTS_MPIRUN_ARGS"])
 agent = words[words.index("plm_rsh_agent") + 1]
-hosts = sys.argv[2:] or [entry.split(":")[0] for entry in os.environ["HVDTRAIN_HOSTS"].split(",")]
+hosts = sys.argv[2:] or [entry.split(":")[0] for entry in os.environ["TWO_HOSTS_LIST"].split(",")]
 sys.exit(max(subprocess.run([agent, host, sys.argv[1]]).returncode for host in hosts))
 """
 

@@ -1,0 +1,353 @@
+"""``bench compressors``: what each gradient compressor costs, sends and gets wrong, on the buckets of a model.
+
+Owns the stand-ins for a wire, the made-up gradients and the errors. Needs one process: time is one rank's, against a
+wire that costs nothing; errors are those of P ranks that take turns in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdtrain import backends
+from hvdtrain.bench import options, record, table
+from hvdtrain.bench.session import require
+from hvdtrain.bench.timing import settle, shown, spread
+from hvdtrain.bench.workloads import WORKLOADS
+from hvdtrain.cluster.launcher import launch_facts
+from hvdtrain.cluster.topology import affinity, compute_threads
+from hvdtrain.collectives.null import NullCollectives
+from hvdtrain.config import Config, Exchange
+from hvdtrain.errors import UserError
+from hvdtrain.exchange.buckets import Bucket, plan_buckets
+from hvdtrain.exchange.compressors import COMPRESSORS, create
+from hvdtrain.protocols import AllGather, AllReduce, Array, Compressor, Ops, ParamSpec, Request
+
+FRAMEWORKS = ("torch", "tensorflow", "numpy")
+MODELS = ("mlp", "gpt")
+WARM_UPS = 2
+SAMPLES = 64
+"""Samples that a made-up gradient is summed over, as of a batch of this size."""
+
+Shapes = Sequence[tuple[int, ...]]
+States = list[dict[str, Array]]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is compressed: the buckets of a model, and every rank's gradient for each, float32 (P, N) on the host."""
+
+    name: str
+    params: int
+    bucket_mb: float
+    buckets: tuple[Bucket, ...]
+    gradients: tuple[np.ndarray, ...]
+
+    @property
+    def ranks(self) -> int:
+        """P."""
+        return len(self.gradients[0])
+
+
+# --- the subject ---------------------------------------------------------------------------------------------------
+
+def shapes_of(model: str) -> Shapes:
+    """Parameter shapes of a model of `WORKLOADS`, as in `torch_models`, in their order. Pure: builds no model."""
+    args = WORKLOADS[model].args
+    return mlp_shapes(**args) if model == "mlp" else gpt_shapes(**args)
+
+
+def mlp_shapes(in_features: int, hidden: Sequence[int], classes: int) -> Shapes:
+    """Weight and bias of each layer."""
+    widths = [in_features, *hidden, classes]
+    return [shape for n, m in zip(widths, widths[1:]) for shape in ((m, n), (m,))]
+
+
+def gpt_shapes(vocab: int, context: int, width: int, depth: int) -> Shapes:
+    """Embeddings, blocks (norm, attention, norm, mlp), last norm and logits."""
+    def linear(n: int, m: int) -> list[tuple[int, ...]]:
+        return [(m, n), (m,)]
+
+    norm: list[tuple[int, ...]] = [(width,), (width,)]
+    block = [*norm, *linear(width, 3 * width), *linear(width, width), *norm, *linear(width, 4 * width),
+             *linear(4 * width, width)]
+    return [(vocab, width), (context, width), *block * depth, *norm, (vocab, width)]
+
+
+def subject(name: str, shapes: Shapes, bucket_mb: float, ranks: int, seed: int) -> Subject:
+    """The buckets of parameters of these shapes, with gradients that are the same for the same arguments."""
+    params = [ParamSpec(f"p{i}", tuple(shape), "float32") for i, shape in enumerate(shapes)]
+    buckets = plan_buckets(params, bucket_mb)
+    rows = [np.stack([np.concatenate([gradient(params[i].shape, seed, i, rank).ravel() for i in b.params])
+                      for rank in range(ranks)]) for b in buckets]
+    return Subject(name, sum(p.n for p in params), bucket_mb, tuple(buckets), tuple(rows))
+
+
+def gradient(shape: tuple[int, ...], seed: int, index: int, rank: int) -> np.ndarray:
+    """A float32 gradient made as a dense layer's is: the product of deltas and rectified activations of `SAMPLES`.
+
+    Ranks share half of the deltas' variance, as batches of the same data do. Its rank is `SAMPLES` at most, its
+    entries have heavier tails than a normal distribution: white noise would be no gradient.
+    """
+    common, own = np.random.default_rng([seed, index]), np.random.default_rng([seed, index, rank + 1])
+    rows, columns = shape[0], int(np.prod(shape[1:], dtype=np.int64))
+    deltas = (common.standard_normal((SAMPLES, rows)) + own.standard_normal((SAMPLES, rows))) / SAMPLES
+    if len(shape) == 1:
+        return deltas.sum(0).astype(np.float32)
+    inputs = np.maximum(own.standard_normal((SAMPLES, columns)), 0)
+    return (deltas.T.astype(np.float32) @ inputs.astype(np.float32)).reshape(shape)
+
+
+# --- stand-ins for a wire ------------------------------------------------------------------------------------------
+
+def exchange_alone(compressor: Compressor, ops: Ops, subject: Subject, flats: Sequence[Array],
+                   states: States) -> tuple[float, list[Array], States]:
+    """(seconds in the compressor, sums, new states) of one rank's step over a wire that costs nothing.
+
+    The wire is null's: results have the right shapes, and values of this rank only.
+    """
+    wire, seconds, sums, new = NullCollectives(0, subject.ranks), 0.0, [], []
+    for bucket, flat_N, state in zip(subject.buckets, flats, states):
+        steps = compressor.exchange(ops, flat_N, state, bucket, subject.ranks, compressor.stage(0))
+        answer: Any = None
+        while True:
+            begin = time.perf_counter()
+            try:
+                request = steps.send(answer)
+            except StopIteration as stop:
+                settle(ops, stop.value[0])
+                seconds += time.perf_counter() - begin
+                sums.append(stop.value[0])
+                new.append(stop.value[1])
+                break
+            settle(ops, payload(request))
+            seconds += time.perf_counter() - begin
+            answer = _alone(wire, request)
+    return seconds, sums, new
+
+
+def payload(request: Request) -> Array:
+    """The array that a request sends."""
+    if isinstance(request, AllReduce):
+        return request.flat_N
+    return request.x_K if isinstance(request, AllGather) else request.x_PK
+
+
+def _alone(wire: NullCollectives, request: Request) -> Array:
+    """What a wire of nobody else answers."""
+    if isinstance(request, AllReduce):
+        return wire.allreduce(request.flat_N, "").wait()
+    if isinstance(request, AllGather):
+        return wire.allgather(request.x_K, "").wait()
+    return wire.alltoall(request.x_PK, "").wait()
+
+
+def exchange_all(compressor: Compressor, ops: Ops, flats_P: Sequence[Array], states_P: States, bucket: Bucket,
+                 stage: int = 0) -> tuple[list[Array], States]:
+    """(each rank's sum, each rank's new state) of one bucket, all ranks in turns in this process."""
+    size = len(flats_P)
+    ranks = [compressor.exchange(ops, x, s, bucket, size, stage) for x, s in zip(flats_P, states_P)]
+    results: list[Any] = []
+    answers: list[Any] = [None] * size
+    while not results:
+        requests = []
+        for steps, answer in zip(ranks, answers):
+            try:
+                requests.append(steps.send(answer))
+            except StopIteration as stop:
+                results.append(stop.value)
+        assert not (results and requests), f"ranks of {compressor.name} ask for different numbers of collectives"
+        answers = _together(ops, requests) if requests else []
+    return [total for total, _ in results], [state for _, state in results]
+
+
+def _together(ops: Ops, requests: Sequence[Request]) -> list[Array]:
+    """What the wire answers each rank; no two ranks are given the same memory."""
+    xs = [payload(request) for request in requests]
+    shape = (len(xs), -1)
+    if isinstance(requests[0], AllReduce):
+        total_N = xs[0]
+        for x in xs[1:]:
+            total_N = total_N + x
+        return [ops.pack([total_N]) for _ in xs]
+    if isinstance(requests[0], AllGather):
+        return [ops.reshape(ops.pack(xs), shape) for _ in xs]
+    return [ops.reshape(ops.pack([x[r] for x in xs]), shape) for r in range(len(xs))]
+
+
+# --- measuring -----------------------------------------------------------------------------------------------------
+
+def measure(name: str, config: Config, subject: Subject, ops: Ops, graph: Callable[..., Any] | None, repeats: int,
+            steps: int) -> dict[str, Any]:
+    """What a record holds of one compressor beside the environment. ``graph``: makes a function one graph, or None.
+
+    Errors: `UserError` for a compressor that asks more of the wire than sums.
+    """
+    compressor = create(name, config)
+    if compressor.reductions:
+        raise UserError(f"{name} asks the wire for {', '.join(sorted(compressor.reductions))}",
+                        "a compressor that sums", "correct --compressors")
+    ms = spread([1e3 * s for s in _seconds(compressor, ops, subject, graph, repeats)])
+    size = subject.ranks
+    sent, plain = (sum(c.wire_bytes(b, size) for b in subject.buckets) for c in (compressor, create("none", config)))
+    first, mean = errors(compressor, ops, subject, steps)
+    return {"compressor": name, "describe": compressor.describe(), "time_ms": ms.pop("median"),
+            **{f"{k}_ms": v for k, v in ms.items()}, "bytes_sent": sent, "ratio": plain / sent if sent else None,
+            "error_first": first, "error_mean": mean, "error_steps": steps, "repeats": repeats,
+            "in_graph": graph is not None}
+
+
+def _seconds(compressor: Compressor, ops: Ops, subject: Subject, graph: Callable[..., Any] | None,
+             repeats: int) -> list[float]:
+    """Seconds of rank 0's encoding and decoding of all buckets, in each repeat; state goes on from one to the next.
+
+    In a graph the time is the whole function's: the stand-in's, which repeats rows for an allgather, is in it.
+    """
+    states = [compressor.init(ops, bucket) for bucket in subject.buckets]
+    whole = graph(lambda flats, states: exchange_alone(compressor, ops, subject, flats, states)[1:]) if graph else None
+    found = []
+    for _ in range(WARM_UPS + repeats):
+        flats = [ops.from_host(rows_PN[0].copy()) for rows_PN in subject.gradients]  # an exchange may write to them
+        if whole is None:
+            seconds, _, states = exchange_alone(compressor, ops, subject, flats, states)
+        else:
+            begin = time.perf_counter()
+            sums, states = whole(flats, states)
+            settle(ops, sums[-1])
+            seconds = time.perf_counter() - begin
+        found.append(seconds)
+    return found[WARM_UPS:]
+
+
+def errors(compressor: Compressor, ops: Ops, subject: Subject, steps: int) -> tuple[float, float]:
+    """Relative error norms, over all buckets, of the first sum and of the mean sum of ``steps`` equal gradients.
+
+    The second is what error feedback brings down: what one step leaves out, a later one sends.
+    """
+    first = mean = norm = 0.0
+    for bucket, rows_PN in zip(subject.buckets, subject.gradients):
+        exact_N = rows_PN.sum(0, dtype=np.float64)
+        total_N = np.zeros(bucket.n)
+        states = [compressor.init(ops, bucket) for _ in rows_PN]
+        for step in range(steps):
+            flats = [ops.from_host(row_N.copy()) for row_N in rows_PN]
+            sums, states = exchange_all(compressor, ops, flats, states, bucket, compressor.stage(step))
+            total_N += ops.to_host(sums[0])
+            if step == 0:
+                first += float(np.square(total_N - exact_N).sum())
+        mean += float(np.square(total_N / steps - exact_N).sum())
+        norm += float(np.square(exact_N).sum())
+    return math.sqrt(first / norm), math.sqrt(mean / norm)
+
+
+# --- the command ---------------------------------------------------------------------------------------------------
+
+def main(argv: list[str]) -> int:
+    """Run the command; 0."""
+    args = parse(argv)
+    _check_alone()
+    ops, graph, threads = _start(args)
+    environment = record.environment("", 1, "", args.seed, threads, args.framework)
+    config = _config(args)
+    for what in _subjects(args):
+        rows = [measure(name, config, what, ops, graph, args.repeats, args.steps) for name in args.compressors]
+        headers = ("compressor", "ms a step", "bytes sent", "fp32 / sent", "error, 1 sum", f"mean of {args.steps}")
+        table.show(_title(what, args.framework, threads, graph is not None), headers, [cells(r) for r in rows],
+                   args.markdown)
+        facts = {"model": what.name, "params": what.params, "buckets": len(what.buckets),
+                 "bucket_mb": what.bucket_mb, "simulated_ranks": what.ranks}
+        for row in rows if args.jsonl else ():
+            record.append(args.jsonl, {"bench": "compressors", **environment, **facts, **row})
+    return 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options; `UserError` for a bad one."""
+    usual = Exchange()
+    names = [name for name in COMPRESSORS if not _reductions(name)]
+    parser = options.Parser("compressors", "Time to encode and decode, bytes sent and error of each gradient "
+                            "compressor. One process; the ranks of --ranks are played by it.")
+    parser.add_argument("--framework", type=options.one_of("--framework", FRAMEWORKS), default="torch",
+                        metavar="|".join(FRAMEWORKS), help="whose arrays are compressed; tensorflow: in a graph")
+    parser.add_argument("--compressors", type=options.some_of("--compressors", names), default=",".join(names),
+                        metavar="A,B", help="which")
+    parser.add_argument("--model", type=options.some_of("--model", MODELS), default=",".join(MODELS), metavar="A,B",
+                        help="whose parameters: " + ", ".join(f"{m} ({WORKLOADS[m].doc})" for m in MODELS))
+    parser.add_argument("--shapes", type=options.shapes("--shapes"), default=None, metavar="2048x512,2048",
+                        help="parameters of these shapes instead")
+    parser.add_argument("--ranks", type=options.whole("--ranks", 2, 16), default=2, metavar="P",
+                        help="ranks that take part")
+    parser.add_argument("--steps", type=options.whole("--steps", 1, 10000), default=10, metavar="N",
+                        help="steps of the same gradient, for the error of their mean")
+    parser.add_argument("--bucket-mb", type=options.number("--bucket-mb", 0, 2**20), default=usual.bucket_mb,
+                        metavar="MIB", help="size of a bucket")
+    parser.add_argument("--powersgd-rank", type=options.whole("--powersgd-rank", 1), metavar="R",
+                        default=usual.powersgd_rank, help="exchange.powersgd_rank")
+    parser.add_argument("--topk-ratio", type=options.number("--topk-ratio", 0, 1), default=usual.topk_ratio,
+                        metavar="X", help="exchange.topk_ratio")
+    parser.add_argument("--seed", type=options.whole("--seed", 0, 2**32 - 1), default=0, metavar="N",
+                        help="of the gradients")
+    parser.add_argument("--threads", type=options.whole("--threads", 0, 4096), default=0, metavar="N",
+                        help="compute threads; 0: one for each core")
+    parser.common(repeats=10)
+    return parser.parse(argv)
+
+
+def _reductions(name: str) -> bool:
+    """Whether a compressor asks more of the wire than sums."""
+    return bool(create(name, Config()).reductions)
+
+
+def _check_alone() -> None:
+    """Raise `UserError` under a launcher of several ranks."""
+    size = launch_facts(os.environ).size
+    if size > 1:
+        raise UserError(f"bench compressors was started on {size} ranks", "one process, which plays all ranks",
+                        "leave the launcher out and set --ranks")
+
+
+def _start(args: argparse.Namespace) -> tuple[Ops, Callable[..., Any] | None, int]:
+    """(ops, what makes a graph or None, threads)."""
+    require(args.framework)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    backend = backends.load(args.framework)
+    threads = compute_threads(len(affinity()), os.cpu_count() or 1, 1, args.threads)
+    backend.setup(threads, False)
+    return backend.Ops(), _graph if args.framework == "tensorflow" else None, threads
+
+
+def _graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One TensorFlow graph of ``function``, as the training step makes them."""
+    return sys.modules["tensorflow"].function(function, jit_compile=False, autograph=False)
+
+
+def _config(args: argparse.Namespace) -> Config:
+    exchange = Exchange(bucket_mb=args.bucket_mb, powersgd_rank=args.powersgd_rank, topk_ratio=args.topk_ratio)
+    return Config(exchange=exchange).check()
+
+
+def _subjects(args: argparse.Namespace) -> list[Subject]:
+    named = [("shapes", args.shapes)] if args.shapes else [(model, shapes_of(model)) for model in args.model]
+    return [subject(name, shapes, args.bucket_mb, args.ranks, args.seed) for name, shapes in named]
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """A record as a row of the table."""
+    ratio = "-" if row["ratio"] is None else f"{row['ratio']:.1f}x"
+    return [row["describe"], shown(row["time_ms"]), str(row["bytes_sent"]), ratio, f"{row['error_first']:.2e}",
+            f"{row['error_mean']:.2e}"]
+
+
+def _title(what: Subject, framework: str, threads: int, in_graph: bool) -> str:
+    n = len(what.buckets)
+    return (f"{what.name}: {what.params:,} parameters in {n} bucket{'s' if n > 1 else ''} of {what.bucket_mb:g} MiB; "
+            f"{framework}{' in a graph' if in_graph else ''}, {threads} thread{'s' if threads > 1 else ''}, "
+            f"{what.ranks} ranks")

@@ -1,0 +1,143 @@
+"""The contenders of `bench step`: hvdtrain in its variants and its peers, by name.
+
+Owns the registry and what a contender's file gets and gives. Each file of this folder has a ``prepare(setup, ...)``
+that builds a whole training job the way that library's own documentation shows it. The peers measured here are the one
+place beside the backends where Horovod and the frameworks are imported; everything is imported inside functions.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.bench.workloads import Workload
+from hvdtrain.errors import UserError, nearest
+
+Batches = list[tuple[np.ndarray, ...]]
+
+IDLE_S = 24 * 3600.0
+"""Bound of a contender's own waits: a job that is suspended between two rounds must not run into it. The bench has
+bounds of its own.
+"""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every contender is given: the same on all ranks but for the place of the rank and its ``batches``."""
+
+    workload: Workload
+    framework: str
+    batch: int
+    seed: int
+    threads: int
+    control: Any
+    arrays: tuple[np.ndarray, ...]
+    batches: Batches
+    iface: str = ""
+    powersgd_rank: int = 4
+    exchange: tuple[str, ...] = ()
+    scratch: str = ""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job that is ready to train.
+
+    ``step(i)``: one whole training step on batch i of the rank. ``loss()``: of the last step, the mean over this
+    rank's samples (``global_loss``: over all ranks' samples already). ``params()``: the trainable parameters as numpy
+    arrays. ``sync()``: wait for the device.
+    """
+
+    step: Callable[[int], Any]
+    loss: Callable[[], float]
+    params: Callable[[], list[np.ndarray]]
+    wire: str
+    sync: Callable[[], None] = lambda: None
+    global_loss: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One entry of the registry.
+
+    ``file``: in this folder; ``options``: keyword arguments of its ``prepare``. ``needs``: module that must be
+    installed. ``exact``: sums gradients as they are, so that all such contenders take the same steps. ``alone``: runs
+    as one process, whatever the number of ranks. ``peer``: not ours.
+    """
+
+    name: str
+    file: str
+    options: dict[str, Any] = field(default_factory=dict)
+    needs: str = ""
+    exact: bool = True
+    alone: bool = False
+    peer: bool = True
+
+    def prepare(self, setup: Setup) -> Prepared:
+        """Build the job; collective over its ranks."""
+        return importlib.import_module(f"{__name__}.{self.file}").prepare(setup, **self.options)
+
+    def lacks(self) -> str:
+        """Why it cannot run here, "" where it can. Looks for files, imports nothing."""
+        missing = bool(self.needs) and importlib.util.find_spec(self.needs) is None
+        how = "python -m hvdtrain build" if self.needs == "horovod" else "pip install 'hvdtrain[bench]'"
+        return f"{self.needs} is not installed ({how})" if missing else ""
+
+
+_PEERS: dict[str, list[Contender]] = {
+    "torch": [
+        Contender("ddp", "ddp"),
+        Contender("ddp+fp16", "ddp", {"hook": "fp16"}, exact=False),
+        Contender("ddp+powersgd", "ddp", {"hook": "powersgd"}, exact=False),
+        Contender("accelerate", "accelerate", needs="accelerate"),
+        Contender("fabric", "fabric", needs="lightning_fabric"),
+        Contender("horovod", "horovod_torch", needs="horovod"),
+        Contender("plain", "plain_torch", alone=True),
+    ],
+    "tensorflow": [
+        Contender("horovod", "horovod_tensorflow", needs="horovod"),
+        Contender("mwms", "mwms"),
+        Contender("plain", "plain_tensorflow", alone=True),
+    ],
+}
+_OURS = re.compile(r"hvdtrain(?:-(?P<wire>[a-z]+))?(?:\+(?P<compression>[a-z0-9]+))?")
+
+
+def peers(framework: str) -> list[str]:
+    """Names of the peers of ``framework``."""
+    return [contender.name for contender in _PEERS[framework]]
+
+
+def contender(name: str, framework: str) -> Contender:
+    """The contender called ``name``: a peer, or ``hvdtrain[-WIRE][+COMPRESSION]``; `UserError` for any other."""
+    ours = _OURS.fullmatch(name)
+    if ours:
+        wire, compression = ours["wire"] or "auto", ours["compression"] or "none"
+        for what, value, choices in (("collectives", wire, _choices("collectives")),
+                                     ("compression", compression, _choices("compression"))):
+            if value not in choices:
+                raise UserError(f"contender {name}: there are no {what} {value!r}", nearest(value, choices),
+                                "correct --contenders")
+        exact = compression == "none" and wire != "null"
+        return Contender(name, "ours", {"wire": wire, "compression": compression},
+                         "horovod" if wire == "horovod" else "", exact, peer=False)
+    found = next((c for c in _PEERS[framework] if c.name == name), None)
+    if found is None:
+        known = ["hvdtrain", "hvdtrain-WIRE", "hvdtrain+COMPRESSION", *peers(framework)]
+        raise UserError(f"there is no contender {name!r} for {framework}", nearest(name, known), "correct --contenders")
+    return found
+
+
+def _choices(key: str) -> tuple[str, ...]:
+    """What the configuration allows for ``key``."""
+    from hvdtrain.config import Config
+
+    return typing.get_args(typing.get_type_hints(Config)[key])

@@ -1,0 +1,24 @@
+"""One traced training step and nothing around it, in one process: what Keras' ``train_on_batch`` runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdtrain.bench.peers import Prepared, Setup
+from hvdtrain.bench.peers import tensorflow_common as common
+
+
+def prepare(setup: Setup) -> Prepared:
+    """Tape, gradients, SGD, in one `tf.function`."""
+    import tensorflow as tf
+
+    model, loss, optimizer = common.build(setup, lambda: common.seed(setup))
+
+    @tf.function(jit_compile=False)
+    def train(batch: Any) -> Any:
+        with tf.GradientTape() as tape:
+            value = loss(model, batch)
+        optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
+        return value
+
+    return common.prepared(setup, model, train, "none")

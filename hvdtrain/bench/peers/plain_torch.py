@@ -1,0 +1,12 @@
+"""The plain PyTorch loop, in one process and with nothing around it: what a loop costs at the least."""
+
+from __future__ import annotations
+
+from hvdtrain.bench.peers import Prepared, Setup
+from hvdtrain.bench.peers import torch_common as common
+
+
+def prepare(setup: Setup) -> Prepared:
+    """Model, loss, SGD."""
+    model, loss, device = common.build(setup)
+    return common.prepared(setup, model, loss, device, common.optimizer(model), "none")

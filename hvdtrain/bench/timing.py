@@ -1,0 +1,35 @@
+"""From seconds measured to numbers told: when an array is really there, and the spread of repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.protocols import Array, Ops
+
+
+def settle(ops: Ops, x: Array) -> None:
+    """Return once ``x`` has been computed: an accelerator works behind the program's back, host memory does not."""
+    device = str(getattr(x, "device", "")).lower()
+    if "cuda" in device or "gpu" in device:
+        ops.to_host(ops.reshape(x, (-1,))[:1])
+
+
+def spread(samples: Sequence[float] | np.ndarray) -> dict[str, float]:
+    """Median, quartiles, smallest and largest of at least one sample, in the samples' own unit."""
+    low, p25, median, p75, high = np.percentile(np.asarray(samples, np.float64), [0, 25, 50, 75, 100])
+    return {"median": float(median), "p25": float(p25), "p75": float(p75), "min": float(low), "max": float(high)}
+
+
+def shown(value: Any) -> str:
+    """A number for a table: about four digits, never an exponent above one thousandth."""
+    if value is None:
+        return "-"
+    size = abs(value)
+    if size >= 1000 or value == 0:
+        return f"{value:.0f}"
+    if size < 1e-3:
+        return f"{value:.1e}"
+    return f"{value:.1f}" if size >= 100 else f"{value:.2f}" if size >= 1 else f"{value:.4f}"

@@ -1,0 +1,144 @@
+"""One rank of one contender of `bench step`: builds its training job, then steps when it is told to.
+
+Owns the conversation with the parent. Rank 0 reads lines from its standard input ("go K", "quit") and answers with
+lines of JSON behind `MARK`; the other ranks hear of it through the control plane, outside what is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.bench.peers import IDLE_S, Prepared, Setup, contender
+from hvdtrain.bench.workloads import BATCHES, FILES, WORKLOADS, part
+
+MARK = "@hvdtrain-bench "
+"""What a line for the parent begins with, after a newline of its own: mpirun may mix the ranks' lines."""
+
+CHECK_STEPS = 3
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one rank; exit status of the process."""
+    args = _parser().parse_args(argv)
+    from hvdtrain.cluster.exit import run_guarded
+    from hvdtrain.cluster.launcher import launch_facts
+
+    facts = launch_facts(os.environ)
+    return run_guarded(lambda: _serve(args, facts), facts)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m hvdtrain.bench.worker", allow_abbrev=False, description="One rank "
+                                     "of one contender; `python -m hvdtrain bench step` starts it.")
+    parser.add_argument("--contender", required=True)
+    parser.add_argument("--framework", choices=sorted(FILES), required=True)
+    parser.add_argument("--workload", choices=list(WORKLOADS), required=True)
+    parser.add_argument("--batch", type=int, required=True, help="samples of a rank")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="compute threads of a rank")
+    parser.add_argument("--warmup", type=int, default=20, help="steps before it is ready")
+    parser.add_argument("--settle", type=int, default=2, help="untimed steps at the start of each round")
+    parser.add_argument("--powersgd-rank", type=int, default=4)
+    parser.add_argument("--exchange", action="append", default=[], help="KEY=VALUE of hvdtrain's exchange")
+    parser.add_argument("--iface", default="", help="network interface of wires other than MPI")
+    parser.add_argument("--scratch", required=True, help="folder for the files of a run")
+    parser.add_argument("--check", action="store_true", help=f"take {CHECK_STEPS} steps, say where they led, and end")
+    return parser
+
+
+def _serve(args: argparse.Namespace, facts: Any) -> int:
+    """Build, warm up, say ready, then answer until there are no more orders."""
+    from hvdtrain.cluster import boot
+
+    control = boot.start_control(facts, IDLE_S)
+    if control.size == 1:
+        boot.prepare_lone_mpi(os.environ)  # for peers that start MPI by themselves
+    say = _speaker(control.rank)
+    prepared = contender(args.contender, args.framework).prepare(_setup(args, control))
+    before = [p.copy() for p in prepared.params()] if args.check else []
+    for i in range(CHECK_STEPS if args.check else args.warmup):
+        prepared.step(i)
+    prepared.sync()
+    ready = _about(prepared, control)
+    if args.check:
+        say({"event": "checked", **ready, **_outcome(prepared, control, before)})
+        return 0
+    say({"event": "ready", **ready})
+    at = args.warmup
+    while True:
+        order = control.bcast(_order() if control.rank == 0 else None)
+        if order <= 0:
+            return 0
+        seconds, at = _timed(prepared, control, at, args.settle, order)
+        say({"event": "done", "steps": order, "seconds": seconds, "notes": prepared.notes})
+
+
+def _setup(args: argparse.Namespace, control: Any) -> Setup:
+    """The same data on every rank, and this rank's batches of it."""
+    workload = WORKLOADS[args.workload]
+    arrays = workload.arrays(BATCHES * args.batch * control.size, args.seed)
+    return Setup(workload, args.framework, args.batch, args.seed, args.threads, control, arrays,
+                 part(arrays, args.batch, control.rank, control.size), args.iface, args.powersgd_rank,
+                 tuple(args.exchange), args.scratch)
+
+
+def _order() -> int:
+    """Steps to take next, from the parent; 0: end, also where nobody is there to ask any more."""
+    words = sys.stdin.readline().split()
+    return int(words[1]) if len(words) == 2 and words[0] == "go" else 0
+
+
+def _timed(prepared: Prepared, control: Any, at: int, settle: int, steps: int) -> tuple[float, int]:
+    """(seconds of ``steps`` steps on the slowest rank, number of the next step); a few untimed steps first."""
+    for i in range(at, at + settle):
+        prepared.step(i)
+    prepared.sync()
+    at += settle
+    control.barrier("start of a round")
+    begin = time.perf_counter()
+    for i in range(at, at + steps):
+        prepared.step(i)
+    prepared.sync()
+    seconds = time.perf_counter() - begin
+    return max(control.gather(seconds)), at + steps
+
+
+def _about(prepared: Prepared, control: Any) -> dict[str, Any]:
+    """What the records say about a job; collective."""
+    from hvdtrain.bench.record import mpi_library
+    from hvdtrain.cluster.topology import survey
+
+    return {"ranks": control.size, "hosts": survey(control).describe(), "wire": prepared.wire, "mpi": mpi_library(),
+            "parameters": int(sum(p.size for p in prepared.params())), "notes": prepared.notes}
+
+
+def _outcome(prepared: Prepared, control: Any, before: list[np.ndarray]) -> dict[str, Any]:
+    """Where the steps led: global loss, length of the way the parameters went, and whether ranks are equal."""
+    after = prepared.params()
+    moved = float(np.sqrt(sum(np.sum((a.astype(np.float64) - b) ** 2) for a, b in zip(after, before))))
+    digest = hashlib.sha256(b"".join(np.ascontiguousarray(p).tobytes() for p in after)).hexdigest()
+    loss = float(prepared.loss())
+    if not prepared.global_loss:
+        loss = float(control.sum(np.array([loss]))[0] / control.size)
+    return {"loss": loss, "moved": moved, "equal": len(set(control.gather(digest))) == 1}
+
+
+def _speaker(rank: int) -> Any:
+    """Rank 0's way to tell the parent something, in one write; the others keep silent."""
+    def say(message: dict[str, Any]) -> None:
+        if rank == 0:
+            sys.stdout.flush()
+            os.write(1, f"\n{MARK}{json.dumps(message)}\n".encode())
+    return say
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""``python -m hvdtrain bench``: picks the bench and calls it. The work is in ``hvdtrain.bench``, one file per bench."""
+
+from __future__ import annotations
+
+import importlib
+
+from hvdtrain.errors import UserError, nearest
+
+BENCHES = {
+    "wire": "time and bandwidth of each collective by size (columns of nccl-tests); under mpirun, or alone",
+    "step": "whole training steps, also against plain PyTorch, Keras and their other trainers (--peers)",
+    "compressors": "time, bytes and error of the gradient compressors; one process, no wire needed",
+    "accuracy": "what a compressor does to a model's accuracy at the same number of steps",
+}
+
+USAGE = """usage: python -m hvdtrain bench BENCH [options]
+
+Measures on the machine it runs on. Each bench prints a table and, with --jsonl FILE, appends a record per row with
+versions, hosts, wire and seed.
+
+benches:
+{benches}
+
+For example: mpirun -np 2 python -m hvdtrain bench wire --framework torch --max 64M
+python -m hvdtrain bench BENCH --help tells a bench's options.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Run a bench; return its exit status. `UserError` for a name that is none."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE.format(benches="\n".join(f"  {name:12} {text}" for name, text in BENCHES.items())))
+        return 0
+    name, *rest = argv
+    if name not in BENCHES:
+        raise UserError(f"there is no bench {name!r}", nearest(name, BENCHES), "see python -m hvdtrain bench --help")
+    return importlib.import_module(f"hvdtrain.bench.{name}").main(rest)

@@ -63,6 +63,17 @@ def test_the_users_setting_of_yield_wins():
     assert "10000 ranks" in boot.yield_when_idle(crowd, env) and env == {boot.YIELD: "1"}
 
 
+def test_send_only_on_several_hosts_of_open_mpi():
+    hosts = LaunchFacts("mpi", 0, 4, 0, 2, "Open MPI mpirun")
+    env = {}
+    assert boot.SEND_ONLY in boot.send_only(hosts, env) and env == {boot.SEND_ONLY: "send"}
+    own = {boot.SEND_ONLY: "put"}
+    assert boot.send_only(hosts, own) == "" and own == {boot.SEND_ONLY: "put"}
+    for other in (TWO, SOLO, LaunchFacts("mpi", 0, 4, -1, 0, "Open MPI mpirun"),
+                  LaunchFacts("mpi", 0, 4, 0, 2, "MPICH mpiexec")):
+        assert boot.send_only(other, (left := {})) == "" and left == {}
+
+
 def test_claim_device(monkeypatch):
     monkeypatch.setattr(boot, "count_gpus", lambda: 2)
     env = {}

@@ -29,17 +29,17 @@ def open_wire(config: Config, framework: str, backend: Any, control: Control, to
     Errors: `UserError` on every rank where what was asked for cannot be had.
     """
     kind, options = config.collectives, config.exchange
-    if kind == "null" or (control.size == 1 and kind == "auto"):
-        if control.size > 1:
-            notes.append("collectives null: gradients are not exchanged, every rank trains its own model")
-        return NullCollectives(control.rank, control.size)
     asks_horovod = [name for name in ("adasum", "autotune") if getattr(options, name)]
     if asks_horovod and kind != "auto" and kind != "horovod":
         raise UserError(f"exchange.{asks_horovod[0]} with collectives {kind}", "collectives horovod, which does it",
                         f"set collectives: horovod, or leave exchange.{asks_horovod[0]} out")
-    if options.hierarchical and kind == "mpi":
-        raise UserError("exchange.hierarchical over plain MPI, which does not offer it", "collectives shared, or a "
-                        "Horovod with NCCL", "set collectives: shared")
+    if options.hierarchical and kind in ("mpi", "null"):
+        raise UserError(f"exchange.hierarchical with collectives {kind}, which does not offer it",
+                        "collectives shared, or a Horovod with NCCL", "set collectives: shared")
+    if kind == "null" or (control.size == 1 and kind == "auto"):
+        if control.size > 1:
+            notes.append("collectives null: gradients are not exchanged, every rank trains its own model")
+        return NullCollectives(control.rank, control.size)
     shares = kind == "auto" and not asks_horovod and _shares_memory(config, backend, control, topology)
     wire = _shared(config, control, notes) if shares or kind == "shared" else None
     if wire is None and kind in ("auto", "horovod"):

@@ -86,14 +86,15 @@ def test_hierarchical_needs_a_wire_that_does_it(job):
     assert job.open("horovod", topology=TWO, hierarchical=True, nccl=True)[0] == "horovod"
     with pytest.raises(UserError, match="hierarchical with a Horovod that was built without NCCL"):
         job.open("horovod", topology=TWO, hierarchical=True)
-    with pytest.raises(UserError, match="hierarchical over plain MPI"):
-        job.open("mpi", topology=TWO, hierarchical=True)
+    for kind in ("mpi", "null"):
+        with pytest.raises(UserError, match=f"hierarchical with collectives {kind}"):
+            job.open(kind, topology=TWO, hierarchical=True)
 
 
 @pytest.mark.parametrize("option", ["adasum", "autotune"])
 def test_horovods_own_options_take_horovod(job, option):
     assert job.open(**{option: True})[0] == "horovod"
-    for kind in ("mpi", "shared"):
+    for kind in ("mpi", "shared", "null"):
         with pytest.raises(UserError, match=f"exchange.{option} with collectives {kind}"):
             job.open(kind, **{option: True})
     job.lacking["horovod"] = "not installed"

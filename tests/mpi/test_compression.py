@@ -1,0 +1,146 @@
+"""Compressed training for real: the same bits on every rank after every step, state that survives a checkpoint, and
+steps that leave no trace where they are left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from small_runs import CUTS, FRAMEWORKS, apart, bits, config, fitted, make_model, samples, solo, weights
+
+from hvdtrain.assemble import assemble
+from hvdtrain.callbacks.base import Callback
+from hvdtrain.cluster import boot
+from hvdtrain.config import Checkpoint, Exchange, Named
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
+BATCH = 23
+OPTIONS = {"fp16": {}, "bf16": {}, "int8": {}, "powersgd": {"powersgd_rank": 1},
+           "topk": {"topk_ratio": 0.1, "topk_momentum": 0.5, "topk_warmup_steps": 4}}
+"""A rank low enough that the tiny model's matrices are compressed; a warm-up of two stages and two steps after it."""
+
+
+@pytest.fixture(params=FRAMEWORKS)
+def framework(request):
+    pytest.importorskip(request.param, reason=f"{request.param} is not installed")
+    return request.param
+
+
+@pytest.fixture(params=["horovod", "shared"])
+def wire(request, framework):
+    if request.param == "horovod" and boot.horovod_reason(framework):
+        pytest.skip(boot.horovod_reason(framework))
+    if request.param == "shared" and framework == "tensorflow":
+        pytest.skip("TensorFlow goes over Horovod unless told otherwise; eager sums over plain MPI are test_training's")
+    return request.param
+
+
+@pytest.fixture
+def two(control):
+    """What does not depend on the number of ranks is tried at two."""
+    if control.size > 2:
+        pytest.skip("tried on 2 ranks")
+
+
+@pytest.fixture
+def settings(control, tmp_path):
+    """A configuration for a compressor: unequal shares, two micro-batches, clipping, buckets of a few parameters."""
+    out, count = control.bcast(str(tmp_path / "run")), itertools.count()
+
+    def made(name, wire="auto", at="", **changes):
+        """``at``: a directory to use again; each call has its own otherwise."""
+        exchange = Exchange(bucket_mb=0.0005, **OPTIONS.get(name, {}))
+        return replace(config(global_batch=BATCH, out=f"{out}-{at or next(count)}", collectives=wire,
+                              compression=name, exchange=exchange, shares=CUTS[control.size][-1],
+                              accumulate=2, clip_norm=0.5), **changes)
+    return made
+
+
+class SameBits(Callback):
+    """After every step the parameters' bits are the same on all ranks, and have changed."""
+
+    where = "all"
+    last = None
+
+    def step_end(self, run):
+        own = bits(run)
+        assert set(run.control.gather(own)) == {own} and own != self.last
+        self.last = own
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_same_bits_on_every_rank_after_every_step(control, settings, framework, wire, name):
+    run = assemble(settings(name, wire, max_steps=6), make_model(framework), samples(60))
+    assert run.collectives.name == wire and run.reducer.compressor.name == name and len(run.reducer.buckets) > 1
+    check = SameBits()
+    run.callbacks.append(check)
+    fitted(run)
+    assert check.last is not None and run.state.cursor.step == 6
+    moved = apart(weights(run), weights(solo(settings(name), make_model(framework), samples(60))))
+    assert 1e-3 < moved < 10
+
+
+@pytest.mark.parametrize("name, most", [("fp16", 2e-3), ("bf16", 2e-2), ("int8", 2e-2)])
+def test_rounding_stays_near_the_uncompressed_run(two, settings, framework, name, most):
+    run = fitted(assemble(settings(name, max_steps=10), make_model(framework), samples(60)))
+    exact = fitted(assemble(settings("none", max_steps=10), make_model(framework), samples(60)))
+    assert 0 < apart(weights(run), weights(exact)) < most
+
+
+def test_powersgd_does_not_depend_on_how_samples_are_cut(control, settings, framework):
+    """It is linear: equal and unequal shares, over other numbers of ranks, follow one curve (law 2)."""
+    own = {"max_steps": 10, "accumulate": 1}
+    uneven = fitted(assemble(settings("powersgd", **own), make_model(framework), samples(60)))
+    even = fitted(assemble(settings("powersgd", shares=[], **own), make_model(framework), samples(60)))
+    exact = fitted(assemble(settings("none", **own), make_model(framework), samples(60)))
+    assert apart(weights(uneven), weights(even)) < 1e-4 < 1e-3 < apart(weights(even), weights(exact))
+
+
+@pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
+def test_state_goes_on_bit_by_bit_from_a_checkpoint(two, settings, framework, name):
+    each = Checkpoint(every_steps=3, at_end=False)
+    whole = fitted(assemble(settings(name, max_steps=6), make_model(framework), samples(60)))
+    fitted(assemble(settings(name, at="kept", max_steps=3, checkpoint=each), make_model(framework), samples(60)))
+    again = assemble(settings(name, at="kept", max_steps=6, resume="auto"), make_model(framework, seed=1), samples(60))
+    assert again.state.cursor.step == 3 and not any("anew" in note for note in again.notes)
+    assert bits(fitted(again)) == bits(whole)
+
+
+def test_state_of_another_plan_starts_anew_and_says_so(two, settings, framework):
+    fitted(assemble(settings("topk", at="kept", max_steps=3, checkpoint=Checkpoint(every_steps=3, at_end=False)),
+                    make_model(framework), samples(60)))
+    again = assemble(settings("int8", at="kept", max_steps=6, resume="auto"), make_model(framework), samples(60))
+    assert any("compressor state starts anew" in note for note in again.notes)
+    fitted(again)
+    assert again.state.cursor.step == 6
+
+
+@pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
+def test_a_skipped_step_leaves_no_trace_in_the_state(control, settings, framework, name):
+    x, y = samples(60)
+    run = assemble(settings(name, max_steps=6, nan_guard="skip", optimizer=Named("SGD")), make_model(framework),
+                   (np.where(np.arange(60)[:, None] == 7, np.nan, x).astype(np.float32), y))
+    seen = []
+
+    class Watch(Callback):
+        where = "all"
+
+        def step_start(self, run):
+            self.before = state(run)
+
+        def non_finite(self, run):
+            seen.append(apart(state(run), self.before))
+
+    run.callbacks.append(Watch())
+    fitted(run)
+    assert seen and max(seen) == 0.0 and all(np.isfinite(a).all() for a in state(run))
+    assert control.agree(any(np.abs(a).max() > 0 for a in state(run)))  # a rank without samples owes nothing
+
+
+def state(run):
+    """The compressor's arrays on this rank."""
+    return [a.astype(np.float64) for n, a in sorted(run.reducer.saved().items())
+            if n not in ("compressor.mark", "compressor.steps")]

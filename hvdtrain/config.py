@@ -200,6 +200,9 @@ class Config:
                             ("control_timeout_s", self.control_timeout_s)):
             if not (math.isfinite(value) and value > 0):
                 raise UserError(f"{name} is {value}", "a finite number above 0", f"set {name} to one")
+        for name in ("fusion_threshold_mb", "cycle_time_ms"):
+            if getattr(exchange, name) != -1:
+                _at_least(f"exchange.{name}", getattr(exchange, name), 0)
         _at_least("exchange.powersgd_rank", exchange.powersgd_rank, 1)
         _at_least("exchange.topk_warmup_steps", exchange.topk_warmup_steps, 0)
         for name, value, most in (("exchange.topk_ratio", exchange.topk_ratio, 1.0),

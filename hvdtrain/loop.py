@@ -63,7 +63,7 @@ def train_step(run: Run, batch: StepBatch) -> None:
     run.emit(Event.STEP_START)
     begin = time.perf_counter()
     step.zero()
-    scale = loss_scale(batch.weight)
+    scale = loss_scale(batch.own_weight if run.reducer.compressor.own_mean else batch.weight)
     # The bound covers backward too: a wire inside TensorFlow's graph waits for the other ranks in there.
     with deadline(config.control_timeout_s, f"backward and gradient exchange of step {state.cursor.step}"):
         totals = [step.forward_backward(micro, scale, last=micro is batch.micros[-1]) for micro in batch.micros]

@@ -8,12 +8,13 @@ words `hvdtrain.exchange.choice`'s.
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.exchange import choice, sweep
+from hvdtrain.exchange.attach import unlike_threads
 from hvdtrain.exchange.choice import Baseline, Choice
 from hvdtrain.run import say
 
@@ -52,7 +53,12 @@ class AutoCompression(Callback):
             return
         # Each call is bounded by the collectives' own limit where they have one; this bounds the sweep as a whole.
         with deadline(run.config.control_timeout_s, "the sweep of compression auto"):
-            self._sweep = sweep.measure(run.collectives, run.reducer.ops, run.control, run.reducer.buckets, run.config)
+            found = sweep.measure(run.collectives, run.reducer.ops, run.control, run.reducer.buckets, run.config)
+        unlike = unlike_threads(run)
+        if unlike:
+            found = replace(found, costs=tuple(c for c in found.costs if c.name != "powersgd"),
+                            refused={**found.refused, "powersgd": unlike})
+        self._sweep = found
         self._watch = _Watch(WARM_STEPS)
         self._watch.begin(run)
 

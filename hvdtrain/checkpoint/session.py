@@ -20,7 +20,8 @@ from hvdtrain.outdir import ensure_out
 
 DIRECTORY = "checkpoints"
 QUIET = frozenset({"out", "resume", "progress", "log_every", "epochs", "max_steps", "threads", "control_timeout_s",
-                   "checkpoint", "collectives", "exchange"})
+                   "checkpoint", "collectives", "exchange.bucket_mb", "exchange.fusion_threshold_mb",
+                   "exchange.cycle_time_ms", "exchange.autotune", "exchange.hierarchical", "exchange.auto_margin"})
 """Keys that may change between a run and its resumption without a word: they leave the curve alone."""
 
 
@@ -126,7 +127,10 @@ def restore(run: Any, snapshot: Snapshot | None) -> None:
             if type(callback).__name__ in meta["callbacks"]:
                 callback.load_state_dict(meta["callbacks"][type(callback).__name__])
                 callback.restored(run)
-        return run.step.load_rank(dict(own)) if own is not None else ""
+        if own is not None:
+            return run.step.load_rank(dict(own))
+        run.reducer.restart()
+        return ""
 
     unfit = agreed(run.control, load, "restore")
     run.state.cursor = Cursor.from_dict(meta["cursor"])
@@ -142,9 +146,15 @@ def restore(run: Any, snapshot: Snapshot | None) -> None:
     _tell_changes(run, meta["config"])
 
 
+def _spread(keys: dict[str, Any]) -> dict[str, Any]:
+    """The section "exchange" as keys of their own, some of which are quiet."""
+    section = keys.get("exchange") or {}
+    return {**{k: v for k, v in keys.items() if k != "exchange"}, **{f"exchange.{k}": v for k, v in section.items()}}
+
+
 def _tell_changes(run: Any, before: dict[str, Any]) -> None:
     """Name the keys that change the curve and differ from the run that is resumed."""
-    now = _json(run.config.to_dict())
+    now, before = _spread(_json(run.config.to_dict())), _spread(before)
     changed = [k for k in now if k not in QUIET and before.get(k) != now[k]]
     if changed:
         words = ", ".join(f"{k} {before.get(k)} -> {now[k]}" for k in changed)

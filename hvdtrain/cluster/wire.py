@@ -46,6 +46,9 @@ def open_wire(config: Config, framework: str, backend: Any, control: Control, to
         wire = _horovod(config, framework, backend, control, notes)
     if wire is not None:
         return wire
+    if options.hierarchical:
+        raise UserError("exchange.hierarchical, but neither shared memory nor Horovod can be had: " + "; ".join(notes),
+                        "one of them", f"{BUILD}, or leave exchange.hierarchical out")
     from hvdtrain.collectives.mpi import MpiCollectives
 
     return MpiCollectives(boot.mpi_comm(), timeout_s=config.control_timeout_s)

@@ -40,8 +40,8 @@ class StepBatch:
     ``micros``: tuples of arrays (b, ...), none empty; no micro-batch at all on a rank that has no samples
     of this step.
     ``n_local``, ``n_global``: samples of this rank and of all ranks. ``weight``: the global weight W that
-    the summed loss is divided by (law 1). ``cursor_before``, ``cursor_after``: positions around the step,
-    equal on all ranks.
+    the summed loss is divided by (law 1); ``own_weight``: this rank's part of it. ``cursor_before``,
+    ``cursor_after``: positions around the step, equal on all ranks.
     """
 
     cursor_before: Cursor
@@ -50,6 +50,7 @@ class StepBatch:
     n_local: int
     n_global: int
     weight: float
+    own_weight: float
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,7 @@ class Feed:
     def _step(self, before: Cursor, after: Cursor, part: _Part, n_global: int, weight: float) -> StepBatch:
         bounds = micro_batches(part.n_local, self.accumulate, self.micro_batch)
         micros = [tuple(array[start:stop] for array in part.arrays) for start, stop in bounds]
-        return StepBatch(before, after, micros, part.n_local, n_global, weight)
+        return StepBatch(before, after, micros, part.n_local, n_global, weight, self._local_weight(part))
 
     def _mine(self, n: int) -> tuple[int, int]:
         offsets = self._cut(n)

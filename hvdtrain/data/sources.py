@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from hvdtrain.data import text as english
 from hvdtrain.data.sampler import at_least, epoch_order, random_bits
 from hvdtrain.data.stream import Arrays, Stream
 from hvdtrain.errors import UserError, nearest
@@ -124,6 +125,24 @@ def synthetic(split: str, samples: int = 1024, shape: Sequence[int] = (8, 8), cl
     return ArraySource((x.reshape(samples, *extents), y))
 
 
+def text(split: str, context: int = 64, samples: int = 0, test_fraction: float = 0.1, seed: int = 0) -> Source:
+    """Return Python's own help texts by character: x int64 (n, context) tokens below 96, y the tokens that follow.
+
+    The test split takes ``test_fraction`` of the sequences, chosen by ``seed``, and either split at most ``samples``
+    (0: all) of its own, spread over the text. See `hvdtrain.data.text` for the text and its tokens.
+    """
+    at_least("data.args.context", context, 1)
+    at_least("data.args.samples", samples, 0)
+    x, y = english.sequences(english.encode(english.paragraphs()), context)
+    if len(x) < 2:
+        raise UserError(f"data.args.context is {context}", "one that cuts the text into 2 sequences or more",
+                        "set data.args.context: 64")
+    chosen = np.flatnonzero(_split(np.zeros(len(x), np.int64), test_fraction, seed) == (split == "test"))
+    if 0 < samples < len(chosen):
+        chosen = chosen[np.arange(samples) * len(chosen) // samples]
+    return ArraySource((x[chosen], y[chosen]))
+
+
 def npz(path: str, split: str, test_fraction: float = 0.2, seed: int = 0) -> Source:
     """Return the arrays x, y, sample_weight of a ``.npz`` file, or x_test and so on; only x is a must.
 
@@ -173,7 +192,7 @@ def _unreadable(path: str, error: Exception) -> str:
     return str(error)
 
 
-BUILT_IN: dict[str, Callable[..., Source]] = {"digits": digits, "synthetic": synthetic}
+BUILT_IN: dict[str, Callable[..., Source]] = {"digits": digits, "synthetic": synthetic, "text": text}
 
 
 # --- from a name to data -----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvdtrain.cluster.topology import affinity, compute_threads
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket, plan_buckets
 from hvdtrain.exchange.compressors import create
@@ -17,11 +18,13 @@ from hvdtrain.protocols import Ops
 def exchange(run: Any, ops: Ops) -> None:
     """Plan the buckets of ``run`` and attach a reducer as its configuration says; collective.
 
-    compression auto begins with none: the callback of that name measures and then calls `use_compressor`.
+    A rank alone compresses nothing, unless topk stands in for the optimizer's momentum. compression auto begins with
+    none: the callback of that name measures and then calls `use_compressor`.
     Errors: `UserError` for a compression that does not go with the optimizer, the shares or the ranks.
     """
     asked = run.config.compression
-    name = "none" if asked == "auto" or run.collectives.size == 1 else asked
+    needless = run.collectives.size == 1 and not (asked == "topk" and run.config.exchange.topk_momentum)
+    name = "none" if asked == "auto" or needless else asked
     if name != asked and asked != "auto":
         run.notes.append(f"compression {asked} is off: one rank sends nothing")
     if run.config.exchange.adasum and run.collectives.size > 1:
@@ -57,9 +60,24 @@ def _buckets(run: Any, ops: Ops) -> list[Bucket]:
     return plan_buckets(run.step.params(), size_mb)
 
 
+def unlike_threads(run: Any) -> str:
+    """What keeps ranks from decoding powersgd to the same bits, in words, or ""; collective.
+
+    Each rank multiplies the factors by itself, and a matrix product rounds by the number of threads it runs on.
+    """
+    host = run.topology.host_of(run.control.rank)
+    own = compute_threads(len(affinity()), host.cores, len(host.ranks), run.config.threads)
+    threads = run.control.gather(own)
+    return "" if len(set(threads)) == 1 else f"ranks with {min(threads)} to {max(threads)} compute threads"
+
+
 def _check(run: Any, name: str) -> None:
     """Raise `UserError` for what this run cannot do with compressor ``name``."""
     config, size = run.config, run.collectives.size
+    unlike = unlike_threads(run) if name == "powersgd" else ""
+    if unlike:
+        raise UserError(f"compression powersgd on {unlike}", "the same number on every rank: each decodes by a matrix "
+                        "product of its own", "set threads to one number")
     if name == "topk" and config.exchange.topk_momentum > 0 and not run.step.plain_sgd():
         raise UserError(f"exchange.topk_momentum {config.exchange.topk_momentum:g} with an optimizer that has a memory "
                         "of its own", "SGD without momentum, since topk accumulates it before it sends",

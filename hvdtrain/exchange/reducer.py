@@ -36,9 +36,12 @@ class Reducer:
         self.steps = 0
         self._name = group_name
         self._check()
-        self.states: list[dict[str, Array]] = [compressor.init(ops, b) for b in self.buckets]
+        self.states: list[dict[str, Array]] = [self._fresh(b) for b in self.buckets]
         self._before = list(self.states)
         self._reset()
+
+    def _fresh(self, bucket: Bucket) -> dict[str, Array]:
+        return self.compressor.init(self.ops, bucket) if bucket.n else {}
 
     def _check(self) -> None:
         """Raise `UserError` where compressor, collectives and parameters do not go together."""
@@ -77,8 +80,9 @@ class Reducer:
         self._before = list(self.states)
 
     def discard(self) -> None:
-        """Undo what the step did to the states."""
+        """Undo what the step did to the states and to the count of steps."""
         self.states = list(self._before)
+        self.steps -= 1
 
     def saved(self) -> dict[str, np.ndarray]:
         """Compressor state as numpy, with the count of steps and a mark of what it belongs to; {} without state."""
@@ -87,21 +91,31 @@ class Reducer:
         return {**arrays, "compressor.mark": self._mark(), "compressor.steps": np.array([self.steps])} if arrays else {}
 
     def restore(self, own: dict[str, np.ndarray]) -> str:
-        """Undo `saved`; return in words why the state starts anew where it is of another plan, or ""."""
-        fresh = any(self.states)
+        """Undo `saved`; what is of another plan is not taken, the state starts anew. Returns why, in words, or ""."""
         if "compressor.mark" not in own:
-            return "compressor state starts anew: the checkpoint has none" if fresh else ""
+            self.restart()
+            return "compressor state starts anew: the checkpoint has none" if any(self.states) else ""
         if not np.array_equal(own["compressor.mark"], self._mark()):
+            self.restart()
             return "compressor state starts anew: compression, buckets or parameters are others than in the checkpoint"
+        self._assign([{key: own[f"compressor.{i}.{key}"] for key in state} for i, state in enumerate(self.states)])
         self.steps = int(own["compressor.steps"][0])
-        for i, state in enumerate(self.states):
-            for key, like in state.items():
-                array = own[f"compressor.{i}.{key}"]
-                if hasattr(like, "assign"):  # a variable of a graph
-                    like.assign(array)
-                else:
-                    state[key] = self.ops.from_host(np.array(array))
         return ""
+
+    def restart(self) -> None:
+        """Forget all state and the count of steps."""
+        self._assign([{k: np.array(self.ops.to_host(v)) for k, v in self._fresh(b).items()} for b in self.buckets])
+        self.steps = 0
+
+    def _assign(self, values: Sequence[dict[str, np.ndarray]]) -> None:
+        """Give every state array a value; variables of a graph stay the same objects."""
+        for state, value in zip(self.states, values):
+            for key, like in state.items():
+                if hasattr(like, "assign"):
+                    like.assign(value[key])
+                else:
+                    state[key] = self.ops.from_host(np.array(value[key]))
+        self._before = list(self.states)
 
     def _mark(self) -> np.ndarray:
         """int64 (1,): a checksum of the compression and of the buckets it works on."""
@@ -114,8 +128,9 @@ class Reducer:
         self._full[index] = flat_N
         while self._started in self._full:
             i = self._started
-            generator = self.compressor.exchange(self.ops, self._full.pop(i), self.states[i], self.buckets[i],
-                                                 self.collectives.size, self.stage)
+            bucket, full_N = self.buckets[i], self._full.pop(i)
+            generator = _nothing(full_N) if not bucket.n else self.compressor.exchange(
+                self.ops, full_N, self.states[i], bucket, self.collectives.size, self.stage)
             self._running[i] = _Transfer(self, generator, f"{self._name}.b{i}")
             self._started += 1
 
@@ -149,6 +164,12 @@ class Reducer:
     def arrived(self, x: Array) -> Array:
         """A collective's result as the backend's array."""
         return self.ops.from_host(x) if self.collectives.host else x
+
+
+def _nothing(flat_N: Array) -> Exchange:
+    """The exchange of a bucket without elements."""
+    yield from ()
+    return flat_N, {}
 
 
 class _Transfer:

@@ -253,7 +253,8 @@ class Adding:
         if len(rows) == 1:
             return Done(flat_N)
         a, b = rows
-        total = (1 - a @ b / (2 * a @ a)) * a + (1 - a @ b / (2 * b @ b)) * b
+        parts = [(1 - a @ b / (2 * x @ x)) * x for x in (a, b) if x.any()]
+        total = np.sum(parts, axis=0)
         return Done(total.astype(flat_N.dtype))
 
 
@@ -267,12 +268,14 @@ def adasum(size, give):
 
 
 def test_adasum_is_of_the_ranks_mean_gradients():
-    """Equal mean gradients give themselves, orthogonal ones their sum; each was divided by the global weight."""
+    """Equal mean gradients give themselves, orthogonal ones their sum, and nothing is added to one alone."""
     mean = np.array([1.0, -2.0, 3.0, 0.5])
-    for total in adasum(2, lambda rank: mean / 2):
+    for total in adasum(2, lambda rank: mean):
         np.testing.assert_allclose(total, mean, rtol=1e-6)
-    for total in adasum(2, lambda rank: np.eye(4)[rank] / 2):
+    for total in adasum(2, lambda rank: np.eye(4)[rank]):
         np.testing.assert_allclose(total, [1, 1, 0, 0], rtol=1e-6)
+    for total in adasum(2, lambda rank: mean * rank):
+        np.testing.assert_allclose(total, mean, rtol=1e-6)
     np.testing.assert_array_equal(adasum(1, lambda rank: mean)[0], mean)
 
 

@@ -13,9 +13,11 @@ from twins import copy_torch_to_keras  # noqa: E402
 import tf_models.cnn  # noqa: E402
 import tf_models.gpt  # noqa: E402
 import tf_models.mlp  # noqa: E402
+import tf_models.resnet  # noqa: E402
 import torch_models.cnn  # noqa: E402
 import torch_models.gpt  # noqa: E402
 import torch_models.mlp  # noqa: E402
+import torch_models.resnet  # noqa: E402
 
 STEPS, BATCH = 20, 16
 CASES = {
@@ -23,6 +25,7 @@ CASES = {
     "cnn-group": (torch_models.cnn, tf_models.cnn, {"norm": "group"}, 0.05),
     "cnn-batch": (torch_models.cnn, tf_models.cnn, {"norm": "batch"}, 0.05),
     "cnn-none": (torch_models.cnn, tf_models.cnn, {"norm": "none"}, 0.05),
+    "resnet": (torch_models.resnet, tf_models.resnet, {"width": 8, "depth": 1}, 0.05),
     "gpt": (torch_models.gpt, tf_models.gpt, {"width": 64, "depth": 2}, 0.1),
 }
 

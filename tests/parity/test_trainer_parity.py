@@ -20,9 +20,11 @@ from twins import copy_torch_to_keras  # noqa: E402
 import tf_models.cnn  # noqa: E402
 import tf_models.gpt  # noqa: E402
 import tf_models.mlp  # noqa: E402
+import tf_models.resnet  # noqa: E402
 import torch_models.cnn  # noqa: E402
 import torch_models.gpt  # noqa: E402
 import torch_models.mlp  # noqa: E402
+import torch_models.resnet  # noqa: E402
 from hvdtrain import loop  # noqa: E402
 from hvdtrain.config import Named, Schedule  # noqa: E402
 
@@ -32,6 +34,7 @@ CASES = {
     "mlp": (torch_models.mlp, tf_models.mlp, {}, 0.01),
     "cnn-group": (torch_models.cnn, tf_models.cnn, {"norm": "group"}, 0.005),
     "cnn-none": (torch_models.cnn, tf_models.cnn, {"norm": "none"}, 0.005),
+    "resnet": (torch_models.resnet, tf_models.resnet, {"width": 8, "depth": 1}, 0.01),
     "gpt": (torch_models.gpt, tf_models.gpt, {"width": 64, "depth": 2}, 0.01),
 }
 

@@ -20,12 +20,14 @@ from twins import copy_torch_to_keras, pairs  # noqa: E402
 import tf_models.cnn  # noqa: E402
 import tf_models.gpt  # noqa: E402
 import tf_models.mlp  # noqa: E402
+import tf_models.resnet  # noqa: E402
 import torch_models.cnn  # noqa: E402
 import torch_models.gpt  # noqa: E402
 import torch_models.mlp  # noqa: E402
+import torch_models.resnet  # noqa: E402
 
 TWINS = {"mlp": (torch_models.mlp, tf_models.mlp), "cnn": (torch_models.cnn, tf_models.cnn),
-         "gpt": (torch_models.gpt, tf_models.gpt)}
+         "resnet": (torch_models.resnet, tf_models.resnet), "gpt": (torch_models.gpt, tf_models.gpt)}
 
 # Family, arguments, shape of one sample (None: that of `example`).
 VARIANTS = {
@@ -38,6 +40,9 @@ VARIANTS = {
     "cnn-batch": ("cnn", {"norm": "batch"}, None),
     "cnn-none": ("cnn", {"norm": "none"}, None),
     "cnn-odd-colour": ("cnn", {"in_shape": (9, 11, 3), "channels": [12, 10, 6]}, (9, 11, 3)),
+    "resnet": ("resnet", {}, None),
+    "resnet-batch": ("resnet", {"norm": "batch", "depth": 1}, None),
+    "resnet-grey-odd": ("resnet", {"in_shape": (9, 11), "width": 12, "depth": 2, "classes": 4}, (9, 11)),
     "gpt": ("gpt", {}, None),
     "gpt-short": ("gpt", {"vocab": 20, "context": 9, "width": 24, "depth": 2, "heads": 3, "dropout": 0.5},
                   (7,)),
@@ -134,9 +139,10 @@ def test_gradients_are_equal(variant):
                                    atol=1e-5 * max(1.0, np.abs(expected).max()), err_msg=pair.name)
 
 
-def test_batchnorm_uses_and_moves_its_statistics_alike():
-    torch_file, tf_file, torch_model, keras_model = twins("cnn-batch")
-    x, _ = samples("cnn-batch", B=64)
+@pytest.mark.parametrize("variant", ["cnn-batch", "resnet-batch"])
+def test_batchnorm_uses_and_moves_its_statistics_alike(variant):
+    torch_file, tf_file, torch_model, keras_model = twins(variant)
+    x, _ = samples(variant, B=64)
     expected = torch_model.train()(torch.from_numpy(x)).detach().numpy()
     np.testing.assert_allclose(np.asarray(keras_model(x, training=True)), expected, **TOLERANCE)
     for pair in pairs(torch_model, keras_model, torch_file.blocks, tf_file.blocks):
@@ -263,6 +269,8 @@ INVALID = [
     ("cnn", {"in_shape": (8,)}), ("cnn", {"in_shape": (8, 8, 1, 1)}), ("cnn", {"in_shape": (3, 8)}),
     ("cnn", {"channels": []}), ("cnn", {"channels": (True,)}), ("cnn", {"classes": 0}),
     ("cnn", {"norm": "layer"}),
+    ("resnet", {"in_shape": 32}), ("resnet", {"width": 0}), ("resnet", {"depth": 1.0}), ("resnet", {"classes": 0}),
+    ("resnet", {"norm": "none"}),
     ("gpt", {"vocab": 0}), ("gpt", {"context": "64"}), ("gpt", {"width": 130}), ("gpt", {"depth": 0}),
     ("gpt", {"heads": 0}), ("gpt", {"dropout": 1.0}), ("gpt", {"dropout": -0.1}), ("gpt", {"dropout": "0.1"}),
 ]
@@ -283,6 +291,10 @@ def test_inputs_of_another_shape_are_refused():
     for model, x in ((torch_models.cnn.build(), torch.from_numpy(images)), (tf_models.cnn.build(), images)):
         with pytest.raises(ValueError, match=r"got \(1, 8, 8\); expected \(8, 8, 1\)"):
             model(x)
+    for model in (torch_models.resnet.build(depth=1), tf_models.resnet.build(depth=1)):
+        x = np.zeros((2, 3, 32, 32), np.float32)
+        with pytest.raises(ValueError, match=r"got \(3, 32, 32\); expected \(32, 32, 3\)"):
+            model(torch.from_numpy(x) if isinstance(model, torch.nn.Module) else x)
     long = np.zeros((1, 65), np.int64)
     for model, x in ((torch_models.gpt.build(), torch.from_numpy(long)), (tf_models.gpt.build(), long)):
         with pytest.raises(ValueError, match="got 65; expected at most 64"):
@@ -291,7 +303,7 @@ def test_inputs_of_another_shape_are_refused():
 
 @EACH_FAMILY
 def test_keras_twin_comes_back_from_its_native_file(family, tmp_path):
-    variant = {"mlp": "mlp-gelu", "cnn": "cnn-batch", "gpt": "gpt-short"}[family]
+    variant = {"mlp": "mlp-gelu", "cnn": "cnn-batch", "resnet": "resnet-batch", "gpt": "gpt-short"}[family]
     _, _, _, keras_model = twins(variant)
     x, _ = samples(variant)
     keras_model.save(tmp_path / "model.keras")
@@ -303,7 +315,7 @@ def test_keras_twin_comes_back_from_its_native_file(family, tmp_path):
                                              (tf_models, {"torch", "torch_models"})])
 def test_model_files_import_one_framework_and_nothing_distributed(package, others):
     name = package.__name__
-    code = (f"import sys, {name}.mlp, {name}.cnn, {name}.gpt\n"
+    code = (f"import sys, {name}.mlp, {name}.cnn, {name}.resnet, {name}.gpt\n"
             f"print(sorted(set(sys.modules) & {others | {'hvdtrain', 'horovod', 'mpi4py'}}))")
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(package.__file__).parents[1],
                           capture_output=True, text=True, timeout=60)

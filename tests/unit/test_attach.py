@@ -7,6 +7,7 @@ import pytest
 
 from hvdtrain.backends.numpy import Ops
 from hvdtrain.cluster.group import world
+from hvdtrain.cluster.topology import Host, Topology
 from hvdtrain.collectives.null import NullCollectives
 from hvdtrain.config import Config, Exchange
 from hvdtrain.errors import UserError
@@ -16,13 +17,16 @@ from hvdtrain.protocols import ParamSpec
 PARAMS = [ParamSpec("w", (30, 20), "float32"), ParamSpec("b", (20,), "float32")]
 
 
-def made(size=2, plain_sgd=True, params=PARAMS, **settings):
+def made(size=2, plain_sgd=True, params=PARAMS, others=(), **settings):
     """A run of ``size`` ranks after `exchange`."""
     options = Exchange(**settings.pop("exchange", {}))
     attached = []
+    control = SimpleNamespace(rank=0, gather=lambda own: [own, *others][:size] if others else [own] * size)
     step = SimpleNamespace(params=lambda: params, attach=attached.append, plain_sgd=lambda: plain_sgd)
     run = SimpleNamespace(config=replace(Config(**settings), exchange=options), step=step, notes=[], reducer=None,
-                          collectives=NullCollectives(0, size), group=world(size, 0), control=None, attached=attached)
+                          collectives=NullCollectives(0, size), group=world(size, 0), control=control,
+                          attached=attached,
+                          topology=Topology((Host("here", tuple(range(size)), 64),)))
     exchange(run, Ops())
     assert attached == [run.reducer]
     return run
@@ -44,6 +48,11 @@ def test_a_compressor_is_named_in_the_notes(name):
 def test_one_rank_compresses_nothing_and_says_so():
     run = made(size=1, compression="topk")
     assert run.reducer.alone and run.notes == ["compression topk is off: one rank sends nothing"]
+
+
+def test_one_rank_keeps_the_momentum_that_topk_has():
+    run = made(size=1, compression="topk", exchange={"topk_momentum": 0.9})
+    assert run.reducer.compressor.name == "topk" and not run.reducer.alone
 
 
 def test_auto_begins_without_compression():
@@ -72,6 +81,7 @@ def test_adasum_looks_at_each_tensor_by_itself():
      {"compression": "topk", "plain_sgd": False, "exchange": {"topk_momentum": 0.9}}),
     ("adasum with compression fp16", {"compression": "fp16", "exchange": {"adasum": True}}),
     (r"adasum with shares \[3, 1\]", {"shares": [3, 1], "exchange": {"adasum": True}}),
+    ("powersgd on ranks with 2 to 8 compute threads", {"compression": "powersgd", "threads": 2, "others": [8]}),
     ("adasum on 3 ranks", {"size": 3, "exchange": {"adasum": True}}),
     ("compression int8 with parameters of type float64",
      {"compression": "int8", "params": [ParamSpec("w", (3,), "float64")]}),

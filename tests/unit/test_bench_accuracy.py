@@ -37,12 +37,23 @@ def test_a_run_is_told_the_recipe_then_the_users_options_then_ours():
     assert shorter.max_steps == 7 and shorter.schedule.args == {"T_max": 7}
 
 
-def test_digits_is_the_default_recipe():
+def test_digits_is_the_default_recipe_but_for_its_optimizer():
     ours, default = parsed(train_options(DIGITS, "torch", 0, "none", 0, [])), Config()
-    for key in ("epochs", "max_steps", "global_batch", "lr", "optimizer", "schedule", "data", "exchange"):
+    for key in ("epochs", "max_steps", "global_batch", "schedule", "data", "exchange"):
         assert getattr(ours, key) == getattr(default, key)
     assert ours.model == "torch_models.cnn:build"
     assert parsed(train_options(DIGITS, "torch", 5, "none", 0, [])).max_steps == 5
+
+
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=list(WORKLOADS))
+def test_topk_has_the_base_runs_momentum_before_its_choice(workload):
+    base, topk, powersgd = (parsed(train_options(workload, "torch", 0, name, 0, []))
+                            for name in ("none", "topk", "powersgd"))
+    assert base.optimizer == powersgd.optimizer and base.exchange.topk_momentum == 0
+    assert topk.optimizer.name == base.optimizer.name == "SGD" and topk.lr == base.lr
+    assert topk.exchange.topk_momentum == base.optimizer.args["momentum"] > 0 == topk.optimizer.args["momentum"]
+    without = parsed(train_options(workload, "torch", 0, "topk", 0, ["--exchange.topk_momentum", "0"]))
+    assert without.exchange.topk_momentum == 0, "the user's word is the last"
 
 
 def test_accuracy_is_compared_in_points():
@@ -106,7 +117,7 @@ def test_mistakes_are_told_before_the_first_run(argv, words, monkeypatch):
 
 @pytest.fixture
 def fake_runs(monkeypatch):
-    """Runs that only write what a run leaves: accuracy 0.9 + seed / 100, or the run's ``lr``; the list of them."""
+    """Runs that only write what a run leaves: accuracy 0.9 + seed / 100, or an ``lr`` of the user's; their list."""
     seen = []
 
     def run(ranks, options, out, timeout_s):
@@ -116,7 +127,7 @@ def fake_runs(monkeypatch):
         seen.append((ranks, config))
         (out / "model").mkdir(parents=True)
         save_file({"w": np.ones((10, 5), np.float32)}, str(out / "model" / "model.safetensors"))
-        value = config.lr if config.lr != Config().lr else 0.9 + config.seed / 100
+        value = config.lr if config.lr != 0.05 else 0.9 + config.seed / 100
         (out / COMPLETED).write_text(json.dumps({
             "framework": "torch", "model": config.model, "ranks": ranks, "hosts": "1 host", "wire": "mpi",
             "compression": config.compression, "steps": 9, "loss": 1.0, "metrics": {"accuracy": value, "loss": 0.5}}))

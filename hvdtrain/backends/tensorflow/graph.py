@@ -59,8 +59,7 @@ class Gradients:
 
     def discard(self) -> None:
         """Undo what the step did to the compressor's state."""
-        if not self.in_graph:
-            self._reducer.discard()
+        self._reducer.discard()
         for variable, value in self._kept:
             variable.assign(value)
 

@@ -52,6 +52,7 @@ class TorchStep:
         self._buffers = Buffers(self.model, undoable=config.nan_guard == "skip")
         self._reducer: Reducer
         self._flats: list[torch.Tensor] = []
+        self._views: dict[int, torch.Tensor] = {}
         self._hooks: list[Any] = []
         self._last = False
         self._rank = rank
@@ -70,7 +71,7 @@ class TorchStep:
         for hook in self._hooks:
             hook.remove()
         kept = dict(zip(self._reducer.buckets, self._flats)) if self._flats else {}
-        self._reducer, self._flats, self._hooks = reducer, [], []
+        self._reducer, self._flats, self._hooks, self._views = reducer, [], [], {}
         if reducer.alone:
             return
         self._missing: list[set[int]] = [set() for _ in reducer.buckets]
@@ -79,11 +80,13 @@ class TorchStep:
             self._flats.append(flat_N)
             for i, offset, shape in zip(bucket.params, bucket.offsets, bucket.shapes):
                 param = self._params[i]
-                param.grad = flat_N[offset:offset + param.numel()].view(shape)
+                self._views[i] = param.grad = flat_N[offset:offset + param.numel()].view(shape)
                 self._hooks.append(param.register_post_accumulate_grad_hook(self._hook(bucket.index, i)))
 
     def _hook(self, bucket: int, index: int) -> Any:
         def full(param: torch.Tensor) -> None:
+            if param.grad is not self._views[index]:
+                self._put_back(index)
             if not self._last:
                 return
             missing = self._missing[bucket]
@@ -99,6 +102,15 @@ class TorchStep:
     def plain_sgd(self) -> bool:
         """Whether the optimizer is SGD without momentum."""
         return self._opt.plain_sgd()
+
+    def _put_back(self, index: int) -> None:
+        """Make a gradient that somebody replaced (``model.zero_grad()`` in a task does) a view of its bucket again."""
+        param, view = self._params[index], self._views[index]
+        if param.grad is None:
+            view.zero_()
+        else:
+            view.copy_(param.grad)
+        param.grad = view
 
     def share_initial(self) -> None:
         """Broadcast rank 0's parameters and buffers; collective."""
@@ -118,6 +130,9 @@ class TorchStep:
             return
         for flat_N in self._flats:
             flat_N.zero_()
+        for index, view in self._views.items():
+            if self._params[index].grad is not view:
+                self._params[index].grad = view
         self._missing = [set(b.params) for b in self._reducer.buckets]
 
     def forward_backward(self, batch: Batch, scale: float, last: bool) -> Pair:
@@ -157,6 +172,9 @@ class TorchStep:
             return 0.0
         begin = time.perf_counter()
         for bucket, missing in enumerate(self._missing):
+            for index in missing:
+                if self._params[index].grad is not self._views[index]:
+                    self._put_back(index)
             if missing:
                 self._reducer.start(bucket, self._flats[bucket])
         for flat_N, sum_N in zip(self._flats, self._reducer.finish()):

@@ -36,6 +36,7 @@ class Stateless:
     name = ""
     dtypes: frozenset[str] | None = frozenset({"float32"})
     reductions: frozenset[str] = frozenset()
+    own_mean = False
 
     def describe(self) -> str:
         """The name alone."""

@@ -1,0 +1,55 @@
+"""English text for language models that every Python brings along: the topics of its own ``help()``.
+
+Owns the text, the numbering of its characters and how it is cut into sequences. `hvdtrain.data.sources` gives it the
+name ``text`` and the split.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+
+from hvdtrain.errors import UserError
+
+VOCAB = 96
+"""Tokens: the 95 printable ASCII characters in their order, then the line break."""
+
+MODULE = "pydoc_data.topics"
+
+
+def paragraphs() -> str:
+    """The topics in alphabetical order as one text, each paragraph once (topics repeat one another).
+
+    The same on every machine with the same version of Python; versions differ in a few paragraphs. Errors: `UserError`
+    where a distribution ships Python without it.
+    """
+    try:
+        topics = importlib.import_module(MODULE).topics
+    except ModuleNotFoundError:
+        raise UserError(f"data: text needs the module {MODULE}, which this Python lacks", "the whole standard library",
+                        "install the rest of it, or use data: synthetic with data.args.vocab") from None
+    parts = (part for _, topic in sorted(topics.items()) for part in topic.split("\n\n"))
+    return "\n\n".join(dict.fromkeys(part.strip("\n") for part in parts if part.strip()))
+
+
+def encode(text: str) -> np.ndarray:
+    """Token numbers (int64) of ``text``: printable ASCII as 0 to 94, a line break as 95, any other as a "?"."""
+    codes = np.frombuffer(text.encode("ascii", "replace"), np.uint8).astype(np.int64)
+    tokens = np.where((codes >= 32) & (codes < 127), codes - 32, ord("?") - 32)
+    return np.where(codes == ord("\n"), VOCAB - 1, tokens)
+
+
+def decode(tokens: np.ndarray) -> str:
+    """Undo `encode`, as far as it can be: the text of token numbers."""
+    codes = np.where(np.asarray(tokens) == VOCAB - 1, ord("\n"), np.asarray(tokens) + 32)
+    return bytes(codes.astype(np.uint8)).decode("ascii")
+
+
+def sequences(tokens_N: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut (N,) tokens into x (n, context) and y (n, context), the tokens one later; n = (N - 1) // context.
+
+    The sequences follow one another and share no token of x.
+    """
+    n = (len(tokens_N) - 1) // context
+    return tokens_N[:n * context].reshape(n, context), tokens_N[1:n * context + 1].reshape(n, context)

@@ -101,9 +101,7 @@ if [[ ${1:-} == --inside ]]; then
         --mca pml ob1 --mca mpi_yield_when_idle 1 --bind-to none)
     TWO_HOSTS_MPIRUN_ARGS=${arguments[*]@Q}
     case ${1##*/} in mpirun | mpiexec)
-        set -- "$1" -H "$TWO_HOSTS_LIST" "${arguments[@]}" "${@:2}"
-        # It has them now, and hvdtrain refuses variables of its prefix that are no keys.
-        unset TWO_HOSTS_LIST TWO_HOSTS_MPIRUN_ARGS TWO_HOSTS_IFACE ;;
+        set -- "$1" -H "$TWO_HOSTS_LIST" "${arguments[@]}" "${@:2}" ;;
     esac
     # In the background, or bash would hear SIGTERM only afterwards; with the input and Ctrl-C, which & takes away.
     trap 'kill -TERM "$command" 2>/dev/null' TERM

@@ -19,6 +19,7 @@ from typing import Any, get_args
 from hvdtrain import schema
 from hvdtrain.bench import record, table
 from hvdtrain.bench.options import Parser, one_of, some_of, whole
+from hvdtrain.build.children import orderly_signals
 from hvdtrain.build.run import ChildFailed, logged, tail
 from hvdtrain.cli import train
 from hvdtrain.cli.verify import AS_ROOT, launcher
@@ -117,7 +118,7 @@ def main(argv: list[str]) -> int:
     configs = [parsed(options) for _, _, options in plan]  # a mistake is told before the first run
     say(f"{workload.name}: {workload.doc}; {args.framework}, {args.np} ranks, {len(plan)} runs")
     trials = []
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-accuracy-") as temp:
+    with orderly_signals(), tempfile.TemporaryDirectory(prefix="hvdtrain-accuracy-") as temp:
         for (name, seed, options), config in zip(plan, configs):
             out = Path(temp, f"{name}-{seed}")
             _run(args.np, options, out, args.timeout)

@@ -32,7 +32,7 @@ from hvdtrain.exchange.compressors import COMPRESSORS, create
 from hvdtrain.protocols import AllGather, AllReduce, Array, Compressor, Ops, ParamSpec, Request
 
 FRAMEWORKS = ("torch", "tensorflow", "numpy")
-MODELS = ("mlp", "gpt")
+WORKLOAD_NAMES = ("mlp", "resnet", "gpt")
 WARM_UPS = 2
 SAMPLES = 64
 """Samples that a made-up gradient is summed over, as of a batch of this size."""
@@ -59,16 +59,27 @@ class Subject:
 
 # --- the subject ---------------------------------------------------------------------------------------------------
 
-def shapes_of(model: str) -> Shapes:
-    """Parameter shapes of a model of `WORKLOADS`, as in `torch_models`, in their order. Pure: builds no model."""
-    args = WORKLOADS[model].args
-    return mlp_shapes(**args) if model == "mlp" else gpt_shapes(**args)
+def shapes_of(workload: str) -> Shapes:
+    """Parameter shapes of the model of `WORKLOADS`, as in `torch_models`, in their order. Pure: builds no model."""
+    made: dict[str, Callable[..., Shapes]] = {"mlp": mlp_shapes, "resnet": resnet_shapes, "gpt": gpt_shapes}
+    return made[WORKLOADS[workload].file](**WORKLOADS[workload].args)
 
 
 def mlp_shapes(in_features: int, hidden: Sequence[int], classes: int) -> Shapes:
     """Weight and bias of each layer."""
     widths = [in_features, *hidden, classes]
     return [shape for n, m in zip(widths, widths[1:]) for shape in ((m, n), (m,))]
+
+
+def resnet_shapes(channels: int = 3, width: int = 16, depth: int = 3, classes: int = 10) -> Shapes:
+    """3x3 convolutions without biases, each with a norm: the stem, then three stages of blocks of two; logits."""
+    found: list[tuple[int, ...]] = []
+    before = channels
+    for layer in range(1 + 3 * 2 * depth):
+        after = width * 2 ** (max(0, layer - 1) // (2 * depth))
+        found += [(after, before, 3, 3), (after,), (after,)]
+        before = after
+    return [*found, (classes, before), (classes,)]
 
 
 def gpt_shapes(vocab: int, context: int, width: int, depth: int) -> Shapes:
@@ -109,12 +120,13 @@ def gradient(shape: tuple[int, ...], seed: int, index: int, rank: int) -> np.nda
 # --- stand-ins for a wire ------------------------------------------------------------------------------------------
 
 def exchange_alone(compressor: Compressor, ops: Ops, subject: Subject, flats: Sequence[Array],
-                   states: States) -> tuple[float, list[Array], States]:
-    """(seconds in the compressor, sums, new states) of one rank's step over a wire that costs nothing.
+                   states: States) -> tuple[tuple[float, float], list[Array], States]:
+    """((seconds to encode, to decode), sums, new states) of one rank's step over a wire that costs nothing.
 
-    The wire is null's: results have the right shapes, and values of this rank only.
+    Encoding is what a compressor does up to its last request, decoding what it does after the last answer. The wire is
+    null's: results have the right shapes, and values of this rank only.
     """
-    wire, seconds, sums, new = NullCollectives(0, subject.ranks), 0.0, [], []
+    wire, encode_s, decode_s, sums, new = NullCollectives(0, subject.ranks), 0.0, 0.0, [], []
     for bucket, flat_N, state in zip(subject.buckets, flats, states):
         steps = compressor.exchange(ops, flat_N, state, bucket, subject.ranks, compressor.stage(0))
         answer: Any = None
@@ -124,14 +136,14 @@ def exchange_alone(compressor: Compressor, ops: Ops, subject: Subject, flats: Se
                 request = steps.send(answer)
             except StopIteration as stop:
                 settle(ops, stop.value[0])
-                seconds += time.perf_counter() - begin
+                decode_s += time.perf_counter() - begin
                 sums.append(stop.value[0])
                 new.append(stop.value[1])
                 break
             settle(ops, payload(request))
-            seconds += time.perf_counter() - begin
+            encode_s += time.perf_counter() - begin
             answer = _alone(wire, request)
-    return seconds, sums, new
+    return (encode_s, decode_s), sums, new
 
 
 def payload(request: Request) -> Array:
@@ -195,21 +207,25 @@ def measure(name: str, config: Config, subject: Subject, ops: Ops, graph: Callab
     if compressor.reductions:
         raise UserError(f"{name} asks the wire for {', '.join(sorted(compressor.reductions))}",
                         "a compressor that sums", "correct --compressors")
-    ms = spread([1e3 * s for s in _seconds(compressor, ops, subject, graph, repeats)])
+    parts = 1e3 * np.array(_seconds(compressor, ops, subject, graph, repeats))
+    ms = spread(parts.sum(1))
+    encode, decode = (None, None) if graph else (float(x) for x in np.median(parts, 0))
     size = subject.ranks
     sent, plain = (sum(c.wire_bytes(b, size) for b in subject.buckets) for c in (compressor, create("none", config)))
     first, mean = errors(compressor, ops, subject, steps)
     return {"compressor": name, "describe": compressor.describe(), "time_ms": ms.pop("median"),
-            **{f"{k}_ms": v for k, v in ms.items()}, "bytes_sent": sent, "ratio": plain / sent if sent else None,
+            **{f"{k}_ms": v for k, v in ms.items()}, "encode_ms": encode, "decode_ms": decode,
+            "bytes_sent": sent, "ratio": plain / sent if sent else None,
             "error_first": first, "error_mean": mean, "error_steps": steps, "repeats": repeats,
             "in_graph": graph is not None}
 
 
 def _seconds(compressor: Compressor, ops: Ops, subject: Subject, graph: Callable[..., Any] | None,
-             repeats: int) -> list[float]:
-    """Seconds of rank 0's encoding and decoding of all buckets, in each repeat; state goes on from one to the next.
+             repeats: int) -> list[tuple[float, float]]:
+    """(encoding, decoding) of all buckets on rank 0, in seconds, in each repeat; state goes on from one to the next.
 
-    In a graph the time is the whole function's: the stand-in's, which repeats rows for an allgather, is in it.
+    In a graph the two cannot be told apart: (the whole function, 0), and the stand-in's time, which repeats rows for an
+    allgather, is in it.
     """
     states = [compressor.init(ops, bucket) for bucket in subject.buckets]
     whole = graph(lambda flats, states: exchange_alone(compressor, ops, subject, flats, states)[1:]) if graph else None
@@ -222,7 +238,7 @@ def _seconds(compressor: Compressor, ops: Ops, subject: Subject, graph: Callable
             begin = time.perf_counter()
             sums, states = whole(flats, states)
             settle(ops, sums[-1])
-            seconds = time.perf_counter() - begin
+            seconds = time.perf_counter() - begin, 0.0
         found.append(seconds)
     return found[WARM_UPS:]
 
@@ -255,17 +271,21 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     _check_alone()
     ops, graph, threads = _start(args)
+    record.check(args.jsonl)
     environment = record.environment("", 1, "", args.seed, threads, args.framework)
     config = _config(args)
     for what in _subjects(args):
-        rows = [measure(name, config, what, ops, graph, args.repeats, args.steps) for name in args.compressors]
-        headers = ("compressor", "ms a step", "bytes sent", "fp32 / sent", "error, 1 sum", f"mean of {args.steps}")
+        facts = {"workload": what.name, "params": what.params, "buckets": len(what.buckets),
+                 "bucket_mb": what.bucket_mb, "simulated_ranks": what.ranks}
+        rows = []
+        for name in args.compressors:
+            rows.append(measure(name, config, what, ops, graph, args.repeats, args.steps))
+            if args.jsonl:
+                record.append(args.jsonl, {"bench": "compressors", **environment, **facts, **rows[-1]})
+        headers = ("compressor", "ms a step", "encode", "decode", "bytes sent", "fp32 / sent", "error, 1 sum",
+                   f"mean of {args.steps}")
         table.show(_title(what, args.framework, threads, graph is not None), headers, [cells(r) for r in rows],
                    args.markdown)
-        facts = {"model": what.name, "params": what.params, "buckets": len(what.buckets),
-                 "bucket_mb": what.bucket_mb, "simulated_ranks": what.ranks}
-        for row in rows if args.jsonl else ():
-            record.append(args.jsonl, {"bench": "compressors", **environment, **facts, **row})
     return 0
 
 
@@ -274,24 +294,27 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     usual = Exchange()
     names = [name for name in COMPRESSORS if not _reductions(name)]
     parser = options.Parser("compressors", "Time to encode and decode, bytes sent and error of each gradient "
-                            "compressor. One process; the ranks of --ranks are played by it.")
+                            "compressor. One process; the ranks of --ranks are played by it. Encoding is what a "
+                            "compressor does up to its last request to the wire, decoding what it does after the last "
+                            "answer; ms a step is their sum, which is all that can be told in TensorFlow's graph.")
     parser.add_argument("--framework", type=options.one_of("--framework", FRAMEWORKS), default="torch",
                         metavar="|".join(FRAMEWORKS), help="whose arrays are compressed; tensorflow: in a graph")
     parser.add_argument("--compressors", type=options.some_of("--compressors", names), default=",".join(names),
                         metavar="A,B", help="which")
-    parser.add_argument("--model", type=options.some_of("--model", MODELS), default=",".join(MODELS), metavar="A,B",
-                        help="whose parameters: " + ", ".join(f"{m} ({WORKLOADS[m].doc})" for m in MODELS))
+    parser.add_argument("--workload", type=options.some_of("--workload", WORKLOAD_NAMES), metavar="A,B",
+                        default=",".join(WORKLOAD_NAMES),
+                        help="whose parameters: " + "; ".join(f"{w}: {WORKLOADS[w].doc}" for w in WORKLOAD_NAMES))
     parser.add_argument("--shapes", type=options.shapes("--shapes"), default=None, metavar="2048x512,2048",
                         help="parameters of these shapes instead")
     parser.add_argument("--ranks", type=options.whole("--ranks", 2, 16), default=2, metavar="P",
                         help="ranks that take part")
     parser.add_argument("--steps", type=options.whole("--steps", 1, 10000), default=10, metavar="N",
                         help="steps of the same gradient, for the error of their mean")
-    parser.add_argument("--bucket-mb", type=options.number("--bucket-mb", 0, 2**20), default=usual.bucket_mb,
+    parser.add_argument("--bucket_mb", type=options.number("--bucket_mb", 0, 2**20), default=usual.bucket_mb,
                         metavar="MIB", help="size of a bucket")
-    parser.add_argument("--powersgd-rank", type=options.whole("--powersgd-rank", 1), metavar="R",
+    parser.add_argument("--powersgd_rank", type=options.whole("--powersgd_rank", 1), metavar="R",
                         default=usual.powersgd_rank, help="exchange.powersgd_rank")
-    parser.add_argument("--topk-ratio", type=options.number("--topk-ratio", 0, 1), default=usual.topk_ratio,
+    parser.add_argument("--topk_ratio", type=options.number("--topk_ratio", 0, 1), default=usual.topk_ratio,
                         metavar="X", help="exchange.topk_ratio")
     parser.add_argument("--seed", type=options.whole("--seed", 0, 2**32 - 1), default=0, metavar="N",
                         help="of the gradients")
@@ -335,14 +358,15 @@ def _config(args: argparse.Namespace) -> Config:
 
 
 def _subjects(args: argparse.Namespace) -> list[Subject]:
-    named = [("shapes", args.shapes)] if args.shapes else [(model, shapes_of(model)) for model in args.model]
+    named = [("shapes", args.shapes)] if args.shapes else [(name, shapes_of(name)) for name in args.workload]
     return [subject(name, shapes, args.bucket_mb, args.ranks, args.seed) for name, shapes in named]
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
     """A record as a row of the table."""
     ratio = "-" if row["ratio"] is None else f"{row['ratio']:.1f}x"
-    return [row["describe"], shown(row["time_ms"]), str(row["bytes_sent"]), ratio, f"{row['error_first']:.2e}",
+    times = [shown(row[key]) for key in ("time_ms", "encode_ms", "decode_ms")]
+    return [row["describe"], *times, str(row["bytes_sent"]), ratio, f"{row['error_first']:.2e}",
             f"{row['error_mean']:.2e}"]
 
 

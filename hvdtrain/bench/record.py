@@ -110,11 +110,20 @@ def append(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
 
     Numbers that JSON lacks (NaN, infinities) become null. One write a record. `UserError` where it cannot be written.
     """
-    line = json.dumps(_plain(record), allow_nan=False) + "\n"
+    _write(path, json.dumps(_plain(record), allow_nan=False) + "\n")
+
+
+def check(path: str) -> None:
+    """Raise `UserError` where `append` could not write, before anything is measured; "" asks for no records."""
+    if path:
+        _write(path, "")
+
+
+def _write(path: str | os.PathLike[str], text: str) -> None:
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as file:
-            file.write(line)
+            file.write(text)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}", "a file for records",
                         "correct --jsonl") from None

@@ -1,62 +1,73 @@
 """``bench step``: whole training steps of hvdtrain and of its peers, in turns, in one run.
 
-Owns the choice of contenders, the rounds and what is told of them. Each contender is a job of its own under mpirun
-(`jobs`), started with the same flags, environment and threads. Machines are noisy and drift, so all jobs are alive at
-once and take turns: in each round one after the other is resumed, steps, and is suspended again; compared are the
-medians of the ratios within a round. Jobs that wait take no processor time, not even with a spinning thread.
+Owns the choice of contenders, the rounds and what is told of them (what is made of the times: `standings`). Each
+contender is a job of its own under mpirun (`jobs`), started with the same flags, environment and threads. Machines are
+noisy and drift, so all jobs are alive at once and take turns: in each round one after the other is resumed, steps, and
+is suspended again; compared are the medians of the ratios within a round. Jobs that wait take no processor time, not
+even with a spinning thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import math
 import os
 import shlex
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.bench import options, peers, record, table
-from hvdtrain.bench.jobs import GRACE_S, Job, JobFailed, orderly_signals
-from hvdtrain.bench.peers import Contender
+from hvdtrain.bench import options, peers, record, standings, table
+from hvdtrain.bench.jobs import GRACE_S, Job, JobFailed
+from hvdtrain.bench.peers import Contender, ours
+from hvdtrain.bench.standings import Times
 from hvdtrain.bench.workloads import FILES, WORKLOADS
+from hvdtrain.build.children import orderly_signals
+from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.run import say
 
 OURS = {"torch": ("hvdtrain", "hvdtrain-null", "hvdtrain-horovod", "hvdtrain-mpi"),
         "tensorflow": ("hvdtrain", "hvdtrain-null", "hvdtrain-horovod")}
-HEADERS = ("contender", "wire", "ms a step", "min", "max", "x hvdtrain", "x best peer")
-TOLERANCE = 1e-3
-"""Of --check: largest relative difference between contenders that sum gradients as they are."""
 MIN_ROUNDS = 7
 EXPORTED = ("OMP_NUM_THREADS", "PYTHONPATH", "TF_CPP_MIN_LOG_LEVEL", "TORCH_NCCL_ENABLE_MONITORING")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run: the contenders, how each is launched, and the facts for the records."""
+    """What is run: the contenders, how each is launched, and the facts for the records.
+
+    ``left_out``: why, by contender. ``notes``: what was set for all jobs.
+    """
 
     contenders: tuple[Contender, ...]
     launch: dict[str, tuple[str, ...]]
     env: dict[str, str]
     threads: int
     batch: int
+    left_out: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
-Times = dict[str, list[float]]
-"""Milliseconds a step of each contender, by round."""
+@dataclass
+class Race:
+    """What the rounds have come to; ``rounds`` of them are complete, ``times`` may have one more."""
+
+    jobs: dict[str, Job] = field(default_factory=dict)
+    about: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failed: dict[str, JobFailed] = field(default_factory=dict)
+    times: Times = field(default_factory=dict)
+    rounds: int = 0
 
 
 def main(argv: list[str]) -> int:
     """Measure, or with --check compare results; 0 if every contender did its part, 1 if one failed."""
     args = _parser().parse(argv)
     plan = _plan(args, os.environ)
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as scratch, orderly_signals():
+    with orderly_signals(), tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as scratch:
         return _check(args, plan, scratch) if args.check else _measure(args, plan, scratch)
 
 
@@ -112,22 +123,35 @@ def _plan(args: argparse.Namespace, env: Mapping[str, str]) -> Plan:
     if importlib.util.find_spec(args.framework) is None:
         raise UserError(f"{args.framework} is not installed", "the framework that is to be measured",
                         "install it, or choose another --framework")
-    contenders = []
+    contenders: list[Contender] = []
+    left_out = {}
     for name in chosen(args.framework, args.np, args.peers, args.contenders):
         contender = peers.contender(name, args.framework)
-        reason = contender.lacks()
+        reason = contender.lacks(args.framework)
         if reason:
+            left_out[name] = reason
             table.note(f"{name} is left out: {reason}")
         else:
             contenders.append(contender)
     if not contenders:
         raise UserError("no contender is left", "one at least", "correct --contenders")
+    _check_settings(args, contenders)
     threads = args.threads or max(1, len(affinity()) // args.np)
     batch = args.batch or WORKLOADS[args.workload].batch
     settings = _environment(args.np, threads, env)
     prefix = _launcher(args, settings)
     return Plan(tuple(contenders), {c.name: () if c.alone or args.np == 1 else prefix for c in contenders}, settings,
-                threads, batch)
+                threads, batch, left_out, _set_for_all(settings, env))
+
+
+def _check_settings(args: argparse.Namespace, contenders: Sequence[Contender]) -> None:
+    """Raise `UserError` for an --exchange that hvdtrain would refuse, before any job is started."""
+    exchange = ours.exchange(args.exchange, args.powersgd_rank)
+    Config(exchange=exchange).check()
+    for contender in contenders:
+        if not contender.peer:
+            Config(exchange=exchange, collectives=contender.options["wire"],
+                   compression=contender.options["compression"]).check()
 
 
 def chosen(framework: str, ranks: int, with_peers: bool, explicit: str) -> list[str]:
@@ -155,6 +179,15 @@ def _environment(ranks: int, threads: int, env: Mapping[str, str]) -> dict[str, 
     return own | AS_ROOT if os.geteuid() == 0 else own
 
 
+def _set_for_all(settings: Mapping[str, str], env: Mapping[str, str]) -> tuple[str, ...]:
+    """What `_environment` did that boot, in each job, then finds done and does not tell."""
+    from hvdtrain.cluster.boot import YIELD
+
+    if settings.get(YIELD) == env.get(YIELD):
+        return ()
+    return (f"{YIELD}={settings[YIELD]} was set: more busy threads than cores",)
+
+
 def _launcher(args: argparse.Namespace, env: Mapping[str, str]) -> tuple[str, ...]:
     """The words before ``python``; nothing where there is one rank."""
     if args.np == 1:
@@ -180,7 +213,7 @@ def command(args: argparse.Namespace, plan: Plan, contender: Contender, scratch:
              "--contender", contender.name, "--framework", args.framework, "--workload", args.workload,
              "--batch", str(plan.batch), "--seed", str(args.seed), "--threads", str(plan.threads),
              "--warmup", str(args.warmup), "--settle", str(args.settle),
-             "--powersgd-rank", str(args.powersgd_rank), "--scratch", scratch]
+             "--powersgd_rank", str(args.powersgd_rank), "--scratch", scratch]
     for key in args.exchange:
         words += ["--exchange", key]
     words += ["--iface", args.iface] if args.iface else []
@@ -190,39 +223,57 @@ def command(args: argparse.Namespace, plan: Plan, contender: Contender, scratch:
 # --- rounds ----------------------------------------------------------------------------------------------------------
 
 def _measure(args: argparse.Namespace, plan: Plan, scratch: str) -> int:
-    """Start all, take turns, print and record; every job is ended however this is left."""
-    jobs: dict[str, Job] = {}
-    about: dict[str, dict[str, Any]] = {}
-    failed: dict[str, JobFailed] = {}
-    times: Times = {}
+    """Start all, take turns, print and record; every job is ended however this is left.
+
+    Where a signal ends it, the rounds that were complete are told first: whoever sent it may not wait long.
+    """
+    record.check(args.jsonl)
+    race = Race()
     try:
-        for contender in plan.contenders:
-            argv = command(args, plan, contender, scratch)
-            say(f"$ {shlex.join(argv)}")
-            jobs[contender.name] = job = Job(contender.name, argv, plan.env)
-            try:
-                about[contender.name] = job.wait("ready", args.timeout)
-                job.suspend()
-                times[contender.name] = []
-            except JobFailed as failure:
-                _drop(failure, jobs, failed)
-        for number in range(args.rounds):
-            names = list(jobs)
-            for name in rotated(names, number):
-                try:
-                    done = _turn(jobs[name], args.steps, args.timeout)
-                    times[name].append(1e3 * done["seconds"] / done["steps"])
-                    about[name]["notes"] = done["notes"]
-                except JobFailed as failure:
-                    _drop(failure, jobs, failed)
-                    del times[name]
-            say(f"round {number + 1}/{args.rounds}: "
-                + ", ".join(f"{name} {times[name][-1]:.1f} ms" for name in names if name in times))
+        try:
+            _start(args, plan, scratch, race)
+            _take_turns(args, plan, race)
+        finally:
+            _tell(args, plan, race)
     finally:
-        _end_all(jobs.values())
-    if times:
-        _tell(args, plan, times, about)
-    return _report(failed)
+        _end_all(race.jobs.values())
+    return _report(race.failed)
+
+
+def _start(args: argparse.Namespace, plan: Plan, scratch: str, race: Race) -> None:
+    """Start the jobs, one after the other; each waits, suspended, for its first turn."""
+    for contender in plan.contenders:
+        argv = command(args, plan, contender, scratch)
+        say(f"$ {shlex.join(argv)}")
+        race.jobs[contender.name] = job = Job(contender.name, argv, {**plan.env, **contender.env})
+        try:
+            race.about[contender.name] = job.wait("ready", args.timeout)
+            job.suspend()
+            race.times[contender.name] = []
+        except JobFailed as failure:
+            _drop(failure, race)
+
+
+def _take_turns(args: argparse.Namespace, plan: Plan, race: Race) -> None:
+    """All rounds, or as many as there is a job for."""
+    for number in range(args.rounds):
+        for name in rotated(list(race.jobs), number):
+            try:
+                done = _turn(race.jobs[name], args.steps, args.timeout)
+            except JobFailed as failure:
+                _drop(failure, race)
+                continue
+            race.times[name].append(1e3 * done["seconds"] / done["steps"])
+            race.about[name]["notes"] = done["notes"]
+            if args.jsonl:
+                record.append(args.jsonl, _facts(args, plan, race.about[name]) | {
+                    "kind": "round", "contender": name, "launch": list(plan.launch[name]), "round": number,
+                    "ms": race.times[name][-1]})
+        if not race.jobs:
+            break
+        race.rounds = number + 1
+        say(f"round {number + 1}/{args.rounds}: "
+            + ", ".join(f"{name} {ms[-1]:.1f} ms" for name, ms in race.times.items()))
 
 
 def _turn(job: Job, steps: int, timeout_s: float) -> dict[str, Any]:
@@ -239,10 +290,11 @@ def rotated(names: Sequence[str], number: int) -> list[str]:
     return [*names[at:], *names[:at]]
 
 
-def _drop(failure: JobFailed, jobs: dict[str, Job], failed: dict[str, JobFailed]) -> None:
+def _drop(failure: JobFailed, race: Race) -> None:
     """Go on without a job."""
-    jobs.pop(failure.name).end()
-    failed[failure.name] = failure
+    race.jobs.pop(failure.name).end()
+    race.failed[failure.name] = failure
+    race.times.pop(failure.name, None)
     say(f"{failure}; going on without it")
 
 
@@ -270,62 +322,50 @@ def _report(failed: Mapping[str, JobFailed]) -> int:
 
 # --- what is told ----------------------------------------------------------------------------------------------------
 
-def summarise(times: Times, contenders: Sequence[Contender], ranks: int) -> dict[str, dict[str, float]]:
-    """Of each contender: median_ms, min_ms, max_ms, to_hvdtrain and to_best_peer, NaN where there is none. Pure.
-
-    A ratio is the median over rounds of (its time / the other's time in that round): below 1 is faster. The best peer
-    is the one with the smallest median among those with the same number of ranks and exact sums; where no peer has
-    exact sums, among the compressing ones.
-    """
-    own = [c.name for c in contenders if c.name in times and not c.peer]
-    ours = "hvdtrain" if "hvdtrain" in own else next(iter(own), "")
-    others = [c for c in contenders if c.name in times and c.peer and not (c.alone and ranks > 1)]
-    alike = [c.name for c in others if c.exact] or [c.name for c in others]
-    best = min(alike, key=lambda name: median(times[name]), default="")
-    return {name: {"median_ms": median(ms), "min_ms": min(ms), "max_ms": max(ms),
-                   "to_hvdtrain": ratio(times, name, ours), "to_best_peer": ratio(times, name, best)}
-            for name, ms in times.items()}
-
-
-def ratio(times: Times, name: str, other: str) -> float:
-    """Median over rounds of the ratio of two contenders' times; NaN without the other. Pure."""
-    return median(a / b for a, b in zip(times[name], times[other])) if other else math.nan
-
-
-def _tell(args: argparse.Namespace, plan: Plan, times: Times, about: Mapping[str, Mapping[str, Any]]) -> None:
-    """Table and records."""
-    found = summarise(times, plan.contenders, args.np)
-    rows = [(name, about[name]["wire"], *(f"{s[key]:.2f}" for key in ("median_ms", "min_ms", "max_ms")),
-             *("-" if math.isnan(s[key]) else f"{s[key]:.3f}" for key in ("to_hvdtrain", "to_best_peer")))
-            for name, s in found.items()]
-    for name in times:
-        for text in about[name]["notes"]:
-            table.note(f"{name}: {text}")
-    first = next(iter(times))
-    title = (f"{args.workload} in {args.framework}, {about[first]['parameters']:,} parameters, "
-             f"batch {plan.batch} a rank, {args.np} rank{'s' if args.np > 1 else ''} of "
-             f"{plan.threads} thread{'s' if plan.threads > 1 else ''}, {about[first]['hosts']}; "
-             f"median of {args.rounds} rounds of {args.steps} steps")
-    table.show(title, HEADERS, rows, markdown=args.markdown)
-    if not args.jsonl:
+def _tell(args: argparse.Namespace, plan: Plan, race: Race) -> None:
+    """Table and summary of the complete rounds; the rounds' own records are written already."""
+    times = {name: ms[:race.rounds] for name, ms in race.times.items()} if race.rounds else {}
+    if not times:
+        say("no round was completed")
         return
-    base = {"bench": "step", "workload": args.workload, "batch": plan.batch, "steps": args.steps,
-            "rounds": args.rounds, "powersgd_rank": args.powersgd_rank, "exchange": args.exchange}
-    for name, each in times.items():
-        facts = _facts(args, plan, about[name]) | base | {"kind": "round", "contender": name,
-                                                          "launch": list(plan.launch[name])}
-        for number, ms in enumerate(each):
-            record.append(args.jsonl, facts | {"round": number, "ms": ms})
-    summary = {name: {**s, "wire": about[name]["wire"], "notes": about[name]["notes"]} for name, s in found.items()}
-    missing = [c.name for c in plan.contenders if c.name not in times]
-    record.append(args.jsonl, _facts(args, plan, about[first]) | base
-                  | {"kind": "summary", "wire": "", "contenders": summary, "missing": missing})
+    found = standings.summarise(times, plan.contenders, args.np)
+    notes = {name: _notes(plan, race.about[name]) for name in times}
+    for text in standings.remarks(notes):
+        table.note(text)
+    about = _whole(args, race.about, times)
+    ranks, threads = about["ranks"], plan.threads
+    of = "" if race.rounds == args.rounds else f" of {args.rounds}"
+    title = (f"{args.workload} in {args.framework}, {about['parameters']:,} parameters, batch {plan.batch} a rank, "
+             f"{ranks} rank{'s' if ranks > 1 else ''} of {threads} thread{'s' if threads > 1 else ''}, "
+             f"{about['hosts']}; median of {race.rounds}{of} rounds of {args.steps} steps")
+    table.show(title, standings.HEADERS, standings.rows(found, race.about), markdown=args.markdown)
+    if plan.left_out:
+        table.note("left out: " + "; ".join(f"{name}: {reason}" for name, reason in plan.left_out.items()))
+    if args.jsonl:
+        summary = {name: {**s, "wire": race.about[name]["wire"], "notes": notes[name]} for name, s in found.items()}
+        record.append(args.jsonl, _facts(args, plan, about) | {
+            "kind": "summary", "wire": "", "contenders": summary, "rounds_done": race.rounds,
+            "base": standings.BASE if standings.BASE in times else None, "left_out": plan.left_out,
+            "missing": [c.name for c in plan.contenders if c.name not in times]})
+
+
+def _whole(args: argparse.Namespace, about: Mapping[str, dict[str, Any]], times: Times) -> dict[str, Any]:
+    """The facts of a job with as many ranks as were asked for; of another where there is none."""
+    return min((about[name] for name in times), key=lambda facts: facts["ranks"] != args.np)
+
+
+def _notes(plan: Plan, about: Mapping[str, Any]) -> list[str]:
+    """What was set for all jobs, then what this one told."""
+    return list(dict.fromkeys([*plan.notes, *about["notes"]]))
 
 
 def _facts(args: argparse.Namespace, plan: Plan, about: Mapping[str, Any]) -> dict[str, Any]:
-    """The environment of a record, as the job saw it."""
+    """What a record begins with: the environment as the job saw it, and what was asked for."""
     facts = record.environment(about["hosts"], about["ranks"], about["wire"], args.seed, plan.threads, args.framework)
-    return {**facts, "mpi": about["mpi"] or facts["mpi"], "omp_num_threads": plan.env["OMP_NUM_THREADS"]}
+    return {**facts, "mpi": about["mpi"] or facts["mpi"], "omp_num_threads": plan.env["OMP_NUM_THREADS"],
+            "settings": about["settings"], "notes": _notes(plan, about), "bench": "step", "workload": args.workload,
+            "batch": plan.batch, "steps": args.steps, "rounds": args.rounds, "powersgd_rank": args.powersgd_rank,
+            "exchange": args.exchange}
 
 
 # --- do they all do the same? ----------------------------------------------------------------------------------------
@@ -342,26 +382,10 @@ def _check(args: argparse.Namespace, plan: Plan, scratch: str) -> int:
             failed[contender.name] = failure
         finally:
             job.end(GRACE_S if contender.name in found else 0.0)
-    wrong = disagreements(found, plan.contenders, args.np)
+    wrong = standings.disagreements(found, plan.contenders, args.np)
     rows = [(name, f["wire"], f"{f['loss']:.6f}", f"{f['moved']:.6f}", "yes" if f["equal"] else "no",
              wrong.get(name, "")) for name, f in found.items()]
     if rows:
         table.show("after 3 steps: loss, length of the parameters' way, whether all ranks hold the same bits",
                    ("contender", "wire", "loss", "moved", "ranks equal", "wrong"), rows, markdown=args.markdown)
     return _report(failed) or int(bool(wrong))
-
-
-def disagreements(found: Mapping[str, Mapping[str, Any]], contenders: Sequence[Contender],
-                  ranks: int) -> dict[str, str]:
-    """{contender: what is wrong with it}: those that ought to agree with the first of their kind and do not. Pure."""
-    wrong = {}
-    alike = [c for c in contenders if c.name in found and c.exact and not (c.alone and ranks > 1)]
-    for c in alike:
-        first, own = found[alike[0].name], found[c.name]
-        off = [key for key in ("loss", "moved") if not abs(own[key] - first[key]) <= TOLERANCE * abs(first[key])]
-        if off:
-            wrong[c.name] = f"{' and '.join(off)} unlike {alike[0].name}'s"
-    for c in contenders:
-        if c.name in found and not found[c.name]["equal"] and c.options.get("wire") != "null":
-            wrong[c.name] = "; ".join(filter(None, [wrong.get(c.name), "ranks differ"]))
-    return wrong

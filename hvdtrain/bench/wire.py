@@ -18,6 +18,7 @@ import numpy as np
 from hvdtrain.bench import options, record, table
 from hvdtrain.bench.session import Session, open_session
 from hvdtrain.bench.timing import settle, shown, spread
+from hvdtrain.cluster.exit import agreed
 from hvdtrain.collectives.shared import SUMMED
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import itemsize
@@ -27,6 +28,8 @@ KINDS = ("allreduce", "allgather", "alltoall", "reducescatter", "broadcast")
 FRAMEWORKS = ("torch", "tensorflow", "numpy")
 WIRES = ("horovod", "mpi", "shared", "auto", "null")
 DTYPES = ("float32", "float64", "float16", "int32", "int64")
+EXACT = {"float16": 1 << 11}
+"""Up to which whole numbers are exact; the other types: 2^24 at least."""
 HEADERS = ("size (B)", "count", "type", "redop", "root", "time (us)", "algbw (GB/s)", "busbw (GB/s)", "#wrong")
 
 ROOT = 0
@@ -83,13 +86,13 @@ def bandwidths(p: Point, ranks: int, seconds: float) -> tuple[float, float]:
 
 
 def sent(p: Point, rank: int, ranks: int) -> np.ndarray:
-    """What ``rank`` brings to the check: small whole numbers that tell element, rank and destination apart.
+    """What ``rank`` brings to the check: whole numbers that tell element, rank and destination apart.
 
     (elements,), for allgather (count,), for alltoall (P, count).
     """
     if p.kind == "alltoall":
-        return _pattern(np.arange(p.count)[None] + np.arange(ranks)[:, None], rank, p.dtype)
-    return _pattern(np.arange(p.count if p.kind == "allgather" else p.elements), rank, p.dtype)
+        return _pattern(np.arange(p.elements).reshape(ranks, p.count), rank, ranks, p.dtype)
+    return _pattern(np.arange(p.count if p.kind == "allgather" else p.elements), rank, ranks, p.dtype)
 
 
 def expected(p: Point, rank: int, ranks: int) -> np.ndarray:
@@ -100,19 +103,36 @@ def expected(p: Point, rank: int, ranks: int) -> np.ndarray:
     if p.kind == "reducescatter":
         return _sum(index + rank * p.count, ranks, p.dtype)
     if p.kind == "broadcast":
-        return _pattern(index, ROOT, p.dtype)
-    rows = [_pattern(index + (rank if p.kind == "alltoall" else 0), q, p.dtype) for q in range(ranks)]
-    return np.stack(rows)
+        return _pattern(index, ROOT, ranks, p.dtype)
+    if p.kind == "alltoall":
+        index += rank * p.count
+    return np.stack([_pattern(index, q, ranks, p.dtype) for q in range(ranks)])
 
 
-def _pattern(index: np.ndarray, rank: int, dtype: str) -> np.ndarray:
-    """Element i of rank r: i mod 5 + r."""
-    return (index % 5 + rank).astype(dtype)
+def _pattern(index: np.ndarray, rank: int, ranks: int, dtype: str) -> np.ndarray:
+    """Element i of rank r: h(i) + r mod M, with h in 1 ... M without a period; see `_values` for M."""
+    return (_hashed(index, ranks, dtype) + rank % _values(ranks, dtype)).astype(dtype)
 
 
 def _sum(index: np.ndarray, ranks: int, dtype: str) -> np.ndarray:
-    """Sum over r of i mod 5 + r: P (i mod 5) + P (P-1) / 2."""
-    return (ranks * (index % 5) + ranks * (ranks - 1) // 2).astype(dtype)
+    """Sum over r of `_pattern`: P h(i) + the sum of r mod M. No rank's own element equals it, as h > 0."""
+    own = sum(rank % _values(ranks, dtype) for rank in range(ranks))
+    return (ranks * _hashed(index, ranks, dtype) + own).astype(dtype)
+
+
+def _values(ranks: int, dtype: str) -> int:
+    """M: so many values that the sum over ranks, at most P (2 M - 1), is exact in ``dtype``, in any order."""
+    return max(1, EXACT.get(dtype, 1 << 24) // (2 * ranks))
+
+
+def _hashed(index: np.ndarray, ranks: int, dtype: str) -> np.ndarray:
+    """h: whole numbers of 1 ... M that repeat with no shift or stride; multiply and xor-shift twice."""
+    x = index.astype(np.uint32)
+    for _ in range(2):
+        x ^= x >> 16
+        x *= np.uint32(0x9E3779B1)
+    x ^= x >> 15
+    return (x % np.uint32(_values(ranks, dtype))).astype(np.int64) + 1
 
 
 def count_wrong(found: np.ndarray, right: np.ndarray) -> int:
@@ -271,18 +291,21 @@ def bench(session: Session, args: argparse.Namespace) -> int:
     if args.dtype not in session.wire.dtypes and any(redop(kind) == "sum" for kind in args.kinds):
         raise UserError(f"{session.wire.name} does not sum {args.dtype}",
                         "one of " + ", ".join(d for d in DTYPES if d in session.wire.dtypes), "correct --dtype")
+    agreed(control, lambda: record.check(args.jsonl if control.rank == 0 else ""), "opening the file for records")
     environment = record.environment(session.hosts, control.size, session.wire.name, None, session.threads,
                                      session.framework)
     for note in session.notes if control.rank == 0 else ():
         table.note(note)
     for kind in args.kinds:
-        found = list(_measured(session, kind, args))
+        found = []
+        for row in _measured(session, kind, args):
+            found.append(row)
+            if args.jsonl and control.rank == 0:
+                record.append(args.jsonl, {"bench": "wire", **environment, **row})
         status |= any(row["wrong"] for row in found)
         if control.rank == 0:
             table.show(_title(session, found[0]), HEADERS, [cells(row) for row in found], args.markdown,
                        launched=control.size > 1)
-            for row in found if args.jsonl else ():
-                record.append(args.jsonl, {"bench": "wire", **environment, **row})
     return int(status)
 
 

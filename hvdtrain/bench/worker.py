@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=1, help="compute threads of a rank")
     parser.add_argument("--warmup", type=int, default=20, help="steps before it is ready")
     parser.add_argument("--settle", type=int, default=2, help="untimed steps at the start of each round")
-    parser.add_argument("--powersgd-rank", type=int, default=4)
+    parser.add_argument("--powersgd_rank", type=int, default=4)
     parser.add_argument("--exchange", action="append", default=[], help="KEY=VALUE of hvdtrain's exchange")
     parser.add_argument("--iface", default="", help="network interface of wires other than MPI")
     parser.add_argument("--scratch", required=True, help="folder for the files of a run")
@@ -78,7 +78,7 @@ def _serve(args: argparse.Namespace, facts: Any) -> int:
         if order <= 0:
             return 0
         seconds, at = _timed(prepared, control, at, args.settle, order)
-        say({"event": "done", "steps": order, "seconds": seconds, "notes": prepared.notes})
+        say({"event": "done", "steps": order, "seconds": seconds, "notes": _notes(prepared, control)})
 
 
 def _setup(args: argparse.Namespace, control: Any) -> Setup:
@@ -113,11 +113,17 @@ def _timed(prepared: Prepared, control: Any, at: int, settle: int, steps: int) -
 
 def _about(prepared: Prepared, control: Any) -> dict[str, Any]:
     """What the records say about a job; collective."""
-    from hvdtrain.bench.record import mpi_library
+    from hvdtrain.bench.record import mpi_library, settings
     from hvdtrain.cluster.topology import survey
 
     return {"ranks": control.size, "hosts": survey(control).describe(), "wire": prepared.wire, "mpi": mpi_library(),
-            "parameters": int(sum(p.size for p in prepared.params())), "notes": prepared.notes}
+            "parameters": int(sum(p.size for p in prepared.params())), "settings": settings(os.environ),
+            "notes": _notes(prepared, control)}
+
+
+def _notes(prepared: Prepared, control: Any) -> list[str]:
+    """What boot set for this job, whose it ever is, then what the contender itself has to say."""
+    return list(dict.fromkeys([*getattr(control, "notes", ()), *prepared.notes]))
 
 
 def _outcome(prepared: Prepared, control: Any, before: list[np.ndarray]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def part(arrays: tuple[np.ndarray, ...], batch: int, rank: int, size: int) -> li
 WORKLOADS = {w.name: w for w in (
     Workload("mlp", "1024-2048-2048-1536-10 perceptron, 9.46M parameters", "mlp", 64, (1024,),
              args={"in_features": 1024, "hidden": [2048, 2048, 1536], "classes": 10}),
-    Workload("resnet", "small ResNet for 32x32x3 images", "resnet", 32, (32, 32, 3)),
+    Workload("resnet", "small ResNet for 32x32x3 images, 0.27M parameters", "resnet", 32, (32, 32, 3)),
     Workload("gpt", "decoder, 4 blocks of width 256, 64 tokens, 3.22M parameters", "gpt", 8, (64,), vocab=96,
              args={"vocab": 96, "context": 64, "width": 256, "depth": 4}),
     Workload("tiny", "64-32-10 perceptron: the cost of a step apart from its arithmetic", "mlp", 8, (64,),

@@ -1,6 +1,6 @@
 """Running a child whose output goes to a file, with progress, a deadline, and no survivor.
 
-Owns the child's process group. Knows nothing about Horovod.
+Owns the child, its process group and all that it starts. Knows nothing about Horovod.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+from hvdtrain.build.children import TERMINATE_S, die_with_parent, ends_within, kill_all, marked
 from hvdtrain.build.progress import Display, Progress
 
 LAST_LINES = 20
@@ -42,14 +43,19 @@ def tail(log: Path, lines: int = LAST_LINES) -> list[str]:
 
 def logged(what: str, argv: list[str], log: Path, env: dict[str, str], timeout_s: float,
            display: Display | None = None, cwd: Path | None = None) -> None:
-    """Run ``argv``, append its output to ``log``; ChildFailed on a bad status or after ``timeout_s``."""
+    """Run ``argv``, append its output to ``log``; ChildFailed on a bad status or after ``timeout_s``.
+
+    However this is left, also by an exception that a signal handler raises (`children.orderly_signals`), the child and
+    all that it started are ended.
+    """
     progress, lines = Progress(), queue.Queue[str | None]()
+    mark, env = marked(env)
     with log.open("a", encoding="utf-8", errors="replace") as out:
         out.write(f"$ {shlex.join(argv)}\n")
         out.flush()
         child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                  stderr=subprocess.STDOUT, env=env, cwd=cwd, text=True, errors="replace",
-                                 start_new_session=True)
+                                 start_new_session=True, preexec_fn=die_with_parent())
         threading.Thread(target=_pump, args=(child, lines), daemon=True).start()
         deadline = time.monotonic() + timeout_s
         try:
@@ -58,7 +64,7 @@ def logged(what: str, argv: list[str], log: Path, env: dict[str, str], timeout_s
         except (TimeoutError, subprocess.TimeoutExpired):
             raise ChildFailed(what, f"took more than {timeout_s:.0f} s", log) from None
         finally:
-            _end_group(child)
+            _end(child, mark)
     if code != 0:
         raise ChildFailed(what, f"failed with exit status {code}", log)
 
@@ -90,10 +96,16 @@ def _follow(lines: queue.Queue[str | None], out: TextIO, progress: Progress, dis
             raise TimeoutError
 
 
-def _end_group(child: subprocess.Popen[str]) -> None:
-    """End whatever the child left running; it had a session of its own, so nobody else is in its group."""
+def _end(child: subprocess.Popen[str], mark: str) -> None:
+    """End the child and whatever it left running; it had a session of its own, so nobody else is in its group."""
     try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
-    child.wait()
+        if child.poll() is None:
+            child.terminate()  # mpirun then ends its ranks and takes its files away
+            ends_within(child, TERMINATE_S)
+    finally:
+        try:
+            os.killpg(child.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+        kill_all(mark)
+        child.wait()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hvdtrain.build.children import orderly_signals
 from hvdtrain.build.detect import find_mpi
 from hvdtrain.build.run import ChildFailed, logged, tail
 from hvdtrain.build.verify import launch_argv
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
             raise UserError(f"--{name} is {value:g}", expected, f"correct --{name}")
     if not _names_optimizer(rest, os.environ):
         rest = [*DEFAULTS, *rest]
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-verify-") as temp:
+    with orderly_signals(), tempfile.TemporaryDirectory(prefix="hvdtrain-verify-") as temp:
         cases: list[tuple[int, tuple[int, ...] | None]] = [(n, None) for n in ranks]
         cases += [(n, uneven(n)) for n in ranks if n > 1 and args.uneven]
         weights = {}

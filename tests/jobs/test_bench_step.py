@@ -59,7 +59,9 @@ def test_a_table_and_records_of_every_round(tmp_path):
     assert ranks == {"hvdtrain": 2, "hvdtrain-null": 2, "ddp": 2, "plain": 1}
     assert "mpirun" in rounds[0]["launch"][0]
     summary = rows[-1]
-    assert summary["kind"] == "summary" and summary["missing"] == []
+    assert summary["kind"] == "summary" and summary["missing"] == [] and summary["left_out"] == {}
+    assert summary["base"] == "hvdtrain" and summary["rounds_done"] == 3 and summary["ranks"] == 2
+    assert summary["contenders"]["hvdtrain"]["best_peer"] == "ddp"
     assert summary["contenders"]["hvdtrain"]["to_hvdtrain"] == 1.0
     assert summary["contenders"]["ddp"]["to_best_peer"] == 1.0 and summary["contenders"]["ddp"]["wire"] == "gloo"
     assert "| hvdtrain-null | null |" in job.stdout and "2,410 parameters" in job.stdout
@@ -67,11 +69,16 @@ def test_a_table_and_records_of_every_round(tmp_path):
 
 def test_a_contender_that_fails_is_told_and_the_others_go_on():
     need("torch")
-    job = run([*STEP, "--contenders", "hvdtrain,ddp", "--exchange", "no_such_key=1", "--rounds", "1"], 200)
+    job = run([*STEP, "--contenders", "hvdtrain,ddp", "--iface", "no_such_card", "--rounds", "1"], 200)
     assert job.returncode == 1, job.text
     assert not job.orphans
-    assert "no_such_key" in job.stderr and "hvdtrain ended with exit status" in job.stderr
-    assert "ddp" in job.stdout.split("x best peer")[1]
+    assert "no_such_card" in job.stderr and "ddp ended with exit status" in job.stderr
+    assert "hvdtrain" in job.stdout.split("best peer")[-1]
+
+
+def test_an_exchange_that_hvdtrain_would_refuse_is_refused_before_any_job():
+    job = run([*STEP, "--contenders", "ddp", "--exchange", "no_such_key=1"], 60)
+    assert job.returncode == 2 and "'no_such_key=1'" in job.stderr and "$" not in job.stdout, job.text
 
 
 def test_nothing_is_left_of_a_bench_that_is_ended(tmp_path):

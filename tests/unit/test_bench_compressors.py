@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import numpy as np
 import pytest
@@ -75,7 +76,7 @@ def small(ranks=2, bucket_mb=16.0):
 
 # --- the subject ---------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("model, n, tensors", [("mlp", 9_458_186, 8), ("gpt", 3_225_088, 53)])
+@pytest.mark.parametrize("model, n, tensors", [("mlp", 9_458_186, 8), ("resnet", 269_722, 59), ("gpt", 3_225_088, 53)])
 def test_models_have_the_parameters_that_are_told(model, n, tensors):
     shapes = bench.shapes_of(model)
     assert sum(int(np.prod(s)) for s in shapes) == n and len(shapes) == tensors
@@ -87,6 +88,12 @@ def test_shapes_in_their_order():
     assert bench.mlp_shapes(3, [4, 5], 2) == [(4, 3), (4,), (5, 4), (5,), (2, 5), (2,)]
     assert bench.gpt_shapes(9, 7, 2, 1) == [(9, 2), (7, 2), (2,), (2,), (6, 2), (6,), (2, 2), (2,), (2,), (2,), (8, 2),
                                             (8,), (2, 8), (2,), (2,), (2,), (9, 2)]
+
+
+def test_shapes_are_those_of_the_model_that_is_trained():
+    torch_models = pytest.importorskip("torch_models.resnet", reason="PyTorch is not installed")
+    assert [tuple(p.shape) for p in torch_models.build().parameters()] == bench.shapes_of("resnet")
+    assert bench.resnet_shapes(1, 2, 1, 4)[:6] == [(2, 1, 3, 3), (2,), (2,), (2, 2, 3, 3), (2,), (2,)]
 
 
 def test_gradients_are_the_seeds_and_the_ranks_own():
@@ -169,7 +176,7 @@ def test_one_rank_alone_is_timed_with_the_shapes_of_many(name):
     states = [compressor.init(ops, b) for b in what.buckets]
     flats = [rows_PN[0].copy() for rows_PN in what.gradients]
     seconds, sums, new = bench.exchange_alone(compressor, ops, what, flats, states)
-    assert seconds > 0 and [x.shape for x in sums] == [(b.n,) for b in what.buckets]
+    assert min(seconds) > 0 and [x.shape for x in sums] == [(b.n,) for b in what.buckets]
     assert [set(s) for s in new] == [set(s) for s in states]
 
 
@@ -201,7 +208,8 @@ def test_a_record(monkeypatch):
     assert row["bytes_sent"] == plain // 4 and row["ratio"] == pytest.approx(4.0, rel=0.05)
     assert row["error_first"] == pytest.approx(0.5, rel=1e-5) and row["error_mean"] == pytest.approx(0.375, rel=1e-5)
     assert 0 < row["min_ms"] <= row["time_ms"] <= row["max_ms"]
-    assert bench.cells(row)[2:] == [str(plain // 4), f"{row['ratio']:.1f}x", "5.00e-01", "3.75e-01"]
+    assert row["encode_ms"] > 0 and row["decode_ms"] > 0
+    assert bench.cells(row)[4:] == [str(plain // 4), f"{row['ratio']:.1f}x", "5.00e-01", "3.75e-01"]
 
 
 def test_a_graph_is_made_once_and_timed_whole():
@@ -213,6 +221,7 @@ def test_a_graph_is_made_once_and_timed_whole():
 
     row = bench.measure("none", Config(), small(2), Ops(), graph, 3, 1)
     assert len(made) == 1 and row["in_graph"] and row["time_ms"] > 0
+    assert row["encode_ms"] is row["decode_ms"] is None and bench.cells(row)[2:4] == ["-", "-"]
 
 
 def test_a_compressor_that_wants_more_than_sums_is_refused(monkeypatch):
@@ -239,19 +248,43 @@ def test_bench_over_numpy(tmp_path, capsys):
 
 
 def test_settings_reach_the_compressors():
-    args = bench.parse(["--powersgd-rank", "2", "--topk-ratio", "0.5", "--bucket-mb", "3"])
+    args = bench.parse(["--powersgd_rank", "2", "--topk_ratio", "0.5", "--bucket_mb", "3"])
     exchange = bench._config(args).exchange
     assert (exchange.powersgd_rank, exchange.topk_ratio, exchange.bucket_mb) == (2, 0.5, 3.0)
 
 
 @pytest.mark.parametrize("argv, text", [
-    (["--compressors", "zip"], "--compressors is 'zip'"), (["--model", "bert"], "--model is 'bert'"),
+    (["--compressors", "zip"], "--compressors is 'zip'"), (["--workload", "bert"], "--workload is 'bert'"),
     (["--shapes", "3*4"], "--shapes is"), (["--ranks", "1"], "--ranks is '1'"),
-    (["--topk-ratio", "2"], "--topk-ratio is"),
-    (["--framework", "mxnet"], "--framework is 'mxnet'"), (["--rank", "2"], "did you mean '--ranks'")])
+    (["--topk_ratio", "2"], "--topk_ratio is"),
+    (["--framework", "mxnet"], "--framework is 'mxnet'"), (["--rank", "2"], "did you mean '--ranks'"),
+    (["--topk-ratio", "0.5"], "did you mean '--topk_ratio'")])
 def test_a_mistake_is_said_in_words(argv, text):
     with pytest.raises(UserError, match=text):
         bench.parse(argv)
+
+
+def test_a_split_of_the_time_is_by_the_last_request():
+    class Timed(Stateless):
+        name = "timed"
+
+        def exchange(self, ops, flat_N, state, bucket, size, stage=0):
+            time.sleep(0.02)
+            total_N = yield AllReduce(flat_N)
+            time.sleep(0.03)
+            total_N = yield AllReduce(total_N)
+            time.sleep(0.01)
+            return total_N, state
+
+    what = small(2)
+    (encode_s, decode_s), _, _ = bench.exchange_alone(Timed(), Ops(), what, [what.gradients[0][0].copy()], [{}])
+    assert encode_s >= 0.05 and 0.01 <= decode_s < encode_s
+
+
+def test_records_that_cannot_be_written_are_told_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(bench, "measure", lambda *args: pytest.fail("measured"))
+    with pytest.raises(UserError, match="cannot be written"):
+        bench.main(["--framework", "numpy", "--shapes", "3x4", "--jsonl", "/"])
 
 
 def test_a_launcher_of_several_ranks_is_refused(monkeypatch):

@@ -81,6 +81,16 @@ def test_append_writes_one_line_of_plain_json_a_record(tmp_path):
 def test_a_file_that_cannot_be_written_is_a_users_mistake(tmp_path):
     with pytest.raises(UserError, match="cannot be written"):
         record.append(tmp_path, {"a": 1})
+    with pytest.raises(UserError, match="cannot be written"):
+        record.check(str(tmp_path))
+    record.check("")
+
+
+def test_a_check_before_the_first_record_keeps_those_that_are_there(tmp_path):
+    path = tmp_path / "r.jsonl"
+    record.append(path, {"a": 1})
+    record.check(str(path))
+    assert path.read_text() == '{"a": 1}\n'
 
 
 # --- tables --------------------------------------------------------------------------------------------------------

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
+import types
 
 import numpy as np
 import pytest
 
-from hvdtrain.bench import peers, step
-from hvdtrain.bench.peers import contender
+from hvdtrain.bench import peers, standings, step, worker
+from hvdtrain.bench.peers import Prepared, contender
 from hvdtrain.bench.workloads import BATCHES, WORKLOADS, part
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.cursor import Cursor
@@ -28,8 +31,14 @@ def refused(*argv):
     (["--rounds", "x"], "--rounds"), (["--peer"], "--peers"), (["--contenders", ","], "no contender is left"),
     (["--contenders", "dpd"], "did you mean 'ddp'"), (["--contenders", "hvdtrain-mip"], "did you mean 'mpi'"),
     (["--contenders", "hvdtrain+fp61"], "did you mean 'fp16'"), (["--timeout", "0"], "--timeout"),
-    (["--mpirun_args", "'open"], "--mpirun_args")])
-def test_a_bad_option_is_refused_in_words(argv, word, monkeypatch):
+    (["--mpirun_args", "'open"], "--mpirun_args"),
+    (["--exchange", "bucket_m=4"], "did you mean 'bucket_mb'"), (["--exchange", "bucket_mb"], "KEY=VALUE"),
+    (["--exchange", "bucket_mb=["], "KEY=VALUE"), (["--exchange", "bucket_mb=-4"], "exchange.bucket_mb is -4"),
+    (["--exchange", "bucket_mb=wide"], "exchange.bucket_mb is"), (["--exchange", "powersgd_rank=2"], "--powersgd_rank"),
+    (["--jsonl", "/"], "/ cannot be written"), (["--powersgd-rank", "2"], "did you mean '--powersgd_rank'")])
+def test_a_bad_option_is_refused_in_words_before_any_job(argv, word, monkeypatch):
+    monkeypatch.setattr("hvdtrain.cluster.boot.horovod_reason", lambda framework: None)
+    monkeypatch.setattr(step, "Job", lambda *job: pytest.fail("a job was started"))
     monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr("hvdtrain.cli.verify.launcher", lambda ranks: ["mpirun"])
     assert word in refused(*argv)
@@ -67,9 +76,12 @@ def test_every_name_that_is_chosen_exists(framework):
 def test_the_parts_of_our_names():
     found = contender("hvdtrain-horovod+powersgd", "torch")
     assert found.options == {"wire": "horovod", "compression": "powersgd"} and found.needs == "horovod"
-    assert not found.exact and not found.peer
-    assert contender("hvdtrain", "torch").exact and not contender("hvdtrain-null", "torch").exact
-    assert contender("ddp", "torch").exact and not contender("ddp+fp16", "torch").exact
+    assert not found.exact and not found.peer and found.compression == "powersgd"
+    for name, compression in (("hvdtrain", "none"), ("hvdtrain-null", ""), ("hvdtrain+auto", ""), ("ddp", "none"),
+                              ("ddp+fp16", "fp16"), ("ddp+powersgd", "powersgd"), ("fabric", "none")):
+        assert contender(name, "torch").compression == compression
+        assert contender(name, "torch").exact == (compression == "none")
+    assert [contender(name, "torch").ranks(4) for name in ("ddp", "plain")] == [4, 1]
 
 
 def test_what_is_not_installed_is_left_out_with_the_reason(monkeypatch, capsys):
@@ -78,7 +90,27 @@ def test_what_is_not_installed_is_left_out_with_the_reason(monkeypatch, capsys):
     plan = step._plan(step._parser().parse(["--contenders", "accelerate,ddp,plain"]), {})
     assert [c.name for c in plan.contenders] == ["ddp", "plain"]
     assert "accelerate is left out: accelerate is not installed" in capsys.readouterr().out
+    assert list(plan.left_out) == ["accelerate"] and "hvdtrain[bench]" in plan.left_out["accelerate"]
     assert plan.launch == {"ddp": ("mpirun", "-np", "2"), "plain": ()}, "plain is one process"
+
+
+def test_a_horovod_without_this_framework_is_left_out(monkeypatch):
+    monkeypatch.setattr("hvdtrain.cluster.boot.horovod_reason", lambda framework: f"no {framework} part")
+    for name in ("horovod", "hvdtrain-horovod"):
+        assert contender(name, "tensorflow").lacks("tensorflow") == "no tensorflow part"
+    assert contender("hvdtrain", "torch").lacks("torch") == ""
+
+
+def test_a_job_tells_what_boot_set_whoever_trains_in_it():
+    control, notes = types.SimpleNamespace(notes=["btl_tcp_flags=send was set"]), ["btl_tcp_flags=send was set", "own"]
+    assert worker._notes(Prepared(print, float, list, "gloo"), control) == control.notes
+    assert worker._notes(Prepared(print, float, list, "mpi", notes=notes), control) == notes, "each once"
+
+
+def test_what_is_set_for_all_is_noted_for_all():
+    given, made = {"OMPI_MCA_mpi_yield_when_idle": "0"}, {"OMPI_MCA_mpi_yield_when_idle": "1"}
+    assert step._set_for_all(given, given) == step._set_for_all({}, {}) == ()
+    assert "yield_when_idle=1 was set" in step._set_for_all(made, {})[0]
 
 
 def test_all_jobs_get_the_same_command_and_environment(monkeypatch):
@@ -109,32 +141,157 @@ def test_the_order_moves_on_each_round():
     assert step.rotated([], 3) == []
 
 
+def names(*chosen, framework="torch"):
+    return [contender(name, framework) for name in chosen]
+
+
 def test_ratios_are_medians_of_rounds_not_ratios_of_medians():
-    chosen = [contender(name, "torch") for name in ("hvdtrain", "ddp", "fabric", "ddp+fp16", "plain")]
+    chosen = names("hvdtrain", "ddp", "fabric", "ddp+fp16", "plain")
     times = {"hvdtrain": [10.0, 40.0, 10.0], "ddp": [20.0, 20.0, 30.0], "fabric": [30.0, 60.0, 20.0],
              "ddp+fp16": [1.0, 1.0, 1.0], "plain": [5.0, 5.0, 5.0]}
-    found = step.summarise(times, chosen, 2)
+    found = standings.summarise(times, chosen, 2)
     assert found["hvdtrain"] == {"median_ms": 10.0, "min_ms": 10.0, "max_ms": 40.0, "to_hvdtrain": 1.0,
-                                 "to_best_peer": 0.5}
+                                 "best_peer": "ddp", "to_best_peer": 0.5}
     assert found["ddp"]["to_hvdtrain"] == 2.0 and found["ddp"]["to_best_peer"] == 1.0, "ddp+fp16 and plain do not count"
     assert found["fabric"]["to_hvdtrain"] == 2.0 and found["fabric"]["to_best_peer"] == 1.5
-    compressing = {name: times[name] for name in ("hvdtrain", "ddp+fp16")}
-    assert step.summarise(compressing, chosen, 2)["hvdtrain"]["to_best_peer"] == 10.0, "no other peer is there"
-    alone = step.summarise({"hvdtrain": [6.0], "plain": [5.0]}, chosen, 1)
+    alone = standings.summarise({"hvdtrain": [6.0], "plain": [5.0]}, chosen, 1)
     assert alone["hvdtrain"]["to_best_peer"] == 1.2, "on one rank the plain loop is the peer"
-    assert math.isnan(step.summarise({"ddp": [1.0]}, chosen, 2)["ddp"]["to_hvdtrain"])
-    assert math.isnan(step.summarise({"hvdtrain": [1.0]}, chosen, 2)["hvdtrain"]["to_best_peer"])
+
+
+def test_a_peer_is_one_of_the_same_compression():
+    chosen = names("hvdtrain", "hvdtrain+fp16", "hvdtrain+int8", "hvdtrain+auto", "hvdtrain-null", "ddp", "ddp+fp16")
+    found = standings.summarise({c.name: [float(i + 1)] for i, c in enumerate(chosen)}, chosen, 2)
+    assert {name: s["best_peer"] for name, s in found.items()} == {
+        "hvdtrain": "ddp", "hvdtrain+fp16": "ddp+fp16", "hvdtrain+int8": None, "hvdtrain+auto": None,
+        "hvdtrain-null": None, "ddp": "ddp", "ddp+fp16": "ddp+fp16"}
+    assert found["hvdtrain+fp16"]["to_best_peer"] == pytest.approx(2 / 7)
+    about = {name: {"wire": "w"} for name in found}
+    assert standings.rows(found, about)[1:3] == [
+        ("hvdtrain+fp16", "w", "2.00", "2.00", "2.00", "2.000", "0.286", "ddp+fp16"),
+        ("hvdtrain+int8", "w", "3.00", "3.00", "3.00", "3.000", "-", "-")]
+
+
+def test_nothing_stands_in_for_plain_hvdtrain():
+    chosen = names("hvdtrain-mpi", "hvdtrain+fp16", "ddp")
+    found = standings.summarise({"hvdtrain-mpi": [1.0], "hvdtrain+fp16": [2.0], "ddp": [1.0]}, chosen, 2)
+    assert all(s["to_hvdtrain"] is None for s in found.values()) and found["hvdtrain-mpi"]["to_best_peer"] == 1.0
+    assert standings.rows(found, {name: {"wire": ""} for name in found})[0][5] == "-"
+
+
+def test_remarks_are_made_once():
+    assert standings.remarks({"a": ["x", "y"], "b": ["x"]}) == ["all: x", "a: y"]
+    assert standings.remarks({"a": ["x"]}) == ["a: x"] and standings.remarks({"a": []}) == []
 
 
 def test_a_contender_that_does_something_else_is_found():
-    chosen = [contender(name, "torch") for name in ("hvdtrain", "ddp", "fabric", "hvdtrain-null", "ddp+fp16", "plain")]
+    chosen = names("hvdtrain", "ddp", "fabric", "hvdtrain-null", "ddp+fp16", "plain")
     good = {"loss": 2.0, "moved": 0.02, "equal": True}
     found = {"hvdtrain": good, "ddp": {**good, "loss": 2.001}, "fabric": {**good, "moved": 0.021},
              "hvdtrain-null": {**good, "loss": 3.0, "equal": False}, "ddp+fp16": {**good, "equal": False},
              "plain": {**good, "loss": 7.0}}
-    assert step.disagreements(found, chosen, 2) == {"fabric": "moved unlike hvdtrain's", "ddp+fp16": "ranks differ"}
-    assert step.disagreements({**found, "ddp": {**good, "loss": math.nan}}, chosen, 2)["ddp"]
-    assert "plain" in step.disagreements(found, chosen, 1)
+    assert standings.disagreements(found, chosen, 2) == {"fabric": "moved unlike the median, 0.020000",
+                                                         "ddp+fp16": "ranks differ"}
+    assert "plain" in standings.disagreements(found, chosen, 1)
+
+
+def test_the_first_contender_is_not_the_measure():
+    chosen, good = names("hvdtrain", "ddp", "fabric", "ddp+fp16"), {"loss": 2.0, "moved": 0.02, "equal": True}
+    found = {"hvdtrain": {**good, "loss": 4.0}, "ddp": good, "fabric": good}
+    assert standings.disagreements(found, chosen, 2) == {"hvdtrain": "loss unlike the median, 2.000000"}
+    found = {"hvdtrain": {**good, "loss": math.nan}, "ddp": good, "fabric": {**good, "moved": math.inf},
+             "ddp+fp16": {**good, "loss": math.nan, "equal": False}}
+    assert standings.disagreements(found, chosen, 2) == {
+        "hvdtrain": "loss is not finite", "fabric": "moved is not finite",
+        "ddp+fp16": "loss is not finite; ranks differ"}
+    nowhere = {name: {**good, "loss": math.nan} for name in ("hvdtrain", "ddp")}
+    assert list(standings.disagreements(nowhere, chosen, 2)) == ["hvdtrain", "ddp"]
+
+
+# --- rounds of jobs that are small programs --------------------------------------------------------------------------
+
+STAND_IN = """
+import json, sys
+from hvdtrain.bench.worker import MARK
+name, lasts, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+def say(**message):
+    print(MARK + json.dumps(message), flush=True)
+say(event="ready", ranks=ranks, hosts=f"{ranks} hosts", wire="string", mpi="", parameters=7, settings={"S": name},
+    notes=["boot set this"])
+for n, line in enumerate(sys.stdin):
+    if line.split() == ["quit"] or n == lasts:
+        break
+    say(event="done", steps=2, seconds=0.004, notes=["boot set this", f"{name} {n}"])
+"""
+
+
+@pytest.fixture
+def race(monkeypatch, tmp_path):
+    """``race({contender: rounds it lasts}, *options) -> (exit status or SystemExit, records)``; plain has 1 rank."""
+    def run(lasts, *argv):
+        monkeypatch.setattr(step, "command", lambda args, plan, c, scratch: [
+            sys.executable, "-c", STAND_IN, c.name, str(lasts[c.name]), "1" if c.alone else "2"])
+        monkeypatch.setattr("hvdtrain.cli.verify.launcher", lambda ranks: ["mpirun"])
+        path = tmp_path / "r.jsonl"
+        try:
+            status = step.main(["--contenders", ",".join(lasts), "--jsonl", str(path), "--timeout", "20", *argv])
+        except SystemExit as left:
+            status = left
+        return status, [json.loads(line) for line in path.read_text().splitlines()]
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def everything_is_installed(request, monkeypatch):
+    if "race" in request.fixturenames:
+        monkeypatch.setattr(peers.Contender, "lacks",
+                            lambda self, framework: "no fabric" if self.name == "fabric" else "")
+        monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: object())
+
+
+@pytest.mark.timeout(60)
+def test_records_of_rounds_and_what_was_left_out(race, capsys):
+    status, records = race({"plain": 9, "hvdtrain-mpi": 9, "fabric": 9, "ddp": 1}, "--rounds", "3")
+    assert status == 1, "ddp failed"
+    out = capsys.readouterr().out
+    assert "7 parameters, batch 64 a rank, 2 ranks of" in out and "2 hosts; median of 3 rounds" in out
+    assert "note: left out: fabric: no fabric" in out.split("x best peer")[1]
+    assert "all: boot set this" in out and "hvdtrain-mpi: hvdtrain-mpi 2" in out
+    rounds, summary = records[:-1], records[-1]
+    assert [(r["contender"], r["round"]) for r in rounds] == [
+        ("plain", 0), ("hvdtrain-mpi", 0), ("ddp", 0), ("hvdtrain-mpi", 1), ("plain", 1), ("plain", 2),
+        ("hvdtrain-mpi", 2)]
+    for r in rounds:
+        assert r["ms"] == 2.0 and r["settings"] == {"S": r["contender"]} and "boot set this" in r["notes"]
+    assert summary["ranks"] == 2 and summary["hosts"] == "2 hosts" and summary["base"] is None
+    assert summary["left_out"] == {"fabric": "no fabric"} and summary["missing"] == ["ddp"]
+    assert summary["contenders"]["hvdtrain-mpi"]["to_hvdtrain"] is None and summary["rounds_done"] == 3
+
+
+@pytest.mark.timeout(60)
+def test_no_round_is_counted_without_a_job(race, capsys):
+    status, records = race({"ddp": 1}, "--rounds", "50")
+    assert status == 1 and len(records) == 1
+    out = capsys.readouterr().out
+    assert "round 1/50" in out and "round 2/50" not in out and "no round was completed" in out
+
+
+@pytest.mark.timeout(60)
+def test_what_is_ended_tells_its_complete_rounds(race, capsys, monkeypatch):
+    turns, usual = [], step._turn
+
+    def turn(job, steps, timeout_s):
+        turns.append(job.name)
+        if len(turns) == 6:
+            raise SystemExit(143)
+        return usual(job, steps, timeout_s)
+
+    monkeypatch.setattr(step, "_turn", turn)
+    left, records = race({"hvdtrain": 99, "ddp": 99}, "--rounds", "20")
+    assert left.code == 143
+    assert "median of 2 of 20 rounds" in capsys.readouterr().out
+    assert [r["kind"] for r in records] == ["round"] * 5 + ["summary"]
+    assert records[-1]["rounds_done"] == 2 and records[-1]["contenders"]["hvdtrain"]["to_best_peer"] == 1.0
 
 
 @pytest.mark.parametrize("name", list(WORKLOADS))

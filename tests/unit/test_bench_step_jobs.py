@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 
 import psutil
 import pytest
 
 from hvdtrain.bench import jobs
-from hvdtrain.bench.jobs import Job, JobFailed, orderly_signals, processes
+from hvdtrain.bench.jobs import Job, JobFailed
 from hvdtrain.bench.worker import MARK
+from hvdtrain.build.children import orderly_signals, processes
+from hvdtrain.build.run import logged
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -111,6 +115,30 @@ def test_another_message_or_half_a_one_is_no_answer(start):
     with pytest.raises(JobFailed, match="said 'else'"):
         job.wait("ready", 20)
     assert job.wait("ready", 20) == {"event": "ready"}
+
+
+def test_a_job_ends_with_whoever_started_it_even_when_that_is_killed():
+    program = (f"import os, sys; from hvdtrain.bench.jobs import Job\n"
+               f"job = Job('probe', [sys.executable, '-c', {ECHO!r}], dict(os.environ))\n"
+               f"print(job.wait('ready', 20)['pid'], flush=True)\nos.kill(os.getpid(), 9)")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=40)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert eventually(lambda: not psutil.pid_exists(int(done.stdout)))
+
+
+def test_a_logged_child_is_ended_on_a_signal_with_what_has_left_its_session(tmp_path):
+    """As of mpirun, whose ranks are in groups of their own; this is what `bench accuracy` and `verify` rely on."""
+    pids, program = tmp_path / "pids", "import os, sys, time\n" + STRAY + """
+with open(sys.argv[1] + ".part", "w") as file:
+    file.write(f"{os.getpid()} {stray.pid}")
+os.rename(sys.argv[1] + ".part", sys.argv[1])
+time.sleep(600)
+"""
+    threading.Thread(target=lambda: eventually(pids.exists) and os.kill(os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(SystemExit) as left, orderly_signals():
+        logged("the child", [sys.executable, "-c", program, str(pids)], tmp_path / "log", dict(os.environ), 40)
+    assert left.value.code == 143
+    assert eventually(lambda: not any(psutil.pid_exists(int(pid)) for pid in pids.read_text().split()), 5)
 
 
 def test_a_signal_becomes_an_orderly_exit():

@@ -66,10 +66,31 @@ def test_what_is_expected_is_what_the_collective_means(ranks, dtype):
         assert np.array_equal(wire.expected(p, rank, ranks), xs[0])
 
 
-def test_the_check_tells_ranks_and_rows_apart():
-    p = wire.point("alltoall", 120, "float32", 3)
-    assert not np.array_equal(wire.sent(p, 0, 3), wire.sent(p, 1, 3))
-    assert not np.array_equal(wire.sent(p, 0, 3)[0], wire.sent(p, 0, 3)[1])
+def alike(a, b):
+    """Share of elements that are equal."""
+    return np.count_nonzero(a == b) / a.size
+
+
+@pytest.mark.parametrize("dtype", wire.DTYPES)
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_the_check_tells_elements_ranks_and_destinations_apart(ranks, dtype):
+    p = wire.point("alltoall", 1 << 16, dtype, ranks)
+    first, second = wire.sent(p, 0, ranks), wire.sent(p, 1, ranks)
+    assert alike(first, second) == 0, "ranks"
+    assert alike(first[0], first[1]) < 0.05 and alike(first[0], second[1]) < 0.05, "destinations"
+    p = wire.point("allreduce", 1 << 14, dtype, ranks)
+    total_N = wire.expected(p, 0, ranks)
+    assert max(alike(total_N, np.roll(total_N, by)) for by in range(1, 600)) < 0.05, "elements, however moved"
+    assert alike(total_N[:1000], total_N[::2][:1000]) < 0.05, "strides"
+    assert alike(total_N, wire.sent(p, ranks - 1, ranks)) == 0, "a sum of nothing else"
+
+
+@pytest.mark.parametrize("dtype, exact", [("float16", 2**11), ("float32", 2**24), ("int32", 2**31 - 1)])
+@pytest.mark.parametrize("ranks", [1, 2, 7, 64])
+def test_no_sum_is_rounded(ranks, dtype, exact):
+    p = wire.point("allreduce", 1 << 13, dtype, ranks)
+    parts = sum(wire.sent(p, rank, ranks).astype(np.float64) for rank in range(ranks))
+    assert parts.max() <= exact and np.array_equal(parts, wire.expected(p, 0, ranks).astype(np.float64))
 
 
 def test_wrong_elements_are_counted():
@@ -137,11 +158,9 @@ def broken(control, found):
     return Broken(control.rank, control.size)
 
 
-@pytest.mark.parametrize("kind, wrong", [("allreduce", 16 + 12), ("allgather", 2 * 8), ("broadcast", 16)])
+@pytest.mark.parametrize("kind, wrong", [("allreduce", 2 * 16), ("allgather", 2 * 8), ("broadcast", 16)])
 def test_a_wire_that_moves_nothing_is_seen(kind, wrong):
-    """Of 64 bytes on 2 ranks: every sum but where rank 1 has it already (i mod 5 = 0); of each the other's row; all
-    that is not the root's.
-    """
+    """Of 64 bytes on 2 ranks: every sum; of each the other's row; all that is not the root's."""
     p = wire.point(kind, 64, "float32", 2)
     assert in_lockstep(2, lambda session: wire.measure(session, p, 1), broken)[0]["wrong"] == wrong
 
@@ -192,6 +211,17 @@ def test_bench_prints_and_records_on_rank_0(tmp_path, capsys):
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(records) == 6 and all(r["bench"] == "wire" and r["ranks"] == 2 and r["wrong"] == 0 for r in records)
     assert records[0]["versions"]["numpy"] == np.__version__ and records[0]["wire"] == "lockstep"
+
+
+def test_records_that_cannot_be_written_are_told_on_every_rank_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(wire, "measure", lambda *args: pytest.fail("measured"))
+
+    def run(session):
+        with pytest.raises(UserError, match="/ cannot be written"):
+            wire.bench(session, options("--jsonl", "/"))
+        return True
+
+    assert in_lockstep(2, run) == [True, True]
 
 
 def test_sizes_that_round_to_one_are_measured_once(capsys):

@@ -1,8 +1,9 @@
 """One PyTorch training step: gradients accumulate in flat buckets, whose exchange overlaps backward.
 
-Owns the flat gradient memory and the hooks. Each parameter's ``.grad`` is a view of its bucket, so nothing is copied
-into or out of a bucket; a post-accumulate hook counts a bucket full during the last micro-batch's backward and hands
-it to the reducer. In a world of one rank gradients stay where autograd puts them.
+Owns the flat gradient memory and the hooks. Each parameter's ``.grad`` becomes a view of its bucket as soon as
+backward has made it, later micro-batches add to the view, and the optimizer reads it there; a post-accumulate hook
+counts a bucket full during the last micro-batch's backward and hands it to the reducer. In a world of one rank
+gradients stay where autograd puts them.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class TorchStep:
         ]
 
     def attach(self, reducer: Reducer) -> None:
-        """Allocate the buckets, make every ``.grad`` a view of its bucket, and hook them."""
+        """Allocate the buckets, cut them into a view for each parameter, and hook the parameters."""
         for hook in self._hooks:
             hook.remove()
         kept = dict(zip(self._reducer.buckets, self._flats)) if self._flats else {}
@@ -80,13 +81,13 @@ class TorchStep:
             self._flats.append(flat_N)
             for i, offset, shape in zip(bucket.params, bucket.offsets, bucket.shapes):
                 param = self._params[i]
-                self._views[i] = param.grad = flat_N[offset:offset + param.numel()].view(shape)
+                self._views[i] = flat_N[offset:offset + param.numel()].view(shape)
                 self._hooks.append(param.register_post_accumulate_grad_hook(self._hook(bucket.index, i)))
 
     def _hook(self, bucket: int, index: int) -> Any:
         def full(param: torch.Tensor) -> None:
             if param.grad is not self._views[index]:
-                self._put_back(index)
+                self._take_in(index)
             if not self._last:
                 return
             missing = self._missing[bucket]
@@ -103,8 +104,12 @@ class TorchStep:
         """Whether the optimizer is SGD without momentum."""
         return self._opt.plain_sgd()
 
-    def _put_back(self, index: int) -> None:
-        """Make a gradient that somebody replaced (``model.zero_grad()`` in a task does) a view of its bucket again."""
+    def _take_in(self, index: int) -> None:
+        """Make a parameter's gradient the view of its bucket, and what it was so far the view's content.
+
+        So the first micro-batch writes its gradient once: a view that is there from the start costs a pass to clear it
+        and one more to add to it. A gradient that a task replaced (``model.zero_grad()``) comes in the same way.
+        """
         param, view = self._params[index], self._views[index]
         if param.grad is None:
             view.zero_()
@@ -124,16 +129,10 @@ class TorchStep:
         """Forget the gradients of the step before."""
         self._buffers.begin_step()
         self._reducer.begin()
-        if self._reducer.alone:
-            for param in self._params:
-                param.grad = None
-            return
-        for flat_N in self._flats:
-            flat_N.zero_()
-        for index, view in self._views.items():
-            if self._params[index].grad is not view:
-                self._params[index].grad = view
-        self._missing = [set(b.params) for b in self._reducer.buckets]
+        for param in self._params:
+            param.grad = None
+        if not self._reducer.alone:
+            self._missing = [set(b.params) for b in self._reducer.buckets]
 
     def forward_backward(self, batch: Batch, scale: float, last: bool) -> Pair:
         """Add the gradient of ``loss_sum * scale``; hooks start the exchange on the ``last`` micro-batch."""
@@ -174,7 +173,7 @@ class TorchStep:
         for bucket, missing in enumerate(self._missing):
             for index in missing:
                 if self._params[index].grad is not self._views[index]:
-                    self._put_back(index)
+                    self._take_in(index)
             if missing:
                 self._reducer.start(bucket, self._flats[bucket])
         for flat_N, sum_N in zip(self._flats, self._reducer.finish()):

@@ -69,41 +69,65 @@ class Contender:
     """One entry of the registry.
 
     ``file``: in this folder; ``options``: keyword arguments of its ``prepare``. ``needs``: module that must be
-    installed. ``exact``: sums gradients as they are, so that all such contenders take the same steps. ``alone``: runs
-    as one process, whatever the number of ranks. ``peer``: not ours.
+    installed. ``alone``: runs as one process, whatever the number of ranks. ``peer``: not ours. ``env``: what its job
+    has otherwise than the others in its environment.
     """
 
     name: str
     file: str
     options: dict[str, Any] = field(default_factory=dict)
     needs: str = ""
-    exact: bool = True
     alone: bool = False
     peer: bool = True
+    env: dict[str, str] = field(default_factory=dict)
 
     def prepare(self, setup: Setup) -> Prepared:
         """Build the job; collective over its ranks."""
         return importlib.import_module(f"{__name__}.{self.file}").prepare(setup, **self.options)
 
-    def lacks(self) -> str:
-        """Why it cannot run here, "" where it can. Looks for files, imports nothing."""
-        missing = bool(self.needs) and importlib.util.find_spec(self.needs) is None
-        how = "python -m hvdtrain build" if self.needs == "horovod" else "pip install 'hvdtrain[bench]'"
-        return f"{self.needs} is not installed ({how})" if missing else ""
+    @property
+    def compression(self) -> str:
+        """By what its gradients are compressed; "" where none are exchanged, and for auto, which may take any."""
+        found = str(self.options.get("compression", self.options.get("hook", "none")))
+        return "" if found == "auto" or self.options.get("wire") == "null" else found
 
+    @property
+    def exact(self) -> bool:
+        """Whether it sums gradients as they are, so that all such contenders take the same steps."""
+        return self.compression == "none"
+
+    def ranks(self, asked: int) -> int:
+        """Processes of its job where ``asked`` are asked for."""
+        return 1 if self.alone else asked
+
+    def lacks(self, framework: str) -> str:
+        """Why it cannot run here, "" where it can. Looks for files, imports no framework."""
+        if self.needs == "horovod":
+            from hvdtrain.cluster.boot import horovod_reason
+
+            return horovod_reason(framework) or ""
+        missing = bool(self.needs) and importlib.util.find_spec(self.needs) is None
+        return f"{self.needs} is not installed; pip install 'hvdtrain[bench]'" if missing else ""
+
+
+AS_IT_COMES = {"OMPI_MCA_mpi_yield_when_idle": "0"}
+"""Open MPI's default. That waiting ranks yield where cores are short is hvdtrain's doing: bare Horovod has not got it,
+"horovod-tuned" has."""
 
 _PEERS: dict[str, list[Contender]] = {
     "torch": [
         Contender("ddp", "ddp"),
-        Contender("ddp+fp16", "ddp", {"hook": "fp16"}, exact=False),
-        Contender("ddp+powersgd", "ddp", {"hook": "powersgd"}, exact=False),
+        Contender("ddp+fp16", "ddp", {"hook": "fp16"}),
+        Contender("ddp+powersgd", "ddp", {"hook": "powersgd"}),
         Contender("accelerate", "accelerate", needs="accelerate"),
         Contender("fabric", "fabric", needs="lightning_fabric"),
-        Contender("horovod", "horovod_torch", needs="horovod"),
+        Contender("horovod", "horovod_torch", needs="horovod", env=AS_IT_COMES),
+        Contender("horovod-tuned", "horovod_torch", needs="horovod"),
         Contender("plain", "plain_torch", alone=True),
     ],
     "tensorflow": [
-        Contender("horovod", "horovod_tensorflow", needs="horovod"),
+        Contender("horovod", "horovod_tensorflow", needs="horovod", env=AS_IT_COMES),
+        Contender("horovod-tuned", "horovod_tensorflow", needs="horovod"),
         Contender("mwms", "mwms"),
         Contender("plain", "plain_tensorflow", alone=True),
     ],
@@ -126,9 +150,8 @@ def contender(name: str, framework: str) -> Contender:
             if value not in choices:
                 raise UserError(f"contender {name}: there are no {what} {value!r}", nearest(value, choices),
                                 "correct --contenders")
-        exact = compression == "none" and wire != "null"
         return Contender(name, "ours", {"wire": wire, "compression": compression},
-                         "horovod" if wire == "horovod" else "", exact, peer=False)
+                         "horovod" if wire == "horovod" else "", peer=False)
     found = next((c for c in _PEERS[framework] if c.name == name), None)
     if found is None:
         known = ["hvdtrain", "hvdtrain-WIRE", "hvdtrain+COMPRESSION", *peers(framework)]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.bench.peers import IDLE_S, Prepared, Setup, tensorflow_common
 from hvdtrain.bench.workloads import LR, MOMENTUM
+from hvdtrain.config import Exchange
+from hvdtrain.errors import UserError, nearest
 
 
 def prepare(setup: Setup, wire: str = "auto", compression: str = "none") -> Prepared:
@@ -36,23 +39,39 @@ def prepare(setup: Setup, wire: str = "auto", compression: str = "none") -> Prep
 
 def _config(setup: Setup, wire: str, compression: str) -> Any:
     """The run's configuration: what all contenders share, nothing else changed from its default."""
-    from hvdtrain.config import Checkpoint, Config, Data, Exchange, Named
+    from hvdtrain.config import Checkpoint, Config, Data, Named
 
-    exchange = Exchange(powersgd_rank=setup.powersgd_rank, **dict(map(_key, setup.exchange)))
     return Config(model=setup.workload.model(setup.framework), model_args=setup.workload.args,
                   data=Data(shuffle=False, prefetch=0), global_batch=setup.batch * setup.control.size,
                   seed=setup.seed, lr=LR, optimizer=Named("SGD", {"momentum": MOMENTUM}), epochs=10**9,
-                  collectives=wire, compression=compression, exchange=exchange,  # type: ignore[arg-type]
+                  collectives=wire, compression=compression,  # type: ignore[arg-type]
+                  exchange=exchange(setup.exchange, setup.powersgd_rank),
                   checkpoint=Checkpoint(at_end=False), progress="off", threads=setup.threads,
                   control_timeout_s=IDLE_S, out=str(Path(setup.scratch, f"hvdtrain-{wire}-{compression}")))
 
 
-def _key(text: str) -> tuple[str, Any]:
-    """(name, value) of ``name=value``, the value as YAML reads it."""
+def exchange(settings: Sequence[str], powersgd_rank: int) -> Exchange:
+    """The configuration's section of ``KEY=VALUE`` words, values as YAML reads them; `UserError` for a bad word.
+
+    Whether the values are possible is `Config.check`'s to say.
+    """
     import yaml
 
-    name, _, value = text.partition("=")
-    return name, yaml.safe_load(value)
+    known = [key.name for key in fields(Exchange) if key.name != "powersgd_rank"]
+    found: dict[str, Any] = {"powersgd_rank": powersgd_rank}
+    for text in settings:
+        name, equals, value = text.partition("=")
+        if name == "powersgd_rank":
+            raise UserError(f"--exchange is {text!r}", "--powersgd_rank, of which DDP hears too", "use that")
+        if name not in known:
+            raise UserError(f"--exchange is {text!r}", f"KEY=VALUE; KEY: {nearest(name, known)}", "correct --exchange")
+        try:
+            found[name] = yaml.safe_load(value) if equals else None
+        except yaml.YAMLError:
+            found[name] = None
+        if found[name] is None:
+            raise UserError(f"--exchange is {text!r}", "KEY=VALUE such as bucket_mb=4", "correct --exchange")
+    return Exchange(**found)
 
 
 def _params(run: Any) -> list[Any]:

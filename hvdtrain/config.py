@@ -35,7 +35,8 @@ def _key(default: Any, unit: str, doc: str) -> Any:
 class Data:
     """Where samples come from and how a global batch is cut."""
 
-    name: str = _key("digits", "", "digits, synthetic, a .npz file, or module:callable (also path/file.py:callable)")
+    name: str = _key(
+        "digits", "", "digits, text, synthetic, a .npz file, or module:callable (also path/file.py:callable)")
     args: dict = _key({}, "", "keyword arguments of the source")
     shuffle: bool = _key(True, "", "permute the samples anew each epoch, from (seed, epoch)")
     prefetch: int = _key(2, "batches", "batches fetched ahead by one background thread; 0 fetches in line, "

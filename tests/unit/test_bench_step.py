@@ -60,8 +60,8 @@ def test_help_imports_no_framework(capsys):
 def test_which_contenders_are_chosen():
     assert step.chosen("torch", 2, False, "") == ["hvdtrain", "hvdtrain-null", "hvdtrain-horovod", "hvdtrain-mpi"]
     assert step.chosen("torch", 2, True, "") == ["hvdtrain", "hvdtrain-null", "ddp", "ddp+fp16", "ddp+powersgd",
-                                                 "accelerate", "fabric", "horovod"]
-    assert step.chosen("tensorflow", 2, True, "") == ["hvdtrain", "hvdtrain-null", "horovod", "mwms"]
+                                                 "accelerate", "fabric", "horovod", "horovod-tuned"]
+    assert step.chosen("tensorflow", 2, True, "") == ["hvdtrain", "hvdtrain-null", "horovod", "horovod-tuned", "mwms"]
     assert step.chosen("torch", 1, True, "") == ["hvdtrain", "plain"]
     assert step.chosen("torch", 1, False, "") == ["hvdtrain"]
     assert step.chosen("torch", 2, True, "plain, ddp,plain") == ["plain", "ddp"]

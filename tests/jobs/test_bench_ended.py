@@ -35,6 +35,11 @@ def eventually(true, within_s):
     return true()
 
 
+def heed_interrupts():
+    """A job in the background of a shell, such as a CI's, ignores SIGINT, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_nothing_is_left_after_a_signal(command, number, status, tmp_path):
@@ -45,7 +50,7 @@ def test_nothing_is_left_after_a_signal(command, number, status, tmp_path):
     job_id = f"{command}-{os.getpid()}-{number}"
     child = subprocess.Popen([sys.executable, "-m", "hvdtrain", *COMMANDS[command]], stdin=subprocess.DEVNULL,
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-                             env=runner._env(job_id, {"TMPDIR": str(tmp_path)}))
+                             env=runner._env(job_id, {"TMPDIR": str(tmp_path)}), preexec_fn=heed_interrupts)
     try:
         assert eventually(lambda: len(ranks(job_id)) == 2, 60), child.communicate(timeout=1)
         time.sleep(1.0)

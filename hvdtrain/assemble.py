@@ -57,7 +57,8 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     topology = survey(control)
     _check_world(config, control)
     notes = list(getattr(control, "notes", []))
-    wire = collectives or open_wire(config, spec.framework, backend, control, topology, notes)
+    devices = control.gather(backend.device_facts())
+    wire = collectives or open_wire(config, spec.framework, backend, control, topology, devices, notes)
     adapters = (partial(backend.adapt_data, seed=config.seed),)
     _seed(config, backend, 0)  # user code that shuffles or splits must do so alike on every rank
     train, test = agreed(control, lambda: _data(config, data, adapters), "data")
@@ -65,7 +66,7 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     _seed(config, backend, control.rank)
     step = agreed(control, lambda: backend.create_step(spec, config, control, feed.steps_per_epoch or 0), "model")
     group = world(control.size, control.rank)
-    run = Run(config, control, group, topology, wire, spec, step, feed, test_feed, notes=notes)
+    run = Run(config, control, group, topology, wire, spec, step, feed, test_feed, devices=devices, notes=notes)
     agreed(control, lambda: exchange(run, backend.Ops()), "exchange")
     step.share_initial()
     run.callbacks = _callbacks(run, facts)

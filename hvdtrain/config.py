@@ -14,11 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hvdtrain import schema
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, nearest
 
 
 MOST = 2**53
 """Largest whole number of a key: beyond it a float64 skips numbers, and sums over ranks are float64."""
+
+
+PRECISIONS = ("fp32", "bf16", "fp16", "auto")
 
 
 def _key(default: Any, unit: str, doc: str) -> Any:
@@ -89,6 +92,20 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class Rebalance:
+    """How shares are made (balance static and auto) and made anew (auto)."""
+
+    every_steps: int = _key(5, "steps", "steps of a window that ranks' own times are compared over")
+    margin: float = _key(0.05, "share", "part of a step that a new plan has to save")
+    lasting: int = _key(2, "windows", "windows in a row in which it would")
+    probe_s: float = _key(2.0, "s", "about how long the probe measures at the start")
+    probe_cache: bool = _key(True, "", "reuse what was measured before on this device with this model, if one "
+                             "measurement confirms it")
+    max_micro_batch: list[int] = _key([], "samples", "largest micro-batch that the memory of each rank holds, one "
+                                      "number per rank, 0 for no limit; empty: found by the probe")
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """When and how a run is saved."""
 
@@ -124,6 +141,13 @@ class Config:
         64, "samples",
         "samples of one step over all ranks; the curve depends on this, not on the ranks")
     shares: list[float] = _key([], "", "relative part of the batch for each rank, such as [3, 1]; empty: equal")
+    balance: Literal["off", "static", "auto"] = _key(
+        "off", "", "off: equal parts, or shares; static: the parts that a probe of all ranks at the start "
+        "asks for; auto: also made anew while training, when speeds change")
+    rebalance: Rebalance = _key(Rebalance(), "", "")
+    emulate_speed: list[float] = _key(
+        [], "factor", "for tests: ranks' speeds as parts of their own, such as [1, 0.4]; below 1 a rank's computing "
+        "is stretched by waiting")
     accumulate: int = _key(1, "micro-batches", "micro-batches each rank cuts its part into")
     micro_batch: int = _key(0, "samples", "largest micro-batch; more are made where a part exceeds it; 0: no limit")
     seed: int = _key(0, "", "seeds the data order, the initial weights and the ranks' random generators")
@@ -141,6 +165,15 @@ class Config:
         "accuracy, a torch.nn.functional or keras.metrics name, or module:callable(outputs, targets) -> "
         "(sum, weight)")
     clip_norm: float = _key(0.0, "", "clip gradients to this global L2 norm; 0: off")
+    precision: str = _key(
+        "fp32", "", "what ranks compute in: fp32 (the model's own types), bf16, fp16 (with loss scaling), auto (by "
+        "what each rank's device does well), or one for each rank such as bf16:fp32; parameters and gradients keep "
+        "their types")
+    loss_scale: float = _key(65536.0, "factor", "first loss scale of ranks that compute in fp16, a power of two")
+    sync_batchnorm: bool = _key(False, "", "BatchNorm takes its statistics over the samples of all ranks")
+    exchange_device: Literal["auto", "device", "cpu"] = _key(
+        "auto", "", "where gradients are exchanged from: device (where they are made), cpu (over host memory), or "
+        "auto: cpu where ranks' devices are unlike, else device")
     collectives: Literal["auto", "horovod", "mpi", "shared", "null"] = _key(
         "auto", "", "what carries gradients; shared: memory that the ranks of a host share, mpi between hosts; auto: "
         "shared for CPU tensors of PyTorch on one host, else horovod where it is built, else mpi; null: nothing, only "
@@ -186,6 +219,7 @@ class Config:
             _at_least(name, getattr(self, name), 0)
         for name in ("accumulate", "log_every", "max_skipped"):
             _at_least(name, getattr(self, name), 1)
+        self._check_balance()
         _at_least("data.prefetch", self.data.prefetch, 0)
         _at_least("checkpoint.keep", self.checkpoint.keep, 1)
         _at_least("checkpoint.every_steps", self.checkpoint.every_steps, 0)
@@ -216,6 +250,28 @@ class Config:
             raise UserError(f"shares is {self.shares}", "numbers of 0 or more, at least one above 0",
                             "for example shares: [3, 1]")
         return self
+
+    def _check_balance(self) -> None:
+        """Raise `UserError` for what cannot be among the keys of unlike ranks."""
+        rebalance = self.rebalance
+        for name, value, least in (("every_steps", rebalance.every_steps, 1), ("lasting", rebalance.lasting, 1),
+                                   ("margin", rebalance.margin, 0), ("probe_s", rebalance.probe_s, 0)):
+            _at_least(f"rebalance.{name}", value, least)
+        for number in rebalance.max_micro_batch:
+            _at_least("rebalance.max_micro_batch", number, 0)
+        if self.balance != "off" and self.shares:
+            raise UserError(f"balance {self.balance} with shares {self.shares}", "one of the two: balance finds shares",
+                            "leave shares out, or set balance: off")
+        if any(not 0 < speed <= 1 for speed in self.emulate_speed):
+            raise UserError(f"emulate_speed is {self.emulate_speed}", "numbers above 0, 1 at most",
+                            "for example emulate_speed: [1, 0.4]")
+        for name in self.precision.split(":"):
+            if name not in PRECISIONS or (name == "auto" and ":" in self.precision):
+                raise UserError(f"precision is {self.precision!r}", nearest(name, PRECISIONS) + ", or one of fp32, "
+                                "bf16, fp16 for each rank, such as bf16:fp32", "correct precision")
+        if not 1 <= self.loss_scale <= 2**24 or math.frexp(self.loss_scale)[0] != 0.5:
+            raise UserError(f"loss_scale is {self.loss_scale}", "a power of two from 1 to 2^24",
+                            "set loss_scale: 65536")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionary, JSON-able if the free-form ``args`` are."""

@@ -346,6 +346,13 @@ class Step(Protocol):
         """
         ...
 
+    def trial(self, batch: Batch) -> None:
+        """Compute a batch's gradient for its time and memory alone; return when the device is done.
+
+        Nothing is exchanged and nothing remains: parameters, buffers, random generators and gradients are as before.
+        """
+        ...
+
     def exchange(self) -> float:
         """Complete the sum over ranks (start it if there was no micro-batch); return the seconds waited."""
         ...

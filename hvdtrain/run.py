@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.group import Group
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Config
@@ -98,6 +99,8 @@ class Run:
     step: Step
     feed: Feed
     eval_feed: Feed | None
+    devices: list[DeviceFacts] = field(default_factory=list)
+    """What each rank computes on."""
     reducer: Any = None
     """The `hvdtrain.exchange.reducer.Reducer` in use; `hvdtrain.exchange.attach` sets it."""
     out: Path = Path()

@@ -1,4 +1,4 @@
-"""Which accelerator a rank uses: one device per local rank.
+"""Which accelerator a rank uses: one device per local rank; and what a device is, in the words of all frameworks.
 
 Owns the counting of NVIDIA devices without a framework, and the value of CUDA_VISIBLE_DEVICES. Does not set it:
 `hvdtrain.cluster.boot` does, before MPI or a framework starts CUDA. Pure but for `count_gpus`, which looks at files.
@@ -6,10 +6,55 @@ Owns the counting of NVIDIA devices without a framework, and the value of CUDA_V
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What a rank computes on.
+
+    ``kind``: "cpu", "cuda" or "rocm". ``name``: the driver's. ``arch``: "sm_80", "gfx90a", or a CPU's machine
+    ("x86_64"). ``memory_bytes``: of the device, for a CPU what the host had to give; 0 where unknown.
+    """
+
+    kind: str
+    name: str
+    arch: str
+    memory_bytes: int = 0
+
+    @property
+    def fast(self) -> tuple[str, ...]:
+        """Names of the 16-bit types that it multiplies faster than float32; none for a CPU."""
+        return fast_types(self.kind, self.arch)
+
+
+def fast_types(kind: str, arch: str) -> tuple[str, ...]:
+    """16-bit types with matrix units on that architecture, the better one first. Pure.
+
+    NVIDIA: bfloat16 from sm_80 (Ampere), float16 from sm_70 (Volta, Turing). AMD: both from gfx90a, float16 on gfx908
+    and gfx906. Sources: CUDA C programming guide, table of arithmetic throughput; AMD CDNA white papers.
+    """
+    if kind == "cuda":
+        digits = arch.removeprefix("sm_").rstrip("af")
+        number = int(digits) if digits.isdigit() else 0
+        return ("bfloat16", "float16") if number >= 80 else ("float16",) if number >= 70 else ()
+    if kind == "rocm":
+        name = arch.split(":")[0]
+        return ("float16",) if name in ("gfx906", "gfx908") else (
+            ("bfloat16", "float16") if name[:5] in ("gfx90", "gfx94", "gfx95", "gfx11", "gfx12") else ())
+    return ()
+
+
+def unlike(devices: Sequence[DeviceFacts]) -> str:
+    """What makes these devices unlike for a library that moves gradients between them, in words, or "". Pure."""
+    kinds = list(dict.fromkeys((d.kind, d.arch if d.kind != "cpu" else "") for d in devices))
+    if len(kinds) < 2:
+        return ""
+    return "unlike devices: " + ", ".join(f"{kind} {arch}".strip() for kind, arch in kinds)
 
 
 def count_gpus(root: str = "/") -> int:
@@ -55,3 +100,18 @@ def sharing(env: Mapping[str, str], count: int, local_size: int) -> str:
         return ""
     return (f"{local_size} ranks of this host share {n} GPU{'s' if n > 1 else ''} round robin; "
             "NCCL refuses two ranks on one GPU, so gradients must go another way, or start fewer ranks")
+
+
+def own_memory_bytes() -> int:
+    """Memory of the first GPU that this process is shown, by NVIDIA's management library; 0 where it cannot tell."""
+    import os
+
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        shown = usable(os.environ, pynvml.nvmlDeviceGetCount())
+        find = pynvml.nvmlDeviceGetHandleByIndex if shown[0].isdigit() else pynvml.nvmlDeviceGetHandleByUUID
+        return int(pynvml.nvmlDeviceGetMemoryInfo(find(int(shown[0]) if shown[0].isdigit() else shown[0])).total)
+    except Exception:  # noqa: BLE001 a fact for a table: no driver, no library and no permission read alike
+        return 0

@@ -7,10 +7,12 @@ the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from hvdtrain.cluster import boot
+from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.collectives.null import NullCollectives
 from hvdtrain.config import Config
@@ -21,7 +23,7 @@ BUILD = "run `python -m hvdtrain build`"
 
 
 def open_wire(config: Config, framework: str, backend: Any, control: Control, topology: Topology,
-              notes: list[str]) -> Collectives:
+              devices: Sequence[DeviceFacts], notes: list[str]) -> Collectives:
     """The collectives that ``config.collectives`` means here; what a user should know is added to ``notes``.
 
     auto: nothing in a world of one rank; memory that the ranks share where they are all on one host and the gradients

@@ -42,7 +42,7 @@ def job(monkeypatch):
         backend = SimpleNamespace(in_host_memory=lambda: host_memory, collectives=horovod)
         control = SimpleNamespace(rank=0, size=size, agree=bool, gather=lambda x: [x] * size)
         config = replace(Config(collectives=kind), exchange=Exchange(**exchange))
-        return wire.open_wire(config, "torch", backend, control, topology, notes).name, notes
+        return wire.open_wire(config, "torch", backend, control, topology, [], notes).name, notes
 
     return SimpleNamespace(open=opened, lacking=lacking)
 

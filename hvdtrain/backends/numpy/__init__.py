@@ -2,8 +2,9 @@
 
 from hvdtrain.backends.numpy.ops import Ops
 from hvdtrain.backends.numpy.step import create_step
+from hvdtrain.cluster.devices import DeviceFacts
 
-__all__ = ["Ops", "adapt_data", "collectives", "create_step", "in_host_memory", "seed", "setup"]
+__all__ = ["Ops", "adapt_data", "collectives", "create_step", "device_facts", "in_host_memory", "seed", "setup"]
 
 
 def adapt_data(obj: object, seed: int = 0) -> None:
@@ -12,6 +13,13 @@ def adapt_data(obj: object, seed: int = 0) -> None:
 
 def collectives(kind: str, control: object, exchange: object, start_horovod: object) -> None:
     """None: the core's collectives serve it."""
+
+
+def device_facts() -> DeviceFacts:
+    """The CPU."""
+    import platform
+
+    return DeviceFacts("cpu", platform.processor() or platform.machine(), platform.machine())
 
 
 def in_host_memory() -> bool:

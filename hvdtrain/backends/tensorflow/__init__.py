@@ -3,7 +3,7 @@
 from hvdtrain.backends.tensorflow.collectives import collectives
 from hvdtrain.backends.tensorflow.data import adapt as adapt_data
 from hvdtrain.backends.tensorflow.ops import Ops
-from hvdtrain.backends.tensorflow.placement import in_host_memory, seed, setup
+from hvdtrain.backends.tensorflow.placement import device_facts, in_host_memory, seed, setup
 from hvdtrain.backends.tensorflow.step import create_step
 
-__all__ = ["Ops", "adapt_data", "collectives", "create_step", "in_host_memory", "seed", "setup"]
+__all__ = ["Ops", "adapt_data", "collectives", "create_step", "device_facts", "in_host_memory", "seed", "setup"]

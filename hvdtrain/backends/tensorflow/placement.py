@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from hvdtrain.cluster.devices import DeviceFacts, own_memory_bytes
 from hvdtrain.errors import UserError
 
 _STRIDE = 1_000_003
@@ -16,6 +18,22 @@ _STRIDE = 1_000_003
 def in_host_memory() -> bool:
     """False: gradients come out of a graph, and are best summed inside it."""
     return False
+
+
+def device_facts() -> DeviceFacts:
+    """What this rank computes on: its first GPU, else the CPU."""
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        import psutil
+
+        return DeviceFacts("cpu", platform.processor() or platform.machine(), platform.machine(),
+                           psutil.virtual_memory().available)
+    details = tf.config.experimental.get_device_details(gpus[0])
+    name = str(details.get("device_name", "GPU"))
+    capability = details.get("compute_capability")
+    if capability is None:
+        return DeviceFacts("rocm", name, str(details.get("gcn_arch_name", "")), own_memory_bytes())
+    return DeviceFacts("cuda", name, f"sm_{capability[0]}{capability[1]}", own_memory_bytes())
 
 
 def setup(threads: int, deterministic: bool) -> bool:

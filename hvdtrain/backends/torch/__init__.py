@@ -3,7 +3,7 @@
 from hvdtrain.backends.torch.collectives import collectives
 from hvdtrain.backends.torch.data import adapt as adapt_data
 from hvdtrain.backends.torch.ops import Ops
-from hvdtrain.backends.torch.placement import in_host_memory, seed, setup
+from hvdtrain.backends.torch.placement import device_facts, in_host_memory, seed, setup
 from hvdtrain.backends.torch.step import create_step
 
-__all__ = ["Ops", "adapt_data", "collectives", "create_step", "in_host_memory", "seed", "setup"]
+__all__ = ["Ops", "adapt_data", "collectives", "create_step", "device_facts", "in_host_memory", "seed", "setup"]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import platform
+
 import torch
+
+from hvdtrain.cluster.devices import DeviceFacts
 
 
 def device() -> torch.device:
@@ -13,6 +17,19 @@ def device() -> torch.device:
 def in_host_memory() -> bool:
     """Whether gradients lie in host memory outside a graph, where a wire of the host can sum them in place."""
     return device().type == "cpu"
+
+
+def device_facts() -> DeviceFacts:
+    """What `device` is."""
+    if device().type == "cpu":
+        import psutil
+
+        return DeviceFacts("cpu", platform.processor() or platform.machine(), platform.machine(),
+                           psutil.virtual_memory().available)
+    found = torch.cuda.get_device_properties(0)
+    if torch.version.hip:
+        return DeviceFacts("rocm", found.name, getattr(found, "gcnArchName", ""), found.total_memory)
+    return DeviceFacts("cuda", found.name, f"sm_{found.major}{found.minor}", found.total_memory)
 
 
 def setup(threads: int, deterministic: bool) -> None:

@@ -75,10 +75,12 @@ def train_step(run: Run, batch: StepBatch) -> None:
         finite, state.grad_norm = step.apply(config.clip_norm, check=config.nan_guard == "skip")
         bad = [] if finite else list(range(run.control.size))
     updated = time.perf_counter()
-    run.phases.add("compute", computed - begin - wait_s)
-    run.phases.add("wait", wait_s + voted - computed)
+    device_s = step.device_s()  # where the host's clock cannot tell computing from waiting
+    compute_s = computed - begin - wait_s if device_s is None else min(device_s, voted - begin)
+    run.phases.add("compute", compute_s)
+    run.phases.add("wait", voted - begin - compute_s)
     run.phases.add("update", updated - voted)
-    run.phases.step(updated - begin, batch.n_global)
+    run.phases.step(updated - begin, batch.n_global, batch.n_local, len(batch.micros))
     if bad:
         step.discard()
         state.bad_ranks = bad

@@ -304,9 +304,11 @@ class Step(Protocol):
     """One framework's way to compute, exchange and apply gradients.
 
     Scalars it returns may still be on the device: with ``asynchronous`` set, reading one waits for the device.
+    ``waited_s``: seconds that the last `forward_backward` spent on waiting for other ranks, 0 where that is never in it.
     """
 
     asynchronous: bool
+    waited_s: float
 
     def attach(self, reducer: Any) -> None:
         """Take the reducer over ``params()``, before the first step or, in place of another, between two steps.
@@ -351,6 +353,10 @@ class Step(Protocol):
 
         Nothing is exchanged and nothing remains: parameters, buffers, random generators and gradients are as before.
         """
+        ...
+
+    def device_s(self) -> float | None:
+        """Seconds that the device computed for the latest step it has ended, or None where the host's clock tells."""
         ...
 
     def exchange(self) -> float:

@@ -64,6 +64,8 @@ class Phases:
         self.seconds = dict.fromkeys(self.NAMES, 0.0)
         self.steps = 0
         self.samples = 0
+        self.own_samples = 0
+        self.own_micros = 0
         self.step_s = 0.0
         self.first_s = 0.0
         self.first_samples = 0
@@ -72,12 +74,14 @@ class Phases:
         """Add to one phase."""
         self.seconds[name] += max(0.0, seconds)
 
-    def step(self, seconds: float, samples: int) -> None:
-        """Count one step of all ranks' ``samples``."""
+    def step(self, seconds: float, samples: int, own: int = 0, micros: int = 0) -> None:
+        """Count one step of all ranks' ``samples``, of which this rank had ``own`` in ``micros`` micro-batches."""
         if not self.steps:
             self.first_s, self.first_samples = seconds, samples
         self.steps += 1
         self.samples += samples
+        self.own_samples += own
+        self.own_micros += micros
         self.step_s += seconds
 
     def samples_per_s(self) -> float:

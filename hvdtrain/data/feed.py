@@ -13,13 +13,12 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.data.cursor import Cursor
-from hvdtrain.data.sampler import at_least, cut, epoch_order, micro_batches, steps_per_epoch
+from hvdtrain.data.sampler import Cut, at_least, cut, epoch_order, micro_batches, steps_per_epoch
 from hvdtrain.data.sources import ArraySource, Source
 from hvdtrain.data.stream import Arrays, Stream, fingerprint, rebatch
 from hvdtrain.errors import UserError
@@ -55,8 +54,9 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class _Part:
-    """What the fetching thread hands over: a global batch's size and checksum, this rank's arrays of it."""
+    """What the fetching thread hands over: a global batch's size and checksum, this rank's arrays, and their cut."""
 
+    cut: Cut
     seen: int
     check: int
     n_local: int
@@ -67,7 +67,7 @@ class Feed:
     """Walks one rank through a `Source` or a `Stream` in global batches that the ranks share.
 
     ``global_batch``: samples of a step over all ranks; may be below ``size`` and not divisible by it.
-    ``shares``: weights float[size] of the cut, equal by default. ``seed``, ``shuffle``: order of a source;
+    ``shares``: weights float[size] of the cut, equal by default; `recut` changes it from a step on. ``seed``, ``shuffle``: order of a source;
     a stream keeps its own. ``accumulate``, ``micro_batch``: see `sampler.micro_batches`.
     ``control``: sums float64[k] over ranks; needed for a stream and for ``weight_fn``. ``weight_fn``: this
     rank's arrays of a step -> their weight (for instance valid tokens); without it the weight is the sample
@@ -88,7 +88,6 @@ class Feed:
         self.data: Any = data
         self.global_batch, self.prefetch = int(global_batch), prefetch
         self.rank, self.size, self.seed, self.shuffle = rank, size, seed, shuffle
-        self.accumulate, self.micro_batch = accumulate, micro_batch
         self.control, self.weight_fn = control, weight_fn
         self.samples: int | None = len(data) if isinstance(data, Source) else None
         shares = [1.0] * size if shares is None else [float(share) for share in shares]
@@ -98,10 +97,39 @@ class Feed:
                             f"give {size} shares")
         cut(0, shares)
         self._warned: set[str] = set()
-        self._cut = lru_cache(maxsize=8)(lambda n: cut(n, shares))
+        self._cuts = [(0, Cut.of(shares, accumulate, micro_batch))]
         if self.samples == 0:
             raise UserError("the dataset is empty", "at least one sample", "check its path and its filters")
         assert control is not None or (weight_fn is None and self.samples is not None)
+
+    @property
+    def ahead(self) -> int:
+        """How many steps after the next one may have been fetched already, and so keep their cut."""
+        return self.prefetch + 1 if self.prefetch else 0
+
+    def recut(self, cut: Cut, from_step: int) -> None:
+        """Cut by ``cut`` from step ``from_step`` of the run on; every rank calls it alike, between two steps.
+
+        While an epoch is walked, ``from_step`` has to be `ahead` steps after the next one at least. What a step
+        consists of stays as it is (law 2): the ranks take other parts of it.
+        """
+        assert len(cut.shares_P) == self.size
+        self._cuts = [(at, old) for at, old in self._cuts if at < from_step] + [(from_step, cut)]
+
+    def cut_at(self, step: int) -> Cut:
+        """The cut of step ``step`` of the run."""
+        return next(cut for at, cut in reversed(self._cuts) if at <= step)
+
+    def sample(self, n: int) -> Arrays:
+        """``n`` samples to try a model on: the first ones, over and over where there are fewer. Not collective."""
+        if self.samples is not None:
+            return self._fetch(np.arange(n) % self.samples)
+        with contextlib.closing(_closable(self.data.chunks(0))) as chunks:
+            first = next(rebatch(chunks, n, 0), None)
+        if first is None:
+            raise UserError("the stream has no samples in epoch 0", "samples in every epoch",
+                            "give a dataset that can be iterated anew, not a spent generator")
+        return tuple(np.resize(array, (n, *array.shape[1:])) for array in first)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -172,7 +200,7 @@ class Feed:
     # --- a source: every rank knows all counts, so only an own weight is summed ----------------------------
 
     def _source_steps(self, cursor: Cursor, order_N: np.ndarray) -> Generator[StepBatch, None, None]:
-        parts_ahead = prefetched(self._source_parts(cursor.samples, order_N), self.prefetch)
+        parts_ahead = prefetched(self._source_parts(cursor, order_N), self.prefetch)
         with contextlib.closing(parts_ahead) as parts:
             for part in parts:
                 weight = float(part.seen)
@@ -182,12 +210,12 @@ class Feed:
                 yield self._step(cursor, after, part, part.seen, weight)
                 cursor = after
 
-    def _source_parts(self, start: int, order_N: np.ndarray) -> Generator[_Part, None, None]:
-        for at in range(start, len(order_N), self.global_batch):
-            indices = order_N[at:at + self.global_batch]
-            low, high = self._mine(len(indices))
+    def _source_parts(self, cursor: Cursor, order_N: np.ndarray) -> Generator[_Part, None, None]:
+        for step, at in enumerate(range(cursor.samples, len(order_N), self.global_batch), cursor.step):
+            indices, cut = order_N[at:at + self.global_batch], self.cut_at(step)
+            low, high = self._mine(cut, len(indices))
             arrays = self._fetch(indices[low:high]) if high > low else ()
-            yield _Part(len(indices), 0, high - low, arrays)
+            yield _Part(cut, len(indices), 0, high - low, arrays)
 
     def _fetch(self, indices_n: np.ndarray) -> Arrays:
         fetched = self.data.fetch(indices_n)
@@ -205,7 +233,7 @@ class Feed:
         first = True
         with contextlib.closing(prefetched(self._stream_parts(cursor), self.prefetch)) as parts:
             while True:
-                part = next(parts, _Part(0, 0, 0, ()))
+                part = next(parts, _Part(self.cut_at(cursor.step), 0, 0, 0, ()))
                 sums = self._sum([part.n_local, self._local_weight(part), part.seen, part.seen ** 2,
                                   part.seen > 0, part.check, part.check ** 2])
                 n_global, seen, seen2, ranks, checks, checks2 = (int(sums[i]) for i in (0, 2, 3, 4, 5, 6))
@@ -227,10 +255,11 @@ class Feed:
 
     def _stream_parts(self, cursor: Cursor) -> Generator[_Part, None, None]:
         with contextlib.closing(_closable(self.data.chunks(cursor.epoch))) as chunks:
-            for batch in rebatch(chunks, self.global_batch, cursor.samples):
-                low, high = self._mine(len(batch[0]))
+            for step, batch in enumerate(rebatch(chunks, self.global_batch, cursor.samples), cursor.step):
+                cut = self.cut_at(step)
+                low, high = self._mine(cut, len(batch[0]))
                 mine = tuple(array[low:high] for array in batch)
-                yield _Part(len(batch[0]), fingerprint(batch), high - low, mine)
+                yield _Part(cut, len(batch[0]), fingerprint(batch), high - low, mine)
 
     def _warn_once(self, text: str) -> None:
         if self.rank == 0 and text not in self._warned:
@@ -240,12 +269,12 @@ class Feed:
     # --- both ----------------------------------------------------------------------------------------------
 
     def _step(self, before: Cursor, after: Cursor, part: _Part, n_global: int, weight: float) -> StepBatch:
-        bounds = micro_batches(part.n_local, self.accumulate, self.micro_batch)
+        bounds = part.cut.bounds(part.n_local, self.rank)
         micros = [tuple(array[start:stop] for array in part.arrays) for start, stop in bounds]
         return StepBatch(before, after, micros, part.n_local, n_global, weight, self._local_weight(part))
 
-    def _mine(self, n: int) -> tuple[int, int]:
-        offsets = self._cut(n)
+    def _mine(self, cut: Cut, n: int) -> tuple[int, int]:
+        offsets = cut.offsets(n)
         return int(offsets[self.rank]), int(offsets[self.rank + 1])
 
     def _local_weight(self, part: _Part) -> float:

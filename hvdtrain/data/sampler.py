@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -55,6 +57,37 @@ def cut(n: int, weights_P: Sequence[float]) -> np.ndarray:
     lucky = set(by_remainder[:missing])
     counts = [whole + (rank in lucky) for rank, (whole, _) in enumerate(quotas)]
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How every global batch is cut, the same on every rank: over P ranks by ``shares_P``, and within each rank.
+
+    ``accumulate_P``, ``micro_batch_P``: see `micro_batches`, one of each per rank.
+    """
+
+    shares_P: tuple[float, ...]
+    accumulate_P: tuple[int, ...]
+    micro_batch_P: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shares_P: Sequence[float], accumulate: int = 1, micro_batch: int = 0) -> Cut:
+        """A cut with the same micro-batches on every rank."""
+        P = len(shares_P)
+        return cls(tuple(float(s) for s in shares_P), (accumulate,) * P, (micro_batch,) * P)
+
+    def offsets(self, n: int) -> np.ndarray:
+        """Rank r takes [offsets[r], offsets[r+1]) of ``n`` samples; int64[P+1]."""
+        return _offsets(n, self.shares_P)
+
+    def bounds(self, n: int, rank: int) -> list[tuple[int, int]]:
+        """Micro-batches [start, stop) of ``n`` samples that ``rank`` has of a step."""
+        return micro_batches(n, self.accumulate_P[rank], self.micro_batch_P[rank])
+
+
+@lru_cache(maxsize=64)
+def _offsets(n: int, shares_P: tuple[float, ...]) -> np.ndarray:
+    return cut(n, shares_P)
 
 
 def steps_per_epoch(n: int, global_batch: int) -> int:

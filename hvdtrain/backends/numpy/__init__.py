@@ -1,10 +1,13 @@
 """The numpy reference backend: what the other backends are compared with and what the lockstep tests train."""
 
+from collections.abc import Callable
+
 from hvdtrain.backends.numpy.ops import Ops
 from hvdtrain.backends.numpy.step import create_step
 from hvdtrain.cluster.devices import DeviceFacts
 
-__all__ = ["Ops", "adapt_data", "collectives", "create_step", "device_facts", "in_host_memory", "seed", "setup"]
+__all__ = ["Ops", "adapt_data", "collectives", "create_step", "device_facts", "in_host_memory",
+           "out_of_memory", "peak_bytes", "seed", "setup"]
 
 
 def adapt_data(obj: object, seed: int = 0) -> None:
@@ -25,6 +28,17 @@ def device_facts() -> DeviceFacts:
 def in_host_memory() -> bool:
     """Always."""
     return True
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is of the host's memory."""
+    return isinstance(error, MemoryError)
+
+
+def peak_bytes(work: Callable[[], None]) -> int:
+    """Run ``work``; 0, as there is no device memory."""
+    work()
+    return 0
 
 
 def setup(threads: int, deterministic: bool) -> None:

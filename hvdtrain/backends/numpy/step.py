@@ -70,6 +70,7 @@ class NumpyStep:
     """Implements `hvdtrain.protocols.Step`."""
 
     asynchronous = False
+    waited_s = 0.0
 
     def __init__(self, model: Model, config: Config) -> None:
         if config.optimizer.name.lower() not in ("auto", "sgd"):
@@ -115,6 +116,13 @@ class NumpyStep:
                 g = grads[names[i]].reshape(-1)
                 flat_N[offset:offset + g.size] += g * scale
         return loss_sum, len(batch[0])
+
+    def trial(self, batch: Batch) -> None:
+        """Compute a gradient and forget it."""
+        self.model.gradient(batch[0], batch[1])
+
+    def device_s(self) -> None:
+        """The host's clock tells."""
 
     def exchange(self) -> float:
         """Sum the buckets over ranks."""

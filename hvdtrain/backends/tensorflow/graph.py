@@ -76,6 +76,10 @@ class Gradients:
         self._accumulated = False
         return self._run(kind, batch, scale, graph)
 
+    def alone(self, batch: tuple[Any, ...]) -> list[tf.Tensor]:
+        """This rank's own gradients, neither kept nor exchanged."""
+        return self._run("alone", batch, 1.0, lambda parts, scale: self._local(parts, scale)[2])
+
     def zeros(self) -> tuple[list[tf.Tensor], tf.Tensor]:
         """What a rank without a sample gives: (tensors, seconds waited)."""
         key = ("zeros", self._reducer.stage)

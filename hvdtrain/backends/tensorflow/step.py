@@ -18,6 +18,7 @@ from hvdtrain.backends.tensorflow.graph import Gradients, Update
 from hvdtrain.backends.tensorflow.metrics import Evaluator
 from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.task import ClassNumbers, loss_name, make_task
+from hvdtrain.backends.tensorflow.trial import Trial
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.reducer import Reducer
@@ -49,7 +50,8 @@ class TensorFlowStep:
         self._opt = Optimization(config, self.model, steps_per_epoch)
         self._tensors: list[tf.Tensor] | None = None
         self._started = False
-        self._waited_s = 0.0
+        self.waited_s = 0.0
+        self._trial: Trial | None = None
         self._n_seen = self._n_seen_before = 0
         self._buffers = shared.Buffers(self.model) if config.nan_guard == "skip" else None
         self.asynchronous = placement.on_gpu(self.model)
@@ -86,7 +88,7 @@ class TensorFlowStep:
         """Forget the gradients of the step before."""
         self._reducer.begin()
         self._gradients.begin()
-        self._tensors, self._started, self._waited_s = None, False, 0.0
+        self._tensors, self._started, self.waited_s = None, False, 0.0
         self._n_seen_before = self._n_seen
         if self._buffers is not None:
             self._buffers.keep()
@@ -105,17 +107,28 @@ class TensorFlowStep:
             if not last:
                 return self._gradients.add(tuple(batch), scale)
             loss_sum, weight, self._tensors, waited_s = self._gradients.last(tuple(batch), scale)
-        self._waited_s = waited_s
+        self.waited_s = float(waited_s)
         if not (self._gradients.in_graph or self._reducer.alone):
             self._start()
         return loss_sum, weight
 
+    def trial(self, batch: Batch) -> None:
+        """Compute a batch's gradient for its time alone, in a graph of its own without an exchange."""
+        if self._trial is None:
+            self._trial = Trial(self.model, lambda parts: self._gradients.alone(parts))
+        with self._class_numbers.checked(tuple(batch)):
+            self._trial(batch)
+
+    def device_s(self) -> None:
+        """None: a call of a graph returns when its results are there."""
+
     def exchange(self) -> float:
         """Complete the sums (of zeros, if this rank had no sample); return the seconds waited."""
         if self._tensors is None:
-            self._tensors, self._waited_s = self._gradients.zeros()
+            self._tensors, waited_s = self._gradients.zeros()
+            self.waited_s = float(waited_s)
         if self._gradients.in_graph or self._reducer.alone:
-            return float(self._waited_s)
+            return self.waited_s
         begin = time.perf_counter()
         if not self._started:
             self._start()

@@ -42,3 +42,31 @@ def setup(threads: int, deterministic: bool) -> None:
 def seed(seed: int, rank: int) -> None:
     """Give this rank its own stream of random numbers (dropout); rank 0 of seed s is `torch.manual_seed(s)`."""
     torch.manual_seed(seed + 1_000_003 * rank)
+
+
+class DeviceClock:
+    """Seconds between two places of the current CUDA stream, read without waiting for the device."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._begin: torch.cuda.Event | None = None
+        self._seconds = 0.0
+
+    def start(self) -> None:
+        """Mark the begin of a step."""
+        self._begin = torch.cuda.Event(enable_timing=True)
+        self._begin.record()
+
+    def stop(self) -> None:
+        """Mark the end of its computing."""
+        assert self._begin is not None
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        self._open.append((self._begin, end))
+
+    def seconds(self) -> float:
+        """Of the latest step whose end the device has reached; 0 before the first."""
+        while self._open and self._open[0][1].query():
+            begin, end = self._open.pop(0)
+            self._seconds = begin.elapsed_time(end) / 1e3
+        return self._seconds

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.backends.torch import audit, placement, state
+from hvdtrain.backends.torch import audit, placement, state, trial
 from hvdtrain.backends.torch.buffers import Buffers
 from hvdtrain.backends.torch.optim import Optimization
+from hvdtrain.backends.torch.placement import DeviceClock
 from hvdtrain.backends.torch.task import Metrics, make_task
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
@@ -37,6 +38,8 @@ class TorchStep:
     def __init__(self, spec: Any, config: Config, rank: int, steps_per_epoch: int) -> None:
         self.device = placement.device()
         self.asynchronous = self.device.type == "cuda"
+        self.waited_s = 0.0
+        self._clock = DeviceClock() if self.asynchronous else None
         self.model: torch.nn.Module = spec.model.to(self.device)
         audit.check_model(self.model)
         _train(self.model, {m: False for m in self.model.modules() if self.model.training and not m.training})
@@ -129,6 +132,8 @@ class TorchStep:
         """Forget the gradients of the step before."""
         self._buffers.begin_step()
         self._reducer.begin()
+        if self._clock:
+            self._clock.start()
         for param in self._params:
             param.grad = None
         if not self._reducer.alone:
@@ -162,8 +167,18 @@ class TorchStep:
                             "at least 2 samples in each micro-batch of every rank",
                             "change global_batch, shares, accumulate or micro_batch, or use GroupNorm") from error
 
+    def trial(self, batch: Batch) -> None:
+        """Compute a batch's gradient for its time alone."""
+        trial.trial(self.model, self._params, self._forward, batch)
+
+    def device_s(self) -> float | None:
+        """Between the events around the latest forward and backward that the device has ended; None on a CPU."""
+        return self._clock.seconds() if self._clock else None
+
     def exchange(self) -> float:
         """Hand over what backward left (all of it, if this rank had no sample), and wait for the sums."""
+        if self._clock:
+            self._clock.stop()
         if self._reducer.alone:
             for param in self._params:  # a parameter without a gradient has a zero one, as it has with several ranks
                 if param.grad is None:

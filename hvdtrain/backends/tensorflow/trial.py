@@ -1,0 +1,50 @@
+"""A batch computed for its time and memory alone: forward and backward, after which all is as it was.
+
+Owns what has to be put back: statistics that layers update in their forward, random generators. Exchanges nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.backends.tensorflow import shared, state
+from hvdtrain.protocols import Batch
+
+
+class Trial:
+    """Calls ``gradients(batch)``, a graph of forward and backward, on ``model`` and puts back what that changed."""
+
+    def __init__(self, model: keras.Model, gradients: Callable[[tuple[Any, ...]], list[tf.Tensor]]) -> None:
+        self._model, self._gradients = model, gradients
+        self._buffers = shared.Buffers(model)
+
+    def __call__(self, batch: Batch) -> None:
+        """Return when the gradients are there."""
+        random = state.random_arrays(self._model)
+        self._buffers.keep()
+        try:
+            for tensor in self._gradients(tuple(batch)):
+                if "GPU" in tensor.device:
+                    tensor[:1].numpy()  # a copy to the host waits for the device
+        finally:
+            self._buffers.put_back()
+            state.load_random(self._model, random)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that the device's memory did not suffice."""
+    return isinstance(error, (tf.errors.ResourceExhaustedError, MemoryError))
+
+
+def peak_bytes(work: Callable[[], None]) -> int:
+    """Most bytes that the device held at once while ``work`` ran, all there is of this process; 0 on a CPU."""
+    if not tf.config.list_physical_devices("GPU"):
+        work()
+        return 0
+    tf.config.experimental.reset_memory_stats("GPU:0")
+    work()
+    return int(tf.config.experimental.get_memory_info("GPU:0")["peak"])

@@ -304,7 +304,7 @@ class Step(Protocol):
     """One framework's way to compute, exchange and apply gradients.
 
     Scalars it returns may still be on the device: with ``asynchronous`` set, reading one waits for the device.
-    ``waited_s``: seconds that the last `forward_backward` spent on waiting for other ranks, 0 where that is never in it.
+    ``waited_s``: seconds that the last `forward_backward` waited for other ranks, 0 where that is never in it.
     """
 
     asynchronous: bool

@@ -9,10 +9,13 @@ import contextlib
 import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.balance.line import Line
+from hvdtrain.balance.meter import Row
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.group import Group
 from hvdtrain.cluster.topology import Topology
@@ -107,6 +110,14 @@ class Run:
     """What each rank computes on."""
     reducer: Any = None
     """The `hvdtrain.exchange.reducer.Reducer` in use; `hvdtrain.exchange.attach` sets it."""
+    precisions: list[str] = field(default_factory=list)
+    """What each rank computes in, by `hvdtrain.precision`; empty: all in the model's own types."""
+    window: Any = None
+    """The `hvdtrain.callbacks.meter.Window` that ended with the latest step, else None."""
+    reading: Any = None
+    """The `hvdtrain.balance.meter.Reading` over the run so far, once there is one."""
+    solo_lines: list[Line] = field(default_factory=list)
+    """How long each rank takes over a micro-batch, where balance knows it."""
     out: Path = Path()
     """The run's directory once `hvdtrain.outdir.ensure_out` has made it; before that the current directory."""
     callbacks: list[Callback] = field(default_factory=list)
@@ -129,6 +140,18 @@ class Run:
         if self.step.asynchronous:
             totals, self._pending = self._pending or [], totals
         return sum(float(loss) for loss, _ in totals), sum(float(weight) for _, weight in totals)
+
+    def dtypes(self) -> list[str]:
+        """What each rank computes in, by rank."""
+        return self.precisions or ["fp32"] * self.control.size
+
+    def solo(self, rows_P: Sequence[Row]) -> list[float] | None:
+        """Samples per second of each rank alone; of one that has no samples by its line. None: as the rows say."""
+        if not self.solo_lines:
+            return None
+        share = -(-self.config.global_batch // self.control.size)
+        return [row.samples / row.busy_s if row.samples and row.busy_s > 0 else share / line.seconds(share, 1)
+                for row, line in zip(rows_P, self.solo_lines)]
 
     def note(self, text: str) -> None:
         """Keep a remark for the summary and the log, and print it on rank 0 now."""

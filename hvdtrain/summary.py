@@ -8,6 +8,12 @@ from typing import Any
 from hvdtrain.run import say
 
 
+MOST_RANKS = 8
+"""Ranks that get a row of their own."""
+
+WORDS = {"slowest": "waiting for the slowest", "wire": "wire", "input": "input", "update": "update"}
+
+
 def record(run: Any) -> dict[str, Any]:
     """JSON-able facts of a finished run. Phase times are rank 0's, in milliseconds a step."""
     s, phases = run.state, run.phases
@@ -25,6 +31,7 @@ def record(run: Any) -> dict[str, Any]:
         "samples_per_s": _number(phases.samples_per_s()),
         "loss": _number(s.loss),
         "metrics": {k: _number(v) for k, v in s.metrics.items()},
+        "meter": _meter(run.reading),
         "phases_ms": {name: round(1e3 * seconds / steps, 3) for name, seconds in phases.seconds.items()},
         "stop": s.stop,
         "notes": run.notes,
@@ -43,9 +50,33 @@ def rows(run: Any) -> list[tuple[str, str]]:
              ("speed", f"{r['samples_per_s']:,.0f} samples/s" if r["samples_per_s"] else "too few steps to tell"),
              ("train loss", f"{r['loss']:.4g}" if r["loss"] is not None else "none")]
     table += [(f"test {name}", f"{value:.4f}" if value is not None else "none") for name, value in r["metrics"].items()]
+    if run.reading is not None:
+        table += _efficiency(run)
     table.append(("time a step", ", ".join(f"{name} {ms:.1f}" for name, ms in r["phases_ms"].items()) + " ms"))
     table.append(("files", str(run.out)))
     return table + [("note", note) for note in r["notes"]]
+
+
+def _meter(reading: Any) -> dict[str, Any] | None:
+    """The meter's reading over the run, JSON-able; None where there was none."""
+    if reading is None:
+        return None
+    ranks = [{name: _number(value) for name, value in vars(row).items()} for row in reading.rows]
+    return {"percent_of_solo": _number(reading.percent), "step_s": _number(reading.step_s),
+            "lost_percent": {cause: _number(value) for cause, value in reading.lost.items()}, "ranks": ranks,
+            "advice": reading.sentence}
+
+
+def _efficiency(run: Any) -> list[tuple[str, str]]:
+    """The meter's rows: how much of the devices' speed was used, what was lost, each rank, what to do."""
+    reading = run.reading
+    lost = ", ".join(f"{WORDS[cause]} {percent:.1f} %" for cause, percent in reading.lost.items())
+    rows = [("efficiency", f"{reading.percent:.0f} % of the sum of solo speeds"), ("time lost", lost)]
+    for rank, row in list(enumerate(reading.rows))[:MOST_RANKS]:
+        rows.append((f"rank {rank}", f"{row.samples:.4g} samples, compute {1e3 * row.compute_s:.1f}, wait "
+                     f"{1e3 * row.wait_s:.1f}, input {1e3 * row.data_s:.1f}, update {1e3 * row.update_s:.1f} ms"))
+    more = [("", f"and {len(reading.rows) - MOST_RANKS} ranks more")] if len(reading.rows) > MOST_RANKS else []
+    return rows + more + [("advice", reading.sentence)]
 
 
 def show(run: Any) -> None:

@@ -26,7 +26,8 @@ class Jsonl(Callback):
         """Loss, rate, speed and phase seconds so far."""
         s = run.state
         self.record(run, "step", epoch=s.cursor.epoch, samples=s.cursor.samples, loss=s.loss, grad_norm=s.grad_norm,
-                    lr=run.step.learning_rate(), samples_per_s=s.samples_per_s, phases_s=run.phases.seconds)
+                    lr=run.step.learning_rate(), samples_per_s=s.samples_per_s, phases_s=run.phases.seconds,
+                    percent_of_solo=None if run.reading is None else run.reading.percent)
 
     def non_finite(self, run: Any) -> None:
         """A step without an update."""
@@ -41,8 +42,15 @@ class Jsonl(Callback):
         self.record(run, "checkpoint")
 
     def fit_end(self, run: Any) -> None:
-        """Why and where it ended."""
+        """Where the time went, why and where it ended."""
+        self._meter(run)
         self.record(run, "end", epoch=run.state.cursor.epoch, stop=run.state.stop, metrics=run.state.metrics)
+
+    def _meter(self, run: Any) -> None:
+        """The ranks' times over the run."""
+        if run.reading is not None:
+            self.record(run, "meter", percent_of_solo=run.reading.percent, lost_percent=run.reading.lost,
+                        ranks=[vars(row) for row in run.reading.rows], advice=run.reading.sentence)
 
     def record(self, run: Any, event: str, **fields: Any) -> None:
         """Append one record; other callbacks may."""

@@ -37,6 +37,11 @@ def _rate(samples_per_s: float) -> str:
     return "" if math.isnan(samples_per_s) else f"{samples_per_s:,.0f} samples/s"
 
 
+def _used(run: Any) -> str:
+    """What part of the ranks' solo speeds the run reaches, where there are several."""
+    return "" if run.reading is None else f"{run.reading.percent:.0f} % of solo"
+
+
 def _metrics(metrics: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
@@ -61,7 +66,8 @@ class Lines(Callback):
         s, total = run.state, _total(run)
         where = f"step {s.cursor.step}" + (f"/{total}" if total else "")
         say_parts(where, f"epoch {s.cursor.epoch + 1}/{run.config.epochs}", f"loss {s.loss:.4f}",
-                  f"lr {run.step.learning_rate():.3g}", _rate(s.samples_per_s), self._eta(s.cursor.step, total))
+                  f"lr {run.step.learning_rate():.3g}", _rate(s.samples_per_s), _used(run),
+                  self._eta(s.cursor.step, total))
 
     def _eta(self, step: int, total: int | None) -> str:
         done = step - self._from
@@ -93,7 +99,8 @@ class Bar(Callback):
     def step_end(self, run: Any) -> None:
         """Move."""
         s = run.state
-        self._bar.update(self._task, completed=s.cursor.step, info=f"loss {s.loss:.4f}  {_rate(s.samples_per_s)}",
+        info = f"loss {s.loss:.4f}  {_rate(s.samples_per_s)}  {_used(run)}".rstrip()
+        self._bar.update(self._task, completed=s.cursor.step, info=info,
                          description=f"epoch {s.cursor.epoch + 1}/{run.config.epochs}")
 
     def eval_end(self, run: Any) -> None:

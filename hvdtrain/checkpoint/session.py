@@ -21,7 +21,8 @@ from hvdtrain.outdir import ensure_out
 DIRECTORY = "checkpoints"
 QUIET = frozenset({"out", "resume", "progress", "log_every", "epochs", "max_steps", "threads", "control_timeout_s",
                    "checkpoint", "collectives", "exchange.bucket_mb", "exchange.fusion_threshold_mb",
-                   "exchange.cycle_time_ms", "exchange.autotune", "exchange.hierarchical", "exchange.auto_margin"})
+                   "exchange.cycle_time_ms", "exchange.autotune", "exchange.hierarchical", "exchange.auto_margin",
+                   "balance", "rebalance", "emulate_speed", "exchange_device"})
 """Keys that may change between a run and its resumption without a word: they leave the curve alone."""
 
 

@@ -10,6 +10,7 @@ import os
 
 COMMANDS = {
     "train": "train a model (the default: without arguments, the built-in recipe)",
+    "plan": "probe every rank's speed and print the part of a batch that each would get",
     "verify": "show that a model trains alike on 1, 2, 3, ... ranks (law 2)",
     "build": "build, install and check Horovod for the frameworks and the MPI found here",
     "bench": "measure the wire, compressors, whole steps (also against other trainers) and accuracy",

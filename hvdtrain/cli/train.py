@@ -87,7 +87,7 @@ def _environment(env: Mapping[str, str]) -> list[Option]:
                 nearest(variable, names),
                 "correct or unset it",
             )
-        found.append((names[variable], env[variable], variable))
+        found.append((names[variable], _listed(names[variable], env[variable]), variable))
     return sorted(found, key=lambda option: option[0].count("."))
 
 
@@ -101,6 +101,9 @@ def _options(argv: list[str]) -> list[Option]:
             raise UserError(f"{word!r} is no option", "options such as --lr 0.01", HELP)
         name, equals, value = word[2:].partition("=")
         bare = name.removesuffix("+")
+        if bare not in _hints() and bare.replace("-", "_") in _hints():  # --emulate-speed is --emulate_speed
+            bare = bare.replace("-", "_")
+            name = bare + name[len(bare):]
         if bare not in _hints() and bare not in ("config", "print_config") and _free(bare) is None:
             raise UserError(f"there is no option --{name}", nearest(bare, _hints()), HELP)
         if not equals and bare != "print_config":
@@ -108,8 +111,15 @@ def _options(argv: list[str]) -> list[Option]:
                 wants = schema.in_words(_hints()[bare]) if bare in _hints() else "one after it"
                 raise UserError(f"--{name} has no value", wants, f"write --{name} VALUE")
             value = rest.pop(0)
-        found.append((name, value if equals or bare != "print_config" else None, f"--{name}"))
+        found.append((name, _listed(bare, value) if equals or bare != "print_config" else None, f"--{name}"))
     return found
+
+
+def _listed(name: str, text: str) -> str:
+    """3:3:1:1 and 1,0.4 as the lists of numbers that a key which wants one means by them."""
+    if _hints().get(name) in (list[float], list[int]) and re.fullmatch(r"[\d.eE+-]+(?:[:,][\d.eE+-]+)*", text):
+        return f"[{', '.join(re.split('[:,]', text))}]"
+    return text
 
 
 def _hints() -> dict[str, Any]:

@@ -10,7 +10,8 @@ import contextlib
 
 import numpy as np
 import pytest
-from small_runs import CUTS, FRAMEWORKS, apart, config, fitted, lockstep, make_model, samples, weights
+from small_runs import (CUTS, FRAMEWORKS, Recut, apart, config, fitted, lockstep, make_model, replans, samples,
+                        weights)
 
 from hvdtrain.config import Named
 from hvdtrain.data.cursor import Cursor
@@ -53,6 +54,23 @@ def test_the_curve_is_one_in_float32(framework, size, tmp_path):
         for got in lockstep(size, settings(name, shares=shares), lambda rank: make_model(framework), samples(N), curve):
             assert apart(got[0], want) < 1e-5
             assert got[1] == pytest.approx(loss, rel=1e-5)
+
+
+def replanned(run):
+    """As `curve`, with other parts of the batch for each rank along the way."""
+    run.callbacks.insert(0, Recut(replans(run.control.size)))
+    return curve(run)
+
+
+@pytest.mark.parametrize("framework", ["numpy", *FRAMEWORKS])
+def test_the_curve_does_not_notice_a_new_plan(framework, tmp_path):
+    make_model(framework)
+    sized = settings(tmp_path / "1")
+    ((want, loss, _),) = lockstep(1, sized, lambda rank: make_model(framework), samples(N), curve)
+    for got in lockstep(3, settings(tmp_path / "3", accumulate=2), lambda rank: make_model(framework), samples(N),
+                        replanned):
+        assert apart(got[0], want) < (1e-12 if framework == "numpy" else 1e-5)
+        assert got[1] == pytest.approx(loss, rel=1e-5)
 
 
 def batches_of(run, cursor):

@@ -1,5 +1,6 @@
 """The walk of P ranks through one epoch: coverage, resume, uneven streams, and the fetching thread."""
 
+import contextlib
 import threading
 import time
 import warnings
@@ -10,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdtrain.cluster.control import SoloControl
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.feed import Feed, prefetched
+from hvdtrain.data.sampler import Cut, cut
 from hvdtrain.data.sources import ArraySource
 from hvdtrain.data.stream import fingerprint, rebatch
 from hvdtrain.errors import UserError
@@ -149,6 +152,44 @@ def test_any_resume_point_gives_exactly_the_rest(n, global_batch, resumed_batch,
     assert [s.cursor_after for s in rest[0]] == [s.cursor_after for s in whole[0]][at:]
     other = walk(new_size, resumed_batch, cursor)
     assert sum(by_step(other), []) == sum(by_step(whole)[at:], [])
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(1, 60), global_batch=st.integers(1, 9), size=st.integers(1, 4), prefetch=st.integers(0, 3),
+       streamed=st.booleans(), data=st.data())
+def test_a_new_cut_changes_who_takes_what_and_nothing_else(n, global_batch, size, prefetch, streamed, data):
+    shares = st.lists(st.integers(0, 5), min_size=size, max_size=size).filter(any)
+    cuts = data.draw(st.dictionaries(st.integers(0, 30), shares, max_size=3))
+
+    def work(rank, control):
+        feed = Feed(NumberStream(n) if streamed else numbers(n), global_batch, rank=rank, size=size, seed=3,
+                    control=control, prefetch=prefetch)
+        steps = []
+        with contextlib.closing(feed.epoch(Cursor())) as batches:
+            for batch in batches:
+                steps.append(batch)
+                following = batch.cursor_after.step
+                if following in cuts:
+                    feed.recut(Cut.of(cuts[following], 2), following + feed.ahead)
+        return steps
+
+    ranks = on_ranks(size, work)
+    source = NumberStream(n) if streamed else numbers(n)
+    alone = on_ranks(1, lambda rank, control: list(Feed(source, global_batch, seed=3, control=control,
+                                                        prefetch=0).epoch(Cursor())))
+    assert by_step(ranks) == taken(alone[0])
+    in_force = [1.0] * size
+    starts = {at + (prefetch + 1 if prefetch else 0): given for at, given in sorted(cuts.items()) if at > 0}
+    for step, parts in enumerate(zip(*ranks)):
+        in_force = starts.get(step, in_force)
+        assert [part.n_local for part in parts] == np.diff(cut(parts[0].n_global, in_force)).tolist()
+
+
+def test_a_sample_to_try_is_as_large_as_asked():
+    x, y = Feed(numbers(5), 2).sample(12)
+    assert x.tolist() == [*range(5), *range(5), 0, 1] and y.tolist() == [10 * i for i in x]
+    streamed = Feed(NumberStream(3), 2, control=SoloControl())
+    assert len(streamed.sample(7)[0]) == 7 and len(streamed.sample(2)[0]) == 2
 
 
 def test_cursor_counts_steps_and_epochs():

@@ -1,0 +1,75 @@
+"""How large a micro-batch a rank's memory holds: the arithmetic, and a host's memory as the kernel tells it.
+
+Owns the line through two measured peaks and the reading of /proc and control groups. A device's memory is told by its
+backend (``peak_bytes``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+DEVICE_PART = 0.9
+"""Part of a device's memory that a plan may use: fragmentation and what libraries take later need the rest."""
+
+HOST_PART = 0.8
+"""Part of a host's available memory that the ranks on it may use together."""
+
+
+def ceiling(sizes: tuple[int, int], peaks_bytes: tuple[int, int], budget_bytes: float) -> int:
+    """Largest micro-batch within ``budget_bytes`` by the line through two measured peaks; 0: no limit to be seen.
+
+    Where the memory of the smaller size is over the budget already, it is that size: it did run.
+    """
+    (small, large), (low, high) = sizes, peaks_bytes
+    if large <= small or high <= low or budget_bytes <= 0:
+        return 0
+    per_sample = (high - low) / (large - small)
+    return max(small, int((budget_bytes - (low - per_sample * small)) / per_sample))
+
+
+def host_budget_bytes(local_size: int, proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int:
+    """Bytes that this process may hold in all: what it has, and its part of what its host has left; 0 if unknown."""
+    held, left = _status(proc, "VmRSS"), _available(proc, cgroup)
+    return 0 if held is None or left is None else held + int(HOST_PART * left / max(1, local_size))
+
+
+def host_peak_bytes(work: Callable[[], None], proc: str = "/proc") -> int:
+    """Run ``work``; most bytes that this process held meanwhile, 0 where the kernel does not reset its high-water mark.
+
+    Writing 5 to clear_refs does so since Linux 4.0.
+    """
+    with contextlib.suppress(OSError):
+        Path(proc, "self/clear_refs").write_text("5")
+        work()
+        return _status(proc, "VmHWM") or 0
+    work()
+    return 0
+
+
+def _status(proc: str, name: str) -> int | None:
+    """A field of /proc/self/status in bytes."""
+    with contextlib.suppress(OSError):
+        found = re.search(rf"^{name}:\s+(\d+) kB", Path(proc, "self/status").read_text(), re.MULTILINE)
+        return int(found[1]) * 1024 if found else None
+    return None
+
+
+def _available(proc: str, cgroup: str) -> int | None:
+    """Bytes that can still be had: of the host, or of the control group where that allows less."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path(proc, "meminfo").read_text(), re.MULTILINE)
+        if found:
+            return max(0, min([int(found[1]) * 1024, *_group_left(cgroup)]))
+    return None
+
+
+def _group_left(cgroup: str) -> list[int]:
+    """What the memory control group (versions 2 and 1) leaves, where it limits at all."""
+    for limit, used in (("memory.max", "memory.current"),
+                        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+            return [int(Path(cgroup, limit).read_text()) - int(Path(cgroup, used).read_text())]
+    return []

@@ -1,0 +1,137 @@
+"""How much of the devices' speed a run turns into samples, where the rest goes, and what to do about it.
+
+Owns the arithmetic and the words; pure. Takes what others measured. Let, for rank r, all averages over a window::
+
+    solo_r  = samples_r / (data_s + compute_s + update_s)_r      samples per second, did it not wait for others
+    percent = 100 * (sum of samples / step_s) / sum of solo
+    wire    = the least wait_s of all ranks: who waits least waits for the exchange only
+    slowest = wait_s - wire, of each rank: it waits for those who compute longer
+
+Lost times are percentages of all ranks' time, ranks * step_s.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+CAUSES = ("slowest", "wire", "input", "update")
+
+WORTH = 5.0
+"""Percent of the ranks' time that a cause has to cost before something is said to be done about it."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank's average step: samples, and seconds spent on input, compute, waiting for sums, and the update."""
+
+    samples: float
+    data_s: float
+    compute_s: float
+    wait_s: float
+    update_s: float
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that do not depend on the other ranks."""
+        return self.data_s + self.compute_s + self.update_s
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the meter shows: percent of the sum of solo speeds, seconds of a step, percent of time lost by cause, the
+    rows it was read from, and one sentence that says what to do."""
+
+    percent: float
+    step_s: float
+    lost: dict[str, float]
+    rows: tuple[Row, ...]
+    sentence: str
+
+
+def read(rows_P: Sequence[Row], step_s: float, labels_P: Sequence[str], balance: str, compression: str,
+         solo_P: Sequence[float] | None = None) -> Reading:
+    """Read the meter over a window.
+
+    ``labels_P``: "rank 1 on host b". ``balance``, ``compression``: as configured. ``solo_P``: samples per second of
+    each rank alone, where they are known better; else from the rows, 0 for a rank without samples. A window without
+    steps or samples reads 0 everywhere.
+    """
+    assert len(rows_P) == len(labels_P) and (solo_P is None or len(solo_P) == len(rows_P))
+    rows = tuple(rows_P)
+    solo = [float(s) for s in solo_P] if solo_P is not None else [_ratio(r.samples, r.busy_s) for r in rows]
+    samples = sum(row.samples for row in rows)
+    percent = 100.0 * _ratio(_ratio(samples, step_s), sum(solo))
+    lost = _lost(rows, step_s)
+    if not samples or not step_s > 0:
+        sentence = "nothing to do: no step was measured"
+    else:
+        sentence = _sentence(rows, step_s, labels_P, balance, compression, solo, lost, percent)
+    return Reading(percent, step_s, lost, rows, sentence)
+
+
+def _ratio(above: float, below: float) -> float:
+    """``above / below``, 0 where that is no finite number."""
+    value = above / below if below > 0 else 0.0
+    return value if math.isfinite(value) else 0.0
+
+
+def _lost(rows: Sequence[Row], step_s: float) -> dict[str, float]:
+    """Percent of the ranks' time by cause."""
+    wire_s = min((row.wait_s for row in rows), default=0.0)
+    seconds = {"slowest": sum(row.wait_s - wire_s for row in rows), "wire": wire_s * len(rows),
+               "input": sum(row.data_s for row in rows), "update": sum(row.update_s for row in rows)}
+    return {cause: 100.0 * _ratio(seconds[cause], step_s * len(rows)) for cause in CAUSES}
+
+
+def _sentence(rows: Sequence[Row], step_s: float, labels_P: Sequence[str], balance: str, compression: str,
+              solo: Sequence[float], lost: dict[str, float], percent: float) -> str:
+    """What to do about the largest loss."""
+    cause = max(CAUSES, key=lambda name: lost[name])
+    if lost[cause] < WORTH:
+        return f"nothing to do: the ranks reach {percent:.0f} % of the sum of their solo speeds"
+    share = f"{lost[cause]:.0f} % of the ranks' time"
+    if cause == "wire":
+        cheaper = "--compression auto, " if compression == "none" else ""
+        return f"{share} goes to the exchange of gradients: try {cheaper}a larger global_batch or fewer hosts"
+    if cause == "input":
+        return f"{share} goes to waiting for data: raise data.prefetch or give a faster source"
+    if cause == "update":
+        return f"{share} goes to the optimizer's update: a larger global_batch needs fewer of them"
+    return _about_slowest(rows, step_s, labels_P, balance, solo, share)
+
+
+def _about_slowest(rows: Sequence[Row], step_s: float, labels_P: Sequence[str], balance: str,
+                   solo: Sequence[float], share: str) -> str:
+    """What to do where ranks wait for the slowest: it depends on why it is that and on what is done already."""
+    awaited = max(range(len(rows)), key=lambda r: rows[r].busy_s)
+    who, row = labels_P[awaited], rows[awaited]
+    others = [r for r in range(len(rows)) if r != awaited]
+    spare_data_s = row.data_s - statistics.median(rows[r].data_s for r in others)
+    spare_s = row.busy_s - statistics.median(rows[r].busy_s for r in others)
+    if spare_data_s > 0.5 * spare_s:
+        return f"{share} goes to waiting for {who}, which waits for its data: raise data.prefetch or mend its source"
+    idle = [r for r in others if rows[r].samples == 0]
+    if len(idle) == len(others):
+        return f"{who} computes all samples and the other ranks wait: a larger global_batch, or leave them out"
+    wire_s = min(r.wait_s for r in rows)
+    best_s = _ratio(sum(r.samples for r in rows), sum(solo)) + wire_s
+    win = 100.0 * (_ratio(step_s, best_s) - 1.0)
+    if balance != "auto":
+        ratio = _ratio(statistics.median([solo[r] for r in others if solo[r]] or [0.0]), solo[awaited])
+        slow = f"{who} is {ratio:.1f} times as slow as the others"
+        if ratio < 1.1:
+            slow = f"{share} goes to waiting for {who}"
+        planned = " in spite of the plan" if balance == "static" else ""
+        return f"{slow}{planned}: --balance auto would win about {win:.0f} %"
+    idle_s = sum(rows[r].wait_s - wire_s for r in idle)
+    if idle_s > 0.5 * sum(r.wait_s - wire_s for r in rows):
+        names = labels_P[idle[0]] if len(idle) == 1 else f"{len(idle)} ranks"
+        return f"{names} would only hold the others up and got no samples: a larger global_batch, or start without"
+    sample_s = _ratio(row.compute_s, row.samples)
+    if sample_s > 0.5 * (row.busy_s - statistics.fmean(rows[r].busy_s for r in others)):
+        return f"{share} goes to waiting for {who}, and one sample less is all it could give: a larger global_batch"
+    return (f"{share} goes to waiting for {who} although --balance auto follows its speed: it changes faster than "
+            "that, so look for other work on its host")

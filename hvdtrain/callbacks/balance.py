@@ -1,0 +1,209 @@
+"""`balance: static` and `auto`: gives every rank the part of the batch that its speed asks for.
+
+Owns the course of it: probe, plan, table, and in auto the new plans while training. The measuring is
+`hvdtrain.balance.probe`'s, the plans `hvdtrain.balance.plan`'s, the decision to change `hvdtrain.balance.rebalance`'s.
+Every rank decides from the same numbers, and so alike (law 6).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdtrain import backends
+from hvdtrain.balance import plan as plans
+from hvdtrain.balance.probe import probe, verified
+from hvdtrain.balance.rebalance import Rebalancer
+from hvdtrain.balance.speed import Speed
+from hvdtrain.callbacks.base import Callback
+from hvdtrain.callbacks.meter import Meter
+from hvdtrain.cluster.exit import agreed
+from hvdtrain.data.sampler import Cut
+from hvdtrain.run import say
+
+VERIFY_ROUNDS = 4
+"""Plans that are tried against the devices' memory before the last one's ceilings are taken as they are."""
+
+
+class Balance(Callback):
+    """Runs on all ranks. ``meter``: whose windows it decides on."""
+
+    where = "all"
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._rebalancer: Rebalancer | None = None
+        self._world = ""
+        self._kept: dict[str, Any] = {}
+        self._advised = False
+        self._moves = 0
+
+    def fit_start(self, run: Any) -> None:
+        """Probe and plan; a run that goes on in the world that its plan was made for keeps it."""
+        if run.control.size == 1:
+            run.note(f"balance {run.config.balance}: there is one rank, which takes all")
+            return
+        self._world = _world(run)
+        if self._kept and self._resume(run):
+            return
+        self.plan(run)
+
+    def step_end(self, run: Any) -> None:
+        """At the end of a window: advise, and in auto plan anew where that is worth it."""
+        window, rebalancer = run.window, self._rebalancer
+        if window is None or rebalancer is None:
+            return
+        if not self._advised:
+            self._advise(run, min(row.wait_s for row in window.reading.rows))
+        if run.config.balance != "auto" or not window.own_s_P:
+            return
+        new = rebalancer.observe(window.own_s_P, window.samples_P, window.micros_P)
+        run.solo_lines = rebalancer.lines_P
+        if new is None:
+            return
+        at = run.state.cursor.step + run.feed.ahead
+        self._moves += 1
+        self._follow(run, new, at)
+        run.note(f"balance auto: from step {at} on the ranks take {_spelled(new.samples_P)} samples")
+        self._log(run, "replan", from_step=at)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan in force and what it rests on."""
+        if self._rebalancer is None:
+            return {}
+        return {"world": self._world, "plan": self._rebalancer.state_dict(),
+                "ceilings": list(self._rebalancer.ceilings_P or [])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep it for `fit_start`."""
+        self._kept = state
+
+    def plan(self, run: Any) -> None:
+        """Probe, plan, cut by the plan from here on, and tell; collective, also for a rank alone."""
+        self._rebalancer, speeds = self._planned(run, probe(run, backends.load(run.spec.framework)))
+        self._follow(run, self._rebalancer.plan, run.state.cursor.step)
+        self._tell(run, speeds)
+
+    # --- plans -----------------------------------------------------------------------------------------------------
+
+    def _planned(self, run: Any, speeds: list[Speed]) -> tuple[Rebalancer, list[Speed]]:
+        """The best plan that every device's memory really holds."""
+        config, own = run.config, run.control.rank
+        lines = [s.line for s in speeds]
+        ceilings = [s.ceiling for s in speeds]
+        backend = backends.load(run.spec.framework)
+        for _ in range(VERIFY_ROUNDS):
+            made = plans.plan(lines, config.global_batch, ceilings, config.accumulate, config.sync_batchnorm)
+            wanted = [part.micro_batch for part in made.parts]
+            if not run.control.agree(run.devices[own].kind != "cpu" and wanted[own] > max(speeds[own].sizes)):
+                break
+            tried = max(speeds[own].sizes)
+            holds = agreed(run.control, lambda: verified(run, backend, wanted[own], tried)
+                           if run.devices[own].kind != "cpu" and wanted[own] > tried else wanted[own], "probe")
+            held = run.control.gather(holds)
+            if held == wanted:
+                break
+            ceilings = [h if h < w else c for h, w, c in zip(held, wanted, ceilings)]
+        options = config.rebalance
+        found = [Speed(s.line, c, s.sizes, s.seconds, s.remembered) for s, c in zip(speeds, ceilings)]
+        return Rebalancer(lines, config.global_batch, ceilings, made, options.margin, options.lasting,
+                          config.accumulate, config.sync_batchnorm), found
+
+    def _follow(self, run: Any, made: plans.Plan, step: int) -> None:
+        """Cut training and evaluation by ``made`` from step ``step`` on."""
+        cut = cut_of(made)
+        run.feed.recut(cut, step)
+        if run.eval_feed is not None:
+            run.eval_feed.recut(cut, 0)
+        self._meter.restart(step)
+        assert self._rebalancer is not None
+        run.solo_lines = self._rebalancer.lines_P
+
+    def _resume(self, run: Any) -> bool:
+        """Take up the plan of a checkpoint; False where it does not fit this job."""
+        if self._kept["world"] != self._world:
+            run.note("balance: the checkpoint's plan was made for other ranks or devices; probing anew")
+            return False
+        rows = self._kept["plan"]["lines"]
+        lines = [plans.Line(*row) for row in rows]
+        config, options = run.config, run.config.rebalance
+        first = plans.plan(lines, config.global_batch, None, config.accumulate, config.sync_batchnorm)
+        self._rebalancer = Rebalancer(lines, config.global_batch, self._kept["ceilings"] or None, first, options.margin,
+                                      options.lasting, config.accumulate, config.sync_batchnorm)
+        unfit = self._rebalancer.load_state_dict(self._kept["plan"])
+        if unfit:
+            run.note(f"balance: {unfit}; probing anew")
+            return False
+        self._follow(run, self._rebalancer.plan, run.state.cursor.step)
+        run.note(f"balance {config.balance}: goes on with {_spelled(self._rebalancer.plan.samples_P)} samples, "
+                 "as planned before")
+        return True
+
+    # --- words -----------------------------------------------------------------------------------------------------
+
+    def _tell(self, run: Any, speeds: list[Speed]) -> None:
+        """The table of the plan, and what it wins over equal parts."""
+        assert self._rebalancer is not None
+        made, config = self._rebalancer.plan, run.config
+        rows = plans.table(made, labels(run), [s.ceiling for s in speeds])
+        if run.control.rank == 0 and config.progress != "off":
+            for line in grid(plans.COLUMNS, rows):
+                say(line)
+        lines = [s.line for s in speeds]
+        equal = plans.equal(lines, config.global_batch, [s.ceiling for s in speeds], config.accumulate,
+                            config.sync_batchnorm)
+        remembered = ", as measured before and confirmed" if all(s.remembered for s in speeds) else ""
+        run.note(f"balance {config.balance}: {_spelled(made.samples_P)} samples; computing {1e3 * made.step_s:.1f} ms "
+                 f"a step instead of {1e3 * equal.step_s:.1f} ms with equal parts, by the probe{remembered}")
+        self._log(run, "plan", columns=plans.COLUMNS, rows=rows,
+                  lines=[[s.line.a_s, s.line.c_s] for s in speeds], equal_s=equal.step_s, plan_s=made.step_s)
+
+    def _advise(self, run: Any, wire_s: float) -> None:
+        """Say once where a host costs more than it gives."""
+        self._advised = True
+        assert self._rebalancer is not None
+        config = run.config
+        words = plans.advise_drop(self._rebalancer.lines_P, [(h.node, h.ranks) for h in run.topology.hosts],
+                                  config.global_batch, wire_s, self._rebalancer.ceilings_P, config.accumulate,
+                                  config.sync_batchnorm)
+        if words:
+            run.note(f"balance: {words}")
+
+    def _log(self, run: Any, stage: str, **fields: Any) -> None:
+        """A record in the run's log, by the callbacks that keep one; on rank 0."""
+        assert self._rebalancer is not None
+        for callback in run.callbacks if run.control.rank == 0 else ():
+            record = getattr(callback, "record", None)
+            if record is not None:
+                record(run, "balance", stage=stage, samples=self._rebalancer.plan.samples_P, **fields)
+
+
+def cut_of(made: plans.Plan) -> Cut:
+    """The plan as the feed cuts by it."""
+    return Cut(tuple(float(part.samples) for part in made.parts), tuple(max(1, p.accumulate) for p in made.parts),
+               tuple(part.micro_batch for part in made.parts))
+
+
+def labels(run: Any) -> list[plans.Label]:
+    """What the table calls each rank."""
+    return [plans.Label(run.topology.host_of(rank).node, device.name, dtype)
+            for rank, (device, dtype) in enumerate(zip(run.devices, run.dtypes()))]
+
+
+def grid(heads: Any, rows: list[list[str]]) -> list[str]:
+    """Lines of a plain table, columns as wide as they need."""
+    cells = [list(heads), *rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
+
+
+def _spelled(samples_P: tuple[int, ...]) -> str:
+    """"20 + 12", or the extremes of many."""
+    if len(samples_P) <= 8:
+        return " + ".join(map(str, samples_P))
+    return f"{min(samples_P)} to {max(samples_P)}"
+
+
+def _world(run: Any) -> str:
+    """What a plan depends on, in words."""
+    devices = ", ".join(f"{d.kind} {d.name}" for d in run.devices)
+    return f"{run.control.size} ranks, {run.topology.describe()}, {devices}, {run.config.precision}"

@@ -1,0 +1,127 @@
+"""The meter: what part of the devices' speed the run uses, where the rest goes, live and for the summary.
+
+Owns the windows: which steps are compared, and the exchange of the ranks' times. The arithmetic and the words are
+`hvdtrain.balance.meter`'s. Callbacks after it find a window that has just ended in ``run.window``.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.balance.meter import Reading, Row, read
+from hvdtrain.callbacks.base import Callback
+
+SKIPPED_STEPS = 2
+"""Steps at the start that tell nothing: tracing, allocation, connections."""
+
+LEAST_WINDOW_S = 0.1
+"""A window lasts about so long at least: comparing the ranks costs a few tenths of a millisecond."""
+
+PHASES = ("data", "compute", "wait", "update")
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some successive steps with one cut, as all ranks know them.
+
+    ``ends``: the step after the last. ``own_s_P``: each rank's own seconds in `forward` and `backward`, the median of
+    its full steps; ``samples_P``, ``micros_P``: what it had in such a step. Empty without a full step.
+    """
+
+    ends: int
+    own_s_P: tuple[float, ...]
+    samples_P: tuple[int, ...]
+    micros_P: tuple[int, ...]
+    reading: Reading
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step of this rank; ``full``: of a whole global batch."""
+
+    step_s: float
+    seconds: dict[str, float]
+    samples: int
+    micros: int
+    full: bool
+
+
+class Meter(Callback):
+    """Compares the ranks' times every ``every_steps`` steps, seldomer where these are very short."""
+
+    where = "all"
+
+    def __init__(self, every_steps: int) -> None:
+        self._every, self._length = every_steps, every_steps
+        self._restart_at = 0
+        self._skip = SKIPPED_STEPS
+        self._steps: list[_Step] = []
+        self._sums_P: list[list[float]] = []
+        self._counted = 0
+
+    def fit_start(self, run: Any) -> None:
+        """Count from here."""
+        self._mark(run)
+
+    def step_end(self, run: Any) -> None:
+        """Take down the step; compare at the end of a window."""
+        step = self._since_mark(run)
+        self._mark(run)
+        run.window = None
+        if self._skip > 0:
+            self._skip -= 1
+            return
+        if run.state.cursor.step == self._restart_at + 1:
+            self._steps.clear()
+        self._steps.append(step)
+        if len(self._steps) >= self._length:
+            self._close(run)
+
+    def fit_end(self, run: Any) -> None:
+        """Count what is left of a window."""
+        if self._steps:
+            self._close(run)
+
+    def restart(self, step: int) -> None:
+        """Begin a window at step ``step`` of the run, from which on the ranks have other parts."""
+        self._restart_at = step
+
+    def _mark(self, run: Any) -> None:
+        p = run.phases
+        self._before = (p.step_s, dict(p.seconds), p.samples, p.own_samples, p.own_micros)
+
+    def _since_mark(self, run: Any) -> _Step:
+        p, (step_s, seconds, samples, own, micros) = run.phases, self._before
+        spent = {name: p.seconds[name] - seconds[name] for name in PHASES}
+        return _Step(p.step_s - step_s + spent["data"], spent, p.own_samples - own, p.own_micros - micros,
+                     p.samples - samples == run.config.global_batch)
+
+    def _close(self, run: Any) -> None:
+        """Exchange the window's numbers and read them; collective."""
+        steps, full = self._steps, [s for s in self._steps if s.full]
+        self._steps = []
+        sums = [math.fsum(s.step_s for s in steps), float(sum(s.samples for s in steps)),
+                *(math.fsum(s.seconds[name] for s in steps) for name in PHASES)]
+        own_s = statistics.median(s.seconds["compute"] for s in full) if full else 0.0
+        last = full[-1] if full else steps[-1]
+        rows = run.control.gather((sums, own_s, last.samples, last.micros))
+        own_s_P, samples_P, micros_P = (tuple(row[i] for row in rows) if full else () for i in (1, 2, 3))
+        window_P = [row[0] for row in rows]
+        self._sums_P = [[a + b for a, b in zip(old, new)] for old, new in zip(self._sums_P, window_P)] or window_P
+        self._counted += len(steps)
+        run.reading = _reading(run, self._sums_P, self._counted)
+        run.window = Window(run.state.cursor.step, own_s_P, samples_P, micros_P, _reading(run, window_P, len(steps)))
+        longest_s = max(row[0] for row in window_P) / len(steps)
+        if longest_s > 0:
+            self._length = self._every * max(1, math.ceil(LEAST_WINDOW_S / (self._every * longest_s)))
+
+
+def _reading(run: Any, sums_P: list[list[float]], steps: int) -> Reading:
+    """Read what came of ``steps`` steps."""
+    rows = [Row(samples / steps, *(seconds / steps for seconds in phases)) for _, samples, *phases in sums_P]
+    labels = [f"rank {rank} on {run.topology.host_of(rank).node}" for rank in range(len(rows))]
+    return read(rows, max(total for total, *_ in sums_P) / steps, labels, run.config.balance,
+                run.reducer.compressor.name, run.solo(rows))

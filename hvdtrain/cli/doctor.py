@@ -1,0 +1,129 @@
+"""``python -m hvdtrain doctor``: what would stop or slow a run here, or on the hosts of a list.
+
+Owns the options and which of the three ways it goes: this host alone, the ranks of a launcher that started it, or one
+rank per host under a launcher that it starts. The work is in ``hvdtrain.doctor``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+
+from hvdtrain.build.children import orderly_signals
+from hvdtrain.cluster.launcher import launch_facts
+from hvdtrain.doctor import facts, gather, start, table
+from hvdtrain.doctor.checks import diagnose
+from hvdtrain.doctor.problem import merge, stops
+from hvdtrain.errors import UserError
+from hvdtrain.launch import LAUNCHERS, Host
+from hvdtrain.launch import detect as launch_detect
+from hvdtrain.launch.hosts import parse_hostfile, parse_hosts
+from hvdtrain.launch.prepare import Wishes, prepare
+from hvdtrain.launch.ssh import parse_ssh
+from hvdtrain.run import say
+
+TIMEOUT_S = 60.0
+"""How long a job may take to come together, beside the time for packages to load."""
+
+MOST_S = 86400.0
+
+
+def main(argv: list[str]) -> int:
+    """Look, print and return 1 where something would stop a run, else 0. `UserError` for options that are wrong."""
+    args = parser().parse_args(argv)
+    if not 0 < args.timeout <= MOST_S:
+        raise UserError(f"--timeout is {args.timeout:g}", "seconds above 0, at most a day", "correct --timeout")
+    launched = launch_facts(os.environ)
+    hosts = _hosts(args)
+    if hosts and launched.kind != "solo":
+        raise UserError(f"-H under {launched.launcher}, which has placed the ranks already", "one of the two",
+                        "leave -H and --hostfile out, or start doctor without a launcher")
+    if args.part:
+        report = gather.part(os.environ, launched, args.timeout)
+        if report is not None:
+            say(start.wrap(report))
+        return 0
+    if args.facts:
+        say(start.STAGE)
+    if launched.kind != "solo":
+        return gather.under_launcher(os.environ, launched, args.timeout, lambda report: show(report, args, True))
+    with orderly_signals():
+        return show(_over(hosts, args) if hosts else ([facts.collect(os.environ)], []), args, False)
+
+
+def show(report: start.Report, args: argparse.Namespace, launched: bool) -> int:
+    """Print the report in the form that was asked for; the exit status."""
+    hosts, problems = report
+    if args.facts:
+        say(start.wrap(report))
+        return 0
+    found = merge([*problems, *diagnose(hosts)])
+    if args.json:
+        say(json.dumps({"hosts": hosts, "problems": [asdict(p) for p in found]}))
+    else:
+        say(table.text(hosts, found, launched))
+    return int(stops(found))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(
+        prog="python -m hvdtrain doctor", allow_abbrev=False,
+        description="Show what a run would find here (versions, builds, GPUs, network, memory) and what would stop or "
+                    "slow it, each with the command that mends it. With hosts: one rank on each under the real "
+                    "launcher. Exit status 1 if something would stop a run.",
+        epilog="For example: python -m hvdtrain doctor -H fast:4,old:2")
+    where = made.add_mutually_exclusive_group()
+    where.add_argument("-H", "--hosts", default="", help="hosts and the slots a run will use: fast:4,old:2")
+    where.add_argument("--hostfile", default="", help="file of hosts: lines such as 'fast slots=4' or 'fast:4'")
+    made.add_argument("--launcher", choices=["auto", *LAUNCHERS], default="auto", help="as in launch (default auto)")
+    made.add_argument("--ssh", default="", help="the command that reaches a host, such as 'ssh -p 2222'")
+    made.add_argument("--iface", default="", help="the network interface to use, of one name on all hosts")
+    made.add_argument("--allow-run-as-root", action="store_true", help="tell Open MPI that running as root is meant")
+    made.add_argument("--mpi-args", default="", metavar="WORDS", help="more words for the launcher: '--mca pml ucx'")
+    made.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS",
+                      help=f"how long the hosts may take to come together (default {TIMEOUT_S:g})")
+    made.add_argument("--json", action="store_true", help="print facts and problems as one line of JSON")
+    made.add_argument("--facts", action="store_true", help=argparse.SUPPRESS)  # how doctor -H asks its ranks
+    made.add_argument("--part", action="store_true", help=argparse.SUPPRESS)  # the process of a rank that starts MPI
+    return made
+
+
+def _hosts(args: argparse.Namespace) -> tuple[Host, ...]:
+    """The hosts that were named, () for none."""
+    if not args.hostfile:
+        return parse_hosts(args.hosts) if args.hosts else ()
+    try:
+        text = Path(args.hostfile).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the host file {args.hostfile} cannot be read: {error}", "a text file",
+                        "correct --hostfile") from None
+    return parse_hostfile(text, args.hostfile)
+
+
+def _over(hosts: tuple[Host, ...], args: argparse.Namespace) -> start.Report:
+    """The report of one rank per host; of this host alone, with the reason, where they cannot be started."""
+    program = (launch_detect.interpreter(), "-m", "hvdtrain", "doctor", "--facts", "--timeout", f"{args.timeout:g}")
+    wishes = Wishes(program=program, hosts=tuple(Host(host.name, 1) for host in hosts), interface=args.iface,
+                    ssh=parse_ssh(args.ssh) if args.ssh else (), allow_root=args.allow_run_as_root,
+                    mpi_args=_words(args.mpi_args))
+    machine = launch_detect.here()
+    try:
+        tool, _ = launch_detect.find(args.launcher, machine, wishes.hosts)
+        spec, _ = prepare(wishes, machine, tool)
+        words, env = LAUNCHERS[tool.launcher].command(spec)
+    except UserError as error:
+        return start.alone(error.got, error.do)
+    return start.ask(hosts, words, {**machine.env, **env}, args.timeout,
+                     args.timeout + gather.REPORT_S)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UserError(f"--mpi-args has {str(error).lower()}", "words as in a shell", "close the quotes") from None

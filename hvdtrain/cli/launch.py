@@ -1,0 +1,151 @@
+"""``python -m hvdtrain launch``: start a job on several hosts, under whichever launcher is here.
+
+Owns the options, the dry run and the one effect: this process becomes the launcher. Decisions are in
+`hvdtrain.launch.prepare`, flags in the launchers' files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvdtrain.errors import UserError
+from hvdtrain.launch import LAUNCHERS, Host, LaunchSpec
+from hvdtrain.launch.detect import find, here, interpreter
+from hvdtrain.launch.environment import valid_name
+from hvdtrain.launch.hosts import parse_hostfile, parse_hosts
+from hvdtrain.launch.prepare import Wishes, prepare
+from hvdtrain.launch.spec import BINDINGS
+from hvdtrain.launch.ssh import parse_ssh
+
+LARGEST_HOSTFILE_BYTES = 1 << 20
+
+
+def main(argv: list[str]) -> int:
+    """Become the launcher, or print its command line; returns only after a dry run."""
+    args, program = parse(argv)
+    hosts = _hosts(args)
+    machine = here()
+    tool, notes = find(args.launcher, machine, hosts, may_lack=args.dry_run)
+    spec, more = prepare(wishes(args, hosts, program), machine, tool)
+    words, env = LAUNCHERS[tool.launcher].command(spec)
+    for line in (*notes, *more):
+        print(f"note: {line}", file=sys.stderr)
+    if args.dry_run:
+        print("\n".join(shell_lines(words, env)))
+        return 0
+    print(headline(spec), file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    _become(words, {**machine.env, **env})
+    return 0
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
+    """(options, the program that each rank runs). `UserError` where nothing stands after ``--``."""
+    at = list(argv).index("--") if "--" in argv else len(argv)
+    args = _parser().parse_args(list(argv[:at]))
+    words = list(argv[at + 1:])
+    if not words:
+        raise UserError("there is no program" + ("" if at < len(argv) else ": no -- is on the line"),
+                        "-- and what each rank runs, such as: -- train --epochs 3", "add it at the end")
+    return args, rank_program(words)
+
+
+def rank_program(words: Sequence[str]) -> tuple[str, ...]:
+    """What stands after ``--`` as a rank runs it: our commands under this interpreter, other programs as given."""
+    from hvdtrain.cli import COMMANDS
+
+    if words[0] == "launch":
+        raise UserError("the program is launch itself", "what each rank runs, such as train", "name that after --")
+    if words[0] in COMMANDS or words[0].startswith("-"):
+        return (interpreter(), "-m", "hvdtrain", *words)
+    return tuple(words)
+
+
+def wishes(args: argparse.Namespace, hosts: tuple[Host, ...], program: tuple[str, ...]) -> Wishes:
+    """The options as `prepare` takes them."""
+    try:
+        mpi_args = tuple(word for text in args.mpi_args for word in shlex.split(text))
+    except ValueError as error:
+        raise UserError(f"--mpi-args has {str(error).lower()}", "words as in a shell", "close the quotes") from None
+    return Wishes(
+        program=program, hosts=hosts, ranks=args.np, env=tuple(args.env), ssh=parse_ssh(args.ssh) if args.ssh else (),
+        interface=args.iface, bind=args.bind, cores_per_rank=args.cores_per_rank, oversubscribe=args.oversubscribe,
+        allow_root=args.allow_run_as_root, mpi_args=mpi_args)
+
+
+def shell_lines(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """The launch as lines for a shell: the variables, then the command."""
+    return [*(f"export {name}={shlex.quote(value)}" for name, value in sorted(env.items())), shlex.join(words)]
+
+
+def headline(spec: LaunchSpec) -> str:
+    """The launch in one line."""
+    where = ", ".join(map(str, spec.hosts[:8])) + (", ..." if len(spec.hosts) > 8 else "")
+    ranks = f"{spec.ranks or 'as many'} {'rank' if spec.ranks == 1 else 'ranks'}"
+    return f"hvdtrain launch: {ranks} on {where or 'the allocation, as it says'}, by {spec.tool.launcher}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hvdtrain launch", allow_abbrev=False, usage="%(prog)s [options] -- PROGRAM ...",
+        description="Start PROGRAM on every rank: a command of hvdtrain (train, verify, bench, ...) or any program.",
+        epilog="For example: python -m hvdtrain launch -H fast:4,old:2 -- train --epochs 3")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("-H", "--hosts", default="", help="hosts and their slots: fast:4,old:2")
+    where.add_argument("--hostfile", default="", help="file of hosts: lines such as 'fast slots=4' or 'fast:4'")
+    parser.add_argument("-np", "--np", type=int, default=0, help="number of ranks (default: all slots)")
+    parser.add_argument("--launcher", choices=["auto", *LAUNCHERS], default="auto",
+                        help="who starts the ranks (default auto: srun inside a Slurm allocation, else what mpirun is)")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]",
+                        help="pass this variable too; may be repeated")
+    parser.add_argument("--ssh", default="", help="the command that reaches a host, such as 'ssh -p 2222'")
+    parser.add_argument("--iface", default="", help="the network interface to use, of one name on all hosts")
+    parser.add_argument("--bind", choices=BINDINGS, default="none", help="what a rank is bound to (default none)")
+    parser.add_argument("--cores-per-rank", type=int, default=1,
+                        help="with --bind core: cores of each rank (default 1)")
+    parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than slots or cores")
+    parser.add_argument("--allow-run-as-root", action="store_true", help="tell Open MPI that running as root is meant")
+    parser.add_argument("--mpi-args", action="append", default=[], metavar="WORDS",
+                        help="more words for the launcher: --mpi-args='--mca pml ucx'; may be repeated")
+    parser.add_argument("--dry-run", action="store_true", help="print the command, run nothing")
+    return parser
+
+
+def _hosts(args: argparse.Namespace) -> tuple[Host, ...]:
+    if args.hosts:
+        return parse_hosts(args.hosts)
+    if not args.hostfile:
+        return ()
+    try:
+        with Path(args.hostfile).open("rb") as file:
+            text = file.read(LARGEST_HOSTFILE_BYTES + 1).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the host file {args.hostfile} cannot be read: {error}", "a text file",
+                        "correct --hostfile") from None
+    if len(text) > LARGEST_HOSTFILE_BYTES:
+        raise UserError(f"the host file {args.hostfile} is longer than 1 MiB", "a line per host", "correct --hostfile")
+    return parse_hostfile(text, args.hostfile)
+
+
+def _become(words: Sequence[str], env: Mapping[str, str]) -> None:
+    """Turn into the launcher: its signals and exit status are then this process's."""
+    # Python ignores these two, and what is ignored stays so in every rank.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    # A rank that reads the terminal would stop a job in the background.
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    # horovodrun hands every name to a shell; a name that is none (an exported shell function's, or worse) stays here.
+    kept = {name: value for name, value in env.items() if valid_name(name)}
+    try:
+        os.execvpe(words[0], list(words), kept)
+    except OSError as error:
+        raise UserError(f"{words[0]} cannot be started: {error.strerror}", "a launcher that runs",
+                        "see what it is; a command line of more than 128 KiB in one word is too long") from None

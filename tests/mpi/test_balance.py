@@ -1,0 +1,91 @@
+"""Unlike ranks for real: plans, new plans while training, and the curve that does not notice them.
+
+Speeds are made unlike by `emulate_speed`. How well a plan fits is a matter of time and belongs to ``bench mixed``; here
+it is that one was made, followed by every rank, and that law 2 holds across it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from small_runs import FRAMEWORKS, Recut, apart, bits, config, fitted, make_model, replans, samples, solo, weights
+
+from hvdtrain.assemble import assemble
+from hvdtrain.callbacks.base import Callback
+from hvdtrain.config import Data, Named, Rebalance
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+N, BATCH = 107, 53
+
+
+@pytest.fixture
+def out(control, tmp_path):
+    """A directory of rank 0's that all ranks name alike, and one of this rank's own."""
+    return control.bcast(str(tmp_path / "run")), str(tmp_path / "solo")
+
+
+@pytest.fixture(params=FRAMEWORKS)
+def framework(request):
+    pytest.importorskip(request.param, reason=f"{request.param} is not installed")
+    return request.param
+
+
+def run_of(settings, framework, data, *callbacks):
+    run = assemble(settings, make_model(framework), data)
+    run.callbacks[:0] = callbacks
+    return fitted(run)
+
+
+def follows_one_process(control, run, settings, framework, out):
+    assert len(set(control.gather(bits(run)))) == 1
+    plain = replace(settings, out=out[1], collectives="auto", balance="off", emulate_speed=[])
+    reference = fitted(solo(plain, make_model(framework), samples(N)))
+    assert apart(weights(run), weights(reference)) < 1e-5
+    assert run.state.loss == pytest.approx(reference.state.loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_law2_across_new_plans_with_a_rank_without_samples(control, framework, prefetch, out):
+    settings = config(global_batch=BATCH, max_steps=20, out=out[0], data=Data(prefetch=prefetch),
+                      optimizer=Named("SGD", {"momentum": 0.5}))
+    run = run_of(settings, framework, samples(N), Recut(replans(control.size)))
+    follows_one_process(control, run, settings, framework, out)
+
+
+def traces(run):
+    """Times that TensorFlow traced a graph of gradients; 0 for a framework without graphs."""
+    gradients = getattr(run.step, "_gradients", None) or getattr(getattr(run.step, "_step", None), "_gradients", None)
+    return 0 if gradients is None else sum(f.experimental_get_tracing_count() for f in gradients._functions.values())
+
+
+def test_new_plans_trace_nothing_anew(control, framework, out):
+    class Count(Callback):
+        where = "all"
+        seen: list[int] = []
+
+        def step_end(self, run):
+            self.seen.append(traces(run))
+
+    count = Count()
+    count.seen = []
+    moves = {step: [1 + (rank + step) % 5 for rank in range(control.size)] for step in range(4, 20, 2)}
+    settings = config(global_batch=BATCH, max_steps=20, out=out[0])
+    run_of(settings, framework, samples(N), Recut(moves), count)
+    assert count.seen[-1] == count.seen[3] <= 2, "one for samples, one for none: their number stays open"
+
+
+def test_the_slow_rank_gets_less_and_the_curve_stays(control, framework, out):
+    if control.size == 1:
+        pytest.skip("one rank takes all")
+    settings = config(global_batch=BATCH, max_steps=20, out=out[0], balance="auto",
+                      emulate_speed=[0.2] + [1.0] * (control.size - 1), optimizer=Named("SGD", {"momentum": 0.5}),
+                      rebalance=Rebalance(probe_s=0.1, probe_cache=False))
+    run = run_of(settings, framework, samples(N))
+    assert any(note.startswith("balance auto: ") for note in run.notes)
+    own = control.gather(run.phases.own_samples)
+    assert sum(own) == run.phases.samples
+    assert own[0] < max(own)
+    reading = run.reading
+    assert len(reading.rows) == control.size and 0 < reading.percent and reading.sentence
+    follows_one_process(control, run, settings, framework, out)

@@ -1,0 +1,102 @@
+"""The meter's arithmetic, its causes, and the sentence for each of them."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.balance.meter import CAUSES, Row, read
+
+TWO = ["rank 0 on host a", "rank 1 on host b"]
+
+
+def lost(**percent):
+    return pytest.approx({**dict.fromkeys(CAUSES, 0.0), **percent})
+
+
+def test_equal_shares_on_unlike_ranks():
+    rows = [Row(32, 0.0, 0.1, 0.14, 0.0), Row(32, 0.0, 0.24, 0.0, 0.0)]
+    got = read(rows, 0.24, TWO, "off", "none")
+    assert got.percent == pytest.approx(100 * (64 / 0.24) / (32 / 0.1 + 32 / 0.24))  # 58.8 %
+    assert got.lost == lost(slowest=100 * 0.14 / 0.48) and got.rows == tuple(rows) and got.step_s == 0.24
+    assert got.sentence == "rank 1 on host b is 2.4 times as slow as the others: --balance auto would win about 70 %"
+
+
+def test_the_predicted_win_keeps_the_wire():
+    rows = [Row(32, 0.0, 0.1, 0.2, 0.0), Row(32, 0.0, 0.24, 0.06, 0.0)]
+    assert read(rows, 0.3, TWO, "off", "none").sentence.endswith("would win about 49 %")  # 0.3 / (0.24 / 1.7 + 0.06)
+
+
+def test_ideal_balance_has_nothing_to_do():
+    got = read([Row(32, 0.0, 0.1, 0.002, 0.001), Row(13, 0.0, 0.1, 0.002, 0.001)], 0.103, TWO, "auto", "none")
+    assert got.percent == pytest.approx(100 * 0.101 / 0.103)
+    assert got.sentence == "nothing to do: the ranks reach 98 % of the sum of their solo speeds"
+
+
+@pytest.mark.parametrize("row, compression, cause, words", [
+    (Row(8, 0.0, 0.05, 0.05, 0.0), "none", "wire", "50 % of the ranks' time goes to the exchange of gradients: try "
+                                                   "--compression auto, a larger global_batch or fewer hosts"),
+    (Row(8, 0.0, 0.05, 0.05, 0.0), "int8", "wire", "try a larger global_batch or fewer hosts"),
+    (Row(8, 0.04, 0.05, 0.01, 0.0), "none", "input", "40 % of the ranks' time goes to waiting for data: raise "
+                                                     "data.prefetch or give a faster source"),
+    (Row(8, 0.0, 0.05, 0.01, 0.04), "none", "update", "40 % of the ranks' time goes to the optimizer's update: a "
+                                                      "larger global_batch needs fewer of them")])
+def test_what_all_ranks_lose_alike(row, compression, cause, words):
+    got = read([row, row], 0.1, TWO, "off", compression)
+    assert max(got.lost, key=got.lost.get) == cause and words in got.sentence
+    assert sum(got.lost.values()) == pytest.approx(50.0)  # the rest is compute
+
+
+@pytest.mark.parametrize("rows, balance, words", [
+    ([Row(32, 0.0, 0.1, 0.1, 0.0), Row(32, 0.0, 0.2, 0.0, 0.0)], "static",
+     "rank 1 on host b is 2.0 times as slow as the others in spite of the plan: --balance auto would win about 50 %"),
+    ([Row(20, 0.0, 0.1, 0.1, 0.0), Row(40, 0.0, 0.2, 0.0, 0.0)], "off",  # unequal shares, equal speeds
+     "25 % of the ranks' time goes to waiting for rank 1 on host b: --balance auto would win about 33 %"),
+    ([Row(32, 0.0, 0.1, 0.1, 0.0), Row(32, 0.1, 0.1, 0.0, 0.0)], "off",
+     "waiting for rank 1 on host b, which waits for its data: raise data.prefetch or mend its source"),
+    ([Row(4, 0.0, 0.1, 0.06, 0.0), Row(1, 0.0, 0.16, 0.0, 0.0)], "auto",
+     "waiting for rank 1 on host b, and one sample less is all it could give: a larger global_batch"),
+    ([Row(64, 0.0, 0.1, 0.1, 0.0), Row(64, 0.0, 0.2, 0.0, 0.0)], "auto",
+     "waiting for rank 1 on host b although --balance auto follows its speed: it changes faster than that"),
+    ([Row(0, 0.0, 0.0, 0.1, 0.0), Row(64, 0.0, 0.1, 0.0, 0.0)], "auto",
+     "rank 1 on host b computes all samples and the other ranks wait: a larger global_batch, or leave them out"),
+    ([Row(64, 0.0, 0.0, 0.2, 0.0), Row(64, 0.0, 0.2, 0.0, 0.0)], "off",  # a clock that showed nothing
+     "50 % of the ranks' time goes to waiting for rank 1 on host b: --balance auto would win about")])
+def test_why_the_slowest_is_waited_for(rows, balance, words):
+    assert words in read(rows, 0.2, TWO, balance, "none").sentence
+
+
+@pytest.mark.parametrize("idle, words", [
+    (1, "c would only hold the others up and got no samples"), (2, "2 ranks would only hold the others up")])
+def test_ranks_without_samples(idle, words):
+    rows = [Row(32, 0.0, 0.1, 0.001, 0.0), Row(33, 0.0, 0.101, 0.0, 0.0)] + [Row(0, 0.0, 0.0, 0.101, 0.0)] * idle
+    labels = ["a", "b", "c", "d"][:2 + idle]
+    got = read(rows, 0.101, labels, "auto", "none")
+    assert words in got.sentence and got.percent == pytest.approx(99.5, abs=0.5)
+    with_solo = read(rows, 0.101, labels, "auto", "none", solo_P=[320, 330] + [20] * idle)
+    assert with_solo.percent == pytest.approx(100 * (65 / 0.101) / (650 + 20 * idle))
+
+
+def test_one_rank_waits_for_nobody():
+    got = read([Row(32, 0.0, 0.1, 0.0, 0.002)], 0.102, ["rank 0 on host a"], "off", "none")
+    assert got.percent == pytest.approx(100.0) and got.sentence.startswith("nothing to do: the ranks reach 100 %")
+
+
+@pytest.mark.parametrize("rows, step_s", [([], 0.0), ([], 1.0), ([Row(0, 0, 0, 0, 0)] * 2, 0.0),
+                                          ([Row(0, 0, 0, 0.1, 0)] * 2, 0.1), ([Row(8, 0, 0.1, 0, 0)] * 2, 0.0)])
+def test_a_window_without_steps(rows, step_s):
+    got = read(rows, step_s, TWO[:len(rows)], "off", "none")
+    assert got.percent == 0.0 and got.sentence == "nothing to do: no step was measured"
+
+
+SECONDS = st.one_of(st.just(0.0), st.floats(0, 10), st.just(1e-300))
+
+
+@given(st.lists(st.builds(Row, st.integers(0, 99), SECONDS, SECONDS, SECONDS, SECONDS), max_size=5), SECONDS,
+       st.sampled_from(["off", "static", "auto"]), st.sampled_from(["none", "int8"]))
+def test_whatever_was_measured_numbers_are_finite_and_there_is_one_sentence(rows, step_s, balance, compression):
+    got = read(rows, step_s, [f"rank {r} on host h" for r in range(len(rows))], balance, compression)
+    assert math.isfinite(got.percent) and got.percent >= 0 and tuple(got.lost) == CAUSES
+    assert all(math.isfinite(p) and p >= 0 for p in got.lost.values())
+    assert got.sentence and "\n" not in got.sentence and not got.sentence.endswith(".")

@@ -1,0 +1,177 @@
+"""The probe with made-up devices: what is timed, what an out-of-memory means, and what is remembered."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.balance import cache, memory, probe
+from hvdtrain.balance.line import Line
+from hvdtrain.balance.speed import Speed, least
+from hvdtrain.cluster.control import SoloControl
+from hvdtrain.cluster.devices import DeviceFacts
+from hvdtrain.cluster.topology import Host
+from hvdtrain.config import Config, Rebalance
+from hvdtrain.errors import UserError
+
+
+class Device:
+    """Trials advance a clock of its own by ``line``, and fail above ``room`` samples."""
+
+    def __init__(self, line, room=10**9, per_sample=10, kind="cuda"):
+        self.line, self.room, self.per_sample, self.now, self.tried = line, room, per_sample, 0.0, []
+        self.facts = DeviceFacts(kind, "made up", "sm_80", 1000)
+
+    def trial(self, batch):
+        self.tried.append(batch)
+        if batch > self.room:
+            raise MemoryError
+        self.now += self.line.seconds(batch, 1)
+
+    def backend(self):
+        return SimpleNamespace(out_of_memory=lambda error: isinstance(error, MemoryError), peak_bytes=self.peak)
+
+    def peak(self, work):
+        work()
+        return 100 + self.per_sample * self.tried[-1]
+
+
+def run_of(device, monkeypatch, **config):
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: device.now)
+    config.setdefault("rebalance", Rebalance(probe_cache=False))
+    return SimpleNamespace(
+        config=Config(**{"global_batch": 64, **config}), control=SoloControl("here"), devices=[device.facts],
+        step=SimpleNamespace(trial=device.trial), feed=SimpleNamespace(sample=lambda n: n),
+        topology=SimpleNamespace(host_of=lambda rank: Host("here", (0,), 1)))
+
+
+def test_the_line_and_the_ceiling_are_found(monkeypatch):
+    device = Device(Line(0.01, 0.001))
+    (speed,) = probe.probe(run_of(device, monkeypatch, global_batch=32), device.backend())
+    assert speed.line.a_s == pytest.approx(0.01) and speed.line.c_s == pytest.approx(0.001)
+    assert speed.sizes == (16, 32) and not speed.remembered
+    assert speed.ceiling == (900 - 100) // 10, "nine tenths of 1000 bytes, 100 of them the model's"
+
+
+def test_out_of_memory_is_met_and_backed_off(monkeypatch):
+    device = Device(Line(0.01, 0.001), room=40)
+    (speed,) = probe.probe(run_of(device, monkeypatch), device.backend())
+    assert speed.sizes == (32,) and speed.ceiling == 32
+    with pytest.raises(UserError, match="out of memory with a micro-batch of 32"):
+        small = Device(Line(0.01, 0.001), room=1)
+        probe.probe(run_of(small, monkeypatch), small.backend())
+
+
+def test_other_errors_pass(monkeypatch):
+    device = Device(Line(0.01, 0.001))
+    run = run_of(device, monkeypatch)
+    run.step.trial = lambda batch: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        probe.probe(run, device.backend())
+
+
+def test_verified_goes_down_until_it_works(monkeypatch):
+    device = Device(Line(0.01, 0.001), room=50)
+    run = run_of(device, monkeypatch)
+    assert probe.verified(run, device.backend(), 100, 16) == 40, "100, 80, 64, 51, 40"
+    assert device.tried == [100, 80, 64, 51, 40]
+    assert probe.verified(run, device.backend(), 16, 16) == 16
+
+
+@given(share=st.integers(1, 10_000), n=st.integers(1, 20_000), limit=st.integers(0, 100))
+def test_sizes_are_within_batch_and_limit(share, n, limit):
+    sizes = probe.sizes_of(share, n, limit)
+    assert sizes == sorted(set(sizes)) and sizes
+    assert all(min(2, limit or n, n) <= b <= min(limit or n, n) for b in sizes)
+
+
+def test_a_limit_of_the_user_holds(monkeypatch):
+    device = Device(Line(0.01, 0.001))
+    run = run_of(device, monkeypatch, rebalance=Rebalance(probe_cache=False, max_micro_batch=[8]), micro_batch=20)
+    (speed,) = probe.probe(run, device.backend())
+    assert max(device.tried) == 8 and speed.ceiling == 8
+
+
+def test_what_was_measured_is_reused_if_one_measurement_confirms_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cache, "key", lambda run: "k")
+    first = Device(Line(0.01, 0.001))
+    options = {"rebalance": Rebalance(), "global_batch": 32}
+    (measured,) = probe.probe(run_of(first, monkeypatch, **options), first.backend())
+    again = Device(Line(0.0105, 0.00105))
+    (known,) = probe.probe(run_of(again, monkeypatch, **options), again.backend())
+    assert known.remembered and known.line == measured.line and set(again.tried) == {32}
+    other = Device(Line(0.02, 0.002))
+    (anew,) = probe.probe(run_of(other, monkeypatch, **options), other.backend())
+    assert not anew.remembered and anew.line.c_s == pytest.approx(0.002)
+
+
+# --- the file ----------------------------------------------------------------------------------------------
+
+SPEED = Speed(Line(0.01, 0.001), 7, (4, 8), (0.014, 0.018))
+
+
+def test_a_speed_comes_back_from_its_file(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache.load("a") is None
+    cache.save("a", SPEED)
+    assert cache.load("a") == SPEED
+    assert [p.name for p in (tmp_path / "hvdtrain" / "probe").iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize("text", ["", "[", "{}", "[1]", "null", '"x"', "9" * 5000, "[" * 5000,
+                                  json.dumps({"a_s": -1, "c_s": 1, "ceiling": 0, "sizes": [1], "seconds": [1]}),
+                                  json.dumps({"a_s": 0, "c_s": 0, "ceiling": 0, "sizes": [1], "seconds": [1]}),
+                                  json.dumps({"a_s": 0, "c_s": 1, "ceiling": 0, "sizes": [], "seconds": []}),
+                                  json.dumps({"a_s": 0, "c_s": 1, "ceiling": -1, "sizes": [1], "seconds": [1]}),
+                                  json.dumps({"a_s": 0, "c_s": 1, "ceiling": 0, "sizes": [1], "seconds": ["x"]}),
+                                  '{"a_s": NaN, "c_s": 1, "ceiling": 0, "sizes": [1], "seconds": [1]}'])
+def test_a_damaged_file_is_as_none(text, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache.save("a", SPEED)
+    (tmp_path / "hvdtrain" / "probe" / "a.json").write_text(text)
+    assert cache.load("a") is None
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
+    (tmp_path / "hvdtrain").write_text("a file where a folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache.save("a", SPEED)
+    assert cache.load("a") is None
+
+
+# --- memory ------------------------------------------------------------------------------------------------
+
+def test_the_ceiling_is_on_the_line_through_two_peaks():
+    assert memory.ceiling((10, 20), (200, 300), 500) == 40
+    assert memory.ceiling((10, 20), (200, 300), 150) == 10, "it did run"
+    assert memory.ceiling((10, 20), (300, 300), 500) == memory.ceiling((10, 10), (1, 2), 5) == 0
+    assert memory.ceiling((10, 20), (200, 300), 0) == 0
+    assert least(0, 0) == 0 and least(0, 5, 3) == 3
+
+
+def test_the_host_and_its_control_group_tell_what_is_left(tmp_path):
+    proc, group = tmp_path / "proc", tmp_path / "group"
+    (proc / "self").mkdir(parents=True)
+    (group / "memory").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
+    (proc / "self" / "status").write_text("VmHWM:\t 150 kB\nVmRSS:\t  100 kB\n")
+    assert memory.host_budget_bytes(2, str(proc), str(group)) == 1024 * 100 + int(0.8 * 4000 * 1024 / 2)
+    (group / "memory" / "memory.limit_in_bytes").write_text("204800\n")
+    (group / "memory" / "memory.usage_in_bytes").write_text("102400\n")
+    assert memory.host_budget_bytes(1, str(proc), str(group)) == 1024 * 100 + int(0.8 * 102400)
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.current").write_text("1\n")
+    assert memory.host_budget_bytes(1, str(proc), str(group)) == 1024 * 100 + int(0.8 * 102400)
+    assert memory.host_peak_bytes(lambda: None, str(proc)) == 150 * 1024
+    assert memory.host_budget_bytes(1, str(tmp_path / "nothing"), str(group)) == 0
+    assert memory.host_peak_bytes(lambda: None, str(tmp_path / "nothing")) == 0
+
+
+def test_a_peak_of_this_process_is_seen():
+    grown = memory.host_peak_bytes(lambda: bytearray(64 << 20).count(1))
+    assert grown == 0 or grown - memory.host_peak_bytes(lambda: None) > 32 << 20

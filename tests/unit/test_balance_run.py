@@ -1,0 +1,184 @@
+"""`balance` in whole runs of the numpy backend, ranks as threads: the ranks' speeds are made up, all else is real."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from small_runs import Record, apart, config, fitted, lockstep, make_model, samples, weights
+
+from hvdtrain.balance.line import Line
+from hvdtrain.balance.speed import Speed
+from hvdtrain.callbacks import balance as room
+from hvdtrain.callbacks.base import Callback
+from hvdtrain.config import Checkpoint, Named, Rebalance
+from hvdtrain.errors import UserError
+
+BATCH, STEPS = 48, 60
+FAST, SLOW = Line(0.001, 0.0005), Line(0.001, 0.002)
+
+
+class Clock(Callback):
+    """Stands before the meter: each rank's computing took what its line of the moment says."""
+
+    where = "all"
+
+    def __init__(self, line_at):
+        self.line_at, self.total, self.own, self.micros = line_at, 0.0, 0, 0
+
+    def step_end(self, run):
+        p = run.phases
+        line = self.line_at(run.control.rank, run.state.cursor.step)
+        self.total += line.seconds(p.own_samples - self.own, p.own_micros - self.micros)
+        self.own, self.micros = p.own_samples, p.own_micros
+        p.seconds["compute"] = self.total
+        p.step_s = 10.0 * p.steps  # long windows: the meter compares every five steps
+
+
+def settings(tmp_path, **changes):
+    return config(global_batch=BATCH, max_steps=STEPS, out=str(tmp_path), optimizer=Named("SGD", {"momentum": 0.5}),
+                  **changes)
+
+
+def balanced(monkeypatch, size, tmp_path, lines, line_at, **changes):
+    """(weights, samples by step, notes, reading) by rank, of whole runs whose probe finds ``lines``."""
+    monkeypatch.setattr(room, "probe", lambda run, backend: [Speed(line, 0, (8,), (1.0,)) for line in lines])
+
+    class Parts(Callback):
+        where = "all"
+
+        def __init__(self):
+            self.before, self.taken = 0, []
+
+        def step_end(self, run):
+            self.taken.append(run.phases.own_samples - self.before)
+            self.before = run.phases.own_samples
+
+    def work(run):
+        parts = Parts()
+        run.callbacks[:0] = [Clock(line_at), parts]
+        fitted(run)
+        return weights(run), parts.taken, run.notes, run.reading
+
+    return lockstep(size, settings(tmp_path, **changes), lambda rank: make_model("numpy"), samples(BATCH * 4), work)
+
+
+def curve(tmp_path):
+    ((want),) = lockstep(1, settings(tmp_path), lambda rank: make_model("numpy"), samples(BATCH * 4),
+                         lambda run: weights(fitted(run)))
+    return want
+
+
+def test_static_keeps_the_plan_of_the_probe_and_the_curve(monkeypatch, tmp_path):
+    ranks = balanced(monkeypatch, 2, tmp_path / "2", [FAST, SLOW], lambda rank, step: FAST if rank else SLOW,
+                     balance="static")
+    want = curve(tmp_path / "1")
+    for (got, taken, notes, _), count in zip(ranks, (39, 9)):
+        assert taken == [count] * STEPS
+        assert apart(got, want) < 1e-12
+        assert any("39 + 9 samples" in note for note in notes)
+
+
+def test_auto_follows_a_rank_that_changes_its_speed_and_the_curve_does_not_notice(monkeypatch, tmp_path):
+    def line_at(rank, step):
+        return FAST if (rank == 0) == (step <= 20) else SLOW
+
+    ranks = balanced(monkeypatch, 2, tmp_path / "2", [FAST, SLOW], line_at, balance="auto")
+    want = curve(tmp_path / "1")
+    for (got, taken, notes, reading), first, last in zip(ranks, (39, 9), (9, 39)):
+        assert taken[:20] == [first] * 20 and taken[45:] == [last] * (STEPS - 45)
+        assert apart(got, want) < 1e-12
+        assert any("balance auto: from step" in note for note in notes)
+        assert 0 < reading.percent <= 101
+    moved = next(step for step, n in enumerate(ranks[0][1]) if n != 39)
+    assert moved <= 20 + 5 + 2 * 5, "the change shows in two windows of five steps"
+
+
+def test_auto_on_equal_ranks_changes_nothing(monkeypatch, tmp_path):
+    for _, taken, notes, _ in balanced(monkeypatch, 3, tmp_path, [FAST] * 3, lambda rank, step: FAST, balance="auto"):
+        assert taken == [16] * STEPS and not any("from step" in note for note in notes)
+
+
+def test_a_rank_that_only_holds_others_up_gets_nothing(monkeypatch, tmp_path):
+    ranks = balanced(monkeypatch, 3, tmp_path / "3", [FAST, Line(1.0, 0.1), FAST], lambda rank, step: FAST,
+                     balance="static")
+    want = curve(tmp_path / "1")
+    assert [taken[0] for _, taken, _, _ in ranks] == [24, 0, 24]
+    assert all(apart(got, want) < 1e-12 for got, *_ in ranks)
+
+
+def test_memory_is_honoured_by_accumulating_on_that_rank_alone(monkeypatch, tmp_path):
+    made = [Speed(FAST, 0, (8,), (1.0,)), Speed(FAST, 5, (8,), (1.0,))]
+    monkeypatch.setattr(room, "probe", lambda run, backend: made)
+
+    def work(run):
+        fitted(run)
+        return weights(run), run.phases.own_samples / STEPS, run.phases.own_micros / STEPS
+
+    first, second = lockstep(2, settings(tmp_path / "2", balance="static"), lambda rank: make_model("numpy"),
+                             samples(BATCH * 4), work)
+    assert first[2] == 1 and second[2] == -(-second[1] // 5)
+    want = curve(tmp_path / "1")
+    assert apart(first[0], want) < 1e-12
+
+
+def test_a_resumed_run_goes_on_with_its_plan(monkeypatch, tmp_path):
+    def line_at(rank, step):
+        return FAST if rank == 1 else SLOW
+
+    out = tmp_path / "out"
+    monkeypatch.setattr(room, "probe", lambda run, backend: [Speed(FAST, 0, (8,), (1.0,)) for _ in range(2)])
+
+    def work(steps, resume):
+        def inner(run):
+            run.callbacks.insert(0, Clock(line_at))
+            fitted(run)
+            return run.phases.own_samples, run.phases.steps, run.notes, weights(run)
+        return lockstep(2, replace(settings(out, balance="auto", resume=resume), max_steps=steps,
+                                   checkpoint=Checkpoint(at_end=True)),
+                        lambda rank: make_model("numpy"), samples(BATCH * 4), inner)
+
+    work(40, "")
+    monkeypatch.setattr(room, "probe", None)  # it must not be called again
+    slow, fast = work(STEPS, "auto")
+    assert slow[0] / slow[1] < 12 and fast[0] / fast[1] > 36
+    assert any("as planned before" in note for note in slow[2])
+    want = curve(tmp_path / "1")
+    assert apart(slow[3], want) < 1e-12
+
+
+def test_the_log_has_the_plan_and_the_meter(monkeypatch, tmp_path):
+    balanced(monkeypatch, 2, tmp_path / "2", [FAST, SLOW], lambda rank, step: SLOW if rank else FAST, balance="auto")
+    records = [json.loads(line) for line in (tmp_path / "2" / "log.jsonl").read_text().splitlines()]
+    plan = next(r for r in records if r["event"] == "balance")
+    assert plan["stage"] == "plan" and plan["samples"] == [39, 9] and len(plan["rows"]) == 2
+    meter = next(r for r in records if r["event"] == "meter")
+    assert len(meter["ranks"]) == 2 and meter["advice"]
+
+
+def test_one_rank_takes_all_and_says_so(tmp_path):
+    (notes,) = lockstep(1, settings(tmp_path, balance="auto"), lambda rank: make_model("numpy"), samples(BATCH),
+                        lambda run: (run.callbacks.append(Record()), fitted(run).notes)[1])
+    assert any("one rank" in note for note in notes)
+
+
+def test_the_real_probe_plans_a_run(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    options = Rebalance(probe_s=0.05)
+    for turn in ("measured", "confirmed or measured anew"):
+        for notes in lockstep(2, settings(tmp_path / turn, balance="static", rebalance=options),
+                              lambda rank: make_model("numpy"), samples(BATCH * 4), lambda run: fitted(run).notes):
+            assert any(note.startswith("balance static: ") for note in notes)
+    assert len(list((tmp_path / "cache" / "hvdtrain" / "probe").glob("*.json"))) == 1
+
+
+@pytest.mark.parametrize("changes, text", [
+    ({"balance": "auto", "shares": [1, 1]}, "one of the two"),
+    ({"rebalance": Rebalance(max_micro_batch=[4, 4, 4])}, "one per rank"),
+    ({"emulate_speed": [1.0]}, "one per rank"),
+    ({"emulate_speed": [1.0, 2.0]}, "1 at most"),
+])
+def test_mistakes_are_named(changes, text, tmp_path):
+    with pytest.raises(UserError, match=text):
+        lockstep(2, settings(tmp_path, **changes), lambda rank: make_model("numpy"), samples(BATCH), fitted)

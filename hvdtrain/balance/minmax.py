@@ -10,7 +10,8 @@ rank takes longer than any other would with one sample more::
     max_r f_r(x_r) <= min_r f_r(x_r + 1)
 
 because a division with a shorter step has to take a sample from the rank on the left and give it to one on the right.
-A bisection on the step finds x up to rounding, single samples are then moved until the condition holds exactly.
+A bisection on the step finds x up to rounding. Single samples put it right: those that are missing are added, then all
+that fit in the step, then it goes down to n from whoever is the slowest, which leaves the condition true.
 """
 
 from __future__ import annotations
@@ -116,9 +117,10 @@ def solve(cost: Cost, n: int) -> np.ndarray:
     Of the ranks that would all be the slowest, those that would end sooner with one sample less give one up first: the
     one that saves most, then the highest rank. Every rank but these runs as many samples as fit in the step.
     """
-    samples_P = _level(cost, n, _start(cost, n))
+    samples_P = _start(cost, n)
+    samples_P = _add(cost, samples_P, n - int(samples_P.sum()))
     step_s = float(cost.seconds(samples_P).max())
-    while True:  # up to what fits in the step, so that the result does not depend on the way here
+    while True:  # from what fits in a step that is long enough, the way down is the same however long it was
         fits_P = _one_more(cost, samples_P) <= step_s
         if not fits_P.any():
             break
@@ -197,24 +199,17 @@ def _start(cost: Cost, n: int) -> np.ndarray:
     return samples_P
 
 
-def _level(cost: Cost, n: int, samples_P: np.ndarray) -> np.ndarray:
-    """Add the samples that are missing, each where it ends first, then move samples until the condition holds."""
-    samples_P = samples_P.copy()
-    missing = n - int(samples_P.sum())
+def _add(cost: Cost, samples_P: np.ndarray, missing: int) -> np.ndarray:
+    """Add ``missing`` samples, each where it ends first."""
     assert 0 <= missing <= int((cost.most_P - samples_P).sum()), "a division needs room for all samples"
+    samples_P = samples_P.copy()
     ready = [(t, r) for r, t in enumerate(_one_more(cost, samples_P).tolist())]
     heapq.heapify(ready)
     for _ in range(missing):
-        _, rank = ready[0]
+        rank = ready[0][1]
         samples_P[rank] += 1
         heapq.heapreplace(ready, (_more(cost, samples_P, rank), rank))
-    while True:
-        now_P, more_P = cost.seconds(samples_P), _one_more(cost, samples_P)
-        slowest, next_up = int(now_P.argmax()), int(more_P.argmin())
-        if now_P[slowest] <= more_P[next_up]:
-            return samples_P
-        samples_P[slowest] -= 1
-        samples_P[next_up] += 1
+    return samples_P
 
 
 def _remove(cost: Cost, samples_P: np.ndarray, surplus: int) -> np.ndarray:

@@ -1,13 +1,15 @@
-"""One rank of one contender of `bench step`: builds its training job, then steps when it is told to.
+"""One rank of one contender of `bench step` or `bench mixed`: builds its training job, then steps when told to.
 
-Owns the conversation with the parent. Rank 0 reads lines from its standard input ("go K", "quit") and answers with
-lines of JSON behind `MARK`; the other ranks hear of it through the control plane, outside what is timed.
+Owns the conversation with the parent. Rank 0 reads lines from its standard input ("go STEPS", "go STEPS UNTIMED",
+"quit") and answers with lines of JSON behind `MARK`; the other ranks hear of it through the control plane, outside what
+is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import sys
@@ -16,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.bench import throttle
 from hvdtrain.bench.peers import IDLE_S, Prepared, Setup, contender
 from hvdtrain.bench.workloads import BATCHES, FILES, WORKLOADS, part
 
@@ -50,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--exchange", action="append", default=[], help="KEY=VALUE of hvdtrain's exchange")
     parser.add_argument("--iface", default="", help="network interface of wires other than MPI")
     parser.add_argument("--scratch", required=True, help="folder for the files of a run")
+    parser.add_argument("--rebalance", action="append", default=[], help="KEY=VALUE of hvdtrain's rebalance")
+    parser.add_argument("--emulate_speed", type=float, action="append", default=[], help="of hvdtrain, by rank")
+    parser.add_argument("--cgroup", action="append", default=[], help="control group to enter, by rank")
     parser.add_argument("--check", action="store_true", help=f"take {CHECK_STEPS} steps, say where they led, and end")
     return parser
 
@@ -61,6 +67,9 @@ def _serve(args: argparse.Namespace, facts: Any) -> int:
     control = boot.start_control(facts, IDLE_S)
     if control.size == 1:
         boot.prepare_lone_mpi(os.environ)  # for peers that start MPI by themselves
+    if args.cgroup:
+        importlib.import_module(args.framework)  # minutes in a slow group, and no part of what is measured
+        throttle.enter(args.cgroup[control.rank])
     say = _speaker(control.rank)
     prepared = contender(args.contender, args.framework).prepare(_setup(args, control))
     before = [p.copy() for p in prepared.params()] if args.check else []
@@ -75,10 +84,15 @@ def _serve(args: argparse.Namespace, facts: Any) -> int:
     at = args.warmup
     while True:
         order = control.bcast(_order() if control.rank == 0 else None)
-        if order <= 0:
+        if order is None:
             return 0
-        seconds, at = _timed(prepared, control, at, args.settle, order)
-        say({"event": "done", "steps": order, "seconds": seconds, "notes": _notes(prepared, control)})
+        steps, untimed = order
+        untimed = args.settle if untimed is None else untimed
+        step_s = _timed(prepared, control, at, untimed, steps)
+        at += untimed + steps
+        mine = prepared.samples() if prepared.samples else args.batch
+        say({"event": "done", "steps": steps, "seconds": sum(step_s), "step_s": step_s,
+             "samples": control.gather(mine), "notes": _notes(prepared, control)})
 
 
 def _setup(args: argparse.Namespace, control: Any) -> Setup:
@@ -87,28 +101,35 @@ def _setup(args: argparse.Namespace, control: Any) -> Setup:
     arrays = workload.arrays(BATCHES * args.batch * control.size, args.seed)
     return Setup(workload, args.framework, args.batch, args.seed, args.threads, control, arrays,
                  part(arrays, args.batch, control.rank, control.size), args.iface, args.powersgd_rank,
-                 tuple(args.exchange), args.scratch)
+                 tuple(args.exchange), args.scratch, tuple(args.rebalance), tuple(args.emulate_speed))
 
 
-def _order() -> int:
-    """Steps to take next, from the parent; 0: end, also where nobody is there to ask any more."""
+def _order() -> tuple[int, int | None] | None:
+    """(steps to take next, untimed ones before them) from the parent; None: end, also where nobody asks any more."""
     words = sys.stdin.readline().split()
-    return int(words[1]) if len(words) == 2 and words[0] == "go" else 0
+    if len(words) not in (2, 3) or words[0] != "go" or int(words[1]) <= 0:
+        return None
+    return int(words[1]), int(words[2]) if len(words) == 3 else None
 
 
-def _timed(prepared: Prepared, control: Any, at: int, settle: int, steps: int) -> tuple[float, int]:
-    """(seconds of ``steps`` steps on the slowest rank, number of the next step); a few untimed steps first."""
-    for i in range(at, at + settle):
+def _timed(prepared: Prepared, control: Any, at: int, untimed: int, steps: int) -> list[float]:
+    """Seconds of each of ``steps`` steps after ``untimed`` ones, from barrier or end to its end on the slowest rank.
+
+    Their sum is the time of all, with the last wait for the device in it.
+    """
+    for i in range(at, at + untimed):
         prepared.step(i)
     prepared.sync()
-    at += settle
+    at += untimed
     control.barrier("start of a round")
     begin = time.perf_counter()
+    ends = []
     for i in range(at, at + steps):
         prepared.step(i)
+        ends.append(time.perf_counter() - begin)
     prepared.sync()
-    seconds = time.perf_counter() - begin
-    return max(control.gather(seconds)), at + steps
+    ends[-1] = time.perf_counter() - begin
+    return np.diff(np.max(control.gather(ends), axis=0), prepend=0.0).tolist()
 
 
 def _about(prepared: Prepared, control: Any) -> dict[str, Any]:

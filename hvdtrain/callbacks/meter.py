@@ -27,8 +27,8 @@ PHASES = ("data", "compute", "wait", "update")
 class Window:
     """Some successive steps with one cut, as all ranks know them.
 
-    ``ends``: the step after the last. ``own_s_P``: each rank's own seconds in `forward` and `backward`, the median of
-    its full steps; ``samples_P``, ``micros_P``: what it had in such a step. Empty without a full step.
+    ``ends``: the step after the last. ``own_s_P``: each rank's own seconds in forward, backward and update (the next
+    backward waits for it too), the median of its full steps; ``samples_P``, ``micros_P``: what it had in such a step. Empty without a full step.
     """
 
     ends: int
@@ -105,7 +105,7 @@ class Meter(Callback):
         self._steps = []
         sums = [math.fsum(s.step_s for s in steps), float(sum(s.samples for s in steps)),
                 *(math.fsum(s.seconds[name] for s in steps) for name in PHASES)]
-        own_s = statistics.median(s.seconds["compute"] for s in full) if full else 0.0
+        own_s = statistics.median(s.seconds["compute"] + s.seconds["update"] for s in full) if full else 0.0
         last = full[-1] if full else steps[-1]
         rows = run.control.gather((sums, own_s, last.samples, last.micros))
         own_s_P, samples_P, micros_P = (tuple(row[i] for row in rows) if full else () for i in (1, 2, 3))

@@ -11,6 +11,8 @@ import os
 COMMANDS = {
     "train": "train a model (the default: without arguments, the built-in recipe)",
     "plan": "probe every rank's speed and print the part of a batch that each would get",
+    "launch": "start a job on the hosts of a list: the right command line for the MPI found here",
+    "doctor": "show what would stop or slow a run here or on the hosts of a list, with the commands that mend it",
     "verify": "show that a model trains alike on 1, 2, 3, ... ranks (law 2)",
     "build": "build, install and check Horovod for the frameworks and the MPI found here",
     "bench": "measure the wire, compressors, whole steps (also against other trainers) and accuracy",

@@ -16,7 +16,7 @@ from typing import Any
 
 from hvdtrain.cluster import exit as exits
 from hvdtrain.cluster.control import MpiControl, ObjectControl, SoloControl
-from hvdtrain.cluster.deadline import deadline, set_owner
+from hvdtrain.cluster.deadline import deadline, locked_deadline, set_owner
 from hvdtrain.cluster.devices import VISIBLE, count_gpus, sharing, visible_devices
 from hvdtrain.cluster.launcher import LaunchFacts
 from hvdtrain.cluster.topology import affinity, cpu_quota
@@ -58,7 +58,8 @@ def start_control(facts: LaunchFacts, timeout_s: float, horovod: Any = None) -> 
     if "control" in _started:
         _started["control"].timeout_s = timeout_s
         return _started["control"]
-    notes = [note for note in (claim_device(facts, os.environ),) if note]
+    notes: list[str] = []
+    claimed = claim_device(facts, os.environ)
     if facts.kind == "solo":
         control: Any = SoloControl()
     elif facts.kind == "mpi":
@@ -67,12 +68,18 @@ def start_control(facts: LaunchFacts, timeout_s: float, horovod: Any = None) -> 
     else:
         assert horovod is not None, "a gloo job's control plane needs the module that start_horovod returned"
         control = ObjectControl(facts, horovod.broadcast_object, horovod.allgather_object, timeout_s)
-    control.notes = notes
+    control.notes = [*_of_hosts(control, claimed), *notes]
     _started["control"] = control
     if control.size > 1:
         set_owner(f"rank {control.rank} on host {control.node}", control.abort)
     exits.install_hooks(facts)
     return control
+
+
+def _of_hosts(control: Control, note: str) -> list[str]:
+    """The different notes of all hosts, by their lowest rank: rank 0 shows what a run has to say. Collective."""
+    said = dict(reversed([row for row in control.gather((control.node, note)) if row[1]]))
+    return [f"host {node}: {text}" for node, text in reversed(said.items())]
 
 
 def current_control() -> Control | None:
@@ -98,6 +105,13 @@ def mpi_comm() -> Any:
 def has_mpi() -> bool:
     """Whether MPI carries this job's control plane."""
     return isinstance(_started.get("control"), MpiControl)
+
+
+def mpi_threads() -> bool:
+    """Whether two threads of this process may be in MPI at once: a wire's and the control plane's. MPI has started."""
+    from mpi4py import MPI
+
+    return bool(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
 
 
 def claim_device(facts: LaunchFacts, env: MutableMapping[str, str]) -> str:
@@ -194,7 +208,7 @@ def prepare_lone_mpi(env: MutableMapping[str, str], prefix: str = sys.prefix) ->
 
 def _start_mpi(facts: LaunchFacts, timeout_s: float) -> MpiControl:
     """MPI_Init, the check that launcher and library fit, and the communicators."""
-    with deadline(timeout_s, f"MPI_Init under {facts.launcher}"):
+    with locked_deadline(timeout_s, f"MPI_Init under {facts.launcher}"):
         MPI = _import_mpi(facts.launcher)
     world = MPI.COMM_WORLD
     if facts.size and world.Get_size() != facts.size:
@@ -232,12 +246,22 @@ def horovod_reason(framework: str) -> str | None:
     return None
 
 
-def start_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Control) -> Any:
+def start_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Control, over_host: bool = False) -> Any:
     """Import horovod.torch or horovod.tensorflow and initialise it; return the module.
 
     ``where``: the started control plane (it must be up first: mpi4py asks MPI for threads), or the facts of a gloo
-    job. Raises `HorovodUnavailable` with the reason and the remedy.
+    job. ``over_host``: it will be given tensors in host memory. Raises `HorovodUnavailable` with the reason and the
+    remedy.
     """
+    hvd = _running_horovod(framework, exchange, where)
+    if over_host and not (hvd.mpi_enabled() or hvd.gloo_enabled()):
+        raise HorovodUnavailable("Horovod was built for GPUs only, without the operations of MPI or Gloo that move "
+                                 f"gradients over host memory; {BUILD}")
+    return hvd
+
+
+def _running_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Control) -> Any:
+    """Horovod's module for ``framework``, initialised once per process."""
     key = f"horovod.{framework}"
     if key in _started:
         return _started[key]

@@ -21,6 +21,10 @@ ABORT_GRACE_S = 5.0
 """Longest wait for the job's abort before this process ends itself."""
 
 
+LOCKED_GRACE_S = 1.0
+"""How much later than its deadline a body that keeps Python's lock is ended."""
+
+
 class _Watchdog:
     """The open deadlines and the thread that looks after them."""
 
@@ -103,6 +107,26 @@ class deadline:  # noqa: N801  (reads as a statement: with deadline(60, "allredu
 
     def __exit__(self, *exc: object) -> None:
         _watchdog.disarm(id(self))
+
+
+class locked_deadline(deadline):  # noqa: N801
+    """A `deadline` whose body may keep Python's lock, as MPI_Init does: the watchdog's thread could not run then.
+
+    C code of `faulthandler` shows the stacks and ends this process with 1; the launcher then ends the job. One at a
+    time, since there is one such timer.
+    """
+
+    __slots__ = ()
+
+    def __enter__(self) -> locked_deadline:
+        super().__enter__()
+        # A little later than the watchdog's own, which says more where it can run.
+        faulthandler.dump_traceback_later(self.seconds + LOCKED_GRACE_S, exit=True, file=2)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        super().__exit__(*exc)
 
 
 def _expire(entry: tuple[float, float, str], who: str, abort: Callable[[int], None] | None) -> None:

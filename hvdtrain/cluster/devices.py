@@ -6,9 +6,13 @@ Owns the counting of NVIDIA devices without a framework, and the value of CUDA_V
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from hvdtrain.cluster.group import spans
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -50,11 +54,25 @@ def fast_types(kind: str, arch: str) -> tuple[str, ...]:
 
 
 def unlike(devices: Sequence[DeviceFacts]) -> str:
-    """What makes these devices unlike for a library that moves gradients between them, in words, or "". Pure."""
-    kinds = list(dict.fromkeys((d.kind, d.arch if d.kind != "cpu" else "") for d in devices))
-    if len(kinds) < 2:
+    """What makes these devices unlike for a library that moves gradients between them, in words, or "". Pure.
+
+    ``devices``: by rank. Unlike are other kinds, and GPUs of other architectures (of other names where the driver does
+    not tell the architecture). CPUs are alike, and so are GPUs that differ in memory or in switchable features.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, device in enumerate(devices):
+        ranks.setdefault(_class(device), []).append(rank)
+    if len(ranks) < 2:
         return ""
-    return "unlike devices: " + ", ".join(f"{kind} {arch}".strip() for kind, arch in kinds)
+    return "unlike devices: " + ", ".join(f"{name} (rank{'s' if len(r) > 1 else ''} {spans(tuple(r))})"
+                                          for name, r in ranks.items())
+
+
+def _class(device: DeviceFacts) -> str:
+    """Devices of one class exchange gradients among themselves: "cpu", "cuda sm_80", "rocm gfx90a"."""
+    if device.kind == "cpu":
+        return device.kind
+    return f"{device.kind} {device.arch.split(':')[0] or device.name}".strip()
 
 
 def count_gpus(root: str = "/") -> int:
@@ -99,7 +117,21 @@ def sharing(env: Mapping[str, str], count: int, local_size: int) -> str:
     if not n or n >= local_size or (VISIBLE in env and n == 1):
         return ""
     return (f"{local_size} ranks of this host share {n} GPU{'s' if n > 1 else ''} round robin; "
-            "NCCL refuses two ranks on one GPU, so gradients must go another way, or start fewer ranks")
+            "NCCL refuses two ranks on one GPU, so set exchange_device: cpu, or start fewer ranks")
+
+
+def cpu_facts() -> DeviceFacts:
+    """This host's processor, by the name that the kernel knows, and the memory it has to give."""
+    import platform
+
+    name, memory_bytes = platform.processor() or platform.machine(), 0
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        name = found[1].strip() if found else name
+    with contextlib.suppress(OSError):
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        memory_bytes = int(found[1]) * 1024 if found else 0
+    return DeviceFacts("cpu", name, platform.machine(), memory_bytes)
 
 
 def own_memory_bytes() -> int:

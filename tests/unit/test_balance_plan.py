@@ -97,6 +97,15 @@ def test_same_parts_weighs_the_fixed_cost_of_all_against_the_memory_of_one():
     assert few.parts[0] == Part(38, 38, 1, 47.0) and few.parts[1] == Part(2, 2, 1, 11.0)
 
 
+@pytest.mark.parametrize("a_s, c_s, ceilings, n, k, samples, step_s", [
+    ([0.0, 1.0, 2.0], [3.0, 2.0, 3.0], [3, 10, 2], 10, 1, (3, 5, 2), 11.0),
+    ([1.0, 0.5, 2.0], [2.0, 3.0, 0.5], [12, 12, 3], 12, 3, (3, 2, 7), 9.5),
+    ([0.0, 2.0, 1.0], [0.5, 3.0, 3.0], [1, 1, 4], 12, 6, (6, 2, 4), 18.0)])
+def test_same_parts_where_whole_samples_want_another_number_than_a_continuum(a_s, c_s, ceilings, n, k, samples, step_s):
+    got = plan([Line(a, c) for a, c in zip(a_s, c_s)], n, ceilings, same_parts=True)
+    assert (got.parts[0].accumulate, got.samples_P, got.step_s) == (k, samples, step_s)
+
+
 def test_a_rank_that_would_hold_the_others_up_gets_nothing():
     got = plan([Line(0.0, 1.0), Line(50.0, 1.0)], 10)
     assert got.parts == (Part(10, 10, 1, 10.0), Part(0, 0, 0, 0.0))

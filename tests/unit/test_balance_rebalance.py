@@ -135,6 +135,16 @@ def test_a_rank_that_the_lines_give_nothing_is_left_alone():
     assert all(controller.observe([0.033, 0.0], (32, 0), (1, 0)) is None for _ in range(100))
 
 
+def test_windows_with_a_rest_between_them_are_not_running():
+    lines = [Line(0.0, 0.001)] * 2
+    controller = Rebalancer(lines, 64, None, equal(lines, 64))
+    for samples in (32, 0, 32):
+        assert controller.observe([0.032, 0.003 * samples], (64 - samples, samples), (1, 1)) is None
+    assert controller.factors_P[1] == 1.0
+    controller.observe([0.032, 0.096], (32, 32), (1, 1))
+    assert controller.factors_P[1] == pytest.approx(3.0)
+
+
 def test_plans_that_win_nothing_come_ever_more_rarely():
     # A rank that is slow whenever it has much to do and fast when it has little: no line tells that.
     cluster = Cluster(2, 128)

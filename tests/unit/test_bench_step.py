@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.bench import peers, standings, step, worker
+from hvdtrain.bench import race as racing
 from hvdtrain.bench.peers import Prepared, contender
 from hvdtrain.bench.workloads import BATCHES, WORKLOADS, part
 from hvdtrain.data.feed import Feed
@@ -38,8 +39,8 @@ def refused(*argv):
     (["--jsonl", "/"], "/ cannot be written"), (["--powersgd-rank", "2"], "did you mean '--powersgd_rank'")])
 def test_a_bad_option_is_refused_in_words_before_any_job(argv, word, monkeypatch):
     monkeypatch.setattr("hvdtrain.cluster.boot.horovod_reason", lambda framework: None)
-    monkeypatch.setattr(step, "Job", lambda *job: pytest.fail("a job was started"))
-    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(racing, "Job", lambda *job: pytest.fail("a job was started"))
+    monkeypatch.setattr(racing.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr("hvdtrain.cli.verify.launcher", lambda ranks: ["mpirun"])
     assert word in refused(*argv)
 
@@ -85,7 +86,7 @@ def test_the_parts_of_our_names():
 
 
 def test_what_is_not_installed_is_left_out_with_the_reason(monkeypatch, capsys):
-    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: None if name == "accelerate" else object())
+    monkeypatch.setattr(racing.importlib.util, "find_spec", lambda name: None if name == "accelerate" else object())
     monkeypatch.setattr("hvdtrain.cli.verify.launcher", lambda ranks: ["mpirun", "-np", str(ranks)])
     plan = step._plan(step._parser().parse(["--contenders", "accelerate,ddp,plain"]), {})
     assert [c.name for c in plan.contenders] == ["ddp", "plain"]
@@ -109,12 +110,12 @@ def test_a_job_tells_what_boot_set_whoever_trains_in_it():
 
 def test_what_is_set_for_all_is_noted_for_all():
     given, made = {"OMPI_MCA_mpi_yield_when_idle": "0"}, {"OMPI_MCA_mpi_yield_when_idle": "1"}
-    assert step._set_for_all(given, given) == step._set_for_all({}, {}) == ()
-    assert "yield_when_idle=1 was set" in step._set_for_all(made, {})[0]
+    assert racing.set_for_all(given, given) == racing.set_for_all({}, {}) == ()
+    assert "yield_when_idle=1 was set" in racing.set_for_all(made, {})[0]
 
 
 def test_all_jobs_get_the_same_command_and_environment(monkeypatch):
-    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(racing.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr("hvdtrain.cli.verify.launcher", lambda ranks: ["mpirun", "--oversubscribe", "-np", str(ranks)])
     args = step._parser().parse(["--contenders", "ddp,hvdtrain", "--threads", "3", "--hosts", "a:1,b:1", "--iface",
                                  "eth7", "--mpirun_args", "--mca plm_rsh_agent '/a b'", "--exchange", "bucket_mb=4"])
@@ -132,13 +133,13 @@ def test_all_jobs_get_the_same_command_and_environment(monkeypatch):
 
 @pytest.mark.parametrize("given, expected", [({}, "1"), ({"OMPI_MCA_mpi_yield_when_idle": "0"}, "0")])
 def test_mpi_yields_for_all_where_cores_are_short(given, expected):
-    assert step._environment(4096, 1, given)["OMPI_MCA_mpi_yield_when_idle"] == expected
-    assert "OMPI_MCA_mpi_yield_when_idle" not in step._environment(1, 1, {})
+    assert racing.environment(4096, 1, given)["OMPI_MCA_mpi_yield_when_idle"] == expected
+    assert "OMPI_MCA_mpi_yield_when_idle" not in racing.environment(1, 1, {})
 
 
 def test_the_order_moves_on_each_round():
-    assert [step.rotated("abc", n) for n in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
-    assert step.rotated([], 3) == []
+    assert [racing.rotated("abc", n) for n in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
+    assert racing.rotated([], 3) == []
 
 
 def names(*chosen, framework="torch"):
@@ -246,7 +247,7 @@ def everything_is_installed(request, monkeypatch):
     if "race" in request.fixturenames:
         monkeypatch.setattr(peers.Contender, "lacks",
                             lambda self, framework: "no fabric" if self.name == "fabric" else "")
-        monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: object())
+        monkeypatch.setattr(racing.importlib.util, "find_spec", lambda name: object())
 
 
 @pytest.mark.timeout(60)
@@ -278,15 +279,15 @@ def test_no_round_is_counted_without_a_job(race, capsys):
 
 @pytest.mark.timeout(60)
 def test_what_is_ended_tells_its_complete_rounds(race, capsys, monkeypatch):
-    turns, usual = [], step._turn
+    turns, usual = [], racing.turn
 
-    def turn(job, steps, timeout_s):
+    def turn(job, orders, timeout_s):
         turns.append(job.name)
         if len(turns) == 6:
             raise SystemExit(143)
-        return usual(job, steps, timeout_s)
+        return usual(job, orders, timeout_s)
 
-    monkeypatch.setattr(step, "_turn", turn)
+    monkeypatch.setattr(racing, "turn", turn)
     left, records = race({"hvdtrain": 99, "ddp": 99}, "--rounds", "20")
     assert left.code == 143
     assert "median of 2 of 20 rounds" in capsys.readouterr().out

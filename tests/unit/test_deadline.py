@@ -61,6 +61,15 @@ def test_expiry_says_what_and_where_and_ends_the_process():
     assert done.stderr.count("did not end") == 1 and '"<string>", line' in done.stderr
 
 
+def test_a_body_that_keeps_pythons_lock_ends_too():
+    """As MPI_Init does while another rank is missing: no thread of Python can watch it."""
+    done, seconds = child("import ctypes\nwith locked_deadline(0.2, 'MPI_Init'):\n"
+                          "    ctypes.PyDLL(None).sleep(25)")  # PyDLL: the lock is kept
+    assert done.returncode == 1 and "Timeout" in done.stderr and '"<string>", line' in done.stderr and seconds < 15
+    done, _ = child("with locked_deadline(0.2, 'quick'):\n    pass\ntime.sleep(1.6)")
+    assert done.returncode == 0 and not done.stderr
+
+
 def test_expiry_of_a_later_deadline_that_ends_first():
     done, seconds = child("with deadline(25, 'long'):\n    with deadline(0.3, 'short'):\n        time.sleep(20)")
     assert done.returncode == 70 and "short did not end" in done.stderr and seconds < 10

@@ -1,4 +1,4 @@
-"""The contenders of `bench step`: hvdtrain in its variants and its peers, by name.
+"""The contenders of `bench step` and `bench mixed`: hvdtrain in its variants and its peers, by name.
 
 Owns the registry and what a contender's file gets and gives. Each file of this folder has a ``prepare(setup, ...)``
 that builds a whole training job the way that library's own documentation shows it. The peers measured here are the one
@@ -44,6 +44,8 @@ class Setup:
     powersgd_rank: int = 4
     exchange: tuple[str, ...] = ()
     scratch: str = ""
+    rebalance: tuple[str, ...] = ()
+    emulate_speed: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Prepared:
 
     ``step(i)``: one whole training step on batch i of the rank. ``loss()``: of the last step, the mean over this
     rank's samples (``global_loss``: over all ranks' samples already). ``params()``: the trainable parameters as numpy
-    arrays. ``sync()``: wait for the device.
+    arrays. ``sync()``: wait for the device. ``samples()``: of this rank in the last step, where they are not always
+    the batch.
     """
 
     step: Callable[[int], Any]
@@ -62,6 +65,7 @@ class Prepared:
     sync: Callable[[], None] = lambda: None
     global_loss: bool = False
     notes: list[str] = field(default_factory=list)
+    samples: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ _PEERS: dict[str, list[Contender]] = {
         Contender("plain", "plain_tensorflow", alone=True),
     ],
 }
-_OURS = re.compile(r"hvdtrain(?:-(?P<wire>[a-z]+))?(?:\+(?P<compression>[a-z0-9]+))?")
+_OURS = re.compile(r"hvdtrain(?:-(?P<wire>[a-z]+))?(?:\+(?P<compression>[a-z0-9]+))?(?:@(?P<balance>[a-z]+))?")
 
 
 def peers(framework: str) -> list[str]:
@@ -141,20 +145,23 @@ def peers(framework: str) -> list[str]:
 
 
 def contender(name: str, framework: str) -> Contender:
-    """The contender called ``name``: a peer, or ``hvdtrain[-WIRE][+COMPRESSION]``; `UserError` for any other."""
+    """The contender called ``name``: a peer, or ``hvdtrain[-WIRE][+COMPRESSION][@BALANCE]``; `UserError` for any
+    other."""
     ours = _OURS.fullmatch(name)
     if ours:
-        wire, compression = ours["wire"] or "auto", ours["compression"] or "none"
+        wire, compression, balance = ours["wire"] or "auto", ours["compression"] or "none", ours["balance"] or "off"
         for what, value, choices in (("collectives", wire, _choices("collectives")),
-                                     ("compression", compression, _choices("compression"))):
+                                     ("compression", compression, _choices("compression")),
+                                     ("balance", balance, _choices("balance"))):
             if value not in choices:
                 raise UserError(f"contender {name}: there are no {what} {value!r}", nearest(value, choices),
                                 "correct --contenders")
-        return Contender(name, "ours", {"wire": wire, "compression": compression},
+        unlike = {} if balance == "off" else {"balance": balance}
+        return Contender(name, "ours", {"wire": wire, "compression": compression, **unlike},
                          "horovod" if wire == "horovod" else "", peer=False)
     found = next((c for c in _PEERS[framework] if c.name == name), None)
     if found is None:
-        known = ["hvdtrain", "hvdtrain-WIRE", "hvdtrain+COMPRESSION", *peers(framework)]
+        known = ["hvdtrain", "hvdtrain-WIRE", "hvdtrain+COMPRESSION", "hvdtrain@BALANCE", *peers(framework)]
         raise UserError(f"there is no contender {name!r} for {framework}", nearest(name, known), "correct --contenders")
     return found
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -11,33 +13,53 @@ from typing import Any
 
 from hvdtrain.bench.peers import IDLE_S, Prepared, Setup, tensorflow_common
 from hvdtrain.bench.workloads import LR, MOMENTUM
-from hvdtrain.config import Exchange
+from hvdtrain.config import Exchange, Rebalance
 from hvdtrain.errors import UserError, nearest
 
 
-def prepare(setup: Setup, wire: str = "auto", compression: str = "none") -> Prepared:
-    """``wire``: the configuration's ``collectives``; ``compression``: its key of that name."""
+def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance: str = "off") -> Prepared:
+    """``wire``: the configuration's ``collectives``; ``compression``, ``balance``: its keys of that name."""
     from hvdtrain import loop
     from hvdtrain.assemble import assemble
     from hvdtrain.events import Event
     from hvdtrain.outdir import ensure_out
 
-    run = assemble(_config(setup, wire, compression), data=setup.arrays)
-    with contextlib.closing(run.feed.epoch(run.state.cursor)) as fetched:
-        batches = list(fetched)
-    assert len(batches) == len(setup.batches), "the feed cut another number of batches"
+    run = assemble(_config(setup, wire, compression, balance), data=setup.arrays)
+    batches = _fetched(run, setup) if balance == "off" else _live(run)
     ensure_out(run)
     run.emit(Event.FIT_START)
     run.emit(Event.EPOCH_START)
+    n_local = [0]
 
-    def step(i: int) -> None:
-        loop.train_step(run, batches[i % len(batches)])
+    def step(_: int) -> None:
+        begin = time.perf_counter()
+        batch = next(batches)
+        run.phases.add("data", time.perf_counter() - begin)
+        loop.train_step(run, batch)
+        n_local[0] = batch.n_local
 
     return Prepared(step, lambda: run.state.loss, lambda: _params(run), run.collectives.name, _sync(run),
-                    global_loss=True, notes=run.notes)
+                    global_loss=True, notes=run.notes, samples=lambda: n_local[0])
 
 
-def _config(setup: Setup, wire: str, compression: str) -> Any:
+def _fetched(run: Any, setup: Setup) -> Iterator[Any]:
+    """The batches of one epoch, over and over, fetched beforehand as every peer's are."""
+    with contextlib.closing(run.feed.epoch(run.state.cursor)) as fetched:
+        batches = list(fetched)
+    assert len(batches) == len(setup.batches), "the feed cut another number of batches"
+    return itertools.cycle(batches)
+
+
+def _live(run: Any) -> Iterator[Any]:
+    """Epoch after epoch as the loop fetches them, since the cut may change; the fetch is in what is timed."""
+    while True:
+        with contextlib.closing(run.feed.epoch(run.state.cursor)) as batches:
+            yield from batches
+        run.step.end_epoch()
+        run.state.cursor = run.state.cursor.next_epoch()
+
+
+def _config(setup: Setup, wire: str, compression: str, balance: str) -> Any:
     """The run's configuration: what all contenders share, nothing else changed from its default."""
     from hvdtrain.config import Checkpoint, Config, Data, Named
 
@@ -46,32 +68,42 @@ def _config(setup: Setup, wire: str, compression: str) -> Any:
                   seed=setup.seed, lr=LR, optimizer=Named("SGD", {"momentum": MOMENTUM}), epochs=10**9,
                   collectives=wire, compression=compression,  # type: ignore[arg-type]
                   exchange=exchange(setup.exchange, setup.powersgd_rank),
+                  balance=balance, emulate_speed=list(setup.emulate_speed),  # type: ignore[arg-type]
+                  rebalance=section(Rebalance, "--rebalance", ("probe_cache=false", *setup.rebalance)),
                   checkpoint=Checkpoint(at_end=False), progress="off", threads=setup.threads,
-                  control_timeout_s=IDLE_S, out=str(Path(setup.scratch, f"hvdtrain-{wire}-{compression}")))
+                  control_timeout_s=IDLE_S, out=str(Path(setup.scratch, f"hvdtrain-{wire}-{compression}-{balance}")))
 
 
 def exchange(settings: Sequence[str], powersgd_rank: int) -> Exchange:
-    """The configuration's section of ``KEY=VALUE`` words, values as YAML reads them; `UserError` for a bad word.
+    """The section of ``--exchange`` words; the rank of powersgd is told apart, since DDP hears of it too."""
+    for text in settings:
+        if text.partition("=")[0] == "powersgd_rank":
+            raise UserError(f"--exchange is {text!r}", "--powersgd_rank, of which DDP hears too", "use that")
+    return section(Exchange, "--exchange", (*settings, f"powersgd_rank={powersgd_rank}"))
 
-    Whether the values are possible is `Config.check`'s to say.
+
+def section(kind: Any, option: str, settings: Sequence[str]) -> Any:
+    """A section ``kind`` of the configuration from ``KEY=VALUE`` words, values as YAML reads them.
+
+    The last word for a key counts. `UserError` for a bad word; whether the values are possible is `Config.check`'s to
+    say.
     """
     import yaml
 
-    known = [key.name for key in fields(Exchange) if key.name != "powersgd_rank"]
-    found: dict[str, Any] = {"powersgd_rank": powersgd_rank}
+    known = [key.name for key in fields(kind)]
+    found: dict[str, Any] = {}
     for text in settings:
         name, equals, value = text.partition("=")
-        if name == "powersgd_rank":
-            raise UserError(f"--exchange is {text!r}", "--powersgd_rank, of which DDP hears too", "use that")
         if name not in known:
-            raise UserError(f"--exchange is {text!r}", f"KEY=VALUE; KEY: {nearest(name, known)}", "correct --exchange")
+            raise UserError(f"{option} is {text!r}", f"KEY=VALUE; KEY: {nearest(name, known)}", f"correct {option}")
         try:
             found[name] = yaml.safe_load(value) if equals else None
         except yaml.YAMLError:
             found[name] = None
         if found[name] is None:
-            raise UserError(f"--exchange is {text!r}", "KEY=VALUE such as bucket_mb=4", "correct --exchange")
-    return Exchange(**found)
+            example = known[0]
+            raise UserError(f"{option} is {text!r}", f"KEY=VALUE such as {example}=4", f"correct {option}")
+    return kind(**found)
 
 
 def _params(run: Any) -> list[Any]:

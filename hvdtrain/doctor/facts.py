@@ -1,0 +1,192 @@
+"""The facts of one host, as one process finds them: plain data that JSON can carry.
+
+Owns the looking and the names of the facts; judges nothing (``checks`` does). Never raises: a fact that cannot be had
+is the text "unknown: " and why. Frameworks, MPI and the GPU driver are asked in processes of their own (``probes``).
+
+A host's facts, by key:
+    host, boot        its name; an id that is new at each start of its kernel
+    addresses         what its own name resolves to, as texts
+    python, system, hvdtrain, executable, mpi4py, horovod    versions and a path; None where not installed
+    torch, tensorflow None where not installed, else what `probes` told: version, cuda, arch, nccl, devices,
+                      horovod_built; error and at where something failed
+    horovod_mpi       by framework, the file names of the MPI libraries that its part of Horovod wants
+    mpirun            flavour, version and path of the launcher found here; None without one
+    mpi               library, libmpi: what mpi4py uses
+    gpu               driver, cuda, devices (name, capability, memory_bytes); None without a GPU
+    visible           CUDA_VISIBLE_DEVICES, None where it is not set
+    interfaces        name, address, network, up, mbit_s of each address of version 4
+    cores, memory_bytes, shm_bytes   what this process may use; memory available; free in /dev/shm
+    root, root_allowed               runs as root; Open MPI was told that it may
+    launcher          kind, name, size; and after MPI's start world, its own count of processes
+    ranks             the ranks on this host; slots: how many a run will have here
+    clock             offset_s from rank 0's host, within_s; None for a host alone
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import ipaddress
+import mmap
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import __version__
+from hvdtrain.build.detect import find_mpi
+from hvdtrain.cluster.boot import NATIVE, horovod_reason
+from hvdtrain.cluster.devices import VISIBLE, count_gpus
+from hvdtrain.cluster.launcher import launch_facts
+from hvdtrain.cluster.topology import affinity, cpu_quota
+from hvdtrain.doctor import probes
+
+FRAMEWORKS = ("torch", "tensorflow")
+
+UNKNOWN = "unknown: "
+
+PROBE_S = 90.0
+"""How long the packages may take to load; a cold file system over a network takes tens of seconds."""
+
+Facts = dict[str, Any]
+
+
+def known(value: Any) -> bool:
+    """Whether a fact could be had and is there (not None)."""
+    return value is not None and not (isinstance(value, str) and value.startswith(UNKNOWN))
+
+
+def attempt(look: Callable[[], Any]) -> Any:
+    """What ``look`` returns, or "unknown: " and why it could not."""
+    try:
+        return look()
+    except Exception as error:  # noqa: BLE001  (whatever goes wrong with one fact must not hide the others)
+        text = str(error).strip().splitlines()
+        return f"{UNKNOWN}{type(error).__name__}: {text[0][:200]}" if text else UNKNOWN + type(error).__name__
+
+
+def collect(env: Mapping[str, str], timeout_s: float = PROBE_S) -> Facts:
+    """The facts of this host as a run would find them in ``env``; takes seconds, at most ``timeout_s`` and a little."""
+    packages = attempt(lambda: probes.run_all(_programs(env), env, timeout_s))
+    looked = packages if isinstance(packages, dict) else {}
+    found: Facts = {name: attempt(look) for name, look in _looks(env).items()}
+    for name in FRAMEWORKS:
+        found[name] = looked.get(name, packages if isinstance(packages, str) and _installed(name) else None)
+    found["horovod_mpi"] = {name: attempt(partial(horovod_mpi, name)) for name in FRAMEWORKS
+                            if known(found[name])}
+    found["mpi"] = looked.get("mpi4py")
+    found["gpu"] = looked.get("gpu")
+    return found | {"ranks": [0], "slots": 1, "clock": None}
+
+
+def _programs(env: Mapping[str, str]) -> dict[str, str]:
+    """The programs that have something to look at here, by name."""
+    texts = {name: probes.program(name, horovod_reason(name) is None) for name in FRAMEWORKS if _installed(name)}
+    if _installed("mpi4py"):
+        texts["mpi4py"] = probes.program("mpi4py")
+    if count_gpus() or shutil.which("nvidia-smi", path=env.get("PATH")):
+        texts["gpu"] = probes.program("gpu")
+    return texts
+
+
+def _looks(env: Mapping[str, str]) -> dict[str, Callable[[], Any]]:
+    """How each of the quick facts is found."""
+    return {
+        "host": socket.gethostname,
+        "boot": boot_id,
+        "addresses": lambda: sorted({str(row[4][0]) for row in socket.getaddrinfo(socket.gethostname(), None)}),
+        "python": platform.python_version,
+        "system": lambda: " ".join([platform.system(), platform.machine(), *platform.libc_ver()]),
+        "hvdtrain": lambda: __version__,
+        "executable": lambda: sys.executable,
+        "mpi4py": lambda: _version("mpi4py"),
+        "horovod": lambda: _version("horovod"),
+        "mpirun": _mpirun,
+        "visible": lambda: env.get(VISIBLE),
+        "interfaces": interfaces,
+        "cores": lambda: min(len(affinity()), cpu_quota()),
+        "memory_bytes": memory_bytes,
+        "shm_bytes": lambda: shutil.disk_usage("/dev/shm").free,
+        "root": lambda: os.geteuid() == 0,
+        "root_allowed": lambda: "OMPI_ALLOW_RUN_AS_ROOT" in env and "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM" in env,
+        "launcher": lambda: launcher(env),
+    }
+
+
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _mpirun() -> dict[str, str] | None:
+    found = find_mpi()
+    return None if found is None else {"flavour": found.flavour, "version": found.version, "path": found.mpirun}
+
+
+def launcher(env: Mapping[str, str]) -> dict[str, Any] | None:
+    """Who started this process, as its environment tells; None where nobody did."""
+    facts = launch_facts(env)
+    if facts.kind == "solo":
+        return None
+    return {"kind": facts.kind, "name": facts.launcher, "size": facts.size, "world": None}
+
+
+def boot_id() -> str:
+    """An id of this start of the kernel: two hosts that have one name differ in it."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def horovod_mpi(framework: str) -> list[str]:
+    """File names of the MPI libraries that Horovod's native library for ``framework`` wants; [] without one."""
+    spec = importlib.util.find_spec("horovod")
+    if spec is None or not spec.submodule_search_locations:
+        return []
+    files = list(Path(spec.submodule_search_locations[0], framework).glob(NATIVE[framework]))
+    return sorted({name for file in files for name in wanted_mpi(file)})
+
+
+def wanted_mpi(path: Path) -> list[str]:
+    """The MPI libraries named in a shared object, such as libmpi.so.40; the strings of its dynamic section."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return sorted({m.decode() for m in re.findall(rb"\0(libmpi(?:_abi|cxx)?\.so\.\d+)(?=\0)", data)})
+
+
+def interfaces() -> list[dict[str, Any]]:
+    """The addresses of version 4 of this host with their networks."""
+    import psutil
+
+    states, found = psutil.net_if_stats(), []
+    for name, rows in sorted(psutil.net_if_addrs().items()):
+        for row in rows:
+            if row.family == socket.AF_INET:
+                network = ipaddress.ip_network(f"{row.address}/{row.netmask or '255.255.255.255'}", strict=False)
+                state = states.get(name)
+                found.append({"name": name, "address": row.address, "network": str(network),
+                              "up": bool(state and state.isup), "mbit_s": state.speed if state else 0})
+    return found
+
+
+def memory_bytes(root: str = "/sys/fs/cgroup") -> int:
+    """Memory that processes started here could get: what is available, or less where the control group limits it."""
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    for limit, used in (("memory.max", "memory.current"),
+                        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        try:
+            return min(available, int(Path(root, limit).read_text()) - int(Path(root, used).read_text()))
+        except (OSError, ValueError):  # this version is not mounted, or "max": no limit
+            continue
+    return available

@@ -1,0 +1,129 @@
+"""The facts of all hosts of a job that a launcher started, gathered over the control plane.
+
+Owns a rank's part in it. A rank is two processes: one that starts MPI and takes part in the gathers, and its parent,
+which survives whatever happens there (MPI_Init may end a process, or hang in it with Python's lock held) and reports.
+The first rank of each host looks; the others only take part.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+from hvdtrain.cluster import boot
+from hvdtrain.cluster.control import flush_streams
+from hvdtrain.cluster.launcher import LaunchFacts
+from hvdtrain.cluster.topology import affinity, cpu_quota
+from hvdtrain.config import Exchange
+from hvdtrain.doctor import clock, facts, mpi_checks, probes
+from hvdtrain.doctor.facts import FRAMEWORKS, PROBE_S, Facts
+from hvdtrain.doctor.problem import STOPS, Problem
+from hvdtrain.doctor.start import STAGE, Report, answer, last_words, run
+from hvdtrain.protocols import Control
+from hvdtrain.run import say
+
+GATHER_S = PROBE_S + 30.0
+"""How long the job may take from its start to rank 0's answer."""
+
+REPORT_S = PROBE_S + GATHER_S
+"""How much longer the processes in MPI wait than their parents: rank 0's has reported and ended the job by then."""
+
+LINGER_S = 30.0
+"""How long another rank than 0 leaves rank 0 to report after its own part failed."""
+
+
+def under_launcher(env: Mapping[str, str], launched: LaunchFacts, timeout_s: float,
+                   show: Callable[[Report], int]) -> int:
+    """Have this rank's part started and rank 0 ``show`` what came of it; return 0, or end rank 0 with another status.
+
+    The job has ``timeout_s`` to come together and `GATHER_S` to gather. Where it does not, rank 0 shows its own host
+    and why. Its status is the job's. It ends at once because an orderly end would start MPI in this process, to meet
+    the other ranks, and MPI may be what does not work.
+    """
+    words = [sys.executable, "-m", "hvdtrain", "doctor", "--part", "--timeout", f"{timeout_s:g}"]
+    code, output, errors = run(words, env, timeout_s, GATHER_S)
+    if launched.rank > 0:
+        if code != 0 and not _of_unlike_mpis(env):
+            _tell_of_host(launched, errors)
+            time.sleep(LINGER_S)
+        return 0
+    status = show(answer(output) or _alone(env, launched, _how(code, output, timeout_s) + last_words(errors)))
+    if status:
+        flush_streams()
+        os._exit(status)
+    return 0
+
+
+def part(env: Mapping[str, str], launched: LaunchFacts, timeout_s: float) -> Report | None:
+    """This rank's part; the report on rank 0, else None. Collective; raises what the start raises."""
+    own_env = dict(env)  # before the start gives this rank its device
+    control = _start(launched, timeout_s + REPORT_S)
+    say(STAGE)
+    hosts = _gather(control, own_env)
+    return (hosts, []) if control.rank == 0 else None
+
+
+def _start(launched: LaunchFacts, timeout_s: float) -> Control:
+    """The control plane, its waits bounded by ``timeout_s``; where there is no MPI, over a framework's Horovod."""
+    if launched.kind != "gloo":
+        return boot.start_control(launched, timeout_s)
+    reasons = {name: boot.horovod_reason(name) for name in FRAMEWORKS}
+    usable = next((name for name, reason in reasons.items() if reason is None), None)
+    if usable is None:
+        raise boot.HorovodUnavailable(next(filter(None, reasons.values())))
+    return boot.start_control(launched, timeout_s, boot.start_horovod(usable, Exchange(), launched))
+
+
+def _gather(control: Control, env: Mapping[str, str]) -> list[Facts]:
+    """The hosts' facts in order of their lowest rank; collective."""
+    places = control.gather((control.node, facts.attempt(facts.boot_id), sorted(affinity()), cpu_quota()))
+    keys = [place[:2] for place in places]
+    rounds = clock.measure(control)
+    looks = keys.index(keys[control.rank]) == control.rank
+    rows: list[list[Facts]] = control.gather([facts.collect(env)] if looks else [])
+    found = []
+    for rank, row in enumerate(rows):
+        for host in row:
+            ranks = [r for r, key in enumerate(keys) if key == keys[rank]]
+            cores = {core for r in ranks for core in places[r][2]}  # mpirun may have bound each rank to its own
+            host |= {"ranks": ranks, "slots": len(ranks), "cores": min(len(cores), places[rank][3])}
+            host["clock"] = clock.offset(rounds, rank) if len(set(keys)) > 1 else None
+            if isinstance(host["launcher"], dict):
+                host["launcher"]["world"] = control.size
+            found.append(host)
+    return found
+
+
+def _of_unlike_mpis(env: Mapping[str, str]) -> bool:
+    """Whether the launcher's MPI is not mpi4py's: then no rank started MPI, and nobody is cut off by leaving."""
+    found = probes.run_all({"mpi4py": probes.program("mpi4py")}, env, PROBE_S)["mpi4py"]
+    return any(mpi_checks.world({"host": "", "launcher": facts.launcher(env), "mpi": found}, True))
+
+
+def _tell_of_host(launched: LaunchFacts, errors: str) -> None:
+    """Say what a host's first rank heard, which rank 0 on another host cannot."""
+    if launched.local_rank == 0:
+        words = last_words(errors) or " and said nothing"
+        os.write(2, f"hvdtrain: rank {launched.rank} on host {socket.gethostname()} ended{words}\n".encode())
+
+
+def _how(code: int | None, output: str, timeout_s: float) -> str:
+    """Words for a part that gave no answer."""
+    if code is not None:
+        return "did not come together"
+    if STAGE in output:
+        return f"did not answer within {GATHER_S:g} s"
+    return f"did not come together within {timeout_s:g} s"
+
+
+def _alone(env: Mapping[str, str], launched: LaunchFacts, how: str) -> Report:
+    """This host's facts and what kept the job from coming together, unless the facts themselves tell that."""
+    host = facts.collect(env) | {"slots": max(1, launched.local_size)}
+    if any(mpi_checks.world(host, True)):
+        return [host], []
+    do = ("run python -m hvdtrain doctor without a launcher on every host, and see the launcher's own words; MPI needs "
+          "open ports between the hosts and one MPI on all of them")
+    return [host], [Problem(STOPS, (socket.gethostname(),), f"the ranks of {launched.launcher} {how}", do)]

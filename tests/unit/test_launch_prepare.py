@@ -1,0 +1,218 @@
+"""From wishes to one launch: hosts, environment, ssh, cores; the choice of a launcher; the command's own options."""
+
+import shlex
+import subprocess
+
+import pytest
+
+from hvdtrain.cli import launch as cli
+from hvdtrain.errors import UserError
+from hvdtrain.launch import LAUNCHERS, Host, Tool
+from hvdtrain.launch.detect import PROGRAMS, choose
+from hvdtrain.launch.environment import parse_env, passed
+from hvdtrain.launch.prepare import Here, Wishes, prepare
+from hvdtrain.launch.ssh import AGENT_VARIABLES, parse_ssh
+
+OPENMPI = Tool("openmpi4", "/v/bin/mpirun", "openmpi", "4.1.8", "/v/bin/mpirun")
+HERE = Here(env={"PATH": "/usr/bin", "SECRET": "s"}, names=("localhost", "127.0.0.1", "me"), cores=4,
+            search_path="/v/bin:/usr/bin")
+FAR = (Host("fast", 4), Host("old", 2))
+
+
+def spec(tool=OPENMPI, here=HERE, **wishes):
+    return prepare(Wishes(**{"program": ("p",), "hosts": FAR, **wishes}), here, tool)[0]
+
+
+def notes(tool=OPENMPI, here=HERE, **wishes):
+    return prepare(Wishes(**{"program": ("p",), "hosts": FAR, **wishes}), here, tool)[1]
+
+
+def slurm(**env):
+    return Here(env={"SLURM_JOB_ID": "7", **env}, cores=4)
+
+
+def test_all_slots_are_used_unless_a_number_is_named():
+    assert spec().ranks == 6 and spec().hosts == FAR
+    assert spec(ranks=5).hosts == (Host("fast", 4), Host("old", 1))
+    assert spec(ranks=8, oversubscribe=True).hosts == (Host("fast", 5), Host("old", 3))
+
+
+def test_a_number_alone_means_this_host_and_in_slurm_the_allocation():
+    assert spec(hosts=(), ranks=3).hosts == (Host("localhost", 3),)
+    assert (spec(hosts=(), ranks=3, here=slurm()).hosts, spec(hosts=(), ranks=3, here=slurm()).ranks) == ((), 3)
+    assert spec(hosts=(), here=slurm()).ranks == 0
+    with pytest.raises(UserError, match="no hosts"):
+        spec(hosts=())
+
+
+def test_cores_count_on_this_host_only_and_are_said():
+    assert not spec(hosts=(Host("far", 99),)).oversubscribe
+    assert not spec(hosts=(Host("me", 4),)).oversubscribe
+    assert spec(hosts=(Host("me", 5),)).oversubscribe
+    assert notes(hosts=(Host("me", 5),)) == ["5 ranks share the 4 cores of this host"]
+    assert notes(hosts=(Host("me", 4),)) == []
+    with pytest.raises(UserError, match="--bind core"):
+        spec(hosts=(Host("me", 3),), bind="core", cores_per_rank=2)
+
+
+def test_ssh_is_ours_only_for_other_hosts_where_nobody_chose():
+    assert spec().over_ssh and spec().remote
+    assert not spec(hosts=(Host("me", 2), Host("localhost", 1))).over_ssh
+    assert not spec(here=slurm()).over_ssh and spec(here=slurm()).remote
+    for name in AGENT_VARIABLES:
+        assert not spec(here=Here(env={name: "rsh"})).over_ssh
+
+
+def test_the_environment_is_a_list_of_names():
+    env = {"PATH": "/b", "HVDTRAIN_LR": "1", "NCCL_DEBUG": "INFO", "HOROVOD_CYCLE_TIME": "1", "SECRET": "s",
+           "CUDA_VISIBLE_DEVICES": "0", "HOME": "/h", "OMPI_COMM_WORLD_RANK_X": "1", "HOROVOD_RANK": "0",
+           "HOROVOD_GLOO_IFACE": "lo", "HOROVOD_SECRET_KEY": "k", "NCCL_;id": "x", "OMPI_MCA_btl": "tcp"}
+    assert passed(env) == ("HOROVOD_CYCLE_TIME", "HVDTRAIN_LR", "NCCL_DEBUG", "PATH")
+    srun = Tool("srun", "/usr/bin/srun", "openmpi")
+    assert spec(srun, Here(env=env), hosts=(Host("a", 1),)).env_names == (
+        "HOME", "HOROVOD_CYCLE_TIME", "HVDTRAIN_LR", "NCCL_DEBUG", "OMPI_MCA_btl", "PATH")
+
+
+def test_env_adds_names_and_sets_values():
+    made = spec(env=("SECRET", "A=x=y;$z", "B="))
+    assert made.env_names == ("A", "B", "PATH", "SECRET")
+    assert made.env_values == (("A", "x=y;$z"), ("B", ""))
+
+
+@pytest.mark.parametrize("word", ["A;id", "A;id=1", "1A", "", "=1", "A B=1", "A-B=1", "$(id)=1", "é=1", "UNSET",
+                                  "A=line\nbreak", "A=nul\0"])
+def test_a_wrong_env_is_refused(word):
+    with pytest.raises(UserError, match="--env"):
+        parse_env([word], {})
+
+
+def test_an_interface_is_told_to_nccl_and_gloo_unless_they_know():
+    assert dict(spec(interface="ib0").env_values) == {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "ib0"}
+    made = spec(interface="ib0", here=Here(env={"NCCL_SOCKET_IFNAME": "eth9"}))
+    assert dict(made.env_values) == {"GLOO_SOCKET_IFNAME": "ib0"} and "NCCL_SOCKET_IFNAME" in made.env_names
+
+
+@pytest.mark.parametrize("wrong", [
+    {"interface": "eth0;id"}, {"interface": "-x"}, {"interface": "eth0,eth1"}, {"program": ()}, {"program": ("-x",)},
+    {"program": ("a", ":", "b")}, {"program": ("a", "nul\0")}, {"cores_per_rank": 0}, {"ranks": -1},
+    {"cores_per_rank": 2}])
+def test_wishes_that_no_launcher_can_meet(wrong):
+    with pytest.raises(UserError):
+        spec(**wrong)
+
+
+def test_a_launch_inside_a_job_is_refused():
+    with pytest.raises(UserError, match="already, started by Open MPI mpirun"):
+        spec(here=Here(inside="Open MPI mpirun"))
+
+
+def test_horovodrun_finds_the_mpirun_beside_this_python():
+    run = Tool("horovodrun", "/v/bin/horovodrun", "openmpi", "4.1.8")
+    assert dict(spec(run).env_values) == {"PATH": "/v/bin:/usr/bin"} and spec(OPENMPI).env_values == ()
+
+
+@pytest.mark.parametrize(("version", "said"), [("5.0.8", True), ("5.0.11", False), ("4.1.8", False)])
+def test_addresses_are_doubtful_before_open_mpi_5_0_11(version, said):
+    tool = Tool("openmpi5", "mpirun", "openmpi", version)
+    assert bool(notes(tool, hosts=(Host("10.0.0.1", 1),))) is said
+    assert not notes(tool, hosts=(Host("a", 1),))
+
+
+def test_root_needs_both_variables():
+    both = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    assert spec(here=Here(env=both)).root_in_environment
+    assert not spec(here=Here(env={"OMPI_ALLOW_RUN_AS_ROOT": "1"})).root_in_environment
+
+
+@pytest.mark.parametrize("text", ["", "   ", "-p 22", "ssh 'open", "''"])
+def test_an_ssh_command_needs_a_program(text):
+    if text == "''":
+        assert parse_ssh(text) == ("",)  # the launchers refuse the empty word
+        return
+    with pytest.raises(UserError):
+        parse_ssh(text)
+
+
+PATHS = {"mpirun": "/v/bin/mpirun", "horovodrun": "/v/bin/horovodrun", "srun": "/usr/bin/srun"}
+NOTHING = dict.fromkeys(PATHS, "")
+
+
+@pytest.mark.parametrize(("mpi", "slurm_here", "launcher"), [
+    (("openmpi", "4.1.8"), False, "openmpi4"), (("openmpi", "5.0.11"), False, "openmpi5"),
+    (("openmpi", "6.0.0"), False, "openmpi5"), (("mpich", "4.3.2"), False, "mpich"),
+    (("intel", "2021.14"), False, "intelmpi"), (("openmpi", "4.1.8"), True, "srun"), (("unknown", ""), True, "srun")])
+def test_auto_takes_srun_in_an_allocation_and_else_what_mpirun_is(mpi, slurm_here, launcher):
+    assert choose("auto", PATHS, mpi, slurm_here, False)[0].launcher == launcher
+
+
+@pytest.mark.parametrize(("paths", "mpi"), [(NOTHING, ("", "")), (PATHS, ("unknown", "")), (PATHS, ("openmpi", "3.1"))])
+def test_auto_without_a_known_mpi_is_refused(paths, mpi):
+    with pytest.raises(UserError, match="MPI|mpirun"):
+        choose("auto", paths, mpi, False, True)
+
+
+@pytest.mark.parametrize("wanted", sorted(PROGRAMS))
+def test_a_named_launcher_that_is_not_here_is_an_error_or_in_a_dry_run_a_note(wanted):
+    with pytest.raises(UserError, match="there is no"):
+        choose(wanted, NOTHING, ("", ""), False, False)
+    tool, said = choose(wanted, NOTHING, ("", ""), False, True)
+    assert (tool.launcher, tool.path) == (wanted, PROGRAMS[wanted]) and "there is no" in said[0]
+
+
+def test_another_version_than_the_named_one_is_told():
+    with pytest.raises(UserError, match="openmpi 4.1.8, not of openmpi5.*--launcher openmpi4"):
+        choose("openmpi5", PATHS, ("openmpi", "4.1.8"), False, False)
+    assert choose("openmpi4", PATHS, ("openmpi", "4.1.8"), False, False) == (OPENMPI, [])
+
+
+def test_every_launcher_has_a_program():
+    assert set(PROGRAMS) == set(LAUNCHERS)
+
+
+def test_our_commands_run_under_this_interpreter_and_others_as_given():
+    python = cli.interpreter()
+    assert cli.rank_program(["train", "--lr", "1"]) == (python, "-m", "hvdtrain", "train", "--lr", "1")
+    assert cli.rank_program(["--epochs", "1"]) == (python, "-m", "hvdtrain", "--epochs", "1")
+    assert cli.rank_program(["python", "my.py"]) == ("python", "my.py")
+    with pytest.raises(UserError, match="launch itself"):
+        cli.rank_program(["launch", "--", "train"])
+
+
+@pytest.mark.parametrize("argv", [[], ["-np", "2"], ["-np", "2", "--"]])
+def test_a_launch_of_nothing_is_refused(argv):
+    with pytest.raises(UserError, match="no program"):
+        cli.parse(argv)
+
+
+def test_only_the_first_two_dashes_divide():
+    args, program = cli.parse(["-H", "a:1", "--", "x", "--", "-H", "b"])
+    assert args.hosts == "a:1" and program == ("x", "--", "-H", "b")
+
+
+def test_the_printed_lines_mean_the_same_to_a_shell():
+    words, env = ["printf", "%s|", "a b", "$HOME", "`id`", "'\"\\", "x\ny"], {"A_1": "a'b $c;"}
+    script = "\n".join([*cli.shell_lines(words, env), "printenv A_1"])
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=10)
+    assert done.stdout == "|".join(words[2:]) + "|" + "a'b $c;\n"
+
+
+def test_a_dry_run_prints_and_runs_nothing(capsys, tmp_path, monkeypatch):
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    hostfile, made = tmp_path / "hosts", tmp_path / "made"
+    hostfile.write_text("fast slots=4\nold slots=2\n")
+    assert cli.main(["--hostfile", str(hostfile), "--launcher", "mpich", "--ssh", "ssh -p 2222", "--dry-run", "--env",
+                     "TOKEN=a b", "--", "touch", str(made)]) == 0
+    *exports, line = capsys.readouterr().out.splitlines()
+    assert exports == ["export HYDRA_LAUNCHER_EXTRA_ARGS='-p 2222'", "export TOKEN='a b'"]
+    words = shlex.split(line)
+    assert words[words.index("-hosts") + 1] == "fast:4,old:2" and words[-2:] == ["touch", str(made)]
+    assert "TOKEN" in words[words.index("-genvlist") + 1].split(",") and not made.exists()
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    (["-H", "a;id:2"], "-H has 'a;id:2'"), (["--hostfile", "/no/such/file"], "cannot be read"),
+    (["-np", "2", "--mpi-args", "'open"], "--mpi-args"), (["-np", "2", "--ssh", "-p 22"], "names no program")])
+def test_a_wrong_option_is_told(argv, said):
+    with pytest.raises(UserError, match=said):
+        cli.main([*argv, "--launcher", "mpich", "--dry-run", "--", "true"])

@@ -1,9 +1,9 @@
 """Builds a run in one fixed order: the file to read to know what a run is made of.
 
-The order: config, boot and control plane, topology and group, model blocks, wire (`hvdtrain.cluster.wire`), data, step
-(with its optimizer), buckets and compressor and reducer (`hvdtrain.exchange.attach`), initial weights, run directory,
-callbacks, restore. Device split and remat would stand after the model, precision and compilation before the step;
-these rooms are not built yet.
+The order: config, boot and control plane, topology and group, model blocks, devices, wire (`hvdtrain.cluster.wire`),
+data, precision, step (with its optimizer), buckets and compressor and reducer (`hvdtrain.exchange.attach`), initial
+weights, run directory, callbacks, restore. The parts of a batch (`balance`) are planned when the run begins, by a
+callback. Device split and remat would stand after the model, compilation before the step; these are not built yet.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from functools import partial
 from typing import Any
 
 from hvdtrain import backends, rng
+from hvdtrain.balance.emulate import Slowed
 from hvdtrain.callbacks import progress
 from hvdtrain.callbacks.auto_compression import AutoCompression
+from hvdtrain.callbacks.balance import Balance
 from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.callbacks.early_stop import EarlyStop
 from hvdtrain.callbacks.jsonl import Jsonl
+from hvdtrain.callbacks.meter import Meter
 from hvdtrain.callbacks.nan_guard import NanGuard
 from hvdtrain.callbacks.throughput import Throughput
 from hvdtrain.checkpoint import session
 from hvdtrain.cluster import boot
+from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.cluster.group import world
 from hvdtrain.cluster.launcher import LaunchFacts, launch_facts
@@ -34,6 +38,8 @@ from hvdtrain.errors import UserError
 from hvdtrain.exchange.attach import exchange
 from hvdtrain.model import Spec, build_spec, spec_of
 from hvdtrain.outdir import ensure_out
+from hvdtrain.precision import policy
+from hvdtrain.precision.policy import Precision
 from hvdtrain.protocols import Callback, Collectives, Control
 from hvdtrain.run import Run
 
@@ -64,7 +70,11 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     train, test = agreed(control, lambda: _data(config, data, adapters), "data")
     feed, test_feed = _feeds(config, spec, control, train, test)
     _seed(config, backend, control.rank)
-    step = agreed(control, lambda: backend.create_step(spec, config, control, feed.steps_per_epoch or 0), "model")
+    precision = _precision(config, control, devices, notes)
+    step = agreed(control, lambda: backend.create_step(spec, config, control, feed.steps_per_epoch or 0, precision),
+                  "model")
+    if config.emulate_speed and config.emulate_speed[control.rank] < 1:
+        step = Slowed(step, config.emulate_speed[control.rank])
     group = world(control.size, control.rank)
     run = Run(config, control, group, topology, wire, spec, step, feed, test_feed, devices=devices, notes=notes)
     agreed(control, lambda: exchange(run, backend.Ops()), "exchange")
@@ -126,9 +136,18 @@ def _check_world(config: Config, control: Control) -> None:
     if other is not None:
         raise UserError(f"rank {other} read another configuration than rank 0", "the same on every rank",
                         "compare the config file, environment and arguments on their hosts")
-    if config.shares and len(config.shares) != control.size:
-        raise UserError(f"shares has {len(config.shares)} entries for {control.size} ranks", "one share per rank",
-                        f"give {control.size} shares")
+    for name, given in (("shares", config.shares), ("emulate_speed", config.emulate_speed),
+                        ("rebalance.max_micro_batch", config.rebalance.max_micro_batch)):
+        if given and len(given) != control.size:
+            raise UserError(f"{name} has {len(given)} entries for {control.size} ranks", "one per rank",
+                            f"give {control.size} numbers")
+
+
+def _precision(config: Config, control: Control, devices: list[DeviceFacts], notes: list[str]) -> Precision:
+    """What every rank computes in; all ranks know all devices, so all come to the same or raise alike."""
+    names = policy.resolve(config.precision, devices)
+    notes += policy.remarks(names, devices)
+    return Precision(tuple(names), control.rank)
 
 
 def _data(config: Config, data: Any, adapters: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -141,7 +160,8 @@ def _data(config: Config, data: Any, adapters: tuple[Any, ...]) -> tuple[Any, An
 def _feeds(config: Config, spec: Spec, control: Control, train: Any, test: Any) -> tuple[Feed, Feed | None]:
     """How each rank walks through the data."""
     feed = Feed(train, config.global_batch, shuffle=config.data.shuffle, accumulate=config.accumulate,
-                weight_fn=spec.weight, **_cut(config, control))
+                weight_fn=spec.weight, even_micros=config.sync_batchnorm and control.size > 1,
+                **_cut(config, control))
     feed.check_ranks_agree()
     if test is None:
         return feed, None
@@ -177,6 +197,11 @@ def _callbacks(run: Run, facts: LaunchFacts) -> list[Callback]:
     """Those that decide and measure before those that report; checkpoints last, so that they hold the others' state."""
     config = run.config
     own: list[Any] = [NanGuard(config.nan_guard, config.max_skipped), Throughput()]
+    meter = Meter(config.rebalance.every_steps)
+    if run.control.size > 1:
+        own.append(meter)
+    if config.balance != "off":
+        own.append(Balance(meter))
     if config.early_stop.metric:
         own.append(EarlyStop(config.early_stop))
     if config.compression == "auto":

@@ -13,6 +13,7 @@
             vote: bad loss? stop? save?                # one small control-plane sum, the same on every rank
             if any rank's loss is not finite: NON_FINITE, no update
             clip, update                               # unless the reduced gradient, equal everywhere, is not finite
+                                                       # an overflow in fp16: no update, a lower loss scale, no event
             STEP_END
             if a checkpoint is due:
                 CHECKPOINT                             # snapshot written by rank 0

@@ -81,9 +81,11 @@ def train_step(run: Run, batch: StepBatch) -> None:
     run.phases.add("wait", voted - begin - compute_s)
     run.phases.add("update", updated - voted)
     run.phases.step(updated - begin, batch.n_global, batch.n_local, len(batch.micros))
+    overflowed = step.scale.update(bad)  # the same on every rank, as all know the same of the step
     if bad:
         step.discard()
         state.bad_ranks = bad
+    if bad and not overflowed:
         run.emit(Event.NON_FINITE)
     state.cursor = batch.cursor_after
     _stop_at_max_steps(run)
@@ -104,7 +106,7 @@ def _vote(run: Run, batch: StepBatch, totals: list[tuple[float, float]]) -> list
     state = run.state
     loss_sum, weight = run.local_loss(totals)
     # A loss that is read one step late must not condemn the step at hand: there the check of its gradient decides.
-    late = run.step.asynchronous and run.config.nan_guard == "skip"
+    late = run.step.asynchronous and (run.config.nan_guard == "skip" or run.step.scale.on)
     bad = not math.isfinite(loss_sum) and not late
     mine = [0.0 if bad else loss_sum, weight, bad, bool(state.wants_stop), state.wants_save]
     loss, total, n_bad, n_stop, n_save = run.control.sum(np.array(mine, dtype=np.float64))

@@ -15,6 +15,8 @@ import numpy as np
 if TYPE_CHECKING:
     from hvdtrain.events import Event
     from hvdtrain.exchange.buckets import Bucket
+    from hvdtrain.precision.policy import Precision
+    from hvdtrain.precision.scaler import LossScale
 
 Array = Any
 Batch = tuple[Any, ...]
@@ -305,10 +307,14 @@ class Step(Protocol):
 
     Scalars it returns may still be on the device: with ``asynchronous`` set, reading one waits for the device.
     ``waited_s``: seconds that the last `forward_backward` waited for other ranks, 0 where that is never in it.
+    ``precision``: what every rank computes in; ``scale``: the loss scale, with which gradients are always checked where
+    it is ``on``.
     """
 
     asynchronous: bool
     waited_s: float
+    precision: Precision
+    scale: LossScale
 
     def attach(self, reducer: Any) -> None:
         """Take the reducer over ``params()``, before the first step or, in place of another, between two steps.
@@ -344,7 +350,8 @@ class Step(Protocol):
     def forward_backward(self, batch: Batch, scale: float, last: bool) -> Pair:
         """Add the gradient of ``loss_sum * scale``; return ``(loss_sum, weight)`` of this micro-batch, unscaled.
 
-        ``batch``: numpy arrays of shape (B, ...). On the ``last`` micro-batch of a step the exchange begins.
+        ``batch``: numpy arrays of shape (B, ...); B is 0 only with ``sync_batchnorm``.
+        On the ``last`` micro-batch of a step the exchange begins.
         """
         ...
 
@@ -366,14 +373,17 @@ class Step(Protocol):
     def apply(self, clip_norm: float, check: bool) -> tuple[bool, float]:
         """Clip by the global norm (0: no clipping) and update.
 
-        Returns (finite, norm). The norm is computed where ``clip_norm`` or ``check`` asks for it, else NaN; if it
-        is not finite there is no update. Reduced gradients are the same bits on every rank, so every rank takes
-        the same decision without a further vote.
+        Returns (finite, norm). The norm is computed where ``clip_norm``, ``check`` or a loss scale asks for it, else
+        NaN; if it is not finite there is no update. Reduced gradients are the same bits on every rank, so every rank
+        takes the same decision without a further vote.
         """
         ...
 
     def discard(self) -> None:
-        """Undo what the step did to buffers and compressor state: there will be no update (``nan_guard: skip``)."""
+        """Undo what the step did to buffers and compressor state: there will be no update.
+
+        With ``nan_guard: skip``, and after an overflow in fp16.
+        """
         ...
 
     def evaluate(self, batch: Batch) -> None:

@@ -110,8 +110,6 @@ class Run:
     """What each rank computes on."""
     reducer: Any = None
     """The `hvdtrain.exchange.reducer.Reducer` in use; `hvdtrain.exchange.attach` sets it."""
-    precisions: list[str] = field(default_factory=list)
-    """What each rank computes in, by `hvdtrain.precision`; empty: all in the model's own types."""
     window: Any = None
     """The `hvdtrain.callbacks.meter.Window` that ended with the latest step, else None."""
     reading: Any = None
@@ -140,10 +138,6 @@ class Run:
         if self.step.asynchronous:
             totals, self._pending = self._pending or [], totals
         return sum(float(loss) for loss, _ in totals), sum(float(weight) for _, weight in totals)
-
-    def dtypes(self) -> list[str]:
-        """What each rank computes in, by rank."""
-        return self.precisions or ["fp32"] * self.control.size
 
     def solo(self, rows_P: Sequence[Row]) -> list[float] | None:
         """Samples per second of each rank alone; of one that has no samples by its line. None: as the rows say."""

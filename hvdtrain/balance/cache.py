@@ -32,7 +32,7 @@ def key(run: Any) -> str:
         run.spec.framework, [])]
     facts = [run.spec.framework, run.spec.name, config.model_args, [(p.name, p.shape, p.dtype) for p in
              run.step.params()], sample, vars(run.devices[rank]) | {"memory_bytes": 0}, [_version(n) for n in names],
-             config.threads, host.cores, len(host.ranks), config.precision, config.sync_batchnorm,
+             config.threads, host.cores, len(host.ranks), run.step.precision.own, config.sync_batchnorm,
              config.global_batch, run.control.size, config.micro_batch, config.emulate_speed, config.deterministic]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 

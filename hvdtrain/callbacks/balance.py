@@ -186,7 +186,7 @@ def cut_of(made: plans.Plan) -> Cut:
 def labels(run: Any) -> list[plans.Label]:
     """What the table calls each rank."""
     return [plans.Label(run.topology.host_of(rank).node, device.name, dtype)
-            for rank, (device, dtype) in enumerate(zip(run.devices, run.dtypes()))]
+            for rank, (device, dtype) in enumerate(zip(run.devices, run.step.precision.names))]
 
 
 def grid(heads: Any, rows: list[list[str]]) -> list[str]:

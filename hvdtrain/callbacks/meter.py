@@ -28,7 +28,8 @@ class Window:
     """Some successive steps with one cut, as all ranks know them.
 
     ``ends``: the step after the last. ``own_s_P``: each rank's own seconds in forward, backward and update (the next
-    backward waits for it too), the median of its full steps; ``samples_P``, ``micros_P``: what it had in such a step. Empty without a full step.
+    backward waits for it too), the median of its full steps; ``samples_P``, ``micros_P``: what it had in such a step.
+    Empty without a full step.
     """
 
     ends: int
@@ -61,6 +62,7 @@ class Meter(Callback):
         self._steps: list[_Step] = []
         self._sums_P: list[list[float]] = []
         self._counted = 0
+        self._before: tuple[Any, ...] = (0.0, dict.fromkeys(PHASES, 0.0), 0, 0, 0)
 
     def fit_start(self, run: Any) -> None:
         """Count from here."""

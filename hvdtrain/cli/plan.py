@@ -1,4 +1,4 @@
-"""``python -m hvdtrain plan``: probe every rank's speed with this model and print who would compute what; trains nothing.
+"""``python -m hvdtrain plan``: probe every rank's speed with this model and print who would compute what.
 
 Takes the options of ``train``, and is started as the training would be, under the same launcher.
 """

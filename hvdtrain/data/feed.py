@@ -12,13 +12,13 @@ import queue
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.data.cursor import Cursor
-from hvdtrain.data.sampler import Cut, at_least, cut, epoch_order, micro_batches, steps_per_epoch
+from hvdtrain.data.sampler import Cut, at_least, cut, epoch_order, micro_batches, padded, steps_per_epoch
 from hvdtrain.data.sources import ArraySource, Source
 from hvdtrain.data.stream import Arrays, Stream, fingerprint, rebatch
 from hvdtrain.errors import UserError
@@ -37,7 +37,7 @@ class StepBatch:
     """One rank's part of one global batch.
 
     ``micros``: tuples of arrays (b, ...), none empty; no micro-batch at all on a rank that has no samples
-    of this step.
+    of this step. With a feed's ``even_micros`` as many as on every other rank, the last ones empty (0, ...).
     ``n_local``, ``n_global``: samples of this rank and of all ranks. ``weight``: the global weight W that
     the summed loss is divided by (law 1); ``own_weight``: this rank's part of it. ``cursor_before``,
     ``cursor_after``: positions around the step, equal on all ranks.
@@ -67,12 +67,15 @@ class Feed:
     """Walks one rank through a `Source` or a `Stream` in global batches that the ranks share.
 
     ``global_batch``: samples of a step over all ranks; may be below ``size`` and not divisible by it.
-    ``shares``: weights float[size] of the cut, equal by default; `recut` changes it from a step on. ``seed``, ``shuffle``: order of a source;
-    a stream keeps its own. ``accumulate``, ``micro_batch``: see `sampler.micro_batches`.
+    ``shares``: weights float[size] of the cut, equal by default; `recut` changes it from a step on.
+    ``seed``, ``shuffle``: order of a source; a stream keeps its own. ``accumulate``, ``micro_batch``: see
+    `sampler.micro_batches`.
     ``control``: sums float64[k] over ranks; needed for a stream and for ``weight_fn``. ``weight_fn``: this
     rank's arrays of a step -> their weight (for instance valid tokens); without it the weight is the sample
     count.
     ``prefetch``: batches fetched ahead by a background thread, 0 fetches inline.
+    ``even_micros``: give every rank the same number of micro-batches in each step, empty ones where samples are
+    lacking, so that all ranks enter the collectives of a forward pass (synchronised BatchNorm).
     Errors: `UserError` for empty data, a global batch < 1, unusable shares. Ranks whose streams differ get a
     warning from rank 0: in length (the run goes on while one of them has samples) or in their first sample.
     """
@@ -80,7 +83,8 @@ class Feed:
     def __init__(self, data: Source | Stream, global_batch: int, *, rank: int = 0, size: int = 1,
                  shares: Sequence[float] | None = None, seed: int = 0, shuffle: bool = True,
                  accumulate: int = 1, micro_batch: int = 0, control: Control | None = None,
-                 weight_fn: Callable[[Arrays], float] | None = None, prefetch: int = 2) -> None:
+                 weight_fn: Callable[[Arrays], float] | None = None, prefetch: int = 2,
+                 even_micros: bool = False) -> None:
         assert 0 <= rank < size and isinstance(data, (Source, Stream))
         at_least("global_batch", global_batch, 1)
         at_least("data.prefetch", prefetch, 0)
@@ -88,7 +92,7 @@ class Feed:
         self.data: Any = data
         self.global_batch, self.prefetch = int(global_batch), prefetch
         self.rank, self.size, self.seed, self.shuffle = rank, size, seed, shuffle
-        self.control, self.weight_fn = control, weight_fn
+        self.control, self.weight_fn, self.even_micros = control, weight_fn, even_micros
         self.samples: int | None = len(data) if isinstance(data, Source) else None
         shares = [1.0] * size if shares is None else [float(share) for share in shares]
         if len(shares) != size:
@@ -97,6 +101,7 @@ class Feed:
                             f"give {size} shares")
         cut(0, shares)
         self._warned: set[str] = set()
+        self._empty: Arrays = ()
         self._cuts = [(0, Cut.of(shares, accumulate, micro_batch))]
         if self.samples == 0:
             raise UserError("the dataset is empty", "at least one sample", "check its path and its filters")
@@ -214,7 +219,7 @@ class Feed:
         for step, at in enumerate(range(cursor.samples, len(order_N), self.global_batch), cursor.step):
             indices, cut = order_N[at:at + self.global_batch], self.cut_at(step)
             low, high = self._mine(cut, len(indices))
-            arrays = self._fetch(indices[low:high]) if high > low else ()
+            arrays = self._fetch(indices[low:high]) if high > low else self._none_like(indices[:1])
             yield _Part(cut, len(indices), 0, high - low, arrays)
 
     def _fetch(self, indices_n: np.ndarray) -> Arrays:
@@ -226,6 +231,13 @@ class Feed:
                             f"arrays whose first axis is {len(indices_n)}",
                             "mend the dataset's fetch()")
         return arrays
+
+    def _none_like(self, index_1: np.ndarray) -> Arrays:
+        """Arrays (0, ...) of the shapes and dtypes of a sample, which is read once, where empty micro-batches are
+        made of them; else ()."""
+        if self.even_micros and not self._empty:
+            self._empty = _emptied(self._fetch(index_1))
+        return self._empty if self.even_micros else ()
 
     # --- a stream: ranks read it alike and find out together that it has ended -----------------------------
 
@@ -250,8 +262,23 @@ class Feed:
                     self._warn_once(_DIFFERENT)
                 # Where some have ended, the longest stream still reads whole batches: keep its position.
                 after = cursor.advance(n_global if alike else self.global_batch)
-                yield self._step(cursor, after, part, n_global, float(sums[1]))
+                counts_P = None
+                if self.even_micros:
+                    part = self._shaped(part)
+                    counts_P = None if alike else self._gathered(part.n_local)
+                yield self._step(cursor, after, part, n_global, float(sums[1]), counts_P)
                 cursor, first = after, False
+
+    def _shaped(self, part: _Part) -> _Part:
+        """``part``, with empty arrays of the stream's shapes where the stream has ended on this rank only."""
+        if part.arrays:
+            self._empty = self._empty or _emptied(part.arrays)
+            return part
+        if not self._empty:
+            raise UserError(f"rank {self.rank}'s stream has no sample, and sync_batchnorm has every rank run the model",
+                            "at least one sample on every rank", "give every rank the same stream, or set "
+                            "sync_batchnorm: false")
+        return replace(part, arrays=self._empty)
 
     def _stream_parts(self, cursor: Cursor) -> Generator[_Part, None, None]:
         with contextlib.closing(_closable(self.data.chunks(cursor.epoch))) as chunks:
@@ -268,8 +295,13 @@ class Feed:
 
     # --- both ----------------------------------------------------------------------------------------------
 
-    def _step(self, before: Cursor, after: Cursor, part: _Part, n_global: int, weight: float) -> StepBatch:
+    def _step(self, before: Cursor, after: Cursor, part: _Part, n_global: int, weight: float,
+              counts_P: Sequence[int] | None = None) -> StepBatch:
+        """``counts_P``: samples of every rank, where they are not those of the cut."""
         bounds = part.cut.bounds(part.n_local, self.rank)
+        if self.even_micros:
+            counts_P = np.diff(part.cut.offsets(part.seen)).tolist() if counts_P is None else counts_P
+            bounds = padded(bounds, part.cut.rounds(counts_P))
         micros = [tuple(array[start:stop] for array in part.arrays) for start, stop in bounds]
         return StepBatch(before, after, micros, part.n_local, n_global, weight, self._local_weight(part))
 
@@ -285,6 +317,15 @@ class Feed:
     def _sum(self, values: Sequence[float]) -> np.ndarray:
         assert self.control is not None
         return self.control.sum(np.asarray(values, dtype=np.float64))
+
+    def _gathered(self, number: int) -> list[int]:
+        assert self.control is not None
+        return self.control.gather(number)
+
+
+def _emptied(arrays: Arrays) -> Arrays:
+    """(0, ...) arrays of the same sample shapes and dtypes."""
+    return tuple(np.empty((0, *np.shape(array)[1:]), np.asarray(array).dtype) for array in arrays)
 
 
 def prefetched(items: Generator[Any, None, None], ahead: int) -> Generator[Any, None, None]:

@@ -84,6 +84,11 @@ class Cut:
         """Micro-batches [start, stop) of ``n`` samples that ``rank`` has of a step."""
         return micro_batches(n, self.accumulate_P[rank], self.micro_batch_P[rank])
 
+    def rounds(self, counts_P: Sequence[int]) -> int:
+        """Most micro-batches of any rank, where rank r has ``counts_P[r]`` samples of a step."""
+        unlike = set(zip((int(n) for n in counts_P), self.accumulate_P, self.micro_batch_P))
+        return max(len(micro_batches(*each)) for each in unlike)
+
 
 @lru_cache(maxsize=64)
 def _offsets(n: int, shares_P: tuple[float, ...]) -> np.ndarray:
@@ -112,6 +117,12 @@ def micro_batches(n: int, accumulate: int, micro_batch: int) -> list[tuple[int, 
     size, larger = divmod(n, parts)
     starts = [i * size + min(i, larger) for i in range(parts + 1)]
     return list(zip(starts[:-1], starts[1:]))
+
+
+def padded(bounds: list[tuple[int, int]], k: int) -> list[tuple[int, int]]:
+    """``bounds`` followed by empty parts, so that there are ``k`` of them."""
+    end = bounds[-1][1] if bounds else 0
+    return bounds + [(end, end)] * (k - len(bounds))
 
 
 def at_least(name: str, value: int, least: int) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.cluster.devices import count_gpus, sharing, usable, visible_devices
+from hvdtrain.cluster.devices import DeviceFacts, count_gpus, sharing, unlike, usable, visible_devices
 
 V = "CUDA_VISIBLE_DEVICES"
 
@@ -47,3 +47,29 @@ def test_count_gpus(tmp_path):
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
         (tmp_path / "dev" / name).touch()
     assert count_gpus(str(tmp_path)) == 2
+
+
+def test_a_host_with_more_ranks_than_gpus_beside_one_with_fewer():
+    """3 + 1 ranks on hosts with 2 and 1 GPUs: each host counts its own devices and local ranks."""
+    first = [visible_devices({}, 2, local, 3) for local in range(3)]
+    assert first == ["0", "1", "0"] and visible_devices({}, 1, 0, 1) == "0"
+    assert "3 ranks of this host share 2 GPUs" in sharing({}, 2, 3) and sharing({}, 1, 1) == ""
+
+
+def device(kind="cuda", arch="sm_80", name="A100", memory_bytes=0):
+    return DeviceFacts(kind, name, arch, memory_bytes)
+
+
+@pytest.mark.parametrize("devices, want", [
+    ([], ""),
+    ([device()], ""),
+    ([device(), device(name="A100 80GB", memory_bytes=80)], ""),
+    ([device("cpu", "x86_64", "Xeon"), device("cpu", "aarch64", "Grace")], ""),
+    ([device(), device(), device(arch="sm_86"), device()], "cuda sm_80 (ranks 0-1,3), cuda sm_86 (rank 2)"),
+    ([device("cpu", "x86_64"), device()], "cpu (rank 0), cuda sm_80 (rank 1)"),
+    ([device("rocm", "gfx90a:sramecc+:xnack-"), device("rocm", "gfx90a")], ""),
+    ([device("rocm", "gfx90a"), device()], "rocm gfx90a (rank 0), cuda sm_80 (rank 1)"),
+    ([device("rocm", "", "MI250"), device("rocm", "", "MI100")], "rocm MI250 (rank 0), rocm MI100 (rank 1)"),
+], ids=range(9))
+def test_unlike(devices, want):
+    assert unlike(devices) == (want and f"unlike devices: {want}")

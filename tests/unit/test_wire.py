@@ -7,6 +7,7 @@ import pytest
 
 from hvdtrain.cluster import wire
 from hvdtrain.cluster.boot import HorovodUnavailable
+from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.topology import Host, Topology
 from hvdtrain.collectives import mpi, shared
 from hvdtrain.config import Config, Exchange
@@ -14,6 +15,10 @@ from hvdtrain.errors import UserError
 
 ONE = Topology((Host("a", (0, 1), 2),))
 TWO = Topology((Host("a", (0,), 2), Host("b", (1,), 2)))
+UNLIKE_SLOTS = Topology((Host("a", (0, 1, 2), 8), Host("b", (3,), 4)))
+CPU = DeviceFacts("cpu", "a processor", "x86_64")
+A100 = DeviceFacts("cuda", "A100", "sm_80")
+RTX = DeviceFacts("cuda", "RTX 3090", "sm_86")
 
 
 @pytest.fixture
@@ -24,25 +29,33 @@ def job(monkeypatch):
     def sharing(comm, timeout_s):
         if "shared" in lacking:
             raise shared.SharedUnavailable(lacking["shared"])
-        return SimpleNamespace(name="shared")
+        return SimpleNamespace(name="shared", host=True)
 
     monkeypatch.setattr(wire.boot, "has_mpi", lambda: "mpi" not in lacking)
     monkeypatch.setattr(wire.boot, "mpi_comm", lambda: None)
     monkeypatch.setattr(wire.boot, "horovod_reason", lambda framework: lacking.get("horovod"))
     monkeypatch.setattr(shared, "SharedCollectives", sharing)
-    monkeypatch.setattr(mpi, "MpiCollectives", lambda comm, timeout_s: SimpleNamespace(name="mpi"))
+    monkeypatch.setattr(mpi, "MpiCollectives", lambda comm, timeout_s: SimpleNamespace(name="mpi", host=True))
+    monkeypatch.setattr(wire.boot, "mpi_threads", lambda: "threads" not in lacking)
+    monkeypatch.setattr(wire.boot, "start_horovod", lambda framework, options, where, over_host: over_host)
 
-    def opened(kind="auto", topology=ONE, host_memory=True, size=2, nccl=False, broken="", **exchange):
-        def horovod(name, control, options, start):
+    def opened(kind="auto", topology=ONE, host_memory=True, size=2, nccl=False, broken="", devices=(CPU, CPU),
+               device="auto", **exchange):
+        def horovod(name, control, options, start, over_host):
             if broken:
                 raise HorovodUnavailable(broken)
-            return SimpleNamespace(name="horovod", hierarchical=nccl)
+            assert start("torch", options) is over_host
+            return SimpleNamespace(name="horovod over host memory" if over_host else "horovod", host=False,
+                                   hierarchical=nccl and not over_host)
+
+        def stage(inner, control):
+            return SimpleNamespace(name=f"{inner.name} over host memory")
 
         notes = []
-        backend = SimpleNamespace(in_host_memory=lambda: host_memory, collectives=horovod)
+        backend = SimpleNamespace(in_host_memory=lambda: host_memory, collectives=horovod, stage=stage)
         control = SimpleNamespace(rank=0, size=size, agree=bool, gather=lambda x: [x] * size)
-        config = replace(Config(collectives=kind), exchange=Exchange(**exchange))
-        return wire.open_wire(config, "torch", backend, control, topology, [], notes).name, notes
+        config = replace(Config(collectives=kind, exchange_device=device), exchange=Exchange(**exchange))
+        return wire.open_wire(config, "torch", backend, control, topology, devices, notes).name, notes
 
     return SimpleNamespace(open=opened, lacking=lacking)
 
@@ -100,3 +113,76 @@ def test_horovods_own_options_take_horovod(job, option):
     job.lacking["horovod"] = "not installed"
     with pytest.raises(UserError, match="collectives horovod cannot be had: not installed"):
         job.open(**{option: True})
+
+
+SAID = ["gradients go over host memory: unlike devices: cuda sm_80 (rank 0), cuda sm_86 (rank 1) "
+        "(exchange_device: device forbids it)"]
+
+
+@pytest.mark.parametrize("device, devices, want, notes", [
+    ("auto", (CPU, CPU), "horovod", []),
+    ("cpu", (CPU, CPU), "horovod", []),
+    ("auto", (A100, A100), "horovod", []),
+    ("cpu", (A100, A100), "horovod over host memory", []),
+    ("auto", (A100, RTX), "horovod over host memory", SAID),
+    ("device", (A100, RTX), "horovod", []),
+    ("auto", (CPU, A100), "horovod over host memory",
+     ["gradients go over host memory: unlike devices: cpu (rank 0), cuda sm_80 (rank 1) "
+      "(exchange_device: device forbids it)"]),
+], ids=range(7))
+def test_unlike_devices_exchange_over_host_memory(job, device, devices, want, notes):
+    assert job.open(topology=TWO, host_memory=False, devices=devices, device=device) == (want, notes)
+
+
+def test_a_cpu_beside_a_gpu_on_one_host_does_not_share_memory_unless_asked(job):
+    assert job.open(host_memory=False, devices=(CPU, A100))[0] == "horovod over host memory"
+    assert job.open("shared", host_memory=False, devices=(CPU, A100))[0] == "shared over host memory"
+
+
+def test_a_wire_of_host_memory_is_staged_where_there_is_a_gpu(job):
+    job.lacking["horovod"] = "not installed"
+    for devices in ((A100, A100), (CPU, A100)):
+        assert job.open(host_memory=False, devices=devices)[0] == "mpi over host memory"
+    assert job.open("mpi", devices=(CPU, CPU))[0] == "mpi"
+    job.lacking["threads"] = "an MPI without THREAD_MULTIPLE"
+    assert job.open("mpi", host_memory=False, devices=(A100, A100))[0] == "mpi"
+
+
+def test_a_horovod_without_operations_of_the_cpu_gives_way_to_mpi_in_words(job):
+    built = {"broken": "Horovod was built for GPUs only", "host_memory": False, "devices": (A100, RTX)}
+    name, notes = job.open(**built)
+    assert name == "mpi over host memory"
+    assert notes == [*SAID, "gradients go over plain MPI: Horovod was built for GPUs only"]
+    with pytest.raises(UserError, match="collectives horovod cannot be had: Horovod was built for GPUs only"):
+        job.open("horovod", **built)
+
+
+def test_horovod_lacks_on_one_rank_what_it_has_on_another(job):
+    """A rank that failed by itself must not take another wire than the rest."""
+    backend = SimpleNamespace(in_host_memory=lambda: False,
+                              collectives=lambda *a, over_host: SimpleNamespace(name="horovod", host=False))
+    answers = iter([[None, None], [None, "stale on b"]])
+    control = SimpleNamespace(rank=0, size=2, agree=bool, gather=lambda x: next(answers))
+    notes = []
+    got = wire.open_wire(Config(), "torch", backend, control, TWO, (CPU, CPU), notes)
+    assert (got.name, notes) == ("mpi", ["gradients go over plain MPI: stale on b"])
+
+
+def test_what_horovod_would_hang_on_or_leave_undone_is_refused(job):
+    with pytest.raises(UserError, match="exchange_device: device with ranks on cpu and cuda"):
+        job.open(host_memory=False, devices=(CPU, A100), device="device")
+    with pytest.raises(UserError, match="hierarchical with gradients over host memory"):
+        job.open("horovod", topology=TWO, hierarchical=True, nccl=True, devices=(A100, RTX))
+    with pytest.raises(UserError, match="another number of ranks on one host than on another: 2 hosts: a \\(ranks 0-2"):
+        job.open("horovod", topology=UNLIKE_SLOTS, size=4, hierarchical=True, nccl=True, devices=[A100] * 4)
+    assert job.open("horovod", topology=UNLIKE_SLOTS, size=4, devices=[A100] * 4)[0] == "horovod"
+
+
+def test_horovod_for_gpus_only_is_found_out(monkeypatch):
+    hvd = SimpleNamespace(mpi_enabled=lambda: False, gloo_enabled=lambda: False)
+    monkeypatch.setitem(wire.boot._started, "horovod.torch", hvd)
+    assert wire.boot.start_horovod("torch", Exchange(), None) is hvd
+    with pytest.raises(HorovodUnavailable, match="for GPUs only"):
+        wire.boot.start_horovod("torch", Exchange(), None, over_host=True)
+    hvd.gloo_enabled = lambda: True
+    assert wire.boot.start_horovod("torch", Exchange(), None, over_host=True) is hvd

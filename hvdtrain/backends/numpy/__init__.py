@@ -4,25 +4,24 @@ from collections.abc import Callable
 
 from hvdtrain.backends.numpy.ops import Ops
 from hvdtrain.backends.numpy.step import create_step
-from hvdtrain.cluster.devices import DeviceFacts
+from hvdtrain.cluster.devices import DeviceFacts, cpu_facts
+from hvdtrain.protocols import Collectives
 
 __all__ = ["Ops", "adapt_data", "collectives", "create_step", "device_facts", "in_host_memory",
-           "out_of_memory", "peak_bytes", "seed", "setup"]
+           "out_of_memory", "peak_bytes", "seed", "setup", "stage"]
 
 
 def adapt_data(obj: object, seed: int = 0) -> None:
     """No dataset classes of its own."""
 
 
-def collectives(kind: str, control: object, exchange: object, start_horovod: object) -> None:
+def collectives(kind: str, control: object, exchange: object, start_horovod: object, over_host: bool = False) -> None:
     """None: the core's collectives serve it."""
 
 
 def device_facts() -> DeviceFacts:
     """The CPU."""
-    import platform
-
-    return DeviceFacts("cpu", platform.processor() or platform.machine(), platform.machine())
+    return cpu_facts()
 
 
 def in_host_memory() -> bool:
@@ -47,3 +46,8 @@ def setup(threads: int, deterministic: bool) -> None:
 
 def seed(seed: int, rank: int) -> None:
     """Nothing beyond numpy's own generator, which the core seeds."""
+
+
+def stage(wire: Collectives, control: object) -> Collectives:
+    """The wire itself: arrays lie in host memory."""
+    return wire

@@ -14,9 +14,12 @@ from typing import Any
 import numpy as np
 
 from hvdtrain import rng
+from hvdtrain.backends.numpy import amp
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.precision.policy import FP32, Precision
+from hvdtrain.precision.scaler import LossScale
 from hvdtrain.protocols import Batch, Pair, ParamSpec
 
 
@@ -61,9 +64,11 @@ class Model:
         return loss_sum, grads
 
 
-def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int) -> NumpyStep:
+def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int,
+                precision: Precision = FP32) -> NumpyStep:
     """A step over ``spec.model``."""
-    return NumpyStep(spec.model, config)
+    amp.check(precision.own)
+    return NumpyStep(spec.model, config, precision)
 
 
 class NumpyStep:
@@ -72,11 +77,12 @@ class NumpyStep:
     asynchronous = False
     waited_s = 0.0
 
-    def __init__(self, model: Model, config: Config) -> None:
+    def __init__(self, model: Model, config: Config, precision: Precision = FP32) -> None:
         if config.optimizer.name.lower() not in ("auto", "sgd"):
             raise UserError(f"optimizer {config.optimizer.name!r} with the numpy backend", "SGD",
                             "correct optimizer.name")
         self.model = model
+        self.precision, self.scale = precision, LossScale()
         self._lr = config.lr
         self._momentum = float(config.optimizer.args.get("momentum", 0.0))
         self._velocity = {n: np.zeros_like(p) for n, p in model.params.items()}
@@ -109,6 +115,8 @@ class NumpyStep:
 
     def forward_backward(self, batch: Batch, scale: float, last: bool) -> Pair:
         """Add the gradient of ``loss_sum * scale`` into the buckets."""
+        if not len(batch[0]):
+            return 0.0, 0
         loss_sum, grads = self.model.gradient(batch[0], batch[1])
         names = list(self.model.params)
         for bucket, flat_N in zip(self._reducer.buckets, self._flats):

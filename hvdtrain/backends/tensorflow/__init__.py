@@ -1,6 +1,6 @@
 """TensorFlow with Keras 3: how tensors, steps and Horovod's collectives look there."""
 
-from hvdtrain.backends.tensorflow.collectives import collectives
+from hvdtrain.backends.tensorflow.collectives import collectives, stage
 from hvdtrain.backends.tensorflow.data import adapt as adapt_data
 from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.backends.tensorflow.placement import device_facts, in_host_memory, seed, setup
@@ -8,4 +8,4 @@ from hvdtrain.backends.tensorflow.step import create_step
 from hvdtrain.backends.tensorflow.trial import out_of_memory, peak_bytes
 
 __all__ = ["Ops", "adapt_data", "collectives", "create_step", "device_facts", "in_host_memory",
-           "out_of_memory", "peak_bytes", "seed", "setup"]
+           "out_of_memory", "peak_bytes", "seed", "setup", "stage"]

@@ -3,16 +3,21 @@
 Horovod pairs operations of different ranks by the name of their graph node. Inside a function that is being traced
 the node gets the given name, which is checked, and Horovod is told to ignore the prefix that inlining adds. Outside,
 where TensorFlow would not pass a name on, each name gets a small function of its own.
+
+A node that is placed on the CPU uses Horovod's MPI (or Gloo) operations. TensorFlow then copies its input and its
+result between the devices, through pinned memory of its own, as soon as each is there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.errors import PeerFailed
+from hvdtrain.protocols import Collectives
 
 
 class _Result:
@@ -26,18 +31,23 @@ class _Result:
 
 
 class HorovodCollectives:
-    """`hvdtrain.protocols.Collectives` over ``horovod.tensorflow``: graph nodes, ordered by data dependency only."""
+    """`hvdtrain.protocols.Collectives` over ``horovod.tensorflow``: graph nodes, ordered by data dependency only.
 
-    name = "horovod"
+    ``device``: "cpu" puts every node on the CPU; "" leaves the place to TensorFlow.
+    """
+
     dtypes = frozenset({"float16", "float32", "float64", "int32", "int64", "uint8", "int8"})
     overlaps = True
     in_graph = True
     host = False
 
-    def __init__(self, hvd: Any) -> None:
+    def __init__(self, hvd: Any, device: str = "") -> None:
+        assert device in ("", "cpu"), device
+        self.name = "horovod over host memory" if device else "horovod"
+        self._place = "/CPU:0" if device else ""
         self._ops = __import__(f"{hvd.__name__}.mpi_ops", fromlist=["mpi_ops"])
         self.rank, self.size = hvd.rank(), hvd.size()
-        self.hierarchical = bool(hvd.nccl_built())
+        self.hierarchical = bool(hvd.nccl_built()) and not device
         self.reductions = frozenset({"adasum"} if hvd.mpi_enabled() else ())
         self._functions: dict[tuple[str, tf.DType], Callable[[tf.Tensor], tf.Tensor]] = {}
 
@@ -65,7 +75,8 @@ class HorovodCollectives:
     def _call(self, x: tf.Tensor, name: str, operate: Callable[[tf.Tensor], tf.Tensor], shape: Any = None) -> _Result:
         """Add the operation to the graph that is being traced, or run it at once."""
         if tf.inside_function():
-            out = _named(operate(x), name)
+            with self._placed():
+                out = _named(operate(x), name)
         else:
             out = self._run(tf.convert_to_tensor(x), name, operate)
         if shape is not None:
@@ -76,10 +87,17 @@ class HorovodCollectives:
         key = (f"{name}/{x.shape.rank}", x.dtype)
         if key not in self._functions:
             spec = tf.TensorSpec([None] * x.shape.rank, x.dtype)
-            self._functions[key] = tf.function(lambda t: _named(operate(t), name), input_signature=[spec],
-                                               jit_compile=False, autograph=False)
+
+            def graph(t: tf.Tensor) -> tf.Tensor:
+                with self._placed():
+                    return _named(operate(t), name)
+            self._functions[key] = tf.function(graph, input_signature=[spec], jit_compile=False, autograph=False)
         with peer_failures():
             return self._functions[key](x)
+
+    def _placed(self) -> AbstractContextManager[Any]:
+        """Where nodes go. Not ``tf.device(None)``, which would lift a place that a caller has chosen."""
+        return tf.device(self._place) if self._place else nullcontext()
 
 
 def _named(out: tf.Tensor, name: str) -> tf.Tensor:
@@ -100,8 +118,17 @@ class peer_failures:
             raise PeerFailed(f"Horovod could not complete a collective: {said.strip()}") from error
 
 
-def collectives(kind: str, control: Any, exchange: Any, start_horovod: Callable[..., Any]) -> HorovodCollectives | None:
-    """Horovod's collectives for TensorFlow, started; None for a kind the core provides."""
+def collectives(kind: str, control: Any, exchange: Any, start_horovod: Callable[..., Any],
+                over_host: bool = False) -> HorovodCollectives | None:
+    """Horovod's collectives for TensorFlow, started; None for a kind the core provides.
+
+    ``over_host``: from host memory, also where tensors lie on a GPU.
+    """
     if kind != "horovod":
         return None
-    return HorovodCollectives(start_horovod("tensorflow", exchange))
+    return HorovodCollectives(start_horovod("tensorflow", exchange), "cpu" if over_host else "")
+
+
+def stage(wire: Collectives, control: Any) -> Collectives:
+    """The wire itself: what leaves a graph for a wire of host memory is there already."""
+    return wire

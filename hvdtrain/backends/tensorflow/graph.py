@@ -34,7 +34,8 @@ class Gradients:
     on the host, or plain gradients where the reducer is alone.
     """
 
-    def __init__(self, model: keras.Model, task: Task, reducer: Reducer, undoable: bool = False) -> None:
+    def __init__(self, model: keras.Model, task: Task, reducer: Reducer, undoable: bool = False,
+                 scaled: bool = False) -> None:
         self._model, self._task, self._reducer, self._undoable = model, task, reducer, undoable
         self._variables = [v.value for v in model.trainable_variables]
         self.in_graph = reducer.collectives.in_graph and not reducer.alone
@@ -47,9 +48,19 @@ class Gradients:
             self._states = [{k: tf.Variable(v, trainable=False) for k, v in s.items()} for s in reducer.states]
             reducer.states = list(self._states)
         self._kept: list[tuple[tf.Variable, tf.Tensor]] = []
+        self._loss_scale = 1.0
+        self._unscale = tf.Variable(1.0, trainable=False, name="unscale") if scaled else None
 
-    def begin(self) -> None:
-        """Open a step: drop what was accumulated, and keep the compressor's state where the step may be undone."""
+    def begin(self, loss_scale: float = 1.0) -> None:
+        """Open a step: drop what was accumulated, and keep the compressor's state where the step may be undone.
+
+        ``loss_scale``: what the loss is multiplied by, and the gradients divided by before they are handed over; 1
+        unless the graphs were made ``scaled``.
+        """
+        if loss_scale != self._loss_scale:
+            assert self._unscale is not None, "graphs that do not unscale"
+            self._loss_scale = loss_scale
+            self._unscale.assign(1.0 / loss_scale)
         if self._undoable and self.in_graph:
             self._kept = [(v, tf.identity(v)) for state in self._states for v in state.values()]
         if self._accumulated:
@@ -99,7 +110,7 @@ class Gradients:
             self._functions[key] = tf.function(function, input_signature=[tf.TensorSpec([], tf.float64), *specs],
                                                **PLAIN)
         with peer_failures():
-            return self._functions[key](tf.constant(scale, tf.float64), *leaves)
+            return self._functions[key](tf.constant(scale * self._loss_scale, tf.float64), *leaves)
 
     # --- while a graph is traced -----------------------------------------------------------------------------------
 
@@ -138,6 +149,9 @@ class Gradients:
         return self._hand_over([self._dense(None, v) for v in self._variables])
 
     def _hand_over(self, grads: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        if self._unscale is not None:
+            factor = self._unscale.read_value()
+            grads = [grad * tf.cast(factor, grad.dtype) for grad in grads]
         if self._reducer.alone:
             return grads, tf.zeros([], tf.float64)
         flats = [self._reducer.ops.pack([grads[i] for i in b.params]) for b in self._reducer.buckets]

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.backends.tensorflow import amp
 from hvdtrain.backends.tensorflow.task import Phase, Task, default_pair, resolve_loss
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError, nearest
@@ -82,7 +83,7 @@ class Evaluator:
             if self._spec.metrics is not None:
                 pairs.update(Phase(self._spec.metrics, self._model)(batch, training=False))
             return pairs
-        outputs = self._model(batch[0], training=False)
+        outputs = amp.widened(self._model(batch[0], training=False))
         pairs = {"loss": default_pair(self._loss, self._model, outputs, batch)}
         for name, metric in self._pairs.items():
             pairs[name] = metric(outputs, batch[1])
@@ -95,7 +96,7 @@ class Evaluator:
         if not self._named:
             return {}
         x, y = keras.tree.map_structure(lambda t: tf.zeros([1, *t.shape[1:]], t.dtype), tuple(batch[:2]))
-        outputs = self._model(x, training=False)
+        outputs = amp.widened(self._model(x, training=False))
         if not tf.is_tensor(outputs):
             raise UserError(f"the model returns a {type(outputs).__name__}", "one tensor, where metrics are by name",
                             "give the model file a task(model, batch) and metrics(model, batch)")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import platform
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from hvdtrain.cluster.devices import DeviceFacts, own_memory_bytes
+from hvdtrain.cluster.devices import DeviceFacts, cpu_facts, own_memory_bytes
 from hvdtrain.errors import UserError
 
 _STRIDE = 1_000_003
@@ -24,10 +23,7 @@ def device_facts() -> DeviceFacts:
     """What this rank computes on: its first GPU, else the CPU."""
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
-        import psutil
-
-        return DeviceFacts("cpu", platform.processor() or platform.machine(), platform.machine(),
-                           psutil.virtual_memory().available)
+        return cpu_facts()
     details = tf.config.experimental.get_device_details(gpus[0])
     name = str(details.get("device_name", "GPU"))
     capability = details.get("compute_capability")

@@ -13,21 +13,25 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.tensorflow import placement, shared, state
+from hvdtrain.backends.tensorflow import amp, placement, shared, state, sync_batchnorm
 from hvdtrain.backends.tensorflow.graph import Gradients, Update
 from hvdtrain.backends.tensorflow.metrics import Evaluator
 from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.task import ClassNumbers, loss_name, make_task
 from hvdtrain.backends.tensorflow.trial import Trial
 from hvdtrain.config import Config
+from hvdtrain.data.empty import StandIn
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.precision.policy import FP32, Precision
+from hvdtrain.precision.scaler import LossScale
 from hvdtrain.protocols import Batch, Pair, ParamSpec
 
 
-def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int) -> TensorFlowStep:
+def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int,
+                precision: Precision = FP32) -> TensorFlowStep:
     """A step over ``spec.model``, which must have its variables, on this rank's device."""
-    return TensorFlowStep(spec, config, control.rank, steps_per_epoch)
+    return TensorFlowStep(spec, config, control.rank, steps_per_epoch, precision)
 
 
 class TensorFlowStep:
@@ -37,12 +41,15 @@ class TensorFlowStep:
     arrived: the waiting is inside it, and `exchange` reports the seconds that the graph measured.
     """
 
-    def __init__(self, spec: Any, config: Config, rank: int, steps_per_epoch: int) -> None:
+    def __init__(self, spec: Any, config: Config, rank: int, steps_per_epoch: int, precision: Precision = FP32) -> None:
         placement.require_tensorflow()
         self.model: keras.Model = spec.model
         _build(spec)
         if not self.model.trainable_variables:
             raise UserError("the model has no trainable variable", "at least one", "set trainable on a layer")
+        amp.compute_in(self.model, precision.own)
+        self._rank, self.precision = rank, precision
+        self.scale = LossScale(config.loss_scale, precision.scaled)
         self._words = {"loss": loss_name(spec, config)}
         self._task = make_task(spec, config)
         self._class_numbers = ClassNumbers(spec, config)
@@ -50,10 +57,14 @@ class TensorFlowStep:
         self._opt = Optimization(config, self.model, steps_per_epoch)
         self._tensors: list[tf.Tensor] | None = None
         self._started = False
-        self.waited_s = 0.0
+        self.waited_s = self._waited_in_step_s = 0.0
+        sync_batchnorm.release(self.model)
+        self._sync = sync_batchnorm.Across() if config.sync_batchnorm else None
+        self._stand_in = StandIn()
+        self._parts = config.accumulate > 1 or config.micro_batch > 0 or config.balance != "off"
         self._trial: Trial | None = None
         self._n_seen = self._n_seen_before = 0
-        self._buffers = shared.Buffers(self.model) if config.nan_guard == "skip" else None
+        self._buffers = shared.Buffers(self.model) if config.nan_guard == "skip" or self.scale.on else None
         self.asynchronous = placement.on_gpu(self.model)
         placement.seed_model(state.seed_states(self.model), rank)
 
@@ -67,7 +78,10 @@ class TensorFlowStep:
     def attach(self, reducer: Reducer) -> None:
         """Prepare the graphs for this reducer; they are traced at the first batch."""
         self._reducer = reducer
-        self._gradients = Gradients(self.model, self._task, reducer, undoable=self._buffers is not None)
+        if self._sync:
+            self._sync.take(self.model, reducer)
+        self._gradients = Gradients(self.model, self._task, reducer, undoable=self._buffers is not None,
+                                    scaled=self._rank in self.precision.scaled)
         self._update = Update(self.model, self._opt.optimizer, reducer)
 
     def plain_sgd(self) -> bool:
@@ -87,14 +101,14 @@ class TensorFlowStep:
     def zero(self) -> None:
         """Forget the gradients of the step before."""
         self._reducer.begin()
-        self._gradients.begin()
-        self._tensors, self._started, self.waited_s = None, False, 0.0
+        self._gradients.begin(self.scale.of(self._rank))
+        self._tensors, self._started, self.waited_s, self._waited_in_step_s = None, False, 0.0, 0.0
         self._n_seen_before = self._n_seen
         if self._buffers is not None:
             self._buffers.keep()
 
     def discard(self) -> None:
-        """Undo what the step did to buffers and compressor state (with nan_guard skip); there will be no update."""
+        """Undo what the step did to buffers and compressor state, where it may be left out; there will be no update."""
         self._gradients.discard()
         if self._buffers is not None:
             self._buffers.put_back()
@@ -102,21 +116,30 @@ class TensorFlowStep:
 
     def forward_backward(self, batch: Batch, scale: float, last: bool) -> Pair:
         """Add the gradient of ``loss_sum * scale``; the graph of the ``last`` micro-batch also exchanges."""
-        self._n_seen += len(tf.nest.flatten(batch)[0])
+        samples = len(tf.nest.flatten(batch)[0])
+        self._n_seen += samples
+        if self._sync:
+            self._sync.begin(self.scale.of(self._rank), samples > 0)
+            if samples:
+                self._stand_in.saw(batch)
+            else:
+                batch, scale = self._stand_in.instead(batch), 0.0
         with self._class_numbers.checked(tuple(batch)):
-            if not last:
-                return self._gradients.add(tuple(batch), scale)
-            loss_sum, weight, self._tensors, waited_s = self._gradients.last(tuple(batch), scale)
-        self.waited_s = float(waited_s)
-        if not (self._gradients.in_graph or self._reducer.alone):
+            if last:
+                loss_sum, weight, self._tensors, waited_s = self._gradients.last(tuple(batch), scale)
+            else:
+                (loss_sum, weight), waited_s = self._gradients.add(tuple(batch), scale), 0.0
+        self.waited_s = float(waited_s) + (self._sync.waited_s() if self._sync else 0.0)
+        self._waited_in_step_s += self.waited_s
+        if last and not (self._gradients.in_graph or self._reducer.alone):
             self._start()
-        return loss_sum, weight
+        return (loss_sum, weight) if samples else (0.0, 0.0)
 
     def trial(self, batch: Batch) -> None:
         """Compute a batch's gradient for its time alone, in a graph of its own without an exchange."""
         if self._trial is None:
             self._trial = Trial(self.model, lambda parts: self._gradients.alone(parts))
-        with self._class_numbers.checked(tuple(batch)):
+        with self._class_numbers.checked(tuple(batch)), sync_batchnorm.local_statistics(self._sync):
             self._trial(batch)
 
     def device_s(self) -> None:
@@ -126,9 +149,9 @@ class TensorFlowStep:
         """Complete the sums (of zeros, if this rank had no sample); return the seconds waited."""
         if self._tensors is None:
             self._tensors, waited_s = self._gradients.zeros()
-            self.waited_s = float(waited_s)
+            self._waited_in_step_s = float(waited_s)
         if self._gradients.in_graph or self._reducer.alone:
-            return self.waited_s
+            return self._waited_in_step_s
         begin = time.perf_counter()
         if not self._started:
             self._start()
@@ -142,9 +165,9 @@ class TensorFlowStep:
         self._started = True
 
     def apply(self, clip_norm: float, check: bool) -> tuple[bool, float]:
-        """Clip by the global norm and update; not if the norm is not finite."""
+        """Clip by the global norm and update; not if the norm is not finite, which a loss scale makes it look for."""
         assert self._tensors is not None, "apply before exchange"
-        return self._update(self._tensors, clip_norm, check)
+        return self._update(self._tensors, clip_norm, check or self.scale.on)
 
     # --- evaluation ----------------------------------------------------------------------------------------------
 
@@ -172,24 +195,29 @@ class TensorFlowStep:
 
     def describe(self) -> dict[str, str]:
         """Loss, optimizer, schedule, device, in words."""
-        return {**self._words, **self._opt.describe(), "device": "gpu" if self.asynchronous else "cpu"}
+        device = {"device": "gpu" if self.asynchronous else "cpu"}
+        return {**self._words, **self._opt.describe(), **device, **self.precision.describe(), **self.scale.describe()}
 
     def caveats(self) -> list[str]:
         """Layers whose result depends on how a batch is cut (law 2), or whose type is too narrow."""
         found = []
         layers = self.model._flatten_layers()
-        if any(isinstance(layer, keras.layers.BatchNormalization) and layer.trainable for layer in layers):
-            found.append("BatchNorm takes its statistics over each rank's own samples")
+        if any(layer.trainable for layer in sync_batchnorm.norms(self.model)):
+            if not self._sync:
+                found.append("BatchNorm takes its statistics over each rank's own samples")
+            elif self._parts:
+                found.append("BatchNorm takes its statistics over each micro-batch of all ranks")
         if state.seed_states(self.model):
             found.append("dropout draws differ with the number of ranks")
-        if any(layer.compute_dtype == "float16" for layer in layers):
+        if self.precision.own != "fp16" and any(layer.compute_dtype == "float16" for layer in layers):
             found.append("layers compute in float16 and the loss is not scaled: small gradients may vanish")
-        return found
+        return found + self.precision.caveats()
 
     def state(self) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
         """Groups "model" and "optimizer" (with its count of updates); the optimizer's name and its base rate."""
         groups = {"model": state.arrays(self.model.weights), "optimizer": state.arrays(self._opt.optimizer.variables)}
-        return groups, {"optimizer": type(self._opt.optimizer).__name__, "base_lr": self._opt.base_lr}
+        own = {"optimizer": type(self._opt.optimizer).__name__, "base_lr": self._opt.base_lr}
+        return groups, {**own, **self.scale.state()}
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
         """Undo `state`; a base rate that is configured otherwise now takes effect."""
@@ -200,6 +228,7 @@ class TensorFlowStep:
         state.load("model", self.model.weights, groups["model"])
         state.load("optimizer", self._opt.optimizer.variables, groups["optimizer"])
         self._opt.resume(rest.get("base_lr"))
+        self.scale.load(rest)
         self._n_seen = self._n_seen_before = 0
 
     def rank_state(self) -> dict[str, np.ndarray]:
@@ -213,7 +242,8 @@ class TensorFlowStep:
 
     def export(self, directory: Any) -> list[str]:
         """Write model.safetensors and Keras' own file; return their names."""
-        return state.export(self.model, self._opt.optimizer, directory)
+        with amp.own_types(self.model):
+            return state.export(self.model, self._opt.optimizer, directory)
 
 
 def _build(spec: Any) -> None:

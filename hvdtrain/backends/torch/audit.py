@@ -24,12 +24,17 @@ def check_model(model: torch.nn.Module) -> None:
                             "keep it in a tensor given to register_buffer, in place of get_extra_state")
 
 
-def caveats(model: torch.nn.Module) -> list[str]:
-    """Layers in training mode whose result depends on how a batch is cut (law 2), in words."""
+def caveats(model: torch.nn.Module, synchronised: bool = False, in_parts: bool = False) -> list[str]:
+    """Layers in training mode whose result depends on how a batch is cut (law 2), in words.
+
+    ``synchronised``: BatchNorm layers take their statistics over all ranks; ``in_parts``: in several micro-batches.
+    """
     found = []
     active = [m for m in model.modules() if m.training]
     norms = [m for m in active if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
-    if any(not isinstance(m, torch.nn.SyncBatchNorm) for m in norms):
+    if norms and synchronised and in_parts:
+        found.append("BatchNorm takes its statistics over each micro-batch of all ranks")
+    elif not synchronised and any(not isinstance(m, torch.nn.SyncBatchNorm) for m in norms):
         found.append("BatchNorm takes its statistics over each rank's own samples")
     if any(_drops(m) for m in active):
         found.append("dropout draws differ with the number of ranks")

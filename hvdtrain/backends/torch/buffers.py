@@ -105,7 +105,7 @@ class Buffers:
         saved = self._model.state_dict().keys()
         lasting = {n: b for n, b in every.items() if n in saved}
         own_3 = torch.tensor([self._seen, _print(every), _print(lasting)])
-        all_P3 = reducer.arrived(reducer.collectives.allgather(reducer.outgoing(own_3), "buffers").wait()).numpy()
+        all_P3 = reducer.arrived(reducer.collectives.allgather(reducer.outgoing(own_3), "buffers").wait()).cpu().numpy()
         if (all_P3[:, 1] == all_P3[0, 1]).all():
             return all_P3[:, 0], every
         if (all_P3[:, 2] == all_P3[0, 2]).all():

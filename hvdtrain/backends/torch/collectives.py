@@ -1,4 +1,8 @@
-"""Horovod's collectives for PyTorch. Sums only (law 1); names are given by the reducer (law 5)."""
+"""Horovod's collectives for PyTorch. Sums only (law 1); names are given by the reducer (law 5).
+
+Given CPU tensors, Horovod uses its MPI (or Gloo) operations, given a GPU's those that it was built with: `staged`
+puts the former under gradients of a GPU.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,9 @@ from typing import Any
 
 import torch
 
+from hvdtrain.backends.torch.staged import StagedCollectives
 from hvdtrain.errors import PeerFailed
+from hvdtrain.protocols import Collectives
 
 
 class _Pending:
@@ -63,8 +69,18 @@ class HorovodCollectives:
         return _Pending(self._hvd, self._hvd.broadcast_async(x_N, root, name=name))
 
 
-def collectives(kind: str, control: Any, exchange: Any, start_horovod: Callable[..., Any]) -> HorovodCollectives | None:
-    """Horovod's collectives for PyTorch, started; None for a kind the core provides."""
+def collectives(kind: str, control: Any, exchange: Any, start_horovod: Callable[..., Any],
+                over_host: bool = False) -> HorovodCollectives | StagedCollectives | None:
+    """Horovod's collectives for PyTorch, started; None for a kind the core provides.
+
+    ``over_host``: from host memory, also where tensors lie on a GPU.
+    """
     if kind != "horovod":
         return None
-    return HorovodCollectives(start_horovod("torch", exchange))
+    wire = HorovodCollectives(start_horovod("torch", exchange))
+    return stage(wire, control) if over_host else wire
+
+
+def stage(wire: Collectives, control: Any) -> StagedCollectives:
+    """A wire of host memory, for tensors of a GPU: pinned, and overlapping what computes."""
+    return StagedCollectives(wire, timeout_s=getattr(control, "timeout_s", 600.0))

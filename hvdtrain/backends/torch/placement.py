@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import platform
-
 import torch
 
-from hvdtrain.cluster.devices import DeviceFacts
+from hvdtrain.cluster.devices import DeviceFacts, cpu_facts
 
 
 def device() -> torch.device:
@@ -22,10 +20,7 @@ def in_host_memory() -> bool:
 def device_facts() -> DeviceFacts:
     """What `device` is."""
     if device().type == "cpu":
-        import psutil
-
-        return DeviceFacts("cpu", platform.processor() or platform.machine(), platform.machine(),
-                           psutil.virtual_memory().available)
+        return cpu_facts()
     found = torch.cuda.get_device_properties(0)
     if torch.version.hip:
         return DeviceFacts("rocm", found.name, getattr(found, "gcnArchName", ""), found.total_memory)

@@ -16,44 +16,55 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.backends.torch import audit, placement, state, trial
+from hvdtrain.backends.torch import amp, audit, placement, state, sync_batchnorm, trial
 from hvdtrain.backends.torch.buffers import Buffers
 from hvdtrain.backends.torch.optim import Optimization
 from hvdtrain.backends.torch.placement import DeviceClock
 from hvdtrain.backends.torch.task import Metrics, make_task
 from hvdtrain.config import Config
+from hvdtrain.data.empty import StandIn
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.precision.policy import FP32, Precision
+from hvdtrain.precision.scaler import LossScale
 from hvdtrain.protocols import Batch, Pair, ParamSpec
 
 
-def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int) -> TorchStep:
+def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int,
+                precision: Precision = FP32) -> TorchStep:
     """A step over ``spec.model``, on this rank's device."""
-    return TorchStep(spec, config, control.rank, steps_per_epoch)
+    return TorchStep(spec, config, control.rank, steps_per_epoch, precision)
 
 
 class TorchStep:
     """Implements `hvdtrain.protocols.Step`."""
 
-    def __init__(self, spec: Any, config: Config, rank: int, steps_per_epoch: int) -> None:
+    def __init__(self, spec: Any, config: Config, rank: int, steps_per_epoch: int, precision: Precision = FP32) -> None:
         self.device = placement.device()
         self.asynchronous = self.device.type == "cuda"
-        self.waited_s = 0.0
+        self.waited_s = self._waited_in_step_s = 0.0
         self._clock = DeviceClock() if self.asynchronous else None
         self.model: torch.nn.Module = spec.model.to(self.device)
         audit.check_model(self.model)
+        sync_batchnorm.release(self.model)
+        self._sync = sync_batchnorm.Across() if config.sync_batchnorm else None
+        self._stand_in = StandIn()
+        self._parts = config.accumulate > 1 or config.micro_batch > 0 or config.balance != "off"
         _train(self.model, {m: False for m in self.model.modules() if self.model.training and not m.training})
         named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         if not named:
             raise UserError("the model has no trainable parameter", "at least one with requires_grad", "unfreeze one")
         dtypes = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
         self._dtype = dtypes.pop() if len(dtypes) == 1 else None
+        amp.check(self._dtype, precision.own)
+        self.precision = precision
+        self.scale = LossScale(config.loss_scale, precision.scaled)
         self._names = [n for n, _ in named]
         self._params = [p for _, p in named]
         self._task = make_task(spec, config)
         self._metrics = Metrics(spec, config, self._task)
         self._opt = Optimization(config, self._params, steps_per_epoch)
-        self._buffers = Buffers(self.model, undoable=config.nan_guard == "skip")
+        self._buffers = Buffers(self.model, undoable=config.nan_guard == "skip" or self.scale.on)
         self._reducer: Reducer
         self._flats: list[torch.Tensor] = []
         self._views: dict[int, torch.Tensor] = {}
@@ -76,6 +87,8 @@ class TorchStep:
             hook.remove()
         kept = dict(zip(self._reducer.buckets, self._flats)) if self._flats else {}
         self._reducer, self._flats, self._hooks, self._views = reducer, [], [], {}
+        if self._sync:
+            self._sync.take(self.model, reducer)
         if reducer.alone:
             return
         self._missing: list[set[int]] = [set() for _ in reducer.buckets]
@@ -100,8 +113,19 @@ class TorchStep:
                                 "give torch.utils.checkpoint use_reentrant=False")
             missing.remove(index)
             if not missing:
-                self._reducer.start(bucket, self._flats[bucket])
+                self._start(bucket)
         return full
+
+    def _start(self, bucket: int) -> None:
+        """Put a full bucket on the wire, in it the gradient of the loss as it is."""
+        if self._factor != 1.0:
+            self._flats[bucket].mul_(1.0 / self._factor)
+        self._reducer.start(bucket, self._flats[bucket])
+
+    @property
+    def _factor(self) -> float:
+        """What this rank's loss is multiplied by."""
+        return self.scale.of(self._rank)
 
     def plain_sgd(self) -> bool:
         """Whether the optimizer is SGD without momentum."""
@@ -132,6 +156,7 @@ class TorchStep:
         """Forget the gradients of the step before."""
         self._buffers.begin_step()
         self._reducer.begin()
+        self._waited_in_step_s = 0.0
         if self._clock:
             self._clock.start()
         for param in self._params:
@@ -142,7 +167,14 @@ class TorchStep:
     def forward_backward(self, batch: Batch, scale: float, last: bool) -> Pair:
         """Add the gradient of ``loss_sum * scale``; hooks start the exchange on the ``last`` micro-batch."""
         self._last = last and not self._reducer.alone
-        self._buffers.saw(len(batch[0]))
+        samples = len(batch[0])
+        self._buffers.saw(samples)
+        if self._sync:
+            self._sync.begin(self._factor, samples > 0)
+            if samples:
+                self._stand_in.saw(batch)
+            else:
+                batch, scale = self._stand_in.instead(batch), 0.0
         loss_sum, weight = self._forward(batch)
         if not isinstance(loss_sum, torch.Tensor) or loss_sum.dim() != 0:
             shape = tuple(getattr(loss_sum, "shape", ()))
@@ -151,14 +183,18 @@ class TorchStep:
                 "(loss_sum, weight) with a scalar loss_sum",
                 "sum the loss in the model file's task",
             )
-        (loss_sum * scale).backward()
+        (loss_sum * (scale * self._factor)).backward()
         self._last = False
-        return loss_sum.detach(), weight
+        if self._sync:
+            self.waited_s = self._sync.waited_s
+            self._waited_in_step_s += self.waited_s
+        return (loss_sum.detach(), weight) if samples else (0.0, 0.0)
 
     def _forward(self, batch: Batch) -> Pair:
         """The task's pair; `UserError` where the part of the batch is too small for BatchNorm."""
         try:
-            return self._task(self.model, self._tensors(batch))
+            with amp.computing(self.device, self.precision.own):
+                return self._task(self.model, self._tensors(batch))
         except ValueError as error:
             if "Expected more than 1 value per channel when training" not in str(error):
                 raise
@@ -169,11 +205,13 @@ class TorchStep:
 
     def trial(self, batch: Batch) -> None:
         """Compute a batch's gradient for its time alone."""
-        trial.trial(self.model, self._params, self._forward, batch)
+        with sync_batchnorm.local_statistics(self._sync):
+            trial.trial(self.model, self._params, self._forward, batch)
 
     def device_s(self) -> float | None:
         """Between the events around the latest forward and backward that the device has ended; None on a CPU."""
-        return self._clock.seconds() if self._clock else None
+        found_s = self._clock.seconds() if self._clock else None
+        return found_s if found_s is None else max(0.0, found_s - self._waited_in_step_s)
 
     def exchange(self) -> float:
         """Hand over what backward left (all of it, if this rank had no sample), and wait for the sums."""
@@ -183,6 +221,8 @@ class TorchStep:
             for param in self._params:  # a parameter without a gradient has a zero one, as it has with several ranks
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
+                elif self._factor != 1.0:
+                    param.grad.mul_(1.0 / self._factor)
             return 0.0
         begin = time.perf_counter()
         for bucket, missing in enumerate(self._missing):
@@ -190,18 +230,18 @@ class TorchStep:
                 if self._params[index].grad is not self._views[index]:
                     self._take_in(index)
             if missing:
-                self._reducer.start(bucket, self._flats[bucket])
+                self._start(bucket)
         for flat_N, sum_N in zip(self._flats, self._reducer.finish()):
             if sum_N.data_ptr() != flat_N.data_ptr():
                 flat_N.copy_(sum_N)
-        return time.perf_counter() - begin
+        return time.perf_counter() - begin + self._waited_in_step_s
 
     # --- update, evaluation --------------------------------------------------------------------------------------
 
     def apply(self, clip_norm: float, check: bool) -> tuple[bool, float]:
-        """Clip by the global norm and update; not if the norm is not finite."""
+        """Clip by the global norm and update; not if the norm is not finite, which a loss scale makes it look for."""
         norm = math.nan
-        if clip_norm > 0 or check:
+        if clip_norm > 0 or check or self.scale.on:
             parts = self._flats or [p.grad for p in self._params if p.grad is not None]
             norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p).float() for p in parts])))
             if not math.isfinite(norm):
@@ -222,7 +262,7 @@ class TorchStep:
         modes = {m: m.training for m in self.model.modules()}
         self.model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), amp.computing(self.device, self.precision.own):
                 self._metrics.add(self.model, self._tensors(batch))
         finally:
             _train(self.model, modes)
@@ -254,16 +294,17 @@ class TorchStep:
 
     def describe(self) -> dict[str, str]:
         """Optimizer, schedule, device, in words."""
-        return {**self._opt.describe(), "device": str(self.device)}
+        device = {"device": str(self.device)}
+        return {**self._opt.describe(), **device, **self.precision.describe(), **self.scale.describe()}
 
     def caveats(self) -> list[str]:
         """Layers whose result depends on how a batch is cut (law 2)."""
-        return audit.caveats(self.model)
+        return [*audit.caveats(self.model, self._sync is not None, self._parts), *self.precision.caveats()]
 
     def state(self) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
         """Groups "model" and "optimizer", and the scalars of optimizer and schedule."""
         groups = {"model": state.model_arrays(self.model), "optimizer": state.optimizer_arrays(self._opt, self._names)}
-        return groups, self._opt.scalars()
+        return groups, {**self._opt.scalars(), **self.scale.state()}
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
         """Undo `state`; a checkpoint that does not fit changes nothing."""
@@ -273,6 +314,7 @@ class TorchStep:
         self._buffers.loaded()
         state.load_optimizer(self._opt, self._names, self._params, groups["optimizer"])
         self._opt.load_scalars(rest)
+        self.scale.load(rest)
 
     def rank_state(self) -> dict[str, np.ndarray]:
         """Random generators and compressor state of this rank."""

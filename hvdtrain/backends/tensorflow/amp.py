@@ -1,0 +1,82 @@
+"""Computing in 16 bits with Keras: the dtype policies of a model's layers, float32 for the loss.
+
+Owns the layers' policies while a run uses the model. Variables stay float32 and so do their gradients: only a layer's
+``compute_dtype`` changes, which Keras reads at each call. Keras' global policy is left alone, so nothing that is built
+later notices; a model built under a policy of the user's keeps it where ``precision`` is fp32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.errors import UserError
+from hvdtrain.precision.policy import LONG
+
+_given: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""The policies that layers had before a run changed them."""
+
+
+def compute_in(model: keras.Model, own: str) -> None:
+    """Let ``model``, which has its variables, compute in ``own``; "fp32": in its own types, as it was built.
+
+    Errors: `UserError` for variables that are not float32.
+    """
+    _swap(model)
+    if own == "fp32":
+        return
+    other = {str(keras.backend.standardize_dtype(v.dtype)) for v in model.trainable_variables} - {"float32"}
+    if other:
+        raise UserError(f"precision {own} with variables of {min(other)}", "float32 variables, which are kept as they "
+                        "are", "build the model in float32, or set precision: fp32 for the model's own types")
+    policy = keras.DTypePolicy(f"mixed_{LONG[own]}")
+    for layer in _followers(model):
+        _given[layer] = layer.dtype_policy
+        layer.dtype_policy = policy
+
+
+@contextlib.contextmanager
+def own_types(model: keras.Model) -> Iterator[None]:
+    """Around what writes the model down: it shall read back as it was built."""
+    changed = _swap(model)
+    try:
+        yield
+    finally:
+        for layer, policy in changed.items():
+            _given[layer] = layer.dtype_policy
+            layer.dtype_policy = policy
+
+
+def widened(outputs: Any) -> Any:
+    """A 16-bit floating tensor in float32; anything else as it is."""
+    narrow = tf.is_tensor(outputs) and outputs.dtype in (tf.float16, tf.bfloat16)
+    return tf.cast(outputs, tf.float32) if narrow else outputs
+
+
+def _swap(model: keras.Model) -> dict[Any, Any]:
+    """Give layers back the policies they had before a run; return the run's, by layer."""
+    changed = {}
+    for layer in model._flatten_layers():
+        if layer in _given:
+            changed[layer] = layer.dtype_policy
+            layer.dtype_policy = _given.pop(layer)
+    return changed
+
+
+def _followers(model: keras.Model) -> list[Any]:
+    """The layers that compute in the run's type.
+
+    Where some are of mixed precision by the user's doing: those. Else the layers that were built without a dtype of
+    their own, which hold the policy object that the model holds; a softmax with ``dtype="float32"`` stays so. In a
+    model that was loaded from a file no layer with weights holds that object: there all follow.
+    """
+    plain = [layer for layer in model._flatten_layers() if type(layer.dtype_policy) is keras.DTypePolicy
+             and layer.variable_dtype == "float32"]
+    mixed = [layer for layer in plain if layer.compute_dtype != layer.variable_dtype]
+    alike = [layer for layer in plain if layer.dtype_policy is model.dtype_policy]
+    return mixed or (alike if any(layer._trainable_variables for layer in alike) else plain)

@@ -1,0 +1,192 @@
+"""BatchNorm over the samples of all ranks (the key ``sync_batchnorm``): Keras' own layers, with joint moments.
+
+Owns the moments, their gradient and the two collectives of a layer; all else (scale, offset, moving statistics,
+renormalisation, what a layer is written as) stays Keras'. Only a layer's ``_moments`` is its own while a run uses it.
+With n_r, m_r, s_r the number, mean and sum of squared deviations of rank r's values of a channel, and N = sum n_r::
+
+    mean = sum n_r m_r / N        var = sum (s_r + n_r (m_r - mean)^2) / N
+
+(Chan, Golub, LeVeque 1979), so a rank counts by its samples, and one without any counts for nothing. Every rank's loss
+depends on both, so their gradients are summed over ranks before they go on to x, as dmean / N + 2 (x - mean) dvar / N.
+
+The collectives are nodes of the graph of forward and backward, which Horovod pairs by name: every rank runs the same
+graphs the same number of times (`hvdtrain.data.feed`, ``even_micros``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.errors import UserError
+from hvdtrain.exchange.reducer import Reducer
+
+_PLAIN = keras.layers.BatchNormalization
+
+
+class Across:
+    """What the layers of one model share: the wire, this rank's loss scale, and how long they waited.
+
+    While this rank is not present, what it computes on counts for nothing (`hvdtrain.data.empty`).
+    ``local``: graphs that are traced meanwhile take moments over own samples only, without a wire.
+    """
+
+    def __init__(self) -> None:
+        self.local = False
+        self._reducer: Reducer | None = None
+        self._unscale = tf.Variable(1.0, trainable=False, dtype=tf.float64, name="bn_unscale")
+        self._waited_s = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="bn_waited_s")
+        self._present = tf.Variable(True, trainable=False, name="bn_present")
+        self._opened = (1.0, True)
+        self._uses: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+
+    def take(self, model: keras.Model, reducer: Reducer) -> None:
+        """Have every BatchNorm layer of ``model`` take its moments over ``reducer``'s ranks; nothing on one rank.
+
+        Errors: `UserError` for a layer with a call of its own, and for a wire that is outside TensorFlow's graphs.
+        """
+        release(model)
+        self._reducer = reducer
+        layers = norms(model)
+        if reducer.collectives.size == 1 or not layers:
+            return
+        if not reducer.collectives.in_graph:
+            raise UserError(f"sync_batchnorm with Keras over {reducer.collectives.name}, which no graph can call",
+                            "collectives horovod", "set collectives: horovod (`python -m hvdtrain build` makes one), "
+                            "or sync_batchnorm: false")
+        for i, layer in enumerate(layers):
+            plain = type(layer)
+            if plain.call is not _PLAIN.call or plain._moments is not _PLAIN._moments:
+                raise UserError(f"sync_batchnorm with {plain.__name__} {layer.name!r}, which has a call of its own",
+                                "keras.layers.BatchNormalization", "use it, or set sync_batchnorm: false")
+            object.__setattr__(layer, "_moments", partial(self._moments, layer, f"bn.{i}"))
+
+    def begin(self, loss_scale: float, present: bool) -> None:
+        """Open a micro-batch, whose loss is multiplied by ``loss_scale``; ``present``: it has samples."""
+        if (loss_scale, present) != self._opened:
+            self._opened = loss_scale, present
+            self._unscale.assign(1.0 / loss_scale)
+            self._present.assign(present)
+
+    def waited_s(self) -> float:
+        """Seconds that the layers waited for other ranks since this was last asked."""
+        seconds = float(self._waited_s.numpy())
+        if seconds:
+            self._waited_s.assign(0.0)
+        return seconds
+
+    def _moments(self, layer: Any, name: str, x: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+        """Mean and biased variance over all ranks, (C,) each, of x (B, ...), B = 0 included, where ``mask`` is true."""
+        if self.local:
+            found: tuple[tf.Tensor, tf.Tensor] = type(layer)._moments(layer, x, mask)
+            return found
+        axes, uses = layer._reduction_axes, self._uses.setdefault(tf.compat.v1.get_default_graph(), Counter())
+        uses[name] += 1
+        name = f"{name}.{uses[name] - 1}"  # a layer may be called several times in a graph
+        counted = None if mask is None else tf.cast(tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(x)), x.dtype)
+
+        @tf.custom_gradient
+        def joint(x: tf.Tensor) -> tuple[tuple[tf.Tensor, tf.Tensor], Callable[..., tf.Tensor]]:
+            mean_C, var_C, n_C = self._joint(x, counted, axes, name)
+            shape = [x.shape[i] if i not in axes else 1 for i in range(x.shape.rank)]
+
+            def gradient(dmean_C: tf.Tensor, dvar_C: tf.Tensor) -> tf.Tensor:
+                parts_K = tf.cast(tf.concat([dmean_C, dvar_C], 0), tf.float64)
+                summed_K = self._sum(parts_K * self._unscale.read_value(), f"{name}.backward")
+                dmean_C, dvar_C = (tf.reshape(tf.cast(g / n_C, x.dtype), shape) for g in
+                                   tf.split(summed_K / self._unscale.read_value(), 2))
+                dx = dmean_C + 2 * dvar_C * (x - tf.reshape(tf.cast(mean_C, x.dtype), shape))
+                dx = dx if counted is None else dx * counted
+                return tf.where(self._present.read_value(), dx, tf.zeros_like(dx))
+
+            return (tf.cast(mean_C, x.dtype), tf.cast(var_C, x.dtype)), gradient
+
+        mean_C, var_C = joint(x)
+        return mean_C, var_C
+
+    def _joint(self, x: tf.Tensor, counted: tf.Tensor | None, axes: list[int],
+               name: str) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Mean, biased variance and number of values over all ranks, float64 (C,) each."""
+        own_K = _own(x, counted, axes)
+        own_K = tf.where(self._present.read_value(), own_K, tf.zeros_like(own_K))
+        rows_PK = self._gather(own_K, f"{name}.forward")
+        n_PC, mean_PC, squares_PC = tf.split(rows_PK, 3, axis=1)
+        n_C = tf.maximum(_sum_rows(n_PC), 1)
+        mean_C = _sum_rows(n_PC * mean_PC) / n_C
+        return mean_C, _sum_rows(squares_PC + n_PC * tf.square(mean_PC - mean_C)) / n_C, n_C
+
+    def _gather(self, x_K: tf.Tensor, name: str) -> tf.Tensor:
+        """Every rank's vector: (K,) -> (P, K)."""
+        assert self._reducer is not None
+        wire = self._reducer.collectives
+        rows_PK = self._timed(x_K, lambda: wire.allgather(x_K, name).wait())
+        return tf.ensure_shape(rows_PK, [wire.size, x_K.shape[0]])
+
+    def _sum(self, x_K: tf.Tensor, name: str) -> tf.Tensor:
+        """Sum over ranks: (K,) -> (K,)."""
+        assert self._reducer is not None
+        wire = self._reducer.collectives
+        return self._timed(x_K, lambda: wire.allreduce(x_K, name).wait())
+
+    def _timed(self, x: tf.Tensor, collective: Callable[[], tf.Tensor]) -> tf.Tensor:
+        """Count the seconds from x to the collective's result."""
+        with tf.control_dependencies([x]):
+            begin_s = tf.timestamp()
+        found = collective()
+        with tf.control_dependencies([found]):
+            self._waited_s.assign_add(tf.maximum(tf.timestamp() - begin_s, 0.0))
+        return found
+
+
+@contextlib.contextmanager
+def local_statistics(across: Across | None) -> Iterator[None]:
+    """Graphs traced within it take moments as Keras does: what one rank does without the others (`Step.trial`)."""
+    if across is None:
+        yield
+        return
+    before, across.local = across.local, True
+    try:
+        yield
+    finally:
+        across.local = before
+
+
+def norms(model: keras.Model) -> list[Any]:
+    """The BatchNorm layers of ``model``, in its own order."""
+    return [layer for layer in model._flatten_layers() if isinstance(layer, _PLAIN)]
+
+
+def release(model: keras.Model) -> None:
+    """Make every layer Keras' own again: a model may come from a run with other ranks."""
+    for layer in norms(model):
+        layer.__dict__.pop("_moments", None)
+
+
+def _own(x: tf.Tensor, counted: tf.Tensor | None, axes: list[int]) -> tf.Tensor:
+    """This rank's numbers, means and sums of squared deviations, float64 (3 C,); ``counted``: 0 for what is masked."""
+    if counted is None:
+        total_C = tf.reduce_sum(x, axes, keepdims=True)
+        n_C = tf.fill(tf.shape(total_C), tf.cast(tf.size(x, tf.int64) // total_C.shape.num_elements(), tf.float64))
+    else:
+        total_C = tf.reduce_sum(x * counted, axes, keepdims=True)
+        n_C = tf.cast(tf.reduce_sum(counted, axes, keepdims=True), tf.float64)
+    mean_C = total_C / tf.cast(tf.maximum(n_C, 1), x.dtype)
+    apart = x - mean_C if counted is None else (x - mean_C) * counted
+    found = n_C, mean_C, tf.reduce_sum(tf.square(apart), axes)
+    return tf.concat([tf.reshape(tf.cast(each, tf.float64), [total_C.shape.num_elements()]) for each in found], 0)
+
+
+def _sum_rows(x_PC: tf.Tensor) -> tf.Tensor:
+    """(P, C) -> (C,), the second half of the rows added to the first until one is left: one order on all ranks."""
+    rows = x_PC.shape[0]
+    while rows > 1:
+        half = (rows + 1) // 2
+        x_PC, rows = tf.concat([x_PC[:rows - half] + x_PC[half:], x_PC[rows - half:half]], 0), half
+    return x_PC[0]

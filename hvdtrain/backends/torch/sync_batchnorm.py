@@ -1,0 +1,234 @@
+"""BatchNorm over the samples of all ranks (the key ``sync_batchnorm``): the model's own layers, with joint statistics.
+
+Owns the statistics, their gradient and the two collectives of a layer. Parameters, buffers, names in the state_dict,
+and what a layer does in evaluation mode stay torch's. With n_r, m_r, s_r the number, mean and sum of squared deviations
+of rank r's values of a channel, and N = sum n_r::
+
+    mean = sum n_r m_r / N        var = sum (s_r + n_r (m_r - mean)^2) / N
+
+(Chan, Golub, LeVeque 1979), so a rank counts by its samples, and one without any counts for nothing. With
+x^ = (x - mean) / sqrt(var + eps), and both sums over the values of all ranks::
+
+    dx = weight / sqrt(var + eps) * (dy - sum(dy) / N - x^ sum(dy x^) / N)
+
+Gradients of weight and bias stay this rank's: the exchange of gradients sums them (law 1). Every rank runs every layer
+the same number of times in the same order (`hvdtrain.data.feed`, ``even_micros``), so each can wait where it stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hvdtrain.errors import UserError
+from hvdtrain.exchange.reducer import Reducer
+
+_PLAIN = (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward)
+
+
+class Across:
+    """What the layers of one model share: the wire, and how long they waited for it.
+
+    ``waited_s``: seconds since `begin`. ``local``: statistics over own samples only, without a wire.
+    ``factor``: what this rank multiplies its loss by (a loss scale): ranks sum the gradient of the loss as it is.
+    ``present``: whether this rank has samples; else what it computes on counts for nothing (`hvdtrain.data.empty`).
+    """
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+        self.local = False
+        self.factor = 1.0
+        self.present = True
+        self._reducer: Reducer | None = None
+
+    def take(self, model: torch.nn.Module, reducer: Reducer) -> None:
+        """Have every BatchNorm layer of ``model`` take its statistics over ``reducer``'s ranks; nothing on one rank.
+
+        Errors: `UserError` for a layer with a forward of its own.
+        """
+        release(model)
+        self._reducer = reducer
+        if reducer.collectives.size == 1:
+            return
+        for name, module in model.named_modules():
+            if not isinstance(module, _BatchNorm):
+                continue
+            plain = type(module)
+            if plain.forward not in _PLAIN:
+                raise UserError(f"sync_batchnorm with {plain.__name__} {name!r}, which has a forward of its own",
+                                "torch.nn.BatchNorm1d, 2d or 3d", "use one of them, or set sync_batchnorm: false")
+            own = {"plain": plain, "wire_name": f"bn.{name}", "across": self}
+            module.__class__ = type(plain.__name__, (Synchronised, plain), own)
+
+    def begin(self, factor: float, present: bool) -> None:
+        """Open a micro-batch."""
+        self.waited_s, self.factor, self.present = 0.0, factor, present
+
+    def gather(self, x_K: torch.Tensor, name: str) -> torch.Tensor:
+        """Every rank's vector: (K,) -> (P, K)."""
+        assert self._reducer is not None
+        _settle(x_K)
+        return self._done(self._reducer.collectives.allgather(self._reducer.outgoing(x_K), name))
+
+    def sum(self, x_K: torch.Tensor, name: str) -> torch.Tensor:
+        """Sum over ranks, the same bits on each: (K,) -> (K,)."""
+        assert self._reducer is not None
+        part_K = x_K / self.factor
+        _settle(part_K)
+        sent = self._reducer.collectives.allreduce(self._reducer.outgoing(part_K), name)
+        return self._done(sent) * self.factor
+
+    def _done(self, handle: Any) -> torch.Tensor:
+        assert self._reducer is not None
+        begin = time.perf_counter()
+        found = self._reducer.arrived(handle.wait())
+        self.waited_s += time.perf_counter() - begin
+        return found
+
+
+@contextlib.contextmanager
+def local_statistics(across: Across | None) -> Iterator[None]:
+    """Within it, layers behave as torch's own: what one rank does without the others (`Step.trial`)."""
+    if across is None:
+        yield
+        return
+    before, across.local = across.local, True
+    try:
+        yield
+    finally:
+        across.local = before
+
+
+def release(model: torch.nn.Module) -> None:
+    """Make every layer torch's own again: a model may come from a run with other ranks."""
+    for module in model.modules():
+        if isinstance(module, Synchronised):
+            module.__class__ = module.plain
+
+
+class Synchronised(_BatchNorm):
+    """What `Across.take` puts before a BatchNorm layer's own class; a copy or a pickle of the layer is a plain one."""
+
+    plain: type
+    wire_name: str
+    across: Across
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise (B, C) or (B, C, ...), B = 0 included; outside training as torch does."""
+        if not self.training or self.across.local:
+            return _BatchNorm.forward(self, x)
+        self._check_input_dim(x)
+        with torch.autocast(x.device.type, enabled=False):
+            mean_C, var_C, n = self._statistics(x.detach())
+            self._track(mean_C, var_C, n)
+            wide = torch.promote_types(x.dtype, torch.float32)
+            invstd_C = torch.rsqrt(var_C + self.eps).to(wide)
+            return _Normalise.apply(x, self.weight, self.bias, mean_C.to(wide), invstd_C, n, self)
+
+    def _statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Mean and biased variance, float64 (C,), and the number of values per channel, float64 (), over all ranks."""
+        own = x.numel() // max(1, x.shape[1]) if self.across.present else 0
+        own_K = torch.zeros(2 * x.shape[1] + 1, dtype=torch.float64, device=x.device)
+        if own:
+            var_C, mean_C = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), _dims(x), correction=0)
+            own_K[:] = torch.cat([mean_C.double(), var_C.double() * own, own_K.new_full((1,), own)])
+        rows_PK = self.across.gather(own_K, f"{self.wire_name}.forward")
+        n_P1, mean_PC, squares_PC = rows_PK[:, -1:], *rows_PK[:, :-1].chunk(2, dim=1)
+        n = _sum_rows(n_P1)
+        if own <= 1 and float(n) <= 1:  # seldom looked at: reading a number waits for the device
+            raise UserError(f"BatchNorm {self.wire_name[3:]!r} with {int(n)} value per channel over all ranks",
+                            "more than one, which its statistics are taken over",
+                            "change global_batch, accumulate or micro_batch, or use GroupNorm")
+        mean_C = _sum_rows(n_P1 * mean_PC) / n
+        apart_PC = mean_PC - mean_C
+        return mean_C, _sum_rows(squares_PC + n_P1 * (apart_PC * apart_PC)) / n, n[0]
+
+    def _track(self, mean_C: torch.Tensor, var_C: torch.Tensor, n: torch.Tensor) -> None:
+        """Let the running statistics move as torch's do: by the mean and the unbiased variance."""
+        if not self.track_running_stats or self.running_mean is None:
+            return
+        factor = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if factor is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        assert self.running_var is not None
+        with torch.no_grad():
+            for running, new_C in ((self.running_mean, mean_C), (self.running_var, var_C * (n / (n - 1)))):
+                running.mul_(1 - (factor or 0.0)).add_(new_C.to(running.dtype), alpha=factor or 0.0)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain_copy, (self.plain,), self.__dict__
+
+
+class _Normalise(torch.autograd.Function):
+    """(x - mean) / std * weight + bias, and the gradient through statistics that all ranks share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None,
+                mean_C: torch.Tensor, invstd_C: torch.Tensor, n: torch.Tensor, layer: Synchronised) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, mean_C, invstd_C, n)
+        ctx.layer, ctx.present, ctx.bias_dtype = layer, layer.across.present, None if bias is None else bias.dtype
+        scale_C = invstd_C if weight is None else invstd_C * weight
+        shift_C = -mean_C * scale_C if bias is None else bias - mean_C * scale_C
+        return torch.addcmul(_along(shift_C, x), x.to(scale_C.dtype), _along(scale_C, x)).to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        x, weight, mean_C, invstd_C, n = ctx.saved_tensors
+        wide = dy.to(mean_C.dtype)
+        apart = x - _along(mean_C, x)
+        sum_C, moment_C = wide.sum(_dims(x)), (wide * apart).sum(_dims(x))
+        dx = None
+        if ctx.needs_input_grad[0]:
+            layer = ctx.layer
+            both_K = torch.cat([sum_C, moment_C]).double()
+            summed_K = layer.across.sum(both_K, f"{layer.wire_name}.backward")
+            mean_dy_C, mean_moment_C = (summed_K / n).to(mean_C.dtype).chunk(2)
+            scale_C = invstd_C if weight is None else invstd_C * weight
+            slope_C = -scale_C * invstd_C * invstd_C * mean_moment_C
+            dx = apart.mul_(_along(slope_C, x)).sub_(_along(scale_C * mean_dy_C, x))
+            dx = dx.addcmul_(wide, _along(scale_C, x)).to(x.dtype) if ctx.present else torch.zeros_like(x)
+        dweight = (moment_C * invstd_C).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        dbias = sum_C.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return dx, dweight, dbias, None, None, None, None
+
+
+def _plain_copy(plain: Any) -> torch.nn.Module:
+    """An empty layer of torch's own class, whose state follows."""
+    module: torch.nn.Module = plain.__new__(plain)
+    return module
+
+
+def _settle(x: torch.Tensor) -> None:
+    """Wait for the device, as the wire would, so that this rank's own computing does not count as waiting for others.
+    """
+    if x.is_cuda:
+        torch.cuda.current_stream(x.device).synchronize()
+
+
+def _dims(x: torch.Tensor) -> list[int]:
+    """All dimensions but the channels'."""
+    return [0, *range(2, x.dim())]
+
+
+def _along(x_C: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """(C,) -> (1, C, 1, ...), which spreads over ``like``."""
+    return x_C.view(1, -1, *[1] * (like.dim() - 2))
+
+
+def _sum_rows(x_PC: torch.Tensor) -> torch.Tensor:
+    """(P, C) -> (C,), the second half of the rows added to the first until one is left.
+
+    The order is written down, and each addition stands alone, so that ranks on unlike devices get the same bits.
+    """
+    while len(x_PC) > 1:
+        half = (len(x_PC) + 1) // 2
+        x_PC = torch.cat([x_PC[:len(x_PC) - half] + x_PC[half:], x_PC[len(x_PC) - half:half]])
+    return x_PC[0]

@@ -1,0 +1,139 @@
+"""Computing in 16 bits with Keras: whose layers follow, and what stays float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+keras = pytest.importorskip("keras", reason="Keras is not installed")
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+from tensorflow_tools import SGD, batch, close, cut, mlp, run, spec, weights  # noqa: E402
+
+from hvdtrain.backends.tensorflow import Ops, amp, create_step  # noqa: E402
+from hvdtrain.collectives.null import NullCollectives  # noqa: E402
+from hvdtrain.config import Named  # noqa: E402
+from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.exchange.buckets import plan_buckets  # noqa: E402
+from hvdtrain.exchange.compressors.none import NoCompression  # noqa: E402
+from hvdtrain.exchange.reducer import Reducer  # noqa: E402
+from hvdtrain.precision.policy import LONG, Precision  # noqa: E402
+
+PLAIN = replace(SGD, optimizer=Named("sgd"), loss_scale=1024.0)
+
+
+def made(own, model, config=PLAIN, size=1, **parts):
+    """A step whose only real rank computes in ``own``."""
+    step = create_step(spec(model, **parts), config, SimpleNamespace(rank=0), 10, Precision((own, "fp32")[:size], 0))
+    step.attach(Reducer(plan_buckets(step.params(), 0.0005), NoCompression(), NullCollectives(0, size), Ops()))
+    return step
+
+
+def types(model):
+    """compute dtypes of the layers, without the model's own."""
+    return [layer.compute_dtype for layer in model.layers]
+
+
+@pytest.mark.parametrize("own", ["bf16", "fp16"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_model_computes_narrow_and_the_update_is_that_of_an_unscaled_gradient(own, size):
+    step, exact = made(own, mlp(), size=size), made("fp32", mlp(), size=size)
+    before = weights(step)
+    for s in (step, exact):
+        (finite, _), pairs = run(s, cut(batch(0), 20, 12), 1 / 32)
+        assert finite
+    assert types(step.model) == [LONG[own]] * 2 and step.model(batch(0)[0]).dtype == LONG[own]
+    for got, want, start in zip(weights(step), weights(exact), before):
+        assert got.dtype == np.float32 and 0 < np.abs(got - want).max() < 2e-2 * np.abs(want - start).max()
+    assert keras.config.dtype_policy().name == "float32" and step.describe()["compute"].startswith(own)
+
+
+def test_a_changed_scale_needs_no_new_graph():
+    step, exact = made("fp16", mlp(), size=2), made("fp32", mlp(), size=2)
+    for t in range(3):
+        assert run(step, [batch(t)], 1 / 32)[0][0] and run(exact, [batch(t)], 1 / 32)[0][0]
+        step.scale.update([0])
+    [function] = [f for key, f in step._gradients._functions.items() if key[0] == "only"]
+    assert function.experimental_get_tracing_count() == 1 and step.scale.value == 128
+    close(weights(step), weights(exact), 1e-2)
+
+
+def test_evaluation_computes_in_the_same_type_and_its_loss_and_metrics_are_float32():
+    step, exact = made("bf16", mlp()), made("fp32", mlp())
+    for s in (step, exact):
+        s.evaluate(batch(0))
+    got, want = step.eval_totals(), exact.eval_totals()
+    assert list(got) == list(want) and got["loss"][0] != want["loss"][0]
+    assert got["loss"] == pytest.approx(want["loss"], rel=1e-2)
+    np.testing.assert_array_equal(got["shapes of targets and outputs"], want["shapes of targets and outputs"])
+
+
+def test_float16_overflows_are_seen_and_nothing_is_updated():
+    step = made("fp16", mlp(extra=[keras.layers.BatchNormalization()]), replace(PLAIN, loss_scale=2.0**24), size=2)
+    before = weights(step)
+    (finite, size), _ = run(step, [batch(0)], 1 / 32)
+    assert not finite and not np.isfinite(size)
+    assert any((a != b).any() for a, b in zip(weights(step), before)), "statistics moved in the forward"
+    step.discard()
+    assert step.scale.update([0])
+    close(weights(step), before, 0)
+
+
+def test_a_layer_with_a_type_of_its_own_keeps_it():
+    model = mlp(dtype="float32")
+    made("fp16", model)
+    assert types(model) == ["float16", "float32"] and model(batch(0)[0]).dtype == tf.float32
+
+
+def test_layers_of_mixed_precision_by_the_users_doing_set_the_example():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(16, dtype="mixed_bfloat16"),
+                              keras.layers.Dense(5)])
+    made("fp32", model)
+    assert types(model) == ["bfloat16", "float32"], "fp32 stands for the model's own types"
+    made("fp16", model)
+    assert types(model) == ["float16", "float32"]
+
+
+def test_a_model_from_a_file_follows_and_is_written_as_it_was_built(tmp_path):
+    mlp().save(tmp_path / "model.keras")
+    model = keras.saving.load_model(tmp_path / "model.keras")
+    step = made("bf16", model)
+    assert types(model) == ["bfloat16"] * 2
+    step.export(tmp_path)
+    assert types(keras.saving.load_model(tmp_path / "model.keras")) == ["float32"] * 2
+    assert types(model) == ["bfloat16"] * 2
+    made("fp32", model)
+    assert types(model) == ["float32"] * 2, "the next run has the model as it was built"
+
+
+def test_compiled_for_its_optimizer():
+    model = mlp()
+    model.compile("sgd", "mse")
+    made("fp16", model, replace(PLAIN, optimizer=Named("auto")))
+    assert type(model.optimizer) is keras.optimizers.SGD
+
+
+def test_the_scale_comes_back_with_a_checkpoint():
+    step, other = made("fp16", mlp()), made("fp16", mlp(seed=4))
+    step.scale.update([0])
+    step.scale.update([])
+    other.load(*step.state())
+    assert other.scale.state() == step.scale.state() == {"loss_scale": [512.0, 1, 1]}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_variables_of_another_type_are_refused(dtype):
+    model = keras.Sequential([keras.Input((12,), dtype=dtype), keras.layers.Dense(5, dtype=dtype)])
+    with pytest.raises(UserError, match=f"precision bf16 with variables of {dtype}; expected float32"):
+        made("bf16", model)
+
+
+@pytest.mark.parametrize("own", ["bf16", "fp16"])
+def test_what_is_not_narrow_is_left_alone(own):
+    for x in (tf.zeros(2), tf.zeros(2, tf.float64), tf.zeros(2, tf.int32), "text"):
+        assert amp.widened(x) is x
+    assert amp.widened(tf.zeros(2, LONG[own])).dtype == tf.float32

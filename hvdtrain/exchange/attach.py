@@ -88,5 +88,8 @@ def _check(run: Any, name: str) -> None:
     if name == "adasum" and config.shares and len(set(config.shares)) > 1:
         raise UserError(f"exchange.adasum with shares {config.shares}", "equal shares: it combines the ranks' mean "
                         "gradients and knows no weights", "leave shares out, or exchange.adasum")
+    if name == "adasum" and config.balance != "off":
+        raise UserError(f"exchange.adasum with balance {config.balance}", "equal parts: it combines the ranks' mean "
+                        "gradients and knows no weights", "set balance: off, or exchange.adasum: false")
     if name == "adasum" and size & (size - 1):
         raise UserError(f"exchange.adasum on {size} ranks", "1, 2, 4, 8, ... ranks", "start another number of ranks")

@@ -12,7 +12,6 @@ import os
 import pickle
 import socket
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.launcher import LaunchFacts
+from hvdtrain.cluster.patience import wait_for
 from hvdtrain.errors import WaitTimeout
 
 INLINE = 4096
@@ -27,13 +27,6 @@ INLINE = 4096
 
 CHUNK = 1 << 29
 """Largest message in bytes; MPI 3.1 counts are 31 bits."""
-
-SPINS = 50
-"""Polls before a wait begins to let other processes run."""
-
-AWAKE_S = 200e-6
-"""How long a wait polls before it sleeps. Longer than a sleep lasts (50 us of timer slack more than asked for), or two
-ranks that once slept would keep each other asleep at every later call."""
 
 
 def sum_rows(rows_PK: np.ndarray) -> np.ndarray:
@@ -169,25 +162,12 @@ class MpiControl:
             self._wait(self._comm.Ibcast(part, root=root), what, part)
 
     def _wait(self, request: Any, what: str, *buffers: np.ndarray, timeout_s: float | None = None) -> None:
-        """Poll ``request``: spin, then yield the core between polls, then sleep 20 to 200 us between them."""
-        test = request.Test
-        for _ in range(SPINS):
-            if test():
-                return
+        """Wait for ``request``; `WaitTimeout` names ``what`` when the time is over."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        started = time.monotonic()
-        while time.monotonic() - started < AWAKE_S:
-            if test():
-                return
-            os.sched_yield()
-        pause_s = 20e-6
-        while not test():
-            if time.monotonic() - started > limit_s:
-                self._stuck += [request, buffers]  # MPI may still write into them
-                raise WaitTimeout(f"rank {self.rank} on host {self.node} waited {limit_s:g} s in {what} of the control "
-                                  f"plane for the other {self.size - 1} rank(s)")
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, 200e-6)
+        if not wait_for(request.Test, limit_s):
+            self._stuck += [request, buffers]  # MPI may still write into them
+            raise WaitTimeout(f"rank {self.rank} on host {self.node} waited {limit_s:g} s in {what} of the control "
+                              f"plane for the other {self.size - 1} rank(s)")
 
 
 class ObjectControl:

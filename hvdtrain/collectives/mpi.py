@@ -16,6 +16,11 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.cluster.deadline import deadline
+from hvdtrain.cluster.patience import wait_for
+
+
+LONGEST_SLEEP_S = 50e-6
+"""Between two looks at a collective that others have not entered: what such a sleep costs is late by as much."""
 
 
 class _Pending:
@@ -139,7 +144,8 @@ class MpiCollectives:
         """Raise on every rank unless all ranks entered the same collective."""
         own_1 = np.array([zlib.crc32(what.encode())], np.int64)
         all_P = np.empty(self.size, np.int64)
-        self._comm.Allgather(own_1, all_P)
+        # The first to come waits here for the last, and should not take its processor time meanwhile.
+        wait_for(self._comm.Iallgather(own_1, all_P).Test, longest_sleep_s=LONGEST_SLEEP_S)
         if (all_P == all_P[0]).all():
             return
         entered = self._comm.allgather(what)

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.collectives.mpi import MpiCollectives, _mpi, _Pending
+from hvdtrain.cluster.patience import wait_for
+from hvdtrain.collectives.mpi import LONGEST_SLEEP_S, MpiCollectives, _mpi, _Pending
 
 TILE = 1 << 15
 """Elements added at a time: with a few ranks' tiles it stays in a core's own cache."""
@@ -96,7 +97,7 @@ class SharedCollectives(MpiCollectives):
     def _sum(self, rows_LN: np.ndarray) -> None:
         """Replace every row by the sum of all rows of all hosts."""
         mine, n = self._host.Get_rank(), rows_LN.shape[1]
-        self._host.Barrier()  # every rank's vector is there
+        self._meet()  # every rank's vector is there
         if mine < self._stripes:
             stripe = slice(n * mine // self._stripes, n * (mine + 1) // self._stripes)
             if self._across is None:
@@ -108,7 +109,11 @@ class SharedCollectives(MpiCollectives):
                     self._across.Allreduce(_mpi().IN_PLACE, rows_LN[mine, at])
                 for row_N in (row for i, row in enumerate(rows_LN) if i != mine):
                     row_N[stripe] = rows_LN[mine, stripe]
-        self._host.Barrier()  # every stripe is done
+        self._meet()  # every stripe is done
+
+    def _meet(self) -> None:
+        """Wait for the ranks of this host."""
+        wait_for(self._host.Ibarrier().Test, longest_sleep_s=LONGEST_SLEEP_S)
 
     def _add(self, rows_LN: np.ndarray, stripe: slice, targets_XN: np.ndarray) -> None:
         """Write the sum of the rows, in row order, within ``stripe`` to each target row, which may be among them."""

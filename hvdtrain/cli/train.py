@@ -117,7 +117,7 @@ def _options(argv: list[str]) -> list[Option]:
 
 def _listed(name: str, text: str) -> str:
     """3:3:1:1 and 1,0.4 as the lists of numbers that a key which wants one means by them."""
-    if _hints().get(name) in (list[float], list[int]) and re.fullmatch(r"[\d.eE+-]+(?:[:,][\d.eE+-]+)*", text):
+    if _hints().get(name) in (list[float], list[int]) and re.fullmatch(r"[\d.eE+-]+(?:[:,][\d.eE+-]+)+", text):
         return f"[{', '.join(re.split('[:,]', text))}]"
     return text
 

@@ -97,6 +97,10 @@ def test_entries_of_free_form_keys_one_by_one(write):
 
 def test_lists():
     assert cli("--shares", "[3,1]").shares == [3.0, 1.0]
+    assert cli("--shares", "3:3:1:1").shares == [3.0, 3.0, 1.0, 1.0]
+    assert cli("--emulate-speed", "1,0.4").emulate_speed == [1.0, 0.4]
+    assert cli("--rebalance.max_micro_batch=64:16").rebalance.max_micro_batch == [64, 16]
+    assert cli(HVDTRAIN_SHARES="3:1").shares == [3.0, 1.0]
     assert cli("--metrics", "[accuracy, mse_loss]").metrics == ["accuracy", "mse_loss"]
     assert cli("--metrics+", "mse_loss").metrics == ["accuracy", "mse_loss"]
     assert cli("--metrics", "[]").metrics == []
@@ -193,7 +197,7 @@ def test_help_has_every_key_with_its_meaning(capsys):
         (["--lrr", "3"], ["--lrr", "did you mean 'lr'"]),
         (["--lrr=3"], ["--lrr", "did you mean 'lr'"]),
         (["--data.nme", "3"], ["--data.nme", "did you mean 'data.name'"]),
-        (["--global-batch", "3"], ["--global-batch", "did you mean 'global_batch'"]),
+        (["--global-btch", "3"], ["--global-btch", "did you mean 'global_batch'"]),
         (["--epoch", "3"], ["--epoch", "did you mean 'epochs'"]),
         (["--optimizer.momentum", "3"], ["--optimizer.momentum", "optimizer."]),
         (["--model_args.", "3"], ["model_args"]),

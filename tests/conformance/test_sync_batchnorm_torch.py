@@ -189,9 +189,10 @@ def test_a_rank_without_samples_adds_nothing(seen):
 
     single = attached(mlp(extra=[nn.BatchNorm1d(16), View()]), SYNC, task=task)
     steps = [None, None]
+    models = [mlp(extra=[nn.BatchNorm1d(16), View()]) for _ in steps]  # not by the ranks: threads share torch's generator
 
     def rank(control, wire):
-        step = steps[control.rank] = attached(mlp(extra=[nn.BatchNorm1d(16), View()]), SYNC, wire, task=task)
+        step = steps[control.rank] = attached(models[control.rank], SYNC, wire, task=task)
         own = [batch(0, 16), batch(1, 16)]
         parts = [(own[0][0][:16 - seen], own[0][1][:16 - seen]), own[1]] if control.rank == 0 else [
             tuple(a[16 - seen:] for a in own[0]), tuple(a[:0] for a in own[1])]

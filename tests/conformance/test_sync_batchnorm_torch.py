@@ -189,7 +189,8 @@ def test_a_rank_without_samples_adds_nothing(seen):
 
     single = attached(mlp(extra=[nn.BatchNorm1d(16), View()]), SYNC, task=task)
     steps = [None, None]
-    models = [mlp(extra=[nn.BatchNorm1d(16), View()]) for _ in steps]  # not by the ranks: threads share torch's generator
+    # Not made by the ranks: threads share torch's generator.
+    models = [mlp(extra=[nn.BatchNorm1d(16), View()]) for _ in steps]
 
     def rank(control, wire):
         step = steps[control.rank] = attached(models[control.rank], SYNC, wire, task=task)

@@ -79,6 +79,8 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     run = Run(config, control, group, topology, wire, spec, step, feed, test_feed, devices=devices, notes=notes)
     agreed(control, lambda: exchange(run, backend.Ops()), "exchange")
     step.share_initial()
+    if feed.even_micros:
+        agreed(control, lambda: step.spare(feed.sample(1)), "data")
     run.callbacks = _callbacks(run, facts)
     if control.size > 1:
         notes += [f"not independent of the number of ranks: {caveat}" for caveat in step.caveats()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +24,22 @@ if TYPE_CHECKING:
 
 
 def fit(run: Run) -> None:
-    """Train ``run`` from its cursor to its last epoch or to an agreed stop."""
+    """Train ``run`` from its cursor to its last epoch or to an agreed stop; the model is its user's own again then."""
+    with joined(run):
+        _fit(run)
+
+
+@contextlib.contextmanager
+def joined(run: Run) -> Iterator[None]:
+    """Within it the model belongs to the run; see `Step.leave`."""
+    run.step.join()
+    try:
+        yield
+    finally:
+        run.step.leave()
+
+
+def _fit(run: Run) -> None:
     config, state = run.config, run.state
     ensure_out(run)
     run.emit(Event.FIT_START)

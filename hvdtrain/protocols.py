@@ -355,6 +355,21 @@ class Step(Protocol):
         """
         ...
 
+    def join(self) -> None:
+        """Take the model for training or evaluation: a run has it from `attach` on, and again after `leave`."""
+        ...
+
+    def leave(self) -> None:
+        """Give the model back as its user made it: no hooks, no joint statistics, its own compute types.
+
+        Whoever calls the model after a run, on one rank alone say, must not wait for other ranks.
+        """
+        ...
+
+    def spare(self, batch: Batch) -> None:
+        """Keep samples to compute on in place of a micro-batch without any (``sync_batchnorm``)."""
+        ...
+
     def trial(self, batch: Batch) -> None:
         """Compute a batch's gradient for its time and memory alone; return when the device is done.
 

@@ -96,7 +96,8 @@ class Trainer:
         feed = run.eval_feed if data is None else eval_feed(run, data)
         if feed is None:
             raise UserError("there is no evaluation data", "a test split", "give data as ((x, y), (x_test, y_test))")
-        return loop.measure(run, feed)
+        with loop.joined(run):
+            return loop.measure(run, feed)
 
     def save(self) -> Path:
         """Write a checkpoint of the current state into the run's directory; collective. `UserError` if it fails."""

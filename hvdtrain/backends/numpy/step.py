@@ -125,6 +125,15 @@ class NumpyStep:
                 flat_N[offset:offset + g.size] += g * scale
         return loss_sum, len(batch[0])
 
+    def spare(self, batch: Batch) -> None:
+        """Not needed: a micro-batch without samples is left out."""
+
+    def join(self) -> None:
+        """Nothing: the model knows nothing of a run."""
+
+    def leave(self) -> None:
+        """Nothing to take back."""
+
     def trial(self, batch: Batch) -> None:
         """Compute a gradient and forget it."""
         self.model.gradient(batch[0], batch[1])

@@ -40,6 +40,11 @@ def compute_in(model: keras.Model, own: str) -> None:
         layer.dtype_policy = policy
 
 
+def give_back(model: keras.Model) -> None:
+    """Undo `compute_in`."""
+    _swap(model)
+
+
 @contextlib.contextmanager
 def own_types(model: keras.Model) -> Iterator[None]:
     """Around what writes the model down: it shall read back as it was built."""

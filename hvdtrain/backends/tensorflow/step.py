@@ -63,6 +63,7 @@ class TensorFlowStep:
         self._stand_in = StandIn()
         self._parts = config.accumulate > 1 or config.micro_batch > 0 or config.balance != "off"
         self._trial: Trial | None = None
+        self._left = False
         self._n_seen = self._n_seen_before = 0
         self._buffers = shared.Buffers(self.model) if config.nan_guard == "skip" or self.scale.on else None
         self.asynchronous = placement.on_gpu(self.model)
@@ -83,6 +84,20 @@ class TensorFlowStep:
         self._gradients = Gradients(self.model, self._task, reducer, undoable=self._buffers is not None,
                                     scaled=self._rank in self.precision.scaled)
         self._update = Update(self.model, self._opt.optimizer, reducer)
+
+    def join(self) -> None:
+        """Have the layers compute in this rank's type and BatchNorm take its moments over the ranks, once more."""
+        if self._left:
+            amp.compute_in(self.model, self.precision.own)
+            if self._sync:
+                self._sync.take(self.model, self._reducer)
+            self._left = False
+
+    def leave(self) -> None:
+        """Give the layers back their own types and moments."""
+        amp.give_back(self.model)
+        sync_batchnorm.release(self.model)
+        self._left = True
 
     def plain_sgd(self) -> bool:
         """Whether the optimizer is SGD without momentum."""
@@ -134,6 +149,10 @@ class TensorFlowStep:
         if last and not (self._gradients.in_graph or self._reducer.alone):
             self._start()
         return (loss_sum, weight) if samples else (0.0, 0.0)
+
+    def spare(self, batch: Batch) -> None:
+        """Keep a sample to compute on where a micro-batch has none (`hvdtrain.data.empty`)."""
+        self._stand_in.saw(batch)
 
     def trial(self, batch: Batch) -> None:
         """Compute a batch's gradient for its time alone, in a graph of its own without an exchange."""
@@ -204,7 +223,8 @@ class TensorFlowStep:
         layers = self.model._flatten_layers()
         if any(layer.trainable for layer in sync_batchnorm.norms(self.model)):
             if not self._sync:
-                found.append("BatchNorm takes its statistics over each rank's own samples")
+                found.append("BatchNorm takes its statistics over each rank's own samples, without sync_batchnorm: "
+                             "true")
             elif self._parts:
                 found.append("BatchNorm takes its statistics over each micro-batch of all ranks")
         if state.seed_states(self.model):

@@ -87,7 +87,12 @@ class Across:
         if self.local:
             found: tuple[tf.Tensor, tf.Tensor] = type(layer)._moments(layer, x, mask)
             return found
-        axes, uses = layer._reduction_axes, self._uses.setdefault(tf.compat.v1.get_default_graph(), Counter())
+        graph = tf.compat.v1.get_default_graph()
+        if hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
+            raise UserError(f"sync_batchnorm with {layer.name!r} in a loop, a condition or a tf.function of its own",
+                            "BatchNorm layers that each step calls a fixed number of times",
+                            "call the layer outside of it, or set sync_batchnorm: false")
+        axes, uses = layer._reduction_axes, self._uses.setdefault(graph, Counter())
         uses[name] += 1
         name = f"{name}.{uses[name] - 1}"  # a layer may be called several times in a graph
         counted = None if mask is None else tf.cast(tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(x)), x.dtype)
@@ -99,11 +104,13 @@ class Across:
 
             def gradient(dmean_C: tf.Tensor, dvar_C: tf.Tensor) -> tf.Tensor:
                 parts_K = tf.cast(tf.concat([dmean_C, dvar_C], 0), tf.float64)
+                present = self._present.read_value()
+                parts_K = tf.where(present, parts_K, tf.zeros_like(parts_K))  # not 0 * NaN
                 summed_K = self._sum(parts_K * self._unscale.read_value(), f"{name}.backward")
                 dmean_C, dvar_C = (tf.reshape(tf.cast(g / n_C, x.dtype), shape) for g in
                                    tf.split(summed_K / self._unscale.read_value(), 2))
                 dx = dmean_C + 2 * dvar_C * (x - tf.reshape(tf.cast(mean_C, x.dtype), shape))
-                dx = dx if counted is None else dx * counted
+                dx = dx if counted is None else tf.where(counted > 0, dx, tf.zeros_like(dx))
                 return tf.where(self._present.read_value(), dx, tf.zeros_like(dx))
 
             return (tf.cast(mean_C, x.dtype), tf.cast(var_C, x.dtype)), gradient
@@ -175,7 +182,8 @@ def _own(x: tf.Tensor, counted: tf.Tensor | None, axes: list[int]) -> tf.Tensor:
         total_C = tf.reduce_sum(x, axes, keepdims=True)
         n_C = tf.fill(tf.shape(total_C), tf.cast(tf.size(x, tf.int64) // total_C.shape.num_elements(), tf.float64))
     else:
-        total_C = tf.reduce_sum(x * counted, axes, keepdims=True)
+        x = tf.where(counted > 0, x, tf.zeros_like(x))  # what is masked may be no number
+        total_C = tf.reduce_sum(x, axes, keepdims=True)
         n_C = tf.cast(tf.reduce_sum(counted, axes, keepdims=True), tf.float64)
     mean_C = total_C / tf.cast(tf.maximum(n_C, 1), x.dtype)
     apart = x - mean_C if counted is None else (x - mean_C) * counted

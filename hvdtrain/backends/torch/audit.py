@@ -34,8 +34,8 @@ def caveats(model: torch.nn.Module, synchronised: bool = False, in_parts: bool =
     norms = [m for m in active if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     if norms and synchronised and in_parts:
         found.append("BatchNorm takes its statistics over each micro-batch of all ranks")
-    elif not synchronised and any(not isinstance(m, torch.nn.SyncBatchNorm) for m in norms):
-        found.append("BatchNorm takes its statistics over each rank's own samples")
+    elif norms and not synchronised:  # torch's SyncBatchNorm too, for which there is no torch.distributed here
+        found.append("BatchNorm takes its statistics over each rank's own samples, without sync_batchnorm: true")
     if any(_drops(m) for m in active):
         found.append("dropout draws differ with the number of ranks")
     return found

@@ -138,6 +138,7 @@ def _optimizer(config: Config, params: Iterable[torch.nn.Parameter], lr: float) 
         make: Any = classes[name]  # each has a signature of its own
         own = config.optimizer.args
         params = list(params)
+        _refuse_fused(params, own)
         return make(params, lr=lr, **_fused(make, params, own), **own)
     except (TypeError, ValueError) as error:
         raise UserError(f"optimizer {classes[name].__name__} refused args {config.optimizer.args}: {error}",
@@ -148,10 +149,20 @@ def _fused(make: Any, params: list[torch.nn.Parameter], own: dict[str, Any]) -> 
     """``fused=True`` for SGD on a CPU, unless the user asks for another way: one pass over memory instead of three.
 
     PyTorch takes it on its own nowhere. Same arithmetic; an update may differ from the default's by one rounding.
+    Not for parameters in another memory order (channels_last): the kernel walks parameter, gradient and momentum as
+    they lie in memory, and gradients lie row by row in their bucket.
     """
-    usual = all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) for p in params)
+    usual = all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) and p.is_contiguous()
+                for p in params)
     asked = {"fused", "foreach", "differentiable"} & set(own)
     return {"fused": True} if make is torch.optim.SGD and usual and not asked else {}
+
+
+def _refuse_fused(params: list[torch.nn.Parameter], own: dict[str, Any]) -> None:
+    """Raise `UserError` where the user's ``fused=True`` would mix up elements; see `_fused`."""
+    if own.get("fused") and not all(p.is_contiguous() for p in params):
+        raise UserError("optimizer.args.fused with parameters that are not contiguous (channels_last)",
+                        "parameters whose gradients lie in memory as they do", "leave optimizer.args.fused out")
 
 
 def _schedule(config: Config, optimizer: torch.optim.Optimizer) -> Any:

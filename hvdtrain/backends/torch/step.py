@@ -69,6 +69,7 @@ class TorchStep:
         self._flats: list[torch.Tensor] = []
         self._views: dict[int, torch.Tensor] = {}
         self._hooks: list[Any] = []
+        self._left = False
         self._last = False
         self._rank = rank
 
@@ -86,7 +87,7 @@ class TorchStep:
         for hook in self._hooks:
             hook.remove()
         kept = dict(zip(self._reducer.buckets, self._flats)) if self._flats else {}
-        self._reducer, self._flats, self._hooks, self._views = reducer, [], [], {}
+        self._reducer, self._flats, self._hooks, self._views, self._left = reducer, [], [], {}, False
         if self._sync:
             self._sync.take(self.model, reducer)
         if reducer.alone:
@@ -99,6 +100,19 @@ class TorchStep:
                 param = self._params[i]
                 self._views[i] = flat_N[offset:offset + param.numel()].view(shape)
                 self._hooks.append(param.register_post_accumulate_grad_hook(self._hook(bucket.index, i)))
+
+    def join(self) -> None:
+        """Hook the parameters again, and take BatchNorm's statistics over the ranks."""
+        if self._left:
+            self.attach(self._reducer)
+
+    def leave(self) -> None:
+        """Remove hooks and joint statistics."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        sync_batchnorm.release(self.model)
+        self._left = True
 
     def _hook(self, bucket: int, index: int) -> Any:
         def full(param: torch.Tensor) -> None:
@@ -202,6 +216,10 @@ class TorchStep:
                             "its statistics over more than one value per channel",
                             "at least 2 samples in each micro-batch of every rank",
                             "change global_batch, shares, accumulate or micro_batch, or use GroupNorm") from error
+
+    def spare(self, batch: Batch) -> None:
+        """Keep a sample to compute on where a micro-batch has none (`hvdtrain.data.empty`)."""
+        self._stand_in.saw(batch)
 
     def trial(self, batch: Batch) -> None:
         """Compute a batch's gradient for its time alone."""

@@ -56,6 +56,10 @@ class Across:
         if reducer.collectives.size == 1:
             return
         for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in str(getattr(module, "original_name", "")):
+                raise UserError(f"sync_batchnorm with a scripted {module.original_name} {name!r}, which cannot be "
+                                "changed", "a model that is not compiled by torch.jit", "train it unscripted, or set "
+                                "sync_batchnorm: false")
             if not isinstance(module, _BatchNorm):
                 continue
             plain = type(module)
@@ -189,6 +193,7 @@ class _Normalise(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             layer = ctx.layer
             both_K = torch.cat([sum_C, moment_C]).double()
+            both_K = both_K if ctx.present else torch.zeros_like(both_K)  # not 0 * NaN
             summed_K = layer.across.sum(both_K, f"{layer.wire_name}.backward")
             mean_dy_C, mean_moment_C = (summed_K / n).to(mean_C.dtype).chunk(2)
             scale_C = invstd_C if weight is None else invstd_C * weight

@@ -262,8 +262,8 @@ class Config:
         if self.balance != "off" and self.shares:
             raise UserError(f"balance {self.balance} with shares {self.shares}", "one of the two: balance finds shares",
                             "leave shares out, or set balance: off")
-        if any(not 0 < speed <= 1 for speed in self.emulate_speed):
-            raise UserError(f"emulate_speed is {self.emulate_speed}", "numbers above 0, 1 at most",
+        if any(not 0.01 <= speed <= 1 for speed in self.emulate_speed):
+            raise UserError(f"emulate_speed is {self.emulate_speed}", "numbers from 0.01 to 1 at most",
                             "for example emulate_speed: [1, 0.4]")
         for name in self.precision.split(":"):
             if name not in PRECISIONS or (name == "auto" and ":" in self.precision):

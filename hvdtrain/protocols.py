@@ -377,6 +377,10 @@ class Step(Protocol):
         """
         ...
 
+    def bytes_to_come(self) -> int:
+        """Bytes of the device that the optimizer will take with its first update; 0 where it has them."""
+        ...
+
     def device_s(self) -> float | None:
         """Seconds that the device computed for the latest step it has ended, or None where the host's clock tells."""
         ...

@@ -9,13 +9,11 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.balance.line import Line
-from hvdtrain.balance.meter import Row
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.group import Group
 from hvdtrain.cluster.topology import Topology
@@ -138,14 +136,6 @@ class Run:
         if self.step.asynchronous:
             totals, self._pending = self._pending or [], totals
         return sum(float(loss) for loss, _ in totals), sum(float(weight) for _, weight in totals)
-
-    def solo(self, rows_P: Sequence[Row]) -> list[float] | None:
-        """Samples per second of each rank alone; of one that has no samples by its line. None: as the rows say."""
-        if not self.solo_lines:
-            return None
-        share = -(-self.config.global_batch // self.control.size)
-        return [row.samples / row.busy_s if row.samples and row.busy_s > 0 else share / line.seconds(share, 1)
-                for row, line in zip(rows_P, self.solo_lines)]
 
     def note(self, text: str) -> None:
         """Keep a remark for the summary and the log, and print it on rank 0 now."""

@@ -61,7 +61,8 @@ def in_words(hint: Any) -> str:
         return " or ".join(in_words(one) for one in get_args(hint))
     if get_origin(hint) is list:
         (of,) = get_args(hint)
-        return "a list of numbers such as [3, 1]" if of is float else "a list of names such as [a, b]"
+        kinds = {float: "numbers such as [3, 1]", int: "whole numbers such as [64, 16]"}
+        return "a list of " + kinds.get(of, "names such as [a, b]")
     if dataclasses.is_dataclass(hint):
         return "a section with " + ", ".join(f.name for f in dataclasses.fields(hint))
     return _WORDS[hint]

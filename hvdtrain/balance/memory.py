@@ -41,12 +41,12 @@ def host_peak_bytes(work: Callable[[], None], proc: str = "/proc") -> int:
 
     Writing 5 to clear_refs does so since Linux 4.0.
     """
+    resets = False
     with contextlib.suppress(OSError):
         Path(proc, "self/clear_refs").write_text("5")
-        work()
-        return _status(proc, "VmHWM") or 0
+        resets = True
     work()
-    return 0
+    return (_status(proc, "VmHWM") or 0) if resets else 0
 
 
 def _status(proc: str, name: str) -> int | None:
@@ -62,14 +62,28 @@ def _available(proc: str, cgroup: str) -> int | None:
     with contextlib.suppress(OSError):
         found = re.search(r"^MemAvailable:\s+(\d+) kB", Path(proc, "meminfo").read_text(), re.MULTILINE)
         if found:
-            return max(0, min([int(found[1]) * 1024, *_group_left(cgroup)]))
+            return max(0, min([int(found[1]) * 1024, *_groups_left(proc, cgroup)]))
     return None
 
 
-def _group_left(cgroup: str) -> list[int]:
-    """What the memory control group (versions 2 and 1) leaves, where it limits at all."""
-    for limit, used in (("memory.max", "memory.current"),
-                        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+def _groups_left(proc: str, cgroup: str) -> list[int]:
+    """What each memory control group around this process leaves, of those that limit (versions 2 and 1)."""
+    left: list[int] = []
+    for path, limit, used in _groups(proc):
         with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
-            return [int(Path(cgroup, limit).read_text()) - int(Path(cgroup, used).read_text())]
-    return []
+            left.append(int(Path(cgroup, path, limit).read_text()) - int(Path(cgroup, path, used).read_text()))
+    return left
+
+
+def _groups(proc: str) -> list[tuple[str, str, str]]:
+    """(folder, file of its limit, file of its use) of this process's memory groups, from the outermost to its own."""
+    two, one = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    found = [("", *two), ("memory", *one)]
+    with contextlib.suppress(OSError):
+        for line in Path(proc, "self/cgroup").read_text().splitlines():
+            number, kinds, path = line.split(":", 2)
+            root, names = ("", two) if number == "0" else ("memory", one)
+            if number == "0" or "memory" in kinds.split(","):
+                parts = [part for part in path.split("/") if part not in ("", "..")]
+                found += [("/".join([root, *parts[:i + 1]]).lstrip("/"), *names) for i in range(len(parts))]
+    return found

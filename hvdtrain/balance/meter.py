@@ -116,9 +116,15 @@ def _about_slowest(rows: Sequence[Row], step_s: float, labels_P: Sequence[str], 
     idle = [r for r in others if rows[r].samples == 0]
     if len(idle) == len(others):
         return f"{who} computes all samples and the other ranks wait: a larger global_batch, or leave them out"
+    if not row.samples:
+        return f"{who} got no samples and still holds the others up: start without it"
     wire_s = min(r.wait_s for r in rows)
+    sample_s = _ratio(row.compute_s, row.samples)
+    whole = sample_s > 0.5 * (row.busy_s - statistics.fmean(rows[r].busy_s for r in others))
     best_s = _ratio(sum(r.samples for r in rows), sum(solo)) + wire_s
     win = 100.0 * (_ratio(step_s, best_s) - 1.0)
+    if whole and (balance != "off" or row.samples <= 1):
+        return f"{share} goes to waiting for {who}, and one sample less is all it could give: a larger global_batch"
     if balance != "auto":
         ratio = _ratio(statistics.median([solo[r] for r in others if solo[r]] or [0.0]), solo[awaited])
         slow = f"{who} is {ratio:.1f} times as slow as the others"
@@ -130,8 +136,5 @@ def _about_slowest(rows: Sequence[Row], step_s: float, labels_P: Sequence[str], 
     if idle_s > 0.5 * sum(r.wait_s - wire_s for r in rows):
         names = labels_P[idle[0]] if len(idle) == 1 else f"{len(idle)} ranks"
         return f"{names} would only hold the others up and got no samples: a larger global_batch, or start without"
-    sample_s = _ratio(row.compute_s, row.samples)
-    if sample_s > 0.5 * (row.busy_s - statistics.fmean(rows[r].busy_s for r in others)):
-        return f"{share} goes to waiting for {who}, and one sample less is all it could give: a larger global_batch"
     return (f"{share} goes to waiting for {who} although --balance auto follows its speed: it changes faster than "
             "that, so look for other work on its host")

@@ -8,8 +8,8 @@ share cores or memory bandwidth find what is left to them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.balance import cache, memory
@@ -22,6 +22,7 @@ from hvdtrain.errors import UserError
 CONFIRMS = 0.15
 """A remembered time is confirmed by a measurement that differs from it by less than this part."""
 
+CONFIRM_S = 0.2
 LEAST_REPEATS = 2
 
 
@@ -38,25 +39,28 @@ class Tools:
 def probe(run: Any, backend: Any) -> list[Speed]:
     """Every rank's speed, by rank; collective.
 
-    Ranks take what they measured before on the same device with the same model only if all of them can, and one
-    measurement of each confirms it. Errors: `UserError`, the same on every rank.
+    Memory is looked at anew each time. Times that were measured before on the same device with the same model are taken
+    only if all ranks have them, and one measurement of each confirms them. Errors: `UserError`, the same everywhere.
     """
     config, control = run.config, run.control
-    tools = Tools(run.step.trial, run.feed.sample, backend.out_of_memory, backend.peak_bytes)
+    cursor = run.state.cursor
+    tools = Tools(run.step.trial, lambda n: run.feed.sample(n, cursor), backend.out_of_memory, backend.peak_bytes)
     given = config.rebalance.max_micro_batch
     limit = least(config.micro_batch, given[control.rank] if given else 0)
-    share = -(-config.global_batch // control.size)
     remembers = config.rebalance.probe_cache
-    key = agreed(control, lambda: cache.key(run), "probe") if remembers else ""
-    known = cache.load(key) if remembers else None
     with deadline(config.control_timeout_s, "the probe of balance"):
-        if not control.agree(known is None):
+        held = agreed(control, lambda: _held(run, tools, limit), "probe")
+        key = agreed(control, lambda: cache.key(run, tools.sample(1)), "probe") if remembers else ""
+        known = cache.load(key) if remembers else None
+        usable = known is not None and known[0] == tuple(held.batches)
+        own = None
+        if not control.agree(not usable):
             assert known is not None
-            if not control.agree(not agreed(control, lambda: _confirmed(known, tools, limit), "probe")):
-                return control.gather(replace(known, remembered=True, ceiling=least(known.ceiling, limit)))
-        own = agreed(control, lambda: _measure(run, tools, share, limit), "probe")
-    if remembers:
-        cache.save(key, own)
+            own = agreed(control, lambda: _confirmed(known[1], held, tools), "probe")
+        if control.agree(own is None):
+            own = agreed(control, lambda: _measured(run, held, tools), "probe")
+            if remembers:
+                cache.save(key, own.sizes, own.seconds)
     return control.gather(own)
 
 
@@ -73,12 +77,15 @@ def verified(run: Any, backend: Any, micro_batch: int, tried: int) -> int:
     """The largest micro-batch up to ``micro_batch`` that this rank's device really holds; not collective.
 
     ``tried``: what is known to work. On an out-of-memory a fifth is taken off, on this rank alone, until it works.
-    A host's memory is not tried: the kernel would end the process instead of refusing.
+    Meanwhile the memory that the optimizer will take with its first update is held. A host's memory is not tried: the
+    kernel would end the process instead of refusing.
     """
     size = micro_batch
     while size > tried:
         try:
-            run.step.trial(run.feed.sample(size))
+            ballast = [backend.hold_bytes(run.step.bytes_to_come())]
+            run.step.trial(run.feed.sample(size, run.state.cursor))
+            ballast.clear()
             return size
         except Exception as error:
             if not backend.out_of_memory(error):
@@ -87,42 +94,67 @@ def verified(run: Any, backend: Any, micro_batch: int, tried: int) -> int:
     return size
 
 
-def _measure(run: Any, tools: Tools, share: int, limit: int) -> Speed:
-    """Time the sizes that memory allows, and find the ceiling."""
-    sizes = sizes_of(share, run.config.global_batch, limit)
-    batches = {b: tools.sample(b) for b in sizes}
-    device = run.devices[run.control.rank]
-    peaks: dict[int, int] = {}
-    cap = limit
+@dataclass(frozen=True)
+class _Held:
+    """Micro-batches that the memory holds, by size, and the largest one that it should hold (0: any)."""
+
+    batches: dict[int, Any]
+    ceiling: int
+
+
+def _held(run: Any, tools: Tools, limit: int) -> _Held:
+    """Run the sizes once, which also traces, tunes and allocates what later runs reuse; find the ceiling."""
+    config, rank = run.config, run.control.rank
+    device = run.devices[rank]
+    share = -(-config.global_batch // run.control.size)
+    sizes = sizes_of(share, config.global_batch, limit)
+    batches: dict[int, Any] = {}
+    peaks: list[int] = []
     for b in sizes:
+        batch = tools.sample(b)
         try:
-            peaks[b] = _peak(device.kind, tools, batches[b])
+            peaks.append(_peak(device.kind, tools, batch))
         except Exception as error:
             if not tools.out_of_memory(error):
                 raise
-            cap = max(peaks, default=0)
             break
-    if not peaks:
-        raise UserError(f"rank {run.control.rank} ({device.name}) is out of memory with a micro-batch of {sizes[0]}",
+        batches[b] = batch
+    if not batches:
+        raise UserError(f"{device.name} is out of memory with a micro-batch of {sizes[0]} on rank {rank}",
                         "memory for the model and a few samples", "use a smaller model, or precision: bf16")
-    fitting = [b for b in sizes if b in peaks]
-    if fitting == sizes and len(fitting) > 1:
-        ends = (fitting[0], fitting[-1])
-        host = run.topology.host_of(run.control.rank)
-        budget = (memory.host_budget_bytes(len(host.ranks)) if device.kind == "cpu"
-                  else int(memory.DEVICE_PART * device.memory_bytes))
-        cap = least(limit, memory.ceiling(ends, (peaks[ends[0]], peaks[ends[1]]), budget))
-    slot_s = run.config.rebalance.probe_s / len(fitting)
-    seconds = [_time(tools, batches[b], slot_s) for b in fitting]
-    return Speed(fit(fitting, seconds), cap, tuple(fitting), tuple(seconds))
+    if len(batches) < len(sizes):
+        return _Held(batches, max(batches))
+    local = len(run.topology.host_of(rank).ranks)
+    budget = (memory.host_budget_bytes(local) if device.kind == "cpu" else memory.DEVICE_PART * device.memory_bytes)
+    room = memory.ceiling((sizes[0], sizes[-1]), (peaks[0], peaks[-1]), budget - run.step.bytes_to_come())
+    return _Held(batches, least(limit, room))
 
 
 def _peak(kind: str, tools: Tools, batch: Any) -> int:
-    """Run one trial, which also traces, tunes and allocates what later ones reuse; the memory it takes."""
+    """Run one trial; the memory it takes."""
     def work() -> None:
         tools.trial(batch)
 
     return memory.host_peak_bytes(work) if kind == "cpu" else tools.peak_bytes(work)
+
+
+def _measured(run: Any, held: _Held, tools: Tools) -> Speed:
+    """Time every size."""
+    slot_s = run.config.rebalance.probe_s / len(held.batches)
+    sizes = tuple(held.batches)
+    seconds = tuple(_time(tools, batch, slot_s) for batch in held.batches.values())
+    return Speed(fit(sizes, seconds), held.ceiling, sizes, seconds)
+
+
+def _confirmed(seconds: Sequence[float], held: _Held, tools: Tools) -> Speed | None:
+    """The remembered times, corrected by one of them that is measured anew; None where that is another altogether."""
+    at = len(seconds) // 2
+    sizes = tuple(held.batches)
+    ratio = _time(tools, held.batches[sizes[at]], CONFIRM_S) / seconds[at]
+    if abs(ratio - 1.0) >= CONFIRMS:
+        return None
+    corrected = tuple(t * ratio for t in seconds)
+    return Speed(fit(sizes, corrected), held.ceiling, sizes, corrected, remembered=True)
 
 
 def _time(tools: Tools, batch: Any, slot_s: float) -> float:
@@ -136,14 +168,3 @@ def _time(tools: Tools, batch: Any, slot_s: float) -> float:
         tools.trial(batch)
         repeats += 1
     return (time.perf_counter() - begin) / repeats
-
-
-def _confirmed(known: Speed, tools: Tools, limit: int) -> bool:
-    """Whether the middle size takes about as long as it did."""
-    usable = [i for i, b in enumerate(known.sizes) if not limit or b <= limit]
-    if not usable:
-        return False
-    at = usable[len(usable) // 2]
-    batch = tools.sample(known.sizes[at])
-    tools.trial(batch)
-    return abs(_time(tools, batch, 0.2) / known.seconds[at] - 1.0) < CONFIRMS

@@ -35,12 +35,15 @@ class Balance(Callback):
         self._world = ""
         self._kept: dict[str, Any] = {}
         self._advised = False
-        self._moves = 0
+        self._in_force_from = 0
 
     def fit_start(self, run: Any) -> None:
         """Probe and plan; a run that goes on in the world that its plan was made for keeps it."""
         if run.control.size == 1:
             run.note(f"balance {run.config.balance}: there is one rank, which takes all")
+            return
+        if self._rebalancer is not None:  # a second fit of the same run
+            self._follow(run, self._rebalancer.plan, run.state.cursor.step)
             return
         self._world = _world(run)
         if self._kept and self._resume(run):
@@ -54,14 +57,15 @@ class Balance(Callback):
             return
         if not self._advised:
             self._advise(run, min(row.wait_s for row in window.reading.rows))
-        if run.config.balance != "auto" or not window.own_s_P:
+        if run.config.balance != "auto" or not window.own_s_P or window.ends <= self._in_force_from:
             return
+        if any(not getattr(callback, "settled", True) for callback in run.callbacks):
+            return  # compression auto compares steps, which a new plan would change
         new = rebalancer.observe(window.own_s_P, window.samples_P, window.micros_P)
         run.solo_lines = rebalancer.lines_P
         if new is None:
             return
         at = run.state.cursor.step + run.feed.ahead
-        self._moves += 1
         self._follow(run, new, at)
         run.note(f"balance auto: from step {at} on the ranks take {_spelled(new.samples_P)} samples")
         self._log(run, "replan", from_step=at)
@@ -79,7 +83,12 @@ class Balance(Callback):
 
     def plan(self, run: Any) -> None:
         """Probe, plan, cut by the plan from here on, and tell; collective, also for a rank alone."""
-        self._rebalancer, speeds = self._planned(run, probe(run, backends.load(run.spec.framework)))
+        kept = run.step.rank_state()  # datasets and models draw random numbers
+        try:
+            speeds = probe(run, backends.load(run.spec.framework))
+            self._rebalancer, speeds = self._planned(run, speeds)
+        finally:
+            run.step.load_rank(kept)
         self._follow(run, self._rebalancer.plan, run.state.cursor.step)
         self._tell(run, speeds)
 
@@ -104,6 +113,9 @@ class Balance(Callback):
                 break
             ceilings = [h if h < w else c for h, w, c in zip(held, wanted, ceilings)]
         options = config.rebalance
+        # What a device has not been tried with it accumulates in a later plan: that one is not tried beforehand.
+        ceilings = [c if device.kind == "cpu" else max(max(s.sizes), part.micro_batch)
+                    for c, device, s, part in zip(ceilings, run.devices, speeds, made.parts)]
         found = [Speed(s.line, c, s.sizes, s.seconds, s.remembered) for s, c in zip(speeds, ceilings)]
         return Rebalancer(lines, config.global_batch, ceilings, made, options.margin, options.lasting,
                           config.accumulate, config.sync_batchnorm), found
@@ -115,13 +127,14 @@ class Balance(Callback):
         if run.eval_feed is not None:
             run.eval_feed.recut(cut, 0)
         self._meter.restart(step)
+        self._in_force_from = step
         assert self._rebalancer is not None
         run.solo_lines = self._rebalancer.lines_P
 
     def _resume(self, run: Any) -> bool:
         """Take up the plan of a checkpoint; False where it does not fit this job."""
         if self._kept["world"] != self._world:
-            run.note("balance: the checkpoint's plan was made for other ranks or devices; probing anew")
+            run.note("balance: the checkpoint's plan was made for other ranks, devices or limits; probing anew")
             return False
         rows = self._kept["plan"]["lines"]
         lines = [plans.Line(*row) for row in rows]
@@ -205,5 +218,8 @@ def _spelled(samples_P: tuple[int, ...]) -> str:
 
 def _world(run: Any) -> str:
     """What a plan depends on, in words."""
+    config = run.config
     devices = ", ".join(f"{d.kind} {d.name}" for d in run.devices)
-    return f"{run.control.size} ranks, {run.topology.describe()}, {devices}, {run.config.precision}"
+    keys = [config.precision, config.accumulate, config.micro_batch, config.rebalance.max_micro_batch,
+            config.sync_batchnorm, config.threads, config.emulate_speed]
+    return f"{run.control.size} ranks, {run.topology.describe()}, {devices}, {keys}"

@@ -49,6 +49,11 @@ class _Step:
     micros: int
     full: bool
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds without waiting for others."""
+        return self.step_s - self.seconds["wait"]
+
 
 class Meter(Callback):
     """Compares the ranks' times every ``every_steps`` steps, seldomer where these are very short."""
@@ -99,14 +104,14 @@ class Meter(Callback):
         p, (step_s, seconds, samples, own, micros) = run.phases, self._before
         spent = {name: p.seconds[name] - seconds[name] for name in PHASES}
         return _Step(p.step_s - step_s + spent["data"], spent, p.own_samples - own, p.own_micros - micros,
-                     p.samples - samples == run.config.global_batch)
+                     p.samples - samples == min(run.config.global_batch, run.feed.samples or math.inf))
 
     def _close(self, run: Any) -> None:
         """Exchange the window's numbers and read them; collective."""
         steps, full = self._steps, [s for s in self._steps if s.full]
         self._steps = []
-        sums = [math.fsum(s.step_s for s in steps), float(sum(s.samples for s in steps)),
-                *(math.fsum(s.seconds[name] for s in steps) for name in PHASES)]
+        sums = [math.fsum(s.step_s for s in steps), math.fsum(s.busy_s for s in steps if s.samples),
+                float(sum(s.samples for s in steps)), *(math.fsum(s.seconds[name] for s in steps) for name in PHASES)]
         own_s = statistics.median(s.seconds["compute"] + s.seconds["update"] for s in full) if full else 0.0
         last = full[-1] if full else steps[-1]
         rows = run.control.gather((sums, own_s, last.samples, last.micros))
@@ -122,8 +127,12 @@ class Meter(Callback):
 
 
 def _reading(run: Any, sums_P: list[list[float]], steps: int) -> Reading:
-    """Read what came of ``steps`` steps."""
-    rows = [Row(samples / steps, *(seconds / steps for seconds in phases)) for _, samples, *phases in sums_P]
+    """Read what came of ``steps`` steps; each rank's sums: step, busy with samples, samples, seconds by phase."""
+    rows = [Row(samples / steps, *(seconds / steps for seconds in phases)) for _, _, samples, *phases in sums_P]
     labels = [f"rank {rank} on {run.topology.host_of(rank).node}" for rank in range(len(rows))]
+    share = -(-run.config.global_batch // len(rows))
+    lines = run.solo_lines or [None] * len(rows)
+    solo = [samples / busy_s if busy_s > 0 else share / line.seconds(share, 1) if line else 0.0
+            for (_, busy_s, samples, *_), line in zip(sums_P, lines)]
     return read(rows, max(total for total, *_ in sums_P) / steps, labels, run.config.balance,
-                run.reducer.compressor.name, run.solo(rows))
+                run.reducer.compressor.name, solo)

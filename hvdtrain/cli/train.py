@@ -101,9 +101,10 @@ def _options(argv: list[str]) -> list[Option]:
             raise UserError(f"{word!r} is no option", "options such as --lr 0.01", HELP)
         name, equals, value = word[2:].partition("=")
         bare = name.removesuffix("+")
-        if bare not in _hints() and bare.replace("-", "_") in _hints():  # --emulate-speed is --emulate_speed
-            bare = bare.replace("-", "_")
-            name = bare + name[len(bare):]
+        key, dot, entry = bare.partition(".")
+        own = key.replace("-", "_") + dot + entry  # --emulate-speed is --emulate_speed
+        if own in _hints() or own in ("config", "print_config") or _free(own) is not None:
+            bare, name = own, own + name[len(bare):]
         if bare not in _hints() and bare not in ("config", "print_config") and _free(bare) is None:
             raise UserError(f"there is no option --{name}", nearest(bare, _hints()), HELP)
         if not equals and bare != "print_config":

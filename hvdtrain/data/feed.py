@@ -101,6 +101,7 @@ class Feed:
                             f"give {size} shares")
         cut(0, shares)
         self._warned: set[str] = set()
+        self._peeked: tuple[tuple[int, int], Arrays | None, Generator[Arrays, None, None]] | None = None
         self._empty: Arrays = ()
         self._cuts = [(0, Cut.of(shares, accumulate, micro_batch))]
         if self.samples == 0:
@@ -125,14 +126,21 @@ class Feed:
         """The cut of step ``step`` of the run."""
         return next(cut for at, cut in reversed(self._cuts) if at <= step)
 
-    def sample(self, n: int) -> Arrays:
-        """``n`` samples to try a model on: the first ones, over and over where there are fewer. Not collective."""
+    def sample(self, n: int, cursor: Cursor = Cursor()) -> Arrays:
+        """``n`` samples to try a model on, over and over where there are fewer. Not collective.
+
+        Of a source the first ones. Of a stream the global batch at ``cursor``, which is kept: the walk from there goes
+        on with it, so that the stream is opened no oftener than without this.
+        """
         if self.samples is not None:
             return self._fetch(np.arange(n) % self.samples)
-        with contextlib.closing(_closable(self.data.chunks(0))) as chunks:
-            first = next(rebatch(chunks, n, 0), None)
+        place = (cursor.epoch, cursor.samples)
+        if self._peeked is None or self._peeked[0] != place:
+            batches = self._global_batches(cursor)
+            self._peeked = (place, next(batches, None), batches)
+        first = self._peeked[1]
         if first is None:
-            raise UserError("the stream has no samples in epoch 0", "samples in every epoch",
+            raise UserError(f"the stream has no samples in epoch {cursor.epoch}", "samples in every epoch",
                             "give a dataset that can be iterated anew, not a spent generator")
         return tuple(np.resize(array, (n, *array.shape[1:])) for array in first)
 
@@ -280,9 +288,24 @@ class Feed:
                             "sync_batchnorm: false")
         return replace(part, arrays=self._empty)
 
-    def _stream_parts(self, cursor: Cursor) -> Generator[_Part, None, None]:
+    def _global_batches(self, cursor: Cursor) -> Generator[Arrays, None, None]:
+        """Whole global batches of a stream, from ``cursor`` to the end of its epoch."""
         with contextlib.closing(_closable(self.data.chunks(cursor.epoch))) as chunks:
-            for step, batch in enumerate(rebatch(chunks, self.global_batch, cursor.samples), cursor.step):
+            yield from rebatch(chunks, self.global_batch, cursor.samples)
+
+    def _continued(self, cursor: Cursor) -> Generator[Arrays, None, None]:
+        """The same, beginning with what `sample` has read already."""
+        peeked, self._peeked = self._peeked, None
+        if peeked is None or peeked[0] != (cursor.epoch, cursor.samples):
+            yield from self._global_batches(cursor)
+        elif peeked[1] is not None:
+            with contextlib.closing(peeked[2]) as rest:
+                yield peeked[1]
+                yield from rest
+
+    def _stream_parts(self, cursor: Cursor) -> Generator[_Part, None, None]:
+        with contextlib.closing(self._continued(cursor)) as batches:
+            for step, batch in enumerate(batches, cursor.step):
                 cut = self.cut_at(step)
                 low, high = self._mine(cut, len(batch[0]))
                 mine = tuple(array[low:high] for array in batch)

@@ -100,3 +100,12 @@ def test_whatever_was_measured_numbers_are_finite_and_there_is_one_sentence(rows
     assert math.isfinite(got.percent) and got.percent >= 0 and tuple(got.lost) == CAUSES
     assert all(math.isfinite(p) and p >= 0 for p in got.lost.values())
     assert got.sentence and "\n" not in got.sentence and not got.sentence.endswith(".")
+
+
+def test_the_awaited_rank_may_have_nothing_to_give():
+    labels = ["rank 0 on a", "rank 1 on b"]
+    idle = read([Row(64, 0, 0.1, 0.2, 0), Row(0, 0, 0.3, 0, 0)], 0.3, labels, "auto", "none", [640, 0])
+    assert "got no samples" in idle.sentence
+    for balance in ("off", "static", "auto"):
+        single = read([Row(1, 0, 0.01, 0.01, 0), Row(1, 0, 0.02, 0, 0)], 0.02, labels, balance, "none")
+        assert "one sample less" in single.sentence

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.balance import cache, memory, probe
 from hvdtrain.balance.line import Line
-from hvdtrain.balance.speed import Speed, least
+from hvdtrain.balance.speed import least
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.topology import Host
@@ -24,7 +24,7 @@ class Device:
 
     def __init__(self, line, room=10**9, per_sample=10, kind="cuda"):
         self.line, self.room, self.per_sample, self.now, self.tried = line, room, per_sample, 0.0, []
-        self.facts = DeviceFacts(kind, "made up", "sm_80", 1000)
+        self.facts, self.to_come = DeviceFacts(kind, "made up", "sm_80", 1000), 0
 
     def trial(self, batch):
         self.tried.append(batch)
@@ -33,7 +33,8 @@ class Device:
         self.now += self.line.seconds(batch, 1)
 
     def backend(self):
-        return SimpleNamespace(out_of_memory=lambda error: isinstance(error, MemoryError), peak_bytes=self.peak)
+        return SimpleNamespace(out_of_memory=lambda error: isinstance(error, MemoryError), peak_bytes=self.peak,
+                               hold_bytes=lambda n: None)
 
     def peak(self, work):
         work()
@@ -45,7 +46,8 @@ def run_of(device, monkeypatch, **config):
     config.setdefault("rebalance", Rebalance(probe_cache=False))
     return SimpleNamespace(
         config=Config(**{"global_batch": 64, **config}), control=SoloControl("here"), devices=[device.facts],
-        step=SimpleNamespace(trial=device.trial), feed=SimpleNamespace(sample=lambda n: n),
+        step=SimpleNamespace(trial=device.trial, bytes_to_come=lambda: device.to_come),
+        feed=SimpleNamespace(sample=lambda n, cursor: n), state=SimpleNamespace(cursor=None),
         topology=SimpleNamespace(host_of=lambda rank: Host("here", (0,), 1)))
 
 
@@ -55,6 +57,8 @@ def test_the_line_and_the_ceiling_are_found(monkeypatch):
     assert speed.line.a_s == pytest.approx(0.01) and speed.line.c_s == pytest.approx(0.001)
     assert speed.sizes == (16, 32) and not speed.remembered
     assert speed.ceiling == (900 - 100) // 10, "nine tenths of 1000 bytes, 100 of them the model's"
+    device.to_come = 300
+    assert probe.probe(run_of(device, monkeypatch, global_batch=32), device.backend())[0].ceiling == 50
 
 
 def test_out_of_memory_is_met_and_backed_off(monkeypatch):
@@ -98,41 +102,58 @@ def test_a_limit_of_the_user_holds(monkeypatch):
 
 def test_what_was_measured_is_reused_if_one_measurement_confirms_it(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cache, "key", lambda run: "k")
+    monkeypatch.setattr(cache, "key", lambda run, sample: "k")
     first = Device(Line(0.01, 0.001))
     options = {"rebalance": Rebalance(), "global_batch": 32}
     (measured,) = probe.probe(run_of(first, monkeypatch, **options), first.backend())
     again = Device(Line(0.0105, 0.00105))
     (known,) = probe.probe(run_of(again, monkeypatch, **options), again.backend())
-    assert known.remembered and known.line == measured.line and set(again.tried) == {32}
+    assert known.remembered and again.tried.count(16) == 1, "that one for its memory"
+    assert known.line.c_s == pytest.approx(0.00105), "corrected by the measurement that confirmed it"
+    assert measured.line.c_s == pytest.approx(0.001)
+    limited = Device(Line(0.01, 0.001))
+    options["rebalance"] = Rebalance(max_micro_batch=[4])
+    (less,) = probe.probe(run_of(limited, monkeypatch, **options), limited.backend())
+    assert not less.remembered and less.ceiling == 4 and max(limited.tried) == 4
+    options["rebalance"] = Rebalance()
     other = Device(Line(0.02, 0.002))
     (anew,) = probe.probe(run_of(other, monkeypatch, **options), other.backend())
-    assert not anew.remembered and anew.line.c_s == pytest.approx(0.002)
+    assert not anew.remembered and anew.line.c_s == pytest.approx(0.002) and anew.ceiling == 80
+
+
+def test_out_of_memory_while_confirming_is_met_like_any(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cache, "key", lambda run, sample: "k")
+    options = {"rebalance": Rebalance(), "global_batch": 32}
+    roomy = Device(Line(0.01, 0.001))
+    probe.probe(run_of(roomy, monkeypatch, **options), roomy.backend())
+    tight = Device(Line(0.01, 0.001), room=20)
+    (speed,) = probe.probe(run_of(tight, monkeypatch, **options), tight.backend())
+    assert not speed.remembered and speed.ceiling == 16
 
 
 # --- the file ----------------------------------------------------------------------------------------------
 
-SPEED = Speed(Line(0.01, 0.001), 7, (4, 8), (0.014, 0.018))
+TIMES = (4, 8), (0.014, 0.018)
 
 
-def test_a_speed_comes_back_from_its_file(monkeypatch, tmp_path):
+def test_times_come_back_from_their_file(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache.load("a") is None
-    cache.save("a", SPEED)
-    assert cache.load("a") == SPEED
+    cache.save("a", *TIMES)
+    assert cache.load("a") == TIMES
     assert [p.name for p in (tmp_path / "hvdtrain" / "probe").iterdir()] == ["a.json"]
 
 
 @pytest.mark.parametrize("text", ["", "[", "{}", "[1]", "null", '"x"', "9" * 5000, "[" * 5000,
-                                  json.dumps({"a_s": -1, "c_s": 1, "ceiling": 0, "sizes": [1], "seconds": [1]}),
-                                  json.dumps({"a_s": 0, "c_s": 0, "ceiling": 0, "sizes": [1], "seconds": [1]}),
-                                  json.dumps({"a_s": 0, "c_s": 1, "ceiling": 0, "sizes": [], "seconds": []}),
-                                  json.dumps({"a_s": 0, "c_s": 1, "ceiling": -1, "sizes": [1], "seconds": [1]}),
-                                  json.dumps({"a_s": 0, "c_s": 1, "ceiling": 0, "sizes": [1], "seconds": ["x"]}),
-                                  '{"a_s": NaN, "c_s": 1, "ceiling": 0, "sizes": [1], "seconds": [1]}'])
+                                  json.dumps({"sizes": [], "seconds": []}), json.dumps({"sizes": [1], "seconds": []}),
+                                  json.dumps({"sizes": [-1], "seconds": [1]}),
+                                  json.dumps({"sizes": [1], "seconds": ["x"]}),
+                                  json.dumps({"sizes": [1], "seconds": [10**400]}),
+                                  '{"sizes": [1], "seconds": [NaN]}', '{"sizes": [1.5], "seconds": [1]}'])
 def test_a_damaged_file_is_as_none(text, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache.save("a", SPEED)
+    cache.save("a", *TIMES)
     (tmp_path / "hvdtrain" / "probe" / "a.json").write_text(text)
     assert cache.load("a") is None
 
@@ -140,7 +161,7 @@ def test_a_damaged_file_is_as_none(text, monkeypatch, tmp_path):
 def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
     (tmp_path / "hvdtrain").write_text("a file where a folder should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache.save("a", SPEED)
+    cache.save("a", *TIMES)
     assert cache.load("a") is None
 
 
@@ -168,6 +189,11 @@ def test_the_host_and_its_control_group_tell_what_is_left(tmp_path):
     (group / "memory.current").write_text("1\n")
     assert memory.host_budget_bytes(1, str(proc), str(group)) == 1024 * 100 + int(0.8 * 102400)
     assert memory.host_peak_bytes(lambda: None, str(proc)) == 150 * 1024
+    (proc / "self" / "cgroup").write_text("5:cpu,memory:/job/step\n0::/slice\n")
+    (group / "memory" / "job" / "step").mkdir(parents=True)
+    (group / "memory" / "job" / "memory.limit_in_bytes").write_text("51200\n")
+    (group / "memory" / "job" / "memory.usage_in_bytes").write_text("0\n")
+    assert memory.host_budget_bytes(1, str(proc), str(group)) == 1024 * 100 + int(0.8 * 51200)
     assert memory.host_budget_bytes(1, str(tmp_path / "nothing"), str(group)) == 0
     assert memory.host_peak_bytes(lambda: None, str(tmp_path / "nothing")) == 0
 

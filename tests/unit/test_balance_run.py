@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from small_runs import Record, apart, config, fitted, lockstep, make_model, samples, weights
@@ -11,8 +12,9 @@ from small_runs import Record, apart, config, fitted, lockstep, make_model, samp
 from hvdtrain.balance.line import Line
 from hvdtrain.balance.speed import Speed
 from hvdtrain.callbacks import balance as room
+from hvdtrain.callbacks import meter
 from hvdtrain.callbacks.base import Callback
-from hvdtrain.config import Checkpoint, Named, Rebalance
+from hvdtrain.config import Checkpoint, Data, Named, Rebalance
 from hvdtrain.errors import UserError
 
 BATCH, STEPS = 48, 60
@@ -148,6 +150,51 @@ def test_a_resumed_run_goes_on_with_its_plan(monkeypatch, tmp_path):
     assert apart(slow[3], want) < 1e-12
 
 
+def test_a_resumed_run_with_less_memory_probes_anew(monkeypatch, tmp_path):
+    out = tmp_path / "out"
+
+    def work(steps, **changes):
+        kept = replace(settings(out, balance="static", **changes), max_steps=steps, checkpoint=Checkpoint(at_end=True))
+
+        def inner(run):
+            fitted(run)
+            return run.phases.own_samples, run.phases.own_micros, run.notes
+
+        return lockstep(2, kept, lambda rank: make_model("numpy"), samples(BATCH * 4), inner)
+
+    monkeypatch.setattr(room, "probe", lambda run, backend: [Speed(FAST, 0, (8,), (1.0,)) for _ in range(2)])
+    assert [row[1] for row in work(4)] == [4, 4]
+    limited = [Speed(FAST, 4, (4,), (1.0,)) for _ in range(2)]
+    monkeypatch.setattr(room, "probe", lambda run, backend: limited)
+    rows = work(8, resume="auto", rebalance=Rebalance(max_micro_batch=[4, 4]))
+    assert [row[:2] for row in rows] == [(96, 24)] * 2
+    assert any("other ranks, devices or limits" in note for note in rows[0][2])
+
+
+def test_windows_before_a_plan_is_in_force_are_not_judged(monkeypatch, tmp_path):
+    seen = []
+    observe = room.Rebalancer.observe
+    monkeypatch.setattr(room.Rebalancer, "observe", lambda self, own, samples_P, micros_P: seen.append(samples_P) or
+                        observe(self, own, samples_P, micros_P))
+
+    def line_at(rank, step):
+        return FAST if (rank == 0) == (step <= 20) else SLOW
+
+    balanced(monkeypatch, 2, tmp_path, [FAST, SLOW], line_at, balance="auto", data=Data(prefetch=16))
+    assert (39, 9) in seen and (9, 39) in seen
+    assert set(seen) == {(39, 9), (9, 39)}, "no window mixes cuts"
+    assert (39, 9) not in seen[seen.index((9, 39)):], "none of the old one is judged after the decision"
+
+
+def test_a_rank_with_samples_in_few_steps_counts_by_those(monkeypatch, tmp_path):
+    run = SimpleNamespace(config=config(global_batch=100), solo_lines=[], topology=SimpleNamespace(
+        host_of=lambda rank: SimpleNamespace(node="here")), reducer=SimpleNamespace(compressor=SimpleNamespace(
+            name="none")))
+    # 200 steps of 0.1 s: rank 0 takes 99.5 samples each; rank 1 takes 10 in 10 of them, at 250 samples/s.
+    sums = [[20.0, 20.0, 19900.0, 0.0, 20.0, 0.0, 0.0], [20.0, 0.4, 100.0, 0.0, 0.4, 17.6, 2.0]]
+    assert meter._reading(run, sums, 200).percent == pytest.approx(100 * 1000 / (995 + 250))
+
+
 def test_the_log_has_the_plan_and_the_meter(monkeypatch, tmp_path):
     balanced(monkeypatch, 2, tmp_path / "2", [FAST, SLOW], lambda rank, step: SLOW if rank else FAST, balance="auto")
     records = [json.loads(line) for line in (tmp_path / "2" / "log.jsonl").read_text().splitlines()]
@@ -170,14 +217,14 @@ def test_the_real_probe_plans_a_run(monkeypatch, tmp_path):
         for notes in lockstep(2, settings(tmp_path / turn, balance="static", rebalance=options),
                               lambda rank: make_model("numpy"), samples(BATCH * 4), lambda run: fitted(run).notes):
             assert any(note.startswith("balance static: ") for note in notes)
-    assert len(list((tmp_path / "cache" / "hvdtrain" / "probe").glob("*.json"))) == 1
+    assert len(list((tmp_path / "cache" / "hvdtrain" / "probe").glob("*.json"))) == 2, "one for each place"
 
 
 @pytest.mark.parametrize("changes, text", [
     ({"balance": "auto", "shares": [1, 1]}, "one of the two"),
     ({"rebalance": Rebalance(max_micro_batch=[4, 4, 4])}, "one per rank"),
     ({"emulate_speed": [1.0]}, "one per rank"),
-    ({"emulate_speed": [1.0, 2.0]}, "1 at most"),
+    ({"emulate_speed": [1.0, 2.0]}, "to 1 at most"),
 ])
 def test_mistakes_are_named(changes, text, tmp_path):
     with pytest.raises(UserError, match=text):

@@ -100,6 +100,7 @@ def test_lists():
     assert cli("--shares", "3:3:1:1").shares == [3.0, 3.0, 1.0, 1.0]
     assert cli("--emulate-speed", "1,0.4").emulate_speed == [1.0, 0.4]
     assert cli("--rebalance.max_micro_batch=64:16").rebalance.max_micro_batch == [64, 16]
+    assert cli("--model-args.width", "3", "--log-every=4").model_args == {"width": 3}
     assert cli(HVDTRAIN_SHARES="3:1").shares == [3.0, 1.0]
     assert cli("--metrics", "[accuracy, mse_loss]").metrics == ["accuracy", "mse_loss"]
     assert cli("--metrics+", "mse_loss").metrics == ["accuracy", "mse_loss"]

@@ -192,6 +192,21 @@ def test_a_sample_to_try_is_as_large_as_asked():
     assert len(streamed.sample(7)[0]) == 7 and len(streamed.sample(2)[0]) == 2
 
 
+def test_a_stream_that_was_sampled_is_opened_no_oftener():
+    for sampled in (False, True):
+        stream = NumberStream(10)
+        opened = []
+        chunks = stream.chunks
+        stream.chunks = lambda epoch: opened.append(epoch) or chunks(epoch)
+        feed = Feed(stream, 4, control=SoloControl())
+        cursor = Cursor()
+        for _ in range(3 if sampled else 0):
+            assert len(feed.sample(6, cursor)[0]) == 6
+        first = list(feed.epoch(cursor))
+        assert taken(first) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] and opened == [0]
+        assert taken(list(feed.epoch(first[0].cursor_after))) == [[4, 5, 6, 7], [8, 9]] and opened == [0, 0]
+
+
 def test_cursor_counts_steps_and_epochs():
     feed = Feed(numbers(10), 4)
     steps = list(feed.epoch(Cursor()))

@@ -8,7 +8,7 @@ from hvdtrain.cluster.devices import DeviceFacts, cpu_facts
 from hvdtrain.protocols import Collectives
 
 __all__ = ["Ops", "adapt_data", "collectives", "create_step", "device_facts", "in_host_memory",
-           "out_of_memory", "peak_bytes", "seed", "setup", "stage"]
+           "hold_bytes", "out_of_memory", "peak_bytes", "seed", "setup", "stage"]
 
 
 def adapt_data(obj: object, seed: int = 0) -> None:
@@ -27,6 +27,10 @@ def device_facts() -> DeviceFacts:
 def in_host_memory() -> bool:
     """Always."""
     return True
+
+
+def hold_bytes(n: int) -> None:
+    """Nothing: there is no device memory."""
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -35,6 +35,10 @@ class Trial:
             state.load_random(self._model, random)
 
 
+def hold_bytes(n: int) -> None:
+    """Nothing: Keras has made the optimizer's state before."""
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that the device's memory did not suffice."""
     return isinstance(error, (tf.errors.ResourceExhaustedError, MemoryError))

@@ -226,6 +226,12 @@ class TorchStep:
         with sync_batchnorm.local_statistics(self._sync):
             trial.trial(self.model, self._params, self._forward, batch)
 
+    def bytes_to_come(self) -> int:
+        """Two moments of every parameter, as Adam keeps them, unless there is state already or none will be."""
+        if self._opt.optimizer.state or self.plain_sgd():
+            return 0
+        return 2 * sum(p.numel() * p.element_size() for p in self._params)
+
     def device_s(self) -> float | None:
         """Between the events around the latest forward and backward that the device has ended; None on a CPU."""
         found_s = self._clock.seconds() if self._clock else None

@@ -33,6 +33,11 @@ def trial(model: torch.nn.Module, params: Sequence[torch.nn.Parameter], forward:
                     buffer.copy_(kept[name])
 
 
+def hold_bytes(n: int) -> torch.Tensor | None:
+    """Memory of the device that is taken as long as the result lives; None on a CPU."""
+    return torch.empty(n, dtype=torch.uint8, device="cuda") if torch.cuda.is_available() and n else None
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that the device's memory did not suffice; frees what was cached for another try."""
     found = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (

@@ -121,7 +121,11 @@ def available() -> str:
 def enter(path: str | os.PathLike[str]) -> None:
     """Move this process, with its threads, into a group; `UserError` where there is none on this host."""
     try:
-        Path(path, "cgroup.procs").write_text("0")  # 0: who writes, whatever its number is in the namespace
+        descriptor = os.open(Path(path, "cgroup.procs"), os.O_WRONLY)  # and never made: a plain folder is no group
+        try:
+            os.write(descriptor, b"0")  # 0: who writes, whatever its number is in the namespace
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise UserError(f"the control group {path} cannot be entered: {error.strerror}",
                         "a group on the host of the rank", "throttle ranks of this machine only") from None

@@ -6,12 +6,14 @@ tested on the outputs of machines that are not here.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -48,12 +50,28 @@ def detect(only: tuple[str, ...] | None = None) -> Facts:
 
 def output_of(argv: list[str]) -> str:
     """Standard output and error of a short command, or "" where it is missing, fails or takes too long."""
+    return answer_of(argv)[0]
+
+
+def answer_of(argv: list[str]) -> tuple[str, str]:
+    """(what a short command says, "") or ("", why it says nothing); nothing of it is left running."""
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S,
-                              stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
-        return ""
-    return done.stdout + done.stderr if done.returncode == 0 else ""
+        child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                 stdin=subprocess.DEVNULL, start_new_session=True)
+    except OSError as error:
+        return "", f"cannot be started: {error.strerror}"
+    with child:
+        try:
+            out, err = child.communicate(timeout=PROBE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return "", f"did not answer within {PROBE_TIMEOUT_S:g} s"
+        except UnicodeDecodeError:
+            return "", "said what is no text"
+        finally:
+            if child.returncode is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child.pid, signal.SIGKILL)  # it may be a script whose own child hangs
+    return (out + err, "") if child.returncode == 0 else ("", f"ended with exit status {child.returncode}")
 
 
 def find_framework(name: str) -> Framework | None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, replace
 
 from hvdtrain.build.children import orderly_signals
 from hvdtrain.cluster.launcher import launch_facts
@@ -21,9 +19,10 @@ from hvdtrain.doctor.problem import merge, stops
 from hvdtrain.errors import UserError
 from hvdtrain.launch import LAUNCHERS, Host
 from hvdtrain.launch import detect as launch_detect
-from hvdtrain.launch.hosts import parse_hostfile, parse_hosts
-from hvdtrain.launch.prepare import Wishes, prepare
+from hvdtrain.launch.environment import laid_over
+from hvdtrain.launch.prepare import Wishes, check, prepare
 from hvdtrain.launch.ssh import parse_ssh
+from hvdtrain.launch.words import parse_mpi_args
 from hvdtrain.run import say
 
 TIMEOUT_S = 60.0
@@ -37,8 +36,15 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     if not 0 < args.timeout <= MOST_S:
         raise UserError(f"--timeout is {args.timeout:g}", "seconds above 0, at most a day", "correct --timeout")
+    try:
+        os.getcwd()
+    except OSError:
+        raise UserError("the current folder is no longer there, and nothing that is started in it works",
+                        "a folder that exists", "cd into one") from None
     launched = launch_facts(os.environ)
-    hosts = _hosts(args)
+    hosts = launch_detect.hosts_of(args.hosts, args.hostfile)
+    wishes = _wishes(hosts, args)
+    check(wishes)
     if hosts and launched.kind != "solo":
         raise UserError(f"-H under {launched.launcher}, which has placed the ranks already", "one of the two",
                         "leave -H and --hostfile out, or start doctor without a launcher")
@@ -52,7 +58,7 @@ def main(argv: list[str]) -> int:
     if launched.kind != "solo":
         return gather.under_launcher(os.environ, launched, args.timeout, lambda report: show(report, args, True))
     with orderly_signals():
-        return show(_over(hosts, args) if hosts else ([facts.collect(os.environ)], []), args, False)
+        return show(_over(hosts, wishes, args) if hosts else ([facts.collect(os.environ)], []), args, False)
 
 
 def show(report: start.Report, args: argparse.Namespace, launched: bool) -> int:
@@ -78,13 +84,16 @@ def parser() -> argparse.ArgumentParser:
                     "launcher. Exit status 1 if something would stop a run.",
         epilog="For example: python -m hvdtrain doctor -H fast:4,old:2")
     where = made.add_mutually_exclusive_group()
-    where.add_argument("-H", "--hosts", default="", help="hosts and the slots a run will use: fast:4,old:2")
-    where.add_argument("--hostfile", default="", help="file of hosts: lines such as 'fast slots=4' or 'fast:4'")
+    where.add_argument("-H", "--hosts", action="append", default=[],
+                       help="hosts and the slots a run will use: fast:4,old:2")
+    where.add_argument("--hostfile", action="append", default=[],
+                       help="file of hosts: lines such as 'fast slots=4' or 'fast:4'")
     made.add_argument("--launcher", choices=["auto", *LAUNCHERS], default="auto", help="as in launch (default auto)")
-    made.add_argument("--ssh", default="", help="the command that reaches a host, such as 'ssh -p 2222'")
+    made.add_argument("--ssh", help="the command that reaches a host, such as 'ssh -p 2222'")
     made.add_argument("--iface", default="", help="the network interface to use, of one name on all hosts")
     made.add_argument("--allow-run-as-root", action="store_true", help="tell Open MPI that running as root is meant")
-    made.add_argument("--mpi-args", default="", metavar="WORDS", help="more words for the launcher: '--mca pml ucx'")
+    made.add_argument("--mpi-args", action="append", default=[], metavar="WORDS",
+                      help="more words for the launcher: --mpi-args='--mca pml ucx'; may be repeated")
     made.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS",
                       help=f"how long the hosts may take to come together (default {TIMEOUT_S:g})")
     made.add_argument("--json", action="store_true", help="print facts and problems as one line of JSON")
@@ -93,37 +102,30 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _hosts(args: argparse.Namespace) -> tuple[Host, ...]:
-    """The hosts that were named, () for none."""
-    if not args.hostfile:
-        return parse_hosts(args.hosts) if args.hosts else ()
-    try:
-        text = Path(args.hostfile).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the host file {args.hostfile} cannot be read: {error}", "a text file",
-                        "correct --hostfile") from None
-    return parse_hostfile(text, args.hostfile)
-
-
-def _over(hosts: tuple[Host, ...], args: argparse.Namespace) -> start.Report:
-    """The report of one rank per host; of this host alone, with the reason, where they cannot be started."""
+def _wishes(hosts: tuple[Host, ...], args: argparse.Namespace) -> Wishes:
+    """The options as a launch of one rank per host."""
     program = (launch_detect.interpreter(), "-m", "hvdtrain", "doctor", "--facts", "--timeout", f"{args.timeout:g}")
-    wishes = Wishes(program=program, hosts=tuple(Host(host.name, 1) for host in hosts), interface=args.iface,
-                    ssh=parse_ssh(args.ssh) if args.ssh else (), allow_root=args.allow_run_as_root,
-                    mpi_args=_words(args.mpi_args))
+    return Wishes(program=program, hosts=tuple(Host(host.name, 1) for host in hosts), interface=args.iface,
+                  ssh=() if args.ssh is None else parse_ssh(args.ssh), allow_root=args.allow_run_as_root,
+                  mpi_args=parse_mpi_args(args.mpi_args))
+
+
+def _over(hosts: tuple[Host, ...], wishes: Wishes, args: argparse.Namespace) -> start.Report:
+    """The report of one rank per host; of this host alone, with the reason, where they cannot be started.
+
+    What a launcher refuses whoever the user is, is a wrong option, and no fault of this machine: `UserError`.
+    """
     machine = launch_detect.here()
     try:
         tool, _ = launch_detect.find(args.launcher, machine, wishes.hosts)
-        spec, _ = prepare(wishes, machine, tool)
-        words, env = LAUNCHERS[tool.launcher].command(spec)
     except UserError as error:
         return start.alone(error.got, error.do)
-    return start.ask(hosts, words, {**machine.env, **env}, args.timeout,
-                     args.timeout + gather.REPORT_S)
-
-
-def _words(text: str) -> tuple[str, ...]:
+    spec, _ = prepare(wishes, machine, tool)
+    command = LAUNCHERS[tool.launcher].command
+    command(replace(spec, as_root=False))
     try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise UserError(f"--mpi-args has {str(error).lower()}", "words as in a shell", "close the quotes") from None
+        words, env = command(spec)
+    except UserError as error:  # root, whom Open MPI refuses
+        return start.alone(error.got, error.do)
+    return start.ask(hosts, words, laid_over(machine.env, env), args.timeout,
+                     args.timeout + gather.REPORT_S)

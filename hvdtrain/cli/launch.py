@@ -12,24 +12,22 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from hvdtrain.errors import UserError
 from hvdtrain.launch import LAUNCHERS, Host, LaunchSpec
-from hvdtrain.launch.detect import find, here, interpreter
-from hvdtrain.launch.environment import valid_name
-from hvdtrain.launch.hosts import parse_hostfile, parse_hosts
+from hvdtrain.launch.detect import find, here, hosts_of, interpreter
+from hvdtrain.launch.environment import laid_over, valid_name
+from hvdtrain.launch.mpich import LAST
 from hvdtrain.launch.prepare import Wishes, prepare
 from hvdtrain.launch.spec import BINDINGS
 from hvdtrain.launch.ssh import parse_ssh
-
-LARGEST_HOSTFILE_BYTES = 1 << 20
+from hvdtrain.launch.words import parse_mpi_args
 
 
 def main(argv: list[str]) -> int:
     """Become the launcher, or print its command line; returns only after a dry run."""
     args, program = parse(argv)
-    hosts = _hosts(args)
+    hosts = hosts_of(args.hosts, args.hostfile)
     machine = here()
     tool, notes = find(args.launcher, machine, hosts, may_lack=args.dry_run)
     spec, more = prepare(wishes(args, hosts, program), machine, tool)
@@ -41,7 +39,7 @@ def main(argv: list[str]) -> int:
         return 0
     print(headline(spec), file=sys.stderr, flush=True)
     sys.stdout.flush()
-    _become(words, {**machine.env, **env})
+    _become(words, laid_over(machine.env, env))
     return 0
 
 
@@ -69,19 +67,21 @@ def rank_program(words: Sequence[str]) -> tuple[str, ...]:
 
 def wishes(args: argparse.Namespace, hosts: tuple[Host, ...], program: tuple[str, ...]) -> Wishes:
     """The options as `prepare` takes them."""
-    try:
-        mpi_args = tuple(word for text in args.mpi_args for word in shlex.split(text))
-    except ValueError as error:
-        raise UserError(f"--mpi-args has {str(error).lower()}", "words as in a shell", "close the quotes") from None
     return Wishes(
-        program=program, hosts=hosts, ranks=args.np, env=tuple(args.env), ssh=parse_ssh(args.ssh) if args.ssh else (),
+        program=program, hosts=hosts, ranks=args.np, env=tuple(args.env),
+        ssh=() if args.ssh is None else parse_ssh(args.ssh),
         interface=args.iface, bind=args.bind, cores_per_rank=args.cores_per_rank, oversubscribe=args.oversubscribe,
-        allow_root=args.allow_run_as_root, mpi_args=mpi_args)
+        allow_root=args.allow_run_as_root, mpi_args=parse_mpi_args(args.mpi_args))
 
 
 def shell_lines(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """The launch as lines for a shell: the variables, then the command."""
-    return [*(f"export {name}={shlex.quote(value)}" for name, value in sorted(env.items())), shlex.join(words)]
+    """The launch as lines for a shell: the variables, then the command.
+
+    `LAST` goes on the command's line: a shell hands variables on in an order of its own, env(1) puts a new one last.
+    """
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(env.items()) if name != LAST]
+    last = ["env", "-u", LAST, f"{LAST}={env[LAST]}"] if LAST in env else []
+    return [*exports, shlex.join([*last, *words])]
 
 
 def headline(spec: LaunchSpec) -> str:
@@ -97,14 +97,15 @@ def _parser() -> argparse.ArgumentParser:
         description="Start PROGRAM on every rank: a command of hvdtrain (train, verify, bench, ...) or any program.",
         epilog="For example: python -m hvdtrain launch -H fast:4,old:2 -- train --epochs 3")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("-H", "--hosts", default="", help="hosts and their slots: fast:4,old:2")
-    where.add_argument("--hostfile", default="", help="file of hosts: lines such as 'fast slots=4' or 'fast:4'")
+    where.add_argument("-H", "--hosts", action="append", default=[], help="hosts and their slots: fast:4,old:2")
+    where.add_argument("--hostfile", action="append", default=[],
+                       help="file of hosts: lines such as 'fast slots=4' or 'fast:4'")
     parser.add_argument("-np", "--np", type=int, default=0, help="number of ranks (default: all slots)")
     parser.add_argument("--launcher", choices=["auto", *LAUNCHERS], default="auto",
                         help="who starts the ranks (default auto: srun inside a Slurm allocation, else what mpirun is)")
     parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]",
                         help="pass this variable too; may be repeated")
-    parser.add_argument("--ssh", default="", help="the command that reaches a host, such as 'ssh -p 2222'")
+    parser.add_argument("--ssh", help="the command that reaches a host, such as 'ssh -p 2222'")
     parser.add_argument("--iface", default="", help="the network interface to use, of one name on all hosts")
     parser.add_argument("--bind", choices=BINDINGS, default="none", help="what a rank is bound to (default none)")
     parser.add_argument("--cores-per-rank", type=int, default=1,
@@ -115,22 +116,6 @@ def _parser() -> argparse.ArgumentParser:
                         help="more words for the launcher: --mpi-args='--mca pml ucx'; may be repeated")
     parser.add_argument("--dry-run", action="store_true", help="print the command, run nothing")
     return parser
-
-
-def _hosts(args: argparse.Namespace) -> tuple[Host, ...]:
-    if args.hosts:
-        return parse_hosts(args.hosts)
-    if not args.hostfile:
-        return ()
-    try:
-        with Path(args.hostfile).open("rb") as file:
-            text = file.read(LARGEST_HOSTFILE_BYTES + 1).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the host file {args.hostfile} cannot be read: {error}", "a text file",
-                        "correct --hostfile") from None
-    if len(text) > LARGEST_HOSTFILE_BYTES:
-        raise UserError(f"the host file {args.hostfile} is longer than 1 MiB", "a line per host", "correct --hostfile")
-    return parse_hostfile(text, args.hostfile)
 
 
 def _become(words: Sequence[str], env: Mapping[str, str]) -> None:

@@ -49,9 +49,11 @@ def frameworks(host: Facts, parallel: bool) -> Found:
     for framework in FRAMEWORKS:
         facts = host[framework]
         if known(facts) and "error" in facts and "horovod" not in facts["at"]:
+            version = facts.get("version", "").partition("+")[0]
+            wanted = facts.get("distribution", framework) + (f"=={version}" if version else "")
             yield Problem(STOPS, name, f"{framework} does not work: {facts['at']}: {facts['error']}",
                           f"run python -c 'import {framework}' there to see the whole error, then pip install "
-                          f"--force-reinstall {framework}=={facts.get('version', 'VERSION').split('+')[0]}")
+                          f"--force-reinstall {wanted}")
 
 
 def shared_memory(host: Facts, parallel: bool) -> Found:

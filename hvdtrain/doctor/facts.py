@@ -8,7 +8,7 @@ A host's facts, by key:
     addresses         what its own name resolves to, as texts
     python, system, hvdtrain, executable, mpi4py, horovod    versions and a path; None where not installed
     torch, tensorflow None where not installed, else what `probes` told: version, cuda, arch, nccl, devices,
-                      horovod_built; error and at where something failed
+                      horovod_built; error and at where something failed, and then distribution, pip's name of it
     horovod_mpi       by framework, the file names of the MPI libraries that its part of Horovod wants
     mpirun            flavour, version and path of the launcher found here; None without one
     mpi               library, libmpi: what mpi4py uses
@@ -40,12 +40,13 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import __version__
-from hvdtrain.build.detect import find_mpi
+from hvdtrain.build.detect import find_framework, find_mpi
 from hvdtrain.cluster.boot import NATIVE, horovod_reason
 from hvdtrain.cluster.devices import VISIBLE, count_gpus
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.cluster.topology import affinity, cpu_quota
 from hvdtrain.doctor import probes
+from hvdtrain.launch.prepare import ROOT_VARIABLES
 
 FRAMEWORKS = ("torch", "tensorflow")
 
@@ -78,6 +79,8 @@ def collect(env: Mapping[str, str], timeout_s: float = PROBE_S) -> Facts:
     found: Facts = {name: attempt(look) for name, look in _looks(env).items()}
     for name in FRAMEWORKS:
         found[name] = looked.get(name, packages if isinstance(packages, str) and _installed(name) else None)
+        if isinstance(found[name], dict) and "error" in found[name]:
+            found[name] = distribution(name) | found[name]
     found["horovod_mpi"] = {name: attempt(partial(horovod_mpi, name)) for name in FRAMEWORKS
                             if known(found[name])}
     found["mpi"] = looked.get("mpi4py")
@@ -114,7 +117,7 @@ def _looks(env: Mapping[str, str]) -> dict[str, Callable[[], Any]]:
         "memory_bytes": memory_bytes,
         "shm_bytes": lambda: shutil.disk_usage("/dev/shm").free,
         "root": lambda: os.geteuid() == 0,
-        "root_allowed": lambda: "OMPI_ALLOW_RUN_AS_ROOT" in env and "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM" in env,
+        "root_allowed": lambda: all(env.get(name) == "1" for name in ROOT_VARIABLES),
         "launcher": lambda: launcher(env),
     }
 
@@ -128,6 +131,12 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def distribution(name: str) -> dict[str, str]:
+    """Version and distribution of a framework as pip knows them, for one that cannot tell itself; {} without any."""
+    found = attempt(lambda: find_framework(name))
+    return {} if isinstance(found, str) or found is None else {"version": found.version, "distribution": found.dist}
 
 
 def _mpirun() -> dict[str, str] | None:

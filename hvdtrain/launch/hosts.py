@@ -14,6 +14,9 @@ from hvdtrain.launch.spec import Host
 MOST_SLOTS = 4096
 """More on one host is a slip of the keyboard."""
 
+MOST_RANKS = 1 << 20
+"""More in one job is too."""
+
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 _ADDRESS = re.compile(r"\d{1,3}(?:\.\d{1,3}){3}")
 _SHAPE = "a host name or IPv4 address, and perhaps :slots, as in fast:4"
@@ -21,7 +24,7 @@ _SHAPE = "a host name or IPv4 address, and perhaps :slots, as in fast:4"
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """Read ``-H``: ``name:slots`` with commas, one slot where none is said. A name given twice adds its slots."""
-    return _merged(_entry(part, "-H") for part in text.split(","))
+    return merged(_entry(part, "-H") for part in text.split(","))
 
 
 def parse_hostfile(text: str, where: str) -> tuple[Host, ...]:
@@ -31,13 +34,33 @@ def parse_hostfile(text: str, where: str) -> tuple[Host, ...]:
     slots, so that a scheduler's file with a line per slot means what it says.
     """
     found = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         words = line.partition("#")[0].split()
         if words:
             found.append(_line(words, f"{where}, line {number}"))
     if not found:
         raise UserError(f"{where} names no host", "a line such as: fast slots=4", "write one line per host")
-    return _merged(found)
+    return merged(found)
+
+
+def merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
+    """Each host once, in the order of its first mention; `UserError` for more than `MOST_SLOTS` on one."""
+    slots: dict[str, int] = {}
+    for host in hosts:
+        slots[host.name] = slots.get(host.name, 0) + host.slots
+    return bounded(tuple(Host(name, n) for name, n in slots.items()))
+
+
+def bounded(hosts: tuple[Host, ...]) -> tuple[Host, ...]:
+    """``hosts`` as they are; `UserError` where one, or all together, are for more ranks than anybody means."""
+    for host in hosts:
+        if host.slots > MOST_SLOTS:
+            raise UserError(f"{host.name} is for {host.slots} ranks", f"at most {MOST_SLOTS} on one host",
+                            "correct its slots or -np")
+    total = sum(host.slots for host in hosts)
+    if total > MOST_RANKS:
+        raise UserError(f"the hosts are for {total} ranks", f"at most {MOST_RANKS}", "correct the slots or -np")
+    return hosts
 
 
 def is_address(name: str) -> bool:
@@ -75,6 +98,8 @@ def _line(words: list[str], where: str) -> Host:
     slots = None
     for word in rest:
         key, equals, value = word.partition("=")
+        if equals and key == "slots" and slots is not None:
+            raise UserError(f"{where} says the slots of {host} twice", "slots=N once", "take one of the two away")
         if equals and key == "slots":
             slots = _slots(value, where)
         elif not (equals and key in ("max_slots", "max-slots") and value.isdigit()):
@@ -111,11 +136,3 @@ def _slots(text: str, where: str) -> int:
         raise UserError(f"{where} has {text!r} slots", f"a number of 1 to {MOST_SLOTS}",
                         "correct it, or leave the host out")
     return int(text)
-
-
-def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """Each host once, in the order of its first mention."""
-    slots: dict[str, int] = {}
-    for host in hosts:
-        slots[host.name] = slots.get(host.name, 0) + host.slots
-    return tuple(Host(name, n) for name, n in slots.items())

@@ -5,6 +5,11 @@ from __future__ import annotations
 from hvdtrain.launch.spec import LaunchSpec
 from hvdtrain.launch.ssh import agent_words
 
+LAST = "LAST_OF_THE_ENVIRONMENT"
+"""Not passed to the ranks. hydra 4.3.2 keeps a listed variable from other hosts where it is the last one in mpiexec's
+environment: so this one, which is on no list, has to be the last.
+"""
+
 SPLITS = " \t\n\"'\\"
 """Characters at which hydra takes the arguments of ssh apart."""
 
@@ -12,7 +17,7 @@ SPLITS = " \t\n\"'\\"
 def command(spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
     """(argv, environment to set). `UserError` for ssh words that hydra would take apart.
 
-    More ranks than cores need no flag; root none either.
+    More ranks than cores need no flag; root none either. The environment ends with `LAST`.
     """
     env = dict(spec.env_values)
     words = [spec.tool.path]
@@ -28,6 +33,7 @@ def command(spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
         env["HYDRA_LAUNCHER_EXTRA_ARGS"] = " ".join(ssh[1:])  # there is no option for it
     if spec.interface:
         words += ["-iface", spec.interface]
+    env[LAST] = "1"
     return [*words, *environment(spec), *spec.mpi_args, *spec.program], env
 
 

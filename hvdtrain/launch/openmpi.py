@@ -20,7 +20,7 @@ def binding(spec: LaunchSpec, words: dict[str, str]) -> list[str]:
     """Always said: without it two ranks get one core each, and a rank's threads share it.
 
     ``words`` name the parts of a host as this version does. Ranks fill a host before the next one (by slot), in every
-    binding, so that ranks and ``-H`` keep one order.
+    binding; the hosts go in the order of ``-H``, but for 4.1, which takes this host first wherever it stands.
     """
     by = f"slot:PE={spec.cores_per_rank}" if spec.bind == "core" else "slot"
     return ["--map-by", by, "--bind-to", words[spec.bind], *(["--oversubscribe"] if spec.oversubscribe else [])]

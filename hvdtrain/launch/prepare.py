@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from hvdtrain.errors import UserError
 from hvdtrain.launch import environment, slurm
-from hvdtrain.launch.hosts import is_address, place
+from hvdtrain.launch.hosts import MOST_RANKS, bounded, is_address, place
 from hvdtrain.launch.spec import Host, LaunchSpec, Tool
-from hvdtrain.launch.ssh import AGENT_VARIABLES
+from hvdtrain.launch.ssh import chosen, unread
 
 LOOPBACK = ("localhost", "127.0.0.1")
 ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
@@ -64,9 +64,12 @@ class Here:
 
 def prepare(wishes: Wishes, here: Here, tool: Tool) -> tuple[LaunchSpec, list[str]]:
     """Decide one launch: (spec, notes for the user). `UserError` for wishes that cannot be met anywhere."""
-    _check(wishes, here)
+    check(wishes)
+    if here.inside:
+        raise UserError(f"this is a process of a job already, started by {here.inside}", "one launch, outside of it",
+                        "take the outer launcher away, or the inner one")
     notes: list[str] = []
-    hosts = _hosts(wishes, here)
+    hosts = bounded(_hosts(wishes, here))
     ranks = sum(host.slots for host in hosts) if hosts else wishes.ranks
     names, values = environment.parse_env(wishes.env, here.env)
     if wishes.interface:
@@ -78,10 +81,12 @@ def prepare(wishes: Wishes, here: Here, tool: Tool) -> tuple[LaunchSpec, list[st
     more = slurm.PASSED if tool.launcher == "srun" else ()
     passed = sorted({*environment.passed({**here.env, **values}, more), *names})
     remote = any(host.name not in here.names for host in hosts)
+    ssh = wishes.ssh or _unread_agent(tool, here, remote, notes)
+    _this_host_first(tool, hosts, here, notes)
     spec = LaunchSpec(
         tool=tool, program=wishes.program, hosts=hosts, ranks=ranks, env_names=tuple(passed),
-        env_values=tuple(sorted(values.items())), ssh=wishes.ssh, remote=remote,
-        over_ssh=remote and not here.in_slurm and not any(name in here.env for name in AGENT_VARIABLES),
+        env_values=tuple(sorted(values.items())), ssh=ssh, remote=remote,
+        over_ssh=remote and not here.in_slurm and not chosen(tool.launcher, here.env),
         interface=wishes.interface, bind=wishes.bind, cores_per_rank=wishes.cores_per_rank,
         oversubscribe=wishes.oversubscribe or _cores_short(hosts, wishes, here, notes), as_root=here.is_root,
         root_allowed=wishes.allow_root, root_in_environment=all(here.env.get(v) == "1" for v in ROOT_VARIABLES),
@@ -96,12 +101,10 @@ def names_this_host_only(hosts: tuple[Host, ...]) -> bool:
     return bool(hosts) and all(host.name in LOOPBACK for host in hosts)
 
 
-def _check(wishes: Wishes, here: Here) -> None:
-    if here.inside:
-        raise UserError(f"this is a process of a job already, started by {here.inside}", "one launch, outside of it",
-                        "take the outer launcher away, or the inner one")
+def check(wishes: Wishes) -> None:
+    """`UserError` for wishes that no launcher on any machine can meet."""
     program = wishes.program
-    if not program or program[0].startswith("-") or ":" in program or any("\0" in word for word in program):
+    if not program or program[0].startswith("-") or not program[0] or ":" in program or any("\0" in word for word in program):
         raise UserError(f"the program is {list(program)}", "words without a lone colon, which divides programs for "
                         "mpirun, the first being a program", "correct what stands after --")
     if wishes.interface and not _INTERFACE.fullmatch(wishes.interface):
@@ -110,9 +113,28 @@ def _check(wishes: Wishes, here: Here) -> None:
     if wishes.cores_per_rank < 1 or wishes.ranks < 0:
         raise UserError(f"-np is {wishes.ranks} and --cores-per-rank {wishes.cores_per_rank}", "1 or more",
                         "correct them")
+    if wishes.ranks > MOST_RANKS:
+        raise UserError(f"-np is {wishes.ranks}", f"at most {MOST_RANKS}", "correct it")
     if wishes.cores_per_rank > 1 and wishes.bind != "core":
         raise UserError(f"--cores-per-rank is {wishes.cores_per_rank} with --bind {wishes.bind}", "--bind core",
                         "add --bind core: only then a rank has cores of its own")
+
+
+def _unread_agent(tool: Tool, here: Here, remote: bool, notes: list[str]) -> tuple[str, ...]:
+    """The ssh command in a variable that the launcher does not read, with a note; () without one."""
+    name, words = unread(tool.launcher, here.env) if remote and not here.in_slurm else ("", ())
+    if name:
+        notes.append(f"Open MPI {tool.version or 5} does not read {name}: it is taken as --ssh")
+    return words
+
+
+def _this_host_first(tool: Tool, hosts: tuple[Host, ...], here: Here, notes: list[str]) -> None:
+    """A note where Open MPI 4.1 will not keep the order of the hosts."""
+    if tool.flavour == "openmpi" and tool.launcher in ("openmpi4", "horovodrun") and tool.numbers[:1] in ((), (4,)):
+        ours = [host.name for host in hosts if host.name in here.names]
+        if ours and hosts[0].name not in here.names:
+            notes.append(f"Open MPI 4 gives the first ranks to this host, {ours[0]}, though {hosts[0].name} is named "
+                         "first: name this host first, or start from another")
 
 
 def _hosts(wishes: Wishes, here: Here) -> tuple[Host, ...]:

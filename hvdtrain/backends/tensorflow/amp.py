@@ -41,8 +41,17 @@ def compute_in(model: keras.Model, own: str) -> None:
 
 
 def give_back(model: keras.Model) -> None:
-    """Undo `compute_in`."""
-    _swap(model)
+    """Undo `compute_in`, and forget the graphs that Keras traced meanwhile (a callback's ``model.predict``)."""
+    if _swap(model):
+        model.train_function = model.test_function = model.predict_function = None
+
+
+def remarks(model: keras.Model) -> dict[str, str]:
+    """For the summary: the layers with weights that stay in float32 in a model whose others compute in 16 bits."""
+    given = [layer for layer in model._flatten_layers() if layer in _given]
+    stay = [layer.name for layer in model._flatten_layers() if layer not in _given and layer._trainable_variables
+            and layer.compute_dtype == "float32"]
+    return {"float32 layers": ", ".join(stay)} if given and stay else {}
 
 
 @contextlib.contextmanager

@@ -219,7 +219,8 @@ class TensorFlowStep:
     def describe(self) -> dict[str, str]:
         """Loss, optimizer, schedule, device, in words."""
         device = {"device": "gpu" if self.asynchronous else "cpu"}
-        return {**self._words, **self._opt.describe(), **device, **self.precision.describe(), **self.scale.describe()}
+        compute = {**self.precision.describe(), **amp.remarks(self.model)}
+        return {**self._words, **self._opt.describe(), **device, **compute, **self.scale.describe()}
 
     def caveats(self) -> list[str]:
         """Layers whose result depends on how a batch is cut (law 2), or whose type is too narrow."""

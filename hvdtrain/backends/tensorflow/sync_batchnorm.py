@@ -89,9 +89,11 @@ class Across:
             return found
         graph = tf.compat.v1.get_default_graph()
         if hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
-            raise UserError(f"sync_batchnorm with {layer.name!r} in a loop, a condition or a tf.function of its own",
-                            "BatchNorm layers that each step calls a fixed number of times",
-                            "call the layer outside of it, or set sync_batchnorm: false")
+            error = UserError(f"sync_batchnorm with {layer.name!r} in a loop, a condition or a tf.function of its own",
+                              "BatchNorm layers that each step calls a fixed number of times",
+                              "call the layer outside of it, or set sync_batchnorm: false")
+            setattr(error, "_keras_call_info_injected", True)  # or Keras puts the call's arguments in its place
+            raise error
         axes, uses = layer._reduction_axes, self._uses.setdefault(graph, Counter())
         uses[name] += 1
         name = f"{name}.{uses[name] - 1}"  # a layer may be called several times in a graph

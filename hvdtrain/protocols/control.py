@@ -1,0 +1,45 @@
+"""The control plane's seam."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class Control(Protocol):
+    """Moves small Python objects and decisions between the ranks of a job.
+
+    Every method but `abort` is collective: all ranks call it in the same order. Each wait is bounded by the
+    control's ``timeout_s``; when it runs out `WaitTimeout` names the wait. Objects are pickled, inside the job only.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: str
+
+    def bcast(self, obj: Any) -> Any:
+        """Return rank 0's ``obj`` on every rank."""
+        ...
+
+    def gather(self, obj: Any) -> list[Any]:
+        """Return the list of every rank's ``obj``, by rank, on every rank."""
+        ...
+
+    def sum(self, values_k: np.ndarray) -> np.ndarray:
+        """Return the float64[k] sum over ranks, the same bits on every rank."""
+        ...
+
+    def agree(self, flag: bool) -> bool:
+        """Return True on every rank if any rank's ``flag`` is true (law 6)."""
+        ...
+
+    def barrier(self, tag: str, timeout_s: float | None = None) -> None:
+        """Return once every rank is here; ``tag`` names the place in the error of a wait that ran out."""
+        ...
+
+    def abort(self, code: int) -> None:
+        """End every rank at once with exit status ``code``; does not return in a job of several ranks."""
+        ...

@@ -1,0 +1,90 @@
+"""The data plane's seam, and what a compressor asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from hvdtrain.protocols.arrays import Array
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Array:
+        """Return the result; waits for it outside a graph, returns the symbolic tensor inside one."""
+        ...
+
+
+class Collectives(Protocol):
+    """Moves gradients: each call takes a deterministic ``name`` and returns a `Handle` (law 5).
+
+    ``dtypes``: names of the dtypes `allreduce` sums. ``overlaps``: work goes on while a handle is open.
+    ``in_graph``: may be called while TensorFlow traces. ``host``: takes and gives numpy arrays; a backend converts.
+    ``reductions``: what `allreduce` can do beside "sum". An `allreduce` may reuse the memory of its argument.
+    """
+
+    name: str
+    rank: int
+    size: int
+    dtypes: frozenset[str]
+    reductions: frozenset[str]
+    overlaps: bool
+    in_graph: bool
+    host: bool
+
+    def buffer(self, n: int, dtype: str) -> np.ndarray | None:
+        """(n,) zeros that `allreduce` sums without a copy, or None where it has no such memory.
+
+        Collective: every rank asks for the same buffers in the same order, before its first exchange.
+        """
+        ...
+
+    def allreduce(self, flat_N: Array, name: str, op: str = "sum") -> Handle:
+        """Combine over ranks, by sum or by another of ``reductions``: (N,) -> (N,)."""
+        ...
+
+    def allgather(self, x_K: Array, name: str) -> Handle:
+        """Every rank's vector, by rank: (K,) -> (P, K)."""
+        ...
+
+    def alltoall(self, x_PK: Array, name: str) -> Handle:
+        """Row p goes to rank p; row q of the result came from rank q: (P, K) -> (P, K)."""
+        ...
+
+    def reducescatter(self, flat_N: Array, name: str) -> Handle:
+        """This rank's 1/P of the sum over ranks: (N,) -> (N/P,); N is a multiple of P."""
+        ...
+
+    def broadcast(self, x_N: Array, name: str, root: int = 0) -> Handle:
+        """``root``'s vector on every rank: (N,) -> (N,)."""
+        ...
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Ask the driver of a compressor's generator for a sum over ranks of ``flat_N``, or another reduction ``op``."""
+
+    flat_N: Array
+    op: str = "sum"
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """Ask for every rank's ``x_K``: the answer has shape (P, K)."""
+
+    x_K: Array
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Ask for the exchange of rows of ``x_PK``: the answer has shape (P, K)."""
+
+    x_PK: Array
+
+
+Request = AllReduce | AllGather | AllToAll
+Exchange = Generator[Request, Array, tuple[Array, dict[str, Array]]]

@@ -52,12 +52,13 @@ class Reading:
 
 
 def read(rows_P: Sequence[Row], step_s: float, labels_P: Sequence[str], balance: str, compression: str,
-         solo_P: Sequence[float] | None = None) -> Reading:
+         solo_P: Sequence[float] | None = None, hosts: int = 2, crowded: str = "") -> Reading:
     """Read the meter over a window.
 
     ``labels_P``: "rank 1 on host b". ``balance``, ``compression``: as configured. ``solo_P``: samples per second of
-    each rank alone, where they are known better; else from the rows, 0 for a rank without samples. A window without
-    steps or samples reads 0 everywhere.
+    each rank alone, where they are known better; else from the rows, 0 for a rank without samples. ``hosts``: how many
+    there are; ``crowded``: "4 ranks share 2 cores" where they do, since ranks then wait for their turn. A window
+    without steps or samples reads 0 everywhere.
     """
     assert len(rows_P) == len(labels_P) and (solo_P is None or len(solo_P) == len(rows_P))
     rows = tuple(rows_P)
@@ -68,7 +69,7 @@ def read(rows_P: Sequence[Row], step_s: float, labels_P: Sequence[str], balance:
     if not samples or not step_s > 0:
         sentence = "nothing to do: no step was measured"
     else:
-        sentence = _sentence(rows, step_s, labels_P, balance, compression, solo, lost, percent)
+        sentence = _sentence(rows, step_s, labels_P, balance, compression, solo, lost, percent, hosts, crowded)
     return Reading(percent, step_s, lost, rows, sentence)
 
 
@@ -87,15 +88,18 @@ def _lost(rows: Sequence[Row], step_s: float) -> dict[str, float]:
 
 
 def _sentence(rows: Sequence[Row], step_s: float, labels_P: Sequence[str], balance: str, compression: str,
-              solo: Sequence[float], lost: dict[str, float], percent: float) -> str:
+              solo: Sequence[float], lost: dict[str, float], percent: float, hosts: int, crowded: str) -> str:
     """What to do about the largest loss."""
     cause = max(CAUSES, key=lambda name: lost[name])
     if lost[cause] < WORTH:
         return f"nothing to do: the ranks reach {percent:.0f} % of the sum of their solo speeds"
     share = f"{lost[cause]:.0f} % of the ranks' time"
     if cause == "wire":
-        cheaper = "--compression auto, " if compression == "none" else ""
-        return f"{share} goes to the exchange of gradients: try {cheaper}a larger global_batch or fewer hosts"
+        if crowded:
+            return f"{share} goes to waiting, for the exchange and for their turn: {crowded}; try fewer ranks"
+        cheaper = "--compression auto, " if compression == "none" and hosts > 1 else ""
+        fewer = " or fewer hosts" if hosts > 1 else ""
+        return f"{share} goes to the exchange of gradients: try {cheaper}a larger global_batch{fewer}"
     if cause == "input":
         return f"{share} goes to waiting for data: raise data.prefetch or give a faster source"
     if cause == "update":

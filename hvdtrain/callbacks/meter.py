@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.balance.meter import Reading, Row, read
 from hvdtrain.callbacks.base import Callback
+from hvdtrain.cluster.topology import Host
 
 SKIPPED_STEPS = 2
 """Steps at the start that tell nothing: tracing, allocation, connections."""
@@ -135,4 +137,10 @@ def _reading(run: Any, sums_P: list[list[float]], steps: int) -> Reading:
     solo = [samples / busy_s if busy_s > 0 else share / line.seconds(share, 1) if line else 0.0
             for (_, busy_s, samples, *_), line in zip(sums_P, lines)]
     return read(rows, max(total for total, *_ in sums_P) / steps, labels, run.config.balance,
-                run.reducer.compressor.name, solo)
+                run.reducer.compressor.name, solo, len(run.topology.hosts), _crowded(run.topology.hosts))
+
+
+def _crowded(hosts: Sequence[Host]) -> str:
+    """Where ranks on CPUs are more than cores, in words."""
+    full = [host for host in hosts if len(host.ranks) > host.cores]
+    return f"{len(full[0].ranks)} ranks share {full[0].cores} cores on {full[0].node}" if full else ""

@@ -109,3 +109,11 @@ def test_the_awaited_rank_may_have_nothing_to_give():
     for balance in ("off", "static", "auto"):
         single = read([Row(1, 0, 0.01, 0.01, 0), Row(1, 0, 0.02, 0, 0)], 0.02, labels, balance, "none")
         assert "one sample less" in single.sentence
+
+
+def test_advice_knows_the_hosts_and_the_cores():
+    rows = [Row(8, 0, 0.05, 0.05, 0)] * 2
+    one = read(rows, 0.1, ["rank 0 on a", "rank 1 on a"], "off", "none", hosts=1)
+    assert "larger global_batch" in one.sentence and "hosts" not in one.sentence and "auto" not in one.sentence
+    full = read(rows, 0.1, ["rank 0 on a", "rank 1 on a"], "off", "none", hosts=1, crowded="2 ranks share 1 core on a")
+    assert "2 ranks share 1 core on a" in full.sentence and "fewer ranks" in full.sentence

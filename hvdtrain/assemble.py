@@ -77,16 +77,26 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
         step = Slowed(step, config.emulate_speed[control.rank])
     group = world(control.size, control.rank)
     run = Run(config, control, group, topology, wire, spec, step, feed, test_feed, devices=devices, notes=notes)
+    try:
+        _complete(run, facts, backend)
+    except BaseException:
+        step.leave()
+        raise
+    return run
+
+
+def _complete(run: Run, facts: LaunchFacts, backend: Any) -> None:
+    """Exchange, initial weights, callbacks, restore."""
+    control, step, feed = run.control, run.step, run.feed
     agreed(control, lambda: exchange(run, backend.Ops()), "exchange")
     step.share_initial()
-    if feed.even_micros:
-        agreed(control, lambda: step.spare(feed.sample(1)), "data")
     run.callbacks = _callbacks(run, facts)
     if control.size > 1:
-        notes += [f"not independent of the number of ranks: {caveat}" for caveat in step.caveats()]
+        run.notes += [f"not independent of the number of ranks: {caveat}" for caveat in step.caveats()]
     run.tell()
     _restore(run)
-    return run
+    if feed.even_micros:
+        agreed(control, lambda: step.spare(feed.sample(1, run.state.cursor)), "data")
 
 
 def _model(config: Config, model: Any, facts: LaunchFacts, control: Control | None) -> Spec:

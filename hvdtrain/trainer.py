@@ -102,7 +102,8 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint of the current state into the run's directory; collective. `UserError` if it fails."""
         run = self._assembled(None, None)
-        error = session.save(run)
+        with loop.joined(run):
+            error = session.save(run)
         if error:
             raise UserError(f"the checkpoint was not written: {error}", "a writable directory with room",
                             "free space and save again")
@@ -115,7 +116,8 @@ class Trainer:
         def look() -> Any:
             return session.find(str(path), None, run.note) if run.control.rank == 0 else None
 
-        session.restore(run, agreed(run.control, look, "restore"))
+        with loop.joined(run):
+            session.restore(run, agreed(run.control, look, "restore"))
 
     def _assembled(self, model: Any, data: Any) -> Run:
         """The run, assembled on first use; one Trainer is one run."""

@@ -125,6 +125,43 @@ def test_the_scale_comes_back_with_a_checkpoint():
     assert other.scale.state() == step.scale.state() == {"loss_scale": [512.0, 1, 1]}
 
 
+@pytest.mark.parametrize("own", ["bf16", "fp16"])
+def test_a_model_that_was_given_back_has_its_own_types(own, tmp_path):
+    """Also what Keras keeps of graphs that a callback had traced; and a run has it again where it goes on."""
+    model, x = mlp(extra=[keras.layers.Dropout(0.0), keras.layers.Activation("relu", dtype="float64")]), batch(0)[0]
+    built = [layer.dtype_policy for layer in model._flatten_layers()]
+    step = made(own, model)
+    totals = []
+    for t in range(2):
+        step.join()
+        assert types(model) == [LONG[own], LONG[own], "float64", LONG[own]]
+        assert run(step, [batch(t)], 1 / 32)[0][0]
+        step.evaluate(batch(t, 5 + t))
+        totals.append(step.eval_totals()["loss"])
+        assert t or model.predict(x[:3], verbose=0).dtype == LONG[own]
+        step.leave()
+        step.leave()
+        assert all(layer.dtype_policy is policy for layer, policy in zip(model._flatten_layers(), built))
+        assert model.predict(x[:3], verbose=0).dtype == np.float32
+    exact = made("fp32", mlp(extra=model.layers[1:3]))
+    exact.model.set_weights(model.get_weights())
+    exact.evaluate(batch(1, 6))
+    assert 0 < abs(exact.eval_totals()["loss"][0] - totals[1][0]) < 2e-2 * totals[1][0], "evaluated in the run's type"
+    model.save(tmp_path / "model.keras")
+    read = keras.saving.load_model(tmp_path / "model.keras")
+    assert types(read) == ["float32", "float32", "float64", "float32"]
+    model.compile("sgd", "mse")
+    assert type(model.optimizer) is keras.optimizers.SGD and model.predict(x[:3], verbose=0).dtype == np.float32
+
+
+def test_layers_that_stay_in_float32_are_named():
+    layers = [keras.layers.Reshape((4, 4)), keras.layers.Bidirectional(keras.layers.LSTM(2), name="both")]
+    words = made("bf16", mlp(extra=layers)).describe()
+    assert words["float32 layers"].count("both/") == 2 and "dense" not in words["float32 layers"]
+    for own in ("bf16", "fp32"):
+        assert "float32 layers" not in made(own, mlp()).describe()
+
+
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_variables_of_another_type_are_refused(dtype):
     model = keras.Sequential([keras.Input((12,), dtype=dtype), keras.layers.Dense(5, dtype=dtype)])

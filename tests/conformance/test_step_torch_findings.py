@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_tools import (  # noqa: E402,F401
-    SGD, X, Y, TwoRanksInOne, attached, batch, close, mlp, one_thread, run, weights,
+    SGD, X, Y, TwoRanksInOne, attached, batch, close, mlp, one_thread, plain, run, weights,
 )
 
 from hvdtrain.collectives.lockstep import LockstepWorld  # noqa: E402
@@ -279,6 +279,68 @@ def test_half_precision_state_returns_to_the_bit(name, args):
         run(one, [batch(9)], 1 / 32)
     for a, b in zip(step._params, other._params):
         assert torch.equal(a, b)
+
+
+def last(seed):
+    """A convolution in channels_last behind a dense layer whose weight is another's transpose in memory."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(12, 12), nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 7, 2), nn.Tanh(), nn.Flatten(),
+                          nn.Linear(7, 5)).to(memory_format=torch.channels_last)
+    model[0].weight.data = model[0].weight.data.t().contiguous().t()
+    assert not (model[0].weight.is_contiguous() or model[2].weight.is_contiguous())
+    return model
+
+
+@pytest.mark.parametrize("args", [{}, {"foreach": True}, {"foreach": False}], ids=str)
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize("wire", [NullCollectives, TwoRanksInOne])
+def test_another_memory_order_is_trained_as_by_hand_and_returns_to_the_bit(name, args, wire):
+    """Parameters, gradients in buckets and momentum from a checkpoint lie in memory each in its own way."""
+    own = {"momentum": 0.9, **args} if name == "sgd" else args
+    config = Config(optimizer=Named(name, own), lr=0.05)
+    step, other = attached(last(1), config, wire()), attached(last(2), config, wire())
+    for t in range(3):
+        run(step, [batch(t)], 1 / 32, clip=0.5)
+    other.load(*step.state())
+    for t in range(3, 8):
+        for one in (step, other):
+            run(one, [batch(t)], 1 / 32, clip=0.5)
+    close(weights(other), weights(step), 0)
+    model = last(1)
+    made = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[name]
+    close(weights(step), weights(plain(model, made(model.parameters(), lr=0.05, **own), steps=8, clip=0.5)), 1e-5)
+
+
+def test_fused_is_for_parameters_whose_gradients_lie_as_they_do():
+    for name in ("sgd", "adam"):
+        with pytest.raises(UserError, match="optimizer.args.fused with parameters that are not contiguous"):
+            attached(last(1), Config(optimizer=Named(name, {"fused": True})))
+    assert attached(mlp(), SGD)._opt.optimizer.defaults["fused"]  # what lies row by row keeps the quick kernel
+    assert attached(mlp(), Config(optimizer=Named("adam", {"fused": True})))._opt.optimizer.defaults["fused"]
+
+
+def test_the_kernel_is_chosen_for_the_memory_order_of_this_run():
+    """Not by the checkpoint of a run whose parameters lay row by row, nor before the model was put into another."""
+    def rows(seed):
+        model = last(seed)
+        model[0].weight.data, model[2].weight.data = (model[i].weight.data.contiguous() for i in (0, 2))
+        return model
+
+    step, other, moved = attached(rows(1), SGD), attached(last(2), SGD, TwoRanksInOne()), attached(rows(3), SGD)
+    run(step, [batch(0)], 1 / 32)
+    for late in (other, moved):
+        late.load(*step.state())
+        late.model.to(memory_format=torch.channels_last)
+        late.join()
+    for t in range(1, 4):
+        for one in (step, other, moved):
+            run(one, [batch(t)], 1 / 32)
+    for late in (other, moved):
+        close(weights(late), weights(step), 1e-5)
+    asked = attached(rows(1), Config(optimizer=Named("adam", {"fused": True})))
+    asked.model.to(memory_format=torch.channels_last)
+    with pytest.raises(UserError, match="optimizer.args.fused with parameters that are not contiguous"):
+        asked.join()
 
 
 @pytest.mark.parametrize("name, args", [("none", {}), ("StepLR", {"step_size": 2, "gamma": 0.5}),

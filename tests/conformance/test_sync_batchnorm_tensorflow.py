@@ -162,11 +162,140 @@ class Own(keras.layers.BatchNormalization):
 
 
 def test_what_cannot_be_synchronised_is_named():
+    model = mlp(extra=[keras.layers.BatchNormalization(), Own(name="own")])
     with pytest.raises(UserError, match="Own 'own.*', which has a call of its own"):
-        attached(mlp(extra=[Own(name="own")]), SYNC, Twins())
+        attached(model, SYNC, Twins())
+    assert "_moments" not in vars(model.layers[1])  # all or none
     with pytest.raises(UserError, match="sync_batchnorm with Keras over lockstep.*Set collectives: horovod"):
         LockstepWorld(2).run(lambda control, wire: Across().take(mlp(extra=[Own()]), reducer(wire)))
     Across().take(mlp(), Reducer([], NoCompression(), Outside(), Ops()))  # nothing to synchronise
+
+
+def dense(inside=None):
+    """(B, 12) -> (B, 12), normalised; ``inside(norm, x)``: how a subclassed layer calls the normalisation."""
+    layers = [keras.layers.Dense(12), Calls(inside) if inside else keras.layers.BatchNormalization()]
+    return keras.Sequential([keras.Input((12,)), *layers])
+
+
+class Calls(keras.layers.Layer):
+    """Calls its normalisation as ``how(norm, x)`` says."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.norm = how, keras.layers.BatchNormalization(name="within")
+
+    def build(self, shape):
+        self.norm.build(shape)
+
+    def call(self, x, training=None):
+        return self.how(lambda x: self.norm(x, training=training), x) if training else self.norm(x, training=False)
+
+
+def loop(norm, x):
+    return tf.while_loop(lambda i, h: i < 2, lambda i, h: (i + 1, tf.ensure_shape(norm(h), x.shape)), [0, x])[1]
+
+
+@pytest.mark.parametrize("how", [
+    loop, lambda norm, x: tf.cond(tf.reduce_sum(x) > 0, lambda: norm(x), lambda: x),
+    lambda norm, x: tf.function(norm)(x)], ids=["loop", "condition", "function"])
+def test_a_layer_that_ranks_may_call_unequally_often_is_refused(how):
+    step = attached(dense(how), SYNC, Twins())
+    with pytest.raises(UserError) as told:
+        run(step, [(X[:4], Y[:4])], 1 / 8)
+    assert told.value.got == "sync_batchnorm with 'within' in a loop, a condition or a tf.function of its own"
+    assert told.value.do.startswith("call the layer outside")
+
+
+def with_parts():
+    """A functional model of a functional and a sequential one, which are layers of it."""
+    inputs = keras.Input((12,))
+    within = keras.Model(inputs, keras.layers.BatchNormalization()(keras.layers.Dense(12)(inputs)))
+    return keras.Model(inputs, keras.layers.Dense(5)(keras.Sequential([within, dense()])(inputs)))
+
+
+class Plain(keras.Model):
+    """A subclassed model with a model of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = dense(), keras.layers.BatchNormalization()
+
+    def call(self, x, training=False):
+        return self.norm(self.first(x, training=training), training=training)
+
+
+def gradient_of_its_own(norm, x):
+    @tf.custom_gradient
+    def twice(x):
+        return 2 * x, lambda dy: 2 * dy
+
+    return twice(norm(twice(x)))
+
+
+@pytest.mark.parametrize("make, layers", [
+    (with_parts, 2), (Plain, 2), (lambda: dense(gradient_of_its_own), 1),
+    (lambda: dense(lambda norm, x: tf.function(lambda x: 2 * x)(norm(x))), 1),
+    (lambda: keras.Sequential([keras.Input((12,)), keras.layers.Reshape((4, 3)), keras.layers.TimeDistributed(
+        keras.layers.BatchNormalization()), keras.layers.Flatten(), keras.layers.Dense(5)]), 1)],
+    ids=["models in a model", "subclassed", "custom gradient", "beside a function", "over time"])
+def test_models_that_call_it_plainly_are_not_refused(make, layers):
+    model, wire = make(), Twins()
+    model(X[:2])
+    step = attached(model, SYNC, wire)
+    got = run(step, [(X[:4], Y[:4])], 1 / 8)
+    assert got[0][0] and len({n for n in wire.names if n.endswith(".forward")}) >= layers
+
+
+def test_what_is_masked_may_be_no_number():
+    """Moments and their gradient are those of the same with zeros there, as in Keras' own."""
+    mask = tf.constant([[True, True, False], [True, True, False]])
+    clean = tf.constant(X[:2, :9].reshape(2, 3, 3)) * tf.cast(mask[..., None], tf.float32)
+    dirty = tf.where(mask[..., None], clean, [np.inf, -np.inf, np.nan])
+    layer = made()
+    layer.build((None, 3, 3))
+    across = Across()
+    across.take(SimpleNamespace(_flatten_layers=lambda: [layer]), reducer(Twins()))
+    found = []
+    for moments, x in ((layer._moments, dirty), (type(layer)._moments.__get__(layer), clean)):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            mean, var = moments(x, mask)
+            loss = tf.reduce_sum(mean * [1.0, 2, 3] + var * [4.0, 5, 6])
+        found.append([mean.numpy(), var.numpy(), tape.gradient(loss, x).numpy()])
+    close(found[0], found[1], 1e-5)
+
+
+def test_a_stand_in_is_a_sample():
+    """A model that masks zeros has no number for a sample of nothing else; see `Step.spare`."""
+    inputs = keras.Input((4, 3))
+    hidden = keras.layers.BatchNormalization()(keras.layers.Masking()(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(5)(keras.layers.GlobalAveragePooling1D()(hidden)))
+    x = X[:4].reshape(4, 4, 3)
+    step = attached(model, SYNC, Twins())
+    step.spare((x, Y[:4]))
+    for micros in ([(x[:0], Y[:0])], [(x, Y[:4]), (x[:0], Y[:0])]):
+        (finite, _), pairs = run(step, micros, 1 / 8, check=True)
+        assert finite and pairs[-1] == (0.0, 0.0)
+        assert all(np.isfinite(w).all() for w in weights(step))
+
+
+def test_a_model_that_was_given_back_is_keras_own_and_synchronised_when_taken_again():
+    model, alone, wire = *(mlp(extra=[keras.layers.BatchNormalization()]) for _ in range(2)), Twins()
+    step, single = attached(model, SYNC, wire), attached(alone, SYNC)
+    for n in (8, 8, 7):  # the last is another graph
+        step.join()
+        assert "_moments" in vars(model.layers[1])
+        run(step, [(X[:n], Y[:n])], 1 / 16)
+        run(single, [(np.concatenate([X[:n]] * 2), np.concatenate([Y[:n]] * 2))], 1 / 16)
+        step.leave()
+        assert "_moments" not in vars(model.layers[1])
+        wire.names.clear()
+        kept = model.get_weights()
+        model.compile("sgd", "mse")
+        model.fit(X[:8], X[:8, :5], verbose=0)
+        assert wire.names == []
+        model.set_weights(kept)
+    close(weights(step), weights(single), 1e-4)
 
 
 class Outside(NullCollectives):
@@ -200,5 +329,5 @@ def test_caveats():
 
     assert words(keras.layers.BatchNormalization()) == ""
     assert "each micro-batch" in words(keras.layers.BatchNormalization(), micro_batch=4)
-    assert "each rank's own samples" in words(keras.layers.BatchNormalization(), sync_batchnorm=False)
+    assert "own samples, without sync_batchnorm: true" in words(keras.layers.BatchNormalization(), sync_batchnorm=False)
     assert words(keras.layers.LayerNormalization(), accumulate=2) == ""

@@ -1,7 +1,9 @@
 """PyTorch's BatchNorm layers over the samples of all ranks, compared with one layer over the joined batch."""
 
 import copy
+import gc
 import io
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +11,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch import nn  # noqa: E402
+from small_runs import config, fitted, lockstep, samples  # noqa: E402
+from small_runs import weights as arrays  # noqa: E402
+from sync_models import with_norms  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch_tools import attached, batch, close, mlp, one_thread, run, weights  # noqa: E402, F401
 
@@ -161,9 +166,12 @@ class Fused(nn.BatchNorm1d):
         return torch.relu(super().forward(x))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_what_cannot_be_synchronised_is_named():
-    with pytest.raises(UserError, match=r"Fused '0', which has a forward of its own"):
-        Across().take(nn.Sequential(Fused(3)), reducer(NullCollectives(0, 2)))
+    model = nn.Sequential(nn.BatchNorm1d(3), Fused(3))
+    with pytest.raises(UserError, match=r"Fused '1', which has a forward of its own"):
+        Across().take(model, reducer(NullCollectives(0, 2)))
+    assert type(model[0]) is nn.BatchNorm1d  # all or none
     layer = nn.Sequential(nn.BatchNorm1d(3))
 
     def rank(control, wire):
@@ -173,6 +181,96 @@ def test_what_cannot_be_synchronised_is_named():
 
     with pytest.raises(UserError, match=r"BatchNorm '0' with 1 value per channel over all ranks"):
         LockstepWorld(2).run(rank)
+    example = torch.ones(4, 3)
+    for compiled in (torch.jit.script(layer), torch.jit.trace(layer, example),
+                     nn.Sequential(torch.jit.script(layer[0]))):
+        with pytest.raises(UserError, match=r"a scripted BatchNorm1d '0', which cannot be changed"):
+            Across().take(compiled, reducer(NullCollectives(0, 2)))
+
+
+def test_what_a_rank_without_samples_computes_spreads_to_no_other():
+    """Its stand-in, here of what is no number, counts for nothing: neither 0 nor 0 times NaN."""
+    layer, x, outer = drawn(lambda: nn.BatchNorm1d(3), (3,))
+    y, dx = passed(copy.deepcopy(layer), x, outer, 1)
+    layers = [copy.deepcopy(layer) for _ in range(2)]
+
+    def rank(control, wire):
+        across, absent = Across(), control.rank == 1
+        across.take(layers[control.rank], reducer(wire))
+        across.begin(1.0, not absent)
+        own = x[:1] * torch.nan if absent else x
+        return passed(layers[control.rank], own, outer[:len(own)] * (0.0 if absent else 1.0), 1)
+
+    (got_y, got_dx), (_, none) = LockstepWorld(2).run(rank)
+    near(got_y, y)
+    near(got_dx, dx, rtol=2e-4)
+    assert torch.equal(none, torch.zeros(1, 3))
+    assert all(torch.equal(a, b) for a, b in zip(layers[0].buffers(), layers[1].buffers()))
+
+
+class Direction(nn.Module):
+    """No number for a sample of zeros."""
+
+    def forward(self, x):
+        return x / x.norm(dim=1, keepdim=True)
+
+
+def test_the_first_stand_in_is_a_sample(tmp_path):
+    """A rank that never had a sample of its own does not put zeros through the model."""
+    def model(rank):
+        torch.manual_seed(0)
+        return nn.Sequential(Direction(), nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
+
+    settings = config(global_batch=16, max_steps=3, sync_batchnorm=True, shares=[1, 0], out=str(tmp_path))
+    for made in lockstep(2, settings, model, samples(64), fitted):
+        assert np.isfinite(made.state.loss) and all(np.isfinite(array).all() for array in arrays(made))
+
+
+# --- after a run -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_after_a_run_the_model_waits_for_no_rank_and_holds_nothing_of_it(tmp_path):
+    """Forward and backward on rank 0 alone, which would else wait until the world's timeout; torch.jit takes it."""
+    models, steps = [with_norms("torch") for _ in range(2)], []
+
+    def rank(run):
+        fitted(run)
+        steps.append(weakref.ref(run.step))
+        if run.control.rank == 0:
+            models[0].train()(torch.randn(8, 12)).sum().backward()
+
+    lockstep(2, config(global_batch=16, max_steps=2, sync_batchnorm=True, out=str(tmp_path)), models.__getitem__,
+             samples(64), rank)
+    assert [type(m) for m in models[1].modules()] == [type(m) for m in with_norms("torch").modules()]
+    torch.jit.script(models[0])
+    gc.collect()
+    assert [step() for step in steps] == [None, None]
+
+
+def test_a_model_that_was_given_back_is_synchronised_again():
+    single = attached(mlp(extra=[nn.BatchNorm1d(16)]), SYNC)
+    for t in range(3):
+        run(single, [batch(t, 16)], 1 / 16)
+    models = [mlp(extra=[nn.BatchNorm1d(16)]) for _ in range(2)]
+
+    def rank(control, wire):
+        step = attached(models[control.rank], SYNC, wire)
+        for t in range(3):
+            step.join()
+            step.join()
+            part = slice(0, 5) if control.rank == 0 else slice(5, 16)
+            run(step, [tuple(a[part] for a in batch(t, 16))], 1 / 16)
+            step.evaluate(batch(t, 4))
+            step.leave()
+            step.leave()
+            if control.rank == 0:
+                kept = copy.deepcopy(step.model.state_dict())
+                step.model(torch.from_numpy(batch(9)[0])).sum().backward()
+                step.model.load_state_dict(kept)
+        return weights(step)
+
+    for got in LockstepWorld(2).run(rank):
+        close(got, weights(single), 1e-5)
 
 
 class View(nn.Module):
@@ -221,5 +319,6 @@ def test_caveats():
     assert words(nn.BatchNorm1d(16)) == ""
     assert "each micro-batch" in words(nn.BatchNorm1d(16), accumulate=2)
     assert "each micro-batch" in words(nn.BatchNorm1d(16), balance="auto")
-    assert "each rank's own samples" in words(nn.BatchNorm1d(16), sync_batchnorm=False)
+    for norm in (nn.BatchNorm1d(16), nn.SyncBatchNorm(16)):  # torch's own is not: there is no torch.distributed
+        assert "own samples, without sync_batchnorm: true" in words(norm, sync_batchnorm=False)
     assert words(nn.LayerNorm(16), accumulate=2) == ""

@@ -48,3 +48,31 @@ def test_micro_batches_are_normalised_together_and_said(tmp_path):
                     samples(N), curve)
     assert all("each micro-batch of all ranks" in notes for _, _, notes in rows)
     assert all(apart(rows[0][0], other) == 0 for other, _, _ in rows[1:])
+
+
+def convolutional(rank):
+    """(B, 12) -> (B, 5) with its convolution, behind which is a BatchNorm, in channels_last."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 4, 2, padding=1, bias=False), nn.BatchNorm2d(4),
+                          nn.Tanh(), nn.Flatten(), nn.Linear(36, 5))
+    return model.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("sync", [True, False], ids=["synchronised", "frozen"])
+@pytest.mark.parametrize("name, args", [("SGD", {}), ("SGD", {"momentum": 0.5, "foreach": True}), ("Adam", {})])
+def test_the_curve_is_one_with_parameters_in_another_memory_order(name, args, sync, tmp_path):
+    """Gradients lie row by row in a bucket; what an optimizer does with both must go by element."""
+    def model(rank):
+        made = convolutional(rank)
+        made[2].train(sync)
+        return made
+
+    changes = {**vars(settings(tmp_path)), "max_steps": 6, "optimizer": Named(name, args), "lr": 0.02,
+               "clip_norm": 0.5, "sync_batchnorm": sync}
+    ((want, loss, _),) = lockstep(1, config(**{**changes, "out": str(tmp_path / "1")}), model, samples(N), curve)
+    for got in lockstep(2, config(**changes), model, samples(N), curve):
+        assert apart(got[0], want) < 1e-5
+        assert got[1] == pytest.approx(loss, rel=1e-5)

@@ -49,8 +49,8 @@ def give_back(model: keras.Model) -> None:
 def remarks(model: keras.Model) -> dict[str, str]:
     """For the summary: the layers with weights that stay in float32 in a model whose others compute in 16 bits."""
     given = [layer for layer in model._flatten_layers() if layer in _given]
-    stay = [layer.name for layer in model._flatten_layers() if layer not in _given and layer._trainable_variables
-            and layer.compute_dtype == "float32"]
+    stay = [layer.path or layer.name for layer in model._flatten_layers()
+            if layer not in _given and layer._trainable_variables and layer.compute_dtype == "float32"]
     return {"float32 layers": ", ".join(stay)} if given and stay else {}
 
 

@@ -48,6 +48,7 @@ class TensorFlowStep:
         if not self.model.trainable_variables:
             raise UserError("the model has no trainable variable", "at least one", "set trainable on a layer")
         amp.compute_in(self.model, precision.own)
+        self._float32 = amp.remarks(self.model)
         self._rank, self.precision = rank, precision
         self.scale = LossScale(config.loss_scale, precision.scaled)
         self._words = {"loss": loss_name(spec, config)}
@@ -219,7 +220,7 @@ class TensorFlowStep:
     def describe(self) -> dict[str, str]:
         """Loss, optimizer, schedule, device, in words."""
         device = {"device": "gpu" if self.asynchronous else "cpu"}
-        compute = {**self.precision.describe(), **amp.remarks(self.model)}
+        compute = {**self.precision.describe(), **self._float32}
         return {**self._words, **self._opt.describe(), **device, **compute, **self.scale.describe()}
 
     def caveats(self) -> list[str]:

@@ -61,11 +61,12 @@ class Across:
             raise UserError(f"sync_batchnorm with Keras over {reducer.collectives.name}, which no graph can call",
                             "collectives horovod", "set collectives: horovod (`python -m hvdtrain build` makes one), "
                             "or sync_batchnorm: false")
-        for i, layer in enumerate(layers):
+        for layer in layers:
             plain = type(layer)
             if plain.call is not _PLAIN.call or plain._moments is not _PLAIN._moments:
                 raise UserError(f"sync_batchnorm with {plain.__name__} {layer.name!r}, which has a call of its own",
                                 "keras.layers.BatchNormalization", "use it, or set sync_batchnorm: false")
+        for i, layer in enumerate(layers):
             object.__setattr__(layer, "_moments", partial(self._moments, layer, f"bn.{i}"))
 
     def begin(self, loss_scale: float, present: bool) -> None:
@@ -92,7 +93,8 @@ class Across:
             error = UserError(f"sync_batchnorm with {layer.name!r} in a loop, a condition or a tf.function of its own",
                               "BatchNorm layers that each step calls a fixed number of times",
                               "call the layer outside of it, or set sync_batchnorm: false")
-            setattr(error, "_keras_call_info_injected", True)  # or Keras puts the call's arguments in its place
+            for mark in ("_keras_call_info_injected", "ag_pass_through"):  # or Keras and AutoGraph raise another
+                setattr(error, mark, True)
             raise error
         axes, uses = layer._reduction_axes, self._uses.setdefault(graph, Counter())
         uses[name] += 1

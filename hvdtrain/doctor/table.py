@@ -113,7 +113,9 @@ def _mpi(host: Facts) -> str:
 
 def _mpirun(host: Facts) -> str:
     found = host["mpirun"]
-    return f"{found['path']}, {found['flavour']} {found['version']}" if known(found) else str(found or "none")
+    if not known(found):
+        return str(found or "none")
+    return f"{found['path']}, " + (found["error"] if "error" in found else f"{found['flavour']} {found['version']}")
 
 
 def _launcher(host: Facts) -> str:

@@ -67,7 +67,8 @@ def _text(path: str) -> str:
             raise UserError(f"the host file {path} is longer than 1 MiB", "a line per host", "correct --hostfile")
         return found.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the host file {path!r} cannot be read: {error}", "a text file", "correct --hostfile") from None
+        raise UserError(f"the host file {path!r} cannot be read: {error}", "a text file",
+                        "correct --hostfile") from None
 
 
 def choose(wanted: str, paths: dict[str, str], mpi: tuple[str, str], in_slurm: bool,
@@ -93,7 +94,8 @@ def choose(wanted: str, paths: dict[str, str], mpi: tuple[str, str], in_slurm: b
     if not paths[program]:
         problem = f"there is no {program} beside this Python or on PATH"
     elif program == "mpirun" and wanted != native:
-        problem = f"{paths['mpirun']} --version {silent}" if silent else f"{paths['mpirun']} is of {_says(flavour, version)}, not of {wanted}"
+        problem = f"{paths['mpirun']} " + (f"--version {silent}" if silent else
+                                           f"is of {_says(flavour, version)}, not of {wanted}")
         do = f"say --launcher {native}" if native else "put that MPI's mpirun first on PATH"
     if problem and not may_lack:
         raise UserError(problem, f"what --launcher {wanted} needs", do)

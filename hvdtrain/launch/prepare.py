@@ -104,7 +104,7 @@ def names_this_host_only(hosts: tuple[Host, ...]) -> bool:
 def check(wishes: Wishes) -> None:
     """`UserError` for wishes that no launcher on any machine can meet."""
     program = wishes.program
-    if not program or program[0].startswith("-") or not program[0] or ":" in program or any("\0" in word for word in program):
+    if not program or program[0][:1] in ("", "-") or ":" in program or any("\0" in word for word in program):
         raise UserError(f"the program is {list(program)}", "words without a lone colon, which divides programs for "
                         "mpirun, the first being a program", "correct what stands after --")
     if wishes.interface and not _INTERFACE.fullmatch(wishes.interface):

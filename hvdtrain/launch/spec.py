@@ -53,10 +53,10 @@ class LaunchSpec:
     """One launch. What a launcher cannot do of it, it refuses with `UserError`.
 
     ``program`` is what each rank runs. ``hosts`` hold exactly ``ranks`` slots, in the order of the ranks (but Open MPI
-    4.1 takes this host first); no hosts: the allocation's own, with ``ranks`` 0 for as many as it says. ``env_names`` are passed to every rank from the
-    launcher's environment, into which ``env_values`` are put first. ``ssh`` are the words of the user's ssh command,
-    () for the launcher's own way; ``over_ssh`` says that it will be ssh; ``remote`` that there is another host than
-    this.
+    4.1 takes this host first); no hosts: the allocation's own, with ``ranks`` 0 for as many as it says. ``env_names``
+    are passed to every rank from the launcher's environment, into which ``env_values`` are put first. ``ssh`` are the
+    words of the user's ssh command, () for the launcher's own way; ``over_ssh`` says that it will be ssh; ``remote``
+    that there is another host than this.
     """
 
     tool: Tool

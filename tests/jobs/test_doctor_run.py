@@ -5,6 +5,7 @@ The frameworks are stand-ins that load at once, so that the runs take seconds.
 
 import json
 import os
+import sys
 import time
 
 import pytest
@@ -40,6 +41,19 @@ def test_ranks_of_a_host_are_one_row(env):
     assert host["torch"]["version"] == "9.9" and "error" not in host["torch"]
     stops = [p["got"] for p in told["problems"] if p["severity"] == "stops"]
     assert stops == ["tensorflow does not work: importing tensorflow: ImportError: no such file: libtf.so"]
+
+
+def test_one_broken_rank_does_not_silence_rank_0(env, tmp_path):
+    """As on a host whose mpi4py does not load: the launcher ends the job when a rank leaves, so that one must not."""
+    broken = tmp_path / "broken"
+    (broken / "mpi4py").mkdir(parents=True)
+    (broken / "mpi4py" / "__init__.py").write_text("raise ImportError('no such file: libmpi.so')")
+    words = ["-m", "hvdtrain", "doctor", "--timeout", "6"]
+    second = [":", "-np", "1", "-x", f"PYTHONPATH={broken}:{env['PYTHONPATH']}", sys.executable, *words]
+    job = mpirun(1, [*words, *second], timeout_s=90, env=env)
+    assert "did not come together within 6 s" in job.stdout, job.text
+    assert "hvdtrain: rank 1 on host" in job.text and "no such file: libmpi.so" in job.text
+    assert job.returncode not in (0, None) and job.orphans == [], job.text
 
 
 def test_a_rank_that_never_starts_mpi_is_told_in_time(env):

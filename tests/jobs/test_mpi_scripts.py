@@ -34,6 +34,43 @@ def test_a_script_may_be_started_and_stops_at_the_first_mistake(name):
 
 
 @pytest.fixture
+def bare(tmp_path):
+    """(environment with nothing but bash and dirname on PATH, a folder for a Python and what lies beside it)."""
+    for folder in ("path", "venv"):
+        (tmp_path / folder).mkdir()
+    for name in ("bash", "dirname", "env", "sh"):
+        (tmp_path / "path" / name).symlink_to(shutil.which(name))
+    return {"PATH": str(tmp_path / "path"), "PYTHON": str(tmp_path / "venv" / "python")}, tmp_path / "venv"
+
+
+def started(name, env, *words):
+    return subprocess.run([str(SCRIPTS / name), *words], env=env, capture_output=True, text=True, timeout=20)
+
+
+@pytest.mark.parametrize("name", ["run_mpirun.sh", "run_mixed.sh", "run_horovodrun.sh"])
+def test_a_script_without_mpirun_says_so_and_looks_beside_python_first(name, bare):
+    env, venv = bare
+    for python in (env["PYTHON"], "/no/such/place/python", "python"):
+        done = started(name, env | {"PYTHON": python})
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert "there is no mpirun beside" in done.stderr
+    for program in ("mpirun", "horovodrun"):
+        (venv / program).write_text(f"#!/bin/sh\necho {program} \"$@\"\n")
+        (venv / program).chmod(0o755)
+    assert started(name, env).stdout.startswith("horovodrun " if "horovodrun" in name else "mpirun ")
+
+
+def test_a_host_without_a_number_has_one_rank_for_horovodrun_too(bare):
+    env, venv = bare
+    for program in ("mpirun", "horovodrun"):
+        (venv / program).write_text("#!/bin/sh\necho $PATH; echo \"$@\"\n")
+        (venv / program).chmod(0o755)
+    path, words = started("run_horovodrun.sh", env | {"HOSTS_LIST": "a,b:3,c"}).stdout.splitlines()
+    assert words.startswith("--mpi -np 5 -H a:1,b:3,c:1 ") and f"--prefix {venv.parent}" in words
+    assert path.split(":")[0] == str(venv), "horovodrun starts the first mpirun there"
+
+
+@pytest.fixture
 def cluster(tmp_path):
     """Environment in which the scripts find two hosts of one slot each, and the app file names them."""
     require_two_hosts()

@@ -123,3 +123,9 @@ def test_where_there_are_no_groups_the_reason_is_told(monkeypatch, tmp_path):
         pass
     with pytest.raises(UserError, match="cannot be entered: No such file"):
         throttle.enter(tmp_path / "gone")
+
+
+def test_a_plain_folder_is_no_group(tmp_path):
+    with pytest.raises(UserError, match="cannot be entered"):
+        throttle.enter(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -9,13 +9,16 @@ import time
 import pytest
 from test_doctor_checks import BROKEN, CASES, HOST, host, other
 
+from hvdtrain.build.facts import Framework
 from hvdtrain.cli import doctor
 from hvdtrain.cluster.control import SoloControl
-from hvdtrain.doctor import clock, facts, probes, start, table
+from hvdtrain.cluster.launcher import LaunchFacts
+from hvdtrain.doctor import clock, facts, gather, probes, start, table
 from hvdtrain.doctor.checks import diagnose
-from hvdtrain.doctor.problem import STOPS, Problem
+from hvdtrain.doctor.problem import SLOWS, STOPS, Problem
 from hvdtrain.errors import UserError
-from hvdtrain.launch.spec import Host
+from hvdtrain.launch.prepare import Here
+from hvdtrain.launch.spec import Host, Tool
 
 LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "HOROVOD_")
 TELL = probes._TELL.format(mark=probes.MARK)
@@ -59,7 +62,7 @@ def test_what_cannot_be_had_is_unknown_and_says_why(monkeypatch):
     def no(*_, **__):
         raise PermissionError("not for you\nmore")
 
-    for module, name in ((probes, "run_all"), (facts, "interfaces"), (facts, "find_mpi"), (facts, "boot_id"),
+    for module, name in ((probes, "run_all"), (facts, "interfaces"), (facts, "find_mpirun"), (facts, "boot_id"),
                          (facts.socket, "getaddrinfo"), (facts.shutil, "disk_usage"), (facts, "memory_bytes")):
         monkeypatch.setattr(module, name, no)
     found = facts.collect({})
@@ -81,6 +84,15 @@ def test_the_mpi_that_a_library_wants_is_read_from_its_strings(tmp_path):
     path = tmp_path / "lib.so"
     path.write_bytes(b"\x7fELF\0libstdc++.so.6\0libmpi.so.12\0see libmpi.so.40 there\0libmpicxx.so.12\0")
     assert facts.wanted_mpi(path) == ["libmpi.so.12", "libmpicxx.so.12"]
+
+
+def test_an_mpirun_that_does_not_answer_is_there_and_of_no_use(monkeypatch):
+    monkeypatch.setattr(facts, "find_mpirun", lambda: "/x/mpirun")
+    monkeypatch.setattr(facts, "answer_of", lambda argv: ("", "did not answer within 20 s"))
+    hosts = [host(mpirun=facts._mpirun())]
+    (problem,) = diagnose(hosts)
+    assert problem.severity == STOPS and "/x/mpirun --version did not answer within 20 s" in problem.got
+    assert dict(table.rows(hosts))["mpirun"] == "/x/mpirun, did not answer within 20 s"
 
 
 def test_memory_is_what_the_control_group_leaves(tmp_path):
@@ -122,8 +134,21 @@ def test_a_report_comes_back_as_it_went():
 
 def test_slots_are_those_of_the_list():
     asked = (Host("a", 4), Host("b", 2), Host("localhost", 3))
-    assert start.with_slots({"ranks": [0, 2]}, asked)["slots"] == 7
-    assert start.with_slots({"ranks": [1]}, asked)["slots"] == 2
+    assert slots(asked, host(host="x", ranks=[0, 2]), host(host="y", ranks=[1])) == [7, 2], "no name fits: by rank"
+    assert slots(asked, host(host="x", ranks=[0, 2]), host(host="b.net", ranks=[1])) == [7, 2]
+    assert slots(asked, host(host="me", ranks=[0, 2]), host(host="b", ranks=[1])) == [3, 2], "names go first"
+    assert slots(asked, host(host="me", ranks=[0]), host(host="a", ranks=[1]), host(host="b", ranks=[2])) == [3, 4, 2]
+
+
+def test_a_host_keeps_its_slots_where_the_launcher_does_not_keep_the_order():
+    """Open MPI 4.1 gives rank 0 to the host it starts on."""
+    assert slots((Host("b", 5), Host("a", 1)), host(ranks=[0]), other(ranks=[1])) == [1, 5]
+    assert slots((Host("10.0.0.2", 5), Host("a", 1)), host(ranks=[0]), other(ranks=[1])) == [1, 5]
+    assert slots((Host("alias", 5), Host("a", 1)), host(ranks=[0]), other(ranks=[1])) == [1, 5]
+
+
+def slots(asked, *found):
+    return [one["slots"] for one in start.with_slots(found, asked, "me")]
 
 
 def test_a_launch_without_an_answer_is_told_with_the_launchers_words():
@@ -214,11 +239,74 @@ def test_a_launcher_that_is_not_there_is_a_problem_of_this_host(alone, monkeypat
 
 @pytest.mark.parametrize("argv, got", [
     (["-H", "a;rm:2"], "a;rm"), (["--timeout", "0"], "--timeout is 0"), (["--timeout", "nan"], "--timeout is nan"),
-    (["--hostfile", "/nowhere/at/all"], "cannot be read"), (["-H", "a", "--mpi-args", "'"], "closing")])
+    (["--hostfile", "/nowhere/at/all"], "cannot be read"), (["-H", "a", "--mpi-args", "'"], "closing"),
+    (["-H", ""], "-H has ''"), (["--hostfile", "/dev/zero"], "longer"), (["--mpi-args", "'"], "closing"),
+    (["--iface", "a;b"], "--iface"), (["-H", "a", "--iface", "a;b"], "--iface"), (["--ssh", "-p 2"], "--ssh"),
+    (["-H", "far", "--ssh", "ssh 'a b'"], "take apart"), (["--mpi-args", "x"], "begins with 'x'")])
 def test_wrong_options_are_the_users_mistake(alone, argv, got):
     with pytest.raises(UserError) as caught:
         doctor.main(argv)
     assert got in caught.value.got
+
+
+def test_root_is_a_fault_of_the_machine_and_no_wrong_option(alone, monkeypatch, capsys):
+    tool = Tool("openmpi4", "/v/bin/mpirun", "openmpi", "4.1.8", "/v/bin/mpirun")
+    monkeypatch.setattr(doctor.launch_detect, "find", lambda *_, **__: (tool, []))
+    monkeypatch.setattr(doctor.launch_detect, "here", lambda: Here(is_root=True))
+    assert doctor.main(["-H", "localhost:2"]) == 1
+    assert "stops: this is root" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_gone_is_told(alone, monkeypatch, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(UserError, match="no longer there"):
+        doctor.main([])
+    monkeypatch.chdir(tmp_path)
+
+
+def test_without_rich_the_facts_are_plain_lines(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    lines = table.text([host(), other(cores=2)], [Problem(SLOWS, ("b",), "slow", "mend it")], plain=False).splitlines()
+    assert lines[0] == "hosts: a (4 ranks), b (4 ranks)" and "cores: b: 2" in lines
+    assert lines[-3:] == ["slows: b: slow.", "    Mend it.", "hvdtrain doctor: 1 would slow it"]
+
+
+def test_root_is_allowed_by_the_word_that_open_mpi_wants():
+    both = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    assert facts._looks(both)["root_allowed"]() is True
+    assert facts._looks(both | {"OMPI_ALLOW_RUN_AS_ROOT": ""})["root_allowed"]() is False
+
+
+def test_a_framework_that_cannot_tell_its_version_is_asked_of_pip(monkeypatch):
+    broken = {"at": "importing tensorflow", "error": "no"}
+    found = Framework("tensorflow", "tensorflow-cpu", "2.21.0", cuda=False)
+    monkeypatch.setattr(facts, "find_framework", lambda name: found if name == "tensorflow" else None)
+    monkeypatch.setattr(facts, "_installed", lambda name: name in facts.FRAMEWORKS)
+    monkeypatch.setattr(probes, "run_all", lambda *_: {"tensorflow": dict(broken), "torch": dict(broken)})
+    told = facts.collect({})
+    assert told["tensorflow"] == broken | {"version": "2.21.0", "distribution": "tensorflow-cpu"}
+    remedies = [p.do for p in diagnose([told]) if "does not work" in p.got]
+    assert any(do.endswith("--force-reinstall tensorflow-cpu==2.21.0") for do in remedies)
+    assert any(do.endswith("--force-reinstall torch") for do in remedies), "no version, no placeholder"
+
+
+@pytest.mark.parametrize("output, code, local_rank, stays, said", [
+    ("", 1, 3, True, "rank 3 on host"), ("", None, 0, True, "waited in vain"), ("", None, 3, True, ""),
+    (gather.DONE, 1, 3, False, ""), ("", 0, 3, False, "")])
+def test_a_rank_that_failed_stays_until_rank_0_has_told(monkeypatch, capfd, output, code, local_rank, stays, said):
+    slept = []
+    monkeypatch.setattr(gather, "run", lambda *_: (code, output, "ImportError: no mpi4py"))
+    monkeypatch.setattr(gather, "_of_unlike_mpis", lambda env: False)
+    monkeypatch.setattr(gather.time, "sleep", slept.append)
+    launched = LaunchFacts("mpi", 3, 4, local_rank, 4, "Open MPI mpirun")
+    assert gather.under_launcher({}, launched, 60.0, lambda report: 1) == 0
+    told = capfd.readouterr().err
+    assert (said in told and "no mpi4py" in told) if said else not told
+    # Rank 0 may wait for this one, then gather, and then look at its own host.
+    assert slept == ([60.0 + gather.GATHER_S + gather.PROBE_S] if stays else [])
 
 
 def test_hosts_under_a_launcher_are_refused(alone, monkeypatch):

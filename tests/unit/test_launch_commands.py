@@ -3,7 +3,8 @@
 import pytest
 
 from hvdtrain.errors import UserError
-from hvdtrain.launch import LAUNCHERS, Host, LaunchSpec, Tool
+from hvdtrain.launch import LAUNCHERS, Host, LaunchSpec, Tool, mpich
+from hvdtrain.launch.environment import laid_over
 from hvdtrain.launch.spec import BINDINGS
 
 PROGRAM = ("/v/python", "-m", "hvdtrain", "train", "a b", "$HOME", ";")
@@ -17,6 +18,7 @@ TOOLS = {
     "srun": Tool("srun", "/usr/bin/srun", "openmpi", "4.1.8", "/v/bin/mpirun"),
 }
 HOSTS = (Host("fast", 4), Host("old", 2))
+LAST = {mpich.LAST: "1"}
 
 
 def built(name, **changes):
@@ -43,7 +45,15 @@ BARE = {
 
 @pytest.mark.parametrize("name", BARE)
 def test_the_bare_line(name):
-    assert built(name) == (BARE[name], {})
+    assert built(name) == (BARE[name], LAST if name == "mpich" else {})
+
+
+def test_hydra_finds_a_variable_at_the_end_that_is_on_no_list():
+    """It loses whichever listed one stands last there, on other hosts."""
+    words, env = built("mpich", env_names=("A", "B"), env_values=(("B", "1"),), ssh=("ssh", "-v"))
+    assert list(env)[-1] == mpich.LAST and mpich.LAST not in words
+    inherited = {mpich.LAST: "old", "A": "0", "B": "0", "C": "0"}
+    assert list(laid_over(inherited, env)) == ["A", "C", "B", "HYDRA_LAUNCHER_EXTRA_ARGS", mpich.LAST]
 
 
 def test_intel_mpi_wants_argument_sets_for_unlike_hosts():
@@ -83,7 +93,7 @@ def test_the_environment_goes_by_name_and_no_value_is_on_the_line(name, more, le
 
 @pytest.mark.parametrize(("name", "more", "env"), [
     ("openmpi4", "--mca plm_rsh_agent ssh -p 2222", {}), ("openmpi5", "--prtemca plm_ssh_agent ssh -p 2222", {}),
-    ("mpich", "-launcher ssh -launcher-exec ssh", {"HYDRA_LAUNCHER_EXTRA_ARGS": "-p 2222"}),
+    ("mpich", "-launcher ssh -launcher-exec ssh", {"HYDRA_LAUNCHER_EXTRA_ARGS": "-p 2222"} | LAST),
     ("intelmpi", "-bootstrap ssh -bootstrap-exec ssh -bootstrap-exec-args -p 2222", {"I_MPI_PIN": "0"}),
     ("horovodrun", "--ssh-port 2222", {})])
 def test_an_ssh_command(name, more, env):
@@ -100,7 +110,7 @@ def test_the_ssh_command_is_one_word_of_the_line(name):
     ("openmpi4", "--mca plm_rsh_agent ssh -o BatchMode=yes -o ConnectTimeout=30", {}),
     ("openmpi5", "--prtemca plm_ssh_agent ssh -o BatchMode=yes -o ConnectTimeout=30", {}),
     ("mpich", "-launcher ssh -launcher-exec ssh",
-     {"HYDRA_LAUNCHER_EXTRA_ARGS": "-o BatchMode=yes -o ConnectTimeout=30"}),
+     {"HYDRA_LAUNCHER_EXTRA_ARGS": "-o BatchMode=yes -o ConnectTimeout=30"} | LAST),
     ("srun", "", {}), ("horovodrun", "", {})])
 def test_other_hosts_are_reached_by_an_ssh_that_does_not_ask(name, more, env):
     assert added(name, over_ssh=True) == (more, "", env)
@@ -139,7 +149,7 @@ def test_horovodrun_takes_a_port_and_a_key():
 @pytest.mark.parametrize(("name", "more", "env"), [
     ("openmpi4", "--mca oob_tcp_if_include eth1 --mca btl_tcp_if_include eth1", {}),
     ("openmpi5", "--prtemca prte_if_include eth1 --mca btl_tcp_if_include eth1", {}),
-    ("mpich", "-iface eth1", {}), ("intelmpi", "-iface eth1", {"I_MPI_PIN": "0"}),
+    ("mpich", "-iface eth1", LAST), ("intelmpi", "-iface eth1", {"I_MPI_PIN": "0"}),
     ("horovodrun", "--network-interfaces eth1", {})])
 def test_an_interface(name, more, env):
     assert added(name, interface="eth1") == (more, "", env)

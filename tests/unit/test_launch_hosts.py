@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import UserError
 from hvdtrain.launch import Host
-from hvdtrain.launch.hosts import is_address, parse_hostfile, parse_hosts, place
+from hvdtrain.launch.hosts import bounded, is_address, parse_hostfile, parse_hosts, place
 
 
 @pytest.mark.parametrize(("text", "hosts"), [
@@ -20,7 +20,7 @@ def test_a_host_list_is_read(text, hosts):
 BAD = ["", ",", "a,,b", "-oProxyCommand=id:1", "-a", "a;id", "a$(id)", "a`id`", "$HOME", "a b:2", "a|b", "a&b", "a>b",
        "a\nb", "a'b", 'a"b', "a\\b", "a*", "a?", "a/b", "a=b", "a%b", "a(b)", "a{b}", "~", "#a", "a:", "a:0", "a:-1",
        "a:x", "a:1.5", "a:99999", "a:²", "user@a:2", "a@b", "[::1]:2", "::1", "fe80::1%eth0", "a:1:2", "é", "a-",
-       ".a", "300.1.1.1"]
+       ".a", "300.1.1.1", "a:4096,a:4096"]
 
 
 @pytest.mark.parametrize("text", BAD)
@@ -59,10 +59,21 @@ def test_a_line_per_slot_adds_up():
 
 
 @pytest.mark.parametrize("line", ["a slots=x", "a slots=", "a slots=0", "a slots", "a:2 slots=2", "a cpu=2", "a b",
-                                  "-a slots=1", "a;id slots=1", "a binding=user:0", "u@a slots=1"])
+                                  "-a slots=1", "a;id slots=1", "a binding=user:0", "u@a slots=1", "a slots=2 slots=3",
+                                  "a\u2028b slots=2"])
 def test_a_wrong_line_is_named(line):
     with pytest.raises(UserError, match="F, line 2"):
         parse_hostfile(f"good slots=1\n{line}\n", "F")
+
+
+def test_a_line_ends_where_it_does_for_every_other_program():
+    for odd in "\u2028\x85\x0c":
+        assert parse_hostfile(f"a slots=2 # one{odd}b slots=9\n", "F") == (Host("a", 2),)
+
+
+def test_more_ranks_than_anybody_means_are_refused():
+    with pytest.raises(UserError, match="for 1052672 ranks"):
+        bounded(tuple(Host(f"h{i}", 4096) for i in range(257)))
 
 
 def test_an_empty_host_file_is_refused():

@@ -2,16 +2,21 @@
 
 import shlex
 import subprocess
+import time
 
+import psutil
 import pytest
 
+from hvdtrain.build import detect as build_detect
 from hvdtrain.cli import launch as cli
 from hvdtrain.errors import UserError
 from hvdtrain.launch import LAUNCHERS, Host, Tool
-from hvdtrain.launch.detect import PROGRAMS, choose
+from hvdtrain.launch.detect import PROGRAMS, choose, hosts_of
 from hvdtrain.launch.environment import parse_env, passed
+from hvdtrain.launch.mpich import LAST
 from hvdtrain.launch.prepare import Here, Wishes, prepare
-from hvdtrain.launch.ssh import AGENT_VARIABLES, parse_ssh
+from hvdtrain.launch.ssh import AGENT_VARIABLES, UNREAD, parse_ssh
+from hvdtrain.launch.words import parse_mpi_args
 
 OPENMPI = Tool("openmpi4", "/v/bin/mpirun", "openmpi", "4.1.8", "/v/bin/mpirun")
 HERE = Here(env={"PATH": "/usr/bin", "SECRET": "s"}, names=("localhost", "127.0.0.1", "me"), cores=4,
@@ -59,8 +64,28 @@ def test_ssh_is_ours_only_for_other_hosts_where_nobody_chose():
     assert spec().over_ssh and spec().remote
     assert not spec(hosts=(Host("me", 2), Host("localhost", 1))).over_ssh
     assert not spec(here=slurm()).over_ssh and spec(here=slurm()).remote
-    for name in AGENT_VARIABLES:
-        assert not spec(here=Here(env={name: "rsh"})).over_ssh
+    for launcher, names in AGENT_VARIABLES.items():
+        for name in names:
+            assert not spec(Tool(launcher, "mpirun"), Here(env={name: "rsh"})).over_ssh
+    assert spec(here=Here(env={"HYDRA_LAUNCHER": "rsh", "I_MPI_HYDRA_BOOTSTRAP": "rsh"})).over_ssh, "not Open MPI's"
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_an_agent_that_open_mpi_5_does_not_read_is_read_for_it(name):
+    five, here = Tool("openmpi5", "mpirun", "openmpi", "5.0.11"), Here(env={name: "/my/agent -v"})
+    made, said = prepare(Wishes(("p",), FAR), here, five)
+    words = LAUNCHERS["openmpi5"].command(made)[0]
+    assert words[words.index("plm_ssh_agent") - 1:][:3] == ["--prtemca", "plm_ssh_agent", "/my/agent -v"]
+    assert said == [f"Open MPI 5.0.11 does not read {name}: it is taken as --ssh"]
+    assert spec(five, here, ssh=("ssh",)).ssh == ("ssh",), "what is said now goes first"
+    assert spec(five, Here(env={name: "a", "PRTE_MCA_plm_ssh_agent": "b"})).ssh == (), "mpirun reads that one"
+    assert spec(five, here, hosts=(Host("localhost", 1),)).ssh == () == spec(OPENMPI, here).ssh
+
+
+def test_open_mpi_4_is_known_to_take_this_host_first():
+    assert "to this host, me, though far is named first" in notes(hosts=(Host("far", 1), Host("me", 1)))[0]
+    assert notes(hosts=(Host("me", 1), Host("far", 1))) == notes(hosts=FAR) == []
+    assert notes(Tool("openmpi5", "mpirun", "openmpi", "5.0.11"), hosts=(Host("far", 1), Host("me", 1))) == []
 
 
 def test_the_environment_is_a_list_of_names():
@@ -95,7 +120,8 @@ def test_an_interface_is_told_to_nccl_and_gloo_unless_they_know():
 @pytest.mark.parametrize("wrong", [
     {"interface": "eth0;id"}, {"interface": "-x"}, {"interface": "eth0,eth1"}, {"program": ()}, {"program": ("-x",)},
     {"program": ("a", ":", "b")}, {"program": ("a", "nul\0")}, {"cores_per_rank": 0}, {"ranks": -1},
-    {"cores_per_rank": 2}])
+    {"cores_per_rank": 2}, {"program": ("",)}, {"ranks": 4294967297}, {"ranks": 4097, "hosts": ()},
+    {"ranks": 9000, "oversubscribe": True}])
 def test_wishes_that_no_launcher_can_meet(wrong):
     with pytest.raises(UserError):
         spec(**wrong)
@@ -186,7 +212,7 @@ def test_a_launch_of_nothing_is_refused(argv):
 
 def test_only_the_first_two_dashes_divide():
     args, program = cli.parse(["-H", "a:1", "--", "x", "--", "-H", "b"])
-    assert args.hosts == "a:1" and program == ("x", "--", "-H", "b")
+    assert args.hosts == ["a:1"] and program == ("x", "--", "-H", "b")
 
 
 def test_the_printed_lines_mean_the_same_to_a_shell():
@@ -206,13 +232,61 @@ def test_a_dry_run_prints_and_runs_nothing(capsys, tmp_path, monkeypatch):
     *exports, line = capsys.readouterr().out.splitlines()
     assert exports == ["export HYDRA_LAUNCHER_EXTRA_ARGS='-p 2222'", "export TOKEN='a b'"]
     words = shlex.split(line)
+    assert words[:4] == ["env", "-u", LAST, f"{LAST}=1"] and "mpi" in words[4]
     assert words[words.index("-hosts") + 1] == "fast:4,old:2" and words[-2:] == ["touch", str(made)]
     assert "TOKEN" in words[words.index("-genvlist") + 1].split(",") and not made.exists()
 
 
 @pytest.mark.parametrize(("argv", "said"), [
     (["-H", "a;id:2"], "-H has 'a;id:2'"), (["--hostfile", "/no/such/file"], "cannot be read"),
-    (["-np", "2", "--mpi-args", "'open"], "--mpi-args"), (["-np", "2", "--ssh", "-p 22"], "names no program")])
+    (["-np", "2", "--mpi-args", "'open"], "--mpi-args"), (["-np", "2", "--ssh", "-p 22"], "names no program"),
+    (["-np", "2", "--ssh", ""], "names no program"), (["-H", ""], "-H has ''"), (["--hostfile", ""], "cannot be read"),
+    (["--hostfile", "/dev/zero"], "longer than 1 MiB"), (["-np", "2", "--mpi-args", "rm -r"], "begins with 'rm'")])
 def test_a_wrong_option_is_told(argv, said):
     with pytest.raises(UserError, match=said):
         cli.main([*argv, "--launcher", "mpich", "--dry-run", "--", "true"])
+
+
+def test_hosts_and_words_that_are_given_twice_add_up(tmp_path):
+    args, _ = cli.parse(["-H", "a:1,b", "-H", "c:2,a", "--mpi-args=--mca pml ucx", "--mpi-args=-v", "--", "p"])
+    assert hosts_of(args.hosts, args.hostfile) == (Host("a", 2), Host("b", 1), Host("c", 2))
+    assert parse_mpi_args(args.mpi_args) == ("--mca", "pml", "ucx", "-v")
+    assert parse_mpi_args([]) == parse_mpi_args([""]) == ()
+    for wrong in ("-np 1 prog : -np 1", "-- prog"):
+        with pytest.raises(UserError, match="lone colon or --"):
+            parse_mpi_args([wrong])
+
+
+def test_a_host_file_is_measured_in_bytes_and_may_begin_with_a_mark(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_bytes(b"\xef\xbb\xbffast slots=2\n")
+    assert hosts_of([], [str(path)]) == (Host("fast", 2),)
+    path.write_bytes("#é\n".encode() * (1 << 18) + b"a")  # 3 characters, 4 bytes
+    with pytest.raises(UserError, match="longer than 1 MiB"):
+        hosts_of([], [str(path)])
+
+
+def test_an_mpirun_that_does_not_answer_is_told_and_leaves_nothing(tmp_path, monkeypatch):
+    script, told = tmp_path / "mpirun", tmp_path / "pid"
+    script.write_text(f"#!/bin/sh\nsleep 50 & echo $! > {told}\nwait\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(build_detect, "PROBE_TIMEOUT_S", 0.5)
+    started = time.monotonic()
+    assert build_detect.answer_of([str(script), "--version"]) == ("", "did not answer within 0.5 s")
+    assert time.monotonic() - started < 20
+    child = int(told.read_text())
+    while not gone(child):
+        assert time.monotonic() - started < 20
+        time.sleep(0.01)
+    with pytest.raises(UserError, match="--version did not answer within 0.5 s"):
+        choose("auto", PATHS, ("unknown", ""), False, True, "did not answer within 0.5 s")
+    assert build_detect.answer_of(["/no/such"]) == ("", "cannot be started: No such file or directory")
+    assert build_detect.answer_of(["sh", "-c", "exit 3"]) == ("", "ended with exit status 3")
+
+
+def gone(pid):
+    """Whether a process has ended, be it reaped or not."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

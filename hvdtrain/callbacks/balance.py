@@ -13,7 +13,7 @@ from hvdtrain import backends
 from hvdtrain.balance import plan as plans
 from hvdtrain.balance.probe import probe, verified
 from hvdtrain.balance.rebalance import Rebalancer
-from hvdtrain.balance.speed import Speed
+from hvdtrain.balance.speed import Speed, least
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.callbacks.meter import Meter
 from hvdtrain.cluster.exit import agreed
@@ -21,7 +21,7 @@ from hvdtrain.data.sampler import Cut
 from hvdtrain.run import say
 
 VERIFY_ROUNDS = 4
-"""Plans that are tried against the devices' memory before the last one's ceilings are taken as they are."""
+"""Plans that are tried against the devices' memory; one more is made from what they showed, and followed."""
 
 
 class Balance(Callback):
@@ -100,8 +100,8 @@ class Balance(Callback):
         lines = [s.line for s in speeds]
         ceilings = [s.ceiling for s in speeds]
         backend = backends.load(run.spec.framework)
+        made = plans.plan(lines, config.global_batch, ceilings, config.accumulate, config.sync_batchnorm)
         for _ in range(VERIFY_ROUNDS):
-            made = plans.plan(lines, config.global_batch, ceilings, config.accumulate, config.sync_batchnorm)
             wanted = [part.micro_batch for part in made.parts]
             if not run.control.agree(run.devices[own].kind != "cpu" and wanted[own] > max(speeds[own].sizes)):
                 break
@@ -112,9 +112,10 @@ class Balance(Callback):
             if held == wanted:
                 break
             ceilings = [h if h < w else c for h, w, c in zip(held, wanted, ceilings)]
+            made = plans.plan(lines, config.global_batch, ceilings, config.accumulate, config.sync_batchnorm)
         options = config.rebalance
         # What a device has not been tried with it accumulates in a later plan: that one is not tried beforehand.
-        ceilings = [c if device.kind == "cpu" else max(max(s.sizes), part.micro_batch)
+        ceilings = [c if device.kind == "cpu" else least(c, max(max(s.sizes), part.micro_batch))
                     for c, device, s, part in zip(ceilings, run.devices, speeds, made.parts)]
         found = [Speed(s.line, c, s.sizes, s.seconds, s.remembered) for s, c in zip(speeds, ceilings)]
         return Rebalancer(lines, config.global_batch, ceilings, made, options.margin, options.lasting,

@@ -14,6 +14,7 @@ from hvdtrain.balance.speed import Speed
 from hvdtrain.callbacks import balance as room
 from hvdtrain.callbacks import meter
 from hvdtrain.callbacks.base import Callback
+from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.config import Checkpoint, Data, Named, Rebalance
 from hvdtrain.errors import UserError
 
@@ -123,6 +124,23 @@ def test_memory_is_honoured_by_accumulating_on_that_rank_alone(monkeypatch, tmp_
     assert first[2] == 1 and second[2] == -(-second[1] // 5)
     want = curve(tmp_path / "1")
     assert apart(first[0], want) < 1e-12
+
+
+def test_a_plan_that_a_device_does_not_hold_is_never_followed(monkeypatch, tmp_path):
+    """Every try fails and takes one sample off, as often as plans are tried."""
+    found = [Speed(FAST, 0, (2,), (1.0,)), Speed(FAST, 0, (2,), (1.0,))]
+    monkeypatch.setattr(room, "probe", lambda run, backend: found)
+    refused = []
+    monkeypatch.setattr(room, "verified", lambda run, backend, size, tried: refused.append(size) or size - 1)
+
+    def work(run):
+        run.devices = [DeviceFacts("cuda", "made up", "sm_80", 1000)] * 2
+        fitted(run)
+        return run.phases.own_samples, run.phases.own_micros
+
+    rows = lockstep(2, settings(tmp_path, balance="static"), lambda rank: make_model("numpy"), samples(BATCH * 4), work)
+    assert len(refused) == 2 * room.VERIFY_ROUNDS
+    assert all(own / micros < min(refused) for own, micros in rows)
 
 
 def test_a_resumed_run_goes_on_with_its_plan(monkeypatch, tmp_path):

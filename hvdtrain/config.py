@@ -170,6 +170,14 @@ class Config:
         "what each rank's device does well), or one for each rank such as bf16:fp32; parameters and gradients keep "
         "their types")
     loss_scale: float = _key(65536.0, "factor", "first loss scale of ranks that compute in fp16, a power of two")
+    model_parallel: int = _key(
+        1, "devices", "devices of each rank that the model's named blocks are split over, in contiguous parts")
+    split_micro_batches: int = _key(
+        0, "micro-batches", "parts in which a split model computes a micro-batch, so that its devices work at once; "
+        "0: four for each device")
+    devices_per_rank: int = _key(
+        0, "devices", "GPUs that each rank owns, or logical devices of a CPU in TensorFlow; 0: as many as "
+        "model_parallel")
     sync_batchnorm: bool = _key(False, "", "BatchNorm takes its statistics over the samples of all ranks")
     exchange_device: Literal["auto", "device", "cpu"] = _key(
         "auto", "", "where gradients are exchanged from: device (where they are made), cpu (over host memory), or "
@@ -215,10 +223,14 @@ class Config:
             if getattr(self, name) > most:
                 raise UserError(f"{name} is {getattr(self, name)}", f"{most:.10g} at most", f"correct {name}")
         _at_least("global_batch", self.global_batch, 1)
-        for name in ("epochs", "max_steps", "micro_batch", "eval_every", "threads", "seed"):
+        for name in ("epochs", "max_steps", "micro_batch", "eval_every", "threads", "seed", "split_micro_batches",
+                     "devices_per_rank"):
             _at_least(name, getattr(self, name), 0)
-        for name in ("accumulate", "log_every", "max_skipped"):
+        for name in ("accumulate", "log_every", "max_skipped", "model_parallel"):
             _at_least(name, getattr(self, name), 1)
+        if 0 < self.devices_per_rank < self.model_parallel:
+            raise UserError(f"devices_per_rank is {self.devices_per_rank} with model_parallel {self.model_parallel}",
+                            "a device for each part of the model", f"set devices_per_rank: {self.model_parallel}")
         self._check_balance()
         _at_least("data.prefetch", self.data.prefetch, 0)
         _at_least("checkpoint.keep", self.checkpoint.keep, 1)

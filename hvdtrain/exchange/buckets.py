@@ -25,6 +25,7 @@ class Bucket:
     offsets: tuple[int, ...]
     n: int
     dtype: str
+    place: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -41,18 +42,19 @@ def plan_buckets(params: Sequence[ParamSpec], bucket_mb: float) -> list[Bucket]:
     """Group parameters into buckets of at most ``bucket_mb`` MiB, last parameter first.
 
     Backward produces gradients roughly from the last layer to the first, so in this order bucket 0 fills first
-    and its sum overlaps the rest of backward. One bucket has one dtype; a parameter larger than ``bucket_mb``
-    gets a bucket of its own. Source: gradient bucketing in PyTorch DDP (Li et al., VLDB 2020, arXiv 2006.15704).
+    and its sum overlaps the rest of backward. One bucket has one dtype and lies on one device; a parameter
+    larger than ``bucket_mb`` gets a bucket of its own. Source: gradient bucketing in PyTorch DDP (Li et al., VLDB 2020, arXiv 2006.15704).
     """
     limit = bucket_mb * MIB
     groups: list[list[int]] = []
-    open_group: dict[str, int] = {}
+    open_group: dict[tuple[str, int], int] = {}
     filled: list[float] = []
     for i in reversed(range(len(params))):
         size = params[i].n * itemsize(params[i].dtype)
-        g = open_group.get(params[i].dtype)
+        kind = (params[i].dtype, params[i].place)
+        g = open_group.get(kind)
         if g is None or filled[g] + size > limit:
-            g = open_group[params[i].dtype] = len(groups)
+            g = open_group[kind] = len(groups)
             groups.append([])
             filled.append(0)
         groups[g].append(i)
@@ -70,4 +72,5 @@ def _bucket(index: int, members: Sequence[int], params: Sequence[ParamSpec]) -> 
         offsets=tuple(int(e - s) for e, s in zip(ends, sizes)),
         n=int(ends[-1]),
         dtype=params[members[0]].dtype,
+        place=params[members[0]].place,
     )

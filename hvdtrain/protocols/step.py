@@ -16,11 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One trainable tensor as the exchange sees it: deterministic name, shape, numpy dtype name."""
+    """One trainable tensor as the exchange sees it: deterministic name, shape, numpy dtype name.
+
+    ``place``: which of the rank's devices it lives on, 0 but for models that are split over several.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    place: int = 0
 
     @property
     def n(self) -> int:

@@ -24,10 +24,11 @@ ALLOWED = {
                 "bench/peers/"},
     "mpi4py": {"cluster/", "collectives/mpi.py"},
     "torch": {"backends/torch/", "bench/peers/"},
-    "tensorflow": {"backends/tensorflow/", "bench/peers/"},
-    "keras": {"backends/tensorflow/", "bench/peers/"},
+    "tensorflow": {"backends/tensorflow/", "keras/", "tensorflow/", "bench/peers/"},
+    "keras": {"backends/tensorflow/", "backends/torch/keras/", "keras/", "tensorflow/", "bench/peers/"},
 }
-"""bench/peers/: the trainers that hvdtrain is measured against are what they are; no run imports them."""
+"""bench/peers/: the trainers that hvdtrain is measured against are what they are; no run imports them. keras/ and
+tensorflow/: Horovod's APIs for users of these frameworks; no run of PyTorch imports what imports TensorFlow there."""
 IMPORTERS = ("import_module", "__import__")
 """Functions that import what a string names."""
 

@@ -1,0 +1,77 @@
+"""What a device of a split model holds while training: counted before anything is allocated on it.
+
+Owns the arithmetic; pure. With GPipe every part of a micro-batch is in flight until backward begins, so that a device
+keeps the activations of all of them (Huang et al. 2019, arXiv 1811.06965)::
+
+    bytes = parameters x (1 + gradients + slots) + activations of one part x parts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Block:
+    """One named block of a model, measured.
+
+    ``cost_s``: seconds of forward and backward of one split micro-batch. ``param_bytes``: of all its variables.
+    ``activation_bytes``: what its backward keeps of one split micro-batch.
+    """
+
+    name: str
+    cost_s: float
+    param_bytes: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True)
+class Holds:
+    """Bytes on one device, by what they are for."""
+
+    parameters: float
+    gradients: float
+    slots: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.parameters + self.gradients + self.slots + self.activations
+
+    def words(self) -> str:
+        """For an error or a table."""
+        return (f"parameters {shown(self.parameters)}, gradients {shown(self.gradients)}, optimizer "
+                f"{shown(self.slots)}, activations {shown(self.activations)}")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What training holds beside parameters: bytes of gradients and of optimizer slots for each byte of parameters.
+
+    ``gradients``: 1 for the gradients themselves, 1 more for the flat buckets of an exchange, 1 more for sums over
+    micro-batches. ``slots``: 0 for SGD, 1 with momentum, 2 for Adam. ``micros``: split micro-batches in flight.
+    """
+
+    gradients: float = 1.0
+    slots: float = 2.0
+    micros: int = 1
+
+    def total(self, param_bytes: float, activation_bytes: float) -> float:
+        """Bytes of a device with these parameters and activations of one split micro-batch."""
+        return param_bytes * (1 + self.gradients + self.slots) + activation_bytes * self.micros
+
+    def of(self, blocks: Sequence[Block]) -> Holds:
+        """What a device with these blocks holds."""
+        parameters = sum(b.param_bytes for b in blocks)
+        return Holds(parameters, parameters * self.gradients, parameters * self.slots,
+                     sum(b.activation_bytes for b in blocks) * self.micros)
+
+
+def shown(n_bytes: float) -> str:
+    """Bytes in MiB, or GiB from a thousand MiB on."""
+    return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= 1000 * MIB else f"{n_bytes / MIB:.2f} MiB"

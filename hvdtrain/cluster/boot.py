@@ -11,13 +11,15 @@ import os
 import socket
 import sys
 from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.cluster import exit as exits
 from hvdtrain.cluster.control import MpiControl, ObjectControl, SoloControl
 from hvdtrain.cluster.deadline import deadline, locked_deadline, set_owner
-from hvdtrain.cluster.devices import VISIBLE, count_gpus, sharing, visible_devices
+from hvdtrain.cluster.devices import BY_TASK, VISIBLE, count_gpus, overlap, sharing, usable, visible_devices
 from hvdtrain.cluster.launcher import LaunchFacts
 from hvdtrain.cluster.topology import affinity, cpu_quota
 from hvdtrain.config import Exchange
@@ -48,18 +50,31 @@ class HorovodUnavailable(Exception):
 _started: dict[str, Any] = {}
 
 
-def start_control(facts: LaunchFacts, timeout_s: float, horovod: Any = None) -> Control:
+def start_control(facts: LaunchFacts, timeout_s: float, horovod: Any = None, devices_per_rank: int = 1,
+                  claim: bool = True) -> Control:
     """Start the control plane that ``facts`` call for, once per process; later calls return the same.
 
     solo: no MPI is imported. mpi: MPI_Init with THREAD_MULTIPLE. gloo: over ``horovod``, the module that
-    `start_horovod` returned. Also claims this rank's device and installs the exception hooks.
-    Raises `UserError` where MPI and the launcher do not fit together.
+    `start_horovod` returned. Installs the exception hooks and claims this rank's ``devices_per_rank`` devices; not
+    with ``claim=False``, for scripts that pick a device by their local rank themselves. A later call that claims
+    still does, which takes effect where nothing has started CUDA yet.
+    Raises `UserError` where MPI and the launcher do not fit together, and, on every rank, where a host has too few
+    devices.
     """
     if "control" in _started:
         _started["control"].timeout_s = timeout_s
-        return _started["control"]
+    else:
+        if claim:  # before MPI, which may start CUDA
+            _started["claim"] = Claim.of(facts, os.environ, devices_per_rank)
+        _start_control(facts, timeout_s, horovod)
+    if claim:
+        _settle_claim(facts, devices_per_rank)
+    return _started["control"]
+
+
+def _start_control(facts: LaunchFacts, timeout_s: float, horovod: Any) -> None:
+    """The control plane and the exception hooks."""
     notes: list[str] = []
-    claimed = claim_device(facts, os.environ)
     if facts.kind == "solo":
         control: Any = SoloControl()
     elif facts.kind == "mpi":
@@ -68,12 +83,52 @@ def start_control(facts: LaunchFacts, timeout_s: float, horovod: Any = None) -> 
     else:
         assert horovod is not None, "a gloo job's control plane needs the module that start_horovod returned"
         control = ObjectControl(facts, horovod.broadcast_object, horovod.allgather_object, timeout_s)
-    control.notes = [*_of_hosts(control, claimed), *notes]
+    control.notes = notes
     _started["control"] = control
     if control.size > 1:
         set_owner(f"rank {control.rank} on host {control.node}", control.abort)
     exits.install_hooks(facts)
-    return control
+
+
+@dataclass
+class Claim:
+    """What came of claiming devices on this rank: a note for the summary, an error, the entries it owns.
+
+    ``entries``: none where ranks' entries cannot be compared. ``settled``: the ranks have compared them.
+    """
+
+    note: str = ""
+    error: UserError | None = None
+    entries: tuple[str, ...] = ()
+    settled: bool = False
+
+    @classmethod
+    def of(cls, facts: LaunchFacts, env: MutableMapping[str, str], devices_per_rank: int) -> Claim:
+        """Claim, and keep an error for when all ranks can be told."""
+        try:
+            note = claim_device(facts, env, devices_per_rank)
+        except UserError as error:
+            return cls(error=error)
+        alone = facts.kind == "solo" or devices_per_rank == 1 or any(name in env for name in BY_TASK)
+        return cls(note, entries=() if alone else tuple(usable(env, count_gpus())))
+
+
+def _settle_claim(facts: LaunchFacts, devices_per_rank: int) -> None:
+    """Once per process: tell rank 0 the hosts' notes; raise on all ranks what any has met. Collective."""
+    claim = _started.get("claim")
+    if claim is None:
+        claim = _started["claim"] = Claim.of(facts, os.environ, devices_per_rank)
+    if claim.settled:
+        return
+    claim.settled, control = True, _started["control"]
+    exits.agreed(control, partial(_raise, claim.error), "claiming devices")
+    _raise(overlap(control.gather((control.node, claim.entries))))
+    control.notes = [*_of_hosts(control, claim.note), *control.notes]
+
+
+def _raise(error: UserError | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _of_hosts(control: Control, note: str) -> list[str]:
@@ -114,13 +169,16 @@ def mpi_threads() -> bool:
     return bool(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
 
 
-def claim_device(facts: LaunchFacts, env: MutableMapping[str, str]) -> str:
-    """Set CUDA_VISIBLE_DEVICES in ``env`` to this rank's device; return a note for the summary, "" without a GPU."""
+def claim_device(facts: LaunchFacts, env: MutableMapping[str, str], devices_per_rank: int = 1) -> str:
+    """Set CUDA_VISIBLE_DEVICES in ``env`` to this rank's devices; return a note for the summary, "" without a GPU.
+
+    Raises `UserError` where this host has too few for ``devices_per_rank`` of each rank, more than one.
+    """
     if facts.kind == "solo":
         return ""
     count = count_gpus()
-    shared = sharing(env, count, facts.local_size)
-    mine = visible_devices(env, count, facts.local_rank, facts.local_size)
+    shared = sharing(env, count, facts.local_size) if devices_per_rank == 1 else ""
+    mine = visible_devices(env, count, facts.local_rank, facts.local_size, devices_per_rank)
     if mine is None:
         return ""
     env[VISIBLE] = mine

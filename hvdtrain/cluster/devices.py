@@ -1,4 +1,4 @@
-"""Which accelerator a rank uses: one device per local rank; and what a device is, in the words of all frameworks.
+"""Which accelerators a rank uses, one or several per local rank; and what a device is, in the words of all frameworks.
 
 Owns the counting of NVIDIA devices without a framework, and the value of CUDA_VISIBLE_DEVICES. Does not set it:
 `hvdtrain.cluster.boot` does, before MPI or a framework starts CUDA. Pure but for `count_gpus`, which looks at files.
@@ -13,8 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.cluster.group import spans
+from hvdtrain.errors import UserError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+BY_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
+"""Variables of a Slurm that confines each task to GPUs of its own, which every task then numbers from 0."""
 
 
 @dataclass(frozen=True)
@@ -97,18 +101,62 @@ def usable(env: Mapping[str, str], count: int) -> list[str]:
     return found if count else []
 
 
-def visible_devices(env: Mapping[str, str], count: int, local_rank: int, local_size: int) -> str | None:
-    """The value of CUDA_VISIBLE_DEVICES that gives this rank its device; None where there is nothing to change.
+def visible_devices(env: Mapping[str, str], count: int, local_rank: int, local_size: int,
+                    per_rank: int = 1) -> str | None:
+    """The value of CUDA_VISIBLE_DEVICES that gives this rank its devices; None where there is nothing to change.
 
-    A list that has one entry already is kept: the launcher chose. With fewer devices than local ranks they are
-    shared round robin (see `sharing`).
+    A list that has ``per_rank`` entries already is kept: the launcher chose (`overlap` finds where it did not). One
+    device each: with fewer than local ranks they are shared round robin (see `sharing`). Several: local rank r gets
+    entries r * per_rank and on; `UserError` where they are too few for this host's ranks.
     """
     devices = usable(env, count)
     if not devices or local_rank < 0:
         return None
+    if per_rank > 1:
+        return ",".join(_several(devices, VISIBLE in env, local_rank, local_size, per_rank))
     if len(devices) == 1:
         return devices[0]
     return devices[local_rank % len(devices)]
+
+
+def _several(devices: list[str], listed: bool, local_rank: int, local_size: int, per_rank: int) -> list[str]:
+    """This rank's ``per_rank`` entries; ``listed``: they come from CUDA_VISIBLE_DEVICES."""
+    ranks = max(local_size, local_rank + 1)
+    if listed and len(devices) == per_rank:
+        return devices
+    if len(devices) < ranks * per_rank:
+        raise too_few(len(devices), ranks, per_rank)
+    return devices[local_rank * per_rank:(local_rank + 1) * per_rank]
+
+
+def too_few(shown: int, ranks: int, per_rank: int) -> UserError:
+    """The error of a host that shows fewer GPUs than its ranks own together."""
+    fits = shown // per_rank
+    do = (f"start at most {fits} rank{'s' if fits > 1 else ''} on this host (-H HOST:{fits})" if fits
+          else f"take a host with {per_rank} GPUs for each rank")
+    gpus, of_ranks = f"{shown} GPU{'s' if shown > 1 else ''}", f"{ranks} rank{'s' if ranks > 1 else ''}"
+    return UserError(f"this host shows {gpus} for {of_ranks} x {per_rank} devices",
+                     f"{ranks * per_rank}, so that no two ranks share one",
+                     f"{do}, or set model_parallel and devices_per_rank lower")
+
+
+def overlap(owned: Sequence[tuple[str, Sequence[str]]]) -> UserError | None:
+    """The error of ranks of one host that own the same device, or None. Pure.
+
+    ``owned``: (host, entries of CUDA_VISIBLE_DEVICES) of each rank, no entries where they cannot be compared.
+    """
+    owner: dict[tuple[str, str], int] = {}
+    for rank, (host, entries) in enumerate(owned):
+        for entry in entries:
+            first = owner.setdefault((host, entry), rank)
+            if first != rank:
+                alike = [r for r, (h, _) in enumerate(owned) if h == host]
+                shown = len({e for h, own in owned if h == host for e in own})
+                return UserError(f"ranks {first} and {rank} on host {host} were both given GPU {entry}: it shows "
+                                 f"{shown} GPUs for {len(alike)} ranks x {len(entries)} devices",
+                                 f"{len(alike) * len(entries)}, so that no two ranks share one",
+                                 f"list them all in {VISIBLE} for every rank, or start fewer ranks on this host")
+    return None
 
 
 def sharing(env: Mapping[str, str], count: int, local_size: int) -> str:

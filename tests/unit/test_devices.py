@@ -2,7 +2,8 @@
 
 import pytest
 
-from hvdtrain.cluster.devices import DeviceFacts, count_gpus, sharing, unlike, usable, visible_devices
+from hvdtrain.cluster.devices import DeviceFacts, count_gpus, overlap, sharing, unlike, usable, visible_devices
+from hvdtrain.errors import UserError
 
 V = "CUDA_VISIBLE_DEVICES"
 
@@ -22,6 +23,44 @@ V = "CUDA_VISIBLE_DEVICES"
 ], ids=range(11))
 def test_visible_devices(env, count, local_rank, local_size, want):
     assert visible_devices(env, count, local_rank, local_size) == want
+
+
+@pytest.mark.parametrize("env, count, per_rank, want", [
+    ({}, 4, 2, ["0,1", "2,3"]),
+    ({}, 5, 2, ["0,1", "2,3"]),
+    ({V: "4,5,6,7"}, 8, 2, ["4,5", "6,7"]),
+    ({V: "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e,GPU-f"}, 8, 3, ["GPU-a,GPU-b,GPU-c", "GPU-d,GPU-e,GPU-f"]),
+    ({}, 0, 2, [None, None]),
+    ({V: ""}, 8, 2, [None, None]),
+], ids=range(6))
+def test_two_ranks_own_several_devices_each_without_overlap(env, count, per_rank, want):
+    assert [visible_devices(env, count, r, 2, per_rank) for r in range(2)] == want
+
+
+def test_a_launchers_own_list_for_each_rank_is_kept():
+    assert visible_devices({V: "6,7"}, 8, 1, 2, per_rank=2) == "6,7"
+    assert visible_devices({}, 4, -1, 0, per_rank=2) is None
+
+
+@pytest.mark.parametrize("env, count, shown, fits", [
+    ({}, 3, "3 GPUs", "at most 1 rank on"),
+    ({V: "5"}, 8, "1 GPU", "take a host"),
+    ({V: "5,6,7"}, 8, "3 GPUs", "at most 1 rank on"),
+], ids=range(3))
+def test_too_few_says_how_many(env, count, shown, fits):
+    for local_rank in range(2):  # every rank of the host alike, also the one whose entries are there
+        with pytest.raises(UserError) as caught:
+            visible_devices(env, count, local_rank, 2, per_rank=2)
+        assert f"this host shows {shown} for 2 ranks x 2 devices" in caught.value.got
+        assert caught.value.expected.startswith("4, ") and fits in caught.value.do
+
+
+def test_overlap_is_found_among_ranks_of_one_host_only():
+    assert overlap([("a", ("0", "1")), ("a", ("2", "3")), ("b", ("0", "1"))]) is None
+    assert overlap([("a", ()), ("a", ())]) is None
+    error = overlap([("b", ("0", "1")), ("a", ("4", "5")), ("a", ("4", "5"))])
+    assert error.got.startswith("ranks 1 and 2 on host a were both given GPU 4: it shows 2 GPUs for 2 ranks x 2 ")
+    assert error.expected.startswith("4, ")
 
 
 def test_every_local_rank_has_its_own_where_there_are_enough():

@@ -85,6 +85,64 @@ def test_claim_device(monkeypatch):
     assert "share 1 GPU" in boot.claim_device(TWO, (shared := {})) and shared == {"CUDA_VISIBLE_DEVICES": "0"}
 
 
+def test_several_devices_for_each_rank(monkeypatch):
+    monkeypatch.setattr(boot, "count_gpus", lambda: 4)
+    env = {}
+    assert boot.claim_device(TWO, env, 2) == "" and env == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    monkeypatch.setattr(boot, "count_gpus", lambda: 3)
+    with pytest.raises(UserError, match="this host shows 3 GPUs for 2 ranks x 2 devices"):
+        boot.claim_device(TWO, (left := {}), 2)
+    assert left == {}
+    monkeypatch.setattr(boot, "count_gpus", lambda: 0)
+    assert boot.claim_device(TWO, (none := {}), 2) == "" and none == {}
+
+
+class Ranks(SoloControl):
+    """The control plane of a rank whose neighbour on this host says the same of itself."""
+
+    size = 2
+
+    def gather(self, obj):
+        return [obj, obj]
+
+
+def start(monkeypatch, env, gpus):
+    """A start on a host with so many GPUs, in an environment of its own."""
+    monkeypatch.setattr(boot, "_started", {})
+    monkeypatch.setattr(boot, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(boot.os, "environ", env)
+    monkeypatch.setattr(boot, "_start_mpi", lambda facts, timeout_s: Ranks())
+    monkeypatch.setattr(boot, "set_owner", lambda name, abort: None)
+    monkeypatch.setattr(boot.exits, "install_hooks", lambda facts: None)
+
+
+def test_a_start_without_claiming_leaves_the_devices_to_the_script(monkeypatch):
+    env = {}
+    start(monkeypatch, env, gpus=2)
+    control = boot.start_control(TWO, 5.0, claim=False)
+    assert boot.VISIBLE not in env
+    assert boot.start_control(TWO, 5.0) is control and env[boot.VISIBLE] == "1", "a later start that claims still does"
+    env[boot.VISIBLE] = "0"
+    boot.start_control(TWO, 5.0)
+    assert env[boot.VISIBLE] == "0", "once"
+
+
+def test_too_few_devices_end_the_start_on_every_rank_after_mpi_has_started(monkeypatch):
+    start(monkeypatch, {}, gpus=3)
+    with pytest.raises(UserError, match="3 GPUs for 2 ranks x 2 devices"):
+        boot.start_control(TWO, 5.0, devices_per_rank=2)
+    assert boot.current_control() is not None, "the ranks leave together"
+
+
+def test_two_ranks_with_one_list_of_the_launchers_overlap_unless_slurm_confines_them(monkeypatch):
+    start(monkeypatch, {boot.VISIBLE: "0,1"}, gpus=2)
+    with pytest.raises(UserError, match="were both given GPU 0"):
+        boot.start_control(TWO, 5.0, devices_per_rank=2)
+    start(monkeypatch, (env := {boot.VISIBLE: "0,1", "SLURM_GPUS_PER_TASK": "2"}), gpus=2)
+    boot.start_control(TWO, 5.0, devices_per_rank=2)
+    assert env[boot.VISIBLE] == "0,1"
+
+
 def test_horovod_environment_only_where_asked():
     env = {}
     boot._horovod_env(Exchange(), env)

@@ -1,0 +1,256 @@
+"""A Keras model and its optimizer as `hvdtrain.convert` sees them: layers, arrays, outputs, files, state by slot.
+
+Owns the reading and writing of Keras' own objects. What they become in PyTorch is decided in numpy, in that package.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.backends.tensorflow import placement, state
+from hvdtrain.backends.tensorflow.optim import WarmUp
+from hvdtrain.convert import rule as rules
+from hvdtrain.convert.layers import Layer, Model, Weight
+from hvdtrain.convert.pairing import UNSUPPORTED
+from hvdtrain.convert.rule import KERAS_SLOTS, Rule, Slots
+from hvdtrain.errors import UserError
+
+_LAYERS = keras.layers
+_KINDS: tuple[tuple[Any, str], ...] = (
+    (_LAYERS.DepthwiseConv1D, "depthwise conv 1d"), (_LAYERS.DepthwiseConv2D, "depthwise conv 2d"),
+    (_LAYERS.Conv1DTranspose, "transposed conv 1d"), (_LAYERS.Conv2DTranspose, "transposed conv 2d"),
+    (_LAYERS.Conv3DTranspose, "transposed conv 3d"),
+    ((_LAYERS.SeparableConv1D, _LAYERS.SeparableConv2D), UNSUPPORTED + "it is two layers in PyTorch"),
+    (_LAYERS.Conv1D, "conv 1d"), (_LAYERS.Conv2D, "conv 2d"), (_LAYERS.Conv3D, "conv 3d"),
+    (_LAYERS.Dense, "dense"), (_LAYERS.Embedding, "embedding"), (_LAYERS.LayerNormalization, "layer norm"),
+    (_LAYERS.GroupNormalization, "group norm"), (_LAYERS.RMSNormalization, "rms norm"),
+    (_LAYERS.BatchNormalization, "batch norm"), (_LAYERS.MultiHeadAttention, "attention"),
+    (_LAYERS.Bidirectional, UNSUPPORTED + "two directions in one layer"),
+    (_LAYERS.LSTM, "lstm"), (_LAYERS.GRU, "gru"),
+)
+_WHOLE = (_LAYERS.MultiHeadAttention, _LAYERS.RNN, _LAYERS.Bidirectional)
+"""Layers that are converted with all that is in them."""
+
+
+def describe(model: keras.Model) -> Model:
+    """The model's layers that have weights, in the order in which it was put together; a shared weight once."""
+    names, trained = _names(model), {id(v) for v in model.trainable_variables}
+    layers: list[Layer] = []
+    seen: set[int] = set()
+    taken: set[str] = set()
+    for layer in _walk(model):
+        deep = isinstance(layer, _WHOLE)
+        own = layer.weights if deep else [*layer._trainable_variables, *layer._non_trainable_variables]
+        own = [v for v in own if id(v) in names and id(v) not in seen]
+        if not own:
+            continue
+        seen |= {id(v) for v in own}
+        weights = {_role(layer, v): Weight(names[id(v)], tuple(v.shape), keras.backend.standardize_dtype(v.dtype),
+                                           id(v) in trained) for v in own}
+        name, n = _layer_name(model, layer, own[0]), 1
+        while name in taken:
+            n, name = n + 1, f"{_layer_name(model, layer, own[0])}#{n + 1}"
+        taken.add(name)
+        layers.append(Layer(name, _kind(layer), type(layer).__name__, weights, _facts(layer)))
+    return Model("tensorflow", tuple(layers), bool(state.seed_states(model)))
+
+
+def _walk(layer: Any) -> Iterator[Any]:
+    """A layer and all in it, each before what is in it; what is converted whole is not entered."""
+    yield layer
+    if not isinstance(layer, _WHOLE):
+        for inner in layer._layers:
+            yield from _walk(inner)
+
+
+def _names(model: keras.Model) -> dict[int, str]:
+    """The name of every weight by its identity: its path, with a number where another has the same."""
+    names: dict[int, str] = {}
+    taken: set[str] = set()
+    for variable in model.weights:
+        name, n = variable.path, 1
+        while name in taken:  # as `hvdtrain.backends.tensorflow.state.export` counts
+            name, n = f"{variable.path}#{n}", n + 1
+        taken.add(name)
+        names[id(variable)] = name
+    return names
+
+
+def _role(layer: Any, variable: Any) -> str:
+    """What a layer calls its weight: "kernel", and "query/kernel" in attention."""
+    parts = variable.path.split("/")
+    return "/".join(parts[-2:]) if isinstance(layer, _LAYERS.MultiHeadAttention) else parts[-1]
+
+
+def _layer_name(model: keras.Model, layer: Any, variable: Any) -> str:
+    """The layer's path with dots, without the model's own name."""
+    parts = variable.path.split("/")[:-2 if isinstance(layer, _WHOLE) else -1]
+    return ".".join(parts[1:] if parts and parts[0] == model.name else parts)
+
+
+def _kind(layer: Any) -> str:
+    """The layer's kind, in the words of `hvdtrain.convert.layouts.KINDS`."""
+    if isinstance(layer, _LAYERS.EinsumDense):
+        given, kernel, out = layer.equation.replace("->", ",").replace(" ", "").split(",")
+        plain = len(kernel) == 2 and given.endswith(kernel[0]) and out == given[:-1] + kernel[1]
+        return "dense" if plain else UNSUPPORTED + f"equation {layer.equation} has no layer in PyTorch"
+    if isinstance(layer, _LAYERS.GRU) and not layer.reset_after:
+        return UNSUPPORTED + "reset_after=False has no counterpart in PyTorch"
+    return next((kind for cls, kind in _KINDS if isinstance(layer, cls)), "own")
+
+
+def _facts(layer: Any) -> dict[str, float]:
+    """Settings that the twin has too; BatchNorm's momentum is the part of the old value in Keras."""
+    found = {"epsilon": getattr(layer, "epsilon", None)}
+    if isinstance(layer, _LAYERS.BatchNormalization):
+        found["the part that moving statistics keep"] = layer.momentum
+    return {key: float(value) for key, value in found.items() if isinstance(value, (int, float))}
+
+
+def arrays(model: keras.Model) -> dict[str, np.ndarray]:
+    """Every weight by name; bfloat16 as its bits."""
+    names = _names(model)
+    return {names[id(v)]: state.to_numpy(v) for v in model.weights}
+
+
+def assign(model: keras.Model, given: dict[str, np.ndarray]) -> None:
+    """Copy arrays of `arrays`' form into the model."""
+    names = _names(model)
+    for variable in model.weights:
+        if names[id(variable)] in given:
+            state.assign(variable, given[names[id(variable)]])
+
+
+def outputs(model: keras.Model, x: list[np.ndarray]) -> list[np.ndarray]:
+    """The model's outputs in inference mode, float32, in order."""
+    found = model(x[0] if len(x) == 1 else x, training=False)
+    return [np.asarray(keras.ops.convert_to_numpy(keras.ops.cast(t, "float32"))) for t in keras.tree.flatten(found)]
+
+
+def input_shapes(model: keras.Model) -> list[tuple[tuple[int, ...], str]]:
+    """(shape of one sample, dtype) of each input of a model that knows them; none where a size is open."""
+    try:
+        known = [(tuple(t.shape[1:]), keras.backend.standardize_dtype(t.dtype)) for t in model.inputs or ()]
+    except (AttributeError, ValueError):
+        return []
+    return known if all(None not in shape for shape, _ in known) else []
+
+
+def read_file(model: keras.Model, path: Path) -> None:
+    """Load .keras, .weights.h5 or .safetensors into the model; `UserError` naming what does not fit.
+
+    Of a .keras file the weights alone are read, and no code that it may hold.
+    """
+    if path.suffix == ".safetensors":
+        _read_safetensors(model, path)
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.load_weights(str(path))
+    except Exception as error:  # noqa: BLE001  (Keras, h5py and zipfile each have their own)
+        raise _unfit(path, " ".join(str(error).split())[:300]) from None
+
+
+def _read_safetensors(model: keras.Model, path: Path) -> None:
+    """The file that a run exports: every weight by its path."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        found = load_file(str(path))
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise _unfit(path, str(error)) from None
+    own = arrays(model)
+    missing, extra = sorted(set(own) - set(found)), sorted(set(found) - set(own))
+    if missing or extra:
+        raise _unfit(path, f"it lacks {missing[:3]} and has {extra[:3]} besides")
+    wrong = next((name for name in own if own[name].shape != found[name].shape), None)
+    if wrong:
+        raise _unfit(path, f"{wrong} has shape {found[wrong].shape} there and {own[wrong].shape} in the model")
+    assign(model, found)
+
+
+def write_file(model: keras.Model, path: Path) -> None:
+    """Write .safetensors, .weights.h5 or .keras, by the file's ending."""
+    if path.suffix == ".safetensors":
+        from safetensors.numpy import save_file
+
+        save_file({name: np.array(a, order="C") for name, a in arrays(model).items()}, str(path))
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model.save(path) if path.suffix == ".keras" else model.save_weights(path)
+        except (NotImplementedError, TypeError, ValueError) as error:
+            raise UserError(f"Keras cannot write {path.name}: {' '.join(str(error).split())[:300]}",
+                            "a model whose class has get_config", "give a TARGET that ends in .weights.h5") from None
+
+
+def scheduled(step: Any) -> str:
+    """The name of a schedule that the optimizer was compiled with; warm-up is none."""
+    held = step._opt.optimizer._learning_rate
+    while isinstance(held, WarmUp):
+        held = held.base
+    return type(held).__name__ if callable(held) else ""
+
+
+def compiled_loss(model: keras.Model) -> str:
+    """The loss that a model was compiled with, in words."""
+    loss = getattr(model, "loss", None) if getattr(model, "compiled", False) else None
+    return "" if loss is None else f"loss {loss if isinstance(loss, str) else getattr(loss, 'name', 'of its own')}"
+
+
+def optimizer(step: Any) -> tuple[Rule, Slots]:
+    """The rule of a step's optimizer, and its state by slot and weight in PyTorch's convention."""
+    own, base_lr = step._opt.optimizer, step.state()[1]["base_lr"]
+    held = own._learning_rate
+    lr = base_lr if callable(held) or np.float32(base_lr) == np.float32(float(held)) else float(held)
+    rate = lr if np.float32(lr) == np.float32(step.learning_rate()) else step.learning_rate()
+    rule = rules.from_keras(type(own).__name__, own.get_config(), base_lr, lr, rate, int(own.iterations))
+    names = _names(step.model)
+    slots: Slots = {}
+    for slot in rule.slots():
+        found = {names[id(v)]: state.to_numpy(kept) for v, kept in
+                 zip(step.model.trainable_variables, getattr(own, KERAS_SLOTS[slot]))}
+        slots[slot] = rules.buffer(rule, found) if slot == "momentum" else found
+    return rule, slots
+
+
+def state_of(step: Any, rule: Rule, slots: Slots) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
+    """What ``step.load`` takes for this rule and its slots."""
+    groups, rest = step.state()
+    own, names = step._opt.optimizer, _names(step.model)
+    place = {id(v): name for name, v in state.named(own.variables).items()}
+    held = dict(groups["optimizer"])
+    held[place[id(own.iterations)]] = np.array(rule.updates, np.int64)
+    if not callable(own._learning_rate):
+        held[place[id(own._learning_rate)]] = np.array(rule.lr, np.float32)
+    for slot, of in slots.items():
+        given = rules.velocity(rule, of) if slot == "momentum" else of
+        for variable, kept in zip(step.model.trainable_variables, getattr(own, KERAS_SLOTS[slot])):
+            held[place[id(kept)]] = given[names[id(variable)]]
+    return {**groups, "optimizer": held}, {**rest, "base_lr": rule.base_lr}
+
+
+def fresh_generators(model: keras.Model, seed: int, rank: int) -> dict[str, np.ndarray]:
+    """The generators of a rank at the start of a run."""
+    placement.seed(seed, rank)
+    states = state.seed_states(model)
+    before = {name: variable.numpy() for name, variable in states.items()}
+    placement.seed_model(states, rank)
+    found = state.random_arrays(model)
+    for name, variable in states.items():
+        variable.assign(before[name])
+    return found
+
+
+def _unfit(path: Path, why: str) -> UserError:
+    return UserError(f"{path} does not fit the model: {why}", "the weights of that model, all of them",
+                     "correct --model and --model_args")

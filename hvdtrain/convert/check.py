@@ -1,0 +1,60 @@
+"""Whether twins compute the same: random input like a model's example, and how far outputs are apart.
+
+Owns both as pure numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.errors import UserError
+
+SAMPLES = 4
+
+
+def random_like(example: Sequence[np.ndarray], seed: int = 0) -> list[np.ndarray]:
+    """Arrays of the shapes and dtypes of ``example``: floats of its mean and spread, whole numbers out of its own."""
+    draw = np.random.default_rng(seed)
+    out = []
+    for array in example:
+        if array.dtype.kind == "f":
+            spread = float(array.std()) or 1.0
+            out.append((float(array.mean()) + spread * draw.standard_normal(array.shape)).astype(array.dtype))
+        else:
+            out.append(draw.choice(array.reshape(-1), array.shape).astype(array.dtype))
+    return out
+
+
+def inputs(example: Callable[..., Any] | None, shape: Sequence[int], inferred: Sequence[tuple[tuple[int, ...], str]],
+           ) -> list[np.ndarray]:
+    """Random input for `SAMPLES` samples: like the file's ``example``, of the ``shape`` that the user gives for one
+    sample, or of the shapes and dtypes ``inferred`` from the model. `UserError` where there is none of these."""
+    if shape:
+        return random_like([np.random.default_rng(1).standard_normal((SAMPLES, *shape)).astype(np.float32)])
+    if example is not None:
+        x = example(SAMPLES)[0]
+        return random_like([np.asarray(part) for part in (x if isinstance(x, (list, tuple)) else [x])])
+    if inferred:
+        drawn = np.random.default_rng(1)
+        return random_like([drawn.standard_normal((SAMPLES, *one)).astype(dtype) if np.dtype(dtype).kind == "f"
+                            else np.zeros((SAMPLES, *one), dtype) for one, dtype in inferred])
+    raise UserError("the model's file has no example(B), so that no input is known to compare outputs on",
+                    "an example, or the shape of one sample", "say --input_shape 8,8, or --no-check")
+
+
+def apart(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
+    """The largest difference of outputs as a part of the largest output; infinite where one is not finite.
+
+    Errors: `UserError` where the numbers of outputs or their shapes differ.
+    """
+    shapes = [[a.shape for a in side] for side in (got, want)]
+    if shapes[0] != shapes[1]:
+        raise UserError(f"the twin's outputs have shapes {shapes[0]}", f"{shapes[1]}, as SOURCE's model gives",
+                        "build both twins alike (--model_args, --twin_args)")
+    largest = max((float(np.abs(a).max(initial=0.0)) for a in want), default=0.0) or 1.0
+    worst = max((float(np.abs(a.astype(np.float64) - b.astype(np.float64)).max(initial=0.0))
+                 for a, b in zip(got, want)), default=0.0)
+    return worst / largest if np.isfinite(worst) and np.isfinite(largest) else float("inf")

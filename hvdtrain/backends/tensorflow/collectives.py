@@ -10,7 +10,9 @@ result between the devices, through pinned memory of its own, as soon as each is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import os
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,6 +20,10 @@ import tensorflow as tf
 
 from hvdtrain.errors import PeerFailed
 from hvdtrain.protocols import Collectives
+
+
+KINDS = {"sum": "Sum", "adasum": "Adasum", "min": "Min", "max": "Max", "product": "Product"}
+"""Name of a reduction here -> Horovod's."""
 
 
 class _Result:
@@ -33,7 +39,10 @@ class _Result:
 class HorovodCollectives:
     """`hvdtrain.protocols.Collectives` over ``horovod.tensorflow``: graph nodes, ordered by data dependency only.
 
-    ``device``: "cpu" puts every node on the CPU; "" leaves the place to TensorFlow.
+    ``device``: "cpu" puts every node on the CPU; "" leaves the place to TensorFlow. ``process_set``: Horovod's object
+    for the ranks that take part, all where None; ``rank`` and ``size`` are those within it, a broadcast's root is
+    counted over all ranks. Beside the protocol: `gather_rows`, `alltoall_rows` and `scatter_rows`, for tensors of any
+    shape whose first dimension is cut over ranks.
     """
 
     dtypes = frozenset({"float16", "float32", "float64", "int32", "int64", "uint8", "int8"})
@@ -41,68 +50,88 @@ class HorovodCollectives:
     in_graph = True
     host = False
 
-    def __init__(self, hvd: Any, device: str = "") -> None:
+    def __init__(self, hvd: Any, device: str = "", process_set: Any = None) -> None:
         assert device in ("", "cpu"), device
         self.name = "horovod over host memory" if device else "horovod"
         self._place = "/CPU:0" if device else ""
         self._ops = __import__(f"{hvd.__name__}.mpi_ops", fromlist=["mpi_ops"])
-        self.rank, self.size = hvd.rank(), hvd.size()
+        self._among = {"process_set": process_set or hvd.global_process_set, "ignore_name_scope": True}
+        self.rank, self.size = (process_set or hvd).rank(), (process_set or hvd).size()
         self.hierarchical = bool(hvd.nccl_built()) and not device
-        self.reductions = frozenset({"adasum"} if hvd.mpi_enabled() else ())
-        self._functions: dict[tuple[str, tf.DType], Callable[[tf.Tensor], tf.Tensor]] = {}
+        adds = {"adasum"} if hvd.mpi_enabled() and process_set is None else set()
+        self.reductions = frozenset({"min", "max", "product", *adds})
+        self._functions: dict[tuple[str, tf.DType], Callable[..., Any]] = {}
 
     def buffer(self, n: int, dtype: str) -> None:
         return None
 
     def allreduce(self, flat_N: tf.Tensor, name: str, op: str = "sum") -> _Result:
-        how = self._ops.Adasum if op == "adasum" else self._ops.Sum
-        return self._call(flat_N, name, lambda x: self._ops._allreduce(x, name=name, op=how, ignore_name_scope=True))
+        how = getattr(self._ops, KINDS[op])
+        return self._call(flat_N, name, lambda x: self._ops._allreduce(x, name=name, op=how, **self._among), how)
 
     def allgather(self, x_K: tf.Tensor, name: str) -> _Result:
-        return self._call(x_K[None], name, lambda x: self._ops.allgather(x, name=name, ignore_name_scope=True))
+        return self.gather_rows(x_K[None], name)
+
+    def gather_rows(self, x: tf.Tensor, name: str) -> _Result:
+        """Every rank's rows, by rank: (R_r, ...) -> (sum R_r, ...); ranks may have different numbers of rows."""
+        return self._call(x, name, lambda x: self._ops.allgather(x, name=name, **self._among))
 
     def alltoall(self, x_PK: tf.Tensor, name: str) -> _Result:
-        return self._call(x_PK, name, lambda x: self._ops.alltoall(x, name=name, ignore_name_scope=True), x_PK.shape)
+        out = self._call(x_PK, name, lambda x: self._ops.alltoall(x, name=name, **self._among)).wait()
+        return _Result(tf.ensure_shape(out, x_PK.shape))
+
+    def alltoall_rows(self, x: tf.Tensor, splits_P: tf.Tensor, name: str) -> _Result:
+        """``splits_P[p]`` rows go to rank p: (R, ...), int32 (P,) -> ((R', ...), int32 (P,) rows by their source)."""
+        def operate(x: tf.Tensor, splits_P: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            return self._ops.alltoall(x, splits=splits_P, name=name, **self._among)
+
+        return self._call_all((x, splits_P), name, operate)
 
     def reducescatter(self, flat_N: tf.Tensor, name: str) -> _Result:
+        return self.scatter_rows(flat_N, name)
+
+    def scatter_rows(self, x: tf.Tensor, name: str) -> _Result:
+        """This rank's rows of the sum over ranks: (R, ...) -> (R_r, ...); the first R mod P ranks get one more."""
         sum_op = self._ops.Sum
-        return self._call(flat_N, name,
-                          lambda x: self._ops._reducescatter(x, name=name, op=sum_op, ignore_name_scope=True))
+        return self._call(x, name, lambda x: self._ops._reducescatter(x, name=name, op=sum_op, **self._among))
 
     def broadcast(self, x_N: tf.Tensor, name: str, root: int = 0) -> _Result:
-        return self._call(x_N, name, lambda x: self._ops.broadcast(x, root, name=name, ignore_name_scope=True))
+        return self._call(x_N, name, lambda x: self._ops.broadcast(x, root, name=name, **self._among), root)
 
-    def _call(self, x: tf.Tensor, name: str, operate: Callable[[tf.Tensor], tf.Tensor], shape: Any = None) -> _Result:
-        """Add the operation to the graph that is being traced, or run it at once."""
+    def _call(self, x: tf.Tensor, name: str, operate: Callable[[tf.Tensor], tf.Tensor], how: int = 0) -> _Result:
+        return self._call_all((x,), name, operate, how)
+
+    def _call_all(self, xs: Sequence[tf.Tensor], name: str, operate: Callable[..., Any], how: int = 0) -> _Result:
+        """Add the operation to the graph that is being traced, or run it at once.
+
+        ``how`` tells ``operate`` from others of the same name: its reduction, or its root.
+        """
         if tf.inside_function():
             with self._placed():
-                out = _named(operate(x), name)
-        else:
-            out = self._run(tf.convert_to_tensor(x), name, operate)
-        if shape is not None:
-            out = tf.ensure_shape(out, shape)
-        return _Result(out)
+                return _Result(_named(operate(*xs), name))
+        return _Result(self._run([tf.convert_to_tensor(x) for x in xs], name, operate, how))
 
-    def _run(self, x: tf.Tensor, name: str, operate: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-        key = (f"{name}/{x.shape.rank}", x.dtype)
+    def _run(self, xs: Sequence[tf.Tensor], name: str, operate: Callable[..., Any], how: int) -> Any:
+        key = (f"{name}/{xs[0].shape.rank}/{how}", xs[0].dtype)
         if key not in self._functions:
-            spec = tf.TensorSpec([None] * x.shape.rank, x.dtype)
+            specs = [tf.TensorSpec([None] * x.shape.rank, x.dtype) for x in xs]
 
-            def graph(t: tf.Tensor) -> tf.Tensor:
+            def graph(*ts: tf.Tensor) -> Any:
                 with self._placed():
-                    return _named(operate(t), name)
-            self._functions[key] = tf.function(graph, input_signature=[spec], jit_compile=False, autograph=False)
+                    return _named(operate(*ts), name)
+            self._functions[key] = tf.function(graph, input_signature=specs, jit_compile=False, autograph=False)
         with peer_failures():
-            return self._functions[key](x)
+            return self._functions[key](*xs)
 
     def _placed(self) -> AbstractContextManager[Any]:
         """Where nodes go. Not ``tf.device(None)``, which would lift a place that a caller has chosen."""
         return tf.device(self._place) if self._place else nullcontext()
 
 
-def _named(out: tf.Tensor, name: str) -> tf.Tensor:
+def _named(out: Any, name: str) -> Any:
     """Pass ``out`` on if its node carries exactly ``name``, by which Horovod will find its peers."""
-    assert out.op.name.rpartition("/")[2] == name, f"the graph named a collective {out.op.name!r} instead of {name!r}"
+    node = (out[0] if isinstance(out, tuple) else out).op.name
+    assert node.rpartition("/")[2] == name, f"the graph named a collective {node!r} instead of {name!r}"
     return out
 
 
@@ -127,6 +156,26 @@ def collectives(kind: str, control: Any, exchange: Any, start_horovod: Callable[
     if kind != "horovod":
         return None
     return HorovodCollectives(start_horovod("tensorflow", exchange), "cpu" if over_host else "")
+
+
+def built() -> Any:
+    """``horovod.tensorflow``, loaded but not started, to be asked what it was built with."""
+    return importlib.import_module("horovod.tensorflow")
+
+
+def start_again(hvd: Any, process_sets: Sequence[Sequence[int]], dynamic: bool) -> list[Any]:
+    """Start Horovod anew, with sets of ranks among which collectives may run; return its objects for them.
+
+    It takes them at its start only, or any later one where ``dynamic``, which costs each of its cycles a look at the
+    table of sets. Does nothing but start it where it is down. Collective.
+    """
+    sets = [hvd.ProcessSet(list(ranks)) for ranks in process_sets]
+    if hvd.is_initialized():
+        hvd.shutdown()
+    if dynamic:
+        os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+    hvd.init(process_sets=sets)
+    return sets
 
 
 def stage(wire: Collectives, control: Any) -> Collectives:

@@ -1,0 +1,297 @@
+"""Start, end and facts of a job, as Horovod's scripts ask for them: `init`, `rank`, `size`, ...
+
+Owns the one `World` of this process and the wires of its process sets. How MPI and Horovod are started is
+`hvdtrain.cluster.boot`'s. A process alone needs neither; several without Horovod talk over plain MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdtrain.cluster import boot
+from hvdtrain.cluster.launcher import launch_facts
+from hvdtrain.config import Config, Exchange
+from hvdtrain.errors import UserError
+from hvdtrain.protocols import Control
+from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
+
+Average, Sum, Adasum, Min, Max, Product = range(6)
+"""Reductions, numbered as Horovod's are."""
+
+ABSENT = "hvdtrain has not been initialized; use hvd.init()."
+
+
+@dataclass
+class World:
+    """This process's place in the job and what carries its collectives; ``hvd`` is None where that is not Horovod."""
+
+    control: Control
+    hvd: Any
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    homogeneous: bool
+    device: str
+    dynamic: bool
+    sets: dict[int, ProcessSet] = field(default_factory=dict)
+    wires: dict[int, Any] = field(default_factory=dict)
+
+
+_worlds: list[World] = []
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Start the job's control plane and, with several ranks, what carries its collectives; collective.
+
+    ``comm``: None or all ranks; for fewer there are process sets. ``process_sets``: a list of `ProcessSet`, the same
+    on every rank, or "dynamic" to allow `add_process_set` later. A second call changes nothing. The device of a rank
+    is left to the script, which Horovod's scripts pick by `local_rank`. Errors: `UserError` for what this job cannot
+    have, `ValueError` for a set that is given twice.
+    """
+    if _worlds:
+        if process_sets:
+            raise UserError("init with process_sets in a job that has been initialized", "all sets in the first call",
+                            'call hvd.init(process_sets="dynamic") first and hvd.add_process_set later')
+        return
+    import tensorflow as tf
+
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        raise UserError("TensorFlow in graph mode (tf.compat.v1.disable_eager_execution)", "TensorFlow 2's eager mode "
+                        "with tf.function", "leave that call out")
+    dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
+    dynamic = dynamic or os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")
+    sets = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
+    control, hvd = _start()
+    _check_comm(comm, control)
+    world = _world(control, hvd, dynamic)
+    _open(world, sets)
+    _worlds.append(world)
+
+
+def _start() -> tuple[Control, Any]:
+    """The control plane, and Horovod where there are several ranks and all of them have it."""
+    facts, exchange, timeout_s = launch_facts(os.environ), Exchange(), Config().control_timeout_s
+    control = boot.current_control()
+    try:
+        hvd = boot.start_horovod("tensorflow", exchange, facts) if facts.kind == "gloo" else None
+    except boot.HorovodUnavailable as error:
+        raise UserError(error.reason, "a Horovod built here, which horovodrun --gloo needs", boot.BUILD) from None
+    if control is None:
+        control = boot.start_control(facts, timeout_s, hvd, claim=False)
+    if control.size == 1 or hvd is not None:
+        return control, hvd
+    reason = None
+    if not control.agree(boot.horovod_reason("tensorflow") is not None):
+        try:
+            hvd = boot.start_horovod("tensorflow", exchange, control)
+        except boot.HorovodUnavailable as error:
+            reason = error.reason
+    else:
+        reason = boot.horovod_reason("tensorflow")
+    lacking = [r for r in control.gather(reason) if r]
+    if not lacking:
+        return control, hvd
+    if not boot.has_mpi():
+        raise UserError(lacking[0], "a Horovod built on every host", boot.BUILD)
+    if control.rank == 0:
+        warnings.warn(f"collectives go over plain MPI, which is slower: {lacking[0]}", stacklevel=3)
+    return control, None
+
+
+def _check_comm(comm: Any, control: Control) -> None:
+    """Refuse fewer ranks than the job has, which Horovod would leave the others out of."""
+    n = 0 if comm is None else comm.Get_size() if hasattr(comm, "Get_size") else len(comm)
+    if n not in (0, control.size):
+        raise UserError(f"init with a comm of {n} ranks in a job of {control.size}", "all ranks",
+                        "leave comm out, and hand hvd.init process_sets=[hvd.ProcessSet(...)] for collectives among "
+                        "some ranks")
+
+
+def _world(control: Control, hvd: Any, dynamic: bool) -> World:
+    """Where every rank is; collective."""
+    import tensorflow as tf
+
+    has_gpu = bool(tf.config.list_physical_devices("GPU"))
+    rows = control.gather((control.node, control.local_rank, control.local_size, has_gpu))
+    alike = [node for node, local_rank, _, _ in rows if local_rank == control.local_rank]
+    mixed = len({row[3] for row in rows}) > 1
+    return World(control, hvd, control.local_rank, control.local_size, alike.index(control.node), len(alike),
+                 len({row[2] for row in rows}) == 1, "cpu" if mixed else "", dynamic)
+
+
+def _open(world: World, sets: Sequence[ProcessSet]) -> None:
+    """Register the sets and make the wires; collective."""
+    control, hvd = world.control, world.hvd
+    global_process_set.ranks, global_process_set.here = list(range(control.size)), control.rank
+    for one in sets:
+        one.ranks = _ranks_of(one)
+    wanted = list(dict.fromkeys(tuple(ranks) for rows in control.gather([one.ranks for one in sets]) for ranks in rows))
+    for i, one in enumerate(sets):
+        if one.ranks == global_process_set.ranks or one.ranks in [other.ranks for other in sets[:i]]:
+            raise ValueError(f"process_sets entry number {i} is a duplicate: {one}")
+    theirs: list[Any] = [None] * len(wanted)
+    if hvd is not None and (wanted or world.dynamic or not hvd.is_initialized()):
+        from hvdtrain.backends.tensorflow.collectives import start_again
+
+        theirs = start_again(hvd, wanted, world.dynamic)
+    _adopt(world, global_process_set, None)
+    for i, ranks in enumerate(wanted):
+        mine = next((one for one in sets if one.ranks == list(ranks)), None) or ProcessSet(list(ranks))
+        mine.process_set_id = i + 1 if theirs[i] is None else theirs[i].process_set_id
+        _adopt(world, mine, theirs[i])
+
+
+def _adopt(world: World, process_set: ProcessSet, theirs: Any) -> None:
+    """Give a registered set its wire, on the ranks that are in it. Collective over those."""
+    number, size = process_set.process_set_id, process_set.size()
+    assert number is not None and size is not None
+    process_set.here = world.control.rank
+    world.sets[number] = process_set
+    if size == 1 or not process_set.included():
+        return
+    if world.hvd is not None:
+        from hvdtrain.backends.tensorflow.collectives import HorovodCollectives
+
+        world.wires[number] = HorovodCollectives(world.hvd, world.device, theirs)
+        return
+    from hvdtrain.collectives.mpi import MpiCollectives
+    from hvdtrain.tensorflow.plain_mpi import PlainMpi
+
+    comm, ranks = boot.mpi_comm(), process_set.ranks or []
+    comm = comm if number == 0 else comm.Create_group(comm.Get_group().Incl(ranks), tag=number)
+    timeout_s = getattr(world.control, "timeout_s", Config().control_timeout_s)
+    world.wires[number] = PlainMpi(MpiCollectives(comm, timeout_s=timeout_s), ranks)
+
+
+def _ranks_of(process_set: ProcessSet) -> list[int]:
+    """The ranks of a set, read from its communicator where it was made of one."""
+    if process_set.ranks is not None:
+        return process_set.ranks
+    group = process_set.mpi_comm.Get_group()
+    return sorted(int(r) for r in group.Translate_ranks(list(range(group.Get_size())), boot.mpi_comm().Get_group()))
+
+
+def world() -> World:
+    """This process's `World`; `ValueError` before `init`."""
+    if not _worlds:
+        raise ValueError(ABSENT)
+    return _worlds[0]
+
+
+def wire(process_set: ProcessSet = global_process_set) -> Any:
+    """What carries the collectives of ``process_set``; None where that is this rank alone, or others only.
+
+    Errors: `ValueError` before `init`, and for a set that was not registered.
+    """
+    here = world()
+    number = process_set.process_set_id
+    if number is None or number not in here.sets:
+        raise ValueError(f"{process_set} is not registered; hand it to hvd.init(process_sets=[...])")
+    return here.wires.get(number)
+
+
+def gathered(obj: Any, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Every member's small object, by rank, over the control plane, or within a smaller set over its wire."""
+    if process_set.process_set_id == 0:
+        return world().control.gather(obj)
+    from hvdtrain.tensorflow.objects import allgather_object
+
+    return allgather_object(obj, name="gathered", process_set=process_set)
+
+
+def shutdown() -> None:
+    """Stop Horovod; the control plane stays up until the process ends. Nothing where nothing was started."""
+    if _worlds:
+        last = _worlds.pop()
+        for one in last.sets.values():
+            if one is not global_process_set:
+                one.process_set_id = None
+        if last.hvd is not None:
+            last.hvd.shutdown()
+
+
+def is_initialized() -> bool:
+    """Whether `init` has been called, and `shutdown` not since."""
+    return bool(_worlds)
+
+
+def rank() -> int:
+    """This process's number in the job, from 0."""
+    return world().control.rank
+
+
+def size() -> int:
+    """Number of processes in the job."""
+    return world().control.size
+
+
+def local_rank() -> int:
+    """This process's number on its host, from 0."""
+    return world().local_rank
+
+
+def local_size() -> int:
+    """Number of the job's processes on this host."""
+    return world().local_size
+
+
+def cross_rank() -> int:
+    """This host's number among those that have a process with this `local_rank`."""
+    return world().cross_rank
+
+
+def cross_size() -> int:
+    """Number of hosts that have a process with this `local_rank`."""
+    return world().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has the same number of processes."""
+    return world().homogeneous
+
+
+def add_process_set(process_set: Any) -> ProcessSet:
+    """Register another set after `init(process_sets="dynamic")`, and return it; collective over all ranks.
+
+    ``process_set``: a `ProcessSet`, or a list of ranks. Errors: `ValueError` where sets are not dynamic, and for a set
+    that exists.
+    """
+    here = world()
+    one = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if here.hvd is not None and not here.dynamic:
+        raise ValueError('adding a process set after hvd.init needs hvd.init(process_sets="dynamic"), or '
+                         "HOROVOD_DYNAMIC_PROCESS_SETS=1 in the environment")
+    one.ranks = _ranks_of(one)
+    if any(other.ranks == one.ranks for other in here.sets.values()):
+        raise ValueError(f"there is a process set of the same ranks already: {one}")
+    theirs = here.hvd.add_process_set(list(one.ranks)) if here.hvd is not None else None
+    one.process_set_id = max(here.sets) + 1 if theirs is None else theirs.process_set_id
+    _adopt(here, one, theirs)
+    return one
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget a set, and return whether there was one to forget; collective over all ranks."""
+    here, number = world(), process_set.process_set_id
+    if not number or number not in here.sets:
+        return False
+    if here.hvd is not None and not here.dynamic:
+        raise ValueError('removing a process set needs hvd.init(process_sets="dynamic")')
+    if here.hvd is not None:
+        theirs = here.hvd.ProcessSet(process_set.ranks)
+        theirs.process_set_id = number
+        here.hvd.remove_process_set(theirs)
+    del here.sets[number]
+    here.wires.pop(number, None)
+    process_set.process_set_id = None
+    return True
+
+
+def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
+    """Number of each registered set -> its ranks."""
+    return {number: list(one.ranks or []) for number, one in sorted(world().sets.items())}

@@ -1,0 +1,112 @@
+"""What this job's collectives were built with, as Horovod's scripts ask: `mpi_built`, `nccl_built`, ...
+
+Owns the answers where Horovod is not built: plain MPI can be had there, and nothing else. Also Horovod's timeline.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from hvdtrain.cluster import boot
+from hvdtrain.tensorflow import basics
+
+
+def _horovod() -> Any:
+    """Horovod's module, loaded where no job has started it yet; None where it is not built."""
+    if basics.is_initialized() and basics.world().hvd is not None:
+        return basics.world().hvd
+    if boot.horovod_reason("tensorflow") is not None:
+        return None
+    from hvdtrain.backends.tensorflow.collectives import built
+
+    try:
+        return built()
+    except Exception:  # noqa: BLE001 one that was built for another TensorFlow does not load, and is as good as none
+        return None
+
+
+def _ask(name: str, otherwise: Any = False) -> Any:
+    hvd = _horovod()
+    return otherwise if hvd is None else getattr(hvd, name)()
+
+
+def mpi_built() -> bool:
+    """Whether collectives over MPI were built."""
+    return bool(_ask("mpi_built"))
+
+
+def mpi_enabled() -> bool:
+    """Whether MPI carries this job: Horovod's over MPI, or plain MPI."""
+    if basics.is_initialized():
+        world = basics.world()
+        return boot.has_mpi() if world.hvd is None else bool(world.hvd.mpi_enabled())
+    return bool(_ask("mpi_enabled"))
+
+
+def mpi_threads_supported() -> bool:
+    """Whether several threads may be in MPI at once; `ValueError` before `init` and in a job over Gloo."""
+    if basics.size() == 1:
+        return True
+    if not boot.has_mpi():
+        raise ValueError("MPI does not carry this job")
+    return boot.mpi_threads()
+
+
+def gloo_built() -> bool:
+    """Whether Horovod was built with Gloo."""
+    return bool(_ask("gloo_built"))
+
+
+def gloo_enabled() -> bool:
+    """Whether Horovod can use Gloo in this job."""
+    return bool(_ask("gloo_enabled"))
+
+
+def nccl_built() -> int:
+    """The number of NCCL's version that Horovod was built with, 0 for none."""
+    return int(_ask("nccl_built", 0))
+
+
+def ddl_built() -> bool:
+    """Whether Horovod was built with IBM's DDL."""
+    return bool(_ask("ddl_built"))
+
+
+def ccl_built() -> bool:
+    """Whether Horovod was built with oneCCL."""
+    return bool(_ask("ccl_built"))
+
+
+def cuda_built() -> bool:
+    """Whether Horovod was built with CUDA."""
+    return bool(_ask("cuda_built"))
+
+
+def rocm_built() -> bool:
+    """Whether Horovod was built with ROCm."""
+    return bool(_ask("rocm_built"))
+
+
+def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: Any) -> None:
+    """Raise `ImportError` with the remedy where Horovod's TensorFlow part is not built; the arguments are not needed.
+    """
+    reason = boot.horovod_reason("tensorflow")
+    if reason is not None:
+        raise ImportError(f"{ext_name}: {reason}")
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Have Horovod record what its collectives do in ``file_path``; only a warning where Horovod carries nothing."""
+    hvd = basics.world().hvd
+    if hvd is None:
+        warnings.warn("no timeline: Horovod carries no collectives here", stacklevel=2)
+        return
+    hvd.start_timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Close what `start_timeline` opened."""
+    hvd = basics.world().hvd
+    if hvd is not None:
+        hvd.stop_timeline()

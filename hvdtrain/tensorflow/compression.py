@@ -1,0 +1,170 @@
+"""`Compression`: how gradients travel, by Horovod's names (none, fp16) and this project's (bf16, int8, topk, powersgd).
+
+Owns the names and their settings. What a compression does to a bucket is `hvdtrain.exchange.compressors`'; here is only
+Horovod's interface for one tensor, ``compress`` and ``decompress``, for scripts that call it or write their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.config import Config, Exchange
+from hvdtrain.errors import UserError
+from hvdtrain.exchange.compressors import create
+
+
+class Compressor:
+    """What a script may subclass: both methods see one tensor; what ``compress`` returns is summed over ranks.
+
+    ``project``: the compressor of this project that a gradient exchange uses instead, "" for the script's own.
+    """
+
+    project = ""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """(what travels, what `decompress` needs to know)."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """Undo `compress` on the sum."""
+        raise NotImplementedError
+
+    @classmethod
+    def made(cls) -> Any:
+        """A `hvdtrain.protocols.Compressor` of this kind."""
+        return create(cls.project, Config())
+
+
+class NoneCompressor(Compressor):
+    """Every element as it is."""
+
+    project = "none"
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """The tensor."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """The tensor."""
+        return tensor
+
+
+class FP16Compressor(Compressor):
+    """Half precision. In a gradient exchange the sum itself is made in float32."""
+
+    project = "fp16"
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """Floating point as float16, all else as it is."""
+        dtype = tensor.dtype
+        return (tf.cast(tensor, tf.float16) if tf.as_dtype(dtype).is_floating else tensor), dtype
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """The type it had."""
+        return tf.cast(tensor, ctx) if tf.as_dtype(ctx).is_floating else tensor
+
+
+class BF16Compressor(Compressor):
+    """bfloat16: half the bytes, the range of float32. In a gradient exchange the sum itself is made in float32."""
+
+    project = "bf16"
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """Floating point rounded to bfloat16, all else as it is."""
+        dtype = tensor.dtype
+        return (tf.cast(tensor, tf.bfloat16) if tf.as_dtype(dtype).is_floating else tensor), dtype
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """The type it had."""
+        return tf.cast(tensor, ctx) if tf.as_dtype(ctx).is_floating else tensor
+
+
+class _Buckets(Compressor):
+    """What works on a whole bucket of gradients, with what it still owes kept in between."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """`UserError`: no tensor by itself."""
+        raise UserError("int8, topk or powersgd for a single tensor", "Compression.none, fp16 or bf16: the others keep "
+                        "what they owe between steps", "use it in DistributedGradientTape or DistributedOptimizer")
+
+    decompress = compress  # type: ignore[assignment]
+
+
+class Int8Compressor(_Buckets):
+    """A byte for each element, one scale for up to 1024, with error feedback."""
+
+    project = "int8"
+
+
+class TopKCompressor(_Buckets):
+    """The 1 % of largest magnitude, the others wait; ``Compression.topk.of(ratio)`` for another share."""
+
+    project = "topk"
+    ratio = Exchange().topk_ratio
+
+    @classmethod
+    def of(cls, ratio: float) -> type[TopKCompressor]:
+        """The same with ``ratio`` of the entries, above 0 and at most 1."""
+        if not 0 < ratio <= 1:
+            raise UserError(f"topk with a ratio of {ratio}", "above 0 and at most 1", "pass such a share")
+        return type(f"TopK{ratio:g}", (cls,), {"ratio": ratio})
+
+    @classmethod
+    def made(cls) -> Any:
+        """With this ratio, without a momentum of its own: the optimizer may have one."""
+        return create("topk", Config(exchange=Exchange(topk_ratio=cls.ratio)))
+
+
+class PowerSGDCompressor(_Buckets):
+    """Each matrix as the product of two thin ones; ``Compression.powersgd.of(rank)`` for other than 4 columns."""
+
+    project = "powersgd"
+    rank = Exchange().powersgd_rank
+
+    @classmethod
+    def of(cls, rank: int) -> type[PowerSGDCompressor]:
+        """The same with factors of ``rank`` columns."""
+        if rank < 1:
+            raise UserError(f"powersgd of rank {rank}", "at least 1", "pass such a number of columns")
+        return type(f"PowerSGD{rank}", (cls,), {"rank": rank})
+
+    @classmethod
+    def made(cls) -> Any:
+        """With this rank."""
+        return create("powersgd", Config(exchange=Exchange(powersgd_rank=cls.rank)))
+
+
+class Compression:
+    """How gradients travel."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor
+    int8 = Int8Compressor
+    topk = TopKCompressor
+    powersgd = PowerSGDCompressor
+
+
+def kind_of(compression: Any) -> str:
+    """The project's name of ``compression``; "" for a script's own class with compress and decompress.
+
+    Horovod's own classes are known by their names. Errors: `UserError` for anything else.
+    """
+    if isinstance(compression, str) and compression in vars(Compression):
+        raise UserError(f"compression {compression!r}", "an object", f"pass hvd.Compression.{compression}")
+    if not hasattr(compression, "compress") or not hasattr(compression, "decompress"):
+        known = ", ".join(f"hvd.Compression.{name}" for name in vars(Compression) if name[0] != "_")
+        raise UserError(f"compression {compression!r}", f"one of {known}, or a class with compress and decompress",
+                        "pass one of them")
+    return str(getattr(compression, "project", ""))

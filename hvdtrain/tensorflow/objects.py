@@ -1,0 +1,112 @@
+"""Variables and Python objects from one rank to all, and from all to all.
+
+Owns how they are packed. Objects are pickled: they come from ranks of the same job, which run the same script.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.errors import UserError
+from hvdtrain.tensorflow import basics, ops
+from hvdtrain.tensorflow.gradients import label_of
+from hvdtrain.tensorflow.nodes import through_trace, unconverted
+from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
+from hvdtrain.tensorflow.wiretypes import movable
+
+PIECE_BYTES = 1 << 26
+"""Variables travel together up to about so much, so that a large model needs little more memory."""
+
+
+@unconverted
+def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set,
+                        inplace: bool = False) -> None:
+    """Give variables of Keras or TensorFlow the values of rank ``root_rank``; collective.
+
+    The same variables in the same order on every rank, which is compared first. ``inplace`` needs nothing: memory is
+    bounded either way. Errors: `UserError` on every rank where they differ.
+    """
+    variables = list(tf.nest.flatten(variables))
+    wire = basics.wire(process_set)
+    ops.check_root(root_rank, process_set)
+    if wire is None or not variables:
+        return
+    with tf.init_scope():
+        _check_alike(variables, process_set)
+    for piece in _pieces(variables):
+        moved, backs = zip(*(movable(tf.convert_to_tensor(_raw(v))) for v in piece))
+        flat_N = tf.concat([tf.reshape(x, [-1]) for x in moved], 0)
+        whole_N = ops.broadcast(flat_N, root_rank, name="variables", process_set=process_set)
+        parts = tf.split(whole_N, [int(np.prod(x.shape, dtype=np.int64)) for x in moved])
+        for variable, x, back, part in zip(piece, moved, backs, parts):
+            _raw(variable).assign(back(tf.reshape(part, x.shape)))
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None,
+                     process_set: ProcessSet = global_process_set) -> Any:
+    """Rank ``root_rank``'s object, on every rank; collective. ``session`` has no meaning in TensorFlow 2."""
+    ops.check_root(root_rank, process_set)
+    if basics.wire(process_set) is None:
+        return obj
+    is_root = basics.rank() == root_rank
+    data = np.frombuffer(pickle.dumps(obj, protocol=5) if is_root else b"", np.uint8)
+    label = f"{name or 'object'}"
+    size = int(ops.broadcast(tf.constant([data.size], tf.int64), root_rank, f"{label}.size", False, process_set)[0])
+    whole = ops.broadcast(tf.constant(data if is_root else np.zeros(size, np.uint8)), root_rank, f"{label}.data", False,
+                          process_set)
+    return obj if is_root else pickle.loads(whole.numpy().tobytes())
+
+
+def allgather_object(obj: Any, session: Any = None, name: str | None = None,
+                     process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Every rank's object, by rank; collective. ``session`` has no meaning in TensorFlow 2."""
+    if basics.wire(process_set) is None:
+        return [obj]
+    data, label = np.frombuffer(pickle.dumps(obj, protocol=5), np.uint8), f"{name or 'object'}"
+    sizes_P = ops.allgather(tf.constant([data.size], tf.int64), f"{label}.sizes", False, process_set).numpy()
+    whole = ops.allgather(tf.constant(data), f"{label}.all", False, process_set).numpy()
+    return [pickle.loads(part.tobytes()) for part in np.split(whole, np.cumsum(sizes_P)[:-1])]
+
+
+def _raw(variable: Any) -> Any:
+    """Keras' variable as TensorFlow's, as which no autocast changes what is read."""
+    inner = getattr(variable, "_value", None)
+    return inner if isinstance(inner, tf.Variable) else variable
+
+
+def _pieces(variables: Sequence[Any]) -> list[list[Any]]:
+    """Variables that travel together: of one type, in order."""
+    found: list[list[Any]] = []
+    left: dict[Any, tuple[list[Any], int]] = {}
+    for variable in variables:
+        raw = _raw(variable)
+        nbytes = raw.dtype.size * int(np.prod(raw.shape, dtype=np.int64))
+        piece, used = left.get(raw.dtype, ([], PIECE_BYTES))
+        if used + nbytes > PIECE_BYTES:
+            piece, used = [], 0
+            found.append(piece)
+        piece.append(variable)
+        left[raw.dtype] = piece, used + nbytes
+    return found
+
+
+def _check_alike(variables: Sequence[Any], process_set: ProcessSet) -> None:
+    """Raise `UserError` that names the first variable that is another on another rank; collective."""
+    own = [(label_of(v), tuple(_raw(v).shape), _raw(v).dtype.name) for v in variables]
+    rows_P = basics.gathered(own, process_set)
+    ranks = process_set.ranks or []
+    for rank, theirs in zip(ranks[1:], rows_P[1:]):
+        here, there = ([row[1:] for row in rows] for rows in (rows_P[0], theirs))
+        if here == there:
+            continue
+        n = next((n for n, (a, b) in enumerate(zip(here, there)) if a != b), min(len(here), len(there)))
+        said = [f"{rows[n][0]} ({rows[n][2]} {list(rows[n][1])})" if n < len(rows) else "nothing"
+                for rows in (rows_P[0], theirs)]
+        raise through_trace(UserError(f"variables to broadcast differ: at place {n} rank {rank} has {said[1]}, rank "
+                                      f"{ranks[0]} has {said[0]}", "the same variables in the same order on every rank",
+                                      "build the model and its optimizer on every rank before the broadcast"))

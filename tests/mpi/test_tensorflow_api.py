@@ -1,0 +1,432 @@
+"""`hvdtrain.tensorflow` over 2, 3 or 4 ranks: collectives and gradients in closed form, and tapes against one process."""
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+import keras  # noqa: E402
+
+import hvdtrain.tensorflow as hvd  # noqa: E402
+from hvdtrain.cluster import boot  # noqa: E402
+from hvdtrain.collectives.mpi import MpiCollectives  # noqa: E402
+from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.tensorflow import basics  # noqa: E402
+from hvdtrain.tensorflow.plain_mpi import PlainMpi  # noqa: E402
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+SETS = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def job(control):
+    """An initialized job with a set of the first ranks and one of the others."""
+    reason = boot.horovod_reason("tensorflow")
+    if reason:
+        pytest.skip(reason)
+    hvd.shutdown()
+    first = list(range((control.size + 1) // 2))
+    rest = [r for r in range(control.size) if r not in first]
+    SETS.update(first=hvd.ProcessSet(first), rest=hvd.ProcessSet(rest))
+    hvd.init(process_sets=[SETS["first"], SETS["rest"]])
+    assert hvd.is_initialized()
+
+
+@pytest.fixture(params=["horovod", "plain MPI"])
+def carried(request, comm, monkeypatch):
+    """The job's wire, and the one of jobs without Horovod."""
+    if request.param == "plain MPI":
+        mpi = PlainMpi(MpiCollectives(comm, timeout_s=30), list(range(hvd.size())))
+        monkeypatch.setattr(basics.world(), "wires", {0: mpi})
+    return request.param
+
+
+def both(fn, *args):
+    """What ``fn`` gives outside of a graph and, called twice, in one."""
+    graph = tf.function(fn)
+    graph(*args)
+    return fn(*args), graph(*args)
+
+
+def ranks(fn=float):
+    return np.array([fn(r) for r in range(hvd.size())])
+
+
+def test_facts_are_horovods(control):
+    theirs = basics.world().hvd
+    assert (hvd.rank(), hvd.size()) == (control.rank, control.size) == (theirs.rank(), theirs.size())
+    for name in ("local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous", "mpi_built", "mpi_enabled",
+                 "mpi_threads_supported", "gloo_built", "nccl_built", "cuda_built"):
+        assert getattr(hvd, name)() == getattr(theirs, name)(), name
+    assert [hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product] == [
+        theirs.Average, theirs.Sum, theirs.Adasum, theirs.Min, theirs.Max, theirs.Product]
+
+
+@pytest.mark.parametrize("op, fold", [("Average", np.mean), ("Sum", np.sum), ("Min", np.min), ("Max", np.max),
+                                      ("Product", np.prod)])
+def test_allreduce(carried, op, fold):
+    expected = fold(ranks(lambda r: r + 1.0))
+    for out in both(lambda x: hvd.allreduce(x, op=getattr(hvd, op)), tf.fill([2, 3], hvd.rank() + 1.0)):
+        np.testing.assert_allclose(out, np.full((2, 3), expected), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int32"])
+def test_types_and_factors_of_ones_own(carried, dtype):
+    own = tf.cast(tf.fill([3], hvd.rank() + 1), dtype)
+    out = hvd.allreduce(own, op=hvd.Sum, prescale_factor=2.0 * (1 + hvd.rank()), postscale_factor=0.5)
+    assert out.dtype == dtype
+    np.testing.assert_array_equal(tf.cast(out, tf.float64), np.full(3, sum((r + 1) ** 2 for r in range(hvd.size()))))
+
+
+def test_a_mean_of_halves_does_not_overflow():
+    out = hvd.allreduce(tf.constant([60000.0], tf.float16))
+    assert out.numpy()[0] == np.float16(60000)
+    near = hvd.allreduce(tf.constant([0.1 * (hvd.rank() + 1)]), compression=hvd.Compression.fp16)
+    np.testing.assert_allclose(near, [np.mean(ranks(lambda r: 0.1 * (r + 1)))], rtol=2e-3)
+
+
+def test_grouped_allreduce_mixes_types():
+    xs = [tf.fill([2], float(hvd.rank())), tf.fill([3, 1], tf.cast(hvd.rank(), tf.int32)), tf.constant(hvd.rank() * 2.0)]
+    for out in both(lambda: hvd.grouped_allreduce(xs, op=hvd.Sum)):
+        total = int(ranks().sum())
+        np.testing.assert_array_equal(out[0], [total] * 2)
+        np.testing.assert_array_equal(out[1], [[total]] * 3)
+        assert float(out[2]) == 2 * total and out[1].dtype == tf.int32
+
+
+def test_a_constant_is_summed_in_every_call(carried):
+    """Rank 0's graph holds a constant there, which nothing may take for the result of the first call."""
+    @tf.function
+    def step(x):
+        return hvd.allreduce(tf.constant([1.0]) if hvd.rank() == 0 else x, op=hvd.Sum, name="mixed")
+
+    for value in (1.0, 5.0, 7.0):
+        assert float(step(tf.constant([value]))[0]) == 1.0 + value * (hvd.size() - 1)
+
+
+def test_rows_of_unequal_number(carried):
+    own = tf.fill([hvd.rank(), 2], float(hvd.rank()))
+    expected = np.repeat(np.arange(hvd.size()), np.arange(hvd.size()))
+    for out in both(hvd.allgather, own):
+        np.testing.assert_array_equal(out[:, 1], expected)
+    flags = hvd.allgather(tf.constant([hvd.rank() == 0, True]))
+    assert flags.numpy().sum() == hvd.size() + 1 and flags.dtype == tf.bool
+    halves = hvd.allgather(tf.cast([hvd.rank()], tf.bfloat16))
+    np.testing.assert_array_equal(tf.cast(halves, tf.float32), ranks())
+
+
+def test_broadcast_from_the_last(carried):
+    last = hvd.size() - 1
+    for out in both(lambda x: hvd.broadcast(x, last), tf.constant([hvd.rank(), 7], tf.uint32)):
+        np.testing.assert_array_equal(out, [last, 7])
+    with pytest.raises(UserError, match=f"root_rank {hvd.size()}"):
+        hvd.broadcast(tf.constant(1.0), hvd.size())
+
+
+def test_alltoall(carried):
+    size, rank = hvd.size(), hvd.rank()
+    out = hvd.alltoall(tf.range(size * 2) + 100 * rank)
+    np.testing.assert_array_equal(out, [100 * p + 2 * rank + i for p in range(size) for i in range(2)])
+    splits = [p + 1 for p in range(size)]  # p + 1 rows to rank p
+    rows = tf.constant([[float(rank), float(p)] for p in range(size) for _ in range(p + 1)])
+    for got, received in both(hvd.alltoall, rows, tf.constant(splits)):
+        np.testing.assert_array_equal(received, [rank + 1] * size)
+        np.testing.assert_array_equal(got, [[p, rank] for p in range(size) for _ in range(rank + 1)])
+
+
+def test_reducescatter(carried):
+    size, rank = hvd.size(), hvd.rank()
+    rows = size + 1  # the first rank gets one more
+    x = tf.reshape(tf.range(rows * 2, dtype=tf.float32), [rows, 2]) * (rank + 1)
+    whole = np.arange(rows * 2).reshape(rows, 2) * (size + 1) / 2
+    for out in both(hvd.reducescatter, x):
+        np.testing.assert_allclose(out, np.array_split(whole, size)[rank], rtol=1e-6)
+    both_parts = hvd.grouped_reducescatter([x, x[:size]], op=hvd.Sum)
+    np.testing.assert_allclose(both_parts[0], np.array_split(whole, size)[rank] * size, rtol=1e-6)
+
+
+def test_objects_and_join():
+    assert hvd.broadcast_object({"from": hvd.rank()}, 1) == {"from": 1}
+    assert hvd.allgather_object("x" * hvd.rank()) == ["x" * r for r in range(hvd.size())]
+    if hvd.rank() == 0:  # has one batch more than the others
+        hvd.allreduce(tf.constant([1.0]), op=hvd.Sum, name="uneven")
+    assert 0 <= int(hvd.join()) < hvd.size()
+
+
+def test_gradients_flow_through_collectives():
+    x = tf.constant([1.0, 2.0])
+    weight = float(hvd.rank() + 1)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        summed = tf.reduce_sum(hvd.allreduce(x, op=hvd.Sum) * weight)
+        gathered = tf.reduce_sum(hvd.allgather(x) * weight)
+    total = sum(ranks(lambda r: r + 1.0))
+    np.testing.assert_allclose(tape.gradient(summed, x), [total] * 2)
+    np.testing.assert_allclose(tape.gradient(gathered, x), [total / hvd.size()] * 2, rtol=1e-6)  # as Horovod defines
+
+
+def test_process_sets():
+    name = "first" if hvd.rank() in SETS["first"].ranks else "rest"
+    mine, other = SETS[name], SETS["rest" if name == "first" else "first"]
+    assert mine.included() and not other.included() and mine.size() == len(mine.ranks)
+    assert mine.ranks[mine.rank()] == hvd.rank() and sorted(hvd.get_process_set_ids_and_ranks()) == [0, 1, 2]
+    out = hvd.allreduce(tf.constant([float(hvd.rank())]), process_set=mine)
+    np.testing.assert_allclose(out, [np.mean(mine.ranks)], rtol=1e-6)
+    root = mine.ranks[-1]
+    assert float(hvd.broadcast(tf.constant(float(hvd.rank())), root, process_set=mine)) == root
+    assert hvd.allgather_object(hvd.rank(), process_set=mine) == mine.ranks
+    exchange = hvd.GradientExchange(process_set=mine)
+    v = tf.Variable([0.0])
+    np.testing.assert_allclose(exchange([tf.constant([float(hvd.rank())])], [v])[0], [np.mean(mine.ranks)], rtol=1e-6)
+    outside = hvd.GradientExchange(process_set=other)([tf.constant([3.0])], [v])
+    np.testing.assert_array_equal(outside[0], [3.0])  # its own
+    with pytest.raises(ValueError, match="dynamic"):
+        hvd.add_process_set([0])
+
+
+def test_broadcast_variables(carried):
+    keras.utils.set_random_seed(hvd.rank())
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5), keras.layers.Dropout(0.5),
+                              keras.layers.BatchNormalization(), keras.layers.Dense(2, dtype="bfloat16")])
+    optimizer = keras.optimizers.Adam(0.1 * (hvd.rank() + 1))
+    optimizer.build(model.trainable_variables)
+    hvd.broadcast_variables(model.variables, root_rank=hvd.size() - 1)
+    hvd.broadcast_variables(optimizer.variables, root_rank=1)
+    everyone = hvd.allgather_object([np.array(tf.cast(v, tf.float32)) for v in model.variables])
+    for other in everyone:
+        for a, b in zip(other, everyone[0]):
+            np.testing.assert_array_equal(a, b)
+    assert {str(v.dtype) for v in model.variables} >= {"uint32", "bfloat16"}
+    assert float(optimizer.learning_rate) == pytest.approx(0.2)
+
+
+def test_other_variables_are_an_error_on_every_rank():
+    shape = [2, 3] if hvd.rank() == 1 else [3, 2]
+    with pytest.raises(UserError, match=r"at place 1 rank 1 has .*float32 \[2, 3\].*rank 0 has .*\[3, 2\]"):
+        hvd.broadcast_variables([tf.Variable([1.0]), tf.Variable(tf.zeros(shape))], 0)
+
+
+# --- gradients -----------------------------------------------------------------------------------------------------
+
+def variables():
+    return [tf.Variable(tf.zeros([3, 4])), tf.Variable(tf.zeros([5])), tf.Variable(tf.zeros([6, 2])),
+            tf.Variable(tf.zeros([2], tf.float16)), tf.Variable(tf.zeros([4], tf.float64))]
+
+
+def gradients(scale, sparse=True):
+    own = scale * (hvd.rank() + 1.0)
+    rows = tf.IndexedSlices(tf.fill([hvd.rank() + 1, 2], own), tf.range(hvd.rank() + 1), tf.constant([6, 2]))
+    return [tf.fill([3, 4], own), None, rows if sparse else tf.convert_to_tensor(rows), tf.cast(tf.fill([2], own),
+            tf.float16), tf.cast(tf.fill([4], own), tf.float64)]
+
+
+def check(found, factor, rtol=1e-6):
+    total = factor * (hvd.size() + 1) * hvd.size() / 2
+    assert found[1] is None
+    np.testing.assert_allclose(found[0], np.full((3, 4), total), rtol=rtol)
+    np.testing.assert_allclose(found[3], np.full(2, total), rtol=max(rtol, 1e-3))
+    np.testing.assert_allclose(found[4], np.full(4, total), rtol=rtol)
+    assert found[3].dtype == tf.float16 and found[4].dtype == tf.float64
+    below = [factor * sum(r + 1 for r in range(hvd.size()) if row <= r) for row in range(6)]
+    np.testing.assert_allclose(tf.convert_to_tensor(found[2])[:, 0], below, rtol=rtol, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"op": "Sum"}, {"gradient_predivide_factor": 3.0}, {"groups": 2}, {"groups": "lists"}, {"sparse_as_dense": True},
+    {"compression": "fp16"}, {"compression": "bf16"}, {"compression": "int8"}], ids=str)
+def test_exchange(carried, options):
+    options, own = dict(options), variables()
+    factor = 1.0 if options.get("op") == "Sum" else 1 / hvd.size()
+    options["op"] = getattr(hvd, options.get("op", "Average"))
+    rtol = {"bf16": 1e-2, "fp16": 2e-3, "int8": 2e-2}.get(options.get("compression"), 1e-6)
+    options["compression"] = getattr(hvd.Compression, options.get("compression", "none"))
+    if options.get("groups") == "lists":
+        options["groups"] = [[own[0], own[4]], [own[3]]]
+    exchange = hvd.GradientExchange(**options)
+    check(exchange(gradients(1.0), own), factor, rtol)
+
+    @tf.function
+    def step(scale):
+        return [g for g in exchange(gradients(scale), own) if g is not None]
+
+    for scale in (1.0, 2.0):
+        found = step(tf.constant(scale))
+        check([found[0], None, *found[1:]], scale * factor, rtol)
+    rows = tf.convert_to_tensor if options.get("sparse_as_dense") else tf.identity
+    assert isinstance(found[1], tf.IndexedSlices) != bool(options.get("sparse_as_dense")), rows
+
+
+def test_what_is_owed_comes_back():
+    """topk sends a tenth of the entries; over ten steps of the same gradient all that was owed has come."""
+    own = [tf.Variable(tf.zeros([40]))]
+    exchange = hvd.GradientExchange(op=hvd.Sum, compression=hvd.Compression.topk.of(0.1))
+    grad = tf.range(1.0, 41.0) * (hvd.rank() + 1)
+    step = tf.function(lambda g: exchange([g], own)[0])
+    steps = 120
+    came = sum(step(grad).numpy() for _ in range(steps))
+    total = np.arange(1, 41) * sum(ranks(lambda r: r + 1.0)) * steps
+    np.testing.assert_allclose(came.sum(), total.sum(), rtol=0.15)
+    assert came.min() > 0
+
+
+def test_what_is_owed_outlives_a_gradient_that_is_no_number():
+    own = [tf.Variable(tf.zeros([8]))]
+    exchange = hvd.GradientExchange(compression=hvd.Compression.int8)
+    bad = tf.fill([8], np.float32("nan") if hvd.rank() == 1 else 1.0)
+    assert not np.isfinite(exchange([bad], own)[0]).any()
+    np.testing.assert_allclose(exchange([tf.ones([8])], own)[0], np.ones(8), rtol=1e-2)
+
+
+def test_a_compression_of_ones_own():
+    class Halved(hvd.Compression.none):
+        project = ""
+
+        @staticmethod
+        def compress(tensor):
+            return tensor / 2, "twice"
+
+        @staticmethod
+        def decompress(tensor, ctx):
+            return tensor * 2 if ctx == "twice" else None
+
+    out = hvd.GradientExchange(compression=Halved)([tf.fill([3], float(hvd.rank()))], [tf.Variable(tf.zeros([3]))])
+    np.testing.assert_allclose(out[0], [ranks().mean()] * 3, rtol=1e-6)
+
+
+def test_adasum_of_equal_gradients_is_one_of_them():
+    own, grad = [tf.Variable(tf.zeros([4]))], tf.constant([1.0, -2.0, 3.0, 0.5])
+    exchange = hvd.GradientExchange(op=hvd.Adasum)
+    if hvd.size() & (hvd.size() - 1):
+        with pytest.raises(UserError, match="1, 2, 4, 8"):
+            exchange([grad], own)
+    else:
+        np.testing.assert_allclose(exchange([grad], own)[0], grad, rtol=1e-5)
+
+
+def test_ranks_of_other_models_are_told_the_first_difference():
+    own = [tf.Variable(tf.zeros([2])), tf.Variable(tf.zeros([4 if hvd.rank() == 1 else 3]), name="kernel")]
+    with pytest.raises(UserError, match=r"at place 1 of the gradients rank 1 has a gradient of kernel.*\[4\].*\[3\]"):
+        hvd.GradientExchange()([tf.zeros(v.shape) for v in own], own)
+
+
+def test_xla_is_refused_by_name():
+    own = [tf.Variable(tf.zeros([2]))]
+    exchange = hvd.GradientExchange()
+    with pytest.raises(UserError, match="jit_compile=False"):
+        tf.function(lambda g: exchange([g], own), jit_compile=True)(tf.ones([2]))
+
+
+def test_two_exchanges_of_one_graph_keep_apart():
+    own = [tf.Variable(tf.zeros([2]))]
+    one, two = hvd.GradientExchange(op=hvd.Sum), hvd.GradientExchange(op=hvd.Sum)
+
+    @tf.function
+    def step(x):
+        inner = tf.function(lambda g: one([g], own)[0])
+        return one([x], own)[0], two([2 * x], own)[0], inner(3 * x), inner(4 * x)
+
+    for value in (1.0, 2.0):
+        for n, out in enumerate(step(tf.fill([2], value))):
+            np.testing.assert_array_equal(out, [value * (n + 1) * hvd.size()] * 2)
+
+
+# --- tapes ---------------------------------------------------------------------------------------------------------
+
+ROWS = np.random.default_rng(3).standard_normal((24, 6)).astype(np.float32)
+TARGETS = np.random.default_rng(4).standard_normal((24, 2)).astype(np.float32)
+TOKENS = np.random.default_rng(5).integers(0, 11, 24)
+
+
+class Net(keras.Model):
+    """An embedding and two layers."""
+
+    def __init__(self):
+        super().__init__()
+        keras.utils.set_random_seed(7)
+        self.table, self.hidden = keras.layers.Embedding(11, 6), keras.layers.Dense(9, activation="tanh")
+        self.out = keras.layers.Dense(2)
+
+    def call(self, tokens, rows):
+        return self.out(self.hidden(self.table(tokens) + rows))
+
+
+def train(wrap, part, graph, steps=6):
+    model, optimizer = Net(), keras.optimizers.Adam(0.01)
+    tokens, rows, targets = (tf.constant(x[part]) for x in (TOKENS, ROWS, TARGETS))
+    model(tokens, rows)
+
+    def step(tokens, rows, targets):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(tokens, rows) - targets))
+        tape = wrap(tape, model)
+        assert isinstance(tape, tf.GradientTape)
+        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+
+    run = tf.function(step) if graph else step
+    for _ in range(steps):
+        run(tokens, rows, targets)
+    return [v.numpy() for v in model.trainable_variables]
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["function", "eager"])
+def test_a_loop_of_ones_own_follows_one_process(graph):
+    n = 24 // hvd.size()
+    part = slice(hvd.rank() * n, (hvd.rank() + 1) * n)
+    own = train(lambda tape, model: hvd.DistributedGradientTape(tape), part, graph)
+    single = train(lambda tape, model: tape, slice(None), True)
+    for a, b in zip(own, single):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    for a, b in zip(own, hvd.broadcast_object(own, 1)):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_local_layers_keep_their_gradient(scaled):
+    model = Net()
+    model(TOKENS[:1], ROWS[:1])
+    local = {id(v) for v in model.out.trainable_variables}
+    x = [v for v in model.trainable_variables]
+
+    def grads(partial):
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_sum(model(TOKENS[:4], ROWS[:4])) * (hvd.rank() + 1.0)
+        if partial:
+            tape = hvd.PartialDistributedGradientTape(tape, local_layers=model.out, scale_local_gradients=scaled)
+            apart, shared = tape.get_local_and_global_gradients(loss, x)
+            assert {id(v) for v, _ in apart} == local and len(shared) == len(x) - len(local)
+        return [tf.convert_to_tensor(g).numpy() for g in tape.gradient(loss, x)]
+
+    for v, plain, found in zip(x, grads(False), grads(True)):
+        if id(v) in local:
+            expected = plain / hvd.size() if scaled else plain
+        else:
+            expected = plain / (hvd.rank() + 1.0) * (hvd.size() + 1) / 2
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_batch_norm_over_all_samples():
+    size, rank = hvd.size(), hvd.rank()
+    bounds = np.linspace(0, 24, size + 1).astype(int)
+    bounds[1:-1] += 1  # unequal parts
+    part = slice(bounds[rank], bounds[rank + 1])
+
+    def run(layer, rows, weight):
+        layer.build((None, 6))
+        layer.gamma.assign(np.linspace(0.5, 1.5, 6))
+        x = tf.constant(rows)
+
+        @tf.function
+        def step(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = tf.reduce_sum(tf.sin(layer(x, training=True)) * weight)
+            return tape.gradient(loss, x)
+
+        return step(x).numpy(), layer.moving_mean.numpy(), layer.moving_variance.numpy()
+
+    weight = np.linspace(-1, 1, 6, dtype=np.float32)
+    own = run(hvd.SyncBatchNormalization(), ROWS[part], weight)
+    single = run(keras.layers.BatchNormalization(), ROWS, weight)
+    np.testing.assert_allclose(own[0], single[0][part], rtol=1e-4, atol=1e-5)
+    for a, b in zip(own[1:], single[1:]):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

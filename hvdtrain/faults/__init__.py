@@ -1,0 +1,1 @@
+"""What goes wrong in a run, told in sentences. Pure; acts on nothing."""

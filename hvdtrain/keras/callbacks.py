@@ -1,0 +1,160 @@
+"""Horovod's Keras callbacks on Keras 3, and the guard as a callback.
+
+Owns the broadcast, the checkpoint of the best model and `DivergenceGuardCallback`; the learning rates are
+`hvdtrain.keras.rates`', weighted metrics `hvdtrain.keras.metrics`'.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain import tensorflow as hvd
+from hvdtrain.errors import UserError
+from hvdtrain.keras.exchange import exchange_of
+from hvdtrain.keras.guard import Guard
+from hvdtrain.keras.rates import LearningRateScheduleCallback, LearningRateWarmupCallback
+
+__all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "DivergenceGuardCallback",
+           "LearningRateScheduleCallback", "LearningRateWarmupCallback", "MetricAverageCallback"]  # noqa: F822
+
+
+def __getattr__(name: str) -> Any:
+    """`MetricAverageCallback`, from its own room."""
+    if name != "MetricAverageCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {__all__}")
+    from hvdtrain.keras.metrics import MetricAverageCallback
+
+    return MetricAverageCallback
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Gives every rank the weights, BatchNorm statistics and optimizer state of ``root_rank``, at the start of fit.
+
+    Before the first batch; what exists only after it (slots of optimizers that a train step of one's own uses, a
+    model that builds itself in its first call) is given once more after it, which is all that Horovod does. Random
+    generators (dropout) and metrics stay each rank's own. ``device``: where the broadcast is placed.
+    ``local_variables``: a variable, or a collection of them, that stays as it is on each rank. Collective.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        super().__init__()
+        self.root_rank, self.device, self.broadcast_done = root_rank, device, False
+        self._local: set[Any] = set()
+        single = isinstance(local_variables, (tf.Variable, keras.Variable))
+        for variable in [local_variables] if single else list(local_variables or ()):
+            self.register_local_var(variable)
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave this variable as it is on each rank."""
+        if not isinstance(var, (tf.Variable, keras.Variable)):
+            raise UserError(f"{type(var).__name__} in local_variables", "variables", "give layer.weights, not layers")
+        self._local.add(_plain(var).ref())
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """Have the guard wait where there are no weights to broadcast before the first batch."""
+        exchange = exchange_of(getattr(self.model, "optimizer", None))
+        if exchange is not None and not self.broadcast_done and not self.model.built:
+            exchange.guard.begin_after(self.model.steps_per_execution)
+
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        """Broadcast what there is before the first batch."""
+        if self.broadcast_done or not self.model.built:
+            return
+        if type(self.model).train_step is keras.Model.train_step and not self.model.optimizer.built:
+            with keras.name_scope(self.model.optimizer.name, caller=self.model.optimizer):
+                self.model.optimizer.build(self.model.trainable_variables)
+        self._broadcast()
+        self.broadcast_done = all(optimizer.built for optimizer in _optimizers(self.model))
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        """Broadcast after the first batch where something was missing before it."""
+        if not self.broadcast_done:
+            self._broadcast()
+            self.broadcast_done = True
+
+    def _broadcast(self) -> None:
+        variables = [*self.model.weights, *(v for o in _optimizers(self.model) for v in o.variables)]
+        plain = [v for v in map(_plain, variables) if v.ref() not in self._local]
+        with tf.device(self.device):
+            hvd.broadcast_variables(plain, root_rank=self.root_rank)
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Keras' ModelCheckpoint that keeps the best model only, written by rank 0 alone.
+
+    Horovod's arguments; ``filepath`` is ours. Without it set the attribute ``filepath`` before fit, as Horovod's
+    estimators do. What rank 0 sees decides: put MetricAverageCallback before it.
+    """
+
+    def __init__(self, monitor: str = "val_loss", verbose: int = 0, save_weights_only: bool = False,
+                 mode: str = "auto", save_freq: Any = "epoch", filepath: Any = None) -> None:
+        ending = ".weights.h5" if save_weights_only else ".keras"
+        super().__init__(f"unset{ending}" if filepath is None else filepath, monitor=monitor, verbose=verbose,
+                         save_best_only=True, save_weights_only=save_weights_only, mode=mode, save_freq=save_freq)
+        if filepath is None:
+            self.filepath = None
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """See, on every rank, that there is a path."""
+        if self.filepath is None:
+            raise UserError("BestModelCheckpoint without a path", "filepath",
+                            "pass filepath='best.keras', or set the callback's filepath before fit")
+        super().on_train_begin(logs)
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        """Save on rank 0 where ``save_freq`` counts batches."""
+        if hvd.rank() == 0:
+            super().on_train_batch_end(batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Save on rank 0 if the monitored value is the best so far."""
+        if hvd.rank() == 0:
+            super().on_epoch_end(epoch, logs)
+
+
+class DivergenceGuardCallback(keras.callbacks.Callback):
+    """Compares the ranks' weights after batches 2, 8 and then every ``every``-th; stops every rank if they differ.
+
+    For training steps of one's own and plain optimizers: `hvdtrain.keras.DistributedOptimizer` compares by itself.
+    ``local_variables``: left out. ``process_set``: the ranks that compare. Raises
+    `hvdtrain.faults.divergence.Diverged`, which names the first variable, the ranks and the likely cause. Collective.
+    """
+
+    def __init__(self, every: int = 100, process_set: Any = None, local_variables: Any = ()) -> None:
+        super().__init__()
+        self._every, self._process_set = every, hvd.global_process_set if process_set is None else process_set
+        self._local = {_plain(v).ref() for v in local_variables}
+        self._guard: Guard | None = None
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """Start anew."""
+        self._guard = None
+
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        """Remember the weights that training begins with."""
+        if self._guard is None and self.model.built:
+            exchange = exchange_of(getattr(self.model, "optimizer", None))
+            self._guard = Guard(self._process_set, self._every, "DivergenceGuardCallback", exchange is not None)
+            self._guard.before_update(self._variables())
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        """Compare if it is time to."""
+        if self._guard is not None:
+            self._guard.compare(self._variables())
+
+    def _variables(self) -> list[Any]:
+        return [v for v in self.model.trainable_variables if _plain(v).ref() not in self._local]
+
+
+def _optimizers(model: Any) -> list[Any]:
+    """Optimizers that a model holds, its own first; models with train steps of their own may have several."""
+    found = [getattr(model, "optimizer", None), *vars(model).values()]
+    unique = {id(o): o for o in found if isinstance(o, keras.optimizers.Optimizer)}
+    return list(unique.values())
+
+
+def _plain(variable: Any) -> tf.Variable:
+    return variable if isinstance(variable, tf.Variable) else variable.value

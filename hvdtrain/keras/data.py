@@ -1,0 +1,151 @@
+"""`shard`: this rank's part of every global batch for plain `keras.Model.fit`, exact for unequal parts.
+
+Owns the order, the cut and the sample weights that make Keras' own mean right. Step t of an epoch is the same global
+batch whatever the number of ranks (law 2), and the cut is the sampler's, as in `hvdtrain.Trainer`.
+
+Keras takes the mean over a rank's n_r samples, and ``hvd.DistributedOptimizer(op=Average)`` the mean over P ranks. With
+W samples in the global batch and sample weights w scaled by n_r * P / W
+
+    (1 / P) sum_r (1 / n_r) sum_i l_i w_i n_r P / W  =  (1 / W) sum_i l_i w_i
+
+which is Keras' mean over the global batch. A rank without samples gets one with weight 0, since Keras takes no empty
+batch. `hvdtrain.keras.metrics.MetricAverageCallback` undoes the scaling in what is logged.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.data.sampler import Cut, at_least, epoch_order
+from hvdtrain.errors import UserError
+from hvdtrain.keras.compiled import check_class_weight, with_class_weight
+
+
+def shard(x: Any, y: Any = None, sample_weight: Any = None, *, global_batch: int, shares: Sequence[float] | None = None,
+          class_weight: dict[int, float] | None = None, shuffle: bool = True, seed: int = 0,
+          drop_remainder: bool = False, epoch: int = 0, rank: int | None = None, size: int | None = None) -> Shard:
+    """This rank's part of ``x, y`` for ``model.fit(shard(...))``; all ranks give the same arrays and arguments.
+
+    ``x``, ``y``: arrays, or dicts and tuples of them, first axis samples. ``sample_weight``: one array, or one for each
+    output. ``global_batch``: samples of a step over all ranks. ``shares``: weights of the ranks' parts, equal without.
+    ``class_weight``: as in `keras.Model.fit`, and beside sample weights. ``shuffle``: anew each epoch, from (seed,
+    epoch) alone; what fit is told of shuffling does not matter. ``drop_remainder``: no short last batch. ``epoch``: the
+    number of the first epoch, for a fit with ``initial_epoch``. ``rank``, ``size``: hvdtrain's by default.
+    Needs a loss that is a mean over samples (Keras' default) and, over ranks, ``op=Average``. Errors: `UserError`.
+    """
+    if rank is None or size is None:
+        rank, size = _place()
+    return Shard(x, y, sample_weight, global_batch, [1.0] * size if shares is None else shares, class_weight, shuffle,
+                 seed, drop_remainder, epoch, rank)
+
+
+class Shard(keras.utils.PyDataset):
+    """What `shard` returns: items are (x, y, sample_weight) of this rank. Not for several workers."""
+
+    def __init__(self, x: Any, y: Any, sample_weight: Any, global_batch: int, shares: Sequence[float],
+                 class_weight: dict[int, float] | None, shuffle: bool, seed: int, drop_remainder: bool, epoch: int,
+                 rank: int) -> None:
+        super().__init__()
+        at_least("global_batch", global_batch, 1)
+        if y is None:
+            raise UserError("shard(x) without y", "targets, whose loss the sample weights scale",
+                            "give y (of an autoencoder: y=x)")
+        self._x, self._y = (keras.tree.map_structure(np.asarray, part) for part in (x, y))
+        self.samples = _length([*keras.tree.flatten(self._x), *keras.tree.flatten(self._y)])
+        if sample_weight is not None:
+            sample_weight = keras.tree.map_structure(lambda w: np.asarray(w, np.float32), sample_weight)
+            _length([*keras.tree.flatten(self._x)[:1], *keras.tree.flatten(sample_weight)])
+        if class_weight is not None:
+            sample_weight = keras.ops.convert_to_numpy(
+                with_class_weight(check_class_weight(class_weight), self._y, sample_weight))
+        self._weight = np.ones(self.samples, np.float32) if sample_weight is None else sample_weight
+        self._cut, self.rank, self.size = Cut.of(shares), rank, len(shares)
+        self._cut.offsets(0)
+        assert 0 <= rank < self.size
+        self.global_batch, self._shuffle, self._seed = int(global_batch), shuffle, seed
+        self._steps = self.samples // self.global_batch if drop_remainder else -(-self.samples // self.global_batch)
+        if self._steps == 0:
+            raise UserError(f"{self.samples} samples for a global batch of {global_batch}", "at least one whole batch",
+                            "lower global_batch, or leave drop_remainder out")
+        self._epoch, self._begun = epoch - 1, False
+        self._next: int | None = None
+        self._order = np.arange(0)
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def total(self, step: int) -> int:
+        """Samples of global batch ``step`` over all ranks."""
+        return min(self.global_batch, self.samples - step * self.global_batch)
+
+    def count(self, step: int) -> int:
+        """Samples of it that this rank has, 0 where its item is a stand-in of weight 0."""
+        offsets = self._cut.offsets(self.total(step))
+        return int(offsets[self.rank + 1] - offsets[self.rank])
+
+    def on_epoch_begin(self) -> None:
+        """Take the order of the next epoch."""
+        self._epoch += 1
+        self._order = epoch_order(self.samples, self._seed, self._epoch, self._shuffle)
+        self._next = 0
+        _latest[:] = [weakref.ref(self)]
+
+    def on_epoch_end(self) -> None:
+        """Read by number again."""
+        self._next = None
+
+    def __getitem__(self, index: int) -> tuple[Any, Any, Any]:
+        """This rank's part of a global batch. Within an epoch the k-th item read is step k: Keras asks for the items
+        in an order of its own, which differs between ranks, where fit's ``shuffle`` is not turned off."""
+        if self._next is not None and self._next < self._steps:
+            index, self._next = self._next, self._next + 1
+        order = self._order if len(self._order) else epoch_order(
+            self.samples, self._seed, self._epoch + 1, self._shuffle)
+        whole = order[index * self.global_batch:][:self.total(index)]
+        offsets = self._cut.offsets(len(whole))
+        mine = whole[offsets[self.rank]:offsets[self.rank + 1]]
+        factor = np.float32(len(mine) * self.size / len(whole))
+        if not len(mine):
+            mine = whole[:1]
+        x, y = (keras.tree.map_structure(lambda a: a[mine], part) for part in (self._x, self._y))
+        return x, y, keras.tree.map_structure(lambda w: w[mine] * factor, self._weight)
+
+
+_latest: list[Any] = []
+
+
+def forget() -> None:
+    """No `Shard` is being read."""
+    _latest.clear()
+
+
+def being_read() -> Shard | None:
+    """The `Shard` whose epoch began last since `forget`."""
+    return _latest[0]() if _latest else None
+
+
+def _place() -> tuple[int, int]:
+    """(rank, size) of this process."""
+    if keras.backend.backend() == "tensorflow":
+        from hvdtrain import tensorflow as hvd
+
+        return hvd.rank(), hvd.size()
+    from hvdtrain.cluster import boot
+
+    control = boot.current_control()
+    if control is None:
+        raise UserError("shard() before the ranks know one another", "rank and size", "give shard(rank=..., size=...)")
+    return control.rank, control.size
+
+
+def _length(arrays: Sequence[Any]) -> int:
+    lengths = sorted({len(a) if np.ndim(a) else 0 for a in arrays})
+    if len(lengths) != 1 or not lengths[0]:
+        raise UserError(f"arrays of {', '.join(map(str, lengths))} samples", "one number of samples, 1 or more",
+                        "check how x, y and sample_weight were made")
+    return lengths[0]

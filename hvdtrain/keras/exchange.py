@@ -1,0 +1,211 @@
+"""What a distributed Keras optimizer does around its update: accumulate, exchange, treat local variables, guard.
+
+Owns one optimizer's settings and state between steps. The sums are `hvdtrain.tensorflow.gradients`'; the update is
+Keras' own, which clips, decays and averages after the exchange, as one process on the whole batch would.
+
+Everything happens while Keras' ``apply`` is traced or run. With several passes per update the exchange and the update
+lie in a branch that only every N-th pass takes; the pass count is the same on all ranks, so they take it together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.errors import UserError
+from hvdtrain.keras.guard import Guard, ranks_of
+from hvdtrain.tensorflow import basics
+from hvdtrain.tensorflow.nodes import node_name, refuse_xla, through_trace, unconverted
+
+Update = Callable[[list[Any]], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Horovod's arguments of a distributed optimizer, and ``check_every`` (`hvdtrain.keras.guard`)."""
+
+    name: str
+    device: str
+    passes: int
+    average_passes: bool
+    process_set: Any
+    scale_local: bool
+    check_every: int
+    gradients: dict[str, Any]
+    local_layers: list[Any] = field(default_factory=list)
+
+
+class Exchange:
+    """Turns one rank's gradients into an update that every rank makes alike."""
+
+    def __init__(self, settings: Settings, name: str) -> None:
+        self.settings = settings
+        self.inside = False
+        self.guard = Guard(settings.process_set, settings.check_every, name)
+        self._name = name
+        self._local: set[Any] = set()
+        self._reduce: Callable[..., list[Any]] | None = None
+        self._sums: dict[int, tf.Variable] = {}
+        self._passes: tf.Variable | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that exchange with this one, itself included."""
+        return ranks_of(self.settings.process_set)
+
+    def register_local(self, variable: Any) -> None:
+        """Leave this variable's gradient on its rank."""
+        self._local.add(_key(variable))
+
+    @unconverted
+    def step(self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], update: Update) -> None:
+        """One pass with ``optimizer``: exchange ``grads`` and hand them to ``update``, or keep them for a later pass.
+
+        Within ``update`` the optimizer's ``apply`` runs once more and finds `inside` set.
+        """
+        grads, variables = list(grads), list(variables)
+        if self.ranks > 1:
+            refuse_xla("hvd.DistributedOptimizer")
+        if not optimizer.built:
+            with keras.name_scope(optimizer.name, caller=optimizer):
+                optimizer.build(variables)
+        if self.settings.passes == 1:
+            self._apply(optimizer, grads, variables, update)
+            return
+        kept = self._accumulate(grads, variables)
+        assert self._passes is not None
+        passes = self._passes.assign_add(1, read_value=True)
+        if tf.executing_eagerly():
+            if int(passes) % self.settings.passes == 0:
+                self._flush(optimizer, kept, variables, update)
+            return
+
+        def flush() -> tf.Tensor:
+            self._flush(optimizer, kept, variables, update)
+            return tf.constant(True)
+        tf.cond(tf.equal(passes % self.settings.passes, 0), flush, lambda: tf.constant(False))
+
+    # --- several passes --------------------------------------------------------------------------------------------
+
+    def _accumulate(self, grads: list[Any], variables: list[Any]) -> list[tf.Variable | None]:
+        """Add this pass' gradients to the sums; return a sum for each gradient that there is."""
+        with tf.init_scope():
+            if self._passes is None:
+                self._passes = tf.Variable(0, dtype=tf.int64, trainable=False)
+            for grad, variable in zip(grads, variables):
+                if grad is not None and _key(variable) not in self._sums:
+                    with tf.device(_tf(variable).device):
+                        self._sums[_key(variable)] = tf.Variable(tf.zeros(variable.shape, grad.dtype), trainable=False)
+        kept = [None if g is None else self._sums[_key(v)] for g, v in zip(grads, variables)]
+        for total, grad in zip(kept, grads):
+            if isinstance(grad, tf.IndexedSlices):
+                total.scatter_add(grad)
+            elif total is not None:
+                total.assign_add(tf.convert_to_tensor(grad))
+        return kept
+
+    def _flush(self, optimizer: Any, kept: list[Any], variables: list[Any], update: Update) -> None:
+        grads = [None if total is None else total.read_value() for total in kept]
+        if self.settings.average_passes:
+            grads = [None if g is None else g / self.settings.passes for g in grads]
+        self._apply(optimizer, grads, variables, update)
+        for total in kept:
+            if total is not None:
+                total.assign(tf.zeros_like(total))
+
+    # --- one update ------------------------------------------------------------------------------------------------
+
+    def _apply(self, optimizer: Any, grads: list[Any], variables: list[Any], update: Update) -> None:
+        local = self._locals()
+        shared = [i for i, v in enumerate(variables) if _key(v) not in local]
+        if len(shared) < len(variables):
+            _refuse_global_clip(optimizer)
+        guarded = [variables[i] for i in shared]
+        self.guard.before_update(guarded)
+        if self.ranks > 1:
+            grads = self._exchanged(optimizer, grads, variables, shared)
+        self.inside = True
+        try:
+            update(grads)
+        finally:
+            self.inside = False
+        self.guard.after_update(guarded)
+
+    def _exchanged(self, optimizer: Any, grads: list[Any], variables: list[Any], shared: list[int]) -> list[Any]:
+        grads = list(grads)
+        with tf.device(self.settings.device) if self.settings.device else nullcontext():
+            for i, reduced in zip(shared, self._sum([grads[i] for i in shared], [variables[i] for i in shared])):
+                grads[i] = reduced
+            own = [i for i in range(len(grads)) if i not in set(shared) and grads[i] is not None]
+            if self.settings.scale_local:
+                for i in own:
+                    grads[i] = _times(grads[i], 1.0 / self.ranks)
+            if own and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+                for i, grad in zip(own, self._alike([grads[i] for i in own])):
+                    grads[i] = grad
+        return grads
+
+    def _sum(self, grads: list[Any], variables: list[Any]) -> list[Any]:
+        if self._reduce is None:
+            from hvdtrain.tensorflow.gradients import GradientExchange
+
+            self._reduce = GradientExchange(process_set=self.settings.process_set, name=self._name,
+                                            **self.settings.gradients)
+        return self._reduce(grads, variables) if grads else []
+
+    def _alike(self, own: list[Any]) -> list[Any]:
+        """Local gradients with NaN on every rank where one rank's are not finite: loss scales decide by them."""
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(_values(g))) for g in own])
+        flag = tf.where(finite, 0.0, float("nan"))
+        wire = basics.wire(self.settings.process_set)
+        flag = wire.allreduce(flag[None], node_name(f"{self._name}_finite")).wait()[0]
+        return [_plus(g, tf.cast(flag, g.dtype)) for g in own]
+
+    def _locals(self) -> set[Any]:
+        layers = {_key(v) for layer in self.settings.local_layers for v in layer.trainable_weights}
+        return self._local | layers
+
+
+def exchange_of(optimizer: Any) -> Exchange | None:
+    """The exchange of a distributed optimizer, also of one inside Keras' LossScaleOptimizer; None for others."""
+    found = getattr(optimizer, "_hvd_exchange", None)
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return found if found is not None or inner is None else exchange_of(inner)
+
+
+def _refuse_global_clip(optimizer: Any) -> None:
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if inner.global_clipnorm:
+        raise through_trace(UserError(f"global_clipnorm={inner.global_clipnorm} beside local layers",
+                                      "a clip that does not mix them: ranks would scale the shared gradients unlike",
+                                      "use clipnorm, which clips each variable by itself"))
+
+
+def _key(variable: Any) -> Any:
+    """A variable's identity, whether it is Keras' or TensorFlow's."""
+    return _tf(variable).ref()
+
+
+def _tf(variable: Any) -> tf.Variable:
+    return variable if isinstance(variable, tf.Variable) else variable.value
+
+
+def _values(grad: Any) -> tf.Tensor:
+    return grad.values if isinstance(grad, tf.IndexedSlices) else grad
+
+
+def _times(grad: Any, factor: float) -> Any:
+    return _with(grad, _values(grad) * tf.cast(factor, grad.dtype))
+
+
+def _plus(grad: Any, term: tf.Tensor) -> Any:
+    return _with(grad, _values(grad) + term)
+
+
+def _with(grad: Any, values: tf.Tensor) -> Any:
+    return tf.IndexedSlices(values, grad.indices, grad.dense_shape) if isinstance(grad, tf.IndexedSlices) else values

@@ -1,0 +1,89 @@
+"""The three places where Keras decides beside the optimizer, and where a distributed one must be heard.
+
+Owns the changes to Keras' classes. Each is made once, when the first distributed optimizer is made, and does nothing
+for other optimizers:
+
+- ``LossScaleOptimizer.apply`` looks whether *this rank's* gradients are finite and skips the inner optimizer if not:
+  ranks would skip unlike steps, and those that do not skip would wait for ever. The gradients are exchanged before.
+- ``jit_compile="auto"`` takes XLA where there is a GPU; Horovod's operations have no XLA kernels.
+- an error from inside ``fit``'s graph reaches the user as TensorFlow's; the guard's verdict is raised as itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+
+from hvdtrain.errors import UserError
+from hvdtrain.keras.exchange import exchange_of
+from hvdtrain.keras.guard import told_apart
+
+
+def install() -> None:
+    """Make the three changes, once per process."""
+    if getattr(keras.optimizers.LossScaleOptimizer.apply, "of_hvdtrain", False):
+        return
+    _scale_after_exchange(keras.optimizers.LossScaleOptimizer)
+    _auto_without_xla(_owner(keras.Model, "_resolve_auto_jit_compile"))
+    _tell_verdicts(_owner(keras.Model, "make_train_function"))
+
+
+def _owner(cls: type, name: str) -> type:
+    """The class that defines a method."""
+    return next(c for c in cls.__mro__ if name in vars(c))
+
+
+def _scale_after_exchange(cls: Any) -> None:
+    plain = cls.apply
+
+    @functools.wraps(plain)
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        exchange = exchange_of(self.inner_optimizer)
+        if exchange is None or exchange.inside:
+            return plain(self, grads, trainable_variables)
+        variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        return exchange.step(self, grads, variables, lambda reduced: plain(self, reduced, variables))
+    apply.of_hvdtrain = True  # type: ignore[attr-defined]
+    cls.apply = apply
+
+
+def _auto_without_xla(cls: Any) -> None:
+    plain = cls._resolve_auto_jit_compile
+
+    @functools.wraps(plain)
+    def resolve(self: Any) -> bool:
+        return False if _of_ranks(self) else plain(self)
+    cls._resolve_auto_jit_compile = resolve
+
+
+def _tell_verdicts(cls: Any) -> None:
+    plain = cls.make_train_function
+
+    @functools.wraps(plain)
+    def make(self: Any, force: bool = False) -> Any:
+        made = self.train_function is None or force
+        out = plain(self, force)
+        if made and _of_ranks(self):
+            if self.jit_compile:
+                raise UserError("model.compile(jit_compile=True) with hvd.DistributedOptimizer",
+                                "no XLA: Horovod's operations have no XLA kernels",
+                                "pass jit_compile=False to model.compile")
+            self.train_function = _telling(self.train_function, exchange_of(self.optimizer).guard)
+        return self.train_function if out is not None else None
+    cls.make_train_function = make
+
+
+def _telling(function: Any, guard: Any) -> Any:
+    @functools.wraps(function)
+    def train(iterator: Any) -> Any:
+        with told_apart(guard):
+            return function(iterator)
+    return train
+
+
+def _of_ranks(model: Any) -> bool:
+    """Whether this model's optimizer exchanges gradients with other ranks."""
+    exchange = exchange_of(getattr(model, "optimizer", None))
+    return exchange is not None and exchange.ranks > 1

@@ -1,0 +1,242 @@
+"""`MetricAverageCallback`: logs of plain `keras.Model.fit` over all ranks, exact.
+
+Owns when states are read and how they are put together. Horovod's callback of this name averages each rank's result
+without weights; a mean of means is not the mean, and the mean of AUCs is no AUC. Here states of metrics are summed over
+the ranks and the metric says its result of the sum (`hvdtrain.keras.states`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.errors import UserError
+from hvdtrain.keras import data, states
+
+
+@dataclass
+class Phase:
+    """What one pass over data has left: the data if it is `hvdtrain.keras.data.Shard`, states before its short last
+    batch (None: it has none), and in the end the averages."""
+
+    shard: data.Shard | None = None
+    before: dict[str, np.ndarray] | None = None
+    mixed: bool = False
+    logs: dict[str, Any] | None = None
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """At the end of an epoch and of its validation, replaces the logs by those over all ranks; put it before callbacks
+    that read them. Collective.
+
+    Exact for "loss", the losses of single outputs, and metrics whose states are counts or sums: all of Keras' but
+    `states.NOT_ADDITIVE`, subclasses of Mean and Sum, and classes with ``additive = True``. Others are averaged,
+    weighted by the samples, and named in a warning once. With `hvdtrain.keras.shard` the weights' scaling is undone.
+    ``device``: taken for Horovod's sake. ``process_set``: the ranks that count, all by default.
+    """
+
+    def __init__(self, device: str = "", process_set: Any = None) -> None:
+        super().__init__()
+        self.device, self._process_set = device, process_set
+        self._train: Phase | None = None
+        self._test: Phase | None = None
+        self._told: set[str] = set()
+
+    # --- when ------------------------------------------------------------------------------------------------------
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        """Begin to watch."""
+        data.forget()
+        self._train, self._test = Phase(), None
+
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        """Read the states before a short last batch."""
+        self._watch(self._train, batch)
+
+    def on_test_begin(self, logs: dict | None = None) -> None:
+        """Close the training part: Keras forgets its states next."""
+        if self._train is not None and self._train.logs is None:
+            self._train.logs = self._averages(self._train)
+        data.forget()
+        self._test = Phase()
+
+    def on_test_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        """Read the states before a short last batch."""
+        self._watch(self._test, batch)
+
+    def on_test_end(self, logs: dict | None = None) -> None:
+        """Average the validation."""
+        if self._test is not None:
+            self._test.logs = self._averages(self._test)
+            _replace(logs, self._test.logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Write the averages into the logs."""
+        if self._train is None:
+            return
+        if self._train.logs is None:
+            self._train.logs = self._averages(self._train)
+        _replace(logs, self._train.logs)
+        if self._test is not None and self._test.logs is not None:
+            _replace(logs, {f"val_{name}": value for name, value in self._test.logs.items()})
+        unknown = [n for n in logs or () if n.removeprefix("val_") not in self._train.logs and n != "learning_rate"]
+        if unknown:
+            self._average_plainly(logs, sorted(unknown))
+        self._train = None
+
+    # --- how -------------------------------------------------------------------------------------------------------
+
+    def _watch(self, phase: Phase | None, batch: int) -> None:
+        if phase is None or phase.before is not None:
+            return
+        if phase.shard is None:
+            phase.shard = data.being_read()
+            if phase.shard is None:
+                return
+            _check_losses(self.model)
+        last = len(phase.shard) - 1
+        if phase.shard.total(last) != phase.shard.global_batch and batch + self._stride() > last:
+            phase.mixed = batch != last
+            phase.before = {name: states.vector(metric) for name, metric, _ in named_metrics(self.model)}
+
+    def _stride(self) -> int:
+        return int(getattr(self.model, "steps_per_execution", 1))
+
+    def _averages(self, phase: Phase) -> dict[str, Any]:
+        """Every metric of the model over all ranks; collective."""
+        metrics = named_metrics(self.model)
+        if phase.mixed:
+            self._tell("steps_per_execution joins the short last batch with others: with unequal parts the logs are "
+                       "near, not exact; give shard(..., drop_remainder=True), or a number that divides the steps")
+        mine: dict[str, np.ndarray] = {}
+        samples = _samples(self.model)
+        for name, metric, kind in metrics:
+            if kind == "loss":
+                mine[name] = _loss(metric, name, phase, samples)
+            elif states.is_additive(metric):
+                mine[name] = _state(metric, name, kind, phase)
+            else:
+                self._tell(f"{name} ({type(metric).__name__}) is averaged over the ranks, weighted by samples: nothing "
+                           "says that its states may be added; if so, give the class additive = True")
+                value = float(np.mean(keras.tree.flatten(keras.tree.map_structure(np.asarray, metric.result()))[0]))
+                mine[name] = np.array([value * samples, samples])
+        summed = self._summed(mine)
+        found = {}
+        for name, metric, kind in metrics:
+            total_k = summed[name]
+            exact = kind != "loss" and states.is_additive(metric)
+            found[name] = states.result_of(metric, total_k) if exact else float(total_k[0] / max(total_k[1], 1e-300))
+        return found
+
+    def _average_plainly(self, logs: Any, names: list[str]) -> None:
+        """What a train step of the user's own logged: weighted by the samples seen, as far as they are known."""
+        self._tell(f"{', '.join(names)}: no metric of the model; averaged over the ranks, weighted by samples")
+        samples = _samples(self.model)
+        summed = self._summed({name: np.array([float(logs[name]) * samples, samples]) for name in names})
+        _replace(logs, {name: float(total / weight) for name, (total, weight) in summed.items()})
+
+    def _summed(self, mine: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        everyone = self._gather(mine)
+        other = next((r for r, one in enumerate(everyone) if list(one) != list(everyone[0])), None)
+        if other is not None:
+            raise UserError(f"rank 0 has the metrics {list(everyone[0])} and rank {other} has {list(everyone[other])}",
+                            "the same on every rank", "compile alike on all ranks")
+        return {name: sum(one[name] for one in everyone) for name in everyone[0]}
+
+    def _gather(self, mine: Any) -> list[Any]:
+        """Every rank's, by rank; collective."""
+        if keras.backend.backend() == "tensorflow":
+            from hvdtrain.tensorflow import basics
+
+            return basics.gathered(mine, *(() if self._process_set is None else (self._process_set,)))
+        from hvdtrain.cluster import boot
+
+        control = boot.current_control()
+        return [mine] if control is None else control.gather(mine)
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            warnings.warn(text, stacklevel=3)
+
+
+def named_metrics(model: Any) -> list[tuple[str, Any, str]]:
+    """(name in the logs, metric, kind) of a model; kind: "loss", "plain", or "weighted" by sample weights."""
+    found: list[tuple[str, Any, str]] = []
+    for metric in model.metrics:
+        if metric is getattr(model, "_loss_tracker", None):
+            found.append((metric.name, metric, "loss"))
+        elif metric is getattr(model, "_compile_metrics", None):
+            found += [(name, one, "weighted" if weighted else "plain")
+                      for name, one, _, weighted in (states.in_order(metric) if metric.built else ())]
+        elif any(metric is one for one in getattr(getattr(model, "_compile_loss", None), "metrics", ())):
+            found.append((metric.name, metric, "loss"))
+        else:
+            found.append((metric.name, metric, "plain"))
+    return found
+
+
+def _state(metric: Any, name: str, kind: str, phase: Phase) -> np.ndarray:
+    """This rank's state without the scaling and the stand-ins of `data.Shard`."""
+    now_k = states.vector(metric)
+    shard = phase.shard
+    if shard is None:
+        return now_k
+
+    def undone(step: int) -> float:
+        mine = shard.count(step)
+        scale = mine * shard.size / shard.total(step) if kind == "weighted" else 1.0
+        return 1.0 / scale if mine else 0.0
+
+    if phase.before is None:
+        return now_k * undone(0)
+    before_k = phase.before.get(name, np.zeros_like(now_k))
+    return before_k * undone(0) + (now_k - before_k) * undone(len(shard) - 1)
+
+
+def _loss(metric: Any, name: str, phase: Phase, samples: float) -> np.ndarray:
+    """[sum, weight] of a mean over samples, this rank's part of it.
+
+    With `data.Shard` the mean over ranks of their values is the global batch's loss, of W samples.
+    """
+    now_k, shard = states.vector(metric), phase.shard
+    if shard is None and name == "loss":
+        return now_k
+    if shard is None:  # Keras weighs the losses of single outputs by batches, where a graph leaves their size open
+        return np.array([now_k[0] / now_k[1] * samples, samples]) if now_k[1] else np.zeros(2)
+    steps, parts = len(shard), []
+    if phase.before is None:
+        parts = [(now_k, float(shard.global_batch * steps))]
+    else:
+        before_k = phase.before.get(name, np.zeros_like(now_k))
+        short = shard.total(steps - 1)
+        parts = [(before_k, float(shard.global_batch * (steps - 1))), (now_k - before_k, float(short))]
+    sums = [(total / count * weight, weight) for (total, count), weight in parts if count]
+    return np.array([sum(s for s, _ in sums), sum(w for _, w in sums)])
+
+
+def _samples(model: Any) -> float:
+    """Samples that this rank has seen since the metrics were reset, 1 where its loss was not tracked."""
+    tracker = getattr(model, "_loss_tracker", None)
+    return float(states.vector(tracker)[1]) or 1.0 if tracker is not None else 1.0
+
+
+def _check_losses(model: Any) -> None:
+    """`UserError` where scaled sample weights do not give the mean of the global batch."""
+    given = getattr(getattr(model, "_compile_loss", None), "_user_loss", None)
+    for loss in keras.tree.flatten(given) if given is not None else ():
+        reduction = getattr(loss, "reduction", "sum_over_batch_size")
+        if reduction not in ("sum_over_batch_size", "mean") or getattr(loss, "ignore_class", None) is not None:
+            raise UserError(f"loss {loss.name} with {reduction!r} or an ignored class over hvdtrain.keras.shard",
+                            "a mean over samples (sum_over_batch_size)",
+                            "leave the reduction out, or train with hvdtrain.Trainer, which knows such weights")
+
+
+def _replace(logs: dict | None, found: dict[str, Any]) -> None:
+    for name in logs or {}:
+        if name in found:
+            logs[name] = found[name]  # type: ignore[index]

@@ -1,0 +1,176 @@
+"""`DistributedOptimizer` and `PartialDistributedOptimizer`: Keras 3 optimizers that update from all ranks' gradients.
+
+Owns the arguments and the class that is made; `hvdtrain.keras.exchange` owns what happens in a step. The class is a
+subclass of the given optimizer's with its name and module, so that a saved model names the plain optimizer and loads
+where hvdtrain is not installed.
+"""
+
+from __future__ import annotations
+
+import collections
+import inspect
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from hvdtrain.errors import UserError
+from hvdtrain.keras import hooks
+from hvdtrain.keras.exchange import Exchange, Settings, exchange_of
+from hvdtrain.tensorflow import Adasum, Average, Compression, Sum, global_process_set
+
+_counts: collections.Counter[str] = collections.Counter()
+
+
+def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: str = "", device_sparse: str = "",
+                         compression: Any = Compression.none, sparse_as_dense: bool = False,
+                         gradient_predivide_factor: float = 1.0, op: Any = Average, backward_passes_per_step: int = 1,
+                         average_aggregated_gradients: bool = False, num_groups: int = 0, groups: Any = None,
+                         process_set: Any = global_process_set, scale_local_gradients: bool = True, *,
+                         check_every: int = 100) -> Any:
+    """A copy of ``optimizer`` that exchanges gradients over the ranks before it clips and updates.
+
+    ``optimizer``: any `keras.optimizers.Optimizer`, also a LossScaleOptimizer; a built one hands on its state.
+    ``name``: prefix of the collectives' names. ``device_dense``: where the exchange is placed; ``device_sparse`` is
+    taken for Horovod's sake, sparse gradients go the same way. ``op``: Average, Sum or Adasum.
+    ``backward_passes_per_step``: passes whose gradients are summed on each rank before one exchange and update;
+    ``average_aggregated_gradients`` divides that sum by their number. ``iterations`` counts updates, not passes.
+    ``groups`` (or the old ``num_groups``): a number of groups, or lists of variables to be exchanged together.
+    ``scale_local_gradients``: divide the gradients of local variables by the number of ranks.
+    ``check_every``: updates between two comparisons of the ranks' weights, 0 for none (`hvdtrain.keras.guard`).
+
+    Arguments and defaults are those of ``horovod.tensorflow.keras`` 0.28; ``check_every`` is ours.
+    Raises `UserError` for what is no Keras 3 optimizer, or is distributed already.
+    """
+    if num_groups != 0:
+        warnings.warn("num_groups is the old name of groups", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    gradients = {"op": op, "compression": compression, "sparse_as_dense": sparse_as_dense,
+                 "gradient_predivide_factor": gradient_predivide_factor, "groups": groups}
+    _check(optimizer, op, groups, backward_passes_per_step)
+    optimizer = keras.optimizers.get(optimizer)
+    hooks.install()
+    settings = Settings(name or f"Distributed{type(optimizer).__name__}", device_dense, backward_passes_per_step,
+                        average_aggregated_gradients, process_set, scale_local_gradients, check_every, gradients)
+    return _taking_state(_like(optimizer, _distributed(type(optimizer), settings)), optimizer)
+
+
+def PartialDistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: str = "",
+                                device_sparse: str = "", compression: Any = Compression.none,
+                                sparse_as_dense: bool = False, gradient_predivide_factor: float = 1.0,
+                                op: Any = Average, groups: Any = None, process_set: Any = global_process_set,
+                                local_layers: Any = None, scale_local_gradients: bool = True, *,
+                                backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
+                                check_every: int = 100) -> Any:
+    """A `DistributedOptimizer` that leaves the layers in ``local_layers`` to their ranks.
+
+    ``local_layers``: a layer or a collection of them; they need not be built yet. Their variables are updated from
+    their rank's own gradients (divided by the number of ranks with ``scale_local_gradients``) and are not guarded.
+    """
+    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or ())
+    for layer in layers:
+        if not isinstance(layer, keras.layers.Layer):
+            raise UserError(f"{type(layer).__name__} in local_layers", "Keras layers",
+                            "name the layers themselves, or call register_local_var(variable) on the optimizer")
+    made = DistributedOptimizer(optimizer, name, device_dense, device_sparse, compression, sparse_as_dense,
+                                gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients,
+                                0, groups, process_set, scale_local_gradients, check_every=check_every)
+    exchange = exchange_of(made)
+    assert exchange is not None
+    exchange.settings.local_layers.extend(layers)
+    return made
+
+
+def _check(optimizer: Any, op: Any, groups: Any, passes: int) -> None:
+    if not isinstance(optimizer, (str, keras.optimizers.Optimizer)):
+        raise UserError(f"an optimizer of type {type(optimizer).__module__}.{type(optimizer).__name__}",
+                        "one of keras.optimizers (Keras 3)", "make it with keras.optimizers, not tf_keras or tf.compat")
+    if exchange_of(optimizer) is not None:
+        raise UserError("an optimizer that is distributed already", "a plain one", "wrap it once")
+    if op not in (Average, Sum, Adasum):
+        raise UserError(f"op={op!r}", "hvd.Average, hvd.Sum or hvd.Adasum", "leave op out for the average")
+    if groups is not None and not (isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
+        raise UserError(f"groups={groups!r}", "a positive number of groups or a list of lists of variables",
+                        "leave groups out for none")
+    if not isinstance(passes, int) or passes < 1:
+        raise UserError(f"backward_passes_per_step={passes!r}", "a whole number from 1 on", "give 1 for every pass")
+
+
+def _distributed(base: Any, settings: Settings) -> Any:
+    """A subclass of ``base`` whose ``apply`` exchanges first. Its instances each have an `Exchange` of their own."""
+
+    class Distributed(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._hvd_exchange = Exchange(settings, _unique(settings.name))
+
+        def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+            exchange = self._hvd_exchange
+            if exchange.inside or len(grads) == 0 or (trainable_variables is None and not self.built):
+                return super().apply(grads, trainable_variables)
+            variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+            update = super().apply
+            return exchange.step(self, grads, variables, lambda reduced: update(reduced, variables))
+
+        def register_local_var(self, var: Any) -> None:
+            """Leave this variable to its rank: its gradient is not exchanged and it is not guarded."""
+            self._hvd_exchange.register_local(var)
+
+        @property
+        def process_set(self) -> Any:
+            """The ranks that exchange."""
+            return settings.process_set
+
+    _named_as(Distributed, base)
+    return Distributed
+
+
+def _named_as(cls: Any, base: Any) -> None:
+    """Give ``cls`` the names under which Keras saves and finds ``base``."""
+    public = getattr(keras.optimizers, base.__name__, None) is base
+    cls.__name__ = cls.__qualname__ = base.__name__
+    cls.__module__ = "keras.optimizers" if public else base.__module__
+    registered = keras.saving.get_registered_name(base)
+    if not public and ">" in registered:
+        package, _, short = registered.partition(">")
+        keras.saving.register_keras_serializable(package, short)(cls)
+        keras.saving.register_keras_serializable(package, short)(base)  # what a file's name leads to
+
+
+def _unique(name: str) -> str:
+    """A name for one optimizer's collectives, equal on ranks that make their optimizers in the same order."""
+    _counts[name] += 1
+    return name if _counts[name] == 1 else f"{name}_{_counts[name] - 1}"
+
+
+def _like(optimizer: Any, cls: Any) -> Any:
+    """An unbuilt instance of ``cls`` configured as ``optimizer``."""
+    config = optimizer.get_config()
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        inner = optimizer.inner_optimizer
+        return cls(**{**config, "inner_optimizer": _taking_state(_like(inner, type(inner)), inner, build=False)})
+    takes = inspect.signature(type(optimizer).__init__).parameters
+    lost = [p.name for p in takes.values() if p.name not in config and p.name != "self"
+            and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    if lost:
+        raise UserError(f"{type(optimizer).__name__}.get_config() leaves out {', '.join(lost)}",
+                        "all arguments of its __init__: the optimizer is made anew from them", "add them to get_config")
+    rate = optimizer._learning_rate
+    if not isinstance(rate, keras.Variable) and "learning_rate" in config:
+        config["learning_rate"] = rate  # a schedule or a callable: the object itself
+    return cls.from_config(config)
+
+
+def _taking_state(made: Any, optimizer: Any, build: bool = True) -> Any:
+    """``made`` with the state of ``optimizer``: its slots if it is built, its iterations and learning rate if not."""
+    for key, value in vars(optimizer).items():
+        if key.startswith("_exclude_from_weight_decay"):
+            setattr(made, key, value)
+    if optimizer.built and build:
+        with keras.name_scope(made.name, caller=made):
+            made.build(list(optimizer._trainable_variables))
+    if len(made.variables) == len(optimizer.variables):
+        for mine, given in zip(made.variables, optimizer.variables):
+            mine.assign(given)
+    return made

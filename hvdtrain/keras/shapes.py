@@ -1,0 +1,86 @@
+"""What a loss of Keras makes of shapes that do not fit, told to the user in words.
+
+Owns the look at targets and outputs before a loss is taken. Knows shapes and types of tensors, no backend.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from hvdtrain.errors import UserError
+
+OF_CLASSES = ("ctc", "circle", "categoricalgeneralizedcrossentropy")
+"""Losses of keras.losses, beside the sparse ones, whose targets are class numbers and of another shape."""
+_ERRORS = (IndexError, ValueError, RuntimeError, TypeError)
+_BACKENDS = {"tensorflow": "TensorFlow", "torch": "PyTorch"}
+
+
+def guarded(loss: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Keras' loss ``name(y, outputs)``, whose refusal of its inputs, and spreading of one over the other, is a
+    `UserError`.
+
+    A user's own loss function is not guarded: its errors are his, with their traceback.
+    """
+    def checked(y: Any, outputs: Any) -> Any:
+        got = f"the model's output is {kind(outputs)} and the targets are {kind(y)}"
+        of_classes = sparse(name) or key(name) in OF_CLASSES or name == "auto" and is_integer(y)
+        if not (of_classes or _fit(y, outputs)):
+            raise UserError(f"loss {name}: {got}", "equal shapes, of which the last 1 may be left out",
+                            "reshape the targets, or the output in the model")
+        try:
+            return loss(y, outputs)
+        except Exception as error:
+            if not isinstance(error, _ERRORS) and type(error).__name__ != "InvalidArgumentError":
+                raise
+            said = (re.sub(r"{{.*?}} ?", "", str(error)).strip().splitlines() or [type(error).__name__])[0]
+            by = _BACKENDS.get(keras.backend.backend(), "Keras")
+            raise UserError(f"loss {name} refused its inputs: {got} ({by}: {said})",
+                            "shapes and types that the loss takes",
+                            "correct loss, the targets, or the model's output") from error
+    return checked
+
+
+def key(name: str) -> str:
+    """``name`` without case and underscores."""
+    return name.lower().replace("_", "")
+
+
+def sparse(name: str) -> bool:
+    """Whether a loss of this name takes class numbers."""
+    return key(name).startswith("sparsecategorical")
+
+
+def is_integer(tensor: Any) -> bool:
+    """Whether a tensor holds whole numbers."""
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    return dtype.startswith(("int", "uint"))
+
+
+def kind(tensor: Any) -> str:
+    """dtype[shape], the number of samples as B: a graph may leave it open."""
+    rank = _rank(tensor)
+    extents = ["..."] if rank is None else ["B", *tuple(tensor.shape)[1:]] if rank else []
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    return f"{dtype}[{', '.join('?' if n is None else str(n) for n in extents)}]"
+
+
+def _rank(tensor: Any) -> int | None:
+    """The number of dimensions, None where a graph leaves even that open."""
+    try:
+        return len(tensor.shape)
+    except ValueError:
+        return None
+
+
+def _fit(y: Any, outputs: Any) -> bool:
+    """Whether a loss of single elements may meet these shapes: Keras adds or drops a last 1, and spreads others."""
+    if _rank(y) is None or _rank(outputs) is None:
+        return True
+    longer, shorter = sorted((list(y.shape), list(outputs.shape)), key=len, reverse=True)
+    if len(longer) == len(shorter) + 1 and longer[-1] in (1, None):
+        longer = longer[:-1]
+    return len(longer) == len(shorter) and all(a == b or None in (a, b) for a, b in zip(longer, shorter))

@@ -3,12 +3,14 @@
 The order: config, boot and control plane, topology and group, model blocks, devices, wire (`hvdtrain.cluster.wire`),
 data, precision, step (with its optimizer), buckets and compressor and reducer (`hvdtrain.exchange.attach`), initial
 weights, run directory, callbacks, restore. The parts of a batch (`balance`) are planned when the run begins, by a
-callback. Device split and remat would stand after the model, compilation before the step; these are not built yet.
+callback. A model that is split over devices is cut while its step is made, before its exchange, so that no bucket spans
+two devices. Remat would stand after the model, compilation before the step; these are not built yet.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -41,21 +43,23 @@ from hvdtrain.outdir import ensure_out
 from hvdtrain.precision import policy
 from hvdtrain.precision.policy import Precision
 from hvdtrain.protocols import Callback, Collectives, Control
-from hvdtrain.run import Run
+from hvdtrain.run import Run, say
 
 
 def assemble(config: Config, model: Any = None, data: Any = None, control: Control | None = None,
-             collectives: Collectives | None = None) -> Run:
+             collectives: Collectives | None = None,
+             more: Callable[[Run], list[Callback]] | None = None) -> Run:
     """Return a run ready for `hvdtrain.loop.fit`. Collective over all ranks of the job.
 
     ``model``: a model object, or None for ``config.model``. ``data``: whatever `hvdtrain.data.sources.interpret` takes,
-    or None for ``config.data``. ``control``, ``collectives``: given by tests that run ranks as threads.
+    or None for ``config.data``. ``control``, ``collectives``: given by tests that run ranks as threads. ``more``: the
+    caller's callbacks for this run.
     Errors: `UserError`, the same on every rank.
     """
     config.check()
     facts = launch_facts(os.environ)
     if control is None and facts.kind != "gloo":
-        control = boot.start_control(facts, config.control_timeout_s)
+        control = boot.start_control(facts, config.control_timeout_s, devices_per_rank=_devices(config))
     spec = _model(config, model, facts, control)
     backend = backends.load(spec.framework)
     if control is None:  # horovodrun --gloo has no MPI: the control plane goes over Horovod, which needs the framework
@@ -71,29 +75,32 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     feed, test_feed = _feeds(config, spec, control, train, test)
     _seed(config, backend, control.rank)
     precision = _precision(config, control, devices, notes)
-    step = agreed(control, lambda: backend.create_step(spec, config, control, feed.steps_per_epoch or 0, precision),
-                  "model")
+    step = agreed(control, lambda: backend.create_step(spec, config, control, feed.steps_per_epoch or 0, precision,
+                                                       feed.sample), "model")
     if config.emulate_speed and config.emulate_speed[control.rank] < 1:
         step = Slowed(step, config.emulate_speed[control.rank])
     group = world(control.size, control.rank)
     run = Run(config, control, group, topology, wire, spec, step, feed, test_feed, devices=devices, notes=notes)
     try:
-        _complete(run, facts, backend)
+        _complete(run, facts, backend, more)
     except BaseException:
         step.leave()
         raise
     return run
 
 
-def _complete(run: Run, facts: LaunchFacts, backend: Any) -> None:
+def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], list[Callback]] | None) -> None:
     """Exchange, initial weights, callbacks, restore."""
     control, step, feed = run.control, run.step, run.feed
     agreed(control, lambda: exchange(run, backend.Ops()), "exchange")
     step.share_initial()
-    run.callbacks = _callbacks(run, facts)
+    run.callbacks = _callbacks(run, facts, more)
     if control.size > 1:
         run.notes += [f"not independent of the number of ranks: {caveat}" for caveat in step.caveats()]
     run.tell()
+    table = getattr(step, "table", "")
+    if table and control.rank == 0 and run.config.progress != "off":
+        say(table)
     _restore(run)
     if feed.even_micros:
         agreed(control, lambda: step.spare(feed.sample(1, run.state.cursor)), "data")
@@ -122,8 +129,13 @@ def _prepare(config: Config, threads: int) -> None:
     rng.seed(config.seed, 0)
     for name in backends.imported():
         backend = backends.load(name)
-        backend.setup(threads, config.deterministic)
+        backend.setup(threads, config.deterministic, _devices(config))
         backend.seed(config.seed, 0)
+
+
+def _devices(config: Config) -> int:
+    """Devices that each rank owns."""
+    return config.devices_per_rank or config.model_parallel
 
 
 def _seed(config: Config, backend: Any, rank: int) -> None:
@@ -138,7 +150,7 @@ def _gloo_control(framework: str, config: Config, facts: LaunchFacts) -> Control
     except boot.HorovodUnavailable as error:
         raise UserError(f"horovodrun --gloo needs Horovod for {framework}: {error.reason}", "a Horovod built here",
                         "run `python -m hvdtrain build`") from None
-    return boot.start_control(facts, config.control_timeout_s, hvd)
+    return boot.start_control(facts, config.control_timeout_s, hvd, _devices(config))
 
 
 def _check_world(config: Config, control: Control) -> None:
@@ -205,7 +217,7 @@ def eval_feed(run: Run, data: Any) -> Feed:
     return feed
 
 
-def _callbacks(run: Run, facts: LaunchFacts) -> list[Callback]:
+def _callbacks(run: Run, facts: LaunchFacts, more: Callable[[Run], list[Callback]] | None) -> list[Callback]:
     """Those that decide and measure before those that report; checkpoints last, so that they hold the others' state."""
     config = run.config
     own: list[Any] = [NanGuard(config.nan_guard, config.max_skipped), Throughput()]
@@ -219,7 +231,7 @@ def _callbacks(run: Run, facts: LaunchFacts) -> list[Callback]:
     if config.compression == "auto":
         own.append(AutoCompression())
     own += [Jsonl(config.log_every), *progress.make(config.progress, facts.kind != "solo")]
-    return [*own, Checkpoint(config.checkpoint)]
+    return [*own, *(more(run) if more else ()), Checkpoint(config.checkpoint)]
 
 
 def _restore(run: Run) -> None:

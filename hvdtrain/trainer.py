@@ -1,15 +1,23 @@
-"""The public `Trainer`: fit, evaluate, save, restore over `hvdtrain.assemble` and `hvdtrain.loop`."""
+"""The public `Trainer`: fit, evaluate, save, restore over `hvdtrain.assemble` and `hvdtrain.loop`.
+
+What `keras.Model.fit` takes beside model and data (callbacks, class weights, nested inputs) is handed on here to
+`hvdtrain.keras`, which is imported for a Keras model alone.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hvdtrain import loop, summary
 from hvdtrain.assemble import assemble, eval_feed
+from hvdtrain.callbacks.base import Callback
+from hvdtrain.callbacks.history import History
 from hvdtrain.checkpoint import session
 from hvdtrain.cluster import exit as exits
 from hvdtrain.cluster.exit import agreed
@@ -25,7 +33,8 @@ class Result:
     """What a fit ended with; the same on every rank.
 
     ``loss``: of the last step. ``metrics``: of the last evaluation. ``samples_per_s``: global. ``out``: the run's
-    directory. ``stop``: why it stopped before its last epoch, "" if it did not.
+    directory. ``stop``: why it stopped before its last epoch, "" if it did not. ``history``: each epoch's "loss",
+    "val_loss" and so on, as in Keras (`hvdtrain.callbacks.history.History`).
     """
 
     steps: int
@@ -34,6 +43,7 @@ class Result:
     samples_per_s: float = math.nan
     out: Path = Path()
     stop: str = ""
+    history: dict[str, list[float]] = field(default_factory=dict)
 
 
 class Trainer:
@@ -62,36 +72,44 @@ class Trainer:
         self.run: Run | None = None
         self._evaluates_only = False
 
-    def fit(self, model: Any = None, data: Any = None) -> Result:
+    def fit(self, model: Any = None, data: Any = None, *, callbacks: Sequence[Any] = (),
+            class_weight: dict[int, float] | None = None) -> Result:
         """Train, evaluate, write checkpoints and the final model; collective.
 
         ``model``: an nn.Module or keras.Model (None: ``config.model``). ``data``: arrays ``(x, y)``, a pair
         ``((x, y), (x_test, y_test))``, a torch Dataset, a keras PyDataset, a tf.data.Dataset, or an object with
-        ``__len__`` and ``fetch`` (None: ``config.data``).
+        ``__len__`` and ``fetch`` (None: ``config.data``). For a Keras model x and y may be dicts or tuples of arrays.
+
+        ``callbacks``: hvdtrain's, and for a Keras model Keras' (`hvdtrain.keras.bridge`); the same on every rank.
+        ``class_weight``: class number -> what its samples' loss is multiplied by, as in `keras.Model.fit`.
         """
         if self._evaluates_only:
             raise UserError("this Trainer was made by evaluate(data) and has no training data",
                             "a Trainer of its own for fit", "make a new Trainer, or call fit before evaluate")
-        run = self._assembled(model, data)
+        run = self._assembled(model, data, callbacks, class_weight)
         try:
             loop.fit(run)
         except SystemExit as stop:
             if run.control.size > 1:  # the other ranks would wait for this one
                 raise RuntimeError(f"sys.exit({stop.code!r}) was called in the middle of fit") from stop
             raise
+        finally:
+            for callback in run.callbacks:
+                getattr(callback, "close", _nothing)(run)
         export(run)
         if run.control.rank == 0:
             summary.show(run)
             write_completed(run.out, summary.record(run))
         run.control.barrier("end of fit", self.config.control_timeout_s)
         s = run.state
-        return Result(s.cursor.step, s.loss, dict(s.metrics), run.phases.samples_per_s(), run.out, s.stop)
+        history = next((dict(c.history) for c in run.callbacks if isinstance(c, History)), {})
+        return Result(s.cursor.step, s.loss, dict(s.metrics), run.phases.samples_per_s(), run.out, s.stop, history)
 
     def evaluate(self, *, model: Any = None, data: Any = None) -> dict[str, float]:
         """Exact weighted metrics over the evaluation data, however unevenly the ranks hold it; collective."""
         if self.run is None:
             self._evaluates_only = data is not None
-            self.run = assemble(self.config, model, data)
+            self._assembled(model, data)
         run = self._assembled(model, None)
         feed = run.eval_feed if data is None else eval_feed(run, data)
         if feed is None:
@@ -119,14 +137,71 @@ class Trainer:
         with loop.joined(run):
             session.restore(run, agreed(run.control, look, "restore"))
 
-    def _assembled(self, model: Any, data: Any) -> Run:
+    def _assembled(self, model: Any, data: Any, callbacks: Sequence[Any] = (),
+                   class_weight: dict[int, float] | None = None) -> Run:
         """The run, assembled on first use; one Trainer is one run."""
         if self.run is None:
-            self.run = assemble(self.config, model, data)
+            more = partial(_extras, callbacks=tuple(callbacks), class_weight=class_weight)
+            self.run = assemble(self.config, model, _columns(model, data), more=more)
         elif data is not None or model is not None and model is not self.run.spec.model:
             raise UserError("this Trainer has a run already", "one model and one training set for each Trainer",
                             "make a new Trainer for another model or other data")
+        elif callbacks or class_weight is not None:
+            raise UserError("this Trainer has a run already", "callbacks and class_weight in its first fit",
+                            "make a new Trainer, and resume from a checkpoint where it is to go on")
         return self.run
+
+
+def _nothing(run: Run) -> None:
+    """What a callback without ``close`` does."""
+
+
+def _is_keras(thing: Any, base: str) -> bool:
+    """Whether ``thing`` is of Keras' class ``base``, without importing Keras."""
+    return any(c.__name__ == base and c.__module__.startswith("keras.") for c in type(thing).__mro__)
+
+
+def _columns(model: Any, data: Any) -> Any:
+    """``data`` with the nested x and y of a Keras model laid flat."""
+    if data is None or not _is_keras(model, "Model"):
+        return data
+    from hvdtrain.keras.layout import named
+
+    return named(data)
+
+
+def _extras(run: Run, callbacks: Sequence[Any], class_weight: dict[int, float] | None) -> list[Callback]:
+    """The user's callbacks as hvdtrain's, after a Keras model was told of its data and class weights."""
+    model = run.spec.model
+    if _is_keras(model, "Model"):
+        _tell_keras(run, class_weight)
+    elif class_weight is not None:
+        raise UserError(f"class_weight for a {type(model).__name__}", "a keras.Model",
+                        "give sample weights as the data's third array, or a task(model, batch) in the model file")
+    own = [c for c in callbacks if isinstance(c, Callback)]
+    keras_own = [c for c in callbacks if _is_keras(c, "Callback")]
+    other = next((c for c in callbacks if c not in own and c not in keras_own), None)
+    if other is not None:
+        raise UserError(f"callbacks hold a {type(other).__name__}", "callbacks of hvdtrain or of Keras",
+                        "make it a subclass of hvdtrain.callbacks.base.Callback")
+    if not keras_own:
+        return [*own, History()]
+    from hvdtrain.keras.bridge import Bridge
+
+    return [*own, Bridge(keras_own, run)]
+
+
+def _tell_keras(run: Run, class_weight: dict[int, float] | None) -> None:
+    from hvdtrain.keras import compiled
+
+    setup = compiled.setup_of(run.spec.model)
+    setup.data, setup.follow, setup.class_weight = run.feed.data, None, None
+    if class_weight is not None:
+        if run.spec.task is not None:
+            raise UserError("class_weight beside the model file's task", "one of the two", "weigh samples in the task")
+        setup.class_weight = compiled.check_class_weight(class_weight)
+    if run.spec.task is None and run.config.loss.name == "auto" and run.feed.weight_fn is None:
+        run.feed.weight_fn = compiled.batch_weight(run.spec.model)
 
 
 def export(run: Run) -> list[str]:

@@ -13,19 +13,38 @@ from typing import Any
 
 from hvdtrain.errors import UserError
 
-_ROOTS = {("torch.nn.modules.module", "Module"): "torch", ("keras.src.models.model", "Model"): "tensorflow",
-          ("hvdtrain.backends.numpy.step", "Model"): "numpy"}
+_KERAS = ("keras.src.models.model", "Model")
+_ROOTS = {("torch.nn.modules.module", "Module"): "torch", ("hvdtrain.backends.numpy.step", "Model"): "numpy"}
 BUILT_IN = {"torch": "torch_models.cnn:build", "tensorflow": "tf_models.cnn:build"}
 
 
 def framework_of(model: Any) -> str:
-    """Return "torch", "tensorflow" or "numpy" from the classes of a model object; `UserError` for anything else."""
-    for cls in type(model).__mro__:
-        found = _ROOTS.get((cls.__module__, cls.__name__))
-        if found:
-            return found
+    """Return "torch", "tensorflow" or "numpy" from the classes of a model object; `UserError` for anything else.
+
+    A `keras.Model` belongs to the framework that Keras computes with in this process.
+    """
+    for cls in type(model).__mro__:  # Keras first: on PyTorch its models are modules of PyTorch too
+        name = (cls.__module__, cls.__name__)
+        if name == _KERAS:
+            return _of_keras()
+        if name in _ROOTS:
+            return _ROOTS[name]
     raise UserError(f"the model is a {type(model).__module__}.{type(model).__qualname__}",
                     "a torch.nn.Module or a keras.Model", "return one from the model's callable")
+
+
+def keras_backend() -> str | None:
+    """What Keras computes with, or None where it has not been imported; imports nothing."""
+    config = getattr(sys.modules.get("keras"), "config", None)
+    return None if config is None else str(config.backend())
+
+
+def _of_keras() -> str:
+    name = keras_backend() or "tensorflow"
+    if name not in ("torch", "tensorflow"):
+        raise UserError(f"Keras runs on its {name} backend", "tensorflow or torch",
+                        "set KERAS_BACKEND to one of them before keras is imported (also in keras.json)")
+    return name
 
 
 def installed() -> list[str]:
@@ -48,5 +67,10 @@ def load(framework: str) -> Any:
 
 
 def imported() -> list[str]:
-    """Frameworks that this process has imported already."""
-    return [name for name in ("torch", "tensorflow") if name in sys.modules]
+    """Frameworks that this process has imported already.
+
+    Not TensorFlow where Keras computes with another: it serves then for reading data, and no model is built with it.
+    """
+    names = [name for name in ("torch", "tensorflow") if name in sys.modules]
+    other = keras_backend() not in (None, "tensorflow")
+    return [name for name in names if not (other and name == "tensorflow")]

@@ -44,7 +44,7 @@ def peak_bytes(work: Callable[[], None]) -> int:
     return 0
 
 
-def setup(threads: int, deterministic: bool) -> None:
+def setup(threads: int, deterministic: bool, devices: int = 1) -> None:
     """Nothing to set up."""
 
 

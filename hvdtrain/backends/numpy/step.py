@@ -65,8 +65,11 @@ class Model:
 
 
 def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int,
-                precision: Precision = FP32) -> NumpyStep:
-    """A step over ``spec.model``."""
+                precision: Precision = FP32, sample: Any = None) -> NumpyStep:
+    """A step over ``spec.model``; `UserError` for one that is to be split over devices."""
+    if config.model_parallel > 1:
+        raise UserError(f"model_parallel {config.model_parallel} with the numpy backend", "a PyTorch or Keras model",
+                        "set model_parallel: 1")
     amp.check(precision.own)
     return NumpyStep(spec.model, config, precision)
 

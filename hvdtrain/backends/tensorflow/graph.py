@@ -11,6 +11,7 @@ would run the collective while it optimises the graph.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,8 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.collectives import peer_failures
+from hvdtrain.backends.tensorflow.following import follow
+from hvdtrain.backends.tensorflow.split import Split
 from hvdtrain.backends.tensorflow.task import Task
 from hvdtrain.exchange.reducer import Reducer
 
@@ -31,12 +34,15 @@ class Gradients:
     """Gradients of one rank: summed over micro-batches, packed into buckets, and summed over ranks where graphs can.
 
     A call of `last` or `zeros` returns a list of tensors: bucket sums, or local buckets where the collectives live
-    on the host, or plain gradients where the reducer is alone.
+    on the host, or plain gradients where the reducer is alone. With a ``split`` every gradient, accumulator and bucket
+    is on the device of its variables.
     """
 
     def __init__(self, model: keras.Model, task: Task, reducer: Reducer, undoable: bool = False,
-                 scaled: bool = False) -> None:
+                 scaled: bool = False, split: Split | None = None) -> None:
         self._model, self._task, self._reducer, self._undoable = model, task, reducer, undoable
+        self._split, self._n_parts = split, 1
+        self._times: tf.Tensor | None = None
         self._variables = [v.value for v in model.trainable_variables]
         self.in_graph = reducer.collectives.in_graph and not reducer.alone
         self._zero = tf.Variable(0.0, trainable=False, name="zero")  # not a constant; see above
@@ -45,11 +51,21 @@ class Gradients:
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._states: list[dict[str, tf.Variable]] = [{}] * len(reducer.buckets)
         if self.in_graph:
-            self._states = [{k: tf.Variable(v, trainable=False) for k, v in s.items()} for s in reducer.states]
+            for i, bucket in enumerate(reducer.buckets):
+                with self._at(bucket.place):
+                    self._states[i] = {k: tf.Variable(v, trainable=False) for k, v in reducer.states[i].items()}
             reducer.states = list(self._states)
         self._kept: list[tuple[tf.Variable, tf.Tensor]] = []
         self._loss_scale = 1.0
         self._unscale = tf.Variable(1.0, trainable=False, name="unscale") if scaled else None
+
+    def _at(self, place: int) -> Any:
+        """The scope of one of the rank's devices; TensorFlow's choice where the model is not split."""
+        return tf.device(self._split.plan.devices[place]) if self._split else contextlib.nullcontext()
+
+    def _beside(self, variable: tf.Variable) -> Any:
+        """The scope of a variable's device, where the model is split."""
+        return tf.device(variable.device) if self._split else contextlib.nullcontext()
 
     def begin(self, loss_scale: float = 1.0) -> None:
         """Open a step: drop what was accumulated, and keep the compressor's state where the step may be undone.
@@ -65,7 +81,8 @@ class Gradients:
             self._kept = [(v, tf.identity(v)) for state in self._states for v in state.values()]
         if self._accumulated:
             for accumulator in self._accumulators:
-                accumulator.assign(tf.zeros_like(accumulator))
+                with self._beside(accumulator):
+                    accumulator.assign(tf.zeros_like(accumulator))
             self._accumulated = False
 
     def discard(self) -> None:
@@ -77,7 +94,9 @@ class Gradients:
     def add(self, batch: tuple[Any, ...], scale: float) -> tuple[tf.Tensor, tf.Tensor]:
         """Add the gradient of ``loss_sum * scale`` to the accumulators; return (loss_sum, weight)."""
         if not self._accumulators:
-            self._accumulators = [tf.Variable(tf.zeros_like(v), trainable=False) for v in self._variables]
+            for v in self._variables:
+                with self._beside(v):
+                    self._accumulators.append(tf.Variable(tf.zeros_like(v), trainable=False))
         self._accumulated = True
         return self._run("add", batch, scale, self._add)
 
@@ -101,20 +120,31 @@ class Gradients:
 
     def _run(self, kind: str, batch: tuple[Any, ...], scale: float, graph: Callable[..., Any]) -> Any:
         leaves = [x if tf.is_tensor(x) else tf.convert_to_tensor(x) for x in tf.nest.flatten(batch)]
-        key = (kind, self._reducer.stage, *((x.dtype, *x.shape[1:]) for x in leaves))
+        self._n_parts = self._split.parts(int(leaves[0].shape[0])) if self._split else 1
+        key = (kind, self._n_parts, self._reducer.stage, *((x.dtype, *x.shape[1:]) for x in leaves))
         if key not in self._functions:
             specs = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in leaves]
 
             def function(scale: tf.Tensor, *parts: tf.Tensor) -> Any:
-                return graph(tf.nest.pack_sequence_as(batch, parts), scale)
+                if self._split:
+                    follow()
+                results = graph(tf.nest.pack_sequence_as(batch, parts), scale)
+                return results, self._times
             self._functions[key] = tf.function(function, input_signature=[tf.TensorSpec([], tf.float64), *specs],
                                                **PLAIN)
         with peer_failures():
-            return self._functions[key](tf.constant(scale * self._loss_scale, tf.float64), *leaves)
+            results, times = self._functions[key](tf.constant(scale * self._loss_scale, tf.float64), *leaves)
+        if self._split and kind != "alone":
+            self._split.took(self._n_parts, times)
+        return results
 
     # --- while a graph is traced -----------------------------------------------------------------------------------
 
     def _local(self, batch: tuple[Any, ...], scale: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        if self._split:
+            loss_sum, weight, grads, self._times = self._split.pipeline.gradients(self._task, batch, scale,
+                                                                                  self._n_parts)
+            return loss_sum, weight, [self._dense(g, v) for g, v in zip(grads, self._variables)]
         with tf.GradientTape() as tape:
             loss_sum, weight = self._task(self._model, batch, True)
             scaled = loss_sum * tf.cast(scale, loss_sum.dtype)
@@ -123,13 +153,15 @@ class Gradients:
 
     def _dense(self, grad: Any, variable: tf.Variable) -> tf.Tensor:
         if grad is None:  # the loss does not depend on it; on another rank it may
-            return tf.fill(variable.shape, tf.cast(self._zero, variable.dtype))
+            with self._beside(variable):
+                return tf.fill(variable.shape, tf.cast(self._zero, variable.dtype))
         return tf.convert_to_tensor(grad)
 
     def _add(self, batch: tuple[Any, ...], scale: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         loss_sum, weight, grads = self._local(batch, scale)
         for accumulator, grad in zip(self._accumulators, grads):
-            accumulator.assign_add(grad)
+            with self._beside(accumulator):
+                accumulator.assign_add(grad)
         return loss_sum, weight
 
     def _only(self, batch: tuple[Any, ...],
@@ -140,12 +172,18 @@ class Gradients:
     def _last_of_several(self, batch: tuple[Any, ...],
                          scale: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor], tf.Tensor]:
         loss_sum, weight, grads = self._local(batch, scale)
-        sums = [grad + accumulator.read_value() for grad, accumulator in zip(grads, self._accumulators)]
+        sums = []
+        for grad, accumulator in zip(grads, self._accumulators):
+            with self._beside(accumulator):
+                sums.append(grad + accumulator.read_value())
         for accumulator in self._accumulators:
-            accumulator.assign(tf.zeros_like(accumulator))
+            with self._beside(accumulator):
+                accumulator.assign(tf.zeros_like(accumulator))
         return loss_sum, weight, *self._hand_over(sums)
 
     def _zeros(self) -> tuple[list[tf.Tensor], tf.Tensor]:
+        if self._split:
+            follow()
         return self._hand_over([self._dense(None, v) for v in self._variables])
 
     def _hand_over(self, grads: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
@@ -154,7 +192,10 @@ class Gradients:
             grads = [grad * tf.cast(factor, grad.dtype) for grad in grads]
         if self._reducer.alone:
             return grads, tf.zeros([], tf.float64)
-        flats = [self._reducer.ops.pack([grads[i] for i in b.params]) for b in self._reducer.buckets]
+        flats = []
+        for bucket in self._reducer.buckets:
+            with self._at(bucket.place):
+                flats.append(self._reducer.ops.pack([grads[i] for i in bucket.params]))
         return self._exchange(flats) if self.in_graph else (flats, tf.zeros([], tf.float64))
 
     def _exchange(self, flats: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
@@ -176,14 +217,24 @@ class Gradients:
 
 
 class Update:
-    """The optimizer's update from summed gradients, with the global norm where it is asked for."""
+    """The optimizer's update from summed gradients, with the global norm where it is asked for.
 
-    def __init__(self, model: keras.Model, optimizer: Any, reducer: Reducer) -> None:
+    With a ``split`` everything happens beside the variables, and whether the norm is finite is decided between two
+    graphs: what goes into a branch of a graph goes through one device.
+    """
+
+    def __init__(self, model: keras.Model, optimizer: Any, reducer: Reducer, split: Split | None = None) -> None:
         self._variables, self._optimizer, self._reducer = model.trainable_variables, optimizer, reducer
+        self._split = split
         self._functions: dict[tuple[bool, bool], Callable[..., Any]] = {}
+        if split:
+            self._split_norm = tf.function(lambda *xs: self._norm(list(xs)), **PLAIN)
+            self._split_apply = tf.function(lambda factor, *xs: self._scaled_apply(list(xs), factor), **PLAIN)
 
     def __call__(self, tensors: list[tf.Tensor], clip_norm: float, check: bool) -> tuple[bool, float]:
         """Return (finite, norm); norm is NaN where neither ``clip_norm`` > 0 nor ``check`` asks for it."""
+        if self._split:
+            return self._on_devices(tensors, clip_norm, check)
         key = (clip_norm > 0, check or clip_norm > 0)
         if key not in self._functions:
             clip, norm = key
@@ -193,12 +244,17 @@ class Update:
         return (bool(out[0]), float(out[1])) if key[1] else (True, math.nan)
 
     def _graph(self, tensors: list[tf.Tensor], limit: tf.Tensor, clip: bool) -> tuple[tf.Tensor, tf.Tensor]:
-        norm = tf.sqrt(tf.add_n([self._reducer.ops.sum_squares(tf.cast(x, tf.float32)) for x in tensors]))
+        norm = self._norm(tensors)
         finite = tf.math.is_finite(norm)
         if clip:
             factor = tf.where(norm > limit, limit / norm, 1.0)
             tensors = [x * tf.cast(factor, x.dtype) for x in tensors]
         return tf.cond(finite, lambda: self._apply(tensors), lambda: tf.constant(False)), norm
+
+    def _norm(self, tensors: list[tf.Tensor]) -> tf.Tensor:
+        if self._split:
+            tensors = self._beside(tensors)
+        return tf.sqrt(tf.add_n([self._reducer.ops.sum_squares(tf.cast(x, tf.float32)) for x in tensors]))
 
     def _apply(self, tensors: list[tf.Tensor]) -> tf.Tensor:
         grads = tensors if self._reducer.alone else self._unpack(tensors)
@@ -211,3 +267,37 @@ class Update:
             for i, grad in zip(bucket.params, self._reducer.ops.unpack(flat_N, bucket.shapes)):
                 grads[i] = grad
         return grads
+
+    # --- a model split over devices ----------------------------------------------------------------------------------
+
+    def _on_devices(self, tensors: list[tf.Tensor], clip_norm: float, check: bool) -> tuple[bool, float]:
+        if not (check or clip_norm > 0):
+            self._split_apply(tf.constant(1.0), *tensors)
+            return True, math.nan
+        norm = float(self._split_norm(*tensors))
+        if math.isfinite(norm):
+            factor = clip_norm / norm if 0 < clip_norm < norm else 1.0
+            self._split_apply(tf.constant(factor, tf.float32), *tensors)
+        return math.isfinite(norm), norm
+
+    def _scaled_apply(self, tensors: list[tf.Tensor], factor: tf.Tensor) -> tf.Tensor:
+        gradients = [x * tf.cast(factor, x.dtype) for x in self._beside(tensors)]
+        # Keras sums over the replicas of tf.distribute, of which there is one, in an operation that takes all gradients
+        # and so brings them all to one device.
+        object.__setattr__(self._optimizer, "_all_reduce_sum_gradients", lambda pairs: pairs)
+        try:
+            return self._apply(gradients)
+        finally:
+            object.__delattr__(self._optimizer, "_all_reduce_sum_gradients")
+
+    def _beside(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Gradients or buckets on the device of their variables, where sums that came over the host are not yet."""
+        assert self._split is not None
+        follow()
+        places = [self._split.place(v) for v in self._variables] if self._reducer.alone else [
+            b.place for b in self._reducer.buckets]
+        moved = []
+        for x, place in zip(tensors, places):
+            with tf.device(self._split.plan.devices[place]):
+                moved.append(tf.identity(x))
+        return moved

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from typing import Any
 
 import keras
@@ -14,6 +15,7 @@ from keras.optimizers import schedules
 
 from hvdtrain.config import Config, Schedule
 from hvdtrain.errors import UserError, nearest
+from hvdtrain.keras.compiled import setup_of
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
@@ -69,6 +71,7 @@ class Optimization:
         built_for = [id(v) for v in getattr(self.optimizer, "_trainable_variables", [])]
         if not self.optimizer.built or built_for != [id(v) for v in model.trainable_variables]:
             self.optimizer.build(model.trainable_variables)  # not twice: its history would be lost
+        setup_of(model).optimizer = self.optimizer
 
     def _create(self) -> keras.optimizers.Optimizer:
         """An optimizer of keras.optimizers by name, any case; auto is Adam."""
@@ -221,6 +224,10 @@ def _refuse_epochs(schedule: Schedule) -> None:
 
 def _refuse(optimizer: Any) -> None:
     """Raise `UserError` for an optimizer that would do again what the run does."""
+    distributed = sys.modules.get("hvdtrain.keras.exchange")
+    if distributed is not None and distributed.exchange_of(optimizer) is not None:
+        raise UserError("the optimizer is a DistributedOptimizer, and Trainer.fit exchanges gradients itself",
+                        "a plain optimizer", "compile with the optimizer inside it, or use plain model.fit")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or getattr(optimizer, "loss_scale_factor", None):
         raise UserError("the optimizer scales the loss", "one that does not",
                         "compile without mixed_float16 and loss_scale_factor")

@@ -7,11 +7,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.balance.memory import DEVICE_PART, host_budget_bytes
 from hvdtrain.cluster.devices import DeviceFacts, cpu_facts, own_memory_bytes
 from hvdtrain.errors import UserError
 
 _STRIDE = 1_000_003
 """Distance of two ranks' seeds."""
+
+HOST = "/CPU:0"
+"""Host memory; on a machine without GPUs also the first device of a split model."""
 
 
 def in_host_memory() -> bool:
@@ -32,24 +36,71 @@ def device_facts() -> DeviceFacts:
     return DeviceFacts("cuda", name, f"sm_{capability[0]}{capability[1]}", own_memory_bytes())
 
 
-def setup(threads: int, deterministic: bool) -> bool:
+def setup(threads: int, deterministic: bool, devices: int = 1) -> bool:
     """Set the compute threads of this process (0: TensorFlow's choice) and, if asked, deterministic kernels.
 
-    GPU memory is taken as it is needed. Returns False where TensorFlow had started already, so that threads and
-    memory stayed as they were. Raises `UserError` where Keras runs on another backend.
+    ``devices``: without a GPU the CPU is made to be so many logical devices, each of which computes on its own. GPU
+    memory is taken as it is needed. Returns False where TensorFlow had started already, so that threads and memory
+    stayed as they were. Raises `UserError` where Keras runs on another backend.
     """
     require_tensorflow()
     if deterministic:
         tf.config.experimental.enable_op_determinism()
     try:
-        for gpu in tf.config.list_physical_devices("GPU"):
+        gpus = tf.config.list_physical_devices("GPU")
+        for gpu in gpus:
             tf.config.experimental.set_memory_growth(gpu, True)
+        if devices > 1 and not gpus:
+            own = tf.config.list_physical_devices("CPU")[0]
+            if len(tf.config.get_logical_device_configuration(own) or [None]) < devices:
+                tf.config.set_logical_device_configuration(own, [tf.config.LogicalDeviceConfiguration()] * devices)
         if threads > 0:
             tf.config.threading.set_intra_op_parallelism_threads(threads)
-            tf.config.threading.set_inter_op_parallelism_threads(threads)
+            tf.config.threading.set_inter_op_parallelism_threads(max(threads, devices))
     except RuntimeError:
         return False
     return True
+
+
+def split_devices(n: int) -> tuple[str, ...]:
+    """``n`` devices of this rank for a split model: its GPUs, or logical devices of the CPU. Starts TensorFlow.
+
+    Errors: `UserError` where there are fewer, saying how many and what to do.
+    """
+    kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+    found = tf.config.list_logical_devices(kind)
+    if len(found) >= n:
+        return tuple(f"/{kind}:{i}" for i in range(n))
+    if kind == "GPU":
+        raise UserError(f"model_parallel is {n} and this rank has {len(found)} GPU{'s' * (len(found) != 1)}",
+                        f"{n} of them", "start fewer ranks on each host, or set model_parallel accordingly")
+    raise UserError(f"model_parallel is {n} and TensorFlow has started with {len(found)} logical CPU "
+                    f"device{'s' * (len(found) != 1)}", f"{n} of them, made before TensorFlow starts",
+                    "train with `python -m hvdtrain train --model_parallel`, or call "
+                    f"hvdtrain.backends.tensorflow.setup(0, False, {n}) before the model is built")
+
+
+def capacity_bytes(devices: tuple[str, ...], local_size: int) -> tuple[tuple[int, ...], int]:
+    """(bytes that each device may hold, bytes that they may hold together); 0 where unknown or without a limit.
+
+    Logical devices of a CPU share the host's memory, and that with the other ranks of the host.
+    """
+    if "CPU" in devices[0]:
+        budget = host_budget_bytes(local_size)
+        return (budget,) * len(devices), budget
+    limits = []
+    for i, gpu in enumerate(tf.config.list_physical_devices("GPU")):
+        parts = tf.config.get_logical_device_configuration(gpu) or [None]
+        limits += [int((part.memory_limit or 0) * 2**20) if part else gpu_memory_bytes(i) for part in parts]
+    return tuple(int(DEVICE_PART * limit) for limit in limits[:len(devices)]), 0
+
+
+def gpu_memory_bytes(index: int) -> int:
+    """Memory of a GPU that this process sees; 0 where that cannot be told. The driver is asked for the first one."""
+    own = own_memory_bytes()
+    details = [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.list_physical_devices("GPU")]
+    alike = details and details[index] == details[0]
+    return own if alike or index == 0 else 0
 
 
 def require_tensorflow() -> None:

@@ -7,6 +7,7 @@ in `metrics`, the optimizer in `optim`, names and files in `state`.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -14,24 +15,49 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import amp, placement, shared, state, sync_batchnorm
+from hvdtrain.backends.tensorflow.chain import Chain, chain_of
 from hvdtrain.backends.tensorflow.graph import Gradients, Update
 from hvdtrain.backends.tensorflow.metrics import Evaluator
 from hvdtrain.backends.tensorflow.optim import Optimization
+from hvdtrain.backends.tensorflow.split import Split, measured
 from hvdtrain.backends.tensorflow.task import ClassNumbers, loss_name, make_task
 from hvdtrain.backends.tensorflow.trial import Trial
+from hvdtrain.cluster.exit import agreed
 from hvdtrain.config import Config
 from hvdtrain.data.empty import StandIn
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.parallel import plan
 from hvdtrain.precision.policy import FP32, Precision
 from hvdtrain.precision.scaler import LossScale
 from hvdtrain.protocols import Batch, Pair, ParamSpec
 
 
-def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int,
-                precision: Precision = FP32) -> TensorFlowStep:
-    """A step over ``spec.model``, which must have its variables, on this rank's device."""
-    return TensorFlowStep(spec, config, control.rank, steps_per_epoch, precision)
+def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int, precision: Precision = FP32,
+                sample: Callable[[int], Any] | None = None) -> TensorFlowStep:
+    """A step over ``spec.model``, which must have its variables, on this rank's device or devices.
+
+    With ``model_parallel`` it is collective: the step is made in host memory, every rank measures its blocks on
+    ``sample(n)`` (n samples as numpy arrays; without it the model file's example), and all agree on one cut.
+    """
+    if config.model_parallel == 1:
+        return TensorFlowStep(spec, config, control.rank, steps_per_epoch, precision)
+    samples = sample or spec.example
+
+    def make() -> tuple[TensorFlowStep, Chain]:
+        placement.split_devices(config.model_parallel)
+        if samples is None:
+            raise UserError("model_parallel without samples to measure blocks with", "data, or example(B) in the "
+                            "model file", "give the model file an example(B)")
+        with tf.device(placement.HOST):
+            step = TensorFlowStep(spec, config, control.rank, steps_per_epoch, precision)
+        return step, chain_of(spec)
+
+    step, chain = agreed(control, make, "model")
+    optimizer = step._opt.optimizer
+    found = agreed(control, lambda: measured(chain, optimizer, config, control, samples), "split")
+    step.split(Split(chain, plan.agree(found, config, control), optimizer))
+    return step
 
 
 class TensorFlowStep:
@@ -65,8 +91,11 @@ class TensorFlowStep:
         self._parts = config.accumulate > 1 or config.micro_batch > 0 or config.balance != "off"
         self._trial: Trial | None = None
         self._left = False
+        self._split: Split | None = None
+        self.table = ""
         self._n_seen = self._n_seen_before = 0
-        self._buffers = shared.Buffers(self.model) if config.nan_guard == "skip" or self.scale.on else None
+        self._undoable = config.nan_guard == "skip" or self.scale.on
+        self._buffers = shared.Buffers(self.model) if self._undoable else None
         self.asynchronous = placement.on_gpu(self.model)
         placement.seed_model(state.seed_states(self.model), rank)
 
@@ -74,8 +103,19 @@ class TensorFlowStep:
 
     def params(self) -> list[ParamSpec]:
         """Trainable variables in the model's own order."""
-        return [ParamSpec(name, tuple(v.shape), keras.backend.standardize_dtype(v.dtype))
+        return [ParamSpec(name, tuple(v.shape), keras.backend.standardize_dtype(v.dtype),
+                          self._split.place(v) if self._split else 0)
                 for name, v in state.named(self.model.trainable_variables).items()]
+
+    def split(self, split: Split) -> None:
+        """Take a model that was spread over devices; before `attach`. ``table``: the cut for people."""
+        if self._sync and sync_batchnorm.norms(self.model):
+            raise UserError("sync_batchnorm with model_parallel, whose parts of a micro-batch each have statistics",
+                            "one of the two", "set sync_batchnorm: false, or model_parallel: 1")
+        self._split, self.table = split, split.plan.table()
+        self._buffers = shared.Buffers(self.model) if self._undoable else None
+        self.asynchronous = placement.on_gpu(self.model)
+        split.join()
 
     def attach(self, reducer: Reducer) -> None:
         """Prepare the graphs for this reducer; they are traced at the first batch."""
@@ -83,8 +123,8 @@ class TensorFlowStep:
         if self._sync:
             self._sync.take(self.model, reducer)
         self._gradients = Gradients(self.model, self._task, reducer, undoable=self._buffers is not None,
-                                    scaled=self._rank in self.precision.scaled)
-        self._update = Update(self.model, self._opt.optimizer, reducer)
+                                    scaled=self._rank in self.precision.scaled, split=self._split)
+        self._update = Update(self.model, self._opt.optimizer, reducer, self._split)
 
     def join(self) -> None:
         """Have the layers compute in this rank's type and BatchNorm take its moments over the ranks, once more."""
@@ -92,12 +132,16 @@ class TensorFlowStep:
             amp.compute_in(self.model, self.precision.own)
             if self._sync:
                 self._sync.take(self.model, self._reducer)
+            if self._split:
+                self._split.join()
             self._left = False
 
     def leave(self) -> None:
         """Give the layers back their own types and moments."""
         amp.give_back(self.model)
         sync_batchnorm.release(self.model)
+        if self._split:
+            self._split.leave()
         self._left = True
 
     def plain_sgd(self) -> bool:
@@ -219,7 +263,7 @@ class TensorFlowStep:
 
     def describe(self) -> dict[str, str]:
         """Loss, optimizer, schedule, device, in words."""
-        device = {"device": "gpu" if self.asynchronous else "cpu"}
+        device = {"device": "gpu" if self.asynchronous else "cpu", **(self._split.describe() if self._split else {})}
         compute = {**self.precision.describe(), **self._float32}
         return {**self._words, **self._opt.describe(), **device, **compute, **self.scale.describe()}
 
@@ -235,6 +279,8 @@ class TensorFlowStep:
                 found.append("BatchNorm takes its statistics over each micro-batch of all ranks")
         if state.seed_states(self.model):
             found.append("dropout draws differ with the number of ranks")
+        if self._split:
+            found += self._split.caveats(bool(state.seed_states(self.model)), bool(sync_batchnorm.norms(self.model)))
         if self.precision.own != "fp16" and any(layer.compute_dtype == "float16" for layer in layers):
             found.append("layers compute in float16 and the loss is not scaled: small gradients may vanish")
         return found + self.precision.caveats()

@@ -1,16 +1,16 @@
-"""The loss of a Keras model as a sum over samples, by Keras' own names.
+"""The loss of a Keras model as a sum over samples: a model file's task, `model.compile`'s, or by Keras' own names.
 
 A model file's own ``task(model, batch) -> (loss_sum, weight)`` comes before everything here and owns all of the loss.
-Without one the loss is evaluated per element, averaged over a sample's trailing dimensions, weighted by the batch's
-third array if there is one, and summed over the samples; the weight is the number of samples. What layers add
-(``model.losses``: regularisers, ``add_loss``) counts once per sample, so that it counts once after the division by
-the global weight.
+Without one and without a loss in the configuration, what the model was compiled with counts, as
+`hvdtrain.keras.compiled` has it. Else the loss is evaluated per element, averaged over a sample's trailing dimensions,
+weighted by the batch's third array if there is one, and summed over the samples; the weight is the number of samples.
+What layers add (``model.losses``: regularisers, ``add_loss``) counts once per sample, so that it counts once after the
+division by the global weight.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -23,26 +23,48 @@ import tensorflow as tf
 from hvdtrain.backends.tensorflow import amp
 from hvdtrain.config import Config, Named
 from hvdtrain.errors import UserError, nearest
+from hvdtrain.keras import compiled, shapes
 
 Pair = tuple[Any, Any]
 Loss = Callable[[Any, Any], Any]
 Task = Callable[[Any, tuple[Any, ...], bool], Pair]
-
-OF_CLASSES = ("ctc", "circle", "categoricalgeneralizedcrossentropy")
-"""Losses of keras.losses, beside the sparse ones, whose targets are class numbers and of another shape."""
 
 
 def make_task(spec: Any, config: Config) -> Task:
     """Return ``task(model, batch, training) -> (loss_sum, weight)``, two scalars; `UserError` for an unknown loss."""
     if spec.task is not None:
         return _users(spec.task)
-    _refuse_own_training(spec.model)
+    if by_compile(spec, config):
+        return compiled.compiled_task(spec.model)
+    compiled.refuse_own_training(spec.model)
     loss = resolve_loss(config.loss, spec.model)
 
     def task(model: keras.Model, batch: tuple[Any, ...], training: bool) -> Pair:
-        return default_pair(loss, model, model(batch[0], training=training), batch)
+        x, y, weight = compiled.split(model, batch)
+        setup = compiled.setup_of(model)
+        if training and setup.class_weight is not None:
+            weight = compiled.with_class_weight(setup.class_weight, y, weight)
+        outputs = model(x, training=training)
+        if training and setup.follow is not None:
+            setup.follow(y, outputs, weight)
+        if y is None and getattr(model, "compiled", False) and model.losses:  # layers bring all of the loss
+            return layers_pair(model, outputs)
+        parts = (x, y) if weight is None else (x, y, weight)
+        return default_pair(loss, model, outputs, batch[:1] if y is None else parts)
 
     return task
+
+
+def by_compile(spec: Any, config: Config) -> bool:
+    """Whether `model.compile` rules the loss: no task in the model file, and no loss in the configuration."""
+    own = config.loss.name == "auto" and not config.loss.args
+    return spec.task is None and own and compiled.is_compiled(spec.model)
+
+
+def layers_pair(model: keras.Model, outputs: Any) -> Pair:
+    """(what layers added, once per sample; number of samples), for a model compiled without a loss."""
+    count = tf.cast(tf.shape(tf.nest.flatten(outputs)[0])[0], tf.float32)
+    return tf.add_n([tf.reduce_sum(tf.cast(extra, tf.float32)) for extra in model.losses]) * count, count
 
 
 def default_pair(loss: Loss, model: keras.Model, outputs: Any, batch: tuple[Any, ...]) -> Pair:
@@ -73,51 +95,6 @@ def default_pair(loss: Loss, model: keras.Model, outputs: Any, batch: tuple[Any,
     return total, count
 
 
-def _guarded(loss: Loss, name: str) -> Loss:
-    """Keras' loss ``name``, whose refusal of its inputs, and spreading of one over the other, is a `UserError`.
-
-    A user's own loss function is not guarded: its errors are his, with their traceback.
-    """
-    def guarded(y: Any, outputs: Any) -> Any:
-        got = f"the model's output is {_kind(outputs)} and the targets are {_kind(y)}"
-        of_classes = _sparse(name) or _key(name) in OF_CLASSES or name == "auto" and y.dtype.is_integer
-        if not (of_classes or _fit(y, outputs)):
-            raise UserError(f"loss {name}: {got}", "equal shapes, of which the last 1 may be left out",
-                            "reshape the targets, or the output in the model")
-        try:
-            return loss(y, outputs)
-        except (IndexError, ValueError, RuntimeError, TypeError, tf.errors.InvalidArgumentError) as error:
-            said = (re.sub(r"{{.*?}} ?", "", str(error)).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"loss {name} refused its inputs: {got} (TensorFlow: {said})",
-                            "shapes and types that the loss takes",
-                            "correct loss, the targets, or the model's output") from error
-    return guarded
-
-
-def _key(name: str) -> str:
-    return name.lower().replace("_", "")
-
-
-def _sparse(name: str) -> bool:
-    return _key(name).startswith("sparsecategorical")
-
-
-def _kind(tensor: tf.Tensor) -> str:
-    """dtype[shape], the number of samples as B: a graph may leave it open."""
-    extents = ["B", *tensor.shape.as_list()[1:]] if tensor.shape.rank else [] if tensor.shape.rank == 0 else ["..."]
-    return f"{tensor.dtype.name}[{', '.join('?' if n is None else str(n) for n in extents)}]"
-
-
-def _fit(y: tf.Tensor, outputs: tf.Tensor) -> bool:
-    """Whether a loss of single elements may meet these shapes: Keras adds or drops a last 1, and spreads others."""
-    if y.shape.rank is None or outputs.shape.rank is None:
-        return True
-    longer, shorter = sorted((y.shape.as_list(), outputs.shape.as_list()), key=len, reverse=True)
-    if len(longer) == len(shorter) + 1 and longer[-1] in (1, None):
-        longer = longer[:-1]
-    return len(longer) == len(shorter) and all(a == b or None in (a, b) for a, b in zip(longer, shorter))
-
-
 class ClassNumbers:
     """Looks at integer targets on the host: TensorFlow fails on those out of range, or gives NaN on a GPU.
 
@@ -126,10 +103,11 @@ class ClassNumbers:
     """
 
     def __init__(self, spec: Any, config: Config) -> None:
+        self._model = spec.model
         loss = getattr(spec.model, "loss", None) if getattr(spec.model, "compiled", False) else None
-        compiled = loss if isinstance(loss, str) else "auto" if loss is None else _name_of(loss)
-        self._name = compiled if config.loss.name == "auto" else config.loss.name
-        self._looks = spec.task is None and (self._name == "auto" or _sparse(self._name))
+        name = loss if isinstance(loss, str) else "auto" if loss is None else _name_of(loss)
+        self._name = name if config.loss.name == "auto" else config.loss.name
+        self._looks = spec.task is None and (self._name == "auto" or shapes.sparse(self._name))
         self._ignored = config.loss.args.get("ignore_class", getattr(loss, "ignore_class", None))
         axis = config.loss.args.get("axis", getattr(loss, "axis", -1))
         shape = _output_shape(spec.model) if axis == -1 else None
@@ -138,12 +116,14 @@ class ClassNumbers:
     def check(self, batch: tuple[Any, ...], classes: int | None = None) -> None:
         """Raise `UserError` for targets outside 0..C-1, C being the model's outputs or ``classes``."""
         classes = classes or self._classes
-        if not (self._looks and classes and len(batch) > 1 and isinstance(batch[1], np.ndarray)):
+        if not (self._looks and classes and len(batch) > 1):
             return
-        targets = batch[1]
+        targets = compiled.split(self._model, batch)[1]
+        if not isinstance(targets, np.ndarray):
+            return
         if targets.dtype.kind not in "iu" or not targets.size or classes < 2:
             return
-        low, high = int(targets.min()), int(targets.max())
+        low, high, shape = int(targets.min()), int(targets.max()), targets.shape
         if 0 <= low and high < classes:
             return
         if self._ignored is not None:
@@ -151,7 +131,7 @@ class ClassNumbers:
             low, high = (int(targets.min()), int(targets.max())) if targets.size else (0, 0)
             if 0 <= low and high < classes:
                 return
-        raise UserError(f"loss {self._name}: the targets are {targets.dtype}{list(batch[1].shape)}; "
+        raise UserError(f"loss {self._name}: the targets are {targets.dtype}{list(shape)}; "
                         f"targets run from {low} to {high}", f"0..{classes - 1} for a model with {classes} outputs",
                         "number the classes from 0, or give the model more outputs")
 
@@ -231,42 +211,14 @@ class Phase(keras.layers.Layer):
 def resolve_loss(named: Named, model: keras.Model) -> Loss:
     """Return ``loss(y, outputs)`` without reduction: config's, else the compiled model's, else by the targets' type."""
     if named.name != "auto":
-        return _guarded(_by_name(named), named.name)
-    compiled = getattr(model, "loss", None) if getattr(model, "compiled", False) else None
-    if compiled is None:
-        return _guarded(_auto(named.args), "auto")
-    if isinstance(compiled, (dict, list, tuple)):
-        if len(keras.tree.flatten(compiled)) == 1:
-            compiled = keras.tree.flatten(compiled)[0]
-    if isinstance(compiled, (dict, list, tuple)):
-        raise UserError("the model was compiled with several losses", "one loss, or a task",
-                        "give the model file a task(model, batch) -> (loss_sum, weight)")
-    loss = _by_name(Named(compiled, named.args)) if isinstance(compiled, str) else _unreduced(compiled)
-    if isinstance(compiled, str) or str(getattr(compiled, "__module__", "")).startswith("keras."):
-        loss = _guarded(loss, compiled if isinstance(compiled, str) else _name_of(compiled))
-    factor = _loss_weight(model)
-    return loss if factor is None else lambda y, outputs: loss(y, outputs) * factor
-
-
-def _loss_weight(model: keras.Model) -> float | None:
-    """What `compile(loss_weights=...)` gave for the only loss; None for nothing."""
-    given = getattr(getattr(model, "_compile_loss", None), "_user_loss_weights", None)
-    if given is None:
-        return None
-    factors = keras.tree.flatten(given)
-    if len(factors) != 1 or not isinstance(factors[0], (int, float)):
-        raise UserError(f"the model was compiled with loss_weights {given} for one loss", "one number",
-                        "compile with one, or give the model file a task(model, batch) -> (loss_sum, weight)")
-    return float(factors[0])
-
-
-def _refuse_own_training(model: keras.Model) -> None:
-    """Raise `UserError` for a model whose own methods compute a loss, which would be ignored here."""
-    for name in ("compute_loss", "train_step"):
-        if getattr(type(model), name) is not getattr(keras.Model, name):
-            raise UserError(f"{type(model).__name__} overrides {name}(), which is not called here",
-                            "a loss by name, or a task",
-                            "give the model file a task(model, batch) -> (loss_sum, weight)")
+        return shapes.guarded(_by_name(named), named.name)
+    own = getattr(model, "loss", None) if getattr(model, "compiled", False) else None
+    if own is None:
+        return shapes.guarded(_auto(named.args), "auto")
+    if not isinstance(own, str):
+        raise UserError(f"loss.args {named.args} beside a loss that model.compile was given ready made",
+                        "one of the two", "leave loss.args empty")
+    return shapes.guarded(_by_name(Named(own, named.args)), own)
 
 
 def loss_name(spec: Any, config: Config) -> str:
@@ -275,24 +227,16 @@ def loss_name(spec: Any, config: Config) -> str:
         return "the model file's task"
     if config.loss.name != "auto":
         return config.loss.name
-    compiled = getattr(spec.model, "loss", None) if getattr(spec.model, "compiled", False) else None
-    if compiled is None:
+    loss = getattr(spec.model, "loss", None) if getattr(spec.model, "compiled", False) else None
+    if loss is None:
         return "by the targets: sparse categorical cross entropy of logits, or squared error"
-    if isinstance(compiled, str):
-        return compiled
-    return _name_of(compiled)
+    return ", ".join(_name_of(part) for part in keras.tree.flatten(loss) if part is not None)
 
 
 def _name_of(loss: Any) -> str:
+    if isinstance(loss, str):
+        return loss
     return str(getattr(loss, "name", getattr(loss, "__name__", "as compiled")))
-
-
-def _unreduced(loss: Any) -> Loss:
-    """A Keras loss object without its reduction; a plain function as it is."""
-    if isinstance(loss, keras.losses.Loss):
-        loss = copy.copy(loss)
-        loss.reduction = None
-    return loss
 
 
 def _auto(args: dict[str, Any]) -> Loss:

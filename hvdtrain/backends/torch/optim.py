@@ -19,17 +19,23 @@ _KERNELS = ("fused", "foreach", "capturable")
 class Optimization:
     """An optimizer, its schedule, and the warm-up factor laid over it for the length of one update.
 
-    The factor is min(1, (t + 1) / warmup_steps) for update t (Goyal et al. 2017, arXiv 1706.02677).
+    The factor is min(1, (t + 1) / warmup_steps) for update t (Goyal et al. 2017, arXiv 1706.02677). ``adopted``: the
+    optimizer of a compiled Keras model (`hvdtrain.backends.torch.keras.optim`), in place of config's; its rate is its
+    own, scaled.
     """
 
-    def __init__(self, config: Config, params: Iterable[torch.nn.Parameter], steps_per_epoch: int) -> None:
+    def __init__(self, config: Config, params: Iterable[torch.nn.Parameter], steps_per_epoch: int,
+                 adopted: Any = None) -> None:
         schedule = config.schedule
         self._warmup = schedule.warmup_steps
         self._interval = schedule.interval
         self.updates = 0
         base = schedule.linear_scaling_base
         self.base_lr = config.lr * (config.global_batch / base if base else 1.0)
-        self.optimizer = _optimizer(config, params, self.base_lr)
+        self._adopted = adopted
+        if adopted is not None:
+            self.base_lr = adopted.rate
+        self.optimizer = _optimizer(config, params, self.base_lr) if adopted is None else adopted
         self.schedule = _schedule(config, self.optimizer)
         groups = self.optimizer.param_groups  # some schedules (OneCycleLR) have rates of their own
         self._obeys_lr = all(group.get("initial_lr", group["lr"]) == self.base_lr for group in groups)
@@ -44,6 +50,7 @@ class Optimization:
 
     def step(self) -> None:
         """One update, then let a per-step schedule move."""
+        self._follow()
         factor = self._factor()
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group, rate in zip(self.optimizer.param_groups, rates):
@@ -63,33 +70,48 @@ class Optimization:
     def _factor(self) -> float:
         return min(1.0, (self.updates + 1) / self._warmup) if self._warmup else 1.0
 
+    def _follow(self) -> None:
+        """Take over the rate of an adopted optimizer, which its owner or a schedule of Keras may have moved."""
+        if self._adopted is not None:
+            self._adopted.follow()
+
     def rate(self) -> float:
         """The rate of the next update."""
+        self._follow()
         return float(self.optimizer.param_groups[0]["lr"]) * self._factor()
 
     def plain_sgd(self) -> bool:
         """Whether an update is rate x gradient (weight decay aside)."""
+        if self._adopted is not None:
+            return bool(self._adopted.plain_sgd())
         groups = self.optimizer.param_groups
         return type(self.optimizer) is torch.optim.SGD and all(group["momentum"] == 0 for group in groups)
 
     def describe(self) -> dict[str, str]:
         """In words, for the summary."""
         s = self._config.schedule
-        words = {"optimizer": f"{type(self.optimizer).__name__}, lr {self.base_lr:g}"}
+        words = {"optimizer": f"{self._kind()}, lr {self.base_lr:g}"}
+        if self._adopted is not None:
+            words |= self._adopted.describe()
         if self.schedule is not None:
             words["schedule"] = f"{type(self.schedule).__name__} per {s.interval}"
         if s.warmup_steps:
             words["warm-up"] = f"linear over {s.warmup_steps} steps"
         if s.linear_scaling_base:
-            words["lr scaling"] = f"{self._config.lr:g} x {self._config.global_batch}/{s.linear_scaling_base}"
+            before = self.base_lr * s.linear_scaling_base / self._config.global_batch
+            words["lr scaling"] = f"{before:g} x {self._config.global_batch}/{s.linear_scaling_base}"
         return words
+
+    def _kind(self) -> str:
+        """The optimizer's class."""
+        return type(self.optimizer).__name__ if self._adopted is None else f"Keras' {self._adopted.name}"
 
     def scalars(self) -> dict[str, Any]:
         """JSON-able state beside the optimizer's tensors: all of a group, as schedules also move betas and momentum."""
         groups = [_plain({k: v for k, v in g.items() if k != "params"}) for g in self.optimizer.param_groups]
         schedule = {} if self.schedule is None else _plain(self.schedule.state_dict())
         return {
-            "optimizer": type(self.optimizer).__name__,
+            "optimizer": self._kind(),
             "updates": self.updates,
             "base_lr": self.base_lr,
             "groups": groups,
@@ -98,10 +120,10 @@ class Optimization:
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise `UserError` if `scalars` of another optimizer are given."""
-        own = type(self.optimizer).__name__
-        if state["optimizer"] != own:
-            raise UserError(f"the checkpoint was made with {state['optimizer']}", f"{own}, as configured now",
-                            f"set optimizer.name: {state['optimizer']}, or start anew")
+        own, then = self._kind(), state["optimizer"]
+        if then != own:
+            raise UserError(f"the checkpoint was made with {then}", f"{own}, as configured now",
+                            f"{_again(then)}, or start anew")
 
     def load_scalars(self, state: dict[str, Any]) -> None:
         """Undo `scalars`; a base rate configured otherwise than then scales every rate of the checkpoint.
@@ -124,6 +146,12 @@ class Optimization:
                 group[key] *= factor
         if self.schedule is not None:
             self.schedule.base_lrs = [rate * factor for rate in self.schedule.base_lrs]
+
+
+def _again(kind: str) -> str:
+    """How to have the optimizer that `Optimization.scalars` called ``kind``."""
+    keras = kind.startswith("Keras' ")
+    return "compile the model with it and leave optimizer.name auto" if keras else f"set optimizer.name: {kind}"
 
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,70 @@
-"""Where a rank's PyTorch model lives, how many threads it computes with, and its random seeds."""
+"""Where a rank's PyTorch model lives, on one device or several, how many threads it computes with, and its seeds."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
 import torch
 
 from hvdtrain.cluster.devices import DeviceFacts, cpu_facts
+from hvdtrain.errors import UserError
 
 
 def device() -> torch.device:
     """This rank's device: the GPU that boot made visible to it, else the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def devices(n: int) -> list[torch.device]:
+    """The devices of a model in ``n`` parts, in the order of its blocks: this rank's GPUs; with one, CPU and GPU.
+
+    Errors: `UserError` where this rank has too few.
+    """
+    if n == 1:
+        return [device()]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count >= n:
+        return [torch.device("cuda", i) for i in range(n)]
+    if (count, n) == (1, 2):
+        return [torch.device("cpu"), torch.device("cuda", 0)]
+    raise UserError(f"model_parallel {n}, but this rank has {count} GPU{'' if count == 1 else 's'}",
+                    f"{n} GPUs for each rank" + (", or one beside the CPU" if n == 2 else ""),
+                    f"set model_parallel: {max(1, count)}, or start this rank where it sees {n}")
+
+
+def memory_bytes(where: torch.device) -> int:
+    """Bytes that a device has to give now."""
+    return int(torch.cuda.mem_get_info(where)[0]) if where.type == "cuda" else cpu_facts().memory_bytes
+
+
+def synchronize(where: Iterable[torch.device]) -> None:
+    """Return when all of these devices have done what was queued for them."""
+    for one in set(where):
+        if one.type == "cuda":
+            torch.cuda.synchronize(one)
+
+
+def moved(value: Any, where: torch.device) -> Any:
+    """A tensor, or tensors in tuples, lists and dicts, on a device; anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.to(where, non_blocking=where.type == "cuda")  # to a CPU it would not be there yet when read
+    if isinstance(value, (tuple, list)):
+        return type(value)(moved(v, where) for v in value)
+    return {k: moved(v, where) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def further_random(where: Iterable[torch.device]) -> dict[str, np.ndarray]:
+    """State of the random generators of every GPU but the current one, whose state `state.random_arrays` holds."""
+    others = {d for d in where if d.type == "cuda"} - {device()}
+    return {f"torch.{d}": torch.cuda.get_rng_state(d).numpy().copy() for d in sorted(others, key=str)}
+
+
+def load_further_random(arrays: dict[str, np.ndarray], where: Iterable[torch.device]) -> None:
+    """Undo `further_random` for the devices that are here again."""
+    for one in {d for d in where if f"torch.{d}" in arrays}:
+        torch.cuda.set_rng_state(torch.from_numpy(np.array(arrays[f"torch.{one}"])), one)
 
 
 def in_host_memory() -> bool:
@@ -27,8 +82,11 @@ def device_facts() -> DeviceFacts:
     return DeviceFacts("cuda", found.name, f"sm_{found.major}{found.minor}", found.total_memory)
 
 
-def setup(threads: int, deterministic: bool) -> None:
-    """Set the compute threads of this process and, if asked, deterministic kernels."""
+def setup(threads: int, deterministic: bool, devices: int = 1) -> None:
+    """Set the compute threads of this process and, if asked, deterministic kernels.
+
+    ``devices``: of each rank; PyTorch needs to be told nothing of them.
+    """
     torch.set_num_threads(threads)
     if deterministic:
         torch.use_deterministic_algorithms(True)

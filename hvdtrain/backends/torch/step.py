@@ -9,42 +9,67 @@ gradients stay where autograd puts them.
 from __future__ import annotations
 
 import math
+import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from hvdtrain.backends.torch import amp, audit, placement, state, sync_batchnorm, trial
+from hvdtrain.backends.torch import amp, audit, keras, placement, state, sync_batchnorm, trial
 from hvdtrain.backends.torch.buffers import Buffers
 from hvdtrain.backends.torch.optim import Optimization
 from hvdtrain.backends.torch.placement import DeviceClock
+from hvdtrain.backends.torch.split import Layout, check_slots
 from hvdtrain.backends.torch.task import Metrics, make_task
+from hvdtrain.cluster.exit import agreed
 from hvdtrain.config import Config
 from hvdtrain.data.empty import StandIn
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.parallel.plan import Measured, Plan, agree
 from hvdtrain.precision.policy import FP32, Precision
 from hvdtrain.precision.scaler import LossScale
 from hvdtrain.protocols import Batch, Pair, ParamSpec
 
 
-def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int,
-                precision: Precision = FP32) -> TorchStep:
-    """A step over ``spec.model``, on this rank's device."""
-    return TorchStep(spec, config, control.rank, steps_per_epoch, precision)
+def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int, precision: Precision = FP32,
+                sample: Callable[[int], Batch] | None = None) -> Any:
+    """A step over ``spec.model``, on this rank's device or split over several; collective where it is split.
+
+    ``sample``: so many samples of the run's data, to measure the blocks of a split model with.
+    """
+    def make() -> Any:
+        given = (spec, config, control.rank, steps_per_epoch, precision)
+        if not keras.is_keras(spec.model):
+            return TorchStep(*given)
+        if config.model_parallel > 1:
+            raise UserError(f"model_parallel {config.model_parallel} with a Keras model on PyTorch",
+                            "a model whose framework splits it", "set model_parallel: 1, or KERAS_BACKEND=tensorflow")
+        return keras.create_step(*given)
+
+    if config.model_parallel == 1:
+        return make()
+    step = agreed(control, make, "model")
+    measured = agreed(control, lambda: step.measure(sample, control), "split")
+    plan = agree(measured, config, control)
+    agreed(control, lambda: step.split(plan), "split")
+    return step
 
 
 class TorchStep:
     """Implements `hvdtrain.protocols.Step`."""
 
     def __init__(self, spec: Any, config: Config, rank: int, steps_per_epoch: int, precision: Precision = FP32) -> None:
-        self.device = placement.device()
-        self.asynchronous = self.device.type == "cuda"
+        self._layout = Layout(spec, config)
+        self.device = self._layout.home
+        self.asynchronous = self._layout.on_gpu
         self.waited_s = self._waited_in_step_s = 0.0
         self._clock = DeviceClock() if self.asynchronous else None
-        self.model: torch.nn.Module = spec.model.to(self.device)
+        self.model: torch.nn.Module = spec.model
         audit.check_model(self.model)
         sync_batchnorm.release(self.model)
         self._sync = sync_batchnorm.Across() if config.sync_batchnorm else None
@@ -63,7 +88,8 @@ class TorchStep:
         self._params = [p for _, p in named]
         self._task = make_task(spec, config)
         self._metrics = Metrics(spec, config, self._task)
-        self._opt = Optimization(config, self._params, steps_per_epoch)
+        self._make_opt = partial(Optimization, config, steps_per_epoch=steps_per_epoch)
+        self._opt = self._make_opt(params=self._params)
         self._buffers = Buffers(self.model, undoable=config.nan_guard == "skip" or self.scale.on)
         self._reducer: Reducer
         self._flats: list[torch.Tensor] = []
@@ -71,15 +97,35 @@ class TorchStep:
         self._hooks: list[Any] = []
         self._left = False
         self._last = False
+        self._lock = threading.Lock()
         self._rank = rank
+
+    # --- a split model -----------------------------------------------------------------------------------------
+
+    @property
+    def table(self) -> str:
+        """The split of the model for people, "" where it is whole."""
+        return self._layout.table
+
+    def measure(self, sample: Callable[[int], Batch] | None, control: Any) -> Measured:
+        """What this rank's blocks cost; see `Layout.measure`."""
+        return self._layout.measure(self._task, sample, control.rank, control.size, getattr(control, "local_size", 1),
+                                    self._tensors, self.precision.own)
+
+    def split(self, plan: Plan) -> None:
+        """Put the blocks on their devices; the optimizer is made anew, for the parameters as they are there."""
+        self._layout.split(plan)
+        of_name = dict(self.model.named_parameters())
+        self._params = [of_name[n] for n in self._names]
+        self._opt = self._make_opt(params=self._params)
 
     # --- the exchange ------------------------------------------------------------------------------------------
 
     def params(self) -> list[ParamSpec]:
         """Trainable parameters in the model's own order."""
         return [
-            ParamSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch."))
-            for n, p in zip(self._names, self._params)
+            ParamSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch."), place)
+            for n, p, place in zip(self._names, self._params, self._layout.places(self._params))
         ]
 
     def attach(self, reducer: Reducer) -> None:
@@ -92,9 +138,10 @@ class TorchStep:
             self._sync.take(self.model, reducer)
         if reducer.alone:
             return
+        self._layout.spread(reducer)
         self._missing: list[set[int]] = [set() for _ in reducer.buckets]
         for bucket in reducer.buckets:
-            flat_N = kept[bucket] if bucket in kept else reducer.buffer(bucket)
+            flat_N = kept[bucket] if bucket in kept else self._layout.flat(reducer, bucket)
             self._flats.append(flat_N)
             for i, offset, shape in zip(bucket.params, bucket.offsets, bucket.shapes):
                 param = self._params[i]
@@ -103,6 +150,7 @@ class TorchStep:
 
     def join(self) -> None:
         """Hook the parameters again, and take BatchNorm's statistics over the ranks."""
+        self._layout.join()
         self._opt.joined()
         if self._left:
             self.attach(self._reducer)
@@ -113,10 +161,15 @@ class TorchStep:
             hook.remove()
         self._hooks = []
         sync_batchnorm.release(self.model)
+        self._layout.leave()
         self._left = True
 
     def _hook(self, bucket: int, index: int) -> Any:
         def full(param: torch.Tensor) -> None:
+            with self._lock:  # of a split model each device has a thread in backward
+                ready(param)
+
+        def ready(param: torch.Tensor) -> None:
             if param.grad is not self._views[index]:
                 self._take_in(index)
             if not self._last:
@@ -208,7 +261,7 @@ class TorchStep:
     def _forward(self, batch: Batch) -> Pair:
         """The task's pair; `UserError` where the part of the batch is too small for BatchNorm."""
         try:
-            with amp.computing(self.device, self.precision.own):
+            with self._layout.computing(self.precision.own):
                 return self._task(self.model, self._tensors(batch))
         except ValueError as error:
             if "Expected more than 1 value per channel when training" not in str(error):
@@ -224,14 +277,21 @@ class TorchStep:
 
     def trial(self, batch: Batch) -> None:
         """Compute a batch's gradient for its time alone."""
+        random = self._layout.random()
         with sync_batchnorm.local_statistics(self._sync):
             trial.trial(self.model, self._params, self._forward, batch)
+        placement.synchronize(self._layout.devices)
+        self._layout.load_random(random)
 
     def bytes_to_come(self) -> int:
-        """Two moments of every parameter, as Adam keeps them, unless there is state already or none will be."""
+        """Two moments of every parameter, as Adam keeps them, unless there is state already or none will be.
+
+        Of a split model those on the one GPU whose memory is probed.
+        """
         if self._opt.optimizer.state or self.plain_sgd():
             return 0
-        return 2 * sum(p.numel() * p.element_size() for p in self._params)
+        probed = [p for p in self._params if p.device == placement.device() or not self._layout.on_gpu]
+        return 2 * sum(p.numel() * p.element_size() for p in probed)
 
     def device_s(self) -> float | None:
         """Between the events around the latest forward and backward that the device has ended; None on a CPU."""
@@ -268,13 +328,16 @@ class TorchStep:
         norm = math.nan
         if clip_norm > 0 or check or self.scale.on:
             parts = self._flats or [p.grad for p in self._params if p.grad is not None]
-            norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p).float() for p in parts])))
+            norms = [torch.linalg.vector_norm(p).float().to(self.device) for p in parts]
+            norm = float(torch.linalg.vector_norm(torch.stack(norms)))
             if not math.isfinite(norm):
                 return False, norm
             if 0 < clip_norm < norm:
                 for part in parts:
                     part.mul_(clip_norm / norm)
         self._opt.step()
+        if self._opt.updates == 1:
+            check_slots(self._opt.optimizer)
         return True, norm
 
     def discard(self) -> None:
@@ -287,7 +350,7 @@ class TorchStep:
         modes = {m: m.training for m in self.model.modules()}
         self.model.eval()
         try:
-            with torch.no_grad(), amp.computing(self.device, self.precision.own):
+            with torch.no_grad(), self._layout.computing(self.precision.own):
                 self._metrics.add(self.model, self._tensors(batch))
         finally:
             _train(self.model, modes)
@@ -300,11 +363,12 @@ class TorchStep:
         """Weighted means."""
         return {name: float(s / w) if w else math.nan for name, (s, w) in totals.items()}
 
-    def _tensors(self, batch: Batch) -> tuple[torch.Tensor, ...]:
-        """The arrays on the device; floating ones in the parameters' dtype, as Keras casts (numpy's is float64)."""
+    def _tensors(self, batch: Batch, where: torch.device | None = None) -> tuple[torch.Tensor, ...]:
+        """The arrays on their devices; floating ones in the parameters' dtype, as Keras casts (numpy's is float64)."""
         tensors = (torch.from_numpy(np.require(x, requirements=["C", "W"])) for x in batch)
         return tuple(
-            t.to(self.device, self._dtype if t.is_floating_point() else None, non_blocking=True) for t in tensors
+            t.to(where or self._layout.of_batch(i), self._dtype if t.is_floating_point() else None, non_blocking=True)
+            for i, t in enumerate(tensors)
         )
 
     # --- schedule, state -----------------------------------------------------------------------------------------
@@ -319,12 +383,12 @@ class TorchStep:
 
     def describe(self) -> dict[str, str]:
         """Optimizer, schedule, device, in words."""
-        device = {"device": str(self.device)}
-        return {**self._opt.describe(), **device, **self.precision.describe(), **self.scale.describe()}
+        return {**self._opt.describe(), **self._layout.describe(), **self.precision.describe(), **self.scale.describe()}
 
     def caveats(self) -> list[str]:
         """Layers whose result depends on how a batch is cut (law 2)."""
-        return [*audit.caveats(self.model, self._sync is not None, self._parts), *self.precision.caveats()]
+        whole = audit.caveats(self.model, self._sync is not None, self._parts)
+        return [*whole, *self._layout.caveats(), *self.precision.caveats()]
 
     def state(self) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
         """Groups "model" and "optimizer", and the scalars of optimizer and schedule."""
@@ -343,11 +407,12 @@ class TorchStep:
 
     def rank_state(self) -> dict[str, np.ndarray]:
         """Random generators and compressor state of this rank."""
-        return {**state.random_arrays(), **self._reducer.saved()}
+        return {**state.random_arrays(), **self._layout.random(), **self._reducer.saved()}
 
     def load_rank(self, own: dict[str, np.ndarray]) -> str:
         """Undo `rank_state`; say what of the compressor's state does not fit."""
         state.load_random(own)
+        self._layout.load_random(own)
         return self._reducer.restore(own)
 
     def export(self, directory: Any) -> list[str]:

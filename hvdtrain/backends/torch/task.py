@@ -42,11 +42,11 @@ def make_task(spec: Any, config: Config) -> Callable[[torch.nn.Module, tuple[tor
 def _users(task: Callable[..., Any]) -> Callable[..., Pair]:
     """A model file's task, whose result is looked at."""
     def checked(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> Pair:
-        return _pair(task(model, batch), "task", "(loss_sum, weight)")
+        return checked_pair(task(model, batch), "task", "(loss_sum, weight)")
     return checked
 
 
-def _pair(found: Any, origin: str, expected: str) -> Pair:
+def checked_pair(found: Any, origin: str, expected: str) -> Pair:
     """``found``, if it is two single numbers; `UserError` otherwise."""
     whole = isinstance(found, (tuple, list)) or getattr(found, "shape", None) == (2,)
     if not whole or len(found) != 2:
@@ -225,14 +225,14 @@ class Metrics:
                     raise UserError(f"metrics returned a {type(found).__name__}", "a dict of name: (sum, weight)",
                                     "mend the model file's metrics")
                 for name, pair in found.items():
-                    self._count(name, _pair(pair, f"metric {name!r}", "(sum, weight)"))
+                    self._count(name, checked_pair(pair, f"metric {name!r}", "(sum, weight)"))
             return
         x, targets, extra = _parts(batch)
         outputs = amp.widened(model(x))
         loss = self._loss or _auto(targets, self._loss_named.args)
         self._count("loss", (loss_sum(loss, outputs, targets, extra, self._loss_named), targets.shape[0]))
         for name, metric in self._named.items():
-            self._count(name, _pair(metric(outputs, targets), f"metric {name!r}", "(sum, weight)"))
+            self._count(name, checked_pair(metric(outputs, targets), f"metric {name!r}", "(sum, weight)"))
 
     def _count(self, name: str, pair: Pair) -> None:
         step = torch.stack([torch.as_tensor(v, dtype=torch.float64).cpu() for v in pair])

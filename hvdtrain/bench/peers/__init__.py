@@ -133,6 +133,7 @@ _PEERS: dict[str, list[Contender]] = {
         Contender("horovod", "horovod_tensorflow", needs="horovod", env=AS_IT_COMES),
         Contender("horovod-tuned", "horovod_tensorflow", needs="horovod"),
         Contender("mwms", "mwms"),
+        Contender("keras-fit", "keras_fit", needs="horovod", peer=False),
         Contender("plain", "plain_tensorflow", alone=True),
     ],
 }

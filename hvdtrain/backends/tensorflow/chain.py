@@ -1,0 +1,119 @@
+"""The blocks of a Keras model in the order of its forward pass, checked to be all of it.
+
+Owns the question whether a model can be split. Measures and moves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.backends.tensorflow.task import Phase
+from hvdtrain.errors import UserError
+
+DO = "give the model file blocks(model) -> [(name, layer), ...], the forward pass being a loop over them"
+
+
+class Chain:
+    """Named blocks that, one after the other, are the model.
+
+    ``entry(x)``: what the model itself does to its input before the first block.
+    """
+
+    def __init__(self, model: keras.Model, blocks: Sequence[tuple[str, Any]]) -> None:
+        self.model = model
+        self.names = tuple(name for name, _ in blocks)
+        self.layers = tuple(layer for _, layer in blocks)
+        self.owner = _owners(model, blocks)
+
+    def entry(self, x: Any) -> Any:
+        """As Keras' functional models convert their inputs; other models leave that to their blocks."""
+        functional = getattr(self.model, "_functional", None) or self.model
+        standardize = getattr(functional, "_standardize_inputs", None)
+        return x if standardize is None else keras.tree.pack_sequence_as(x, standardize(x))
+
+    def run(self, x: Any, training: bool | None, stage: range | None = None) -> Any:
+        """The blocks of ``stage`` (all of them without one), as layers that know whether they train."""
+        for i in stage or range(len(self.layers)):
+            x = self.layers[i](x) if training is None else self.layers[i](x, training=training)
+        return x
+
+
+def chain_of(spec: Any) -> Chain:
+    """The model file's ``blocks``, or the layers of a Sequential model or of a functional one that is a chain.
+
+    Errors: `UserError` for other models, for weights that belong to no block or to two of them.
+    """
+    model = spec.model
+    if spec.blocks is not None:
+        blocks = [(str(name), layer) for name, layer in spec.blocks(model)]
+        if not blocks or not all(isinstance(layer, keras.layers.Layer) for _, layer in blocks):
+            raise UserError("blocks(model) gave something else than named layers", "[(name, keras layer), ...]",
+                            "mend the model file's blocks")
+    elif isinstance(model, keras.Sequential) or _is_row(model):
+        blocks = [(layer.name, layer) for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
+    else:
+        kind = "a functional model with branches" if hasattr(model, "_standardize_inputs") else type(model).__name__
+        raise UserError(f"model_parallel with {kind}, which names no blocks", "a model that is a chain of blocks", DO)
+    return Chain(model, blocks)
+
+
+def check_same(chain: Chain, batch_x: Any) -> None:
+    """Raise `UserError` unless the blocks one after the other give what the model gives for ``batch_x``."""
+    x = tf.nest.map_structure(tf.convert_to_tensor, batch_x)
+    whole = chain.model(x, training=False)
+    try:
+        parts = Phase(lambda _, x: chain.run(chain.entry(x), None), None)(x, training=False)
+    except (ValueError, TypeError, IndexError, RuntimeError, tf.errors.InvalidArgumentError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"the model's blocks do not run one after the other ({said})", "a chain of blocks",
+                        DO) from error
+    one, other = tf.nest.flatten(whole), tf.nest.flatten(parts)
+    if len(one) != len(other) or not all(_close(a, b) for a, b in zip(one, other)):
+        raise UserError("the model's blocks, run one after the other, give something else than the model",
+                        "a forward pass that is a loop over the blocks", DO)
+
+
+def _close(a: tf.Tensor, b: tf.Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    x, y = (np.asarray(tf.cast(t, tf.float64)) for t in (a, b))
+    narrow = a.dtype in (tf.float16, tf.bfloat16)
+    return bool(np.allclose(x, y, rtol=3e-2 if narrow else 1e-4, atol=1e-6 + 1e-4 * np.abs(x).max(initial=0.0)))
+
+
+def _is_row(model: keras.Model) -> bool:
+    """Whether a functional model is one row of layers, each called once on what the one before gave."""
+    if not hasattr(model, "_standardize_inputs") or len(model.inputs) != 1 or len(model.outputs) != 1:
+        return False
+    layers = [layer for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
+    before = model.inputs[0]
+    for layer in layers:
+        nodes = [n for n in layer._inbound_nodes if n in model._nodes]
+        if len(nodes) != 1 or len(nodes[0].input_tensors) != 1 or nodes[0].input_tensors[0] is not before:
+            return False
+        if len(nodes[0].outputs) != 1:
+            return False
+        before = nodes[0].outputs[0]
+    return before is model.outputs[0]
+
+
+def _owners(model: keras.Model, blocks: Sequence[tuple[str, Any]]) -> dict[int, int]:
+    """The block of each variable, by its id."""
+    owner: dict[int, int] = {}
+    paths = {id(v): v.path for v in model.variables}
+    for i, (name, layer) in enumerate(blocks):
+        for variable in layer.variables:
+            other = owner.setdefault(id(variable), i)
+            if other != i:
+                raise UserError(f"blocks {blocks[other][0]} and {name} share {paths.get(id(variable), variable.path)}",
+                                "blocks with variables of their own", "put what shares variables in one block")
+    metrics = {id(v) for v in model.metrics_variables}
+    stray = [path for key, path in paths.items() if key not in owner and key not in metrics]
+    if stray:
+        raise UserError(f"variable {stray[0]} belongs to no block", "blocks that hold all of the model's variables", DO)
+    return owner

@@ -1,0 +1,134 @@
+"""What each block of a chain costs: seconds of forward and backward, bytes of variables, bytes that backward keeps.
+
+Owns the measurement, in graphs of its own; blocks of one kind (class, shapes of weights and inputs) are measured once.
+What a forward changes is put back by the caller (`hvdtrain.backends.tensorflow.trial`).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.backends.tensorflow.chain import Chain
+from hvdtrain.parallel.memory import Block
+
+SLOT_S = 0.05
+"""About how long one kind of block is timed."""
+
+_VIEWS = ("Identity", "Reshape", "Squeeze", "ExpandDims")
+_FREE = ("Placeholder", "Const", "ReadVariableOp", "VarHandleOp")
+
+
+class Cost(NamedTuple):
+    """Of one kind of block.
+
+    ``kept_bytes``: inside it; ``keeps_input``, ``keeps_output``: whether backward reads those.
+    """
+
+    seconds: float
+    kept_bytes: int
+    keeps_input: bool
+    keeps_output: bool
+
+
+def measure(chain: Chain, batch_x: Any, device: str) -> tuple[Block, ...]:
+    """Every block, with inputs of one split micro-batch ``batch_x``; computed on ``device``."""
+    x = chain.entry(tf.nest.map_structure(tf.convert_to_tensor, batch_x))
+    known: dict[Any, tuple[Cost, Any]] = {}
+    costs: list[Cost] = []
+    edges_bytes = [_bytes(x)]
+    for layer in chain.layers:
+        kind = _kind(layer, x)
+        if kind not in known:
+            known[kind] = _measured(layer, x, device)
+        cost, x = known[kind]
+        costs.append(cost)
+        edges_bytes.append(_bytes(x))
+    blocks = []
+    for i, (name, layer, cost) in enumerate(zip(chain.names, chain.layers, costs)):
+        kept = cost.kept_bytes + (edges_bytes[i] if cost.keeps_input else 0)
+        if cost.keeps_output and not (i + 1 < len(costs) and costs[i + 1].keeps_input):
+            kept += edges_bytes[i + 1]
+        blocks.append(Block(name, cost.seconds, sum(_variable_bytes(v) for v in layer.weights), kept))
+    return tuple(blocks)
+
+
+def _kind(layer: Any, x: Any) -> Any:
+    """What makes two blocks cost the same."""
+    inside = tuple((type(part).__name__, part.compute_dtype) for part in layer._flatten_layers())
+    weights = tuple((tuple(v.shape), v.dtype) for v in layer.weights)
+    return inside, weights, tuple((t.dtype, tuple(t.shape)) for t in tf.nest.flatten(x)), tf.nest.flatten(x)[0] is None
+
+
+def _measured(layer: Any, x: Any, device: str) -> tuple[Cost, Any]:
+    """The cost of a block, and its output for ``x``."""
+    variables = [v.value for v in layer.trainable_variables]
+    n_forward = 0
+
+    def graph(x: Any) -> Any:
+        nonlocal n_forward
+        with tf.device(device), tf.GradientTape() as tape:
+            inputs = _floats(x)
+            tape.watch(inputs)
+            y = layer(x, training=True)
+            n_forward = len(tf.compat.v1.get_default_graph().get_operations())
+        with tf.device(device):
+            grads = tape.gradient(_floats(y), inputs + variables) if _floats(y) and inputs + variables else []
+        return y, [tf.convert_to_tensor(g) for g in grads if g is not None]
+
+    function = tf.function(graph, jit_compile=False, autograph=False)
+    concrete = function.get_concrete_function(x)
+    kept_bytes, keeps_input, keeps_output = _kept(concrete, n_forward)
+    function(x)
+    seconds: list[float] = []
+    while len(seconds) < 3 or sum(seconds) < SLOT_S and len(seconds) < 50:
+        begin = time.perf_counter()
+        y, grads = function(x)
+        for tensor in tf.nest.flatten([y, grads])[-1:]:
+            tensor.numpy()  # waits for a GPU
+        seconds.append(time.perf_counter() - begin)
+    return Cost(sorted(seconds)[len(seconds) // 2], kept_bytes, keeps_input, keeps_output), y
+
+
+def _kept(concrete: Any, n_forward: int) -> tuple[int, bool, bool]:
+    """(bytes that operations of backward read of those of forward, whether the input, whether the output is read)."""
+    operations = concrete.graph.get_operations()
+    forward = {op.name for op in operations[:n_forward]}
+    captured = {inner.name for _, inner in concrete.graph.captures}
+    given = {t.name for t in concrete.graph.inputs} - captured
+    returned = {_source(t).name for t in concrete.graph.outputs}
+    kept: dict[str, Any] = {}
+    for op in operations[n_forward:]:
+        for tensor in op.inputs:
+            source = _source(tensor)
+            if source.op.name in forward and source.dtype != tf.resource:
+                kept[source.name] = source
+    inner = [t for name, t in kept.items() if name not in given | returned and t.op.type not in _FREE]
+    return sum(_tensor_bytes(t) for t in inner), bool(given & kept.keys()), bool(returned & kept.keys())
+
+
+def _source(tensor: Any) -> Any:
+    """The tensor whose memory ``tensor`` is a view of."""
+    while tensor.op.type in _VIEWS:
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _floats(tensors: Any) -> list[Any]:
+    return [t for t in tf.nest.flatten(tensors) if tf.is_tensor(t) and t.dtype.is_floating]
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(_tensor_bytes(t) for t in tf.nest.flatten(tensors))
+
+
+def _tensor_bytes(tensor: Any) -> int:
+    return (tensor.shape.num_elements() or 0) * tensor.dtype.size
+
+
+def _variable_bytes(variable: keras.Variable) -> int:
+    value = variable._value
+    return (value.shape.num_elements() or 0) * value.dtype.size

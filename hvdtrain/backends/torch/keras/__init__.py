@@ -1,0 +1,34 @@
+"""Keras 3 on its PyTorch backend: a `keras.Model` as a model of this project's PyTorch backend.
+
+Owns what Keras does otherwise than PyTorch: where variables are kept, how layers learn whether they train, the loss
+and metrics of ``model.compile``, its optimizer, its files. Everything else is `hvdtrain.backends.torch`. Importing
+this package imports nothing; `create_step` imports keras, which the model has imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def is_keras(model: Any) -> bool:
+    """Whether ``model`` is a `keras.Model`; imports nothing, as there is none where Keras was not imported."""
+    return any((c.__module__, c.__name__) == ("keras.src.models.model", "Model") for c in type(model).__mro__)
+
+
+def create_step(*args: Any) -> Any:
+    """A `hvdtrain.backends.torch.keras.step.KerasStep` of these arguments, which are `TorchStep`'s."""
+    from hvdtrain.backends.torch.keras.step import KerasStep
+
+    return KerasStep(*args)
+
+
+def forget_generator() -> None:
+    """Let Keras make the generator of unseeded `keras.random` calls anew, from Python's ``random``, which is seeded.
+
+    Layers and initializers take their seeds from there too. `keras.utils.set_random_seed` would do the same, and
+    import TensorFlow. Without Keras in this process nothing happens.
+    """
+    state = sys.modules.get("keras.src.backend.common.global_state")
+    if state is not None:
+        state.set_global_attribute("global_seed_generator", None)

@@ -1,0 +1,172 @@
+"""The optimizer that a Keras model was compiled with, as an optimizer of PyTorch.
+
+Owns one class between the two: `hvdtrain.backends.torch.optim.Optimization` lays warm-up, scaling and schedules over
+its rate, and checkpoints read its state, as they do with any other; the update itself is Keras' own ``apply``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import keras
+import torch
+
+from hvdtrain.config import Config
+from hvdtrain.errors import UserError
+
+
+def compiled_optimizer(config: Config, model: keras.Model) -> Adopted | None:
+    """The compiled optimizer of ``model`` if ``config`` leaves it the choice, else None."""
+    own = model.optimizer if getattr(model, "compiled", False) else None
+    if config.optimizer.name != "auto" or own is None:
+        return None
+    _refuse(own)
+    scheduled = isinstance(own._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
+    if scheduled and config.schedule.name.lower() not in ("none", ""):
+        raise UserError(f"schedule is {config.schedule.name} and the compiled optimizer has a schedule of its own",
+                        "one schedule", "set schedule.name to none, or compile with a plain rate")
+    base = config.schedule.linear_scaling_base
+    return Adopted(own, model.trainable_variables, config.global_batch / base if base else 1.0)
+
+
+class Adopted(torch.optim.Optimizer):
+    """``own``, built for ``variables``, whose update uses the rate of the one parameter group.
+
+    The group's rate is ``own``'s times ``scale``. It follows what a schedule of Keras says and what the optimizer's
+    owner sets during the run (a callback); ``own``'s rate itself is only read, so that a second run with the same
+    model begins from what its owner gave. State is ``own``'s variables, live.
+    """
+
+    def __init__(self, own: keras.optimizers.Optimizer, variables: list[Any], scale: float = 1.0) -> None:
+        self.own, self._variables, self._scale = own, variables, scale
+        built_for = [id(v) for v in getattr(own, "_trainable_variables", [])]
+        if not own.built or built_for != [id(v) for v in variables]:
+            own.build(variables)  # not twice: its history would be lost
+        self._read()
+        super().__init__([v.value for v in variables], {"lr": self._given * scale})
+        for index, entries in enumerate(_slots(own, variables)):
+            if entries:
+                self.state[variables[index].value] = entries
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether the rate comes from a schedule of Keras."""
+        return isinstance(self.own._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
+
+    @property
+    def name(self) -> str:
+        """The class of ``own``."""
+        return type(self.own).__name__
+
+    @property
+    def rate(self) -> float:
+        """The rate of the only group."""
+        return float(self.param_groups[0]["lr"])
+
+    def plain_sgd(self) -> bool:
+        """Whether an update is rate x gradient (weight decay aside)."""
+        return isinstance(self.own, keras.optimizers.SGD) and not (self.own.momentum or self.own.use_ema)
+
+    def describe(self) -> dict[str, str]:
+        """A schedule of Keras, in words."""
+        return {"schedule": f"{type(self.own._learning_rate).__name__} per step"} if self.scheduled else {}
+
+    def _read(self) -> None:
+        """Read count and rate from the device, which waits for it: not in every step."""
+        self._updates = int(keras.ops.convert_to_numpy(self.own._iterations))
+        self._version = None if self.scheduled else self.own._learning_rate.value._version
+        self._given = _number(self.own.learning_rate)
+
+    def follow(self) -> None:
+        """Take over a rate that has moved since the update before; a schedule of PyTorch's goes on from it."""
+        if self.scheduled:
+            with keras.device("cpu"):
+                self.param_groups[0]["lr"] = _number(self.own._learning_rate(self._updates)) * self._scale
+        elif self.own._learning_rate.value._version != self._version:  # somebody wrote to it
+            before = self._given
+            self._read()
+            if self._given != before:
+                self.param_groups[0]["lr"] = self._given * self._scale
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One ``apply`` with the group's rate."""
+        assert closure is None
+        grads = [variable.value.grad for variable in self._variables]
+        kept, rate = self.own._learning_rate, self.rate
+        self.own.__dict__["_learning_rate"] = lambda: rate
+        try:
+            self.own.apply(grads, self._variables)
+        finally:
+            self.own.__dict__["_learning_rate"] = kept
+        self._updates += 1
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a state into ``own``'s variables; `UserError` before anything is changed if it does not fit."""
+        params = self.param_groups[0]["params"]
+        own = {i: self.state[p] for i, p in enumerate(params) if p in self.state}
+        got = state_dict["state"]
+        shapes = [{(i, key): tuple(torch.as_tensor(tensor).shape) for i, entries in side.items()
+                   for key, tensor in entries.items()} for side in (own, got)]
+        if shapes[0] != shapes[1]:
+            odd = sorted(f"{key} of parameter {i}" for i, key in dict(shapes[0].items() ^ shapes[1].items()))
+            raise UserError(f"the checkpoint's optimizer state differs in {odd[:3]}", f"the state of {self.name}",
+                            "resume with the model and optimizer of that run")
+        with torch.no_grad():
+            for i, entries in own.items():
+                for key, tensor in entries.items():
+                    tensor.copy_(torch.as_tensor(got[i][key]))
+        self._read()
+
+
+def _number(rate: Any) -> float:
+    """A rate in the short decimal that its float32 stands for."""
+    return float(str(keras.ops.convert_to_numpy(rate).astype("float32")))
+
+
+_COUNTER = re.compile(r"_\d+$")
+"""What Keras puts behind a name that it has given in this process before."""
+
+
+def _slots(own: keras.optimizers.Optimizer, variables: list[Any]) -> list[dict[str, torch.Tensor]]:
+    """For each variable the tensors that ``own`` keeps for it, by name.
+
+    Keras names such a tensor by the variable's path and a word: ``mlp_dense_0_linear_kernel_momentum``. Those that are
+    named otherwise (the count of updates) stand with the first variables, in their order.
+    """
+    stems = [variable.path.replace("/", "_") + "_" for variable in variables]
+    found: list[dict[str, torch.Tensor]] = [{} for _ in variables]
+    for slot in own.variables:
+        if slot is own._learning_rate:
+            continue
+        fitting = [i for i, stem in enumerate(stems) if slot.name.startswith(stem)]
+        longest = max((len(stems[i]) for i in fitting), default=0)
+        word = slot.name[longest:].replace("/", "_") if fitting else _COUNTER.sub("", slot.name.replace("/", "_"))
+        # Of variables with one path each has its own slot, in their order.
+        best = [i for i in fitting if len(stems[i]) == longest] or list(range(len(variables)))
+        free = next((i for i in best if word not in found[i]), best[0])
+        key, n = word, 1
+        while key in found[free]:
+            n, key = n + 1, f"{word}#{n + 1}"
+        found[free][key] = slot.value
+    return found
+
+
+def _refuse(own: keras.optimizers.Optimizer) -> None:
+    """Raise `UserError` for an optimizer that would do again what the run does, or whose rate cannot be read."""
+    distributed = sys.modules.get("hvdtrain.keras.exchange")
+    if distributed is not None and distributed.exchange_of(own) is not None:
+        raise UserError("the optimizer is a DistributedOptimizer, and Trainer.fit exchanges gradients itself",
+                        "a plain optimizer", "compile with the optimizer inside it")
+    if isinstance(own, keras.optimizers.LossScaleOptimizer) or getattr(own, "loss_scale_factor", None):
+        raise UserError("the optimizer scales the loss", "one that does not",
+                        "compile without mixed_float16 and loss_scale_factor")
+    if getattr(own, "gradient_accumulation_steps", None):
+        raise UserError("the optimizer accumulates gradients (gradient_accumulation_steps)", "one that does not",
+                        "set accumulate in the configuration, which every rank shares")
+    held = own._learning_rate
+    if not isinstance(held, (keras.Variable, keras.optimizers.schedules.LearningRateSchedule)):
+        raise UserError("the compiled optimizer's rate is a function", "a number or one of Keras' schedules",
+                        "compile with one")

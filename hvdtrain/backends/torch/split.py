@@ -1,0 +1,243 @@
+"""Where a PyTorch step's tensors are: on one device, or, of a split model, each on the device of its stage.
+
+Owns the places of blocks, batches, parameters, gradient buckets and compressor state. What blocks cost is measured in
+`blocks`, the cut is `hvdtrain.parallel`'s, the forward pass `pipeline`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.backends.torch import amp, audit, blocks, placement, state
+from hvdtrain.backends.torch.ops import Ops
+from hvdtrain.backends.torch.optim import Optimization
+from hvdtrain.backends.torch.pipeline import Pipeline, release
+from hvdtrain.config import Config
+from hvdtrain.errors import UserError
+from hvdtrain.exchange.buckets import Bucket
+from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.parallel.memory import Block, Needs
+from hvdtrain.parallel.plan import Measured, Plan, micros_of, part_samples
+from hvdtrain.protocols import Batch
+
+
+class Layout:
+    """The devices of a rank and what of a step is on which; one device until `split` is given a plan.
+
+    ``devices``: in the order of the stages. ``home``: the first. ``table``: the split for people, "" without one.
+    """
+
+    def __init__(self, spec: Any, config: Config) -> None:
+        self._spec, self._config = spec, config
+        self.devices = placement.devices(config.model_parallel)
+        self.home = self.devices[0]
+        self.on_gpu = any(d.type == "cuda" for d in self.devices)
+        self.table = ""
+        self._pipeline: Pipeline | None = None
+        self._plan: Plan | None = None
+        release(spec.model)
+        if len(self.devices) == 1:
+            spec.model.to(self.home)
+        elif config.sync_batchnorm and micros_of(config) > 1:
+            raise UserError("sync_batchnorm with a model whose micro-batches are computed in parts on several devices, "
+                            "which would not meet in one order on all ranks", "one of the two",
+                            "set split_micro_batches: 1, or leave sync_batchnorm out")
+
+    # --- making it ---------------------------------------------------------------------------------------------
+
+    def measure(self, task: Callable[..., Any], sample: Callable[[int], Batch] | None, rank: int, size: int,
+                local_size: int, tensors: Callable[..., tuple[torch.Tensor, ...]], own: str) -> Measured:
+        """What this rank finds before anything stays on its devices. Errors: `UserError` for what cannot be split."""
+        model, named = self._spec.model, blocks.chain(self._spec)
+        source = sample or self._spec.example
+        if source is None:
+            raise UserError("model_parallel without data or example(B) to measure the blocks with", "one of them",
+                            "define example(B) in the model file")
+        random, where = state.random_arrays(), next(model.parameters()).device
+        try:
+            batch = tensors(source(max(_least(named), part_samples(self._config, rank, size))), where)
+            x = blocks.model_input(model, task, batch)
+            blocks.check_chain(model, named, x)
+            with self.computing(own):
+                found = blocks.measure(named, x, self.home)
+                speeds = self._speeds(named, x, found)
+        finally:
+            state.load_random(random)
+        needs = Needs(gradients=1.0, slots=slots(self._config), micros=micros_of(self._config))
+        capacity_bytes, together_bytes = self._memory(local_size)
+        return Measured(found, tuple(str(d) for d in self.devices), capacity_bytes, needs, together_bytes, speeds)
+
+    def _speeds(self, named: blocks.Named, x: Any, found: Sequence[Block]) -> tuple[float, ...]:
+        """Speed of each device relative to the first, which ``found`` is of; () where all are of one type."""
+        if len({d.type for d in self.devices}) == 1:
+            return ()
+        cost_s = [found if d == self.home else blocks.measure(named, x, d) for d in self.devices]
+        return tuple(sum(b.cost_s for b in found) / sum(b.cost_s for b in own) for own in cost_s)
+
+    def _memory(self, local_size: int) -> tuple[tuple[int, ...], int]:
+        """Bytes that each device has to give, and all together where they are one CPU, which ranks of a host share."""
+        ranks = max(1, local_size)
+        own = tuple(placement.memory_bytes(d) // (ranks if d.type == "cpu" else 1) for d in self.devices)
+        return (own, 0) if self.on_gpu else ((0,) * len(own), own[0])
+
+    def split(self, plan: Plan) -> None:
+        """Put the blocks on their devices. Errors: `UserError` where two stages share a parameter or buffer."""
+        named = blocks.chain(self._spec)
+        stages = [[named[i] for i in stage] for stage in plan.stages]
+        _refuse_shared(stages)
+        modules = [[block for _, block in stage] for stage in stages]
+        self._pipeline = Pipeline(modules, self.devices, plan.needs.micros, _least(named))
+        self._plan = plan
+        self._pipeline.install(self._spec.model)
+        self.table = "\n  ".join([plan.table(), *self.caveats()])
+
+    def join(self) -> None:
+        """Put the model where it belongs, wherever its user had it."""
+        if self._pipeline:
+            self._pipeline.install(self._spec.model)
+
+    def leave(self) -> None:
+        """Let the model run by itself."""
+        if self._pipeline:
+            self._pipeline.leave(self._spec.model)
+
+    # --- what is where -----------------------------------------------------------------------------------------
+
+    def of_batch(self, index: int) -> torch.device:
+        """For array ``index`` of a batch: targets where the loss is, on the last device; x on the first.
+
+        But a task of the model file may use x beside the outputs: then it is there too, and copied in parts.
+        """
+        return self.home if index == 0 and self._spec.task is None else self.devices[-1]
+
+    def places(self, params: Sequence[torch.nn.Parameter]) -> list[int]:
+        """The stage of each parameter."""
+        if self._pipeline is None:
+            return [0] * len(params)
+        stages = self._pipeline.stages
+        stage_of = {id(p): s for s, stage in enumerate(stages) for block in stage for p in block.parameters()}
+        return [stage_of[id(p)] for p in params]
+
+    def flat(self, reducer: Reducer, bucket: Bucket) -> torch.Tensor:
+        """Zeros to hold one bucket, on the device of its parameters."""
+        flat_N: torch.Tensor = reducer.buffer(bucket).to(self.devices[bucket.place])
+        return flat_N
+
+    def spread(self, reducer: Reducer) -> None:
+        """Let a reducer compress each bucket on the device where it is."""
+        if self._pipeline and not isinstance(reducer.compressor, Placed):
+            reducer.compressor = Placed(reducer.compressor, self.devices)
+
+    def computing(self, own: str) -> contextlib.AbstractContextManager[Any]:
+        """The context of a forward pass on a rank that computes in ``own``."""
+        if len({d.type for d in self.devices}) == 1:
+            return amp.computing(self.home, own)
+        stack = contextlib.ExitStack()
+        for kind in sorted({d.type for d in self.devices}):
+            stack.enter_context(amp.computing(torch.device(kind), own))
+        return stack
+
+    def random(self) -> dict[str, np.ndarray]:
+        """State of the random generators that `state.random_arrays` does not know: of further GPUs."""
+        return placement.further_random(self.devices)
+
+    def load_random(self, arrays: dict[str, np.ndarray]) -> None:
+        """Undo `random`."""
+        placement.load_further_random(arrays, self.devices)
+
+    # --- in words ----------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, str]:
+        """Devices, cut and bubble, for the summary."""
+        words = {"device": ", ".join(str(d) for d in self.devices)}
+        if self._pipeline is None or self._plan is None:
+            return words
+        found = self._pipeline.bubble()
+        return {**words, "split": f"{self._plan.words()}, a micro-batch in {self._pipeline.micros} parts",
+                "bubble": f"{self._plan.bubble():.1%} predicted, "
+                          + ("not measured" if found is None else f"{found:.1%} measured")}
+
+    def caveats(self) -> list[str]:
+        """What depends on the parts of a micro-batch."""
+        if self._pipeline is None or self._pipeline.micros == 1:
+            return []
+        norms = _normalised(self._spec.model)
+        found = ["BatchNorm takes its statistics over each part of a micro-batch"] if norms else []
+        draws = any(audit._drops(m) for m in self._spec.model.modules())
+        return found + (["dropout draws differ with the parts of a micro-batch"] if draws else [])
+
+
+def _normalised(module: torch.nn.Module) -> bool:
+    return any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in module.modules())
+
+
+def _least(named: blocks.Named) -> int:
+    """Fewest samples of a part: BatchNorm takes its statistics over more than one value per channel."""
+    return 2 if any(_normalised(block) for _, block in named) else 1
+
+
+def _refuse_shared(stages: Sequence[blocks.Named]) -> None:
+    """Raise `UserError` where blocks of two stages share a parameter or buffer."""
+    owner: dict[int, tuple[int, str]] = {}
+    for number, stage in enumerate(stages):
+        for name, block in stage:
+            for tensor in (*block.parameters(), *block.buffers()):
+                first, other = owner.setdefault(id(tensor), (number, name))
+                if first != number:
+                    raise UserError(f"blocks {other} and {name} share a parameter or buffer and fall on two devices",
+                                    "each on one device", "untie them, or set model_parallel lower")
+
+
+def slots(config: Config) -> float:
+    """Bytes of optimizer state for each byte of a parameter, as the configured optimizer makes it for a matrix."""
+    param = torch.nn.Parameter(torch.zeros(64, 64))
+    opt = Optimization(config, [param], 1)
+    param.grad = torch.zeros_like(param)
+    opt.optimizer.step()
+    held = [v for v in opt.optimizer.state.get(param, {}).values() if isinstance(v, torch.Tensor) and v.dim()]
+    return sum(v.numel() * v.element_size() for v in held) / (param.numel() * param.element_size())
+
+
+def check_slots(optimizer: torch.optim.Optimizer) -> None:
+    """Assert that every tensor an optimizer keeps for a parameter, its step counter aside, is where that is."""
+    for param, entries in optimizer.state.items():
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                assert value.device == param.device, f"{key} on {value.device}, its parameter on {param.device}"
+
+
+class Placed:
+    """``inner``, a compressor, for buckets on several devices: each with the array operations of its own device.
+
+    `hvdtrain.protocols.Compressor`. A reducer knows one device: state that it makes or restores, and what arrives from
+    a wire of host memory, is brought to the bucket's.
+    """
+
+    def __init__(self, inner: Any, devices: Sequence[torch.device]) -> None:
+        self.inner, self._devices, self._ops = inner, list(devices), [Ops(d) for d in devices]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def init(self, ops: Any, bucket: Bucket) -> dict[str, torch.Tensor]:
+        """State on the bucket's device."""
+        made: dict[str, torch.Tensor] = self.inner.init(self._ops[bucket.place], bucket)
+        return made
+
+    def exchange(self, ops: Any, flat_N: torch.Tensor, state: dict[str, torch.Tensor], bucket: Bucket, size: int,
+                 stage: int = 0) -> Any:
+        """The inner one's, on the bucket's device."""
+        device = self._devices[bucket.place]
+        own = {key: value.to(device) for key, value in state.items()}
+        generator, arrived = self.inner.exchange(self._ops[bucket.place], flat_N, own, bucket, size, stage), None
+        while True:
+            try:
+                request = generator.send(arrived)
+            except StopIteration as stop:
+                return stop.value
+            arrived = (yield request).to(device)

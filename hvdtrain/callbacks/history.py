@@ -1,0 +1,75 @@
+"""What every epoch ended with, by name, the same on every rank; `hvdtrain.trainer.Result.history`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hvdtrain.callbacks.base import Callback
+
+
+class History(Callback):
+    """Keeps, for each epoch that this process trained, its mean loss per sample and what was evaluated after it.
+
+    ``history``: "loss", and each metric as "val_" and its name, to a value per epoch, NaN where an epoch lacks it. An
+    epoch that a stop cut short counts as one. Where losses arrive a step late (GPUs), an epoch's last is left out.
+    """
+
+    where = "all"
+
+    def __init__(self) -> None:
+        self.history: dict[str, list[float]] = {}
+        self.epoch = 0
+        self._begun = False
+        self._sum = self._weight = 0.0
+        self._at = 0
+        self._late_n = 0
+        self._evaluated: dict[str, float] = {}
+
+    def epoch_start(self, run: Any) -> None:
+        """Begin at nothing."""
+        self._begun, self.epoch, self._at = True, run.state.cursor.epoch, run.state.cursor.samples
+        self._sum, self._weight, self._late_n, self._evaluated = 0.0, 0.0, 0, {}
+
+    def step_end(self, run: Any) -> None:
+        """Add the step's loss, which is a mean over its samples."""
+        n, self._at = run.state.cursor.samples - self._at, run.state.cursor.samples
+        if run.step.asynchronous:
+            n, self._late_n = self._late_n, n
+        if n:
+            self._sum += run.state.loss * n
+            self._weight += n
+
+    def eval_end(self, run: Any) -> None:
+        """Keep what was measured."""
+        self._evaluated = dict(run.state.metrics)
+
+    def epoch_end(self, run: Any) -> None:
+        """Close the epoch."""
+        self._close(run)
+
+    def fit_end(self, run: Any) -> None:
+        """Close an epoch that a stop cut short."""
+        if self._begun and self._weight:
+            self._close(run)
+
+    def loss(self) -> float:
+        """Mean loss per sample of the epoch so far."""
+        return self._sum / self._weight if self._weight else math.nan
+
+    def _close(self, run: Any) -> None:
+        self._begun = False
+        logs = self.logs(run)
+        closed = max((len(values) for values in self.history.values()), default=0)
+        for name, value in logs.items():
+            values = self.history.setdefault(name, [])
+            values += [math.nan] * (closed - len(values))
+            values.append(float(value))
+        self.closed(run, logs)
+
+    def logs(self, run: Any) -> dict[str, float]:
+        """The epoch in numbers, under Keras' names."""
+        return {"loss": self.loss(), **{f"val_{name}": value for name, value in self._evaluated.items()}}
+
+    def closed(self, run: Any, logs: dict[str, float]) -> None:
+        """For those who tell others."""

@@ -1,0 +1,266 @@
+"""Pieces of syntax trees: made, put in, taken out, with the formatting around them.
+
+Owns the mechanics of an edit. An edit is planned as ``{node of the read tree: function of its new form}`` and made in
+one pass by `apply`; so a plan can be thrown away whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import libcst as cst
+
+from hvdtrain.migrate.scan import Scan, local_name, name_of
+
+Change = Callable[[Any], Any]
+"""From a node, its children already changed, to what stands in its place: a node, several, or none."""
+
+
+@dataclass
+class Edits:
+    """A planned rewrite. ``changes``: by node; ``imports``: lines to add after the imports, unless they are there;
+    ``first``: statements to put after those."""
+
+    changes: dict[cst.CSTNode, Change] = field(default_factory=dict)
+    imports: list[str] = field(default_factory=list)
+    first: list[str] = field(default_factory=list)
+
+    def put(self, node: cst.CSTNode, change: Change) -> None:
+        """Plan ``change``, after an earlier one of the same node."""
+        earlier = self.changes.get(node)
+        self.changes[node] = change if earlier is None else lambda new: change(earlier(new))
+
+    def swap(self, node: cst.CSTNode, text: str) -> None:
+        """Plan the expression ``text`` in place of an expression."""
+        self.put(node, lambda old: expression(text, old))
+
+    def remove(self, line: cst.CSTNode) -> None:
+        """Plan to take a statement out, with the comment right above it; a comment further up stays. Its block gets
+        ``pass`` if nothing else is left."""
+        self.put(line, lambda old: Gone(body=[cst.Pass()], leading_lines=_apart(old.leading_lines)))
+
+    def __bool__(self) -> bool:
+        return bool(self.changes or self.imports or self.first)
+
+
+class Gone(cst.SimpleStatementLine):
+    """Stands for a statement that was taken out, until its block is put together; its comments go to the next one."""
+
+
+def _apart(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
+    """Lines above a statement up to the last blank one: what is not about the statement itself."""
+    blank = max((i for i, line in enumerate(lines) if line.comment is None), default=-1)
+    return list(lines[:blank + 1])
+
+
+class _Apply(cst.CSTTransformer):
+    def __init__(self, changes: dict[cst.CSTNode, Change]) -> None:
+        super().__init__()
+        self.changes = changes
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        made = super().on_leave(original_node, updated_node)
+        change = self.changes.get(original_node)
+        made = made if change is None else change(made)
+        if isinstance(made, (cst.IndentedBlock, cst.Module)) and any(isinstance(s, Gone) for s in made.body):
+            return _together(made)
+        return made
+
+
+def _together(block: Any) -> Any:
+    """A block without its `Gone` statements, whose comments move on to the next statement, or below the last."""
+    body: list[Any] = []
+    held: list[cst.EmptyLine] = []
+    for line in block.body:
+        if isinstance(line, Gone):
+            held += line.leading_lines
+            continue
+        body.append(line.with_changes(leading_lines=_joined(held, list(line.leading_lines), not body)))
+        held = []
+    if not body and isinstance(block, cst.IndentedBlock):
+        body = [statement("pass")]
+    below = held if any(line.comment for line in held) else []
+    return block.with_changes(body=body, footer=[*below, *block.footer])
+
+
+def _joined(held: list[cst.EmptyLine], own: list[cst.EmptyLine], first: bool) -> list[cst.EmptyLine]:
+    """Lines above what is left, with those of what went: its comments, or else one run of blank lines."""
+    if any(line.comment for line in held):
+        return held + own
+    if first or own and own[0].comment is None:
+        return own
+    return held[:2] + own
+
+
+def apply(scan: Scan, edits: Edits) -> cst.Module:
+    """Return the module with the edits made, and without imports that served only what was taken out."""
+    if not edits:
+        return scan.module
+    index = _after_imports(scan)
+    anchor = scan.module.body[index - 1] if index else None
+    changes = {**edits.changes}
+    wanted = sorted(set(edits.imports) - _import_lines(scan), key=lambda line: (not line.startswith("import"), line))
+    added = [statement(line) for line in wanted]
+    first = [statement(line) for line in edits.first]
+    if first:
+        first[0] = first[0].with_changes(leading_lines=[cst.EmptyLine(indent=False)])
+    if anchor is not None and (added or first):
+        plan = Edits(changes)
+        plan.put(anchor, lambda node: cst.FlattenSentinel([*_many(node), *added, *first]))
+        changes = plan.changes
+    module = cast(cst.Module, scan.module.visit(_Apply(changes)))
+    if anchor is None and (added or first):
+        module = module.with_changes(body=[*added, *first, *module.body])
+    return _without_idle_imports(scan, module)
+
+
+def _many(node: Any) -> list[Any]:
+    if isinstance(node, cst.FlattenSentinel):
+        return list(node)
+    return [] if isinstance(node, cst.RemovalSentinel) else [node]
+
+
+def _import_lines(scan: Scan) -> set[str]:
+    """Every import statement's text."""
+    return {scan.code(node) for node in scan.nodes if isinstance(node, (cst.Import, cst.ImportFrom))}
+
+
+def _after_imports(scan: Scan) -> int:
+    """Index in the module's body behind its last import at top level; behind the docstring where there is none."""
+    body = scan.module.body
+    for index in range(len(body), 0, -1):
+        if _is_import(body[index - 1]):
+            return index
+    return 1 if body and _is_docstring(body[0]) else 0
+
+
+def _is_import(node: cst.CSTNode) -> bool:
+    return isinstance(node, cst.SimpleStatementLine) and any(
+        isinstance(small, (cst.Import, cst.ImportFrom)) for small in node.body)
+
+
+def _is_docstring(node: cst.CSTNode) -> bool:
+    return (isinstance(node, cst.SimpleStatementLine) and isinstance(node.body[0], cst.Expr)
+            and isinstance(node.body[0].value, (cst.SimpleString, cst.ConcatenatedString)))
+
+
+def _without_idle_imports(scan: Scan, module: cst.Module) -> cst.Module:
+    """Take out imports at top level whose name was read before and is no longer read anywhere."""
+    after = Scan(module)
+    idle = {name for name in scan.imports if scan.uses(name) and not after.uses(name)}
+    exported = {text for node in after.all(cst.SimpleString) if (text := node.evaluated_value)}
+    changes: dict[cst.CSTNode, Change] = {}
+    for line in module.body:
+        if not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
+            continue
+        node = line.body[0]
+        if not isinstance(node, (cst.Import, cst.ImportFrom)) or isinstance(node.names, cst.ImportStar):
+            continue
+        if isinstance(node, cst.ImportFrom) and name_of(node.module) == "__future__":
+            continue
+        names = list(node.names)
+        kept = [alias for alias in names if local_name(alias) not in idle or local_name(alias) in exported]
+        if not kept:
+            changes[line] = lambda old: Gone(body=[cst.Pass()], leading_lines=_apart(old.leading_lines))
+        elif len(kept) < len(names):
+            kept[-1] = kept[-1].with_changes(comma=names[-1].comma)
+            changes[node] = _named(kept)
+    return cast(cst.Module, module.visit(_Apply(changes))) if changes else module
+
+
+def _named(names: Sequence[cst.ImportAlias]) -> Change:
+    return lambda new: new.with_changes(names=names)
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------
+
+
+def expression(text: str, like: cst.BaseExpression | None = None) -> cst.BaseExpression:
+    """Parse an expression; with the parentheses of ``like`` where it needs some."""
+    node = cst.parse_expression(text)
+    if like is not None and getattr(like, "lpar", None) and not node.lpar:
+        return node.with_changes(lpar=like.lpar, rpar=like.rpar)
+    return node
+
+
+def statement(text: str) -> Any:
+    """Parse one statement, a simple line or a compound."""
+    return cst.parse_statement(text)
+
+
+def arg(text: str, keyword: str = "") -> cst.Arg:
+    """An argument, ``keyword=text`` without spaces or ``text``."""
+    if not keyword:
+        return cst.Arg(expression(text))
+    return cst.Arg(expression(text), keyword=cst.Name(keyword), equal=cst.AssignEqual(
+        cst.SimpleWhitespace(""), cst.SimpleWhitespace("")))
+
+
+def broken(width: int) -> cst.Comma:
+    """A comma, a line end, and ``width`` spaces beyond the indentation of the statement."""
+    return cst.Comma(whitespace_after=cst.ParenthesizedWhitespace(
+        cst.TrailingWhitespace(), indent=True, last_line=cst.SimpleWhitespace(" " * width)))
+
+
+def with_args(call: cst.Call, args: Sequence[cst.Arg], alone: Sequence[cst.Arg] = (), width: int = 0) -> cst.Call:
+    """``call`` with other arguments, separated as it separates its own; those of ``alone`` begin a line each, ``width``
+    spaces beyond the indentation."""
+    if not args:
+        return call.with_changes(args=[], whitespace_before_args=cst.SimpleWhitespace(""))
+    old = call.args
+    between: Any = next((a.comma for a in old[:-1] if isinstance(a.comma, cst.Comma)), None)
+    before = call.whitespace_before_args
+    hanging = isinstance(before, cst.ParenthesizedWhitespace)
+    if hanging and (between is None or not isinstance(between.whitespace_after, cst.ParenthesizedWhitespace)):
+        between = cst.Comma(whitespace_after=before) if between is None else between
+    elif between is None:
+        between = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    last = old[-1] if old else cst.Arg(cst.Name("_"))
+    own = {id(a): index for index, a in enumerate(old[:-1])}
+    made = []
+    for now, following in zip(args, args[1:]):
+        follows = id(now) in own and old[own[id(now)] + 1] is following
+        if any(following is a for a in alone) and not follows:
+            comma = cst.Comma(whitespace_after=before) if hanging else broken(width)
+        else:
+            comma = now.comma if id(now) in own and isinstance(now.comma, cst.Comma) else between
+        made.append(now.with_changes(comma=comma, whitespace_after_arg=cst.SimpleWhitespace("")))
+    made.append(args[-1].with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg))
+    return call.with_changes(args=made)
+
+
+def with_elements(list_node: cst.List, elements: Sequence[Any], width: int = 0) -> cst.List:
+    """A list with elements put before its own, a line each as it has its own, or else ``width`` spaces in."""
+    old = list_node.elements
+    before = list_node.lbracket.whitespace_after
+    between = next((e.comma for e in old[:-1] if isinstance(e.comma, cst.Comma)
+                    and isinstance(e.comma.whitespace_after, cst.ParenthesizedWhitespace)), None)
+    if between is None:
+        several = isinstance(before, cst.ParenthesizedWhitespace) and bool(old)
+        between = cst.Comma(whitespace_after=before) if several else broken(width)
+    if not old:
+        return list_node.with_changes(elements=[*(e.with_changes(comma=between) for e in elements[:-1]),
+                                                elements[-1]])
+    return list_node.with_changes(elements=[*(e.with_changes(comma=between) for e in elements), *old])
+
+
+def dedent(node: cst.With) -> cst.FlattenSentinel:
+    """The statements of a ``with`` block in its place; comments above, beside and below it stay."""
+    body: list[Any] = list(node.body.body) if isinstance(node.body, cst.IndentedBlock) else [
+        cst.SimpleStatementLine(body=node.body.body)]  # type: ignore[arg-type]
+    lead = list(node.leading_lines)
+    header = getattr(node.body, "header", None)
+    if header is not None and header.comment is not None:
+        lead.append(cst.EmptyLine(comment=header.comment))
+    body[0] = body[0].with_changes(leading_lines=[*lead, *body[0].leading_lines])
+    below = [line for line in getattr(node.body, "footer", ()) if line.comment]
+    return cst.FlattenSentinel([*body, Gone(body=[cst.Pass()], leading_lines=below)])
+
+
+def guarded(line: Any, condition: str) -> cst.If:
+    """``if condition:`` around a statement; comments above it stay above."""
+    inner = line.with_changes(leading_lines=[])
+    made = cast(cst.If, statement(f"if {condition}:\n    pass"))
+    return made.with_changes(leading_lines=line.leading_lines, body=cst.IndentedBlock(body=[inner]))

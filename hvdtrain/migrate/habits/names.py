@@ -1,0 +1,121 @@
+"""What the words of distributed scripts mean: whose rank, whose size, what is entered by all ranks.
+
+Owns the names of the frameworks; habits ask here. Reads expressions only.
+"""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from hvdtrain.migrate.scan import Scan, argument, name_of, text_of
+
+HVD = ("horovod.torch", "horovod.keras", "horovod.tensorflow", "horovod.tensorflow.keras", "hvdtrain.keras",
+       "hvdtrain.tensorflow")
+RANK_WORDS = ("rank", "local_rank", "global_rank", "world_rank", "RANK", "LOCAL_RANK", "process_index",
+              "task_index", "task_id")
+SIZE_WORDS = ("world_size", "WORLD_SIZE", "num_replicas_in_sync", "num_processes", "n_ranks", "num_ranks",
+              "num_workers_total")
+ROOT_FLAGS = ("is_main_process", "is_local_main_process", "is_master", "is_main", "is_root", "is_chief",
+              "is_rank0", "is_rank_0", "is_rank_zero")
+COLLECTIVES = frozenset(
+    "allreduce all_reduce allgather all_gather broadcast broadcast_variables broadcast_parameters broadcast_object "
+    "broadcast_optimizer_state broadcast_global_variables barrier reducescatter reduce_scatter alltoall all_to_all "
+    "grouped_allreduce grouped_allgather gather_for_metrics wait_for_everyone allgather_object "
+    "broadcast_object_list "
+    "all_gather_object allreduce_ allreduce_async synchronize join".split())
+"""Functions that every rank has to enter."""
+HOMES = ("horovod", "hvdtrain", "torch.distributed", "tensorflow.distribute")
+
+
+def is_rank(scan: Scan, node: cst.BaseExpression) -> bool:
+    """Whether an expression is this process's number: ``hvd.rank()``, ``dist.get_rank()``, a name made of one."""
+    return _is(scan, node, RANK_WORDS, ("rank", "local_rank", "get_rank", "get_node_local_rank"), ("RANK",
+                                                                                                   "LOCAL_RANK"))
+
+
+def is_size(scan: Scan, node: cst.BaseExpression) -> bool:
+    """Whether an expression is the number of processes: ``hvd.size()``, ``dist.get_world_size()``, a name of one."""
+    return _is(scan, node, SIZE_WORDS, ("size", "local_size", "get_world_size"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+
+
+def _is(scan: Scan, node: cst.BaseExpression, words: tuple[str, ...], calls: tuple[str, ...],
+        variables: tuple[str, ...]) -> bool:
+    node = scan.value(node)
+    last = (name_of(node) or "").rpartition(".")[2]
+    if last and last in words:
+        return True
+    if isinstance(node, cst.Call):
+        if scan.means(node.func, *calls) and scan.dotted(node.func).startswith(HOMES):
+            return True
+        if isinstance(node.func, cst.Attribute) and node.func.attr.value in calls[2:]:
+            return True
+        if isinstance(node.func, cst.Name) and node.func.value == "int" and node.args:
+            return _is(scan, node.args[0].value, words, calls, variables)
+        return environment(scan, node) in variables
+    return environment(scan, node) in variables
+
+
+def environment(scan: Scan, node: cst.BaseExpression) -> str:
+    """The variable that an expression reads from ``os.environ``, else ""."""
+    if isinstance(node, cst.Subscript) and scan.dotted(node.value) == "os.environ" and len(node.slice) == 1:
+        index = node.slice[0].slice
+        return text_of(index.value) or "" if isinstance(index, cst.Index) else ""
+    if isinstance(node, cst.Call) and scan.dotted(node.func) in ("os.environ.get", "os.getenv"):
+        key = argument(node, "key", 0)
+        return text_of(key.value) or "" if key else ""
+    return ""
+
+
+def root_branch(scan: Scan, node: cst.If) -> bool:
+    """Whether an ``if`` lets one rank in, or some: ``rank == 0``, ``not rank``, ``is_main_process``."""
+    return mentions_rank(scan, node.test)
+
+
+def mentions_rank(scan: Scan, test: cst.BaseExpression) -> bool:
+    """Whether a condition depends on the rank."""
+    if isinstance(test, cst.BooleanOperation):
+        return mentions_rank(scan, test.left) or mentions_rank(scan, test.right)
+    if isinstance(test, cst.UnaryOperation):
+        return mentions_rank(scan, test.expression)
+    if isinstance(test, cst.Comparison):
+        sides = [test.left, *(c.comparator for c in test.comparisons)]
+        return any(is_rank(scan, side) for side in sides)
+    if isinstance(test, cst.Call):
+        return (name_of(test.func) or "").rpartition(".")[2] in ROOT_FLAGS
+    value = scan.value(test)
+    if value is not test and isinstance(value, (cst.Comparison, cst.BooleanOperation, cst.UnaryOperation)):
+        return mentions_rank(scan, value)
+    last = (name_of(test) or "").rpartition(".")[2]
+    return last in ROOT_FLAGS or is_rank(scan, test)
+
+
+def under_root(scan: Scan, node: cst.CSTNode) -> cst.If | None:
+    """The ``if`` that lets only some ranks reach ``node``, in its own function; None if there is none."""
+    inner: cst.CSTNode = node
+    for up in scan.above(node):
+        if isinstance(up, (cst.FunctionDef, cst.Lambda)):
+            return None
+        if isinstance(up, cst.If) and inner is not up.test and mentions_rank(scan, up.test):
+            return up
+        inner = up
+    return None
+
+
+def collective(scan: Scan, call: cst.Call) -> str:
+    """Name of the collective that a call is; "" if it is none."""
+    dotted = scan.dotted(call.func)
+    last = (name_of(call.func) or "").rpartition(".")[2]
+    if last not in COLLECTIVES:
+        return ""
+    if dotted.startswith(HOMES):
+        return last
+    owner = name_of(call.func.value) if isinstance(call.func, cst.Attribute) else None
+    made = scan.value(call.func.value) if isinstance(call.func, cst.Attribute) else None
+    if owner and isinstance(made, cst.Call) and scan.means(made.func, "Accelerator"):
+        return last
+    return ""
+
+
+def distributed(context_kind: str) -> bool:
+    """Whether a kind of script runs as several processes, each the whole script."""
+    return context_kind not in ("keras_fit", "data_parallel", "")

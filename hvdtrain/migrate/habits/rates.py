@@ -1,0 +1,62 @@
+"""The habit of a learning rate that is multiplied by the number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import libcst as cst
+
+from hvdtrain.migrate.finding import Finding
+from hvdtrain.migrate.habits import names
+from hvdtrain.migrate.scan import Scan, name_of
+
+WORDS = ("lr", "learning_rate", "base_lr", "scaled_lr", "init_lr", "initial_lr", "initial_learning_rate", "max_lr",
+         "lr_scaler", "lr_scale")
+
+
+def rate_times_size(scan: Scan, context: Any) -> Iterator[Finding]:
+    """``lr * size``: right for equal batches that grow with the ranks, and for nothing else."""
+    for node in scan.all(cst.BinaryOperation):
+        if not isinstance(node.operator, cst.Multiply) or not any(
+                names.is_size(scan, side) for side in (node.left, node.right)):
+            continue
+        if _is_rate(scan, node):
+            yield Finding(scan.line(node), "unsafe", f"the learning rate is {scan.short(node)}", *_advice(context))
+
+
+def _advice(context: Any) -> tuple[str, str]:
+    if context.target == "trainer":
+        return ("Trainer keeps the global batch, whatever the number of ranks, so the rate must not grow with them",
+                "give --ranks N as the old job had them: the diff then writes their rate and their batch"
+                if context.edited else "give the rate of the global batch (Schedule(linear_scaling_base=...) "
+                                       "scales it "
+                "by the batch, if it is to be scaled)")
+    return ("it fits where the global batch grows with the ranks in equal parts; with unequal parts, or a global "
+            "batch "
+            "that stays, the rate is too large (hvdtrain.keras keeps Horovod's meaning of the mean)",
+            "keep it only if each rank's batch is the same and does not depend on the number of ranks")
+
+
+def _is_rate(scan: Scan, node: cst.BinaryOperation) -> bool:
+    """Whether the product is called a rate, where it is made or by one of its factors."""
+    for up in scan.above(node):
+        if isinstance(up, cst.Arg):
+            call = scan.parent[up]
+            optimizer = isinstance(call, cst.Call) and ("optim" in scan.dotted(call.func).lower())
+            first = isinstance(call, cst.Call) and call.args and call.args[0] is up
+            return up.keyword.value in WORDS if up.keyword is not None else bool(
+                optimizer and first) or _factor(node)
+        if isinstance(up, (cst.Assign, cst.AnnAssign)):
+            targets = [t.target for t in up.targets] if isinstance(up, cst.Assign) else [up.target]
+            return any((name_of(t) or "").rpartition(".")[2].lower() in WORDS for t in targets) or _factor(node)
+        if isinstance(up, cst.BaseStatement):
+            break
+    return _factor(node)
+
+
+def _factor(node: cst.BinaryOperation) -> bool:
+    return any((name_of(side) or "").rpartition(".")[2].lower() in WORDS for side in (node.left, node.right))
+
+
+HABITS = (rate_times_size,)

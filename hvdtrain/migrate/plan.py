@@ -1,0 +1,62 @@
+"""From sources to what is shown: the rule that recognises each, its edits, and what is unsafe in it.
+
+Owns the order: recognise, plan, edit, check that the result compiles and that a second run would change nothing. Does
+not read, print or write.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvdtrain.errors import UserError, nearest
+from hvdtrain.migrate import habits
+from hvdtrain.migrate.edit import apply
+from hvdtrain.migrate.finding import Finding, Refused
+from hvdtrain.migrate.rules import TARGETS, Plan, Wish, recognised, rule
+from hvdtrain.migrate.scan import Scan
+from hvdtrain.migrate.source import Source, parse
+
+MOST_RANKS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Migration:
+    """One script's. ``kind``: the rule's name, "" where none recognised it. ``after``: its bytes, edited or not."""
+
+    source: Source
+    kind: str
+    title: str
+    after: bytes
+    findings: tuple[Finding, ...]
+    snippet: str = ""
+
+
+def check(wish: Wish) -> None:
+    """Raise `UserError` for a target or a number of ranks that cannot be."""
+    if wish.target not in TARGETS:
+        raise UserError(f"--to is {wish.target!r}", nearest(wish.target, TARGETS), "correct --to")
+    if not 1 <= wish.ranks <= MOST_RANKS:
+        raise UserError(f"--ranks is {wish.ranks}", f"1 to {MOST_RANKS}", "give the number of processes of the old "
+                                                                          "job")
+
+
+def migrate(source: Source, wish: Wish) -> Migration:
+    """Plan and make the rewrite of one script, in memory; `UserError` for a target that its kind does not have."""
+    check(wish)
+    scan = Scan(source.module)
+    kind = recognised(scan)
+    if not kind:
+        return Migration(source, "", "", source.data, ())
+    found = rule(kind)
+    if wish.target not in ("auto", *found.TARGETS):
+        raise UserError(f"{source.name} is {found.TITLE}, and --to is {wish.target}",
+                        nearest(wish.target, ("auto", *found.TARGETS)), "leave --to out")
+    target = found.TARGETS[0] if wish.target == "auto" else wish.target
+    try:
+        made: Plan = found.plan(scan, Wish(target, wish.ranks))
+    except Refused as refused:
+        made = Plan(findings=[refused.finding])
+    after = apply(scan, made.edits).bytes
+    assert parse(source.name, after) is not None
+    findings = sorted({*made.findings, *habits.look(scan, kind, target, bool(made.edits))})
+    return Migration(source, kind, found.TITLE, after, tuple(findings), made.snippet)

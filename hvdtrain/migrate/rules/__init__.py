@@ -1,0 +1,52 @@
+"""Kinds of scripts, by name, in the order they are asked: the first that recognises a script plans its rewrite.
+
+A rule is a module with ``TITLE`` (in words), ``TARGETS`` (what it can rewrite to, the first is auto's),
+``recognise(scan) -> bool`` and ``plan(scan, wish) -> Plan``. A plan is pure: nothing is edited by making it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from hvdtrain.migrate.edit import Edits
+from hvdtrain.migrate.finding import Finding
+
+RULES = ("horovod_keras", "horovod_torch", "accelerate", "ddp", "tf_distribute", "data_parallel", "hvdtrain",
+         "keras_fit")
+"""Horovod's first, since a script of Horovod's may mention others; ``hvdtrain`` is one that was moved already."""
+
+TARGETS = ("auto", "hvdtrain.keras", "trainer")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user asked for. ``ranks``: how many processes the old script was started as."""
+
+    target: str = "auto"
+    ranks: int = 1
+
+
+@dataclass
+class Plan:
+    """``edits``: none where it could not be done whole. ``snippet``: code to go on from by hand, "" if none."""
+
+    edits: Edits = field(default_factory=Edits)
+    findings: list[Finding] = field(default_factory=list)
+    snippet: str = ""
+
+    def tell(self, line: int, kind: Any, what: str, why: str, do: str) -> None:
+        """Add a finding."""
+        self.findings.append(Finding(line, kind, what, why, do))
+
+
+def rule(name: str) -> Any:
+    """The module of a rule."""
+    assert name in RULES
+    return import_module(f"hvdtrain.migrate.rules.{name}")
+
+
+def recognised(scan: Any) -> str:
+    """Name of the first rule that recognises a script; "" if none does."""
+    return next((name for name in RULES if rule(name).recognise(scan)), "")

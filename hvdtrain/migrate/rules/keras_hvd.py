@@ -1,0 +1,287 @@
+"""Keras' ``compile`` and ``fit`` rewritten to hvdtrain.keras: the optimizer, the data, the callbacks, the files.
+
+Owns the edits that plain Keras scripts and those of tf.distribute have in common. Reading is ``keras_calls``'.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import libcst as cst
+
+from hvdtrain.migrate.edit import arg, expression, guarded, with_args, with_elements
+from hvdtrain.migrate.finding import Refused
+from hvdtrain.migrate.rules import Plan
+from hvdtrain.migrate.rules.keras_calls import COMPILE, DATASET, FIT, Chain, chain, compiles, fits, given, models, sole
+from hvdtrain.migrate.scan import Scan, argument, is_true, name_of
+
+IMPORT = "import hvdtrain.keras as hvd"
+ROOT = "hvd.rank() == 0"
+CALLBACKS = ("hvd.callbacks.BroadcastGlobalVariablesCallback(0)", "hvd.callbacks.MetricAverageCallback()")
+FILES = ("ModelCheckpoint", "TensorBoard", "CSVLogger")
+START = "start it with horovodrun -np N python script.py (or mpirun), N the number of GPUs"
+
+
+def rewrite(scan: Scan, made: Plan) -> list[str]:
+    """Plan all edits of a script with ``fit``; `Refused` where one of them cannot be made.
+
+    Returns the statements that begin the script's distributed part: ``hvd.init()``, and this rank's GPU.
+    """
+    if "hvd" in scan.bound:
+        raise Refused(1, "the name hvd is used for something else", "hvdtrain.keras would be imported by that name",
+                      "rename it, then run migrate again")
+    made.edits.imports.append(IMPORT)
+    for call in compiles(scan):
+        _compile(scan, made, call)
+    datasets: set[str] = set()
+    for call in fits(scan):
+        _fit(scan, made, call, datasets)
+    for name in sorted(datasets):
+        _dataset(scan, made, name)
+    _writers(scan, made)
+    _saves(scan, made)
+    return ["hvd.init()", *_device(scan, made)]
+
+
+def _device(scan: Scan, made: Plan) -> list[str]:
+    """The statement that shows a rank its own GPU alone, unless the script chooses devices itself."""
+    if any(True for _ in scan.methods("set_visible_devices")):
+        return []
+    tf = next((local for local, dotted in scan.imports.items() if dotted == "tensorflow"), "")
+    if not tf:
+        if "tf" in scan.bound:
+            return []
+        tf = "tf"
+        made.edits.imports.append("import tensorflow as tf")
+    return [f'{tf}.config.set_visible_devices({tf}.config.list_physical_devices("GPU")[hvd.local_rank():][:1], '
+            '"GPU")']
+
+
+# --- compile ---------------------------------------------------------------------------------------------------
+
+
+def _compile(scan: Scan, made: Plan, call: cst.Call) -> None:
+    """``optimizer=x`` becomes ``optimizer=hvd.DistributedOptimizer(x)``, ``jit_compile=True`` False."""
+    where = given(scan, call, COMPILE)
+    index = where.get("optimizer")
+    if index is None:  # Keras' default
+        made.edits.put(call, lambda new: with_args(
+            new, [arg('hvd.DistributedOptimizer("rmsprop")', "optimizer"), *new.args]))
+    else:
+        made.edits.put(call.args[index].value, lambda new: _around("hvd.DistributedOptimizer({})", new))
+    jit = argument(call, "jit_compile", 7)
+    if is_true(jit):
+        assert jit is not None
+        made.edits.swap(jit.value, "False")
+
+
+def _around(form: str, inner: cst.BaseExpression) -> Any:
+    """``form`` with ``inner`` at its ``{}``."""
+    whole = expression(form.format("_"))
+    target = next(n for n in Scan(cst.Module(body=[cst.SimpleStatementLine([cst.Expr(whole)])])).all(cst.Name)
+                  if n.value == "_")
+    return whole.deep_replace(target, inner)
+
+
+# --- fit -------------------------------------------------------------------------------------------------------
+
+
+def _fit(scan: Scan, made: Plan, call: cst.Call, datasets: set[str]) -> None:
+    """Data by `hvd.shard`, callbacks before the user's, the progress bar on rank 0."""
+    where = given(scan, call, FIT)
+    line = scan.line(call)
+    if "x" not in where:
+        raise Refused(line, f"{scan.short(call)} has no data", "fit needs x", "mend the script first")
+    for name in ("validation_split", "steps_per_epoch"):
+        if name in where:
+            raise Refused(line, f"fit gets {name}", "hvd.shard cuts whole epochs of what it is given",
+                          "split the arrays first and give validation_data" if name == "validation_split" else
+                          f"leave {name} out, or run migrate with --to trainer")
+    x = call.args[where["x"]].value
+    if "y" not in where:
+        if not isinstance(x, cst.Name) or chain(scan, scan.value(x)) is None:
+            raise Refused(line, f"fit gets {DATASET[0]}: {scan.short(x)}", *DATASET[1:])
+        datasets.add(x.value)
+    elif isinstance(x, (cst.List, cst.Dict, cst.Tuple)):
+        raise Refused(line, f"fit gets several inputs: {scan.short(x)}", "hvd.shard takes one array x and one y",
+                      "put them into one array, or use Trainer with a dataset of your own")
+    made.edits.put(call, lambda new: _new_fit(new, where, scan.width(call)))
+    made.tell(line, "changed", "fit: batch_size is the batch of all ranks together"
+              if "y" in where else "fit: the dataset's batch is the batch of all ranks together",
+              "so the curve stays that of one process with this batch, whatever the number of ranks",
+              "nothing, unless each rank shall take this batch: then multiply it by hvd.size(), and look at the rate")
+
+
+def _new_fit(new: cst.Call, where: dict[str, int], width: int) -> cst.Call:
+    """``fit`` with its arguments changed; ``where``: index of each by name; ``width``: columns up to its arguments."""
+    if isinstance(new.whitespace_before_args, cst.ParenthesizedWhitespace):
+        width = len(new.whitespace_before_args.last_line.value)
+    by_index = {index: name for name, index in where.items()}
+    into_shard = {"x", "y", "batch_size", "shuffle", "class_weight", "sample_weight"} if "y" in where else set()
+    args: list[cst.Arg] = [cst.Arg(_shard(new, where))] if into_shard else []
+    alone: list[cst.Arg] = []
+    for index, old in enumerate(new.args):
+        name = by_index[index]
+        if name in into_shard:
+            continue
+        if old.keyword is None and name != "x":
+            old = _keyword(name, old.value).with_changes(comma=old.comma)
+        if name == "callbacks":
+            old = old.with_changes(value=_callbacks(old.value, width))
+            alone.append(old)
+        if name == "verbose":
+            old = old.with_changes(value=_verbose(old.value))
+        args.append(old)
+    if "callbacks" not in where:
+        args.append(_keyword("callbacks", _callbacks(cst.Name("None"), width)))
+        alone.append(args[-1])
+    if "verbose" not in where:
+        args.append(arg(f'"auto" if {ROOT} else 0', "verbose"))
+        alone.append(args[-1])
+    return with_args(new, args, alone, width)
+
+
+def _shard(new: cst.Call, where: dict[str, int]) -> cst.Call:
+    """``hvd.shard(x, y, global_batch=...)`` from the arguments of a ``fit``."""
+    value = {name: new.args[index].value for name, index in where.items()}
+    args = [cst.Arg(value["x"]), cst.Arg(value["y"])]
+    if "sample_weight" in value:
+        args.append(cst.Arg(value["sample_weight"]))
+    args.append(arg("32", "global_batch") if "batch_size" not in value else _keyword("global_batch",
+                                                                                     value["batch_size"]))
+    args += [_keyword(name, value[name]) for name in ("class_weight", "shuffle") if name in value]
+    return cst.Call(expression("hvd.shard"), _comma(args))
+
+
+def _keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
+    return arg("_", name).with_changes(value=value)
+
+
+def _comma(args: list[cst.Arg]) -> list[cst.Arg]:
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    return [a.with_changes(comma=comma) for a in args[:-1]] + [args[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
+
+
+def _callbacks(old: cst.BaseExpression, width: int) -> cst.BaseExpression:
+    """The user's callbacks behind hvdtrain's; ``width``: columns up to the argument."""
+    ours: list[Any] = [cst.Element(expression(text)) for text in CALLBACKS]
+    width += len("callbacks=[")
+    if isinstance(old, cst.List):
+        return with_elements(old, ours, width)
+    if isinstance(old, cst.Name) and old.value == "None":
+        return with_elements(cst.List([]), ours, width)
+    inner = old if isinstance(old, (cst.Name, cst.Attribute, cst.Call, cst.Subscript)) or getattr(
+        old, "lpar", None) else old.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    return with_elements(cst.List([]), [*ours, cst.StarredElement(inner)], width)
+
+
+def _verbose(old: cst.BaseExpression) -> cst.BaseExpression:
+    """The progress bar of rank 0 alone."""
+    if isinstance(old, cst.Integer) and old.value == "0":
+        return old
+    if not isinstance(old, (cst.Integer, cst.SimpleString, cst.Name, cst.Attribute)):
+        old = old.with_changes(lpar=[cst.LeftParen(), *old.lpar], rpar=[*old.rpar, cst.RightParen()])
+    return _around('{} if hvd.rank() == 0 else 0', old)
+
+
+def _dataset(scan: Scan, made: Plan, name: str) -> None:
+    """``name = tf.data.Dataset.from_tensor_slices(...)...`` becomes ``name = hvd.shard(...)``."""
+    assign = scan.assigned(name)[0]
+    found = chain(scan, assign.value)
+    assert found is not None
+    calls = fits(scan)
+    for use in scan.uses(name):
+        if not any(argument(c, "x", 0) is scan.parent[use] for c in calls):
+            raise Refused(scan.line(use), f"{name} is used for more than fit", *DATASET[1:])
+    made.edits.put(assign.value, lambda new: _sharded(new, found))
+    if found.drops:
+        made.tell(scan.line(assign), "changed", f"{name}: drop_remainder=True is gone",
+                  "hvd.shard weighs a short last batch by its samples, so that none has to be dropped", "nothing")
+
+
+def _sharded(new: cst.Call, found: Chain) -> cst.BaseExpression:
+    """``hvd.shard`` in place of a `Chain`, from its pieces as they are now."""
+    size: cst.BaseExpression | None = None
+    seed: cst.BaseExpression | None = None
+    node: Any = new
+    while True:
+        assert isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute)
+        name = node.func.attr.value
+        if name == "from_tensor_slices":
+            break
+        if name == "batch":
+            picked = argument(node, "batch_size", 0)
+            size = picked.value if picked else None
+        if name == "shuffle" and found.seed is not None:
+            picked = argument(node, "seed", 1)
+            seed = picked.value if picked else None
+        node = node.func.value
+    tensors = argument(node, "tensors", 0)
+    assert tensors is not None and isinstance(tensors.value, cst.Tuple) and size is not None
+    args = [cst.Arg(element.value) for element in tensors.value.elements]
+    args.append(_keyword("global_batch", size))
+    if not found.shuffled:
+        args.append(arg("False", "shuffle"))
+    if seed is not None:
+        args.append(_keyword("seed", seed))
+    return cst.Call(expression("hvd.shard"), _comma(args))
+
+
+# --- files -----------------------------------------------------------------------------------------------------
+
+
+def _writers(scan: Scan, made: Plan) -> None:
+    """Callbacks that write files, on rank 0 only."""
+    for call in scan.all(cst.Call):
+        last = (name_of(call.func) or "").rpartition(".")[2]
+        if last == "BackupAndRestore":
+            raise Refused(scan.line(call), "BackupAndRestore is used", "ranks that read one backup while another "
+                                                                       "writes "
+                          "it can start at different epochs, and then wait for each other",
+                          "load the weights on every rank and give fit the initial_epoch, or use Trainer with resume")
+        if last in FILES:
+            _writer(scan, made, call)
+
+
+def _writer(scan: Scan, made: Plan, call: cst.Call) -> None:
+    """One such callback: in a list, appended to one, or by a name that stands in lists."""
+    up = scan.parent[call]
+    if isinstance(up, cst.Element) and isinstance(scan.parent[up], cst.List):
+        made.edits.put(up, _on_root)
+        return
+    if isinstance(up, cst.Arg):
+        around = scan.parent[up]
+        if isinstance(around, cst.Call) and isinstance(around.func,
+                                                       cst.Attribute) and around.func.attr.value == "append":
+            made.edits.put(sole(scan, around), lambda new: guarded(new, ROOT))
+            return
+    if isinstance(up, cst.Assign) and len(up.targets) == 1 and isinstance(up.targets[0].target, cst.Name):
+        name = up.targets[0].target.value
+        elements = [scan.parent[use] for use in scan.uses(name)]
+        if scan.bindings(name) == 1 and all(isinstance(e, cst.Element) for e in elements):
+            for element in elements:
+                made.edits.put(element, _on_root)
+            return
+    raise Refused(scan.line(call), f"{scan.short(call.func)} would write from every rank",
+                  "ranks that write one file at the same time leave a broken one",
+                  "put it into the list of callbacks, then run migrate again")
+
+
+def _on_root(element: cst.Element) -> cst.StarredElement:
+    """``*([x] if hvd.rank() == 0 else [])`` in place of the element ``x``."""
+    value = _around("([{}] if hvd.rank() == 0 else [])", element.value)
+    return cst.StarredElement(value, comma=element.comma)
+
+
+def _saves(scan: Scan, made: Plan) -> None:
+    """``model.save(...)`` under ``if hvd.rank() == 0:``."""
+    known = models(scan)
+    for call in scan.methods("save", "save_weights", "export"):
+        assert isinstance(call.func, cst.Attribute)
+        if scan.code(call.func.value) in known:
+            line = sole(scan, call)
+            if not isinstance(line.body[0], cst.Expr):
+                raise Refused(scan.line(call), f"the result of {scan.short(call)} is used",
+                              "it is to run on rank 0 only",
+                              "put it on a line of its own, then run migrate again")
+            made.edits.put(line, lambda new: guarded(new, ROOT))

@@ -1,0 +1,381 @@
+"""What a process with two logical CPU devices finds out about models that are split over them; run as a script.
+
+They must be made before TensorFlow starts, so this is a child of `test_device_split_tensorflow.py`: first the command
+line, which makes them, then everything else in the same process.
+"""
+
+import contextlib
+import dataclasses
+import io
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from hvdtrain.cli import main as command
+from hvdtrain.cluster.control import SoloControl
+from hvdtrain.collectives.null import NullCollectives
+from hvdtrain.config import Config, Named
+from hvdtrain.errors import UserError
+from hvdtrain.exchange.buckets import plan_buckets
+from hvdtrain.exchange.compressors.none import NoCompression
+from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.model import Spec, build_spec
+from hvdtrain.precision.policy import Precision
+
+CONFIG = Config(optimizer=Named("adamw", {"clipnorm": 1.0, "use_ema": True}), lr=1e-2, global_batch=20)
+
+
+def split(config=CONFIG, **more):
+    return dataclasses.replace(config, **{"model_parallel": 2, "split_micro_batches": 4, **more})
+
+
+def spec_of(model, **parts):
+    return Spec("m", model, "tensorflow", **parts)
+
+
+def built(name, **args):
+    import keras
+
+    return build_spec(f"tf_models.{name}:build", args, lambda: keras.utils.set_random_seed(3))
+
+
+def step_of(spec, config, own="fp32", sample=None):
+    from hvdtrain.backends.tensorflow import Ops, create_step
+
+    step = create_step(spec, config, SoloControl(), 10, Precision((own,), 0), sample)
+    step.attach(Reducer(plan_buckets(step.params(), 0.05), NoCompression(), NullCollectives(), Ops()))
+    return step
+
+
+def train(step, batches, micros=1, clip=0.5, weight=len):
+    """Losses by step; ``micros``: micro-batches of each."""
+    losses = []
+    for batch in batches:
+        step.zero()
+        total = weight(batch[0])
+        parts = [tuple(np.array_split(a, micros)[k] for a in batch) for k in range(micros)]
+        pairs = [step.forward_backward(part, 1 / total, k == micros - 1) for k, part in enumerate(parts)]
+        step.exchange()
+        finite, norm = step.apply(clip, True)
+        assert finite and norm > 0
+        losses.append(sum(float(a) for a, _ in pairs) / total)
+    return losses
+
+
+def batches_of(spec, n=20, steps=3):
+    rng = np.random.default_rng(1)
+    x, y = spec.example(n)
+    return [(x, y), *((x[i], y[i]) for i in (rng.permutation(n) for _ in range(steps - 1)))]
+
+
+def arrays(step):
+    return {**step.state()[0]["model"], **step.state()[0]["optimizer"]}
+
+
+def close(got, want, tolerance=1e-5):
+    assert len(got) == len(want)
+    for (name, a), b in zip(got.items(), want.values()):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1e-3, np.abs(b).max()), err_msg=name)
+
+
+def short(device):
+    return device.rpartition("/")[2].removeprefix("device:")
+
+
+def where(variables):
+    return [short(v.value.device) for v in variables]
+
+
+def refused(words, work):
+    try:
+        work()
+    except UserError as error:
+        assert words in str(error), str(error)
+        return str(error)
+    raise AssertionError(f"nothing refused: {words}")
+
+
+# --- cases -----------------------------------------------------------------------------------------------------------
+
+
+def case_command_line(folder):
+    """The command makes the devices, prints the cut before training and both bubbles after it."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        command(["train", "--model", "tf_models.mlp:build", "--model_parallel", "2", "--max_steps", "8", "--eval_every",
+                 "0", "--out", f"{folder}/cli", "--checkpoint.at_end", "true", "--progress", "plain"])
+    text = told.getvalue()
+    assert "model split over 2 devices, a micro-batch in 8 parts" in text and "/CPU:1" in text, text
+    assert text.index("model split over") < text.index("step 1"), text
+    assert "predicted" in text.split("| bubble")[1].splitlines()[0] and "measured" in text, text
+    assert Path(folder, "cli/completed.json").exists() and Path(folder, "cli/model/model.keras").exists()
+
+
+def case_resume_without_a_split(folder):
+    """What was trained on two devices goes on on one, and the other way round."""
+    for devices, steps in ((1, 12), (2, 16)):
+        with contextlib.redirect_stdout(io.StringIO()):
+            command(["train", "--model", "tf_models.mlp:build", "--model_parallel", str(devices), "--max_steps",
+                     str(steps), "--eval_every", "0", "--out", f"{folder}/cli", "--resume", "auto", "--progress", "off"])
+    lines = Path(folder, "cli/log.jsonl").read_text().splitlines()
+    assert lines, "a run that is resumed logs on"
+
+
+def case_models_equal_one_device(folder):
+    """mlp, cnn and gpt on two devices: losses, weights, slots, metrics as on one; each tensor on its device."""
+    sgd = dataclasses.replace(CONFIG, optimizer=Named("sgd", {"momentum": 0.9}), lr=0.1)  # Adam makes much of rounding
+    for name, args, config, micros, pieces in (("mlp", {}, CONFIG, 3, 4), ("cnn", {}, CONFIG, 1, 4),
+                                               ("gpt", {"depth": 2, "width": 32}, sgd, 1, 2)):
+        one = built(name, **args)
+        weight = (lambda x: x.size) if name == "gpt" else len
+        data = [(x, np.abs(y)) for x, y in batches_of(one)]
+        config = dataclasses.replace(config, accumulate=micros)
+        whole = step_of(one, config)
+        losses = train(whole, data, micros, weight=weight)
+        parts = step_of(built(name, **args), split(config, split_micro_batches=pieces))
+        close({"losses": train(parts, data, micros, weight=weight)}, {"losses": losses})
+        close(arrays(parts), arrays(whole))
+        for step in (whole, parts):
+            step.evaluate(data[0])
+        close(parts.eval_results(parts.eval_totals()), whole.eval_results(whole.eval_totals()))
+        assert_places(parts)
+
+
+def assert_places(step):
+    """Variables, slots, gradients, accumulators and every operation of a block, on the device of its stage."""
+    chain, plan = step._split.chain, step._split.plan
+    names = [short(d) for d in plan.devices]
+    for layer, i in zip(chain.layers, range(len(chain.layers))):
+        assert set(where(layer.variables)) <= {names[plan.cut.stage_of(i)]}, chain.names[i]
+    trainable = step.model.trainable_variables
+    assert set(where(trainable)) == {"CPU:0", "CPU:1"}
+    assert [f"CPU:{p.place}" for p in step.params()] == where(trainable)
+    optimizer = step._opt.optimizer
+    slots = [held for name, held in vars(optimizer).items() if name in (
+        "momentums", "_momentums", "_velocities", "_model_variables_moving_average") and held]
+    assert len(slots) == (1 if "SGD" in type(optimizer).__name__ else 3)
+    for held in slots:
+        assert where(held) == where(trainable)
+    assert [short(a.device) for a in step._gradients._accumulators] in ([], where(trainable))
+    assert [short(t.backing_device) for t in step._tensors] == where(trainable)
+    graph = next(f for key, f in step._gradients._functions.items() if key[0] != "add").get_concrete_function().graph
+    seen = Counter()
+    for op in graph.get_operations():
+        home = op.name.removeprefix("gradient_tape/").split("/")[0]
+        block = next((i for i, name in enumerate(chain.names) if home == name or home.removeprefix(name + "_").isdigit()
+                      and home.startswith(name + "_")), None)
+        if block is not None and op.device:
+            assert short(op.device) == names[plan.cut.stage_of(block)], (op.name, op.device)
+            seen[block] += 1
+    assert len(seen) == len(chain.names), seen
+
+
+def case_copies_only_at_the_cut(folder):
+    """What TensorFlow sends between the devices: activations forward, their gradients back, targets, single numbers."""
+    from tensorflow.python.eager import context
+
+    spec = built("mlp")
+    step = step_of(spec, split(CONFIG))
+    context.context().enable_graph_collection()
+    train(step, batches_of(spec, steps=1))
+    graphs = [g for f in context.context().export_run_metadata().function_graphs for g in f.partition_graphs]
+    context.context().disable_graph_collection()
+    chain, plan = step._split.chain, step._split.plan
+    last = chain.names[plan.stages[0].stop - 1]
+    sent = Counter()
+    for graph in graphs:
+        operation = {node.name: node.op for node in graph.node}
+        for node in graph.node:
+            source = node.input[0].split(":")[0].lstrip("^") if node.input else ""
+            if node.op not in ("_Send", "_HostSend") or "/ctrl" in source:
+                continue
+            stem = source.removeprefix("gradient_tape/").split("/")[0]
+            if any(stem == n or stem.startswith(n + "_") for n in chain.names):
+                kind = "back" if source.startswith("gradient_tape/") else "forward"
+                sent[kind, short(node.device)] += 1
+                assert kind == "back" or stem.startswith(last), source
+            elif stem.startswith("strided_slice"):
+                sent["targets", short(node.device)] += 1
+            else:  # numbers: the scale, the rate, the norm's parts, the clipping's factor
+                assert "kernel" not in source and operation.get(source) != "MatMul", source
+                sent["numbers", short(node.device)] += 1
+    assert sent["forward", "CPU:0"] == sent["back", "CPU:1"] == sent["targets", "CPU:0"] == 4, sent
+    assert set(sent) <= {("forward", "CPU:0"), ("back", "CPU:1"), ("targets", "CPU:0"), ("numbers", "CPU:0"),
+                         ("numbers", "CPU:1")}, sent
+
+
+def sequential(*extra, seed=4, units=16):
+    """Regularised layers; ``extra``: makers of layers between them."""
+    import keras
+
+    keras.utils.set_random_seed(seed)
+    l2 = keras.regularizers.L2(0.01)
+    return keras.Sequential([
+        keras.Input((12,)), keras.layers.Dense(units, activation="tanh", kernel_regularizer=l2),
+        *(make() for make in extra),
+        keras.layers.Dense(units, activity_regularizer=l2), keras.layers.Dense(5, kernel_regularizer=l2)])
+
+
+def data_of(n=20, steps=3, weighted=False):
+    rng = np.random.default_rng(2)
+    return [(rng.standard_normal((n, 12)).astype(np.float32), rng.integers(0, 5, n),
+             *([rng.random(n).astype(np.float32)] if weighted else [])) for _ in range(steps)]
+
+
+def sample(n):
+    return data_of(n, 1)[0]
+
+
+def case_losses_of_layers_and_weights_of_samples(folder):
+    """Regularisers on both stages, sample weights, a frozen layer; a compiled model whose optimizer has a history."""
+    import keras
+
+    def compiled():
+        model = sequential(lambda: keras.layers.Dense(16, trainable=False))
+        model.compile(keras.optimizers.Adam(1e-2), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.fit(*data_of(8, 1)[0], verbose=0)
+        return model
+
+    config = dataclasses.replace(CONFIG, optimizer=Named())
+    whole, parts = step_of(spec_of(compiled()), config), step_of(spec_of(compiled()), split(config), sample=sample)
+    data = data_of(weighted=True)
+    close({"losses": train(parts, data)}, {"losses": train(whole, data)})
+    close(arrays(parts), arrays(whole))
+    optimizer = parts._opt.optimizer
+    assert optimizer is parts.model.optimizer
+    assert where(optimizer._momentums) == where(parts.model.trainable_variables)
+    assert int(optimizer.iterations.numpy()) == 4
+
+
+def case_fewer_samples_than_parts(folder):
+    """1, 2, 3 and 5 samples in up to 4 parts."""
+    whole, parts = step_of(spec_of(sequential()), CONFIG), step_of(spec_of(sequential()), split(), sample=sample)
+    for n in (1, 2, 3, 5):
+        data = data_of(n, 1)
+        close({"losses": train(parts, data)}, {"losses": train(whole, data)})
+    close(arrays(parts), arrays(whole))
+    assert {key[1] for key in parts._gradients._functions} == {1, 2, 4}
+
+
+def case_narrow_types(folder):
+    """bf16 and scaled fp16 on two devices give about what they give on one."""
+    for own, tolerance in (("bf16", 0.05), ("fp16", 0.02)):
+        config = dataclasses.replace(CONFIG, precision=own, loss_scale=1024.0)
+        whole = step_of(spec_of(sequential()), config, own)
+        parts = step_of(spec_of(sequential()), split(config), own, sample)
+        close({"losses": train(parts, data_of())}, {"losses": train(whole, data_of())}, tolerance)
+        for step in (whole, parts):
+            step.leave()
+        assert parts.model.layers[0].compute_dtype == "float32" and "call" not in vars(parts.model.layers[0])
+        parts.join()
+        assert "call" in vars(parts.model.layers[0])
+        parts.leave()
+
+
+def case_dropout_batchnorm_and_a_trial(folder):
+    """Both run and are told as caveats; a trial and the measuring leave no trace; a step can be undone."""
+    import keras
+
+    def made():
+        return sequential(keras.layers.BatchNormalization, lambda: keras.layers.Dropout(0.5, seed=1))
+
+    fresh = {v.path: v.value.numpy() for v in made().weights}
+    step = step_of(spec_of(made()), split(nan_guard="skip"), sample=sample)
+    close({v.path: v.value.numpy() for v in step.model.weights}, fresh, 0)
+    before = {**arrays(step), **step.rank_state()}
+    step.trial(sample(20))
+    after = {**arrays(step), **step.rank_state()}
+    assert all(np.array_equal(a, b) for a, b in zip(before.values(), after.values()))
+    told = " ".join(step.caveats())
+    assert "statistics over each part" in told and "draws differ with the parts" in told
+    step.zero()
+    step.forward_backward(sample(20), 1 / 20, True)
+    step.exchange()
+    moved = step.state()[0]["model"]
+    assert any(not np.array_equal(moved[k], before[k]) for k in moved if "moving" in k)
+    step.discard()
+    assert all(np.array_equal(a, before[k]) for k, a in step.state()[0]["model"].items())
+    train(step, data_of())
+    refused("sync_batchnorm with model_parallel", lambda: step_of(
+        spec_of(made()), split(sync_batchnorm=True), sample=sample))
+
+
+def case_a_functional_row_and_its_file(folder):
+    """A functional model in a row; its .keras file holds what two devices trained, and so does a checkpoint's state."""
+    import keras
+
+    keras.utils.set_random_seed(5)
+    x = keras.Input((12,))
+    model = keras.Model(x, keras.layers.Dense(5)(keras.layers.Dense(8, activation="relu")(x)))
+    step = step_of(spec_of(model), split(), sample=sample)
+    train(step, data_of())
+    groups, rest = step.state()
+    again = step_of(spec_of(keras.models.clone_model(model)), CONFIG)
+    again.load(groups, rest)
+    ours, theirs = train(step, data_of()), train(again, data_of())
+    close({"losses": ours}, {"losses": theirs})
+    os.makedirs(f"{folder}/export")
+    averaged = [v.numpy() for v in step._opt.optimizer._model_variables_moving_average]
+    step.export(f"{folder}/export")
+    loaded = keras.models.load_model(f"{folder}/export/model.keras")
+    for got, want in zip(loaded.trainable_variables, averaged):
+        np.testing.assert_array_equal(got.value.numpy(), want)
+
+
+def case_what_cannot_be_split_is_said(folder):
+    """Too few devices, too many for the blocks, branches, blocks that are not the model, tasks that look inside."""
+    import keras
+
+    refused("model_parallel is 3 and TensorFlow has started with 2 logical CPU devices", lambda: step_of(
+        spec_of(sequential()), split(model_parallel=3), sample=sample))
+    short_one = keras.Sequential([keras.Input((12,)), keras.layers.Dense(5)])
+    refused("model_parallel is 2 and the model has 1 blocks (dense", lambda: step_of(
+        spec_of(short_one), split(), sample=sample))
+    x = keras.Input((12,))
+    y = keras.layers.Dense(12)(x)
+    branched = keras.Model(x, keras.layers.Dense(5)(keras.layers.Add()([x, y])))
+    refused("a functional model with branches", lambda: step_of(spec_of(branched), split(), sample=sample))
+    mlp = built("mlp")
+    refused("something else than the model", lambda: step_of(
+        dataclasses.replace(mlp, blocks=lambda m: [*mlp.blocks(m), ("again", keras.layers.Rescaling(2.0))]), split()))
+    refused("belongs to no block", lambda: step_of(
+        dataclasses.replace(mlp, blocks=lambda m: mlp.blocks(m)[1:]), split()))
+    shared = keras.layers.Dense(12)
+    twice = keras.Sequential([keras.Input((12,)), keras.layers.Dense(12)])
+    refused("share", lambda: step_of(spec_of(twice, blocks=lambda m: [
+        ("a", twice.layers[0]), ("b", keras.Sequential([twice.layers[0], shared]))]), split(), sample=sample))
+    inside = step_of(spec_of(sequential(), task=lambda m, batch: (keras.ops.sum(m.layers[0](batch[0])), 1.0)), split(),
+                     sample=sample)
+    refused("the task uses model.layers", lambda: train(inside, data_of(steps=1)))
+
+
+def case_too_large_is_said_before_anything_moves(folder):
+    """The devices' memory is made small; the variables stay in host memory."""
+    from hvdtrain.backends.tensorflow import placement
+
+    real = placement.capacity_bytes
+    placement.capacity_bytes = lambda devices, local: ((60_000, 60_000), 0)
+    spec = built("mlp")
+    try:
+        text = refused("has 0.06 MiB", lambda: step_of(spec, split()))
+    finally:
+        placement.capacity_bytes = real
+    assert "stage" in text and "parameters" in text and set(where(spec.model.weights)) == {"CPU:0"}, text
+
+
+def main():
+    folder = sys.argv[1]
+    for name, case in list(globals().items()):
+        if name.startswith("case_") and (len(sys.argv) < 3 or name in sys.argv[2:]):
+            begin = time.perf_counter()
+            case(folder)
+            print(f"passed {name} in {time.perf_counter() - begin:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -170,7 +170,7 @@ def _columns(model: Any, data: Any) -> Any:
     return named(data)
 
 
-def _extras(run: Run, callbacks: Sequence[Any], class_weight: dict[int, float] | None) -> list[Callback]:
+def _extras(run: Run, callbacks: Sequence[Any], class_weight: dict[int, float] | None) -> list[Any]:
     """The user's callbacks as hvdtrain's, after a Keras model was told of its data and class weights."""
     model = run.spec.model
     if _is_keras(model, "Model"):

@@ -86,7 +86,7 @@ def table(report: dict[str, Any]) -> list[str]:
 
 
 def _entries(argv: list[str]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """({"model_args": ..., "twin_args": ...} of --model_args.NAME VALUE and --twin_args.NAME VALUE, the other words)."""
+    """({"model_args": ..., "twin_args": ...} of --model_args.NAME VALUE and --twin_args.NAME VALUE, other words)."""
     found: dict[str, dict[str, Any]] = {key: {} for key in _ARGS}
     rest: list[str] = []
     words = list(argv)

@@ -71,7 +71,8 @@ class Bridge(History):
         if run.eval_feed is not None:
             self._eval_feed, run.eval_feed = run.eval_feed, Watched(run.eval_feed, self)
         metrics = self._setup.metrics
-        if metrics and not (run.config.sync_batchnorm and run.control.size > 1):  # there stand-ins pass as samples
+        measures = metrics is not None and (metrics or len(getattr(model, "outputs", None) or ()) > 1)
+        if measures and not (run.config.sync_batchnorm and run.control.size > 1):  # there stand-ins pass as samples
             self._setup.follow = self._setup.measure or metrics.follow
         params = {"verbose": 0, "epochs": run.config.epochs, "steps": run.feed.steps_per_epoch}
         model.stop_training = False
@@ -91,7 +92,7 @@ class Bridge(History):
         super().epoch_start(run)
         self._states = {}
         if self._setup.follow is not None:
-            self._setup.metrics.take()
+            self._setup.metrics.take_followed()
         self._tell("on_epoch_begin", self.epoch)
         self._settle(run)
 
@@ -158,7 +159,7 @@ class Bridge(History):
 
     def _keep_states(self) -> None:
         if self._setup.follow is not None and not self._states:
-            self._states = self._setup.metrics.take()
+            self._states = self._setup.metrics.take_followed()
 
     def _trained(self, run: Any) -> dict[str, float]:
         """The compiled metrics over the epoch's training batches."""

@@ -37,16 +37,16 @@ class Setup:
 
     ``data``: has a ``layout`` where x or y is nested. ``class_weight``: class -> weight, while training.
     ``optimizer``: the Keras optimizer in use. ``metrics``: the `states.CompiledMetrics` of evaluations.
-    ``follow(y, outputs, sample_weight)``: measures training batches as they pass; None does not. ``measure``: what a
-    backend offers for that, where `CompiledMetrics.follow` does not do.
+    ``follow(y, outputs, sample_weight, losses={name: (sum, weight)})``: measures training batches as they pass; None
+    does not. ``measure``: what a backend offers for that, where `CompiledMetrics.follow` does not do.
     """
 
     data: Any = None
     class_weight: dict[int, float] | None = None
     optimizer: Any = None
     metrics: Any = None
-    measure: Callable[[Any, Any, Any], None] | None = None
-    follow: Callable[[Any, Any, Any], None] | None = None
+    measure: Callable[..., None] | None = None
+    follow: Callable[..., None] | None = None
 
     @property
     def layout(self) -> Layout | None:
@@ -127,9 +127,11 @@ class CompiledTask:
         setup = setup_of(model)
         if training and setup.class_weight is not None:
             weight = with_class_weight(setup.class_weight, y, weight)
+        pairs = self._pairs(model, outputs, y, weight)
+        total = pairs.pop("loss")
         if training and setup.follow is not None:
-            setup.follow(y, outputs, weight)
-        return self._pairs(model, outputs, y, weight)["loss"]
+            setup.follow(y, outputs, weight, pairs)
+        return total
 
     def pairs(self, model: Any, outputs: Any, batch: Sequence[Any]) -> dict[str, Pair]:
         """(sum, weight) of "loss" and, of several outputs, of each one's own loss before its loss weight."""
@@ -170,6 +172,8 @@ def _summed(compile_loss: Any) -> Any:
 
     class Summed(kind):  # type: ignore[valid-type, misc]
         """Keras matches losses with outputs, targets and weights; each loss hands over its sum."""
+
+        _flat_losses: Any
 
         def build(self, y_true: Any, y_pred: Any) -> None:
             self._tracker = _NoMetrics()

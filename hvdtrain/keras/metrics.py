@@ -167,7 +167,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
 def named_metrics(model: Any) -> list[tuple[str, Any, str]]:
     """(name in the logs, metric, kind) of a model; kind: "loss", "plain", or "weighted" by sample weights."""
     found: list[tuple[str, Any, str]] = []
-    for metric in model.metrics:
+    for metric in list[Any](model.metrics):
         if metric is getattr(model, "_loss_tracker", None):
             found.append((metric.name, metric, "loss"))
         elif metric is getattr(model, "_compile_metrics", None):

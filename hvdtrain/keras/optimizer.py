@@ -150,6 +150,8 @@ def _like(optimizer: Any, cls: Any) -> Any:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         inner = optimizer.inner_optimizer
         return cls(**{**config, "inner_optimizer": _taking_state(_like(inner, type(inner)), inner, build=False)})
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer) and not hasattr(optimizer._optimizer_map, "values"):
+        return cls(**{**config, "optimizer_map": optimizer._optimizer_map})  # a function, which chooses anew
     takes = inspect.signature(type(optimizer).__init__).parameters
     lost = [p.name for p in takes.values() if p.name not in config and p.name != "self"
             and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import UserError
@@ -82,7 +83,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     def _set(self, epoch: float) -> None:
         old, new = self._rate(), self.initial_lr * self.multiplier(epoch)
         self.model.optimizer.learning_rate = new
-        if self.momentum_correction and old and new != old:
+        if self.momentum_correction and old and np.float32(new) != np.float32(old) and self.model.optimizer.built:
             if self._rescale is None:
                 self._rescale = _rescaling(_inner(self.model.optimizer))
             self._rescale(tf.constant(new / old, tf.float32))

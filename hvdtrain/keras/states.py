@@ -108,6 +108,7 @@ class CompiledMetrics:
         self._more, self._taken = dict(more or {}), set(taken)
         self._shapes_k: np.ndarray | None = None
         self._more_made: dict[str, Any] = {}
+        self._losses: dict[str, Any] = {}
         self.named: dict[str, Any] = {}
         self.keras_names: dict[str, str] = {}
         self.built = False
@@ -150,11 +151,31 @@ class CompiledMetrics:
         for metric in self._more_made.values():
             metric.update_state(keras.tree.flatten(y)[0], keras.tree.flatten(outputs)[0])
 
-    def follow(self, y: Any, outputs: Any, sample_weight: Any = None) -> None:
-        """`update`, after `build` where that was not done; not in a graph."""
+    def prepare(self, y: Any, outputs: Any, sample_weight: Any, losses: Iterable[str]) -> None:
+        """What `follow` needs before its first batch; not in a graph."""
+        for name in losses:
+            self._losses.setdefault(name, keras.metrics.Mean(name=name))
         if not self.built:
-            self.build(*zeros_like_one((y, widened(outputs), sample_weight)))
-        self.update(y, widened(outputs), sample_weight)
+            y, outputs, sample_weight = zeros_like_one((y, outputs, sample_weight))
+            self.build(y, widened(outputs), sample_weight)
+
+    def follow(self, y: Any, outputs: Any, sample_weight: Any = None, losses: dict[str, Any] | None = None) -> None:
+        """Add a training batch; ``losses``: (sum, weight) of single outputs. In a graph after `prepare`."""
+        outputs, losses = widened(outputs), losses or {}
+        if not self.built or losses.keys() - self._losses.keys():
+            self.prepare(y, outputs, sample_weight, losses)
+        self.update(y, outputs, sample_weight)
+        for name, (total, weight) in losses.items():
+            value = keras.ops.divide_no_nan(keras.ops.stop_gradient(total), weight)
+            self._losses[name].update_state(value, sample_weight=weight)
+
+    def take_followed(self) -> dict[str, np.ndarray]:
+        """`take`, and what `follow` kept of single outputs' losses."""
+        totals = self.take()
+        for name, mean in self._losses.items():
+            totals[name] = vector(mean)
+            mean.reset_state()
+        return totals
 
     def take(self) -> dict[str, np.ndarray]:
         """float64[k] by name since the last call, and `SHAPES`; empty before any batch. Starts anew."""

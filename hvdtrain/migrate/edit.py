@@ -204,31 +204,67 @@ def broken(width: int) -> cst.Comma:
         cst.TrailingWhitespace(), indent=True, last_line=cst.SimpleWhitespace(" " * width)))
 
 
+def _plain(comma: cst.Comma) -> cst.Comma:
+    """A comma with the line end and indentation behind another one, without its comment."""
+    after = comma.whitespace_after
+    if isinstance(after, cst.ParenthesizedWhitespace):
+        after = after.with_changes(first_line=cst.TrailingWhitespace(), empty_lines=[])
+    return cst.Comma(whitespace_after=after)
+
+
+def comments(nodes: Sequence[cst.CSTNode]) -> list[cst.EmptyLine]:
+    """The comments in some nodes, a line each."""
+    found: list[cst.EmptyLine] = []
+    for node in nodes:
+        todo: list[cst.CSTNode] = [node]
+        while todo:
+            inner = todo.pop()
+            if isinstance(inner, cst.Comment):
+                found.append(cst.EmptyLine(comment=inner))
+            todo.extend(reversed(inner.children))
+    return found
+
+
 def with_args(call: cst.Call, args: Sequence[cst.Arg], alone: Sequence[cst.Arg] = (), width: int = 0) -> cst.Call:
     """``call`` with other arguments, separated as it separates its own; those of ``alone`` begin a line each, ``width``
     spaces beyond the indentation."""
     if not args:
         return call.with_changes(args=[], whitespace_before_args=cst.SimpleWhitespace(""))
     old = call.args
-    between: Any = next((a.comma for a in old[:-1] if isinstance(a.comma, cst.Comma)), None)
+    commas = [a.comma for a in old[:-1] if isinstance(a.comma, cst.Comma)]
     before = call.whitespace_before_args
     hanging = isinstance(before, cst.ParenthesizedWhitespace)
-    if hanging and (between is None or not isinstance(between.whitespace_after, cst.ParenthesizedWhitespace)):
-        between = cst.Comma(whitespace_after=before) if between is None else between
-    elif between is None:
-        between = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    apart = [c for c in commas if isinstance(c.whitespace_after, cst.ParenthesizedWhitespace) is hanging]
+    between = _plain((apart or commas or [cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))])[0])
+    if hanging and not apart:
+        between = _plain(cst.Comma(whitespace_after=before))
     last = old[-1] if old else cst.Arg(cst.Name("_"))
-    own = {id(a): index for index, a in enumerate(old[:-1])}
     made = []
     for now, following in zip(args, args[1:]):
-        follows = id(now) in own and old[own[id(now)] + 1] is following
-        if any(following is a for a in alone) and not follows:
-            comma = cst.Comma(whitespace_after=before) if hanging else broken(width)
-        else:
-            comma = now.comma if id(now) in own and isinstance(now.comma, cst.Comma) else between
+        comma: Any = now.comma if isinstance(now.comma, cst.Comma) and now.comma is not last.comma else between
+        on_its_line = isinstance(comma.whitespace_after, cst.ParenthesizedWhitespace)
+        said = _first_line(last) if now.comma is last.comma and now.keyword is last.keyword else None
+        if said is not None or any(following is a for a in alone) and not on_its_line:
+            line = _plain(cst.Comma(whitespace_after=before)) if hanging else broken(width)
+            comma = line if said is None else line.with_changes(
+                whitespace_after=line.whitespace_after.with_changes(first_line=said))
         made.append(now.with_changes(comma=comma, whitespace_after_arg=cst.SimpleWhitespace("")))
-    made.append(args[-1].with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg))
+    end, moved = last.comma, args[-1].keyword is not last.keyword
+    if moved and isinstance(end, cst.Comma):
+        end = _plain(end)
+    after = last.whitespace_after_arg
+    if moved and isinstance(after, cst.ParenthesizedWhitespace):
+        after = after.with_changes(first_line=cst.TrailingWhitespace(), empty_lines=[])
+    made.append(args[-1].with_changes(comma=end, whitespace_after_arg=after))
     return call.with_changes(args=made)
+
+
+def _first_line(last: cst.Arg) -> cst.TrailingWhitespace | None:
+    """The comment behind the last argument of a call, with its line end; None if there is none."""
+    for space in (last.whitespace_after_arg, getattr(last.comma, "whitespace_after", None)):
+        if isinstance(space, cst.ParenthesizedWhitespace) and space.first_line.comment is not None:
+            return space.first_line
+    return None
 
 
 def with_elements(list_node: cst.List, elements: Sequence[Any], width: int = 0) -> cst.List:
@@ -240,6 +276,7 @@ def with_elements(list_node: cst.List, elements: Sequence[Any], width: int = 0) 
     if between is None:
         several = isinstance(before, cst.ParenthesizedWhitespace) and bool(old)
         between = cst.Comma(whitespace_after=before) if several else broken(width)
+    between = _plain(between)
     if not old:
         return list_node.with_changes(elements=[*(e.with_changes(comma=between) for e in elements[:-1]),
                                                 elements[-1]])

@@ -52,6 +52,12 @@ def read(name: str) -> Source:
     return Source(name, path, data, parse(name, data))
 
 
+def of_text(text: str, name: str = "script.py") -> Source:
+    """A source that is no file, such as a test's or a page's; `UserError` as in `read`."""
+    data = text.encode()
+    return Source(name, Path(name), data, parse(name, data))
+
+
 def parse(name: str, data: bytes) -> cst.Module:
     """Return the syntax tree of ``data``; `UserError` with the line where it is not Python."""
     problem = _syntax(name, data)

@@ -37,8 +37,13 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'hvdtrain.tensorflow' has no attribute {name!r}")
     import importlib
+    import types
 
     value = getattr(importlib.import_module(_HOME[name]), name)
+    if isinstance(value, types.FunctionType):
+        from hvdtrain.tensorflow.nodes import unconverted
+
+        value = unconverted(value)  # AutoGraph would rewrite what a tf.function of the user's calls
     globals()[name] = value
     return value
 

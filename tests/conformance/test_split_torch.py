@@ -367,6 +367,18 @@ def test_a_sequential_is_split_by_its_children(cpus):
     assert split.step.describe()["split"].startswith("0 | 1 | 2 on cpu, cpu, cpu")
 
 
+def test_a_model_is_split_again_wherever_the_run_before_has_left_it(cpus):
+    model, whole = deep(), deep()
+    trained(replace(BASE, max_steps=5, model_parallel=2), model)
+    kept = Pipeline([[model.first], [model.second, model.third, model.head]], [CPU, CPU], 2)
+    kept.install(model)  # as it stays after a run on two GPUs
+    trained(replace(BASE, max_steps=5, model_parallel=3), model)
+    assert "forward" not in vars(model)
+    for _ in range(2):
+        trained(replace(BASE, max_steps=5), whole)
+    torch.testing.assert_close(model.state_dict(), whole.state_dict(), rtol=1e-5, atol=1e-6)
+
+
 def test_joint_batchnorm_where_a_split_model_computes_in_one_part(cpus):
     settings = replace(BASE, sync_batchnorm=True, split_micro_batches=1)
     build = lambda rank=0: deep(norm=nn.BatchNorm1d(16))  # noqa: E731

@@ -33,7 +33,7 @@ def test_rounding_of_unlike_devices_is_forgiven_and_grows_with_the_steps():
     ([[1, 0], [2, 0], [2, 0]], (0,), "differs on rank 0 of 3"),
     ([[1, 5], [1, 6], [2, 5], [1, 7]], (2,), "the first of 2 of 2 variables"),
     ([[1, 0], [2, 0], [3, 0]], (1, 2), "every rank (against each other, 3 ranks)"),
-    ([[1, 0], [np.nan, 0]], (1,), "rank 1 holds a value that is not finite"),
+    ([[1, 0], [np.nan, 0]], (1,), "Rank 1 holds a value that is not finite"),
 ])
 def test_the_first_variable_and_the_ranks_apart_are_named(now, who, words):
     error = judge(rows(now), NAMES, 8)
@@ -50,7 +50,7 @@ def test_nan_on_every_rank_is_no_divergence():
     ([[1, 0], [2, 0]], True, "BroadcastGlobalVariablesCallback(0)"),
     ([[1, 0], [2, 0]], False, "BroadcastGlobalVariablesCallback(0)"),
     ([[1, 0], [1, 0]], True, "something else than this optimizer's exchanged gradients"),
-    ([[1, 0], [1, 0]], False, "likely the optimizer of model.compile is not hvd.DistributedOptimizer"),
+    ([[1, 0], [1, 0]], False, "Likely the optimizer of model.compile is not hvd.DistributedOptimizer"),
 ])
 def test_the_likely_cause_follows_from_the_start(before, distributed, cause):
     assert cause in str(judge(rows([[1, 0], [2, 0]], before), NAMES, 2, distributed=distributed))

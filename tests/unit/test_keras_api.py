@@ -4,6 +4,7 @@ import inspect
 import json
 import subprocess
 import sys
+import zipfile
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def mlp(*extra):
 
 def trained(optimizer, epochs=1, model=None, callbacks=None, **more):
     model = model or mlp()
-    model.compile(optimizer, "mse", **more)
+    model.compile(optimizer, keras.losses.MeanSquaredError(), **more)
     model.fit(X, Y, batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
     return model
 
@@ -109,13 +110,24 @@ def test_other_backends_of_keras_are_told_where_to_go(monkeypatch, backend, word
 # --- one process -----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", [n for n in sorted(dir(keras.optimizers)) if inspect.isclass(getattr(
-    keras.optimizers, n)) and n not in ("Optimizer", "LossScaleOptimizer", "LegacyOptimizerWarning")])
+    keras.optimizers, n)) and issubclass(getattr(keras.optimizers, n), keras.optimizers.Optimizer) and n not in (
+    "Optimizer", "LossScaleOptimizer", "MultiOptimizer")])
 def test_every_optimizer_of_keras_is_copied_with_its_settings(name):
     plain = getattr(keras.optimizers, name)(learning_rate=0.02, weight_decay=0.1, clipnorm=0.5, use_ema=True)
     made = hvd.DistributedOptimizer(plain)
     assert isinstance(made, type(plain)) and made is not plain
     assert made.get_config() == plain.get_config()
     assert keras.saving.serialize_keras_object(made)["class_name"] == name
+
+
+def test_optimizers_of_several_optimizers():
+    def several():
+        inner = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1))
+        inner["dense_.*/bias"] = keras.optimizers.Adam(0.01)
+        return keras.optimizers.MultiOptimizer(inner)
+    same(trained(hvd.DistributedOptimizer(several())), trained(several()))
+    chosen = keras.optimizers.MultiOptimizer(lambda variable, one=keras.optimizers.SGD(0.1): one)
+    same(trained(hvd.DistributedOptimizer(chosen)), trained(keras.optimizers.SGD(0.1)))
 
 
 def test_one_process_trains_as_without():
@@ -161,11 +173,10 @@ def test_a_saved_model_loads_without_hvdtrain_and_comes_back_distributed(tmp_pat
     path = str(tmp_path / f"model.{ending}")
     model = trained(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
     model.save(path)
-    code = ("import sys, keras; m = keras.models.load_model(sys.argv[1]); o = m.optimizer; "
-            "assert 'hvdtrain' not in sys.modules; print(type(o) is keras.optimizers.Adam, int(o.iterations))")
+    plain = keras.models.load_model(path)
+    assert type(plain.optimizer) is keras.optimizers.Adam and int(plain.optimizer.iterations) == 3
     if ending == "keras":
-        said = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=100)
-        assert said.stdout == "True 3\n", said.stderr[-500:]
+        assert b"hvdtrain" not in zipfile.ZipFile(path).read("config.json")
     again = hvd.load_model(path)
     assert again.optimizer._hvd_exchange and type(again.optimizer) is not keras.optimizers.Adam
     again.fit(X, Y, batch_size=8, shuffle=False, verbose=0)

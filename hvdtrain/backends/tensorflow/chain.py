@@ -87,18 +87,17 @@ def _close(a: tf.Tensor, b: tf.Tensor) -> bool:
 
 
 def _is_row(model: keras.Model) -> bool:
-    """Whether a functional model is one row of layers, each called once on what the one before gave."""
+    """Whether a functional model is one row of layers, each called on what the one before gave."""
     if not hasattr(model, "_standardize_inputs") or len(model.inputs) != 1 or len(model.outputs) != 1:
         return False
-    layers = [layer for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
     before = model.inputs[0]
-    for layer in layers:
-        nodes = [n for n in layer._inbound_nodes if n in model._nodes]
-        if len(nodes) != 1 or len(nodes[0].input_tensors) != 1 or nodes[0].input_tensors[0] is not before:
+    for layer in model.layers:
+        if isinstance(layer, keras.layers.InputLayer):
+            continue
+        calls = [n for n in layer._inbound_nodes if [id(t) for t in n.input_tensors] == [id(before)]]
+        if len(calls) != 1 or len(calls[0].outputs) != 1:
             return False
-        if len(nodes[0].outputs) != 1:
-            return False
-        before = nodes[0].outputs[0]
+        before = calls[0].outputs[0]
     return before is model.outputs[0]
 
 

@@ -209,9 +209,9 @@ def compiled_loss(model: keras.Model) -> str:
 
 def optimizer(step: Any) -> tuple[Rule, Slots]:
     """The rule of a step's optimizer, and its state by slot and weight in PyTorch's convention."""
-    own, base_lr = step._opt.optimizer, step.state()[1]["base_lr"]
+    own, base_lr = step._opt.optimizer, _as_written(step.state()[1]["base_lr"])
     held = own._learning_rate
-    lr = base_lr if callable(held) or np.float32(base_lr) == np.float32(float(held)) else float(held)
+    lr = base_lr if callable(held) or np.float32(base_lr) == np.float32(float(held)) else _as_written(float(held))
     rate = lr if np.float32(lr) == np.float32(step.learning_rate()) else step.learning_rate()
     rule = rules.from_keras(type(own).__name__, own.get_config(), base_lr, lr, rate, int(own.iterations))
     names = _names(step.model)
@@ -221,6 +221,11 @@ def optimizer(step: Any) -> tuple[Rule, Slots]:
                  zip(step.model.trainable_variables, getattr(own, KERAS_SLOTS[slot]))}
         slots[slot] = rules.buffer(rule, found) if slot == "momentum" else found
     return rule, slots
+
+
+def _as_written(rate: float) -> float:
+    """A rate that was kept as float32, such as 0.009999999776, as its owner wrote it: 0.01."""
+    return float(str(np.float32(rate))) if float(np.float32(rate)) == rate else rate
 
 
 def state_of(step: Any, rule: Rule, slots: Slots) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:

@@ -94,13 +94,11 @@ class Evaluator:
         """Each metric from its summed total; a metric of several numbers (one per class) gives their mean."""
         return (self._objects or states.CompiledMetrics(None)).results(totals)
 
-    def follow(self, y: Any, outputs: Any, sample_weight: Any) -> None:
+    def follow(self, y: Any, outputs: Any, sample_weight: Any, losses: dict[str, Any] | None = None) -> None:
         """Measure a training batch as it passes, while its graph is traced: metrics as `model.fit` shows them."""
-        outputs = compiled.widened(outputs)
-        if not self._objects.built:
-            with tf.init_scope():
-                self._objects.build(*states.zeros_like_one((y, outputs, sample_weight)))
-        self._objects.update(y, outputs, sample_weight)
+        with tf.init_scope():
+            self._objects.prepare(y, outputs, sample_weight, losses or {})
+        self._objects.follow(y, outputs, sample_weight, losses)
 
 
 def _known(name: str) -> str:

@@ -41,9 +41,9 @@ class Layout:
         self._pipeline: Pipeline | None = None
         self._plan: Plan | None = None
         release(spec.model)
-        if len(self.devices) == 1:
-            spec.model.to(self.home)
-        elif config.sync_batchnorm and micros_of(config) > 1:
+        # Host memory is where blocks wait to be measured, also those that a run before has left on several devices.
+        spec.model.to(self.home if len(self.devices) == 1 else "cpu")
+        if len(self.devices) > 1 and config.sync_batchnorm and micros_of(config) > 1:
             raise UserError("sync_batchnorm with a model whose micro-batches are computed in parts on several devices, "
                             "which would not meet in one order on all ranks", "one of the two",
                             "set split_micro_batches: 1, or leave sync_batchnorm out")
@@ -58,9 +58,9 @@ class Layout:
         if source is None:
             raise UserError("model_parallel without data or example(B) to measure the blocks with", "one of them",
                             "define example(B) in the model file")
-        random, where = state.random_arrays(), next(model.parameters()).device
+        random = state.random_arrays()
         try:
-            batch = tensors(source(max(_least(named), part_samples(self._config, rank, size))), where)
+            batch = tensors(source(max(_least(named), part_samples(self._config, rank, size))), torch.device("cpu"))
             x = blocks.model_input(model, task, batch)
             blocks.check_chain(model, named, x)
             with self.computing(own):

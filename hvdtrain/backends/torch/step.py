@@ -19,45 +19,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.backends.torch import amp, audit, keras, placement, state, sync_batchnorm, trial
+from hvdtrain.backends.torch import amp, audit, placement, state, sync_batchnorm, trial
 from hvdtrain.backends.torch.buffers import Buffers
 from hvdtrain.backends.torch.optim import Optimization
 from hvdtrain.backends.torch.placement import DeviceClock
 from hvdtrain.backends.torch.split import Layout, check_slots
 from hvdtrain.backends.torch.task import Metrics, make_task
-from hvdtrain.cluster.exit import agreed
 from hvdtrain.config import Config
 from hvdtrain.data.empty import StandIn
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.reducer import Reducer
-from hvdtrain.parallel.plan import Measured, Plan, agree
+from hvdtrain.parallel.plan import Measured, Plan
 from hvdtrain.precision.policy import FP32, Precision
 from hvdtrain.precision.scaler import LossScale
 from hvdtrain.protocols import Batch, Pair, ParamSpec
-
-
-def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int, precision: Precision = FP32,
-                sample: Callable[[int], Batch] | None = None) -> Any:
-    """A step over ``spec.model``, on this rank's device or split over several; collective where it is split.
-
-    ``sample``: so many samples of the run's data, to measure the blocks of a split model with.
-    """
-    def make() -> Any:
-        given = (spec, config, control.rank, steps_per_epoch, precision)
-        if not keras.is_keras(spec.model):
-            return TorchStep(*given)
-        if config.model_parallel > 1:
-            raise UserError(f"model_parallel {config.model_parallel} with a Keras model on PyTorch",
-                            "a model whose framework splits it", "set model_parallel: 1, or KERAS_BACKEND=tensorflow")
-        return keras.create_step(*given)
-
-    if config.model_parallel == 1:
-        return make()
-    step = agreed(control, make, "model")
-    measured = agreed(control, lambda: step.measure(sample, control), "split")
-    plan = agree(measured, config, control)
-    agreed(control, lambda: step.split(plan), "split")
-    return step
 
 
 class TorchStep:

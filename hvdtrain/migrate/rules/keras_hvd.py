@@ -9,7 +9,7 @@ from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate.edit import arg, expression, guarded, with_args, with_elements
+from hvdtrain.migrate.edit import arg, comments, expression, guarded, with_args, with_elements
 from hvdtrain.migrate.finding import Refused
 from hvdtrain.migrate.rules import Plan
 from hvdtrain.migrate.rules.keras_calls import COMPILE, DATASET, FIT, Chain, chain, compiles, fits, given, models, sole
@@ -18,6 +18,8 @@ from hvdtrain.migrate.scan import Scan, argument, is_true, name_of
 IMPORT = "import hvdtrain.keras as hvd"
 ROOT = "hvd.rank() == 0"
 CALLBACKS = ("hvd.callbacks.BroadcastGlobalVariablesCallback(0)", "hvd.callbacks.MetricAverageCallback()")
+INTO_SHARD = {"x", "y", "batch_size", "shuffle", "class_weight", "sample_weight"}
+"""Arguments of fit that are hvd.shard's."""
 FILES = ("ModelCheckpoint", "TensorBoard", "CSVLogger")
 START = "start it with horovodrun -np N python script.py (or mpirun), N the number of GPUs"
 
@@ -106,6 +108,10 @@ def _fit(scan: Scan, made: Plan, call: cst.Call, datasets: set[str]) -> None:
         raise Refused(line, f"fit gets several inputs: {scan.short(x)}", "hvd.shard takes one array x and one y",
                       "put them into one array, or use Trainer with a dataset of your own")
     made.edits.put(call, lambda new: _new_fit(new, where, scan.width(call)))
+    if "y" in where:
+        said = comments([call.args[where[name]] for name in where if name in INTO_SHARD])
+        if said and isinstance(scan.statement(call), cst.SimpleStatementLine):
+            made.edits.put(scan.statement(call), lambda new: new.with_changes(leading_lines=[*new.leading_lines, *said]))
     made.tell(line, "changed", "fit: batch_size is the batch of all ranks together"
               if "y" in where else "fit: the dataset's batch is the batch of all ranks together",
               "so the curve stays that of one process with this batch, whatever the number of ranks",
@@ -117,7 +123,7 @@ def _new_fit(new: cst.Call, where: dict[str, int], width: int) -> cst.Call:
     if isinstance(new.whitespace_before_args, cst.ParenthesizedWhitespace):
         width = len(new.whitespace_before_args.last_line.value)
     by_index = {index: name for name, index in where.items()}
-    into_shard = {"x", "y", "batch_size", "shuffle", "class_weight", "sample_weight"} if "y" in where else set()
+    into_shard = INTO_SHARD if "y" in where else set()
     args: list[cst.Arg] = [cst.Arg(_shard(new, where))] if into_shard else []
     alone: list[cst.Arg] = []
     for index, old in enumerate(new.args):

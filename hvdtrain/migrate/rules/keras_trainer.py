@@ -6,7 +6,7 @@ from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate.edit import arg, expression, guarded
+from hvdtrain.migrate.edit import arg, comments, expression, guarded
 from hvdtrain.migrate.finding import Refused
 from hvdtrain.migrate.rules import Plan
 from hvdtrain.migrate.rules.keras_calls import FIT, fits, given, models, sole
@@ -40,7 +40,7 @@ def rewrite(scan: Scan, made: Plan) -> None:
     if "shuffle" in where:
         made.edits.imports.append("from hvdtrain.config import Data")
     made.edits.put(call, lambda new: _fit(new, where))
-    made.edits.put(line, lambda new: _with_trainer(new, _config(scan, call, where, batch)))
+    made.edits.put(line, lambda new: _with_trainer(new, _config(scan, call, where, batch), comments(call.args)))
     _saves(scan, made, call)
     made.tell(scan.line(call), "changed", "fit runs in Trainer, with the model as it is compiled",
               "the batch is that of all ranks together; logs, checkpoints and the final model go to a folder under "
@@ -105,10 +105,10 @@ def _config(scan: Scan, call: cst.Call, where: dict[str, int], batch: cst.BaseEx
     return f"trainer = Trainer(Config({', '.join(keys)}))"
 
 
-def _with_trainer(line: Any, text: str) -> Any:
-    """The line that makes the trainer, before the line that fits."""
+def _with_trainer(line: Any, text: str, said: list[cst.EmptyLine]) -> Any:
+    """The line that makes the trainer, before the line that fits; ``said``: comments from among fit's arguments."""
     made: Any = cst.parse_statement(text)
-    return cst.FlattenSentinel([made.with_changes(leading_lines=line.leading_lines),
+    return cst.FlattenSentinel([made.with_changes(leading_lines=[*line.leading_lines, *said]),
                                 line.with_changes(leading_lines=[])])
 
 

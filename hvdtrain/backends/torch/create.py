@@ -1,0 +1,42 @@
+"""How a step is made: over a whole model, over one that is split, over a Keras model.
+
+Owns that choice, and the agreement of all ranks that a split takes. What a step does is in `step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hvdtrain.backends.torch import keras
+from hvdtrain.backends.torch.step import TorchStep
+from hvdtrain.cluster.exit import agreed
+from hvdtrain.config import Config
+from hvdtrain.errors import UserError
+from hvdtrain.parallel.plan import agree
+from hvdtrain.precision.policy import FP32, Precision
+from hvdtrain.protocols import Batch
+
+
+def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int, precision: Precision = FP32,
+                sample: Callable[[int], Batch] | None = None) -> Any:
+    """A step over ``spec.model``, on this rank's device or split over several; collective where it is split.
+
+    ``sample``: so many samples of the run's data, to measure the blocks of a split model with.
+    """
+    def make() -> Any:
+        given = (spec, config, control.rank, steps_per_epoch, precision)
+        if not keras.is_keras(spec.model):
+            return TorchStep(*given)
+        if config.model_parallel > 1:
+            raise UserError(f"model_parallel {config.model_parallel} with a Keras model on PyTorch",
+                            "a model whose framework splits it", "set model_parallel: 1, or KERAS_BACKEND=tensorflow")
+        return keras.create_step(*given)
+
+    if config.model_parallel == 1:
+        return make()
+    step = agreed(control, make, "model")
+    measured = agreed(control, lambda: step.measure(sample, control), "split")
+    plan = agree(measured, config, control)
+    agreed(control, lambda: step.split(plan), "split")
+    return step

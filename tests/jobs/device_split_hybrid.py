@@ -1,0 +1,67 @@
+"""Ranks that each own two logical CPU devices, against one process with one; run by mpirun from its test.
+
+``python device_split_hybrid.py FOLDER`` on two ranks.
+"""
+
+import dataclasses
+import os
+import sys
+
+import numpy as np
+
+from hvdtrain import loop
+from hvdtrain.assemble import assemble
+from hvdtrain.cluster.control import SoloControl
+from hvdtrain.cluster.exit import run_guarded
+from hvdtrain.cluster.launcher import launch_facts
+from hvdtrain.collectives.null import NullCollectives
+from hvdtrain.config import Checkpoint, Config, Exchange, Named
+
+CONFIG = Config(model="tf_models.mlp:build", global_batch=32, max_steps=5, eval_every=0, progress="off", lr=0.1,
+                optimizer=Named("sgd", {"momentum": 0.9}), checkpoint=Checkpoint(at_end=False), clip_norm=1.0,
+                exchange=Exchange(bucket_mb=0.05))
+HYBRID = dataclasses.replace(CONFIG, model_parallel=2, split_micro_batches=4, shares=[3, 1])
+
+
+def weights(config, **parts):
+    run = assemble(config, **parts)
+    loop.fit(run)
+    return run, [v.value.numpy() for v in run.spec.model.weights]
+
+
+def check_places(run):
+    """Weights, slots, buckets and the compressor's state are where their blocks are."""
+    model, optimizer = run.spec.model, run.step._opt.optimizer
+    for held in (model.trainable_variables, optimizer.momentums):
+        assert [v.value.device[-5:] for v in held] == [f"CPU:{p.place}" for p in run.step.params()]
+    places = [bucket.place for bucket in run.reducer.buckets]
+    assert set(places) == {0, 1}
+    if run.collectives.in_graph:
+        assert [t.backing_device[-5:] for t in run.step._tensors] == [f"CPU:{place}" for place in places]
+        for state, place in zip(run.step._gradients._states, places):
+            assert all(v.device.endswith(f"CPU:{place}") for v in state.values())
+
+
+def main():
+    folder = sys.argv[1]
+    for wire, compression, tolerance in (("auto", "none", 1e-5), ("auto", "int8", 0.1), ("mpi", "bf16", 0.02)):
+        config = dataclasses.replace(HYBRID, collectives=wire, compression=compression,
+                                     out=f"{folder}/{wire}-{compression}")
+        run, found = weights(config)
+        check_places(run)
+        control = run.control
+        alike = control.gather([w.tobytes() for w in found])
+        assert alike[0] == alike[1], "ranks with other weights"
+        cuts = control.gather(run.step._split.plan.cut)
+        assert cuts[0] == cuts[1]
+        _, whole = weights(dataclasses.replace(CONFIG, out=f"{folder}/one-{wire}-{compression}-{control.rank}"),
+                           control=SoloControl(), collectives=NullCollectives())
+        for got, want in zip(found, whole):
+            np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
+        if control.rank == 0:
+            print(f"equal over {run.collectives.name} with {compression}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded(main, launch_facts(os.environ)))

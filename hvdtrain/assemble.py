@@ -98,9 +98,8 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
     if control.size > 1:
         run.notes += [f"not independent of the number of ranks: {caveat}" for caveat in step.caveats()]
     run.tell()
-    table = getattr(step, "table", "")
-    if table and control.rank == 0 and run.config.progress != "off":
-        say(table)
+    if step.table and control.rank == 0 and run.config.progress != "off":
+        say(step.table)
     _restore(run)
     if feed.even_micros:
         agreed(control, lambda: step.spare(feed.sample(1, run.state.cursor)), "data")
@@ -112,8 +111,16 @@ def _model(config: Config, model: Any, facts: LaunchFacts, control: Control | No
         if model is not None:
             return spec_of(model)
         text = backends.built_in_model() if config.model == "auto" else config.model
-        return build_spec(text, config.model_args, prepare=partial(_prepare, config, _threads(config, facts, control)))
+        return build_spec(text, config.model_args, partial(_prepare, config, _threads(config, facts, control)),
+                          partial(_building, config))
     return make() if control is None else agreed(control, make, "model")
+
+
+def _building(config: Config) -> Any:
+    """Where a model is built: in host memory, if no one device may hold all of it."""
+    if config.model_parallel > 1 and "tensorflow" in backends.imported():
+        return backends.load("tensorflow").building(config.model_parallel)
+    return contextlib.nullcontext()
 
 
 def _threads(config: Config, facts: LaunchFacts, control: Control | None) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,19 +47,22 @@ def spec_of(model: Any, name: str = "") -> Spec:
     return _spec(name or type(model).__name__, model, parts)
 
 
-def build_spec(text: str, args: dict[str, Any], prepare: Callable[[], None]) -> Spec:
+def build_spec(text: str, args: dict[str, Any], prepare: Callable[[], None],
+               scope: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Spec:
     """Import ``module:callable``, call it with ``args``, and collect its file's optional functions.
 
     ``prepare`` sets up and seeds the frameworks that are imported by then; a callable that imports its framework
-    itself is called once more afterwards, so that its weights come from the seed.
+    itself is called once more afterwards, so that its weights come from the seed. ``scope``: entered around each call.
     """
     build = load_callable(text, "model")
     prepare()
     before = _frameworks()
-    model = build if _is_model(build) else _call(build, text, args)
+    with scope():
+        model = build if _is_model(build) else _call(build, text, args)
     if _frameworks() != before and model is not build:
         prepare()
-        model = _call(build, text, args)
+        with scope():
+            model = _call(build, text, args)
     # The file that the user named comes first: its callable may be imported from elsewhere, or be a partial.
     homes = [load_module(text.rpartition(":")[0], "model"), sys.modules.get(getattr(build, "__module__", ""))]
     return _spec(text, model, {p: next((f for h in homes if (f := getattr(h, p, None))), None) for p in _PARTS})

@@ -17,7 +17,7 @@ import numpy as np
 from hvdtrain.callbacks.history import History
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.errors import UserError
-from hvdtrain.keras.compiled import setup_of
+from hvdtrain.keras.compiled import setup_of, split, widened, with_class_weight
 
 WRITERS = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "BackupAndRestore", "RemoteMonitor", "ProgbarLogger",
            "OrbaxCheckpoint")
@@ -70,10 +70,7 @@ class Bridge(History):
             model.optimizer = self._setup.optimizer
         if run.eval_feed is not None:
             self._eval_feed, run.eval_feed = run.eval_feed, Watched(run.eval_feed, self)
-        metrics = self._setup.metrics
-        measures = metrics is not None and (metrics or len(getattr(model, "outputs", None) or ()) > 1)
-        if measures and not (run.config.sync_batchnorm and run.control.size > 1):  # there stand-ins pass as samples
-            self._setup.follow = self._setup.measure or metrics.follow
+        self._follow(run)
         params = {"verbose": 0, "epochs": run.config.epochs, "steps": run.feed.steps_per_epoch}
         model.stop_training = False
         model._initial_epoch = None
@@ -156,6 +153,27 @@ class Bridge(History):
     def _tell(self, method: str, *args: Any) -> None:
         for callback in self._mine:
             getattr(callback, method)(*args)
+
+    def _follow(self, run: Any) -> None:
+        """Measure training batches as they pass, as `model.fit` does, where there is anything to measure."""
+        setup, several = self._setup, len(getattr(self._model, "outputs", None) or ()) > 1
+        if setup.metrics is None or not (setup.metrics or several):
+            return
+        if run.config.sync_batchnorm and run.control.size > 1:
+            run.note("metrics of training batches are left out with sync_batchnorm, where stand-ins pass as samples")
+            return
+        try:
+            batch = run.feed.sample(1, run.state.cursor)
+        except UserError:  # a stream at its end
+            return
+        batch = tuple(keras.ops.convert_to_tensor(array) for array in batch)
+        x, y, weight = split(self._model, batch)
+        outputs = self._model(x, training=False)
+        names = list(setup.task.pairs(self._model, outputs, batch))[1:] if setup.task is not None else []
+        if setup.class_weight is not None:
+            weight = with_class_weight(setup.class_weight, y, weight)
+        setup.metrics.prepare(y, widened(outputs), weight, names)
+        setup.follow = setup.metrics.follow
 
     def _keep_states(self) -> None:
         if self._setup.follow is not None and not self._states:

@@ -17,8 +17,8 @@ from hvdtrain.keras.exchange import exchange_of
 from hvdtrain.keras.guard import Guard
 from hvdtrain.keras.rates import LearningRateScheduleCallback, LearningRateWarmupCallback
 
-__all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "DivergenceGuardCallback",
-           "LearningRateScheduleCallback", "LearningRateWarmupCallback", "MetricAverageCallback"]  # noqa: F822
+__all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "DivergenceGuardCallback",  # noqa: F822
+           "LearningRateScheduleCallback", "LearningRateWarmupCallback", "MetricAverageCallback"]
 
 
 def __getattr__(name: str) -> Any:

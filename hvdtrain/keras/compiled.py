@@ -38,14 +38,14 @@ class Setup:
     ``data``: has a ``layout`` where x or y is nested. ``class_weight``: class -> weight, while training.
     ``optimizer``: the Keras optimizer in use. ``metrics``: the `states.CompiledMetrics` of evaluations.
     ``follow(y, outputs, sample_weight, losses={name: (sum, weight)})``: measures training batches as they pass; None
-    does not. ``measure``: what a backend offers for that, where `CompiledMetrics.follow` does not do.
+    does not. ``task``: the model's `CompiledTask`, where `model.compile` rules the loss.
     """
 
     data: Any = None
     class_weight: dict[int, float] | None = None
     optimizer: Any = None
     metrics: Any = None
-    measure: Callable[..., None] | None = None
+    task: CompiledTask | None = None
     follow: Callable[..., None] | None = None
 
     @property
@@ -115,6 +115,7 @@ class CompiledTask:
         for loss in _losses(model):
             _refuse_reduction(loss)
         self._loss = _summed(model._compile_loss)
+        setup_of(model).task = self
 
     def __call__(self, model: Any, batch: Sequence[Any], training: bool) -> Pair:
         """Call the model on a flat batch of tensors (B, ...) and return two scalars."""

@@ -103,9 +103,11 @@ class Exchange:
                         self._sums[_key(variable)] = tf.Variable(tf.zeros(variable.shape, grad.dtype), trainable=False)
         kept = [None if g is None else self._sums[_key(v)] for g, v in zip(grads, variables)]
         for total, grad in zip(kept, grads):
+            if total is None:
+                continue
             if isinstance(grad, tf.IndexedSlices):
                 total.scatter_add(grad)
-            elif total is not None:
+            else:
                 total.assign_add(tf.convert_to_tensor(grad))
         return kept
 

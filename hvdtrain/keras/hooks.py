@@ -54,7 +54,8 @@ def _auto_without_xla(cls: Any) -> None:
 
     @functools.wraps(plain)
     def resolve(self: Any) -> bool:
-        return False if _of_ranks(self) else plain(self)
+        exchange = exchange_of(getattr(self, "optimizer", None))
+        return False if exchange is not None and exchange.ranks > 1 else plain(self)
     cls._resolve_auto_jit_compile = resolve
 
 
@@ -65,12 +66,13 @@ def _tell_verdicts(cls: Any) -> None:
     def make(self: Any, force: bool = False) -> Any:
         made = self.train_function is None or force
         out = plain(self, force)
-        if made and _of_ranks(self):
+        exchange = exchange_of(getattr(self, "optimizer", None))
+        if made and exchange is not None and exchange.ranks > 1:
             if self.jit_compile:
                 raise UserError("model.compile(jit_compile=True) with hvd.DistributedOptimizer",
                                 "no XLA: Horovod's operations have no XLA kernels",
                                 "pass jit_compile=False to model.compile")
-            self.train_function = _telling(self.train_function, exchange_of(self.optimizer).guard)
+            self.train_function = _telling(self.train_function, exchange.guard)
         return self.train_function if out is not None else None
     cls.make_train_function = make
 
@@ -81,9 +83,3 @@ def _telling(function: Any, guard: Any) -> Any:
         with told_apart(guard):
             return function(iterator)
     return train
-
-
-def _of_ranks(model: Any) -> bool:
-    """Whether this model's optimizer exchanges gradients with other ranks."""
-    exchange = exchange_of(getattr(model, "optimizer", None))
-    return exchange is not None and exchange.ranks > 1

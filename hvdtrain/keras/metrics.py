@@ -172,8 +172,8 @@ def named_metrics(model: Any) -> list[tuple[str, Any, str]]:
             found.append((metric.name, metric, "loss"))
         elif metric is getattr(model, "_compile_metrics", None):
             found += [(name, one, "weighted" if weighted else "plain")
-                      for name, one, _, weighted in (states.in_order(metric) if metric.built else ())]
-        elif any(metric is one for one in getattr(getattr(model, "_compile_loss", None), "metrics", ())):
+                      for name, one, _, weighted in (states.in_order(metric) if metric.built else [])]
+        elif any(metric is each for each in getattr(getattr(model, "_compile_loss", None), "metrics", ())):
             found.append((metric.name, metric, "loss"))
         else:
             found.append((metric.name, metric, "plain"))

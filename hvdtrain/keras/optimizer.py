@@ -149,7 +149,7 @@ def _like(optimizer: Any, cls: Any) -> Any:
     config = optimizer.get_config()
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         inner = optimizer.inner_optimizer
-        return cls(**{**config, "inner_optimizer": _taking_state(_like(inner, type(inner)), inner, build=False)})
+        return cls(**{**config, "inner_optimizer": _taking_state(renewed(inner), inner, build=False)})
     if isinstance(optimizer, keras.optimizers.MultiOptimizer) and not hasattr(optimizer._optimizer_map, "values"):
         return cls(**{**config, "optimizer_map": optimizer._optimizer_map})  # a function, which chooses anew
     takes = inspect.signature(type(optimizer).__init__).parameters
@@ -162,6 +162,11 @@ def _like(optimizer: Any, cls: Any) -> Any:
     if not isinstance(rate, keras.Variable) and "learning_rate" in config:
         config["learning_rate"] = rate  # a schedule or a callable: the object itself
     return cls.from_config(config)
+
+
+def renewed(optimizer: Any) -> Any:
+    """An unbuilt optimizer of the same kind and settings."""
+    return _like(optimizer, type(optimizer))
 
 
 def _taking_state(made: Any, optimizer: Any, build: bool = True) -> Any:

@@ -1,13 +1,19 @@
-"""Saved models back with a distributed optimizer. Saving needs nothing: a file names the plain optimizer."""
+"""Saved models back with a distributed optimizer. Saving needs nothing: a file names the plain optimizer.
+
+Owns also the optimizer's state in HDF5 files, which Keras 3 writes and then loses: it builds the optimizer for no
+variables, so that ``fit`` of the loaded model ends with "Unknown variable".
+"""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvdtrain.errors import UserError
-from hvdtrain.keras.optimizer import DistributedOptimizer
+from hvdtrain.keras.optimizer import DistributedOptimizer, renewed
 from hvdtrain.tensorflow import Compression
 
 
@@ -26,6 +32,8 @@ def load_model(filepath: Any, custom_optimizers: Any = None, custom_objects: dic
     model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
     if getattr(model, "optimizer", None) is None:
         return model
+    if model.optimizer.built and not model.optimizer._trainable_variables and model.trainable_variables:
+        model.optimizer = _rebuilt(model, filepath)
     optimizer = DistributedOptimizer(model.optimizer, compression=compression, **distributed)
     compiled = getattr(model, "_compile_config", None)
     if compiled is None:
@@ -36,3 +44,25 @@ def load_model(filepath: Any, custom_optimizers: Any = None, custom_objects: dic
         arguments["jit_compile"] = "auto"
     model.compile(**arguments)
     return model
+
+
+def _rebuilt(model: Any, filepath: Any) -> Any:
+    """The optimizer of a model from an HDF5 file, built for its variables, with the state in the file."""
+    import h5py
+    from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from_hdf5_group as saved
+
+    if isinstance(filepath, h5py.File):
+        values = [np.asarray(value) for value in saved(filepath)]
+    else:
+        with h5py.File(str(filepath), "r") as file:
+            values = [np.asarray(value) for value in saved(file)]
+    optimizer = renewed(model.optimizer)
+    with keras.name_scope(optimizer.name, caller=optimizer):
+        optimizer.build(model.trainable_variables)
+    if [tuple(v.shape) for v in optimizer.variables] == [value.shape for value in values]:
+        for variable, value in zip(optimizer.variables, values):
+            variable.assign(value)
+    else:
+        warnings.warn(f"{filepath} holds the state of another optimizer than Keras 3's {type(optimizer).__name__}: it "
+                      "starts anew", stacklevel=3)
+    return optimizer

@@ -152,20 +152,15 @@ class CompiledMetrics:
             metric.update_state(keras.tree.flatten(y)[0], keras.tree.flatten(outputs)[0])
 
     def prepare(self, y: Any, outputs: Any, sample_weight: Any, losses: Iterable[str]) -> None:
-        """What `follow` needs before its first batch; not in a graph."""
-        for name in losses:
-            self._losses.setdefault(name, keras.metrics.Mean(name=name))
-        if not self.built:
-            y, outputs, sample_weight = zeros_like_one((y, outputs, sample_weight))
-            self.build(y, widened(outputs), sample_weight)
+        """What `follow` needs, by a sample; not in a graph. ``losses``: names of single outputs' losses."""
+        self._losses = {name: keras.metrics.Mean(name=name) for name in losses}
+        self.build(*zeros_like_one((y, outputs, sample_weight)))
+        self.take_followed()
 
     def follow(self, y: Any, outputs: Any, sample_weight: Any = None, losses: dict[str, Any] | None = None) -> None:
-        """Add a training batch; ``losses``: (sum, weight) of single outputs. In a graph after `prepare`."""
-        outputs, losses = widened(outputs), losses or {}
-        if not self.built or losses.keys() - self._losses.keys():
-            self.prepare(y, outputs, sample_weight, losses)
-        self.update(y, outputs, sample_weight)
-        for name, (total, weight) in losses.items():
+        """Add a training batch as it passes; ``losses``: (sum, weight) of single outputs. After `prepare`."""
+        self.update(y, widened(outputs), sample_weight)
+        for name, (total, weight) in (losses or {}).items():
             value = keras.ops.divide_no_nan(keras.ops.stop_gradient(total), weight)
             self._losses[name].update_state(value, sample_weight=weight)
 

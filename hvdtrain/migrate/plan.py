@@ -1,7 +1,6 @@
 """From sources to what is shown: the rule that recognises each, its edits, and what is unsafe in it.
 
-Owns the order: recognise, plan, edit, check that the result compiles and that a second run would change nothing. Does
-not read, print or write.
+Owns the order: recognise, plan, edit, check that the result compiles, look for habits. Does not read, print or write.
 """
 
 from __future__ import annotations

@@ -122,7 +122,8 @@ def _remedy(blocks: Sequence[Block], devices: int, room: Sequence[float], needs:
     sums = _Sums(blocks)
     for more in range(devices + 1, len(blocks) + 1):
         if _best(len(blocks), more, lambda d, a, b: sums.bytes(needs, a, b) / smallest)[0] <= 1:
-            return f"set model_parallel: {more}" + ", or a smaller micro_batch" * any(b.activation_bytes for b in blocks)
+            smaller = ", or a smaller micro_batch" if any(b.activation_bytes for b in blocks) else ""
+            return f"set model_parallel: {more}{smaller}"
     only_parameters = max(needs.total(b.param_bytes, 0) for b in blocks)
     if only_parameters > smallest:
         return "use a smaller model, or an optimizer with less state"

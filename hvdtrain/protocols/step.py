@@ -50,10 +50,11 @@ class Step(Protocol):
     Scalars it returns may still be on the device: with ``asynchronous`` set, reading one waits for the device.
     ``waited_s``: seconds that the last `forward_backward` waited for other ranks, 0 where that is never in it.
     ``precision``: what every rank computes in; ``scale``: the loss scale, with which gradients are always checked where
-    it is ``on``.
+    it is ``on``. ``table``: how the model is split over devices, for people; "" where it is whole.
     """
 
     asynchronous: bool
+    table: str
     waited_s: float
     precision: Precision
     scale: LossScale

@@ -1,4 +1,4 @@
-"""The public API of ``horovod.tensorflow`` for users of TensorFlow 2 and Keras 3: ``import hvdtrain.tensorflow as hvd``.
+"""``import hvdtrain.tensorflow as hvd``: the public API of ``horovod.tensorflow``, on TensorFlow 2 and Keras 3.
 
 Importing this package does no work; the names are loaded on first use.
 """

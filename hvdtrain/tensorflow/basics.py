@@ -99,8 +99,12 @@ def _start() -> tuple[Control, Any]:
     if not boot.has_mpi():
         raise UserError(lacking[0], "a Horovod built on every host", boot.BUILD)
     if control.rank == 0:
-        warnings.warn(f"collectives go over plain MPI, which is slower: {lacking[0]}", stacklevel=3)
+        warnings.warn(f"collectives go over plain MPI, which is slower: {lacking[0]}", stacklevel=2)
     return control, None
+
+
+def _over_gloo(control: Control) -> bool:
+    return control.size > 1 and not boot.has_mpi()
 
 
 def _check_comm(comm: Any, control: Control) -> None:
@@ -113,9 +117,16 @@ def _check_comm(comm: Any, control: Control) -> None:
 
 
 def _world(control: Control, hvd: Any, dynamic: bool) -> World:
-    """Where every rank is; collective."""
+    """Where every rank is; collective.
+
+    A script may choose TensorFlow's devices after `init`, and TensorFlow allows that until its first operation. Over
+    Gloo the control plane is made of such operations, so Horovod is asked there.
+    """
     import tensorflow as tf
 
+    if _over_gloo(control):
+        return World(control, hvd, control.local_rank, control.local_size, hvd.cross_rank(), hvd.cross_size(),
+                     bool(hvd.is_homogeneous()), "", dynamic)
     has_gpu = bool(tf.config.list_physical_devices("GPU"))
     rows = control.gather((control.node, control.local_rank, control.local_size, has_gpu))
     alike = [node for node, local_rank, _, _ in rows if local_rank == control.local_rank]
@@ -130,8 +141,11 @@ def _open(world: World, sets: Sequence[ProcessSet]) -> None:
     global_process_set.ranks, global_process_set.here = list(range(control.size)), control.rank
     for one in sets:
         one.ranks = _ranks_of(one)
-    wanted = list(dict.fromkeys(tuple(ranks) for rows in control.gather([one.ranks for one in sets]) for ranks in rows))
+    own = [one.ranks for one in sets]
+    rows_P = [own] if _over_gloo(control) else control.gather(own)  # each may hold the set it is in only
+    wanted = list(dict.fromkeys(tuple(ranks) for rows in rows_P for ranks in rows))
     for i, one in enumerate(sets):
+        _check_ranks(one, control.size)
         if one.ranks == global_process_set.ranks or one.ranks in [other.ranks for other in sets[:i]]:
             raise ValueError(f"process_sets entry number {i} is a duplicate: {one}")
     theirs: list[Any] = [None] * len(wanted)
@@ -166,6 +180,14 @@ def _adopt(world: World, process_set: ProcessSet, theirs: Any) -> None:
     comm = comm if number == 0 else comm.Create_group(comm.Get_group().Incl(ranks), tag=number)
     timeout_s = getattr(world.control, "timeout_s", Config().control_timeout_s)
     world.wires[number] = PlainMpi(MpiCollectives(comm, timeout_s=timeout_s), ranks)
+
+
+def _check_ranks(process_set: ProcessSet, size: int) -> None:
+    """Raise `UserError` for ranks that the job does not have, or none."""
+    ranks = process_set.ranks or []
+    if not ranks or ranks[0] < 0 or ranks[-1] >= size or len(set(ranks)) < len(ranks):
+        raise UserError(f"a process set of ranks {ranks} in a job of {size}", f"different ranks from 0 to {size - 1}",
+                        "make it of ranks that the job has, or start more")
 
 
 def _ranks_of(process_set: ProcessSet) -> list[int]:
@@ -267,6 +289,7 @@ def add_process_set(process_set: Any) -> ProcessSet:
         raise ValueError('adding a process set after hvd.init needs hvd.init(process_sets="dynamic"), or '
                          "HOROVOD_DYNAMIC_PROCESS_SETS=1 in the environment")
     one.ranks = _ranks_of(one)
+    _check_ranks(one, here.control.size)
     if any(other.ranks == one.ranks for other in here.sets.values()):
         raise ValueError(f"there is a process set of the same ranks already: {one}")
     theirs = here.hvd.add_process_set(list(one.ranks)) if here.hvd is not None else None

@@ -113,8 +113,9 @@ class GradientExchange:
     def _made(self, grads: list[Any], items: list[Item], variables: list[Any], wire: Any) -> Plan:
         adasum, size = self.op == Adasum, wire.size
         if adasum and ("adasum" not in wire.reductions or size & (size - 1)):
-            raise through_trace(UserError(f"op=Adasum on {size} ranks over {wire.name}", "1, 2, 4, 8, ... ranks, all of "
-                                          "the job, over a Horovod that was built with MPI", "use op=hvd.Average"))
+            raise through_trace(UserError(f"op=Adasum on {size} ranks over {wire.name}",
+                                          "1, 2, 4, 8, ... ranks, all of the job, over a Horovod that was built with "
+                                          "MPI", "use op=hvd.Average"))
         compressor = (create("adasum", Config()) if adasum else
                       self._compression.made() if self._kind else create("none", Config()))
         narrow = compressor.dtypes is not None and "float64" not in compressor.dtypes

@@ -13,8 +13,8 @@ from hvdtrain.errors import UserError
 def no_elastic() -> UserError:
     """Why there is no ``elastic``."""
     return UserError(
-        "hvd.elastic, which is left out: its rendezvous is an HTTP server without authentication that unpickles what it "
-        "is sent, so whoever reaches it runs code on every host (CVE-2024-10190, no fixed release)",
+        "hvd.elastic, which is left out: its rendezvous is an HTTP server without authentication that unpickles what "
+        "it is sent, so whoever reaches it runs code on every host (CVE-2024-10190, no fixed release)",
         "checkpoints, and a job that is started again and resumes from the last one",
         "use hvdtrain.Trainer with checkpoint.every_steps and resume, on another number of ranks too, or save with "
         "keras.callbacks.BackupAndRestore on rank 0")
@@ -33,8 +33,8 @@ class BroadcastGlobalVariablesHook:
 
     def __init__(self, root_rank: int, device: str = "") -> None:
         raise UserError(f"BroadcastGlobalVariablesHook({root_rank}), which belongs to TensorFlow 1's sessions",
-                        "eager TensorFlow 2", "call hvd.broadcast_variables(model.variables, root_rank) after the first "
-                        "step, or give model.fit hvdtrain.keras' BroadcastGlobalVariablesCallback(root_rank)")
+                        "eager TensorFlow 2", "call hvd.broadcast_variables(model.variables, root_rank) after the "
+                        "first step, or give model.fit hvdtrain.keras' BroadcastGlobalVariablesCallback(root_rank)")
 
 
 def broadcast_object_fn(root_rank: int = 0, session: Any = None, name: str | None = None,

@@ -1,7 +1,7 @@
 """Collectives on one tensor or several, by Horovod's names: `allreduce`, `allgather`, `broadcast`, ...
 
-Owns what a call means: factors, means, types, what one rank alone gets. Moving is a wire's (`basics.wire`). Where Horovod
-is the wire, gradients flow through all of them.
+Owns what a call means: factors, means, types, what one rank alone gets. Moving is a wire's (`basics.wire`). Gradients
+flow through all of them where Horovod is the wire.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = '', 
     if wire is None:
         return tf.identity(_times(x, prescale_factor * postscale_factor))
     if KINDS[op] != "sum" and KINDS[op] not in wire.reductions or op == Adasum and wire.size & (wire.size - 1):
-        raise through_trace(UserError(f"a reduction by {KINDS[op]} over {wire.size} ranks by {wire.name}", "Adasum over "
-                                      "1, 2, 4, 8, ... ranks, all of the job, with a Horovod that was built with MPI",
-                                      "use op=hvd.Average"))
+        raise through_trace(UserError(f"a reduction by {KINDS[op]} over {wire.size} ranks by {wire.name}",
+                                      "Adasum over 1, 2, 4, 8, ... ranks, all of the job, with a Horovod that was "
+                                      "built with MPI", "use op=hvd.Average"))
     with tf.device(device_dense) if device_dense else nullcontext():
         own, back = _packed(_times(x, prescale_factor), compression, wire.size if op == Average else 1)
         total = _through(wire.allreduce, own, _name(f"allreduce.{KINDS[op]}", name, x), KINDS[op])

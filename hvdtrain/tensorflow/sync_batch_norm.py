@@ -1,7 +1,7 @@
 """`SyncBatchNormalization`: Keras' layer with the moments of all ranks' samples.
 
-Owns the moments and their gradient; the rest is `keras.layers.BatchNormalization`'s. With n_r, m_r, s_r the number, mean
-and sum of squared deviations of rank r's values of a channel, and N = sum n_r::
+Owns the moments and their gradient; the rest is `keras.layers.BatchNormalization`'s. With n_r, m_r, s_r the number,
+mean and sum of squared deviations of rank r's values of a channel, and N = sum n_r::
 
     mean = sum n_r m_r / N        var = sum (s_r + n_r (m_r - mean)^2) / N
 

@@ -81,8 +81,8 @@ def DistributedGradientTape(gradtape: Any, device_dense: str = '', device_sparse
     """A tape like ``gradtape``, of the same class and recording, whose `gradient` is that of all ranks.
 
     ``device_dense``: where its collectives are placed; "" leaves that to TensorFlow. ``device_sparse`` is not
-    needed. ``num_groups`` is the old name of ``groups``. The rest is `GradientExchange`'s, and ``register_local_source``
-    tells the variables that it leaves alone. Errors: those of `GradientExchange`.
+    needed. ``num_groups`` is the old name of ``groups``. The rest is `GradientExchange`'s. The tape's
+    ``register_local_source`` tells the variables that it leaves alone. Errors: those of `GradientExchange`.
     """
     if num_groups:
         warnings.warn("num_groups is the old name of groups", DeprecationWarning, stacklevel=2)

@@ -62,7 +62,7 @@ def test_trainer_fit_is_keras_fit(control, tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     settings = config(epochs=9, optimizer=Named("auto"), metrics=[], global_batch=BATCH, eval_every=1,
-                      shares=shares_of(control.size))
+                      control_timeout_s=90.0, shares=shares_of(control.size))
     settings = replace(settings, data=replace(settings.data, shuffle=False))
     model, single = made(), made()
     watch = [keras.callbacks.EarlyStopping("val_loss", patience=9, restore_best_weights=True),

@@ -1,4 +1,4 @@
-"""`hvdtrain.tensorflow` over 2, 3 or 4 ranks: collectives and gradients in closed form, and tapes against one process."""
+"""`hvdtrain.tensorflow` over 2, 3 or 4 ranks: collectives and gradients in closed form, tapes against one process."""
 
 import numpy as np
 import pytest
@@ -86,7 +86,8 @@ def test_a_mean_of_halves_does_not_overflow():
 
 
 def test_grouped_allreduce_mixes_types():
-    xs = [tf.fill([2], float(hvd.rank())), tf.fill([3, 1], tf.cast(hvd.rank(), tf.int32)), tf.constant(hvd.rank() * 2.0)]
+    rank = hvd.rank()
+    xs = [tf.fill([2], float(rank)), tf.fill([3, 1], tf.cast(rank, tf.int32)), tf.constant(rank * 2.0)]
     for out in both(lambda: hvd.grouped_allreduce(xs, op=hvd.Sum)):
         total = int(ranks().sum())
         np.testing.assert_array_equal(out[0], [total] * 2)
@@ -231,10 +232,13 @@ def check(found, factor, rtol=1e-6):
     np.testing.assert_allclose(tf.convert_to_tensor(found[2])[:, 0], below, rtol=rtol, atol=1e-12)
 
 
-@pytest.mark.parametrize("carried, options", [("plain MPI", {}), ("plain MPI", {"compression": "fp16"}), *(
-    ("horovod", options) for options in [
-    {}, {"op": "Sum"}, {"gradient_predivide_factor": 3.0}, {"groups": 2}, {"groups": "lists"}, {"sparse_as_dense": True},
-    {"compression": "fp16"}, {"compression": "bf16"}, {"compression": "int8"}])], ids=str, indirect=["carried"])
+OPTIONS = [{}, {"op": "Sum"}, {"gradient_predivide_factor": 3.0}, {"groups": 2}, {"groups": "lists"},
+           {"sparse_as_dense": True}, {"compression": "fp16"}, {"compression": "bf16"}, {"compression": "int8"}]
+
+
+@pytest.mark.parametrize("carried, options", [("plain MPI", {}), ("plain MPI", {"compression": "fp16"}),
+                                              *(("horovod", options) for options in OPTIONS)], ids=str,
+                         indirect=["carried"])
 def test_exchange(carried, options):
     options, own = dict(options), variables()
     factor = 1.0 if options.get("op") == "Sum" else 1 / hvd.size()

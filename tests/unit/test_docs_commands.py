@@ -23,7 +23,8 @@ def commands() -> list[tuple[str, str]]:
         for block in re.findall(r"```\w*\n(.*?)```", text, re.S):
             spans += block.splitlines()
         ours = r"(make |(mpirun|horovodrun|python|\.venv/bin/python)\s.*(hvdtrain|\.py|tests/run))"
-        found += [(page.relative_to(ROOT).as_posix(), s.split(" #")[0].strip()) for s in spans if re.match(ours, s.strip())]
+        where = page.relative_to(ROOT).as_posix()
+        found += [(where, s.split(" #")[0].strip()) for s in spans if re.match(ours, s.strip())]
     return found
 
 

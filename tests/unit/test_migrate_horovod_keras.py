@@ -17,7 +17,8 @@ def moved(text: str) -> str:
 
 @pytest.mark.parametrize("before, after", [
     ("import horovod.tensorflow.keras as hvd\nhvd.init()\n", "import hvdtrain.keras as hvd\nhvd.init()\n"),
-    ("import horovod.keras as hvd  # the API\nhvd.size()\n", "import hvdtrain.keras as hvd  # the API\nhvd.size()\n"),
+    ("import horovod.keras as hvd  # the API\nhvd.size()\n",
+     "import hvdtrain.keras as hvd  # the API\nhvd.size()\n"),
     ("import os, horovod.keras as hvd\n", "import os, hvdtrain.keras as hvd\n"),
     ("import horovod.tensorflow as hvd\nhvd.DistributedGradientTape(t)\n",
      "import hvdtrain.tensorflow as hvd\nhvd.DistributedGradientTape(t)\n"),
@@ -41,7 +42,8 @@ def test_an_import_moves(before, after):
 
 def test_the_tensorflow_module_around_a_keras_optimizer_is_the_keras_one():
     before = ("import tensorflow as tf\nimport horovod.tensorflow as hvd\n"
-              "opt = hvd.DistributedOptimizer(tf.keras.optimizers.SGD())\nmodel.compile(opt, 'mse')\nmodel.fit(x, y)\n")
+              "opt = hvd.DistributedOptimizer(tf.keras.optimizers.SGD())\nmodel.compile(opt, 'mse')\nmodel.fit(x, "
+              "y)\n")
     assert "import hvdtrain.keras as hvd\n" in moved(before)
     with_ops = before + "hvd.alltoall(x)\n"
     assert "import hvdtrain.tensorflow as hvd\n" in moved(with_ops), "a name that only the TensorFlow module has"
@@ -53,6 +55,8 @@ def test_the_tensorflow_module_around_a_keras_optimizer_is_the_keras_one():
     ("import horovod.tensorflow as hvd\nhvd.no_such_name()\n", "no_such_name", 1),
     ("import horovod.tensorflow.keras\nprint(horovod.spark.run)\n", "horovod.spark.run", 1),
     ("import horovod.tensorflow.data.compute_service as s\n", "no counterpart", 1),
+    ("import horovod.keras as hvd\nfrom horovod.keras import elastic\nhvd.size()\n", "elastic", 2),
+    ("import horovod.keras as hvd\nimport horovod.torch as thvd\n", "horovod.torch", 2),
 ])
 def test_what_hvdtrain_lacks_stays_and_is_told(text, named, line):
     found = migrate(of_text(text), Wish())

@@ -7,7 +7,8 @@ from hvdtrain.migrate.plan import Migration, migrate
 from hvdtrain.migrate.rules import Wish
 from hvdtrain.migrate.source import of_text
 
-PIN = 'tf.config.set_visible_devices(tf.config.list_physical_devices("GPU")[hvd.local_rank():][:1], "GPU")\n'
+PIN = ('gpus = tf.config.list_physical_devices("GPU")\n'
+       '    tf.config.set_visible_devices(gpus[hvd.local_rank():][:1] or gpus[:1], "GPU")\n')
 
 
 def moved(text: str, **wish) -> Migration:
@@ -31,7 +32,7 @@ def build():
 
 def main():
     model = build()
-    history = model.fit(x, y, 64, 3, sample_weight=w, class_weight=c, shuffle=False, validation_data=(a, b))
+    history = model.fit(x, y, 64, 3, sample_weight=w, class_weight=c, validation_data=(a, b))
     print(history.history)
 
 
@@ -52,7 +53,7 @@ def build():
 
 def main():
     model = build()
-    history = model.fit(hvd.shard(x, y, w, global_batch=64, class_weight=c, shuffle=False), epochs=3, validation_data=(a, b),
+    history = model.fit(hvd.shard(x, y, w, global_batch=64, class_weight=c), epochs=3, validation_data=(a, b),
                         callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0),
                                    hvd.callbacks.MetricAverageCallback()],
                         verbose="auto" if hvd.rank() == 0 else 0)
@@ -79,7 +80,8 @@ model.compile(loss="mse")
     ("model.fit(x, y, callbacks=mine, verbose=0)", "*mine], verbose=0)"),
     ("model.fit(x, y, callbacks=a + b)", "*(a + b)]"),
     ("model.fit(x, y, verbose=1 if v else 2)", "verbose=(1 if v else 2) if hvd.rank() == 0 else 0,"),
-    ("log = keras.callbacks.CSVLogger('l')\nmodel.fit(x, y, callbacks=[log])", "*([log] if hvd.rank() == 0 else [])"),
+    ("log = keras.callbacks.CSVLogger('l')\nmodel.fit(x, y, callbacks=[log])",
+     "*([log] if hvd.rank() == 0 else [])"),
     ("cb = []\ncb.append(keras.callbacks.TensorBoard('l'))\nmodel.fit(x, y, callbacks=cb)",
      "if hvd.rank() == 0:\n    cb.append(keras.callbacks.TensorBoard('l'))\n"),
 ])
@@ -90,13 +92,23 @@ def test_arguments_of_fit(fit, part):
 
 @pytest.mark.parametrize("fit, named", [
     ("model.fit(x, y, validation_split=0.1)", "validation_split"), ("model.fit([a, b], y)", "several inputs"),
-    ("model.fit(data())", "tf.data"), ("f(keras.callbacks.CSVLogger('l'))\nmodel.fit(x, y)", "write from every rank"),
+    ("model.fit(data())", "tf.data"), ("f(keras.callbacks.CSVLogger('l'))\nmodel.fit(x, y)",
+                                       "write from every rank"),
     ("model.fit(x, y)\np = model.save('m.keras')", "result of"),
 ])
 def test_what_is_left_alone(fit, named):
     text = PLAIN.format(fit)
     found = moved(text)
     assert found.after.decode() == text and named in next(f.what for f in found.findings if f.kind == "by hand")
+
+
+def test_an_optimizer_that_is_used_elsewhere_is_wrapped_where_it_is_made():
+    text = ("import keras\nopt = keras.optimizers.SGD(0.1)\nmodel = build()\nmodel.compile(opt, 'mse')\n"
+            "model.fit(x, y)\nopt.learning_rate = 0.01\n")
+    after = moved(text).after.decode()
+    assert "\nopt = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))\n" in after and "compile(opt, 'mse')" in after
+    twice = text.replace("model = build()", "opt = opt or None\nmodel = build()")
+    assert moved(twice).after.decode() == twice
 
 
 def test_comments_among_the_arguments_stay():

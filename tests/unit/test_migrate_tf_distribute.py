@@ -6,7 +6,8 @@ from hvdtrain.migrate.plan import Migration, migrate
 from hvdtrain.migrate.rules import Wish
 from hvdtrain.migrate.source import of_text
 
-PIN = 'tf.config.set_visible_devices(tf.config.list_physical_devices("GPU")[hvd.local_rank():][:1], "GPU")\n'
+PIN = ('gpus = tf.config.list_physical_devices("GPU")\n'
+       'tf.config.set_visible_devices(gpus[hvd.local_rank():][:1] or gpus[:1], "GPU")\n')
 
 
 def moved(text: str, **wish) -> Migration:
@@ -121,11 +122,13 @@ def test_another_dataset_leaves_the_script_alone(pipeline, more):
 
 
 @pytest.mark.parametrize("line, named", [
-    ("strategy.run(step, args=(x,))", "strategy.run"), ("d = strategy.experimental_distribute_dataset(t)", "distribute"),
+    ("strategy.run(step, args=(x,))", "strategy.run"), ("d = strategy.experimental_distribute_dataset(t)",
+                                                        "distribute"),
     ("r = strategy.cluster_resolver.task_id", "task_id"), ("train(strategy)", "train(strategy)"),
     ("strategy = tf.distribute.get_strategy()", "not made once"),
     ("t = tf.distribute.TPUStrategy(r)", "TPUStrategy"),
-    ("w = json.loads(os.environ['TF_CONFIG'])['task']", "TF_CONFIG"), ("model.fit(x, y, steps_per_epoch=9)", "steps_per"),
+    ("w = json.loads(os.environ['TF_CONFIG'])['task']", "TF_CONFIG"), ("model.fit(x, y, steps_per_epoch=9)",
+                                                                       "steps_per"),
     ("model.fit(x, y, **more)", "**kwargs"), ("a = 1; model.save('m')", "shares its line"),
     ("b = keras.callbacks.BackupAndRestore('d')", "BackupAndRestore"), ("hvd = 3", "name hvd"),
 ])
@@ -139,7 +142,8 @@ def test_what_has_no_counterpart_leaves_the_script_alone(line, named):
 
 def test_the_number_of_workers_is_the_size():
     text = BEFORE.replace("BATCH = 16 * strategy.num_replicas_in_sync",
-                          'config = json.loads(os.environ["TF_CONFIG"])\nBATCH = 16 * len(config["cluster"]["worker"])')
+                          'config = json.loads(os.environ["TF_CONFIG"])\nBATCH = 16 * '
+                          'len(config["cluster"]["worker"])')
     after = moved(text).after.decode()
     assert "BATCH = 16 * hvd.size()\n" in after and "config" not in after.replace("tf.config", "")
 

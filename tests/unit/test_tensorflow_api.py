@@ -93,7 +93,8 @@ def test_every_public_name_is_there():
 def test_importing_is_free():
     script = "import sys, hvdtrain.tensorflow as hvd; print(sorted({m.partition('.')[0] for m in sys.modules}))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and not {"tensorflow", "keras", "horovod", "mpi4py"} & set(ast.literal_eval(done.stdout))
+    assert done.returncode == 0
+    assert not {"tensorflow", "keras", "horovod", "mpi4py"}.intersection(ast.literal_eval(done.stdout))
 
 
 @pytest.fixture
@@ -206,7 +207,8 @@ def test_elastic_says_why_and_what_instead():
         from hvdtrain.tensorflow import elastic  # noqa: F401
 
 
-@pytest.mark.parametrize("call", [lambda: hvd.broadcast_global_variables(0), lambda: hvd.BroadcastGlobalVariablesHook(0)])
+@pytest.mark.parametrize("call", [lambda: hvd.broadcast_global_variables(0),
+                                  lambda: hvd.BroadcastGlobalVariablesHook(0)])
 def test_sessions_are_answered_with_what_replaces_them(call):
     with pytest.raises(UserError, match=r"TensorFlow 1.*hvd.broadcast_variables.*BroadcastGlobalVariablesCallback"):
         call()

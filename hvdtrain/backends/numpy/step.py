@@ -79,6 +79,7 @@ class NumpyStep:
 
     asynchronous = False
     waited_s = 0.0
+    table = ""
 
     def __init__(self, model: Model, config: Config, precision: Precision = FP32) -> None:
         if config.optimizer.name.lower() not in ("auto", "sgd"):

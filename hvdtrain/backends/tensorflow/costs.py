@@ -1,7 +1,8 @@
 """What each block of a chain costs: seconds of forward and backward, bytes of variables, bytes that backward keeps.
 
 Owns the measurement, in graphs of its own; blocks of one kind (class, shapes of weights and inputs) are measured once.
-What a forward changes is put back by the caller (`hvdtrain.backends.tensorflow.trial`).
+On a GPU a copy of one block at a time is there. What a forward changes on a CPU is put back by the caller
+(`hvdtrain.backends.tensorflow.trial`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.chain import Chain
+from hvdtrain.backends.tensorflow.moving import lent
 from hvdtrain.parallel.memory import Block
 
 SLOT_S = 0.05
@@ -43,7 +45,8 @@ def measure(chain: Chain, batch_x: Any, device: str) -> tuple[Block, ...]:
     for layer in chain.layers:
         kind = _kind(layer, x)
         if kind not in known:
-            known[kind] = _measured(layer, x, device)
+            with lent(layer.variables if "GPU" in device else (), device):  # a block at a time: not all may fit
+                known[kind] = _measured(layer, x, device)
         cost, x = known[kind]
         costs.append(cost)
         edges_bytes.append(_bytes(x))

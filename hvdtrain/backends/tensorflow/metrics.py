@@ -40,8 +40,7 @@ class Evaluator:
         self._objects: Any = None
         if not self._own:
             self._objects = states.CompiledMetrics(spec.model, named, taken=("loss", *self._pairs))
-            setup = compiled.setup_of(spec.model)
-            setup.metrics, setup.measure = self._objects, self.follow
+            compiled.setup_of(spec.model).metrics = self._objects
         self._totals: dict[str, np.ndarray] = {}
         self._function = tf.function(self._graph, reduce_retracing=True, jit_compile=False, autograph=False)
 
@@ -93,12 +92,6 @@ class Evaluator:
     def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
         """Each metric from its summed total; a metric of several numbers (one per class) gives their mean."""
         return (self._objects or states.CompiledMetrics(None)).results(totals)
-
-    def follow(self, y: Any, outputs: Any, sample_weight: Any, losses: dict[str, Any] | None = None) -> None:
-        """Measure a training batch as it passes, while its graph is traced: metrics as `model.fit` shows them."""
-        with tf.init_scope():
-            self._objects.prepare(y, outputs, sample_weight, losses or {})
-        self._objects.follow(y, outputs, sample_weight, losses)
 
 
 def _known(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import keras
@@ -60,6 +61,11 @@ def setup(threads: int, deterministic: bool, devices: int = 1) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def building(devices: int) -> Any:
+    """The scope in which a model for so many devices is built: host memory, where no one device may hold all of it."""
+    return tf.device(HOST) if devices > 1 else contextlib.nullcontext()
 
 
 def split_devices(n: int) -> tuple[str, ...]:

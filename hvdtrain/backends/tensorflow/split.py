@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -17,9 +16,11 @@ import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import costs, placement
 from hvdtrain.backends.tensorflow.chain import Chain, check_same
+from hvdtrain.backends.tensorflow.moving import move, move_slots
 from hvdtrain.backends.tensorflow.pipeline import Pipeline
-from hvdtrain.backends.tensorflow.trial import Trial
+from hvdtrain.backends.tensorflow.trial import Trial, out_of_memory
 from hvdtrain.config import Config
+from hvdtrain.errors import UserError
 from hvdtrain.parallel.memory import Needs
 from hvdtrain.parallel.plan import Measured, Plan, micros_of, part_samples, parts_of
 from hvdtrain.parallel.schedule import measured_bubble
@@ -40,15 +41,23 @@ def measured(chain: Chain, optimizer: Any, config: Config, control: Any,
     Errors: `UserError` for too few devices, and for a model whose blocks are not all of it.
     """
     devices = placement.split_devices(config.model_parallel)
-    check_same(chain, sample(2)[0])
+    with tf.device(placement.HOST):
+        check_same(chain, sample(2)[0])
     found: list[Any] = []
 
     def work(batch: tuple[Any, ...]) -> list[tf.Tensor]:
-        with _on(chain.model, devices[0]):
-            found.extend(costs.measure(chain, batch[0], devices[0]))
+        found.extend(costs.measure(chain, batch[0], devices[0]))
         return []
 
-    Trial(chain.model, work)(tuple(sample(part_samples(config, control.rank, control.size))))
+    n = part_samples(config, control.rank, control.size)
+    try:
+        Trial(chain.model, work)(tuple(sample(n)))
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        raise UserError(f"{devices[0]} is out of memory with one block and {n} samples",
+                        "a device that holds any block",
+                        "cut the model into smaller blocks, or set a smaller micro_batch") from error
     capacity, together = placement.capacity_bytes(devices, getattr(control, "local_size", 1))
     return Measured(tuple(found), devices, capacity, _needs(chain, optimizer, config, control.size), together)
 
@@ -59,22 +68,6 @@ def _needs(chain: Chain, optimizer: Any, config: Config, ranks: int) -> Needs:
     slots = sum(_bytes(v) for v in optimizer.variables)
     sums = int(config.accumulate > 1 or config.micro_batch > 0 or config.balance != "off")
     return Needs(1.0 + sums + int(ranks > 1), slots / max(1, weights), micros_of(config))
-
-
-@contextmanager
-def _on(model: keras.Model, device: str) -> Iterator[None]:
-    """A model whose variables are in host memory, on a GPU for as long as its blocks are timed; nothing on a CPU."""
-    where = {id(v): v._value.device for v in model.variables}
-    moves = "GPU" in device
-    if moves:
-        for variable in model.variables:
-            move(variable, device)
-    try:
-        yield
-    finally:
-        if moves:
-            for variable in model.variables:
-                move(variable, where[id(variable)])
 
 
 class Split:
@@ -90,7 +83,7 @@ class Split:
             if id(variable) in chain.owner:
                 move(variable, self.device(variable))
         model.train_function = model.test_function = model.predict_function = None  # they hold the old variables
-        _move_slots(optimizer, model.trainable_variables, old_keys)
+        move_slots(optimizer, model.trainable_variables, old_keys)
         self.pipeline = Pipeline(chain, plan.stages, plan.devices, model.trainable_variables)
 
     def place(self, variable: keras.Variable) -> int:
@@ -141,45 +134,6 @@ class Split:
         """What of the model depends on how a micro-batch is cut into parts."""
         found = ["BatchNorm takes its statistics over each part of a micro-batch (split_micro_batches)"] * norms
         return found + ["dropout draws differ with the parts of a micro-batch (split_micro_batches)"] * draws
-
-
-def move(variable: keras.Variable, device: str) -> None:
-    """Make a Keras variable anew on ``device``, with its value; nothing if it is there."""
-    old = variable._value
-    if _short(old.device) == _short(device):
-        return
-    with tf.init_scope(), tf.device(device):
-        variable._value = tf.Variable(old.read_value(), dtype=old.dtype, trainable=old.trainable,
-                                      name=variable.name, aggregation=old.aggregation,
-                                      synchronization=old.synchronization)
-
-
-def _short(device: str) -> str:
-    """CPU:1 of /CPU:1 and of /job:localhost/replica:0/task:0/device:CPU:1."""
-    return device.rpartition("/")[2].removeprefix("device:")
-
-
-def _move_slots(optimizer: Any, variables: Sequence[keras.Variable], old_keys: dict[Any, keras.Variable]) -> None:
-    """Put what an optimizer, built for ``variables``, holds of each beside it, and let it find them under new keys.
-
-    Keras' optimizers hold one list for each kind of slot, in the variables' order.
-    """
-    own = {id(v) for v in optimizer.variables} - {id(optimizer.iterations)}
-    for name, held in vars(optimizer).items():
-        if name in ("_variables", "_trainable_variables") or not isinstance(held, (list, tuple)):
-            continue
-        if len(held) == len(variables):
-            for slot, variable in zip(held, variables):
-                if id(slot) in own:
-                    move(slot, variable._value.device)
-    indices = optimizer._trainable_variables_indices
-    for i, variable in enumerate(variables):
-        indices[optimizer._var_key(variable)] = i
-    excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
-    if excluded:
-        now = {key: optimizer._var_key(variable) for key, variable in old_keys.items()}
-        optimizer._exclude_from_weight_decay = type(excluded)(now.get(key, key) for key in excluded)
-        optimizer._exclude_from_weight_decay_cache = {}
 
 
 def _on_device(call: Callable[..., Any], device: str, first: bool) -> Callable[..., Any]:

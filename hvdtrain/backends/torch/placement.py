@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdtrain.backends.torch import keras
 from hvdtrain.cluster.devices import DeviceFacts, cpu_facts
 from hvdtrain.errors import UserError
 
@@ -95,6 +96,7 @@ def setup(threads: int, deterministic: bool, devices: int = 1) -> None:
 def seed(seed: int, rank: int) -> None:
     """Give this rank its own stream of random numbers (dropout); rank 0 of seed s is `torch.manual_seed(s)`."""
     torch.manual_seed(seed + 1_000_003 * rank)
+    keras.forget_generator()
 
 
 class DeviceClock:

@@ -1,7 +1,7 @@
 """Scripts of Horovod's Keras and TensorFlow APIs: the imports move, names and arguments stay.
 
 Owns the map of modules; which names hvdtrain has is asked of it. Beside imports it takes out or renames arguments that
-Keras 3 refuses outright. An import of which some used name is missing in hvdtrain stays as it was.
+Keras 3 refuses outright. Where a used name is missing in hvdtrain, the whole script stays as it was.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate.edit import Change, expression, with_args
+from hvdtrain.migrate.edit import Change, Edits, expression, with_args
 from hvdtrain.migrate.rules import Plan
 from hvdtrain.migrate.scan import Scan, argument, local_name, name_of
 
@@ -43,6 +43,9 @@ def plan(scan: Scan, wish: Any) -> Plan:
             moved |= _import(scan, node, made)
         elif isinstance(node, cst.ImportFrom):
             moved |= _import_from(scan, node, made)
+    if made.findings:  # two of them in one process would be two worlds
+        made.edits = Edits()
+        return made
     if moved:
         _keras_3(scan, made)
         made.tell(_first(scan), "changed", "trains through hvdtrain.keras, with Horovod's names and arguments",
@@ -90,7 +93,7 @@ def _import(scan: Scan, node: cst.Import, made: Plan) -> bool:
     moved = False
     for alias in node.names:
         module = name_of(alias.name) or ""
-        if module.split(".")[0] != "horovod" or module.startswith("horovod.torch"):
+        if module.split(".")[0] != "horovod":
             continue
         reach = local_name(alias) if alias.asname else module
         names = _used(scan, reach) - ({"keras"} if not alias.asname and module == "horovod.tensorflow" else set())
@@ -143,7 +146,7 @@ def _next(scan: Scan, node: cst.CSTNode) -> str:
 def _import_from(scan: Scan, node: cst.ImportFrom, made: Plan) -> bool:
     """``from horovod.x import a, b``; whether it moved."""
     module = name_of(node.module) or ""
-    if node.relative or module.split(".")[0] != "horovod" or module.startswith("horovod.torch"):
+    if node.relative or module.split(".")[0] != "horovod":
         return False
     if isinstance(node.names, cst.ImportStar):
         to, missing = home(scan, module, set())
@@ -190,18 +193,17 @@ def _rename(scan: Scan, made: Plan, alias: cst.ImportAlias, name: str) -> None:
 
 
 def _stays(scan: Scan, node: cst.CSTNode, made: Plan, module: str, missing: set[str]) -> None:
-    """Say that an import was left alone."""
+    """Say why nothing is moved: what stands against it in this import."""
     line = scan.line(node)
     if "elastic" in module or "elastic" in missing:
-        made.tell(line, "by hand", f"{module} is used for elastic training; this import was left as it was",
-                  *ELASTIC)
+        made.tell(line, "by hand", f"{module} is used for elastic training; the script was left as it was", *ELASTIC)
     elif missing:
-        made.tell(line, "by hand", f"{module}: hvdtrain has no {', '.join(sorted(missing))}; this import was left "
-                                   "as it "
-                  "was", "half of an API moved would fail at run time, or sum gradients twice",
+        made.tell(line, "by hand", f"{module}: hvdtrain has no {', '.join(sorted(missing))}; the script was left "
+                                   "as it was",
+                  "half of it moved, Horovod and hvdtrain would both start in one process",
                   "replace these names, then run migrate again")
     else:
-        made.tell(line, "by hand", f"{module} has no counterpart in hvdtrain; this import was left as it was",
+        made.tell(line, "by hand", f"{module} has no counterpart in hvdtrain; the script was left as it was",
                   "it is no part of Horovod's documented Keras or TensorFlow API",
                   "use hvdtrain.keras, or hvdtrain.tensorflow with a tape, then run migrate again")
 

@@ -41,10 +41,13 @@ class Chain:
 
 
 def compiles(scan: Scan) -> list[cst.Call]:
-    """Calls of a Keras model's ``compile``."""
-    return [call for call in scan.methods("compile") if not scan.dotted(call.func) and (
-        not call.args or any(a.keyword is not None and a.keyword.value in COMPILE for a in call.args)
-        or isinstance(call.args[0].value, cst.SimpleString))]
+    """Calls of a Keras model's ``compile``, not of a module's (``re.compile``)."""
+    fitted = {scan.code(call.func.value) for call in scan.methods("fit") if isinstance(call.func, cst.Attribute)}
+    return [call for call in scan.methods("compile") if isinstance(call.func, cst.Attribute)
+            and not scan.dotted(call.func) and (
+                len(call.args) != 1 or scan.code(call.func.value) in fitted
+                or any(a.keyword is not None and a.keyword.value in COMPILE for a in call.args)
+                or isinstance(call.args[0].value, cst.SimpleString))]
 
 
 def models(scan: Scan) -> set[str]:

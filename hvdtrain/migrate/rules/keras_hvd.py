@@ -46,7 +46,7 @@ def rewrite(scan: Scan, made: Plan) -> list[str]:
 
 
 def _device(scan: Scan, made: Plan) -> list[str]:
-    """The statement that shows a rank its own GPU alone, unless the script chooses devices itself."""
+    """The statements that show a rank its own GPU alone, unless the script chooses devices itself."""
     if any(True for _ in scan.methods("set_visible_devices")):
         return []
     tf = next((local for local, dotted in scan.imports.items() if dotted == "tensorflow"), "")
@@ -55,8 +55,9 @@ def _device(scan: Scan, made: Plan) -> list[str]:
             return []
         tf = "tf"
         made.edits.imports.append("import tensorflow as tf")
-    return [f'{tf}.config.set_visible_devices({tf}.config.list_physical_devices("GPU")[hvd.local_rank():][:1], '
-            '"GPU")']
+    gpus = "gpus" if "gpus" not in scan.bound else "rank_gpus"
+    return [f'{gpus} = {tf}.config.list_physical_devices("GPU")',
+            f'{tf}.config.set_visible_devices({gpus}[hvd.local_rank():][:1] or {gpus}[:1], "GPU")']
 
 
 # --- compile ---------------------------------------------------------------------------------------------------
@@ -70,11 +71,29 @@ def _compile(scan: Scan, made: Plan, call: cst.Call) -> None:
         made.edits.put(call, lambda new: with_args(
             new, [arg('hvd.DistributedOptimizer("rmsprop")', "optimizer"), *new.args]))
     else:
-        made.edits.put(call.args[index].value, lambda new: _around("hvd.DistributedOptimizer({})", new))
+        made.edits.put(_optimizer(scan, call.args[index]), lambda new: _around("hvd.DistributedOptimizer({})", new))
     jit = argument(call, "jit_compile", 7)
     if is_true(jit):
         assert jit is not None
         made.edits.swap(jit.value, "False")
+
+
+def _optimizer(scan: Scan, given_as: cst.Arg) -> cst.BaseExpression:
+    """What to wrap: the argument, or where its name is used elsewhere, too, what that name is given.
+
+    A distributed optimizer is a copy: who goes on with the plain one would change a rate that nothing obeys.
+    """
+    value = given_as.value
+    others = [use for use in scan.uses(value.value) if use is not value] if isinstance(value, cst.Name) else []
+    if not others:
+        return value
+    made = scan.value(value)
+    wrapped = {one for call in compiles(scan) for one in call.args}
+    if isinstance(made, cst.Call) and not any(scan.parent[use] in wrapped for use in others):
+        return made
+    raise Refused(scan.line(value), f"{scan.code(value)} is the optimizer of compile and is used elsewhere, too",
+                  "the distributed optimizer is a copy, and what is done to the plain one would have no effect",
+                  "wrap it by hvd.DistributedOptimizer where it is made")
 
 
 def _around(form: str, inner: cst.BaseExpression) -> Any:
@@ -111,7 +130,8 @@ def _fit(scan: Scan, made: Plan, call: cst.Call, datasets: set[str]) -> None:
     if "y" in where:
         said = comments([call.args[where[name]] for name in where if name in INTO_SHARD])
         if said and isinstance(scan.statement(call), cst.SimpleStatementLine):
-            made.edits.put(scan.statement(call), lambda new: new.with_changes(leading_lines=[*new.leading_lines, *said]))
+            made.edits.put(scan.statement(call),
+                           lambda new: new.with_changes(leading_lines=[*new.leading_lines, *said]))
     made.tell(line, "changed", "fit: batch_size is the batch of all ranks together"
               if "y" in where else "fit: the dataset's batch is the batch of all ranks together",
               "so the curve stays that of one process with this batch, whatever the number of ranks",

@@ -83,6 +83,7 @@ class _Rewrite:
         self._saves()
         self._trainer()
         self._nothing_dangles()
+        self._no_device()
         self._tell()
 
     # --- what goes -------------------------------------------------------------------------------------------
@@ -202,7 +203,7 @@ class _Rewrite:
         device = isinstance(value, cst.Call) and self.scan.dotted(value.func) == "torch.device"
         text = self.scan.code(value)
         return device or is_rank(self.scan, value) or is_size(self.scan, value) or "accelerator.device" in text or (
-            "cuda" in text and not isinstance(value, cst.Call))
+            not isinstance(value, cst.Call) and ("cuda" in text or text.strip("'\"") == "cpu"))
 
     def _launcher(self, node: cst.BaseExpression) -> str:
         """What a call or variable of ranks is by ``launch_facts``; "" for anything else."""
@@ -287,6 +288,19 @@ class _Rewrite:
             if node.attr.value in ("local_rank", "LOCAL_RANK") and self._left(node) and not scan.dotted(node):
                 raise Refused(scan.line(node), f"{scan.short(node)} is read", "no launcher of hvdtrain sets it",
                               "Trainer chooses the device; take it out, then run migrate again")
+
+    def _no_device(self) -> None:
+        """`Refused` where a device that is not made of the local rank is still read: Trainer chooses the model's."""
+        scan = self.scan
+        for assign in scan.all(cst.Assign):
+            name, text = name_of(assign.targets[0].target) or "", scan.code(assign.value)
+            if not self._left(assign) or "cuda" not in text or "local_rank" in text.lower() or not self._place(
+                    assign.value):
+                continue
+            for use in scan.uses(name):
+                if self._left(use):
+                    raise Refused(scan.line(use), f"{name} is read outside the loop", "Trainer puts the model on this "
+                                  "rank's own device", "use next(model.parameters()).device, then run migrate again")
 
     def _tell(self) -> None:
         """What is not the same as before."""

@@ -64,6 +64,9 @@ def find(scan: Scan) -> Loop:
         raise Refused(line, "there is no single loop over epochs with a loop over batches directly in it"
                       if len(found) == 0 else f"{len(found)} loops train", *STANDARD)
     outer, inner = found[0]
+    around = next((up for up in scan.above(outer) if isinstance(up, (cst.With, cst.FunctionDef))), None)
+    if isinstance(around, cst.With):
+        raise Refused(scan.line(around), f"the loop runs inside 'with {scan.short(around.items[0])}'", *STANDARD)
     loop = Loop(outer, inner, _epochs(scan, outer), _unwrapped(scan, inner.iter, ("enumerate", "tqdm")))
     if outer.orelse is not None or inner.orelse is not None:
         raise Refused(scan.line(outer), "the loop has an else", *STANDARD)

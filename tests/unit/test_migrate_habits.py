@@ -1,0 +1,98 @@
+"""Unsafe habits: each is found, at its line, and its safe twin is not."""
+
+import pytest
+
+from hvdtrain.migrate.plan import migrate
+from hvdtrain.migrate.rules import Wish
+from hvdtrain.migrate.source import of_text
+
+KERAS = "import horovod.tensorflow.keras as hvd\nimport keras\n"
+TORCH = "import horovod.torch as hvd\nimport torch\n"
+DDP = ("import torch\nimport torch.distributed as dist\nfrom torch.utils.data import DataLoader\n"
+       "from torch.utils.data.distributed import DistributedSampler\ndist.init_process_group()\n")
+TF = "import tensorflow as tf\ns = tf.distribute.MirroredStrategy()\n"
+
+
+def told(text: str) -> list[tuple[int, str]]:
+    return [(f.line, f.what) for f in migrate(of_text(text), Wish()).findings if f.kind == "unsafe"]
+
+
+@pytest.mark.parametrize("head, unsafe, safe, named", [
+    (KERAS, "if hvd.rank() == 0:\n    hvd.allreduce(x)", "hvd.allreduce(x)\nif hvd.rank() == 0:\n    print(x)",
+     "allreduce inside"),
+    (TORCH, "r = hvd.rank()\nif not r:\n    hvd.broadcast(x, 0)", "r = 1\nif not r:\n    hvd.broadcast(x, 0)",
+     "broadcast inside"),
+    (DDP, "if dist.get_rank() == 0:\n    dist.barrier()", "dist.barrier()", "barrier inside"),
+    (DDP, "def v():\n    dist.all_reduce(n)\nif dist.get_rank() == 0:\n    v()",
+     "def v():\n    if dist.get_rank() == 0:\n        print(1)\nif dist.get_rank() == 0:\n    v()",
+     "v (which calls"),
+    (KERAS, "if hvd.rank() == 0:\n    m.evaluate(x, callbacks=[hvd.callbacks.MetricAverageCallback()])",
+     "if hvd.rank() == 0:\n    m.evaluate(x)", "evaluate inside"),
+    ("from accelerate import Accelerator\na = Accelerator()\n",
+     "if a.is_main_process:\n    a.wait_for_everyone()", "a.wait_for_everyone()", "wait_for_everyone inside"),
+    ("import hvdtrain\nt = hvdtrain.Trainer()\n", "if rank == 0:\n    t.evaluate()", "t.evaluate()",
+     "Trainer.evaluate"),
+    (TORCH, "o = hvd.DistributedOptimizer(p)",
+     "o = hvd.DistributedOptimizer(p)\nhvd.broadcast_parameters(m, root_rank=0)", "no rank broadcasts"),
+    (KERAS, "o = hvd.DistributedOptimizer(p)",
+     "o = hvd.DistributedOptimizer(p)\nc = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]",
+     "no rank broadcasts"),
+    (TORCH, "torch.manual_seed(7 + hvd.rank())", "torch.manual_seed(7)", "seeds each rank"),
+    (KERAS, "keras.utils.set_random_seed(hvd.rank())", "keras.utils.set_random_seed(hvd.size())", "seeds each rank"),
+    (KERAS, "m.save('m.keras')", "if hvd.rank() == 0:\n    m.save('m.keras')", "every rank runs m.save"),
+    (TORCH, "torch.save(m, 'p')", "def f():\n    torch.save(m, 'p')\nif hvd.rank() == 0:\n    f()",
+     "every rank runs"),
+    (TORCH, "torch.save(m, 'p')", "torch.save(m, f'p{hvd.rank()}')", "every rank runs"),
+    (KERAS, "c = [keras.callbacks.ModelCheckpoint('m.keras')]",
+     "c = [keras.callbacks.ModelCheckpoint('m.keras')] if hvd.rank() == 0 else []", "every rank runs"),
+    (TORCH, "s = hvd.elastic.TorchState(m)", "s = State(m)", "rendezvous"),
+    (KERAS, "o = keras.optimizers.SGD(0.1 * hvd.size())", "o = keras.optimizers.SGD(0.1)", "learning rate is"),
+    (DDP, "lr = 0.1 * dist.get_world_size()", "n = 2 * dist.get_world_size()", "learning rate is"),
+    (KERAS, "n = hvd.size()\no = keras.optimizers.SGD(learning_rate=n * lr)",
+     "n = hvd.size()\no = keras.optimizers.SGD(learning_rate=n)", "learning rate is"),
+    (KERAS, "k = len(x) // hvd.size()", "x = x[hvd.rank()::hvd.size()]", "cut down"),
+    (KERAS, "m.fit(d, steps_per_epoch=500 // hvd.size())", "b = batch // hvd.size()", "cut down"),
+    (KERAS, "steps = n // (batch * hvd.size())", "e = epochs // hvd.size()", "cut down"),
+    (DDP, "s = DistributedSampler(d)", "s = Sampler(d)", "repeats samples"),
+    (DDP, "s = DistributedSampler(d, drop_last=True)", "s = None", "drops the last"),
+    (DDP, "l = DataLoader(d, drop_last=True)", "l = DataLoader(d, drop_last=False)", "drops the last"),
+    (TF, "d = d.batch(3, drop_remainder=True)", "d = d.batch(3)", "drops the last"),
+    (DDP, "s = DistributedSampler(d)", "s = DistributedSampler(d)\ns.set_epoch(1)", "set_epoch is never"),
+    (DDP, "s = DistributedSampler(d)", "s = DistributedSampler(d, shuffle=False)", "set_epoch is never"),
+    (DDP, "l = DataLoader(d)", "l = DataLoader(d, sampler=DistributedSampler(d))", "nothing gives each rank"),
+    (KERAS, "m.fit(x, y)", "x = x[hvd.rank()::hvd.size()]\nm.fit(x, y)", "nothing gives each rank"),
+    (KERAS, "m.fit(x, y)", "d = d.shard(hvd.size(), hvd.rank())\nm.fit(d)", "nothing gives each rank"),
+    (KERAS, "g = gpus[hvd.local_rank()]\nm.fit(x, y)", "n = len(x)\nx = x[hvd.rank() * n:n]\nm.fit(x)",
+     "nothing gives each rank"),
+    (TORCH, "def metric_average(v):\n    return hvd.allreduce(v)", "def f(v):\n    return hvd.allreduce(v)",
+     "averages a metric"),
+    (TORCH, "hvd.allreduce(test_loss, name='avg_loss')", "hvd.allreduce(total, op=hvd.Sum)", "averages a metric"),
+    (DDP, "dist.all_reduce(loss)", "dist.all_reduce(loss_sum)", "averages a metric"),
+    (TF, "tf.nn.compute_average_loss(l, global_batch_size=8)\ns.run(f)",
+     "tf.nn.compute_average_loss(l, global_batch_size=8)", "divides by the global batch"),
+    (TF, "tf.reduce_mean(l)\ns.run(f)", "tf.reduce_sum(l)\ns.run(f)", "this replica's own batch"),
+    (TF, "m.compile('sgd', jit_compile=True)", "m.compile('sgd', jit_compile=False)", "asks for XLA"),
+])
+def test_a_habit(head, unsafe, safe, named):
+    lines = [line for line, what in told(head + unsafe + "\n") if named in what]
+    assert len(lines) == 1 and head.count("\n") < lines[0] <= (head + unsafe).count("\n") + 1
+    assert not [what for _, what in told(head + safe + "\n") if named in what]
+
+
+@pytest.mark.parametrize("line, named", [
+    ("m.fit_generator(g)", "fit_generator"), ("keras.optimizers.SGD(0.1, decay=1e-6)", "decay="),
+    ("keras.callbacks.ModelCheckpoint('c-{epoch}.h5')", "c-{epoch}.h5"),
+    ("keras.callbacks.ModelCheckpoint('c.h5', save_weights_only=True)", "c.h5"),
+    ("keras.backend.set_session(s)", "TensorFlow 1")])
+def test_words_that_keras_3_refuses(line, named):
+    findings = migrate(of_text(KERAS + line + "\n"), Wish()).findings
+    assert [f.line for f in findings if f.kind == "by hand" and named in f.what] == [3]
+
+
+def test_findings_come_in_the_order_of_lines_and_say_why_and_what_to_do():
+    text = KERAS + "o = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1 * hvd.size()))\n"
+    text += "m.compile(o, 'mse')\nm.fit(x, y)\n"
+    findings = migrate(of_text(text), Wish()).findings
+    assert [f.line for f in findings] == sorted(f.line for f in findings) and len(findings) >= 5
+    assert all(f.what and f.why and f.do and not f.do.endswith(".") for f in findings)
+    assert findings[0].text("a.py").startswith("a.py:1: changed: ")

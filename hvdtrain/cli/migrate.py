@@ -9,9 +9,8 @@ import argparse
 
 from hvdtrain.run import say
 
-NOTHING = ("{name}: nothing recognised: no Horovod, tf.distribute, model.fit of Keras, DistributedDataParallel, "
-           "DataParallel or "
-           "Accelerate is used in it")
+NOTHING = ("{name}: nothing recognised: no Horovod, tf.distribute, model.fit of Keras, "
+           "DistributedDataParallel, DataParallel or Accelerate is used in it")
 
 
 def main(argv: list[str]) -> int:
@@ -59,13 +58,11 @@ def parser() -> argparse.ArgumentParser:
     """The options of the command."""
     made = argparse.ArgumentParser(
         prog="python -m hvdtrain migrate", allow_abbrev=False,
-        description="Move training scripts to hvdtrain: Horovod (Keras, TensorFlow, PyTorch), tf.distribute, plain "
-                    "Keras "
-                    "fit, DistributedDataParallel, DataParallel, Accelerate. Prints a unified diff and what is "
-                    "unsafe "
-                    "in each script, with file and line. What cannot be rewritten faithfully is left as it was, "
-                    "with "
-                    "what to do by hand. Exit status 1 where nothing was recognised.",
+        description="Move training scripts to hvdtrain: Horovod (Keras, TensorFlow, PyTorch), tf.distribute, "
+                    "plain Keras fit, DistributedDataParallel, DataParallel, Accelerate. Prints a unified "
+                    "diff and what is unsafe in each script, with file and line. What cannot be rewritten "
+                    "faithfully is left as it was, with what to do by hand. Exit status 1 where nothing was "
+                    "recognised.",
         epilog="For example: python -m hvdtrain migrate train.py --write")
     made.add_argument("scripts", nargs="+", metavar="script.py", help="the scripts")
     made.add_argument("--write", action="store_true", help="edit the files, each in one rename")
@@ -73,9 +70,8 @@ def parser() -> argparse.ArgumentParser:
                       help="auto, hvdtrain.keras (Horovod's Keras API) or trainer (hvdtrain.Trainer); auto: "
                            "hvdtrain.keras for TensorFlow and Keras, trainer for PyTorch")
     made.add_argument("--ranks", type=int, default=1, metavar="N",
-                      help="processes that the old script was started as: where its batch was per process, the "
-                           "global "
-                           "batch is N times that (default 1)")
+                      help="processes that the old script was started as: where its batch was per process, "
+                           "the global batch is N times that (default 1)")
     return made
 
 

@@ -173,7 +173,7 @@ class Bridge(History):
         if setup.class_weight is not None:
             weight = with_class_weight(setup.class_weight, y, weight)
         setup.metrics.prepare(y, widened(outputs), weight, names)
-        setup.follow = setup.metrics.follow
+        setup.follow = setup.measure or setup.metrics.follow
 
     def _keep_states(self) -> None:
         if self._setup.follow is not None and not self._states:

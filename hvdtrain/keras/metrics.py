@@ -167,16 +167,15 @@ class MetricAverageCallback(keras.callbacks.Callback):
 def named_metrics(model: Any) -> list[tuple[str, Any, str]]:
     """(name in the logs, metric, kind) of a model; kind: "loss", "plain", or "weighted" by sample weights."""
     found: list[tuple[str, Any, str]] = []
-    for metric in list[Any](model.metrics):
-        if metric is getattr(model, "_loss_tracker", None):
-            found.append((metric.name, metric, "loss"))
-        elif metric is getattr(model, "_compile_metrics", None):
+    tracker, compiled = (getattr(model, name, None) for name in ("_loss_tracker", "_compile_metrics"))
+    of_outputs = {id(metric) for metric in getattr(getattr(model, "_compile_loss", None), "metrics", ())}
+    for metric in model.metrics:
+        if id(metric) == id(compiled):
             found += [(name, one, "weighted" if weighted else "plain")
                       for name, one, _, weighted in (states.in_order(metric) if metric.built else [])]
-        elif any(metric is each for each in getattr(getattr(model, "_compile_loss", None), "metrics", ())):
-            found.append((metric.name, metric, "loss"))
         else:
-            found.append((metric.name, metric, "plain"))
+            is_loss = id(metric) == id(tracker) or id(metric) in of_outputs
+            found.append((metric.name, metric, "loss" if is_loss else "plain"))
     return found
 
 

@@ -35,8 +35,8 @@ def check(wish: Wish) -> None:
     if wish.target not in TARGETS:
         raise UserError(f"--to is {wish.target!r}", nearest(wish.target, TARGETS), "correct --to")
     if not 1 <= wish.ranks <= MOST_RANKS:
-        raise UserError(f"--ranks is {wish.ranks}", f"1 to {MOST_RANKS}", "give the number of processes of the old "
-                                                                          "job")
+        raise UserError(f"--ranks is {wish.ranks}", f"1 to {MOST_RANKS}",
+                        "give the number of processes of the old job")
 
 
 def migrate(source: Source, wish: Wish) -> Migration:

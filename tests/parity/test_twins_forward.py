@@ -19,15 +19,18 @@ import torch  # noqa: E402
 from twins import copy_torch_to_keras, pairs  # noqa: E402
 import tf_models.cnn  # noqa: E402
 import tf_models.gpt  # noqa: E402
+import tf_models.device_split  # noqa: E402
 import tf_models.mlp  # noqa: E402
 import tf_models.resnet  # noqa: E402
 import torch_models.cnn  # noqa: E402
 import torch_models.gpt  # noqa: E402
+import torch_models.device_split  # noqa: E402
 import torch_models.mlp  # noqa: E402
 import torch_models.resnet  # noqa: E402
 
 TWINS = {"mlp": (torch_models.mlp, tf_models.mlp), "cnn": (torch_models.cnn, tf_models.cnn),
-         "resnet": (torch_models.resnet, tf_models.resnet), "gpt": (torch_models.gpt, tf_models.gpt)}
+         "resnet": (torch_models.resnet, tf_models.resnet), "gpt": (torch_models.gpt, tf_models.gpt),
+         "device_split": (torch_models.device_split, tf_models.device_split)}
 
 # Family, arguments, shape of one sample (None: that of `example`).
 VARIANTS = {
@@ -46,6 +49,7 @@ VARIANTS = {
     "gpt": ("gpt", {}, None),
     "gpt-short": ("gpt", {"vocab": 20, "context": 9, "width": 24, "depth": 2, "heads": 3, "dropout": 0.5},
                   (7,)),
+    "device_split": ("device_split", {"in_features": 20, "hidden": 12}, (20,)),
 }
 EACH_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 EACH_FAMILY = pytest.mark.parametrize("family", TWINS)
@@ -106,7 +110,7 @@ def test_block_names_and_parameter_counts_agree(variant):
     torch_file, tf_file, torch_model, keras_model = twins(variant)
     names = [name for name, _ in torch_file.blocks(torch_model)]
     assert names == [name for name, _ in tf_file.blocks(keras_model)]
-    assert names[-1] == "head" and len(set(names)) == len(names)
+    assert names[-1] == ("second" if variant == "device_split" else "head") and len(set(names)) == len(names)
     count_torch = sum(parameter.numel() for parameter in torch_model.parameters())
     assert count_torch == sum(np.prod(v.shape) for v in keras_model.trainable_variables)
     paired = pairs(torch_model, keras_model, torch_file.blocks, tf_file.blocks)
@@ -303,7 +307,8 @@ def test_inputs_of_another_shape_are_refused():
 
 @EACH_FAMILY
 def test_keras_twin_comes_back_from_its_native_file(family, tmp_path):
-    variant = {"mlp": "mlp-gelu", "cnn": "cnn-batch", "resnet": "resnet-batch", "gpt": "gpt-short"}[family]
+    variant = {"mlp": "mlp-gelu", "cnn": "cnn-batch", "resnet": "resnet-batch", "gpt": "gpt-short",
+               "device_split": "device_split"}[family]
     _, _, _, keras_model = twins(variant)
     x, _ = samples(variant)
     keras_model.save(tmp_path / "model.keras")
@@ -315,7 +320,7 @@ def test_keras_twin_comes_back_from_its_native_file(family, tmp_path):
                                              (tf_models, {"torch", "torch_models"})])
 def test_model_files_import_one_framework_and_nothing_distributed(package, others):
     name = package.__name__
-    code = (f"import sys, {name}.mlp, {name}.cnn, {name}.resnet, {name}.gpt\n"
+    code = (f"import sys, {name}.mlp, {name}.cnn, {name}.resnet, {name}.gpt, {name}.device_split\n"
             f"print(sorted(set(sys.modules) & {others | {'hvdtrain', 'horovod', 'mpi4py'}}))")
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(package.__file__).parents[1],
                           capture_output=True, text=True, timeout=60)

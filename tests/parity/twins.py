@@ -66,7 +66,7 @@ def _block_pairs(block_name: str, torch_block: nn.Module, keras_block: keras.lay
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if name != "num_batches_tracked":  # a count that Keras does not keep
                 keras_name, axes = _layout(module, name, tensor)
-                tensors["/".join([*path.split("."), keras_name])] = tensor, axes
+                tensors["/".join(filter(None, [*path.split("."), keras_name]))] = tensor, axes
     if tensors.keys() != variables.keys():
         raise ValueError(f"block {block_name}: only one twin has {sorted(tensors.keys() ^ variables.keys())}")
     for name, (tensor, axes) in tensors.items():

@@ -50,9 +50,9 @@ def losses_of_replicas(scan: Scan, context: Any) -> Iterator[Finding]:
     for call in scan.calls("compute_average_loss", "scale_regularization_loss"):
         yield Finding(scan.line(call), "unsafe", f"{scan.short(call.func)} divides by the global batch",
                       "under tf.distribute gradients are summed; Horovod's tape averages them, which divides by the "
-                      "number of ranks once more", "keep the division and give the tape op=hvd.Sum, or divide by "
-                                                   "this "
-                      "rank's own batch and keep the average (equal batches only)")
+                      "number of ranks once more",
+                      "keep the division and give the tape op=hvd.Sum, or divide by this rank's own batch and "
+                      "keep the average (equal batches only)")
     for call in scan.calls("reduce_mean"):
         yield Finding(scan.line(call), "unsafe", f"{scan.short(call)} divides by this replica's own batch",
                       "tf.distribute sums the replicas' gradients: the step is too large by the number of replicas, "

@@ -24,9 +24,8 @@ def truncated_shards(scan: Scan, context: Any) -> Iterator[Finding]:
             continue
         yield Finding(scan.line(node), "unsafe", f"{scan.short(node)} is cut down to a whole number",
                       "up to size - 1 samples, or batches, of every epoch are never seen",
-                      "take x[rank::size] and every step of it, or hvd.shard(x, y, global_batch=...), or hand the "
-                      "whole data to "
-                      "Trainer")
+                      "take x[rank::size] and every step of it, or hvd.shard(x, y, global_batch=...), or hand "
+                      "the whole data to Trainer")
 
 
 def _by_size(scan: Scan, node: cst.BaseExpression) -> bool:

@@ -18,9 +18,8 @@ def silent_divergence(scan: Scan, context: Any) -> Iterator[Finding]:
     for call in scan.calls("DistributedOptimizer"):
         if scan.dotted(call.func).startswith("horovod."):
             yield Finding(scan.line(call), "unsafe", "Horovod's DistributedOptimizer does nothing under Keras 3",
-                          "fit runs without an error, no gradient is exchanged, and every rank trains a model of "
-                          "its "
-                          "own",
+                          "fit runs without an error, no gradient is exchanged, and every rank trains a model "
+                          "of its own",
                           "import hvdtrain.keras in its place" + (": the diff does" if context.edited else ""))
 
 

@@ -18,11 +18,11 @@ SIZE_WORDS = ("world_size", "WORLD_SIZE", "num_replicas_in_sync", "num_processes
 ROOT_FLAGS = ("is_main_process", "is_local_main_process", "is_master", "is_main", "is_root", "is_chief",
               "is_rank0", "is_rank_0", "is_rank_zero")
 COLLECTIVES = frozenset(
-    "allreduce all_reduce allgather all_gather broadcast broadcast_variables broadcast_parameters broadcast_object "
-    "broadcast_optimizer_state broadcast_global_variables barrier reducescatter reduce_scatter alltoall all_to_all "
-    "grouped_allreduce grouped_allgather gather_for_metrics wait_for_everyone allgather_object "
-    "broadcast_object_list "
-    "all_gather_object allreduce_ allreduce_async synchronize join".split())
+    "allreduce all_reduce allgather all_gather broadcast broadcast_variables broadcast_parameters "
+    "broadcast_object broadcast_optimizer_state broadcast_global_variables barrier reducescatter "
+    "reduce_scatter alltoall all_to_all grouped_allreduce grouped_allgather gather_for_metrics "
+    "wait_for_everyone allgather_object broadcast_object_list all_gather_object allreduce_ allreduce_async "
+    "synchronize join".split())
 """Functions that every rank has to enter."""
 HOMES = ("horovod", "hvdtrain", "torch.distributed", "tensorflow.distribute")
 

@@ -84,11 +84,9 @@ def seeds_of_ranks(scan: Scan, context: Any) -> Iterator[Finding]:
         last = (name_of(call.func) or "").rpartition(".")[2]
         if last in SEEDS and any(_mentions_rank(scan, arg) for arg in call.args):
             yield Finding(scan.line(call), "unsafe", f"{scan.short(call)} seeds each rank differently",
-                          "what is drawn after it differs: first weights that nothing broadcasts, splits of the "
-                          "data, "
-                          "the order of samples", "seed all ranks alike (hvdtrain gives each rank's dropout a "
-                                                  "generator "
-                          "of its own)")
+                          "what is drawn after it differs: first weights that nothing broadcasts, splits of "
+                          "the data, the order of samples",
+                          "seed all ranks alike (hvdtrain gives each rank's dropout a generator of its own)")
 
 
 def _mentions_rank(scan: Scan, node: cst.CSTNode) -> bool:

@@ -29,12 +29,12 @@ def _advice(context: Any) -> tuple[str, str]:
     if context.target == "trainer":
         return ("Trainer keeps the global batch, whatever the number of ranks, so the rate must not grow with them",
                 "give --ranks N as the old job had them: the diff then writes their rate and their batch"
-                if context.edited else "give the rate of the global batch (Schedule(linear_scaling_base=...) "
-                                       "scales it "
-                "by the batch, if it is to be scaled)")
-    return ("it fits where the global batch grows with the ranks in equal parts; with unequal parts, or a global "
-            "batch "
-            "that stays, the rate is too large (hvdtrain.keras keeps Horovod's meaning of the mean)",
+                if context.edited else
+                "give the rate of the global batch (Schedule(linear_scaling_base=...) scales it by the batch, "
+                "if it is to be scaled)")
+    return ("it fits where the global batch grows with the ranks in equal parts; with unequal parts, or a "
+            "global batch that stays, the rate is too large (hvdtrain.keras keeps Horovod's meaning of the "
+            "mean)",
             "keep it only if each rank's batch is the same and does not depend on the number of ranks")
 
 

@@ -66,11 +66,10 @@ def _kind(scan: Scan) -> torch_edit.Kind:
                 word == "mixed_precision" and text_of(arg.value) in ("no", "bf16", "fp16")) or (
                 word == "gradient_accumulation_steps" and scan.code(arg.value) == "1")
             if not fine:
-                raise Refused(scan.line(arg), f"the Accelerator has {scan.short(arg)}", "it changes what a step is "
-                                                                                        "made of",
+                raise Refused(scan.line(arg), f"the Accelerator has {scan.short(arg)}",
+                              "it changes what a step is made of",
                               "set accumulate (and global_batch to that of all its passes), or another key of "
-                              "Config, in the "
-                              "code below")
+                              "Config, in the code below")
     return torch_edit.Kind(("accelerate",), goes, (), not split, keys, root, ("unwrap_model",))
 
 
@@ -80,8 +79,8 @@ def plan(scan: Scan, wish: Any) -> Plan:
         kind = _kind(scan)
         name = _name(scan)
         if not name:
-            raise Refused(scan.line(next(scan.calls("accelerate.Accelerator"))), "the Accelerator is not kept by a "
-                                                                                 "name",
+            raise Refused(scan.line(next(scan.calls("accelerate.Accelerator"))),
+                          "the Accelerator is not kept by a name",
                           "what it is used for cannot be read here", "use the code below")
     except Refused as refused:
         return Plan(findings=[refused.finding], snippet=torch_snippet.guess(scan, True, wish.ranks, keys(scan)))

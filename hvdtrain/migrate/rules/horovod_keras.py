@@ -25,8 +25,7 @@ CALLBACKS = frozenset("BroadcastGlobalVariablesCallback MetricAverageCallback Le
 ELASTIC = ("Horovod's elastic rendezvous runs what anybody on its port sends it (CVE-2024-10190), so hvdtrain has "
            "none",
            "save checkpoints and start the job anew: load the last one on every rank and give fit its "
-           "initial_epoch, or use "
-           "Trainer with resume: auto")
+           "initial_epoch, or use Trainer with resume: auto")
 
 
 def recognise(scan: Scan) -> bool:
@@ -198,8 +197,8 @@ def _stays(scan: Scan, node: cst.CSTNode, made: Plan, module: str, missing: set[
     if "elastic" in module or "elastic" in missing:
         made.tell(line, "by hand", f"{module} is used for elastic training; the script was left as it was", *ELASTIC)
     elif missing:
-        made.tell(line, "by hand", f"{module}: hvdtrain has no {', '.join(sorted(missing))}; the script was left "
-                                   "as it was",
+        made.tell(line, "by hand",
+                  f"{module}: hvdtrain has no {', '.join(sorted(missing))}; the script was left as it was",
                   "half of it moved, Horovod and hvdtrain would both start in one process",
                   "replace these names, then run migrate again")
     else:

@@ -51,8 +51,8 @@ def _refuse(scan: Scan) -> None:
         passes = argument(call, "backward_passes_per_step", 3)
         for given, fine, do in (
                 (passes, ("1",), "set accumulate, and global_batch to that of all passes"),
-                (op, ("hvd.Average", "Average", "hvd.Adasum", "Adasum"), "divide lr and clip_norm as the mean "
-                                                                         "wants it"),
+                (op, ("hvd.Average", "Average", "hvd.Adasum", "Adasum"),
+                 "divide lr and clip_norm as the mean wants it"),
                 (compression, ("hvd.Compression.none", "hvd.Compression.fp16", "Compression.none",
                                "Compression.fp16"),
                  "name one of Config's compression")):

@@ -261,9 +261,9 @@ def _writers(scan: Scan, made: Plan) -> None:
     for call in scan.all(cst.Call):
         last = (name_of(call.func) or "").rpartition(".")[2]
         if last == "BackupAndRestore":
-            raise Refused(scan.line(call), "BackupAndRestore is used", "ranks that read one backup while another "
-                                                                       "writes "
-                          "it can start at different epochs, and then wait for each other",
+            raise Refused(scan.line(call), "BackupAndRestore is used",
+                          "ranks that read one backup while another writes it can start at different epochs, "
+                          "and then wait for each other",
                           "load the weights on every rank and give fit the initial_epoch, or use Trainer with resume")
         if last in FILES:
             _writer(scan, made, call)

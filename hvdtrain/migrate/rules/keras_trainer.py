@@ -28,8 +28,8 @@ def rewrite(scan: Scan, made: Plan) -> None:
     call = calls[0]
     taken = {"Config", "Trainer", "trainer", "Data"} & scan.bound
     if taken:
-        raise Refused(1, f"the name {sorted(taken)[0]} is used for something else", "hvdtrain's would be imported "
-                                                                                    "by it",
+        raise Refused(1, f"the name {sorted(taken)[0]} is used for something else",
+                      "hvdtrain's would be imported by it",
                       "rename it, then run migrate again")
     where = given(scan, call, FIT)
     _refuse(scan, call, where)
@@ -66,9 +66,8 @@ def _refuse(scan: Scan, call: cst.Call, where: dict[str, int]) -> None:
     for name in NEITHER:
         if name in where:
             raise Refused(line, f"fit gets {name}", "Trainer has it in another form, or not at all",
-                          "see docs/config.md (early_stop, checkpoint, schedule), and take it out of fit; or run "
-                          "migrate "
-                          "with --to hvdtrain.keras")
+                          "see docs/config.md (early_stop, checkpoint, schedule), and take it out of fit; or "
+                          "run migrate with --to hvdtrain.keras")
     if "x" not in where:
         raise Refused(line, f"{scan.short(call)} has no data", "fit needs x", "mend the script first")
     if "sample_weight" in where and "y" not in where:
@@ -88,8 +87,8 @@ def _batch(scan: Scan, call: cst.Call, where: dict[str, int]) -> cst.BaseExpress
             return size.value
         node = node.func.value
     raise Refused(scan.line(call), f"the batch size of {scan.short(call.args[where['x']].value)} is not to be seen",
-                  "Config needs it as global_batch", "write Trainer(Config(global_batch=...)).fit(model, data) by "
-                                                     "hand")
+                  "Config needs it as global_batch",
+                  "write Trainer(Config(global_batch=...)).fit(model, data) by hand")
 
 
 def _config(scan: Scan, call: cst.Call, where: dict[str, int], batch: cst.BaseExpression) -> str:
@@ -143,6 +142,5 @@ def _saves(scan: Scan, made: Plan, fit: cst.Call) -> None:
             continue
         if scan.scope(call) is not scan.scope(fit) or scan.line(call) < scan.line(fit):
             raise Refused(scan.line(call), f"{scan.short(call)} is not right behind fit",
-                          "only there is it known which "
-                          "rank this is", "move it behind fit, then run migrate again")
+                          "only there is it known which rank this is", "move it behind fit, then run migrate again")
         made.edits.put(sole(scan, call), lambda new: guarded(new, ROOT))

@@ -22,11 +22,9 @@ TARGETS = ("hvdtrain.keras", "trainer")
 STRATEGIES = ("MirroredStrategy", "MultiWorkerMirroredStrategy")
 OTHERS = ("TPUStrategy", "ParameterServerStrategy", "CentralStorageStrategy", "OneDeviceStrategy")
 LOOP = ("the loss's divisor, the datasets and the reductions of a loop of your own cannot be moved one by one",
-        "hvdtrain.tensorflow has Horovod's tape: hvd.init(); tape = hvd.DistributedGradientTape(tape); call the "
-        "step "
-        "itself in place of strategy.run; hvd.broadcast_variables after the first step; shard the dataset by hand; "
-        "or "
-        "hand model and data to Trainer")
+        "hvdtrain.tensorflow has Horovod's tape: hvd.init(); tape = hvd.DistributedGradientTape(tape); call "
+        "the step itself in place of strategy.run; hvd.broadcast_variables after the first step; shard the "
+        "dataset by hand; or hand model and data to Trainer")
 
 
 def recognise(scan: Scan) -> bool:
@@ -54,9 +52,9 @@ def plan(scan: Scan, wish: Any) -> Plan:
     made.edits.put(line, lambda old: cst.FlattenSentinel(
         [old.with_changes(body=cst.ensure_type(statement(texts[0]), cst.SimpleStatementLine).body),
          *(statement(text) for text in texts[1:])]))
-    made.tell(scan.line(assign), "changed", "the strategy is gone: ranks are processes, one for each GPU, each "
-                                            "runs the whole "
-              "script", "one process of tf.distribute had several replicas, which Horovod's API does not know",
+    made.tell(scan.line(assign), "changed",
+              "the strategy is gone: ranks are processes, one for each GPU, each runs the whole script",
+              "one process of tf.distribute had several replicas, which Horovod's API does not know",
               keras_hvd.START)
     return made
 
@@ -66,9 +64,8 @@ def _strategy(scan: Scan) -> cst.Assign:
     calls = list(scan.calls(*STRATEGIES, *OTHERS))
     for call in calls:
         if scan.means(call.func, *OTHERS):
-            raise Refused(scan.line(call), f"{scan.short(call.func)} is used", "hvdtrain's ranks hold whole models "
-                                                                               "and add "
-                          "their gradients; that is another thing",
+            raise Refused(scan.line(call), f"{scan.short(call.func)} is used",
+                          "hvdtrain's ranks hold whole models and add their gradients; that is another thing",
                           "use MirroredStrategy's way of training, or stay")
     up = scan.parent[calls[0]]
     if len(calls) > 1 or not (isinstance(up, cst.Assign) and len(up.targets) == 1
@@ -117,9 +114,9 @@ def _tf_config(scan: Scan, made: Plan, to_trainer: bool) -> None:
             _read(scan, made, node)
     for read in scan.nodes:
         if _is_tf_config(scan, read) and not _covered(scan, made, read):
-            raise Refused(scan.line(read), "TF_CONFIG is read", "no launcher of hvdtrain sets it: ranks and hosts "
-                                                                "come from "
-                          "mpirun or horovodrun", "use hvd.rank() and hvd.size(), then run migrate again")
+            raise Refused(scan.line(read), "TF_CONFIG is read",
+                          "no launcher of hvdtrain sets it: ranks and hosts come from mpirun or horovodrun",
+                          "use hvd.rank() and hvd.size(), then run migrate again")
 
 
 def _is_tf_config(scan: Scan, node: cst.CSTNode) -> bool:

@@ -276,8 +276,9 @@ class _Rewrite:
             name = name_of(assign.targets[0].target) or ""
             for use in scan.uses(name):
                 if self._left(use):
-                    raise Refused(scan.line(use), f"{name} is used outside the loop: "
-                                  f"{scan.short(scan.statement(use))}", *torch_loop.STANDARD)
+                    raise Refused(scan.line(use),
+                                  f"{name} is used outside the loop: {scan.short(scan.statement(use))}",
+                                  *torch_loop.STANDARD)
         for node in scan.nodes:
             if isinstance(node, (cst.Attribute, cst.Name)) and scan.dotted(node).startswith(
                     (*self.kind.roots, "torch.multiprocessing")) and self._left(node) and not any(
@@ -299,8 +300,9 @@ class _Rewrite:
                 continue
             for use in scan.uses(name):
                 if self._left(use):
-                    raise Refused(scan.line(use), f"{name} is read outside the loop", "Trainer puts the model on this "
-                                  "rank's own device", "use next(model.parameters()).device, then run migrate again")
+                    raise Refused(scan.line(use), f"{name} is read outside the loop",
+                                  "Trainer puts the model on this rank's own device",
+                                  "use next(model.parameters()).device, then run migrate again")
 
     def _tell(self) -> None:
         """What is not the same as before."""

@@ -68,9 +68,8 @@ def one(scan: Scan, name: str, *ends: str) -> tuple[cst.Assign, cst.Call]:
         raise Refused(scan.line(uses[0]) if uses else 1, f"{name} is not made once, by one of {', '.join(ends)}",
                       "what it is cannot be read here", "use the code below")
     if starred(found[0][1]):
-        raise Refused(scan.line(found[0][0]), f"{name} is made with *args or **kwargs", "what is in them cannot be "
-                                                                                        "read "
-                      "here", "write the arguments out, then run migrate again")
+        raise Refused(scan.line(found[0][0]), f"{name} is made with *args or **kwargs",
+                      "what is in them cannot be read here", "write the arguments out, then run migrate again")
     return found[0]
 
 
@@ -102,8 +101,8 @@ def optimizer(scan: Scan, name: str, models: set[str], ranks: int) -> Optimizer:
             continue
         keyword = arg.keyword.value if arg.keyword is not None else {1: "lr"}.get(index)
         if keyword is None:
-            raise Refused(scan.line(assign), f"an argument of {kind} has no name", "its meaning depends on the "
-                                                                                   "optimizer",
+            raise Refused(scan.line(assign), f"an argument of {kind} has no name",
+                          "its meaning depends on the optimizer",
                           "write keyword=, then run migrate again")
         if keyword == "lr":
             lr = with_ranks(scan, arg.value, ranks)
@@ -124,8 +123,8 @@ def with_ranks(scan: Scan, node: cst.BaseExpression, ranks: int) -> str:
             if is_size(scan, other):
                 return with_ranks(scan, side, ranks) + (f" * {ranks}" if ranks > 1 else "")
     raise Refused(scan.line(node), f"{scan.short(value)} depends on the number of processes",
-                  "Trainer's rate and batch are those of all ranks together", "use the code below, with the number "
-                                                                              "you mean")
+                  "Trainer's rate and batch are those of all ranks together",
+                  "use the code below, with the number you mean")
 
 
 def loss(scan: Scan, call: cst.Call) -> Loss:
@@ -143,9 +142,8 @@ def loss(scan: Scan, call: cst.Call) -> Loss:
     args = {a.keyword.value if a.keyword is not None else "": scan.code(a.value) for a in given}
     if name not in LOSSES or not scan.dotted(maker.func).startswith("torch.") or not set(args) <= set(LOSS_ARGS):
         raise Refused(scan.line(call), f"the loss is {scan.short(maker)}",
-                      "Trainer takes losses by name whose mean over a batch is the mean over its samples (weights "
-                      "of "
-                      "classes, ignored targets and other reductions are not)",
+                      "Trainer takes losses by name whose mean over a batch is the mean over its samples "
+                      "(weights of classes, ignored targets and other reductions are not)",
                       "use the code below, with a task(model, batch) -> (loss_sum, weight) in the model's file")
     return Loss(name, args, LOSSES[name], made)
 
@@ -159,8 +157,8 @@ def loader(scan: Scan, node: cst.BaseExpression) -> Loader:
         assign, call = one(scan, node.value, "DataLoader")
         made = [assign]
     else:
-        raise Refused(scan.line(node), f"batches come from {scan.short(node)}", "Trainer takes a dataset or a "
-                                                                                "DataLoader",
+        raise Refused(scan.line(node), f"batches come from {scan.short(node)}",
+                      "Trainer takes a dataset or a DataLoader",
                       "use the code below")
     given = {}
     for index, arg in enumerate(call.args):
@@ -180,8 +178,8 @@ def loader(scan: Scan, node: cst.BaseExpression) -> Loader:
         made += [assign_of] if assign_of is not None else []
     elif "shuffle" in given and not (is_true(given["shuffle"]) or is_false(given["shuffle"])):
         raise Refused(scan.line(given["shuffle"]), f"shuffle is {scan.short(given['shuffle'].value)}",
-                      "whether samples are permuted cannot be read here", "write True or False, then run migrate "
-                                                                          "again")
+                      "whether samples are permuted cannot be read here",
+                      "write True or False, then run migrate again")
     size = given["batch_size"].value if "batch_size" in given else cst.Integer("1")
     return Loader(scan.code(dataset), scan.code(size), shuffled, tuple(made))
 

@@ -9,6 +9,7 @@ two devices. Remat would stand after the model, compilation before the step; the
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from functools import partial

@@ -8,6 +8,7 @@ vote (law 6): after an epoch at once, after a batch with the next one. Knows no 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -56,6 +57,8 @@ class Bridge(History):
         self._compiled_optimizer: Any = None
         self._eval_feed: Any = None
         self._states: dict[str, np.ndarray] = {}
+        self._at_begin: list[dict[str, Any]] = []
+        self._restored: list[Any] = []
         for name in left_out:
             run.note(f"{name} is left out: Trainer.fit does by itself what it does")
 
@@ -81,6 +84,7 @@ class Bridge(History):
             callback.set_params(params)
             callback.set_model(model)
         self._tell("on_train_begin")
+        self._take_up()
         self._take_backup(run)
         self._settle(run)
 
@@ -147,6 +151,16 @@ class Bridge(History):
         """Loss, metrics of the training batches over all ranks, metrics of the evaluation. Collective."""
         found = super().logs(run)
         return {"loss": found.pop("loss"), **self._trained(run), **found}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The numbers and words that each callback has changed since training began: best value, patience used."""
+        changed = [{k: v for k, v in _plain(c).items() if k not in before or before[k] != v}
+                   for c, before in zip(self._all, self._at_begin)]
+        return {"callbacks": [[type(c).__name__, own] for c, own in zip(self._all, changed)]} if any(changed) else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo `state_dict`; given to the callbacks once training has begun, where Keras' set themselves back."""
+        self._restored = list(state.get("callbacks", []))
 
     # --- how ---------------------------------------------------------------------------------------------------------
 
@@ -218,18 +232,35 @@ class Bridge(History):
                             "the same on every rank", "give all ranks all of them: writers run on rank 0 alone, and "
                             "any other with the attribute where = \"root\"")
 
+    def _take_up(self) -> None:
+        self._at_begin = [_plain(c) for c in self._all]
+        for callback, (name, values) in zip(self._all, self._restored):
+            if type(callback).__name__ == name:
+                vars(callback).update(values)
+
     def _take_backup(self, run: Any) -> None:
         """Go on where rank 0's BackupAndRestore has begun, on all ranks."""
         if not any(isinstance(c, keras.callbacks.BackupAndRestore) for c in self._all):
             return
-        model, self_epoch = self._model, getattr(self._model, "_initial_epoch", None)
-        epoch = int(run.control.bcast(self_epoch or 0))
+        model = self._model
+        epoch = int(run.control.bcast(getattr(model, "_initial_epoch", None) or 0))
         model._initial_epoch = None
         run.step.share_initial()
         if epoch:
             steps = epoch * (run.feed.steps_per_epoch or 0) or int(model.optimizer.iterations)
             run.state.cursor = Cursor(epoch, steps, 0, 0)
             run.note(f"BackupAndRestore goes on at epoch {epoch}")
+
+
+def _plain(callback: Any) -> dict[str, Any]:
+    """What of a callback fits into JSON as it is."""
+    found = {}
+    for name, value in vars(callback).items():
+        if isinstance(value, np.generic):
+            value = value.item()
+        if isinstance(value, (bool, int, str)) or isinstance(value, float) and math.isfinite(value):
+            found[name] = value
+    return found
 
 
 class Watched:

@@ -16,8 +16,8 @@ def no_elastic() -> UserError:
         "hvd.elastic, which is left out: its rendezvous is an HTTP server without authentication that unpickles what "
         "it is sent, so whoever reaches it runs code on every host (CVE-2024-10190, no fixed release)",
         "checkpoints, and a job that is started again and resumes from the last one",
-        "use hvdtrain.Trainer with checkpoint.every_steps and resume, on another number of ranks too, or save with "
-        "keras.callbacks.BackupAndRestore on rank 0")
+        "use hvdtrain.Trainer with checkpoint.every_steps and resume: auto, which goes on with another number of ranks "
+        "too")
 
 
 def broadcast_global_variables(root_rank: int) -> None:

@@ -146,9 +146,19 @@ def test_elements_may_be_dicts_or_tuples(element, arity):
     assert len(chunk) == arity and chunk[0].tolist() == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("batch", [0, 4])
+def test_several_inputs_are_laid_flat_and_packed_again(batch):
+    data = count().map(lambda x: ({"b": x + 1, "a": x}, (x * 2, x), x * 3))
+    stream = adapt(data.batch(batch) if batch else data)
+    chunk = next(stream.chunks(0))
+    assert [array[:2].tolist() for array in chunk] == [[0, 1], [1, 2], [0, 2], [0, 1], [0, 3]]
+    x, y, weight = stream.layout.pack(chunk)
+    assert x["b"] is chunk[1] and y[0] is chunk[2] and weight is chunk[4]
+
+
 @pytest.mark.parametrize("make, words", [
     (lambda: count().map(lambda x: {"x": x, "yy": x}), "'yy'"),
-    (lambda: count().map(lambda x: ((x, x), x)), "holds a tuple"),
+    (lambda: count().map(lambda x: ((x, tf.strings.as_string(x)), x)), "plain array of numbers"),
     (lambda: count().map(lambda x: tf.strings.as_string(x)), "plain array of numbers"),
     (lambda: count().map(lambda x: tf.range(x)), "one shape"),
     (lambda: count().map(lambda x: tf.range(x)).ragged_batch(3), "plain array of numbers"),

@@ -62,15 +62,18 @@ def test_facts_are_horovods(control):
         theirs.Average, theirs.Sum, theirs.Adasum, theirs.Min, theirs.Max, theirs.Product]
 
 
-@pytest.mark.parametrize("op, fold", [("Average", np.mean), ("Sum", np.sum), ("Min", np.min), ("Max", np.max),
-                                      ("Product", np.prod)])
+@pytest.mark.parametrize("carried, op, fold", [
+    ("horovod", "Average", np.mean), ("horovod", "Sum", np.sum), ("horovod", "Min", np.min), ("horovod", "Max", np.max),
+    ("horovod", "Product", np.prod), ("plain MPI", "Average", np.mean), ("plain MPI", "Max", np.max)],
+    indirect=["carried"])
 def test_allreduce(carried, op, fold):
     expected = fold(ranks(lambda r: r + 1.0))
     for out in both(lambda x: hvd.allreduce(x, op=getattr(hvd, op)), tf.fill([2, 3], hvd.rank() + 1.0)):
         np.testing.assert_allclose(out, np.full((2, 3), expected), rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int32"])
+@pytest.mark.parametrize("carried, dtype", [("horovod", "float16"), ("horovod", "bfloat16"), ("horovod", "float64"),
+                                            ("horovod", "int32"), ("plain MPI", "float16")], indirect=["carried"])
 def test_types_and_factors_of_ones_own(carried, dtype):
     own = tf.cast(tf.fill([3], hvd.rank() + 1), dtype)
     out = hvd.allreduce(own, op=hvd.Sum, prescale_factor=2.0 * (1 + hvd.rank()), postscale_factor=0.5)

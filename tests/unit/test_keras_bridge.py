@@ -15,7 +15,7 @@ from small_runs import config  # noqa: E402
 
 from hvdtrain import Trainer  # noqa: E402
 from hvdtrain.callbacks.base import Callback  # noqa: E402
-from hvdtrain.config import Named  # noqa: E402
+from hvdtrain.config import Checkpoint, Named  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
 from hvdtrain.keras.compiled import setup_of  # noqa: E402
 
@@ -156,6 +156,19 @@ def test_a_backup_is_taken_up_where_it_ended(tmp_path):
     assert [c[1] for c in diary.calls if c[0] == "epoch_begin"] == [2, 3] and result.steps == 12
     for a, b in zip(again.get_weights(), whole.get_weights()):
         np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_a_resumed_run_goes_on_with_patience_used(tmp_path):
+    def plateau():
+        return keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=3, min_delta=10.0)
+
+    kept = Checkpoint(at_end=True)
+    whole, parts, again = made(), plateau(), plateau()
+    want = ours(whole, plateau(), epochs=5).history["learning_rate"]
+    ours(made(), parts, epochs=2, checkpoint=kept, out="part")
+    assert parts.wait == 1
+    result = ours(made(), again, epochs=5, resume="part")
+    assert result.history["learning_rate"] == [pytest.approx(v) for v in want[2:]] and want[-1] < want[0]
 
 
 def test_callbacks_of_both_kinds_and_the_optimizer_in_use():

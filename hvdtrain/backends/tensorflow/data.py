@@ -16,6 +16,7 @@ import tensorflow as tf
 from hvdtrain.data.sources import ArraySource, Source, fields
 from hvdtrain.data.stream import Arrays, Stream
 from hvdtrain.errors import UserError
+from hvdtrain.keras.layout import Columns, Layout, flat, nested
 
 _CHUNK = 64
 """Samples of an unbatched dataset that are stacked at once; of no consequence for the batches."""
@@ -34,7 +35,8 @@ def adapt(obj: Any, seed: int = 0) -> Source | Stream | None:
     A tensor or a tuple or list of tensors: an `ArraySource`.
     A `keras.utils.PyDataset`: a `Stream` whose chunks are its items; see `PyDatasetStream`.
     A `tf.data.Dataset`: a `Stream`; see `DatasetStream`. ``seed`` is not used: both carry their own order.
-    An element is a tensor, a flat tuple, or a dict: by the names x, y, sample_weight, or else in its order.
+    An element is a tensor, a tuple, or a dict: by the names x, y, sample_weight, or else in its order. Where x, y or
+    sample_weight is itself a dict or tuple of arrays, its leaves are laid flat and ``layout`` tells how.
     Errors: `UserError` for a dataset without an end, and for one that ranks would read in different orders.
     """
     if isinstance(obj, keras.utils.PyDataset):
@@ -42,13 +44,30 @@ def adapt(obj: Any, seed: int = 0) -> Source | Stream | None:
     if isinstance(obj, tf.data.Dataset):
         return DatasetStream(obj)
     parts = obj if isinstance(obj, (tuple, list)) else (obj,)
+    if 1 < len(parts) <= 3 and any(nested(part) for part in parts):
+        return Columns(parts)
     tensors = [tf.is_tensor(part) for part in parts]
     if any(tensors) and all(is_tensor or isinstance(p, np.ndarray) for is_tensor, p in zip(tensors, parts)):
         return ArraySource([_array(part) for part in parts])
     return None
 
 
-class PyDatasetStream:
+class _Elements:
+    """How a stream's elements become arrays; ``layout`` is there once the first that is nested has been read."""
+
+    layout: Layout | None = None
+
+    def arrays(self, element: Any) -> Arrays:
+        """One element as a flat tuple of numpy arrays."""
+        parts = fields(element)
+        if not any(nested(part) for part in parts):
+            return to_arrays(element)
+        layout, leaves = flat(parts)
+        self.layout = self.layout or layout
+        return tuple(_array(leaf) for leaf in leaves)
+
+
+class PyDatasetStream(_Elements):
     """A `keras.utils.PyDataset`: its items 0 .. num_batches-1 are one epoch, read by one thread in this
     process.
 
@@ -71,10 +90,10 @@ class PyDatasetStream:
             self.epochs_behind += 1
         self.dataset.on_epoch_begin()
         for index in range(self.dataset.num_batches):
-            yield to_arrays(self.dataset[index])
+            yield self.arrays(self.dataset[index])
 
 
-class DatasetStream:
+class DatasetStream(_Elements):
     """A finite `tf.data.Dataset`; one iteration is one epoch.
 
     Its elements are taken as batches if its outermost transformation makes batches. Those that pass
@@ -111,11 +130,11 @@ class DatasetStream:
                             "elements of plain tensors",
                             "map it to (x, y) or (x, y, sample_weight)") from None
         if self.batched:
-            yield from map(to_arrays, elements)
+            yield from map(self.arrays, elements)
             return
         held: list[Arrays] = []
         for element in elements:
-            held.append(to_arrays(element))
+            held.append(self.arrays(element))
             if len(held) == _CHUNK:
                 yield _stacked(held)
                 held = []

@@ -128,7 +128,7 @@ def _check_settings(args: argparse.Namespace, contenders: Sequence[Contender]) -
     rebalance = ours.section(Rebalance, "--rebalance", getattr(args, "rebalance", []))
     Config(exchange=exchange, rebalance=rebalance).check()
     for contender in contenders:
-        if not contender.peer:
+        if "wire" in contender.options:
             Config(exchange=exchange, collectives=contender.options["wire"],
                    compression=contender.options["compression"]).check()
 

@@ -89,13 +89,16 @@ def count_gpus(root: str = "/") -> int:
 
 
 def usable(env: Mapping[str, str], count: int) -> list[str]:
-    """The devices CUDA would show: all ``count``, or those of CUDA_VISIBLE_DEVICES up to its first invalid entry."""
+    """The devices CUDA would show: all ``count``, or those of CUDA_VISIBLE_DEVICES up to its first invalid entry.
+
+    Invalid are an empty one, a negative one and a number that no device has.
+    """
     if VISIBLE not in env:
         return [str(i) for i in range(count)]
     found: list[str] = []
     for entry in env[VISIBLE].split(","):
         name = entry.strip()
-        if not name or name.startswith("-"):
+        if not name or name.startswith("-") or name.isdigit() and int(name) >= count:
             break
         found.append(name)
     return found if count else []
@@ -107,12 +110,15 @@ def visible_devices(env: Mapping[str, str], count: int, local_rank: int, local_s
 
     A list that has ``per_rank`` entries already is kept: the launcher chose (`overlap` finds where it did not). One
     device each: with fewer than local ranks they are shared round robin (see `sharing`). Several: local rank r gets
-    entries r * per_rank and on; `UserError` where they are too few for this host's ranks.
+    entries r * per_rank and on; `UserError` where they are too few for this host's ranks, and for entries that a
+    process cannot see together (one device twice, MIG instances). The one rank of a host with one GPU in all keeps it.
     """
     devices = usable(env, count)
     if not devices or local_rank < 0:
         return None
     if per_rank > 1:
+        if count == len(devices) == 1 and max(local_size, local_rank + 1) == 1:
+            return devices[0]  # the framework has a CPU beside it, or says that it has none
         return ",".join(_several(devices, VISIBLE in env, local_rank, local_size, per_rank))
     if len(devices) == 1:
         return devices[0]
@@ -121,12 +127,27 @@ def visible_devices(env: Mapping[str, str], count: int, local_rank: int, local_s
 
 def _several(devices: list[str], listed: bool, local_rank: int, local_size: int, per_rank: int) -> list[str]:
     """This rank's ``per_rank`` entries; ``listed``: they come from CUDA_VISIBLE_DEVICES."""
+    _check_together(devices, per_rank)
     ranks = max(local_size, local_rank + 1)
     if listed and len(devices) == per_rank:
         return devices
     if len(devices) < ranks * per_rank:
         raise too_few(len(devices), ranks, per_rank)
     return devices[local_rank * per_rank:(local_rank + 1) * per_rank]
+
+
+def _check_together(devices: Sequence[str], per_rank: int) -> None:
+    """Raise `UserError` for entries of which CUDA would show one process fewer than are listed."""
+    mig = next((d for d in devices if d.startswith("MIG-")), None)
+    if mig:
+        raise UserError(f"{VISIBLE} lists MIG instances ({mig}) for {per_rank} devices of each rank",
+                        "whole GPUs: a process sees one MIG instance at most",
+                        "set model_parallel: 1 and devices_per_rank: 1, or list whole GPUs")
+    plain = [str(int(d)) if d.isdigit() else d for d in devices]
+    twice = next((d for i, d in enumerate(plain) if d in plain[:i]), None)
+    if twice is not None:
+        raise UserError(f"{VISIBLE} lists GPU {twice} twice ({','.join(devices)}) for {per_rank} devices of each rank",
+                        "each GPU once", f"mend {VISIBLE}")
 
 
 def too_few(shown: int, ranks: int, per_rank: int) -> UserError:
@@ -137,7 +158,8 @@ def too_few(shown: int, ranks: int, per_rank: int) -> UserError:
     gpus, of_ranks = f"{shown} GPU{'s' if shown > 1 else ''}", f"{ranks} rank{'s' if ranks > 1 else ''}"
     return UserError(f"this host shows {gpus} for {of_ranks} x {per_rank} devices",
                      f"{ranks * per_rank}, so that no two ranks share one",
-                     f"{do}, or set model_parallel and devices_per_rank lower")
+                     f"{do}, set model_parallel and devices_per_rank lower, or compute on CPUs only with "
+                     f"{VISIBLE}= (empty)")
 
 
 def overlap(owned: Sequence[tuple[str, Sequence[str]]]) -> UserError | None:

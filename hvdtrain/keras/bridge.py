@@ -253,9 +253,11 @@ class Bridge(History):
 
 
 def _plain(callback: Any) -> dict[str, Any]:
-    """What of a callback fits into JSON as it is."""
+    """What of a callback fits into JSON as it is: its public attributes but ``min_delta``, whose sign Keras turns."""
     found = {}
     for name, value in vars(callback).items():
+        if name.startswith("_") or name == "min_delta":
+            continue
         if isinstance(value, np.generic):
             value = value.item()
         if isinstance(value, (bool, int, str)) or isinstance(value, float) and math.isfinite(value):

@@ -143,7 +143,7 @@ class DivergenceGuardCallback(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Compare if it is time to."""
         if self._guard is not None:
-            self._guard.compare(self._variables())
+            self._guard.between_steps(1)
 
     def _variables(self) -> list[Any]:
         return [v for v in self.model.trainable_variables if _plain(v).ref() not in self._local]

@@ -127,8 +127,7 @@ class Exchange:
         shared = [i for i, v in enumerate(variables) if _key(v) not in local]
         if len(shared) < len(variables):
             _refuse_global_clip(optimizer)
-        guarded = [variables[i] for i in shared]
-        self.guard.before_update(guarded)
+        self.guard.before_update([variables[i] for i in shared])
         if self.ranks > 1:
             grads = self._exchanged(optimizer, grads, variables, shared)
         self.inside = True
@@ -136,7 +135,7 @@ class Exchange:
             update(grads)
         finally:
             self.inside = False
-        self.guard.after_update(guarded)
+        self.guard.after_update()
 
     def _exchanged(self, optimizer: Any, grads: list[Any], variables: list[Any], shared: list[int]) -> list[Any]:
         grads = list(grads)

@@ -1,12 +1,14 @@
-"""The guard against ranks that train different models: fingerprints of the weights, compared inside the graph.
+"""The guard against ranks that train different models: fingerprints of the weights, compared every N updates.
 
-Owns when ranks compare and what each sends; `hvdtrain.faults.divergence` owns the verdict. One number per variable
-travels (and two more that explain it), every ``every`` updates, so the cost is that of reading the weights once then.
+Owns when ranks compare and what each sends; `hvdtrain.faults.divergence` owns the verdict. Three numbers per variable
+travel. Under ``fit`` the comparison runs between two steps and adds nothing to them; in a training loop of one's own it
+lies inside the step's graph, in a branch that is taken when it is due.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
 from hvdtrain.errors import UserError
-from hvdtrain.faults.divergence import Diverged, Rows, judge
+from hvdtrain.faults.divergence import Rows, judge
 from hvdtrain.tensorflow import basics
 from hvdtrain.tensorflow.nodes import node_name, through_trace
 
@@ -25,105 +27,100 @@ EARLY = (2, 8)
 class Guard:
     """Compares the weights of the ranks of ``process_set`` after updates 2, 8 and then every ``every``-th.
 
-    ``distributed``: whether the updates are known to come from exchanged gradients; it decides the likely cause.
-    ``every``: 0 never compares. Raises `Diverged` on every rank; inside a graph TensorFlow wraps it in an error of
-    its own and `failure` keeps it.
+    ``every``: 0 never compares. ``distributed``: whether the updates are known to come from exchanged gradients; it
+    decides the likely cause. Raises `hvdtrain.faults.divergence.Diverged` on every rank; from inside a graph it comes
+    as an error of TensorFlow's that holds the same words.
     """
 
     def __init__(self, process_set: Any, every: int, name: str, distributed: bool = True) -> None:
         if not isinstance(every, int) or every < 0:
             raise UserError(f"check_every={every!r}", "a number of updates, 0 for never", "give for example 100")
-        self.failure: Diverged | None = None
         self._process_set, self._every, self._name, self._distributed = process_set, every, name, distributed
+        self._variables: list[tf.Variable] = []
+        self._names: list[str] = []
         self._before: tf.Variable | None = None
         self._updates: tf.Variable | None = None
-        self._names: list[str] = []
         self._eps = 0.0
+        self._between = 0.0
         self._late = 0
-        self._check: Callable[..., Any] | None = None
+        self._driven = False
+        self._rows: Callable[[], tf.Tensor] | None = None
 
     def begin_after(self, updates: int) -> None:
         """Count from the update after the next ``updates``: ranks may differ until then (a broadcast will come)."""
         self._late = updates
+        self._between = -updates
         if self._updates is not None:
             self._updates.assign(-updates)
 
     def before_update(self, variables: Sequence[Any]) -> None:
-        """Remember where this rank began; reads the weights once, in the first call only."""
-        if not self._on or self._before is not None:
+        """Remember what is compared and where this rank began; reads the weights once, in the first call."""
+        if self._before is not None or not self._every or ranks_of(self._process_set) == 1:
             return
         with tf.init_scope():
-            plain = [_plain(v) for v in variables]
+            self._variables = [v if isinstance(v, tf.Variable) else v.value for v in variables]
             self._names = [getattr(v, "path", None) or v.name for v in variables]
-            self._eps = max((_eps(v.dtype) for v in plain), default=0.0)
-            self._before = tf.Variable(fingerprints(plain)[0], trainable=False)
-            self._updates = tf.Variable(-self._late, dtype=tf.int64, trainable=False)
+            self._eps = max((_eps(v.dtype) for v in self._variables), default=0.0)
+            self._before = tf.Variable(fingerprints(self._variables)[0], trainable=False)
 
-    def after_update(self, variables: Sequence[Any]) -> None:
-        """Count an update, and compare where it is time to. Works in a graph and eagerly."""
-        if not self._on:
+    @contextmanager
+    def driven(self) -> Iterator[None]:
+        """While a step runs after which `between_steps` will be called: it is not counted inside."""
+        self._driven = True
+        try:
+            yield
+        finally:
+            self._driven = False
+
+    def between_steps(self, updates: float) -> None:
+        """Count ``updates``, and compare if that was enough; outside of graphs. Collective."""
+        if self._before is None:
             return
-        assert self._updates is not None, "after_update before before_update"
-        plain = [_plain(v) for v in variables]
+        before, self._between = self._between, self._between + updates
+        due = self._every * np.floor(self._between / self._every)
+        if before < due > 0 or any(before < early <= self._between for early in EARLY):
+            if self._rows is None:
+                self._rows = tf.function(self._gathered, input_signature=[], jit_compile=False, autograph=False)
+            self._judge(self._rows().numpy(), self._between)
+            self._before.assign(fingerprints(self._variables)[0])
+
+    def after_update(self) -> None:
+        """Count an update, and compare where it is time to, within the step. Collective."""
+        if self._before is None or self._driven:
+            return
+        if tf.executing_eagerly():
+            self.between_steps(1)
+            return
+        with tf.init_scope():
+            if self._updates is None:
+                self._updates = tf.Variable(-self._late, dtype=tf.int64, trainable=False)
         count = self._updates.assign_add(1, read_value=True)
-        if tf.executing_eagerly():
-            if _due(int(count), self._every):
-                self._compare(plain, count)
-        else:
-            due = tf.equal(count % self._every, 0) & (count > 0)
-            for early in EARLY:
-                due |= tf.equal(count, early)
-            _whole(tf.cond(due, lambda: self._compare(plain, count), lambda: tf.constant(False)))
+        due = tf.equal(count % self._every, 0) & (count > 0)
+        for early in EARLY:
+            due |= tf.equal(count, early)
+        _whole(tf.cond(due, lambda: self._compare(count), lambda: tf.constant(False)))
 
-    def compare(self, variables: Sequence[Any]) -> None:
-        """Count an update and compare if it is time to, from Python between steps."""
-        self.before_update(variables)
-        if self._check is None:
-            self._check = tf.function(self._compare, jit_compile=False, autograph=False)
-        assert self._updates is not None or not self._on
-        if self._updates is not None and _due(int(self._updates.assign_add(1)), self._every):
-            with told_apart(self):
-                self._check([_plain(v) for v in variables], self._updates.read_value())
-
-    @property
-    def _on(self) -> bool:
-        return self._every > 0 and ranks_of(self._process_set) > 1
-
-    def _compare(self, plain: list[tf.Variable], count: tf.Tensor) -> tf.Tensor:
-        """Gather the rows and judge them; collective."""
+    def _compare(self, count: tf.Tensor) -> tf.Tensor:
+        """Nodes that gather the rows and judge them."""
         assert self._before is not None
-        prints_V, norms_V = fingerprints(plain)
-        row_K = tf.concat([self._before.read_value(), prints_V, norms_V], 0)
-        rows_PK = basics.wire(self._process_set).allgather(row_K, node_name(f"{self._name}_weights")).wait()
-        if tf.executing_eagerly():
-            self._judge(rows_PK.numpy(), count.numpy())
-            self._before.assign(prints_V)
-            return tf.constant(True)
+        rows_PK = self._gathered()
         alike = tf.numpy_function(self._judge, [rows_PK, count], tf.bool)
         with tf.control_dependencies([alike]):
-            self._before.assign(prints_V)
+            self._before.assign(fingerprints(self._variables)[0])
         return tf.ensure_shape(alike, [])
 
-    def _judge(self, rows_PK: np.ndarray, count: np.ndarray) -> np.bool_:
-        ranks = getattr(self._process_set, "ranks", None)
-        self.failure = judge(Rows.unpack(rows_PK), self._names, int(count), self._eps, self._distributed, ranks)
-        if self.failure is not None:
-            raise through_trace(self.failure)
+    def _gathered(self) -> tf.Tensor:
+        """float32 (P, 3V): every rank's fingerprints at the last comparison, its fingerprints now, its norms."""
+        assert self._before is not None
+        row_K = tf.concat([self._before.read_value(), *fingerprints(self._variables)], 0)
+        return basics.wire(self._process_set).allgather(row_K, node_name(f"{self._name}_weights")).wait()
+
+    def _judge(self, rows_PK: np.ndarray, count: float) -> np.bool_:
+        ranks = getattr(self._process_set, "ranks", None) or None
+        found = judge(Rows.unpack(rows_PK), self._names, int(count), self._eps, self._distributed, ranks)
+        if found is not None:
+            raise through_trace(found)
         return np.bool_(True)
-
-
-class told_apart:
-    """Raises a guard's own error where TensorFlow reports one from inside a graph."""
-
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-
-    def __enter__(self) -> None:
-        self._guard.failure = None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, tf.errors.OpError) and self._guard.failure is not None:
-            raise self._guard.failure from None
 
 
 def ranks_of(process_set: Any) -> int:
@@ -132,10 +129,10 @@ def ranks_of(process_set: Any) -> int:
     return 1 if wire is None else int(wire.size)
 
 
-def fingerprints(plain: Sequence[tf.Variable]) -> tuple[tf.Tensor, tf.Tensor]:
+def fingerprints(variables: Sequence[tf.Variable]) -> tuple[tf.Tensor, tf.Tensor]:
     """Sum of each variable under pseudo-random signs, and its norm: float32 (V,) each."""
     prints, norms = [], []
-    for variable in plain:
+    for variable in variables:
         x = tf.cast(variable, tf.float32)
         columns = x.shape[-1] if x.shape.rank else 1
         x_RC = tf.reshape(x, [-1, columns])
@@ -152,26 +149,16 @@ def _signs(n: tf.Tensor, salt: int) -> tf.Tensor:
     return tf.cast(1 - 2 * (mixed % 2), tf.float32)
 
 
-def _due(count: int, every: int) -> bool:
-    return count > 0 and (count in EARLY or count % every == 0)
-
-
 def _eps(dtype: tf.DType) -> float:
     """Distance from 1 to the next number of a type."""
     return 2.0 ** -{"float16": 10, "bfloat16": 7}.get(dtype.name, 23)  # fingerprints are float32
 
 
 def _whole(out: tf.Tensor) -> None:
-    """Keep the branches of a cond that gave ``out`` as functions.
+    """Keep the branches of the cond that gave ``out`` as functions.
 
-    TensorFlow would inline them with a switch for each variable they read, which costs every step, not only those
-    that compare: 5 % of a small step with 120 variables.
+    TensorFlow would inline them with a switch for each variable they read, which every step would pay for.
     """
     branch = out.op.inputs[0].op if out.op.type == "Identity" else out.op
     if branch.type in ("If", "StatelessIf"):
         branch._set_attr("_lower_using_switch_merge", attr_value_pb2.AttrValue(b=False))
-
-
-def _plain(variable: Any) -> tf.Variable:
-    """TensorFlow's variable of a Keras one."""
-    return variable if isinstance(variable, tf.Variable) else variable.value

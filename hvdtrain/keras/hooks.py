@@ -6,7 +6,8 @@ for other optimizers:
 - ``LossScaleOptimizer.apply`` looks whether *this rank's* gradients are finite and skips the inner optimizer if not:
   ranks would skip unlike steps, and those that do not skip would wait for ever. The gradients are exchanged before.
 - ``jit_compile="auto"`` takes XLA where there is a GPU; Horovod's operations have no XLA kernels.
-- an error from inside ``fit``'s graph reaches the user as TensorFlow's; the guard's verdict is raised as itself.
+- ``make_train_function`` knows when a step of ``fit`` is over: there the ranks' weights are compared, which costs less
+  than inside the step, and the verdict reaches the user as itself. It also knows that XLA was asked for.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from typing import Any
 import keras
 
 from hvdtrain.errors import UserError
-from hvdtrain.keras.exchange import exchange_of
-from hvdtrain.keras.guard import told_apart
+from hvdtrain.keras.exchange import Exchange, exchange_of
 
 
 def install() -> None:
@@ -27,7 +27,7 @@ def install() -> None:
         return
     _scale_after_exchange(keras.optimizers.LossScaleOptimizer)
     _auto_without_xla(_owner(keras.Model, "_resolve_auto_jit_compile"))
-    _tell_verdicts(_owner(keras.Model, "make_train_function"))
+    _compare_between_steps(_owner(keras.Model, "make_train_function"))
 
 
 def _owner(cls: type, name: str) -> type:
@@ -59,7 +59,7 @@ def _auto_without_xla(cls: Any) -> None:
     cls._resolve_auto_jit_compile = resolve
 
 
-def _tell_verdicts(cls: Any) -> None:
+def _compare_between_steps(cls: Any) -> None:
     plain = cls.make_train_function
 
     @functools.wraps(plain)
@@ -72,14 +72,17 @@ def _tell_verdicts(cls: Any) -> None:
                 raise UserError("model.compile(jit_compile=True) with hvd.DistributedOptimizer",
                                 "no XLA: Horovod's operations have no XLA kernels",
                                 "pass jit_compile=False to model.compile")
-            self.train_function = _telling(self.train_function, exchange.guard)
+            self.train_function = _guarded(self, self.train_function, exchange)
         return self.train_function if out is not None else None
     cls.make_train_function = make
 
 
-def _telling(function: Any, guard: Any) -> Any:
+def _guarded(model: Any, function: Any, exchange: Exchange) -> Any:
+    """``function`` of one or more steps, and the comparison where it is due after them."""
     @functools.wraps(function)
     def train(iterator: Any) -> Any:
-        with told_apart(guard):
-            return function(iterator)
+        with exchange.guard.driven():
+            out = function(iterator)
+        exchange.guard.between_steps(model.steps_per_execution / exchange.settings.passes)
+        return out
     return train

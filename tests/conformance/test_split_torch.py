@@ -235,6 +235,16 @@ def test_devices_of_a_rank(monkeypatch, gpus, n, want):
     assert [str(d) for d in placement.devices(n)] == want
 
 
+def test_a_cpu_stands_in_for_no_gpu_that_is_listed_and_not_shown(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,7")
+    with pytest.raises(UserError, match=r"this rank has 1 GPU \(CUDA_VISIBLE_DEVICES is 0,7\); expected 2 GPUs"):
+        placement.devices(2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert [str(d) for d in placement.devices(2)] == ["cpu", "cuda:0"]
+
+
 @pytest.mark.parametrize("gpus, n", [(0, 2), (1, 3), (2, 3)])
 def test_too_few_devices_say_how_many(monkeypatch, gpus, n):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
@@ -302,6 +312,89 @@ def test_what_cannot_be_split_says_so(cpus, model, words):
     parts = {"blocks": None if isinstance(built, (Unnamed, nn.Sequential)) else blocks, "example": example}
     with pytest.raises(UserError, match=words):
         create_step(spec(built, **parts), replace(BASE, model_parallel=2), SoloControl(), 10)
+
+
+class Trains(Chain):
+    """Between its blocks it does something while it trains, and only then."""
+
+    def __init__(self, extra, **named):
+        super().__init__(**named)
+        vars(self)["extra"] = extra  # no module of its own: not a block either
+
+    def forward(self, x):
+        (_, first), *rest = blocks(self)
+        x = self.extra(first(x), self)
+        for _, block in rest:
+            x = block(x)
+        return x
+
+
+def put_between(extra):
+    return deep(kind=lambda **named: Trains(extra, **named))
+
+
+@pytest.mark.parametrize("extra", [
+    lambda x, model: nn.functional.dropout(x, 0.5, model.training),
+    lambda x, model: nn.Dropout(0.1).train(model.training)(x),
+    lambda x, model: x * 2 if model.training else x,
+    lambda x, model: x if not model.training or torch.rand(()) < 2 else 0 * x,
+], ids=["function", "layer", "factor", "a draw alone"])
+def test_what_a_model_does_between_its_blocks_only_while_it_trains_is_refused(cpus, extra):
+    with pytest.raises(UserError, match="do not give what the model gives while it trains"):
+        create_step(spec(put_between(extra), blocks=blocks, example=example), replace(BASE, model_parallel=2),
+                    SoloControl(), 10)
+
+
+class Leaves(nn.Linear):
+    """Leaves something on itself that a task may read."""
+
+    always = True
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.always or self.training:
+            self.aux = y.square().sum()
+        return y
+
+
+def read_aux(model, batch):
+    x, y = batch
+    loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
+    return loss + 0.01 * model.extra.aux, len(x)
+
+
+@pytest.mark.parametrize("between", [nn.Dropout(0.5), nn.BatchNorm1d(16), nn.Identity()],
+                         ids=["dropout", "batchnorm", "nothing"])
+def test_a_task_that_reads_what_a_forward_pass_left_on_a_block_is_refused(cpus, between):
+    def step(settings, task, **extra):
+        return create_step(spec(deep(between=between, **extra), blocks=blocks, example=example, task=task),
+                           replace(settings, model_parallel=2), SoloControl(), 10)
+
+    with pytest.raises(UserError, match="in one part and .* in two.*split_micro_batches: 1"):
+        step(BASE, read_aux, extra=Leaves(16, 16))
+    only_training = Leaves(16, 16)
+    only_training.always = False
+    with pytest.raises(UserError, match="in one part and .* in two"):
+        step(BASE, read_aux, extra=only_training)
+    step(replace(BASE, split_micro_batches=1), read_aux, extra=Leaves(16, 16))
+    made = step(BASE, lambda model, batch: (model(batch[0]).square().sum(), len(batch[0])), extra=Leaves(16, 16))
+    assert all(m.training for m in made.model.modules()) and "forward" in vars(made.model)
+
+
+def test_buffers_that_each_part_changes_are_named(cpus):
+    def made(*layers):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Unflatten(1, (3, 4)), *layers, nn.Flatten(), nn.Linear(12, 5))
+
+    model = made(nn.InstanceNorm1d(3, track_running_stats=True), nn.utils.parametrizations.spectral_norm(
+        nn.Linear(4, 4)), nn.BatchNorm1d(3))
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    step = create_step(spec(model, example=example), replace(BASE, model_parallel=2), SoloControl(), 10)
+    assert all(torch.equal(b, before[n]) for n, b in model.named_buffers()), "measuring leaves no trace"
+    assert "1.running_mean, 1.running_var, 1.num_batches_tracked and 2 more buffers change with each part of a " \
+           "micro-batch" in step.caveats() and "BatchNorm" in " ".join(step._layout.caveats())
+    quiet = create_step(spec(made(), example=example), replace(BASE, model_parallel=2), SoloControl(), 10)
+    assert quiet._layout.caveats() == []
 
 
 class Unnamed(nn.Module):

@@ -291,6 +291,20 @@ def test_the_guard_stops_every_rank(hvd, control, eagerly):
     assert len(set(control.gather(str(error)))) == 1
 
 
+def test_the_guard_stops_a_loop_of_ones_own(hvd):
+    only(hvd, 2)
+    model, optimizer = mlp(hvd.rank()), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(X[:4]) - Y[:4]))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    step()
+    with pytest.raises(tf.errors.OpError, match="after update 2 the ranks no longer hold the same weights"):
+        step()
+
+
 def test_the_guard_names_a_missing_broadcast_and_the_callback_cures_it(hvd, control):
     seed = 1 + hvd.rank()
     model = compiled(mlp(seed), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))

@@ -55,6 +55,33 @@ def test_too_few_says_how_many(env, count, shown, fits):
         assert caught.value.expected.startswith("4, ") and fits in caught.value.do
 
 
+def test_too_few_names_the_way_without_gpus():
+    with pytest.raises(UserError, match=rf"compute on CPUs only with {V}= \(empty\)"):
+        visible_devices({}, 1, 0, 2, per_rank=2)
+
+
+@pytest.mark.parametrize("listed, count, words", [
+    ("0,0", 4, "lists GPU 0 twice"),
+    ("00,0,1,2", 4, "lists GPU 0 twice"),
+    ("GPU-a,GPU-a,GPU-b,GPU-c", 4, "lists GPU GPU-a twice"),
+    ("MIG-a,MIG-b", 1, "lists MIG instances (MIG-a)"),
+    ("0,7", 4, "shows 1 GPU for"),
+], ids=range(5))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_cuda_would_not_show_one_process_is_refused_for_several_devices(listed, count, words, ranks):
+    with pytest.raises(UserError) as caught:
+        visible_devices({V: listed}, count, 0, ranks, per_rank=2)
+    assert words in caught.value.got
+    assert visible_devices({V: listed}, count, 0, 1) in listed, "one device each: as ever"
+
+
+def test_the_only_rank_keeps_the_only_gpu():
+    """PyTorch splits over it and the CPU."""
+    assert visible_devices({}, 1, 0, 1, per_rank=2) == "0"
+    with pytest.raises(UserError, match="1 GPU for 1 rank x 2 devices"):
+        visible_devices({V: "3"}, 4, 0, 1, per_rank=2)
+
+
 def test_overlap_is_found_among_ranks_of_one_host_only():
     assert overlap([("a", ("0", "1")), ("a", ("2", "3")), ("b", ("0", "1"))]) is None
     assert overlap([("a", ()), ("a", ())]) is None
@@ -76,6 +103,8 @@ def test_sharing_is_said():
 
 def test_usable_stops_at_the_first_invalid_entry():
     assert usable({V: "0, 2,-1,3"}, 4) == ["0", "2"]
+    assert usable({V: "0,1,4,3"}, 4) == ["0", "1"] and usable({V: "9"}, 4) == []
+    assert usable({V: "GPU-4,1"}, 4) == ["GPU-4", "1"]
 
 
 def test_count_gpus(tmp_path):

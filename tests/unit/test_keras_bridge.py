@@ -219,3 +219,30 @@ def test_a_second_fit_takes_no_other_callbacks():
     trainer.fit(made(), (X, Y))
     with pytest.raises(UserError, match="callbacks and class_weight in its first fit"):
         trainer.fit(callbacks=[keras.callbacks.History()])
+
+
+def test_keras_callbacks_want_a_keras_model():
+    from small_runs import make_model, samples
+
+    with pytest.raises(UserError, match="Keras callbacks for a Model"):
+        Trainer(config()).fit(make_model("numpy"), samples(8), callbacks=[keras.callbacks.History()])
+    with pytest.raises(UserError, match="class_weight for a Model"):
+        Trainer(config()).fit(make_model("numpy"), samples(8), class_weight={0: 1.0})
+
+
+def test_a_distributed_optimizer_is_refused():
+    from hvdtrain.keras import DistributedOptimizer
+
+    model = made()
+    model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1)), "binary_crossentropy", jit_compile=False)
+    with pytest.raises(UserError, match="the optimizer is a DistributedOptimizer"):
+        Trainer(settings(1)).fit(model, (X, Y))
+
+
+def test_what_a_run_does_by_itself_is_left_out(capsys):
+    class MetricAverageCallback(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise AssertionError("asked")
+
+    ours(made(), MetricAverageCallback(), epochs=1)
+    assert "MetricAverageCallback is left out" in capsys.readouterr().out

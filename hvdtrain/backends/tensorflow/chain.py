@@ -1,17 +1,18 @@
 """The blocks of a Keras model in the order of its forward pass, checked to be all of it.
 
-Owns the question whether a model can be split. Measures and moves nothing.
+Owns the question whether a model can be split, in evaluation and in training. Measures and moves nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.backends.tensorflow import shared, state
 from hvdtrain.backends.tensorflow.task import Phase
 from hvdtrain.errors import UserError
 
@@ -63,19 +64,68 @@ def chain_of(spec: Any) -> Chain:
 
 
 def check_same(chain: Chain, batch_x: Any) -> None:
-    """Raise `UserError` unless the blocks one after the other give what the model gives for ``batch_x``."""
+    """Raise `UserError` unless the blocks one after the other give what the model gives for ``batch_x``.
+
+    In evaluation and in training, there also what layers add to the loss. Nothing of it remains.
+    """
     x = tf.nest.map_structure(tf.convert_to_tensor, batch_x)
-    whole = chain.model(x, training=False)
+    if not _alike(chain.model(x, training=False), _by_blocks(chain, x, False)):
+        raise UserError("the model's blocks, run one after the other, give something else than the model",
+                        "a forward pass that is a loop over the blocks", DO)
+    _check_training(chain, x)
+
+
+def _check_training(chain: Chain, x: Any) -> None:
+    """`check_same` in training: from the same random generators, as far as those can be put back."""
+    buffers, random = shared.Buffers(chain.model), state.random_arrays(chain.model)
+
+    def run(forward: Callable[[], Any], layers: Sequence[Any]) -> tuple[Any, Any]:
+        buffers.keep()
+        try:
+            return forward(), _total([loss for layer in layers for loss in layer.losses])
+        finally:
+            buffers.put_back()
+            state.load_random(chain.model, random)
+
+    def whole() -> tuple[Any, Any]:
+        return run(lambda: chain.model(x, training=True), [chain.model])
+
+    def parts() -> tuple[Any, Any]:
+        return run(lambda: _by_blocks(chain, x, True), chain.layers)
+
+    one, other = whole(), parts()
+    if _alike(one, other):
+        return
+    if not _alike(one, whole()) and not _alike(other, parts()):
+        return  # the blocks draw from a generator that cannot be put back: nothing can be said
+    if _alike(one[0], other[0]):
+        raise UserError(f"the model's blocks add {float(other[1]):.6g} to the loss where the model adds "
+                        f"{float(one[1]):.6g}", "add_loss in blocks only", "put what the model's own call, or a layer "
+                        "between the blocks, adds to the loss into a block, or set model_parallel: 1")
+    raise UserError("the model's blocks, run one after the other, give something else than the model while it trains",
+                    "a forward pass that is a loop over the blocks", "put what the model's own call does only while "
+                    "training (dropout, `if training`) into blocks, or set model_parallel: 1")
+
+
+def _by_blocks(chain: Chain, x: Any, training: bool) -> Any:
+    """What the blocks give one after the other."""
+    for layer in chain.layers:
+        layer._clear_losses()
     try:
-        parts = Phase(lambda _, x: chain.run(chain.entry(x), None), None)(x, training=False)
+        return Phase(lambda _, x: chain.run(chain.entry(x), None), None)(x, training=training)
     except (ValueError, TypeError, IndexError, RuntimeError, tf.errors.InvalidArgumentError) as error:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"the model's blocks do not run one after the other ({said})", "a chain of blocks",
                         DO) from error
-    one, other = tf.nest.flatten(whole), tf.nest.flatten(parts)
-    if len(one) != len(other) or not all(_close(a, b) for a, b in zip(one, other)):
-        raise UserError("the model's blocks, run one after the other, give something else than the model",
-                        "a forward pass that is a loop over the blocks", DO)
+
+
+def _total(losses: Sequence[Any]) -> tf.Tensor:
+    return tf.add_n([tf.constant(0.0), *(tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in losses)])
+
+
+def _alike(one: Any, other: Any) -> bool:
+    a, b = tf.nest.flatten(one), tf.nest.flatten(other)
+    return len(a) == len(b) and all(_close(x, y) for x, y in zip(a, b))
 
 
 def _close(a: tf.Tensor, b: tf.Tensor) -> bool:

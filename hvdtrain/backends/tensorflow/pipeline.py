@@ -98,6 +98,7 @@ class StandIn:
         assert self.tape is not None, "a stand-in is used inside of a tape"
         with self.tape.stop_recording():
             y, extras, visits = self._trace.forward(self._micro, x, training)
+            y, extras = tf.nest.map_structure(_seam, (y, extras))
         watched = [t for t in tf.nest.flatten(y) if t.dtype.is_floating] + extras
         self.tape.watch(watched)
         self.ends.append((watched, visits, len(extras)))
@@ -224,6 +225,31 @@ class _Trace:
         slots = gpipe(len(self._p.stages), self._parts)
         with tf.device(HOST):
             return tf.stack([self._begin_s, *(self._ends[slot[1:]] for slot in slots)])
+
+
+def _seam(x: tf.Tensor) -> tf.Tensor:
+    """``x``, behind which only the pipeline differentiates: a tape of the task's own that gets here is refused.
+
+    It would see all stages, but nothing of what it makes of them would come back to their variables.
+    """
+    if not x.dtype.is_floating:
+        return x
+
+    @tf.custom_gradient
+    def seam(t: tf.Tensor) -> Any:
+        def refuse(*_: Any) -> Any:
+            raise UserError("the task differentiates through a model that is split over devices (a gradient of the "
+                            "model's output with respect to its input or variables)",
+                            "a task that computes a loss from model(x)",
+                            "compute that gradient inside a block, or set model_parallel: 1")
+
+        return tf.identity(t), refuse
+
+    passed = seam(x)
+    mask = getattr(x, "_keras_mask", None)
+    if mask is not None:
+        passed._keras_mask = mask
+    return passed
 
 
 def _copy(x: tf.Tensor) -> tf.Tensor:

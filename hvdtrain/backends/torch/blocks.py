@@ -7,14 +7,16 @@ is `hvdtrain.parallel`'s; `split` puts the blocks where they belong.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
-from hvdtrain.backends.torch import placement
-from hvdtrain.backends.torch.pipeline import count_samples, tensors_of
+from hvdtrain.backends.torch import audit, placement, state
+from hvdtrain.backends.torch.pipeline import Pipeline, count_samples, tensors_of
 from hvdtrain.errors import UserError
 from hvdtrain.parallel.memory import Block
 
@@ -60,15 +62,8 @@ def model_input(model: torch.nn.Module, task: Callable[..., Any], batch: tuple[t
         caught.append((args, named))
         raise _Captured
 
-    kept = vars(model).get("forward")
-    vars(model)["forward"] = forward
-    try:
-        with contextlib.suppress(_Captured):
-            task(model, batch)
-    finally:
-        del vars(model)["forward"]
-        if kept is not None:
-            vars(model)["forward"] = kept
+    with _forward(model, forward), contextlib.suppress(_Captured):
+        task(model, batch)
     if not caught or len(caught[0][0]) != 1 or caught[0][1]:
         given = "no call" if not caught else f"{len(caught[0][0])} arguments" + (" by name" if caught[0][1] else "")
         raise UserError(f"task gives {given} to a model that is to be split", "model(x), once",
@@ -77,32 +72,137 @@ def model_input(model: torch.nn.Module, task: Callable[..., Any], batch: tuple[t
     return caught[0][0][0]
 
 
-def check_chain(model: torch.nn.Module, blocks: Named, x: Any) -> None:
-    """Raise `UserError` unless the blocks one after the other are the model; on the device where they are."""
-    modes = {m: m.training for m in model.modules()}
-    model.eval()
+def check_chain(model: torch.nn.Module, blocks: Named, x: Any) -> list[str]:
+    """Raise `UserError` unless the blocks one after the other are the model; on the device where they are.
+
+    In evaluation and then in the mode the model is in, where both must also draw the same random numbers. Returns the
+    names of the buffers that a forward pass in that mode changes; they are as before.
+    """
+    names = f"blocks of {type(model).__name__} one after the other ({', '.join(name for name, _ in blocks[:6])})"
+    with _modes_kept(model):
+        model.eval()
+        if not _alike(model, blocks, x)[0]:
+            raise UserError(f"{names} do not give what the model gives", "forward as a loop over the blocks: "
+                            "x = block(x)", "put what forward does between them into blocks, or set model_parallel: 1")
+    same, changed = _alike(model, blocks, x)
+    if not same:
+        raise UserError(f"{names} do not give what the model gives while it trains",
+                        "forward as a loop over the blocks: x = block(x)", "put what forward does between them only "
+                        "while training (dropout, self.training) into blocks, or set model_parallel: 1")
+    return changed
+
+
+def _alike(model: torch.nn.Module, blocks: Named, x: Any) -> tuple[bool, list[str]]:
+    """(whether model and blocks give and draw the same for ``x``, buffers that the model changes); nothing remains."""
+    with torch.no_grad(), _put_back(model) as put_back:
+        whole, value = tensors_of(model(x)), x
+        drawn, changed = state.random_arrays(), put_back()[1]
+        try:
+            for _, block in blocks:
+                value = block(value)
+            parts = tensors_of(value)
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+            return False, changed
+        same = len(parts) == len(whole) and all(a.shape == b.shape and torch.allclose(
+            a.float(), b.float(), rtol=1e-4, atol=1e-5, equal_nan=True) for a, b in zip(parts, whole))
+        return same and _equal(drawn, state.random_arrays()), changed
+
+
+def check_parts(model: torch.nn.Module, blocks: Named, task: Callable[..., Any], batch: tuple[torch.Tensor, ...],
+                least: int) -> None:
+    """Raise `UserError` where ``task`` has another loss when the blocks see a batch in two parts than in one.
+
+    So does one that reads what a forward pass left on a block, which is that of the last part. BatchNorm and dropout
+    layers are in evaluation for it, and everything is where a forward pass still draws or changes buffers. Nothing is
+    said where ``task`` cannot run here at all. ``least``: fewest samples of a part.
+    """
+    if count_samples(model_input(model, task, batch)) < 2 * least:
+        return
+    with _modes_kept(model):
+        for module in model.modules():
+            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) or audit._drops(module):
+                module.training = False
+        found = _losses(model, blocks, task, batch, least)
+        if found is None:
+            model.eval()
+            found = _losses(model, blocks, task, batch, least)
+    if found is None or not all(map(math.isfinite, found)):
+        return
+    one, two = found
+    narrow = any(p.is_floating_point() and p.element_size() < 4 for p in model.parameters())
+    if not math.isclose(one, two, rel_tol=3e-2 if narrow else 1e-4, abs_tol=1e-2 if narrow else 1e-5):
+        raise UserError(f"task gives the loss {one:.6g} for a batch that the model is given in one part and {two:.6g} "
+                        "in two", "a loss of the outputs of model(x), each of which depends on its own sample",
+                        "return what task reads from a block (an auxiliary loss) as an output of the model, or set "
+                        "split_micro_batches: 1 or model_parallel: 1")
+
+
+def _losses(model: torch.nn.Module, blocks: Named, task: Callable[..., Any], batch: tuple[torch.Tensor, ...],
+            least: int) -> tuple[float, float] | None:
+    """The task's loss of a batch in one part and in two; None where the two cannot be compared. Nothing remains."""
+    pipeline = Pipeline([[block for _, block in blocks]], [torch.device("cpu")], 2, least)
+    with _put_back(model) as put_back:
+        try:
+            one = float(task(model, batch)[0])
+        except Exception:  # noqa: BLE001 a user's code, which may need the devices that the model is not on yet
+            return None
+        drew, changed = put_back()
+        if drew or changed:
+            return None
+        with _forward(model, pipeline.forward):
+            return one, float(task(model, batch)[0])
+
+
+@contextlib.contextmanager
+def _forward(model: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within it, ``forward`` stands in for the model's own."""
+    kept = vars(model).get("forward")
+    vars(model)["forward"] = forward
     try:
-        with torch.no_grad():
-            whole, value = _first(model(x)), x
-            try:
-                for _, block in blocks:
-                    value = block(value)
-                parts = _first(value)
-                same = parts.shape == whole.shape and torch.allclose(parts, whole, rtol=1e-4, atol=1e-5, equal_nan=True)
-            except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
-                same = False
+        yield
+    finally:
+        del vars(model)["forward"]
+        if kept is not None:
+            vars(model)["forward"] = kept
+
+
+@contextlib.contextmanager
+def _modes_kept(model: torch.nn.Module) -> Iterator[None]:
+    """After it, every module is in the mode it was in."""
+    modes = {m: m.training for m in model.modules()}
+    try:
+        yield
     finally:
         for module, training in modes.items():
             module.training = training
-    if not same:
-        names = ", ".join(name for name, _ in blocks[:6])
-        raise UserError(f"blocks of {type(model).__name__} one after the other ({names}) do not give what the model "
-                        "gives", "forward as a loop over the blocks: x = block(x)",
-                        "put what forward does between them into blocks, or set model_parallel: 1")
 
 
-def _first(value: Any) -> torch.Tensor:
-    return tensors_of(value)[0].float()
+@contextlib.contextmanager
+def _put_back(model: torch.nn.Module) -> Iterator[Callable[[], tuple[bool, list[str]]]]:
+    """After it, and when called, buffers and random generators are as before it.
+
+    The call returns whether random numbers had been drawn, and the names of the buffers that had changed.
+    """
+    random, buffers = state.random_arrays(), {n: b.detach().clone() for n, b in model.named_buffers()}
+
+    def put_back() -> tuple[bool, list[str]]:
+        drew, changed = not _equal(random, state.random_arrays()), []
+        state.load_random(random)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in buffers and buffers[name].shape == buffer.shape and not torch.equal(buffers[name], buffer):
+                    changed.append(name)
+                    buffer.copy_(buffers[name])
+        return drew, changed
+
+    try:
+        yield put_back
+    finally:
+        put_back()
+
+
+def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[key], other[key]) for key in one)
 
 
 def measure(blocks: Named, x: Any, device: torch.device) -> tuple[Block, ...]:

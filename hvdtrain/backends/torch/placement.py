@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 
 from hvdtrain.backends.torch import keras
-from hvdtrain.cluster.devices import DeviceFacts, cpu_facts
+from hvdtrain.cluster.devices import VISIBLE, DeviceFacts, cpu_facts
 from hvdtrain.errors import UserError
 
 
@@ -21,16 +22,18 @@ def device() -> torch.device:
 def devices(n: int) -> list[torch.device]:
     """The devices of a model in ``n`` parts, in the order of its blocks: this rank's GPUs; with one, CPU and GPU.
 
-    Errors: `UserError` where this rank has too few.
+    Errors: `UserError` where this rank has too few; also for two that are listed of which CUDA shows one.
     """
     if n == 1:
         return [device()]
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count >= n:
         return [torch.device("cuda", i) for i in range(n)]
-    if (count, n) == (1, 2):
+    listed = [entry for entry in os.environ.get(VISIBLE, "").split(",") if entry.strip()]
+    if (count, n) == (1, 2) and len(listed) < 2:
         return [torch.device("cpu"), torch.device("cuda", 0)]
-    raise UserError(f"model_parallel {n}, but this rank has {count} GPU{'' if count == 1 else 's'}",
+    shown = f" ({VISIBLE} is {os.environ[VISIBLE]})" if len(listed) > 1 else ""
+    raise UserError(f"model_parallel {n}, but this rank has {count} GPU{'' if count == 1 else 's'}{shown}",
                     f"{n} GPUs for each rank" + (", or one beside the CPU" if n == 2 else ""),
                     f"set model_parallel: {max(1, count)}, or start this rank where it sees {n}")
 

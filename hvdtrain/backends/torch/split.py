@@ -40,6 +40,7 @@ class Layout:
         self.table = ""
         self._pipeline: Pipeline | None = None
         self._plan: Plan | None = None
+        self._changing: list[str] = []
         release(spec.model)
         # Host memory is where blocks wait to be measured, also those that a run before has left on several devices.
         spec.model.to(self.home if len(self.devices) == 1 else "cpu")
@@ -62,7 +63,10 @@ class Layout:
         try:
             batch = tensors(source(max(_least(named), part_samples(self._config, rank, size))), torch.device("cpu"))
             x = blocks.model_input(model, task, batch)
-            blocks.check_chain(model, named, x)
+            self._changing = _beside_batchnorm(model, blocks.check_chain(model, named, x))
+            if micros_of(self._config) > 1:
+                some = tensors(source(2 * _least(named) + 1), torch.device("cpu"))
+                blocks.check_parts(model, named, task, some, _least(named))
             with self.computing(own):
                 found = blocks.measure(named, x, self.home)
                 speeds = self._speeds(named, x, found)
@@ -168,12 +172,21 @@ class Layout:
             return []
         norms = _normalised(self._spec.model)
         found = ["BatchNorm takes its statistics over each part of a micro-batch"] if norms else []
+        if self._changing:
+            more = f" and {len(self._changing) - 3} more buffers" if len(self._changing) > 3 else ""
+            found.append(f"{', '.join(self._changing[:3])}{more} change with each part of a micro-batch")
         draws = any(audit._drops(m) for m in self._spec.model.modules())
         return found + (["dropout draws differ with the parts of a micro-batch"] if draws else [])
 
 
 def _normalised(module: torch.nn.Module) -> bool:
     return any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in module.modules())
+
+
+def _beside_batchnorm(module: torch.nn.Module, buffers: Sequence[str]) -> list[str]:
+    """Those of the names of ``buffers`` that are not BatchNorm's."""
+    norms = {name for name, m in module.named_modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)}
+    return [name for name in buffers if name.rpartition(".")[0] not in norms]
 
 
 def _least(named: blocks.Named) -> int:

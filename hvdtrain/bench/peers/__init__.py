@@ -134,6 +134,8 @@ _PEERS: dict[str, list[Contender]] = {
         Contender("horovod-tuned", "horovod_tensorflow", needs="horovod"),
         Contender("mwms", "mwms"),
         Contender("keras-fit", "keras_fit", needs="horovod", peer=False),
+        Contender("keras-fit-unguarded", "keras_fit", {"check_every": 0}, needs="horovod", peer=False),
+        Contender("keras-fit-guarding", "keras_fit", {"check_every": 1}, needs="horovod", peer=False),
         Contender("plain", "plain_tensorflow", alone=True),
     ],
 }
@@ -141,8 +143,8 @@ _OURS = re.compile(r"hvdtrain(?:-(?P<wire>[a-z]+))?(?:\+(?P<compression>[a-z0-9]
 
 
 def peers(framework: str) -> list[str]:
-    """Names of the peers of ``framework``."""
-    return [contender.name for contender in _PEERS[framework]]
+    """Names of the peers of ``framework``, without our own that stand beside them."""
+    return [contender.name for contender in _PEERS[framework] if contender.peer]
 
 
 def contender(name: str, framework: str) -> Contender:
@@ -162,7 +164,7 @@ def contender(name: str, framework: str) -> Contender:
                          "horovod" if wire == "horovod" else "", peer=False)
     found = next((c for c in _PEERS[framework] if c.name == name), None)
     if found is None:
-        known = ["hvdtrain", "hvdtrain-WIRE", "hvdtrain+COMPRESSION", "hvdtrain@BALANCE", *peers(framework)]
+        known = ["hvdtrain", "hvdtrain-WIRE", "hvdtrain+COMPRESSION", "hvdtrain@BALANCE", *(c.name for c in _PEERS[framework])]
         raise UserError(f"there is no contender {name!r} for {framework}", nearest(name, known), "correct --contenders")
     return found
 

@@ -15,8 +15,11 @@ from hvdtrain.bench.peers import IDLE_S, Prepared, Setup
 from hvdtrain.bench.peers import tensorflow_common as common
 
 
-def prepare(setup: Setup) -> Prepared:
-    """Compile with the distributed optimizer, and start to fit; ``callbacks`` are broadcast and metric average."""
+def prepare(setup: Setup, check_every: int = 100) -> Prepared:
+    """Compile with the distributed optimizer, and start to fit, with the callbacks that broadcast and average metrics.
+
+    ``check_every``: updates between two looks of the guard.
+    """
     import keras
     import tensorflow as tf
 
@@ -28,10 +31,10 @@ def prepare(setup: Setup) -> Prepared:
     tokens = setup.workload.vocab > 0
 
     def mean_loss(y: Any, logits: Any) -> Any:
-        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(y, tf.int32), logits)  # Keras made them floats
         return tf.reduce_mean(losses, axis=1) if tokens else losses
 
-    model.compile(hvd.DistributedOptimizer(optimizer), mean_loss, jit_compile=False)
+    model.compile(hvd.DistributedOptimizer(optimizer, check_every=check_every), mean_loss, jit_compile=False)
     pace = _pace(keras)
     batches = tf.data.Dataset.from_generator(
         lambda: itertools.cycle(setup.batches),

@@ -142,7 +142,7 @@ class Trainer:
         """The run, assembled on first use; one Trainer is one run."""
         if self.run is None:
             more = partial(_extras, callbacks=tuple(callbacks), class_weight=class_weight)
-            self.run = assemble(self.config, model, _columns(model, data), more=more)
+            self.run = assemble(_measured(self.config, model), model, _columns(model, data), more=more)
         elif data is not None or model is not None and model is not self.run.spec.model:
             raise UserError("this Trainer has a run already", "one model and one training set for each Trainer",
                             "make a new Trainer for another model or other data")
@@ -159,6 +159,15 @@ def _nothing(run: Run) -> None:
 def _is_keras(thing: Any, base: str) -> bool:
     """Whether ``thing`` is of Keras' class ``base``, without importing Keras."""
     return any(c.__name__ == base and c.__module__.startswith("keras.") for c in type(thing).__mro__)
+
+
+def _measured(config: Config, model: Any) -> Config:
+    """``config``, whose default metric gives way to what `model.compile` says: for a Keras model, maybe nothing."""
+    if config.metrics != Config().metrics or not _is_keras(model, "Model"):
+        return config
+    from hvdtrain.keras.compiled import is_compiled
+
+    return replace(config, metrics=[]) if is_compiled(model) else config
 
 
 def _columns(model: Any, data: Any) -> Any:
@@ -184,11 +193,20 @@ def _extras(run: Run, callbacks: Sequence[Any], class_weight: dict[int, float] |
     if other is not None:
         raise UserError(f"callbacks hold a {type(other).__name__}", "callbacks of hvdtrain or of Keras",
                         "make it a subclass of hvdtrain.callbacks.base.Callback")
-    if not keras_own:
+    if not keras_own and not _by_compile(run):
         return [*own, History()]
     from hvdtrain.keras.bridge import Bridge
 
     return [*own, Bridge(keras_own, run)]
+
+
+def _by_compile(run: Run) -> bool:
+    """Whether `model.compile` rules the loss, so that its metrics belong to the history."""
+    if run.spec.task is not None or run.config.loss.name != "auto" or not _is_keras(run.spec.model, "Model"):
+        return False
+    from hvdtrain.keras.compiled import is_compiled
+
+    return is_compiled(run.spec.model)
 
 
 def _tell_keras(run: Run, class_weight: dict[int, float] | None) -> None:

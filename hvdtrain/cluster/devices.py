@@ -91,14 +91,14 @@ def count_gpus(root: str = "/") -> int:
 def usable(env: Mapping[str, str], count: int) -> list[str]:
     """The devices CUDA would show: all ``count``, or those of CUDA_VISIBLE_DEVICES up to its first invalid entry.
 
-    Invalid are an empty one, a negative one and a number that no device has.
+    Valid are the number of a device and what begins as the name of one does ("GPU-", "MIG-"), not Slurm's NoDevFiles.
     """
     if VISIBLE not in env:
         return [str(i) for i in range(count)]
     found: list[str] = []
     for entry in env[VISIBLE].split(","):
         name = entry.strip()
-        if not name or name.startswith("-") or name.isdigit() and int(name) >= count:
+        if not (int(name) < count if name.isdigit() else name.startswith(("GPU-", "MIG-"))):
             break
         found.append(name)
     return found if count else []

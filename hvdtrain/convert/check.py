@@ -1,18 +1,23 @@
-"""Whether twins compute the same: random input like a model's example, and how far outputs are apart.
+"""Whether twins compute the same: random input like a model's example, random weights like its own, and how far
+outputs are apart.
 
 Owns both as pure numpy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from hvdtrain.convert.layers import Model
 from hvdtrain.errors import UserError
 
 SAMPLES = 4
+APART_BY_CHANCE = 1e-3
+"""Largest difference of outputs with random weights, as a part of the largest: right pairs stay well below it in fp32,
+wrong ones are far above."""
 
 
 def random_like(example: Sequence[np.ndarray], seed: int = 0) -> list[np.ndarray]:
@@ -43,6 +48,29 @@ def inputs(example: Callable[..., Any] | None, shape: Sequence[int], inferred: S
                             else np.zeros((SAMPLES, *one), dtype) for one, dtype in inferred])
     raise UserError("the model's file has no example(B), so that no input is known to compare outputs on",
                     "an example, or the shape of one sample", "say --input_shape 8,8, or --no-check")
+
+
+def random_weights(model: Model, arrays: Mapping[str, np.ndarray], seed: int = 0) -> dict[str, np.ndarray]:
+    """Arrays like those of ``model`` with other values, none 0: as spread as they are, or as 1 over the root of the
+    inputs where they are all alike; variances from 0.5 to 1.5. What is not a floating number stays."""
+    draw = np.random.default_rng(seed)
+    known = model.weights()
+    out = dict(arrays)
+    for name in sorted(arrays):
+        array, weight = arrays[name], known.get(name)
+        bits = weight is not None and weight.dtype == "bfloat16" and array.dtype.itemsize == 2
+        if weight is None or array.dtype.kind != "f" and not bits:
+            continue
+        if name.endswith(("var", "variance")):
+            values = draw.uniform(0.5, 1.5, array.shape)
+        else:
+            spread = 0.0 if bits else float(np.std(array.astype(np.float64)))
+            if not (np.isfinite(spread) and spread > 1e-6):
+                spread = (min(array.shape) if array.ndim > 1 else 4) ** -0.5
+            values = spread * draw.standard_normal(array.shape)
+        out[name] = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(
+            array.dtype) if bits else values.astype(array.dtype)
+    return out
 
 
 def apart(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:

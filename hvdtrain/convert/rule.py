@@ -111,6 +111,8 @@ def from_keras(name: str, settings: Mapping[str, Any], base_lr: float, lr: float
     for key in ("clipnorm", "clipvalue", "global_clipnorm"):
         _refuse(name, f"{key} (set clip_norm in the configuration instead)", settings.get(key))
     _refuse(name, "use_ema", settings.get("use_ema"))
+    _refuse(name, "gradient_accumulation_steps (set accumulate in the configuration instead)",
+            settings.get("gradient_accumulation_steps"))
     if name == "SGD":
         momentum = float(settings["momentum"])
         if momentum and decay:
@@ -120,6 +122,15 @@ def from_keras(name: str, settings: Mapping[str, Any], base_lr: float, lr: float
         return Rule("adam", **rates, decay=decay, betas=(float(settings["beta_1"]), float(settings["beta_2"])),
                     epsilon=float(settings["epsilon"]), amsgrad=bool(settings["amsgrad"]))
     raise _unknown(name)
+
+
+def require_whole_decay(optimizer: Any) -> None:
+    """`UserError` where weights are left out of a Keras optimizer's decay (``exclude_from_weight_decay``), which its
+    ``get_config()`` does not tell."""
+    left_out = getattr(optimizer, "_exclude_from_weight_decay", None) or getattr(
+        optimizer, "_exclude_from_weight_decay_pattern", None)
+    if getattr(optimizer, "weight_decay", None):
+        _refuse(type(optimizer).__name__, "exclude_from_weight_decay", "for some weights" if left_out else "")
 
 
 def velocity(rule: Rule, buffers: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -2,7 +2,7 @@
 
 ``python -m hvdtrain.convert.worker read|write REQUEST EXCHANGE [MADE]``. Owns the two halves. They meet in the
 directory EXCHANGE, a checkpoint whose groups hold the weights ("model"), the optimizer's state by slot ("slot-m"),
-the random generators by rank, the input and the outputs of the check. A user's mistake is left in EXCHANGE.error.
+the random generators by rank, the input and the outputs of the check, and random weights ("chance") with theirs. A user's mistake is left in EXCHANGE.error.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hvdtrain.checkpoint import Snapshot, read_snapshot, write_snapshot
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.config import Config
 from hvdtrain.convert import check, layouts, resume
+from hvdtrain.convert import rule as rules
 from hvdtrain.convert.layers import Model
 from hvdtrain.convert.pairing import Pairs, carry, carry_moments, hints, pair
 from hvdtrain.convert.request import Request
@@ -49,15 +50,17 @@ def read(request: Request, exchange: Path) -> None:
         step.load({name: dict(snapshot.tensors[name]) for name in ("model", "optimizer")}, snapshot.meta["step_rest"])
         if request.with_state:
             resume.require_constant_rate(config, side.scheduled(step))
+            rules.require_whole_decay(step._opt.optimizer)
             rule, slots = side.optimizer(step)
             groups |= {f"slot-{slot}": arrays for slot, arrays in slots.items()}
             groups |= {name: dict(arrays) for name, arrays in snapshot.tensors.items() if name.startswith("rank-")}
             meta |= {"run": dict(snapshot.meta), "rule": rule.to_dict(), "loss": side.compiled_loss(spec.model)}
     meta["model"] = side.describe(spec.model).to_dict()
-    groups["model"] = side.arrays(spec.model)
+    groups["model"] = {name: np.array(array, copy=True) for name, array in side.arrays(spec.model).items()}
     if request.check:
         x = check.inputs(spec.example, request.input_shape, side.input_shapes(spec.model))
         groups |= {"input": _numbered(x), "output": _numbered(_outputs(request.model, side, spec, x))}
+        groups |= _by_chance(request, side, spec, x)
     write_snapshot(exchange, Snapshot(groups, meta))
 
 
@@ -80,6 +83,7 @@ def write(request: Request, exchange: Path, made: Path) -> dict[str, Any]:
                               [meta["framework"], spec.framework], "weights": len(target.weights())}
     if request.check:
         report |= _checked(request, pairs, side, spec, found)
+        side.assign(spec.model, carry(pairs, found.tensors["model"], SHORT[spec.framework]))
     if rule is None:
         side.write_file(spec.model, made / request.target.path.name)
         return report
@@ -132,7 +136,31 @@ def _checked(request: Request, pairs: Pairs, side: Any, spec: Spec, found: Snaps
         may = "; ".join(hints(pairs)) or "the layers' settings or activations differ, or the order of operations"
         raise UserError(f"the twins' outputs differ by {apart:.1e} of the largest on the same random input",
                         f"at most {request.tolerance:g}", f"look at this: {may}")
-    return {"apart": apart, "input": [list(a.shape) for a in x]}
+    report = {"apart": apart, "input": [list(a.shape) for a in x]}
+    if "chance" not in found.tensors:  # its outputs were not finite
+        return report
+    side.assign(spec.model, carry(pairs, found.tensors["chance"], SHORT[spec.framework]))
+    want = [found.tensors["chance-output"][name] for name in sorted(found.tensors["chance-output"])]
+    by_chance = check.apart(_outputs(request.twin, side, spec, x), want)
+    if not by_chance <= max(check.APART_BY_CHANCE, request.tolerance):
+        may = "; ".join(hints(pairs)) or "the layers' settings or activations differ, or the order of operations"
+        raise UserError(f"the twins' outputs are alike with SOURCE's weights and differ by {by_chance:.1e} of the largest "
+                        "with random ones carried over the same pairs: weights such as 0 hide what is wrong",
+                        f"at most {check.APART_BY_CHANCE:g}", f"look at this: {may}")
+    return report | {"apart_by_chance": by_chance}
+
+
+def _by_chance(request: Request, side: Any, spec: Spec, x: list[np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+    """Random weights and the outputs with them, so that no weight of SOURCE, such as 0, hides a layer from the check;
+    none where those outputs are not finite. The model keeps its own weights."""
+    own = {name: np.array(array, copy=True) for name, array in side.arrays(spec.model).items()}
+    side.assign(spec.model, check.random_weights(side.describe(spec.model), own))
+    drawn = {name: np.array(array, copy=True) for name, array in side.arrays(spec.model).items()}  # shared ones once
+    outputs = _outputs(request.model, side, spec, x)
+    side.assign(spec.model, own)
+    if not all(np.isfinite(a).all() for a in outputs):
+        return {}
+    return {"chance": drawn, "chance-output": _numbered(outputs)}
 
 
 def _outputs(text: str, side: Any, spec: Spec, x: list[np.ndarray]) -> list[np.ndarray]:

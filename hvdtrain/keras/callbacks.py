@@ -16,6 +16,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.keras.exchange import exchange_of
 from hvdtrain.keras.guard import Guard
 from hvdtrain.keras.rates import LearningRateScheduleCallback, LearningRateWarmupCallback
+from hvdtrain.tensorflow import basics
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "DivergenceGuardCallback",  # noqa: F822
            "LearningRateScheduleCallback", "LearningRateWarmupCallback", "MetricAverageCallback"]
@@ -54,7 +55,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local.add(_plain(var).ref())
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Have the guard wait where there are no weights to broadcast before the first batch."""
+        """See that all ranks have as many batches, and have the guard wait where there are no weights to broadcast
+        before the first. Collective."""
+        from hvdtrain.keras.metrics import check_lengths
+
+        check_lengths(self.model, self.params, basics.gathered)
         exchange = exchange_of(getattr(self.model, "optimizer", None))
         if exchange is not None and not self.broadcast_done and not self.model.built:
             exchange.guard.begin_after(self.model.steps_per_execution)

@@ -15,14 +15,14 @@ batch. `hvdtrain.keras.metrics.MetricAverageCallback` undoes the scaling in what
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
 from hvdtrain.data.sampler import Cut, at_least, epoch_order
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, nearest
 from hvdtrain.keras.compiled import check_class_weight, with_class_weight
 
 
@@ -32,11 +32,13 @@ def shard(x: Any, y: Any = None, sample_weight: Any = None, *, global_batch: int
     """This rank's part of ``x, y`` for ``model.fit(shard(...))``; all ranks give the same arrays and arguments.
 
     ``x``, ``y``: arrays, or dicts and tuples of them, first axis samples. ``sample_weight``: one array, or one for each
-    output. ``global_batch``: samples of a step over all ranks. ``shares``: weights of the ranks' parts, equal without.
+    output; outputs that a dict leaves out count 1. ``global_batch``: samples of a step over all ranks. ``shares``:
+    weights of the ranks' parts, equal without.
     ``class_weight``: as in `keras.Model.fit`, and beside sample weights. ``shuffle``: anew each epoch, from (seed,
     epoch) alone; what fit is told of shuffling does not matter. ``drop_remainder``: no short last batch. ``epoch``: the
     number of the first epoch, for a fit with ``initial_epoch``. ``rank``, ``size``: hvdtrain's by default.
-    Needs a loss that is a mean over samples (Keras' default) and, over ranks, ``op=Average``. Errors: `UserError`.
+    Needs a loss that is a mean over samples (Keras' default) and, over ranks, ``op=Average``; what it cannot put right
+    is refused (`hvdtrain.keras.shardable`). Errors: `UserError`.
     """
     if rank is None or size is None:
         rank, size = _place()
@@ -58,7 +60,7 @@ class Shard(keras.utils.PyDataset):
         self._x, self._y = (keras.tree.map_structure(np.asarray, part) for part in (x, y))
         self.samples = _length([*keras.tree.flatten(self._x), *keras.tree.flatten(self._y)])
         if sample_weight is not None:
-            sample_weight = keras.tree.map_structure(lambda w: np.asarray(w, np.float32), sample_weight)
+            sample_weight = _weights_of_outputs(sample_weight, self._y, self.samples)
             _length([*keras.tree.flatten(self._x)[:1], *keras.tree.flatten(sample_weight)])
         if class_weight is not None:
             sample_weight = keras.ops.convert_to_numpy(
@@ -87,6 +89,11 @@ class Shard(keras.utils.PyDataset):
         """Samples of it that this rank has, 0 where its item is a stand-in of weight 0."""
         offsets = self._cut.offsets(self.total(step))
         return int(offsets[self.rank + 1] - offsets[self.rank])
+
+    def even(self) -> bool:
+        """Whether all ranks have as many samples in every step."""
+        return all(len({b - a for a, b in zip(offsets, offsets[1:])}) == 1
+                   for offsets in (self._cut.offsets(self.total(step)).tolist() for step in (0, self._steps - 1)))
 
     def on_epoch_begin(self) -> None:
         """Take the order of the next epoch."""
@@ -141,6 +148,24 @@ def _place() -> tuple[int, int]:
     if control is None:
         raise UserError("shard() before the ranks know one another", "rank and size", "give shard(rank=..., size=...)")
     return control.rank, control.size
+
+
+def _weights_of_outputs(given: Any, y: Any, samples: int) -> Any:
+    """Sample weights as float32, one array or one for each of ``y``; outputs that a dict leaves out count 1."""
+    if isinstance(given, Mapping) and isinstance(y, Mapping):
+        unknown = [name for name in given if name not in y]
+        if unknown:
+            raise UserError(f"sample weights for {', '.join(map(repr, unknown))}", nearest(unknown[0], y),
+                            "name them as the targets")
+        given = {name: given.get(name, np.ones(samples, np.float32)) for name in y}
+    weights = keras.tree.map_structure(lambda w: np.asarray(w, np.float32), given)
+    if keras.tree.is_nested(weights):
+        try:
+            keras.tree.assert_same_paths(weights, y)
+        except (ValueError, TypeError) as error:
+            raise UserError("sample weights of another structure than y", "one array, or one for each target",
+                            "give them as y is given") from error
+    return weights
 
 
 def _length(arrays: Sequence[Any]) -> int:

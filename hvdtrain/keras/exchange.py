@@ -9,6 +9,7 @@ lie in a branch that only every N-th pass takes; the pass count is the same on a
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from hvdtrain.errors import UserError
 from hvdtrain.keras.guard import Guard, ranks_of
 from hvdtrain.tensorflow import basics
 from hvdtrain.tensorflow.nodes import node_name, refuse_xla, through_trace, unconverted
+
+_counts: collections.Counter[str] = collections.Counter()
 
 Update = Callable[[list[Any]], None]
 
@@ -43,11 +46,12 @@ class Settings:
 class Exchange:
     """Turns one rank's gradients into an update that every rank makes alike."""
 
-    def __init__(self, settings: Settings, name: str) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.inside = False
-        self.guard = Guard(settings.process_set, settings.check_every, name)
-        self._name = name
+        self.guard = Guard(settings.process_set, settings.check_every, settings.name)
+        self._name = ""
+        self._list: list[Any] = []
         self._local: set[Any] = set()
         self._reduce: Callable[..., list[Any]] | None = None
         self._sums: dict[int, tf.Variable] = {}
@@ -71,6 +75,7 @@ class Exchange:
         grads, variables = list(grads), list(variables)
         if self.ranks > 1:
             refuse_xla("hvd.DistributedOptimizer")
+            self._take_name()
         if not optimizer.built:
             with keras.name_scope(optimizer.name, caller=optimizer):
                 optimizer.build(variables)
@@ -90,10 +95,25 @@ class Exchange:
             return tf.constant(True)
         tf.cond(tf.equal(passes % self.settings.passes, 0), flush, lambda: tf.constant(False))
 
+    def _take_name(self) -> None:
+        """A name for this optimizer's collectives at its first step: ranks make those together, while one rank alone
+        may make optimizers that never take one."""
+        if not self._name:
+            _counts[self.settings.name] += 1
+            n = _counts[self.settings.name] - 1
+            self._name = self.guard.name = f"{self.settings.name}_{n}" if n else self.settings.name
+
     # --- several passes --------------------------------------------------------------------------------------------
 
     def _accumulate(self, grads: list[Any], variables: list[Any]) -> list[tf.Variable | None]:
         """Add this pass' gradients to the sums; return a sum for each gradient that there is."""
+        keys = [_key(v) for v in variables]
+        self._list = self._list or keys
+        if keys != self._list:
+            raise through_trace(UserError(
+                f"backward_passes_per_step={self.settings.passes} and another list of variables than before",
+                "one list: passes are counted by optimizer, and every N-th updates",
+                "give each list an optimizer of its own, or leave backward_passes_per_step at 1"))
         with tf.init_scope():
             if self._passes is None:
                 self._passes = tf.Variable(0, dtype=tf.int64, trainable=False)

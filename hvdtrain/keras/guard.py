@@ -35,7 +35,7 @@ class Guard:
     def __init__(self, process_set: Any, every: int, name: str, distributed: bool = True) -> None:
         if not isinstance(every, int) or every < 0:
             raise UserError(f"check_every={every!r}", "a number of updates, 0 for never", "give for example 100")
-        self._process_set, self._every, self._name, self._distributed = process_set, every, name, distributed
+        self._process_set, self._every, self.name, self._distributed = process_set, every, name, distributed
         self._variables: list[tf.Variable] = []
         self._names: list[str] = []
         self._before: tf.Variable | None = None
@@ -113,7 +113,7 @@ class Guard:
         """float32 (P, 3V): every rank's fingerprints at the last comparison, its fingerprints now, its norms."""
         assert self._before is not None
         row_K = tf.concat([self._before.read_value(), *fingerprints(self._variables)], 0)
-        return basics.wire(self._process_set).allgather(row_K, node_name(f"{self._name}_weights")).wait()
+        return basics.wire(self._process_set).allgather(row_K, node_name(f"{self.name}_weights")).wait()
 
     def _judge(self, rows_PK: np.ndarray, count: float) -> np.bool_:
         ranks = getattr(self._process_set, "ranks", None) or None

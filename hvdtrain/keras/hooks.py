@@ -1,4 +1,4 @@
-"""The three places where Keras decides beside the optimizer, and where a distributed one must be heard.
+"""The places where Keras decides beside the optimizer, and where a distributed one must be heard.
 
 Owns the changes to Keras' classes. Each is made once, when the first distributed optimizer is made, and does nothing
 for other optimizers:
@@ -8,26 +8,34 @@ for other optimizers:
 - ``jit_compile="auto"`` takes XLA where there is a GPU; Horovod's operations have no XLA kernels.
 - ``make_train_function`` knows when a step of ``fit`` is over: there the ranks' weights are compared, which costs less
   than inside the step, and the verdict reaches the user as itself. It also knows that XLA was asked for.
+- ``fit`` knows that its data is a `hvdtrain.keras.data.Shard`, and ``compute_loss`` what a batch's loss is made of:
+  models for which the shard's weights are not enough are refused (`hvdtrain.keras.shardable`).
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import keras
 
 from hvdtrain.errors import UserError
+from hvdtrain.keras import shardable
+from hvdtrain.keras.data import Shard
 from hvdtrain.keras.exchange import Exchange, exchange_of
+
+_seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def install() -> None:
-    """Make the three changes, once per process."""
+    """Make the changes, once per process."""
     if getattr(keras.optimizers.LossScaleOptimizer.apply, "of_hvdtrain", False):
         return
     _scale_after_exchange(keras.optimizers.LossScaleOptimizer)
     _auto_without_xla(_owner(keras.Model, "_resolve_auto_jit_compile"))
     _compare_between_steps(_owner(keras.Model, "make_train_function"))
+    _look_at_shards(_owner(keras.Model, "fit"), _owner(keras.Model, "compute_loss"))
 
 
 def _owner(cls: type, name: str) -> type:
@@ -75,6 +83,28 @@ def _compare_between_steps(cls: Any) -> None:
             self.train_function = _guarded(self, self.train_function, exchange)
         return self.train_function if out is not None else None
     cls.make_train_function = make
+
+
+def _look_at_shards(fits: Any, loses: Any) -> None:
+    plain_fit, plain_loss = fits.fit, loses.compute_loss
+
+    @functools.wraps(plain_fit)
+    def fit(self: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+        shards = [data for data in (x, kwargs.get("validation_data")) if isinstance(data, Shard)]
+        if not shards or exchange_of(getattr(self, "optimizer", None)) is None:
+            return plain_fit(self, x, *args, **kwargs)
+        shardable.check_losses(self)
+        if self not in _seen:  # what is traced already was traced for other data, unlooked at
+            _seen.add(self)
+            self.train_function = self.test_function = None
+        with shardable.reading(shards):
+            return plain_fit(self, x, *args, **kwargs)
+
+    @functools.wraps(plain_loss)
+    def compute_loss(self: Any, x: Any = None, y: Any = None, y_pred: Any = None, *args: Any, **kwargs: Any) -> Any:
+        shardable.check_batch(self, y_pred)
+        return plain_loss(self, x, y, y_pred, *args, **kwargs)
+    fits.fit, loses.compute_loss = fit, compute_loss
 
 
 def _guarded(model: Any, function: Any, exchange: Exchange) -> Any:

@@ -8,6 +8,7 @@ the ranks and the metric says its result of the sum (`hvdtrain.keras.states`).
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from hvdtrain.errors import UserError
 from hvdtrain.keras import data, states
+from hvdtrain.keras.shardable import check_losses
 
 
 @dataclass
@@ -46,6 +48,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._test: Phase | None = None
         self._told: set[str] = set()
 
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        """See that all ranks have as many batches, where each waits for the others. Collective."""
+        check_lengths(self.model, self.params, self._gather)
+
     # --- when ------------------------------------------------------------------------------------------------------
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
@@ -60,7 +66,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def on_test_begin(self, logs: dict | None = None) -> None:
         """Close the training part: Keras forgets its states next."""
         if self._train is not None and self._train.logs is None:
-            self._train.logs = self._averages(self._train)
+            self._train.logs = self._averages(self._train, "a validation after the epoch")
         data.forget()
         self._test = Phase()
 
@@ -71,7 +77,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def on_test_end(self, logs: dict | None = None) -> None:
         """Average the validation."""
         if self._test is not None:
-            self._test.logs = self._averages(self._test)
+            self._test.logs = self._averages(self._test, "the end of a validation")
             _replace(logs, self._test.logs)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
@@ -79,13 +85,11 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if self._train is None:
             return
         if self._train.logs is None:
-            self._train.logs = self._averages(self._train)
+            self._train.logs = self._averages(self._train, "no validation after the epoch")
         _replace(logs, self._train.logs)
         if self._test is not None and self._test.logs is not None:
             _replace(logs, {f"val_{name}": value for name, value in self._test.logs.items()})
-        unknown = [n for n in logs or () if n.removeprefix("val_") not in self._train.logs and n != "learning_rate"]
-        if unknown:
-            self._average_plainly(logs, sorted(unknown))
+        self._average_plainly(logs, self._train.logs)
         self._train = None
 
     # --- how -------------------------------------------------------------------------------------------------------
@@ -97,7 +101,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
             phase.shard = data.being_read()
             if phase.shard is None:
                 return
-            _check_losses(self.model)
+            check_losses(self.model)
         last = len(phase.shard) - 1
         if phase.shard.total(last) != phase.shard.global_batch and batch + self._stride() > last:
             phase.mixed = batch != last
@@ -106,8 +110,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def _stride(self) -> int:
         return int(getattr(self.model, "steps_per_execution", 1))
 
-    def _averages(self, phase: Phase) -> dict[str, Any]:
-        """Every metric of the model over all ranks; collective."""
+    def _averages(self, phase: Phase, when: str) -> dict[str, Any]:
+        """Every metric of the model over all ranks, which all are at ``when``; collective."""
         metrics = named_metrics(self.model)
         if phase.mixed:
             self._tell("steps_per_execution joins the short last batch with others: with unequal parts the logs are "
@@ -124,7 +128,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
                            "says that its states may be added; if so, give the class additive = True")
                 value = float(np.mean(keras.tree.flatten(keras.tree.map_structure(np.asarray, metric.result()))[0]))
                 mine[name] = np.array([value * samples, samples])
-        summed = self._summed(mine)
+        summed = self._summed(mine, when)
         found = {}
         for name, metric, kind in metrics:
             total_k = summed[name]
@@ -132,20 +136,43 @@ class MetricAverageCallback(keras.callbacks.Callback):
             found[name] = states.result_of(metric, total_k) if exact else float(total_k[0] / max(total_k[1], 1e-300))
         return found
 
-    def _average_plainly(self, logs: Any, names: list[str]) -> None:
-        """What a train step of the user's own logged: weighted by the samples seen, as far as they are known."""
-        self._tell(f"{', '.join(names)}: no metric of the model; averaged over the ranks, weighted by samples")
+    def _average_plainly(self, logs: Any, known: dict[str, Any]) -> None:
+        """What a train step of the user's own logged: weighted by the samples seen, as far as they are known. Names
+        that some ranks lack stay as they are. Collective."""
         samples = _samples(self.model)
-        summed = self._summed({name: np.array([float(logs[name]) * samples, samples]) for name in names})
-        _replace(logs, {name: float(total / weight) for name, (total, weight) in summed.items()})
+        mine = {name: np.array([float(value) * samples, samples]) for name, value in (logs or {}).items()
+                if name.removeprefix("val_") not in known and name != "learning_rate" and np.ndim(value) == 0
+                and np.asarray(value).dtype.kind in "biuf"}
+        everyone = self._together("the end of the epoch", mine)
+        shared = [name for name in mine if all(name in one for one in everyone)]
+        for name in sorted({name for one in everyone for name in one} - set(shared)):
+            those = [rank for rank, one in enumerate(everyone) if name in one]
+            self._tell(f"{name} is in the logs of rank {', '.join(map(str, those))} alone and stays as it is there: "
+                       "let the callback that adds it run on every rank, or put it behind MetricAverageCallback")
+        if shared:
+            self._tell(f"{', '.join(sorted(shared))}: no metric of the model; averaged over the ranks, weighted by "
+                       "samples")
+        for name in shared:
+            total, weight = sum(one[name] for one in everyone)
+            logs[name] = float(total / weight)
 
-    def _summed(self, mine: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        everyone = self._gather(mine)
+    def _summed(self, mine: dict[str, np.ndarray], when: str) -> dict[str, np.ndarray]:
+        everyone = self._together(when, mine)
         other = next((r for r, one in enumerate(everyone) if list(one) != list(everyone[0])), None)
         if other is not None:
             raise UserError(f"rank 0 has the metrics {list(everyone[0])} and rank {other} has {list(everyone[other])}",
                             "the same on every rank", "compile alike on all ranks")
         return {name: sum(one[name] for one in everyone) for name in everyone[0]}
+
+    def _together(self, when: str, mine: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+        """Every rank's numbers, if all ranks are at the same place; collective."""
+        found = self._gather((when, mine))
+        other = next((r for r, (theirs, _) in enumerate(found) if theirs != found[0][0]), None)
+        if other is not None:
+            raise UserError(f"rank 0 is at {found[0][0]} and rank {other} at {found[other][0]}",
+                            "epochs and validations alike on every rank",
+                            "give all ranks validation_data and validation_freq, or none")
+        return [numbers for _, numbers in found]
 
     def _gather(self, mine: Any) -> list[Any]:
         """Every rank's, by rank; collective."""
@@ -162,6 +189,26 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if text not in self._told:
             self._told.add(text)
             warnings.warn(text, stacklevel=3)
+
+
+def check_lengths(model: Any, params: dict[str, Any], gather: Callable[[Any], list[Any]]) -> None:
+    """`UserError` on every rank where ranks would fit unlike numbers of batches, or epochs, and so wait for ever.
+
+    ``params``: what Keras tells a callback; steps that it does not know (generators) are not compared, nor those of a
+    model whose optimizer is not distributed. Collective.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    if not hasattr(getattr(optimizer, "inner_optimizer", optimizer), "_hvd_exchange") \
+            and not hasattr(optimizer, "_hvd_exchange"):
+        return
+    found = gather({key: params.get(key) for key in ("steps", "epochs")})
+    for key, noun, do in (("steps", "batches", "use hvd.shard(x, y, global_batch=...), or give fit steps_per_epoch"),
+                          ("epochs", "epochs", "give fit the same epochs on all ranks")):
+        numbers = [one[key] for one in found]
+        other = next((r for r, n in enumerate(numbers) if n != numbers[0] and None not in (n, numbers[0])), None)
+        if other is not None:
+            raise UserError(f"rank {other} has {numbers[other]} {noun}, rank 0 has {numbers[0]}",
+                            "the same number on every rank, which each step waits for", do)
 
 
 def named_metrics(model: Any) -> list[tuple[str, Any, str]]:
@@ -222,17 +269,6 @@ def _samples(model: Any) -> float:
     """Samples that this rank has seen since the metrics were reset, 1 where its loss was not tracked."""
     tracker = getattr(model, "_loss_tracker", None)
     return float(states.vector(tracker)[1]) or 1.0 if tracker is not None else 1.0
-
-
-def _check_losses(model: Any) -> None:
-    """`UserError` where scaled sample weights do not give the mean of the global batch."""
-    given = getattr(getattr(model, "_compile_loss", None), "_user_loss", None)
-    for loss in keras.tree.flatten(given) if given is not None else ():
-        reduction = getattr(loss, "reduction", "sum_over_batch_size")
-        if reduction not in ("sum_over_batch_size", "mean") or getattr(loss, "ignore_class", None) is not None:
-            raise UserError(f"loss {loss.name} with {reduction!r} or an ignored class over hvdtrain.keras.shard",
-                            "a mean over samples (sum_over_batch_size)",
-                            "leave the reduction out, or train with hvdtrain.Trainer, which knows such weights")
 
 
 def _replace(logs: dict | None, found: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ where hvdtrain is not installed.
 
 from __future__ import annotations
 
-import collections
 import inspect
 import warnings
 from collections.abc import Sequence
@@ -19,8 +18,6 @@ from hvdtrain.errors import UserError
 from hvdtrain.keras import hooks
 from hvdtrain.keras.exchange import Exchange, Settings, exchange_of
 from hvdtrain.tensorflow import Adasum, Average, Compression, Sum, global_process_set
-
-_counts: collections.Counter[str] = collections.Counter()
 
 
 def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: str = "", device_sparse: str = "",
@@ -103,7 +100,7 @@ def _distributed(base: Any, settings: Settings) -> Any:
     class Distributed(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._hvd_exchange = Exchange(settings, _unique(settings.name))
+            self._hvd_exchange = Exchange(settings)
 
         def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
             exchange = self._hvd_exchange
@@ -136,12 +133,6 @@ def _named_as(cls: Any, base: Any) -> None:
         package, _, short = registered.partition(">")
         keras.saving.register_keras_serializable(package, short)(cls)
         keras.saving.register_keras_serializable(package, short)(base)  # what a file's name leads to
-
-
-def _unique(name: str) -> str:
-    """A name for one optimizer's collectives, equal on ranks that make their optimizers in the same order."""
-    _counts[name] += 1
-    return name if _counts[name] == 1 else f"{name}_{_counts[name] - 1}"
 
 
 def _like(optimizer: Any, cls: Any) -> Any:

@@ -23,7 +23,9 @@ def load_model(filepath: Any, custom_optimizers: Any = None, custom_objects: dic
 
     ``custom_optimizers``: optimizer classes of one's own. ``custom_objects``: as `keras.models.load_model` takes them.
     ``distributed``: further arguments of `DistributedOptimizer`. A model saved without an optimizer is returned as it
-    is. ``legacy_opts``: Keras 3 has no legacy optimizers; True raises `UserError`.
+    is. A file knows no local layers: of a `PartialDistributedOptimizer`'s model name their variables again, by
+    ``model.optimizer.register_local_var(variable)``, before it trains. ``legacy_opts``: Keras 3 has no legacy
+    optimizers; True raises `UserError`.
     """
     if legacy_opts:
         raise UserError("legacy_opts=True", "False: Keras 3 has no legacy optimizers",

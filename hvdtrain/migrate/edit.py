@@ -98,22 +98,50 @@ def apply(scan: Scan, edits: Edits) -> cst.Module:
     """Return the module with the edits made, and without imports that served only what was taken out."""
     if not edits:
         return scan.module
-    index = _after_imports(scan)
-    anchor = scan.module.body[index - 1] if index else None
+    end = _first_change(scan, edits)
+    index = _after_imports(scan, end)
     changes = {**edits.changes}
     wanted = sorted(set(edits.imports) - _import_lines(scan), key=lambda line: (not line.startswith("import"), line))
     added = [statement(line) for line in wanted]
     first = [statement(line) for line in edits.first]
     if first:
         first[0] = first[0].with_changes(leading_lines=[cst.EmptyLine(indent=False)])
-    if anchor is not None and (added or first):
-        plan = Edits(changes)
-        plan.put(anchor, lambda node: cst.FlattenSentinel([*_many(node), *added, *first]))
-        changes = plan.changes
+    where = _after_needed(scan, edits.first, index, end)
+    top: list[Any] = []
+    for at, lines in ((index, added), (where, first)):
+        if at == 0:
+            top += lines
+        elif lines:
+            plan = Edits(changes)
+            plan.put(scan.module.body[at - 1], _followed_by(lines))
+            changes = plan.changes
     module = cast(cst.Module, scan.module.visit(_Apply(changes)))
-    if anchor is None and (added or first):
-        module = module.with_changes(body=[*added, *first, *module.body])
+    if top:
+        module = module.with_changes(body=[*top, *module.body])
     return _without_idle_imports(scan, module)
+
+
+def _followed_by(lines: list[Any]) -> Change:
+    return lambda node: cst.FlattenSentinel([*_many(node), *lines])
+
+
+def _first_change(scan: Scan, edits: Edits) -> int:
+    """Index in the module's body of the first statement that is no import and has an edit in it."""
+    for index, line in enumerate(scan.module.body):
+        if not _is_import(line) and any(node in edits.changes for node in scan.inner(line)):
+            return index
+    return len(scan.module.body)
+
+
+def _after_needed(scan: Scan, texts: Sequence[str], index: int, end: int) -> int:
+    """``index``, or behind a later import, above ``end``, of what the statements ``texts`` read."""
+    read = {node.value for text in texts for node in Scan(cst.parse_module(text)).all(cst.Name)}
+    for at in range(index, end):
+        names = {local_name(alias) for alias in scan.all(cst.ImportAlias, scan.module.body[at])
+                 if scan.scope(alias) is scan.module}
+        if names & read:
+            index = at + 1
+    return index
 
 
 def _many(node: Any) -> list[Any]:
@@ -123,14 +151,16 @@ def _many(node: Any) -> list[Any]:
 
 
 def _import_lines(scan: Scan) -> set[str]:
-    """Every import statement's text."""
-    return {scan.code(node) for node in scan.nodes if isinstance(node, (cst.Import, cst.ImportFrom))}
+    """The text of every import statement at top level."""
+    return {scan.code(node) for node in scan.nodes if isinstance(node, (cst.Import, cst.ImportFrom))
+            and scan.parent.get(scan.parent[node]) is scan.module}
 
 
-def _after_imports(scan: Scan) -> int:
-    """Index in the module's body behind its last import at top level; behind the docstring where there is none."""
+def _after_imports(scan: Scan, end: int) -> int:
+    """Index in the module's body behind its last import at top level above statement ``end``; behind the docstring
+    where there is none."""
     body = scan.module.body
-    for index in range(len(body), 0, -1):
+    for index in range(end, 0, -1):
         if _is_import(body[index - 1]):
             return index
     return 1 if body and _is_docstring(body[0]) else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvdtrain.errors import UserError, nearest
-from hvdtrain.migrate import habits
+from hvdtrain.migrate import bound, habits
 from hvdtrain.migrate.edit import apply
 from hvdtrain.migrate.finding import Finding, Refused
 from hvdtrain.migrate.rules import TARGETS, Plan, Wish, recognised, rule
@@ -57,5 +57,11 @@ def migrate(source: Source, wish: Wish) -> Migration:
         made = Plan(findings=[refused.finding])
     after = apply(scan, made.edits).bytes
     assert parse(source.name, after) is not None
+    lost = sorted(bound.unbound(after) - bound.unbound(source.data)) if made.edits else []
+    if lost:  # such as an import inside a function, or one below the code that the edit would serve
+        made = Plan(findings=[Finding(1, "by hand", f"{', '.join(lost)} would be read where nothing binds it",
+                                      "the edit puts in, or leaves, a name that this script binds elsewhere or later",
+                                      "import and make it at the top of the file, then run migrate again")])
+        after = source.data
     findings = sorted({*made.findings, *habits.look(scan, kind, target, bool(made.edits))})
     return Migration(source, kind, found.TITLE, after, tuple(findings), made.snippet)

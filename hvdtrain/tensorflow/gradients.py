@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, WaitTimeout
 from hvdtrain.exchange.compressors import create
 from hvdtrain.config import Config
 from hvdtrain.tensorflow import basics
@@ -23,6 +23,8 @@ from hvdtrain.tensorflow.plan import DENSE, NONE, SPARSE, Item, Plan, Scale, che
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
 from hvdtrain.tensorflow.wiretypes import summable
 
+LATE_S = 120.0
+"""Longest wait of a rank whose gradients change, while it trains, for the other ranks' to change too."""
 KEPT = 32
 """Plans an exchange keeps, one for each list of variables it was called with; the least recently used goes first."""
 
@@ -101,6 +103,8 @@ class GradientExchange:
         items = [_item(g, v) for g, v in zip(grads, variables)]
         key = (id(wire), *(item.same() for item in items), *map(identity_of, variables))
         if key not in self._plans:
+            if self._plans:
+                self._expect_others(items, variables)
             with tf.init_scope():
                 rows_P = basics.gathered((self._describe(), items), self.process_set)
             check_alike(rows_P, self.process_set.ranks or [])
@@ -109,6 +113,24 @@ class GradientExchange:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
         return self._plans[key][0]
+
+    def _expect_others(self, items: list[Item], variables: list[Any]) -> None:
+        """Wait for the other ranks before a plan that is not the first: a rank that alone has other gradients than
+        before would compare plans while the others exchange."""
+        if self.process_set.process_set_id != 0:
+            return
+        own = [*map(identity_of, variables)]
+        before = next((plan.items for plan, others in reversed(self._plans.values())
+                       if [*map(identity_of, others)] == own), [])
+        now, then = next(((a, b) for a, b in zip(items, before) if a.same() != b.same()), (None, None))
+        what = "another list of variables than before" if now is None else f"{now} where it had {then} before"
+        try:
+            basics.world().control.barrier("of changed gradients", LATE_S)
+        except WaitTimeout as error:
+            raise through_trace(UserError(
+                f"{error}: this rank has {what}, and the others have not",
+                "gradients of the same variables on every rank in every step",
+                "let all ranks take the same branches, or add 0 * the branch's output to the loss")) from None
 
     def _made(self, grads: list[Any], items: list[Item], variables: list[Any], wire: Any) -> Plan:
         adasum, size = self.op == Adasum, wire.size

@@ -391,8 +391,8 @@ def test_buffers_that_each_part_changes_are_named(cpus):
     before = {n: b.clone() for n, b in model.named_buffers()}
     step = create_step(spec(model, example=example), replace(BASE, model_parallel=2), SoloControl(), 10)
     assert all(torch.equal(b, before[n]) for n, b in model.named_buffers()), "measuring leaves no trace"
-    assert "1.running_mean, 1.running_var, 1.num_batches_tracked and 2 more buffers change with each part of a " \
-           "micro-batch" in step.caveats() and "BatchNorm" in " ".join(step._layout.caveats())
+    assert "buffers of 1 (InstanceNorm1d), 2.parametrizations.weight.0 (_SpectralNorm) change with each part of a " \
+           "micro-batch" in step.caveats() and "BatchNorm takes" in " ".join(step._layout.caveats())
     quiet = create_step(spec(made(), example=example), replace(BASE, model_parallel=2), SoloControl(), 10)
     assert quiet._layout.caveats() == []
 

@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import load_file
 
 from hvdtrain.cli import main as command
 from hvdtrain.cluster.control import SoloControl
@@ -117,12 +118,22 @@ def case_command_line(folder):
 
 
 def case_resume_without_a_split(folder):
-    """What was trained on two devices goes on on one."""
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told):
-        command(["train", "--model", "tf_models.mlp:build", "--max_steps", "10", "--eval_every", "0", "--out",
-                 f"{folder}/cli", "--resume", "auto", "--progress", "plain"])
-    assert "resumed at step 8" in told.getvalue() and "split" not in told.getvalue(), told.getvalue()
+    """What was trained on two devices goes on on one, and then on two again, as if it had never been split."""
+    common = ["train", "--model", "tf_models.mlp:build", "--eval_every", "0", "--checkpoint.at_end", "true",
+              "--progress", "plain"]
+
+    def told_of(*more):
+        told = io.StringIO()
+        with contextlib.redirect_stdout(told):
+            command([*common, *more])
+        return told.getvalue()
+
+    text = told_of("--max_steps", "10", "--out", f"{folder}/cli", "--resume", "auto")
+    assert "resumed at step 8" in text and "split" not in text, text
+    text = told_of("--max_steps", "12", "--out", f"{folder}/cli", "--resume", "auto", "--model_parallel", "2")
+    assert "resumed at step 10" in text and "model split over 2 devices" in text, text
+    told_of("--max_steps", "12", "--out", f"{folder}/whole")
+    close(*(load_file(f"{folder}/{name}/model/model.safetensors") for name in ("cli", "whole")))
 
 
 def case_models_equal_one_device(folder):
@@ -370,6 +381,84 @@ def case_what_cannot_be_split_is_said(folder):
     inside = step_of(spec_of(sequential(), task=lambda m, batch: (keras.ops.sum(m.layers[0](batch[0])), 1.0)), split(),
                      sample=sample)
     refused("the task uses model.layers", lambda: train(inside, data_of(steps=1)))
+
+
+class Between:
+    """Makes Keras models of two blocks that do something besides them; ``drawing``: a first block that draws."""
+
+    def __new__(cls, extra, drawing=None):
+        import keras
+
+        class Model(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.first = drawing() if drawing else keras.layers.Dense(16, activation="tanh")
+                self.second = keras.layers.Dense(5)
+                self(keras.Input((12,)))
+
+            def call(self, x, training=None):
+                return self.second(extra(self, self.first(x), training))
+
+        keras.utils.set_random_seed(7)
+        return Model()
+
+
+def case_what_only_training_shows_is_refused(folder):
+    """What a model's own call does only in training, or adds to the loss; a task that differentiates the model."""
+    import keras
+    import tensorflow as tf
+
+    def step(model, **parts):
+        return step_of(spec_of(model, blocks=lambda m: [("first", m.first), ("second", m.second)], **parts),
+                       split(optimizer=Named("sgd")), sample=sample)
+
+    for extra in (lambda m, x, training: keras.random.dropout(x, 0.5, seed=3) if training else x,
+                  lambda m, x, training: x * 2.0 if training else x,
+                  lambda m, x, training: tf.nn.dropout(x, 0.5) if training else x):
+        refused("something else than the model while it trains", lambda extra=extra: step(Between(extra)))
+
+    def add_loss(model, x, training):
+        model.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
+        return x
+
+    refused("the model's blocks add 0 to the loss where the model adds 0.0", lambda: step(Between(add_loss)))
+
+    class Draws(keras.layers.Dense):
+        def __init__(self):
+            super().__init__(16, activity_regularizer="l2")
+
+        def call(self, x, training=None):
+            return tf.nn.dropout(super().call(x), 0.5) if training else super().call(x)
+
+    def nothing(model, x, training):
+        return x
+
+    train(step(Between(nothing, Draws)), data_of(steps=1))  # its draws cannot be repeated: nothing can be said
+    made = step(Between(nothing, lambda: keras.Sequential([
+        keras.layers.Dense(16), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5, seed=1)])))
+    means = [v.numpy() for v in made.model.variables if "moving_mean" in v.path]
+    seeds = [v.numpy().tolist() for v in made.model.variables if "seed_generator" in v.path]
+    assert seeds == [[1, 0]] and not np.any(means), (seeds, means)
+
+    def penalty(of_input):
+        def task(model, batch):
+            x, y = batch
+            logits = None if of_input else model(x)
+            with tf.GradientTape() as tape:
+                tape.watch(x if of_input else logits)
+                logits = model(x) if of_input else logits
+                top = tf.reduce_sum(tf.square(logits))
+            slope = tape.gradient(top, x if of_input else logits)
+            loss = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
+            return tf.reduce_sum(loss) + 0.1 * tf.reduce_sum(tf.square(slope)), tf.cast(tf.shape(x)[0], tf.float32)
+        return task
+
+    refused("differentiates through a model that is split", lambda: train(
+        step(Between(nothing), task=penalty(True)), data_of(steps=1)))
+    whole = step_of(spec_of(Between(nothing), task=penalty(False)), dataclasses.replace(CONFIG, optimizer=Named("sgd")))
+    parts = step(Between(nothing), task=penalty(False))
+    close({"losses": train(parts, data_of())}, {"losses": train(whole, data_of())})
+    close(arrays(parts), arrays(whole))
 
 
 def case_variables_are_lent(folder):

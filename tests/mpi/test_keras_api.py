@@ -71,8 +71,19 @@ def compiled(model, optimizer, **more):
     return model
 
 
-def equal_to(model, other, control, within=1e-5):
-    close(model.get_weights(), other.get_weights(), within)
+_references = {}
+
+
+def reference(name, batch=12, epochs=2, seed=0):
+    """Weights of one process on whole batches, trained once."""
+    key = (name, batch, epochs, seed)
+    if key not in _references:
+        _references[key] = fit(compiled(mlp(seed), OPTIMIZERS[name]()), X, Y, batch, epochs).get_weights()
+    return _references[key]
+
+
+def equal_to(model, weights, control, within=1e-5):
+    close(model.get_weights(), weights, within)
     equal_on_ranks(model, control)
 
 
@@ -88,34 +99,32 @@ def close(ours, theirs, within):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fit_equals_one_process_on_the_whole_batch(hvd, control, name):
-    extra = {3: ["sgd", "adafactor"], 4: ["momentum", "adamw"]}
-    if hvd.size() != 2 and name not in extra.get(hvd.size(), []):
-        pytest.skip("runs with 2 ranks, to keep the file short")
-    make = OPTIMIZERS[name]
-    model = ranks_fit(hvd, compiled(mlp(), hvd.DistributedOptimizer(make(), check_every=3)))
-    equal_to(model, fit(compiled(mlp(), make()), X, Y, 12), control)
+    only(hvd, {"sgd": 3, "adafactor": 3, "momentum": 4, "adamw": 4}.get(name, 2))
+    model = ranks_fit(hvd, compiled(mlp(), hvd.DistributedOptimizer(OPTIMIZERS[name](), check_every=3)))
+    equal_to(model, reference(name), control)
 
 
 @pytest.mark.parametrize("passes, eagerly, name", [(2, False, "adam"), (4, False, "momentum"), (2, True, "sgd")])
 def test_passes_are_accumulated_into_one_update(hvd, control, passes, eagerly, name):
     only(hvd, 2)
-    make, size = OPTIMIZERS[name], hvd.size()
-    optimizer = hvd.DistributedOptimizer(make(), backward_passes_per_step=passes, average_aggregated_gradients=True)
+    size = hvd.size()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), backward_passes_per_step=2)
+    model = compiled(mlp(), optimizer)
     model = compiled(mlp(), optimizer, run_eagerly=eagerly)
     fit(model, mine(hvd, X, 24), mine(hvd, Y, 24), 24 // passes // size)
     assert int(optimizer.iterations) == 4
-    equal_to(model, fit(compiled(mlp(), make()), X, Y, 24), control)
+    equal_to(model, reference(name, 24), control)
 
 
 def test_passes_are_summed_unless_averaging_is_asked_for(hvd, control):
     only(hvd, 4)
     model = compiled(mlp(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), backward_passes_per_step=2))
     fit(model, mine(hvd, X, 24), mine(hvd, Y, 24), 12 // hvd.size())
-    equal_to(model, fit(compiled(mlp(), keras.optimizers.SGD(0.1)), X, Y, 24), control)
+    equal_to(model, reference("sgd", 24), control)
 
 
 def test_local_layers_keep_their_gradients(hvd, control):
-    only(hvd, 2, 3)
+    only(hvd, 3)
     model, size = mlp(), hvd.size()
     first, last = model.layers
     own = {g: [v.numpy() for v in layer.trainable_weights] for g, layer in (("first", first), ("last", last))}
@@ -148,7 +157,7 @@ def test_a_global_clip_beside_local_layers_is_refused(hvd):
 
 @pytest.mark.parametrize("how", ["gathered", "dense", "two passes"])
 def test_sparse_gradients_of_embeddings(hvd, control, how):
-    only(hvd, 2) if how != "gathered" else only(hvd, 2, 3)
+    only(hvd, 3 if how == "gathered" else 2)
 
     def model():
         keras.utils.set_random_seed(0)
@@ -161,12 +170,12 @@ def test_sparse_gradients_of_embeddings(hvd, control, how):
                                                       average_aggregated_gradients=True))
     batch = 12 * passes
     fit(ours, mine(hvd, WORDS, batch), mine(hvd, Y, batch), 12 // hvd.size())
-    equal_to(ours, fit(compiled(model(), make()), WORDS, Y, batch), control)
+    equal_to(ours, fit(compiled(model(), make()), WORDS, Y, batch).get_weights(), control)
 
 
 @pytest.mark.parametrize("form", ["outside", "inside", "by compile", "local"])
 def test_a_loss_scale_skips_alike_where_one_rank_has_nan(hvd, control, form):
-    only(hvd, 2) if form != "inside" else only(hvd, 2, 4)
+    only(hvd, 4 if form == "inside" else 2)
     scaled, sgd = keras.optimizers.LossScaleOptimizer, keras.optimizers.SGD(0.1)
     model, more = mlp(), {"scale": 1024.0}
     if form == "outside":
@@ -194,7 +203,8 @@ def test_a_loss_scale_skips_alike_where_one_rank_has_nan(hvd, control, form):
     assert all(np.isfinite(w).all() for w in model.get_weights())
     if form != "local":
         keep = np.r_[0:12, 24:48]
-        equal_to(model, fit(compiled(mlp(), keras.optimizers.SGD(0.1)), X[keep], Y[keep], 12, epochs=1), control)
+        single = fit(compiled(mlp(), keras.optimizers.SGD(0.1)), X[keep], Y[keep], 12, epochs=1)
+        equal_to(model, single.get_weights(), control)
 
 
 def test_nan_of_one_rank_reaches_all(hvd):
@@ -218,7 +228,7 @@ class OwnStep(keras.Sequential):
 
 @pytest.mark.parametrize("way", ["steps_per_execution", "run_eagerly", "train_step", "tf.function", "eager loop"])
 def test_every_way_to_train(hvd, control, way):
-    only(hvd, 2) if way not in ("tf.function", "steps_per_execution") else only(hvd, 2, 3)
+    only(hvd, 3 if way == "steps_per_execution" else 2)
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), check_every=3)
     model = mlp()
     if way == "train_step":
@@ -238,11 +248,9 @@ def test_every_way_to_train(hvd, control, way):
         more = {"steps_per_execution": 3} if way == "steps_per_execution" else {"run_eagerly": way == "run_eagerly"}
         ranks_fit(hvd, compiled(model, optimizer, **more))
     if way in ("tf.function", "eager loop"):  # the loss there is a sum over samples' means
-        single, reference = mlp(), keras.optimizers.Adam(0.01)
-        single.compile(reference, "mse")
-        equal_to(model, fit(single, X, Y, 12), control, 1e-4)
+        equal_to(model, reference("adam"), control, 1e-4)
     else:
-        equal_to(model, fit(compiled(mlp(), keras.optimizers.Adam(0.01)), X, Y, 12), control)
+        equal_to(model, reference("adam"), control)
 
 
 def test_xla_is_refused_with_a_word(hvd, monkeypatch):
@@ -280,7 +288,7 @@ class Spoil(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("eagerly", [False, True], ids=["graph", "eager"])
 def test_the_guard_stops_every_rank(hvd, control, eagerly):
-    only(hvd, 2, 4) if not eagerly else only(hvd, 3)
+    only(hvd, 3 if eagerly else 4)
     last = hvd.rank() == hvd.size() - 1
     model = compiled(mlp(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), check_every=5), run_eagerly=eagerly)
     with pytest.raises(Diverged) as caught:
@@ -306,14 +314,14 @@ def test_the_guard_stops_a_loop_of_ones_own(hvd):
 
 
 def test_the_guard_names_a_missing_broadcast_and_the_callback_cures_it(hvd, control):
+    only(hvd, 2)
     seed = 1 + hvd.rank()
     model = compiled(mlp(seed), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     with pytest.raises(Diverged, match=r"after update 2 .*BroadcastGlobalVariablesCallback\(0\)"):
         ranks_fit(hvd, model)
-    only(hvd, 2)
     model = compiled(mlp(seed), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     ranks_fit(hvd, model, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
-    equal_to(model, fit(compiled(mlp(1), keras.optimizers.SGD(0.1)), X, Y, 12), control)
+    equal_to(model, reference("sgd", seed=1), control)
 
 
 def test_the_guard_as_a_callback_names_a_plain_optimizer(hvd):
@@ -327,7 +335,7 @@ def test_the_guard_as_a_callback_names_a_plain_optimizer(hvd):
 
 
 def test_the_broadcast_covers_statistics_and_slots_but_no_generators(hvd, control):
-    only(hvd, 2, 4)
+    only(hvd, 3)
     root = hvd.size() - 1
     model = mlp(hvd.rank(), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5, seed=hvd.rank()))
     norm, dropout = model.layers[1:3]
@@ -378,7 +386,7 @@ def test_an_unbuilt_model_is_broadcast_after_the_first_batch(hvd, control):
 
 
 def test_warm_up_raises_the_rate_to_that_of_all_ranks(hvd):
-    only(hvd, 2, 4)
+    only(hvd, 4)
     rates = []
     model = compiled(mlp(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.4, momentum=0.9)))
     note = keras.callbacks.LambdaCallback(
@@ -405,11 +413,11 @@ def test_a_model_goes_on_from_a_file_and_rank_0_alone_writes_it(hvd, control, tm
     again = hvd.load_model(path, compression=hvd.Compression.none, check_every=2)
     assert type(again.optimizer) is not keras.optimizers.Adam and isinstance(again.optimizer, keras.optimizers.Adam)
     ranks_fit(hvd, again)
-    equal_to(again, fit(compiled(mlp(), keras.optimizers.Adam(0.01)), X, Y, 12, epochs=4), control)
+    equal_to(again, reference("adam", epochs=4), control)
 
 
 def test_keras_flavoured_collectives(hvd):
-    only(hvd, 2, 3)
+    only(hvd, 3)
     size, rank = hvd.size(), hvd.rank()
     assert float(hvd.allreduce(float(rank), name="a")) == (size - 1) / 2
     assert float(hvd.allreduce(float(rank), op=hvd.Sum)) == size * (size - 1) / 2

@@ -150,3 +150,17 @@ def test_what_does_not_go_over_is_told():
     assert "dropout" in told and "compressor state" in told and "loss mse" in told
     assert resume.remarks(Config(), False, False, "") == []
     assert "compiled with loss mse" in resume.remarks(Config(), False, False, "loss mse")[0]
+
+
+def test_keras_settings_without_a_counterpart_are_refused():
+    with pytest.raises(UserError, match="gradient_accumulation_steps"):
+        rule.from_keras("SGD", {**KERAS_SGD, "gradient_accumulation_steps": 4}, 0.1, 0.1, 0.1, 3)
+
+    class Kept:
+        weight_decay = 0.1
+        _exclude_from_weight_decay = {"kernel"}
+
+    with pytest.raises(UserError, match="exclude_from_weight_decay"):
+        rule.require_whole_decay(Kept())
+    Kept.weight_decay = None
+    rule.require_whole_decay(Kept())

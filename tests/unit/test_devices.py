@@ -104,7 +104,7 @@ def test_sharing_is_said():
 def test_usable_stops_at_the_first_invalid_entry():
     assert usable({V: "0, 2,-1,3"}, 4) == ["0", "2"]
     assert usable({V: "0,1,4,3"}, 4) == ["0", "1"] and usable({V: "9"}, 4) == []
-    assert usable({V: "GPU-4,1"}, 4) == ["GPU-4", "1"]
+    assert usable({V: "GPU-4,1"}, 4) == ["GPU-4", "1"] and usable({V: "NoDevFiles"}, 4) == []
 
 
 def test_count_gpus(tmp_path):

@@ -183,8 +183,15 @@ def test_a_metric_of_unknown_state_is_weighed_and_named_once():
 
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", metrics=[Odd()], run_eagerly=True)
+
+    def other(mine):
+        if isinstance(mine, dict):
+            return mine
+        when, numbers = mine
+        return when, {k: np.array([0.0, v[1]]) for k, v in numbers.items()}
+
     average = MetricAverageCallback()
-    average._gather = lambda mine: [mine, {k: np.array([0.0, v[1]]) for k, v in mine.items()}]
+    average._gather = lambda mine: [mine, other(mine)]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         history = model.fit(X["a"], Y["size"], epochs=2, verbose=0, callbacks=[average]).history
@@ -198,3 +205,123 @@ def test_a_loss_that_shard_cannot_scale_is_refused():
     with pytest.raises(UserError, match="mean over samples"):
         model.fit(shard(X["a"], Y["size"], global_batch=8, rank=0, size=1), verbose=0,
                   callbacks=[MetricAverageCallback()])
+
+
+# --- what shard cannot put right -----------------------------------------------------------------------------------
+
+def over_shard(model, y, *, y_weight=None, x=X["a"], shares=(1, 1), batch=7, loss="mse", fits=True):
+    """A fit of rank 0 of two whose optimizer is distributed, for what is refused before the first exchange."""
+    import hvdtrain.keras as hvd
+
+    hvd.init()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss)
+    data = shard(x, y, y_weight, global_batch=batch, shares=shares, rank=0, size=len(shares))
+    return model.fit(data, verbose=0, epochs=int(fits))
+
+
+def dense(**more):
+    return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, **more)])
+
+
+@pytest.mark.parametrize("loss, words", [
+    (keras.losses.MeanSquaredError(reduction="sum"), "reduction 'sum'"),
+    (keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"), "reduction 'mean_with_sample_weight'"),
+    (keras.losses.SparseCategoricalCrossentropy(ignore_class=0), "ignore_class=0"),
+])
+def test_losses_that_are_no_mean_are_refused_without_any_callback(loss, words):
+    with pytest.raises(UserError, match=words):
+        over_shard(dense(), Y["size"], loss=loss)
+
+
+@pytest.mark.parametrize("weight", [None, np.ones((N, 2), np.float32)], ids=["plain", "per token"])
+def test_masks_are_refused_before_keras_fails(weight):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Embedding(9, 3, mask_zero=True), keras.layers.Dense(1)])
+    with pytest.raises(UserError, match="mask that reaches the loss"):
+        over_shard(model, Y["kind"].repeat(2, 1), x=Y["kind"].repeat(2, 1), y_weight=weight)
+
+
+def test_masks_that_end_before_the_loss_are_none():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Embedding(9, 3, mask_zero=True), keras.layers.LSTM(2),
+                              keras.layers.Dense(1)])
+    assert over_shard(model, Y["size"], x=Y["kind"].repeat(2, 1)).history["loss"]
+
+
+def test_losses_that_layers_add_want_parts_of_one_length():
+    with pytest.raises(UserError, match="activity_regularizer"):
+        over_shard(dense(activity_regularizer="l2"), Y["size"])  # 7 samples over two ranks
+    with pytest.raises(UserError, match="leave shares out"):
+        over_shard(dense(activity_regularizer="l2"), Y["size"], shares=(3, 1), batch=4)
+    one = over_shard(dense(activity_regularizer="l2"), Y["size"], shares=(1,))
+    assert one.history["loss"] and over_shard(dense(kernel_regularizer="l2"), Y["size"]).history["loss"]
+
+
+def test_a_look_is_taken_also_where_the_step_is_traced_already():
+    model = dense(activity_regularizer="l2")
+    over_shard(model, Y["size"], fits=False)
+    model.fit(X["a"], Y["size"], sample_weight=WEIGHTS, batch_size=4, verbose=0)
+    with pytest.raises(UserError, match="activity_regularizer"):
+        model.fit(shard(X["a"], Y["size"], global_batch=7, rank=0, size=2), verbose=0)
+
+
+def test_weights_of_outputs_that_are_left_out_are_ones():
+    given = {"kind": WEIGHTS}
+    one = shard(X, Y, given, global_batch=N, shuffle=False, rank=0, size=1)
+    np.testing.assert_array_equal(one[0][2]["kind"], WEIGHTS)
+    np.testing.assert_array_equal(one[0][2]["size"], np.ones(N))
+    assert set(given) == {"kind"}
+    with pytest.raises(UserError, match="sample weights for 'kinds'"):
+        shard(X, Y, {"kinds": WEIGHTS}, global_batch=N, rank=0, size=1)
+    with pytest.raises(UserError, match="another structure than y"):
+        shard(X, Y, [WEIGHTS, WEIGHTS], global_batch=N, rank=0, size=1)
+
+
+# --- what differs between ranks ------------------------------------------------------------------------------------
+
+def with_another(change, epochs=1, extra=(), **fit):
+    """A fit of rank 0 whose MetricAverageCallback hears of a rank 1 what ``change`` makes of rank 0's."""
+    import hvdtrain.keras as hvd
+
+    hvd.init()
+    model = dense()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse")
+    average = MetricAverageCallback()
+    average._gather = lambda mine: [mine, change(mine)]
+    return model.fit(X["a"], Y["size"], batch_size=7, epochs=epochs, verbose=0, callbacks=[*extra, average],
+                     **fit).history
+
+
+@pytest.mark.parametrize("key, words", [("steps", "rank 1 has 2 batches, rank 0 has 3"),
+                                        ("epochs", "rank 1 has 2 epochs, rank 0 has 1")])
+def test_unlike_numbers_of_batches_are_told_before_they_hang(key, words):
+    with pytest.raises(UserError, match=words):
+        with_another(lambda mine: {**mine, key: 2} if key in mine else mine)
+    assert with_another(lambda mine: {**mine, key: None} if key in mine else mine)["loss"]
+
+
+def test_a_validation_on_one_rank_only_is_told():
+    def trains_on(mine):
+        return ("no validation after the epoch", mine[1]) if isinstance(mine, tuple) else mine
+
+    with pytest.raises(UserError, match="rank 0 is at a validation after the epoch and rank 1 at no validation"):
+        with_another(trains_on, validation_data=(X["a"], Y["size"]))
+    assert with_another(trains_on)["loss"]
+
+
+class Adds(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        logs.update(note=3.0, shared=2.0, words="none")
+
+
+def test_a_number_in_the_logs_of_one_rank_stays_and_is_named():
+    def lacks(mine):
+        return (mine[0], {k: v * [2, 1] for k, v in mine[1].items() if k != "note"}) if isinstance(mine, tuple) else mine
+
+    with pytest.warns(UserWarning, match="note is in the logs of rank 0 alone"):
+        logs = with_another(lacks, extra=[Adds()])
+    assert logs["note"] == [3.0] and logs["shared"] == [3.0] and logs["words"] == ["none"]
+
+    def has(mine):
+        return (mine[0], {**mine[1], "theirs": np.ones(2)}) if mine[0] == "the end of the epoch" else mine
+
+    with pytest.warns(UserWarning, match="theirs is in the logs of rank 1 alone"):
+        assert set(with_another(has)) == {"loss"}

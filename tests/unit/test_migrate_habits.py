@@ -71,6 +71,20 @@ def told(text: str) -> list[tuple[int, str]]:
     (TF, "tf.nn.compute_average_loss(l, global_batch_size=8)\ns.run(f)",
      "tf.nn.compute_average_loss(l, global_batch_size=8)", "divides by the global batch"),
     (TF, "tf.reduce_mean(l)\ns.run(f)", "tf.reduce_sum(l)\ns.run(f)", "this replica's own batch"),
+    (TORCH, "if not hvd.rank():\n    hvd.allreduce(x)", "if not hvd.rank():\n    f(x)", "allreduce inside"),
+    (TORCH, "root = hvd.rank() == 0\nroot and hvd.barrier()", "root = hvd.rank() == 0\nok and hvd.barrier()",
+     "barrier behind 'root'"),
+    (TORCH, "v = hvd.allgather(x) if hvd.rank() == 0 else 0", "v = hvd.allgather(x) if x else 0", "allgather inside"),
+    (TORCH, "def f():\n    if hvd.rank() != 0:\n        return\n    hvd.barrier()",
+     "def f():\n    if hvd.rank() != 0:\n        print(1)\n    hvd.barrier()", "barrier below"),
+    (TORCH, "for i in n:\n    if hvd.rank(): continue\n    hvd.barrier()",
+     "for i in n:\n    if i: continue\n    hvd.barrier()", "barrier below"),
+    (TORCH, "while hvd.rank() == 0:\n    hvd.join()", "while x:\n    hvd.join()", "join inside"),
+    (TORCH, "lr *= hvd.size()", "count *= hvd.size()", "grown by"),
+    (TORCH, "rate = hvd.size() * 0.1", "count = hvd.size() * 2", "learning rate is"),
+    (TORCH, "k = int(n / hvd.size())", "k = n / hvd.size()", "cut down"),
+    (KERAS, "g = gpus[hvd.local_rank()]\nv = 1 if hvd.rank() == 0 else 0\nm.fit(d, verbose=v)",
+     "d = d.shard(hvd.size(), hvd.rank())\nm.fit(d)", "nothing gives each rank"),
     (TF, "m.compile('sgd', jit_compile=True)", "m.compile('sgd', jit_compile=False)", "asks for XLA"),
 ])
 def test_a_habit(head, unsafe, safe, named):
@@ -83,7 +97,10 @@ def test_a_habit(head, unsafe, safe, named):
     ("m.fit_generator(g)", "fit_generator"), ("keras.optimizers.SGD(0.1, decay=1e-6)", "decay="),
     ("keras.callbacks.ModelCheckpoint('c-{epoch}.h5')", "c-{epoch}.h5"),
     ("keras.callbacks.ModelCheckpoint('c.h5', save_weights_only=True)", "c.h5"),
-    ("keras.backend.set_session(s)", "TensorFlow 1")])
+    ("keras.backend.set_session(s)", "TensorFlow 1"), ("hvd.broadcast_variables(opt.variables(), 0)", "a list in Keras 3"),
+    ("keras.optimizers.legacy.SGD(0.1)", "legacy"), ("m.fit(x, workers=2, max_queue_size=3)", "workers, max_queue_size"),
+    ("model.save('folder')", "'folder'"), ("keras.models.save_model(m, 'folder')", "'folder'"),
+    ("keras.backend.get_value(v)", "get_value")])
 def test_words_that_keras_3_refuses(line, named):
     findings = migrate(of_text(KERAS + line + "\n"), Wish()).findings
     assert [f.line for f in findings if f.kind == "by hand" and named in f.what] == [3]

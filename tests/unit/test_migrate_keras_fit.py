@@ -161,7 +161,7 @@ if trainer.run.control.rank == 0:
 @pytest.mark.parametrize("fit, named", [
     ("h = model.fit(x, y)\nplot(h)", "fit returns"), ("model.fit(x, y)\nmodel.fit(x, y)", "called 2 times"),
     ("model.fit(x, y, initial_epoch=2)", "initial_epoch"), ("model.fit(load())", "batch size"),
-    ("Trainer = 1\nmodel.fit(x, y)", "name Trainer"), ("model.save('m')\nmodel.fit(x, y)", "right behind fit"),
+    ("Trainer = 1\nmodel.fit(x, y)", "name Trainer"), ("model.save('m.keras')\nmodel.fit(x, y)", "right behind fit"),
 ])
 def test_what_the_trainer_cannot_take_is_left_alone(fit, named):
     text = PLAIN.format(fit)

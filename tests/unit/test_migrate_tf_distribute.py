@@ -129,7 +129,7 @@ def test_another_dataset_leaves_the_script_alone(pipeline, more):
     ("t = tf.distribute.TPUStrategy(r)", "TPUStrategy"),
     ("w = json.loads(os.environ['TF_CONFIG'])['task']", "TF_CONFIG"), ("model.fit(x, y, steps_per_epoch=9)",
                                                                        "steps_per"),
-    ("model.fit(x, y, **more)", "**kwargs"), ("a = 1; model.save('m')", "shares its line"),
+    ("model.fit(x, y, **more)", "**kwargs"), ("a = 1; model.save('m.keras')", "shares its line"),
     ("b = keras.callbacks.BackupAndRestore('d')", "BackupAndRestore"), ("hvd = 3", "name hvd"),
 ])
 def test_what_has_no_counterpart_leaves_the_script_alone(line, named):

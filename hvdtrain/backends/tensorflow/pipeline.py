@@ -238,10 +238,10 @@ def _seam(x: tf.Tensor) -> tf.Tensor:
     @tf.custom_gradient
     def seam(t: tf.Tensor) -> Any:
         def refuse(*_: Any) -> Any:
-            raise UserError("the task differentiates through a model that is split over devices (a gradient of the "
-                            "model's output with respect to its input or variables)",
-                            "a task that computes a loss from model(x)",
-                            "compute that gradient inside a block, or set model_parallel: 1")
+            raise UserError("a GradientTape of the task's own differentiates through a model that is split over "
+                            "devices", "a task that computes a loss from model(x)",
+                            "open that tape after model(x) if it is for the outputs, compute the gradient inside a "
+                            "block, or set model_parallel: 1")
 
         return tf.identity(t), refuse
 

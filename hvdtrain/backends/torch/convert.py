@@ -5,6 +5,7 @@ Owns the reading and writing of torch's own objects. What they become in Keras i
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,10 @@ def read_file(model: nn.Module, path: Path) -> None:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001  (pickle, zip and torch each have their own)
-        raise UserError(f"{path} cannot be read as a state_dict: {_line(error)}",
+        # torch's text advises to run what is pickled there.
+        why = "it has Python objects other than tensors, which are not loaded: they may run code" if isinstance(
+            error, pickle.UnpicklingError) or "weights_only" in str(error) else _line(error)
+        raise UserError(f"{path} cannot be read as a state_dict: {why}",
                         "what torch.save(model.state_dict(), path) writes", "save it so") from None
     if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
         got = f"a dict with {sorted(map(str, found))[:4]}" if isinstance(found, dict) else f"a {type(found).__name__}"

@@ -173,8 +173,8 @@ class Layout:
         norms = _normalised(self._spec.model)
         found = ["BatchNorm takes its statistics over each part of a micro-batch"] if norms else []
         if self._changing:
-            more = f" and {len(self._changing) - 3} more buffers" if len(self._changing) > 3 else ""
-            found.append(f"{', '.join(self._changing[:3])}{more} change with each part of a micro-batch")
+            more = ", ..." if len(self._changing) > 3 else ""
+            found.append(f"buffers of {', '.join(self._changing[:3])}{more} change with each part of a micro-batch")
         draws = any(audit._drops(m) for m in self._spec.model.modules())
         return found + (["dropout draws differ with the parts of a micro-batch"] if draws else [])
 
@@ -183,10 +183,12 @@ def _normalised(module: torch.nn.Module) -> bool:
     return any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in module.modules())
 
 
-def _beside_batchnorm(module: torch.nn.Module, buffers: Sequence[str]) -> list[str]:
-    """Those of the names of ``buffers`` that are not BatchNorm's."""
-    norms = {name for name, m in module.named_modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)}
-    return [name for name in buffers if name.rpartition(".")[0] not in norms]
+def _beside_batchnorm(model: torch.nn.Module, buffers: Sequence[str]) -> list[str]:
+    """The modules other than BatchNorm that have one of these buffers, each by name and class."""
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in buffers)
+    modules = {name: model.get_submodule(name) for name in owners}
+    return [f"{name or 'the model'} ({type(module).__name__})" for name, module in modules.items()
+            if not isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
 
 
 def _least(named: blocks.Named) -> int:

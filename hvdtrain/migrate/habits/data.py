@@ -26,6 +26,15 @@ def truncated_shards(scan: Scan, context: Any) -> Iterator[Finding]:
                       "up to size - 1 samples, or batches, of every epoch are never seen",
                       "take x[rank::size] and every step of it, or hvd.shard(x, y, global_batch=...), or hand "
                       "the whole data to Trainer")
+    for call in scan.all(cst.Call):  # int(n / size)
+        inner = call.args[0].value if call.args and (name_of(call.func) or "").rpartition(".")[2] in (
+            "int", "floor") else None
+        if isinstance(inner, cst.BinaryOperation) and isinstance(inner.operator, cst.Divide) and _by_size(
+                scan, inner.right) and (not NO_SAMPLES.search(scan.code(inner.left)) or _is_steps(scan, call)):
+            yield Finding(scan.line(call), "unsafe", f"{scan.short(call)} is cut down to a whole number",
+                          "up to size - 1 samples, or batches, of every epoch are never seen",
+                          "take x[rank::size] and every step of it, or hvd.shard(x, y, global_batch=...), or hand "
+                          "the whole data to Trainer")
 
 
 def _by_size(scan: Scan, node: cst.BaseExpression) -> bool:
@@ -108,6 +117,8 @@ def _sharded(scan: Scan) -> bool:
 def _selects(scan: Scan, node: cst.CSTNode) -> bool:
     """Whether ``node`` takes part in choosing samples: an index or a bound, not a device."""
     for up in scan.above(node):
+        if isinstance(up, cst.Comparison):
+            return False
         if isinstance(up, cst.Subscript):
             return "device" not in scan.code(up.value).lower() and "gpu" not in scan.code(up.value).lower() and (
                 scan.code(up.value) != "os.environ")

@@ -81,12 +81,50 @@ def mentions_rank(scan: Scan, test: cst.BaseExpression) -> bool:
         sides = [test.left, *(c.comparator for c in test.comparisons)]
         return any(is_rank(scan, side) for side in sides)
     if isinstance(test, cst.Call):
-        return (name_of(test.func) or "").rpartition(".")[2] in ROOT_FLAGS
+        return (name_of(test.func) or "").rpartition(".")[2] in ROOT_FLAGS or is_rank(scan, test)
     value = scan.value(test)
     if value is not test and isinstance(value, (cst.Comparison, cst.BooleanOperation, cst.UnaryOperation)):
         return mentions_rank(scan, value)
     last = (name_of(test) or "").rpartition(".")[2]
     return last in ROOT_FLAGS or is_rank(scan, test)
+
+
+def some_ranks(scan: Scan, node: cst.CSTNode) -> str:
+    """What lets only some ranks reach ``node``, as text: an ``if``, ``while`` or conditional expression around it,
+    ``root and node``, or an early return, ``continue`` or exit of the others above it; "" if there is nothing."""
+    inner: cst.CSTNode = node
+    for up in scan.above(node):
+        if isinstance(up, (cst.FunctionDef, cst.Lambda)):
+            return _left_early(scan, inner, up)
+        if isinstance(up, (cst.If, cst.While, cst.IfExp)) and inner is not up.test and mentions_rank(scan, up.test):
+            word = "while" if isinstance(up, cst.While) else "if"
+            return f"inside '{word} {scan.short(up.test)}'"
+        if isinstance(up, cst.BooleanOperation) and inner is up.right and mentions_rank(scan, up.left):
+            return f"behind '{scan.short(up.left)}'"
+        early = _left_early(scan, inner, up)
+        if early:
+            return early
+        inner = up
+    return ""
+
+
+def _left_early(scan: Scan, node: cst.CSTNode, block: cst.CSTNode) -> str:
+    """As `some_ranks`, for a branch above ``node`` in a block that some ranks do not come out of below."""
+    body = block.body if isinstance(block, (cst.IndentedBlock, cst.Module)) else ()
+    if node not in body:
+        return ""
+    for line in body[:list(body).index(node)]:
+        if isinstance(line, cst.If) and mentions_rank(scan, line.test) and line.orelse is None and isinstance(
+                line.body, cst.IndentedBlock) and isinstance(line.body.body[-1], cst.SimpleStatementLine):
+            last = line.body.body[-1].body[-1]
+            ends = isinstance(last, cst.Expr) and isinstance(last.value, cst.Call) and scan.dotted(
+                last.value.func) in ("sys.exit", "os._exit")
+            if isinstance(last, (cst.Return, cst.Continue, cst.Break)) or ends:
+                return f"below 'if {scan.short(line.test)}: {scan.short(last)}'"
+        if isinstance(line, cst.If) and isinstance(line.body, cst.SimpleStatementSuite) and mentions_rank(
+                scan, line.test) and isinstance(line.body.body[-1], (cst.Return, cst.Continue, cst.Break)):
+            return f"below '{scan.short(line)}'"
+    return ""
 
 
 def under_root(scan: Scan, node: cst.CSTNode) -> cst.If | None:

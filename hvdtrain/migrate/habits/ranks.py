@@ -13,6 +13,7 @@ from hvdtrain.migrate.scan import Scan, name_of
 
 SEEDS = ("manual_seed", "manual_seed_all", "set_seed", "set_random_seed", "seed_everything", "seed")
 SAVES = ("save", "save_weights", "save_model", "save_pretrained", "export")
+PRINTS = ("print", "savefig", "savez", "savetxt", "to_csv", "dump", "writelines", "write_text", "write", "makedirs")
 FILE_CALLBACKS = ("ModelCheckpoint", "TensorBoard", "CSVLogger", "BackupAndRestore")
 
 
@@ -20,14 +21,14 @@ def rank_only_collectives(scan: Scan, context: Any) -> Iterator[Finding]:
     """Something that all ranks must enter, where only some come by."""
     inside = _functions_with_collectives(scan)
     for call in scan.all(cst.Call):
-        branch = names.under_root(scan, call)
-        if branch is None:
+        where = names.some_ranks(scan, call)
+        if not where:
             continue
         name = names.collective(scan, call) or _collective_method(scan, call)
         if not name and isinstance(call.func, cst.Name) and call.func.value in inside:
             name = f"{call.func.value} (which calls {inside[call.func.value]})"
         if name:
-            yield Finding(scan.line(call), "unsafe", f"{name} inside 'if {scan.short(branch.test)}'",
+            yield Finding(scan.line(call), "unsafe", f"{name} {where}",
                           "every rank has to enter it; the ranks that do not come make the others wait for ever",
                           "move it out of the branch; keep only printing and writing files inside")
 
@@ -42,7 +43,7 @@ def _functions_with_collectives(scan: Scan) -> dict[str, str]:
                 name = names.collective(scan, call) or _collective_method(scan, call)
                 if not name and isinstance(call.func, cst.Name):
                     name = found.get(call.func.value, "")
-                if name and names.under_root(scan, call) is None:
+                if name and not names.some_ranks(scan, call):
                     found.setdefault(function.name.value, name)
     return found
 
@@ -142,4 +143,18 @@ def elastic(scan: Scan, context: Any) -> Iterator[Finding]:
                           "resume: auto")
 
 
-HABITS = (rank_only_collectives, no_broadcast, seeds_of_ranks, files_of_every_rank, elastic)
+def prints_of_every_rank(scan: Scan, context: Any) -> Iterator[Finding]:
+    """What one process printed and wrote, and every rank will once the script is moved."""
+    if not context.edited or context.kind not in ("keras_fit", "tf_distribute", "data_parallel"):
+        return
+    for call in scan.all(cst.Call):
+        last = (name_of(call.func) or "").rpartition(".")[2]
+        opens = last == "open" and any(w in scan.code(a.value) for a in call.args[1:2] for w in "wax")
+        if (opens or last in PRINTS) and not names.some_ranks(scan, call):
+            yield Finding(scan.line(call), "note", f"every rank runs {scan.short(call, 40)}, and all else that prints "
+                          "or writes outside of training", "one process ran it; now each rank runs the whole script",
+                          "put such lines under 'if rank == 0:', with no collective in the branch")
+            return
+
+
+HABITS = (rank_only_collectives, no_broadcast, seeds_of_ranks, files_of_every_rank, elastic, prints_of_every_rank)

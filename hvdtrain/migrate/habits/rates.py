@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +12,7 @@ from hvdtrain.migrate.finding import Finding
 from hvdtrain.migrate.habits import names
 from hvdtrain.migrate.scan import Scan, name_of
 
-WORDS = ("lr", "learning_rate", "base_lr", "scaled_lr", "init_lr", "initial_lr", "initial_learning_rate", "max_lr",
-         "lr_scaler", "lr_scale")
+WORDS = re.compile(r"(^|_)(lr|learning_rate|rate)(_?\d+|_scaler?)?$|^lr_", re.IGNORECASE)
 
 
 def rate_times_size(scan: Scan, context: Any) -> Iterator[Finding]:
@@ -23,6 +23,11 @@ def rate_times_size(scan: Scan, context: Any) -> Iterator[Finding]:
             continue
         if _is_rate(scan, node):
             yield Finding(scan.line(node), "unsafe", f"the learning rate is {scan.short(node)}", *_advice(context))
+    for grown in scan.all(cst.AugAssign):
+        if isinstance(grown.operator, cst.MultiplyAssign) and _word(grown.target) and any(
+                names.is_size(scan, n) for n in scan.inner(grown.value) if isinstance(n, cst.BaseExpression)):
+            yield Finding(scan.line(grown), "unsafe", f"the learning rate is grown by {scan.short(grown)}",
+                          *_advice(context))
 
 
 def _advice(context: Any) -> tuple[str, str]:
@@ -45,18 +50,23 @@ def _is_rate(scan: Scan, node: cst.BinaryOperation) -> bool:
             call = scan.parent[up]
             optimizer = isinstance(call, cst.Call) and ("optim" in scan.dotted(call.func).lower())
             first = isinstance(call, cst.Call) and call.args and call.args[0] is up
-            return up.keyword.value in WORDS if up.keyword is not None else bool(
+            return bool(WORDS.search(up.keyword.value)) if up.keyword is not None else bool(
                 optimizer and first) or _factor(node)
         if isinstance(up, (cst.Assign, cst.AnnAssign)):
             targets = [t.target for t in up.targets] if isinstance(up, cst.Assign) else [up.target]
-            return any((name_of(t) or "").rpartition(".")[2].lower() in WORDS for t in targets) or _factor(node)
+            return any(_word(t) for t in targets) or _factor(node)
         if isinstance(up, cst.BaseStatement):
             break
     return _factor(node)
 
 
 def _factor(node: cst.BinaryOperation) -> bool:
-    return any((name_of(side) or "").rpartition(".")[2].lower() in WORDS for side in (node.left, node.right))
+    return _word(node.left) or _word(node.right)
+
+
+def _word(node: cst.CSTNode) -> bool:
+    """Whether a name is one of rates."""
+    return bool(WORDS.search((name_of(node) or "").rpartition(".")[2]))
 
 
 HABITS = (rate_times_size,)

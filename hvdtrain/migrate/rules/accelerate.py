@@ -7,7 +7,7 @@ from typing import Any
 import libcst as cst
 
 from hvdtrain.migrate.finding import Refused
-from hvdtrain.migrate.rules import Plan, torch_edit, torch_snippet
+from hvdtrain.migrate.rules import Plan, torch_edit, torch_loop, torch_snippet
 from hvdtrain.migrate.scan import Scan, argument, is_true, name_of, text_of
 
 TITLE = "a script of Accelerate"
@@ -70,7 +70,26 @@ def _kind(scan: Scan) -> torch_edit.Kind:
                               "it changes what a step is made of",
                               "set accumulate (and global_batch to that of all its passes), or another key of "
                               "Config, in the code below")
-    return torch_edit.Kind(("accelerate",), goes, (), not split, keys, root, ("unwrap_model",))
+    return torch_edit.Kind(("accelerate",), goes, (), not split, keys, root, ("unwrap_model",), _name)
+
+
+def _only_the_loops(scan: Scan, name: str) -> None:
+    """`Refused` where something is prepared that is read apart from the training loop, such as a loader of tests:
+    prepared, it puts batches on the device and cuts them over the ranks."""
+    loops = [outer for outer, _ in torch_loop.candidates(scan)]
+    for call in scan.methods("prepare"):
+        assert isinstance(call.func, cst.Attribute)
+        if name_of(call.func.value) != name:
+            continue
+        for arg in call.args:
+            made = scan.binders(arg.value.value, call) if isinstance(arg.value, cst.Name) else []
+            loader = any(scan.means(c.func, "DataLoader") for one in made
+                         for c in scan.all(cst.Call, scan.statement(one)))
+            for use in scan.uses(arg.value.value) if loader and isinstance(arg.value, cst.Name) else ():
+                if not scan.inside(use, call) and not any(scan.inside(use, loop) for loop in loops):
+                    raise Refused(scan.line(use), f"{use.value} is prepared, and read apart from the training loop",
+                                  "prepare puts its batches on the device and cuts them over the ranks",
+                                  "give Trainer (train, test) for its test metrics, or evaluate on rank 0 by hand")
 
 
 def plan(scan: Scan, wish: Any) -> Plan:
@@ -82,6 +101,7 @@ def plan(scan: Scan, wish: Any) -> Plan:
             raise Refused(scan.line(next(scan.calls("accelerate.Accelerator"))),
                           "the Accelerator is not kept by a name",
                           "what it is used for cannot be read here", "use the code below")
+        _only_the_loops(scan, name)
     except Refused as refused:
         return Plan(findings=[refused.finding], snippet=torch_snippet.guess(scan, True, wish.ranks, keys(scan)))
     return torch_edit.plan(scan, wish, kind)

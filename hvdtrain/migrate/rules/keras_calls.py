@@ -113,6 +113,15 @@ def chain(scan: Scan, node: cst.BaseExpression) -> Chain | None:
                  is_true(argument(calls["batch"], "drop_remainder", 1)))
 
 
+def is_generator(scan: Scan, node: cst.BaseExpression) -> bool:
+    """Whether an expression is, or calls, a generator of this file."""
+    value = scan.value(node)
+    if isinstance(value, cst.GeneratorExp):
+        return True
+    name = name_of(value.func) if isinstance(value, cst.Call) else None
+    return any(f.name.value == name and any(True for _ in scan.all(cst.Yield, f)) for f in scan.all(cst.FunctionDef))
+
+
 def sole(scan: Scan, node: cst.CSTNode) -> cst.SimpleStatementLine:
     """The line of which ``node`` is (in) the only statement; `Refused` where there are others on it."""
     line = scan.statement(node)

@@ -11,9 +11,9 @@ import libcst as cst
 
 from hvdtrain.migrate.edit import arg, comments, expression, guarded, with_args, with_elements
 from hvdtrain.migrate.finding import Refused
-from hvdtrain.migrate.rules import Plan
-from hvdtrain.migrate.rules.keras_calls import COMPILE, DATASET, FIT, Chain, chain, compiles, fits, given, models, sole
-from hvdtrain.migrate.scan import Scan, argument, is_true, name_of
+from hvdtrain.migrate.rules import Plan, keras_models
+from hvdtrain.migrate.rules.keras_calls import COMPILE, DATASET, FIT, Chain, chain, compiles, fits, given, is_generator, models, sole
+from hvdtrain.migrate.scan import Scan, argument, is_true, local_name, name_of
 
 IMPORT = "import hvdtrain.keras as hvd"
 ROOT = "hvd.rank() == 0"
@@ -32,6 +32,7 @@ def rewrite(scan: Scan, made: Plan) -> list[str]:
     if "hvd" in scan.bound:
         raise Refused(1, "the name hvd is used for something else", "hvdtrain.keras would be imported by that name",
                       "rename it, then run migrate again")
+    keras_models.check(scan)
     made.edits.imports.append(IMPORT)
     for call in compiles(scan):
         _compile(scan, made, call)
@@ -49,12 +50,11 @@ def _device(scan: Scan, made: Plan) -> list[str]:
     """The statements that show a rank its own GPU alone, unless the script chooses devices itself."""
     if any(True for _ in scan.methods("set_visible_devices")):
         return []
-    tf = next((local for local, dotted in scan.imports.items() if dotted == "tensorflow"), "")
+    tf = next((local_name(alias) for alias in scan.all(cst.ImportAlias) if scan.scope(alias) is scan.module
+               and isinstance(scan.parent[alias], cst.Import) and name_of(alias.name) == "tensorflow"), "")
     if not tf:
-        if "tf" in scan.bound:
-            return []
-        tf = "tf"
-        made.edits.imports.append("import tensorflow as tf")
+        tf = "tf" if scan.imports.get("tf", "tensorflow") == "tensorflow" and not scan.bindings("tf") else "tensorflow"
+        made.edits.imports.append("import tensorflow as tf" if tf == "tf" else "import tensorflow")
     gpus = "gpus" if "gpus" not in scan.bound else "rank_gpus"
     return [f'{gpus} = {tf}.config.list_physical_devices("GPU")',
             f'{tf}.config.set_visible_devices({gpus}[hvd.local_rank():][:1] or {gpus}[:1], "GPU")']
@@ -84,6 +84,9 @@ def _optimizer(scan: Scan, given_as: cst.Arg) -> cst.BaseExpression:
     A distributed optimizer is a copy: who goes on with the plain one would change a rate that nothing obeys.
     """
     value = given_as.value
+    if isinstance(value, cst.Attribute) and value.attr.value == "optimizer":
+        raise Refused(scan.line(value), f"{scan.short(value)} is compiled a second time",
+                      "it is a distributed optimizer already, or will be", "make a new optimizer, then run migrate again")
     others = [use for use in scan.uses(value.value) if use is not value] if isinstance(value, cst.Name) else []
     if not others:
         return value
@@ -117,9 +120,15 @@ def _fit(scan: Scan, made: Plan, call: cst.Call, datasets: set[str]) -> None:
         if name in where:
             raise Refused(line, f"fit gets {name}", "hvd.shard cuts whole epochs of what it is given",
                           "split the arrays first and give validation_data" if name == "validation_split" else
-                          f"leave {name} out, or run migrate with --to trainer")
+                          f"leave {name} out where the data come to an end by themselves; where they do not (a "
+                          "generator, a dataset that repeats), make arrays of them, or hand each rank batches of its "
+                          "own by hvdtrain.keras")
     x = call.args[where["x"]].value
     if "y" not in where:
+        if is_generator(scan, x):
+            raise Refused(line, f"fit gets a generator: {scan.short(x)}",
+                          "which of its batches are whose, and how many there are, cannot be read here",
+                          "make arrays of it for hvd.shard(x, y, global_batch=...)")
         if not isinstance(x, cst.Name) or chain(scan, scan.value(x)) is None:
             raise Refused(line, f"fit gets {DATASET[0]}: {scan.short(x)}", *DATASET[1:])
         datasets.add(x.value)
@@ -173,8 +182,9 @@ def _shard(new: cst.Call, where: dict[str, int]) -> cst.Call:
     args = [cst.Arg(value["x"]), cst.Arg(value["y"])]
     if "sample_weight" in value:
         args.append(cst.Arg(value["sample_weight"]))
-    args.append(arg("32", "global_batch") if "batch_size" not in value else _keyword("global_batch",
-                                                                                     value["batch_size"]))
+    size = value.get("batch_size")
+    default = size is None or isinstance(size, cst.Name) and size.value == "None"
+    args.append(arg("32", "global_batch") if default or size is None else _keyword("global_batch", size))
     args += [_keyword(name, value[name]) for name in ("class_weight", "shuffle") if name in value]
     return cst.Call(expression("hvd.shard"), _comma(args))
 

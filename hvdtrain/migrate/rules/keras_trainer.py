@@ -14,6 +14,8 @@ from hvdtrain.migrate.scan import Scan, argument, text_of
 
 IMPORT = "from hvdtrain import Config, Trainer"
 NEITHER = ("validation_split", "steps_per_epoch", "initial_epoch", "validation_steps")
+KEPT_BY_KERAS = ("initial_epoch", "validation_steps")
+"""Those that the other target keeps."""
 HANDED = ("callbacks", "class_weight")
 """Arguments that Trainer.fit takes by the same names."""
 ROOT = "trainer.run.control.rank == 0"
@@ -66,8 +68,8 @@ def _refuse(scan: Scan, call: cst.Call, where: dict[str, int]) -> None:
     for name in NEITHER:
         if name in where:
             raise Refused(line, f"fit gets {name}", "Trainer has it in another form, or not at all",
-                          "see docs/config.md (early_stop, checkpoint, schedule), and take it out of fit; or "
-                          "run migrate with --to hvdtrain.keras")
+                          "see docs/config.md (early_stop, checkpoint, schedule), and take it out of fit" + (
+                              "; or run migrate with --to hvdtrain.keras" if name in KEPT_BY_KERAS else ""))
     if "x" not in where:
         raise Refused(line, f"{scan.short(call)} has no data", "fit needs x", "mend the script first")
     if "sample_weight" in where and "y" not in where:
@@ -76,8 +78,9 @@ def _refuse(scan: Scan, call: cst.Call, where: dict[str, int]) -> None:
 
 def _batch(scan: Scan, call: cst.Call, where: dict[str, int]) -> cst.BaseExpression:
     """The batch size: of ``fit``, or of the dataset's own ``batch``."""
-    if "batch_size" in where:
-        return call.args[where["batch_size"]].value
+    size = call.args[where["batch_size"]].value if "batch_size" in where else None
+    if size is not None and not (isinstance(size, cst.Name) and size.value == "None"):
+        return size
     if "y" in where:
         return expression("32")
     node = scan.value(call.args[where["x"]].value)

@@ -15,7 +15,7 @@ import libcst as cst
 from hvdtrain.migrate.edit import guarded, statement
 from hvdtrain.migrate.finding import Refused
 from hvdtrain.migrate.habits.names import environment, is_rank, is_size, under_root
-from hvdtrain.migrate.rules import Plan, Wish, torch_loop, torch_parts, torch_snippet
+from hvdtrain.migrate.rules import Plan, Wish, torch_loop, torch_parts, torch_shape, torch_snippet
 from hvdtrain.migrate.rules.keras_calls import sole
 from hvdtrain.migrate.scan import Scan, name_of
 
@@ -30,7 +30,8 @@ ALSO_GONE = ("torch.cuda.set_device", "torch.distributed.init_process_group",
 class Kind:
     """``roots``: dotted beginnings that nothing may use afterwards. ``goes(scan, small)``: whether a statement goes.
     ``wrappers``: what is around the model. ``per_rank``: the loader's batch is one process's. ``keys(scan)``: more keys
-    of Config as code. ``root(scan, node)``: whether an expression is true on the first rank only."""
+    of Config as code. ``root(scan, node)``: whether an expression is true on the first rank only. ``unwraps``: methods
+    that give the bare model. ``handle(scan)``: the name of the object that all goes through, "" if there is none."""
 
     roots: tuple[str, ...]
     goes: Callable[[Scan, cst.CSTNode], bool]
@@ -39,6 +40,7 @@ class Kind:
     keys: Callable[[Scan], dict[str, str]] = lambda scan: {}
     root: Callable[[Scan, cst.CSTNode], bool] = lambda scan, node: False
     unwraps: tuple[str, ...] = ()
+    handle: Callable[[Scan], str] = lambda scan: ""
 
 
 def plan(scan: Scan, wish: Wish, kind: Kind) -> Plan:
@@ -69,9 +71,12 @@ class _Rewrite:
                           "rename it, then run migrate again")
         self.loop = loop = torch_loop.find(scan)
         assert loop.loss is not None
+        if loop.clip is not None and "horovod" in self.kind.roots:
+            raise Refused(scan.line(loop.clip), "gradients are clipped before Horovod has averaged them",
+                          "each rank clips its own; Trainer's clip_norm is of the mean", "set clip_norm in the code below")
         self.gone.add(loop.outer)
         self.models = self._models()
-        self.optimizer = torch_parts.optimizer(scan, loop.optimizer, self.models, self.ranks)
+        self.optimizer = torch_parts.optimizer(scan, loop.outer, loop.optimizer, self.models, self.ranks)
         self.loss = torch_parts.loss(scan, loop.loss)
         self.loader = torch_parts.loader(scan, loop.loader)
         self._model()
@@ -83,7 +88,9 @@ class _Rewrite:
         self._saves()
         self._trainer()
         self._nothing_dangles()
+        self._handle_is_gone()
         self._no_device()
+        torch_shape.check(scan, self.loop, self.kind.wrappers, self.models, self._left)
         self._tell()
 
     # --- what goes -------------------------------------------------------------------------------------------
@@ -109,7 +116,7 @@ class _Rewrite:
     def _inner(self, node: cst.BaseExpression) -> cst.BaseExpression:
         """The model without wrappers and moves around it."""
         while isinstance(node, cst.Call):
-            bare = torch_parts.bare(node)
+            bare = torch_parts.bare(self.scan, node)
             if bare is not node:
                 node = bare
             elif self.scan.means(node.func, *self.kind.wrappers, "convert_sync_batchnorm") and node.args:
@@ -132,7 +139,8 @@ class _Rewrite:
                     self._shed(assign.value, kept)
             for call in self.scan.methods("to", "cuda"):
                 assert isinstance(call.func, cst.Attribute)
-                if name_of(call.func.value) == name and isinstance(self.scan.parent[call], cst.Expr):
+                if name_of(call.func.value) == name and isinstance(self.scan.parent[call], cst.Expr) and (
+                        torch_parts.is_move(self.scan, call)):
                     self._remove(sole(self.scan, call))
 
     def _shed(self, whole: cst.BaseExpression, kept: cst.BaseExpression) -> None:
@@ -195,14 +203,17 @@ class _Rewrite:
                 text = self._launcher(node)
                 if text:
                     self.made.edits.swap(node, text)
-                    self.made.edits.imports += ["import os", "from hvdtrain.cluster.launcher import launch_facts"]
+                    if FACTS in text:
+                        self.made.edits.imports += ["import os", "from hvdtrain.cluster.launcher import launch_facts"]
                     self.gone |= {node}
 
     def _place(self, value: cst.BaseExpression) -> bool:
         """Whether a value is a rank, a number of ranks, or a device."""
         device = isinstance(value, cst.Call) and self.scan.dotted(value.func) == "torch.device"
         text = self.scan.code(value)
-        return device or is_rank(self.scan, value) or is_size(self.scan, value) or "accelerator.device" in text or (
+        handle = self.kind.handle(self.scan)
+        own = bool(handle) and text == f"{handle}.device"
+        return device or own or is_rank(self.scan, value) or is_size(self.scan, value) or (
             not isinstance(value, cst.Call) and ("cuda" in text or text.strip("'\"") == "cpu"))
 
     def _launcher(self, node: cst.BaseExpression) -> str:
@@ -211,6 +222,10 @@ class _Rewrite:
         if self.kind.root(scan, node):
             return f"({FACTS}.rank == 0)" if isinstance(scan.parent[node],
                                                         cst.UnaryOperation) else f"{FACTS}.rank == 0"
+        handle = self.kind.handle(scan)
+        if handle and name_of(node) == f"{handle}.device" and scan.scope(node) is scan.scope(self.loop.outer) and (
+                scan.line(node) > scan.line(self.loop.outer)):
+            return f"next({self.loop.model}.parameters()).device"  # where Trainer has put it
         if not isinstance(node, (cst.Call, cst.Subscript)):
             return ""
         inner = node.args[0].value if isinstance(node,
@@ -289,6 +304,16 @@ class _Rewrite:
             if node.attr.value in ("local_rank", "LOCAL_RANK") and self._left(node) and not scan.dotted(node):
                 raise Refused(scan.line(node), f"{scan.short(node)} is read", "no launcher of hvdtrain sets it",
                               "Trainer chooses the device; take it out, then run migrate again")
+
+    def _handle_is_gone(self) -> None:
+        """`Refused` where the object that all went through (the Accelerator) is still read."""
+        scan, handle = self.scan, self.kind.handle(self.scan)
+        for node in scan.nodes:
+            if handle and isinstance(node, (cst.Name, cst.Attribute)) and name_of(node) == handle and self._left(
+                    node) and not (isinstance(node, cst.Name) and node not in scan.uses(handle)):
+                raise Refused(scan.line(node), f"{scan.short(scan.statement(node))} uses {handle}",
+                              "it is made no more, and this use has no counterpart that can be put in by itself",
+                              "use the code below; print and save under 'if rank == 0:', the model is on its device")
 
     def _no_device(self) -> None:
         """`Refused` where a device that is not made of the local rank is still read: Trainer chooses the model's."""

@@ -13,6 +13,7 @@ from typing import Any
 import libcst as cst
 
 from hvdtrain.migrate.finding import Refused
+from hvdtrain.migrate.rules.torch_parts import is_move
 from hvdtrain.migrate.scan import Scan, argument, name_of, starred
 
 HARMLESS = ("item", "format", "len", "float", "int", "str", "sum", "round", "min", "max", "time", "perf_counter",
@@ -20,6 +21,8 @@ HARMLESS = ("item", "format", "len", "float", "int", "str", "sum", "round", "min
             "rank", "get_rank", "size", "get_world_size", "local_rank", "detach", "cpu", "flush", "get_last_lr",
             "avg")
 """Calls inside a printed text, or a sum of losses, that change nothing."""
+NUMBERS = ("item", "float", "int", "len", "round", "time", "perf_counter", "tensor", "zeros")
+"""Calls that return a number, or a tensor, that nothing else holds."""
 PRINTS = re.compile(r"^(print|tqdm\.write|log(ger|ging)?\.(info|debug|warning)|\w+\.(print|set_postfix|set_description)"
                     r")$")
 STANDARD = ("Trainer runs its own loop, and only a loop that does nothing else can be replaced by it",
@@ -29,12 +32,14 @@ STANDARD = ("Trainer runs its own loop, and only a loop that does nothing else c
 @dataclass
 class Loop:
     """What a standard loop names. ``outer``: the loop over epochs. ``loss``: the call of it. ``output``, ``value``: the
-    names that hold what the model, and the loss, returned. ``seen``: the steps met so far."""
+    names that hold what the model, and the loss, returned. ``seen``: the steps met so far. ``logging``: statements that
+    only keep books or print."""
 
     outer: cst.For
     inner: cst.For
     epochs: cst.BaseExpression
     loader: cst.BaseExpression
+    batch: str = ""
     inputs: tuple[str, str] = ("", "")
     model: str = ""
     output: str = ""
@@ -43,6 +48,7 @@ class Loop:
     loss: cst.Call | None = None
     clip: cst.BaseExpression | None = None
     seen: set[str] = field(default_factory=set)
+    logging: list[cst.CSTNode] = field(default_factory=list)
 
 
 def candidates(scan: Scan) -> list[tuple[cst.For, cst.For]]:
@@ -79,6 +85,7 @@ def find(scan: Scan) -> Loop:
     for statement in _body(scan, outer):
         if statement is not inner:
             _outer(scan, loop, statement)
+    _books_are_not_read(scan, loop)
     _kept_inside(scan, loop)
     return loop
 
@@ -112,6 +119,7 @@ def _targets(scan: Scan, loop: Loop) -> None:
         if not isinstance(target, cst.Tuple) or len(target.elements) != 2:
             raise Refused(scan.line(loop.inner), f"batches come as {scan.short(target)}", *STANDARD)
         target = target.elements[1].value
+    loop.batch = name_of(target) or ""
     _take_apart(loop, target)
 
 
@@ -148,6 +156,7 @@ def _inner(scan: Scan, loop: Loop, statement: cst.CSTNode) -> None:
         return
     if not is_logging(scan, statement):
         raise Refused(scan.line(statement), f"the loop over batches also does: {scan.short(statement)}", *STANDARD)
+    loop.logging.append(statement)
 
 
 def _step(scan: Scan, loop: Loop, call: cst.Call) -> bool:
@@ -156,19 +165,22 @@ def _step(scan: Scan, loop: Loop, call: cst.Call) -> bool:
         return False
     name, owner = call.func.attr.value, name_of(call.func.value) or ""
     if name in ("zero_grad", "step") and owner and (not loop.optimizer or owner == loop.optimizer):
-        if name == "step" and "backward" not in loop.seen or call.args and name == "step":
+        pending = "backward" in loop.seen and "step" not in loop.seen  # a gradient that is not applied yet
+        if pending is (name == "zero_grad") or name == "step" and call.args:
             return False
         loop.optimizer = owner
         loop.seen.add(name)
         return True
-    if name == "backward" and "loss" in loop.seen and (
+    if name == "backward" and "loss" in loop.seen and "backward" not in loop.seen and (
             not call.args and owner == loop.value
             or len(call.args) == 1 and scan.code(call.args[0].value) == loop.value):
         loop.seen.add("backward")
         return True
     if name == "clip_grad_norm_" and "backward" in loop.seen and "step" not in loop.seen:
-        largest = argument(call, "max_norm", 1)
-        if largest is not None and len(call.args) == 2:
+        largest, of = argument(call, "max_norm", 1), argument(call, "parameters", 0)
+        whole = (f"{loop.model}.parameters()", f"{loop.model}.module.parameters()")
+        if loop.clip is None and largest is not None and of is not None and len(call.args) == 2 and (
+                scan.code(of.value) in whole):
             loop.clip = largest.value
             return True
     return False
@@ -177,12 +189,14 @@ def _step(scan: Scan, loop: Loop, call: cst.Call) -> bool:
 def _moves(scan: Scan, loop: Loop, small: cst.Assign) -> bool:
     """``x = x.to(device)``, ``x, y = x.to(device), y.to(device)``, ``x, y = batch``."""
     target: Any = small.targets[0].target
-    if isinstance(small.value, cst.Name) and scan.code(loop.inner.target).endswith(small.value.value):
+    if isinstance(small.value, cst.Name) and small.value.value == loop.batch and loop.inputs == ("", ""):
         return _take_apart(loop, target)
     pairs = [(target, small.value)]
     if isinstance(target, cst.Tuple) and isinstance(small.value, cst.Tuple):
+        if len(target.elements) != len(small.value.elements):
+            return False
         pairs = [(t.value, v.value) for t, v in zip(target.elements, small.value.elements)]
-    return all(isinstance(v, cst.Call) and isinstance(v.func, cst.Attribute) and v.func.attr.value in ("to", "cuda")
+    return all(isinstance(v, cst.Call) and isinstance(v.func, cst.Attribute) and is_move(scan, v)
                and name_of(v.func.value) == name_of(t) and name_of(t) in loop.inputs for t, v in pairs)
 
 
@@ -222,10 +236,11 @@ def _outer(scan: Scan, loop: Loop, statement: cst.CSTNode) -> None:
         name, owner = small.value.func.attr.value, name_of(small.value.func.value) or ""
         if name == "train" and owner == loop.model and not small.value.args:
             return
-        if name == "set_epoch":
+        if name == "set_epoch" and "sampler" in owner.lower():
             return
     if not is_logging(scan, statement):
         raise Refused(scan.line(statement), f"the loop over epochs also does: {scan.short(statement)}", *STANDARD)
+    loop.logging.append(statement)
 
 
 def is_logging(scan: Scan, node: cst.CSTNode) -> bool:
@@ -240,24 +255,64 @@ def is_logging(scan: Scan, node: cst.CSTNode) -> bool:
     if isinstance(node, cst.Expr) and isinstance(node.value, cst.Call):
         return bool(PRINTS.match(scan.code(node.value.func))) and all(_harmless(scan,
                                                                                 a.value) for a in node.value.args)
-    if isinstance(node, (cst.AugAssign, cst.AnnAssign)):
+    if isinstance(node, cst.AugAssign):  # in place: what the name stands for must be a number of its own
+        return isinstance(node.target, cst.Name) and _is_number(scan, node.target.value) and _harmless(scan,
+                                                                                                       node.value)
+    if isinstance(node, cst.AnnAssign):
         return isinstance(node.target, cst.Name) and node.value is not None and _harmless(scan, node.value)
     if isinstance(node, cst.Assign):
         return all(isinstance(t.target, cst.Name) for t in node.targets) and _harmless(scan, node.value)
     return isinstance(node, cst.Pass)
 
 
+def _is_number(scan: Scan, name: str) -> bool:
+    """Whether all that a name is ever bound to are numbers of its own, not another name for a tensor."""
+    for node in scan.all(cst.Name):
+        if node.value != name or not scan.is_target(node):
+            continue
+        up = next((up for up in scan.above(node) if isinstance(up, (cst.Assign, cst.AnnAssign, cst.AugAssign, cst.For,
+                                                                    cst.CompFor, cst.With, cst.NamedExpr))), None)
+        if isinstance(up, cst.AugAssign):
+            continue
+        value: Any = up.value if isinstance(up, (cst.Assign, cst.AnnAssign)) else None
+        target = up.targets[0].target if isinstance(up, cst.Assign) else node
+        if isinstance(target, cst.Tuple) and isinstance(value, cst.Tuple):
+            value = next((v.value for t, v in zip(target.elements, value.elements) if t.value is node), None)
+        if isinstance(value, cst.Call) and (name_of(value.func) or scan.code(value.func)).rpartition(".")[2] in NUMBERS:
+            continue
+        if not isinstance(value, (cst.Integer, cst.Float, cst.BinaryOperation)):
+            return False
+    return not any(param.name.value == name for param in scan.all(cst.Param))
+
+
 def _harmless(scan: Scan, node: cst.BaseExpression) -> bool:
-    """Whether an expression calls nothing but what reads a number."""
+    """Whether an expression binds nothing and calls nothing but what reads a number."""
+    if any(isinstance(inner, (cst.NamedExpr, cst.Await, cst.Yield, cst.Lambda)) for inner in scan.inner(node)):
+        return False
     calls = [node] if isinstance(node, cst.Call) else []
     calls += [c for c in scan.all(cst.Call, node) if c is not node]
     return all((name_of(c.func) or scan.code(c.func)).rpartition(".")[2] in HARMLESS for c in calls)
+
+
+def _books_are_not_read(scan: Scan, loop: Loop) -> None:
+    """`Refused` where a statement that seemed to keep books binds what the training itself reads."""
+    for statement in loop.logging:
+        for name in sorted({n.value for n in scan.all(cst.Name, statement) if scan.is_target(n)}):
+            for use in scan.uses(name):
+                if scan.inside(use, loop.outer) and not any(scan.inside(use, other) for other in loop.logging):
+                    raise Refused(scan.line(statement), f"the loop also does: {scan.short(statement)}, and reads "
+                                  f"{name} in {scan.short(scan.statement(use), 40)}" if not isinstance(
+                                      scan.statement(use), cst.For) else
+                                  f"the loop also does: {scan.short(statement)}, and runs over {name}", *STANDARD)
 
 
 def _kept_inside(scan: Scan, loop: Loop) -> None:
     """`Refused` where something that the loop binds is read behind it."""
     for name in sorted({n.value for n in scan.all(cst.Name, loop.outer) if scan.is_target(n)}):
         for use in scan.uses(name):
-            outside = not scan.inside(use, loop.outer) and scan.scope(use) is scan.scope(loop.outer)
-            if outside and scan.line(use) > scan.line(loop.outer) and name not in loop.inputs:
+            if scan.inside(use, loop.outer):
+                continue
+            behind = scan.scope(use) is scan.scope(loop.outer) and scan.line(use) > scan.line(loop.outer)
+            deeper = scan.reads_of(use, loop.outer)  # a function that reads it, whenever it is called
+            if (behind or deeper) and name not in loop.inputs:
                 raise Refused(scan.line(use), f"{name}, which the loop binds, is read behind it", *STANDARD)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import libcst as cst
 
 from hvdtrain.migrate.finding import Refused
-from hvdtrain.migrate.habits.names import is_size
+from hvdtrain.migrate.habits.names import is_rank, is_size
 from hvdtrain.migrate.scan import Scan, argument, is_false, is_true, name_of, starred
 
 RATES = {"SGD": "0.001", "Adam": "0.001", "AdamW": "0.001", "NAdam": "0.002", "RAdam": "0.001", "Adamax": "0.002",
@@ -58,12 +58,22 @@ class Loader:
     made: tuple[cst.Assign, ...]
 
 
-def one(scan: Scan, name: str, *ends: str) -> tuple[cst.Assign, cst.Call]:
-    """The one assignment ``name = f(...)`` with ``f`` meaning one of ``ends``; `Refused` for none or several."""
-    found = [(a, call) for a in scan.assigned(name) for call in [bare(a.value)]
-             if isinstance(call, cst.Call) and (scan.means(call.func, *ends) or any(
-                 scan.dotted(call.func).startswith(end) for end in ends if end.endswith(".")))]
-    if len(found) != 1:
+def one(scan: Scan, at: cst.CSTNode, name: str, *ends: str) -> tuple[cst.Assign, cst.Call]:
+    """The one assignment ``name = f(...)`` with ``f`` meaning one of ``ends`` that the name read at ``at`` comes from.
+
+    It may be moved, wrapped or prepared by name afterwards. `Refused` for none, several, or anything else.
+    """
+    found, other = [], False
+    for binder in scan.binders(name, at):
+        assign = next((up for up in scan.above(binder) if isinstance(up, (cst.Assign, cst.Param, cst.For))), None)
+        value = bare(scan, assign.value) if isinstance(assign, cst.Assign) else None
+        if isinstance(assign, cst.Assign) and isinstance(value, cst.Call) and (scan.means(value.func, *ends) or any(
+                scan.dotted(value.func).startswith(end) for end in ends if end.endswith("."))):
+            found.append((assign, value))
+        elif not (name_of(value) == name or isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute)
+                  and value.func.attr.value == "prepare" and any(name_of(a.value) == name for a in value.args)):
+            other = True
+    if len(found) != 1 or other:
         uses = scan.uses(name)
         raise Refused(scan.line(uses[0]) if uses else 1, f"{name} is not made once, by one of {', '.join(ends)}",
                       "what it is cannot be read here", "use the code below")
@@ -73,11 +83,35 @@ def one(scan: Scan, name: str, *ends: str) -> tuple[cst.Assign, cst.Call]:
     return found[0]
 
 
-def bare(node: cst.BaseExpression) -> cst.BaseExpression:
+def is_move(scan: Scan, call: cst.Call) -> bool:
+    """Whether a call is ``x.to(device)`` or ``x.cuda(...)``: to another place, not to another type or layout."""
+    if not isinstance(call.func, cst.Attribute) or call.func.attr.value not in ("to", "cuda"):
+        return False
+    given = [a for a in call.args if a.keyword is None or a.keyword.value != "non_blocking"]
+    return not starred(call) and len(given) <= 1 and all(
+        (a.keyword is None or a.keyword.value == "device") and _is_device(scan, a.value) for a in given) and (
+        bool(given) or call.func.attr.value == "cuda")
+
+
+def _is_device(scan: Scan, node: cst.BaseExpression) -> bool:
+    """Whether an expression is a device: a string, an index, torch.device(...), or a name that says so."""
+    value = scan.value(node)
+    if isinstance(value, cst.IfExp):
+        return _is_device(scan, value.body) and _is_device(scan, value.orelse)
+    if isinstance(value, (cst.SimpleString, cst.FormattedString)):
+        return scan.code(value).lstrip("rRfF").strip("'\"").startswith(("cuda", "cpu", "mps", "xpu"))
+    if isinstance(value, cst.Call) and scan.dotted(value.func) == "torch.device" or isinstance(
+            value, cst.Integer) or is_rank(scan, value):
+        return True
+    last = (name_of(node) or "").rpartition(".")[2].lower()
+    return any(word in last for word in ("device", "gpu", "rank"))
+
+
+def bare(scan: Scan, node: cst.BaseExpression) -> cst.BaseExpression:
     """``node`` without ``.to(...)`` and ``.cuda(...)`` behind it, and without a DistributedOptimizer around it."""
     while isinstance(node, cst.Call):
         method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
-        if isinstance(node.func, cst.Attribute) and method in ("to", "cuda"):
+        if isinstance(node.func, cst.Attribute) and is_move(scan, node):
             node = node.func.value
         elif method == "DistributedOptimizer" and node.args and node.args[0].keyword is None:
             node = node.args[0].value
@@ -86,9 +120,9 @@ def bare(node: cst.BaseExpression) -> cst.BaseExpression:
     return node
 
 
-def optimizer(scan: Scan, name: str, models: set[str], ranks: int) -> Optimizer:
-    """The optimizer ``name`` of all parameters of one of ``models``."""
-    assign, call = one(scan, name, "torch.optim.")
+def optimizer(scan: Scan, at: cst.CSTNode, name: str, models: set[str], ranks: int) -> Optimizer:
+    """The optimizer ``name``, as read at ``at``, of all parameters of one of ``models``."""
+    assign, call = one(scan, at, name, "torch.optim.")
     kind = (name_of(call.func) or "").rpartition(".")[2]
     first = argument(call, "params", 0)
     if kind not in RATES or first is None or scan.code(first.value) not in {f"{m}.parameters()" for m in models}:
@@ -131,7 +165,7 @@ def loss(scan: Scan, call: cst.Call) -> Loss:
     """The loss that the loop calls with output and targets."""
     made, maker = None, call
     if isinstance(call.func, cst.Name) and not scan.dotted(call.func):
-        made, maker = one(scan, call.func.value, "torch.nn.")
+        made, maker = one(scan, call, call.func.value, "torch.nn.")
         given = list(maker.args)
     elif isinstance(call.func, cst.Call):
         maker = call.func
@@ -154,7 +188,7 @@ def loader(scan: Scan, node: cst.BaseExpression) -> Loader:
     if isinstance(node, cst.Call) and scan.means(node.func, "DataLoader") and not starred(node):
         call = node
     elif isinstance(node, cst.Name):
-        assign, call = one(scan, node.value, "DataLoader")
+        assign, call = one(scan, node, node.value, "DataLoader")
         made = [assign]
     else:
         raise Refused(scan.line(node), f"batches come from {scan.short(node)}",
@@ -187,7 +221,7 @@ def loader(scan: Scan, node: cst.BaseExpression) -> Loader:
 def _sampler(scan: Scan, node: cst.BaseExpression) -> tuple[cst.Call, cst.Assign | None]:
     """The DistributedSampler, and the assignment that makes it if it is not written in place."""
     if isinstance(node, cst.Name):
-        assign, call = one(scan, node.value, "DistributedSampler")
+        assign, call = one(scan, node, node.value, "DistributedSampler")
         return call, assign
     if isinstance(node, cst.Call) and scan.means(node.func, "DistributedSampler"):
         return node, None

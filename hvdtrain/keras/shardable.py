@@ -1,0 +1,74 @@
+"""Which models plain `keras.Model.fit` trains exactly over `hvdtrain.keras.shard`, and the refusal of the others.
+
+Owns the three looks: at the losses' reductions, at masks that reach the loss, and at what layers add to it. Scaled
+sample weights put a mean over samples right (`hvdtrain.keras.data`), and nothing else. Knows no collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+
+from hvdtrain.errors import UserError
+from hvdtrain.keras.data import Shard
+
+_TRAINER = "train with hvdtrain.Trainer, which weighs them by what they count"
+_reading: list[Shard] = []
+
+
+@contextmanager
+def reading(shards: Sequence[Shard]) -> Iterator[None]:
+    """While a fit reads these: `check_batch` looks at the model's batches."""
+    _reading[:] = shards
+    try:
+        yield
+    finally:
+        _reading.clear()
+
+
+def check_losses(model: Any) -> None:
+    """`UserError` where scaled sample weights do not give the mean of the global batch."""
+    given = getattr(getattr(model, "_compile_loss", None), "_user_loss", None)
+    for loss in keras.tree.flatten(given) if given is not None else ():
+        reduction = getattr(loss, "reduction", "sum_over_batch_size")
+        if reduction not in ("sum_over_batch_size", "mean"):
+            raise _refused(f"loss {loss.name} with reduction {reduction!r} over hvdtrain.keras.shard",
+                           "a mean over samples (sum_over_batch_size)", "leave the reduction out" if reduction in (
+                               "sum", "none", None) else f"leave the reduction out; or {_TRAINER}")
+        if getattr(loss, "ignore_class", None) is not None:
+            raise _refused(f"loss {loss.name} with ignore_class={loss.ignore_class} over hvdtrain.keras.shard",
+                           "a mean over all samples: ranks ignore unlike numbers of elements",
+                           f"leave it out and give sample weights of 0 and 1 per element; or {_TRAINER}")
+
+
+def check_batch(model: Any, outputs: Any) -> None:
+    """The same for what only a batch shows, while its loss is taken: masks, and losses that layers add.
+
+    Nothing unless within `reading`.
+    """
+    if not _reading:
+        return
+    if any(getattr(leaf, "_keras_mask", None) is not None for leaf in keras.tree.flatten(outputs)):
+        raise _refused("a mask that reaches the loss (mask_zero, Masking) over hvdtrain.keras.shard",
+                       "a mean over samples: masked losses are means over elements, of which ranks have unlike numbers",
+                       "leave the mask out and give sample weights of 0 and 1 per element")
+    uneven = next((shard for shard in _reading if not shard.even()), None)
+    if uneven is None:
+        return
+    of_weights = sum(getattr(v, "regularizer", None) is not None for v in model.trainable_weights)
+    if len(model.losses) > of_weights:
+        raise _refused(f"losses that layers add for each batch (activity_regularizer, add_loss) over "
+                       f"hvdtrain.keras.shard, where {uneven.size} ranks have unlike numbers of samples",
+                       "the same number on every rank in every step",
+                       f"leave shares out, take a global_batch that {uneven.size} divides, and drop_remainder=True "
+                       f"unless the last batch is as long; or {_TRAINER}")
+
+
+def _refused(got: str, expected: str, do: str) -> UserError:
+    error = UserError(got, expected, do)
+    for mark in ("_keras_call_info_injected", "ag_pass_through"):  # no framework replaces it on its way out of a graph
+        setattr(error, mark, True)
+    return error

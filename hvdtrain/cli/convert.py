@@ -78,6 +78,8 @@ def table(report: dict[str, Any]) -> list[str]:
                  f"{report['frameworks'][1]}")
     if "apart" in report:
         lines.append(f"outputs on random input {report['input'][0]} differ by {report['apart']:.1e} of the largest")
+        if "apart_by_chance" in report:
+            lines.append(f"and with random weights by {report['apart_by_chance']:.1e}")
     else:
         lines.append("outputs were not compared")
     if "optimizer" in report:

@@ -66,7 +66,7 @@ def random_weights(model: Model, arrays: Mapping[str, np.ndarray], seed: int = 0
         else:
             spread = 0.0 if bits else float(np.std(array.astype(np.float64)))
             if not (np.isfinite(spread) and spread > 1e-6):
-                spread = (min(array.shape) if array.ndim > 1 else 4) ** -0.5
+                spread = max(1, min(array.shape) if array.ndim > 1 else 4) ** -0.5
             values = spread * draw.standard_normal(array.shape)
         out[name] = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(
             array.dtype) if bits else values.astype(array.dtype)

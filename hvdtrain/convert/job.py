@@ -34,8 +34,8 @@ def convert(request: Request) -> dict[str, Any]:
         make_directories(parent)
         aside = Path(tempfile.mkdtemp(prefix=".hvdtrain-convert-", dir=parent))
     except OSError as error:
-        raise UserError(f"nothing can be made in {parent}: {error.strerror or error}", "a writable directory for TARGET",
-                        "choose another TARGET") from None
+        raise UserError(f"nothing can be made in {parent}: {error.strerror or error}",
+                        "a writable directory for TARGET", "choose another TARGET") from None
     try:
         with orderly_signals():
             made, asked, exchange = aside / "made", aside / "request.json", aside / "exchange"

@@ -2,7 +2,8 @@
 
 ``python -m hvdtrain.convert.worker read|write REQUEST EXCHANGE [MADE]``. Owns the two halves. They meet in the
 directory EXCHANGE, a checkpoint whose groups hold the weights ("model"), the optimizer's state by slot ("slot-m"),
-the random generators by rank, the input and the outputs of the check, and random weights ("chance") with theirs. A user's mistake is left in EXCHANGE.error.
+the random generators by rank, the input and the outputs of the check, and random weights ("chance") with their
+outputs. A user's mistake is left in EXCHANGE.error.
 """
 
 from __future__ import annotations
@@ -144,8 +145,8 @@ def _checked(request: Request, pairs: Pairs, side: Any, spec: Spec, found: Snaps
     by_chance = check.apart(_outputs(request.twin, side, spec, x), want)
     if not by_chance <= max(check.APART_BY_CHANCE, request.tolerance):
         may = "; ".join(hints(pairs)) or "the layers' settings or activations differ, or the order of operations"
-        raise UserError(f"the twins' outputs are alike with SOURCE's weights and differ by {by_chance:.1e} of the largest "
-                        "with random ones carried over the same pairs: weights such as 0 hide what is wrong",
+        raise UserError("the twins' outputs are alike with SOURCE's weights, and with random ones carried over the "
+                        f"same pairs they differ by {by_chance:.1e} of the largest: weights such as 0 hide it",
                         f"at most {check.APART_BY_CHANCE:g}", f"look at this: {may}")
     return report | {"apart_by_chance": by_chance}
 

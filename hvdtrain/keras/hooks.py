@@ -25,7 +25,8 @@ from hvdtrain.keras import shardable
 from hvdtrain.keras.data import Shard
 from hvdtrain.keras.exchange import Exchange, exchange_of
 
-_seen: weakref.WeakSet[Any] = weakref.WeakSet()
+_seen: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+"""Models whose steps were looked at while they were traced, and whether for even parts only, which ask for less."""
 
 
 def install() -> None:
@@ -92,11 +93,13 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
     def fit(self: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
         shards = [data for data in (x, kwargs.get("validation_data")) if isinstance(data, Shard)]
         if not shards or exchange_of(getattr(self, "optimizer", None)) is None:
+            _seen.pop(self, None)
             return plain_fit(self, x, *args, **kwargs)
         shardable.check_losses(self)
-        if self not in _seen:  # what is traced already was traced for other data, unlooked at
-            _seen.add(self)
+        even = all(shard.even() for shard in shards)
+        if _seen.get(self) not in (False, even):
             self.train_function = self.test_function = None
+        _seen[self] = even
         with shardable.reading(shards):
             return plain_fit(self, x, *args, **kwargs)
 

@@ -164,7 +164,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
                             "the same on every rank", "compile alike on all ranks")
         return {name: sum(one[name] for one in everyone) for name in everyone[0]}
 
-    def _together(self, when: str, mine: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    def _together(self, when: str, mine: dict[str, np.ndarray]) -> list[Any]:
         """Every rank's numbers, if all ranks are at the same place; collective."""
         found = self._gather((when, mine))
         other = next((r for r, (theirs, _) in enumerate(found) if theirs != found[0][0]), None)

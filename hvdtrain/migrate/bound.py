@@ -21,7 +21,7 @@ def unbound(data: bytes) -> set[str]:
     tree = ast.parse(data)
     if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in ast.walk(tree)):
         return set()
-    table = symtable.symtable(data, "script", "exec")  # bytes: with the encoding that they name
+    table = symtable.symtable(ast.unparse(tree), "script", "exec")  # whatever the encoding of the bytes is
     at_top = {symbol.get_name() for symbol in table.get_symbols() if _binds(symbol)}
     at_top |= {s.get_name() for scope in _scopes(table) for s in scope.get_symbols()
                if s.is_declared_global() and s.is_assigned()}

@@ -143,7 +143,7 @@ def _open(world: World, sets: Sequence[ProcessSet]) -> None:
         one.ranks = _ranks_of(one)
     own = [one.ranks for one in sets]
     rows_P = [own] if _over_gloo(control) else control.gather(own)  # each may hold the set it is in only
-    wanted = list(dict.fromkeys(tuple(ranks) for rows in rows_P for ranks in rows))
+    wanted = list(dict.fromkeys(tuple(ranks or ()) for rows in rows_P for ranks in rows))
     for i, one in enumerate(sets):
         _check_ranks(one, control.size)
         if one.ranks == global_process_set.ranks or one.ranks in [other.ranks for other in sets[:i]]:

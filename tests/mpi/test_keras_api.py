@@ -108,8 +108,8 @@ def test_fit_equals_one_process_on_the_whole_batch(hvd, control, name):
 def test_passes_are_accumulated_into_one_update(hvd, control, passes, eagerly, name):
     only(hvd, 2)
     size = hvd.size()
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), backward_passes_per_step=2)
-    model = compiled(mlp(), optimizer)
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS[name](), backward_passes_per_step=passes,
+                                         average_aggregated_gradients=True)
     model = compiled(mlp(), optimizer, run_eagerly=eagerly)
     fit(model, mine(hvd, X, 24), mine(hvd, Y, 24), 24 // passes // size)
     assert int(optimizer.iterations) == 4

@@ -231,6 +231,51 @@ def test_outputs_that_differ_make_nothing(tmp_path):
     assert "apart" not in worker.write(unchecked, tmp_path / "y", tmp_path)
 
 
+def swapped(zero=True):
+    """Two layers of one shape in the other order than in `straight`, and a last one that hides it."""
+    net = Wrapped(lambda s, x: s.h(torch.relu(s.b(torch.relu(s.a(x))))), a=nn.Linear(4, 4), b=nn.Linear(4, 4),
+                  h=nn.Linear(4, 2))
+    with torch.no_grad():
+        net.h.weight.mul_(0 if zero else 1)
+        net.h.bias.fill_(1)
+    return net
+
+
+def straight(zero=True):
+    first_made, second = L.Dense(4, activation="relu", name="b"), L.Dense(4, activation="relu", name="a")
+    given = keras.Input((4,))
+    return keras.Model(given, L.Dense(2, name="h")(second(first_made(given))))
+
+
+def test_a_weight_of_zero_hides_no_wrong_pair(tmp_path):
+    torch.save(swapped().state_dict(), tmp_path / "a.pt")
+    text = f"{__file__}:"
+    asked = Request(places.Place(tmp_path / "a.pt", "state_dict"), places.Place(tmp_path / "b.keras", "keras"),
+                    text + "swapped", text + "straight", input_shape=[4])
+    worker.read(asked, tmp_path / "x")
+    with pytest.raises(UserError, match="with random ones carried over the same pairs they differ"):
+        worker.write(asked, tmp_path / "x", tmp_path)
+    right = Request(asked.source, asked.target, asked.model, asked.twin, pairs={"a": "b", "b": "a"}, input_shape=[4])
+    worker.read(right, tmp_path / "y")
+    assert worker.write(right, tmp_path / "y", tmp_path)["apart_by_chance"] <= 1e-5
+    made = keras.models.load_model(tmp_path / "b.keras")
+    assert not made.get_layer("h").kernel.numpy().any(), "SOURCE's weights, not the random ones"
+
+
+class Runs:
+    """What a pickle may do."""
+
+    def __reduce__(self):
+        return print, ("run",)
+
+
+def test_a_pickle_is_not_run_and_no_advice_to_run_it_is_given(tmp_path, capsys):
+    torch.save({"a.weight": Runs()}, tmp_path / "a.pt")
+    with pytest.raises(UserError, match="Python objects other than tensors") as told:
+        torch_side.read_file(nn.Linear(2, 2), tmp_path / "a.pt")
+    assert "weights_only" not in str(told.value) and "run\n" not in capsys.readouterr().out
+
+
 def test_mistakes_about_models_and_files(tmp_path):
     torch.save(torch_models.mlp.build(hidden=[6]).state_dict(), tmp_path / "a.pt")
     torch.save({"epoch": 3, "model": {}}, tmp_path / "nested.pt")

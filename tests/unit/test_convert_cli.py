@@ -50,6 +50,30 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     assert source_of(str(run), told.append).path.name == "step-00000012" and "step-00000024 is not used" in told[0]
 
 
+def test_a_target_that_no_folder_can_hold_is_a_mistake(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "a.pt").touch()
+    for target in (tmp_path / "file" / "b.keras", tmp_path / "file" / "deep" / "b.keras"):
+        asked = Request(Place(tmp_path / "a.pt", "state_dict"), Place(target, "keras"), "a:b", "c:d")
+        with pytest.raises(UserError, match="nothing can be made in|writable directory"):
+            convert(asked)
+
+
+def test_random_weights_are_none_of_them_zero():
+    from hvdtrain.convert.layers import Layer, Model, Weight
+
+    given = {"w": np.zeros((3, 4), np.float32), "b": np.ones(5, np.float32), "running_var": np.ones(5, np.float32),
+             "n": np.array(3), "h": np.zeros((2, 2), np.uint16), "other": np.zeros(2, np.float32)}
+    weights = {name: Weight(name, a.shape, "bfloat16" if name == "h" else str(a.dtype), True)
+               for name, a in given.items() if name != "other"}
+    model = Model("torch", (Layer("l", "dense", "Linear", weights, {}),), False)
+    drawn = check.random_weights(model, given)
+    assert all(np.unique(drawn[name]).size == drawn[name].size and drawn[name].all() for name in "wbh")
+    assert all(drawn[n].dtype == given[n].dtype and drawn[n].shape == given[n].shape for n in given)
+    assert drawn["n"] == 3 and not drawn["other"].any() and drawn["running_var"].min() >= 0.5
+    assert all(np.array_equal(a, drawn[n]) for n, a in check.random_weights(model, given).items()), "seeded"
+
+
 def test_a_target_is_never_overwritten(tmp_path):
     (tmp_path / "a.pt").touch()
     run_directory(tmp_path / "run")

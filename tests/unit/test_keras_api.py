@@ -16,7 +16,7 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("Keras runs on another backend", allow_module_level=True)
 
 import hvdtrain.keras as hvd  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.errors import UserError, WaitTimeout  # noqa: E402
 from hvdtrain.keras.guard import fingerprints  # noqa: E402
 
 X, Y = np.random.default_rng(0).normal(size=(2, 24, 4)).astype("float32")
@@ -315,3 +315,42 @@ def test_a_change_of_one_weight_changes_the_fingerprint_by_as_much():
         a[place] = 0.5
         prints, norms = fingerprints([tf.Variable(a), tf.Variable(a * 0)])
         assert abs(float(prints[0] - prints[1])) == 0.5 and float(norms[0]) == 0.5
+
+
+# --- ranks that are unlike -------------------------------------------------------------------------------------------
+
+def two_variables():
+    return keras.Variable([1.0, 2.0]), keras.Variable([3.0])
+
+
+def test_several_passes_take_one_list_of_variables():
+    a, b = two_variables()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2)
+    optimizer.build([a, b])
+    optimizer.apply([tf.ones(2)], [a])
+    with pytest.raises(UserError, match="another list of variables"):
+        optimizer.apply([tf.ones(1)], [b])
+    optimizer.apply([tf.ones(2)], [a])
+    assert a.numpy().tolist() == pytest.approx([0.8, 1.8])
+
+
+def test_a_gradient_that_one_rank_alone_lacks_is_named_in_bounded_time(monkeypatch):
+    from types import SimpleNamespace
+
+    from hvdtrain.tensorflow import basics, gradients
+    from hvdtrain.tensorflow.plan import DENSE, NONE, Item
+
+    def barrier(tag, timeout_s):
+        assert timeout_s == gradients.LATE_S
+        raise WaitTimeout("rank 1 waited")
+
+    monkeypatch.setattr(basics, "world", lambda: SimpleNamespace(control=SimpleNamespace(barrier=barrier)))
+    monkeypatch.setattr(hvd.global_process_set, "process_set_id", 0)
+    a, b = two_variables()
+    exchange = gradients.GradientExchange()
+    before = [Item(DENSE, (2,), "float32", "a"), Item(DENSE, (1,), "float32", "b")]
+    exchange._plans["key"] = SimpleNamespace(items=before), [a, b]
+    with pytest.raises(UserError, match=r"rank 1 waited: this rank has no gradient of b .* where it had a gradient"):
+        exchange._expect_others([before[0], Item(NONE, (1,), "float32", "b")], [a, b])
+    with pytest.raises(UserError, match="another list of variables"):
+        exchange._expect_others(before[:1], [a])

@@ -15,7 +15,7 @@ from small_runs import config  # noqa: E402
 
 from hvdtrain import Trainer  # noqa: E402
 from hvdtrain.callbacks.base import Callback  # noqa: E402
-from hvdtrain.config import Checkpoint, Named  # noqa: E402
+from hvdtrain.config import Checkpoint, Config, Named  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
 from hvdtrain.keras.compiled import setup_of  # noqa: E402
 
@@ -190,8 +190,14 @@ def test_callbacks_of_both_kinds_and_the_optimizer_in_use():
 
 def test_a_run_without_keras_callbacks_has_its_history():
     result = ours(made())
-    assert set(result.history) == {"loss", "val_loss", "val_accuracy", "val_auc"}
+    assert set(result.history) == {"loss", "accuracy", "auc", "val_loss", "val_accuracy", "val_auc"}
     assert all(len(v) == 3 and all(map(math.isfinite, v)) for v in result.history.values())
+
+
+def test_a_model_compiled_without_metrics_has_none():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, activation="sigmoid")])
+    model.compile(keras.optimizers.SGD(0.5), "binary_crossentropy")
+    assert set(ours(model, epochs=1, metrics=Config().metrics).history) == {"loss", "val_loss"}
 
 
 def test_class_weight_is_model_fits():

@@ -97,8 +97,10 @@ def test_a_habit(head, unsafe, safe, named):
     ("m.fit_generator(g)", "fit_generator"), ("keras.optimizers.SGD(0.1, decay=1e-6)", "decay="),
     ("keras.callbacks.ModelCheckpoint('c-{epoch}.h5')", "c-{epoch}.h5"),
     ("keras.callbacks.ModelCheckpoint('c.h5', save_weights_only=True)", "c.h5"),
-    ("keras.backend.set_session(s)", "TensorFlow 1"), ("hvd.broadcast_variables(opt.variables(), 0)", "a list in Keras 3"),
-    ("keras.optimizers.legacy.SGD(0.1)", "legacy"), ("m.fit(x, workers=2, max_queue_size=3)", "workers, max_queue_size"),
+    ("keras.backend.set_session(s)", "TensorFlow 1"),
+    ("hvd.broadcast_variables(opt.variables(), 0)", "a list in Keras 3"),
+    ("keras.optimizers.legacy.SGD(0.1)", "legacy"),
+    ("m.fit(x, workers=2, max_queue_size=3)", "workers, max_queue_size"),
     ("model.save('folder')", "'folder'"), ("keras.models.save_model(m, 'folder')", "'folder'"),
     ("keras.backend.get_value(v)", "get_value")])
 def test_words_that_keras_3_refuses(line, named):

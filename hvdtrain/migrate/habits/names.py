@@ -110,10 +110,9 @@ def some_ranks(scan: Scan, node: cst.CSTNode) -> str:
 
 def _left_early(scan: Scan, node: cst.CSTNode, block: cst.CSTNode) -> str:
     """As `some_ranks`, for a branch above ``node`` in a block that some ranks do not come out of below."""
-    body = block.body if isinstance(block, (cst.IndentedBlock, cst.Module)) else ()
-    if node not in body:
-        return ""
-    for line in body[:list(body).index(node)]:
+    body: list[cst.CSTNode] = list(block.body) if isinstance(block, (cst.IndentedBlock, cst.Module)) else []
+    at = next((index for index, line in enumerate(body) if line is node), 0)
+    for line in body[:at]:
         if isinstance(line, cst.If) and mentions_rank(scan, line.test) and line.orelse is None and isinstance(
                 line.body, cst.IndentedBlock) and isinstance(line.body.body[-1], cst.SimpleStatementLine):
             last = line.body.body[-1].body[-1]

@@ -12,7 +12,8 @@ import libcst as cst
 from hvdtrain.migrate.edit import arg, comments, expression, guarded, with_args, with_elements
 from hvdtrain.migrate.finding import Refused
 from hvdtrain.migrate.rules import Plan, keras_models
-from hvdtrain.migrate.rules.keras_calls import COMPILE, DATASET, FIT, Chain, chain, compiles, fits, given, is_generator, models, sole
+from hvdtrain.migrate.rules.keras_calls import (
+    COMPILE, DATASET, FIT, Chain, chain, compiles, fits, given, is_generator, models, sole)
 from hvdtrain.migrate.scan import Scan, argument, is_true, local_name, name_of
 
 IMPORT = "import hvdtrain.keras as hvd"
@@ -86,7 +87,8 @@ def _optimizer(scan: Scan, given_as: cst.Arg) -> cst.BaseExpression:
     value = given_as.value
     if isinstance(value, cst.Attribute) and value.attr.value == "optimizer":
         raise Refused(scan.line(value), f"{scan.short(value)} is compiled a second time",
-                      "it is a distributed optimizer already, or will be", "make a new optimizer, then run migrate again")
+                      "it is a distributed optimizer already, or will be",
+                      "make a new optimizer, then run migrate again")
     others = [use for use in scan.uses(value.value) if use is not value] if isinstance(value, cst.Name) else []
     if not others:
         return value

@@ -85,9 +85,9 @@ def _batch(scan: Scan, call: cst.Call, where: dict[str, int]) -> cst.BaseExpress
         return expression("32")
     node = scan.value(call.args[where["x"]].value)
     while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        size = argument(node, "batch_size", 0)
-        if node.func.attr.value == "batch" and size is not None:
-            return size.value
+        given_size = argument(node, "batch_size", 0)
+        if node.func.attr.value == "batch" and given_size is not None:
+            return given_size.value
         node = node.func.value
     raise Refused(scan.line(call), f"the batch size of {scan.short(call.args[where['x']].value)} is not to be seen",
                   "Config needs it as global_batch",

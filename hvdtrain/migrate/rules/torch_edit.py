@@ -73,7 +73,8 @@ class _Rewrite:
         assert loop.loss is not None
         if loop.clip is not None and "horovod" in self.kind.roots:
             raise Refused(scan.line(loop.clip), "gradients are clipped before Horovod has averaged them",
-                          "each rank clips its own; Trainer's clip_norm is of the mean", "set clip_norm in the code below")
+                          "each rank clips its own; Trainer's clip_norm is of the mean",
+                          "set clip_norm in the code below")
         self.gone.add(loop.outer)
         self.models = self._models()
         self.optimizer = torch_parts.optimizer(scan, loop.outer, loop.optimizer, self.models, self.ranks)

@@ -69,8 +69,8 @@ def _cut_by_rank(scan: Scan) -> Iterator[cst.CSTNode]:
                 if not any(word in text for word in ("device", "gpu", "environ")):
                     yield node
                 break
-            if isinstance(up, cst.Call) and inner is not up.func and (name_of(up.func) or scan.code(up.func)).rpartition(
-                    ".")[2] in CUTS:
+            called = (name_of(up.func) or scan.code(up.func)).rpartition(".")[2] if isinstance(up, cst.Call) else ""
+            if isinstance(up, cst.Call) and inner is not up.func and called in CUTS:
                 yield node
                 break
             if isinstance(up, (cst.BaseStatement, cst.BaseSmallStatement)):

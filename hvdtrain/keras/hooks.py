@@ -100,8 +100,13 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
         if _seen.get(self) not in (False, even):
             self.train_function = self.test_function = None
         _seen[self] = even
-        with shardable.reading(shards):
-            return plain_fit(self, x, *args, **kwargs)
+        try:
+            with shardable.reading(shards):
+                return plain_fit(self, x, *args, **kwargs)
+        except UserError:  # a step whose first trace was refused takes no other
+            _seen.pop(self, None)
+            self.train_function = self.test_function = None
+            raise
 
     @functools.wraps(plain_loss)
     def compute_loss(self: Any, x: Any = None, y: Any = None, y_pred: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -128,7 +128,7 @@ class DivergenceGuardCallback(keras.callbacks.Callback):
     `hvdtrain.faults.divergence.Diverged`, which names the first variable, the ranks and the likely cause. Collective.
     """
 
-    def __init__(self, every: int = 100, process_set: Any = None, local_variables: Any = ()) -> None:
+    def __init__(self, every: int = 200, process_set: Any = None, local_variables: Any = ()) -> None:
         super().__init__()
         self._every, self._process_set = every, hvd.global_process_set if process_set is None else process_set
         self._local = {_plain(v).ref() for v in local_variables}

@@ -34,7 +34,7 @@ class Guard:
 
     def __init__(self, process_set: Any, every: int, name: str, distributed: bool = True) -> None:
         if not isinstance(every, int) or every < 0:
-            raise UserError(f"check_every={every!r}", "a number of updates, 0 for never", "give for example 100")
+            raise UserError(f"check_every={every!r}", "a number of updates, 0 for never", "give for example 200")
         self._process_set, self._every, self.name, self._distributed = process_set, every, name, distributed
         self._variables: list[tf.Variable] = []
         self._names: list[str] = []

@@ -25,7 +25,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
                          gradient_predivide_factor: float = 1.0, op: Any = Average, backward_passes_per_step: int = 1,
                          average_aggregated_gradients: bool = False, num_groups: int = 0, groups: Any = None,
                          process_set: Any = global_process_set, scale_local_gradients: bool = True, *,
-                         check_every: int = 100) -> Any:
+                         check_every: int = 200) -> Any:
     """A copy of ``optimizer`` that exchanges gradients over the ranks before it clips and updates.
 
     ``optimizer``: any `keras.optimizers.Optimizer`, also a LossScaleOptimizer; a built one hands on its state.
@@ -59,7 +59,7 @@ def PartialDistributedOptimizer(optimizer: Any, name: str | None = None, device_
                                 op: Any = Average, groups: Any = None, process_set: Any = global_process_set,
                                 local_layers: Any = None, scale_local_gradients: bool = True, *,
                                 backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
-                                check_every: int = 100) -> Any:
+                                check_every: int = 200) -> Any:
     """A `DistributedOptimizer` that leaves the layers in ``local_layers`` to their ranks.
 
     ``local_layers``: a layer or a collection of them; they need not be built yet. Their variables are updated from

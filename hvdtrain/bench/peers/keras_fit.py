@@ -16,7 +16,7 @@ from hvdtrain.bench.peers import IDLE_S, Prepared, Setup
 from hvdtrain.bench.peers import tensorflow_common as common
 
 
-def prepare(setup: Setup, check_every: int = 100) -> Prepared:
+def prepare(setup: Setup, check_every: int = 200) -> Prepared:
     """Compile with the distributed optimizer, and start to fit, with the callbacks that broadcast and average metrics.
 
     ``check_every``: updates between two looks of the guard.

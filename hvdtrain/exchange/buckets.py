@@ -43,7 +43,8 @@ def plan_buckets(params: Sequence[ParamSpec], bucket_mb: float) -> list[Bucket]:
 
     Backward produces gradients roughly from the last layer to the first, so in this order bucket 0 fills first
     and its sum overlaps the rest of backward. One bucket has one dtype and lies on one device; a parameter
-    larger than ``bucket_mb`` gets a bucket of its own. Source: gradient bucketing in PyTorch DDP (Li et al., VLDB 2020, arXiv 2006.15704).
+    larger than ``bucket_mb`` gets a bucket of its own. Source: gradient bucketing in PyTorch DDP (Li et al., VLDB 2020,
+    arXiv 2006.15704).
     """
     limit = bucket_mb * MIB
     groups: list[list[int]] = []

@@ -164,7 +164,8 @@ def contender(name: str, framework: str) -> Contender:
                          "horovod" if wire == "horovod" else "", peer=False)
     found = next((c for c in _PEERS[framework] if c.name == name), None)
     if found is None:
-        known = ["hvdtrain", "hvdtrain-WIRE", "hvdtrain+COMPRESSION", "hvdtrain@BALANCE", *(c.name for c in _PEERS[framework])]
+        known = ["hvdtrain", "hvdtrain-WIRE", "hvdtrain+COMPRESSION", "hvdtrain@BALANCE",
+                 *(c.name for c in _PEERS[framework])]
         raise UserError(f"there is no contender {name!r} for {framework}", nearest(name, known), "correct --contenders")
     return found
 

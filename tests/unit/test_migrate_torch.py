@@ -272,7 +272,7 @@ if launch_facts(os.environ).rank == 0:
     ("    dist.destroy_process_group()", "    print(running)", "running, which the loop binds"),
     ("    main()\n", "    torch.multiprocessing.spawn(main, nprocs=2)\n", "spawn"),
     ("EPOCHS = 3", "EPOCHS = 3\nTrainer = None", "name Trainer"),
-    ('torch.device("cuda", local_rank)', 'torch.device("cuda")\n    probe.to(device)', "device is read outside"),
+    ('torch.device("cuda", local_rank)', 'torch.device("cuda")\n    probe.to(device)', "device is read before"),
     ("    for epoch in range(EPOCHS):\n", "    with torch.autocast('cuda'):\n     for epoch in range(EPOCHS):\n",
      "inside 'with"),
     ("lr=0.1 * dist.get_world_size()", "lr=f(dist.get_world_size())", "depends on the number of processes"),

@@ -317,18 +317,27 @@ class _Rewrite:
                               "use the code below; print and save under 'if rank == 0:', the model is on its device")
 
     def _no_device(self) -> None:
-        """`Refused` where a device that is not made of the local rank is still read: Trainer chooses the model's."""
+        """A device that is not made of the local rank is the model's behind the loop; `Refused` where it is read before.
+
+        Trainer chooses where the model is.
+        """
         scan = self.scan
         for assign in scan.all(cst.Assign):
             name, text = name_of(assign.targets[0].target) or "", scan.code(assign.value)
             if not self._left(assign) or "cuda" not in text or "local_rank" in text.lower() or not self._place(
                     assign.value):
                 continue
-            for use in scan.uses(name):
-                if self._left(use):
-                    raise Refused(scan.line(use), f"{name} is read outside the loop",
-                                  "Trainer puts the model on this rank's own device",
-                                  "use next(model.parameters()).device, then run migrate again")
+            left = [use for use in scan.uses(name) if self._left(use)]
+            early = next((use for use in left if scan.line(use) < scan.line(self.loop.outer)), None)
+            if early is not None:
+                raise Refused(scan.line(early), f"{name} is read before the loop",
+                              "Trainer puts the model on this rank's own device",
+                              "use next(model.parameters()).device behind it, then run migrate again")
+            for use in left:
+                self.made.edits.swap(use, f"next({self.loop.model}.parameters()).device")
+                self.gone.add(use)
+            if left:
+                self._remove(sole(scan, assign))
 
     def _tell(self) -> None:
         """What is not the same as before."""

@@ -154,6 +154,8 @@ def test_horovod_environment_only_where_asked():
 def test_horovod_reason_names_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setattr(sys, "path_importer_cache", {})
+    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:  # another test's
+        monkeypatch.delitem(sys.modules, name)
     assert "not installed" in boot.horovod_reason("torch")
     assert "python -m hvdtrain build" in boot.horovod_reason("torch")
     (tmp_path / "horovod" / "torch").mkdir(parents=True)

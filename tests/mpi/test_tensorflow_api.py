@@ -41,6 +41,16 @@ def carried(request, comm, monkeypatch):
     return request.param
 
 
+@pytest.fixture
+def few_ranks():
+    """For what the number of ranks does not change much: it costs most where ranks outnumber the cores twice."""
+    if hvd.size() > 3:
+        pytest.skip("runs with 2 and 3 ranks, to keep the whole short")
+
+
+FEW = pytest.mark.usefixtures("few_ranks")
+
+
 def both(fn, *args):
     """What ``fn`` gives outside of a graph and, called twice, in one."""
     graph = tf.function(fn)
@@ -239,6 +249,7 @@ OPTIONS = [{}, {"op": "Sum"}, {"gradient_predivide_factor": 3.0}, {"groups": 2},
            {"sparse_as_dense": True}, {"compression": "fp16"}, {"compression": "bf16"}, {"compression": "int8"}]
 
 
+@FEW
 @pytest.mark.parametrize("carried, options", [("plain MPI", {}), ("plain MPI", {"compression": "fp16"}),
                                               *(("horovod", options) for options in OPTIONS)], ids=str,
                          indirect=["carried"])
@@ -263,6 +274,7 @@ def test_exchange(carried, options):
     assert isinstance(found[1], tf.IndexedSlices) != bool(options.get("sparse_as_dense"))
 
 
+@FEW
 def test_what_is_owed_comes_back():
     """topk sends a tenth of the entries of the same gradient, and in turn all but the smallest."""
     own = [tf.Variable(tf.zeros([40]))]
@@ -276,6 +288,7 @@ def test_what_is_owed_comes_back():
     assert (came[10:] > 0).all()
 
 
+@FEW
 def test_what_is_owed_outlives_a_gradient_that_is_no_number():
     own = [tf.Variable(tf.zeros([8]))]
     exchange = hvd.GradientExchange(compression=hvd.Compression.int8)
@@ -284,6 +297,7 @@ def test_what_is_owed_outlives_a_gradient_that_is_no_number():
     np.testing.assert_allclose(exchange([tf.ones([8])], own)[0], np.ones(8), rtol=1e-2)
 
 
+@FEW
 def test_a_compression_of_ones_own():
     class Halved(hvd.Compression.none):
         project = ""
@@ -316,6 +330,7 @@ def test_ranks_of_other_models_are_told_the_first_difference():
         hvd.GradientExchange()([tf.zeros(v.shape) for v in own], own)
 
 
+@FEW
 def test_xla_is_refused_by_name():
     own = [tf.Variable(tf.zeros([2]))]
     exchange = hvd.GradientExchange()
@@ -323,6 +338,7 @@ def test_xla_is_refused_by_name():
         tf.function(lambda g: exchange([g], own), jit_compile=True)(tf.ones([2]))
 
 
+@FEW
 def test_two_exchanges_of_one_graph_keep_apart():
     own = [tf.Variable(tf.zeros([2]))]
     one, two = hvd.GradientExchange(op=hvd.Sum), hvd.GradientExchange(op=hvd.Sum)
@@ -389,6 +405,7 @@ def test_a_loop_of_ones_own_follows_one_process(graph):
         np.testing.assert_array_equal(a, b)
 
 
+@FEW
 @pytest.mark.parametrize("scaled", [True, False])
 def test_local_layers_keep_their_gradient(scaled):
     model = Net()
@@ -413,6 +430,7 @@ def test_local_layers_keep_their_gradient(scaled):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@FEW
 def test_batch_norm_over_all_samples():
     size, rank = hvd.size(), hvd.rank()
     bounds = np.linspace(0, 24, size + 1).astype(int)

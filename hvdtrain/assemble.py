@@ -44,7 +44,7 @@ from hvdtrain.outdir import ensure_out
 from hvdtrain.precision import policy
 from hvdtrain.precision.policy import Precision
 from hvdtrain.protocols import Callback, Collectives, Control
-from hvdtrain.run import Run, say
+from hvdtrain.run import Run
 
 
 def assemble(config: Config, model: Any = None, data: Any = None, control: Control | None = None,
@@ -99,8 +99,6 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
     if control.size > 1:
         run.notes += [f"not independent of the number of ranks: {caveat}" for caveat in step.caveats()]
     run.tell()
-    if step.table and control.rank == 0 and run.config.progress != "off":
-        say(step.table)
     _restore(run)
     if feed.even_micros:
         agreed(control, lambda: step.spare(feed.sample(1, run.state.cursor)), "data")

@@ -16,6 +16,7 @@ from hvdtrain.parallel import table
 from hvdtrain.parallel.cut import Cut, min_max_cut
 from hvdtrain.parallel.memory import Block, Needs, shown
 from hvdtrain.parallel.schedule import bubble_of
+from hvdtrain.run import say
 
 MICROS_FOR_EACH = 4
 """Split micro-batches for each device where nothing is configured: a bubble below a fifth."""
@@ -95,8 +96,9 @@ def part_samples(config: Config, rank: int, size: int) -> int:
 
 
 def agree(measured: Measured, config: Config, control: Any) -> Plan:
-    """The plan of all ranks: each block costs what it costs the slowest rank; collective.
+    """The plan of all ranks: each block costs what it costs the slowest rank; collective. Rank 0 prints its table.
 
+    So it is told what will be where before anything is allocated on the devices.
     Errors: `UserError` on every rank for unlike blocks, too many devices, too little memory.
     """
     rows: list[Measured] = control.gather(measured)
@@ -107,7 +109,10 @@ def agree(measured: Measured, config: Config, control: Any) -> Plan:
         cut = min_max_cut(joint.blocks, config.model_parallel, joint.capacity_bytes, joint.needs, joint.speeds)
         return Plan(cut, joint.blocks, measured.devices, joint.capacity_bytes, joint.needs, joint.speeds)
 
-    return agreed(control, made, "split")
+    plan = agreed(control, made, "split")
+    if control.rank == 0 and config.progress != "off":
+        say(plan.table())
+    return plan
 
 
 def joined(rows: Sequence[Measured]) -> Measured:

@@ -317,7 +317,7 @@ class _Rewrite:
                               "use the code below; print and save under 'if rank == 0:', the model is on its device")
 
     def _no_device(self) -> None:
-        """A device that is not made of the local rank is the model's behind the loop; `Refused` where it is read before.
+        """A device not made of the local rank is the model's behind the loop; `Refused` where it is read before.
 
         Trainer chooses where the model is.
         """

@@ -5,6 +5,7 @@ Owns what holds for every test. Time limits are pytest-timeout's (setup.cfg).
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -19,6 +20,26 @@ for shared in ("conformance", "fixtures"):  # cases and small runs that several 
 MAY_CHANGE = ("PYTEST_", "COV_", "TF_", "TF2_", "KMP_", "KERAS_", "TORCH", "PYTORCH_", "GRPC_", "HYPOTHESIS_",
               "HDF5_", "TPU_", "ENABLE_RUNTIME_UPTIME_TELEMETRY")
 """Prefixes of variables that pytest and the frameworks set by themselves."""
+
+
+@pytest.fixture(autouse=True)
+def untuned_datasets():
+    """Every `tf.data` iterator without its tuning thread: one that the garbage collector ends may hold the process for
+    up to 60 s (see `hvdtrain.backends.tensorflow.data.untuned`), in the middle of whichever test comes next.
+    """
+    data = sys.modules.get("tensorflow.python.data.ops.dataset_ops")
+    iterate = getattr(getattr(data, "DatasetV2", None), "__iter__", None)  # absent while TensorFlow is being imported
+    if iterate is None or hasattr(iterate, "untuned"):
+        return
+
+    @functools.wraps(iterate)
+    def __iter__(dataset):
+        options = data.options_lib.Options()
+        options.autotune.enabled = False
+        return iterate(dataset.with_options(options))
+
+    __iter__.untuned = True
+    data.DatasetV2.__iter__ = __iter__
 
 
 @pytest.fixture(autouse=True)

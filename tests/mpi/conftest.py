@@ -16,13 +16,13 @@ from hvdtrain.cluster.control import MpiControl
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.errors import WaitTimeout
 
-MEET_S = 30.0
+MEET_S = 60.0
 
 
 @pytest.fixture(scope="session")
 def control():
-    """The control plane of this job, with a short bound."""
-    return boot.start_control(launch_facts(os.environ), 30.0)
+    """The control plane of this job, with a bound below that of a test."""
+    return boot.start_control(launch_facts(os.environ), 60.0)
 
 
 @pytest.fixture(scope="session")

@@ -114,7 +114,7 @@ class DatasetStream(_Elements):
             raise UserError("the tf.data.Dataset has options().deterministic = False",
                             "the same order on every rank",
                             "leave deterministic unset")
-        self.dataset = dataset
+        self.dataset = untuned(dataset)
         self.batched = _is_batched(dataset)
         self.epochs_started = 0
 
@@ -192,6 +192,19 @@ def _check_order(node: Any) -> None:
         raise UserError("a step of the tf.data.Dataset has deterministic=False",
                         "the same order on every rank",
                         "leave deterministic unset")
+
+
+def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """``dataset`` without the thread that tunes its parallelism while it runs, unless its options ask for one.
+
+    Where the end of an iterator meets that thread as it goes to sleep, the end waits until it wakes, up to 60 s
+    (measured with TensorFlow 2.21: docs/keras.md), and all ranks wait for this one. AUTOTUNE then means the default.
+    """
+    if dataset.options().autotune.enabled is not None:
+        return dataset
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
 
 
 def _is_batched(dataset: Any) -> bool:

@@ -6,6 +6,7 @@ Owns what holds for every test. Time limits are pytest-timeout's (setup.cfg).
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 import threading
@@ -20,6 +21,12 @@ for shared in ("conformance", "fixtures"):  # cases and small runs that several 
 MAY_CHANGE = ("PYTEST_", "COV_", "TF_", "TF2_", "KMP_", "KERAS_", "TORCH", "PYTORCH_", "GRPC_", "HYPOTHESIS_",
               "HDF5_", "TPU_", "ENABLE_RUNTIME_UPTIME_TELEMETRY")
 """Prefixes of variables that pytest and the frameworks set by themselves."""
+
+
+def pytest_collection_finish():
+    """Leave what was imported out of every later collection of garbage: with both frameworks each took a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +74,21 @@ def no_leaked_threads():
         if time.monotonic() > ends_at:
             raise AssertionError(f"the test left threads: {[t.name for t in left]}")
         time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_torch_threads():
+    """Put torch's number of compute threads back: a run sets it to its own share of the cores, and two per rank, where
+    ranks outnumber the cores, make what comes after many times slower.
+    """
+    def threads(*number):
+        torch = sys.modules.get("torch")
+        return getattr(torch, "set_num_threads" if number else "get_num_threads", lambda *n: None)(*number)
+
+    before = threads() or int(os.environ.get("OMP_NUM_THREADS", "0"))
+    yield
+    if before and threads() not in (None, before):
+        threads(before)
 
 
 @pytest.fixture(autouse=True)

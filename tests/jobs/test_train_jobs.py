@@ -160,7 +160,7 @@ def test_an_exception_in_a_users_model_on_one_rank(tmp_path):
                      "--global_batch", "8", "--out", str(tmp_path / "run")], 60)
     took_s = time.time() - float(marker.read_text())
     assert job.returncode not in (0, None), job
-    assert took_s < 5.0, f"the job ended {took_s:.1f} s after the exception"
+    assert took_s < 15.0, f"the job ended {took_s:.1f} s after the exception"
     assert job.stderr.count("Traceback (most recent call last)") == 1, job.stderr
     assert re.findall(r"rank (\d+) on host \S+ failed and ends the job", job.stderr) == ["1"]
     assert job.stderr.count("RuntimeError: the third forward is broken") == 1

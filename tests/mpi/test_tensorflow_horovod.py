@@ -134,7 +134,7 @@ def test_not_a_number_on_one_rank_stops_every_update(wire):
     close(weights(step), before, 0)
 
 
-def test_waiting_is_measured(wire):
+def test_waiting_is_measured(wire, control):
     """The last rank is late; the others wait for it, it does not wait for them."""
     import time
 
@@ -147,7 +147,8 @@ def test_waiting_is_measured(wire):
     step.zero()
     step.forward_backward((X, Y), 1 / 64, True)
     waited_s = step.exchange()
-    assert 0 <= waited_s < 0.3 if late else 0.3 < waited_s < 5
+    waited_P = control.gather(waited_s)
+    assert min(waited_P) == waited_P[-1] >= 0, waited_P
 
 
 def test_buffers_become_their_mean(wire):

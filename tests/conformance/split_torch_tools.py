@@ -1,0 +1,53 @@
+"""What the tests of split PyTorch models share: this CPU as several devices, a plan by hand, and a step cut by it.
+
+Imports PyTorch: a test asks for it first (pytest.importorskip).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small_runs import config, samples
+from split_models import blocks
+from torch_tools import spec
+
+from hvdtrain.backends.torch import create_step, placement
+from hvdtrain.cluster.control import SoloControl
+from hvdtrain.config import Named
+from hvdtrain.parallel.cut import Cut
+from hvdtrain.parallel.memory import Block, Needs
+from hvdtrain.parallel.plan import Plan
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+BASE = config(global_batch=32, max_steps=12, optimizer=Named("SGD", {"momentum": 0.5}), lr=0.1, control_timeout_s=30.0)
+DATA = samples(107)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch, tmp_path):
+    """Runs make their directories there."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(name="cpus")
+def all_cpu(monkeypatch):
+    """This host's CPU stands for each of a rank's devices."""
+    monkeypatch.setattr(placement, "devices", lambda n: [CPU] * n)
+
+
+def plan_of(named, starts, devices, micros=4):
+    made = tuple(Block(name, 1.0, 4, 4) for name, _ in named)
+    return Plan(Cut(starts), made, tuple(map(str, devices)), (0,) * len(devices), Needs(micros=micros))
+
+
+def split_step(model, starts, settings, devices=None, **parts):
+    """A step whose cut is given, in place of measured."""
+    step = create_step(spec(model, blocks=blocks, **parts), replace(settings, model_parallel=1), SoloControl(), 10)
+    step._layout.devices = devices or [CPU] * len(starts)
+    step.split(plan_of(blocks(model), starts, step._layout.devices))
+    return step
+
+
+# --- the forward pass ------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def no_leaked_threads():
 
 
 @pytest.fixture(autouse=True)
-def no_leaked_torch_threads():
+def torch_threads_put_back():
     """Put torch's number of compute threads back: a run sets it to its own share of the cores, and two per rank, where
     ranks outnumber the cores, make what comes after many times slower.
     """
@@ -85,9 +85,9 @@ def no_leaked_torch_threads():
         torch = sys.modules.get("torch")
         return getattr(torch, "set_num_threads" if number else "get_num_threads", lambda *n: None)(*number)
 
-    before = threads() or int(os.environ.get("OMP_NUM_THREADS", "0"))
+    before = threads() or int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0])
     yield
-    if before and threads() not in (None, before):
+    if threads() not in (None, before):
         threads(before)
 
 

@@ -5,14 +5,12 @@ Owns start-up effects: environment variables, MPI_Init, hvd.init, the exception 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
-import math
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +29,7 @@ from hvdtrain.protocols import Control
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
 
 SEND_ONLY = "OMPI_MCA_btl_tcp_flags"
-STALL = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+STALL, STALL_CHECK = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_STALL_CHECK_TIME_SECONDS"
 
 THREADS_PER_RANK = 2
 """Threads of a rank that are busy at once: the one that computes and the one that communicates."""
@@ -321,6 +319,21 @@ def start_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Contr
     return hvd
 
 
+def bound_stalls(timeout_s: float, env: MutableMapping[str, str]) -> None:
+    """Have Horovod end a job where a tensor waits longer than about ``timeout_s`` for some ranks, and say which.
+
+    By itself it warns, and waits for ever. For programs whose steps no deadline of ours watches; before Horovod starts,
+    and for good, as Horovod reads it again for each process set. The user's own value stands, also 0. Horovod takes no
+    time below the one after which it warns (60 s).
+    """
+    try:
+        warned_s = float(env.get(STALL_CHECK, "60"))
+    except ValueError:
+        return
+    if STALL not in env and timeout_s >= warned_s:
+        env[STALL] = f"{timeout_s:.0f}"
+
+
 def _running_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Control) -> Any:
     """Horovod's module for ``framework``, initialised once per process."""
     key = f"horovod.{framework}"
@@ -339,7 +352,7 @@ def _running_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Co
         raise HorovodUnavailable(f"Horovod's {framework} part does not load ({line}); it was built for another "
                                  f"{framework} or MPI; {BUILD}") from error
     timeout_s = getattr(where, "timeout_s", 600.0)
-    with deadline(timeout_s, "hvd.init"), _bounded_stall(timeout_s, os.environ):
+    with deadline(timeout_s, "hvd.init"):
         _guarded_init(hvd.init, framework)
     if (hvd.rank(), hvd.size()) != (where.rank, where.size):
         raise HorovodUnavailable(
@@ -347,22 +360,6 @@ def _running_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Co
             f"built for another MPI than the one that runs this job; {BUILD}")
     _started[key] = hvd
     return hvd
-
-
-@contextlib.contextmanager
-def _bounded_stall(timeout_s: float, env: MutableMapping[str, str]) -> Iterator[None]:
-    """While Horovod starts and reads it: a tensor that some ranks never send ends the job, as every other wait does.
-
-    Horovod alone warns, and waits for ever. The user's own value stands, also 0.
-    """
-    if STALL in env:
-        yield
-        return
-    env[STALL] = str(math.ceil(timeout_s))
-    try:
-        yield
-    finally:
-        env.pop(STALL, None)
 
 
 def _guarded_init(init: Callable[[], Any], framework: str) -> None:

@@ -77,6 +77,8 @@ def _start() -> tuple[Control, Any]:
     """The control plane, and Horovod where there are several ranks and all of them have it."""
     facts, exchange, timeout_s = launch_facts(os.environ), Exchange(), Config().control_timeout_s
     control = boot.current_control()
+    if facts.size > 1:
+        boot.bound_stalls(timeout_s, os.environ)
     try:
         hvd = boot.start_horovod("tensorflow", exchange, facts) if facts.kind == "gloo" else None
     except boot.HorovodUnavailable as error:

@@ -90,6 +90,13 @@ def test_pydataset_without_end_is_refused():
         adapt(Endless(4))
 
 
+def test_a_dataset_is_read_without_the_thread_that_tunes_it():
+    assert adapt(count().batch(4)).dataset.options().autotune.enabled is False
+    options = tf.data.Options()
+    options.autotune.enabled = True
+    assert adapt(count().with_options(options)).dataset.options().autotune.enabled is True
+
+
 def keep(*element):
     return element[0] if len(element) == 1 else element
 

@@ -1,5 +1,7 @@
 """`hvdtrain.tensorflow` over 2, 3 or 4 ranks: collectives and gradients in closed form, tapes against one process."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -60,6 +62,10 @@ def both(fn, *args):
 
 def ranks(fn=float):
     return np.array([fn(r) for r in range(hvd.size())])
+
+
+def test_horovod_waits_no_longer_than_the_control_plane():
+    assert os.environ[boot.STALL] == "600"
 
 
 def test_facts_are_horovods(control):

@@ -143,14 +143,13 @@ def test_two_ranks_with_one_list_of_the_launchers_overlap_unless_slurm_confines_
     assert env[boot.VISIBLE] == "0,1"
 
 
-def test_horovod_ends_a_stall_unless_told_otherwise():
-    env = {}
-    with boot._bounded_stall(90.5, env):
-        assert env == {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "91"}
-    assert env == {}
-    with boot._bounded_stall(90.5, env := {boot.STALL: "0"}):
-        assert env == {boot.STALL: "0"}
-    assert env == {boot.STALL: "0"}
+@pytest.mark.parametrize("given, ends", [
+    ({}, "600"), ({boot.STALL: "0"}, "0"), ({boot.STALL_CHECK: "600"}, "600"), ({boot.STALL_CHECK: "900"}, None),
+    ({boot.STALL_CHECK: "soon"}, None)])
+def test_horovod_ends_a_stall_unless_told_otherwise(given, ends):
+    env = dict(given)
+    boot.bound_stalls(600.0, env)
+    assert env.get(boot.STALL) == ends and env.keys() <= given.keys() | {boot.STALL}
 
 
 def test_horovod_environment_only_where_asked():

@@ -195,12 +195,12 @@ def _check_order(node: Any) -> None:
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """``dataset`` without the thread that tunes its parallelism while it runs, unless its options ask for one.
+    """``dataset`` without the thread that tunes its parallelism while it runs, unless ``autotune.enabled`` is set.
 
     Where the end of an iterator meets that thread as it goes to sleep, the end waits until it wakes, up to 60 s
     (measured with TensorFlow 2.21: docs/keras.md), and all ranks wait for this one. AUTOTUNE then means the default.
     """
-    if dataset.options().autotune.enabled is not None:
+    if dataset.options().autotune.enabled is not None or not type(dataset).__module__.startswith("tensorflow."):
         return dataset
     options = tf.data.Options()
     options.autotune.enabled = False

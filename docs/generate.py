@@ -21,8 +21,7 @@ EXAMPLE = """\
 model: torch_models.cnn:build
 model_args:
   norm: none
-data:
-  name: digits
+data: digits
 epochs: 20
 global_batch: 96
 lr: 0.05
@@ -51,9 +50,14 @@ A key is set in three places; where it is set in more than one, the later of thi
    `HVDTRAIN_CONFIG` names a file.
 3. the command line: `--optimizer.name SGD`.
 
+The sections `data`, `optimizer`, `schedule` and `loss` take a bare text for their name, in all three places:
+`--optimizer SGD`, `HVDTRAIN_DATA=mydata.py:load`, `data: digits` in a file. If an earlier place named something else,
+its `args` are dropped with it, since they belong to the other name; the section's other keys stay. `--optimizer.name`
+changes the name alone.
+
 The order of the arguments on the command line does not matter. `--print_config` prints the outcome as YAML, which is a
-valid file again. In Python the same keys are the fields of `hvdtrain.Config`. Every rank must see the same
-configuration; a run whose ranks differ does not start.
+valid file again. In Python the same keys are the fields of `hvdtrain.Config`, a section's name bare here too:
+`Config(optimizer="SGD", lr=0.1)`. Every rank must see the same configuration; a run whose ranks differ does not start.
 
 The keys `model_args` and those that end in `args` hold free-form keyword arguments. Setting such a key replaces it
 whole; `--model_args.norm none` sets one entry and leaves the others.

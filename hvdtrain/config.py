@@ -21,6 +21,9 @@ MOST = 2**53
 """Largest whole number of a key: beyond it a float64 skips numbers, and sums over ranks are float64."""
 
 
+LEAST_TIMEOUT_S = 1.0
+"""Shortest bound of a wait: below it ranks that merely take turns on a core would count as lost."""
+
 PRECISIONS = ("fp32", "bf16", "fp16", "auto")
 
 
@@ -209,7 +212,13 @@ class Config:
     deterministic: bool = _key(False, "", "ask the framework for deterministic kernels (bit-equal resume on GPUs)")
     control_timeout_s: float = _key(
         600.0, "s",
-        "longest wait for other ranks before the run ends with the name of the wait")
+        "longest wait for other ranks before the run ends with the name of the wait; 1 or more")
+
+    def __post_init__(self) -> None:
+        """Take a bare text for a section that has a name: ``Config(optimizer="SGD")``."""
+        for name, kind in schema.named_sections(type(self)).items():
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, kind(name=getattr(self, name)))
 
     def check(self) -> Config:
         """Return self if every value is possible, else raise `UserError` naming the first that is not."""
@@ -240,11 +249,11 @@ class Config:
         _at_least("schedule.linear_scaling_base", self.schedule.linear_scaling_base, 0)
         _at_least("early_stop.patience", self.early_stop.patience, 1)
         _at_least("clip_norm", self.clip_norm, 0)
+        _at_least("control_timeout_s", self.control_timeout_s, LEAST_TIMEOUT_S)
         exchange = self.exchange
         bucket_mb = 1.0 if exchange.bucket_mb == "auto" else exchange.bucket_mb
         for name, value in (("lr", self.lr), ("exchange.bucket_mb", bucket_mb),
-                            ("exchange.topk_ratio", exchange.topk_ratio),
-                            ("control_timeout_s", self.control_timeout_s)):
+                            ("exchange.topk_ratio", exchange.topk_ratio)):
             if not (math.isfinite(value) and value > 0):
                 raise UserError(f"{name} is {value}", "a finite number above 0", f"set {name} to one")
         for name in ("fusion_threshold_mb", "cycle_time_ms"):
@@ -298,4 +307,4 @@ class Config:
 def _at_least(name: str, value: float, least: float) -> None:
     """Raise `UserError` unless ``value`` is finite and not below ``least``."""
     if not (math.isfinite(value) and value >= least):
-        raise UserError(f"{name} is {value}", f"a value of {least} or more", f"set {name} accordingly")
+        raise UserError(f"{name} is {value}", f"a value of {least:g} or more", f"set {name} accordingly")

@@ -42,13 +42,19 @@ class PeerFailed(RuntimeError):
     """A collective failed because another rank went away; that rank's own error is the one to read."""
 
 
+def closest(name: str, choices: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """Return the choice that is spelled most like ``name``, any case; None where none is alike."""
+    known = sorted(choices)
+    close = difflib.get_close_matches(name.lower(), [c.lower() for c in known], n=1, cutoff=cutoff)
+    return next((c for c in known if close and c.lower() == close[0]), None)
+
+
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Say which choices exist and which is nearest to ``name``, for use as ``expected``."""
     known = sorted(choices)
     if not known:
         return "one that exists (there is none here)"
-    close = difflib.get_close_matches(name.lower(), [c.lower() for c in known], n=1, cutoff=0.5)
-    hint = next((c for c in known if close and c.lower() == close[0]), None)
+    hint = closest(name, known)
     if hint and len(known) > 12:
         return f"a known name (did you mean {hint!r}?)"
     names = ", ".join(known)

@@ -52,6 +52,11 @@ def sections(cls: type) -> dict[str, type]:
     return {f.name: hint for f, hint in _fields(cls) if isinstance(hint, type) and dataclasses.is_dataclass(hint)}
 
 
+def named_sections(cls: type) -> dict[str, type]:
+    """The sections of ``cls`` that have a ``name``: a bare text stands for it."""
+    return {name: hint for name, hint in sections(cls).items() if any(f.name == "name" for f, _ in _fields(hint))}
+
+
 def in_words(hint: Any) -> str:
     """What a value of this type looks like, for a message or a table."""
     if get_origin(hint) is Literal:
@@ -64,7 +69,8 @@ def in_words(hint: Any) -> str:
         kinds = {float: "numbers such as [3, 1]", int: "whole numbers such as [64, 16]"}
         return "a list of " + kinds.get(of, "names such as [a, b]")
     if dataclasses.is_dataclass(hint):
-        return "a section with " + ", ".join(f.name for f in dataclasses.fields(hint))
+        names = [f.name for f in dataclasses.fields(hint)]
+        return ("a name, or " if "name" in names else "") + "a section with " + ", ".join(names)
     return _WORDS[hint]
 
 

@@ -13,10 +13,14 @@ from typing import Any
 
 from hvdtrain import recipe, schema
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError, nearest
+from hvdtrain.errors import UserError, closest, nearest
 
 PREFIX = "HVDTRAIN_"
 HELP = "see python -m hvdtrain train --help"
+ELSEWHERE = {"batch_size": "global_batch", "learning_rate": "lr", "num_epochs": "epochs",
+             "momentum": "optimizer.args.momentum", "weight_decay": "optimizer.args.weight_decay"}
+"""What other trainers call a key, where no spelling leads there."""
+
 Option = tuple[str, str | None, str]
 """(name, value or None, where it was given)."""
 
@@ -38,11 +42,10 @@ def parse(argv: list[str], env: Mapping[str, str] | None = None) -> Config | Non
     if any(a in ("-h", "--help") for a in argv):
         make_parser().print_help()
         return None
-    given = [*_environment(os.environ if env is None else env), *_options(argv)]
-    config = _typed(
-        _files([v for n, v, _ in given if n == "config"]),
-        [o for o in given if o[0] not in ("config", "print_config")],
-    )
+    layers = [_environment(os.environ if env is None else env), _options(argv)]
+    given = [option for layer in layers for option in layer]
+    base = _files([v for n, v, _ in given if n == "config"])
+    config = _typed(base, _spelled_out(layers, base))
     if any(name == "print_config" for name, _, _ in given):
         print(recipe.dump(config.to_dict()), end="")
         return None
@@ -60,7 +63,7 @@ def make_parser() -> Any:
         print_config=None,
         description="Train a PyTorch or Keras model on every rank of this job. A key is set by a YAML file, by the "
         f"environment ({PREFIX} and the key in capitals, two underscores for a dot: {PREFIX}OPTIMIZER__NAME), or here; "
-        "the later of these wins. Entries of a model_args or args are set one by one as --model_args.width 64.",
+        "the later of these wins. A bare text is a section's name: --optimizer SGD. Entries of a model_args or args are set one by one as --model_args.width 64.",
     )
     parser.add_argument(
         "--config",
@@ -106,7 +109,7 @@ def _options(argv: list[str]) -> list[Option]:
         if own in _hints() or own in ("config", "print_config") or _free(own) is not None:
             bare, name = own, own + name[len(bare):]
         if bare not in _hints() and bare not in ("config", "print_config") and _free(bare) is None:
-            raise UserError(f"there is no option --{name}", nearest(bare, _hints()), HELP)
+            raise UserError(f"there is no option --{name}", _meant(bare), HELP)
         if not equals and bare != "print_config":
             if not rest or rest[0].startswith("--"):
                 wants = schema.in_words(_hints()[bare]) if bare in _hints() else "one after it"
@@ -128,6 +131,22 @@ def _hints() -> dict[str, Any]:
     return {**{k.name: k.hint for k in schema.keys(Config)}, **schema.sections(Config)}
 
 
+def _meant(name: str) -> str:
+    """Which key a misspelt ``name`` may mean, in words: of its section, if it names one, else of all."""
+    section, _, last = name.rpartition(".")
+    if section in schema.sections(Config):
+        own = [k.name for k in schema.keys(schema.sections(Config)[section])]
+        close = closest(last, own, 0.6)
+        if close is None and "args" in own:
+            return f"{section}.args.{last}, if it is an argument of the {section}'s own, or {section}.name"
+        hint = f" (did you mean '{section}.{close}'?)" if close else ""
+        return "one of " + ", ".join(f"{section}.{key}" for key in own) + hint
+    meant = closest(name, ["name"], 0.7) or name  # nmae, which four sections have
+    alike = [key for key in _hints() if key.endswith(f".{meant}")]
+    found = "' or '".join(alike) or ELSEWHERE.get(name) or closest(name, [k for k in _hints() if "." not in k], 0.6)
+    return f"a known name (did you mean '{found}'?)" if found else nearest(name, _hints())
+
+
 def _free(name: str) -> str | None:
     """The key with free-form entries that ``name`` lies below (model_args.width: model_args), or None."""
     return next(
@@ -143,9 +162,46 @@ def _files(paths: list[str | None]) -> dict[str, Any]:
         found = recipe.read(path or "")
         _check_tree(found, Config, "", f"in {path}")
         for name, value in found.items():
-            both = isinstance(value, dict) and name in schema.sections(Config)
-            whole[name] = {**whole.get(name, {}), **value} if both else value
+            before = whole.get(name, {})
+            if name in schema.named_sections(Config) and isinstance(value, str):
+                kept = {k: v for k, v in before.items() if k != "args" or not _another(before.get("name"), value)}
+                whole[name] = {**kept, "name": value}
+            else:
+                whole[name] = {**before, **value} if name in schema.sections(Config) else value
     return whole
+
+
+def _another(before: Any, name: str) -> bool:
+    """Whether an earlier layer named something else than ``name``, so that its args are not this one's."""
+    return before is not None and str(before).lower() != name.lower()
+
+
+def _spelled_out(layers: list[list[Option]], base: dict[str, Any]) -> list[Option]:
+    """The options of all layers in order, ``--optimizer SGD`` spelled out as ``--optimizer.name SGD``.
+
+    A bare name that is another than an earlier layer's comes without that layer's args, which are the other's;
+    args of its own layer are its own, whichever comes first.
+    """
+    sections = schema.named_sections(Config)
+    names = {name: base[name].get("name") for name in sections if name in base}
+    out: list[Option] = []
+    for layer in layers:
+        cleared: list[Option] = []
+        spelled: list[Option] = []
+        now = dict(names)
+        for name, value, where in (o for o in layer if o[0] not in ("config", "print_config")):
+            found = recipe.load(value or "", where) if name in sections else None
+            if isinstance(found, str):
+                if _another(names.get(name), found):
+                    cleared.append((f"{name}.args", "{}", where))
+                name, value = f"{name}.name", found
+            section, _, key = name.partition(".")
+            if section in sections and (key == "name" or isinstance(found, dict) and "name" in found):
+                now[section] = value if key == "name" else found["name"]
+            spelled.append((name, value, where))
+        names = now
+        out += cleared + spelled
+    return out
 
 
 def _check_tree(found: Any, cls: type, prefix: str, where: str) -> None:
@@ -156,8 +212,9 @@ def _check_tree(found: Any, cls: type, prefix: str, where: str) -> None:
         if name not in hints:
             text = f"{prefix}{name}"
             below = f"a section: {text.partition('.')[0]}: with {text.partition('.')[2]}: below it"
-            expected = below if text in _hints() else nearest(text, [prefix + h for h in hints] if prefix else _hints())
-            raise UserError(f"there is no key {text!r} {where}", expected, HELP)
+            raise UserError(f"there is no key {text!r} {where}", below if text in _hints() else _meant(text), HELP)
+        if isinstance(value, str) and not prefix and name in schema.named_sections(cls):
+            continue
         if name in deep and isinstance(value, dict):
             _check_tree(value, deep[name], f"{prefix}{name}.", where)
         elif name in deep or value is None:

@@ -95,6 +95,34 @@ def test_entries_of_free_form_keys_one_by_one(write):
     assert "not a mapping" in refusal("--config", path, "--model_args.norm.deep", "1")
 
 
+def test_a_bare_text_is_the_name_of_a_section(write):
+    seen = cli("--data", "synthetic", "--loss=mse", "--schedule", "StepLR", "--schedule.args.step_size", "3")
+    assert (seen.data.name, seen.loss.name, seen.schedule.name) == ("synthetic", "mse", "StepLR")
+    assert seen.schedule.args == {"step_size": 3}
+    sgd = Named("SGD", {"momentum": 0.9})
+    assert cli("--optimizer", "SGD", "--optimizer.args.momentum", "0.9").optimizer == sgd
+    assert cli("--optimizer.args.momentum", "0.9", "--optimizer", "SGD").optimizer == sgd
+    path = write("data: mydata.py:load\noptimizer: SGD\n")
+    assert cli("--config", path).data == Data("mydata.py:load") and cli("--config", path).optimizer == Named("SGD")
+    assert cli("--config", path, "--optimizer.args", "{momentum: 0.9}").optimizer == sgd
+    assert cli(HVDTRAIN_DATA="synthetic", HVDTRAIN_OPTIMIZER__ARGS="{momentum: 0.9}",
+               HVDTRAIN_OPTIMIZER="SGD") == Config(data="synthetic", optimizer=sgd)
+
+
+def test_a_bare_name_comes_without_the_args_of_another(write):
+    sgd = write("optimizer: {name: SGD, args: {momentum: 0.9}}\ndata: {name: text, args: {length: 3}, shuffle: false}\n")
+    adam = write("optimizer: AdamW\n", "adam.yaml")
+    seen = cli("--config", sgd, "--optimizer", "AdamW", "--optimizer.args.amsgrad", "true", "--data", "digits")
+    assert seen.optimizer == Named("AdamW", {"amsgrad": True}) and seen.data == Data("digits", shuffle=False)
+    assert cli("--config", sgd, "--config", adam).optimizer == Named("AdamW")
+    assert cli("--config", sgd, HVDTRAIN_OPTIMIZER="AdamW").optimizer == Named("AdamW")
+    assert cli("--optimizer", "Adam", HVDTRAIN_OPTIMIZER="{name: SGD, args: {nesterov: true}}").optimizer == Named("Adam")
+    assert cli("--config", sgd, "--optimizer", "sgd").optimizer == Named("sgd", {"momentum": 0.9})  # the same one
+    assert cli("--config", sgd, "--optimizer.name", "AdamW").optimizer.args == {"momentum": 0.9}  # that key alone
+    unnamed = write("optimizer: {args: {momentum: 0.9}}\n", "unnamed.yaml")
+    assert cli("--config", unnamed, "--optimizer", "SGD").optimizer == Named("SGD", {"momentum": 0.9})
+
+
 def test_lists():
     assert cli("--shares", "[3,1]").shares == [3.0, 1.0]
     assert cli("--shares", "3:3:1:1").shares == [3.0, 3.0, 1.0, 1.0]
@@ -203,6 +231,13 @@ def test_help_has_every_key_with_its_meaning(capsys):
         (["--optimizer.momentum", "3"], ["--optimizer.momentum", "optimizer."]),
         (["--model_args.", "3"], ["model_args"]),
         (["--zzzzzz", "3"], ["there is no option --zzzzzz"]),
+        (["--data.nmae", "digits"], ["did you mean 'data.name'"]),
+        (["--nmae", "digits"], ["did you mean 'data.name' or 'optimizer.name'"]),
+        (["--bucket_mb", "3"], ["did you mean 'exchange.bucket_mb'"]),
+        (["--exchange.bucket_md", "3"], ["did you mean 'exchange.bucket_mb'"]),
+        (["--optimizer.momentum", "3"], ["optimizer.args.momentum", "optimizer.name"]),
+        (["--momentum", "3"], ["did you mean 'optimizer.args.momentum'"]),
+        (["--learning_rate", "3"], ["did you mean 'lr'"]),
         (["--data", "{nme: 3}"], ["data.nme", "--data", "did you mean 'data.name'"]),
         (["foo"], ["'foo' is no option"]),
         (["--lr", "0.1", "0.2"], ["'0.2' is no option"]),
@@ -232,12 +267,14 @@ def test_help_has_every_key_with_its_meaning(capsys):
         (["--model_args.a", BIG], ["--model_args.a"]),
         (["--model_args.a", "!!python/name:os.system"], ["--model_args.a", "tag"]),
         (["--model_args.a", "["], ["--model_args.a, line 2", "YAML"]),
-        (["--optimizer", "SGD"], ["--optimizer is 'SGD'", "a section with name, args"]),
+        (["--optimizer", "5"], ["--optimizer is 5", "a name, or a section with name, args"]),
+        (["--exchange", "fp16"], ["--exchange is 'fp16'", "expected a section with bucket_mb"]),
         (["--lr", "nan"], ["lr is 'nan'", "a number"]),
         (["--lr", ".nan"], ["lr is nan", "finite"]),
         (["--lr", "-.inf"], ["lr is -inf", "finite"]),
         (["--lr", "0"], ["lr is 0.0", "above 0"]),
         (["--control_timeout_s", "1e12"], ["control_timeout_s", "1000000000 at most"]),
+        (["--control_timeout_s", "0.001"], ["control_timeout_s is 0.001", "1 or more"]),
         (["--threads", "100000"], ["threads", "4096 at most"]),
     ],
     ids=lambda v: " ".join(v)[:30] if isinstance(v, list) else None,
@@ -291,7 +328,12 @@ FILES = {
     "model: null": ["model is empty (null)", "text"],
     "data:": ["data is empty (null)", "a section with name, args, shuffle, prefetch"],
     "data: 5": ["data is 5", "a section"],
-    "optimizer: SGD": ["optimizer is 'SGD'", "a section with name, args"],
+    "optimizer: 5": ["optimizer is 5", "a name, or a section with name, args"],
+    "checkpoint: often": ["checkpoint is 'often'", "expected a section with every_steps"],
+    "optimizer: {nmae: SGD}": ["'optimizer.nmae'", "did you mean 'optimizer.name'"],
+    "exchange: {bucket_md: 3}": ["'exchange.bucket_md'", "did you mean 'exchange.bucket_mb'"],
+    "bucket_mb: 3": ["'bucket_mb'", "did you mean 'exchange.bucket_mb'"],
+    "optimizer: {momentum: 0.9}": ["'optimizer.momentum'", "optimizer.args.momentum"],
     "data: {name: null}": ["data.name is empty (null)"],
     "data: {args: [1]}": ["data.args is [1]", "keyword arguments"],
     "data: {args: {1: 2}}": ["data.args is {1: 2}", "keyword arguments"],

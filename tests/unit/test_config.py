@@ -24,7 +24,8 @@ def test_the_defaults_are_possible():
 
 
 @pytest.mark.parametrize("values, words", [
-    ({"optimizer": "SGD"}, ["optimizer is 'SGD'", "a section with name, args"]),
+    ({"optimizer": 5}, ["optimizer is 5", "a name, or a section with name, args"]),
+    ({"exchange": "fp16"}, ["exchange is 'fp16'", "expected a section with bucket_mb"]),
     ({"lr": "0.1"}, ["lr is '0.1'", "a number"]),
     ({"lr": None}, ["lr is empty (null)", "a number"]),
     ({"global_batch": 32.0}, ["global_batch is 32.0", "a whole number"]),
@@ -66,6 +67,7 @@ def test_wrong_types_are_refused_in_words(values, words):
         ("lr", math.inf),
         ("lr", math.nan),
         ("control_timeout_s", 0),
+        ("control_timeout_s", 0.001),
         ("control_timeout_s", 1e10),
         ("global_batch", 2**54),
         ("shares", [-1, 2]),
@@ -109,6 +111,13 @@ def test_impossible_values_are_refused_by_name(name, value):
 )
 def test_unusual_values_are_possible(name, value):
     assert getattr(Config(**{name: value}).check(), name) is value
+
+
+def test_a_bare_text_is_the_name_of_a_section():
+    made = Config(data="mydata.py:load", optimizer="SGD", schedule="StepLR", loss="mse").check()
+    assert made == Config(data=Data("mydata.py:load"), optimizer=Named("SGD"), schedule=Schedule("StepLR"),
+                          loss=Named("mse"))
+    assert dataclasses.replace(made, optimizer="Adam").optimizer == Named("Adam")
 
 
 def test_it_is_frozen_and_no_two_share_a_default():
@@ -166,7 +175,8 @@ class Outer:
 
 def test_keys_and_sections_of_a_tree():
     assert [k.name for k in schema.keys(Outer)] == ["n", "inner.name", "inner.args", "many", "kind", "on"]
-    assert schema.sections(Outer) == {"inner": Inner}
+    assert schema.sections(Outer) == schema.named_sections(Outer) == {"inner": Inner}
+    assert schema.named_sections(Inner) == {}
     assert dict(schema.leaves(Outer(n=3, many=[1.0]))) == {
         "n": 3, "inner.name": "x", "inner.args": {}, "many": [1.0], "kind": "a", "on": False}
     assert [k.default for k in schema.keys(Outer)] == [1, "x", {}, [], "a", False]

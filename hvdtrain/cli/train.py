@@ -63,7 +63,8 @@ def make_parser() -> Any:
         print_config=None,
         description="Train a PyTorch or Keras model on every rank of this job. A key is set by a YAML file, by the "
         f"environment ({PREFIX} and the key in capitals, two underscores for a dot: {PREFIX}OPTIMIZER__NAME), or here; "
-        "the later of these wins. A bare text is a section's name: --optimizer SGD. Entries of a model_args or args are set one by one as --model_args.width 64.",
+        "the later of these wins. A bare text is a section's name: --optimizer SGD. Entries of "
+        "a model_args or args are set one by one as --model_args.width 64.",
     )
     parser.add_argument(
         "--config",
@@ -196,8 +197,10 @@ def _spelled_out(layers: list[list[Option]], base: dict[str, Any]) -> list[Optio
                     cleared.append((f"{name}.args", "{}", where))
                 name, value = f"{name}.name", found
             section, _, key = name.partition(".")
-            if section in sections and (key == "name" or isinstance(found, dict) and "name" in found):
-                now[section] = value if key == "name" else found["name"]
+            if section in sections and key == "name":
+                now[section] = value
+            elif isinstance(found, dict) and "name" in found:
+                now[section] = found["name"]
             spelled.append((name, value, where))
         names = now
         out += cleared + spelled

@@ -110,13 +110,14 @@ def test_a_bare_text_is_the_name_of_a_section(write):
 
 
 def test_a_bare_name_comes_without_the_args_of_another(write):
-    sgd = write("optimizer: {name: SGD, args: {momentum: 0.9}}\ndata: {name: text, args: {length: 3}, shuffle: false}\n")
+    sgd = write("optimizer: {name: SGD, args: {momentum: 0.9}}\ndata: {name: text, args: {n: 3}, shuffle: false}\n")
     adam = write("optimizer: AdamW\n", "adam.yaml")
     seen = cli("--config", sgd, "--optimizer", "AdamW", "--optimizer.args.amsgrad", "true", "--data", "digits")
     assert seen.optimizer == Named("AdamW", {"amsgrad": True}) and seen.data == Data("digits", shuffle=False)
     assert cli("--config", sgd, "--config", adam).optimizer == Named("AdamW")
     assert cli("--config", sgd, HVDTRAIN_OPTIMIZER="AdamW").optimizer == Named("AdamW")
-    assert cli("--optimizer", "Adam", HVDTRAIN_OPTIMIZER="{name: SGD, args: {nesterov: true}}").optimizer == Named("Adam")
+    env = {"HVDTRAIN_OPTIMIZER": "{name: SGD, args: {nesterov: true}}"}
+    assert cli("--optimizer", "Adam", **env).optimizer == Named("Adam")
     assert cli("--config", sgd, "--optimizer", "sgd").optimizer == Named("sgd", {"momentum": 0.9})  # the same one
     assert cli("--config", sgd, "--optimizer.name", "AdamW").optimizer.args == {"momentum": 0.9}  # that key alone
     unnamed = write("optimizer: {args: {momentum: 0.9}}\n", "unnamed.yaml")

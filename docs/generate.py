@@ -59,6 +59,9 @@ The order of the arguments on the command line does not matter. `--print_config`
 valid file again. In Python the same keys are the fields of `hvdtrain.Config`, a section's name bare here too:
 `Config(optimizer="SGD", lr=0.1)`. Every rank must see the same configuration; a run whose ranks differ does not start.
 
+A changed key that does nothing as the run is set up, such as `schedule.args` without a `schedule.name`, is named in a
+note when the run starts.
+
 The keys `model_args` and those that end in `args` hold free-form keyword arguments. Setting such a key replaces it
 whole; `--model_args.norm none` sets one entry and leaves the others.
 

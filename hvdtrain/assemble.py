@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from hvdtrain import backends, rng
+from hvdtrain import backends, rng, unused
 from hvdtrain.balance.emulate import Slowed
 from hvdtrain.callbacks import progress
 from hvdtrain.callbacks.auto_compression import AutoCompression
@@ -70,6 +70,7 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     notes = list(getattr(control, "notes", []))
     devices = control.gather(backend.device_facts())
     wire = collectives or open_wire(config, spec.framework, backend, control, topology, devices, notes)
+    notes += unused.notes(unused.setup_of(config, spec, wire.name, facts.kind, model, data))
     adapters = (partial(backend.adapt_data, seed=config.seed),)
     _seed(config, backend, 0)  # user code that shuffles or splits must do so alike on every rank
     train, test = agreed(control, lambda: _data(config, data, adapters), "data")

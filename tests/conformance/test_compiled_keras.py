@@ -9,7 +9,7 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import keras  # noqa: E402
-from small_runs import config, fitted, lockstep, weights  # noqa: E402
+from small_runs import config, fitted, lockstep, solo, weights  # noqa: E402
 
 from hvdtrain import loop  # noqa: E402
 from hvdtrain.config import Named  # noqa: E402
@@ -285,3 +285,18 @@ def sorted_weights(model):
     from hvdtrain.backends.tensorflow import state
 
     return [array for _, array in sorted(state.arrays(model.weights).items())]
+
+
+def test_keys_that_a_compiled_optimizer_overrules_are_named():
+    def said(settings):
+        return [note for note in solo(settings, one_compiled(), (X, CLASSES)).notes if "has no effect" in note]
+
+    def one_compiled():
+        model = one()
+        model.compile("adam", losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    overruled = config(optimizer=Named(args={"amsgrad": True}))
+    assert said(overruled) == [f"{key} has no effect: the model keeps the optimizer that it was compiled with"
+                               for key in ("lr", "optimizer.args")]
+    assert said(config(optimizer=Named("SGD"))) == []

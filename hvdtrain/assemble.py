@@ -1,9 +1,9 @@
 """Builds a run in one fixed order: the file to read to know what a run is made of.
 
 The order: config, boot and control plane, topology and group, model blocks, devices, wire (`hvdtrain.cluster.wire`),
-data, precision, step (with its optimizer), buckets and compressor and reducer (`hvdtrain.exchange.attach`), initial
-weights, run directory, callbacks, restore. The parts of a batch (`balance`) are planned when the run begins, by a
-callback. A model that is split over devices is cut while its step is made, before its exchange, so that no bucket spans
+data, precision, step (with its optimizer), the comparison of the ranks' models, buckets and compressor and reducer
+(`hvdtrain.exchange.attach`), initial weights, run directory, callbacks, restore. The parts of a batch (`balance`) are
+planned when the run begins, by a callback. A model that is split over devices is cut while its step is made, before its exchange, so that no bucket spans
 two devices. Remat would stand after the model, compilation before the step; these are not built yet.
 """
 
@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from hvdtrain import backends, rng, unused
+from hvdtrain.alike import check_alike
 from hvdtrain.balance.emulate import Slowed
 from hvdtrain.callbacks import progress
 from hvdtrain.callbacks.auto_compression import AutoCompression
@@ -94,6 +95,7 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
 def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], list[Callback]] | None) -> None:
     """Exchange, initial weights, callbacks, restore."""
     control, step, feed = run.control, run.step, run.feed
+    check_alike(control, run.group, step.made_of())
     agreed(control, lambda: exchange(run, backend.Ops()), "exchange")
     step.share_initial()
     run.callbacks = _callbacks(run, facts, more)

@@ -86,6 +86,13 @@ class Step(Protocol):
         """The trainable tensors, in a deterministic order."""
         ...
 
+    def made_of(self) -> list[str]:
+        """One line for each parameter and buffer, such as "parameter fc.weight float32[5, 16]"; optimizer and schedule.
+
+        What has to be the same on every rank that holds these parameters (`hvdtrain.alike`).
+        """
+        ...
+
     def zero(self) -> None:
         """Forget the gradients of the step before."""
         ...

@@ -7,9 +7,12 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import keras  # noqa: E402
-from tensorflow_tools import SGD, X, Y, attached, batch, close, cut, mlp, run, weights  # noqa: E402
+from tensorflow_tools import SGD, X, Y, attached, batch, close, cut, mlp, run, spec, weights  # noqa: E402
 
+from hvdtrain.alike import check_alike  # noqa: E402
+from hvdtrain.backends.tensorflow import create_step  # noqa: E402
 from hvdtrain.backends.tensorflow.metrics import SHAPES  # noqa: E402
+from hvdtrain.cluster.group import world  # noqa: E402
 from hvdtrain.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.collectives.null import NullCollectives  # noqa: E402
 from hvdtrain.config import Config, Named, Schedule  # noqa: E402
@@ -138,8 +141,9 @@ def test_ranks_with_other_schedules_are_refused():
     models = [compiled(keras.optimizers.SGD(rate)) for rate in rates]
 
     def one_rank(control, wire):
-        with pytest.raises(UserError, match="rank 1 has another model, optimizer or schedule"):
-            attached(models[control.rank], Config(), wire=wire, rank=control.rank)
+        made_of = create_step(spec(models[control.rank]), Config(), control, 10).made_of()
+        with pytest.raises(UserError, match="rank 1 has optimizer SGD ExponentialDecay .* where rank 0 has optimizer"):
+            check_alike(control, world(2, control.rank), made_of)
 
     LockstepWorld(2).run(one_rank)
 

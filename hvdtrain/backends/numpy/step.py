@@ -96,6 +96,10 @@ class NumpyStep:
         """In the order they were made."""
         return [ParamSpec(n, p.shape, p.dtype.name) for n, p in self.model.params.items()]
 
+    def made_of(self) -> list[str]:
+        """One line for each parameter."""
+        return [f"parameter {n} {p.dtype.name}{list(p.shape)}" for n, p in self.model.params.items()]
+
     def attach(self, reducer: Reducer) -> None:
         """Allocate the buckets."""
         self._reducer = reducer

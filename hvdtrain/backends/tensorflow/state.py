@@ -36,6 +36,11 @@ def assign(variable: Any, array: np.ndarray) -> None:
     variable.assign(array)
 
 
+def without_counters(name: str) -> str:
+    """A variable's path without Keras' counters: ``dense/kernel`` for ``dense_7/kernel``."""
+    return _COUNTER.sub("", name)
+
+
 def named(variables: Sequence[Any]) -> dict[str, Any]:
     """Variables by place and path."""
     return {f"{i:05d}/{v.path}": v for i, v in enumerate(variables)}
@@ -50,10 +55,10 @@ def load(what: str, variables: Sequence[Any], got: dict[str, np.ndarray]) -> Non
     """Assign arrays to ``variables`` after all of them were checked; `UserError` names the first that does not fit."""
     own = named(variables)
     given = dict(sorted(got.items()))
-    plain = [_COUNTER.sub("", name) for name in own]
-    if plain != [_COUNTER.sub("", name) for name in given]:
-        missing = [n for n in own if _COUNTER.sub("", n) not in {_COUNTER.sub("", g) for g in given}]
-        extra = [g for g in given if _COUNTER.sub("", g) not in set(plain)]
+    plain = [without_counters(name) for name in own]
+    if plain != [without_counters(name) for name in given]:
+        missing = [n for n in own if without_counters(n) not in {without_counters(g) for g in given}]
+        extra = [g for g in given if without_counters(g) not in set(plain)]
         raise UserError(f"the checkpoint's {what} lacks {missing[:3]} and has {extra[:3]} besides",
                         f"the {len(own)} variables of this {what}", "resume with the model and optimizer of that run")
     for (name, variable), array in zip(own.items(), given.values()):

@@ -107,6 +107,10 @@ class TensorFlowStep:
                           self._split.place(v) if self._split else 0)
                 for name, v in state.named(self.model.trainable_variables).items()]
 
+    def made_of(self) -> list[str]:
+        """One line for each variable of model and optimizer, and the schedule."""
+        return shared.made_of(self.model, self._opt)
+
     def split(self, split: Split) -> None:
         """Take a model that was spread over devices; before `attach`. ``table``: the cut for people."""
         if self._sync and sync_batchnorm.norms(self.model):

@@ -24,6 +24,16 @@ def check_model(model: torch.nn.Module) -> None:
                             "keep it in a tensor given to register_buffer, in place of get_extra_state")
 
 
+def made_of(model: torch.nn.Module) -> list[str]:
+    """Kind, name, dtype and shape of each parameter and buffer, in the order in which ranks exchange them."""
+    def line(kind: str, name: str, tensor: torch.Tensor) -> str:
+        return f"{kind} {name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+    parameters = [line("parameter" if p.requires_grad else "frozen parameter", n, p)
+                  for n, p in model.named_parameters()]
+    return parameters + [line("buffer", n, b) for n, b in model.named_buffers()]
+
+
 def caveats(model: torch.nn.Module, synchronised: bool = False, in_parts: bool = False) -> list[str]:
     """Layers in training mode whose result depends on how a batch is cut (law 2), in words.
 

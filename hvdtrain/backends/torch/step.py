@@ -103,6 +103,10 @@ class TorchStep:
             for n, p, place in zip(self._names, self._params, self._layout.places(self._params))
         ]
 
+    def made_of(self) -> list[str]:
+        """One line for each parameter and buffer, those outside the state_dict too."""
+        return [*audit.made_of(self.model), f"optimizer {type(self._opt.optimizer).__name__}"]
+
     def attach(self, reducer: Reducer) -> None:
         """Allocate the buckets, cut them into a view for each parameter, and hook the parameters."""
         for hook in self._hooks:

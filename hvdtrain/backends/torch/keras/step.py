@@ -6,6 +6,7 @@ Owns the places where the two differ, and nothing of the step itself.
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ from hvdtrain.protocols import Batch
 
 _STRIDE = 1_000_003
 """Distance of two ranks' seeds."""
+
+
+_COUNTER = re.compile(r"_\d+(?=[/_ ]|$)")
+"""Keras' numbers of layers, which count within a process: ``dense_7/kernel`` here may be ``dense/kernel`` elsewhere."""
 
 
 class KerasStep(TorchStep):
@@ -57,6 +62,14 @@ class KerasStep(TorchStep):
         for seed in seed_states(self.keras_model):
             first, counter = (int(n) for n in keras.ops.convert_to_numpy(seed))
             seed.assign([(first + _STRIDE * rank) % 2**31, counter])
+
+    def made_of(self) -> list[str]:
+        """One line for each variable, without Keras' own counters; the compiled optimizer, its schedule and rate."""
+        lines = [_COUNTER.sub("", line) for line in super().made_of()]
+        if self._adopted is None:
+            return lines
+        words = [self._adopted.name, *self._adopted.describe().values(), f"rate {self._opt.rate():g}"]
+        return [*lines[:-1], f"optimizer {' '.join(words)}"]
 
     def evaluate(self, batch: Batch) -> None:
         """Add one batch to the metrics' totals."""

@@ -2,9 +2,10 @@
 
 The order: config, boot and control plane, topology and group, model blocks, devices, wire (`hvdtrain.cluster.wire`),
 data, precision, step (with its optimizer), the comparison of the ranks' models, buckets and compressor and reducer
-(`hvdtrain.exchange.attach`), initial weights, run directory, callbacks, restore. The parts of a batch (`balance`) are
-planned when the run begins, by a callback. A model that is split over devices is cut while its step is made, before its exchange, so that no bucket spans
-two devices. Remat would stand after the model, compilation before the step; these are not built yet.
+(`hvdtrain.exchange.attach`), initial weights, callbacks, restore. The run's directory is made when a fit starts
+(`hvdtrain.outdir.starting`); the parts of a batch (`balance`) are planned then, by a callback. A model that is split
+over devices is cut while its step is made, before its exchange, so that no bucket spans two devices. Remat would stand
+after the model, compilation before the step; these are not built yet.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hvdtrain import backends, rng, unused
@@ -41,7 +43,7 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.attach import exchange
 from hvdtrain.model import Spec, build_spec, spec_of
-from hvdtrain.outdir import ensure_out
+from hvdtrain.outdir import COMPLETED, find_out
 from hvdtrain.precision import policy
 from hvdtrain.precision.policy import Precision
 from hvdtrain.protocols import Callback, Collectives, Control
@@ -244,19 +246,23 @@ def _callbacks(run: Run, facts: LaunchFacts, more: Callable[[Run], list[Callback
 
 
 def _restore(run: Run) -> None:
-    """Load what ``config.resume`` names; collective."""
+    """Load what ``config.resume`` names; collective. Only reads: the run's directory is made when a fit starts."""
     resume = run.config.resume
     if not resume:
         return
-    out = ensure_out(run)
     found: list[Any] = [None]
 
-    def look() -> bool:
+    def look() -> Path:
+        out = find_out(run.config, run.spec.name) if resume == "auto" and run.control.rank == 0 else None
         if run.control.rank == 0:
             found[0] = session.find(resume, out, run.note)
-        return found[0] is not None
+        if resume == "auto" and out is not None and found[0] is None and (out / COMPLETED).exists():
+            raise UserError(f"resume auto: {out} holds a run that is complete and has no checkpoint to go on from",
+                            "a checkpoint, or a directory without a finished run",
+                            "leave out --resume, in another --out, to start anew")
+        return out or Path()
 
-    agreed(run.control, look, "resume")
+    run.out = run.control.bcast(agreed(run.control, look, "resume"))
     if not run.control.bcast(found[0] is not None):
         run.note("resume auto: no checkpoint yet, starting anew")
         return

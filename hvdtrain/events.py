@@ -2,7 +2,8 @@
 
 ::
 
-    FIT_START
+    FIT_START                                          # may refuse: nothing in the run's directory has changed so far
+    the run begins: config.yaml                        # not where a finished run has nothing left to train
     while epoch < epochs:
         EPOCH_START
         for global batch t of this epoch:              # hvdtrain.data.feed: a function of (seed, t) only

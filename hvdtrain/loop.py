@@ -17,7 +17,7 @@ from hvdtrain.cluster.deadline import deadline
 from hvdtrain.data.feed import Feed, StepBatch
 from hvdtrain.events import Event
 from hvdtrain.exchange.weighting import check_weight, loss_scale
-from hvdtrain.outdir import ensure_out
+from hvdtrain.outdir import starting
 
 if TYPE_CHECKING:
     from hvdtrain.run import Run
@@ -41,10 +41,10 @@ def joined(run: Run) -> Iterator[None]:
 
 def _fit(run: Run) -> None:
     config, state = run.config, run.state
-    ensure_out(run)
-    run.emit(Event.FIT_START)
-    run.agree_on_stop()  # a resumed run may have been at its end
-    _stop_at_max_steps(run)
+    with starting(run):  # what may still refuse the run comes in here, and changes nothing on disk
+        run.emit(Event.FIT_START)
+        run.agree_on_stop()  # a resumed run may have been at its end
+        _stop_at_max_steps(run)
     while state.cursor.epoch < config.epochs and not run.stopping():
         run.emit(Event.EPOCH_START)
         _epoch(run)

@@ -2,15 +2,17 @@
 
 Owns the directory's name and its two records: ``config.yaml`` when a run begins, ``completed.json`` when it has ended
 well. A job has succeeded if and only if ``completed.json`` is there: an MPI launcher's exit status cannot be trusted
-after a node was lost.
+after a node was lost. What a directory held before stays as it is until `begin`, when all ranks have agreed to train.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,53 +21,145 @@ from hvdtrain.cluster.exit import agreed
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 
-COMPLETED = "completed.json"
+COMPLETED, CONFIG = "completed.json", "config.yaml"
 TRACES = ("log.jsonl", "checkpoints", COMPLETED)
 """What a run leaves in its directory."""
 
 
 def ensure_out(run: Any) -> Path:
-    """The run's directory, made by rank 0 on first use and told to all. Collective.
+    """Find or make the run's directory, by rank 0 on first use, and tell it to all. Collective.
 
     Empty ``config.out``: a new ``runs/MODEL-NNN``; with ``resume auto`` the newest of that model. A given directory
-    that holds a run already is refused unless it is resumed.
+    that holds a run already is refused unless it is resumed. Nothing in a directory that was there is changed.
     """
     if run.out == Path():
-        def choose() -> Path | None:
-            return _root_choice(run.config, run.spec.name) if run.control.rank == 0 else None
+        def choose() -> tuple[Path, list[Path]]:
+            return _root_choice(run.config, run.spec.name) if run.control.rank == 0 else (Path(), [])
 
-        run.out = run.control.bcast(agreed(run.control, choose, "out"))
+        run.out, run.made = run.control.bcast(agreed(run.control, choose, "out"))
     return run.out
 
 
-def _root_choice(config: Config, name: str) -> Path:
+def find_out(config: Config, name: str) -> Path | None:
+    """Return the directory that ``resume auto`` goes on with, None where there is none yet; makes nothing."""
+    with contextlib.suppress(OSError):  # what cannot even be looked at cannot be made: `ensure_out` says so
+        path = _given(config) if config.out else _newest(Path("runs"), name)
+        return path if path is not None and path.is_dir() else None
+    return None
+
+
+@contextlib.contextmanager
+def starting(run: Any) -> Iterator[None]:
+    """Enclose everything that may still refuse a fit, with ``run.out`` there; the fit begins after it. Collective.
+
+    An exception inside gives a directory back that this run made and that is empty.
+    """
+    run.begun = False
+    ensure_out(run)
     try:
-        path = Path(config.out) if config.out else _numbered(Path("runs"), name, config.resume == "auto")
-        path.mkdir(parents=True, exist_ok=True)
-        if config.out and not config.resume and any((path / name).exists() for name in TRACES):
+        yield
+    except BaseException:
+        _give_back(run)
+        raise
+    begin(run)
+
+
+def begin(run: Any) -> None:
+    """Write ``config.yaml`` and take ``completed.json`` away: from here on the run is under way. Collective.
+
+    Where the directory holds a finished run and nothing is left to train, all in it stays, and ``run.begun`` is False.
+    """
+    left = run.state.cursor.epoch < run.config.epochs and not run.stopping()
+
+    def write() -> bool:
+        if run.control.rank != 0:
+            return True
+        try:
+            if not left and (run.out / COMPLETED).exists():
+                return False
+            keep_config(run)
+            (run.out / COMPLETED).unlink(missing_ok=True)
+        except OSError as error:
+            raise _unusable(error) from None
+        return True
+
+    try:
+        run.begun = run.control.bcast(agreed(run.control, write, "out"))
+    except UserError:
+        _give_back(run)
+        raise
+    if not run.begun:
+        run.note(f"nothing is left to train: {run.out} holds a run that is complete; its files stay as they are")
+    elif not left and run.state.cursor.step > 0:
+        run.note(f"nothing is left to train after step {run.state.cursor.step}")
+
+
+def keep_config(run: Any) -> None:
+    """Write the configuration into the run's directory; rank 0 only."""
+    _write(run.out / CONFIG, _yaml(run.config))
+
+
+def _root_choice(config: Config, name: str) -> tuple[Path, list[Path]]:
+    """The run's directory, and those of it and its parents that were made for it."""
+    found = find_out(config, name) if config.resume == "auto" else None
+    if found is not None:
+        return found, []
+    path = _given(config) if config.out else Path("runs")
+    try:
+        if config.out and not config.resume and any((path / trace).exists() for trace in TRACES):
             raise UserError(f"{path} holds a run already", "a new directory, so that nothing is overwritten",
                             "add --resume auto to go on with it, or choose another --out")
-        _write(path / "config.yaml", _yaml(config))
-        (path / COMPLETED).unlink(missing_ok=True)
+        made = [parent for parent in (path, *path.parents) if not parent.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        if not config.out:
+            path = _numbered(path, name)
+            made.insert(0, path)
     except OSError as error:
-        raise UserError(f"the run's directory cannot be made: {error}", "a writable place",
-                        "choose another --out") from None
-    return path
+        raise _unusable(error) from None
+    return path, made
 
 
-def _numbered(root: Path, name: str, newest: bool) -> Path:
-    """``root/stem-NNN``: the next free number, or the newest existing one."""
+def _given(config: Config) -> Path:
+    """``config.out``; the current directory by its full name, since ``Path()`` means that there is none yet."""
+    return Path.cwd() if Path(config.out) == Path() else Path(config.out)
+
+
+def _unusable(error: OSError) -> UserError:
+    return UserError(f"the run's directory cannot be made: {error}", "a writable place", "choose another --out")
+
+
+def _give_back(run: Any) -> None:
+    """Remove what was made for a run that does not begin, where it is empty; rank 0's part."""
+    made, run.made = run.made, []
+    if made:
+        run.out = Path()
+    with contextlib.suppress(OSError):  # not empty: somebody uses it
+        for path in made if run.control.rank == 0 else ():
+            path.rmdir()
+
+
+def _taken(root: Path, name: str) -> tuple[str, list[int]]:
+    """The stem of this model's directories under ``root``, and the numbers in use, in order."""
     file = Path(name.rpartition(":")[0] or name).name.removesuffix(".py")
     stem = re.sub(r"[^A-Za-z0-9_.]+", "-", file).strip("-.") or "run"
     found = (re.fullmatch(re.escape(stem) + r"-(\d+)", path.name) for path in root.glob(f"{stem}-*"))
-    taken = sorted(int(match[1]) for match in found if match)
-    if newest and taken:
-        return root / f"{stem}-{taken[-1]:03d}"
+    return stem, sorted(int(match[1]) for match in found if match)
+
+
+def _newest(root: Path, name: str) -> Path | None:
+    """``root/stem-NNN`` with the highest number."""
+    stem, taken = _taken(root, name)
+    return root / f"{stem}-{taken[-1]:03d}" if taken else None
+
+
+def _numbered(root: Path, name: str) -> Path:
+    """Make ``root/stem-NNN`` with the next free number."""
+    stem, taken = _taken(root, name)
     number = taken[-1] + 1 if taken else 1
     while True:
         path = root / f"{stem}-{number:03d}"
         try:
-            path.mkdir(parents=True)
+            path.mkdir()
             return path
         except FileExistsError:  # another job took it meanwhile
             number += 1

@@ -26,6 +26,10 @@ from hvdtrain.model import Spec
 from hvdtrain.protocols import Callback, Collectives, Control, Step
 
 
+_UNREAD = (OSError, ValueError, AttributeError)
+"""What writing to a stdout raises that is full, closed, or none at all (Python's stdout is then None)."""
+
+
 def say(line: str) -> None:
     """Print one line in one write (mpirun tags every write), and go on where nobody reads any more.
 
@@ -34,9 +38,39 @@ def say(line: str) -> None:
     try:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
-    except (OSError, ValueError):
+    except _UNREAD:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+class Stdout:
+    """Passes on to the stdout of now what a library prints, and drops what that does not take.
+
+    rich ends the program where it meets a broken pipe.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(self) -> None:
+        self._stream: Any = sys.stdout
+        self.encoding = getattr(self._stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        """Write, or drop."""
+        with contextlib.suppress(*_UNREAD):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or do nothing."""
+        with contextlib.suppress(*_UNREAD):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        """Return whether a person may look at it."""
+        with contextlib.suppress(*_UNREAD):
+            return bool(self._stream.isatty())
+        return False
 
 
 @dataclass
@@ -116,6 +150,10 @@ class Run:
     """How long each rank takes over a micro-batch, where balance knows it."""
     out: Path = Path()
     """The run's directory once `hvdtrain.outdir.ensure_out` has made it; before that the current directory."""
+    made: list[Path] = field(default_factory=list)
+    """Directories that were made for ``out``, innermost first."""
+    begun: bool = False
+    """Whether a fit has begun to write into ``out``; not while it may still be refused (`hvdtrain.outdir.begin`)."""
     callbacks: list[Callback] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     state: State = field(default_factory=State)

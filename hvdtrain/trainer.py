@@ -96,10 +96,12 @@ class Trainer:
         finally:
             for callback in run.callbacks:
                 getattr(callback, "close", _nothing)(run)
-        export(run)
+        if run.begun:
+            export(run)
         if run.control.rank == 0:
             summary.show(run)
-            write_completed(run.out, summary.record(run))
+        if run.begun:
+            _complete(run)
         run.control.barrier("end of fit", self.config.control_timeout_s)
         s = run.state
         history = next((dict(c.history) for c in run.callbacks if isinstance(c, History)), {})
@@ -232,9 +234,22 @@ def export(run: Run) -> list[str]:
         directory = run.out / "model"
         session.check_finite(run.step.state()[0]["model"])
         try:
-            directory.mkdir(exist_ok=True)
+            directory.mkdir(parents=True, exist_ok=True)  # also where the run's directory was deleted meanwhile
             return run.step.export(directory)
         except OSError as error:
             raise UserError(f"the final model could not be written: {error}", "a writable directory with room",
                             "free space; the last checkpoint holds the weights") from None
     return run.control.bcast(agreed(run.control, write, "export"))
+
+
+def _complete(run: Run) -> None:
+    """Write the completion record on rank 0; `UserError` on every rank if that fails. Collective."""
+    def write() -> None:
+        try:
+            if run.control.rank == 0:
+                write_completed(run.out, summary.record(run))
+        except OSError as error:
+            raise UserError(f"the model is written, but not the record that the run is complete: {error}",
+                            "a writable directory with room", "free space and add --resume auto") from None
+
+    agreed(run.control, write, "the completion record")

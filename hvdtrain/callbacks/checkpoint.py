@@ -42,7 +42,7 @@ class Checkpoint(Callback):
 
     def fit_end(self, run: Any) -> None:
         """Write the last one; a failure here is an error."""
-        if self._settings.at_end and run.state.cursor.step > 0:
+        if run.begun and self._settings.at_end and run.state.cursor.step > 0:
             error = save(run)
             if error:
                 from hvdtrain.errors import UserError

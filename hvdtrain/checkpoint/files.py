@@ -52,7 +52,7 @@ def write_durably(path: Path, pieces: Iterable[memoryview]) -> FileEntry:
             for start in range(0, len(piece), CHUNK_BYTES):
                 chunk = piece[start : start + CHUNK_BYTES]
                 digest.update(chunk)
-                _write_all(descriptor, chunk)
+                write_all(descriptor, chunk)
             size_bytes += len(piece)
         os.fsync(descriptor)
     except BaseException:
@@ -186,7 +186,8 @@ def writer_is_gone(left: Leftover) -> bool:
     return False
 
 
-def _write_all(descriptor: int, chunk: memoryview) -> None:
+def write_all(descriptor: int, chunk: memoryview) -> None:
+    """Write all of ``chunk``, which a disk that fills up may take in parts. OSError."""
     while len(chunk):
         written = os.write(descriptor, chunk)
         if written <= 0:

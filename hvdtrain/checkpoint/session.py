@@ -6,6 +6,7 @@ lies on disk and how it gets there whole is the rest of this room.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from hvdtrain.checkpoint import CheckpointStore, Snapshot, read_snapshot
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.errors import UserError
-from hvdtrain.outdir import ensure_out
+from hvdtrain.outdir import CONFIG, ensure_out, keep_config
+from hvdtrain.run import say
 
 DIRECTORY = "checkpoints"
 QUIET = frozenset({"out", "resume", "progress", "log_every", "epochs", "max_steps", "threads", "control_timeout_s",
@@ -36,10 +38,18 @@ def save(run: Any) -> str:
         try:
             snapshot = _snapshot(run, own)
             store = CheckpointStore(run.out / DIRECTORY, run.config.checkpoint.keep)
-            store.save(snapshot, run.state.cursor.step, log=print)
+            store.save(snapshot, run.state.cursor.step, log=say)
+            _keep_config(run)
         except (OSError, UserError) as problem:
             error = str(problem)
     return run.control.bcast(error)
+
+
+def _keep_config(run: Any) -> None:
+    """Have the configuration beside a checkpoint that is saved without a fit, or after its directory was deleted."""
+    with contextlib.suppress(OSError):  # the checkpoint is written, and holds it too
+        if not (run.out / CONFIG).exists():
+            keep_config(run)
 
 
 def _snapshot(run: Any, own: list[dict[str, np.ndarray]]) -> Snapshot:

@@ -167,7 +167,7 @@ COLLECTIVE = {
     "run": {"agree_on_stop"},
     "feed": {"epoch", "eval_epoch", "check_ranks_agree"},
 }
-FUNCTIONS = {"agreed", "ensure_out", "export", "evaluate", "fit", "restore", "save", "survey"}
+FUNCTIONS = {"agreed", "begin", "ensure_out", "export", "evaluate", "fit", "restore", "save", "starting", "survey"}
 """Collective methods by the attribute they are reached through, and collective functions of hvdtrain."""
 
 

@@ -11,9 +11,12 @@ import pytest
 from hvdtrain import outdir
 from hvdtrain.cli.train import parse
 from hvdtrain.cluster.control import SoloControl
+from hvdtrain.cluster.exit import agreed
 from hvdtrain.collectives.lockstep import LockstepWorld
 from hvdtrain.config import Config, Data
+from hvdtrain.data.cursor import Cursor
 from hvdtrain.errors import UserError
+from hvdtrain.run import Run, State
 
 
 @pytest.fixture(autouse=True)
@@ -21,12 +24,29 @@ def in_an_empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def choose(config=Config(), name="torch_models.cnn:build", control=None):
-    """The directory that a run of this configuration and model gets."""
-    run = SimpleNamespace(
-        config=config, spec=SimpleNamespace(name=name), control=control or SoloControl("here"), out=Path()
-    )
-    return outdir.ensure_out(run)
+def make_run(config=Config(), name="torch_models.cnn:build", control=None, step=0):
+    """A run of this configuration and model that has nothing but what a directory needs."""
+    control = control or SoloControl("here")
+    return Run(config, control, None, None, None, SimpleNamespace(name=name), None, None, None,
+               state=State(cursor=Cursor(step=step)))
+
+
+def choose(*args, **kwargs):
+    """The directory that a run gets."""
+    return outdir.ensure_out(make_run(*args, **kwargs))
+
+
+def begun(*args, **kwargs):
+    """A run that has begun."""
+    run = make_run(*args, **kwargs)
+    with outdir.starting(run):
+        assert not run.begun and run.out.is_dir()
+    return run
+
+
+def files(root=Path()):
+    """Every file below the current directory, with its content."""
+    return {path: path.read_text() if path.is_file() else None for path in sorted(root.rglob("*"))}
 
 
 def test_numbers_go_up():
@@ -69,8 +89,13 @@ def test_resume_auto_takes_the_newest_of_that_model():
 
 
 def test_a_given_directory_is_made_with_its_parents():
-    path = choose(Config(out="deep/er/run"))
+    path = begun(Config(out="deep/er/run")).out
     assert path == Path("deep/er/run") and (path / "config.yaml").is_file()
+
+
+def test_the_current_directory_may_hold_a_run():
+    run = begun(Config(out="."))
+    assert run.out == Path.cwd() and outdir.ensure_out(run) == Path.cwd() and Path("config.yaml").is_file()
 
 
 @pytest.mark.parametrize("trace", ["log.jsonl", "checkpoints", "completed.json"])
@@ -82,7 +107,10 @@ def test_a_directory_that_holds_a_run_is_refused_unless_resumed(trace):
     (path / trace).mkdir() if trace == "checkpoints" else (path / trace).write_text("old")
     with pytest.raises(UserError, match="mine holds a run already; .*--resume auto"):
         choose(Config(out="mine"))
+    before = files()
     assert choose(Config(out="mine", resume="auto")) == path
+    assert files() == before
+    begun(Config(out="mine", resume="auto"))
     assert (path / trace).exists() == (trace != "completed.json")  # a run under way is not complete
     assert (path / "notes.txt").read_text() == "kept"
 
@@ -94,13 +122,13 @@ def test_the_configuration_is_kept_as_a_recipe():
         data=Data(args={"seed": None}),
         shares=[2.0, 1.0],
     )
-    path = choose(config)
+    path = begun(config).out
     assert parse(["--config", str(path / "config.yaml")], {}) == config
     assert stat.S_IMODE(os.stat(path / "config.yaml").st_mode) == 0o644
 
 
 def test_objects_of_a_library_user_are_kept_as_text():
-    assert "<object object" in (choose(Config(model_args={"a": object()})) / "config.yaml").read_text()
+    assert "<object object" in (begun(Config(model_args={"a": object()})).out / "config.yaml").read_text()
 
 
 def test_a_place_that_cannot_be_written_is_the_users_mistake():
@@ -131,8 +159,65 @@ def test_a_refusal_reaches_all_ranks():
     assert LockstepWorld(2).run(work) == [True, True]
 
 
+@pytest.mark.parametrize("out", ["", "a/b"])
+def test_a_run_that_is_refused_gives_back_what_it_made(out):
+    run = make_run(Config(out=out))
+    with pytest.raises(UserError, match="no such thing"), outdir.starting(run):
+        assert run.out.is_dir()
+        raise UserError("no such thing")
+    assert files() == {} and run.out == Path() and not run.begun
+    assert begun(Config(out=out)).out.is_dir(), "the same directory serves the next run"
+
+
+def test_a_refused_run_leaves_what_is_not_its_own():
+    Path("mine").mkdir()
+    for config in (Config(out="mine"), Config(out="other/run")):
+        with pytest.raises(UserError), outdir.starting(make_run(config)):
+            Path("other").mkdir(exist_ok=True)
+            Path("other/notes.txt").write_text("a neighbour's")
+            raise UserError("refused")
+    assert sorted(map(str, files())) == ["mine", "other", "other/notes.txt"]
+
+
+def test_ranks_agree_before_anything_changes(tmp_path):
+    Path("mine").mkdir()
+    Path("mine/completed.json").write_text("{}")
+    Path("mine/config.yaml").write_text("lr: 1\n")
+    before = files()
+
+    def work(control, wire):
+        run = make_run(Config(out="mine", resume="auto"), control=control)
+
+        def fails():
+            if control.rank == 1:
+                raise UserError("refused by one")
+
+        with pytest.raises(UserError, match="rank 1 on host lockstep: refused by one"), outdir.starting(run):
+            agreed(control, fails, "the test")
+        return run.begun
+
+    assert LockstepWorld(2).run(work) == [False, False] and files() == before
+
+
+def test_a_finished_run_with_nothing_left_to_train_stays_as_it_is(capsys):
+    outdir.write_completed(begun(Config(out="mine", epochs=2)).out, {"steps": 3})
+    before = files()
+
+    def work(control, wire):
+        run = make_run(Config(out="mine", epochs=2, lr=7.0, resume="auto"), control=control)
+        run.state.cursor = Cursor(epoch=2, step=3)
+        with outdir.starting(run):
+            pass
+        return run.begun
+
+    assert LockstepWorld(2).run(work) == [False, False] and files() == before
+    assert capsys.readouterr().out.count("nothing is left to train: mine holds a run that is complete") == 1
+    more = begun(Config(out="mine", epochs=3, resume="auto"))
+    assert more.begun and not Path("mine/completed.json").exists()
+
+
 def test_a_run_keeps_its_directory():
-    run = SimpleNamespace(config=Config(), spec=SimpleNamespace(name="m:f"), control=SoloControl("here"), out=Path())
+    run = make_run(name="m:f")
     assert outdir.ensure_out(run) == outdir.ensure_out(run) == run.out == Path("runs/m-001")
 
 
@@ -151,7 +236,7 @@ def test_two_jobs_at_once_get_different_directories(monkeypatch):
 
 
 def test_the_completion_record_is_whole():
-    path = choose()
+    path = begun().out
     outdir.write_completed(path, {"steps": 3, "where": Path("x")})
     assert json.loads((path / "completed.json").read_text()) == {"steps": 3, "where": "x"}
     outdir.write_completed(path, {"steps": 4})
@@ -160,7 +245,7 @@ def test_the_completion_record_is_whole():
 
 
 def test_a_record_that_cannot_be_written_leaves_the_old_one_and_no_litter(monkeypatch):
-    path = choose()
+    path = begun().out
     outdir.write_completed(path, {"steps": 3})
 
     def fails(*args):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import IO, Any, cast
 
-from hvdtrain.run import say
+from hvdtrain.run import Stdout, say
 
 
 MOST_RANKS = 8
@@ -89,7 +89,8 @@ def show(run: Any) -> None:
     # mpirun gives ranks pseudo-terminals even where its own output goes to a file: plain text under a launcher.
     # 64 columns leave room for the tag that horovodrun puts before each line.
     launched = run.control.size > 1
-    console = Console(highlight=False, force_terminal=False if launched else None, width=64 if launched else None)
+    console = Console(file=cast(IO[str], Stdout()), highlight=False, force_terminal=False if launched else None,
+                      width=64 if launched else None)
     table = Table(box=box.ROUNDED if console.is_terminal else box.ASCII, show_header=False, title="hvdtrain")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import datetime
 import math
-import sys
 import time
-from typing import Any
+from typing import IO, Any, cast
 
 from hvdtrain.callbacks.base import Callback
-from hvdtrain.run import say
+from hvdtrain.run import Stdout, say
 
 
 def make(kind: str, launched: bool) -> list[Callback]:
@@ -20,7 +19,7 @@ def make(kind: str, launched: bool) -> list[Callback]:
     """
     if kind == "off":
         return []
-    if kind == "rich" or (kind == "auto" and sys.stdout.isatty() and not launched):
+    if kind == "rich" or (kind == "auto" and Stdout().isatty() and not launched):
         return [Bar()]
     return [Lines()]
 
@@ -89,10 +88,12 @@ class Bar(Callback):
     def fit_start(self, run: Any) -> None:
         """Draw."""
         from rich import progress
+        from rich.console import Console
 
         self._bar = progress.Progress(
             progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
-            progress.TextColumn("{task.fields[info]}"), progress.TimeRemainingColumn(), transient=True)
+            progress.TextColumn("{task.fields[info]}"), progress.TimeRemainingColumn(), transient=True,
+            console=Console(file=cast(IO[str], Stdout())))
         self._task = self._bar.add_task("train", total=_total(run), completed=run.state.cursor.step, info="")
         self._bar.start()
 

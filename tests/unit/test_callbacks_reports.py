@@ -1,19 +1,27 @@
 """What callbacks tell: the log, the throughput, and the progress on a terminal or in lines."""
 
+import contextlib
 import json
 import math
+import os
+import shutil
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 from fake_run import all_of, make_run, walk
+from small_runs import FRAMEWORKS, config, make_model, samples
 
+from hvdtrain import summary
 from hvdtrain.callbacks import progress
+from hvdtrain.callbacks.base import Callback
 from hvdtrain.callbacks.jsonl import Jsonl
 from hvdtrain.callbacks.throughput import Throughput
 from hvdtrain.config import Config
 from hvdtrain.events import Event
-from hvdtrain.run import Phases
+from hvdtrain.run import Phases, say
+from hvdtrain.trainer import Trainer
 
 
 @pytest.fixture
@@ -50,6 +58,116 @@ def test_jsonl_goes_on_where_a_run_was_resumed(run, tmp_path):
     (tmp_path / "log.jsonl").write_text('{"event": "start"}\n')
     Jsonl(1).on(Event.FIT_END, run)
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 2
+
+
+def read(path):
+    """The records of a log, each of them whole."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A file system of 64 KiB of its own; only root may mount one."""
+    root = tmp_path / "disk"
+    root.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", root], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield root
+    subprocess.run(["umount", root], check=True)
+
+
+def test_a_full_disk_costs_no_record_and_tears_none(disk, capsys):
+    run, log = make_run(disk), Jsonl(1)
+    filler = disk / "filler"
+    log.record(run, "first")
+    for number in range(40):
+        if number == 3:
+            with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+                while file.write(bytes(512)):
+                    pass
+        if number == 35:
+            filler.unlink()
+        log.record(run, "step", number=number, text="x" * 700)  # lines that do not end where the disk's pages do
+        read(disk / "log.jsonl")
+    assert [r.get("number") for r in read(disk / "log.jsonl")] == [None, *range(40)]
+    said = capsys.readouterr().out
+    assert said.count("log.jsonl cannot be written") == 1 == said.count("log.jsonl is written again")
+    log.close(run)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_disk_that_is_read_only_for_a_while_costs_no_record(disk, capsys):
+    run, log = make_run(disk), Jsonl(1)
+    for number in range(6):
+        if number in (2, 4):
+            subprocess.run(["mount", "-o", f"remount,{'ro' if number == 2 else 'rw'}", disk], check=True)
+        log.record(run, "step", number=number)
+    assert [r["number"] for r in read(disk / "log.jsonl")] == list(range(6))
+    assert capsys.readouterr().out.count("Read-only file system") == 1
+
+
+def test_a_write_that_stops_in_the_middle_leaves_no_half_line(run, tmp_path, monkeypatch):
+    write, log = os.write, Jsonl(1)
+    room = [100]
+
+    def fills_up(descriptor, data):
+        if not room[0]:
+            raise OSError(28, "No space left on device")
+        n = write(descriptor, data[:room[0]])
+        room[0] -= n
+        return n
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hvdtrain.checkpoint.files.os.write", fills_up)
+        for number in range(4):
+            log.record(run, "step", number=number)
+        assert room == [0] and len(read(tmp_path / "log.jsonl")) == 1
+    log.close(run)
+    assert [r["number"] for r in read(tmp_path / "log.jsonl")] == list(range(4))
+
+
+def test_a_line_that_a_crash_has_torn_stays_alone(run, tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"event": "start"}\n{"event": "st')
+    Jsonl(1).record(run, "end")
+    first, torn, last = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert torn == '{"event": "st' and json.loads(last)["event"] == "end"
+
+
+def test_a_log_that_stays_unwritable_keeps_so_many_records_and_counts_the_rest(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hvdtrain.callbacks.jsonl.MOST_WAITING", 5)
+    run, log = make_run(tmp_path / "gone"), Jsonl(1)
+    for number in range(8):
+        log.record(run, "step", number=number)
+    (tmp_path / "gone").mkdir()
+    log.record(run, "step", number=8)
+    assert [r["number"] for r in read(tmp_path / "gone" / "log.jsonl")] == [4, 5, 6, 7, 8]
+    assert capsys.readouterr().out.count("log.jsonl cannot be written") == 1
+    log.close(run)
+    assert "4 records of log.jsonl could not be written and are lost" in capsys.readouterr().out
+
+
+def test_a_record_that_is_not_json_ends_no_run(run, tmp_path, capsys):
+    log = Jsonl(1)
+    for _ in range(2):
+        log.record(run, "odd", table={(1, 2): 3})
+    log.record(run, "step")
+    assert [r["event"] for r in read(tmp_path / "log.jsonl")] == ["step"]
+    assert capsys.readouterr().out.count("a odd record is not JSON") == 1
+
+
+@pytest.mark.parametrize("framework", ["numpy", *FRAMEWORKS])
+def test_a_directory_that_is_deleted_in_mid_run_costs_the_run_nothing(framework, tmp_path):
+    out = tmp_path / "run"
+
+    class Deletes(Callback):
+        def step_end(self, run):
+            if run.state.cursor.step == 2:
+                shutil.rmtree(out)
+
+    settings = config(epochs=1, global_batch=8, out=str(out), log_every=1)
+    Trainer(settings).fit(make_model(framework), samples(40), callbacks=[Deletes()])
+    assert (out / "completed.json").exists() and (out / "model" / "model.safetensors").exists()
 
 
 # --- throughput, progress ------------------------------------------------------------------------------------------
@@ -130,3 +248,38 @@ def test_bar(tmp_path, capsys, steps):
     run = make_run(tmp_path, steps=steps, epochs=2)
     all_of(walk(run, progress.Bar()))
     assert "epoch 1  test loss 0.5000  accuracy 0.7500" in capsys.readouterr().out
+
+
+class Broken:
+    """A stdout that takes nothing any more, as after ``| head`` or on a full disk."""
+
+    def __init__(self, error, terminal):
+        self.error, self.terminal = error, terminal
+
+    def write(self, text):
+        raise self.error
+
+    def flush(self):
+        raise self.error
+
+    def isatty(self):
+        return self.terminal
+
+
+STDOUTS = {"full": Broken(OSError(28, "No space left on device"), True), "closed": Broken(ValueError("closed"), True),
+           "nobody reads": Broken(BrokenPipeError(32, "Broken pipe"), True), "a pipe": Broken(OSError(5, "I/O"), False),
+           "none": None}
+
+
+@pytest.mark.parametrize("stdout", STDOUTS)
+@pytest.mark.parametrize("made", [progress.Bar, progress.Lines])
+def test_a_broken_stdout_ends_no_run(tmp_path, monkeypatch, made, stdout):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", STDOUTS[stdout])
+    run = make_run(tmp_path, epochs=2)
+    progress.make("auto", False)
+    assert len(all_of(walk(run, made()))) == 10
+    monkeypatch.setattr(sys, "stdout", STDOUTS[stdout])
+    summary.show(run)
+    monkeypatch.setattr(sys, "stdout", STDOUTS[stdout])
+    say("nothing")

@@ -17,6 +17,8 @@ class Checkpoint(Callback):
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._failed = self._in_a_row = 0
+        self._told_again = False
         self._clock = time.monotonic()
 
     def fit_start(self, run: Any) -> None:
@@ -32,16 +34,29 @@ class Checkpoint(Callback):
             run.want_save()
 
     def checkpoint(self, run: Any) -> None:
-        """Write; a failure is told and the run goes on, since the checkpoints before are whole."""
+        """Write; a failure is told once and counted, and the run goes on, since the checkpoints before are whole."""
         self._clock = time.monotonic()
         run.state.wants_save = False  # wished for again between the vote and this save
         error = save(run)
-        if error:
+        if error and not self._failed:
             run.note(f"step {run.state.cursor.step}: checkpoint not written ({error}); training goes on, "
-                     "earlier ones are kept")
+                     "earlier ones are kept, and further failures are counted")
+        if error:
+            self._failed, self._in_a_row = self._failed + 1, self._in_a_row + 1
+        elif self._in_a_row:
+            self._written_again(run)
+
+    def _written_again(self, run: Any) -> None:
+        """Say the first time that a checkpoint was written after some that were not."""
+        if not self._told_again:
+            run.note(f"step {run.state.cursor.step}: checkpoints are written again, after {self._in_a_row} that failed")
+        self._in_a_row, self._told_again = 0, True
 
     def fit_end(self, run: Any) -> None:
-        """Write the last one; a failure here is an error."""
+        """Write the last one, where a failure is an error; say how many have failed."""
+        if self._failed:
+            last = f", the last {self._in_a_row} in a row" if self._in_a_row else ""
+            run.note(f"{self._failed} checkpoints could not be written{last}")
         if run.begun and self._settings.at_end and run.state.cursor.step > 0:
             error = save(run)
             if error:

@@ -18,9 +18,12 @@ from hvdtrain.cluster.exit import agreed
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.errors import UserError
 from hvdtrain.outdir import CONFIG, ensure_out, keep_config
+from hvdtrain.protocols import Callback
 from hvdtrain.run import say
 
 DIRECTORY = "checkpoints"
+MOST_NAMES = 8
+"""Damaged checkpoints that are named."""
 QUIET = frozenset({"out", "resume", "progress", "log_every", "epochs", "max_steps", "threads", "control_timeout_s",
                    "checkpoint", "collectives", "exchange.bucket_mb", "exchange.fusion_threshold_mb",
                    "exchange.cycle_time_ms", "exchange.autotune", "exchange.hierarchical", "exchange.auto_margin",
@@ -60,7 +63,7 @@ def _snapshot(run: Any, own: list[dict[str, np.ndarray]]) -> Snapshot:
         "hvdtrain": __version__, "framework": run.spec.framework, "model": run.spec.name,
         "world_size": run.control.size, "cursor": run.state.cursor.to_dict(), "step_rest": rest,
         "config": _json(run.config.to_dict()), "samples": run.feed.samples,
-        "callbacks": {type(c).__name__: c.state_dict() for c in run.callbacks if c.state_dict()},
+        "callbacks": [[type(c).__name__, c.state_dict()] for c in run.callbacks],
     }
     return Snapshot({**groups, **ranks}, meta)
 
@@ -93,25 +96,35 @@ def find(resume: str, out: Path | None, log: Any) -> Snapshot | None:
     """Rank 0 only: the snapshot that ``resume`` ("auto" or a path) means; None where auto finds none.
 
     A path may be one checkpoint, a run's directory or its checkpoints directory. Damaged checkpoints are told to
-    ``log`` and the newest whole one is used. Errors: `UserError` for a path without any whole checkpoint.
+    ``log`` and the newest whole one is used. Errors: `UserError` where all are damaged, and for a path without any.
     """
     if resume == "auto":
         if out is None or not (out / DIRECTORY).is_dir():
             return None
-        found = CheckpointStore(out / DIRECTORY, 1).latest_whole(log)
-        return found[1] if found else None
+        return _newest_whole(out / DIRECTORY, log)
     path = Path(resume)
     if not path.exists():
         raise UserError(f"there is no checkpoint {resume}", "the directory of a checkpoint or of a run",
                         "correct resume")
     for root in (path, path / DIRECTORY):
         if root.is_dir() and any(root.glob("step-*")):
-            found = CheckpointStore(root, 1).latest_whole(log)
-            if found is None:
-                raise UserError(f"{root} holds no whole checkpoint", "at least one that verifies",
-                                "start anew without resume")
-            return found[1]
+            return _newest_whole(root, log)
     return read_snapshot(path)
+
+
+def _newest_whole(root: Path, log: Any) -> Snapshot | None:
+    """Read the newest whole checkpoint under ``root``; None where there is none, `UserError` where all are damaged."""
+    store = CheckpointStore(root, 1)
+    found = store.latest_whole(log)
+    if found is not None:
+        return found[1]
+    names = store.names()
+    if not names:
+        return None
+    older = f" and {len(names) - MOST_NAMES} older" if len(names) > MOST_NAMES else ""
+    shown = ", ".join(names[-MOST_NAMES:]) + older
+    raise UserError(f"all checkpoints in {root} are damaged: {shown}; the notes before this say how",
+                    "at least one that is whole", "leave out --resume to start anew, in another directory")
 
 
 def restore(run: Any, snapshot: Snapshot | None) -> None:
@@ -134,10 +147,9 @@ def restore(run: Any, snapshot: Snapshot | None) -> None:
             raise UserError(f"the checkpoint is of a {meta.get('framework')} model",
                             f"one of {run.spec.framework}, as this model", "resume with the model of that run")
         run.step.load(groups, meta["step_rest"])
-        for callback in run.callbacks:
-            if type(callback).__name__ in meta["callbacks"]:
-                callback.load_state_dict(meta["callbacks"][type(callback).__name__])
-                callback.restored(run)
+        for callback, state in _states(run, meta["callbacks"]):
+            callback.load_state_dict(state)
+            callback.restored(run)
         if own is not None:
             return run.step.load_rank(dict(own))
         run.reducer.restart()
@@ -155,6 +167,24 @@ def restore(run: Any, snapshot: Snapshot | None) -> None:
         run.note(f"resumed with {run.feed.samples} samples where the run had {meta.get('samples')}: "
                  "the order of the data is another")
     _tell_changes(run, meta["config"])
+
+
+def _states(run: Any, kept: list[list[Any]] | dict[str, dict[str, Any]]) -> list[tuple[Callback, dict[str, Any]]]:
+    """Return the callbacks that get a state back: the nth of a class the nth of that class in ``kept``.
+
+    The first checkpoints of 0.1.0 hold a mapping by class name instead, in which the last of a class had replaced the
+    others; it goes to the last.
+    """
+    names = [type(callback).__name__ for callback in run.callbacks]
+    states: dict[str, list[dict[str, Any]]] = {}
+    for name, state in kept.items() if isinstance(kept, dict) else kept:
+        states.setdefault(name, []).append(state)
+    for name in [n for n in states if isinstance(kept, dict) and names.count(n) > 1]:
+        states[name][:0] = [{}] * (names.count(name) - 1)
+        run.note(f"the checkpoint holds one state for {names.count(name)} callbacks {name}: the last takes it, the "
+                 "others start anew")
+    found = [(callback, states[name].pop(0)) for callback, name in zip(run.callbacks, names) if states.get(name)]
+    return [(callback, state) for callback, state in found if state]
 
 
 def _spread(keys: dict[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class _Candidate(NamedTuple):
 
 Log = Callable[[str], None]
 StoredList = list[Stored]
+StoredNames = list[str]
 
 
 def silent(_text: str) -> None:
@@ -80,6 +81,10 @@ class CheckpointStore:
         """Checkpoints with a good manifest, oldest step first; clocks and directory names do not count."""
         found = (one for one in self._candidates() if not one.hidden and one.error is None)
         return [Stored(one.step, one.path) for one in found][::-1]
+
+    def names(self) -> StoredNames:
+        """Names of everything that is called like a checkpoint, whole or damaged, oldest step first."""
+        return [one.path.name for one in self._candidates()][::-1]
 
     def latest_whole(self, log: Log) -> tuple[Path, Snapshot] | None:
         """Read the newest checkpoint that is whole, saying of each newer one why it is not; None if none is.

@@ -207,12 +207,12 @@ def test_early_stop_on_an_unknown_metric(run):
 
 @pytest.fixture
 def saved(monkeypatch):
-    """Steps at which a checkpoint was written; `error` is what writing answers."""
-    steps = SimpleNamespace(steps=[], error="")
+    """Steps at which a checkpoint was written; `error` is what writing answers, "disk full" at steps in `bad`."""
+    steps = SimpleNamespace(steps=[], error="", bad=())
 
     def save(run):
         steps.steps.append(run.state.cursor.step)
-        return steps.error
+        return "disk full" if run.state.cursor.step in steps.bad else steps.error
 
     monkeypatch.setattr(checkpoint_module, "save", save)
     return steps
@@ -256,7 +256,17 @@ def test_a_checkpoint_that_fails_is_told_and_the_last_one_is_an_error(run, saved
     callback = Checkpoint(CheckpointSettings(every_steps=4))
     with pytest.raises(UserError, match="the last checkpoint could not be written: disk full"):
         drive(run, callback)
-    assert "step 4: checkpoint not written (disk full)" in capsys.readouterr().out and saved.steps == [4, 8, 10]
+    said = capsys.readouterr().out
+    assert "step 4: checkpoint not written (disk full)" in said and saved.steps == [4, 8, 10]
+    assert said.count("not written (") == 1 and "2 checkpoints could not be written, the last 2 in a row" in said
+
+
+def test_checkpoints_that_fail_are_said_once_and_counted(run, saved, capsys):
+    saved.bad = {1, 2, 3, 5, 8}
+    drive(run, Checkpoint(CheckpointSettings(every_steps=1)))
+    assert len(saved.steps) == 11 and run.notes == [
+        "step 1: checkpoint not written (disk full); training goes on, earlier ones are kept, and further failures are "
+        "counted", "step 4: checkpoints are written again, after 3 that failed", "5 checkpoints could not be written"]
 
 
 def test_a_run_without_a_step_is_not_saved(run, saved):

@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 
+import first_checkpoint
 import pytest
-from small_runs import FRAMEWORKS, config, make_model, samples
+from small_runs import FRAMEWORKS, config, fitted, make_model, samples, solo, weights
 
+from hvdtrain.assemble import assemble
 from hvdtrain.callbacks.base import Callback
-from hvdtrain.config import Checkpoint, EarlyStop
+from hvdtrain.collectives.lockstep import LockstepWorld
+from hvdtrain.config import Checkpoint, EarlyStop, Named
 from hvdtrain.errors import UserError
 from hvdtrain.trainer import Trainer
 
@@ -126,3 +129,78 @@ def test_a_saved_state_has_its_configuration_beside_it(tmp_path):
     trainer.evaluate(model=make_model("numpy"), data=(DATA, DATA))
     trainer.save()
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoints", "config.yaml"]
+
+
+# --- checkpoints that are damaged, or of an earlier release --------------------------------------------------------
+
+@pytest.mark.parametrize("by_path", [False, True])
+def test_all_checkpoints_damaged_is_an_error_that_names_them(tmp_path, by_path):
+    out = tmp_path / "run"
+    every = settings(out, checkpoint=Checkpoint(every_steps=4))
+    Trainer(every).fit(make_model("numpy"), DATA)
+    (out / "completed.json").unlink()
+    for path in (out / "checkpoints").glob("step-*/model.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    before = tree(out)
+
+    def rank(control, wire):
+        with pytest.raises(UserError) as refused:
+            assemble(replace(every, resume=str(out) if by_path else "auto"), make_model("numpy"), DATA, control, wire)
+        return str(refused.value)
+
+    first, second = LockstepWorld(2).run(rank, timeout_s=30.0)
+    assert first == second and "are damaged: step-00000004, step-00000008, step-00000010;" in first
+    assert "Leave out --resume to start anew" in first and tree(out) == before
+
+
+def test_no_checkpoint_yet_starts_anew(tmp_path, capsys):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    assert Trainer(settings(tmp_path / "run", resume="auto")).fit(make_model("numpy"), DATA).steps == 10
+    assert "no checkpoint yet, starting anew" in capsys.readouterr().out
+
+
+class Counts(Callback):
+    """Keeps a number over a resume; ``seen`` is what a checkpoint gave back."""
+
+    where = "all"
+
+    def __init__(self, number):
+        self.number, self.seen = number, None
+
+    def state_dict(self):
+        return {"number": self.number} if self.number else {}
+
+    def load_state_dict(self, state):
+        self.seen = state["number"]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_each_callback_of_a_class_gets_its_own_state_back(tmp_path, framework):
+    own = [Counts(3), Counts(0), Counts(5), Counts(7)]
+    Trainer(settings(tmp_path)).fit(make_model(framework), DATA, callbacks=own)
+    again = [Counts(1) for _ in own]
+    Trainer(settings(tmp_path, resume="auto", epochs=3)).fit(make_model(framework), DATA, callbacks=again)
+    assert [c.seen for c in again] == [3, None, 5, 7]
+
+
+@pytest.mark.parametrize("framework", ["numpy", *FRAMEWORKS])
+def test_a_first_checkpoint_is_read(tmp_path, framework):
+    momentum = {} if framework == "numpy" else {"momentum": 0.9}
+    path = first_checkpoint.write(tmp_path, framework)
+    run = solo(settings(tmp_path, resume="auto", optimizer=Named("SGD", momentum),
+                        early_stop=EarlyStop("accuracy", mode="max")), make_model(framework), (DATA, DATA))
+    assert (run.state.cursor.step, run.state.cursor.epoch) == (5, 1)
+    want = [array for _, array in sorted(first_checkpoint.model(framework).items())]
+    assert all((a == b).all() for a, b in zip(weights(run), want, strict=True))
+    stop = next(c for c in run.callbacks if type(c).__name__ == "EarlyStop")
+    assert (stop.best, stop.waited) == (0.425, 3)
+    fitted(run)
+    assert run.state.cursor.step == 10 and path.is_dir()
+
+
+def test_the_one_state_of_a_first_checkpoint_goes_to_the_last_of_a_class(tmp_path, capsys):
+    first_checkpoint.write(tmp_path, "numpy", {"Counts": {"number": 4}})
+    own = [Counts(0), Counts(0)]
+    Trainer(settings(tmp_path, resume="auto")).fit(make_model("numpy"), DATA, callbacks=own)
+    assert [c.seen for c in own] == [None, 4]
+    assert "one state for 2 callbacks Counts: the last takes it" in capsys.readouterr().out

@@ -1,14 +1,19 @@
 """The TensorFlow step over Horovod's graph nodes: the collectives' cases, and one curve for every cut of the batch."""
 
+import gc
+import threading
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import keras  # noqa: E402
 from collectives_cases import CASES, name_of  # noqa: E402
+from tensorflow.python.eager import context  # noqa: E402
 from tensorflow_tools import SGD, X, Y, attached, batch, close, cut, mlp, run, weights  # noqa: E402
 
-from hvdtrain.backends.tensorflow import collectives  # noqa: E402
+from hvdtrain.backends.tensorflow import collectives, named  # noqa: E402
 from hvdtrain.cluster import boot  # noqa: E402
 from hvdtrain.collectives.mpi import MpiCollectives  # noqa: E402
 from hvdtrain.config import Exchange  # noqa: E402
@@ -31,6 +36,37 @@ def wire(control):
 @pytest.mark.parametrize("check", CASES, ids=name_of)
 def test_collectives(wire, check):
     check(wire, tf.constant, lambda t: t.numpy())
+
+
+def test_calls_outside_graphs_pair_by_name_and_not_by_order(wire, control):
+    """Each rank begins another call first, and the second one while that waits."""
+    found, names = {}, ["first", "second"] if control.rank else ["second", "first"]
+
+    def call(name):
+        x = tf.fill([3], {"first": 1.0, "second": 10.0}[name] * (control.rank + 1))
+        found[name] = wire.allreduce(x, f"crosswise.{name}").wait().numpy().tolist()
+
+    threads = [threading.Thread(target=call, args=(name,)) for name in names]
+    for one in threads:
+        one.start()
+        one.join(0.05)
+    for one in threads:
+        one.join()
+    total = sum(range(1, control.size + 1))
+    assert found == {"first": [total] * 3, "second": [10 * total] * 3}
+
+
+@pytest.mark.parametrize("tape", [None, tf.GradientTape], ids=["plain", "taped"])
+def test_ever_new_names_take_no_ever_more_memory(wire, monkeypatch, tape):
+    monkeypatch.setattr(named, "MOST", 4)
+    for n in range(24):
+        if n == 8:
+            gc.collect()
+            before = len(context.context().list_function_names())
+        with tape() if tape else nullcontext():
+            assert wire.allreduce(tf.ones([2]), f"new.{n}").wait().numpy().tolist() == [wire.size] * 2
+    gc.collect()
+    assert len(context.context().list_function_names()) <= before
 
 
 def test_other_kinds_are_the_cores():

@@ -2,7 +2,7 @@
 
 Horovod pairs operations of different ranks by the name of their graph node. Inside a function that is being traced
 the node gets the given name, which is checked, and Horovod is told to ignore the prefix that inlining adds. Outside,
-where TensorFlow would not pass a name on, each name gets a small function of its own.
+where TensorFlow would not pass a name on, each name gets a small graph of its own (`named`).
 
 A node that is placed on the CPU uses Horovod's MPI (or Gloo) operations. TensorFlow then copies its input and its
 result between the devices, through pinned memory of its own, as soon as each is there.
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.backends.tensorflow.named import NamedCalls
 from hvdtrain.errors import PeerFailed
 from hvdtrain.protocols import Collectives
 
@@ -60,32 +61,32 @@ class HorovodCollectives:
         self.hierarchical = bool(hvd.nccl_built()) and not device
         adds = {"adasum"} if hvd.mpi_enabled() and process_set is None else set()
         self.reductions = frozenset({"min", "max", "product", *adds})
-        self._functions: dict[tuple[str, tf.DType], Callable[..., Any]] = {}
+        self._named = NamedCalls()
 
     def buffer(self, n: int, dtype: str) -> None:
         return None
 
     def allreduce(self, flat_N: tf.Tensor, name: str, op: str = "sum") -> _Result:
         how = getattr(self._ops, KINDS[op])
-        return self._call(flat_N, name, lambda x: self._ops._allreduce(x, name=name, op=how, **self._among), how)
+        return self._call(lambda name, x: self._ops._allreduce(x, name=name, op=how, **self._among), name, op, flat_N)
 
     def allgather(self, x_K: tf.Tensor, name: str) -> _Result:
         return self.gather_rows(x_K[None], name)
 
     def gather_rows(self, x: tf.Tensor, name: str) -> _Result:
         """Every rank's rows, by rank: (R_r, ...) -> (sum R_r, ...); ranks may have different numbers of rows."""
-        return self._call(x, name, lambda x: self._ops.allgather(x, name=name, **self._among))
+        return self._call(lambda name, x: self._ops.allgather(x, name=name, **self._among), name, "gather", x)
 
     def alltoall(self, x_PK: tf.Tensor, name: str) -> _Result:
-        out = self._call(x_PK, name, lambda x: self._ops.alltoall(x, name=name, **self._among)).wait()
-        return _Result(tf.ensure_shape(out, x_PK.shape))
+        out = self._call(lambda name, x: self._ops.alltoall(x, name=name, **self._among), name, "alltoall", x_PK)
+        return _Result(tf.ensure_shape(out.wait(), x_PK.shape))
 
     def alltoall_rows(self, x: tf.Tensor, splits_P: tf.Tensor, name: str) -> _Result:
         """``splits_P[p]`` rows go to rank p: (R, ...), int32 (P,) -> ((R', ...), int32 (P,) rows by their source)."""
-        def operate(x: tf.Tensor, splits_P: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        def operate(name: str, x: tf.Tensor, splits_P: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return self._ops.alltoall(x, splits=splits_P, name=name, **self._among)
 
-        return self._call_all((x, splits_P), name, operate)
+        return self._call(operate, name, "alltoall_rows", x, splits_P)
 
     def reducescatter(self, flat_N: tf.Tensor, name: str) -> _Result:
         return self.scatter_rows(flat_N, name)
@@ -93,35 +94,27 @@ class HorovodCollectives:
     def scatter_rows(self, x: tf.Tensor, name: str) -> _Result:
         """This rank's rows of the sum over ranks: (R, ...) -> (R_r, ...); the first R mod P ranks get one more."""
         sum_op = self._ops.Sum
-        return self._call(x, name, lambda x: self._ops._reducescatter(x, name=name, op=sum_op, **self._among))
+        return self._call(lambda name, x: self._ops._reducescatter(x, name=name, op=sum_op, **self._among), name,
+                          "scatter", x)
 
     def broadcast(self, x_N: tf.Tensor, name: str, root: int = 0) -> _Result:
-        return self._call(x_N, name, lambda x: self._ops.broadcast(x, root, name=name, **self._among), root)
+        return self._call(lambda name, x: self._ops.broadcast(x, root, name=name, **self._among), name,
+                          ("broadcast", root), x_N)
 
-    def _call(self, x: tf.Tensor, name: str, operate: Callable[[tf.Tensor], tf.Tensor], how: int = 0) -> _Result:
-        return self._call_all((x,), name, operate, how)
+    def _call(self, operate: Callable[..., Any], name: str, kind: Hashable, *xs: tf.Tensor) -> _Result:
+        """Add ``operate(name, *xs)`` to the graph that is being traced, or run it at once.
 
-    def _call_all(self, xs: Sequence[tf.Tensor], name: str, operate: Callable[..., Any], how: int = 0) -> _Result:
-        """Add the operation to the graph that is being traced, or run it at once.
-
-        ``how`` tells ``operate`` from others of the same name: its reduction, or its root.
+        ``kind`` tells what it does from what other calls do.
         """
-        if tf.inside_function():
+        def placed(name: str, *xs: tf.Tensor) -> Any:
             with self._placed():
-                return _Result(_named(operate(*xs), name))
-        return _Result(self._run([tf.convert_to_tensor(x) for x in xs], name, operate, how))
+                return _named(operate(name, *xs), name)
 
-    def _run(self, xs: Sequence[tf.Tensor], name: str, operate: Callable[..., Any], how: int) -> Any:
-        key = (f"{name}/{xs[0].shape.rank}/{how}", xs[0].dtype)
-        if key not in self._functions:
-            specs = [tf.TensorSpec([None] * x.shape.rank, x.dtype) for x in xs]
+        return _Result(placed(name, *xs)) if tf.inside_function() else self._run(placed, name, kind, xs)
 
-            def graph(*ts: tf.Tensor) -> Any:
-                with self._placed():
-                    return _named(operate(*ts), name)
-            self._functions[key] = tf.function(graph, input_signature=specs, jit_compile=False, autograph=False)
+    def _run(self, operate: Callable[..., Any], name: str, kind: Hashable, xs: Sequence[tf.Tensor]) -> _Result:
         with peer_failures():
-            return self._functions[key](*xs)
+            return _Result(self._named.run(operate, [tf.convert_to_tensor(x) for x in xs], name, kind))
 
     def _placed(self) -> AbstractContextManager[Any]:
         """Where nodes go. Not ``tf.device(None)``, which would lift a place that a caller has chosen."""

@@ -42,6 +42,7 @@ from hvdtrain.data import sources
 from hvdtrain.data.feed import Feed
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.attach import exchange
+from hvdtrain.faults.finite import check_trainable
 from hvdtrain.model import Spec, build_spec, spec_of
 from hvdtrain.outdir import COMPLETED, find_out
 from hvdtrain.precision import policy
@@ -105,6 +106,7 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
         run.notes += [f"not independent of the number of ranks: {caveat}" for caveat in step.caveats()]
     run.tell()
     _restore(run)
+    agreed(control, lambda: check_trainable(step), "model")
     if feed.even_micros:
         agreed(control, lambda: step.spare(feed.sample(1, run.state.cursor)), "data")
 

@@ -196,8 +196,8 @@ class Config:
     early_stop: EarlyStop = _key(EarlyStop(), "", "")
     nan_guard: Literal["stop", "skip"] = _key(
         "stop", "",
-        "stop: a loss that is not finite ends the run before its update; skip: that step is left out on every rank, "
-        "and gradients are checked too (one more pass over them)")
+        "stop: a loss or gradient that is not finite ends the run before its update; skip: that step is left out on "
+        "every rank")
     max_skipped: int = _key(20, "steps", "with nan_guard skip: skipped steps in a row that end the run")
     checkpoint: Checkpoint = _key(Checkpoint(), "", "")
     resume: str = _key(

@@ -11,9 +11,9 @@
             for each micro-batch of this rank's part:  # none, when this rank holds no sample of the batch
                 forward, backward of loss_sum / W      # W: global weight of batch t
             exchange the gradients (sum)               # begins during the last backward
-            vote: bad loss? stop? save?                # one small control-plane sum, the same on every rank
-            if any rank's loss is not finite: NON_FINITE, no update
-            clip, update                               # unless the reduced gradient, equal everywhere, is not finite
+            vote: loss, gradient finite? stop? save?   # one small control-plane sum, the same on every rank
+            if a loss or the summed gradient is not finite: NON_FINITE, no update
+            clip, update
                                                        # an overflow in fp16: no update, a lower loss scale, no event
             STEP_END
             if a checkpoint is due:

@@ -17,6 +17,7 @@ from hvdtrain.cluster.deadline import deadline
 from hvdtrain.data.feed import Feed, StepBatch
 from hvdtrain.events import Event
 from hvdtrain.exchange.weighting import check_weight, loss_scale
+from hvdtrain.faults.finite import blame
 from hvdtrain.outdir import starting
 
 if TYPE_CHECKING:
@@ -88,8 +89,10 @@ def train_step(run: Run, batch: StepBatch) -> None:
     bad = _vote(run, batch, totals)
     voted = time.perf_counter()
     if not bad:
-        finite, state.grad_norm = step.apply(config.clip_norm, check=config.nan_guard == "skip")
+        # A device that decides by itself tells too late for a step that is to be undone as a whole.
+        finite, norm = step.apply(config.clip_norm, check=step.asynchronous and config.nan_guard == "skip")
         bad = [] if finite else list(range(run.control.size))
+        state.grad_norm = state.grad_norm if math.isnan(norm) else norm
     updated = time.perf_counter()
     device_s = step.device_s()  # where the host's clock cannot tell computing from waiting
     compute_s = computed - begin - wait_s if device_s is None else min(device_s, voted - begin)
@@ -100,15 +103,27 @@ def train_step(run: Run, batch: StepBatch) -> None:
     overflowed = step.scale.update(bad)  # the same on every rank, as all know the same of the step
     if bad:
         step.discard()
-        state.bad_ranks = bad
     if bad and not overflowed:
-        run.emit(Event.NON_FINITE)
+        _tell_not_finite(run, batch, bad)
     state.cursor = batch.cursor_after
     _stop_at_max_steps(run)
     run.emit(Event.STEP_END)
     if state.save_due:
         state.save_due = False
         run.emit(Event.CHECKPOINT)
+
+
+def _tell_not_finite(run: Run, batch: StepBatch, bad: list[int]) -> None:
+    """Find who brought in what is not finite, and tell the callbacks.
+
+    On an asynchronous device the step that it came with has been left behind by now.
+    """
+    state = run.state
+    state.bad_ranks, state.bad_where = bad, {}
+    if not run.step.asynchronous:
+        state.bad_where = blame(run.step, batch, bad, run.control)
+        state.bad_ranks = sorted(state.bad_where) or bad
+    run.emit(Event.NON_FINITE)
 
 
 def _stop_at_max_steps(run: Run) -> None:
@@ -118,14 +133,18 @@ def _stop_at_max_steps(run: Run) -> None:
 
 
 def _vote(run: Run, batch: StepBatch, totals: list[tuple[float, float]]) -> list[int]:
-    """Agree on loss, stop and save in one sum; return the ranks whose loss is not finite (none: [])."""
+    """Agree on loss, gradient, stop and save in one sum.
+
+    Returns the ranks whose loss is not finite; all, where the sum of gradients is not; none: [].
+    """
     state = run.state
     loss_sum, weight = run.local_loss(totals)
     # A loss that is read one step late must not condemn the step at hand: there the check of its gradient decides.
     late = run.step.asynchronous and (run.config.nan_guard == "skip" or run.step.scale.on)
-    bad = not math.isfinite(loss_sum) and not late
-    mine = [0.0 if bad else loss_sum, weight, bad, bool(state.wants_stop), state.wants_save]
-    loss, total, n_bad, n_stop, n_save = run.control.sum(np.array(mine, dtype=np.float64))
+    bad = (not math.isfinite(loss_sum) and not late) or run.step.skipped()
+    squares = run.step.squares()
+    mine = [0.0 if bad else loss_sum, weight, bad, bool(state.wants_stop), state.wants_save, squares]
+    loss, total, n_bad, n_stop, n_save, squares = run.control.sum(np.array(mine, dtype=np.float64))
     if not run.step.asynchronous and not n_bad:
         check_weight(float(total), batch.weight)
     state.loss = float(loss / total) if total and not n_bad else math.nan
@@ -133,7 +152,12 @@ def _vote(run: Run, batch: StepBatch, totals: list[tuple[float, float]]) -> list
     state.wants_save = False
     if n_stop:
         state.stop = next(reason for reason in run.control.gather(state.wants_stop) if reason)
-    return [r for r, b in enumerate(run.control.gather(bad)) if b] if n_bad else []
+    if n_bad:
+        return [r for r, b in enumerate(run.control.gather(bad)) if b]
+    if not math.isfinite(squares):
+        return list(range(run.control.size))
+    state.grad_norm = math.nan if run.step.asynchronous else math.sqrt(squares)
+    return []
 
 
 def evaluate(run: Run) -> None:

@@ -84,6 +84,7 @@ class State:
     metrics: dict[str, float] = field(default_factory=dict)
     metrics_at: int = -1
     bad_ranks: list[int] = field(default_factory=list)
+    bad_where: dict[int, str] = field(default_factory=dict)
     stop: str = ""
     save_due: bool = False
     wants_stop: str = ""

@@ -11,8 +11,8 @@ from hvdtrain.errors import UserError
 class NanGuard(Callback):
     """Runs on all ranks, which all see the same event: ``mode`` "stop" ends the run, "skip" allows some in a row.
 
-    When the event comes, this step's update has not been made. With "stop" only losses are looked at: a finite loss
-    with a gradient that is not has ruined the weights one step before. On a GPU a loss is read one step late.
+    When the event comes, this step's update has not been made, on any rank: loss and summed gradient are looked at
+    before it. On a GPU a loss is read one step late, and with "stop" the device itself leaves the update out.
     """
 
     where = "all"
@@ -30,13 +30,14 @@ class NanGuard(Callback):
         self._last = step
         self.skipped += 1
         ranks = ", ".join(str(r) for r in run.state.bad_ranks)
+        where = _where(run.state.bad_where)
         if self._mode == "stop" or self.in_a_row > self._max:
             many = f" ({self.in_a_row} steps in a row)" if self.in_a_row > 1 else ""
             seen = "seen one step late" if run.step.asynchronous else "that step's update was not made"
-            raise UserError(f"loss or gradient is not finite at step {step} on rank {ranks}{many}; {seen}",
+            raise UserError(f"loss or gradient is not finite at step {step} on rank {ranks}{many}; {seen}{where}",
                             "finite numbers",
                             "lower lr, set clip_norm, look at the data of that step, or set nan_guard: skip")
-        run.note(f"step {step}: loss or gradient not finite on rank {ranks}, update skipped on every rank")
+        run.note(f"step {step}: loss or gradient not finite on rank {ranks}, update skipped on every rank{where}")
 
     def state_dict(self) -> dict[str, Any]:
         """Counts."""
@@ -45,3 +46,11 @@ class NanGuard(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo `state_dict`."""
         self.in_a_row, self.skipped, self._last = state["in_a_row"], state["skipped"], state["last"]
+
+
+def _where(found: dict[int, str]) -> str:
+    """Where each rank's gradient is not finite first, as the end of a sentence."""
+    if len(set(found.values())) == 1:
+        return f"; first there: {next(iter(found.values()))}"
+    words = ", ".join(f"{where} on rank {rank}" for rank, where in found.items())
+    return f"; first there: {words}" if words else ""

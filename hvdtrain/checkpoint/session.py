@@ -17,6 +17,7 @@ from hvdtrain.checkpoint import CheckpointStore, Snapshot, read_snapshot
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.errors import UserError
+from hvdtrain.faults.finite import finite
 from hvdtrain.outdir import CONFIG, ensure_out, keep_config
 from hvdtrain.protocols import Callback
 from hvdtrain.run import say
@@ -71,16 +72,9 @@ def _snapshot(run: Any, own: list[dict[str, np.ndarray]]) -> Snapshot:
 def check_finite(model: dict[str, np.ndarray]) -> None:
     """Raise `UserError` naming the first parameter that is not finite: such weights are never written."""
     for name, array in model.items():
-        if not _finite(name, array):
+        if not finite(name, array):
             raise UserError(f"parameter {name} is not finite", "finite weights",
                             "go back to the newest checkpoint; lower lr, set clip_norm or nan_guard: skip")
-
-
-def _finite(name: str, array: np.ndarray) -> bool:
-    """Whether no entry is NaN or infinite; bfloat16 travels as its bits, under a name that says so."""
-    if name.endswith("#bfloat16"):
-        return not bool((array & 0x7F80 == 0x7F80).any())  # an exponent of ones
-    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
 
 
 def _json(value: Any) -> Any:

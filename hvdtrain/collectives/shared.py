@@ -58,9 +58,11 @@ class SharedCollectives(MpiCollectives):
             mine = self._host.Get_rank()
             across = comm.Split(mine if mine < self._stripes else MPI.UNDEFINED, key=self.rank)
             self._across = across if hosts > 1 and mine < self._stripes else None
+            self._one_host = hosts == 1
         self._tiles: dict[str, np.ndarray] = {}
         self._own: dict[int, np.ndarray] = {}
         self._scratch: dict[tuple[str, int, str], np.ndarray] = {}
+        self._n_looked, self._squares = 0, 0.0
         self._segment(1, "float32")
 
     def buffer(self, n: int, dtype: str) -> np.ndarray | None:
@@ -81,7 +83,8 @@ class SharedCollectives(MpiCollectives):
         def run() -> np.ndarray:
             rows_LN = self._own.get(flat_N.__array_interface__["data"][0])
             if rows_LN is not None and rows_LN.shape[1] == flat_N.size and rows_LN.dtype == flat_N.dtype:
-                self._sum(rows_LN)
+                self._squares += self._sum(rows_LN)
+                self._n_looked += flat_N.size
                 return flat_N
             key = (name, flat_N.size, flat_N.dtype.name)
             if key not in self._scratch:
@@ -94,14 +97,25 @@ class SharedCollectives(MpiCollectives):
 
         return self._later("allreduce", name, flat_N, run)
 
-    def _sum(self, rows_LN: np.ndarray) -> None:
-        """Replace every row by the sum of all rows of all hosts."""
+    def looked(self) -> tuple[int, float]:
+        """Elements of `buffer` vectors summed since the last call, and the sum of squares over this rank's stripes.
+
+        The squares of all ranks of the job add up to those of the sums. (0, 0.0) on several hosts, where a stripe is
+        not complete when it is looked at.
+        """
+        found = (self._n_looked, self._squares) if self._one_host else (0, 0.0)
+        self._n_looked, self._squares = 0, 0.0
+        return found
+
+    def _sum(self, rows_LN: np.ndarray) -> float:
+        """Replace every row by the sum of all rows of all hosts; return the squares of this rank's stripe, if whole."""
         mine, n = self._host.Get_rank(), rows_LN.shape[1]
+        squares = 0.0
         self._meet()  # every rank's vector is there
         if mine < self._stripes:
             stripe = slice(n * mine // self._stripes, n * (mine + 1) // self._stripes)
             if self._across is None:
-                self._add(rows_LN, stripe, rows_LN)
+                squares = self._add(rows_LN, stripe, rows_LN)
             else:
                 self._add(rows_LN, stripe, rows_LN[mine:mine + 1])
                 for part in self._spans(stripe.stop - stripe.start):
@@ -110,14 +124,19 @@ class SharedCollectives(MpiCollectives):
                 for row_N in (row for i, row in enumerate(rows_LN) if i != mine):
                     row_N[stripe] = rows_LN[mine, stripe]
         self._meet()  # every stripe is done
+        return squares
 
     def _meet(self) -> None:
         """Wait for the ranks of this host."""
         wait_for(self._host.Ibarrier().Test, longest_sleep_s=LONGEST_SLEEP_S)
 
-    def _add(self, rows_LN: np.ndarray, stripe: slice, targets_XN: np.ndarray) -> None:
-        """Write the sum of the rows, in row order, within ``stripe`` to each target row, which may be among them."""
+    def _add(self, rows_LN: np.ndarray, stripe: slice, targets_XN: np.ndarray) -> float:
+        """Write the sum of the rows, in row order, within ``stripe`` to each target row, which may be among them.
+
+        Returns the sum of its squares: taken while a tile is in the cache it costs a fraction of a pass over memory.
+        """
         tile = self._tiles.setdefault(rows_LN.dtype.name, np.empty(TILE, rows_LN.dtype))
+        squares = 0.0
         for begin in range(stripe.start, stripe.stop, TILE):
             end = min(begin + TILE, stripe.stop)
             sum_T = tile[:end - begin]
@@ -128,6 +147,8 @@ class SharedCollectives(MpiCollectives):
             for row_N in rows_LN[2:]:
                 sum_T += row_N[begin:end]
             targets_XN[:, begin:end] = sum_T
+            squares += float(np.dot(sum_T, sum_T))
+        return squares
 
     def _segment(self, n: int, dtype: str) -> np.ndarray:
         """(L, n) zeros that the L ranks of this host share; collective over all ranks of the job."""

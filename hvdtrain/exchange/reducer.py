@@ -15,6 +15,7 @@ import numpy as np
 
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket
+from hvdtrain.exchange.squares import own_parts
 from hvdtrain.protocols import AllGather, AllReduce, Array, Collectives, Compressor, Exchange, Handle, Ops, Request
 
 
@@ -78,6 +79,23 @@ class Reducer:
         self.stage = self.compressor.stage(self.steps)
         self.steps += 1
         self._before = list(self.states)
+        self._looked()  # what was summed between steps does not count
+
+    def squares(self, sums: Sequence[Array]) -> float:
+        """The sum of squares over this rank's part of ``sums``; over all ranks that of the whole gradient.
+
+        NaN or infinite where any element is. Taken by the wire, if it looked at just these sums while it made them.
+        """
+        n_looked, squares = self._looked()
+        if self.compressor.name == "none" and n_looked == sum(b.n for b in self.buckets) and n_looked:
+            return squares
+        parts = own_parts(sums, self.collectives.rank, self.collectives.size)
+        return float(sum(float(self.ops.sum_squares(x)) for x in parts))
+
+    def _looked(self) -> tuple[int, float]:
+        """What the wire has squared since the last call, where it does that."""
+        looked = getattr(self.collectives, "looked", None)
+        return looked() if looked else (0, 0.0)
 
     def discard(self) -> None:
         """Undo what the step did to the states and to the count of steps."""

@@ -139,12 +139,33 @@ class Step(Protocol):
         """Complete the sum over ranks (start it if there was no micro-batch); return the seconds waited."""
         ...
 
+    def squares(self) -> float:
+        """Return the sum of squares over this rank's part of the summed gradients, after `exchange`.
+
+        Over all ranks they add up to the square of the global norm; NaN or infinite where a gradient is not finite, or
+        so large that its square overflows float32 (1.8e19). 0 where the gradients are still on an asynchronous device:
+        there `apply` looks.
+        """
+        ...
+
+    def skipped(self) -> bool:
+        """Return whether the device left the update before this step out by itself, as not finite; always False on CPUs."""
+        ...
+
+    def culprit(self, batch: Batch) -> str:
+        """Compute a micro-batch's gradient once more, for itself; return the first parameter where it is not finite.
+
+        "" where all of it is finite. Like `trial` it exchanges nothing and leaves nothing behind.
+        """
+        ...
+
     def apply(self, clip_norm: float, check: bool) -> tuple[bool, float]:
         """Clip by the global norm (0: no clipping) and update.
 
         Returns (finite, norm). The norm is computed where ``clip_norm``, ``check`` or a loss scale asks for it, else
         NaN; if it is not finite there is no update. Reduced gradients are the same bits on every rank, so every rank
-        takes the same decision without a further vote.
+        takes the same decision without a further vote. On an asynchronous device that is not asked for the norm the
+        device decides by itself, and `skipped` tells a step later.
         """
         ...
 

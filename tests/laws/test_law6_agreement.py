@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs import FRAMEWORKS, Record, bits, config, lockstep, make_model, samples, weights
+from small_runs import CLASSES, FRAMEWORKS, Record, bits, config, hiding_model, lockstep, make_model, samples, weights
 
 from hvdtrain import loop
 from hvdtrain.callbacks.base import Callback
@@ -111,6 +111,65 @@ def test_a_nan_on_one_rank_is_skipped_by_all(framework, size, at, tmp_path):
     results = lockstep(size, setting, lambda rank: make_model(framework), with_nan(at), outcome)
     assert len(set(results)) == 1, results
     assert results[0][:3] == ("completed", 3, (1,))
+
+
+FIRST = {"torch": "0.weight", "tensorflow": "hiding/first/kernel"}
+"""The parameter of `hiding_model` whose gradient a NaN sample makes NaN."""
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("size, bad", [(1, 0), (2, 1), (3, 2)])
+def test_a_nan_that_the_loss_does_not_show_stops_all_before_the_update(framework, size, bad, tmp_path):
+    """Sample 14 is in step 1, of the last rank; with shares a rank without samples looks on."""
+    hiding_model(framework)
+    setting = config(global_batch=8, epochs=1, data=UNSHUFFLED, out=str(tmp_path), accumulate=2)
+    results = lockstep(size, setting, lambda rank: hiding_model(framework), with_nan(14), outcome)
+    assert len(set(results)) == 1, results
+    end = results[0][0]
+    assert f"not finite at step 1 on rank {bad}; that step's update was not made" in end
+    assert f"first there: the gradient of {FIRST[framework]}" in end
+    before = replace(setting, max_steps=1, out=str(tmp_path / "before"))
+    assert results[0][3] == lockstep(size, before, lambda rank: hiding_model(framework), with_nan(14), outcome)[0][3]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_nan_that_the_loss_does_not_show_is_skipped_by_all(framework, tmp_path, capsys):
+    hiding_model(framework)
+    setting = config(global_batch=8, epochs=1, data=UNSHUFFLED, nan_guard="skip", shares=[1, 0, 1], out=str(tmp_path))
+    results = lockstep(3, setting, lambda rank: hiding_model(framework), with_nan(14), outcome)
+    assert len(set(results)) == 1 and results[0][:3] == ("completed", 3, (1,)), results
+    assert f"rank 2, update skipped on every rank; first there: the gradient of {FIRST[framework]}" in (
+        capsys.readouterr().out)
+
+
+def test_a_gpu_leaves_the_update_out_by_itself_and_tells_a_step_later(tmp_path):
+    hiding_model("torch")
+    setting = config(global_batch=8, epochs=1, data=UNSHUFFLED, out=str(tmp_path))
+
+    def late(run):
+        run.step.asynchronous = True
+        return outcome(run)
+
+    results = lockstep(2, setting, lambda rank: hiding_model("torch"), with_nan(14), late)
+    assert len(set(results)) == 1 and "not finite at step 2 on rank 0, 1; seen one step late" in results[0][0]
+    before = replace(setting, max_steps=1, out=str(tmp_path / "before"))
+    assert results[0][3] == lockstep(2, before, lambda rank: hiding_model("torch"), with_nan(14), outcome)[0][3]
+
+
+@pytest.mark.parametrize("framework", ["numpy", *FRAMEWORKS])
+def test_a_model_that_is_not_finite_is_not_trained(framework, tmp_path):
+    def poisoned(rank):
+        model = make_model(framework) if framework == "numpy" else hiding_model(framework)
+        if framework == "numpy":
+            model.params["w1"][0, 0] = np.inf
+        elif framework == "torch":
+            next(iter(model.parameters())).data[0, 0] = np.nan
+        else:
+            model.layers[-1].bias.assign(np.full(CLASSES, np.nan, np.float32))
+        return model
+
+    with pytest.raises(UserError, match="parameter .* is not finite before the first step"):
+        lockstep(2, config(global_batch=8, epochs=1, out=str(tmp_path)), poisoned, samples(24), outcome)
 
 
 @pytest.mark.parametrize("size", [1, 3])

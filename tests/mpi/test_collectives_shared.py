@@ -38,6 +38,27 @@ def test_a_buffer_is_summed_in_place(wire, n, dtype):
         np.testing.assert_array_equal(own_N, P * (np.arange(n) % 97) + turn * P * (P - 1) // 2)
 
 
+@pytest.mark.parametrize("at", [0, 5, 3 * shared.TILE + 6])
+@pytest.mark.parametrize("value", [2.0, np.nan, np.inf])
+def test_the_squares_of_a_sum_are_told(request, comm, wire, value, at):
+    n = 3 * shared.TILE + 7
+    own_N = wire.buffer(n, "float32")
+    own_N[:] = 1.0 / wire.size
+    own_N[at] = value
+    wire.looked()
+    wire.allreduce(own_N, "squares").wait()
+    looked = comm.allgather(wire.looked())
+    squares = sum(part for _, part in looked)
+    if "one host" not in request.node.callspec.id:
+        assert set(looked) == {(0, 0.0)} or wire.size == 2 and "last apart" in request.node.callspec.id, (
+            "a rank that squares a part which the others think is another's leaves a part out")
+    elif np.isfinite(value):
+        assert {count for count, _ in looked} == {n}
+        assert squares == pytest.approx(float(np.square(own_N.astype(np.float64)).sum()), rel=1e-5)
+    else:
+        assert not np.isfinite(squares) and wire.looked() == (0, 0.0)
+
+
 def test_buffers_do_not_touch_each_other(wire):
     first, second = wire.buffer(10, "float32"), wire.buffer(10, "float32")
     second[:] = 7.0

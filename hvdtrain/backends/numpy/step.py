@@ -161,6 +161,19 @@ class NumpyStep:
         self._flats = [np.array(s) for s in self._reducer.finish()]
         return time.perf_counter() - begin
 
+    def squares(self) -> float:
+        """Squares of this rank's part of the sums."""
+        return self._reducer.squares(self._flats)
+
+    def skipped(self) -> bool:
+        """False: the host decides."""
+        return False
+
+    def culprit(self, batch: Batch) -> str:
+        """The first parameter that this batch gives a gradient which is not finite, or ""."""
+        _, grads = self.model.gradient(batch[0], batch[1])
+        return next((n for n in self.model.params if not np.isfinite(grads[n]).all()), "")
+
     def apply(self, clip_norm: float, check: bool) -> tuple[bool, float]:
         """SGD with momentum: v = m v + g, p = p - lr v."""
         norm = math.sqrt(sum(float((f * f).sum()) for f in self._flats))

@@ -24,6 +24,7 @@ from hvdtrain.backends.tensorflow.following import follow
 from hvdtrain.backends.tensorflow.split import Split
 from hvdtrain.backends.tensorflow.task import Task
 from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.exchange.squares import own_parts
 
 
 PLAIN = {"jit_compile": False, "autograph": False}
@@ -101,7 +102,11 @@ class Gradients:
         return self._run("add", batch, scale, self._add)
 
     def last(self, batch: tuple[Any, ...], scale: float) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor], tf.Tensor]:
-        """Gradient of the last micro-batch plus what was accumulated: (loss_sum, weight, tensors, seconds waited)."""
+        """Gradient of the last micro-batch plus what was accumulated: (loss_sum, weight, tensors, report).
+
+        ``report``: float64 (2,), the seconds waited and the squares of this rank's part of the sums, both 0 where the
+        sums are made outside the graph. One tensor, since each that is read costs the host a call.
+        """
         kind, graph = ("last of several", self._last_of_several) if self._accumulated else ("only", self._only)
         self._accumulated = False
         return self._run(kind, batch, scale, graph)
@@ -111,7 +116,7 @@ class Gradients:
         return self._run("alone", batch, 1.0, lambda parts, scale: self._local(parts, scale)[2])
 
     def zeros(self) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """What a rank without a sample gives: (tensors, seconds waited)."""
+        """What a rank without a sample gives: (tensors, report)."""
         key = ("zeros", self._reducer.stage)
         if key not in self._functions:
             self._functions[key] = tf.function(self._zeros, input_signature=[], **PLAIN)
@@ -191,15 +196,22 @@ class Gradients:
             factor = self._unscale.read_value()
             grads = [grad * tf.cast(factor, grad.dtype) for grad in grads]
         if self._reducer.alone:
-            return grads, tf.zeros([], tf.float64)
+            return grads, self._report(tf.zeros([], tf.float64), grads)
         flats = []
         for bucket in self._reducer.buckets:
             with self._at(bucket.place):
                 flats.append(self._reducer.ops.pack([grads[i] for i in bucket.params]))
-        return self._exchange(flats) if self.in_graph else (flats, tf.zeros([], tf.float64))
+        return self._exchange(flats) if self.in_graph else (flats, tf.zeros([2], tf.float64))
+
+    def _report(self, waited_s: tf.Tensor, sums: list[tf.Tensor]) -> tf.Tensor:
+        """Seconds waited, and the squares of this rank's part of ``sums``."""
+        wire = self._reducer.collectives
+        parts = [self._reducer.ops.sum_squares(x) for x in own_parts(sums, wire.rank, wire.size)]
+        squares = tf.add_n([tf.cast(x, tf.float64) for x in parts]) if parts else tf.zeros([], tf.float64)
+        return tf.stack([waited_s, squares])
 
     def _exchange(self, flats: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Collective nodes for all buckets; seconds from the last local gradient to the last sum."""
+        """Collective nodes for all buckets; in the report, seconds from the last local gradient to the last sum."""
         reducer = self._reducer
         with tf.control_dependencies(flats):
             ready_s = tf.timestamp()
@@ -213,7 +225,7 @@ class Gradients:
         reducer.states = list(self._states)
         with tf.control_dependencies(sums):
             done_s = tf.timestamp()
-        return sums, tf.maximum(done_s - ready_s, 0.0)
+        return sums, self._report(tf.maximum(done_s - ready_s, 0.0), sums)
 
 
 class Update:

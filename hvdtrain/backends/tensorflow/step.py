@@ -84,7 +84,7 @@ class TensorFlowStep:
         self._opt = Optimization(config, self.model, steps_per_epoch)
         self._tensors: list[tf.Tensor] | None = None
         self._started = False
-        self.waited_s = self._waited_in_step_s = 0.0
+        self.waited_s = self._waited_in_step_s = self._squares = 0.0
         sync_batchnorm.release(self.model)
         self._sync = sync_batchnorm.Across() if config.sync_batchnorm else None
         self._stand_in = StandIn()
@@ -189,11 +189,13 @@ class TensorFlowStep:
             else:
                 batch, scale = self._stand_in.instead(batch), 0.0
         with self._class_numbers.checked(tuple(batch)):
+            waited_s = 0.0
             if last:
-                loss_sum, weight, self._tensors, waited_s = self._gradients.last(tuple(batch), scale)
+                loss_sum, weight, self._tensors, report = self._gradients.last(tuple(batch), scale)
+                waited_s, self._squares = report.numpy().tolist()
             else:
-                (loss_sum, weight), waited_s = self._gradients.add(tuple(batch), scale), 0.0
-        self.waited_s = float(waited_s) + (self._sync.waited_s() if self._sync else 0.0)
+                loss_sum, weight = self._gradients.add(tuple(batch), scale)
+        self.waited_s = waited_s + (self._sync.waited_s() if self._sync else 0.0)
         self._waited_in_step_s += self.waited_s
         if last and not (self._gradients.in_graph or self._reducer.alone):
             self._start()
@@ -205,10 +207,14 @@ class TensorFlowStep:
 
     def trial(self, batch: Batch) -> None:
         """Compute a batch's gradient for its time alone, in a graph of its own without an exchange."""
+        self._once(batch)
+
+    def _once(self, batch: Batch) -> list[tf.Tensor]:
+        """This rank's own gradients of a batch, after which all is as it was."""
         if self._trial is None:
             self._trial = Trial(self.model, lambda parts: self._gradients.alone(parts))
         with self._class_numbers.checked(tuple(batch)), sync_batchnorm.local_statistics(self._sync):
-            self._trial(batch)
+            return self._trial(batch)
 
     def bytes_to_come(self) -> int:
         """Nothing: the optimizer's state is there."""
@@ -220,21 +226,36 @@ class TensorFlowStep:
     def exchange(self) -> float:
         """Complete the sums (of zeros, if this rank had no sample); return the seconds waited."""
         if self._tensors is None:
-            self._tensors, waited_s = self._gradients.zeros()
-            self._waited_in_step_s = float(waited_s)
+            self._tensors, report = self._gradients.zeros()
+            self._waited_in_step_s, self._squares = report.numpy().tolist()
         if self._gradients.in_graph or self._reducer.alone:
             return self._waited_in_step_s
         begin = time.perf_counter()
         if not self._started:
             self._start()
         self._tensors = self._reducer.finish()
-        return time.perf_counter() - begin
+        waited_s = time.perf_counter() - begin
+        self._squares = self._reducer.squares(self._tensors)
+        return waited_s
 
     def _start(self) -> None:
         """Put all buckets on a wire that is outside the graph."""
         for i, flat_N in enumerate(self._tensors or []):
             self._reducer.start(i, flat_N)
         self._started = True
+
+    def squares(self) -> float:
+        """Squares of this rank's part of the sums; they come with them."""
+        return self._squares
+
+    def skipped(self) -> bool:
+        """False: the sums are looked at before their update, on a GPU too."""
+        return False
+
+    def culprit(self, batch: Batch) -> str:
+        """The first variable that this batch gives a gradient which is not finite, or ""."""
+        names = iter(state.named(self.model.trainable_variables))
+        return next((n for n, g in zip(names, self._once(batch)) if not bool(tf.reduce_all(tf.math.is_finite(g)))), "")
 
     def apply(self, clip_norm: float, check: bool) -> tuple[bool, float]:
         """Clip by the global norm and update; not if the norm is not finite, which a loss scale makes it look for."""

@@ -22,14 +22,16 @@ class Trial:
         self._model, self._gradients = model, gradients
         self._buffers = shared.Buffers(model)
 
-    def __call__(self, batch: Batch) -> None:
-        """Return when the gradients are there."""
+    def __call__(self, batch: Batch) -> list[tf.Tensor]:
+        """Return the gradients, when they are there."""
         random = state.random_arrays(self._model)
         self._buffers.keep()
         try:
-            for tensor in self._gradients(tuple(batch)):
+            tensors = self._gradients(tuple(batch))
+            for tensor in tensors:
                 if "GPU" in tensor.device:
                     tensor[:1].numpy()  # a copy to the host waits for the device
+            return tensors
         finally:
             self._buffers.put_back()
             state.load_random(self._model, random)

@@ -62,6 +62,17 @@ class Optimization:
         if self.schedule is not None and self._interval == "step":
             self.schedule.step()
 
+    def gate(self, not_finite: torch.Tensor) -> bool:
+        """Have the next `step` leave parameters and state alone where ``not_finite`` (scalar, on the device) is true.
+
+        Returns False where the optimizer cannot: only PyTorch's fused kernels read such a flag on the device.
+        """
+        groups = self.optimizer.param_groups
+        if self._adopted is not None or not all(group.get("fused") for group in groups):
+            return False
+        self.optimizer.found_inf = not_finite.float()
+        return True
+
     def end_epoch(self) -> None:
         """Let a per-epoch schedule move."""
         if self.schedule is not None and self._interval == "epoch":

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.backends.torch import amp, audit, placement, state, sync_batchnorm, trial
+from hvdtrain.backends.torch import amp, audit, finite, placement, state, sync_batchnorm, trial
 from hvdtrain.backends.torch.buffers import Buffers
 from hvdtrain.backends.torch.optim import Optimization
 from hvdtrain.backends.torch.placement import DeviceClock
@@ -74,6 +74,7 @@ class TorchStep:
         self._last = False
         self._lock = threading.Lock()
         self._rank = rank
+        self._left_out: torch.Tensor | None = None
 
     # --- a split model -----------------------------------------------------------------------------------------
 
@@ -256,9 +257,21 @@ class TorchStep:
 
     def trial(self, batch: Batch) -> None:
         """Compute a batch's gradient for its time alone."""
+        self._once(batch)
+
+    def culprit(self, batch: Batch) -> str:
+        """The first parameter that this batch gives a gradient which is not finite, or ""."""
+        found: list[int | None] = []
+        for param in self._params:  # they hold the sums of all ranks, to which backward would add
+            param.grad = None
+        self._once(batch, lambda: found.append(trial.first_not_finite(self._params)))
+        return "" if found[0] is None else self._names[found[0]]
+
+    def _once(self, batch: Batch, then: Callable[[], None] | None = None) -> None:
+        """Forward and backward after which all is as it was; ``then`` sees the gradients."""
         random = self._layout.random()
         with sync_batchnorm.local_statistics(self._sync):
-            trial.trial(self.model, self._params, self._forward, batch)
+            trial.trial(self.model, self._params, self._forward, batch, then)
         placement.synchronize(self._layout.devices)
         self._layout.load_random(random)
 
@@ -302,11 +315,24 @@ class TorchStep:
 
     # --- update, evaluation --------------------------------------------------------------------------------------
 
+    def _sums(self) -> list[torch.Tensor]:
+        """The summed gradients, where they lie."""
+        return self._flats or [p.grad for p in self._params if p.grad is not None]
+
+    def squares(self) -> float:
+        """Squares of this rank's part of the sums; 0 where they are on a GPU, which would have to be waited for."""
+        return 0.0 if self.asynchronous else self._reducer.squares(self._sums())
+
+    def skipped(self) -> bool:
+        """Whether the GPU left the last update out; by now it has decided."""
+        found, self._left_out = self._left_out, None
+        return found is not None and bool(found)
+
     def apply(self, clip_norm: float, check: bool) -> tuple[bool, float]:
         """Clip by the global norm and update; not if the norm is not finite, which a loss scale makes it look for."""
         norm = math.nan
         if clip_norm > 0 or check or self.scale.on:
-            parts = self._flats or [p.grad for p in self._params if p.grad is not None]
+            parts = self._sums()
             norms = [torch.linalg.vector_norm(p).float().to(self.device) for p in parts]
             norm = float(torch.linalg.vector_norm(torch.stack(norms)))
             if not math.isfinite(norm):
@@ -314,6 +340,10 @@ class TorchStep:
             if 0 < clip_norm < norm:
                 for part in parts:
                     part.mul_(clip_norm / norm)
+        elif self.asynchronous:
+            self._left_out = finite.any_not_finite(self._sums(), self.device)
+            if not self._opt.gate(self._left_out) and self.skipped():
+                return False, norm
         self._opt.step()
         if self._opt.updates == 1:
             check_slots(self._opt.optimizer)

@@ -14,8 +14,11 @@ from hvdtrain.protocols import Batch, Pair
 
 
 def trial(model: torch.nn.Module, params: Sequence[torch.nn.Parameter], forward: Callable[[Batch], Pair],
-          batch: Batch) -> None:
-    """Run ``forward`` and its backward once; return when the device is done. A step's hooks must not start a bucket."""
+          batch: Batch, then: Callable[[], None] | None = None) -> None:
+    """Run ``forward`` and its backward once; return when the device is done. A step's hooks must not start a bucket.
+
+    ``then``: called while the gradients are there.
+    """
     kept = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     random = state.random_arrays()
     try:
@@ -23,6 +26,8 @@ def trial(model: torch.nn.Module, params: Sequence[torch.nn.Parameter], forward:
         (loss_sum / max(1, len(batch[0]))).backward()
         if loss_sum.device.type == "cuda":
             torch.cuda.synchronize(loss_sum.device)
+        if then is not None:
+            then()
     finally:
         state.load_random(random)
         for param in params:
@@ -31,6 +36,11 @@ def trial(model: torch.nn.Module, params: Sequence[torch.nn.Parameter], forward:
             for name, buffer in model.named_buffers():
                 if name in kept and kept[name].shape == buffer.shape and not torch.equal(kept[name], buffer):
                     buffer.copy_(kept[name])
+
+
+def first_not_finite(params: Sequence[torch.nn.Parameter]) -> int | None:
+    """Index of the first of ``params`` whose gradient holds a NaN or an infinity; None where none does."""
+    return next((i for i, p in enumerate(params) if p.grad is not None and not bool(p.grad.isfinite().all())), None)
 
 
 def hold_bytes(n: int) -> torch.Tensor | None:

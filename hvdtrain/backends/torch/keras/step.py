@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,9 @@ class KerasStep(TorchStep):
             found.append("dropout draws differ with the number of ranks")
         return found
 
-    def trial(self, batch: Batch) -> None:
-        """Compute a batch's gradient for its time alone."""
+    def _once(self, batch: Batch, then: Callable[[], None] | None = None) -> None:
         kept = self._seeds()
-        super().trial(batch)
+        super()._once(batch, then)
         self._load_seeds(kept)
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:

@@ -1,0 +1,38 @@
+"""The squares of summed gradients: one number tells their global norm, and whether any of them is not finite.
+
+Every rank holds the same sums, so each squares only its own part of them; the parts add up in the step's vote. A NaN or
+an infinity anywhere makes the total NaN or infinite, and so does a gradient whose square overflows: no update is made with
+that one either, as with any whose norm cannot be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hvdtrain.protocols import Array
+
+ALIGN = 64
+"""Elements: a slice that begins at a multiple of them is a view also in TensorFlow, which copies unaligned ones."""
+
+
+def own_part(n: int, rank: int, size: int) -> slice:
+    """The part of ``n`` elements that ``rank`` of ``size`` looks at; together the parts are all of them, once.
+
+    >>> own_part(200, 0, 2), own_part(200, 1, 2)
+    (slice(0, 64, None), slice(64, 200, None))
+    """
+    def edge(r: int) -> int:
+        return n if r == size else n * r // size // ALIGN * ALIGN
+
+    return slice(edge(rank), edge(rank + 1))
+
+
+def own_parts(tensors: Sequence[Array], rank: int, size: int) -> Iterator[Array]:
+    """This rank's part of each of ``tensors``: vectors (N,) that all ranks hold alike, or of any shape for one rank."""
+    for x in tensors:
+        if size == 1:
+            yield x
+            continue
+        part = own_part(int(x.shape[0]), rank, size)
+        if part.start < part.stop:
+            yield x[part]

@@ -1,0 +1,70 @@
+"""Whether arrays of weights are finite, and who brought in what is not. Numpy only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hvdtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from hvdtrain.data.feed import StepBatch
+    from hvdtrain.protocols import Control, Step
+
+
+def finite(name: str, array: np.ndarray) -> bool:
+    """Return whether no entry is NaN or infinite; bfloat16 travels as its bits, under a name that says so."""
+    if name.endswith("#bfloat16"):
+        return not bool((array & 0x7F80 == 0x7F80).any())  # an exponent of ones
+    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
+
+
+def check_trainable(step: Step) -> None:
+    """Raise `UserError` naming the first trainable parameter that is not finite: such a model is not trained on.
+
+    Buffers are not looked at: an attention mask holds infinities by right.
+    """
+    name = not_finite(step)
+    if name:
+        raise UserError(f"parameter {name} is not finite before the first step", "finite weights",
+                        "look at what builds or loads the model, or resume from another checkpoint")
+
+
+def not_finite(step: Step) -> str:
+    """Return the name of the first trainable parameter that is not finite, "" where all are."""
+    trainable = {spoken(spec.name) for spec in step.params()}
+    model: Mapping[str, Any] = step.state()[0]["model"]
+    return next((spoken(n) for n, a in model.items() if spoken(n) in trainable and not finite(n, np.asarray(a))), "")
+
+
+def spoken(name: str) -> str:
+    """Return a parameter's own name, without the place and the type that a checkpoint adds to it.
+
+    >>> spoken("00002/dense/kernel"), spoken("blocks.0.weight#bfloat16")
+    ('dense/kernel', 'blocks.0.weight')
+    """
+    return re.sub(r"^\d{5}/", "", name).removesuffix("#bfloat16")
+
+
+def blame(step: Step, batch: StepBatch, suspects: list[int], control: Control) -> dict[int, str]:
+    """Return the ranks that brought a gradient which is not finite -> where it is first, in words; collective.
+
+    Each of ``suspects`` (ranks; the same list on every rank) computes its part of the step once more, alone. Where the
+    weights are not finite any more, that is said instead. {} where nobody finds anything: finite gradients, whose sum
+    or exchange overflowed.
+    """
+    found = _look(step, batch) if control.rank in suspects else ""
+    return {rank: where for rank, where in enumerate(control.gather(found)) if where}
+
+
+def _look(step: Step, batch: StepBatch) -> str:
+    """Where this rank's own part of the step is not finite, or ""."""
+    weight = not_finite(step)
+    if weight:
+        return f"parameter {weight} itself, since an update before"
+    names = (step.culprit(micro) for micro in batch.micros)
+    name = next((name for name in names if name), "")
+    return f"the gradient of {spoken(name)}" if name else ""

@@ -89,7 +89,7 @@ class Reducer:
         n_looked, squares = self._looked()
         if self.compressor.name == "none" and n_looked == sum(b.n for b in self.buckets) and n_looked:
             return squares
-        parts = own_parts(sums, self.collectives.rank, self.collectives.size)
+        parts = own_parts(sums, self.buckets, self.collectives.rank, self.collectives.size)
         return float(sum(float(self.ops.sum_squares(x)) for x in parts))
 
     def _looked(self) -> tuple[int, float]:

@@ -1,14 +1,15 @@
 """The squares of summed gradients: one number tells their global norm, and whether any of them is not finite.
 
 Every rank holds the same sums, so each squares only its own part of them; the parts add up in the step's vote. A NaN or
-an infinity anywhere makes the total NaN or infinite, and so does a gradient whose square overflows: no update is made with
-that one either, as with any whose norm cannot be told.
+an infinity anywhere makes the total NaN or infinite, and so does a gradient whose square overflows: no update is made
+with that one either, as with any whose norm cannot be told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.protocols import Array
 
 ALIGN = 64
@@ -27,12 +28,15 @@ def own_part(n: int, rank: int, size: int) -> slice:
     return slice(edge(rank), edge(rank + 1))
 
 
-def own_parts(tensors: Sequence[Array], rank: int, size: int) -> Iterator[Array]:
-    """This rank's part of each of ``tensors``: vectors (N,) that all ranks hold alike, or of any shape for one rank."""
-    for x in tensors:
-        if size == 1:
-            yield x
-            continue
-        part = own_part(int(x.shape[0]), rank, size)
+def own_parts(tensors: Sequence[Array], buckets: Sequence[Bucket], rank: int, size: int) -> Iterator[Array]:
+    """Yield this rank's part of the sums of ``buckets``, vectors (n,) that all ranks hold alike.
+
+    For one rank ``tensors`` are yielded as they are, whatever they are.
+    """
+    if size == 1:
+        yield from tensors
+        return
+    for x, bucket in zip(tensors, buckets):
+        part = own_part(bucket.n, rank, size)  # inside a graph the tensor itself may not know its length
         if part.start < part.stop:
             yield x[part]

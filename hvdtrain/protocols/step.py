@@ -149,7 +149,7 @@ class Step(Protocol):
         ...
 
     def skipped(self) -> bool:
-        """Return whether the device left the update before this step out by itself, as not finite; always False on CPUs."""
+        """Return whether the device left the update before this step out, as not finite; always False on CPUs."""
         ...
 
     def culprit(self, batch: Batch) -> str:

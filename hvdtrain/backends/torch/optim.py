@@ -70,7 +70,7 @@ class Optimization:
         groups = self.optimizer.param_groups
         if self._adopted is not None or not all(group.get("fused") for group in groups):
             return False
-        self.optimizer.found_inf = not_finite.float()
+        setattr(self.optimizer, "found_inf", not_finite.float())  # noqa: B010  (torch declares it nowhere)
         return True
 
     def end_epoch(self) -> None:

@@ -1,26 +1,36 @@
-"""``python -m hvdtrain verify``: the same training on 1, 2, 3, ... ranks, and the largest difference between them.
+"""``python -m hvdtrain verify``: the same training on 1, 2, 3, ... ranks, and how far their weights are apart.
 
-Owns the runs (each a job of its own under mpirun) and the comparison of their final weights. Law 2 says that the
-difference is rounding; what makes it larger (BatchNorm, dropout) is named by the runs' own notes.
+Owns the runs (each a job of its own under mpirun) and the table. Law 2 says that the difference is rounding; how large
+that may be is `hvdtrain.curve`'s to say. What makes it larger (BatchNorm, dropout) is named by the runs' own notes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from hvdtrain import curve
+from hvdtrain.bench import table
 from hvdtrain.build.children import orderly_signals
 from hvdtrain.build.detect import find_mpi
 from hvdtrain.build.run import ChildFailed, logged, tail
 from hvdtrain.build.verify import launch_argv
+from hvdtrain.cli import train
+from hvdtrain.curve import Tolerance
 from hvdtrain.errors import UserError
 from hvdtrain.outdir import COMPLETED
+from hvdtrain.run import say
+
+Case = tuple[int, tuple[int, ...] | None]
+"""(ranks, their shares or None for equal ones)."""
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 """What Open MPI wants before it runs as root: said for verify's own children only, on this host."""
@@ -33,22 +43,51 @@ def main(argv: list[str]) -> int:
     """Run and compare; 0 if every run is within the tolerance, 1 if not."""
     args, rest = _parser().parse_known_args(argv)
     ranks = _ranks(args.np)
+    given = 0.0 if args.tolerance is None else args.tolerance
     for name, value, fits, expected in (("steps", args.steps, args.steps >= 1, "1 or more"),
                                         ("timeout", args.timeout, args.timeout > 0, "seconds above 0"),
-                                        ("tolerance", args.tolerance, args.tolerance >= 0, "a number of 0 or more")):
+                                        ("tolerance", given, given >= 0, "a number of 0 or more")):
         if not fits:
             raise UserError(f"--{name} is {value:g}", expected, f"correct --{name}")
     if not _names_optimizer(rest, os.environ):
         rest = [*DEFAULTS, *rest]
     with orderly_signals(), tempfile.TemporaryDirectory(prefix="hvdtrain-verify-") as temp:
-        cases: list[tuple[int, tuple[int, ...] | None]] = [(n, None) for n in ranks]
+        cases: list[Case] = [(n, None) for n in ranks]
         cases += [(n, uneven(n)) for n in ranks if n > 1 and args.uneven]
-        weights = {}
-        for n, shares in cases:
-            out = Path(temp, f"np{n}" + ("-uneven" if shares else ""))
-            _train(n, shares, out, args, rest)
-            weights[n, shares] = _weights(out)
-        return _report(cases, weights, args.tolerance)
+        outs = [_train(case, Path(temp), args, rest) for case in cases]
+        reference = _weights(outs[0])
+        rows = [Row.of(case, reference, _weights(out)) for case, out in zip(cases[1:], outs[1:])]
+        limit = Tolerance() if args.tolerance is None else Tolerance(args.tolerance)
+        if args.tolerance is None and any(curve.needs_tolerance(row.difference) for row in rows):
+            limit = curve.tolerance(reference, lambda parts: _weights(
+                _train(cases[0], Path(temp), args, rest, parts)), _parts(rest))
+        return _report(cases[0][0], rows, limit, args.steps, _caveats(outs))
+
+
+HEADERS = ("np", "shares", "largest relative difference", "in", "verdict")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run against the first: its ``case``, the largest ``difference`` and ``where``, whether all ``bits`` agree."""
+
+    case: Case
+    difference: float
+    where: str
+    bits: bool
+
+    @classmethod
+    def of(cls, case: Case, reference: curve.Weights, weights: curve.Weights) -> Row:
+        """Compare a run's final weights with the first one's."""
+        difference, where = curve.largest_difference(reference, weights)
+        return cls(case, difference, where, curve.same_bits(reference, weights))
+
+    def cells(self, beyond: bool, limit: float) -> list[str]:
+        """The row in words."""
+        n, shares = self.case
+        return [str(n), ":".join(map(str, shares)) if shares else "equal",
+                "same bits" if self.bits else f"{self.difference:.1e}", self.where,
+                f"beyond {limit:.1g}" if beyond else "same bits" if self.bits else "same curve"]
 
 
 def _names_optimizer(rest: Sequence[str], env: Mapping[str, str]) -> bool:
@@ -65,31 +104,6 @@ def uneven(size: int) -> tuple[int, ...]:
     return tuple(shares)
 
 
-def largest_difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> tuple[float, str]:
-    """The largest max|a-b| / max|a| over tensors, and that tensor's name."""
-    if set(a) != set(b):
-        raise UserError(
-            f"the runs' weights have different names: {sorted(set(a) ^ set(b))[:4]}",
-            "the same model in every run",
-            "make the model's callable deterministic",
-        )
-    worst = (0.0, "")
-    for name in a:
-        if a[name].shape != b[name].shape:
-            raise UserError(
-                f"{name} has shape {b[name].shape} in one run",
-                f"{a[name].shape}, as in the first",
-                "make the model's callable " "deterministic",
-            )
-        if not np.isfinite(a[name]).all() or not np.isfinite(b[name]).all():
-            return float("inf"), name
-        scale = float(np.abs(a[name]).max(initial=0)) or 1.0
-        diff = float(np.abs(a[name].astype(np.float64) - b[name].astype(np.float64)).max(initial=0)) / scale
-        if diff > worst[0]:
-            worst = (diff, name)
-    return worst
-
-
 def launcher(ranks: int) -> list[str]:
     """How to start ``ranks`` local processes under the MPI found here; `UserError` if there is none."""
     mpi = find_mpi()
@@ -102,13 +116,13 @@ def launcher(ranks: int) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hvdtrain verify", allow_abbrev=False,
-        description="Train the same model on several numbers of ranks, evenly and unevenly cut, and print the largest "
-                    "difference of the final weights. Every other option goes to train (--model, --data.name, ...).")
+        description="Train the same model on several numbers of ranks, evenly and unevenly cut, and show in a table "
+                    "how far the final weights are apart. Every other option goes to train (--model, --data, ...).")
     parser.add_argument("--np", default="1,2,3", help="numbers of ranks, the first is compared with (default 1,2,3)")
     parser.add_argument("--steps", type=int, default=20, help="training steps of each run (default 20)")
-    parser.add_argument(
-        "--tolerance", type=float, default=1e-5, help="largest relative difference that passes (default 1e-5)"
-    )
+    parser.add_argument("--tolerance", type=float, default=None,
+                        help=f"largest relative difference that passes (default {curve.LEAST:g}, or where the first "
+                        f"run's own rounding needs more, {curve.TIMES:g} times that, {curve.MOST:g} at most)")
     parser.add_argument("--no-uneven", dest="uneven", action="store_false", help="skip the runs with unlike shares")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds each run may take (default 300)")
     return parser
@@ -124,12 +138,26 @@ def _ranks(text: str) -> list[int]:
     return ranks
 
 
-def _train(n: int, shares: tuple[int, ...] | None, out: Path, args: argparse.Namespace, rest: Sequence[str]) -> None:
-    """One job; its output is shown only if it fails."""
+def _parts(rest: Sequence[str]) -> int:
+    """Micro-batches that the user's options cut a batch of one rank into; 1 where they say no number."""
+    config = train.parse(list(rest))
+    assert config is not None
+    return max(config.accumulate, -(-config.global_batch // config.micro_batch) if config.micro_batch else 1)
+
+
+def _train(case: Case, temp: Path, args: argparse.Namespace, rest: Sequence[str], parts: int = 0) -> Path:
+    """One job, with its batch cut into ``parts`` micro-batches if that is not 0; returns its directory.
+
+    Its output is shown only if it fails.
+    """
+    n, shares = case
+    out = temp / (f"np{n}" + ("-uneven" if shares else "") + (f"-{parts}-parts" if parts else ""))
     command = [sys.executable, "-m", "hvdtrain", "train", *rest, "--max_steps", str(args.steps), "--epochs", "1000000",
                "--eval_every", "0", "--checkpoint.at_end", "false", "--progress", "off", "--out", str(out)]
     if shares:
         command += ["--shares", str(list(shares))]
+    if parts:
+        command += ["--accumulate", str(parts), "--micro_batch", "0"]
     if n > 1:
         command = [*launcher(n), *command]
     what, log = f"the run on {n} ranks", out.with_suffix(".log")
@@ -141,6 +169,7 @@ def _train(n: int, shares: tuple[int, ...] | None, out: Path, args: argparse.Nam
         print("\n".join(tail(log)), file=sys.stderr)
         raise UserError(f"{failed.what} {failed.how}", "a run that ends well",
                         "see its last lines above; --timeout and --steps bound it") from None
+    return out
 
 
 def _weights(out: Path) -> dict[str, np.ndarray]:
@@ -149,15 +178,20 @@ def _weights(out: Path) -> dict[str, np.ndarray]:
     return load_file(str(out / "model" / "model.safetensors"))
 
 
-def _report(cases: list[tuple[int, tuple[int, ...] | None]], weights: dict, tolerance: float) -> int:
-    """Print one line per run; 1 if any is beyond the tolerance."""
-    status = 0
-    base = cases[0]
-    for case in cases[1:]:
-        diff, name = largest_difference(weights[base], weights[case])
-        bad = not diff <= tolerance
-        status |= bad
-        cut = f"shares {':'.join(map(str, case[1]))}" if case[1] else "equal shares"
-        print(f"np {case[0]} ({cut}) against np {base[0]}: largest relative difference {diff:.2e}"
-              + (f" in {name}" if name else "") + (f", beyond {tolerance:g}" if bad else ""), flush=True)
-    return int(status)
+def _caveats(outs: Sequence[Path]) -> list[str]:
+    """What the runs said depends on the number of ranks."""
+    notes = [note for out in outs for note in json.loads((out / COMPLETED).read_text()).get("notes", ())]
+    return list(dict.fromkeys(note for note in notes if note.startswith("not independent")))
+
+
+def _report(first: int, rows: Sequence[Row], limit: Tolerance, steps: int, caveats: Sequence[str]) -> int:
+    """Say what the tolerance is and end with the table; 1 if any run is beyond it."""
+    beyond = [row for row in rows if not row.difference <= limit.value]
+    if limit.noise:
+        say(f"note: np {first} alone moves by {limit.noise:.1e} where its batch is cut otherwise, which is rounding; "
+            f"up to {limit.value:.1e} counts as the same curve")
+    for note in caveats if beyond else ():
+        say(f"note: {note}")
+    table.show(f"weights after {steps} steps", HEADERS,
+               [[str(first), "equal", "", "", "reference"], *(row.cells(row in beyond, limit.value) for row in rows)])
+    return int(bool(beyond))

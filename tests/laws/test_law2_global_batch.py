@@ -7,12 +7,15 @@ tests/mpi/test_training.py. As a command for any model and data: ``python -m hvd
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs import (CUTS, FRAMEWORKS, Recut, apart, config, fitted, lockstep, make_model, replans, samples,
-                        weights)
+from small_runs import (CLASSES, CUTS, FEATURES, FRAMEWORKS, Recut, apart, config, fitted, lockstep, make_model,
+                        replans, samples, weights)
 
+from hvdtrain import curve as curve_of
+from hvdtrain.collectives.null import Done
 from hvdtrain.config import Named
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.sampler import epoch_order
@@ -71,6 +74,76 @@ def test_the_curve_does_not_notice_a_new_plan(framework, tmp_path):
                         replanned):
         assert apart(got[0], want) < (1e-12 if framework == "numpy" else 1e-5)
         assert got[1] == pytest.approx(loss, rel=1e-5)
+
+
+def almost_even(n=53):
+    """Pairs of opposite samples with all but opposite targets.
+
+    A tanh network without biases is odd, so its biases' gradients cancel over the batch but for a little: what float32
+    leaves of such a sum is large against them, as in a transformer, whose keys' biases have no gradient at all.
+    """
+    draw = np.random.default_rng(0)
+    x, y = draw.standard_normal((n // 2, FEATURES)), draw.standard_normal((n // 2, CLASSES))
+    rest = np.zeros((n % 2, FEATURES)), np.zeros((n % 2, CLASSES))
+    return (np.concatenate([x, -x, rest[0]]).astype(np.float32),
+            (np.concatenate([y, -y, rest[1]]) + 4e-4).astype(np.float32))
+
+
+def zero_biases(framework):
+    """The tiny perceptron, its biases zero, as Keras makes them."""
+    model = make_model(framework)
+    if framework == "torch":
+        for name, param in model.named_parameters():
+            if name.endswith("bias"):
+                param.data.zero_()
+    return model
+
+
+def misread(run):
+    """The last rank reads its first sample in place of its last one, in one step."""
+    epoch = run.feed.epoch
+
+    def wrong(cursor):
+        for batch in epoch(cursor):
+            if batch.cursor_after.step == 3 and run.control.rank == run.control.size - 1:
+                swapped = [np.concatenate([array[:-1], array[:1]]) for array in batch.micros[-1]]
+                batch = replace(batch, micros=[*batch.micros[:-1], tuple(swapped)])
+            yield batch
+
+    run.feed.epoch = wrong
+
+
+def heavier(run):
+    """The last rank's samples count one per cent more."""
+    if run.control.rank == run.control.size - 1:
+        plain = run.step.forward_backward
+        run.step.forward_backward = lambda micro, scale, last: plain(micro, 1.01 * scale, last=last)
+
+
+def averaged(run):
+    """The ranks' gradients are averaged, where their sum is right."""
+    wire, plain = run.collectives, run.collectives.allreduce
+    wire.allreduce = lambda flat_N, name, op="sum": Done(plain(flat_N, name, op).wait() / wire.size)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_tolerance_of_the_curve_lets_rounding_pass_and_no_fault(framework, tmp_path):
+    """`verify`'s tolerance, where float32 alone is beyond 1e-5: what one process does with its batch cut otherwise."""
+    def trained(size, name, plant=lambda run: None, **changes):
+        def work(run):
+            plant(run)
+            return fitted(run).step.state()[0]["model"]
+        changes = {"optimizer": Named("SGD", {"momentum": 0.9}), "global_batch": 53, "max_steps": 12, "lr": 0.1,
+                   "metrics": [], "out": str(tmp_path / name), **changes}
+        return lockstep(size, config(**changes), lambda rank: zero_biases(framework), almost_even(), work)[0]
+
+    one = trained(1, "one")
+    limit = curve_of.tolerance(one, lambda parts: trained(1, f"cut-{parts}", accumulate=parts))
+    difference, name = curve_of.largest_difference(one, trained(2, "two", shares=[1, 2]))
+    assert curve_of.LEAST < difference <= limit.value, (limit, name)
+    for plant in (averaged, misread, heavier):
+        assert curve_of.largest_difference(one, trained(2, plant.__name__, plant, shares=[1, 2]))[0] > limit.value
+    assert limit.value <= curve_of.MOST
 
 
 def batches_of(run, cursor):

@@ -48,11 +48,6 @@ def tolerance(reference: Weights, train: Callable[[int], Weights], parts: int = 
     return Tolerance.of(max(largest_difference(reference, train(parts + more))[0] for more in (1, 2)))
 
 
-def needs_tolerance(difference: float) -> bool:
-    """Whether `tolerance` has a say: below `LEAST` all is the same curve, beyond `MOST` none is. Pure."""
-    return LEAST < difference <= MOST
-
-
 def largest_difference(a: Weights, b: Weights) -> tuple[float, str]:
     """The largest max|a-b| / max|a| over tensors, and that tensor's name; infinite where one is not finite."""
     if set(a) != set(b):

@@ -57,11 +57,11 @@ def main(argv: list[str]) -> int:
         outs = [_train(case, Path(temp), args, rest) for case in cases]
         reference = _weights(outs[0])
         rows = [Row.of(case, reference, _weights(out)) for case, out in zip(cases[1:], outs[1:])]
-        limit = Tolerance() if args.tolerance is None else Tolerance(args.tolerance)
-        if args.tolerance is None and any(curve.needs_tolerance(row.difference) for row in rows):
+        limit, caveats = Tolerance(curve.LEAST if args.tolerance is None else args.tolerance), _caveats(outs)
+        if args.tolerance is None and _asks_why([row.difference for row in rows], caveats):
             limit = curve.tolerance(reference, lambda parts: _weights(
                 _train(cases[0], Path(temp), args, rest, parts)), _parts(rest))
-        return _report(cases[0][0], rows, limit, args.steps, _caveats(outs))
+        return _report(cases[0][0], rows, limit, args.steps, caveats)
 
 
 HEADERS = ("np", "shares", "largest relative difference", "in", "verdict")
@@ -184,12 +184,24 @@ def _caveats(outs: Sequence[Path]) -> list[str]:
     return list(dict.fromkeys(note for note in notes if note.startswith("not independent")))
 
 
+def _asks_why(differences: Sequence[float], caveats: Sequence[str]) -> bool:
+    """Whether more than rounding's usual is to be explained by what one process does. Pure.
+
+    What is beyond all tolerance is explained by a caveat, where there is one.
+    """
+    large = [difference for difference in differences if not difference <= curve.LEAST]
+    return any(difference <= curve.MOST for difference in large) or bool(large) and not caveats
+
+
 def _report(first: int, rows: Sequence[Row], limit: Tolerance, steps: int, caveats: Sequence[str]) -> int:
     """Say what the tolerance is and end with the table; 1 if any run is beyond it."""
     beyond = [row for row in rows if not row.difference <= limit.value]
     if limit.noise:
-        say(f"note: np {first} alone moves by {limit.noise:.1e} where its batch is cut otherwise, which is rounding; "
-            f"up to {limit.value:.1e} counts as the same curve")
+        moved = f"note: np {first} alone moves by {limit.noise:.1e} where its batch is cut otherwise"
+        chaos = limit.noise > curve.MOST
+        say(f"{moved}, which is rounding; up to {limit.value:.1e} counts as the same curve" if not chaos else
+            f"{moved}: this training magnifies rounding so much that a fault would not stand out; verify it with a "
+            "smaller lr or fewer --steps")
     for note in caveats if beyond else ():
         say(f"note: {note}")
     table.show(f"weights after {steps} steps", HEADERS,

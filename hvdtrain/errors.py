@@ -34,6 +34,10 @@ class UserError(Exception):
         return type(self), (self.got, self.expected, self.do)
 
 
+class ExitCalled(RuntimeError):
+    """A callable of the user's called ``sys.exit()`` in the middle of a run; the message names it."""
+
+
 class WaitTimeout(RuntimeError):
     """A bounded wait for other ranks ran out; names the wait, the rank and the seconds."""
 

@@ -20,6 +20,7 @@ from hvdtrain.callbacks.base import Callback
 from hvdtrain.callbacks.history import History
 from hvdtrain.checkpoint import session
 from hvdtrain.cluster import exit as exits
+from hvdtrain.cluster import exit_calls
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.config import Config
@@ -72,6 +73,7 @@ class Trainer:
         self.run: Run | None = None
         self._evaluates_only = False
 
+    @exit_calls.told()
     def fit(self, model: Any = None, data: Any = None, *, callbacks: Sequence[Any] = (),
             class_weight: dict[int, float] | None = None) -> Result:
         """Train, evaluate, write checkpoints and the final model; collective.
@@ -89,10 +91,6 @@ class Trainer:
         run = self._assembled(model, data, callbacks, class_weight)
         try:
             loop.fit(run)
-        except SystemExit as stop:
-            if run.control.size > 1:  # the other ranks would wait for this one
-                raise RuntimeError(f"sys.exit({stop.code!r}) was called in the middle of fit") from stop
-            raise
         finally:
             for callback in run.callbacks:
                 getattr(callback, "close", _nothing)(run)
@@ -107,6 +105,7 @@ class Trainer:
         history = next((dict(c.history) for c in run.callbacks if isinstance(c, History)), {})
         return Result(s.cursor.step, s.loss, dict(s.metrics), run.phases.samples_per_s(), run.out, s.stop, history)
 
+    @exit_calls.told()
     def evaluate(self, *, model: Any = None, data: Any = None) -> dict[str, float]:
         """Exact weighted metrics over the evaluation data, however unevenly the ranks hold it; collective."""
         if self.run is None:
@@ -119,6 +118,7 @@ class Trainer:
         with loop.joined(run):
             return loop.measure(run, feed)
 
+    @exit_calls.told()
     def save(self) -> Path:
         """Write a checkpoint of the current state into the run's directory; collective. `UserError` if it fails."""
         run = self._assembled(None, None)
@@ -129,6 +129,7 @@ class Trainer:
                             "free space and save again")
         return run.out / session.DIRECTORY
 
+    @exit_calls.told()
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Load a checkpoint, the newest whole one of a run's directory; collective."""
         run = self._assembled(None, None)

@@ -34,8 +34,10 @@ def main(argv: list[str]) -> int:
     from hvdtrain.assemble import assemble
     from hvdtrain.callbacks.balance import Balance
     from hvdtrain.callbacks.meter import Meter
+    from hvdtrain.cluster import exit_calls
 
     options = replace(config.rebalance, probe_cache=False)
-    run = assemble(replace(config, balance="static", shares=[], resume="", rebalance=options))
-    Balance(Meter(1)).plan(run)
+    with exit_calls.told():
+        run = assemble(replace(config, balance="static", shares=[], resume="", rebalance=options))
+        Balance(Meter(1)).plan(run)
     return 0

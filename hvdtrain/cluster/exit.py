@@ -8,6 +8,7 @@ or aborts the job; and when several ranks fail at once, one speaks.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -21,7 +22,7 @@ from typing import Any, TypeVar
 from hvdtrain.cluster.control import MpiControl, flush_streams
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.launcher import LaunchFacts
-from hvdtrain.errors import EXIT_USER_ERROR, UserError, WaitTimeout
+from hvdtrain.errors import EXIT_USER_ERROR, ExitCalled, UserError, WaitTimeout
 from hvdtrain.protocols import Control
 
 EXIT_CRASH = 1
@@ -53,7 +54,7 @@ def run_guarded(main: Callable[[], int | None], facts: LaunchFacts) -> int:
 
     For ``sys.exit(run_guarded(main, launch_facts(os.environ)))``. `UserError`: one message, 2 on every rank. Any
     other exception: its traceback once, with rank and host, then the job is aborted with 1. SystemExit keeps its
-    status, and aborts the job with it where other ranks stay behind.
+    status, and aborts the job with it where other ranks stay behind; a run turns it into `ExitCalled`, which is 1.
     """
     try:
         status = main() or 0
@@ -76,7 +77,7 @@ def install_hooks(facts: LaunchFacts) -> None:
     usual, usual_thread = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        if facts.kind == "solo" and not isinstance(error, UserError):
+        if facts.kind == "solo" and not isinstance(error, (UserError, ExitCalled)):
             usual(kind, error, tb)
             return
         raise SystemExit(end(error.with_traceback(tb), facts))
@@ -98,6 +99,8 @@ def end(error: BaseException, facts: LaunchFacts) -> int:
         if error.code is None or isinstance(error.code, int):
             return _leave("", error.code or 0, facts)
         return _leave(str(error.code), EXIT_CRASH, facts)
+    if isinstance(error, ExitCalled):
+        return _exit_called(error, facts)
     if isinstance(error, KeyboardInterrupt):
         return _abort(f"{_who(facts)}: interrupted", EXIT_INTERRUPTED)
     return _crash(error, facts)
@@ -202,6 +205,15 @@ def _crash(error: BaseException, facts: LaunchFacts) -> int:
     return _abort(f"{_who(facts)} failed and ends the job\n{trace}", EXIT_CRASH)
 
 
+def _exit_called(error: ExitCalled, facts: LaunchFacts) -> int:
+    """Name the callable once per job, then abort it."""
+    if facts.kind == "solo":
+        _say(str(error))
+        return EXIT_CRASH
+    time.sleep(min(STAGGER_S * facts.rank, PEER_S))
+    return _abort(f"{_who(facts)}: {error}", EXIT_CRASH)
+
+
 def _abort(text: str, status: int) -> int:
     """Say ``text`` and end every rank; returns ``status`` where there is nobody else or no control plane."""
     from hvdtrain.cluster import boot
@@ -219,8 +231,9 @@ def _who(facts: LaunchFacts) -> str:
 
 
 def _say(text: str) -> None:
-    """One message to stderr, in one write, after what was printed before."""
+    """One message to stderr, in one write, after what was printed before; a job also ends where nobody reads it."""
     flush_streams()
     stream: Any = sys.stderr
-    stream.write(f"hvdtrain: {text}\n")
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        stream.write(f"hvdtrain: {text}\n")
     flush_streams()

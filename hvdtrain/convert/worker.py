@@ -19,6 +19,7 @@ import numpy as np
 
 from hvdtrain import backends, recipe, rng
 from hvdtrain.checkpoint import Snapshot, read_snapshot, write_snapshot
+from hvdtrain.cluster import exit_calls
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.config import Config
 from hvdtrain.convert import check, layouts, resume
@@ -202,11 +203,12 @@ def main(argv: list[str]) -> int:
     """Do one half; 2 after a user's mistake, which is left as JSON beside EXCHANGE."""
     request, exchange = Request.read(Path(argv[1])), Path(argv[2])
     try:
-        if argv[0] == "read":
-            read(request, exchange)
-        else:
-            report = write(request, exchange, Path(argv[3]))
-            exchange.with_suffix(".report").write_text(json.dumps(report), encoding="utf-8")
+        with exit_calls.told():
+            if argv[0] == "read":
+                read(request, exchange)
+            else:
+                report = write(request, exchange, Path(argv[3]))
+                exchange.with_suffix(".report").write_text(json.dumps(report), encoding="utf-8")
     except UserError as error:
         exchange.with_suffix(".error").write_text(json.dumps([error.got, error.expected, error.do]), encoding="utf-8")
         return 2

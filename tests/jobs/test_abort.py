@@ -160,6 +160,37 @@ def test_sys_exit_does_not_hang(script, leavers):
     assert not job.orphans and job.seconds < 15
 
 
+TRAINS = """
+import sys
+import numpy as np
+from hvdtrain import Config, Trainer
+from hvdtrain.backends.numpy.step import Model
+from hvdtrain.cluster import boot
+
+class Data:
+    count = 0
+    def __len__(self):
+        return 40
+    def fetch(self, indices_n):
+        self.count += 1
+        if self.count == {at} and boot.current_control().rank in {leavers}:
+            sys.exit({status})
+        return np.zeros((len(indices_n), 12)), np.zeros(len(indices_n), np.int64)
+
+Trainer(Config(global_batch=8, out={out!r}, progress="off", control_timeout_s=20.0)).fit(Model((12, 16, 5)), Data())
+"""
+
+
+@pytest.mark.parametrize("leavers, at, status", [((0, 1), 1, "0"), ((1,), 1, "0"), ((1,), 3, "'no data'")])
+def test_sys_exit_in_a_users_data_ends_the_job_with_one_message(script, tmp_path, leavers, at, status):
+    job = mpirun(2, [script(TRAINS.format(leavers=leavers, at=at, status=status, out=str(tmp_path / "run")))])
+    assert job.returncode == 1, job
+    said = re.findall(r"rank (\d) on host \S+: Data.fetch \(\S*job.py, line \d+\) ended the program with "
+                      "(?:status 0|status 1 and the words 'no data') in the middle of a run", job.stderr)
+    assert said == [str(leavers[0])] and "Traceback" not in job.text, job.stderr
+    assert not job.orphans and not (tmp_path / "run" / "completed.json").exists()
+
+
 def test_an_interrupted_rank(script):
     job = mpirun(2, [script(guarded("if rank == 1: raise KeyboardInterrupt"))])
     assert job.returncode == 130, job

@@ -1,0 +1,66 @@
+"""What a run makes of ``sys.exit()`` in a callable of the user's: a model, its data, a task, a callback.
+
+Owns the words, and who is named. A rank cannot leave a job by itself: the others would wait for it; and a run that ends
+in the middle has not ended well, whatever the status says. So the job ends with one message and status 1. SystemExit
+outside of a run keeps its meaning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType
+
+from hvdtrain.cluster.launcher import launch_facts
+from hvdtrain.errors import ExitCalled
+
+_HERE = str(Path(__file__).resolve().parents[1]) + os.sep
+_STDLIB, *_PACKAGES = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Raise `ExitCalled` where the body raises SystemExit; usable as a decorator.
+
+    A signal handler of the user's that ends a single process still does: that is no part of the run.
+    """
+    try:
+        yield
+    except SystemExit as stop:
+        stack = [(frame.f_code, line) for frame, line in traceback.walk_tb(stop.__traceback__)]
+        if launch_facts(os.environ).kind == "solo" and _handles_signals({code for code, _ in stack}):
+            raise
+        raise ExitCalled(f"{_caller(stack)} ended the program with {_status(stop.code)} in the middle of a run; "
+                         "expected a return or an exception. Take the sys.exit() out, or raise an exception that says "
+                         "what is wrong") from stop
+
+
+def _status(code: object) -> str:
+    """The status that Python would have made of ``code``, and its words."""
+    if code is None or isinstance(code, int):
+        return f"status {code or 0}"
+    return f"status 1 and the words {str(code)!r}"
+
+
+def _caller(stack: list[tuple[CodeType, int]]) -> str:
+    """Name the user's callable in ``stack`` (outermost first), with its file and line."""
+    own = stack[1 + max((i for i, (code, _) in enumerate(stack) if code.co_filename.startswith(_HERE)), default=-1):]
+    by_user = [at for at in own if not at[0].co_filename.startswith((_STDLIB, *_PACKAGES, "<frozen"))]
+    installed = [at for at in own if not at[0].co_filename.startswith(("<frozen", _STDLIB))
+                 or at[0].co_filename.startswith(tuple(_PACKAGES))]
+    code, line = by_user[0] if by_user else (installed or own or stack)[-1]
+    path = code.co_filename
+    with contextlib.suppress(ValueError):
+        path = str(Path(path).relative_to(Path.cwd()))
+    return f"{getattr(code, 'co_qualname', code.co_name)} ({path}, line {line})"
+
+
+def _handles_signals(codes: set[CodeType]) -> bool:
+    """Whether one of ``codes`` is a signal handler's."""
+    handlers = (signal.getsignal(number) for number in signal.valid_signals())
+    return any(getattr(handler, "__code__", None) in codes for handler in handlers)

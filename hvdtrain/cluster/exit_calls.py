@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,8 @@ from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.errors import ExitCalled
 
 _HERE = str(Path(__file__).resolve().parents[1]) + os.sep
-_STDLIB, *_PACKAGES = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
+_STDLIB = os.path.dirname(os.__file__) + os.sep
+_PACKAGES = ("/site-packages/", "/dist-packages/")
 
 
 @contextlib.contextmanager
@@ -50,14 +50,20 @@ def _status(code: object) -> str:
 def _caller(stack: list[tuple[CodeType, int]]) -> str:
     """Name the user's callable in ``stack`` (outermost first), with its file and line."""
     own = stack[1 + max((i for i, (code, _) in enumerate(stack) if code.co_filename.startswith(_HERE)), default=-1):]
-    by_user = [at for at in own if not at[0].co_filename.startswith((_STDLIB, *_PACKAGES, "<frozen"))]
-    installed = [at for at in own if not at[0].co_filename.startswith(("<frozen", _STDLIB))
-                 or at[0].co_filename.startswith(tuple(_PACKAGES))]
+    by_user = [at for at in own if _owner(at[0].co_filename) == "user"]
+    installed = [at for at in own if _owner(at[0].co_filename) == "package"]
     code, line = by_user[0] if by_user else (installed or own or stack)[-1]
     path = code.co_filename
     with contextlib.suppress(ValueError):
         path = str(Path(path).relative_to(Path.cwd()))
     return f"{getattr(code, 'co_qualname', code.co_name)} ({path}, line {line})"
+
+
+def _owner(path: str) -> str:
+    """Return whose code a file holds: the "user"'s, an installed "package"'s, or "python"'s own."""
+    if any(folder in path for folder in _PACKAGES):
+        return "package"
+    return "python" if path.startswith((_STDLIB, "<frozen")) else "user"
 
 
 def _handles_signals(codes: set[CodeType]) -> bool:

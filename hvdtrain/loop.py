@@ -17,6 +17,7 @@ from hvdtrain.cluster.deadline import deadline
 from hvdtrain.data.feed import Feed, StepBatch
 from hvdtrain.events import Event
 from hvdtrain.exchange.weighting import check_weight, loss_scale
+from hvdtrain.faults import pulse
 from hvdtrain.faults.finite import blame
 from hvdtrain.outdir import starting
 
@@ -67,6 +68,7 @@ def _epoch(run: Run) -> None:
     with contextlib.closing(run.feed.epoch(run.state.cursor)) as batches:
         while not run.stopping():
             begin = time.perf_counter()
+            pulse.at("data")
             batch = next(batches, None)
             run.phases.add("data", time.perf_counter() - begin)
             if batch is None:
@@ -79,6 +81,7 @@ def train_step(run: Run, batch: StepBatch) -> None:
     step, config, state = run.step, run.config, run.state
     run.emit(Event.STEP_START)
     begin = time.perf_counter()
+    pulse.at("backward and exchange", state.cursor.step)
     step.zero()
     scale = loss_scale(batch.own_weight if run.reducer.compressor.own_mean else batch.weight)
     # The bound covers backward too: a wire inside TensorFlow's graph waits for the other ranks in there.
@@ -86,8 +89,10 @@ def train_step(run: Run, batch: StepBatch) -> None:
         totals = [step.forward_backward(micro, scale, last=micro is batch.micros[-1]) for micro in batch.micros]
         wait_s = step.exchange()
     computed = time.perf_counter()
+    pulse.at("vote")
     bad = _vote(run, batch, totals)
     voted = time.perf_counter()
+    pulse.at("update")
     if not bad:
         # A device that decides by itself tells too late for a step that is to be undone as a whole.
         finite, norm = step.apply(config.clip_norm, check=step.asynchronous and config.nan_guard == "skip")
@@ -145,6 +150,7 @@ def _vote(run: Run, batch: StepBatch, totals: list[tuple[float, float]]) -> list
     squares = run.step.squares()
     mine = [0.0 if bad else loss_sum, weight, bad, bool(state.wants_stop), state.wants_save, squares]
     loss, total, n_bad, n_stop, n_save, squares = run.control.sum(np.array(mine, dtype=np.float64))
+    pulse.heard(state.cursor.step)
     if not run.step.asynchronous and not n_bad:
         check_weight(float(total), batch.weight)
     state.loss = float(loss / total) if total and not n_bad else math.nan
@@ -170,6 +176,7 @@ def evaluate(run: Run) -> None:
 def measure(run: Run, feed: Feed) -> dict[str, float]:
     """Exact metrics over ``feed``: additive totals, summed over ranks in rank order. Collective."""
     step = run.step
+    pulse.at("evaluation", run.state.cursor.step)
     step.sync_buffers()
     with contextlib.closing(feed.eval_epoch()) as batches:
         for batch in batches:

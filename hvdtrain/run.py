@@ -22,6 +22,7 @@ from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.feed import Feed
 from hvdtrain.events import Event
 from hvdtrain.exchange.attach import use_compressor
+from hvdtrain.faults import pulse
 from hvdtrain.model import Spec
 from hvdtrain.protocols import Callback, Collectives, Control, Step
 
@@ -165,6 +166,8 @@ class Run:
         """Tell every callback; root-only ones only on rank 0."""
         for callback in self.callbacks:
             if callback.where == "all" or self.control.rank == 0:
+                if hasattr(callback, event.value):
+                    pulse.at(f"{event.value} of {type(callback).__name__}", self.state.cursor.step)
                 callback.on(event, self)
 
     def local_loss(self, totals: list[tuple[Any, Any]]) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import socket
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from hvdtrain.cluster.launcher import LaunchFacts
 from hvdtrain.cluster.topology import affinity, cpu_quota
 from hvdtrain.config import Exchange
 from hvdtrain.errors import UserError
+from hvdtrain.faults import pulse
 from hvdtrain.protocols import Control
 
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
@@ -88,6 +89,7 @@ def _start_control(facts: LaunchFacts, timeout_s: float, horovod: Any) -> None:
     _started["control"] = control
     if control.size > 1:
         set_owner(f"rank {control.rank} on host {control.node}", control.abort)
+        pulse.start(control)
     exits.install_hooks(facts)
 
 
@@ -332,6 +334,17 @@ def bound_stalls(timeout_s: float, env: MutableMapping[str, str]) -> None:
         return
     if STALL not in env and timeout_s >= warned_s:
         env[STALL] = f"{timeout_s:.0f}"
+
+
+def stall_bound(env: Mapping[str, str]) -> float:
+    """Return the seconds after which Horovod ends a job that stalls, infinite where it does not (`bound_stalls`).
+
+    It does not see a rank that is frozen, for whose messages it waits without a bound; who calls it can.
+    """
+    try:
+        return float(env.get(STALL, "0")) or float("inf")
+    except ValueError:
+        return float("inf")
 
 
 def _running_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Control) -> Any:

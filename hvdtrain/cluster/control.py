@@ -21,6 +21,7 @@ from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.launcher import LaunchFacts
 from hvdtrain.cluster.patience import wait_for
 from hvdtrain.errors import WaitTimeout
+from hvdtrain.faults import pulse
 
 INLINE = 4096
 """Bytes of the first message of `MpiControl.bcast`: a small object travels in one round."""
@@ -164,10 +165,14 @@ class MpiControl:
     def _wait(self, request: Any, what: str, *buffers: np.ndarray, timeout_s: float | None = None) -> None:
         """Wait for ``request``; `WaitTimeout` names ``what`` when the time is over."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        if not wait_for(request.Test, limit_s):
+        if request.Test():
+            return
+        with pulse.waiting(f"{what} of the control plane"):
+            if wait_for(request.Test, limit_s):
+                return
             self._stuck += [request, buffers]  # MPI may still write into them
             raise WaitTimeout(f"rank {self.rank} on host {self.node} waited {limit_s:g} s in {what} of the control "
-                              f"plane for the other {self.size - 1} rank(s)")
+                              f"plane for the other {self.size - 1} rank(s). {pulse.missing()}".rstrip())
 
 
 class ObjectControl:
@@ -188,7 +193,7 @@ class ObjectControl:
 
     def bcast(self, obj: Any) -> Any:
         """Return rank 0's ``obj`` on every rank."""
-        with deadline(self.timeout_s, "bcast of the control plane"):
+        with deadline(self.timeout_s, "bcast of the control plane"), pulse.waiting("bcast of the control plane"):
             return self._bcast(obj, name="hvdtrain.control.bcast")
 
     def gather(self, obj: Any) -> list[Any]:
@@ -213,7 +218,7 @@ class ObjectControl:
         os._exit(code or 1)
 
     def _gather(self, obj: Any, what: str, timeout_s: float) -> list[Any]:
-        with deadline(timeout_s, f"{what} of the control plane"):
+        with deadline(timeout_s, f"{what} of the control plane"), pulse.waiting(f"{what} of the control plane"):
             return self._allgather(obj, name="hvdtrain.control.gather")
 
 

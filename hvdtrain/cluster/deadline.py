@@ -14,12 +14,16 @@ import threading
 import time
 from collections.abc import Callable
 
+from hvdtrain.faults import pulse
+
 EXIT_DEADLINE = 70
 """Exit status after a deadline ran out (EX_SOFTWARE of sysexits.h)."""
 
 ABORT_GRACE_S = 5.0
 """Longest wait for the job's abort before this process ends itself."""
 
+
+ELSEWHERE = "Another rank is gone, frozen or elsewhere in the program."
 
 LOCKED_GRACE_S = 1.0
 """How much later than its deadline a body that keeps Python's lock is ended."""
@@ -133,9 +137,8 @@ def _expire(entry: tuple[float, float, str], who: str, abort: Callable[[int], No
     """Say what hung, show all stacks, abort the job; does not return."""
     _, seconds, what = entry
     name = who or f"process {os.getpid()} on host {socket.gethostname()}"
-    text = (f"hvdtrain: {name}: {what} did not end within {seconds:g} s. Another rank is gone, frozen or elsewhere in "
-            "the program; look for its error above, or raise control_timeout_s if the ranks are only slow. "
-            "Stacks of this process:\n")
+    text = (f"hvdtrain: {name}: {what} did not end within {seconds:g} s. {pulse.missing() or ELSEWHERE} Look for its "
+            "error above, or raise control_timeout_s if the ranks are only slow. Stacks of this process:\n")
     try:
         sys.stdout.flush()
         os.write(2, text.encode(errors="replace"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 import threading
@@ -23,6 +24,7 @@ from hvdtrain.cluster.control import MpiControl, flush_streams
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.launcher import LaunchFacts
 from hvdtrain.errors import EXIT_USER_ERROR, ExitCalled, UserError, WaitTimeout
+from hvdtrain.faults import pulse
 from hvdtrain.protocols import Control
 
 EXIT_CRASH = 1
@@ -45,6 +47,9 @@ LEAVE_S = 20.0
 
 _ECHOES = ("PeerFailed", "HorovodInternalError", "WaitTimeout")
 _ECHO_TEXTS = ("Horovod has been shut down", "HorovodInternalError")
+
+ALARM_GRACE_S = 5.0
+"""How much later than the watchdog's bound the alarm clock rings that needs no Python."""
 
 T = TypeVar("T")
 
@@ -113,6 +118,7 @@ def agreed(control: Control, fn: Callable[[], T], what: str) -> T:
     data") names the place in the error of a wait that ran out. Other exceptions pass through: they end the job.
     """
     value, failure = None, None
+    pulse.at(what)
     try:
         value = fn()
     except UserError as error:
@@ -143,6 +149,7 @@ def _leave(text: str, status: int, facts: LaunchFacts) -> int:
             _say(text)
         return status
     if status == 0:
+        _bound_leaving()
         return status
     meeting = _meeting_place(text, facts) if facts.kind == "mpi" else None
     if meeting is None:
@@ -158,6 +165,24 @@ def _leave(text: str, status: int, facts: LaunchFacts) -> int:
         return _abort(f"rank {meeting.rank} on host {meeting.node}: {text}" if text else "", status)
     deadline(LEAVE_S, "leaving the job").__enter__()
     return status
+
+
+def _bound_leaving() -> None:
+    """Bound the time from here to the end of the process, where Horovod and MPI wait for all ranks once more.
+
+    Python's threads, and so the watchdog, are gone by the time of MPI_Finalize: from there an alarm clock ends the
+    process, which ends the job.
+    """
+    from hvdtrain.cluster import boot
+
+    control = boot.current_control()
+    bound_s = getattr(control, "timeout_s", 0.0)
+    if control is None or control.size == 1 or not bound_s:
+        return
+    pulse.at("end")
+    deadline(bound_s, "leaving the job").__enter__()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, bound_s + ALARM_GRACE_S)
 
 
 def _meeting_place(text: str, facts: LaunchFacts) -> MpiControl | None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.patience import wait_for
+from hvdtrain.faults import pulse
 
 
 LONGEST_SLEEP_S = 50e-6
@@ -133,7 +134,7 @@ class MpiCollectives:
         what = f"{kind} {name!r} {x.shape} {x.dtype.name}"
 
         def bounded() -> np.ndarray:
-            with deadline(self.timeout_s, what):
+            with deadline(self.timeout_s, what), pulse.waiting(what):
                 if self._check:
                     self._compare(what)
                 return run()

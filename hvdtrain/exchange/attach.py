@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.topology import affinity, compute_threads
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket, plan_buckets
@@ -55,7 +56,8 @@ def _buckets(run: Any, ops: Ops) -> list[Bucket]:
     if size_mb == "auto":
         from hvdtrain.exchange.sweep import pick_bucket_mb
 
-        size_mb, reason = pick_bucket_mb(run.collectives, ops, run.control, run.step.params())
+        with deadline(run.config.control_timeout_s, "the sweep of exchange.bucket_mb auto"):
+            size_mb, reason = pick_bucket_mb(run.collectives, ops, run.control, run.step.params())
         run.notes.append(f"exchange.bucket_mb auto: {size_mb:g} MiB; {reason}")
     return plan_buckets(run.step.params(), size_mb)
 

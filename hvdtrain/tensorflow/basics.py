@@ -173,7 +173,7 @@ def _adopt(world: World, process_set: ProcessSet, theirs: Any) -> None:
     if world.hvd is not None:
         from hvdtrain.backends.tensorflow.collectives import HorovodCollectives
 
-        world.wires[number] = HorovodCollectives(world.hvd, world.device, theirs)
+        world.wires[number] = HorovodCollectives(world.hvd, world.device, theirs, boot.stall_bound(os.environ))
         return
     from hvdtrain.collectives.mpi import MpiCollectives
     from hvdtrain.tensorflow.plain_mpi import PlainMpi

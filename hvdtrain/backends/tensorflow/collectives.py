@@ -19,7 +19,9 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.named import NamedCalls
+from hvdtrain.cluster.deadline import deadline
 from hvdtrain.errors import PeerFailed
+from hvdtrain.faults import pulse
 from hvdtrain.protocols import Collectives
 
 
@@ -42,7 +44,8 @@ class HorovodCollectives:
 
     ``device``: "cpu" puts every node on the CPU; "" leaves the place to TensorFlow. ``process_set``: Horovod's object
     for the ranks that take part, all where None; ``rank`` and ``size`` are those within it, a broadcast's root is
-    counted over all ranks. Beside the protocol: `gather_rows`, `alltoall_rows` and `scatter_rows`, for tensors of any
+    counted over all ranks. ``timeout_s``: longest time of one outside a graph (`deadline`); who runs a graph bounds
+    that. Beside the protocol: `gather_rows`, `alltoall_rows` and `scatter_rows`, for tensors of any
     shape whose first dimension is cut over ranks.
     """
 
@@ -51,8 +54,9 @@ class HorovodCollectives:
     in_graph = True
     host = False
 
-    def __init__(self, hvd: Any, device: str = "", process_set: Any = None) -> None:
+    def __init__(self, hvd: Any, device: str = "", process_set: Any = None, timeout_s: float = 600.0) -> None:
         assert device in ("", "cpu"), device
+        self.timeout_s = timeout_s
         self.name = "horovod over host memory" if device else "horovod"
         self._place = "/CPU:0" if device else ""
         self._ops = __import__(f"{hvd.__name__}.mpi_ops", fromlist=["mpi_ops"])
@@ -113,7 +117,8 @@ class HorovodCollectives:
         return _Result(placed(name, *xs)) if tf.inside_function() else self._run(placed, name, kind, xs)
 
     def _run(self, operate: Callable[..., Any], name: str, kind: Hashable, xs: Sequence[tf.Tensor]) -> _Result:
-        with peer_failures():
+        what = f"Horovod's {kind[0] if isinstance(kind, tuple) else kind} {name!r}"
+        with peer_failures(), deadline(self.timeout_s, what), pulse.waiting(what):
             return _Result(self._named.run(operate, [tf.convert_to_tensor(x) for x in xs], name, kind))
 
     def _placed(self) -> AbstractContextManager[Any]:
@@ -148,7 +153,8 @@ def collectives(kind: str, control: Any, exchange: Any, start_horovod: Callable[
     """
     if kind != "horovod":
         return None
-    return HorovodCollectives(start_horovod("tensorflow", exchange), "cpu" if over_host else "")
+    return HorovodCollectives(start_horovod("tensorflow", exchange), "cpu" if over_host else "",
+                              timeout_s=getattr(control, "timeout_s", 600.0))
 
 
 def built() -> Any:

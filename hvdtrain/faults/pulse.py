@@ -1,0 +1,252 @@
+"""Where each rank is (step, phase, wait), readable by the other ranks of its host without its help.
+
+Owns one page of memory per rank, which the rank writes and its neighbours map, and the sentence about who is missing
+when a wait runs out. A rank that is frozen or hung answers no message; its page still tells what it was doing and since
+when, and the system tells whether its process is stopped or gone. Ranks of other hosts are known by the last vote that
+all took part in. Sends nothing, waits for nothing; where memory cannot be shared, it knows less and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hvdtrain.protocols import Control
+
+_TOKEN = 16
+_NUMBERS = struct.Struct("<4q")
+"""Step, when its phase began, when its wait began (0: does not wait), process."""
+_PHASE, _WAIT, _SIZE = slice(64, 192), slice(192, 384), mmap.PAGESIZE
+
+STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "ended", "X": "ended", "D": "in an "
+          "uninterruptible call of the system (a disk or a file server that does not answer)"}
+"""What the letters of /proc/PID/stat mean that explain why a rank does not come; "" for one that runs or sleeps."""
+OUT = ("stopped by a signal", "stopped by a debugger", "ended")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What can be seen of a rank: ``phase_s`` and ``wait_s`` ago it entered its phase and its wait (``wait`` "": none).
+
+    ``state``: of its process, a value of `STATES`. ``step`` -1: not in a step yet.
+    """
+
+    rank: int
+    node: str
+    step: int
+    phase: str
+    phase_s: float
+    wait: str = ""
+    wait_s: float = 0.0
+    state: str = ""
+
+    def words(self) -> str:
+        """Return who, in which state, step and phase, since when."""
+        at = f"step {self.step}, " if self.step >= 0 else ""
+        parts = [f"rank {self.rank} on host {self.node}", self.state,
+                 f"in {at}phase {self.phase or 'start'!r} since {self.phase_s:.0f} s",
+                 f"there waiting in {self.wait} since {self.wait_s:.0f} s" if self.wait else ""]
+        return ", ".join(part for part in parts if part)
+
+
+def verdict(rows: Sequence[Seen], own: int, others: str = "") -> str:
+    """Say who is missing, from what rank ``own`` sees of its host's ranks. Pure.
+
+    Missing are those whose process is stopped or gone; else those that do not wait while ``own`` does, or are elsewhere
+    than it; else those that wait for something else. ``others``: the sentence about ranks that cannot be seen, said
+    where nobody near is missing.
+    """
+    me = next(row for row in rows if row.rank == own)
+    near = [row for row in rows if row.rank != own]
+    place = (me.step, me.phase)
+    missing = [row for row in near if row.state in OUT]
+    missing = missing or [row for row in near if not row.wait and (row.step, row.phase) != place]
+    missing = missing or [row for row in near if me.wait and not row.wait]
+    missing = missing or [row for row in near if row.wait != me.wait]
+    if missing:
+        return "Missing: " + "; ".join(row.words() for row in missing) + "."
+    here = f"Every rank that can be seen from here is in the same place: {me.words()}." if near else ""
+    return " ".join(part for part in (here, others) if part)
+
+
+@dataclass
+class _Page:
+    """One rank's page: ``memory`` holds a token, `_NUMBERS`, the phase and the wait."""
+
+    rank: int
+    node: str
+    memory: mmap.mmap
+
+    def see(self) -> Seen:
+        """Read it, and the state of its process."""
+        step, phase_ns, wait_ns, pid = _NUMBERS.unpack_from(self.memory, _TOKEN)
+        now = time.monotonic_ns()
+        wait = _text(self.memory[_WAIT]) if wait_ns else ""
+        return Seen(self.rank, self.node, step, _text(self.memory[_PHASE]), (now - phase_ns) / 1e9, wait,
+                    (now - wait_ns) / 1e9 if wait_ns else 0.0, _state(pid))
+
+
+@dataclass
+class Pulse:
+    """This rank's page and those of its neighbours. `at`, `waiting` and `heard` take about a microsecond.
+
+    Waits are published by the thread that made it: what other threads wait for does not hold the rank up.
+    """
+
+    own: _Page
+    near: list[_Page]
+    far: list[tuple[int, str]]
+    """(rank, host) of those whose page cannot be read here."""
+    _heard: tuple[int, float] | None = None
+    _thread: int = field(default_factory=threading.get_ident)
+    _last: str = ""
+
+    def at(self, phase: str, step: int | None = None) -> None:
+        """Publish that a phase begins, and which step is at work."""
+        memory = self.own.memory
+        if phase != self._last:
+            memory[_PHASE] = _bytes(phase, _PHASE)
+            self._last = phase
+        if step is not None:
+            struct.pack_into("<q", memory, _TOKEN, step)
+        struct.pack_into("<q", memory, _TOKEN + 8, time.monotonic_ns())
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Publish that this rank waits for others while the body runs."""
+        if threading.get_ident() != self._thread:
+            yield
+            return
+        memory = self.own.memory
+        memory[_WAIT] = _bytes(what, _WAIT)
+        struct.pack_into("<q", memory, _TOKEN + 16, time.monotonic_ns())
+        try:
+            yield
+        finally:
+            struct.pack_into("<q", memory, _TOKEN + 16, 0)
+
+    def heard(self, step: int) -> None:
+        """Note that every rank took part in the vote of ``step``."""
+        self._heard = (step, time.monotonic())
+
+    def missing(self) -> str:
+        """Return the sentence about who is missing; see `verdict`."""
+        return verdict([page.see() for page in (self.own, *self.near)], self.own.rank, self._others())
+
+    def _others(self) -> str:
+        if not self.far:
+            return ""
+        who = ", ".join(f"rank {rank} on host {node}" for rank, node in self.far[:8])
+        more = f" and {len(self.far) - 8} more" if len(self.far) > 8 else ""
+        last = "have voted in no step yet"
+        if self._heard:
+            last = f"voted last in step {self._heard[0]}, {time.monotonic() - self._heard[1]:.0f} s ago"
+        return f"Missing, or waiting for who is, as cannot be seen from here: {who}{more}; they {last}."
+
+
+_own: Pulse | None = None
+
+
+def start(control: Control) -> None:
+    """Open this process' pulse among the ranks of ``control``; collective. Once per process."""
+    global _own
+    memory, path, token = _make()
+    rows = control.gather((control.node, path, token))
+    if memory is None:
+        return
+    near: list[_Page] = []
+    far: list[tuple[int, str]] = []
+    for rank, (node, path, token) in enumerate(rows):
+        if rank == control.rank:
+            continue
+        page = _open(path, token) if node == control.node else None
+        if page is None:
+            far.append((rank, node))
+        else:
+            near.append(_Page(rank, node, page))
+    _own = Pulse(_Page(control.rank, control.node, memory), near, far)
+    _own.at("start", -1)
+
+
+def at(phase: str, step: int | None = None) -> None:
+    """Publish a phase; nothing where no pulse was started."""
+    if _own is not None:
+        _own.at(phase, step)
+
+
+def waiting(what: str) -> contextlib.AbstractContextManager[None]:
+    """Publish a wait for other ranks while the body runs; nothing where no pulse was started."""
+    return contextlib.nullcontext() if _own is None else _own.waiting(what)
+
+
+def heard(step: int) -> None:
+    """Note a vote of all ranks; nothing where no pulse was started."""
+    if _own is not None:
+        _own.heard(step)
+
+
+def missing() -> str:
+    """Return who is missing, as a sentence; "" where no pulse was started. Raises nothing: it is asked at the end."""
+    try:
+        return "" if _own is None else _own.missing()
+    except Exception as error:  # noqa: BLE001  (a verdict that cannot be had must not hide that a wait ran out)
+        return f"Who is missing cannot be told: {error}."
+
+
+def _make() -> tuple[mmap.mmap | None, str, bytes]:
+    """(memory, the path under which neighbours find it, its token), or (None, "", b"") where there is none to share."""
+    try:
+        fd = os.memfd_create("hvdtrain-pulse")  # stays open: the path leads through it
+        os.ftruncate(fd, _SIZE)
+        memory = mmap.mmap(fd, _SIZE)
+    except (OSError, AttributeError):
+        return None, "", b""
+    token = secrets.token_bytes(_TOKEN)
+    memory[:_TOKEN] = token
+    now = time.monotonic_ns()
+    _NUMBERS.pack_into(memory, _TOKEN, -1, now, 0, os.getpid())
+    return memory, f"/proc/{os.getpid()}/fd/{fd}", token
+
+
+def _open(path: str, token: bytes) -> mmap.mmap | None:
+    """A neighbour's memory, if the path leads to it: in another PID namespace it means another process."""
+    if not path:
+        return None
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            memory = mmap.mmap(fd, _SIZE, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+    except (OSError, ValueError):
+        return None
+    return memory if memory[:_TOKEN] == token else None
+
+
+def _state(pid: int) -> str:
+    """What keeps a process from going on, "" for one that runs or sleeps."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            letter = file.read().rpartition(b")")[2].split()[0].decode()
+    except FileNotFoundError:
+        return "ended"
+    except (OSError, IndexError):
+        return ""
+    return STATES.get(letter, "")
+
+
+def _bytes(text: str, where: slice) -> bytes:
+    return text.encode(errors="replace")[:where.stop - where.start].ljust(where.stop - where.start, b"\0")
+
+
+def _text(data: bytes) -> str:
+    return data.rstrip(b"\0").decode(errors="replace")

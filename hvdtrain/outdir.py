@@ -88,6 +88,7 @@ def begin(run: Any) -> None:
     except UserError:
         _give_back(run)
         raise
+    run.made = []
     if not run.begun:
         run.note(f"nothing is left to train: {run.out} holds a run that is complete; its files stay as they are")
     elif not left and run.state.cursor.step > 0:

@@ -35,6 +35,7 @@ QUIET = frozenset({"out", "resume", "progress", "log_every", "epochs", "max_step
 def save(run: Any) -> str:
     """Write the run's state as a checkpoint; return "" or why it could not be written, on every rank. Collective."""
     ensure_out(run)
+    run.made = []  # it is to stay, also where a fit is refused later
     run.step.sync_buffers()
     own = run.control.gather(run.step.rank_state())
     error = ""

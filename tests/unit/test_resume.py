@@ -124,11 +124,14 @@ def test_a_new_run_that_is_refused_leaves_no_directory(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_saved_state_has_its_configuration_beside_it(tmp_path):
-    trainer = Trainer(settings(tmp_path / "run"))
-    trainer.evaluate(model=make_model("numpy"), data=(DATA, DATA))
+def test_a_saved_state_has_its_configuration_beside_it_and_stays(tmp_path):
+    trainer = Trainer(settings(tmp_path / "run", early_stop=EarlyStop("accuracy")))
+    trainer._assembled(make_model("numpy"), DATA)
     trainer.save()
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoints", "config.yaml"]
+    with pytest.raises(UserError, match="there is no evaluation data"):
+        trainer.fit()
+    assert trainer.save() == tmp_path / "run" / "checkpoints"
 
 
 # --- checkpoints that are damaged, or of an earlier release --------------------------------------------------------

@@ -46,6 +46,8 @@ class SharedCollectives(MpiCollectives):
     """
 
     name = "shared"
+    looks = True
+    """Whether sums are squared while they are made (`looked`)."""
 
     def __init__(self, comm: Any, timeout_s: float = 600.0, check: bool = True, chunk: int = 1 << 28,
                  host: Any = None) -> None:
@@ -147,7 +149,8 @@ class SharedCollectives(MpiCollectives):
             for row_N in rows_LN[2:]:
                 sum_T += row_N[begin:end]
             targets_XN[:, begin:end] = sum_T
-            squares += float(np.dot(sum_T, sum_T))
+            if self.looks:
+                squares += float(np.dot(sum_T, sum_T))
         return squares
 
     def _segment(self, n: int, dtype: str) -> np.ndarray:

@@ -98,8 +98,8 @@ def test_a_neighbour_is_read_without_its_help(monkeypatch):
 def test_ranks_of_other_hosts_are_known_by_their_last_vote(monkeypatch):
     monkeypatch.setattr(pulse, "_own", None)
     pulse.start(Peers(("b", "", b"")))
-    assert pulse.missing() == ("Missing, or waiting for who is, as cannot be seen from here: rank 1 on host b, rank 2 on "
-                               "host b; they have voted in no step yet.")
+    assert pulse.missing() == ("Missing, or waiting for who is, as cannot be seen from here: rank 1 on host b, "
+                               "rank 2 on host b; they have voted in no step yet.")
     pulse.heard(12)
     assert "they voted last in step 12, 0 s ago" in pulse.missing()
 

@@ -206,6 +206,8 @@ class Gradients:
     def _report(self, waited_s: tf.Tensor, sums: list[tf.Tensor]) -> tf.Tensor:
         """Seconds waited, and the squares of this rank's part of ``sums``."""
         wire = self._reducer.collectives
+        if not self._reducer.looks:
+            return tf.stack([waited_s, tf.zeros([], tf.float64)])
         parts = [self._reducer.ops.sum_squares(x) for x in own_parts(sums, self._reducer.buckets, wire.rank, wire.size)]
         squares = tf.add_n([tf.cast(x, tf.float64) for x in parts]) if parts else tf.zeros([], tf.float64)
         return tf.stack([waited_s, squares])

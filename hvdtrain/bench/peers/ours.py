@@ -17,14 +17,21 @@ from hvdtrain.config import Exchange, Rebalance
 from hvdtrain.errors import UserError, nearest
 
 
-def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance: str = "off") -> Prepared:
-    """``wire``: the configuration's ``collectives``; ``compression``, ``balance``: its keys of that name."""
+def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance: str = "off",
+            looks: bool = True) -> Prepared:
+    """``wire``: the configuration's ``collectives``; ``compression``, ``balance``: its keys of that name.
+
+    ``looks``: whether summed gradients are looked at, as always but in the bench that tells what it costs.
+    """
     from hvdtrain import loop
     from hvdtrain.assemble import assemble
     from hvdtrain.events import Event
     from hvdtrain.outdir import ensure_out
 
     run = assemble(_config(setup, wire, compression, balance), data=setup.arrays)
+    if not looks:
+        for part in (run.reducer, run.collectives):
+            setattr(part, "looks", False)  # noqa: B010  (of the wires only those that look have it)
     batches = _fetched(run, setup) if balance == "off" else _live(run)
     ensure_out(run)
     run.emit(Event.FIT_START)

@@ -10,7 +10,7 @@ BENCHES = {
     "wire": "time and bandwidth of each collective by size (columns of nccl-tests); under mpirun, or alone",
     "step": "whole training steps, also against plain PyTorch, Keras and their other trainers (--peers)",
     "mixed": "ranks of unlike speed: part of the sum of their solo speeds that hvdtrain and its peers reach",
-    "guard": "CPU seconds that looking at every summed gradient costs; under mpirun, or alone",
+    "finite": "CPU time that looking whether summed gradients are finite costs; under mpirun, or alone",
     "compressors": "time, bytes and error of the gradient compressors; one process, no wire needed",
     "accuracy": "what a compressor does to a model's accuracy at the same number of steps",
 }

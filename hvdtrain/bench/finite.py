@@ -1,4 +1,4 @@
-"""``python -m hvdtrain bench guard``: what it costs to look at the summed gradients before every update.
+"""``python -m hvdtrain bench finite``: what it costs to look at the summed gradients before every update.
 
 Two runs of one model in one process, one of which does not look, take turns; what counts is the CPU time of the ranks'
 own processes, all threads, since the wall time of busy ranks says little about one or two per cent.
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser("guard", "CPU milliseconds of a step, with and without a look at the summed gradients.")
+    parser = Parser("finite", "CPU milliseconds of a step, with and without a look whether summed gradients are finite.")
     parser.add_argument("--framework", type=one_of("--framework", FILES), default="torch")
     parser.add_argument("--workload", type=one_of("--workload", WORKLOADS), default="mlp")
     parser.add_argument("--collectives", default="auto", help="the wire, as in the configuration")

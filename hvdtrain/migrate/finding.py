@@ -27,8 +27,12 @@ class Finding:
 
 
 class Refused(Exception):
-    """A rule cannot prove that its edit of a script would be faithful; ``finding`` says at what and what to do."""
+    """A rule cannot prove that its edit of a script would be faithful; ``finding`` says at what and what to do.
 
-    def __init__(self, line: int, what: str, why: str, do: str) -> None:
+    ``elsewhere``: another target takes what stands against this one; the finding is a note then.
+    """
+
+    def __init__(self, line: int, what: str, why: str, do: str, elsewhere: bool = False) -> None:
         super().__init__(what)
-        self.finding = Finding(line, "by hand", what, why, do)
+        self.finding = Finding(line, "note" if elsewhere else "by hand", what, why, do)
+        self.elsewhere = elsewhere

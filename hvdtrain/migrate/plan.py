@@ -5,7 +5,8 @@ Owns the order: recognise, plan, edit, check that the result compiles, look for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.migrate import bound, habits
@@ -39,6 +40,15 @@ def check(wish: Wish) -> None:
                         "give the number of processes of the old job")
 
 
+def _planned(found: Any, scan: Scan, wish: Wish, snippet: bool) -> tuple[Plan, bool]:
+    """What a rule plans, and whether another target may take what it refuses; ``snippet``: with the code of that."""
+    try:
+        return found.plan(scan, wish), False
+    except Refused as refused:
+        text = found.snippet(scan) if snippet and hasattr(found, "snippet") else ""
+        return Plan(findings=[refused.finding], snippet=text), refused.elsewhere
+
+
 def migrate(source: Source, wish: Wish) -> Migration:
     """Plan and make the rewrite of one script, in memory; `UserError` for a target that its kind does not have."""
     check(wish)
@@ -51,10 +61,10 @@ def migrate(source: Source, wish: Wish) -> Migration:
         raise UserError(f"{source.name} is {found.TITLE}, and --to is {wish.target}",
                         nearest(wish.target, ("auto", *found.TARGETS)), "leave --to out")
     target = found.TARGETS[0] if wish.target == "auto" else wish.target
-    try:
-        made: Plan = found.plan(scan, Wish(target, wish.ranks))
-    except Refused as refused:
-        made = Plan(findings=[refused.finding])
+    made, elsewhere = _planned(found, scan, Wish(target, wish.ranks), wish.target != "hvdtrain.keras")
+    if elsewhere and wish.target == "auto":
+        other, _ = _planned(found, scan, Wish(found.TARGETS[1], wish.ranks), True)
+        made, target = replace(other, findings=[*made.findings, *other.findings]), found.TARGETS[1]
     after = apply(scan, made.edits).bytes
     assert parse(source.name, after) is not None
     lost = sorted(bound.unbound(after) - bound.unbound(source.data)) if made.edits else []

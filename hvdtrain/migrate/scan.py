@@ -261,13 +261,15 @@ class Scan:
     def _is_label(self, node: cst.Name) -> bool:
         """Whether ``node`` is an attribute, the keyword of an argument, or the name of a definition or import."""
         up = self.parent.get(node)
-        if isinstance(up, cst.Attribute):
-            return up.attr is node
+        if isinstance(up, cst.Attribute) and up.attr is node:
+            return True
         if isinstance(up, cst.Arg):
             return up.keyword is node
         if isinstance(up, (cst.Param, cst.FunctionDef, cst.ClassDef)):
             return up.name is node
-        return isinstance(up, cst.ImportAlias)
+        while isinstance(up, cst.Attribute):
+            up = self.parent[up]
+        return isinstance(up, (cst.ImportAlias, cst.ImportFrom))
 
 
 def name_of(node: cst.CSTNode | None) -> str | None:

@@ -1,4 +1,4 @@
-"""`migrate` makes a whole program of every script that docs/migrate shows, and finds nothing to do in one that moved."""
+"""`migrate` moves every script that docs/migrate shows, and finds nothing to do in one that moved."""
 
 from __future__ import annotations
 

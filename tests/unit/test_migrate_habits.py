@@ -43,6 +43,15 @@ def told(text: str) -> list[tuple[int, str]]:
     (TORCH, "torch.save(m, 'p')", "def f():\n    torch.save(m, 'p')\nif hvd.rank() == 0:\n    f()",
      "every rank runs"),
     (TORCH, "torch.save(m, 'p')", "torch.save(m, f'p{hvd.rank()}')", "every rank runs"),
+    (TORCH, "def f():\n    torch.save(m, 'p')\nf()\nif hvd.rank() == 0:\n    f()",
+     "def f():\n    torch.save(m, 'p')\ndef g():\n    f()\nif hvd.rank() == 0:\n    g()", "every rank runs"),
+    (DDP, "class T:\n    def save(self):\n        torch.save(self.m, 'p')\n    def train(self):\n        self.save()",
+     "import os\nclass T:\n    def __init__(self):\n        self.gpu = int(os.environ['LOCAL_RANK'])\n"
+     "    def save(self):\n        torch.save(self.m, 'p')\n    def train(self):\n"
+     "        if self.gpu == 0 and self.epoch % 2 == 0:\n            self.save()", "every rank runs torch.save"),
+    (TORCH, "def f():\n    torch.save(m, 'p')",
+     "def f():\n    if hvd.rank() != 0:\n        return\n    torch.save(m, 'p')",
+     "every rank runs"),
     (KERAS, "c = [keras.callbacks.ModelCheckpoint('m.keras')]",
      "c = [keras.callbacks.ModelCheckpoint('m.keras')] if hvd.rank() == 0 else []", "every rank runs"),
     (TORCH, "s = hvd.elastic.TorchState(m)", "s = State(m)", "rendezvous"),
@@ -94,18 +103,29 @@ def test_a_habit(head, unsafe, safe, named):
 
 
 @pytest.mark.parametrize("line, named", [
-    ("m.fit_generator(g)", "fit_generator"), ("keras.optimizers.SGD(0.1, decay=1e-6)", "decay="),
-    ("keras.callbacks.ModelCheckpoint('c-{epoch}.h5')", "c-{epoch}.h5"),
+    ("m.fit_generator(*g)", "fit_generator"), ("keras.optimizers.SGD(0.1, decay=1e-6)", "decay="),
+    ("keras.callbacks.ModelCheckpoint('c-{epoch}')", "c-{epoch}"), ("optimizer.get_weights()", "get_weights"),
     ("keras.callbacks.ModelCheckpoint('c.h5', save_weights_only=True)", "c.h5"),
     ("keras.backend.set_session(s)", "TensorFlow 1"),
     ("hvd.broadcast_variables(opt.variables(), 0)", "a list in Keras 3"),
     ("keras.optimizers.legacy.SGD(0.1)", "legacy"),
-    ("m.fit(x, workers=2, max_queue_size=3)", "workers, max_queue_size"),
     ("model.save('folder')", "'folder'"), ("keras.models.save_model(m, 'folder')", "'folder'"),
     ("keras.backend.get_value(v)", "get_value")])
 def test_words_that_keras_3_refuses(line, named):
     findings = migrate(of_text(KERAS + line + "\n"), Wish()).findings
     assert [f.line for f in findings if f.kind == "by hand" and named in f.what] == [3]
+
+
+@pytest.mark.parametrize("line", [
+    "keras.callbacks.ModelCheckpoint('c-{epoch}.h5')", "model.save('m.h5')", "model.variables()", "copy.variables()"])
+def test_what_keras_3_takes_is_not_complained_of(line):
+    assert not [f for f in migrate(of_text(KERAS + line + "\n"), Wish()).findings if f.kind == "by hand"]
+
+
+def test_ranks_that_draw_from_all_samples_by_themselves_are_no_repetition():
+    found = [f for f in migrate(of_text(KERAS + "m.fit(d, steps_per_epoch=500 // hvd.size())\n"), Wish()).findings
+             if "samples of its own" in f.what]
+    assert [f.kind for f in found] == ["note"] and "the work of one" not in found[0].why
 
 
 def test_findings_come_in_the_order_of_lines_and_say_why_and_what_to_do():

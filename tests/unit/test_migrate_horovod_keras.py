@@ -86,6 +86,90 @@ model.compile(optimizer=opt,
     assert moved(before) == after
 
 
+@pytest.mark.parametrize("before, after", [
+    ("import horovod\nimport horovod.tensorflow.keras as hvd\nhorovod.run(main, np=2)\n",
+     "import horovod\nimport hvdtrain.keras as hvd\nhorovod.run(main, np=2)\n"),
+    ("from horovod import run\nimport horovod.tensorflow as hvd\nrun(main)\n",
+     "from horovod import run\nimport hvdtrain.tensorflow as hvd\nrun(main)\n"),
+    ("import horovod.runner\nimport horovod.keras as hvd\nhorovod.runner.run(main)\n",
+     "import horovod.runner\nimport hvdtrain.keras as hvd\nhorovod.runner.run(main)\n"),
+    ("import horovod\nimport horovod.keras\nhorovod.run(horovod.keras.size)\n",
+     "import horovod\nimport hvdtrain.keras\nhorovod.run(hvdtrain.keras.size)\n"),
+])
+def test_horovods_launcher_stays_beside_what_moves_and_is_told(before, after):
+    assert moved(before) == after
+    told = [f for f in migrate(of_text(before), Wish()).findings if "open port" in f.what]
+    assert [(f.line, f.kind) for f in told] == [(3, "unsafe")]
+
+
+HEAD = "import keras\nimport tensorflow as tf\nimport horovod.keras as hvd\n"
+PIN = '''gpus = tf.config.list_physical_devices("GPU")
+for gpu in gpus:
+    tf.config.experimental.set_memory_growth(gpu, True)
+if gpus:
+    tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
+'''
+
+
+@pytest.mark.parametrize("before, after", [
+    ("opt = tf.optimizers.Adam(0.1)\n\ndef step():\n    f(opt.variables())\n",
+     "opt = tf.optimizers.Adam(0.1)\n\ndef step():\n    f(opt.variables)\n"),
+    ("opt = keras.optimizers.SGD()\nopt = hvd.DistributedOptimizer(opt)\nf(opt.variables())\n",
+     "opt = keras.optimizers.SGD()\nopt = hvd.DistributedOptimizer(opt)\nf(opt.variables)\n"),
+    ("from keras.preprocessing.image import ImageDataGenerator, img_to_array\n",
+     "from tensorflow.keras.preprocessing.image import ImageDataGenerator, img_to_array\n"),
+    ("from keras.preprocessing import image\ng = image.ImageDataGenerator()\n",
+     "from tensorflow.keras.preprocessing import image\ng = image.ImageDataGenerator()\n"),
+    ("from keras.preprocessing import image\ng = image.img_to_array(i)\n",
+     "from keras.preprocessing import image\ng = image.img_to_array(i)\n"),
+    ("g = keras.preprocessing.image.ImageDataGenerator()\n",
+     "g = tf.keras.preprocessing.image.ImageDataGenerator()\n"),
+    ("model.fit_generator(generator=g, steps_per_epoch=9,\n                    workers=4, epochs=2)\n",
+     "model.fit(g, steps_per_epoch=9,\n                    epochs=2)\n"),
+    ("model.fit_generator(g, 9, 2)\n", "model.fit(g, steps_per_epoch=9, epochs=2)\n"),
+    ("s = model.evaluate_generator(g, 3, workers=4)\n", "s = model.evaluate(g, steps=3, verbose=0)\n"),
+    ("s = model.predict_generator(g, verbose=1)\n", "s = model.predict(g, verbose=1)\n"),
+    ("# Pin.\nc = tf.ConfigProto()\nc.gpu_options.allow_growth = True\n"
+     "c.gpu_options.visible_device_list = str(hvd.local_rank())\nkeras.backend.set_session(tf.Session(config=c))\n",
+     "# Pin.\n" + PIN),
+    ("c = tf.compat.v1.ConfigProto()\nc.gpu_options.visible_device_list = str(hvd.local_rank())\n"
+     "c.gpu_options.allow_growth = True\ntf.compat.v1.enable_eager_execution(config=c)\n", PIN),
+])
+def test_words_of_keras_2_and_tensorflow_1(before, after):
+    text = HEAD + before
+    assert moved(text).endswith(HEAD.replace("import keras\n", "").replace("horovod", "hvdtrain") + after)
+    told = migrate(of_text(text), Wish()).findings
+    assert not [f for f in told if f.kind == "by hand"] and (before == after or [f for f in told if "Keras 3" in f.what
+                                                                                 or "TensorFlow 1" in f.what])
+
+
+@pytest.mark.parametrize("line, named", [
+    ("f(optimizer.variables())", "a list in Keras 3"), ("model.fit_generator(g, 9, 2, 1, c, v, 3, w)", "fit_generator"),
+    ("c = tf.ConfigProto()\nc.intra_op_parallelism_threads = 1\nkeras.backend.set_session(tf.Session(config=c))",
+     "TensorFlow 1"),
+    ("c = tf.ConfigProto()\nif gpu:\n    c.gpu_options.allow_growth = True\ns = tf.Session(config=c)", "TensorFlow 1"),
+])
+def test_words_that_are_not_sure_are_left_with_what_to_do(line, named):
+    found = migrate(of_text(HEAD + line + "\n"), Wish())
+    assert found.after.decode() == HEAD.replace("horovod", "hvdtrain") + line + "\n"
+    assert [f for f in found.findings if f.kind == "by hand" and named in f.what]
+
+
+def test_a_script_whose_import_was_changed_by_hand_gets_the_rest():
+    text = "import tensorflow as tf\nimport hvdtrain.tensorflow as hvd\n"
+    text += "opt = tf.optimizers.Adam(lr=1)\nf(opt.variables())\n"
+    after = migrate(of_text(text), Wish()).after.decode()
+    assert after.endswith("opt = tf.optimizers.Adam(learning_rate=1)\nf(opt.variables)\n")
+
+
+def test_what_iterations_counts_is_told_where_there_are_several_passes():
+    def told(passes: str) -> list[tuple[int, str]]:
+        text = HEAD + f"opt = hvd.DistributedOptimizer(o, backward_passes_per_step={passes})\n"
+        return [(f.line, f.do) for f in migrate(of_text(text), Wish()).findings if "iterations" in f.what]
+
+    assert told("1") == [] and told("n")[0][0] == 4 and "schedules: they keep the length" in told("n")[0][1]
+
+
 def test_the_silent_divergence_is_told():
     text = ("import horovod.tensorflow.keras as hvd\nopt = hvd.DistributedOptimizer(o)\nmodel.compile(opt, 'mse')\n"
             "model.fit(x, y)\n")

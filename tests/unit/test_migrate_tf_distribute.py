@@ -107,18 +107,64 @@ def test_a_dataset_of_arrays_becomes_a_shard(pipeline, shard):
 
 @pytest.mark.parametrize("pipeline, more", [
     ("tf.data.Dataset.from_tensor_slices((x, y)).map(f).batch(64)", ""),
-    ("tf.data.Dataset.from_tensor_slices((x, y)).batch(64).shuffle(9)", ""),
-    ("tf.data.Dataset.from_tensor_slices((x, y)).shuffle(9, reshuffle_each_iteration=False).batch(64)", ""),
-    ("tf.data.Dataset.from_tensor_slices((x, y)).batch(64).repeat()", ""),
+    ("tf.data.Dataset.from_tensor_slices((x, y)).batch(64).shuffle(9, 0)", ""),
+    ("tf.data.Dataset.from_tensor_slices((x, y)).shuffle(9, 0, reshuffle_each_iteration=False).batch(64)", ""),
     ("tf.data.Dataset.from_tensor_slices(x).batch(64)", ""),
-    ("load()", ""),
     ("tf.data.Dataset.from_tensor_slices((x, y)).batch(64)", "m.evaluate(train)\n"),
 ])
-def test_another_dataset_leaves_the_script_alone(pipeline, more):
-    text = dataset(pipeline, more)
+def test_another_dataset_goes_to_the_trainer_as_it_is(pipeline, more):
+    found = moved(dataset(pipeline, more))
+    after = found.after.decode()
+    assert f"\ntrain = {pipeline}\n" in after
+    assert "Config(epochs=2, global_batch=64))\ntrainer.fit(m, train)\n" in after
+    assert [f.kind for f in found.findings if "tf.data" in f.what + f.do or "used for more" in f.what] == ["note"]
+    stays = moved(dataset(pipeline, more), target="hvdtrain.keras")
+    assert stays.after.decode() == dataset(pipeline, more) and not stays.snippet
+
+
+def test_a_dataset_that_a_function_makes_is_looked_up_there():
+    text = '''import tensorflow as tf
+
+
+def load():
+    size = 32
+    a, b = tf.data.Dataset.from_tensor_slices((x, y)), tf.data.Dataset.from_tensor_slices((v, w))
+    return a.shuffle(99).batch(size), b.batch(size)
+
+
+strategy = tf.distribute.MirroredStrategy()
+print(strategy.num_replicas_in_sync)
+with strategy.scope():
+    m = build()
+    m.compile("sgd", "mse")
+    train, test = load()
+    m.fit(train, epochs=2, validation_data=test)
+'''
+    after = moved(text).after.decode()
+    assert "a.shuffle(99, seed=0).batch(size), b.batch(size)" in after
+    assert "print(launch_facts(os.environ).size)" in after
+    assert '''train, test = load()
+trainer = Trainer(Config(epochs=2, global_batch=32))
+trainer.fit(m, (train, test))
+''' in after
+
+
+@pytest.mark.parametrize("pipeline, named", [
+    ("tf.data.Dataset.from_tensor_slices((x, y)).batch(64).repeat()", "has no end"), ("load()", "batch size of")])
+def test_a_dataset_that_nothing_is_known_of_leaves_the_script_alone(pipeline, named):
+    found = moved(dataset(pipeline))
+    assert found.after.decode() == dataset(pipeline) and "--to" not in "".join(f.do for f in found.findings)
+    assert [named in f.what for f in found.findings if f.kind == "by hand"] == [True]
+    assert "trainer.fit(m, train)" in found.snippet
+
+
+def test_several_strategies_leave_the_script_alone_with_a_trainer_for_each_fit():
+    text = dataset("tf.data.Dataset.from_tensor_slices((x, y)).batch(8)")
+    text += text.partition("\n")[2].replace("epochs=2", "epochs=5, callbacks=[log]").replace("train", "more")
     found = moved(text)
-    assert found.after.decode() == text
-    assert [f.kind for f in found.findings if "tf.data" in f.what + f.do or "used for more" in f.what] == ["by hand"]
+    assert found.after.decode() == text and "not made once" in found.findings[0].what
+    assert "Config(epochs=2, global_batch=8))" in found.snippet and "trainer.fit(m, more, callbacks=[log])" in (
+        found.snippet)
 
 
 @pytest.mark.parametrize("line, named", [

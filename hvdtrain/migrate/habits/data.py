@@ -97,8 +97,11 @@ def not_sharded(scan: Scan, context: Any) -> Iterator[Finding]:
     fits = [*scan.methods("fit", "fit_generator"), *scan.calls("DataLoader")]
     if not fits or _sharded(scan):
         return
-    yield Finding(scan.line(fits[0]), "unsafe", "nothing gives each rank samples of its own",
-                  "all ranks train on all samples: the work of one, done by each",
+    shared = any(names.is_size(scan, node) and _is_steps(scan, node) for node in scan.nodes
+                 if isinstance(node, (cst.Call, cst.Name, cst.Attribute)))
+    yield Finding(scan.line(fits[0]), "note" if shared else "unsafe", "nothing gives each rank samples of its own",
+                  "each rank draws from all samples by itself: in an epoch some are seen twice and others not at all"
+                  if shared else "all ranks train on all samples: the work of one, done by each",
                   "take x[hvd.rank()::hvd.size()], or hvd.shard(x, y, global_batch=...), or hand the whole data to "
                   "Trainer")
 

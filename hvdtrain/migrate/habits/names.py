@@ -12,7 +12,7 @@ from hvdtrain.migrate.scan import Scan, argument, name_of, text_of
 HVD = ("horovod.torch", "horovod.keras", "horovod.tensorflow", "horovod.tensorflow.keras", "hvdtrain.keras",
        "hvdtrain.tensorflow")
 RANK_WORDS = ("rank", "local_rank", "global_rank", "world_rank", "RANK", "LOCAL_RANK", "process_index",
-              "task_index", "task_id")
+              "task_index", "task_id", "gpu_id")
 SIZE_WORDS = ("world_size", "WORLD_SIZE", "num_replicas_in_sync", "num_processes", "n_ranks", "num_ranks",
               "num_workers_total")
 ROOT_FLAGS = ("is_main_process", "is_local_main_process", "is_master", "is_main", "is_root", "is_chief",
@@ -42,6 +42,9 @@ def _is(scan: Scan, node: cst.BaseExpression, words: tuple[str, ...], calls: tup
         variables: tuple[str, ...]) -> bool:
     node = scan.value(node)
     last = (name_of(node) or "").rpartition(".")[2]
+    made = scan.assigned(name_of(node) or "") if isinstance(node, cst.Attribute) else []
+    if len(made) == 1 and (name_of(node) or "") not in scan.code(made[0].value):  # self.gpu = int(os.environ["RANK"])
+        return last in words or _is(scan, made[0].value, words, calls, variables)
     if last and last in words:
         return True
     if isinstance(node, cst.Call):

@@ -118,29 +118,32 @@ def _of_trainer(scan: Scan, call: cst.Call) -> bool:
     return isinstance(owner, cst.Call) and scan.means(owner.func, "Trainer", "Accelerator")
 
 
-def _for_one(scan: Scan, call: cst.Call) -> bool:
-    """Whether one rank alone comes by: under an ``if``, in a function that is only called there, in ``a if root else
-    b``, or with a path of the rank's own."""
-    if names.under_root(scan, call) is not None or any(_mentions_rank(scan, arg) for arg in call.args):
+def _for_one(scan: Scan, call: cst.Call, levels: int = 4) -> bool:
+    """Whether one rank alone comes by: under an ``if`` or behind an early return, in ``a if root else b``, with a path
+    of the rank's own, or in a function or method all of whose callers are such places."""
+    if names.some_ranks(scan, call) or any(_mentions_rank(scan, arg) for arg in call.args):
         return True
-    for up in scan.above(call):
-        if isinstance(up, cst.IfExp) and names.mentions_rank(scan, up.test):
-            return True
-        if isinstance(up, cst.FunctionDef):
-            calls = [c for c in scan.all(cst.Call) if isinstance(c.func, cst.Name) and c.func.value == up.name.value]
-            return bool(calls) and all(names.under_root(scan, c) is not None for c in calls)
-    return False
+    function = next((up for up in scan.above(call) if isinstance(up, cst.FunctionDef)), None)
+    if function is None or not levels:
+        return False
+    callers = [c for c in scan.all(cst.Call) if not scan.dotted(c.func)
+               and (name_of(c.func) or scan.code(c.func)).rpartition(".")[2] == function.name.value]
+    return bool(callers) and all(_for_one(scan, c, levels - 1) for c in callers)
 
 
 def elastic(scan: Scan, context: Any) -> Iterator[Finding]:
     """Horovod's elastic mode, or its function ``run``."""
     for node in scan.all(cst.Attribute):
-        dotted = scan.dotted(node)
-        if dotted.startswith("horovod.torch.elastic") and node.attr.value == "elastic" or dotted == "horovod.run":
+        if scan.dotted(node).startswith("horovod.torch.elastic") and node.attr.value == "elastic":
             yield Finding(scan.line(node), "unsafe", f"{scan.short(node)} starts Horovod's rendezvous server",
                           "it runs what anybody on its port sends it (CVE-2024-10190), and no release mends that",
                           "start the job with mpirun or horovodrun, save checkpoints, and start it anew with "
                           "resume: auto")
+    for call in scan.all(cst.Call):
+        if scan.dotted(call.func) in ("horovod.run", "horovod.run.run", "horovod.runner.run"):
+            yield Finding(scan.line(call), "unsafe", f"{scan.short(call.func)} hands the function to the ranks over an "
+                          "open port", "they unpickle, and run, what anybody has put there",
+                          "start the script itself: horovodrun -np N python script.py, or mpirun")
 
 
 def prints_of_every_rank(scan: Scan, context: Any) -> Iterator[Finding]:

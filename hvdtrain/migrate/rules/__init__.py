@@ -6,9 +6,12 @@ A rule is a module with ``TITLE`` (in words), ``TARGETS`` (what it can rewrite t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
+
+import libcst as cst
 
 from hvdtrain.migrate.edit import Edits
 from hvdtrain.migrate.finding import Finding
@@ -39,6 +42,20 @@ class Plan:
     def tell(self, line: int, kind: Any, what: str, why: str, do: str) -> None:
         """Add a finding."""
         self.findings.append(Finding(line, kind, what, why, do))
+
+
+@dataclass(frozen=True)
+class Word:
+    """Something that has another form now. ``edit``: plans that form; None where a person has to choose one.
+
+    ``what``, ``do`` and ``why``: as in `Finding`.
+    """
+
+    node: cst.CSTNode
+    what: str
+    do: str
+    edit: Callable[[Edits], None] | None = None
+    why: str = "Keras 3 ends with an error there"
 
 
 def rule(name: str) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate.edit import Change, Edits, expression, with_args
-from hvdtrain.migrate.rules import Plan
+from hvdtrain.migrate.edit import Change, Edits, expression
+from hvdtrain.migrate.rules import Plan, keras2
 from hvdtrain.migrate.scan import Scan, argument, local_name, name_of
 
 TITLE = "a script of Horovod's Keras or TensorFlow API"
@@ -22,6 +22,9 @@ HOMES = {"horovod.tensorflow.keras": "hvdtrain.keras", "horovod.keras": "hvdtrai
          "horovod.tensorflow": "hvdtrain.tensorflow"}
 CALLBACKS = frozenset("BroadcastGlobalVariablesCallback MetricAverageCallback LearningRateScheduleCallback "
                       "LearningRateWarmupCallback BestModelCheckpoint".split())
+LAUNCHERS = ("horovod", "horovod.run", "horovod.runner")
+OF_PACKAGE = {"run", "runner", "__version__"}
+"""What of Horovod's package itself is left in place: it starts jobs, and is no part of training."""
 ELASTIC = ("Horovod's elastic rendezvous runs what anybody on its port sends it (CVE-2024-10190), so hvdtrain has "
            "none",
            "save checkpoints and start the job anew: load the last one on every rank and give fit its "
@@ -46,8 +49,9 @@ def plan(scan: Scan, wish: Any) -> Plan:
         made.edits = Edits()
         return made
     if moved:
-        _keras_3(scan, made)
-        made.tell(_first(scan), "changed", "trains through hvdtrain.keras, with Horovod's names and arguments",
+        keras2.rewrite(scan, made)
+        _passes(scan, made)
+        made.tell(_first(scan), "changed", "trains through hvdtrain, with Horovod's names and arguments",
                   "Horovod's own wrappers train a different model on every rank under Keras 3, without an error",
                   "start it as before (horovodrun or mpirun), and compare the first epoch with an old log")
     return made
@@ -82,7 +86,8 @@ def _used(scan: Scan, local: str) -> set[str]:
     found = set()
     for node in scan.all(cst.Attribute):
         text = name_of(node) or ""
-        if text.startswith(local + ".") and text.count(".") == depth and scan.dotted(node):
+        if text.startswith(local + ".") and text.count(".") == depth and scan.dotted(node) and not any(
+                isinstance(up, (cst.Import, cst.ImportFrom)) for up in scan.above(node)):
             found.add(node.attr.value)
     return found
 
@@ -92,7 +97,7 @@ def _import(scan: Scan, node: cst.Import, made: Plan) -> bool:
     moved = False
     for alias in node.names:
         module = name_of(alias.name) or ""
-        if module.split(".")[0] != "horovod":
+        if module.split(".")[0] != "horovod" or _launcher(scan, alias, module):
             continue
         reach = local_name(alias) if alias.asname else module
         names = _used(scan, reach) - ({"keras"} if not alias.asname and module == "horovod.tensorflow" else set())
@@ -123,6 +128,8 @@ def _other_chains(scan: Scan, module: str) -> set[str]:
             if not isinstance(up, cst.Attribute):
                 break
             text += "." + up.attr.value
+        if "horovod" in modules and text.split(".")[1:2] and text.split(".")[1] in OF_PACKAGE:
+            continue
         if not any(text.startswith(m + ".") or text == m for m in modules if m in HOMES or m == module):
             found.add(text)
     return found
@@ -146,6 +153,9 @@ def _import_from(scan: Scan, node: cst.ImportFrom, made: Plan) -> bool:
     """``from horovod.x import a, b``; whether it moved."""
     module = name_of(node.module) or ""
     if node.relative or module.split(".")[0] != "horovod":
+        return False
+    if module in LAUNCHERS and not isinstance(node.names, cst.ImportStar) and {
+            name_of(alias.name) for alias in node.names} <= OF_PACKAGE:
         return False
     if isinstance(node.names, cst.ImportStar):
         to, missing = home(scan, module, set())
@@ -207,27 +217,26 @@ def _stays(scan: Scan, node: cst.CSTNode, made: Plan, module: str, missing: set[
                   "use hvdtrain.keras, or hvdtrain.tensorflow with a tape, then run migrate again")
 
 
+def _passes(scan: Scan, made: Plan) -> None:
+    """Tell what ``iterations`` counts where gradients are summed over several passes."""
+    for call in scan.calls("DistributedOptimizer", "PartialDistributedOptimizer"):
+        passes = argument(call, "backward_passes_per_step")
+        if passes is not None and scan.code(passes.value) != "1":
+            made.tell(scan.line(passes), "changed", "the optimizer's iterations counts updates; Horovod counted passes",
+                      "so that Adam's bias correction is that of one process with the whole batch",
+                      "nothing for learning-rate schedules: they keep the length that they had under Horovod; divide "
+                      "by the number of passes what else is compared with iterations")
+
+
+def _launcher(scan: Scan, alias: cst.ImportAlias, module: str) -> bool:
+    """Whether an import is Horovod's package itself, for its ``run`` alone: that import loads no framework's part."""
+    if module not in LAUNCHERS:
+        return False
+    served = {(name_of(a.name) or "").split(".")[1] for n in scan.all(cst.Import) for a in n.names
+              if (name_of(a.name) or "").startswith("horovod.")} if alias.asname is None else set()
+    return module != "horovod" or _used(scan, local_name(alias)) <= OF_PACKAGE | served
+
+
 def _first(scan: Scan) -> int:
     """Line of the first import of Horovod."""
     return min(scan.line(n) for n in [*scan.all(cst.Import), *scan.all(cst.ImportFrom)] if "horovod" in scan.code(n))
-
-
-# --- from Keras 2 to Keras 3 -----------------------------------------------------------------------------------
-
-
-def _keras_3(scan: Scan, made: Plan) -> None:
-    """Arguments that Keras 3 refuses with an error and that have one faithful form there."""
-    for call in scan.methods("compile"):
-        found = argument(call, "experimental_run_tf_function")
-        if found is not None:
-            made.edits.put(call, lambda new: with_args(
-                new, [a for a in new.args if not (a.keyword and a.keyword.value == "experimental_run_tf_function")]))
-            made.tell(scan.line(found), "changed", "experimental_run_tf_function is taken out of compile",
-                      "Keras 3 does not know it, and hvdtrain.keras does not need it", "nothing")
-    for call in scan.all(cst.Call):
-        found = argument(call, "lr")
-        if found is not None and "optimizers." in scan.dotted(call.func) and argument(call, "learning_rate") is None:
-            assert found.keyword is not None
-            made.edits.put(found.keyword, lambda new: new.with_changes(value="learning_rate"))
-            made.tell(scan.line(found), "changed", "lr= of an optimizer is learning_rate=",
-                      "Keras 3 does not know lr", "nothing")

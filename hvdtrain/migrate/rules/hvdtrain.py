@@ -1,10 +1,10 @@
-"""A script that uses hvdtrain already: nothing to rewrite. Asked before plain Keras, whose ``fit`` it may call."""
+"""A script that uses hvdtrain already: words of Keras 2 at most. Asked before plain Keras, as it may call ``fit``."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.migrate.rules import Plan
+from hvdtrain.migrate.rules import Plan, keras2
 from hvdtrain.migrate.scan import Scan
 
 TITLE = "a script of hvdtrain already"
@@ -17,5 +17,8 @@ def recognise(scan: Scan) -> bool:
 
 
 def plan(scan: Scan, wish: Any) -> Plan:
-    """Nothing."""
-    return Plan()
+    """What an import that was changed by hand has left behind."""
+    made = Plan()
+    if scan.imports_any("hvdtrain.keras", "hvdtrain.tensorflow"):
+        keras2.rewrite(scan, made)
+    return made

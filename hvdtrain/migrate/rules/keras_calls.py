@@ -22,8 +22,8 @@ COMPILE = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics", "
 DATASET = ("a tf.data.Dataset that is more than from_tensor_slices, shuffle, batch, cache and prefetch",
            "every rank has to get its own part of each global batch, in as many steps as the others, and what "
            "maps and filters do to that cannot be read here",
-           "hand arrays to hvd.shard(x, y, global_batch=...), or run migrate with --to trainer: Trainer takes "
-           "the dataset as it is (its shuffle needs a seed)")
+           "hand arrays to hvd.shard(x, y, global_batch=...) for hvdtrain.keras; Trainer takes the dataset as it is "
+           "(its shuffle needs a seed)")
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,15 @@ from typing import Any
 import libcst as cst
 
 from hvdtrain.migrate.edit import statement
-from hvdtrain.migrate.rules import Plan, keras_hvd, keras_trainer
+from hvdtrain.migrate.rules import Plan, keras2, keras_hvd, keras_trainer
 from hvdtrain.migrate.rules.keras_calls import compiles, fits
 from hvdtrain.migrate.scan import Scan
 
 TITLE = "a script of Keras on one device"
 TARGETS = ("hvdtrain.keras", "trainer")
+
+
+snippet = keras_trainer.snippet
 
 
 def recognise(scan: Scan) -> bool:
@@ -35,8 +38,10 @@ def plan(scan: Scan, wish: Any) -> Plan:
         return made
     if wish.target == "trainer":
         keras_trainer.rewrite(scan, made)
+        keras2.rewrite(scan, made)
         return made
     _begin(scan, made, keras_hvd.rewrite(scan, made))
+    keras2.rewrite(scan, made)
     made.tell(scan.line(found[0]), "note", "one process trained this model; now every rank runs the whole script",
               "ranks are processes, one for each GPU", keras_hvd.START)
     return made

@@ -132,7 +132,7 @@ def _fit(scan: Scan, made: Plan, call: cst.Call, datasets: set[str]) -> None:
                           "which of its batches are whose, and how many there are, cannot be read here",
                           "make arrays of it for hvd.shard(x, y, global_batch=...)")
         if not isinstance(x, cst.Name) or chain(scan, scan.value(x)) is None:
-            raise Refused(line, f"fit gets {DATASET[0]}: {scan.short(x)}", *DATASET[1:])
+            raise Refused(line, f"fit gets {DATASET[0]}: {scan.short(x)}", *DATASET[1:], elsewhere=True)
         datasets.add(x.value)
     elif isinstance(x, (cst.List, cst.Dict, cst.Tuple)):
         raise Refused(line, f"fit gets several inputs: {scan.short(x)}", "hvd.shard takes one array x and one y",
@@ -230,7 +230,7 @@ def _dataset(scan: Scan, made: Plan, name: str) -> None:
     calls = fits(scan)
     for use in scan.uses(name):
         if not any(argument(c, "x", 0) is scan.parent[use] for c in calls):
-            raise Refused(scan.line(use), f"{name} is used for more than fit", *DATASET[1:])
+            raise Refused(scan.line(use), f"{name} is used for more than fit", *DATASET[1:], elsewhere=True)
     made.edits.put(assign.value, lambda new: _sharded(new, found))
     if found.drops:
         made.tell(scan.line(assign), "changed", f"{name}: drop_remainder=True is gone",

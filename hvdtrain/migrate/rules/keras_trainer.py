@@ -2,52 +2,80 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate.edit import arg, comments, expression, guarded
+from hvdtrain.migrate.edit import arg, comments, expression, guarded, with_args
 from hvdtrain.migrate.finding import Refused
 from hvdtrain.migrate.rules import Plan
 from hvdtrain.migrate.rules.keras_calls import FIT, fits, given, models, sole
-from hvdtrain.migrate.scan import Scan, argument, text_of
+from hvdtrain.migrate.scan import Scan, argument, name_of, text_of
 
-IMPORT = "from hvdtrain import Config, Trainer"
 NEITHER = ("validation_split", "steps_per_epoch", "initial_epoch", "validation_steps")
 KEPT_BY_KERAS = ("initial_epoch", "validation_steps")
 """Those that the other target keeps."""
 HANDED = ("callbacks", "class_weight")
 """Arguments that Trainer.fit takes by the same names."""
-ROOT = "trainer.run.control.rank == 0"
 
 
 def rewrite(scan: Scan, made: Plan) -> None:
     """Plan ``trainer = Trainer(Config(...))`` and ``trainer.fit(model, data)`` for the one ``fit`` of a script."""
     calls = fits(scan)
     if len(calls) != 1:
-        raise Refused(scan.line(calls[1]), f"fit is called {len(calls)} times", "a Trainer is one run",
-                      "make a Trainer for each by hand")
-    call = calls[0]
-    taken = {"Config", "Trainer", "trainer", "Data"} & scan.bound
-    if taken:
-        raise Refused(1, f"the name {sorted(taken)[0]} is used for something else",
-                      "hvdtrain's would be imported by it",
-                      "rename it, then run migrate again")
+        raise Refused(scan.line(calls[1]), f"fit is called {len(calls)} times", "a Trainer is one run, with its own "
+                      "folder", "make a Trainer for each, as in the code below")
+    call, names = calls[0], Names(scan)
     where = given(scan, call, FIT)
     _refuse(scan, call, where)
     line = sole(scan, call)
     _result(scan, call, line.body[0])
     batch = _batch(scan, call, where)
-    made.edits.imports.append(IMPORT)
-    if "shuffle" in where:
-        made.edits.imports.append("from hvdtrain.config import Data")
-    made.edits.put(call, lambda new: _fit(new, where))
-    made.edits.put(line, lambda new: _with_trainer(new, _config(scan, call, where, batch), comments(call.args)))
-    _saves(scan, made, call)
+    if not batch:
+        raise Refused(scan.line(call), f"the batch size of {scan.short(call.args[where['x']].value)} is not to be seen",
+                      "Config needs it as global_batch", "write it into the code below")
+    if "y" not in where:
+        _endless(scan, made, call.args[where["x"]].value)
+    made.edits.imports += names.imports("shuffle" in where)
+    made.edits.put(call, lambda new: _fit(new, where, names.trainer))
+    made.edits.put(line, lambda new: _with_trainer(new, _config(scan, call, where, batch, names), comments(call.args)))
+    _saves(scan, made, call, f"{names.trainer}.run.control.rank == 0")
     made.tell(scan.line(call), "changed", "fit runs in Trainer, with the model as it is compiled",
               "the batch is that of all ranks together; logs, checkpoints and the final model go to a folder under "
               "runs/",
               "start it with horovodrun -np N python script.py (or mpirun)")
+
+
+class Names:
+    """Names for hvdtrain's own that a script does not use for something else."""
+
+    def __init__(self, scan: Scan) -> None:
+        self.trainer = "trainer" if "trainer" not in scan.bound else "hvd_trainer"
+        self._as = {name: name if name not in scan.bound else f"Hvd{name}" for name in ("Config", "Trainer", "Data")}
+
+    def __getitem__(self, name: str) -> str:
+        return self._as[name]
+
+    def imports(self, data: bool) -> list[str]:
+        """The import lines; ``data``: with that of Data."""
+        said = {name: name if name == local else f"{name} as {local}" for name, local in self._as.items()}
+        more = [f"from hvdtrain.config import {said['Data']}"] if data else []
+        return [f"from hvdtrain import {said['Config']}, {said['Trainer']}", *more]
+
+
+def snippet(scan: Scan) -> str:
+    """Each fit as a Trainer's, to go on from by hand."""
+    names, lines = Names(scan), []
+    for call in fits(scan):
+        try:
+            where = given(scan, call, FIT)
+        except Refused:
+            continue
+        if "x" in where and not set(where) & set(NEITHER):
+            text = _config(scan, call, where, _batch(scan, call, where) or "...", names)
+            lines += [text, cst.Module([]).code_for_node(_fit(call, where, names.trainer))]
+    return "\n".join([*names.imports(any("shuffle" in line for line in lines)), "", *lines]) if lines else ""
 
 
 def _result(scan: Scan, call: cst.Call, small: cst.BaseSmallStatement) -> None:
@@ -76,35 +104,84 @@ def _refuse(scan: Scan, call: cst.Call, where: dict[str, int]) -> None:
         raise Refused(line, "fit gets sample_weight without y", "it belongs to arrays", "mend the script first")
 
 
-def _batch(scan: Scan, call: cst.Call, where: dict[str, int]) -> cst.BaseExpression:
-    """The batch size: of ``fit``, or of the dataset's own ``batch``."""
+def _batch(scan: Scan, call: cst.Call, where: dict[str, int]) -> str:
+    """Code of the batch size, of ``fit`` or of the dataset's own ``batch``; "" where it is not to be seen."""
     size = call.args[where["batch_size"]].value if "batch_size" in where else None
     if size is not None and not (isinstance(size, cst.Name) and size.value == "None"):
-        return size
+        return scan.code(size)
     if "y" in where:
-        return expression("32")
-    node = scan.value(call.args[where["x"]].value)
+        return "32"
+    for name, link in _links(scan, call.args[where["x"]].value):
+        given_size = argument(link, "batch_size", 0)
+        if name == "batch" and given_size is not None:
+            return _legible(scan, given_size.value, call)
+    return ""
+
+
+def _links(scan: Scan, node: cst.BaseExpression) -> Iterator[tuple[str, cst.Call]]:
+    """The methods that make a dataset, the last first, as far as they are to be seen."""
+    node = returned(scan, node)
     while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        given_size = argument(node, "batch_size", 0)
-        if node.func.attr.value == "batch" and given_size is not None:
-            return given_size.value
-        node = node.func.value
-    raise Refused(scan.line(call), f"the batch size of {scan.short(call.args[where['x']].value)} is not to be seen",
-                  "Config needs it as global_batch",
-                  "write Trainer(Config(global_batch=...)).fit(model, data) by hand")
+        yield node.func.attr.value, node
+        node = returned(scan, node.func.value)
 
 
-def _config(scan: Scan, call: cst.Call, where: dict[str, int], batch: cst.BaseExpression) -> str:
+def _endless(scan: Scan, made: Plan, data: cst.BaseExpression) -> None:
+    """Give a dataset's shuffle a seed, which all ranks have to share; `Refused` for a dataset that has no end."""
+    for name, link in _links(scan, data):
+        if name == "repeat" and not link.args:
+            raise Refused(scan.line(link), f"the dataset has no end: {scan.short(link)}",
+                          "Trainer repeats it itself, and counts epochs", "take .repeat() out, then run migrate again")
+        if name == "shuffle" and argument(link, "seed", 1) is None:
+            made.edits.put(link, lambda new: with_args(new, [*new.args, arg("0", "seed")]))
+            made.tell(scan.line(link), "changed", f"{scan.short(link, 40)} gets a seed",
+                      "all ranks read the dataset and take their parts of one order", "nothing, or choose another seed")
+
+
+def _legible(scan: Scan, size: cst.BaseExpression, at: cst.CSTNode) -> str:
+    """Code of ``size`` that means the same at ``at``: a number, or names of the module; "" for anything else."""
+    if isinstance(scan.value(size), cst.Integer):
+        return scan.code(size if scan.scope(size) is scan.scope(at) else scan.value(size))
+    names = [node for node in scan.inner(size) if isinstance(node, cst.Name)]
+    shared = all(scan.scope(b) in (scan.module, scan.scope(at)) for n in names for b in scan.binders(n.value, n))
+    return scan.code(size) if shared and scan.scope(size) in (scan.module, scan.scope(at)) else ""
+
+
+def returned(scan: Scan, node: cst.BaseExpression) -> cst.BaseExpression:
+    """What a name stands for; through ``a, b = f()``, what the one ``return`` of a function of this file gives."""
+    found = scan.value(node)
+    if isinstance(found, cst.Call) and (inner := _result_of(scan, found)) is not None:
+        return inner
+    if not isinstance(found, cst.Name) or scan.bindings(found.value) != 1:
+        return found
+    for assign in scan.all(cst.Assign):
+        target = assign.targets[0].target
+        if isinstance(target, cst.Tuple) and isinstance(assign.value, cst.Call):
+            names = [name_of(element.value) for element in target.elements]
+            inner = _result_of(scan, assign.value)
+            if found.value in names and isinstance(inner, cst.Tuple) and len(inner.elements) == len(names):
+                return inner.elements[names.index(found.value)].value
+    return found
+
+
+def _result_of(scan: Scan, call: cst.Call) -> cst.BaseExpression | None:
+    """What the one ``return`` of the function of this file that is called gives."""
+    made = [f for f in scan.module.body if isinstance(f, cst.FunctionDef) and f.name.value == name_of(call.func)]
+    gives = [r for r in scan.all(cst.Return, made[0]) if scan.scope(r) is made[0]] if len(made) == 1 else []
+    return scan.value(gives[0].value) if len(gives) == 1 and gives[0].value is not None else None
+
+
+def _config(scan: Scan, call: cst.Call, where: dict[str, int], batch: str, names: Names) -> str:
     """``trainer = Trainer(Config(...))``."""
     epochs = scan.code(call.args[where["epochs"]].value) if "epochs" in where else "1"
-    keys = [f"epochs={epochs}", f"global_batch={scan.code(batch)}"]
+    keys = [f"epochs={epochs}", f"global_batch={batch}"]
     if "shuffle" in where:
-        keys.append(f"data=Data(shuffle={scan.code(call.args[where['shuffle']].value)})")
+        keys.append(f"data={names['Data']}(shuffle={scan.code(call.args[where['shuffle']].value)})")
     if "verbose" in where:
         value = call.args[where["verbose"]].value
         if text_of(value) is None and scan.code(value) == "0":
             keys.append('progress="off"')
-    return f"trainer = Trainer(Config({', '.join(keys)}))"
+    return f"{names.trainer} = {names['Trainer']}({names['Config']}({', '.join(keys)}))"
 
 
 def _with_trainer(line: Any, text: str, said: list[cst.EmptyLine]) -> Any:
@@ -114,7 +191,7 @@ def _with_trainer(line: Any, text: str, said: list[cst.EmptyLine]) -> Any:
                                 line.with_changes(leading_lines=[])])
 
 
-def _fit(new: cst.Call, where: dict[str, int]) -> cst.Call:
+def _fit(new: cst.Call, where: dict[str, int], trainer: str) -> cst.Call:
     """``trainer.fit(model, ((x, y), (x_test, y_test)))``."""
     assert isinstance(new.func, cst.Attribute)
     value = {name: new.args[index].value for name, index in where.items()}
@@ -123,7 +200,7 @@ def _fit(new: cst.Call, where: dict[str, int]) -> cst.Call:
     test = value.get("validation_data")
     if test is not None and not (isinstance(test, cst.Name) and test.value == "None"):
         data = _tuple([data, test])
-    fit = new.with_changes(func=expression("trainer.fit"))
+    fit = new.with_changes(func=expression(f"{trainer}.fit"))
     more = [arg("_", name).with_changes(value=value[name]) for name in HANDED if name in value]
     comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
     args = [cst.Arg(new.func.value), cst.Arg(data), *more]
@@ -136,7 +213,7 @@ def _tuple(values: list[cst.BaseExpression]) -> cst.Tuple:
     return cst.Tuple([cst.Element(v, comma=comma) for v in values[:-1]] + [cst.Element(values[-1])])
 
 
-def _saves(scan: Scan, made: Plan, fit: cst.Call) -> None:
+def _saves(scan: Scan, made: Plan, fit: cst.Call, root: str) -> None:
     """``model.save(...)`` behind the fit, on rank 0."""
     known = models(scan)
     for call in scan.methods("save", "save_weights", "export"):
@@ -146,4 +223,4 @@ def _saves(scan: Scan, made: Plan, fit: cst.Call) -> None:
         if scan.scope(call) is not scan.scope(fit) or scan.line(call) < scan.line(fit):
             raise Refused(scan.line(call), f"{scan.short(call)} is not right behind fit",
                           "only there is it known which rank this is", "move it behind fit, then run migrate again")
-        made.edits.put(sole(scan, call), lambda new: guarded(new, ROOT))
+        made.edits.put(sole(scan, call), lambda new: guarded(new, root))

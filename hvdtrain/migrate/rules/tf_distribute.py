@@ -13,7 +13,7 @@ import libcst as cst
 from hvdtrain.migrate.edit import dedent, statement
 from hvdtrain.migrate.finding import Refused
 from hvdtrain.migrate.habits.names import environment
-from hvdtrain.migrate.rules import Plan, keras_hvd, keras_trainer
+from hvdtrain.migrate.rules import Plan, keras2, keras_hvd, keras_trainer
 from hvdtrain.migrate.rules.keras_calls import fits, sole
 from hvdtrain.migrate.scan import Scan, name_of, text_of
 
@@ -21,10 +21,15 @@ TITLE = "a script of tf.distribute"
 TARGETS = ("hvdtrain.keras", "trainer")
 STRATEGIES = ("MirroredStrategy", "MultiWorkerMirroredStrategy")
 OTHERS = ("TPUStrategy", "ParameterServerStrategy", "CentralStorageStrategy", "OneDeviceStrategy")
+FACTS = "launch_facts(os.environ)"
+FACTS_IMPORTS = ["import os", "from hvdtrain.cluster.launcher import launch_facts"]
 LOOP = ("the loss's divisor, the datasets and the reductions of a loop of your own cannot be moved one by one",
         "hvdtrain.tensorflow has Horovod's tape: hvd.init(); tape = hvd.DistributedGradientTape(tape); call "
         "the step itself in place of strategy.run; hvd.broadcast_variables after the first step; shard the "
         "dataset by hand; or hand model and data to Trainer")
+
+
+snippet = keras_trainer.snippet
 
 
 def recognise(scan: Scan) -> bool:
@@ -47,8 +52,10 @@ def plan(scan: Scan, wish: Any) -> Plan:
     if to_trainer:
         made.edits.remove(sole(scan, assign))
         keras_trainer.rewrite(scan, made)
+        keras2.rewrite(scan, made)
         return made
     line, texts = sole(scan, assign), keras_hvd.rewrite(scan, made)
+    keras2.rewrite(scan, made)
     made.edits.put(line, lambda old: cst.FlattenSentinel(
         [old.with_changes(body=cst.ensure_type(statement(texts[0]), cst.SimpleStatementLine).body),
          *(statement(text) for text in texts[1:])]))
@@ -72,7 +79,8 @@ def _strategy(scan: Scan) -> cst.Assign:
                               and isinstance(up.targets[0].target, cst.Name)
                               and scan.bindings(up.targets[0].target.value) == 1):
         raise Refused(scan.line(calls[-1]), "the strategy is not made once and kept by one name",
-                      "which one is used where cannot be read here", "keep one, then run migrate again")
+                      "which one is used where cannot be read here",
+                      "keep one, then run migrate again; or take all of them out, and a Trainer for each fit")
     sole(scan, up)
     return up
 
@@ -81,8 +89,9 @@ def _use(scan: Scan, made: Plan, use: cst.Name, to_trainer: bool) -> None:
     """One use of the strategy's name: its scope goes, its size becomes the ranks'."""
     up = scan.parent[use]
     attribute = up.attr.value if isinstance(up, cst.Attribute) else ""
-    if attribute == "num_replicas_in_sync" and not to_trainer:
-        made.edits.swap(up, "hvd.size()")  # type: ignore[arg-type]
+    if attribute == "num_replicas_in_sync":
+        made.edits.swap(up, f"{FACTS}.size" if to_trainer else "hvd.size()")  # type: ignore[arg-type]
+        made.edits.imports += FACTS_IMPORTS if to_trainer else []
         return
     item = scan.parent[scan.parent[up]] if attribute == "scope" else None
     block = scan.parent[item] if isinstance(item, cst.WithItem) else None

@@ -1,0 +1,201 @@
+"""Words of Keras 2 and TensorFlow 1, and what Keras 3 wants in their place.
+
+Owns the list of them: each `Word` says what to do by hand, and has an edit where Keras 3 has one form that means the
+same. The pinning of GPUs by a session of TensorFlow 1 is ``session``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import libcst as cst
+
+from hvdtrain.migrate.edit import Edits, arg, expression, with_args
+from hvdtrain.migrate.rules import Plan, Word, session
+from hvdtrain.migrate.rules.keras_calls import models
+from hvdtrain.migrate.scan import Scan, argument, is_true, local_name, name_of, starred, text_of
+
+QUEUES = ("workers", "use_multiprocessing", "max_queue_size")
+GENERATORS = {"fit_generator": ("x", "steps_per_epoch", "epochs", "verbose", "callbacks", "validation_data",
+                                "validation_steps"),
+              "evaluate_generator": ("x", "steps"), "predict_generator": ("x", "steps")}
+"""Their first parameters, which all of Keras 2 had in this order, by the names of fit, evaluate and predict."""
+ITERATORS = ("ImageDataGenerator", "Iterator", "NumpyArrayIterator", "DirectoryIterator")
+LEGACY = "keras.preprocessing.image"
+
+
+def rewrite(scan: Scan, made: Plan) -> None:
+    """Plan the edits of all words that have one, and tell of them."""
+    for word in words(scan):
+        if word.edit is not None:
+            word.edit(made.edits)
+            made.tell(scan.line(word.node), "changed", word.what, word.why, f"nothing, the diff does: {word.do}")
+
+
+def words(scan: Scan) -> list[Word]:
+    """All words of Keras 2 and TensorFlow 1 that are found in a script."""
+    return [*session.words(scan), *_generators(scan), *_by_call(scan), *_iterators(scan)]
+
+
+def _by_call(scan: Scan) -> Iterator[Word]:
+    for call in scan.all(cst.Call):
+        last = (name_of(call.func) or "").rpartition(".")[2]
+        if "optimizers." in scan.dotted(call.func):
+            yield from _optimizer(scan, call)
+        elif last == "variables" and isinstance(call.func, cst.Attribute) and not call.args and (
+                sure := is_optimizer(scan, call.func.value)) is not None:
+            yield Word(call, f"{scan.short(call)} calls what is a list in Keras 3",
+                       f"write {scan.short(call.func)} without ()", _uncalled(call) if sure else None)
+        elif isinstance(call.func, cst.Attribute) and last in ("fit", "evaluate", "predict", "compile"):
+            gone = ("experimental_run_tf_function",) if last == "compile" else QUEUES
+            given = [word for word in gone if argument(call, word)]
+            if given:
+                yield Word(call, f"{last} gets {', '.join(given)}, which Keras 3 does not know",
+                           "take it out" + ("" if last == "compile" else "; a PyDataset takes workers itself"),
+                           _without(call, given))
+        else:
+            yield from _files(scan, call, last)
+
+
+def _optimizer(scan: Scan, call: cst.Call) -> Iterator[Word]:
+    lr = argument(call, "lr")
+    if argument(call, "decay") is not None:
+        yield Word(call, "decay= of an optimizer is not in Keras 3",
+                   "give learning_rate a keras.optimizers.schedules.InverseTimeDecay(rate, 1, decay)")
+    if lr is not None and lr.keyword is not None and argument(call, "learning_rate") is None:
+        yield Word(lr, "lr= of an optimizer is not in Keras 3", "write learning_rate=", _renamed(lr.keyword))
+    if ".optimizers.legacy." in scan.dotted(call.func):
+        yield Word(call, f"{scan.short(call.func)} is not in Keras 3", "take the optimizer of that name without legacy")
+
+
+def _files(scan: Scan, call: cst.Call, last: str) -> Iterator[Word]:
+    """Files whose names Keras 3 does not take, and values of its old backend."""
+    if last in ("save", "save_model") and (saved := _folder(scan, call)):
+        yield Word(call, f"a model is saved as {saved!r}", "name it .keras (or .h5); model.export writes a SavedModel")
+    elif scan.dotted(call.func) in ("keras.backend.get_value", "keras.backend.set_value"):
+        yield Word(call, f"{scan.short(call.func)} is not in Keras 3",
+                   "use keras.ops.convert_to_numpy(x), float(x), or x.assign(...)")
+    elif last == "ModelCheckpoint":
+        path = argument(call, "filepath", 0)
+        text = (text_of(path.value) or "") if path else ""
+        weights = is_true(argument(call, "save_weights_only", 4))
+        if text and not text.endswith(".weights.h5" if weights else (".keras", ".h5")):
+            yield Word(call, f"ModelCheckpoint to {text!r}",
+                       "name it .weights.h5" if weights else "name it .keras (or .h5)")
+    elif last in ("get_weights", "set_weights") and isinstance(call.func, cst.Attribute) and is_optimizer(
+            scan, call.func.value) is not None:
+        yield Word(call, f"{scan.short(call.func)} is not in Keras 3",
+                   "use its variables: [v.numpy() for v in optimizer.variables], and v.assign(value) for each")
+
+
+def is_optimizer(scan: Scan, node: cst.BaseExpression) -> bool | None:
+    """True where all that binds a name is the making of an optimizer; False where its name alone says so; None else."""
+    name = name_of(node) or ""
+    made = [_made(scan, binder) for binder in scan.binders(name, node)] if isinstance(node, cst.Name) else []
+    if made and all(isinstance(call, cst.Call) and (
+            "optimizers." in scan.dotted(call.func) or scan.means(call.func, "DistributedOptimizer"))
+            for call in made):
+        return True
+    return False if "opt" in name.rpartition(".")[2].lower() else None
+
+
+def _made(scan: Scan, binder: cst.CSTNode) -> cst.BaseExpression | None:
+    """What a name is given where it is bound by a plain assignment."""
+    target = scan.parent.get(binder)
+    assign = scan.parent.get(target) if isinstance(target, cst.AssignTarget) else None
+    return assign.value if isinstance(assign, cst.Assign) else None
+
+
+def _folder(scan: Scan, call: cst.Call) -> str:
+    """The path that a Keras model is saved to where it has no ending that Keras 3 knows; else ""."""
+    is_function = scan.means(call.func, "models.save_model", "saving.save_model")
+    owner = scan.code(call.func.value) if isinstance(call.func, cst.Attribute) and not is_function else ""
+    if not is_function and (not owner or scan.dotted(call.func) or owner not in models(scan)
+                            and "model" not in owner.lower()):
+        return ""
+    path = argument(call, "filepath", 1 if is_function else 0)
+    text = text_of(path.value) if path is not None else None
+    return "" if text is None or text.endswith((".keras", ".h5", ".hdf5")) else text
+
+
+# --- generators ------------------------------------------------------------------------------------------------
+
+
+def _generators(scan: Scan) -> Iterator[Word]:
+    """``fit_generator`` and its kin: ``fit`` takes generators, too."""
+    for call in scan.methods(*GENERATORS):
+        assert isinstance(call.func, cst.Attribute)
+        name = call.func.attr.value
+        order, plain = GENERATORS[name], name.partition("_")[0]
+        unnamed = [a for a in call.args if a.keyword is None]
+        sure = not starred(call) and len(unnamed) <= len(order)
+        yield Word(call, f"{name} is not in Keras 3", f"call {plain}, which takes generators, too"
+                   + ("" if sure else ", with its arguments by name"), _plain(call, plain, order) if sure else None)
+
+
+def _plain(call: cst.Call, name: str, order: tuple[str, ...]) -> Callable[[Edits], None]:
+    """Call ``name`` with all arguments by name, without those of Keras 2's queues, and as silent as it was."""
+    def change(new: cst.Call) -> cst.Call:
+        args: list[cst.Arg] = []
+        for index, old in enumerate(new.args):
+            word = old.keyword.value if old.keyword is not None else order[index]
+            word = "x" if word == "generator" else word
+            if word in QUEUES:
+                continue
+            first = word == "x" and not args
+            args.append(old.with_changes(keyword=None, equal=cst.MaybeSentinel.DEFAULT) if first else
+                        arg("_", word).with_changes(value=old.value, comma=old.comma,
+                                                    whitespace_after_arg=old.whitespace_after_arg))
+        if name != "fit" and argument(call, "verbose") is None:
+            args.append(arg("0", "verbose"))
+        assert isinstance(new.func, cst.Attribute)
+        return with_args(new, args).with_changes(func=new.func.with_changes(attr=cst.Name(name)))
+
+    return lambda edits: edits.put(call, change)
+
+
+# --- images ----------------------------------------------------------------------------------------------------
+
+
+def _iterators(scan: Scan) -> Iterator[Word]:
+    """ImageDataGenerator, which Keras 3 has under tensorflow.keras alone."""
+    what, do = "ImageDataGenerator is not in Keras 3's own name space", f"take it from tensorflow.{LEGACY}"
+    for node in scan.all(cst.ImportFrom):
+        module = name_of(node.module) if node.module is not None else ""
+        if isinstance(node.names, cst.ImportStar) or node.relative or module not in (LEGACY, "keras.preprocessing"):
+            continue
+        names = {name_of(alias.name) for alias in node.names}
+        whole = module == "keras.preprocessing" and any(
+            scan.dotted(used) == f"{LEGACY}.{word}" for alias in node.names for word in ITERATORS
+            for used in scan.all(cst.Attribute) if (name_of(used) or "").startswith(local_name(alias) + "."))
+        if whole or module == LEGACY and names & set(ITERATORS):
+            yield Word(node, what, do, _moved(node, f"tensorflow.{module}"))
+    for used in scan.all(cst.Attribute):
+        text = name_of(used) or ""
+        if text == scan.dotted(used) and text in [f"{LEGACY}.{word}" for word in ITERATORS]:
+            tf = next((name for name, means in scan.imports.items() if means == "tensorflow"), "")
+            yield Word(used, what, do, _swapped(used, f"{tf}.{text}") if tf else None)
+
+
+# --- edits -----------------------------------------------------------------------------------------------------
+
+
+def _renamed(keyword: cst.Name) -> Callable[[Edits], None]:
+    return lambda edits: edits.put(keyword, lambda new: new.with_changes(value="learning_rate"))
+
+
+def _without(call: cst.Call, names: list[str]) -> Callable[[Edits], None]:
+    return lambda edits: edits.put(call, lambda new: with_args(
+        new, [a for a in new.args if not (a.keyword and a.keyword.value in names)]))
+
+
+def _uncalled(call: cst.Call) -> Callable[[Edits], None]:
+    return lambda edits: edits.put(call, lambda new: new.func)
+
+
+def _moved(node: cst.ImportFrom, module: str) -> Callable[[Edits], None]:
+    return lambda edits: edits.put(node, lambda new: new.with_changes(module=expression(module)))
+
+
+def _swapped(node: cst.Attribute, text: str) -> Callable[[Edits], None]:
+    return lambda edits: edits.swap(node, text)

@@ -61,8 +61,8 @@ def parser() -> argparse.ArgumentParser:
         description="Move training scripts to hvdtrain: Horovod (Keras, TensorFlow, PyTorch), tf.distribute, "
                     "plain Keras fit, DistributedDataParallel, DataParallel, Accelerate. Prints a unified "
                     "diff and what is unsafe in each script, with file and line. What cannot be rewritten "
-                    "faithfully is left as it was, with what to do by hand. Exit status 1 where nothing was "
-                    "recognised.",
+                    "faithfully, such as a loop of PyTorch, is left as it was, with the code to put in its place "
+                    "and what to do by hand. Exit status 1 where nothing was recognised.",
         epilog="For example: python -m hvdtrain migrate train.py --write")
     made.add_argument("scripts", nargs="+", metavar="script.py", help="the scripts")
     made.add_argument("--write", action="store_true", help="edit the files, each in one rename")

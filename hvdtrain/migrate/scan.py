@@ -94,20 +94,6 @@ class Scan:
         """The function that ``node`` stands in, or the module."""
         return next((up for up in self.above(node) if isinstance(up, (cst.FunctionDef, cst.Lambda))), self.module)
 
-    def reads_of(self, use: cst.Name, node: cst.CSTNode) -> bool:
-        """Whether ``use``, in a function inside the scope of ``node``, means a name of that scope."""
-        outer = self.scope(node)
-        inner = self.scope(use)
-        while inner is not outer:
-            if inner is self.module or self.binds(inner, use.value):
-                return False
-            inner = self.scope(inner)
-        return self.scope(use) is not outer
-
-    def binds(self, scope: cst.CSTNode, name: str) -> bool:
-        """Whether a function, or the module, binds a name itself; not through ``global``."""
-        return any(self.scope(node) is scope for node in self._binders.get(name, ()))
-
     def binders(self, name: str, at: cst.CSTNode) -> list[cst.CSTNode]:
         """What binds the name that is read at ``at``: in the innermost scope around it that binds it at all."""
         scope = self.scope(at)

@@ -2,36 +2,57 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 
 import pytest
 
+from hvdtrain.config import Config, Named
 from hvdtrain.migrate import plan, rules, source
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "migrate"
-KINDS = {"horovod_keras": "horovod_keras", "tf_distribute": "tf_distribute", "ddp": "ddp", "accelerate": "accelerate",
-         "data_parallel": "data_parallel"}
-WENT = {"horovod_keras": "horovod.", "tf_distribute": "strategy", "ddp": "DistributedDataParallel",
-        "accelerate": "accelerator", "data_parallel": "DataParallel"}
-CAME = {"horovod_keras": "import hvdtrain.keras as hvd", "tf_distribute": "hvd.shard(", "ddp": "trainer.fit(",
-        "accelerate": "trainer.fit(", "data_parallel": "trainer.fit("}
+DIFFS = {"horovod_keras": ("horovod.", "import hvdtrain.keras as hvd"), "tf_distribute": ("strategy", "hvd.shard(")}
+"""Kinds that are moved by a diff: what is gone, what comes."""
+LOOPS = ("ddp", "accelerate", "data_parallel")
+"""Kinds with a loop of their own, for which there is code to go on from."""
 
 
 def test_every_folder_is_told_of():
-    assert {folder.name for folder in DOCS.iterdir() if folder.is_dir()} == set(KINDS)
+    assert {folder.name for folder in DOCS.iterdir() if folder.is_dir()} == {*DIFFS, *LOOPS}
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", DIFFS)
 def test_a_script_of_the_docs_moves_whole(name):
     found = plan.migrate(source.read(str(DOCS / name / "before.py")), rules.Wish(ranks=2))
     after = found.after.decode()
     code = after.partition('"""\n\n')[2]  # behind the sentence that opens the file
-    assert found.kind == KINDS[name] and not [f for f in found.findings if f.kind == "by hand"], found.findings
-    assert CAME[name] in code and WENT[name] not in code.replace("hvdtrain.keras", "")
+    went, came = DIFFS[name]
+    assert found.kind == name and not [f for f in found.findings if f.kind == "by hand"], found.findings
+    assert came in code and went not in code.replace("hvdtrain.keras", "")
     compile(after, name, "exec")
 
 
-@pytest.mark.parametrize("name", KINDS)
+def config(code: str) -> Config:
+    """What the call of Config in ``code`` makes."""
+    call = next(node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name) and node.func.id == "Config")
+    return eval(ast.unparse(call), {"Config": Config, "Named": Named})
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_code_for_a_loop_of_the_docs_is_that_of_the_script_that_moved(name):
+    found = plan.migrate(source.read(str(DOCS / name / "before.py")), rules.Wish(ranks=2))
+    after = (DOCS / name / "after.py").read_text()
+    assert found.kind == name and config(found.snippet) == config(after) and "..." not in found.snippet
+    assert found.snippet.endswith("trainer.fit(model, train)") and ".fit(model, (train, test))" in after
+    lines = found.source.data.decode().splitlines()
+    gone = next(f.what for f in found.findings if f.what.startswith("these go: "))
+    for what, line in re.findall(r"([\w.]+) \(line (\d+)\)", gone):
+        assert what in lines[int(line) - 1] and what not in after.partition('"""\n\n')[2]
+
+
+@pytest.mark.parametrize("name", [*DIFFS, *LOOPS])
 def test_a_script_that_moved_stays(name):
     moved = source.read(str(DOCS / name / "after.py"))
     assert plan.migrate(moved, rules.Wish()).after == (DOCS / name / "after.py").read_bytes()

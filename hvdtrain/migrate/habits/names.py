@@ -9,8 +9,6 @@ import libcst as cst
 
 from hvdtrain.migrate.scan import Scan, argument, name_of, text_of
 
-HVD = ("horovod.torch", "horovod.keras", "horovod.tensorflow", "horovod.tensorflow.keras", "hvdtrain.keras",
-       "hvdtrain.tensorflow")
 RANK_WORDS = ("rank", "local_rank", "global_rank", "world_rank", "RANK", "LOCAL_RANK", "process_index",
               "task_index", "task_id", "gpu_id")
 SIZE_WORDS = ("world_size", "WORLD_SIZE", "num_replicas_in_sync", "num_processes", "n_ranks", "num_ranks",
@@ -36,6 +34,18 @@ def is_rank(scan: Scan, node: cst.BaseExpression) -> bool:
 def is_size(scan: Scan, node: cst.BaseExpression) -> bool:
     """Whether an expression is the number of processes: ``hvd.size()``, ``dist.get_world_size()``, a name of one."""
     return _is(scan, node, SIZE_WORDS, ("size", "local_size", "get_world_size"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+
+
+def sized(scan: Scan, node: cst.BaseExpression) -> bool:
+    """Whether an expression has the number of processes in it, also by a name that is given it anywhere."""
+    for inner in scan.inner(node):
+        if isinstance(inner, (cst.Call, cst.Name, cst.Attribute, cst.Subscript)) and is_size(scan, inner):
+            return True
+        if isinstance(inner, cst.Name) and any(is_size(scan, deep) for assign in scan.assigned(inner.value)
+                                               for deep in scan.inner(assign.value)
+                                               if isinstance(deep, (cst.Call, cst.Attribute))):
+            return True
+    return False
 
 
 def _is(scan: Scan, node: cst.BaseExpression, words: tuple[str, ...], calls: tuple[str, ...],
@@ -67,11 +77,6 @@ def environment(scan: Scan, node: cst.BaseExpression) -> str:
         key = argument(node, "key", 0)
         return text_of(key.value) or "" if key else ""
     return ""
-
-
-def root_branch(scan: Scan, node: cst.If) -> bool:
-    """Whether an ``if`` lets one rank in, or some: ``rank == 0``, ``not rank``, ``is_main_process``."""
-    return mentions_rank(scan, node.test)
 
 
 def mentions_rank(scan: Scan, test: cst.BaseExpression) -> bool:
@@ -127,18 +132,6 @@ def _left_early(scan: Scan, node: cst.CSTNode, block: cst.CSTNode) -> str:
                 scan, line.test) and isinstance(line.body.body[-1], (cst.Return, cst.Continue, cst.Break)):
             return f"below '{scan.short(line)}'"
     return ""
-
-
-def under_root(scan: Scan, node: cst.CSTNode) -> cst.If | None:
-    """The ``if`` that lets only some ranks reach ``node``, in its own function; None if there is none."""
-    inner: cst.CSTNode = node
-    for up in scan.above(node):
-        if isinstance(up, (cst.FunctionDef, cst.Lambda)):
-            return None
-        if isinstance(up, cst.If) and inner is not up.test and mentions_rank(scan, up.test):
-            return up
-        inner = up
-    return None
 
 
 def collective(scan: Scan, call: cst.Call) -> str:

@@ -76,7 +76,7 @@ def no_broadcast(scan: Scan, context: Any) -> Iterator[Finding]:
         yield Finding(scan.line(wrapped[0]), "unsafe", "no rank broadcasts its first weights",
                       "each rank starts from weights of its own, and equal updates keep them apart for ever",
                       "add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to fit, or hvd.broadcast_parameters / "
-                      "hvd.broadcast_variables before the first step")
+                      "hvd.broadcast_variables before the first step (Trainer does so by itself)")
 
 
 def seeds_of_ranks(scan: Scan, context: Any) -> Iterator[Finding]:
@@ -148,7 +148,7 @@ def elastic(scan: Scan, context: Any) -> Iterator[Finding]:
 
 def prints_of_every_rank(scan: Scan, context: Any) -> Iterator[Finding]:
     """What one process printed and wrote, and every rank will once the script is moved."""
-    if not context.edited or context.kind not in ("keras_fit", "tf_distribute", "data_parallel"):
+    if context.kind != "data_parallel" and not (context.edited and context.kind in ("keras_fit", "tf_distribute")):
         return
     for call in scan.all(cst.Call):
         last = (name_of(call.func) or "").rpartition(".")[2]

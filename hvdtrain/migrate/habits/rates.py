@@ -19,7 +19,8 @@ def rate_times_size(scan: Scan, context: Any) -> Iterator[Finding]:
     """``lr * size``: right for equal batches that grow with the ranks, and for nothing else."""
     for node in scan.all(cst.BinaryOperation):
         if not isinstance(node.operator, cst.Multiply) or not any(
-                names.is_size(scan, side) for side in (node.left, node.right)):
+                names.is_size(scan, side) or isinstance(side, cst.Name) and names.sized(scan, side)
+                for side in (node.left, node.right)):
             continue
         if _is_rate(scan, node):
             yield Finding(scan.line(node), "unsafe", f"the learning rate is {scan.short(node)}", *_advice(context))
@@ -33,8 +34,6 @@ def rate_times_size(scan: Scan, context: Any) -> Iterator[Finding]:
 def _advice(context: Any) -> tuple[str, str]:
     if context.target == "trainer":
         return ("Trainer keeps the global batch, whatever the number of ranks, so the rate must not grow with them",
-                "give --ranks N as the old job had them: the diff then writes their rate and their batch"
-                if context.edited else
                 "give the rate of the global batch (Schedule(linear_scaling_base=...) scales it by the batch, "
                 "if it is to be scaled)")
     return ("it fits where the global batch grows with the ranks in equal parts; with unequal parts, or a "

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import libcst as cst
-
-from hvdtrain.migrate.rules import Plan, torch_edit
+from hvdtrain.migrate.rules import Plan, torch_trainer
 from hvdtrain.migrate.scan import Scan
 
 TITLE = "a script of DistributedDataParallel"
 TARGETS = ("trainer",)
+KIND = torch_trainer.Kind(("torch.distributed", "torch.nn.parallel", "torch.utils.data.distributed",
+                           "torch.utils.data.DistributedSampler", "torch.multiprocessing", "torch.cuda.set_device"),
+                          ("DistributedDataParallel",))
 
 
 def recognise(scan: Scan) -> bool:
     """Whether DDP is used, or a process group is made."""
-    return any(True for _ in scan.calls("DistributedDataParallel")) or any(
-        scan.dotted(call.func) == "torch.distributed.init_process_group" for call in scan.all(cst.Call))
-
-
-def goes(scan: Scan, small: cst.CSTNode) -> bool:
-    """No statement beside those that go in every kind."""
-    return False
-
-
-KIND = torch_edit.Kind(("torch.distributed", "torch.nn.parallel", "torch.utils.data.distributed",
-                        "torch.utils.data.DistributedSampler"), goes, ("DistributedDataParallel",))
+    return any(True for _ in scan.calls("DistributedDataParallel", "torch.distributed.init_process_group"))
 
 
 def plan(scan: Scan, wish: Any) -> Plan:
-    """To Trainer where the loop is the standard one."""
-    return torch_edit.plan(scan, wish, KIND)
+    """To Trainer, by hand."""
+    return torch_trainer.plan(scan, wish, KIND)

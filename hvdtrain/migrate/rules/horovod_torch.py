@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import libcst as cst
-
-from hvdtrain.migrate.finding import Refused
-from hvdtrain.migrate.rules import Plan, torch_edit
+from hvdtrain.migrate.rules import Plan, torch_trainer
+from hvdtrain.migrate.rules.torch_parts import Parts, code
 from hvdtrain.migrate.scan import Scan, argument
 
 TITLE = "a script of horovod.torch"
 TARGETS = ("trainer",)
-GO = ("init", "shutdown", "broadcast_parameters", "broadcast_optimizer_state")
 
 
 def recognise(scan: Scan) -> bool:
@@ -20,61 +17,39 @@ def recognise(scan: Scan) -> bool:
     return scan.imports_any("horovod.torch")
 
 
-def goes(scan: Scan, small: cst.CSTNode) -> bool:
-    """``hvd.init()``, broadcasts of the first state, and ``opt = hvd.DistributedOptimizer(opt, ...)``."""
-    value = small.value if isinstance(small, (cst.Expr, cst.Assign)) else None
-    if not isinstance(value, cst.Call) or not scan.dotted(value.func).startswith("horovod.torch."):
-        return False
-    return scan.means(value.func, *GO) if isinstance(small, cst.Expr) else scan.means(value.func,
-                                                                                      "DistributedOptimizer")
-
-
-def keys(scan: Scan) -> dict[str, str]:
-    """Config's compression and exchange for Horovod's; ``accumulate`` is left to the user."""
-    found: dict[str, str] = {}
+def _more(scan: Scan, parts: Parts) -> str:
+    """Config's compression, exchange and accumulate for the arguments of DistributedOptimizer."""
+    passes = "1"
     for call in scan.calls("DistributedOptimizer"):
         compression, op = argument(call, "compression", 2), argument(call, "op")
-        if compression is not None and "fp16" in scan.code(compression.value):
-            found["compression"] = '"fp16"'
-        if op is not None and scan.means(op.value, "Adasum"):
-            found["exchange"] = "Exchange(adasum=True)"
-        passes = argument(call, "backward_passes_per_step", 3)
-        if passes is not None and scan.code(passes.value) != "1":
-            found["accumulate"] = scan.code(passes.value)
-    return found
+        given = argument(call, "backward_passes_per_step", 3)
+        if compression is not None and not _is(scan, compression, "Compression.none"):
+            parts.keys["compression"] = '"fp16"' if _is(scan, compression, "Compression.fp16") else "..."
+            if parts.keys["compression"] == "...":
+                parts.tell(compression, f"DistributedOptimizer has {scan.short(compression)}",
+                           'write "none", "fp16", or another of Config\'s', "which is meant is only known at run time")
+        if op is not None and not _is(scan, op, "Average"):
+            parts.keys["exchange"] = "Exchange(adasum=True)"
+            if not _is(scan, op, "Adasum"):
+                del parts.keys["exchange"]
+                parts.tell(op, f"DistributedOptimizer has {scan.short(op)}", "where it may be Sum, multiply lr by the "
+                           "number of processes; where Adasum, add exchange=Exchange(adasum=True)",
+                           "Trainer takes the mean over the samples of a global batch")
+        if given is not None and code(scan, given.value) != "1":
+            passes = parts.keys["accumulate"] = code(scan, given.value)
+            parts.tell(given, f"an update has {passes} passes", "take them out of global_batch where the loader's "
+                       "batch is that of all passes already", "global_batch in the code below is times the passes")
+    return passes
 
 
-def _refuse(scan: Scan) -> None:
-    """`Refused` for options that change what a step is."""
-    for call in scan.calls("DistributedOptimizer"):
-        compression, op = argument(call, "compression", 2), argument(call, "op")
-        passes = argument(call, "backward_passes_per_step", 3)
-        for given, fine, do in (
-                (passes, ("1",), "set accumulate, and global_batch to that of all passes"),
-                (op, ("hvd.Average", "Average", "hvd.Adasum", "Adasum"),
-                 "divide lr and clip_norm as the mean wants it"),
-                (compression, ("hvd.Compression.none", "hvd.Compression.fp16", "Compression.none",
-                               "Compression.fp16"),
-                 "name one of Config's compression")):
-            if given is not None and scan.code(given.value).replace("horovod.torch.", "hvd.") not in fine and not (
-                    isinstance(given.value, cst.IfExp)):
-                raise Refused(scan.line(given), f"DistributedOptimizer has {scan.short(given)}",
-                              "it changes what a step is made of", do + ", in the code below")
-            if given is not None and isinstance(given.value, cst.IfExp):
-                raise Refused(scan.line(given), f"DistributedOptimizer has {scan.short(given)}",
-                              "which of the two is meant is only known at run time", "choose one in the code below")
+def _is(scan: Scan, given: Any, name: str) -> bool:
+    return bool(scan.dotted(given.value).endswith("." + name))
 
 
-KIND = torch_edit.Kind(("horovod",), goes, (), keys=keys)
+KIND = torch_trainer.Kind(("horovod", "torch.utils.data.distributed", "torch.utils.data.DistributedSampler",
+                           "torch.cuda.set_device"), more=_more)
 
 
 def plan(scan: Scan, wish: Any) -> Plan:
-    """To Trainer where the loop is the standard one."""
-    try:
-        _refuse(scan)
-    except Refused as refused:
-        from hvdtrain.migrate.rules import torch_snippet
-
-        return Plan(findings=[refused.finding],
-                    snippet=torch_snippet.guess(scan, True, wish.ranks, keys(scan)))
-    return torch_edit.plan(scan, wish, KIND)
+    """To Trainer, by hand."""
+    return torch_trainer.plan(scan, wish, KIND)

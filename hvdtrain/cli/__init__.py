@@ -14,7 +14,7 @@ COMMANDS = {
     "launch": "start a job on the hosts of a list: the right command line for the MPI found here",
     "doctor": "show what would stop or slow a run here or on the hosts of a list, with the commands that mend it",
     "verify": "show that a model trains alike on 1, 2, 3, ... ranks (law 2)",
-    "migrate": "show, as a diff, how a script of Horovod, tf.distribute, Keras, DDP or Accelerate moves here",
+    "migrate": "show how a script of Horovod, tf.distribute, Keras, DDP or Accelerate moves here: a diff, or code",
     "convert": "carry weights and optimizer state between a PyTorch model and its Keras twin, both ways",
     "build": "build, install and check Horovod for the frameworks and the MPI found here",
     "bench": "measure the wire, compressors, whole steps (also against other trainers) and accuracy",

@@ -49,11 +49,11 @@ def test_the_horovod_keras_script_trains_under_mpirun():
     assert accuracy(mpirun(2, [script("horovod_keras/after.py")], 100)) >= LEAST
 
 
-def test_the_horovod_keras_script_trains_under_horovodrun():
+def test_the_script_in_words_of_keras_2_trains_under_horovodrun_once_it_moved():
     horovodrun = shutil.which("horovodrun", path=str(Path(sys.executable).parent))
     if horovodrun is None:
         pytest.skip("horovodrun is not beside this interpreter")
-    command = [horovodrun, "-np", "2", "-H", "localhost:2", sys.executable, script("horovod_keras/after.py")]
+    command = [horovodrun, "-np", "2", "-H", "localhost:2", sys.executable, script("horovod_keras2/after.py")]
     job = run(command, 100)
     assert job.returncode == 0, job.text
     found = re.findall(r"accuracy (0\.\d+)", job.text)
@@ -69,7 +69,7 @@ def test_the_tf_distribute_script_as_it_was_trains_on_one_worker():
     assert accuracy(run([sys.executable, script("tf_distribute/before.py")], 100)) >= LEAST
 
 
-@pytest.mark.parametrize("name", ["tf_distribute", "ddp", "accelerate", "data_parallel"])
+@pytest.mark.parametrize("name", ["horovod_tape", "tf_distribute", "ddp", "accelerate", "data_parallel"])
 def test_a_script_that_moved_trains_on_two_ranks(name):
     assert accuracy(mpirun(2, [script(f"{name}/after.py")], 100)) >= LEAST
 

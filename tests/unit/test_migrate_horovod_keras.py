@@ -125,7 +125,7 @@ if gpus:
     ("g = keras.preprocessing.image.ImageDataGenerator()\n",
      "g = tf.keras.preprocessing.image.ImageDataGenerator()\n"),
     ("model.fit_generator(generator=g, steps_per_epoch=9,\n                    workers=4, epochs=2)\n",
-     "model.fit(g, steps_per_epoch=9,\n                    epochs=2)\n"),
+     "model.fit(g, steps_per_epoch=9,\n          epochs=2)\n"),
     ("model.fit_generator(g, 9, 2)\n", "model.fit(g, steps_per_epoch=9, epochs=2)\n"),
     ("s = model.evaluate_generator(g, 3, workers=4)\n", "s = model.evaluate(g, steps=3, verbose=0)\n"),
     ("s = model.predict_generator(g, verbose=1)\n", "s = model.predict(g, verbose=1)\n"),

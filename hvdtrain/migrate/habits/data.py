@@ -18,7 +18,8 @@ NO_SAMPLES = re.compile(r"batch|epoch|bs\b|lr|rate|cpu|worker|thread|port", re.I
 def truncated_shards(scan: Scan, context: Any) -> Iterator[Finding]:
     """``n // size``: the samples that are left over are never seen."""
     for node in scan.all(cst.BinaryOperation):
-        if not isinstance(node.operator, cst.FloorDivide) or not _by_size(scan, node.right):
+        if not isinstance(node.operator, cst.FloorDivide) or not _by_size(scan, node.right) or isinstance(
+                node.left, cst.Integer):  # a number of steps that somebody chose, not how many samples there are
             continue
         if NO_SAMPLES.search(scan.code(node.left)) and not _is_steps(scan, node):
             continue

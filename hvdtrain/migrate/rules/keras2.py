@@ -130,11 +130,14 @@ def _generators(scan: Scan) -> Iterator[Word]:
         unnamed = [a for a in call.args if a.keyword is None]
         sure = not starred(call) and len(unnamed) <= len(order)
         yield Word(call, f"{name} is not in Keras 3", f"call {plain}, which takes generators, too"
-                   + ("" if sure else ", with its arguments by name"), _plain(call, plain, order) if sure else None)
+                   + ("" if sure else ", with its arguments by name"),
+                   _plain(scan, call, plain, order) if sure else None)
 
 
-def _plain(call: cst.Call, name: str, order: tuple[str, ...]) -> Callable[[Edits], None]:
+def _plain(scan: Scan, call: cst.Call, name: str, order: tuple[str, ...]) -> Callable[[Edits], None]:
     """Call ``name`` with all arguments by name, without those of Keras 2's queues, and as silent as it was."""
+    width = scan.width(call)
+
     def change(new: cst.Call) -> cst.Call:
         args: list[cst.Arg] = []
         for index, old in enumerate(new.args):
@@ -149,9 +152,18 @@ def _plain(call: cst.Call, name: str, order: tuple[str, ...]) -> Callable[[Edits
         if name != "fit" and argument(call, "verbose") is None:
             args.append(arg("0", "verbose"))
         assert isinstance(new.func, cst.Attribute)
-        return with_args(new, args).with_changes(func=new.func.with_changes(attr=cst.Name(name)))
+        made = with_args(new, [_closer(a, width, len("_generator")) for a in args])
+        return made.with_changes(func=new.func.with_changes(attr=cst.Name(name)))
 
     return lambda edits: edits.put(call, change)
+
+
+def _closer(given: cst.Arg, width: int, by: int) -> cst.Arg:
+    """An argument whose next line, which stood below the opening parenthesis at ``width``, stands there again."""
+    space = given.comma.whitespace_after if isinstance(given.comma, cst.Comma) else None
+    if not isinstance(space, cst.ParenthesizedWhitespace) or len(space.last_line.value) != width:
+        return given
+    return given.with_deep_changes(space.last_line, value=" " * (width - by))
 
 
 # --- images ----------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from hvdtrain.balance.memory import host_budget_bytes
 from hvdtrain.data import text as english
 from hvdtrain.data.sampler import at_least, epoch_order, random_bits
 from hvdtrain.data.stream import Arrays, Stream
@@ -25,6 +26,8 @@ from hvdtrain.resolve import load_callable
 
 SPLITS = ("train", "test")
 _NAMES = ("x", "y", "sample_weight")
+_WORK_BYTES = 24
+"""Bytes that made-up data take for each number while it is made: its bits and two float64."""
 _STREAM = 2**63
 """First of the random streams used here; the sampler's count up from 0."""
 
@@ -116,6 +119,8 @@ def synthetic(split: str, samples: int = 1024, shape: Sequence[int] = (8, 8), cl
     for extent in extents:
         at_least("data.args.shape (each extent)", extent, 1)
     size = math.prod(extents)
+    numbers = 2 * samples * (size + 1) if vocab else samples * (size + classes) + size * classes
+    _check_memory(f"{samples} samples of shape {extents} with {vocab or classes} classes", _WORK_BYTES * numbers)
     stream = _STREAM + 1 + SPLITS.index(split)
     if vocab:
         return _bigrams(samples, size, vocab, seed, stream)
@@ -123,6 +128,15 @@ def synthetic(split: str, samples: int = 1024, shape: Sequence[int] = (8, 8), cl
     teacher = (2 * _uniform(size * classes, seed, _STREAM) - 1).reshape(size, classes)
     y = (x.astype(np.float64) @ teacher).argmax(axis=1).astype(np.int64)
     return ArraySource((x.reshape(samples, *extents), y))
+
+
+def _check_memory(what: str, needed_bytes: int) -> None:
+    """Raise `UserError` where this host has less memory left; a number of samples may have a digit too many."""
+    left_bytes = host_budget_bytes(1)
+    if 0 < left_bytes < needed_bytes:
+        raise UserError(f"data synthetic of {what} takes {needed_bytes / 2**30:,.1f} GiB while it is made",
+                        f"at most the {left_bytes / 2**30:,.1f} GiB that this host has left",
+                        "set data.args.samples, or shape, to less")
 
 
 def text(split: str, context: int = 64, samples: int = 0, test_fraction: float = 0.1, seed: int = 0) -> Source:
@@ -329,7 +343,7 @@ def _call(function: Callable, name: str, args: Mapping[str, Any], **ours: Any) -
     try:
         params = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        return function(**kwargs)
+        return _within_memory(function, name, kwargs)
     choices = [p.name for p in params.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     open_ended = any(p.kind is p.VAR_KEYWORD for p in params.values())
     free = [choice for choice in choices if choice not in ours]
@@ -343,7 +357,17 @@ def _call(function: Callable, name: str, args: Mapping[str, Any], **ours: Any) -
             raise UserError(f"{name} needs the argument {choice!r}",
                             "it in data.args",
                             f"set data.args.{choice}")
-    return function(**kwargs)
+    return _within_memory(function, name, kwargs)
+
+
+def _within_memory(function: Callable, name: str, kwargs: Mapping[str, Any]) -> Any:
+    """Call; memory that does not suffice is the user's to mend."""
+    try:
+        return function(**kwargs)
+    except MemoryError as error:
+        said = f": {error}" if str(error) else ""
+        raise UserError(f"data {name} does not fit into this host's memory{said}", "less at a time",
+                        "correct data.args, or return an object with len() and fetch(), or a stream") from error
 
 
 # --- deterministic numbers ---------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ def user_module(tmp_path, monkeypatch):
         def nothing(): return None
         def needs(size): return x, y
         def bad_name(): return {"x": x, "yy": y}
+        def endless(): raise MemoryError("Unable to allocate 5 TiB")
 
         class Their:
             def __len__(self): return 4
@@ -88,7 +89,8 @@ def test_synthetic_tokens_follow_a_rule_nine_times_in_ten():
 
 @pytest.mark.parametrize("args, words", [
     ({"samples": 0}, "samples"), ({"classes": 1}, "classes"), ({"shape": (0,)}, "shape"),
-    ({"vocab": -1}, "vocab"),
+    ({"vocab": -1}, "vocab"), ({"samples": 9999999999}, r"9999999999 samples of shape \[8, 8\] .* GiB"),
+    ({"samples": 9999999999, "vocab": 5}, "GiB that this host has left"), ({"shape": [10**6, 10**7]}, "GiB"),
     ({"sampels": 3}, "did you mean 'samples'"), ({"split": "test"}, "'split'"), ({"seed": "x"}, "seed"),
 ])
 def test_wrong_arguments_of_a_built_in_set_are_named(args, words):
@@ -170,6 +172,7 @@ def test_a_file_path_and_a_stream_work_too(user_module, tmp_path):
     ("their_data:arrays", {"m": 1}, "no argument 'm'"), ("their_data:needs", {}, "'size'"),
     ("their_data:uneven", {}, "differ in length"), ("their_data:words", {}, "gave a str"),
     ("their_data:nothing", {}, "gave a NoneType"), ("their_data:bad_name", {}, "'yy'"),
+    ("their_data:endless", {}, "does not fit into this host's memory: Unable to allocate 5 TiB"),
 ])
 def test_mistakes_in_naming_data_are_told_with_the_nearest_name(user_module, name, args, words):
     with pytest.raises(UserError, match=words):

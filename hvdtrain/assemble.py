@@ -1,11 +1,11 @@
 """Builds a run in one fixed order: the file to read to know what a run is made of.
 
 The order: config, boot and control plane, topology and group, model blocks, devices, wire (`hvdtrain.cluster.wire`),
-data, precision, step (with its optimizer), the comparison of the ranks' models, buckets and compressor and reducer
-(`hvdtrain.exchange.attach`), initial weights, callbacks, restore. The run's directory is made when a fit starts
-(`hvdtrain.outdir.starting`); the parts of a batch (`balance`) are planned then, by a callback. A model that is split
-over devices is cut while its step is made, before its exchange, so that no bucket spans two devices. Remat would stand
-after the model, compilation before the step; these are not built yet.
+data, precision, step (with its optimizer), the comparison of the ranks' models, a first sample through model, loss and
+metrics, buckets and compressor and reducer (`hvdtrain.exchange.attach`), initial weights, callbacks, restore. The run's
+directory is made when a fit starts (`hvdtrain.outdir.starting`); the parts of a batch (`balance`) are planned then, by
+a callback. A model that is split over devices is cut while its step is made, before its exchange, so that no bucket
+spans two devices. Remat would stand after the model, compilation before the step; these are not built yet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import backends, rng, unused
+from hvdtrain import backends, first_sample, rng, unused
 from hvdtrain.alike import check_alike
 from hvdtrain.balance.emulate import Slowed
 from hvdtrain.callbacks import progress
@@ -82,7 +82,7 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     _seed(config, backend, control.rank)
     precision = _precision(config, control, devices, notes)
     step = agreed(control, lambda: backend.create_step(spec, config, control, feed.steps_per_epoch or 0, precision,
-                                                       feed.sample), "model")
+                                                       feed.sample, feed.data), "model")
     if config.emulate_speed and config.emulate_speed[control.rank] < 1:
         step = Slowed(step, config.emulate_speed[control.rank])
     group = world(control.size, control.rank)
@@ -99,6 +99,7 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
     """Exchange, initial weights, callbacks, restore."""
     control, step, feed = run.control, run.step, run.feed
     check_alike(control, run.group, step.made_of())
+    first_sample.check(run, backend)
     agreed(control, lambda: exchange(run, backend.Ops()), "exchange")
     step.share_initial()
     run.callbacks = _callbacks(run, facts, more)

@@ -183,7 +183,7 @@ def _columns(model: Any, data: Any) -> Any:
 
 
 def _extras(run: Run, callbacks: Sequence[Any], class_weight: dict[int, float] | None) -> list[Any]:
-    """The user's callbacks as hvdtrain's, after a Keras model was told of its data and class weights."""
+    """The user's callbacks as hvdtrain's, after a Keras model was told of its class weights."""
     model = run.spec.model
     if _is_keras(model, "Model"):
         _tell_keras(run, class_weight)
@@ -216,7 +216,6 @@ def _tell_keras(run: Run, class_weight: dict[int, float] | None) -> None:
     from hvdtrain.keras import compiled
 
     setup = compiled.setup_of(run.spec.model)
-    setup.data, setup.follow, setup.class_weight = run.feed.data, None, None
     if class_weight is not None:
         if run.spec.task is not None:
             raise UserError("class_weight beside the model file's task", "one of the two", "weigh samples in the task")

@@ -1,7 +1,7 @@
 """One folder per framework, the same file names in each; this file tells which one a model belongs to.
 
 Imports no framework. A backend's package offers ``create_step``, ``Ops``, ``collectives``, ``stage``,
-``in_host_memory``, ``device_facts`` and ``adapt_data``.
+``in_host_memory``, ``device_facts``, ``adapt_data`` and ``try_samples``.
 """
 
 from __future__ import annotations

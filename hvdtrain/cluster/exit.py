@@ -117,12 +117,12 @@ def agreed(control: Control, fn: Callable[[], T], what: str) -> T:
     The error names the first failing rank and its host, unless all ranks failed alike. ``what`` ("reading the
     data") names the place in the error of a wait that ran out. Other exceptions pass through: they end the job.
     """
-    value, failure = None, None
+    value, failure, cause = None, None, None
     pulse.at(what)
     try:
         value = fn()
     except UserError as error:
-        failure = (error.got, error.expected, error.do)
+        failure, cause = (error.got, error.expected, error.do), error.__cause__
     try:
         rows = control.gather((failure, control.node))
     except WaitTimeout as error:
@@ -133,7 +133,7 @@ def agreed(control: Control, fn: Callable[[], T], what: str) -> T:
     rank, ((got, expected, do), node) = failed[0]
     if len(failed) < len(rows) or len({row[0] for row in rows}) > 1:
         got = f"rank {rank} on host {node}: {got}"
-    raise UserError(got, expected, do)
+    raise UserError(got, expected, do) from cause
 
 
 def is_echo(error: BaseException) -> bool:

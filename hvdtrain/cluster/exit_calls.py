@@ -50,8 +50,8 @@ def _status(code: object) -> str:
 def _caller(stack: list[tuple[CodeType, int]]) -> str:
     """Name the user's callable in ``stack`` (outermost first), with its file and line."""
     own = stack[1 + max((i for i, (code, _) in enumerate(stack) if code.co_filename.startswith(_HERE)), default=-1):]
-    by_user = [at for at in own if _owner(at[0].co_filename) == "user"]
-    installed = [at for at in own if _owner(at[0].co_filename) == "package"]
+    by_user = [at for at in own if owner(at[0].co_filename) == "user"]
+    installed = [at for at in own if owner(at[0].co_filename) == "package"]
     code, line = by_user[0] if by_user else (installed or own or stack)[-1]
     path = code.co_filename
     with contextlib.suppress(ValueError):
@@ -59,7 +59,7 @@ def _caller(stack: list[tuple[CodeType, int]]) -> str:
     return f"{getattr(code, 'co_qualname', code.co_name)} ({path}, line {line})"
 
 
-def _owner(path: str) -> str:
+def owner(path: str) -> str:
     """Return whose code a file holds: the "user"'s, an installed "package"'s, or "python"'s own."""
     if any(folder in path for folder in _PACKAGES):
         return "package"

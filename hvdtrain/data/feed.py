@@ -103,6 +103,7 @@ class Feed:
         self._warned: set[str] = set()
         self._peeked: tuple[tuple[int, int], Arrays | None, Generator[Arrays, None, None]] | None = None
         self._empty: Arrays = ()
+        self._read: Arrays = ()
         self._cuts = [(0, Cut.of(shares, accumulate, micro_batch))]
         if self.samples == 0:
             raise UserError("the dataset is empty", "at least one sample", "check its path and its filters")
@@ -174,8 +175,13 @@ class Feed:
 
     def _probe(self) -> int:
         """A checksum of the first, middle and last sample."""
+        return fingerprint(self.read_before(), rows=3)
+
+    def read_before(self) -> Arrays:
+        """The first, middle and last sample of a source, which is asked for them once."""
         assert self.samples
-        return fingerprint(self._fetch(np.unique([0, self.samples // 2, self.samples - 1])), rows=3)
+        self._read = self._read or self._fetch(np.unique([0, self.samples // 2, self.samples - 1]))
+        return self._read
 
     def _tell_unlike_data(self) -> None:
         """Arrays must be the same on every rank; a dataset may draw random numbers when it is read."""

@@ -27,6 +27,7 @@ import numpy as np
 from hvdtrain.errors import UserError
 from hvdtrain.keras.layout import Layout
 from hvdtrain.keras.shapes import guarded
+from hvdtrain.misfit import told
 
 Pair = tuple[Any, Any]
 
@@ -62,6 +63,33 @@ _setups: weakref.WeakKeyDictionary[Any, Setup] = weakref.WeakKeyDictionary()
 def setup_of(model: Any) -> Setup:
     """What is known of ``model``; lives as long as the model."""
     return _setups.setdefault(model, Setup())
+
+
+def begin(model: Any, data: Any) -> None:
+    """Forget what a run before knew of ``model``; ``data``: the training data, whose layout tells how inputs lie."""
+    setup = setup_of(model)
+    setup.data, setup.follow, setup.class_weight = data, None, None
+
+
+def build(spec: Any, sample: Callable[[int], Sequence[Any]] | None) -> None:
+    """Give a model without variables its variables, from the model file's example or a first sample of the data.
+
+    As `keras.Model.fit` does, but in inference: nothing is counted and nothing drawn.
+    Errors: `UserError` where the sample does not fit, and where there is neither.
+    """
+    model = spec.model
+    if model.built and model.weights and all(layer.built for layer in model._flatten_layers()):
+        return
+    if spec.example is not None:
+        batch = [spec.example(1)[0]]
+        model(keras.tree.map_structure(keras.ops.convert_to_tensor, batch[0]), training=False)
+    elif sample is not None:
+        batch = list(sample(1))
+        with told(model, batch):
+            model(split(model, [keras.ops.convert_to_tensor(array) for array in batch])[0], training=False)
+    if not model.weights:
+        raise UserError("the model has no variables yet", "a model whose input shape is known",
+                        "begin it with keras.Input(shape), or build it in the model's callable")
 
 
 def split(model: Any, batch: Sequence[Any]) -> tuple[Any, Any, Any]:

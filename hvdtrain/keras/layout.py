@@ -86,6 +86,11 @@ class Columns:
         """Copies of the samples ``indices_n``, flat."""
         return self._arrays().fetch(indices_n)
 
+    @property
+    def arrays(self) -> Arrays:
+        """All samples, flat."""
+        return self._arrays().arrays
+
     def _arrays(self) -> ArraySource:
         if self._source is None:
             self._source = ArraySource([np.asarray(leaf) for leaf in self._leaves])

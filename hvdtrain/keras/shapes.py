@@ -5,11 +5,13 @@ Owns the look at targets and outputs before a loss is taken. Knows shapes and ty
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvdtrain.errors import UserError
 
@@ -38,10 +40,20 @@ def guarded(loss: Callable[..., Any], name: str) -> Callable[..., Any]:
                 raise
             said = (re.sub(r"{{.*?}} ?", "", str(error)).strip().splitlines() or [type(error).__name__])[0]
             by = _BACKENDS.get(keras.backend.backend(), "Keras")
-            raise UserError(f"loss {name} refused its inputs: {got} ({by}: {said})",
+            raise UserError(f"loss {name} refused its inputs: {got}{_span(y)} ({by}: {said})",
                             "shapes and types that the loss takes",
                             "correct loss, the targets, or the model's output") from error
     return checked
+
+
+def _span(y: Any) -> str:
+    """The range of class numbers in words; "" for other targets, and in a graph, where they are not known."""
+    if not is_integer(y):
+        return ""
+    with contextlib.suppress(Exception):
+        numbers = np.asarray(keras.ops.convert_to_numpy(y))
+        return f" from {numbers.min()} to {numbers.max()}"
+    return ""
 
 
 def key(name: str) -> str:

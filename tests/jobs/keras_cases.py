@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -187,6 +188,38 @@ def seeded():
     return [drawn(5, 0), drawn(5, 1), drawn(6, 2)]
 
 
+class Lazy(keras.Model):
+    """Named inputs whose shapes nobody has said, BatchNorm and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.chain = [keras.layers.Dense(9), keras.layers.BatchNormalization(), keras.layers.Dropout(0.3),
+                      keras.layers.Dense(4)]
+
+    def call(self, x, training=False):
+        h = x["left"] + x["right"]
+        for layer in self.chain:
+            h = layer(h, training=training) if isinstance(layer, keras.layers.Dropout) else layer(h)
+        return h
+
+
+def lazy():
+    """A model that is built from its data; the same bits without the try of a first sample."""
+    from hvdtrain import first_sample
+
+    x = {"left": X[:, 0], "right": X[:, 1]}
+    found, check = [], first_sample.check
+    for case, tried in {"lazy": check, "untried": lambda run, backend: None}.items():
+        first_sample.check = tried
+        random.seed(2)  # where layers take their seeds from
+        model = Lazy()
+        model.compile("sgd", CE, metrics=["accuracy"])
+        facts = train(model, case, ((x, Y), (x, Y)), max_steps=6)[1]
+        found.append([facts["curve"], facts["metrics"], facts["weights"]])
+    first_sample.check = check
+    return {"with": found[0], "without": found[1], "shapes": [list(v.shape) for v in model.weights]}
+
+
 def outputs():
     """Two inputs by name, two outputs with a loss, its weight and a metric each."""
     left, right = keras.Input((8,), name="left"), keras.Input((8,), name="right")
@@ -223,7 +256,8 @@ def mistakes():
             "accumulating": said(perceptron(), keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)),
             "schedules": said(perceptron(), keras.optimizers.SGD(decay), schedule=Schedule(name="ConstantLR")),
             "function": said(perceptron(), keras.optimizers.SGD(lambda: 0.1)),
-            "unbuilt": said(keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(4)])),
+            "misfit": said(keras.Sequential([keras.Input((64,)), keras.layers.Dense(4)])),
+            "width": said(keras.Sequential([keras.Input((8, 8)), keras.layers.Flatten(), keras.layers.Dense(3)])),
             "optimizer": said(perceptron(), "adam", resume=str(OUT / "runs" / "half")),
             "loss": said(perceptron(), loss=Named("no_such")), "device": device}
 

@@ -38,7 +38,7 @@ def need(*packages):
 def alone(tmp_path_factory):
     need("torch", "keras")
     return child(tmp_path_factory.mktemp("alone"), 1, "torch", *CURVES, "frozen", "rates", "gpt", "resumed", "seeded",
-                 "mistakes", "modules", "exported")
+                 "lazy", "mistakes", "modules", "exported")
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +146,17 @@ def test_weights_come_from_the_seed(alone):
     assert first == again and first != other
 
 
+def test_a_model_without_an_input_shape_is_built_from_the_data(alone):
+    facts = alone["lazy"]
+    assert facts["shapes"] == [[8, 9], [9], [9], [9], [9], [9], [9, 4], [4]] and len(facts["with"][0]) == 6
+    assert facts["with"] == facts["without"]
+
+
 @pytest.mark.parametrize("case, words", [
     ("batchnorm", "use GroupNormalization"), ("scaled", "the optimizer scales the loss"),
     ("accumulating", "set accumulate in the configuration"), ("schedules", "has a schedule of its own"),
-    ("function", "the compiled optimizer's rate is a function"), ("unbuilt", "the model has no variables yet"),
+    ("function", "the compiled optimizer's rate is a function"), ("misfit", "expected x float32[B, 64]"),
+    ("width", "targets are int64[B] from 0 to 3"),
     ("optimizer", "resume with the model and optimizer of that run"), ("loss", "'no_such' is not in keras.losses"),
     ("device", "Keras keeps its tensors on cpu and this rank computes on meta")])
 def test_what_is_refused_is_said(case, words, alone):

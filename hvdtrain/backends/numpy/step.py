@@ -65,7 +65,7 @@ class Model:
 
 
 def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int,
-                precision: Precision = FP32, sample: Any = None) -> NumpyStep:
+                precision: Precision = FP32, sample: Any = None, data: Any = None) -> NumpyStep:
     """A step over ``spec.model``; `UserError` for one that is to be split over devices."""
     if config.model_parallel > 1:
         raise UserError(f"model_parallel {config.model_parallel} with the numpy backend", "a PyTorch or Keras model",

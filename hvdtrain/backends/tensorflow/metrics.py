@@ -51,6 +51,16 @@ class Evaluator:
         for name, (total, weight) in self._function(batch).items():
             self._totals[name] = self._totals.get(name, 0.0) + np.array([float(total), float(weight)])
 
+    def once(self, batch: tuple[Any, ...]) -> None:
+        """Measure one batch in no graph, and forget it."""
+        try:
+            if self._objects and not self._objects.built:
+                self._build(batch)
+            self._graph(batch)
+        finally:
+            if self._objects:
+                self._objects.take()
+
     def _graph(self, batch: tuple[Any, ...]) -> dict[str, Any]:
         """Loss and user metrics as pairs; Keras' metrics are updated in place."""
         if self._own:

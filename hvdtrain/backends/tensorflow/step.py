@@ -27,6 +27,8 @@ from hvdtrain.config import Config
 from hvdtrain.data.empty import StandIn
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.keras import compiled
+from hvdtrain.misfit import told
 from hvdtrain.parallel import plan
 from hvdtrain.precision.policy import FP32, Precision
 from hvdtrain.precision.scaler import LossScale
@@ -34,14 +36,16 @@ from hvdtrain.protocols import Batch, Pair, ParamSpec
 
 
 def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int, precision: Precision = FP32,
-                sample: Callable[[int], Any] | None = None) -> TensorFlowStep:
-    """A step over ``spec.model``, which must have its variables, on this rank's device or devices.
+                sample: Callable[[int], Any] | None = None, data: Any = None) -> TensorFlowStep:
+    """A step over ``spec.model`` on this rank's device or devices.
 
-    With ``model_parallel`` it is collective: the step is made in host memory, every rank measures its blocks on
+    A model that has no variables yet is built from ``sample(1)`` of the run's ``data``, which knows how nested inputs
+    lie. With ``model_parallel`` it is collective: the step is made in host memory, every rank measures its blocks on
     ``sample(n)`` (n samples as numpy arrays; without it the model file's example), and all agree on one cut.
     """
+    compiled.begin(spec.model, data)
     if config.model_parallel == 1:
-        return TensorFlowStep(spec, config, control.rank, steps_per_epoch, precision)
+        return TensorFlowStep(spec, config, control.rank, steps_per_epoch, precision, sample)
     samples = sample or spec.example
 
     def make() -> tuple[TensorFlowStep, Chain]:
@@ -50,12 +54,17 @@ def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int, p
             raise UserError("model_parallel without samples to measure blocks with", "data, or example(B) in the "
                             "model file", "give the model file an example(B)")
         with tf.device(placement.HOST):
-            step = TensorFlowStep(spec, config, control.rank, steps_per_epoch, precision)
+            step = TensorFlowStep(spec, config, control.rank, steps_per_epoch, precision, sample)
         return step, chain_of(spec)
 
     step, chain = agreed(control, make, "model")
     optimizer = step._opt.optimizer
-    found = agreed(control, lambda: measured(chain, optimizer, config, control, samples), "split")
+
+    def measure() -> Any:
+        with told(spec.model, samples(2)):
+            return measured(chain, optimizer, config, control, samples)
+
+    found = agreed(control, measure, "split")
     step.split(Split(chain, plan.agree(found, config, control), optimizer))
     return step
 
@@ -67,10 +76,11 @@ class TensorFlowStep:
     arrived: the waiting is inside it, and `exchange` reports the seconds that the graph measured.
     """
 
-    def __init__(self, spec: Any, config: Config, rank: int, steps_per_epoch: int, precision: Precision = FP32) -> None:
+    def __init__(self, spec: Any, config: Config, rank: int, steps_per_epoch: int, precision: Precision = FP32,
+                 sample: Callable[[int], Any] | None = None) -> None:
         placement.require_tensorflow()
         self.model: keras.Model = spec.model
-        _build(spec)
+        compiled.build(spec, sample)
         if not self.model.trainable_variables:
             raise UserError("the model has no trainable variable", "at least one", "set trainable on a layer")
         amp.compute_in(self.model, precision.own)
@@ -341,14 +351,3 @@ class TensorFlowStep:
         """Write model.safetensors and Keras' own file; return their names."""
         with amp.own_types(self.model):
             return state.export(self.model, self._opt.optimizer, directory)
-
-
-def _build(spec: Any) -> None:
-    """Give a model without variables its variables, from the model file's example."""
-    if spec.model.built and spec.model.weights:
-        return
-    if spec.example is not None:
-        spec.model(tf.nest.map_structure(tf.convert_to_tensor, spec.example(1)[0]), training=False)
-    if not spec.model.weights:
-        raise UserError("the model has no variables yet", "a model whose input shape is known",
-                        "begin it with keras.Input(shape), or build it in the model's callable")

@@ -3,9 +3,10 @@
 from hvdtrain.backends.torch.collectives import collectives, stage
 from hvdtrain.backends.torch.create import create_step
 from hvdtrain.backends.torch.data import adapt as adapt_data
+from hvdtrain.backends.torch.first_sample import try_samples
 from hvdtrain.backends.torch.ops import Ops
 from hvdtrain.backends.torch.placement import device_facts, in_host_memory, seed, setup
 from hvdtrain.backends.torch.trial import hold_bytes, out_of_memory, peak_bytes
 
 __all__ = ["Ops", "adapt_data", "collectives", "create_step", "device_facts", "in_host_memory",
-           "hold_bytes", "out_of_memory", "peak_bytes", "seed", "setup", "stage"]
+           "hold_bytes", "out_of_memory", "peak_bytes", "seed", "setup", "stage", "try_samples"]

@@ -13,16 +13,18 @@ from hvdtrain.backends.torch.step import TorchStep
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
+from hvdtrain.misfit import told
 from hvdtrain.parallel.plan import agree
 from hvdtrain.precision.policy import FP32, Precision
 from hvdtrain.protocols import Batch
 
 
 def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int, precision: Precision = FP32,
-                sample: Callable[[int], Batch] | None = None) -> Any:
+                sample: Callable[[int], Batch] | None = None, data: Any = None) -> Any:
     """A step over ``spec.model``, on this rank's device or split over several; collective where it is split.
 
-    ``sample``: so many samples of the run's data, to measure the blocks of a split model with.
+    ``sample``: so many samples of the run's ``data``, to measure the blocks of a split model with, and to build a Keras
+    model that has no variables yet.
     """
     def make() -> Any:
         given = (spec, config, control.rank, steps_per_epoch, precision)
@@ -31,12 +33,17 @@ def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int, p
         if config.model_parallel > 1:
             raise UserError(f"model_parallel {config.model_parallel} with a Keras model on PyTorch",
                             "a model whose framework splits it", "set model_parallel: 1, or KERAS_BACKEND=tensorflow")
-        return keras.create_step(*given)
+        return keras.create_step(*given, sample=sample, data=data)
+
+    def measure() -> Any:
+        source = sample or spec.example
+        with told(spec.model, source(2) if source else ()):
+            return step.measure(sample, control)
 
     if config.model_parallel == 1:
         return make()
     step = agreed(control, make, "model")
-    measured = agreed(control, lambda: step.measure(sample, control), "split")
+    measured = agreed(control, measure, "split")
     plan = agree(measured, config, control)
     agreed(control, lambda: step.split(plan), "split")
     return step

@@ -8,6 +8,7 @@ gradients stay where autograd puts them.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -274,6 +275,10 @@ class TorchStep:
             trial.trial(self.model, self._params, self._forward, batch, then)
         placement.synchronize(self._layout.devices)
         self._layout.load_random(random)
+
+    def generators_kept(self) -> Any:
+        """Around what must not move the model's own random generators; a model of PyTorch has none."""
+        return contextlib.nullcontext()
 
     def bytes_to_come(self) -> int:
         """Two moments of every parameter, as Adam keeps them, unless there is state already or none will be.

@@ -16,11 +16,16 @@ def is_keras(model: Any) -> bool:
     return any((c.__module__, c.__name__) == ("keras.src.models.model", "Model") for c in type(model).__mro__)
 
 
-def create_step(*args: Any) -> Any:
-    """A `hvdtrain.backends.torch.keras.step.KerasStep` of these arguments, which are `TorchStep`'s."""
-    from hvdtrain.backends.torch.keras.step import KerasStep
+def create_step(spec: Any, *args: Any, sample: Any = None, data: Any = None) -> Any:
+    """A `hvdtrain.backends.torch.keras.step.KerasStep` of these arguments, which are `TorchStep`'s.
 
-    return KerasStep(*args)
+    ``data``: the run's, which knows how nested inputs lie; ``sample``: see `hvdtrain.keras.compiled.build`.
+    """
+    from hvdtrain.backends.torch.keras.step import KerasStep
+    from hvdtrain.keras.compiled import begin
+
+    begin(spec.model, data)
+    return KerasStep(spec, *args, sample=sample)  # type: ignore[misc]
 
 
 def forget_generator() -> None:

@@ -61,20 +61,6 @@ def _meant_to_train(model: keras.Model) -> set[int]:
     return {id(v) for layer in model._flatten_layers() for v in layer._trainable_variables}
 
 
-def build(spec: Any) -> None:
-    """Give a model without variables its variables, from the model file's example."""
-    model = spec.model
-    if model.built and model.weights:
-        return
-    if spec.example is not None:
-        inputs = keras.tree.map_structure(keras.ops.convert_to_tensor, spec.example(1)[0])
-        with torch.no_grad():
-            model(inputs, training=False)
-    if not model.weights:
-        raise UserError("the model has no variables yet", "a model whose input shape is known",
-                        "begin it with keras.Input(shape), or build it in the model's callable")
-
-
 def seed_states(model: keras.Model) -> list[Any]:
     """The states of the model's seeded random generators, in its order: what is neither a weight nor a metric."""
     counted = {id(v) for v in (*model.weights, *model.metrics_variables)}

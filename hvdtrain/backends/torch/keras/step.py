@@ -5,10 +5,11 @@ Owns the places where the two differ, and nothing of the step itself.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ import torch
 from hvdtrain.backends.torch import state
 from hvdtrain.backends.torch.keras import forget_generator
 from hvdtrain.backends.torch.keras.alone import without_tensorflow
-from hvdtrain.backends.torch.keras.module import KerasModule, build, dropping, normalising, seed_states
+from hvdtrain.backends.torch.keras.module import KerasModule, dropping, normalising, seed_states
 from hvdtrain.backends.torch.keras.optim import compiled_optimizer
 from hvdtrain.backends.torch.keras.task import KerasMetrics, KerasTask
 from hvdtrain.backends.torch.optim import Optimization
 from hvdtrain.backends.torch.step import TorchStep
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
-from hvdtrain.keras.compiled import setup_of
+from hvdtrain.keras.compiled import build, setup_of
+from hvdtrain.keras.seeds import generator_kept
 from hvdtrain.precision.policy import FP32, Precision
 from hvdtrain.protocols import Batch
 
@@ -42,8 +44,9 @@ class KerasStep(TorchStep):
     """`TorchStep` over a `KerasModule`; ``spec.model`` is the `keras.Model`."""
 
     def __init__(self, spec: Any, config: Config, rank: int, steps_per_epoch: int, precision: Precision = FP32,
-                 **more: Any) -> None:
-        build(spec)
+                 sample: Callable[[int], Batch] | None = None) -> None:
+        with torch.no_grad(), without_tensorflow():
+            build(spec, sample)
         self.keras_model: keras.Model = spec.model
         if config.sync_batchnorm and normalising(self.keras_model):
             raise UserError("sync_batchnorm with Keras' BatchNormalization on PyTorch",
@@ -53,7 +56,7 @@ class KerasStep(TorchStep):
             task = KerasTask(spec, config)
             metrics = KerasMetrics(spec, config, task)
         inner = dataclasses.replace(spec, model=KerasModule(self.keras_model), task=task, metrics=None)
-        super().__init__(inner, config, rank, steps_per_epoch, precision, **more)
+        super().__init__(inner, config, rank, steps_per_epoch, precision)
         self._metrics: Any = metrics
         self._adopted = compiled_optimizer(config, self.keras_model)
         if self._adopted is not None:
@@ -89,6 +92,16 @@ class KerasStep(TorchStep):
         if dropping(self.keras_model):
             found.append("dropout draws differ with the number of ranks")
         return found
+
+    @contextlib.contextmanager
+    def generators_kept(self) -> Iterator[None]:
+        """Around what must not move the model's seeded generators, nor Keras' own."""
+        kept = self._seeds()
+        try:
+            with generator_kept(), without_tensorflow():  # Keras asks for it where a model refuses its input
+                yield
+        finally:
+            self._load_seeds(kept)
 
     def _once(self, batch: Batch, then: Callable[[], None] | None = None) -> None:
         kept = self._seeds()

@@ -1,0 +1,60 @@
+"""Runs samples through a Keras model and its loss or metrics, in no graph, and puts everything back as it was.
+
+Owns what has to be put back: the model's variables (weights, seeded generators, metrics), the generators of Python,
+numpy, Keras and TensorFlow. Exchanges nothing: it comes before `TensorFlowStep.attach`. Eager, so that the graphs of
+training are traced once, by its first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain import rng
+from hvdtrain.keras.seeds import generator_kept
+from hvdtrain.protocols import Batch
+
+
+def try_samples(step: Any, batch: Batch, training: bool) -> None:
+    """Forward and loss as in training, or metrics as in an evaluation; no backward. Raises what the model raises."""
+    tensors = tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
+    with _untouched(step.model), generator_kept(), step._class_numbers.checked(tuple(batch)):
+        if training:
+            step._task(step.model, tensors, True)
+        else:
+            step._metrics.once(tensors)
+
+
+@contextlib.contextmanager
+def _untouched(model: Any) -> Iterator[None]:
+    kept = [(v, tf.identity(v.value)) for v in model.variables]  # a copy is made where one is written to
+    random, drawn = rng.capture(), _eager_state()
+    try:
+        yield
+    finally:
+        rng.restore(random)
+        _load_eager_state(drawn)
+        model._clear_losses()
+        for variable, value in kept:
+            if not bool(tf.reduce_all(tf.equal(variable.value, value))):
+                variable.assign(value)
+
+
+def _eager_state() -> Any:
+    """Where TensorFlow takes the seeds of eager operations from; None where it offers no way to it."""
+    from tensorflow.python.eager import context
+
+    generator = getattr(context.context(), "_rng", None)
+    return None if generator is None else generator.getstate()
+
+
+def _load_eager_state(drawn: Any) -> None:
+    """Undo `_eager_state`. Kernels that were made meanwhile keep a count of draws, and are dropped."""
+    from tensorflow.python.eager import context
+
+    if drawn is not None:
+        context.context()._rng.setstate(drawn)
+        context.context().clear_kernel_cache()

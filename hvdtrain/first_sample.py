@@ -1,0 +1,131 @@
+"""Runs a few samples through model, loss and metrics before the first step, so that what does not fit is told at once.
+
+Owns which samples, and the agreement of all ranks. How they are run, and how everything is put back as it was, is each
+backend's ``try_samples``; the words for what a framework refused are `hvdtrain.misfit`'s.
+
+Two samples, as BatchNorm needs them, or more where integers lie in memory: those with the largest and smallest of
+their numbers, so that the loss itself tells a class that the model has no output for. Every rank takes the same, also
+one whose part of a batch is empty. Where they are refused, as many as a micro-batch has get a second chance: a model
+may be written for that number alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.cluster.exit import agreed
+from hvdtrain.data.feed import Feed
+from hvdtrain.errors import UserError
+from hvdtrain.misfit import out_of_memory, told
+from hvdtrain.protocols import Batch
+
+LEAST = 2
+MOST = 6
+"""Samples that are tried."""
+LOOKED_AT = 2**26
+"""Elements of an array that are searched for its largest and smallest number."""
+LOOKED_AT_TWICE = 2**22
+"""... and for the next ones: the largest or smallest may be a number that the loss ignores."""
+
+
+def check(run: Any, backend: Any) -> None:
+    """Try the run's data on its model, training and evaluation, before anything is exchanged; collective.
+
+    Nothing of it remains but samples that a stream has handed out, with which its first step begins.
+    Errors: `UserError` on every rank for what does not fit; other exceptions of the model pass through.
+    """
+    def work() -> None:
+        _try(run, backend, run.feed, True)
+        if run.eval_feed is not None:  # a stream of test data is opened when it is evaluated, no earlier
+            _try(run, backend, run.feed if run.eval_feed.samples is None else run.eval_feed, False)
+
+    agreed(run.control, work, "first sample")
+
+
+def _try(run: Any, backend: Any, feed: Feed, training: bool) -> None:
+    n_micro = _micro_batch(feed)
+    batch = _samples(feed, min(MOST, max(LEAST, n_micro)))
+    try:
+        _run(run, backend, batch, training)
+    except UserError:
+        if n_micro in (0, len(batch[0])) or not all(_fits(run, backend, part, training)
+                                                    for part in _parts(batch, n_micro)):
+            raise
+
+
+def _parts(batch: Batch, n: int) -> Iterator[Batch]:
+    """``batch`` in parts of ``n`` samples each, the last one filled up."""
+    for i in range(0, len(batch[0]), n):
+        yield tuple(np.resize(array[i:i + n], (n, *array.shape[1:])) for array in batch)
+
+
+def _run(run: Any, backend: Any, batch: Batch, training: bool) -> None:
+    """One try. The first step tells what memory does not suffice for: it may hold what is needed then."""
+    try:
+        with told(run.spec.model, batch):
+            backend.try_samples(run.step, batch, training)
+    except Exception as error:
+        if not (out_of_memory(error) or backend.out_of_memory(error)):
+            raise
+
+
+def _fits(run: Any, backend: Any, batch: Batch, training: bool) -> bool:
+    try:
+        _run(run, backend, batch, training)
+    except Exception:  # noqa: BLE001  (the first try's error is the one to tell)
+        return False
+    return True
+
+
+def _micro_batch(feed: Feed) -> int:
+    """Samples of this rank's first micro-batch; 0 where its part is empty."""
+    n = feed.global_batch if feed.samples is None else min(feed.global_batch, feed.samples)
+    cut = feed.cut_at(0)
+    low, high = cut.offsets(n)[feed.rank:feed.rank + 2]
+    bounds = cut.bounds(int(high - low), feed.rank)
+    return bounds[0][1] - bounds[0][0] if bounds else 0
+
+
+def _samples(feed: Feed, most: int) -> Batch:
+    """`LEAST` to ``most`` samples: of arrays those at the ends of their numbers, of other sources those that were read
+    before, of a stream the first, with which the walk will begin.
+    """
+    if feed.samples is None:
+        return feed.sample(LEAST)
+    arrays = getattr(feed.data, "arrays", None)
+    if not isinstance(arrays, tuple):
+        return tuple(np.resize(array, (LEAST, *array.shape[1:])) for array in feed.read_before())
+    # Targets first, should there be more than are wanted; small numbers of the first array are pixels.
+    whole = [a for a in arrays[1:] if a.dtype.kind in "iu"] + [
+        a for a in arrays[:1] if a.dtype.kind in "iu" and a.itemsize > 1]
+    indices = list(dict.fromkeys(i for array in whole for i in extremes(array)))[:most]
+    more = (i % feed.samples for i in range(LEAST - len(indices)))
+    return tuple(feed.data.fetch(np.array([*indices, *more], np.int64)))
+
+
+def extremes(array: np.ndarray) -> Iterator[int]:
+    """Yield the rows that hold the largest and the smallest number, and the next ones after these."""
+    if array.size == 0 or _on_disk(array):
+        return
+    per_row = array.size // len(array)
+    part = array[:max(1, LOOKED_AT // per_row)]
+    yield int(part.argmax()) // per_row
+    yield int(part.argmin()) // per_row
+    if part.size <= LOOKED_AT_TWICE:
+        inner = (part != part.max()) & (part != part.min())
+        if inner.any():
+            limits = np.iinfo(part.dtype)
+            yield int(np.where(inner, part, limits.min).argmax()) // per_row
+            yield int(np.where(inner, part, limits.max).argmin()) // per_row
+
+
+def _on_disk(array: Any) -> bool:
+    """Whether reading ``array`` reads a file."""
+    while array is not None:
+        if isinstance(array, np.memmap):
+            return True
+        array = getattr(array, "base", None)
+    return False

@@ -1,0 +1,306 @@
+"""A model that does not fit its data is told so before the first step, and the try leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+
+import numpy as np
+import pytest
+from small_runs import CLASSES, FEATURES, FRAMEWORKS, Record, config, fitted, lockstep, samples, solo, weights
+
+from hvdtrain import assemble as assembling
+from hvdtrain import first_sample
+from hvdtrain.assemble import assemble
+from hvdtrain.cluster.control import SoloControl
+from hvdtrain.collectives.null import NullCollectives
+from hvdtrain.errors import UserError
+
+X, Y = samples(30)
+IMAGES = np.random.default_rng(1).random((30, 8, 8), dtype=np.float32)
+TOKENS = np.random.default_rng(2).integers(0, 20, (30, 6))
+
+
+def need(framework):
+    if framework == "torch":
+        return pytest.importorskip("torch", reason="PyTorch is not installed")
+    pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+    return pytest.importorskip("keras", reason="Keras is not installed")
+
+
+def dense(framework, n_in=FEATURES, n_out=CLASSES):
+    if framework == "torch":
+        return need("torch").nn.Linear(n_in, n_out)
+    keras = need("tensorflow")
+    return keras.Sequential([keras.Input((n_in,)), keras.layers.Dense(n_out)])
+
+
+def embedding(framework, size=10):
+    if framework == "torch":
+        nn = need("torch").nn
+        return nn.Sequential(nn.Embedding(size, 4), nn.Flatten(), nn.Linear(24, 20))
+    keras = need("tensorflow")
+    return keras.Sequential([keras.Input((6,), dtype="int32"), keras.layers.Embedding(size, 4), keras.layers.Flatten(),
+                             keras.layers.Dense(20)])
+
+
+def calling(framework, call, lazily=False):
+    """A model with a layer ``self.layer`` whose forward is ``call(self, x)``."""
+    if framework == "torch":
+        torch = need("torch")
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(FEATURES, CLASSES)
+
+            def forward(self, x):
+                return call(self, x)
+        return Model()
+    keras = need("tensorflow")
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.layer = keras.layers.Dense(CLASSES)
+
+        def call(self, x):
+            return call(self, x)
+
+    model = Model()
+    if not lazily:
+        model.layer.build((None, FEATURES))
+        model.built = True
+    return model
+
+
+def alone(model, data, **changes):
+    return solo(config(**{"global_batch": 10, "max_steps": 3, **changes}), model, data)
+
+
+# --- what does not fit -----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("build, data, words", [
+    (dense, (IMAGES, Y), [r"the model does not take the data, x float32\[B, 8, 8\], y int64\[B\]", "12", "reshape"]),
+    (embedding, (TOKENS, Y), ["x int64", "of 0 to 19", "out of range|is not in", "number tokens"]),
+    (dense, (X, np.where(np.arange(30) == 17, CLASSES, Y)), ["targets run from 0 to 5", r"expected 0\.\.4"]),
+    (dense, (X, np.where(np.arange(30) == 17, -2, Y)), ["targets run from -2 to 4", r"expected 0\.\.4"]),
+    (dense, (X, X[:, :3]), [r"\[?\(?(B|2), 5", "expected equal shapes"]),
+    (dense, ((X, Y), (X[:, :7], Y)), [r"x float32\[B, 7\]"]),
+], ids=["shape", "tokens", "class", "negative", "width", "test data"])
+def test_what_does_not_fit_is_told_in_words(framework, build, data, words):
+    with pytest.raises(UserError) as error:
+        alone(build(framework), data)
+    for word in words:
+        assert re.search(f"(?i){word}", str(error.value)), word
+
+
+def test_the_wrong_type_is_told_with_what_to_do():
+    for x, word in ((X.astype(np.uint8), "float32 for images"), (X.astype(np.int32), "float32 for images")):
+        with pytest.raises(UserError, match=word):
+            alone(dense("torch"), (x, Y))
+    with pytest.raises(UserError, match="as integers"):
+        alone(embedding("torch"), (TOKENS.astype(np.float32), Y))
+
+
+def broken(self, x):
+    """A bug, no misfit."""
+    return self.layer(x) + missing  # noqa: F821
+
+
+def alarm(self, x):
+    raise RuntimeError("my own alarm")
+
+
+def shapes_told(self, x):
+    if x.shape[-1] != 7:
+        raise ValueError("I want 7 columns")
+    return self.layer(x)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_bug_keeps_its_traceback_and_a_models_own_words_are_said(framework):
+    with pytest.raises(NameError):
+        alone(calling(framework, broken), (X, Y))
+    with pytest.raises(RuntimeError, match="my own alarm"):
+        alone(calling(framework, alarm), (X, Y))
+    with pytest.raises(UserError, match=r"I want 7 columns \(in Model.*, .*test_first_sample.py:\d+\)") as error:
+        alone(calling(framework, shapes_told), (X, Y))
+    assert isinstance(error.value.__cause__, ValueError)
+
+
+def test_every_rank_is_told_also_one_without_samples():
+    def rank(run):
+        raise AssertionError("assembled")
+
+    built = {0: dense("torch"), 1: dense("torch")}
+    with pytest.raises(UserError, match="targets run from 0 to 5"):
+        lockstep(2, config(global_batch=10, shares=[1, 0]), built.get, (X, np.where(Y == 4, 5, Y)), rank)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_model_for_one_number_of_samples_trains(framework):
+    def forward(self, x):
+        if x.shape[0] != 5:
+            raise ValueError(f"{x.shape[0]} samples")
+        return self.layer(x)
+
+    if framework == "torch":
+        fitted(alone(calling("torch", forward), (X, Y), accumulate=2))
+    else:  # a graph leaves the number open
+        keras = need("tensorflow")
+        model = keras.Sequential([keras.Input(batch_shape=(5, FEATURES)), keras.layers.Dense(CLASSES)])
+        alone(model, (X, Y), accumulate=2)
+
+
+# --- nothing is left behind ------------------------------------------------------------------------------------------
+
+def drawing(framework):
+    """BatchNorm and dropout, the same at each call."""
+    if framework == "torch":
+        torch = need("torch")
+        torch.manual_seed(3)
+        nn = torch.nn
+        return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, CLASSES))
+    keras = need("tensorflow")
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(16), keras.layers.BatchNormalization(),
+                              keras.layers.Dropout(0.3), keras.layers.Dense(CLASSES)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    return model
+
+
+class Noisy:
+    """A source that draws from numpy's generator when it is read, and counts how often that is."""
+
+    def __init__(self):
+        self.reads = 0
+
+    def __len__(self):
+        return len(X)
+
+    def fetch(self, indices_n):
+        self.reads += 1
+        return X[indices_n] + np.random.standard_normal((len(indices_n), FEATURES)).astype(np.float32), Y[indices_n]
+
+
+class Chunks:
+    """A stream that draws, and counts how often it is opened."""
+
+    def __init__(self):
+        self.opened = 0
+
+    def chunks(self, epoch):
+        self.opened += 1
+        for i in range(0, 30, 6):
+            yield X[i:i + 6] + np.float32(np.random.standard_normal()), Y[i:i + 6]
+
+
+def curve(framework, data, monkeypatch, tried):
+    record = Record()
+    with monkeypatch.context() as patch:
+        if not tried:
+            patch.setattr(first_sample, "check", lambda run, backend: None)
+        assert assembling.first_sample is first_sample
+        run = assemble(config(global_batch=10, epochs=2, max_steps=5), drawing(framework), data, SoloControl(),
+                       NullCollectives(0, 1), more=lambda run: [record])
+        at_start = (random.getstate(), weights(run), list(run.step.rank_state().values()))
+        fitted(run)
+    return record.losses, at_start, weights(run), dict(run.state.metrics), np.random.random(), random.random()
+
+
+def same(a, b):
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    a, b = np.asarray(a), np.asarray(b)
+    return np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("kind", [lambda: ((X, Y), (X[:8], Y[:8])), Noisy, Chunks], ids=["arrays", "source", "stream"])
+def test_the_curve_has_the_same_bits_with_and_without(framework, kind, monkeypatch):
+    data = [kind(), kind()]
+    with_it, without = (curve(framework, d, monkeypatch, tried) for d, tried in zip(data, (True, False)))
+    assert len(with_it[0]) == 5
+    if kind is Chunks:  # what the stream draws for its first batch is drawn sooner
+        with_it, without = (found[:1] + found[2:] for found in (with_it, without))
+    for one, other in zip(with_it, without):
+        assert same(one, other)
+    assert getattr(data[0], "reads", 0) == getattr(data[1], "reads", 0)
+    assert getattr(data[0], "opened", 0) == getattr(data[1], "opened", 0)
+
+
+def test_no_graph_of_training_is_traced_once_more():
+    need("tensorflow")
+    traced = []
+
+    def forward(self, x):
+        import tensorflow as tf
+
+        if not tf.executing_eagerly():
+            traced.append(tf.compat.v1.get_default_graph().name)
+        return self.layer(x)
+
+    run = alone(calling("tensorflow", forward), ((X, Y), (X, Y)))
+    assert not traced
+    fitted(run)
+    assert len([name for name in traced if name == "function"]) == 1
+
+
+# --- which samples ---------------------------------------------------------------------------------------------------
+
+def test_rows_at_the_ends_of_the_numbers():
+    y = np.array([3, -100, 7, 255, 0, -100, 254])
+    assert list(first_sample.extremes(y)) == [3, 1, 6, 4]
+    assert list(first_sample.extremes(np.zeros((4, 2), np.int64))) == [0, 0]
+    assert list(first_sample.extremes(np.array([[1, 2], [9, 4], [5, 0]]))) == [1, 2, 2, 0]
+
+
+def test_a_file_is_not_searched(tmp_path):
+    np.save(tmp_path / "y.npy", np.arange(9))
+    assert not list(first_sample.extremes(np.asarray(np.load(tmp_path / "y.npy", mmap_mode="r"))[2:]))
+
+
+# --- a Keras model that is built by its data -------------------------------------------------------------------------
+
+def named_inputs(keras):
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.layer = keras.layers.Dense(CLASSES)
+
+        def call(self, x):
+            return self.layer(x["a"] + x["b"])
+    return Model()
+
+
+def test_a_model_without_an_input_shape_is_built_from_the_data():
+    keras = need("tensorflow")
+    for model, data in ((calling("tensorflow", lambda self, x: self.layer(x), lazily=True), (X, Y)),
+                        (keras.Sequential([keras.layers.Dense(CLASSES)]), Chunks())):
+        run = fitted(alone(model, data))
+        assert [v.shape for v in run.spec.model.weights] == [(FEATURES, CLASSES), (CLASSES,)]
+
+
+def test_a_model_of_named_inputs_is_built_from_the_data():
+    from hvdtrain.keras.layout import named
+
+    keras = need("tensorflow")
+    run = fitted(alone(named_inputs(keras), named(({"a": X, "b": X}, Y))))
+    assert len(run.spec.model.weights) == 2
+
+
+def test_ranks_build_alike_and_share_rank_0s_weights():
+    keras = need("tensorflow")
+    models = {rank: keras.Sequential([keras.layers.Dense(CLASSES)]) for rank in range(2)}
+    one, other = lockstep(2, config(global_batch=10, max_steps=1), models.get, (X, Y), weights)
+    assert len(one) == 2 and same(one, other)
+
+
+def test_a_model_that_cannot_be_built_from_the_data_is_told_in_words():
+    with contextlib.suppress(AttributeError), pytest.raises(UserError, match="does not take the data, x float32"):
+        alone(calling("tensorflow", lambda self, x: self.layer(x[:, :, None, 0]) + x[:, :7], lazily=True), (X, Y))

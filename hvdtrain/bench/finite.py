@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser("finite", "CPU milliseconds of a step, with and without a look whether summed gradients are finite.")
+    parser = Parser("finite", "CPU time of a step, with and without a look whether summed gradients are finite.")
     parser.add_argument("--framework", type=one_of("--framework", FILES), default="torch")
     parser.add_argument("--workload", type=one_of("--workload", WORKLOADS), default="mlp")
     parser.add_argument("--collectives", default="auto", help="the wire, as in the configuration")

@@ -26,15 +26,15 @@ def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance
     from hvdtrain import loop
     from hvdtrain.assemble import assemble
     from hvdtrain.events import Event
-    from hvdtrain.outdir import ensure_out
+    from hvdtrain.outdir import starting
 
     run = assemble(_config(setup, wire, compression, balance), data=setup.arrays)
     if not looks:
         for part in (run.reducer, run.collectives):
             setattr(part, "looks", False)  # noqa: B010  (of the wires only those that look have it)
     batches = _fetched(run, setup) if balance == "off" else _live(run)
-    ensure_out(run)
-    run.emit(Event.FIT_START)
+    with starting(run):
+        run.emit(Event.FIT_START)
     run.emit(Event.EPOCH_START)
     n_local = [0]
 

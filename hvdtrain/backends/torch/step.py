@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.backends.torch import amp, audit, finite, placement, state, sync_batchnorm, trial
+from hvdtrain.backends.torch import amp, audit, placement, state, sync_batchnorm, trial
 from hvdtrain.backends.torch.buffers import Buffers
 from hvdtrain.backends.torch.optim import Optimization
 from hvdtrain.backends.torch.placement import DeviceClock
-from hvdtrain.backends.torch.split import Layout, check_slots
+from hvdtrain.backends.torch.split import Layout
 from hvdtrain.backends.torch.task import Metrics, make_task
+from hvdtrain.backends.torch.update import Update
 from hvdtrain.config import Config
 from hvdtrain.data.empty import StandIn
 from hvdtrain.errors import UserError
@@ -75,7 +76,7 @@ class TorchStep:
         self._last = False
         self._lock = threading.Lock()
         self._rank = rank
-        self._left_out: torch.Tensor | None = None
+        self._update = Update(self.device)
 
     # --- a split model -----------------------------------------------------------------------------------------
 
@@ -330,29 +331,11 @@ class TorchStep:
 
     def skipped(self) -> bool:
         """Whether the GPU left the last update out; by now it has decided."""
-        found, self._left_out = self._left_out, None
-        return found is not None and bool(found)
+        return self._update.skipped()
 
     def apply(self, clip_norm: float, check: bool) -> tuple[bool, float]:
         """Clip by the global norm and update; not if the norm is not finite, which a loss scale makes it look for."""
-        norm = math.nan
-        if clip_norm > 0 or check or self.scale.on:
-            parts = self._sums()
-            norms = [torch.linalg.vector_norm(p).float().to(self.device) for p in parts]
-            norm = float(torch.linalg.vector_norm(torch.stack(norms)))
-            if not math.isfinite(norm):
-                return False, norm
-            if 0 < clip_norm < norm:
-                for part in parts:
-                    part.mul_(clip_norm / norm)
-        elif self.asynchronous:
-            self._left_out = finite.any_not_finite(self._sums(), self.device)
-            if not self._opt.gate(self._left_out) and self.skipped():
-                return False, norm
-        self._opt.step()
-        if self._opt.updates == 1:
-            check_slots(self._opt.optimizer)
-        return True, norm
+        return self._update(self._opt, self._sums(), clip_norm, check or self.scale.on, self.asynchronous)
 
     def discard(self) -> None:
         """Undo what the step did to buffers and compressor state; there will be no update."""

@@ -18,6 +18,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.keras import hooks
 from hvdtrain.keras.exchange import Exchange, Settings, exchange_of
 from hvdtrain.tensorflow import Adasum, Average, Compression, Sum, global_process_set
+from hvdtrain.tensorflow.errors import WrongValue
 
 
 def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: str = "", device_sparse: str = "",
@@ -32,7 +33,8 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
     ``name``: prefix of the collectives' names. ``device_dense``: where the exchange is placed; ``device_sparse`` is
     taken for Horovod's sake, sparse gradients go the same way. ``op``: Average, Sum or Adasum.
     ``backward_passes_per_step``: passes whose gradients are summed on each rank before one exchange and update;
-    ``average_aggregated_gradients`` divides that sum by their number. ``iterations`` counts updates, not passes.
+    ``average_aggregated_gradients`` divides that sum by their number. ``iterations`` counts updates, where Horovod's
+    counted passes; a schedule of the learning rate is read at passes all the same, and keeps the length it had there.
     ``groups`` (or the old ``num_groups``): a number of groups, or lists of variables to be exchanged together.
     ``scale_local_gradients``: divide the gradients of local variables by the number of ranks.
     ``check_every``: updates between two comparisons of the ranks' weights, 0 for none (`hvdtrain.keras.guard`).
@@ -50,7 +52,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
     hooks.install()
     settings = Settings(name or f"Distributed{type(optimizer).__name__}", device_dense, backward_passes_per_step,
                         average_aggregated_gradients, process_set, scale_local_gradients, check_every, gradients)
-    return _taking_state(_like(optimizer, _distributed(type(optimizer), settings)), optimizer)
+    return _taking_state(_like(optimizer, _distributed(type(optimizer), settings), settings.passes), optimizer)
 
 
 def PartialDistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: str = "",
@@ -68,8 +70,8 @@ def PartialDistributedOptimizer(optimizer: Any, name: str | None = None, device_
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or ())
     for layer in layers:
         if not isinstance(layer, keras.layers.Layer):
-            raise UserError(f"{type(layer).__name__} in local_layers", "Keras layers",
-                            "name the layers themselves, or call register_local_var(variable) on the optimizer")
+            raise WrongValue(f"{type(layer).__name__} in local_layers", "Keras layers",
+                             "name the layers themselves, or call register_local_var(variable) on the optimizer")
     made = DistributedOptimizer(optimizer, name, device_dense, device_sparse, compression, sparse_as_dense,
                                 gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients,
                                 0, groups, process_set, scale_local_gradients, check_every=check_every)
@@ -81,17 +83,18 @@ def PartialDistributedOptimizer(optimizer: Any, name: str | None = None, device_
 
 def _check(optimizer: Any, op: Any, groups: Any, passes: int) -> None:
     if not isinstance(optimizer, (str, keras.optimizers.Optimizer)):
-        raise UserError(f"an optimizer of type {type(optimizer).__module__}.{type(optimizer).__name__}",
-                        "one of keras.optimizers (Keras 3)", "make it with keras.optimizers, not tf_keras or tf.compat")
+        raise WrongValue(f"an optimizer of type {type(optimizer).__module__}.{type(optimizer).__name__}",
+                         "one of keras.optimizers (Keras 3)",
+                         "make it with keras.optimizers, not tf_keras or tf.compat")
     if exchange_of(optimizer) is not None:
-        raise UserError("an optimizer that is distributed already", "a plain one", "wrap it once")
+        raise WrongValue("an optimizer that is distributed already", "a plain one", "wrap it once")
     if op not in (Average, Sum, Adasum):
-        raise UserError(f"op={op!r}", "hvd.Average, hvd.Sum or hvd.Adasum", "leave op out for the average")
+        raise WrongValue(f"op={op!r}", "hvd.Average, hvd.Sum or hvd.Adasum", "leave op out for the average")
     if groups is not None and not (isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
-        raise UserError(f"groups={groups!r}", "a positive number of groups or a list of lists of variables",
-                        "leave groups out for none")
+        raise WrongValue(f"groups={groups!r}", "a positive number of groups or a list of lists of variables",
+                         "leave groups out for none")
     if not isinstance(passes, int) or passes < 1:
-        raise UserError(f"backward_passes_per_step={passes!r}", "a whole number from 1 on", "give 1 for every pass")
+        raise WrongValue(f"backward_passes_per_step={passes!r}", "a whole number from 1 on", "give 1 for every pass")
 
 
 def _distributed(base: Any, settings: Settings) -> Any:
@@ -120,7 +123,22 @@ def _distributed(base: Any, settings: Settings) -> Any:
             return settings.process_set
 
     _named_as(Distributed, base)
+    _read_schedule_at_passes(Distributed, settings.passes)
     return Distributed
+
+
+def _read_schedule_at_passes(cls: Any, passes: int) -> None:
+    """Have ``cls`` read a schedule at the pass that makes an update: Horovod's optimizers counted every pass, so that
+    schedules are as long as a script's data has batches."""
+    plain = cls._get_current_learning_rate
+
+    def rate(self: Any) -> Any:
+        schedule = self._learning_rate
+        if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+            return plain(self)
+        return schedule(self.iterations * passes + (passes - 1))
+    if passes > 1:
+        cls._get_current_learning_rate = rate
 
 
 def _named_as(cls: Any, base: Any) -> None:
@@ -135,12 +153,17 @@ def _named_as(cls: Any, base: Any) -> None:
         keras.saving.register_keras_serializable(package, short)(base)  # what a file's name leads to
 
 
-def _like(optimizer: Any, cls: Any) -> Any:
-    """An unbuilt instance of ``cls`` configured as ``optimizer``."""
+def _like(optimizer: Any, cls: Any, passes: int = 1) -> Any:
+    """An unbuilt instance of ``cls`` configured as ``optimizer``. ``passes``: of an optimizer within it, per update."""
     config = optimizer.get_config()
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         inner = optimizer.inner_optimizer
-        return cls(**{**config, "inner_optimizer": _taking_state(renewed(inner), inner, build=False)})
+        kind = type(inner)
+        if passes > 1:
+            kind = type(kind.__name__, (kind,), {})
+            _named_as(kind, type(inner))
+            _read_schedule_at_passes(kind, passes)
+        return cls(**{**config, "inner_optimizer": _taking_state(_like(inner, kind), inner, build=False)})
     if isinstance(optimizer, keras.optimizers.MultiOptimizer) and not hasattr(optimizer._optimizer_map, "values"):
         return cls(**{**config, "optimizer_map": optimizer._optimizer_map})  # a function, which chooses anew
     takes = inspect.signature(type(optimizer).__init__).parameters

@@ -10,20 +10,21 @@ from typing import Any
 _HOMES = {
     "basics": "Adasum Average Max Min Product Sum add_process_set cross_rank cross_size get_process_set_ids_and_ranks "
               "init is_homogeneous is_initialized local_rank local_size rank remove_process_set shutdown size",
-    "build_facts": "ccl_built check_extension cuda_built ddl_built gloo_built gloo_enabled mpi_built mpi_enabled "
-                   "mpi_threads_supported nccl_built rocm_built start_timeline stop_timeline",
+    "build_facts": "ccl_built check_extension cuda_built ddl_built gloo_built gloo_enabled gpu_available mpi_built "
+                   "mpi_enabled mpi_threads_supported nccl_built rocm_built start_timeline stop_timeline",
     "compression": "Compression",
     "gradients": "GradientExchange",
     "left_out": "BroadcastGlobalVariablesHook broadcast_global_variables broadcast_object_fn",
     "objects": "allgather_object broadcast_object broadcast_variables",
-    "ops": "allgather allreduce alltoall broadcast broadcast_ grouped_allgather grouped_allreduce "
-           "grouped_reducescatter join local_rank_op local_size_op process_set_included_op rank_op reducescatter "
-           "size_op",
+    "ops": "allgather allreduce alltoall broadcast broadcast_ check_num_rank_power_of_2 grouped_allgather "
+           "grouped_allreduce grouped_reducescatter handle_average_backwards_compatibility join local_rank_op "
+           "local_size_op process_set_included_op rank_op reducescatter size_op",
     "optimizer": "DistributedOptimizer",
     "process_sets": "ProcessSet global_process_set",
     "sync_batch_norm": "SyncBatchNormalization",
     "tape": "DistributedGradientTape PartialDistributedGradientTape",
 }
+_MODULES = ("functions", "keras", "mpi_ops", "util")
 _HOME = {name: f"hvdtrain.tensorflow.{home}" for home, names in _HOMES.items() for name in names.split()}
 __all__ = sorted(_HOME)
 
@@ -34,11 +35,15 @@ def __getattr__(name: str) -> Any:
         from hvdtrain.tensorflow.left_out import no_elastic
 
         raise no_elastic()
-    if name not in _HOME:
-        raise AttributeError(f"module 'hvdtrain.tensorflow' has no attribute {name!r}")
     import importlib
     import types
 
+    if name in _MODULES:
+        return importlib.import_module(f"hvdtrain.tensorflow.{name}")
+    if name == "_executing_eagerly":
+        return importlib.import_module("hvdtrain.tensorflow.util")._executing_eagerly
+    if name not in _HOME:
+        raise AttributeError(f"module 'hvdtrain.tensorflow' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)
     if isinstance(value, types.FunctionType):
         from hvdtrain.tensorflow.nodes import unconverted

@@ -188,8 +188,10 @@ def _check_ranks(process_set: ProcessSet, size: int) -> None:
     """Raise `UserError` for ranks that the job does not have, or none."""
     ranks = process_set.ranks or []
     if not ranks or ranks[0] < 0 or ranks[-1] >= size or len(set(ranks)) < len(ranks):
-        raise UserError(f"a process set of ranks {ranks} in a job of {size}", f"different ranks from 0 to {size - 1}",
-                        "make it of ranks that the job has, or start more")
+        from hvdtrain.tensorflow.errors import WrongValue
+
+        raise WrongValue(f"a process set of ranks {ranks} in a job of {size}", f"different ranks from 0 to {size - 1}",
+                         "make it of ranks that the job has, or start more")
 
 
 def _ranks_of(process_set: ProcessSet) -> list[int]:
@@ -210,13 +212,27 @@ def world() -> World:
 def wire(process_set: ProcessSet = global_process_set) -> Any:
     """What carries the collectives of ``process_set``; None where that is this rank alone, or others only.
 
-    Errors: `ValueError` before `init`, and for a set that was not registered.
+    Errors: `ValueError` before `init`, and for a set that was not registered; `UserError` while a graph of
+    TensorFlow 1 is built.
     """
     here = world()
+    _refuse_sessions()
     number = process_set.process_set_id
     if number is None or number not in here.sets:
         raise ValueError(f"{process_set} is not registered; hand it to hvd.init(process_sets=[...])")
     return here.wires.get(number)
+
+
+def _refuse_sessions() -> None:
+    """Raise `UserError` in a `tf.Graph` that is no function's: its nodes run in a session, in an order of its own."""
+    import tensorflow as tf
+
+    if not tf.executing_eagerly() and not tf.inside_function():
+        from hvdtrain.tensorflow.errors import WrongMode
+
+        raise WrongMode("a collective in a tf.Graph (tf.Graph().as_default(), or a session of TensorFlow 1)",
+                        "eager TensorFlow 2, or a tf.function",
+                        "call it outside of that graph, or write the graph as a tf.function")
 
 
 def gathered(obj: Any, process_set: ProcessSet = global_process_set) -> list[Any]:

@@ -88,6 +88,13 @@ def rocm_built() -> bool:
     return bool(_ask("rocm_built"))
 
 
+def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:
+    """Whether TensorFlow finds a GPU here; the arguments are Horovod's and not needed."""
+    import tensorflow as tf
+
+    return bool(tf.config.list_physical_devices("GPU"))
+
+
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: Any) -> None:
     """Raise `ImportError` with the remedy where Horovod's TensorFlow part is not built; the arguments are not needed.
     """

@@ -18,6 +18,7 @@ from hvdtrain.config import Config
 from hvdtrain.tensorflow import basics
 from hvdtrain.tensorflow.basics import Adasum, Average, Sum
 from hvdtrain.tensorflow.compression import Compression, kind_of
+from hvdtrain.tensorflow.errors import NotSupported, WrongValue
 from hvdtrain.tensorflow.nodes import refuse_xla, through_trace, unconverted
 from hvdtrain.tensorflow.plan import DENSE, NONE, SPARSE, Item, Plan, Scale, check_alike
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
@@ -90,8 +91,8 @@ class GradientExchange:
                 rows = tf.math.unsorted_segment_sum(grad.values, grad.indices, shape[0])
                 return tf.ensure_shape(rows, shape)
             if self.op == Adasum:
-                raise through_trace(UserError(f"a sparse gradient of {label_of(variable)} with op=Adasum",
-                                              "dense gradients", "pass sparse_as_dense=True"))
+                raise through_trace(NotSupported(f"a sparse gradient of {label_of(variable)} with op=Adasum",
+                                                 "dense gradients", "pass sparse_as_dense=True"))
             return grad
         if grad is None:
             return None
@@ -135,9 +136,9 @@ class GradientExchange:
     def _made(self, grads: list[Any], items: list[Item], variables: list[Any], wire: Any) -> Plan:
         adasum, size = self.op == Adasum, wire.size
         if adasum and ("adasum" not in wire.reductions or size & (size - 1)):
-            raise through_trace(UserError(f"op=Adasum on {size} ranks over {wire.name}",
-                                          "1, 2, 4, 8, ... ranks, all of the job, over a Horovod that was built with "
-                                          "MPI", "use op=hvd.Average"))
+            raise through_trace(NotSupported(f"op=Adasum on {size} ranks over {wire.name}",
+                                             "1, 2, 4, 8, ... ranks, all of the job, over a Horovod that was built "
+                                             "with MPI", "use op=hvd.Average"))
         compressor = (create("adasum", Config()) if adasum else
                       self._compression.made() if self._kind else create("none", Config()))
         narrow = compressor.dtypes is not None and "float64" not in compressor.dtypes
@@ -174,7 +175,7 @@ class GradientExchange:
 def check_options(op: int, predivide: float, groups: Any, kind: str) -> None:
     """Refuse what does not go together, before the first gradient. Pure."""
     if op not in (Average, Sum, Adasum):
-        raise UserError(f"op={op} for gradients", "hvd.Average, hvd.Sum or hvd.Adasum", "pass one of them")
+        raise WrongValue(f"op={op} for gradients", "hvd.Average, hvd.Sum or hvd.Adasum", "pass one of them")
     if predivide != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor goes with op=Average only")
     if groups is not None and not isinstance(groups, (list, tuple)) and not (isinstance(groups, int) and groups > 0):

@@ -22,7 +22,9 @@ def no_elastic() -> UserError:
 
 def broadcast_global_variables(root_rank: int) -> None:
     """`UserError`: TensorFlow 2 keeps no list of all variables."""
-    raise UserError(f"broadcast_global_variables({root_rank}), which belongs to TensorFlow 1: there is no list of all "
+    from hvdtrain.tensorflow.errors import WrongMode
+
+    raise WrongMode(f"broadcast_global_variables({root_rank}), which belongs to TensorFlow 1: there is no list of all "
                     "variables any more", "the variables themselves",
                     "call hvd.broadcast_variables(model.variables, root_rank) and the same for optimizer.variables, or "
                     "give model.fit hvdtrain.keras' BroadcastGlobalVariablesCallback(root_rank)")
@@ -32,7 +34,9 @@ class BroadcastGlobalVariablesHook:
     """`UserError`: a hook of TensorFlow 1's sessions."""
 
     def __init__(self, root_rank: int, device: str = "") -> None:
-        raise UserError(f"BroadcastGlobalVariablesHook({root_rank}), which belongs to TensorFlow 1's sessions",
+        from hvdtrain.tensorflow.errors import WrongMode
+
+        raise WrongMode(f"BroadcastGlobalVariablesHook({root_rank}), which belongs to TensorFlow 1's sessions",
                         "eager TensorFlow 2", "call hvd.broadcast_variables(model.variables, root_rank) after the "
                         "first step, or give model.fit hvdtrain.keras' BroadcastGlobalVariablesCallback(root_rank)")
 
@@ -40,5 +44,7 @@ class BroadcastGlobalVariablesHook:
 def broadcast_object_fn(root_rank: int = 0, session: Any = None, name: str | None = None,
                         process_set: Any = None) -> Any:
     """`UserError`: builds a graph for TensorFlow 1's sessions."""
-    raise UserError("broadcast_object_fn, which builds a graph for TensorFlow 1's sessions", "eager TensorFlow 2",
+    from hvdtrain.tensorflow.errors import WrongMode
+
+    raise WrongMode("broadcast_object_fn, which builds a graph for TensorFlow 1's sessions", "eager TensorFlow 2",
                     "call hvd.broadcast_object(obj, root_rank)")

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.errors import UserError
+from hvdtrain.tensorflow.errors import InvalidArgument
 
 unconverted = tf.autograph.experimental.do_not_convert
 """Decorates what a user's tf.function calls: AutoGraph would rewrite this package's code, generators included."""
@@ -65,9 +66,10 @@ def refuse_xla(what: str) -> None:
     while graph is not None:
         context = getattr(graph, "_get_control_flow_context", lambda: None)()
         if context is not None and context.IsXLAContext():
-            raise through_trace(UserError(f"{what} in a function that XLA compiles", "jit_compile=False: XLA knows no "
-                                          "collectives between processes", "set jit_compile=False in model.compile or "
-                                          "tf.function"))
+            raise through_trace(InvalidArgument(
+                f"{what} in a function that XLA compiles",
+                "jit_compile=False: XLA knows no collectives between processes",
+                "set jit_compile=False in model.compile or tf.function"))
         graph = getattr(graph, "outer_graph", None)
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.errors import UserError
-from hvdtrain.tensorflow import basics, ops
+from hvdtrain.tensorflow import basics, ops, roots
+from hvdtrain.tensorflow.errors import Mismatch
 from hvdtrain.tensorflow.gradients import label_of
-from hvdtrain.tensorflow.nodes import through_trace, unconverted
+from hvdtrain.tensorflow.nodes import node_name, through_trace, unconverted
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
 from hvdtrain.tensorflow.wiretypes import movable
 
@@ -29,19 +29,19 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
     """Give variables of Keras or TensorFlow the values of rank ``root_rank``; collective.
 
     The same variables in the same order on every rank, which is compared first. ``inplace`` needs nothing: memory is
-    bounded either way. Errors: `UserError` on every rank where they differ.
+    bounded either way. Errors: `UserError` on every rank where they or ``root_rank`` differ.
     """
     variables = list(tf.nest.flatten(variables))
-    wire = basics.wire(process_set)
-    ops.check_root(root_rank, process_set)
-    if wire is None or not variables:
+    wire = ops.member_wire(process_set)
+    if wire is None:
+        roots.check(root_rank, process_set)
         return
     with tf.init_scope():
-        _check_alike(variables, process_set)
+        _check_alike(variables, root_rank, process_set)
     for piece in _pieces(variables):
         moved, backs = zip(*(movable(tf.convert_to_tensor(_raw(v))) for v in piece))
         flat_N = tf.concat([tf.reshape(x, [-1]) for x in moved], 0)
-        whole_N = ops.broadcast(flat_N, root_rank, name="variables", process_set=process_set)
+        whole_N = ops.sent(wire.broadcast, flat_N, node_name("broadcast.variables"), root_rank)
         parts = tf.split(whole_N, [int(np.prod(x.shape, dtype=np.int64)) for x in moved])
         for variable, x, back, part in zip(piece, moved, backs, parts):
             _raw(variable).assign(back(tf.reshape(part, x.shape)))
@@ -50,8 +50,8 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
 def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> Any:
     """Rank ``root_rank``'s object, on every rank; collective. ``session`` has no meaning in TensorFlow 2."""
-    ops.check_root(root_rank, process_set)
-    if basics.wire(process_set) is None:
+    if ops.member_wire(process_set) is None:
+        roots.check(root_rank, process_set)
         return obj
     is_root = basics.rank() == root_rank
     data = np.frombuffer(pickle.dumps(obj, protocol=5) if is_root else b"", np.uint8)
@@ -65,7 +65,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: st
 def allgather_object(obj: Any, session: Any = None, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> list[Any]:
     """Every rank's object, by rank; collective. ``session`` has no meaning in TensorFlow 2."""
-    if basics.wire(process_set) is None:
+    if ops.member_wire(process_set) is None:
         return [obj]
     data, label = np.frombuffer(pickle.dumps(obj, protocol=5), np.uint8), f"{name or 'object'}"
     sizes_P = ops.allgather(tf.constant([data.size], tf.int64), f"{label}.sizes", False, process_set).numpy()
@@ -95,10 +95,11 @@ def _pieces(variables: Sequence[Any]) -> list[list[Any]]:
     return found
 
 
-def _check_alike(variables: Sequence[Any], process_set: ProcessSet) -> None:
-    """Raise `UserError` that names the first variable that is another on another rank; collective."""
+def _check_alike(variables: Sequence[Any], root_rank: int, process_set: ProcessSet) -> None:
+    """Raise `UserError` that names the roots, or the first variable, that differ between ranks; collective."""
     own = [(label_of(v), tuple(_raw(v).shape), _raw(v).dtype.name) for v in variables]
-    rows_P = basics.gathered(own, process_set)
+    roots_P, rows_P = zip(*basics.gathered((root_rank, own), process_set))
+    roots.check_alike(roots_P, process_set)
     ranks = process_set.ranks or []
     for rank, theirs in zip(ranks[1:], rows_P[1:]):
         here, there = ([row[1:] for row in rows] for rows in (rows_P[0], theirs))
@@ -107,6 +108,6 @@ def _check_alike(variables: Sequence[Any], process_set: ProcessSet) -> None:
         n = next((n for n, (a, b) in enumerate(zip(here, there)) if a != b), min(len(here), len(there)))
         said = [f"{rows[n][0]} ({rows[n][2]} {list(rows[n][1])})" if n < len(rows) else "nothing"
                 for rows in (rows_P[0], theirs)]
-        raise through_trace(UserError(f"variables to broadcast differ: at place {n} rank {rank} has {said[1]}, rank "
-                                      f"{ranks[0]} has {said[0]}", "the same variables in the same order on every rank",
-                                      "build the model and its optimizer on every rank before the broadcast"))
+        raise through_trace(Mismatch(f"variables to broadcast differ: at place {n} rank {rank} has {said[1]}, rank "
+                                     f"{ranks[0]} has {said[0]}", "the same variables in the same order on every rank",
+                                     "build the model and its optimizer on every rank before the broadcast"))

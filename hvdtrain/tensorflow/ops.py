@@ -14,13 +14,13 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.collectives import peer_failures
-from hvdtrain.errors import UserError
-from hvdtrain.tensorflow import basics
+from hvdtrain.tensorflow import basics, roots
 from hvdtrain.tensorflow.basics import Adasum, Average, Max, Min, Product, Sum
 from hvdtrain.tensorflow.compression import Compression, kind_of
+from hvdtrain.tensorflow.errors import InvalidArgument, NotSupported, WrongMode
 from hvdtrain.tensorflow.nodes import node_name, refuse_xla, through_trace, unconverted, unfolded
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
-from hvdtrain.tensorflow.wiretypes import Back, movable, summable
+from hvdtrain.tensorflow.wiretypes import Back, differentiable, summable
 
 KINDS = {Average: "sum", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", Product: "product"}
 """Reduction -> what a wire calls it; an average is a sum, divided."""
@@ -34,24 +34,27 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = '', 
     """Combine a tensor over the ranks: the mean by default (the sum, then divided), or what ``op`` says.
 
     The same shape on every rank; of `tf.IndexedSlices` rows are gathered instead. ``average`` is the old form of
-    ``op``. Factors apply on this rank, before and after; they may differ between ranks. Where the graph's name scope
-    is concerned nothing need be ignored: it never is part of a name. Collective.
+    ``op``. Factors multiply on this rank, before and after; they may differ between ranks. They count with their own
+    digits: float16 and bfloat16 are multiplied, summed and divided in float32 and rounded once, at the end (Horovod
+    rounds after each of the three); whole numbers are multiplied in float64 and cut to whole ones after each factor,
+    an average's division and ``postscale_factor`` being one. Where the graph's name scope is concerned nothing need be
+    ignored: it never is part of a name. Collective. Errors: `UserError` on a rank outside of ``process_set``.
     """
     op = reduction(op, average)
     if isinstance(tensor, tf.IndexedSlices):
         return _sparse(tensor, op, prescale_factor * postscale_factor, name, process_set)
     x = tf.convert_to_tensor(tensor)
-    wire = basics.wire(process_set)
+    wire = member_wire(process_set)
     if wire is None:
-        return tf.identity(_times(x, prescale_factor * postscale_factor))
+        own, back = _packed(x, Compression.none, prescale_factor, postscale_factor)
+        return tf.identity(back(own))
     if KINDS[op] != "sum" and KINDS[op] not in wire.reductions or op == Adasum and wire.size & (wire.size - 1):
-        raise through_trace(UserError(f"a reduction by {KINDS[op]} over {wire.size} ranks by {wire.name}",
-                                      "Adasum over 1, 2, 4, 8, ... ranks, all of the job, with a Horovod that was "
-                                      "built with MPI", "use op=hvd.Average"))
+        raise through_trace(NotSupported(f"a reduction by {KINDS[op]} over {wire.size} ranks by {wire.name}",
+                                         "Adasum over 1, 2, 4, 8, ... ranks, all of the job, with a Horovod that was "
+                                         "built with MPI", "use op=hvd.Average"))
     with tf.device(device_dense) if device_dense else nullcontext():
-        own, back = _packed(_times(x, prescale_factor), compression, wire.size if op == Average else 1)
-        total = _through(wire.allreduce, own, _name(f"allreduce.{KINDS[op]}", name, x), KINDS[op])
-        return _times(back(total), postscale_factor)
+        own, back = _packed(x, compression, prescale_factor, postscale_factor, wire.size if op == Average else 1)
+        return back(sent(wire.allreduce, own, _name(f"allreduce.{KINDS[op]}", name, x), KINDS[op]))
 
 
 def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, device_dense: str = '',
@@ -89,11 +92,11 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
     x = tf.convert_to_tensor(tensor)
     if x.shape.rank == 0:
         raise ValueError("allgather of a scalar; expected at least one dimension, which rows are gathered along")
-    wire = basics.wire(process_set)
+    wire = member_wire(process_set)
     if wire is None:
         return tf.identity(x)
-    moved, back = movable(x)
-    return back(tf.ensure_shape(_through(wire.gather_rows, moved, _name("allgather", name, x)), [None, *x.shape[1:]]))
+    moved, back = differentiable(x)
+    return back(tf.ensure_shape(sent(wire.gather_rows, moved, _name("allgather", name, x)), [None, *moved.shape[1:]]))
 
 
 def grouped_allgather(tensors: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False,
@@ -105,19 +108,31 @@ def grouped_allgather(tensors: Sequence[Any], name: str | None = None, ignore_na
 @unconverted
 def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False,
               process_set: ProcessSet = global_process_set) -> Any:
-    """Rank ``root_rank``'s tensor, on every rank; the same shape everywhere. Collective."""
+    """Rank ``root_rank``'s tensor, on every rank; the same shape everywhere. Collective.
+
+    Errors: `UserError` on every rank where ``root_rank`` is not the same on all of them, with each rank's; inside of a
+    tf.function `tf.errors.InvalidArgumentError`, which says the same.
+    """
     x = tf.convert_to_tensor(tensor)
-    check_root(root_rank, process_set)
-    wire = basics.wire(process_set)
+    wire = member_wire(process_set)
     if wire is None:
+        roots.check(root_rank, process_set)
         return tf.identity(x)
-    moved, back = movable(x)
-    return back(_through(wire.broadcast, moved, _name(f"broadcast.{root_rank}", name, x), root_rank))
+    moved, back = differentiable(x)
+    label = _name("broadcast", name, x)
+    if not tf.inside_function():
+        with roots.compared(wire, root_rank, process_set) as root:
+            return back(sent(wire.broadcast, moved, label, root))
+    refuse_xla("broadcast")
+    with tf.control_dependencies([roots.assertion(wire, root_rank, process_set, label)]):
+        moved = tf.identity(moved)
+    return back(sent(wire.broadcast, moved, label, roots.stand_in(root_rank, process_set)))
 
 
 def broadcast_(variables: Sequence[Any], root_rank: int, name: str | None = None,
                process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Give ``variables`` the values of rank ``root_rank``, and return those. Collective."""
+    """Give ``variables`` the values of rank ``root_rank``, and return those. Errors: those of `broadcast_variables`.
+    Collective."""
     from hvdtrain.tensorflow.objects import broadcast_variables
 
     broadcast_variables(variables, root_rank, process_set)
@@ -131,19 +146,19 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_na
 
     Returns what came, by source; with ``splits`` also int32 (P,): how many rows came from whom. Collective.
     """
-    x, wire = tf.convert_to_tensor(tensor), basics.wire(process_set)
+    x, wire = tf.convert_to_tensor(tensor), member_wire(process_set)
     given = None if splits is None else tf.cast(tf.convert_to_tensor(splits), tf.int32)
     if wire is None:
         return tf.identity(x) if given is None else (tf.identity(x), given)
     if given is None and x.shape[0] is not None and x.shape[0] % wire.size:
-        raise through_trace(UserError(f"alltoall of {x.shape[0]} rows over {wire.size} ranks", "a multiple of it",
-                                      "pass splits, rows for each rank"))
+        raise through_trace(InvalidArgument(f"alltoall of {x.shape[0]} rows over {wire.size} ranks", "a multiple of it",
+                                            "pass splits, rows for each rank"))
     even = tf.fill([wire.size], tf.shape(x)[0] // wire.size)
-    moved, back = movable(x)
+    moved, back = differentiable(x)
     refuse_xla("alltoall")
     out, received_P = wire.alltoall_rows(unfolded(moved), even if given is None else given,
                                          _name("alltoall", name, x)).wait()
-    out = back(tf.ensure_shape(out, [None, *x.shape[1:]]))
+    out = back(_any_gradient(tf.ensure_shape(out, [None, *moved.shape[1:]])))
     return out if given is None else (out, received_P)
 
 
@@ -154,17 +169,21 @@ def reducescatter(tensor: Any, device_dense: str = '', compression: Any = Compre
                   postscale_factor: float = 1.0) -> Any:
     """This rank's rows of the mean (or sum) over the ranks: (R, ...) -> (R_r, ...).
 
-    Where P does not divide R the first ranks get a row more. Collective.
+    Where P does not divide R the first ranks get a row more. Factors as in `allreduce`. Collective.
     """
     if op not in (Average, Sum):
-        raise UserError(f"reducescatter by {KINDS.get(op, op)}", "hvd.Average or hvd.Sum", "pass one of them")
-    x, wire = tf.convert_to_tensor(tensor), basics.wire(process_set)
+        raise through_trace(InvalidArgument(f"reducescatter by {KINDS.get(op, op)}", "hvd.Average or hvd.Sum",
+                                            "pass one of them"))
+    x, wire = tf.convert_to_tensor(tensor), member_wire(process_set)
+    if x.shape.rank == 0:
+        raise ValueError("reducescatter of a scalar; expected at least one dimension, along which rows are handed out")
     if wire is None:
-        return tf.identity(_times(x, prescale_factor * postscale_factor))
+        own, back = _packed(x, Compression.none, prescale_factor, postscale_factor)
+        return tf.identity(back(own))
     with tf.device(device_dense) if device_dense else nullcontext():
-        own, back = _packed(_times(x, prescale_factor), compression, wire.size if op == Average else 1)
-        rows = _through(wire.scatter_rows, own, _name("reducescatter", name, x))
-        return _times(back(tf.ensure_shape(rows, [None, *x.shape[1:]])), postscale_factor)
+        own, back = _packed(x, compression, prescale_factor, postscale_factor, wire.size if op == Average else 1)
+        rows = sent(wire.scatter_rows, own, _name("reducescatter", name, x))
+        return back(tf.ensure_shape(rows, [None, *x.shape[1:]]))
 
 
 def grouped_reducescatter(tensors: Sequence[Any], device_dense: str = '', compression: Any = Compression.none,
@@ -185,7 +204,7 @@ def join() -> Any:
     if wire is None:
         return tf.constant(0)
     if basics.world().hvd is None:
-        raise UserError("join over plain MPI, where every rank enters every collective", "Horovod",
+        raise WrongMode("join over plain MPI, where every rank enters every collective", "Horovod",
                         "run `python -m hvdtrain build`, or give every rank the same number of batches")
     with peer_failures():
         return basics.world().hvd.join()
@@ -228,30 +247,51 @@ def reduction(op: int | None, average: bool | None) -> int:
     return Average if average else Sum
 
 
-def check_root(root_rank: int, process_set: ProcessSet = global_process_set) -> None:
-    """Raise `UserError` for a root that is not among the ranks of the set, which are counted over the whole job."""
-    known = process_set.ranks or []
-    if basics.is_initialized() and root_rank not in known and process_set.included():
-        raise UserError(f"root_rank {root_rank} among ranks {known}", "one of them", "pass such a rank")
+def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> int:
+    """`reduction`, by Horovod's name."""
+    return reduction(op, average)
+
+
+def check_num_rank_power_of_2(num_rank: int) -> bool:
+    """Whether ``num_rank`` is 1, 2, 4, 8, ..., as Adasum needs it."""
+    return num_rank > 0 and num_rank & (num_rank - 1) == 0
+
+
+def member_wire(process_set: ProcessSet) -> Any:
+    """`basics.wire`, for a call that this rank must be one of; `UserError` where the set leaves it out."""
+    wire = basics.wire(process_set)
+    if not process_set.included():
+        raise through_trace(InvalidArgument(
+            f"a collective among ranks {process_set.ranks} on rank {basics.rank()}, which is not one of them",
+            "a process set that this rank is in", "call it under `if process_set.included():`"))
+    return wire
 
 
 def _sparse(slices: tf.IndexedSlices, op: int, factor: float, name: str | None, process_set: ProcessSet) -> Any:
     """Rows and indices of all ranks."""
     if op not in (Average, Sum):
-        raise UserError(f"a sparse tensor reduced by {KINDS[op]}", "hvd.Average or hvd.Sum",
-                        "pass one of them, or tf.convert_to_tensor(slices)")
-    wire = basics.wire(process_set)
+        raise through_trace(NotSupported(f"a sparse tensor reduced by {KINDS[op]}", "hvd.Average or hvd.Sum",
+                                         "pass one of them, or tf.convert_to_tensor(slices)"))
+    wire = member_wire(process_set)
     values = allgather(slices.values, f"{name or 'sparse'}.values", process_set=process_set)
     indices = allgather(slices.indices, f"{name or 'sparse'}.indices", process_set=process_set)
-    if op == Average and wire is not None:
-        values = values / tf.cast(wire.size, values.dtype)
-    return tf.IndexedSlices(_times(values, factor), indices, slices.dense_shape)
+    divisor = wire.size if op == Average and wire is not None else 1
+    if values.dtype.is_integer and divisor > 1:  # a mean of whole numbers is none, as in Horovod
+        values, divisor = values / tf.cast(divisor, values.dtype), 1
+    own, back = _packed(values, Compression.none, 1.0, factor, divisor)
+    return tf.IndexedSlices(back(own), indices, slices.dense_shape)
 
 
-def _through(collective: Any, x: tf.Tensor, name: str, *more: Any) -> tf.Tensor:
-    """One collective, in a graph or outside."""
+def sent(collective: Any, x: tf.Tensor, name: str, *more: Any) -> tf.Tensor:
+    """What ``collective`` of a wire makes of ``x``, in a graph or outside."""
     refuse_xla(name.partition(".")[0])
-    return collective(unfolded(x), name, *more).wait()
+    return _any_gradient(collective(unfolded(x), name, *more).wait())
+
+
+def _any_gradient(y: tf.Tensor) -> tf.Tensor:
+    """``y``, whose gradient may be of another floating point type: a cast to its own type costs nothing forward and
+    casts on the way back, where the function that runs a collective takes one type alone."""
+    return tf.raw_ops.Cast(x=y, DstT=y.dtype) if y.dtype.is_floating else y
 
 
 def _name(kind: str, name: str | None, x: tf.Tensor) -> str:
@@ -261,34 +301,36 @@ def _name(kind: str, name: str | None, x: tf.Tensor) -> str:
     return node_name(kind if name is None else f"{kind}.{name}")
 
 
-def _times(x: tf.Tensor, factor: float) -> tf.Tensor:
-    """x times factor, in float64 for whole numbers."""
-    if factor == 1.0:
-        return x
-    if x.dtype.is_integer:
-        return tf.cast(tf.cast(x, tf.float64) * factor, x.dtype)
-    return x * tf.cast(factor, x.dtype)
+def _packed(x: tf.Tensor, compression: Any, before: float, after: float, divisor: int = 1) -> tuple[tf.Tensor, Back]:
+    """(what is summed for ``before * x``, what makes ``after / divisor`` times the sum of it, of x's type).
 
-
-def _packed(x: tf.Tensor, compression: Any, divisor: int) -> tuple[tf.Tensor, Back]:
-    """(what is summed for ``x``, what makes the sum divided by ``divisor`` of it again).
-
-    float16 is summed in float32 unless the caller asks for it as compression; the division has the digits of the sum.
+    float16 is summed in float32 unless the caller asks for it as compression; factors have the digits of the sum, and
+    where the caller compresses those of ``x``.
     """
     kind = kind_of(compression)
     if kind in ("int8", "topk", "powersgd"):
         compression.compress(x)  # which says why not
-    small, context = compression.compress(x)
-    if kind in ("fp16", "bf16") and x.dtype != tf.float16:
+    if kind in ("fp16", "bf16") and x.dtype not in (tf.float16, tf.bfloat16):
+        small, context = compression.compress(_times(x, before))
         own, wide = (small, lambda y: y) if kind == "fp16" else summable(small)
-        return own, lambda y: _over(compression.decompress(wide(y), context), divisor)
+        return own, lambda y: _part(compression.decompress(wide(y), context), after, divisor)
+    small, context = compression.compress(x)
     own, narrow = summable(small)
-    return own, lambda y: compression.decompress(narrow(_over(y, divisor)), context)
+    return _times(own, before), lambda y: compression.decompress(narrow(_part(y, after, divisor)), context)
 
 
-def _over(x: tf.Tensor, divisor: int) -> tf.Tensor:
-    """x / divisor; whole numbers towards zero."""
-    if divisor == 1:
+def _times(x: tf.Tensor, factor: float) -> tf.Tensor:
+    """x times factor; whole numbers in float64, towards zero."""
+    if factor == 1.0:
         return x
+    if x.dtype.is_integer:
+        return tf.cast(tf.cast(x, tf.float64) * float(factor), x.dtype)
+    return x * tf.constant(float(factor), x.dtype)
+
+
+def _part(x: tf.Tensor, factor: float, divisor: int) -> tf.Tensor:
+    """x times factor / divisor; whole numbers towards zero, once."""
+    if divisor == 1 or factor != 1.0:
+        return _times(x, factor / divisor)
     by = tf.cast(divisor, x.dtype)
     return tf.truncatediv(x, by) if x.dtype.is_integer else x / by

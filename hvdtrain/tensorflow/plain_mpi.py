@@ -40,6 +40,7 @@ class PlainMpi:
     in_graph = True
     host = False
     hierarchical = False
+    compares_roots = False
     reductions = frozenset(FOLD)
 
     def __init__(self, inner: MpiCollectives, world_rank_of: list[int]) -> None:

@@ -16,10 +16,10 @@ import tensorflow as tf
 from hvdtrain.backends.tensorflow.collectives import peer_failures
 from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.config import Exchange
-from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket, plan_buckets
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.protocols import ParamSpec
+from hvdtrain.tensorflow.errors import Mismatch
 from hvdtrain.tensorflow.nodes import node_name, scratch, through_trace, unfolded
 from hvdtrain.tensorflow.wiretypes import movable, summable
 
@@ -53,12 +53,12 @@ class Scale:
 
     def enter(self, x: tf.Tensor) -> tf.Tensor:
         """Before the sum."""
-        return x if self.before == 1.0 else x / tf.cast(self.before, x.dtype)
+        return x if self.before == 1.0 else x / tf.constant(self.before, x.dtype)
 
     def leave(self, x: tf.Tensor) -> tf.Tensor:
         """After the sum."""
         if self.factor != 1.0:
-            x = x * tf.cast(self.factor, x.dtype)
+            x = x * tf.constant(self.factor, x.dtype)
         return x if self.divisor == 1 else x / tf.cast(self.divisor, x.dtype)
 
 
@@ -198,9 +198,9 @@ def check_alike(rows_P: Sequence[tuple[str, Sequence[Item]]], ranks: Sequence[in
             here, there = (str(x[n]) if n < len(x) else "nothing" for x in (items, others))
             found = f"at place {n} of the gradients rank {rank} has {there}, rank {ranks[0]} has {here}"
         if found is not None:
-            raise through_trace(UserError(found, "the same variables in the same order on every rank",
-                                          "build the same model on every rank, or use local variables "
-                                          "(register_local_source, local_layers) for what differs"))
+            raise through_trace(Mismatch(found, "the same variables in the same order on every rank",
+                                         "build the same model on every rank, or use local variables "
+                                         "(register_local_source, local_layers) for what differs"))
 
 
 def _bucket_mb() -> float:

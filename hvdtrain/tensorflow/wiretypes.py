@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from hvdtrain.errors import UserError
+from hvdtrain.tensorflow.errors import InvalidArgument
+from hvdtrain.tensorflow.nodes import through_trace
 
 Back = Callable[[tf.Tensor], tf.Tensor]
 
@@ -25,8 +26,8 @@ def summable(x: tf.Tensor) -> tuple[tf.Tensor, Back]:
     if dtype in (tf.float16, tf.bfloat16):
         return tf.cast(x, tf.float32), lambda y: tf.cast(y, dtype)
     if dtype in (tf.int16, tf.bool) or dtype.name not in KNOWN:
-        raise UserError(f"a sum of {dtype.name} over ranks", "floating point, int8, uint8, int32 or int64",
-                        "cast the tensor first")
+        raise through_trace(InvalidArgument(f"a sum of {dtype.name} over ranks",
+                                            "floating point, int8, uint8, int32 or int64", "cast the tensor first"))
     return x, lambda y: y
 
 
@@ -36,6 +37,17 @@ def movable(x: tf.Tensor) -> tuple[tf.Tensor, Back]:
     if dtype.name in KNOWN:
         return x, lambda y: y
     if dtype.name not in MOVED:
-        raise UserError(f"a collective of {dtype.name}", "numbers or truth values",
-                        "use hvd.broadcast_object or hvd.allgather_object for anything else")
+        raise through_trace(InvalidArgument(f"a collective of {dtype.name}", "numbers or truth values",
+                                            "use hvd.broadcast_object or hvd.allgather_object for anything else"))
     return tf.bitcast(x, MOVED[dtype.name]), lambda y: tf.bitcast(y, dtype)
+
+
+def differentiable(x: tf.Tensor) -> tuple[tf.Tensor, Back]:
+    """``x`` as a type that every wire moves and that gradients flow through, at most of one dimension more; and the way
+    back. Whole numbers as in `movable`, bfloat16 as float32, complex numbers as their two parts."""
+    dtype = x.dtype
+    if dtype == tf.bfloat16:
+        return tf.cast(x, tf.float32), lambda y: tf.cast(y, dtype)
+    if dtype.is_complex:
+        return tf.stack([tf.math.real(x), tf.math.imag(x)], -1), lambda y: tf.complex(y[..., 0], y[..., 1])
+    return movable(x)

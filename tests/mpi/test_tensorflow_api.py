@@ -97,6 +97,35 @@ def test_types_and_factors_of_ones_own(carried, dtype):
     np.testing.assert_array_equal(tf.cast(out, tf.float64), np.full(3, sum((r + 1) ** 2 for r in range(hvd.size()))))
 
 
+@FEW
+@pytest.mark.parametrize("dtype, value, before, after", [
+    ("float16", 0.25, 1e5, 1.0), ("float16", 2047.0, 1 / 3, 1.0), ("float16", 1.0, 1e-9, 1e9),
+    ("float16", 60000.0, 2.0, 0.25), ("bfloat16", 255.0, 1 / 3, 1.0), ("bfloat16", 0.25, 1.0, 2.003),
+    ("float64", 1.0, 0.1, 1.0), ("int32", 3.0, 1.0, 0.5)])
+def test_factors_have_the_digits_of_the_sum(carried, dtype, value, before, after):
+    x, size = tf.cast(tf.fill([4], value), dtype), hvd.size()
+    found = {"sum": hvd.allreduce(x, op=hvd.Sum, prescale_factor=before, postscale_factor=after / size),
+             "mean": hvd.allreduce(x, prescale_factor=before, postscale_factor=after),
+             "group": hvd.grouped_allreduce([x], prescale_factor=before, postscale_factor=after)[0],
+             "rows": hvd.reducescatter(x, prescale_factor=before, postscale_factor=after)}
+    wide = "float32" if x.dtype.size == 2 else dtype
+    expected = tf.cast(tf.constant(value * before * after, wide), dtype)
+    for name, out in found.items():
+        assert out.dtype == x.dtype
+        np.testing.assert_allclose(tf.cast(out, tf.float64), np.full(out.shape, float(expected)), err_msg=name,
+                                   rtol=1e-15 if dtype == "float64" else 0)
+
+
+def test_a_sum_is_rounded_once():
+    x, size = tf.constant([0.25, 2047.0], tf.float16), hvd.size()
+    total = hvd.allreduce(x, op=hvd.Sum, prescale_factor=1e5, postscale_factor=1 / (2.5e4 * size))
+    assert float(total[0]) == 1.0  # 2.5e4 is no float16
+    thirds = hvd.allreduce(x, op=hvd.Sum, prescale_factor=1 / 3)
+    assert float(thirds[1]) == {2: 1365.0, 3: 2047.0, 4: 2730.0}[size]
+    uneven = hvd.allreduce(tf.constant([1 if hvd.rank() == 0 else 2]), postscale_factor=size)
+    assert int(uneven[0]) == 2 * size - 1  # divided and multiplied at once, as Horovod does
+
+
 def test_a_mean_of_halves_does_not_overflow():
     out = hvd.allreduce(tf.constant([60000.0], tf.float16))
     assert out.numpy()[0] == np.float16(60000)
@@ -183,6 +212,33 @@ def test_gradients_flow_through_collectives():
     total = sum(ranks(lambda r: r + 1.0))
     np.testing.assert_allclose(tape.gradient(summed, x), [total] * 2)
     np.testing.assert_allclose(tape.gradient(gathered, x), [total / hvd.size()] * 2, rtol=1e-6)  # as Horovod defines
+
+
+@FEW
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
+def test_gradients_of_every_type(dtype):
+    """Eager, where a gradient may come in another type than the forward's, as Horovod takes it; and in a function."""
+    size, rank = hvd.size(), hvd.rank()
+    x, total = tf.cast(tf.ones([size, 2]), dtype), size * (size + 1) / 2
+    calls = {"allgather": (lambda x: hvd.allgather(x), total / size),
+             "broadcast": (lambda x: hvd.broadcast(x, 1), total / size if rank == 1 else 0),
+             "alltoall": (lambda x: hvd.alltoall(x), None)}
+    if dtype != "complex64":
+        calls |= {"allreduce": (lambda x: hvd.allreduce(x, op=hvd.Sum), total),
+                  "reducescatter": (lambda x: hvd.reducescatter(x, op=hvd.Sum), None)}
+    for name, (call, expected) in calls.items():
+        def grad(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = call(x)
+            dy = tf.cast(tf.fill(tf.shape(y), rank + 1), "complex64" if dtype == "complex64" else "float32")
+            return tape.gradient(y, x, dy)
+
+        for found in (grad(x), tf.function(grad)(x)):
+            assert found is not None and found.dtype == x.dtype, name
+            rows = ([p + 1 for p in range(size)] if expected is None else [expected] * size)
+            rows = [row * size for row in rows] if name == "reducescatter" else rows  # as Horovod defines
+            np.testing.assert_allclose(tf.cast(found, tf.complex64), np.repeat(rows, 2).reshape(size, 2), rtol=1e-2)
 
 
 def test_process_sets():

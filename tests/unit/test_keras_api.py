@@ -145,6 +145,25 @@ def test_passes_accumulate_in_one_process_too():
     same(ours, other, 1e-6)
 
 
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "loss scaled"])
+def test_a_schedule_is_as_long_as_under_horovod(scaled):
+    """Horovod reads it at the pass that updates, of passes counted from 0, whether they update or not."""
+    made = keras.optimizers.SGD(keras.optimizers.schedules.PiecewiseConstantDecay([2, 5], [1.0, 0.5, 0.25]))
+    scale = keras.optimizers.LossScaleOptimizer(made, initial_scale=1.0) if scaled else made
+    optimizer, weight = hvd.DistributedOptimizer(scale, backward_passes_per_step=3), keras.Variable([0.0])
+    optimizer.build([weight])
+    rates = []
+    for n in range(9):
+        before = float(weight.numpy()[0])
+        optimizer.apply([tf.constant([-1.0])], [weight])
+        rates.append((float(weight.numpy()[0]) - before) / 3)
+    assert rates == [0, 0, 1.0, 0, 0, 0.5, 0, 0, 0.25]  # made by passes 2, 5 and 8
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    assert int(inner.iterations) == 3 and float(optimizer.learning_rate) == 0.25
+    plain = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+    assert type(plain) is type(scale) and type(getattr(plain, "inner_optimizer", plain)) is keras.optimizers.SGD
+
+
 def test_a_built_optimizer_hands_on_its_state_and_keeps_its_own():
     first = trained(keras.optimizers.Adam(0.01))
     rate = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)

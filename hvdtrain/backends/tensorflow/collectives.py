@@ -53,6 +53,7 @@ class HorovodCollectives:
     overlaps = True
     in_graph = True
     host = False
+    compares_roots = True
 
     def __init__(self, hvd: Any, device: str = "", process_set: Any = None, timeout_s: float = 600.0) -> None:
         assert device in ("", "cpu"), device

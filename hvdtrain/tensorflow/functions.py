@@ -8,11 +8,11 @@ __all__ = "allgather_object broadcast_object broadcast_object_fn broadcast_varia
 
 
 def __getattr__(name: str) -> Any:
-    """The name of `hvdtrain.tensorflow`."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    """The name of `hvdtrain.tensorflow`, also where Horovod's module only uses it."""
     import hvdtrain.tensorflow
 
+    if name not in hvdtrain.tensorflow.__all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(hvdtrain.tensorflow, name)
 
 

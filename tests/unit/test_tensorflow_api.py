@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -90,8 +91,51 @@ def test_every_public_name_is_there():
         hvd.nothing_such
 
 
+def public_names(file):
+    """What a file of Horovod's defines or takes from Horovod's other files, but for what is private or another
+    framework's."""
+    spec = importlib.util.find_spec("horovod")
+    if spec is None:
+        pytest.skip("Horovod is not installed")
+    tree, found = ast.parse(Path(spec.submodule_search_locations[0], file).read_text(encoding="utf-8")), set()
+    for node in [*tree.body, *(x for n in tree.body if isinstance(n, (ast.If, ast.Try)) for x in n.body)]:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            found.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("horovod."):
+            found.update(alias.asname or alias.name for alias in node.names)
+    return {name for name in found if name[0] != "_"}
+
+
+INNER = {"MPI_LIB", "LocalGradientAggregationHelper", "check_installed_version", "get_ext_suffix", "impl",
+         "get_average_backwards_compatibility_fun", "is_version_greater_equal_than", "num_rank_is_power_2",
+         "refs_to_vars", "split_list", "vars_to_refs"}
+"""Horovod's tools for itself."""
+
+
+@pytest.mark.parametrize("file, module", [
+    ("tensorflow/__init__.py", "hvdtrain.tensorflow"), ("tensorflow/mpi_ops.py", "hvdtrain.tensorflow.mpi_ops"),
+    ("tensorflow/functions.py", "hvdtrain.tensorflow.functions"),
+    ("tensorflow/keras/__init__.py", "hvdtrain.tensorflow.keras"),
+    ("tensorflow/keras/callbacks.py", "hvdtrain.tensorflow.keras.callbacks")])
+def test_modules_hold_what_horovods_hold(file, module):
+    ours = importlib.import_module(module)
+    lacking = []
+    for name in sorted(public_names(file) - INNER):
+        try:
+            getattr(ours, name)
+        except UserError as error:  # elastic, which says why
+            assert name == "elastic" and "CVE" in str(error)
+        except AttributeError:
+            lacking.append(name)
+    assert not lacking
+    assert set(ours.__all__) <= set(dir(ours))
+
+
 def test_importing_is_free():
-    script = "import sys, hvdtrain.tensorflow as hvd; print(sorted({m.partition('.')[0] for m in sys.modules}))"
+    script = ("import sys, hvdtrain.tensorflow as hvd, hvdtrain.tensorflow.mpi_ops, hvdtrain.tensorflow.keras; "
+              "print(sorted({m.partition('.')[0] for m in sys.modules}))")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     assert not {"tensorflow", "keras", "horovod", "mpi4py"}.intersection(ast.literal_eval(done.stdout))
@@ -212,6 +256,40 @@ def test_elastic_says_why_and_what_instead():
 def test_sessions_are_answered_with_what_replaces_them(call):
     with pytest.raises(UserError, match=r"TensorFlow 1.*hvd.broadcast_variables.*BroadcastGlobalVariablesCallback"):
         call()
+
+
+IN_A_GRAPH = {
+    "allreduce": lambda x: hvd.allreduce(x), "grouped": lambda x: hvd.grouped_allreduce([x]),
+    "allgather": lambda x: hvd.allgather(x), "broadcast": lambda x: hvd.broadcast(x, 0),
+    "alltoall": lambda x: hvd.alltoall(x), "reducescatter": lambda x: hvd.reducescatter(x),
+    "object": lambda x: hvd.broadcast_object(1), "objects": lambda x: hvd.allgather_object(1),
+    "variables": lambda x: hvd.broadcast_variables([tf.Variable(1.0)], 0),
+    "gradients": lambda x: hvd.GradientExchange()([x], [tf.Variable(1.0)]), "join": lambda x: hvd.join()}
+
+
+@pytest.mark.parametrize("name", IN_A_GRAPH)
+def test_a_graph_of_sessions_is_refused_in_words(alone, name):
+    with tf.Graph().as_default():
+        with pytest.raises(UserError, match=r"tf\.Graph.*expected eager TensorFlow 2, or a tf\.function") as found:
+            IN_A_GRAPH[name](tf.constant([1.0]))
+    assert isinstance(found.value, RuntimeError)
+    tf.function(lambda x: IN_A_GRAPH["allreduce"](x))(tf.constant([1.0]))
+
+
+@pytest.mark.parametrize("call, kind", [
+    (lambda: hvd.broadcast(tf.constant([1.0]), 7), tf.errors.InvalidArgumentError),
+    (lambda: hvd.reducescatter(tf.constant([1.0]), op=hvd.Max), tf.errors.InvalidArgumentError),
+    (lambda: hvd.allreduce(tf.constant([1], tf.int16)), tf.errors.InvalidArgumentError),
+    (lambda: hvd.allreduce(tf.IndexedSlices([[1.0]], [0]), op=hvd.Min), NotImplementedError),
+    (lambda: hvd.broadcast_global_variables(0), RuntimeError),
+    (lambda: hvd.GradientExchange(op=hvd.Max), ValueError),
+    (lambda: hvd.DistributedOptimizer("sgd", backward_passes_per_step=0), ValueError)])
+def test_errors_have_horovods_types_too(alone, call, kind):
+    with pytest.raises(kind) as found:
+        call()
+    assert isinstance(found.value, UserError)
+    again = pickle.loads(pickle.dumps(found.value))
+    assert type(again) is type(found.value) and str(again) == str(found.value)
 
 
 def test_options_that_do_not_go_together():

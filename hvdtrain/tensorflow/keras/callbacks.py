@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from hvdtrain.keras.callbacks import __all__  # noqa: F401 what `from ... import *` takes
+from hvdtrain.keras.callbacks import __all__
 
 
 def __getattr__(name: str) -> Any:
     """The name of `hvdtrain.keras.callbacks`."""
     return getattr(importlib.import_module("hvdtrain.keras.callbacks"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

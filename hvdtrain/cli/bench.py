@@ -8,6 +8,7 @@ from hvdtrain.errors import UserError, nearest
 
 BENCHES = {
     "wire": "time and bandwidth of each collective by size (columns of nccl-tests); under mpirun, or alone",
+    "eager": "one call of hvdtrain.tensorflow outside of graphs, against the same of Horovod; under mpirun",
     "step": "whole training steps, also against plain PyTorch, Keras and their other trainers (--peers)",
     "mixed": "ranks of unlike speed: part of the sum of their solo speeds that hvdtrain and its peers reach",
     "finite": "CPU time that looking whether summed gradients are finite costs; under mpirun, or alone",

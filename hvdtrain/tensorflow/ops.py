@@ -53,8 +53,8 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = '', 
                                          "Adasum over 1, 2, 4, 8, ... ranks, all of the job, with a Horovod that was "
                                          "built with MPI", "use op=hvd.Average"))
     with tf.device(device_dense) if device_dense else nullcontext():
-        own, back = _packed(x, compression, prescale_factor, postscale_factor, wire.size if op == Average else 1)
-        return back(sent(wire.allreduce, own, _name(f"allreduce.{KINDS[op]}", name, x), KINDS[op]))
+        own, back, kind = _reduced(wire, x, compression, op, prescale_factor, postscale_factor)
+        return back(sent(wire.allreduce, own, _name(f"allreduce.{KINDS[op]}", name, x), kind))
 
 
 def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, device_dense: str = '',
@@ -62,13 +62,17 @@ def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, devic
                       prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                       process_set: ProcessSet = global_process_set, ignore_name_scope: bool = False,
                       name: str | None = None) -> list[Any]:
-    """`allreduce` of several tensors; those of one type travel as one. Collective."""
+    """`allreduce` of several tensors, which travel together. Collective."""
     op = reduction(op, average)
     scale = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    if op not in (Average, Sum) or any(isinstance(t, tf.IndexedSlices) for t in tensors) or compression not in (
+    if op == Adasum or any(isinstance(t, tf.IndexedSlices) for t in tensors) or compression not in (
             Compression.none, Compression.fp16, Compression.bf16):
         return [allreduce(t, None, device_dense, device_sparse, compression, op, name=f"{name or 'group'}.{i}",
                           process_set=process_set, **scale) for i, t in enumerate(tensors)]
+    each = _each(process_set, "allreduce_each", tensors)
+    if each is not None:
+        with tf.device(device_dense) if device_dense else nullcontext():
+            return _sums(each, tensors, compression, op, prescale_factor, postscale_factor, name or "group")
     xs = [tf.convert_to_tensor(t) for t in tensors]
     out: list[Any] = [None] * len(xs)
     for dtype in dict.fromkeys(x.dtype for x in xs):
@@ -89,9 +93,7 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
 
     All dimensions but the first are the same on every rank. Collective.
     """
-    x = tf.convert_to_tensor(tensor)
-    if x.shape.rank == 0:
-        raise ValueError("allgather of a scalar; expected at least one dimension, which rows are gathered along")
+    x = _rows(tensor)
     wire = member_wire(process_set)
     if wire is None:
         return tf.identity(x)
@@ -101,8 +103,13 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
 
 def grouped_allgather(tensors: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False,
                       process_set: ProcessSet = global_process_set) -> list[Any]:
-    """`allgather` of several tensors. Collective."""
-    return [allgather(t, f"{name or 'group'}.{i}", ignore_name_scope, process_set) for i, t in enumerate(tensors)]
+    """`allgather` of several tensors, all at the same time. Collective."""
+    label, each = name or "group", _each(process_set, "gather_rows_each", tensors)
+    if each is None:
+        return [allgather(t, f"{label}.{i}", ignore_name_scope, process_set) for i, t in enumerate(tensors)]
+    moved, backs = zip(*(differentiable(_rows(t)) for t in tensors))
+    parts = each(moved, node_name(f"allgather.{label}")).wait()
+    return [back(_any_gradient(part)) for back, part in zip(backs, parts)]
 
 
 @unconverted
@@ -153,7 +160,8 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_na
     if given is None and x.shape[0] is not None and x.shape[0] % wire.size:
         raise through_trace(InvalidArgument(f"alltoall of {x.shape[0]} rows over {wire.size} ranks", "a multiple of it",
                                             "pass splits, rows for each rank"))
-    even = tf.fill([wire.size], tf.shape(x)[0] // wire.size)
+    rows = tf.shape(x)[0] if x.shape[0] is None else x.shape[0]
+    even = tf.fill([wire.size], rows // wire.size)
     moved, back = differentiable(x)
     refuse_xla("alltoall")
     out, received_P = wire.alltoall_rows(unfolded(moved), even if given is None else given,
@@ -174,9 +182,7 @@ def reducescatter(tensor: Any, device_dense: str = '', compression: Any = Compre
     if op not in (Average, Sum):
         raise through_trace(InvalidArgument(f"reducescatter by {KINDS.get(op, op)}", "hvd.Average or hvd.Sum",
                                             "pass one of them"))
-    x, wire = tf.convert_to_tensor(tensor), member_wire(process_set)
-    if x.shape.rank == 0:
-        raise ValueError("reducescatter of a scalar; expected at least one dimension, along which rows are handed out")
+    x, wire = _rows(tensor), member_wire(process_set)
     if wire is None:
         own, back = _packed(x, Compression.none, prescale_factor, postscale_factor)
         return tf.identity(back(own))
@@ -189,9 +195,17 @@ def reducescatter(tensor: Any, device_dense: str = '', compression: Any = Compre
 def grouped_reducescatter(tensors: Sequence[Any], device_dense: str = '', compression: Any = Compression.none,
                           op: int = Average, process_set: ProcessSet = global_process_set,
                           prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> list[Any]:
-    """`reducescatter` of several tensors. Collective."""
-    return [reducescatter(t, device_dense, compression, op, f"group.{i}", process_set, False, prescale_factor,
-                          postscale_factor) for i, t in enumerate(tensors)]
+    """`reducescatter` of several tensors, all at the same time. Collective."""
+    each = _each(process_set, "scatter_rows_each", tensors) if op in (Average, Sum) else None
+    if each is None:
+        return [reducescatter(t, device_dense, compression, op, f"group.{i}", process_set, False, prescale_factor,
+                              postscale_factor) for i, t in enumerate(tensors)]
+    divisor = (process_set.size() or 1) if op == Average else 1
+    with tf.device(device_dense) if device_dense else nullcontext():
+        owns, backs = zip(*(_packed(_rows(t), compression, prescale_factor, postscale_factor, divisor)
+                            for t in tensors))
+        parts = each(owns, node_name("reducescatter.group")).wait()
+        return [back(_any_gradient(part)) for back, part in zip(backs, parts)]
 
 
 def join() -> Any:
@@ -265,6 +279,43 @@ def member_wire(process_set: ProcessSet) -> Any:
             f"a collective among ranks {process_set.ranks} on rank {basics.rank()}, which is not one of them",
             "a process set that this rank is in", "call it under `if process_set.included():`"))
     return wire
+
+
+def _each(process_set: ProcessSet, collective: str, tensors: Sequence[Any]) -> Any:
+    """The wire's ``collective`` of several tensors at the same time; None where it has none, and in a graph, whose
+    operations run at the same time anyway."""
+    return None if tf.inside_function() or not tensors else getattr(member_wire(process_set), collective, None)
+
+
+def _sums(each: Any, tensors: Sequence[Any], compression: Any, op: int, before: float, after: float,
+          name: str) -> list[tf.Tensor]:
+    """`allreduce` of several tensors by a wire's ``each``."""
+    owns, backs, kinds = zip(*(_reduced(each.__self__, tf.convert_to_tensor(t), compression, op, before, after)
+                               for t in tensors))
+    parts = each(owns, node_name(f"allreduce.{KINDS[op]}.{name}"), kinds).wait()
+    return [back(_any_gradient(part)) for back, part in zip(backs, parts)]
+
+
+def _reduced(wire: Any, x: tf.Tensor, compression: Any, op: int, before: float, after: float) -> tuple[
+        tf.Tensor, Back, str]:
+    """(what the wire reduces for ``x``, what makes the result of it, the wire's reduction).
+
+    Where a wire can divide without other bits it does, which saves a pass over memory. Factors have no say in that:
+    they may be another rank's other ones.
+    """
+    if op == Average and compression is Compression.none and getattr(wire, "halves", False):
+        own, back = _packed(x, compression, before, after)
+        if own.dtype.is_floating:
+            return own, back, "mean"
+    return *_packed(x, compression, before, after, wire.size if op == Average else 1), KINDS[op]
+
+
+def _rows(tensor: Any) -> tf.Tensor:
+    """A tensor whose rows can be gathered or handed out; `ValueError` for a scalar."""
+    x = tf.convert_to_tensor(tensor)
+    if x.shape.rank == 0:
+        raise ValueError("a scalar to gather or scatter; expected at least one dimension, along which its rows lie")
+    return x
 
 
 def _sparse(slices: tf.IndexedSlices, op: int, factor: float, name: str | None, process_set: ProcessSet) -> Any:

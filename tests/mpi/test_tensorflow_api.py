@@ -1,5 +1,6 @@
 """`hvdtrain.tensorflow` over 2, 3 or 4 ranks: collectives and gradients in closed form, tapes against one process."""
 
+import argparse
 import os
 
 import numpy as np
@@ -9,6 +10,8 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import keras  # noqa: E402
 
 import hvdtrain.tensorflow as hvd  # noqa: E402
+from hvdtrain.bench import eager  # noqa: E402
+from hvdtrain.bench.session import Session  # noqa: E402
 from hvdtrain.cluster import boot  # noqa: E402
 from hvdtrain.collectives.mpi import MpiCollectives  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
@@ -141,6 +144,53 @@ def test_grouped_allreduce_mixes_types():
         np.testing.assert_array_equal(out[0], [total] * 2)
         np.testing.assert_array_equal(out[1], [[total]] * 3)
         assert float(out[2]) == 2 * total and out[1].dtype == tf.int32
+
+
+@pytest.mark.parametrize("more", [{}, {"op": hvd.Max}, {"prescale_factor": 0.5, "postscale_factor": 3.0},
+                                  {"compression": hvd.Compression.fp16}], ids=["mean", "max", "factors", "fp16"])
+def test_a_group_is_what_its_members_are(carried, more):
+    rank = hvd.rank()
+    xs = [tf.reshape(tf.range(6.0) + rank, [2, 3]), tf.constant([rank, 7]), tf.constant(0.25 * rank, tf.float64)]
+    for one, x in zip(hvd.grouped_allreduce(xs, **more), xs):
+        np.testing.assert_array_equal(one, hvd.allreduce(x, **more))
+    rows = [tf.fill([hvd.size() + 1, 2], float(rank)), tf.fill([hvd.size()], rank)]
+    for one, x in zip(hvd.grouped_allgather(rows), rows):
+        np.testing.assert_array_equal(one, hvd.allgather(x))
+    for one, x in zip(hvd.grouped_reducescatter(rows), rows):
+        np.testing.assert_array_equal(one, hvd.reducescatter(x))
+
+
+def test_gradients_flow_through_a_group():
+    x, y = tf.constant([1.0, 2.0]), tf.constant(3.0)
+    with tf.GradientTape() as tape:
+        tape.watch([x, y])
+        a, b = hvd.grouped_allreduce([x, y])
+        total = tf.reduce_sum(a) + 2 * b
+    np.testing.assert_allclose(tape.gradient(total, x), [1.0, 1.0], rtol=1e-6)
+    with tf.GradientTape() as tape:
+        tape.watch(y)
+        b = 2 * hvd.grouped_allreduce([x, y])[1]
+    np.testing.assert_allclose(tape.gradient(b, y), 2.0, rtol=1e-6)
+
+
+def test_a_rank_that_brings_fewer_tensors_is_told_at_once():
+    """Then it meets by hand the tensor that the first rank has more, so that this test can go on."""
+    count = 3 if hvd.rank() == 0 else 2
+    with pytest.raises(tf.errors.FailedPreconditionError, match="Mismatched ALLREDUCE tensor shapes"):
+        try:
+            hvd.grouped_allreduce([tf.ones([2])] * count, op=hvd.Sum, name="unlike")
+        finally:
+            if count == 2:
+                hvd.allreduce(tf.ones([2]), op=hvd.Sum, name="unlike.2")
+
+
+def test_the_bench_of_single_calls(control, monkeypatch, capsys):
+    """Every call gives what the same call of Horovod gives."""
+    monkeypatch.setattr(eager, "CALLS", 1)
+    session = Session(control, basics.wire(), None, "tensorflow", "here")
+    assert eager.bench(session, argparse.Namespace(repeats=2, jsonl="", markdown=False)) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if " - " in line]
+    assert len(rows) == (10 if control.rank == 0 else 0)
 
 
 def test_a_constant_is_summed_in_every_call(carried):

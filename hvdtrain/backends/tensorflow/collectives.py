@@ -25,8 +25,10 @@ from hvdtrain.faults import pulse
 from hvdtrain.protocols import Collectives
 
 
-KINDS = {"sum": "Sum", "adasum": "Adasum", "min": "Min", "max": "Max", "product": "Product"}
+KINDS = {"sum": "Sum", "adasum": "Adasum", "min": "Min", "max": "Max", "product": "Product", "mean": "Average"}
 """Name of a reduction here -> Horovod's."""
+MOST_DIMENSIONS = 200
+"""Of a tensor; TensorFlow has 254."""
 
 
 class _Result:
@@ -66,6 +68,7 @@ class HorovodCollectives:
         self.hierarchical = bool(hvd.nccl_built()) and not device
         adds = {"adasum"} if hvd.mpi_enabled() and process_set is None else set()
         self.reductions = frozenset({"min", "max", "product", *adds})
+        self.halves = not self.size & (self.size - 1)
         self._named = NamedCalls()
 
     def buffer(self, n: int, dtype: str) -> None:
@@ -105,6 +108,34 @@ class HorovodCollectives:
     def broadcast(self, x_N: tf.Tensor, name: str, root: int = 0) -> _Result:
         return self._call(lambda name, x: self._ops.broadcast(x, root, name=name, **self._among), name,
                           ("broadcast", root), x_N)
+
+    def allreduce_each(self, xs: Sequence[tf.Tensor], name: str, ops: Sequence[str]) -> _Result:
+        """`allreduce` of each tensor by its op, as ``name.0``, ``name.1``, ..., all at the same time.
+
+        Not inside a graph. The first tensor travels with a dimension more for each tensor, so that ranks which bring
+        other numbers of them are told so by Horovod, which compares shapes, and do not wait for one another.
+        """
+        def operate(name: str, *xs: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            counted = tf.reshape(xs[0], [-1, *[1] * (len(xs) % MOST_DIMENSIONS)])
+            sent = zip((counted, *xs[1:]), ops)
+            first, *rest = (self.allreduce(x, f"{name}.{i}", op).wait() for i, (x, op) in enumerate(sent))
+            return (tf.reshape(first, tf.shape(xs[0])), *rest)
+
+        return self._run(operate, name, ("allreduce_each", *ops), xs)
+
+    def gather_rows_each(self, xs: Sequence[tf.Tensor], name: str) -> _Result:
+        """`gather_rows` of each tensor, named as by `allreduce_each`, all at the same time. Not inside a graph."""
+        return self._each(self.gather_rows, xs, name)
+
+    def scatter_rows_each(self, xs: Sequence[tf.Tensor], name: str) -> _Result:
+        """`scatter_rows` of each tensor, as `gather_rows_each` does it."""
+        return self._each(self.scatter_rows, xs, name)
+
+    def _each(self, collective: Callable[..., _Result], xs: Sequence[tf.Tensor], name: str) -> _Result:
+        def operate(name: str, *xs: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            return tuple(collective(x, f"{name}.{i}").wait() for i, x in enumerate(xs))
+
+        return self._run(operate, name, collective.__name__, xs)
 
     def _call(self, operate: Callable[..., Any], name: str, kind: Hashable, *xs: tf.Tensor) -> _Result:
         """Add ``operate(name, *xs)`` to the graph that is being traced, or run it at once.

@@ -384,6 +384,11 @@ def test_sync_batchnorm_in_parts_is_refused(cpus):
         solo(replace(BASE, model_parallel=2, sync_batchnorm=True), deep(), DATA)
 
 
+def test_samples_that_do_not_fit_the_blocks_are_told_before_anything_is_measured(cpus):
+    with pytest.raises(UserError, match=r"the model does not take the data, x float32\[B, 7\].*in Linear"):
+        solo(replace(BASE, model_parallel=2), deep(), (DATA[0][:, :7], DATA[1]))
+
+
 def test_a_keras_model_on_pytorch_is_not_split():
     model = type("Model", (nn.Module,), {"__module__": "keras.src.models.model"})()
     with pytest.raises(UserError, match="a Keras model on PyTorch"):

@@ -286,6 +286,20 @@ def test_a_model_without_an_input_shape_is_built_from_the_data():
         assert [v.shape for v in run.spec.model.weights] == [(FEATURES, CLASSES), (CLASSES,)]
 
 
+def test_lazy_layers_of_pytorch_are_built_from_the_data():
+    torch = need("torch")
+
+    def model(rank=0):
+        torch.manual_seed(rank)
+        return torch.nn.Sequential(torch.nn.LazyLinear(8), torch.nn.LazyBatchNorm1d(), torch.nn.LazyLinear(CLASSES))
+
+    one, other = lockstep(2, config(global_batch=10, max_steps=1), model, (X, Y), weights)
+    assert [a.shape for a in one] == [(8,), (8, FEATURES), (8,), (), (8,), (8,), (8,), (CLASSES,), (CLASSES, 8)]
+    assert same(one, other)
+    built = alone(model(), Chunks()).spec.model
+    assert all(m.training for m in built.modules()) and int(built[1].num_batches_tracked) == 0
+
+
 def test_a_model_of_named_inputs_is_built_from_the_data():
     from hvdtrain.keras.layout import named
 

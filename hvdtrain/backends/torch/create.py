@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+
 from hvdtrain.backends.torch import keras
 from hvdtrain.backends.torch.step import TorchStep
 from hvdtrain.cluster.exit import agreed
@@ -24,11 +28,12 @@ def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int, p
     """A step over ``spec.model``, on this rank's device or split over several; collective where it is split.
 
     ``sample``: so many samples of the run's ``data``, to measure the blocks of a split model with, and to build a Keras
-    model that has no variables yet.
+    model that has no variables yet, or lazy layers of PyTorch.
     """
     def make() -> Any:
         given = (spec, config, control.rank, steps_per_epoch, precision)
         if not keras.is_keras(spec.model):
+            _build(spec, sample)
             return TorchStep(*given)
         if config.model_parallel > 1:
             raise UserError(f"model_parallel {config.model_parallel} with a Keras model on PyTorch",
@@ -47,3 +52,19 @@ def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int, p
     plan = agree(measured, config, control)
     agreed(control, lambda: step.split(plan), "split")
     return step
+
+
+def _build(spec: Any, sample: Callable[[int], Batch] | None) -> None:
+    """Give lazy layers (`torch.nn.LazyLinear`) their parameters by one sample, in evaluation: nothing is counted."""
+    model = spec.model
+    if sample is None or not any(map(is_lazy, (*model.parameters(), *model.buffers()))):
+        return
+    batch = sample(1)
+    tensors = tuple(torch.from_numpy(np.array(array)) for array in batch)
+    tensors = tuple(t.float() if t.is_floating_point() else t for t in tensors)
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    with told(model, batch), torch.no_grad():
+        model(tensors[0]) if spec.task is None else spec.task(model, tensors)
+    for module, training in modes:
+        module.training = training

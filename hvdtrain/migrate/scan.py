@@ -80,7 +80,7 @@ class Scan:
 
     def short(self, node: cst.CSTNode, most: int = 60) -> str:
         """Its text on one line, cut to ``most`` characters."""
-        text = " ".join(self.code(node).split())
+        text = " ".join(self.code(node).split()).rstrip(",")
         return text if len(text) <= most else text[:most - 3] + "..."
 
     def statement(self, node: cst.CSTNode) -> cst.CSTNode:

@@ -52,6 +52,8 @@ def told(text: str) -> list[tuple[int, str]]:
     (TORCH, "def f():\n    torch.save(m, 'p')",
      "def f():\n    if hvd.rank() != 0:\n        return\n    torch.save(m, 'p')",
      "every rank runs"),
+    ("from accelerate import Accelerator\na = Accelerator()\n", "model.save_pretrained('m')",
+     "def f(accelerator):\n    accelerator.save_model(m, 'd')", "every rank runs"),
     (KERAS, "c = [keras.callbacks.ModelCheckpoint('m.keras')]",
      "c = [keras.callbacks.ModelCheckpoint('m.keras')] if hvd.rank() == 0 else []", "every rank runs"),
     (TORCH, "s = hvd.elastic.TorchState(m)", "s = State(m)", "rendezvous"),

@@ -124,9 +124,9 @@ if gpus:
      "from keras.preprocessing import image\ng = image.img_to_array(i)\n"),
     ("g = keras.preprocessing.image.ImageDataGenerator()\n",
      "g = tf.keras.preprocessing.image.ImageDataGenerator()\n"),
-    ("model.fit_generator(generator=g, steps_per_epoch=9,\n                    workers=4, epochs=2)\n",
-     "model.fit(g, steps_per_epoch=9,\n          epochs=2)\n"),
-    ("model.fit_generator(g, 9, 2)\n", "model.fit(g, steps_per_epoch=9, epochs=2)\n"),
+    ("model.fit_generator(generator=g, shuffle=True,\n                    workers=4, epochs=2)\n",
+     "model.fit(g, shuffle=True,\n          epochs=2)\n"),
+    ("model.fit_generator(g, None, 2)\n", "model.fit(g, steps_per_epoch=None, epochs=2)\n"),
     ("s = model.evaluate_generator(g, 3, workers=4)\n", "s = model.evaluate(g, steps=3, verbose=0)\n"),
     ("s = model.predict_generator(g, verbose=1)\n", "s = model.predict(g, verbose=1)\n"),
     ("# Pin.\nc = tf.ConfigProto()\nc.gpu_options.allow_growth = True\n"
@@ -153,6 +153,15 @@ def test_words_that_are_not_sure_are_left_with_what_to_do(line, named):
     found = migrate(of_text(HEAD + line + "\n"), Wish())
     assert found.after.decode() == HEAD.replace("horovod", "hvdtrain") + line + "\n"
     assert [f for f in found.findings if f.kind == "by hand" and named in f.what]
+
+
+@pytest.mark.parametrize("line, told", [
+    ("model.fit_generator(g, steps_per_epoch=9)", True), ("model.fit_generator(g, validation_steps=9)", True),
+    ("model.fit(images.flow(x, y), steps_per_epoch=9)", True), ("model.fit(d, steps_per_epoch=9)", False),
+    ("model.fit_generator(g, 9, 2)", True), ("model.fit_generator(g, None, 2)", False)])
+def test_steps_of_a_generator_that_ends_are_told(line, told):
+    found = [f for f in migrate(of_text(HEAD + line + "\n"), Wish()).findings if "fit of a generator gets" in f.what]
+    assert [f.kind for f in found] == (["by hand"] if told else [])
 
 
 def test_a_script_whose_import_was_changed_by_hand_gets_the_rest():

@@ -296,4 +296,5 @@ def test_accelerate(new, parts, named):
     found = looked(ACCELERATE.replace('mixed_precision="bf16"', new), "accelerate", 4)
     assert all(part in found.snippet for part in parts) and named in told(found)
     assert ("the Accelerator has" in told(found)) == bool(named) and "StepLR is prepared" in told(found)
+    assert "6 these go: Accelerator (line 6), accelerator.prepare (line 11)\n" in told(found)
     assert not [f for f in found.findings if "mixed_precision" in f.what and "accumulate" in f.do]

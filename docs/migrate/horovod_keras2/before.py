@@ -44,10 +44,11 @@ callbacks = [
 if hvd.rank() == 0:
     callbacks.append(keras.callbacks.ModelCheckpoint("digits.h5"))
 
-# Each process draws its batches from all images, moved sideways by up to a tenth.
+# Each process trains on images of its own, moved sideways by up to a tenth.
+x_train, y_train = x_train[hvd.rank()::hvd.size()], y_train[hvd.rank()::hvd.size()]
 images = ImageDataGenerator(width_shift_range=0.1)
-model.fit_generator(images.flow(x_train, y_train, batch_size=32), epochs=18, callbacks=callbacks, verbose=0,
-                    steps_per_epoch=len(x_train) // (32 * hvd.size()), workers=2)
+model.fit_generator(images.flow(x_train, y_train, batch_size=32), epochs=12, callbacks=callbacks, verbose=0,
+                    workers=2)
 
 loss, accuracy = model.evaluate_generator(ImageDataGenerator().flow(x_test, y_test, shuffle=False))
 if hvd.rank() == 0:

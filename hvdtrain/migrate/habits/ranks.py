@@ -115,7 +115,8 @@ def files_of_every_rank(scan: Scan, context: Any) -> Iterator[Finding]:
 
 def _of_trainer(scan: Scan, call: cst.Call) -> bool:
     owner = scan.value(call.func.value) if isinstance(call.func, cst.Attribute) else None
-    return isinstance(owner, cst.Call) and scan.means(owner.func, "Trainer", "Accelerator")
+    named = isinstance(call.func, cst.Attribute) and (name_of(call.func.value) or "").endswith("accelerator")
+    return named or isinstance(owner, cst.Call) and scan.means(owner.func, "Trainer", "Accelerator")
 
 
 def _for_one(scan: Scan, call: cst.Call, levels: int = 4) -> bool:

@@ -53,7 +53,7 @@ def _prepared(scan: Scan, call: cst.Call) -> bool:
         torch_parts.interval(scan, call) == "step")
 
 
-KIND = torch_trainer.Kind(("accelerate",), more=_more)
+KIND = torch_trainer.Kind(("accelerate.Accelerator",), more=_more, handle="accelerate.Accelerator")
 
 
 def plan(scan: Scan, wish: Any) -> Plan:

@@ -132,6 +132,24 @@ def _generators(scan: Scan) -> Iterator[Word]:
         yield Word(call, f"{name} is not in Keras 3", f"call {plain}, which takes generators, too"
                    + ("" if sure else ", with its arguments by name"),
                    _plain(scan, call, plain, order) if sure else None)
+    for call in scan.methods("fit", "fit_generator"):
+        old = scan.code(call.func).endswith("fit_generator")
+        given = {word: argument(call, word, GENERATORS["fit_generator"].index(word) if old else None)
+                 for word in ("steps_per_epoch", "validation_steps")}
+        steps = [word for word, arg in given.items() if arg is not None and scan.code(arg.value) != "None"]
+        if steps and (old or _flows(scan, call)):
+            yield Word(call, f"fit of a generator gets {' and '.join(steps)}", "leave that out where the generator has "
+                       "a length (flow, flow_from_directory, a PyDataset), and give each rank its own part of the data",
+                       None, "Keras 2 began such a generator anew in mid-epoch; in Keras 3 the epoch ends there, "
+                       "however few its steps")
+
+
+def _flows(scan: Scan, call: cst.Call) -> bool:
+    """Whether the data of a ``fit`` are what an ImageDataGenerator gives."""
+    x = argument(call, "x", 0)
+    value = scan.value(x.value) if x is not None else None
+    return isinstance(value, cst.Call) and (name_of(value.func) or scan.code(value.func)).rpartition(".")[2] in (
+        "flow", "flow_from_directory", "flow_from_dataframe")
 
 
 def _plain(scan: Scan, call: cst.Call, name: str, order: tuple[str, ...]) -> Callable[[Edits], None]:

@@ -26,12 +26,13 @@ SPLITS = ("FullyShardedDataParallel", "fully_shard", "ZeroRedundancyOptimizer", 
 class Kind:
     """What is a kind's own. ``gone``: beginnings of the dotted names whose statements go. ``wrappers``: what is put
     around a model. ``per_rank``: whether a loader's batch is one process's. ``more(scan, parts)``: keys of its own,
-    and how many passes an update has, as code."""
+    and how many passes an update has, as code. ``handle``: what makes the object whose methods go, too."""
 
     gone: tuple[str, ...]
     wrappers: tuple[str, ...] = ()
     per_rank: bool = True
     more: Callable[[Scan, Parts], str] = lambda scan, parts: "1"
+    handle: str = ""
 
 
 def plan(scan: Scan, wish: Wish, kind: Kind) -> Plan:
@@ -57,10 +58,10 @@ def plan(scan: Scan, wish: Wish, kind: Kind) -> Plan:
         made.tell(scan.line(at), "by hand", f"{both} one process's in the code below",
                   "Trainer's are those of all ranks together, however many they are",
                   "run migrate with --ranks N, the number of processes of the old job")
-    if gone := _gone(scan, kind):
+    if gone := _gone(scan, kind, loop):
         made.tell(gone[0][0], "by hand", "these go: " + ", ".join(f"{what} (line {line})" for line, what in gone),
                   "Trainer starts the exchange, cuts each global batch, and puts the bare model on this rank's device",
-                  "take them out, and .module behind the model; where a rank is read, take "
+                  "take them out, with .module and the like around the model; where a rank is read, take "
                   "launch_facts(os.environ).rank of hvdtrain.cluster.launcher")
     for word in parts.words:
         made.tell(scan.line(word.node), "by hand", word.what, word.why, word.do)
@@ -79,11 +80,15 @@ def _snippet(scan: Scan, parts: Parts) -> str:
     return "\n".join([*names.imports(text), "", text])
 
 
-def _gone(scan: Scan, kind: Kind) -> list[tuple[int, str]]:
-    """(line, text) of the calls that go."""
+def _gone(scan: Scan, kind: Kind, loop: cst.For | None) -> list[tuple[int, str]]:
+    """(line, text) of the calls that go; of a handle's methods, those outside the loop."""
+    handles = {name_of(node.targets[0].target) for node in scan.all(cst.Assign) if kind.handle
+               and any(True for _ in scan.calls(kind.handle, within=node))}
+    asked = ("rank", "get_rank", "size", "get_world_size", "local_rank", "local_size")
     return [(scan.line(call), scan.short(call.func)) for call in scan.all(cst.Call)
-            if scan.dotted(call.func).startswith(kind.gone) and scan.dotted(call.func).rpartition(".")[2] not in (
-                "rank", "get_rank", "size", "get_world_size", "local_rank", "local_size")]
+            if scan.dotted(call.func).startswith(kind.gone) and scan.dotted(call.func).rpartition(".")[2] not in asked
+            or isinstance(call.func, cst.Attribute) and name_of(call.func.value) in handles
+            and not (loop is not None and scan.inside(call, loop))]
 
 
 # --- what a step is made of ------------------------------------------------------------------------------------

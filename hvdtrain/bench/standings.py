@@ -11,11 +11,12 @@ from statistics import median
 from typing import Any
 
 from hvdtrain.bench.peers import Contender
+from hvdtrain.bench.timing import spread
 
 BASE = "hvdtrain"
 """The one contender that "x hvdtrain" is relative to: as it comes, uncompressed."""
 
-HEADERS = ("contender", "wire", "ms a step", "min", "max", "x hvdtrain", "x best peer", "best peer")
+HEADERS = ("contender", "wire", "ms a step", "quartiles", "x hvdtrain", "x best peer", "quartiles", "best peer")
 TOLERANCE = 1e-3
 """Of --check: largest relative difference of a contender that sums gradients as they are from the median of those."""
 
@@ -24,18 +25,19 @@ Times = dict[str, list[float]]
 
 
 def summarise(times: Times, contenders: Sequence[Contender], ranks: int) -> dict[str, dict[str, Any]]:
-    """Of each contender: median_ms, min_ms, max_ms, to_hvdtrain, best_peer and to_best_peer, None where there is none.
+    """Of each contender: median, quartiles, min and max in ms, best_peer, and what it takes of hvdtrain and of that peer.
 
-    A ratio is the median over rounds of (its time / the other's time in that round): below 1 is faster. ``ranks``: as
-    asked for.
+    A ratio is the median over rounds of (its time / the other's time in that round): below 1 is faster; None where
+    there is no other. ``ranks``: as asked for.
     """
     known = {c.name: c for c in contenders}
     found = {}
     for name, ms in times.items():
         best = best_peer(times, known[name], contenders, ranks)
-        found[name] = {"median_ms": median(ms), "min_ms": min(ms), "max_ms": max(ms),
+        found[name] = {"median_ms": median(ms), "quartiles_ms": quartiles(ms), "min_ms": min(ms), "max_ms": max(ms),
                        "to_hvdtrain": ratio(times, name, BASE), "best_peer": best,
-                       "to_best_peer": ratio(times, name, best)}
+                       "to_best_peer": ratio(times, name, best),
+                       "to_best_peer_quartiles": quartiles(ratios(times, name, best))}
     return found
 
 
@@ -48,9 +50,18 @@ def best_peer(times: Times, own: Contender, contenders: Sequence[Contender], ran
 
 def ratio(times: Times, name: str, other: str | None) -> float | None:
     """Median over rounds of the ratio of two contenders' times; None without the other."""
-    if other is None or other not in times:
-        return None
-    return median(a / b for a, b in zip(times[name], times[other]))
+    found = ratios(times, name, other)
+    return median(found) if found else None
+
+
+def ratios(times: Times, name: str, other: str | None) -> list[float]:
+    """The ratio of two contenders' times in each round; [] without the other."""
+    return [] if other is None or other not in times else [a / b for a, b in zip(times[name], times[other])]
+
+
+def quartiles(samples: Sequence[float]) -> tuple[float, float] | None:
+    """The first and third quartile; None of nothing."""
+    return (spread(samples)["p25"], spread(samples)["p75"]) if samples else None
 
 
 def rows(found: Mapping[str, Mapping[str, Any]], about: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
@@ -58,8 +69,12 @@ def rows(found: Mapping[str, Mapping[str, Any]], about: Mapping[str, Mapping[str
     def shown(value: float | None) -> str:
         return "-" if value is None else f"{value:.3f}"
 
-    return [(name, about[name]["wire"], *(f"{s[key]:.2f}" for key in ("median_ms", "min_ms", "max_ms")),
-             shown(s["to_hvdtrain"]), shown(s["to_best_peer"]), s["best_peer"] or "-") for name, s in found.items()]
+    def between(pair: tuple[float, float] | None, digits: int) -> str:
+        return "-" if pair is None else f"{pair[0]:.{digits}f} to {pair[1]:.{digits}f}"
+
+    return [(name, about[name]["wire"], f"{s['median_ms']:.2f}", between(s["quartiles_ms"], 2),
+             shown(s["to_hvdtrain"]), shown(s["to_best_peer"]), between(s["to_best_peer_quartiles"], 3),
+             s["best_peer"] or "-") for name, s in found.items()]
 
 
 def remarks(notes: Mapping[str, Sequence[str]]) -> list[str]:

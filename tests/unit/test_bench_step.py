@@ -151,8 +151,9 @@ def test_ratios_are_medians_of_rounds_not_ratios_of_medians():
     times = {"hvdtrain": [10.0, 40.0, 10.0], "ddp": [20.0, 20.0, 30.0], "fabric": [30.0, 60.0, 20.0],
              "ddp+fp16": [1.0, 1.0, 1.0], "plain": [5.0, 5.0, 5.0]}
     found = standings.summarise(times, chosen, 2)
-    assert found["hvdtrain"] == {"median_ms": 10.0, "min_ms": 10.0, "max_ms": 40.0, "to_hvdtrain": 1.0,
-                                 "best_peer": "ddp", "to_best_peer": 0.5}
+    assert found["hvdtrain"] == {"median_ms": 10.0, "quartiles_ms": (10.0, 25.0), "min_ms": 10.0, "max_ms": 40.0,
+                                 "to_hvdtrain": 1.0, "best_peer": "ddp", "to_best_peer": 0.5,
+                                 "to_best_peer_quartiles": pytest.approx((5 / 12, 1.25))}
     assert found["ddp"]["to_hvdtrain"] == 2.0 and found["ddp"]["to_best_peer"] == 1.0, "ddp+fp16 and plain do not count"
     assert found["fabric"]["to_hvdtrain"] == 2.0 and found["fabric"]["to_best_peer"] == 1.5
     alone = standings.summarise({"hvdtrain": [6.0], "plain": [5.0]}, chosen, 1)
@@ -168,15 +169,15 @@ def test_a_peer_is_one_of_the_same_compression():
     assert found["hvdtrain+fp16"]["to_best_peer"] == pytest.approx(2 / 7)
     about = {name: {"wire": "w"} for name in found}
     assert standings.rows(found, about)[1:3] == [
-        ("hvdtrain+fp16", "w", "2.00", "2.00", "2.00", "2.000", "0.286", "ddp+fp16"),
-        ("hvdtrain+int8", "w", "3.00", "3.00", "3.00", "3.000", "-", "-")]
+        ("hvdtrain+fp16", "w", "2.00", "2.00 to 2.00", "2.000", "0.286", "0.286 to 0.286", "ddp+fp16"),
+        ("hvdtrain+int8", "w", "3.00", "3.00 to 3.00", "3.000", "-", "-", "-")]
 
 
 def test_nothing_stands_in_for_plain_hvdtrain():
     chosen = names("hvdtrain-mpi", "hvdtrain+fp16", "ddp")
     found = standings.summarise({"hvdtrain-mpi": [1.0], "hvdtrain+fp16": [2.0], "ddp": [1.0]}, chosen, 2)
     assert all(s["to_hvdtrain"] is None for s in found.values()) and found["hvdtrain-mpi"]["to_best_peer"] == 1.0
-    assert standings.rows(found, {name: {"wire": ""} for name in found})[0][5] == "-"
+    assert standings.rows(found, {name: {"wire": ""} for name in found})[0][4] == "-"
 
 
 def test_remarks_are_made_once():

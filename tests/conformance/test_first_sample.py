@@ -234,6 +234,37 @@ def test_the_curve_has_the_same_bits_with_and_without(framework, kind, monkeypat
     assert getattr(data[0], "opened", 0) == getattr(data[1], "opened", 0)
 
 
+def remembering(framework):
+    """A model that keeps something of its last forward: in a buffer that it replaces, in an RNN's state."""
+    if framework == "torch":
+        torch = need("torch")
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(FEATURES, CLASSES)
+                self.register_buffer("mean", torch.zeros(1))
+
+            def forward(self, x):
+                self.mean = 0.9 * self.mean + x.detach().mean()
+                return self.layer(x) + self.mean
+        model = Model()
+        return model, lambda: model.mean.numpy()
+    keras = need("tensorflow")
+    rnn = keras.layers.GRU(4, stateful=True)
+    model = keras.Sequential([keras.Input((FEATURES, 1), batch_size=10), rnn, keras.layers.Dense(CLASSES)])
+    return model, lambda: np.concatenate([keras.ops.convert_to_numpy(state) for state in rnn.states])
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_what_a_model_keeps_of_its_last_forward_is_put_back(framework):
+    model, kept = remembering(framework)
+    run = alone(model, (X[..., None] if framework == "tensorflow" else X, Y))
+    assert not kept().any()
+    fitted(run)
+    assert kept().any()
+
+
 def test_no_graph_of_training_is_traced_once_more():
     need("tensorflow")
     traced = []

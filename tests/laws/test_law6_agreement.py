@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs import CLASSES, FRAMEWORKS, Record, bits, config, hiding_model, lockstep, make_model, samples, weights
+from small_runs import (CLASSES, FEATURES, FRAMEWORKS, Record, bits, config, hiding_model, lockstep, make_model, samples,
+                        weights)
 
 from hvdtrain import loop
 from hvdtrain.callbacks.base import Callback
@@ -130,6 +131,17 @@ def test_a_nan_that_the_loss_does_not_show_stops_all_before_the_update(framework
     assert f"first there: the gradient of {FIRST[framework]}" in end
     before = replace(setting, max_steps=1, out=str(tmp_path / "before"))
     assert results[0][3] == lockstep(size, before, lambda rank: hiding_model(framework), with_nan(14), outcome)[0][3]
+
+
+def test_a_nan_in_a_rank_s_only_sample_is_skipped_with_batchnorm_over_ranks(tmp_path, capsys):
+    """One sample has no statistics of its own: looking for the NaN once more, alone, must not end the run."""
+    nn = pytest.importorskip("torch").nn
+    setting = config(global_batch=2, epochs=1, max_steps=3, data=UNSHUFFLED, nan_guard="skip", sync_batchnorm=True,
+                     out=str(tmp_path))
+    results = lockstep(2, setting, lambda rank: nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6),
+                                                              nn.Linear(6, CLASSES)), with_nan(3), outcome)
+    assert len(set(results)) == 1 and results[0][:3] == ("completed", 3, (1,)), results
+    assert "not finite on rank 1, update skipped on every rank; first there" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

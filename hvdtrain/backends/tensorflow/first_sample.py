@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvdtrain import rng
@@ -30,7 +31,9 @@ def try_samples(step: Any, batch: Batch, training: bool) -> None:
 
 @contextlib.contextmanager
 def _untouched(model: Any) -> Iterator[None]:
-    kept = [(v, tf.identity(v.value)) for v in model.variables]  # a copy is made where one is written to
+    states = [v for layer in model._flatten_layers() for v in tf.nest.flatten(getattr(layer, "states", None) or [])
+              if isinstance(v, keras.Variable)]  # of a stateful RNN, which Keras counts among no variables
+    kept = [(v, tf.identity(v.value)) for v in (*model.variables, *states)]  # copied where one is written to
     random, drawn = rng.capture(), _eager_state()
     try:
         yield

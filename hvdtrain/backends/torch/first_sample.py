@@ -55,7 +55,8 @@ def _undo(model: torch.nn.Module, layout: Any) -> Callable[[], None]:
     frozen = [p for p in model.parameters() if not p.requires_grad]
     large = sum(p.nbytes for p in frozen) > COPIED_BYTES
     tensors = [t for t in (*model.parameters(), *model.buffers()) if not (large and any(t is p for p in frozen))]
-    copies = [(t, t.shape, t.detach().clone()) for t in tensors]
+    kept = {id(t) for t in tensors}
+    copies = {name: t.detach().clone() for name, t in _named(model).items() if id(t) in kept}
     grads = [(p, p.grad) for p in model.parameters()]
     modes = [(m, m.training) for m in model.modules()]
     random, further = state.random_arrays(), layout.random()
@@ -68,7 +69,13 @@ def _undo(model: torch.nn.Module, layout: Any) -> Callable[[], None]:
         for param, grad in grads:
             param.grad = grad
         with torch.no_grad():
-            for tensor, shape, copy in copies:
-                if tensor.shape == shape and not torch.equal(tensor, copy):  # a cache that has grown stays
-                    tensor.copy_(copy)
+            for name, tensor in _named(model).items():  # by name: a buffer may be another tensor now
+                copy = copies.get(name)
+                if copy is not None and tensor.shape == copy.shape and not torch.equal(tensor, copy):
+                    tensor.copy_(copy)  # a cache that has grown stays
     return put_back
+
+
+def _named(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

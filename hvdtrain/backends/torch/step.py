@@ -266,6 +266,8 @@ class TorchStep:
         found: list[int | None] = []
         for param in self._params:  # they hold the sums of all ranks, to which backward would add
             param.grad = None
+        if self._sync and len(batch[0]) == 1:  # one rank's own statistics need more than one value
+            batch = tuple(np.repeat(array, 2, axis=0) for array in batch)
         self._once(batch, lambda: found.append(trial.first_not_finite(self._params)))
         return "" if found[0] is None else self._names[found[0]]
 

@@ -62,8 +62,8 @@ def verdict(rows: Sequence[Seen], own: int, others: str = "") -> str:
     """Say who is missing, from what rank ``own`` sees of its host's ranks. Pure.
 
     Missing are those whose process is stopped or gone; else those that do not wait while ``own`` does, or are elsewhere
-    than it; else those that wait for something else. ``others``: the sentence about ranks that cannot be seen, said
-    where nobody near is missing.
+    than it; else those that wait for something else. Where all wait at ``own``'s place but itself, it is the one.
+    ``others``: the sentence about ranks that cannot be seen, said where nobody near is missing.
     """
     me = next(row for row in rows if row.rank == own)
     near = [row for row in rows if row.rank != own]
@@ -71,9 +71,12 @@ def verdict(rows: Sequence[Seen], own: int, others: str = "") -> str:
     missing = [row for row in near if row.state in OUT]
     missing = missing or [row for row in near if not row.wait and (row.step, row.phase) != place]
     missing = missing or [row for row in near if me.wait and not row.wait]
-    missing = missing or [row for row in near if row.wait != me.wait]
+    awaited = bool(near) and not me.wait and all(row.wait and (row.step, row.phase) == place for row in near)
+    missing = missing or [row for row in near if row.wait != me.wait and not awaited]
     if missing:
         return "Missing: " + "; ".join(row.words() for row in missing) + "."
+    if awaited:
+        return f"The ranks that can be seen from here wait for this one: {me.words()}."
     here = f"Every rank that can be seen from here is in the same place: {me.words()}." if near else ""
     return " ".join(part for part in (here, others) if part)
 

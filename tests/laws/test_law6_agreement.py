@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs import (CLASSES, FEATURES, FRAMEWORKS, Record, bits, config, hiding_model, lockstep, make_model, samples,
-                        weights)
+from small_runs import (CLASSES, FEATURES, FRAMEWORKS, Record, bits, config, hiding_model, lockstep, make_model,
+                        samples, weights)
 
 from hvdtrain import loop
 from hvdtrain.callbacks.base import Callback

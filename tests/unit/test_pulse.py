@@ -41,6 +41,12 @@ def test_nobody_near_is_missing_where_all_wait_alike():
     assert verdict([seen(0)], 0) == ""
 
 
+def test_the_rank_that_the_others_wait_for_accuses_nobody():
+    rows = [seen(0), seen(1, wait=""), seen(2)]
+    assert verdict(rows, 0).startswith("Missing: rank 1") and verdict(rows, 2).startswith("Missing: rank 1")
+    assert verdict(rows, 1).startswith("The ranks that can be seen from here wait for this one: rank 1 on host a")
+
+
 class Peers:
     """The control plane of a made-up job whose rank 1 is another process of this host, and rank 2 lies elsewhere."""
 

@@ -20,6 +20,7 @@ from hvdtrain.callbacks.base import Callback
 from hvdtrain.callbacks.history import History
 from hvdtrain.checkpoint import session
 from hvdtrain.cluster import exit as exits
+from hvdtrain.cluster import quiet
 from hvdtrain.cluster import exit_calls
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.cluster.launcher import launch_facts
@@ -62,6 +63,7 @@ class Trainer:
 
     def __init__(self, config: Config | None = None, **overrides: Any) -> None:
         """``overrides`` replace top-level keys of ``config``; `UserError` for one that it lacks."""
+        quiet.watch_import()
         exits.install_hooks(launch_facts(os.environ))  # a mistake in the next lines ends as one in fit would
         config = config or Config()
         if not isinstance(config, Config):

@@ -25,7 +25,7 @@ Times = dict[str, list[float]]
 
 
 def summarise(times: Times, contenders: Sequence[Contender], ranks: int) -> dict[str, dict[str, Any]]:
-    """Of each contender: median, quartiles, min and max in ms, best_peer, and what it takes of hvdtrain and of that peer.
+    """Of each contender: median, quartiles, min, max in ms, best_peer, and its ratios to hvdtrain and to that peer.
 
     A ratio is the median over rounds of (its time / the other's time in that round): below 1 is faster; None where
     there is no other. ``ranks``: as asked for.

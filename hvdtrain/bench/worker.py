@@ -31,9 +31,11 @@ CHECK_STEPS = 3
 def main(argv: list[str] | None = None) -> int:
     """Run one rank; exit status of the process."""
     args = _parser().parse_args(argv)
+    from hvdtrain.cluster import quiet
     from hvdtrain.cluster.exit import run_guarded
     from hvdtrain.cluster.launcher import launch_facts
 
+    quiet.watch_import()
     facts = launch_facts(os.environ)
     return run_guarded(lambda: _serve(args, facts), facts)
 

@@ -55,4 +55,7 @@ def _dispatch(argv: list[str]) -> int:
     name, rest = ("train", argv) if not argv or argv[0].startswith("-") else (argv[0], argv[1:])
     if name not in COMMANDS:
         raise UserError(f"there is no command {name!r}", nearest(name, COMMANDS), "see python -m hvdtrain --help")
+    from hvdtrain.cluster import quiet
+
+    quiet.watch_import()
     return importlib.import_module(f"hvdtrain.cli.{name}").main(rest)

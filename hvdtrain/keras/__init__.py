@@ -49,6 +49,9 @@ def __dir__() -> list[str]:
 
 def _needs_tensorflow(name: str) -> None:
     """Raise `hvdtrain.errors.UserError` where Keras computes with something else than TensorFlow."""
+    from hvdtrain.cluster import quiet
+
+    quiet.watch_import()
     import keras
 
     backend = keras.backend.backend()

@@ -44,6 +44,9 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("hvdtrain.tensorflow.util")._executing_eagerly
     if name not in _HOME:
         raise AttributeError(f"module 'hvdtrain.tensorflow' has no attribute {name!r}")
+    from hvdtrain.cluster import quiet
+
+    quiet.watch_import()
     value = getattr(importlib.import_module(_HOME[name]), name)
     if isinstance(value, types.FunctionType):
         from hvdtrain.tensorflow.nodes import unconverted

@@ -1,0 +1,144 @@
+"""Keeps the lines that TensorFlow writes while it loads (absl, oneDNN, cpu_feature_guard) from the user's terminal.
+
+Owns which lines those are, by content, and the window: the import of TensorFlow, whoever begins it. No variable
+silences them all. For that time standard error is a pipe into a small process of its own, which passes everything else
+on as it comes: a rank that crashes or is killed meanwhile loses no word. Not at all where the user asks for
+TensorFlow's log (``TF_CPP_MIN_LOG_LEVEL=0``, ``TF_CPP_MAX_VLOG_LEVEL``), and where TensorFlow was loaded before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+LINES = "|".join((
+    r"^WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR$",
+    r"^(?:[IWE]\d{4} |\d{4}-\d\d-\d\d ).*(?:\] oneDNN custom operations are on\.|cpu_feature_guard\.cc:\d+\])",
+    r"^To enable the following instructions: .* rebuild TensorFlow with the appropriate compiler flags\.$",
+))
+"""What is left out, as a regular expression over one line."""
+
+LAST_S = 2.0
+"""Longest wait for the other process to pass on what it holds; a child of the import's may keep it at work."""
+
+_PASS_ON = """
+import os, re, select, signal, sys
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+drop, rest = re.compile(sys.argv[1].encode()), b""
+def tell(data):
+    while data:
+        try:
+            data = data[os.write(1, data):]
+        except OSError:
+            return
+while True:
+    if rest and not select.select([0], [], [], 0.2)[0]:
+        tell(rest)
+        rest = b""
+    data = os.read(0, 65536)
+    if not data:
+        break
+    *lines, rest = (rest + data).split(b"\\n")
+    tell(b"".join(line + b"\\n" for line in lines if not drop.search(line)))
+if not drop.search(rest):
+    tell(rest)
+"""
+"""The other process: reads a pipe to its end and writes what is not left out, an unfinished line after 0.2 s."""
+
+
+@contextlib.contextmanager
+def filtered() -> Iterator[None]:
+    """Leave `LINES` out of what is written to file descriptor 2 while the body runs, by whomever.
+
+    Where no other process can be started, or there is no standard error, nothing is left out.
+    """
+    found = None if _asked_for(os.environ) else _start()
+    if found is None:
+        yield
+        return
+    child, own = found
+    try:
+        yield
+    finally:
+        _flush()
+        os.dup2(own, 2)  # closes the last end of the pipe here, at which the other process ends
+        os.close(own)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(LAST_S)
+
+
+def watch_import() -> None:
+    """Have the first import of TensorFlow in this process run `filtered`; changes nothing where it has been."""
+    if "tensorflow" not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _asked_for(env: Any) -> bool:
+    """Whether the user wants TensorFlow's log."""
+    return env.get("TF_CPP_MIN_LOG_LEVEL", "") == "0" or env.get("TF_CPP_MAX_VLOG_LEVEL", "0") not in ("", "0")
+
+
+def _start() -> tuple[subprocess.Popen, int] | None:
+    """Put standard error on a pipe; (the process that reads it, a descriptor of what it was), None where impossible."""
+    _flush()
+    own = -1
+    try:
+        own = os.dup(2)
+        # A session of its own: what ends the job's processes by their group lets it pass on the last words.
+        child = subprocess.Popen([sys.executable, "-I", "-S", "-c", _PASS_ON, LINES], stdin=subprocess.PIPE, stdout=own,
+                                 stderr=subprocess.DEVNULL, start_new_session=True)
+    except (OSError, ValueError):
+        if own >= 0:
+            os.close(own)
+        return None
+    assert child.stdin is not None
+    os.dup2(child.stdin.fileno(), 2)
+    child.stdin.close()
+    return child, own
+
+
+def _flush() -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.flush()
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds TensorFlow as Python would, and puts `_Loader` before its loader."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None,
+                  target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        if name != "tensorflow":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """Runs a module within `filtered`, once, and steps aside."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+        module.__loader__ = self._inner
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._inner
+        with filtered():
+            self._inner.exec_module(module)

@@ -18,7 +18,6 @@ import numpy as np
 
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.data.feed import Feed
-from hvdtrain.errors import UserError
 from hvdtrain.misfit import out_of_memory, told
 from hvdtrain.protocols import Batch
 
@@ -50,9 +49,9 @@ def _try(run: Any, backend: Any, feed: Feed, training: bool) -> None:
     batch = _samples(feed, min(MOST, max(LEAST, n_micro)))
     try:
         _run(run, backend, batch, training)
-    except UserError:
-        if n_micro in (0, len(batch[0])) or not all(_fits(run, backend, part, training)
-                                                    for part in _parts(batch, n_micro)):
+    except Exception:
+        if n_micro == len(batch[0]) or not all(_fits(run, backend, part, training)
+                                               for part in _parts(batch, n_micro)):
             raise
 
 
@@ -81,12 +80,12 @@ def _fits(run: Any, backend: Any, batch: Batch, training: bool) -> bool:
 
 
 def _micro_batch(feed: Feed) -> int:
-    """Samples of this rank's first micro-batch; 0 where its part is empty."""
+    """Samples of this rank's first micro-batch, of another's where its part is empty."""
     n = feed.global_batch if feed.samples is None else min(feed.global_batch, feed.samples)
     cut = feed.cut_at(0)
-    low, high = cut.offsets(n)[feed.rank:feed.rank + 2]
-    bounds = cut.bounds(int(high - low), feed.rank)
-    return bounds[0][1] - bounds[0][0] if bounds else 0
+    counts = np.diff(cut.offsets(n)).tolist()
+    bounds = next(found for r in (feed.rank, *range(feed.size)) if (found := cut.bounds(counts[r], r)))
+    return bounds[0][1] - bounds[0][0]
 
 
 def _samples(feed: Feed, most: int) -> Batch:

@@ -155,6 +155,20 @@ def test_a_model_for_one_number_of_samples_trains(framework):
         alone(model, (X, Y), accumulate=2)
 
 
+@pytest.mark.parametrize("refusal", [ValueError, ZeroDivisionError])
+def test_a_rank_without_samples_tries_what_another_will_train_on(refusal):
+    torch = need("torch")
+
+    def forward(self, x):
+        if x.shape[0] not in (0, 10):
+            raise refusal(f"{x.shape[0]} samples")
+        return self.layer(x)
+
+    models = [calling("torch", forward) for _ in range(2)]
+    lockstep(2, config(global_batch=10, max_steps=2, shares=[1, 0]), models.__getitem__, (X, Y), fitted)
+    assert torch.equal(models[0].layer.weight, models[1].layer.weight)
+
+
 # --- nothing is left behind ------------------------------------------------------------------------------------------
 
 def drawing(framework):

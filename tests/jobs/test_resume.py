@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -44,6 +45,7 @@ def final(out):
 
 def completed(job):
     assert job.returncode == 0, job.text
+    assert not re.search("oneDNN|cpu_feature_guard|absl::", job.text), "TensorFlow's start-up lines"
     assert not job.orphans
     return job.text
 

@@ -26,6 +26,7 @@ from hvdtrain.cluster.exit import agreed
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError, nearest
+from hvdtrain.faults.finite import trained
 from hvdtrain.outdir import write_completed
 from hvdtrain.run import Run
 
@@ -234,7 +235,7 @@ def export(run: Run) -> list[str]:
         if run.control.rank != 0:
             return []
         directory = run.out / "model"
-        session.check_finite(run.step.state()[0]["model"])
+        session.check_finite(run.step.state()[0]["model"], trained(run.step))
         try:
             directory.mkdir(parents=True, exist_ok=True)  # also where the run's directory was deleted meanwhile
             return run.step.export(directory)

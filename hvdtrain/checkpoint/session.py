@@ -7,6 +7,7 @@ lies on disk and how it gets there whole is the rest of this room.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hvdtrain.checkpoint import CheckpointStore, Snapshot, read_snapshot
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.errors import UserError
-from hvdtrain.faults.finite import finite
+from hvdtrain.faults.finite import finite, has_nan, spoken, trained
 from hvdtrain.outdir import CONFIG, ensure_out, keep_config
 from hvdtrain.protocols import Callback
 from hvdtrain.run import say
@@ -59,7 +60,7 @@ def _keep_config(run: Any) -> None:
 
 def _snapshot(run: Any, own: list[dict[str, np.ndarray]]) -> Snapshot:
     groups, rest = run.step.state()
-    check_finite(groups["model"])
+    check_finite(groups["model"], trained(run.step))
     ranks = {f"rank-{rank:04d}": arrays for rank, arrays in enumerate(own)}
     meta = {
         "hvdtrain": __version__, "framework": run.spec.framework, "model": run.spec.name,
@@ -70,10 +71,13 @@ def _snapshot(run: Any, own: list[dict[str, np.ndarray]]) -> Snapshot:
     return Snapshot({**groups, **ranks}, meta)
 
 
-def check_finite(model: dict[str, np.ndarray]) -> None:
-    """Raise `UserError` naming the first parameter that is not finite: such weights are never written."""
+def check_finite(model: dict[str, np.ndarray], names: Collection[str]) -> None:
+    """Raise `UserError` naming the first array that is not finite: such weights are never written.
+
+    ``names``: of the trainable parameters. What is not trained may be infinite, as an attention mask is, not NaN.
+    """
     for name, array in model.items():
-        if not finite(name, array):
+        if not finite(name, array) and (spoken(name) in names or has_nan(name, array)):
             raise UserError(f"parameter {name} is not finite", "finite weights",
                             "go back to the newest checkpoint; lower lr, set clip_norm or nan_guard: skip")
 

@@ -22,6 +22,13 @@ def finite(name: str, array: np.ndarray) -> bool:
     return array.dtype.kind != "f" or bool(np.isfinite(array).all())
 
 
+def has_nan(name: str, array: np.ndarray) -> bool:
+    """Return whether an entry is NaN; bfloat16 as in `finite`."""
+    if name.endswith("#bfloat16"):
+        return bool((array & 0x7FFF > 0x7F80).any())
+    return array.dtype.kind == "f" and bool(np.isnan(array).any())
+
+
 def check_trainable(step: Step) -> None:
     """Raise `UserError` naming the first trainable parameter that is not finite: such a model is not trained on.
 
@@ -35,9 +42,14 @@ def check_trainable(step: Step) -> None:
 
 def not_finite(step: Step) -> str:
     """Return the name of the first trainable parameter that is not finite, "" where all are."""
-    trainable = {spoken(spec.name) for spec in step.params()}
+    names = trained(step)
     model: Mapping[str, Any] = step.state()[0]["model"]
-    return next((spoken(n) for n, a in model.items() if spoken(n) in trainable and not finite(n, np.asarray(a))), "")
+    return next((spoken(n) for n, a in model.items() if spoken(n) in names and not finite(n, np.asarray(a))), "")
+
+
+def trained(step: Step) -> set[str]:
+    """Return the names of the trainable parameters."""
+    return {spoken(spec.name) for spec in step.params()}
 
 
 def spoken(name: str) -> str:

@@ -79,10 +79,14 @@ def test_bfloat16_weights_are_looked_at_too():
     from hvdtrain.checkpoint.session import check_finite
 
     one, inf, nan = np.array([0x3F80], np.uint16), np.array([0x7F80], np.uint16), np.array([0xFFC1], np.uint16)
-    check_finite({"w#bfloat16": one, "i": inf})  # plain uint16 is just a number
+    check_finite({"w#bfloat16": one, "i": inf}, ["w", "i"])  # plain uint16 is just a number
     for bad in (inf, nan):
         with pytest.raises(UserError, match="w#bfloat16 is not finite"):
-            check_finite({"w#bfloat16": bad})
+            check_finite({"w#bfloat16": bad}, ["w"])
+    check_finite({"mask#bfloat16": inf, "mask": np.array([np.inf])}, ["w"])
+    for bad in ({"mask#bfloat16": nan}, {"mask": np.array([np.nan])}):
+        with pytest.raises(UserError, match="mask.* is not finite"):
+            check_finite(bad, ["w"])
 
 
 def test_a_builders_own_error_keeps_its_traceback(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import first_checkpoint
 import pytest
-from small_runs import FRAMEWORKS, config, fitted, make_model, samples, solo, weights
+from small_runs import CLASSES, FEATURES, FRAMEWORKS, config, fitted, make_model, samples, solo, weights
 
 from hvdtrain.assemble import assemble
 from hvdtrain.callbacks.base import Callback
@@ -207,3 +207,31 @@ def test_the_one_state_of_a_first_checkpoint_goes_to_the_last_of_a_class(tmp_pat
     Trainer(settings(tmp_path, resume="auto")).fit(make_model("numpy"), DATA, callbacks=own)
     assert [c.seen for c in own] == [None, 4]
     assert "one state for 2 callbacks Counts: the last takes it" in capsys.readouterr().out
+
+
+def masked(framework):
+    """A model with infinities in what is not trained, as an attention mask has."""
+    if framework == "torch":
+        torch = pytest.importorskip("torch")
+        model = torch.nn.Sequential(torch.nn.Linear(FEATURES, CLASSES))
+        model.register_buffer("mask", torch.full((2, 2), -torch.inf))
+        return model
+    pytest.importorskip("tensorflow")
+    keras = pytest.importorskip("keras")
+
+    class Masked(keras.layers.Layer):
+        def build(self, shape):
+            self.mask = self.add_weight(shape=(2, 2), initializer=keras.initializers.Constant(-float("inf")),
+                                        trainable=False)
+
+        def call(self, x):
+            return x
+
+    return keras.Sequential([keras.Input((FEATURES,)), Masked(), keras.layers.Dense(CLASSES)])
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_model_with_an_infinite_mask_is_saved_exported_and_resumed(framework, tmp_path):
+    first = Trainer(settings(tmp_path, epochs=1)).fit(masked(framework), DATA)
+    assert (tmp_path / "model").is_dir() and first.steps == 5
+    assert Trainer(settings(tmp_path, resume="auto")).fit(masked(framework), DATA).steps == 10

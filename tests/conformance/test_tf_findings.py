@@ -30,13 +30,14 @@ def compiled(optimizer="sgd", loss=LOGITS, seed=3, **parts):
 # --- buffers -------------------------------------------------------------------------------------------------------
 
 class Counted(keras.layers.Layer):
-    """Holds what ranks change on their own: a count of calls, a narrow float, and a double one."""
+    """Holds what ranks change on their own: a count of calls, a narrow float, and a double one; and a constant mask."""
 
     def __init__(self):
         super().__init__()
         self.calls = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
         self.narrow = self.add_weight(shape=(), dtype="bfloat16", initializer="zeros", trainable=False)
         self.double = self.add_weight(shape=(), dtype="float64", initializer="zeros", trainable=False)
+        self.mask = self.add_weight(shape=(2,), initializer=lambda *a, **k: tf.constant([0, -np.inf]), trainable=False)
 
     def call(self, x):
         return x
@@ -71,6 +72,7 @@ def test_statistics_are_averaged_by_the_samples_seen(sizes):
         assert int(got[4]) == next(r for r in ranks if sizes[r]) + 5
         assert float(got[5]) == float(share @ ranks) * 8
         assert float(got[6]) == pytest.approx(float(share @ ranks) + 1e-9, abs=1e-15)
+        np.testing.assert_array_equal(got[7], [0, -np.inf])
         for a, b in zip(got, results[0]):
             np.testing.assert_array_equal(a, b)
 

@@ -77,7 +77,9 @@ def sync_buffers(model: keras.Model, reducer: Reducer, n_seen: int) -> None:
         own_N = reducer.ops.pack([tf.cast(v.value, dtype) for v in variables])
         sent = reducer.outgoing(tf.identity(own_N))
         base_N = reducer.arrived(wire.broadcast(sent, f"buffers.{dtype}.from{ran}", ran).wait())
-        apart_N = (own_N - base_N) * n_seen if n_seen else tf.zeros_like(own_N)  # not 0 * NaN
+        zeros_N = tf.zeros_like(own_N)
+        # Not 0 * NaN; equal infinities (an attention mask) have no difference.
+        apart_N = tf.where(own_N == base_N, zeros_N, (own_N - base_N) * n_seen) if n_seen else zeros_N
         total_N = reducer.arrived(wire.allreduce(reducer.outgoing(apart_N), f"buffers.{dtype}.sum").wait())
         means = reducer.ops.unpack(base_N + total_N / int(counts_P.sum()), [v.shape for v in variables])
         for variable, mean in zip(variables, means):

@@ -58,6 +58,9 @@ def _fit(run: Run) -> None:
             evaluate(run)
         run.emit(Event.EPOCH_END)
         run.agree_on_stop()
+    if run.control.agree(run.step.skipped()):  # of the last step there is no vote to tell it
+        state.bad_ranks, state.bad_where = list(range(run.control.size)), {}
+        run.emit(Event.NON_FINITE)
     if state.metrics_at != state.cursor.step:
         evaluate(run)
     run.emit(Event.FIT_END)

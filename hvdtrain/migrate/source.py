@@ -74,6 +74,9 @@ def parse(name: str, data: bytes) -> cst.Module:
     except (cst.ParserSyntaxError, RecursionError) as error:
         raise UserError(f"{name} cannot be parsed: {str(error).splitlines()[0]}", "Python that libcst knows",
                         "simplify the statement it names") from None
+    except (SyntaxError, UnicodeError) as error:  # compile passes over bytes of a comment
+        raise UserError(f"{name} is not Python that can be read: {error}", "UTF-8, or the encoding that the file names",
+                        "save it as UTF-8") from None
     if module.bytes != data:  # such as a byte order mark, or a lone carriage return
         raise UserError(f"{name} has bytes that its syntax tree does not give back", "plain Python text",
                         "save it as UTF-8 without a byte order mark, with one kind of line ends")

@@ -59,7 +59,8 @@ def test_a_file_that_changed_meanwhile_is_left_alone(script):
 @pytest.mark.parametrize("name, content, named", [
     ("gone.py", None, "there is no file gone.py"), (".", None, "is a folder"), ("a\0b.py", None, "cannot be read"),
     ("two.py", b"print 'python 2'\n", "line 1"), ("nul.py", b"x = 1\0\n", "not Python"),
-    ("latin.py", b"x = '\xe9'\n", "not Python"), ("coding.py", b"# coding: nonsense\n", "not Python"),
+    ("latin.py", b"x = '\xe9'\n", "not Python"), ("comment.py", b"x = 1  # \xe9\n", "not Python"),
+    ("coding.py", b"# coding: nonsense\n", "not Python"),
     ("big.py", b"#" * (source.MOST_BYTES + 1), "bytes")])
 def test_mistakes(name, content, named, script, tmp_path):
     if content is not None:

@@ -123,6 +123,14 @@ def test_a_rate_that_grows_with_the_processes(rate, after):
     assert any("learning rate is" in f.what for f in found.findings) == ("*" in rate)
 
 
+@pytest.mark.parametrize("groups, after", [
+    ('[{"params": model.parameters(), "lr": args.lr}]', "..."), ("[{'params': net, 'lr': 1.0}]", "..."),
+    ("groups", "0.001"), ("model.parameters()", "0.001")])
+def test_a_rate_of_a_group_is_not_taken_for_the_usual_one(groups, after):
+    text = DDP.replace("SGD(model.parameters(), lr=0.1 * dist.get_world_size(), momentum=0.9)", f"Adam({groups})")
+    assert text != DDP and f"\n    lr={after},\n" in looked(text, "ddp").snippet
+
+
 @pytest.mark.parametrize("made, inner, outer, key", [
     ("StepLR(optimizer, 30, gamma=0.5)", "", "scheduler.step()",
      'Schedule("StepLR", {"step_size": 30, "gamma": 0.5}, interval="epoch")'),
@@ -161,6 +169,8 @@ def test_a_rate_that_moves_otherwise_is_told(line):
     ("num_workers=2", "collate_fn=pad", "the loader has collate_fn=pad"),
     ("sampler=sampler", "sampler=WeightedSampler(w)", "the loader has sampler=WeightedSampler(w)"),
     ("            loss.backward()", "            with model.no_sync():\n                loss.backward()", "no_sync()"),
+    ("            optimizer.step()", "            if (i + 1) % 4 == 0:\n                optimizer.step()\n"
+     "                optimizer.zero_grad()", "optimizer.step() waits for several passes: if (i + 1) % 4 == 0"),
     ("nn.utils.clip_grad_norm_", "nn.utils.clip_grad_value_", "clipped by value"),
     ("    criterion =", "    other = torch.optim.Adam(model.parameters())\n    criterion =", "2 optimizers are made"),
     ("    criterion =", "    model.load_state_dict(torch.load('m.pt'))\n    criterion =", "in its wrapper"),
@@ -298,3 +308,9 @@ def test_accelerate(new, parts, named):
     assert ("the Accelerator has" in told(found)) == bool(named) and "StepLR is prepared" in told(found)
     assert "6 these go: Accelerator (line 6), accelerator.prepare (line 11)\n" in told(found)
     assert not [f for f in found.findings if "mixed_precision" in f.what and "accumulate" in f.do]
+
+
+def test_an_accelerators_clipping_has_a_key():
+    found = looked(ACCELERATE.replace("        optimizer.step()", "        accelerator.clip_grad_norm_("
+                                      "model.parameters(), 0.5)\n        optimizer.step()"), "accelerate")
+    assert "\n    clip_norm=0.5,\n" in found.snippet

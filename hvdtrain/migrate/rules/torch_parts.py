@@ -197,7 +197,9 @@ def optimizer(scan: Scan, parts: Parts, ranks: int) -> None:
         parts.tell(of, f"the optimizer is of {scan.short(of)}", "set requires_grad = False on what is not to train",
                    "Trainer makes one for all parameters of the model; groups of parameters have no key")
     lr = argument(call, "lr", 1)
-    parts.keys["lr"] = RATES.get(name, "...") if lr is None else rate(scan, parts, lr.value, ranks)
+    own = lr is None and of is not None and '"lr"' in scan.code(of.value).replace("'", '"')
+    usual = "..." if own else RATES.get(name, "...")  # of groups that have rates of their own, none is the model's
+    parts.keys["lr"] = usual if lr is None else rate(scan, parts, lr.value, ranks)
     args = {}
     for index, arg in enumerate(call.args):
         if arg.keyword is not None and arg.keyword.value not in ("lr", "params"):

@@ -19,6 +19,7 @@ from hvdtrain.migrate.scan import Scan, argument, name_of
 CUTS = ("range", "arange", "Subset", "shard", "islice", "array_split", "split", "chunk", "random_split",
         "split_dataset_by_node")
 """Calls that choose samples by a number."""
+HELD = "set accumulate to their number, and global_batch to the samples of all of them"
 SPLITS = ("FullyShardedDataParallel", "fully_shard", "ZeroRedundancyOptimizer", "DistributedOptimizer", "Pipe")
 
 
@@ -96,7 +97,8 @@ def _gone(scan: Scan, kind: Kind, loop: cst.For | None) -> list[tuple[int, str]]
 
 def _step(scan: Scan, parts: Parts) -> None:
     """Clipping, compute types, synchronised BatchNorm, and gradients of several passes."""
-    for call in scan.calls("clip_grad_norm_", "clip_grad_norm"):
+    clips = ("clip_grad_norm_", "clip_grad_norm")
+    for call in dict.fromkeys([*scan.calls(*clips), *scan.methods(*clips)]):  # methods: an Accelerator's
         largest = argument(call, "max_norm", 1)
         if largest is not None:
             parts.keys["clip_norm"] = torch_parts.code(scan, largest.value)
@@ -113,9 +115,23 @@ def _step(scan: Scan, parts: Parts) -> None:
         parts.keys["precision"] = "..."
         parts.tell(casts[0], f"{scan.short(casts[0])} rules the compute type",
                    'write precision="fp32", "bf16" or "fp16"', "which is meant is only known at run time")
+    for call in scan.methods("step"):
+        under = next((up for up in scan.above(call) if isinstance(up, cst.If)), None)
+        if under is not None and _counts_batches(scan, under):
+            parts.tell(under, f"{scan.short(call)} waits for several passes: if {scan.short(under.test)}", HELD)
+            break
     for call in scan.methods("no_sync"):
-        parts.tell(call, f"{scan.short(call)} holds gradients back over several passes", "set accumulate to their "
-                   "number, and global_batch to the samples of all of them")
+        parts.tell(call, f"{scan.short(call)} holds gradients back over several passes", HELD)
+
+
+def _counts_batches(scan: Scan, under: cst.If) -> bool:
+    """Whether an update is made at every n-th batch: under a remainder, in a loop that goes backward outside of it."""
+    if not any(scan.all(cst.Modulo, under.test)) or not any(scan.methods("zero_grad", within=under)):
+        return False
+    batches = next((up for up in scan.above(under) if isinstance(up, (cst.For, cst.While))), None)
+    return batches is not None and any(
+        next((up for up in scan.above(call) if isinstance(up, (cst.For, cst.While))), None) is batches
+        for call in scan.methods("backward", within=batches) if not scan.inside(call, under))
 
 
 def _model(scan: Scan, parts: Parts, wrappers: tuple[str, ...]) -> None:

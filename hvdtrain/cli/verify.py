@@ -133,8 +133,8 @@ def _ranks(text: str) -> list[int]:
         ranks = [int(part) for part in text.split(",")]
     except ValueError:
         ranks = []
-    if not ranks or min(ranks) < 1:
-        raise UserError(f"--np is {text!r}", "numbers of ranks such as 1,2,3", "correct --np")
+    if not ranks or min(ranks) < 1 or len(set(ranks)) < len(ranks):
+        raise UserError(f"--np is {text!r}", "numbers of ranks such as 1,2,3, each once", "correct --np")
     return ranks
 
 

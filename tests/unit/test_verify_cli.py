@@ -142,6 +142,7 @@ def test_an_optimizer_of_the_users_is_kept(jobs, monkeypatch, argv, env):
         (["--np", "1,x"], "--np is '1,x'"),
         (["--np", ""], "--np is ''"),
         (["--np", "-1,2"], "--np is '-1,2'"),
+        (["--np", "2,2"], "each once"),
         (["--steps", "0"], "--steps is 0"),
         (["--steps", "-3"], "--steps is -3"),
         (["--timeout", "0"], "--timeout is 0"),

@@ -130,15 +130,30 @@ def _distributed(base: Any, settings: Settings) -> Any:
 def _read_schedule_at_passes(cls: Any, passes: int) -> None:
     """Have ``cls`` read a schedule at the pass that makes an update: Horovod's optimizers counted every pass, so that
     schedules are as long as a script's data has batches."""
-    plain = cls._get_current_learning_rate
+    if passes == 1:
+        return
+    plain, plain_build = cls._get_current_learning_rate, cls.build
 
     def rate(self: Any) -> Any:
         schedule = self._learning_rate
         if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
             return plain(self)
         return schedule(self.iterations * passes + (passes - 1))
-    if passes > 1:
-        cls._get_current_learning_rate = rate
+
+    def build(self: Any, variables: Sequence[Any]) -> None:
+        plain_build(self, variables)
+        for inner in getattr(self, "_inner_optimizers", ()):  # a MultiOptimizer's, all known only now
+            inner.__class__ = _reading_at_passes(type(inner), passes)
+    cls._get_current_learning_rate, cls.build = rate, build
+
+
+def _reading_at_passes(base: Any, passes: int) -> Any:
+    """A subclass of ``base`` with its names, which reads a schedule at passes; of an optimizer within another."""
+    plain = getattr(base, "_hvd_plain", base)
+    cls = type(plain.__name__, (plain,), {"_hvd_plain": plain})
+    _named_as(cls, plain)
+    _read_schedule_at_passes(cls, passes)
+    return cls
 
 
 def _named_as(cls: Any, base: Any) -> None:
@@ -158,11 +173,7 @@ def _like(optimizer: Any, cls: Any, passes: int = 1) -> Any:
     config = optimizer.get_config()
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         inner = optimizer.inner_optimizer
-        kind = type(inner)
-        if passes > 1:
-            kind = type(kind.__name__, (kind,), {})
-            _named_as(kind, type(inner))
-            _read_schedule_at_passes(kind, passes)
+        kind = _reading_at_passes(type(inner), passes) if passes > 1 else type(inner)
         return cls(**{**config, "inner_optimizer": _taking_state(_like(inner, kind), inner, build=False)})
     if isinstance(optimizer, keras.optimizers.MultiOptimizer) and not hasattr(optimizer._optimizer_map, "values"):
         return cls(**{**config, "optimizer_map": optimizer._optimizer_map})  # a function, which chooses anew

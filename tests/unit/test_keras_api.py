@@ -145,11 +145,14 @@ def test_passes_accumulate_in_one_process_too():
     same(ours, other, 1e-6)
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "loss scaled"])
-def test_a_schedule_is_as_long_as_under_horovod(scaled):
+@pytest.mark.parametrize("around", ["plain", "loss scaled", "multi", "loss scaled multi"])
+def test_a_schedule_is_as_long_as_under_horovod(around):
     """Horovod reads it at the pass that updates, of passes counted from 0, whether they update or not."""
-    made = keras.optimizers.SGD(keras.optimizers.schedules.PiecewiseConstantDecay([2, 5], [1.0, 0.5, 0.25]))
-    scale = keras.optimizers.LossScaleOptimizer(made, initial_scale=1.0) if scaled else made
+    made = scale = keras.optimizers.SGD(keras.optimizers.schedules.PiecewiseConstantDecay([2, 5], [1.0, 0.5, 0.25]))
+    if "multi" in around:
+        scale = keras.optimizers.MultiOptimizer(lambda variable: made)
+    if "scaled" in around:
+        scale = keras.optimizers.LossScaleOptimizer(scale, initial_scale=1.0)
     optimizer, weight = hvd.DistributedOptimizer(scale, backward_passes_per_step=3), keras.Variable([0.0])
     optimizer.build([weight])
     rates = []
@@ -159,7 +162,11 @@ def test_a_schedule_is_as_long_as_under_horovod(scaled):
         rates.append((float(weight.numpy()[0]) - before) / 3)
     assert rates == [0, 0, 1.0, 0, 0, 0.5, 0, 0, 0.25]  # made by passes 2, 5 and 8
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    assert int(inner.iterations) == 3 and float(optimizer.learning_rate) == 0.25
+    assert int(inner.iterations) == 3
+    if "multi" in around:
+        assert type(keras.optimizers.deserialize(keras.optimizers.serialize(made))) is keras.optimizers.SGD
+        return
+    assert float(optimizer.learning_rate) == 0.25
     plain = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
     assert type(plain) is type(scale) and type(getattr(plain, "inner_optimizer", plain)) is keras.optimizers.SGD
 

@@ -112,8 +112,9 @@ class HorovodCollectives:
     def allreduce_each(self, xs: Sequence[tf.Tensor], name: str, ops: Sequence[str]) -> _Result:
         """`allreduce` of each tensor by its op, as ``name.0``, ``name.1``, ..., all at the same time.
 
-        Not inside a graph. The first tensor travels with a dimension more for each tensor, so that ranks which bring
-        other numbers of them are told so by Horovod, which compares shapes, and do not wait for one another.
+        Not inside a graph. The first tensor travels with a dimension more for each tensor, so that Horovod, which
+        compares shapes, fails where ranks bring other numbers of them: at once on those with the fewest; one with more
+        waits with the rest of its tensors until the others have ended.
         """
         def operate(name: str, *xs: tf.Tensor) -> tuple[tf.Tensor, ...]:
             counted = tf.reshape(xs[0], [-1, *[1] * (len(xs) % MOST_DIMENSIONS)])

@@ -33,7 +33,8 @@ LOOKED_AT_TWICE = 2**22
 def check(run: Any, backend: Any) -> None:
     """Try the run's data on its model, training and evaluation, before anything is exchanged; collective.
 
-    Nothing of it remains but samples that a stream has handed out, with which its first step begins.
+    Nothing of it remains but samples that a stream has handed out, with which its first step begins, and what no
+    framework knows of: a counter or a random generator of the model's own has moved on.
     Errors: `UserError` on every rank for what does not fit; other exceptions of the model pass through.
     """
     def work() -> None:

@@ -19,7 +19,7 @@ from hvdtrain.events import Event
 from hvdtrain.exchange.weighting import check_weight, loss_scale
 from hvdtrain.faults import pulse
 from hvdtrain.faults.finite import blame
-from hvdtrain.outdir import starting
+from hvdtrain.outdir import release, starting
 
 if TYPE_CHECKING:
     from hvdtrain.run import Run
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 def fit(run: Run) -> None:
     """Train ``run`` from its cursor to its last epoch or to an agreed stop; the model is its user's own again then."""
     with joined(run):
-        _fit(run)
+        try:
+            _fit(run)
+        finally:
+            release(run)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ after a node was lost. What a directory held before stays as it is until `begin`
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -64,6 +65,31 @@ def starting(run: Any) -> Iterator[None]:
     begin(run)
 
 
+def release(run: Any) -> None:
+    """Let other jobs train in the run's directory again; rank 0's part."""
+    lock, run.lock = run.lock, -1
+    if lock >= 0:
+        os.close(lock)
+
+
+def _lock(run: Any) -> None:
+    """Keep other jobs out of the run's directory for as long as this process has it open; `UserError` if one has it.
+
+    A lock of the directory itself leaves no file, and goes with its process however that ends. Where a file system
+    offers none, two jobs are not told from each other.
+    """
+    release(run)
+    run.lock = os.open(run.out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(run.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        release(run)
+        raise UserError(f"another job is training in {run.out}", "a directory of its own for each job",
+                        "wait for that job, or choose another --out") from None
+    except OSError:
+        release(run)
+
+
 def begin(run: Any) -> None:
     """Write ``config.yaml`` and take ``completed.json`` away: from here on the run is under way. Collective.
 
@@ -77,6 +103,7 @@ def begin(run: Any) -> None:
         try:
             if not left and (run.out / COMPLETED).exists():
                 return False
+            _lock(run)
             keep_config(run)
             (run.out / COMPLETED).unlink(missing_ok=True)
         except OSError as error:

@@ -154,6 +154,8 @@ class Run:
     """The run's directory once `hvdtrain.outdir.ensure_out` has made it; before that the current directory."""
     made: list[Path] = field(default_factory=list)
     """Directories that were made for ``out``, innermost first."""
+    lock: int = -1
+    """Descriptor by which rank 0 keeps other jobs out of ``out`` while it trains; -1: none."""
     begun: bool = False
     """Whether a fit has begun to write into ``out``; not while it may still be refused (`hvdtrain.outdir.begin`)."""
     callbacks: list[Callback] = field(default_factory=list)

@@ -26,6 +26,7 @@ from hvdtrain.cluster.exit import agreed
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError, nearest
+from hvdtrain.faults import pulse
 from hvdtrain.faults.finite import trained
 from hvdtrain.outdir import write_completed
 from hvdtrain.run import Run
@@ -104,6 +105,7 @@ class Trainer:
         if run.begun:
             _complete(run)
         run.control.barrier("end of fit", self.config.control_timeout_s)
+        pulse.at("the script, after fit")
         s = run.state
         history = next((dict(c.history) for c in run.callbacks if isinstance(c, History)), {})
         return Result(s.cursor.step, s.loss, dict(s.metrics), run.phases.samples_per_s(), run.out, s.stop, history)

@@ -8,6 +8,9 @@ from hvdtrain.callbacks.base import Callback
 from hvdtrain.errors import UserError
 
 
+ALONE_FINITE = "; each rank's own gradient is finite: the loss is not, or their sum, its norm or compression overflows"
+
+
 class NanGuard(Callback):
     """Runs on all ranks, which all see the same event: ``mode`` "stop" ends the run, "skip" allows some in a row.
 
@@ -30,7 +33,7 @@ class NanGuard(Callback):
         self._last = step
         self.skipped += 1
         ranks = ", ".join(str(r) for r in run.state.bad_ranks)
-        where = _where(run.state.bad_where)
+        where = _where(run.state.bad_where) or ("" if run.step.asynchronous else ALONE_FINITE)
         if self._mode == "stop" or self.in_a_row > self._max:
             many = f" ({self.in_a_row} steps in a row)" if self.in_a_row > 1 else ""
             seen = "seen one step late" if run.step.asynchronous else "that step's update was not made"

@@ -30,21 +30,23 @@ def has_nan(name: str, array: np.ndarray) -> bool:
 
 
 def check_trainable(step: Step) -> None:
-    """Raise `UserError` naming the first trainable parameter that is not finite: such a model is not trained on.
+    """Raise `UserError` naming the first parameter or buffer that is not finite: such a model is not trained on.
 
-    Buffers are not looked at: an attention mask holds infinities by right.
+    What is not trained may be infinite, as attention masks are, but no NaN. Statistics of BatchNorm hold one after a
+    fit that a NaN has stopped: only the update of such a step is not made.
     """
     name = not_finite(step)
     if name:
-        raise UserError(f"parameter {name} is not finite before the first step", "finite weights",
-                        "look at what builds or loads the model, or resume from another checkpoint")
+        raise UserError(f"{name} of the model is not finite before the first step", "finite weights and statistics",
+                        "look at what builds or loads the model, or resume from a checkpoint")
 
 
 def not_finite(step: Step) -> str:
-    """Return the name of the first trainable parameter that is not finite, "" where all are."""
+    """Return the first trainable parameter that is not finite or other weight that is NaN, by name; "" if none is."""
     names = trained(step)
     model: Mapping[str, Any] = step.state()[0]["model"]
-    return next((spoken(n) for n, a in model.items() if spoken(n) in names and not finite(n, np.asarray(a))), "")
+    return next((spoken(n) for n, a in model.items()
+                 if has_nan(n, np.asarray(a)) or spoken(n) in names and not finite(n, np.asarray(a))), "")
 
 
 def trained(step: Step) -> set[str]:
@@ -74,9 +76,9 @@ def blame(step: Step, batch: StepBatch, suspects: list[int], control: Control) -
 
 def _look(step: Step, batch: StepBatch) -> str:
     """Where this rank's own part of the step is not finite, or ""."""
+    names = trained(step)
     weight = not_finite(step)
-    if weight:
+    if weight in names:
         return f"parameter {weight} itself, since an update before"
-    names = (step.culprit(micro) for micro in batch.micros)
-    name = next((name for name in names if name), "")
+    name = next(filter(None, (step.culprit(micro) for micro in batch.micros)), "")
     return f"the gradient of {spoken(name)}" if name else ""

@@ -172,7 +172,7 @@ class Step(Protocol):
     def discard(self) -> None:
         """Undo what the step did to buffers and compressor state: there will be no update.
 
-        With ``nan_guard: skip``, and after an overflow in fp16.
+        Compressor state is taken back with ``nan_guard: skip`` and with a loss scale.
         """
         ...
 

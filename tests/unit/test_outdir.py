@@ -200,7 +200,9 @@ def test_ranks_agree_before_anything_changes(tmp_path):
 
 
 def test_a_finished_run_with_nothing_left_to_train_stays_as_it_is(capsys):
-    outdir.write_completed(begun(Config(out="mine", epochs=2)).out, {"steps": 3})
+    first = begun(Config(out="mine", epochs=2))
+    outdir.write_completed(first.out, {"steps": 3})
+    outdir.release(first)
     before = files()
 
     def work(control, wire):
@@ -214,6 +216,16 @@ def test_a_finished_run_with_nothing_left_to_train_stays_as_it_is(capsys):
     assert capsys.readouterr().out.count("nothing is left to train: mine holds a run that is complete") == 1
     more = begun(Config(out="mine", epochs=3, resume="auto"))
     assert more.begun and not Path("mine/completed.json").exists()
+
+
+def test_a_directory_in_which_another_job_trains_is_refused():
+    first = begun(Config(out="shared"))
+    before = files()
+    with pytest.raises(UserError, match="another job is training in shared"):
+        begun(Config(out="shared", resume="auto", epochs=7))
+    assert files() == before
+    outdir.release(first)
+    assert begun(Config(out="shared", resume="auto")).begun
 
 
 def test_a_run_keeps_its_directory():

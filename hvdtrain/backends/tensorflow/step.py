@@ -105,7 +105,7 @@ class TensorFlowStep:
         self.table = ""
         self._n_seen = self._n_seen_before = 0
         self._undoable = config.nan_guard == "skip" or self.scale.on
-        self._buffers = shared.Buffers(self.model) if self._undoable else None
+        self._buffers = shared.Buffers(self.model)
         self.asynchronous = placement.on_gpu(self.model)
         placement.seed_model(state.seed_states(self.model), rank)
 
@@ -127,7 +127,7 @@ class TensorFlowStep:
             raise UserError("sync_batchnorm with model_parallel, whose parts of a micro-batch each have statistics",
                             "one of the two", "set sync_batchnorm: false, or model_parallel: 1")
         self._split, self.table = split, split.plan.table()
-        self._buffers = shared.Buffers(self.model) if self._undoable else None
+        self._buffers = shared.Buffers(self.model)
         self.asynchronous = placement.on_gpu(self.model)
         split.join()
 
@@ -136,7 +136,7 @@ class TensorFlowStep:
         self._reducer = reducer
         if self._sync:
             self._sync.take(self.model, reducer)
-        self._gradients = Gradients(self.model, self._task, reducer, undoable=self._buffers is not None,
+        self._gradients = Gradients(self.model, self._task, reducer, undoable=self._undoable,
                                     scaled=self._rank in self.precision.scaled, split=self._split)
         self._update = Update(self.model, self._opt.optimizer, reducer, self._split)
 
@@ -178,15 +178,13 @@ class TensorFlowStep:
         self._gradients.begin(self.scale.of(self._rank))
         self._tensors, self._started, self.waited_s, self._waited_in_step_s = None, False, 0.0, 0.0
         self._n_seen_before = self._n_seen
-        if self._buffers is not None:
-            self._buffers.keep()
+        self._buffers.keep()
 
     def discard(self) -> None:
         """Undo what the step did to buffers and compressor state, where it may be left out; there will be no update."""
         self._gradients.discard()
-        if self._buffers is not None:
-            self._buffers.put_back()
-            self._n_seen = self._n_seen_before
+        self._buffers.put_back()
+        self._n_seen = self._n_seen_before
 
     def forward_backward(self, batch: Batch, scale: float, last: bool) -> Pair:
         """Add the gradient of ``loss_sum * scale``; the graph of the ``last`` micro-batch also exchanges."""

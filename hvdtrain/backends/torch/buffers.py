@@ -15,17 +15,22 @@ from hvdtrain.errors import UserError
 from hvdtrain.exchange.reducer import Reducer
 
 
+LARGE = 1 << 16
+"""Elements of a buffer that is not copied at every step."""
+
+
 class Buffers:
     """The buffers of ``model``, and how many samples this rank has put through it since they were last equal.
 
-    ``undoable``: whether `discard` is wanted, which costs a copy of the buffers at every `begin_step`.
+    `begin_step` copies them, so that `discard` can undo a step: statistics at every step, a `LARGE` buffer (a mask, a
+    table) only where PyTorch has counted a write to it since.
     """
 
-    def __init__(self, model: torch.nn.Module, undoable: bool) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._undoable = undoable
         self._seen = 0
         self._kept: dict[str, torch.Tensor] = {}
+        self._kept_from: dict[str, tuple[torch.Tensor, int]] = {}
         self._kept_seen = 0
 
     def saw(self, samples: int) -> None:
@@ -38,9 +43,12 @@ class Buffers:
 
     def begin_step(self) -> None:
         """Remember the buffers as they are before a step."""
-        if self._undoable:
-            self._kept = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
-            self._kept_seen = self._seen
+        for name, buffer in self._model.named_buffers():
+            was, version = self._kept_from.get(name, (None, -1))
+            if buffer.numel() < LARGE or buffer is not was or buffer._version != version:
+                self._kept[name] = buffer.detach().clone()
+                self._kept_from[name] = buffer, buffer._version
+        self._kept_seen = self._seen
 
     def discard(self) -> None:
         """Give the buffers the values they had at `begin_step`."""

@@ -67,7 +67,7 @@ class TorchStep:
         self._metrics = Metrics(spec, config, self._task)
         self._make_opt = partial(Optimization, config, steps_per_epoch=steps_per_epoch)
         self._opt = self._make_opt(params=self._params)
-        self._buffers = Buffers(self.model, undoable=config.nan_guard == "skip" or self.scale.on)
+        self._buffers = Buffers(self.model)
         self._reducer: Reducer
         self._flats: list[torch.Tensor] = []
         self._views: dict[int, torch.Tensor] = {}

@@ -88,6 +88,8 @@ class Ops:
         return q * (torch.where(kept_R.abs() <= DEPENDENT * length_R, 0.0, kept_R.sign()) + length_R * 0.0)
 
     def sum_squares(self, x: Array) -> Array:
+        if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and x.is_contiguous():
+            return torch.dot(x.view(-1), x.view(-1))  # half the CPU time of a norm over large vectors on two threads
         narrow = x.dtype in (torch.float16, torch.bfloat16)  # whose squares overflow or vanish
         return torch.linalg.vector_norm(x, dtype=torch.float32 if narrow else None).square()
 

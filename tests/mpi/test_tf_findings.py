@@ -5,13 +5,12 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import keras  # noqa: E402
-from tensorflow_tools import SGD, X, Y, attached, batch, close, cut, mlp, run, weights  # noqa: E402
+from tensorflow_tools import X, Y, attached, batch, close, cut, mlp, run, weights  # noqa: E402
 
 from hvdtrain.backends.tensorflow import collectives  # noqa: E402
 from hvdtrain.cluster import boot  # noqa: E402
 from hvdtrain.collectives.mpi import MpiCollectives  # noqa: E402
 from hvdtrain.config import Config, Exchange  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -62,9 +61,3 @@ def test_an_optimizer_with_history_on_rank_0_only_is_shared(wire, control):
     assert int(optimizer[0]) == 5
     root = control.bcast([*weights(step), *optimizer])
     close([*weights(step), *optimizer], root, 0)
-
-
-def test_models_that_differ_are_refused_on_every_rank(wire):
-    model = mlp(extra=[keras.layers.Dense(3)] if wire.rank == 1 else ())
-    with pytest.raises(UserError, match="rank 1 has another model"):
-        attached(model, SGD, wire=wire, rank=wire.rank)

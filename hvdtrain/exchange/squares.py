@@ -13,7 +13,7 @@ from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.protocols import Array
 
 ALIGN = 64
-"""Elements: a slice that begins at a multiple of them is a view also in TensorFlow, which copies unaligned ones."""
+"""Elements: a slice from one multiple of them to another is a view in TensorFlow too, which copies any other."""
 
 
 def own_part(n: int, rank: int, size: int) -> slice:
@@ -38,5 +38,7 @@ def own_parts(tensors: Sequence[Array], buckets: Sequence[Bucket], rank: int, si
         return
     for x, bucket in zip(tensors, buckets):
         part = own_part(bucket.n, rank, size)  # inside a graph the tensor itself may not know its length
-        if part.start < part.stop:
-            yield x[part]
+        aligned = part.stop // ALIGN * ALIGN  # the last rank's part may end elsewhere
+        for piece in (slice(part.start, aligned), slice(aligned, part.stop)):
+            if piece.start < piece.stop:
+                yield x[piece]

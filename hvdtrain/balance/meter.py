@@ -64,7 +64,7 @@ def read(rows_P: Sequence[Row], step_s: float, labels_P: Sequence[str], balance:
     rows = tuple(rows_P)
     solo = [float(s) for s in solo_P] if solo_P is not None else [_ratio(r.samples, r.busy_s) for r in rows]
     samples = sum(row.samples for row in rows)
-    percent = 100.0 * _ratio(_ratio(samples, step_s), sum(solo))
+    percent = _ratio(100.0 * _ratio(samples, step_s), sum(solo))
     lost = _lost(rows, step_s)
     if not samples or not step_s > 0:
         sentence = "nothing to do: no step was measured"
@@ -84,7 +84,7 @@ def _lost(rows: Sequence[Row], step_s: float) -> dict[str, float]:
     wire_s = min((row.wait_s for row in rows), default=0.0)
     seconds = {"slowest": sum(row.wait_s - wire_s for row in rows), "wire": wire_s * len(rows),
                "input": sum(row.data_s for row in rows), "update": sum(row.update_s for row in rows)}
-    return {cause: 100.0 * _ratio(seconds[cause], step_s * len(rows)) for cause in CAUSES}
+    return {cause: _ratio(100.0 * seconds[cause], step_s * len(rows)) for cause in CAUSES}
 
 
 def _sentence(rows: Sequence[Row], step_s: float, labels_P: Sequence[str], balance: str, compression: str,

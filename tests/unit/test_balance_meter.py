@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hvdtrain.balance.meter import CAUSES, Row, read
@@ -93,6 +93,8 @@ def test_a_window_without_steps(rows, step_s):
 SECONDS = st.one_of(st.just(0.0), st.floats(0, 10), st.just(1e-300))
 
 
+@example([Row(0, 0.0, 0.0, 0.0, 2.0)], 5.857e-307, "off", "none")
+@example([Row(0, 0, 0, 0, 0), Row(1, 0, 0, 0, 2.0)], 5.857e-307, "off", "none")
 @given(st.lists(st.builds(Row, st.integers(0, 99), SECONDS, SECONDS, SECONDS, SECONDS), max_size=5), SECONDS,
        st.sampled_from(["off", "static", "auto"]), st.sampled_from(["none", "int8"]))
 def test_whatever_was_measured_numbers_are_finite_and_there_is_one_sentence(rows, step_s, balance, compression):

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.data.cursor import Cursor
-from hvdtrain.data.feed import Feed, prefetched
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.prefetch import prefetched
 from hvdtrain.data.sampler import Cut, cut
 from hvdtrain.data.sources import ArraySource
 from hvdtrain.data.stream import fingerprint, rebatch

@@ -1,0 +1,61 @@
+"""A generator that runs ahead of its consumer in a background thread.
+
+Owns the thread, its end and the way of an error out of it. Does not know what is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Generator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_JOIN_S = 10.0
+"""Longest wait for the thread after its stop: it may be inside a user's fetch, which cannot be interrupted."""
+
+
+def prefetched(items: Generator[T, None, None], ahead: int) -> Generator[T, None, None]:
+    """Yield ``items``, made up to ``ahead`` in advance by one background thread; inline for ``ahead`` == 0.
+
+    An exception in the thread is raised here. Closing this generator stops the thread, closes ``items``
+    inside it and waits for its end.
+    """
+    if ahead == 0:
+        with contextlib.closing(items):
+            yield from items
+        return
+    ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=ahead)
+    stop = threading.Event()
+
+    def work() -> None:
+        last: tuple[str, Any] = ("end", None)
+        try:
+            with contextlib.closing(items):
+                for item in items:
+                    ready.put(("item", item))
+                    if stop.is_set():
+                        return
+        except BaseException as error:  # handed over whole: the consumer decides
+            last = ("error", error)
+        ready.put(last)
+
+    thread = threading.Thread(target=work, name="hvdtrain-fetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            kind, value = ready.get()
+            if kind == "end":
+                return
+            if kind == "error":
+                raise value
+            yield value
+    finally:
+        stop.set()
+        with contextlib.suppress(queue.Empty):  # makes room for the one item the thread may still hold
+            while True:
+                ready.get_nowait()
+        if thread is not threading.current_thread():  # a garbage collection in it may call this
+            thread.join(_JOIN_S)

@@ -1,0 +1,261 @@
+"""Read global batches, and find out what the ranks have of each: `SourceWalk` of data that can be fetched by number,
+`StreamWalk` of data that can only be read in order.
+
+Both have `samples` (None: unknown), `batches` (walked in the fetching thread), `meet` (in the consumer's thread, which
+alone may enter collectives), `sample` and `check_alike`. Neither knows the cut over the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hvdtrain.data.cursor import Cursor
+from hvdtrain.data.sampler import epoch_order
+from hvdtrain.data.sources import ArraySource, Source
+from hvdtrain.data.stream import Arrays, Stream, fingerprint, rebatch
+from hvdtrain.errors import UserError
+from hvdtrain.protocols import Control
+
+WeightFn = Callable[[Arrays], float]
+
+_UNEVEN = "the ranks' streams differ in length: steps go on with the samples there are"
+_DIFFERENT = ("the ranks read different streams: each takes its cut of what it reads, so samples are lost or "
+              "repeated; seed the shuffle alike and do not split the stream by rank")
+_UNLIKE = ("the ranks read different samples at the same place: seed what shuffles or splits the data alike, unless "
+           "the dataset draws random numbers when it is read")
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """``n`` samples of all ranks. ``take(low, high)``: reads those from ``low`` to ``high``, arrays (high - low, ...).
+    ``check``: a stream's checksum of the first one.
+    """
+
+    n: int
+    take: Callable[[int, int], Arrays]
+    check: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's ``n_local`` samples of a global batch of ``n``, which has the checksum ``check``."""
+
+    n: int
+    n_local: int
+    arrays: Arrays
+    check: int = 0
+
+    def weight(self, weight_fn: WeightFn | None) -> float:
+        """This rank's part of the global weight W: its samples, or what ``weight_fn`` says of them."""
+        return float(self.n_local if weight_fn is None or not self.n_local else weight_fn(self.arrays))
+
+
+@dataclass(frozen=True)
+class Met:
+    """A part and what all ranks have of its step: ``n_global`` samples of weight ``weight``.
+
+    ``consumed``: samples by which the position moves on. ``counts_P``: samples of each rank, where they are not those
+    of the cut.
+    """
+
+    part: Part
+    own_weight: float
+    n_global: int
+    weight: float
+    consumed: int
+    counts_P: Sequence[int] | None = None
+
+
+class SourceWalk:
+    """Global batches of a source: every rank knows all counts, so only a weight that is no count is summed."""
+
+    def __init__(self, data: Source, global_batch: int, seed: int, control: Control | None) -> None:
+        self.samples = len(data)
+        if self.samples == 0:
+            raise UserError("the dataset is empty", "at least one sample", "check its path and its filters")
+        self._data, self._global_batch, self._seed, self._control = data, global_batch, seed, control
+        self._empty: Arrays = ()
+        self._read: Arrays = ()
+
+    def batches(self, cursor: Cursor, shuffle: bool) -> Generator[GlobalBatch, None, None]:
+        """Yield the global batches from ``cursor`` to the end of its epoch; `UserError` at once for one beyond it."""
+        if cursor.samples > self.samples:
+            raise UserError(f"the run stands at sample {cursor.samples} of a dataset that has {self.samples}",
+                            "a position inside the epoch",
+                            "resume with the data of the checkpoint, or start anew")
+        order_N = epoch_order(self.samples, self._seed, cursor.epoch, shuffle)
+        starts = range(cursor.samples, self.samples, self._global_batch)
+        parts = (order_N[at:at + self._global_batch] for at in starts)
+        return (GlobalBatch(len(indices), functools.partial(self._take, indices)) for indices in parts)
+
+    def meet(self, parts: Iterator[Part], cursor: Cursor, weight_fn: WeightFn | None) -> Iterator[Met]:
+        """Yield each part with the weight of its step; collective with a ``weight_fn``."""
+        for part in parts:
+            own = part.weight(weight_fn)
+            weight = float(part.n)
+            if weight_fn is not None:
+                assert self._control is not None
+                weight = float(self._control.sum(np.array([own]))[0])
+            yield Met(part, own, part.n, weight, part.n)
+
+    def sample(self, n: int, cursor: Cursor) -> Arrays:
+        """The first ``n`` samples, over and over where there are fewer."""
+        return self._fetch(np.arange(n) % self.samples)
+
+    def check_alike(self, control: Control) -> None:
+        """Compare the first, middle and last sample over the ranks; collective.
+
+        Arrays must be the same on every rank (`UserError`). A dataset may draw random numbers when it is read: rank 0
+        warns.
+        """
+        if len(set(control.gather(fingerprint(self.read_before(), rows=3)))) == 1:
+            return
+        if isinstance(self._data, ArraySource):
+            raise UserError("ranks hold different arrays", "the same data in the same order on every rank",
+                            "seed what shuffles or splits it; the sampler does the cut")
+        if control.rank == 0:
+            warnings.warn(_UNLIKE, stacklevel=3)
+
+    def read_before(self) -> Arrays:
+        """The first, middle and last sample, for which the source is asked once."""
+        self._read = self._read or self._fetch(np.unique([0, self.samples // 2, self.samples - 1]))
+        return self._read
+
+    def _take(self, indices_n: np.ndarray, low: int, high: int) -> Arrays:
+        if high > low:
+            return self._fetch(indices_n[low:high])
+        # One sample is read for the shapes of none.
+        self._empty = self._empty or _emptied(self._fetch(indices_n[:1]))
+        return self._empty
+
+    def _fetch(self, indices_n: np.ndarray) -> Arrays:
+        fetched = self._data.fetch(indices_n)
+        arrays = (fetched,) if isinstance(fetched, np.ndarray) else tuple(fetched)
+        if not arrays or any(np.ndim(array) == 0 or len(array) != len(indices_n) for array in arrays):
+            shapes = [np.shape(array) for array in arrays]
+            raise UserError(f"fetching {len(indices_n)} samples gave arrays of shapes {shapes}",
+                            f"arrays whose first axis is {len(indices_n)}",
+                            "mend the dataset's fetch()")
+        return arrays
+
+
+class StreamWalk:
+    """Global batches of a stream: the ranks read it alike and find out together that it has ended.
+
+    ``even``: give a rank whose stream has ended arrays (0, ...) of the shapes that it had.
+    """
+
+    samples = None
+
+    def __init__(self, data: Stream, global_batch: int, rank: int, size: int, control: Control, even: bool) -> None:
+        self._data, self._global_batch, self._even = data, global_batch, even
+        self._rank, self._size, self._control = rank, size, control
+        self._empty: Arrays = ()
+        self._warned: set[str] = set()
+        self._peeked: tuple[tuple[int, int], Arrays | None, Generator[Arrays, None, None]] | None = None
+
+    def batches(self, cursor: Cursor, shuffle: bool) -> Generator[GlobalBatch, None, None]:
+        """Yield the global batches from ``cursor`` to the end of its epoch; a stream does its own shuffling."""
+        with contextlib.closing(self._continued(cursor)) as batches:
+            for batch in batches:
+                yield GlobalBatch(len(batch[0]), functools.partial(_rows, batch), fingerprint(batch))
+
+    def meet(self, parts: Iterator[Part], cursor: Cursor, weight_fn: WeightFn | None) -> Iterator[Met]:
+        """Yield each part with what the ranks have of its step, empty ones until all streams have ended; collective.
+
+        Errors: `UserError` on every rank where a whole epoch has no sample.
+        """
+        first = True
+        while True:
+            part = next(parts, Part(0, 0, ()))
+            own = part.weight(weight_fn)
+            sums = self._control.sum(np.array([part.n_local, own, part.n, part.n ** 2, part.n > 0,
+                                               part.check, part.check ** 2], np.float64))
+            n_global, seen, seen2, ranks, checks, checks2 = (int(sums[i]) for i in (0, 2, 3, 4, 5, 6))
+            if n_global == 0:
+                if first and cursor.samples == 0:
+                    raise _no_samples(cursor.epoch)
+                return
+            alike = self._size * seen2 == seen ** 2  # no variance over ranks
+            if not alike:
+                self._warn_once(_UNEVEN)
+            if first and ranks * checks2 != checks ** 2:
+                self._warn_once(_DIFFERENT)
+            first, counts_P = False, None
+            if self._even:
+                part = self._shaped(part)
+                counts_P = None if alike else self._control.gather(part.n_local)
+            # Where some have ended, the longest stream still reads whole batches: keep its position.
+            consumed = n_global if alike else self._global_batch
+            yield Met(part, own, n_global, float(sums[1]), consumed, counts_P)
+
+    def sample(self, n: int, cursor: Cursor) -> Arrays:
+        """``n`` samples of the global batch at ``cursor``, over and over where there are fewer.
+
+        The batch is kept: `batches` from there goes on with it, so that the stream is opened no oftener.
+        """
+        place = (cursor.epoch, cursor.samples)
+        if self._peeked is None or self._peeked[0] != place:
+            batches = self._opened(cursor)
+            self._peeked = (place, next(batches, None), batches)
+        first = self._peeked[1]
+        if first is None:
+            raise _no_samples(cursor.epoch)
+        return tuple(np.resize(array, (n, *array.shape[1:])) for array in first)
+
+    def check_alike(self, control: Control) -> None:
+        """Do nothing: `meet` compares the first batch of each epoch, where the stream is read anyway."""
+
+    def _opened(self, cursor: Cursor) -> Generator[Arrays, None, None]:
+        chunks = self._data.chunks(cursor.epoch)
+        try:
+            yield from rebatch(chunks, self._global_batch, cursor.samples)
+        finally:
+            if hasattr(chunks, "close"):
+                chunks.close()
+
+    def _continued(self, cursor: Cursor) -> Generator[Arrays, None, None]:
+        """Yield the batches from ``cursor``, beginning with what `sample` has read already."""
+        peeked, self._peeked = self._peeked, None
+        if peeked is None or peeked[0] != (cursor.epoch, cursor.samples):
+            yield from self._opened(cursor)
+        elif peeked[1] is not None:
+            with contextlib.closing(peeked[2]) as rest:
+                yield peeked[1]
+                yield from rest
+
+    def _shaped(self, part: Part) -> Part:
+        """``part``, with empty arrays of the stream's shapes where the stream has ended on this rank only."""
+        if part.arrays:
+            self._empty = self._empty or _emptied(part.arrays)
+            return part
+        if not self._empty:
+            raise UserError(f"rank {self._rank}'s stream has no sample, and sync_batchnorm has every rank run the "
+                            "model", "at least one sample on every rank", "give every rank the same stream, or set "
+                            "sync_batchnorm: false")
+        return replace(part, arrays=self._empty)
+
+    def _warn_once(self, text: str) -> None:
+        if self._rank == 0 and text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, stacklevel=3)
+
+
+def _rows(arrays: Arrays, low: int, high: int) -> Arrays:
+    return tuple(array[low:high] for array in arrays)
+
+
+def _emptied(arrays: Arrays) -> Arrays:
+    """(0, ...) arrays of the same sample shapes and dtypes."""
+    return tuple(np.empty((0, *np.shape(array)[1:]), np.asarray(array).dtype) for array in arrays)
+
+
+def _no_samples(epoch: int) -> UserError:
+    return UserError(f"the stream has no samples in epoch {epoch}", "samples in every epoch",
+                     "give a dataset that can be iterated anew, not a spent generator")

@@ -1,4 +1,4 @@
-"""Keras callbacks in a run of `hvdtrain.Trainer`: each sees what `keras.Model.fit` would have shown it.
+"""Call Keras callbacks in a run of `hvdtrain.Trainer` as `keras.Model.fit` would.
 
 Owns who runs where and what becomes of what they change. Callbacks run on every rank with the same numbers, so that
 what they change (weights, the rate) changes alike; those that only write, on rank 0. The rate is rank 0's at the
@@ -18,7 +18,8 @@ import numpy as np
 from hvdtrain.callbacks.history import History
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.errors import UserError
-from hvdtrain.keras.compiled import setup_of, split, widened, with_class_weight
+from hvdtrain.keras.compiled import setup_of
+from hvdtrain.keras.training_metrics import TrainingMetrics
 
 WRITERS = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "BackupAndRestore", "RemoteMonitor", "ProgbarLogger",
            "OrbaxCheckpoint")
@@ -53,10 +54,9 @@ class Bridge(History):
         self._all = [c for c in given if type(c).__name__ not in NOT_NEEDED]
         self._mine = [c for c in self._all if run.control.rank == 0 or not writes(c)]
         self._writers = any(writes(c) for c in self._all)
-        self._model, self._setup = model, setup_of(model)
+        self._model, self._setup, self._trained = model, setup_of(model), TrainingMetrics(model)
         self._compiled_optimizer: Any = None
         self._eval_feed: Any = None
-        self._states: dict[str, np.ndarray] = {}
         self._at_begin: list[dict[str, Any]] = []
         self._restored: list[Any] = []
         for name in left_out:
@@ -73,7 +73,7 @@ class Bridge(History):
             model.optimizer = self._setup.optimizer
         if run.eval_feed is not None:
             self._eval_feed, run.eval_feed = run.eval_feed, Watched(run.eval_feed, self)
-        self._follow(run)
+        self._trained.begin(run)
         params = {"verbose": 0, "epochs": run.config.epochs, "steps": run.feed.steps_per_epoch}
         model.stop_training = False
         model._initial_epoch = None
@@ -91,9 +91,7 @@ class Bridge(History):
     def epoch_start(self, run: Any) -> None:
         """``on_epoch_begin``. Collective."""
         super().epoch_start(run)
-        self._states = {}
-        if self._setup.follow is not None:
-            self._setup.metrics.take_followed()
+        self._trained.restart()
         self._tell("on_epoch_begin", self.epoch)
         self._settle(run)
 
@@ -109,13 +107,13 @@ class Bridge(History):
 
     def test_begin(self) -> None:
         """``on_test_begin``; metrics of training batches are put aside, since an evaluation counts in the same ones."""
-        self._keep_states()
+        self._trained.set_aside()
         self._tell("on_test_begin")
 
     def eval_end(self, run: Any) -> None:
         """``on_test_end``, with the metrics under Keras' names."""
         super().eval_end(run)
-        self._evaluated = self._keras_names(self._evaluated)
+        self._evaluated = self._trained.renamed(self._evaluated)
         self._tell("on_test_end", dict(self._evaluated))
 
     def closed(self, run: Any, logs: dict[str, float]) -> None:
@@ -140,8 +138,8 @@ class Bridge(History):
         self.close(run)
 
     def close(self, run: Any) -> None:
-        """Give the model its compiled optimizer back and listen no more."""
-        self._setup.follow = None
+        """Give the model its compiled optimizer and the run its evaluation feed back."""
+        self._trained.end()
         if self._eval_feed is not None:
             run.eval_feed, self._eval_feed = self._eval_feed, None
         if self._compiled_optimizer is not None:
@@ -150,7 +148,7 @@ class Bridge(History):
     def logs(self, run: Any) -> dict[str, float]:
         """Loss, metrics of the training batches over all ranks, metrics of the evaluation. Collective."""
         found = super().logs(run)
-        return {"loss": found.pop("loss"), **self._trained(run), **found}
+        return {"loss": found.pop("loss"), **self._trained.results(run.control), **found}
 
     def state_dict(self) -> dict[str, Any]:
         """The numbers and words that each callback has changed since training began: best value, patience used."""
@@ -168,51 +166,12 @@ class Bridge(History):
         for callback in self._mine:
             getattr(callback, method)(*args)
 
-    def _follow(self, run: Any) -> None:
-        """Measure training batches as they pass, as `model.fit` does, where there is anything to measure."""
-        setup, several = self._setup, len(getattr(self._model, "outputs", None) or ()) > 1
-        if setup.metrics is None or not (setup.metrics or several):
-            return
-        if run.config.sync_batchnorm and run.control.size > 1:
-            run.note("metrics of training batches are left out with sync_batchnorm, where stand-ins pass as samples")
-            return
-        try:
-            batch = run.feed.sample(1, run.state.cursor)
-        except UserError:  # a stream at its end
-            return
-        batch = tuple(keras.ops.convert_to_tensor(array) for array in batch)
-        x, y, weight = split(self._model, batch)
-        outputs = self._model(x, training=False)
-        names = list(setup.task.pairs(self._model, outputs, batch))[1:] if setup.task is not None else []
-        if setup.class_weight is not None:
-            weight = with_class_weight(setup.class_weight, y, weight)
-        setup.metrics.prepare(y, widened(outputs), weight, names)
-        setup.follow = setup.measure or setup.metrics.follow
-
-    def _keep_states(self) -> None:
-        if self._setup.follow is not None and not self._states:
-            self._states = self._setup.metrics.take_followed()
-
-    def _trained(self, run: Any) -> dict[str, float]:
-        """The compiled metrics over the epoch's training batches."""
-        if self._setup.follow is None:
-            return {}
-        self._keep_states()
-        everyone = run.control.gather(self._states)
-        names = list(dict.fromkeys(name for states in everyone for name in states))
-        summed = {name: sum(s[name] for s in everyone if name in s) for name in names}
-        return self._keras_names(self._setup.metrics.results(summed))
-
-    def _keras_names(self, found: dict[str, float]) -> dict[str, float]:
-        names = getattr(self._setup.metrics, "keras_names", {})
-        return {names.get(name, name): value for name, value in found.items()}
-
     def _wish(self, run: Any) -> None:
         if self._model.stop_training:
             run.want_stop("a Keras callback set model.stop_training")
 
     def _settle(self, run: Any) -> None:
-        """Take rank 0's rate, where it is a number, and note a wish to stop."""
+        """Set the learning rate to rank 0's, unless a schedule rules it, and note a wish to stop. Collective."""
         self._wish(run)
         optimizer = self._setup.optimizer
         held = getattr(optimizer, "_learning_rate", None)
@@ -253,7 +212,7 @@ class Bridge(History):
 
 
 def _plain(callback: Any) -> dict[str, Any]:
-    """What of a callback fits into JSON as it is: its public attributes but ``min_delta``, whose sign Keras turns."""
+    """A callback's public attributes that JSON can hold, but ``min_delta``, whose sign Keras turns."""
     found = {}
     for name, value in vars(callback).items():
         if name.startswith("_") or name == "min_delta":

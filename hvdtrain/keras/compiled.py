@@ -39,15 +39,13 @@ class Setup:
     ``data``: has a ``layout`` where x or y is nested. ``class_weight``: class -> weight, while training.
     ``optimizer``: the Keras optimizer in use. ``metrics``: the `states.CompiledMetrics` of evaluations.
     ``follow(y, outputs, sample_weight, losses={name: (sum, weight)})``: measures training batches as they pass; None
-    does not. ``measure``: a backend's own, where `CompiledMetrics.follow` does not do. ``task``: the model's
-    `CompiledTask`, where `model.compile` rules the loss.
+    does not. ``task``: the model's `CompiledTask`, where `model.compile` rules the loss.
     """
 
     data: Any = None
     class_weight: dict[int, float] | None = None
     optimizer: Any = None
     metrics: Any = None
-    measure: Callable[..., None] | None = None
     task: CompiledTask | None = None
     follow: Callable[..., None] | None = None
 

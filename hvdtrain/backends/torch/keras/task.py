@@ -160,8 +160,7 @@ class KerasMetrics:
         self._users = {name.rpartition(":")[2]: load_callable(name, "metrics") for name in names if ":" in name}
         more = {name: name for name in names if ":" not in name}
         self._states = None if self._own else CompiledMetrics(spec.model, more=more, taken=("loss", *self._users))
-        setup = setup_of(spec.model)
-        setup.metrics, setup.measure = self._states, None
+        setup_of(spec.model).metrics = self._states
         self._totals: dict[str, np.ndarray] = {}
 
     def add(self, module: KerasModule, batch: Batch) -> None:

@@ -16,19 +16,23 @@ import numpy as np
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.exchange.squares import own_parts
-from hvdtrain.protocols import AllGather, AllReduce, Array, Collectives, Compressor, Exchange, Handle, Ops, Request
+from hvdtrain.protocols import (
+    AllGather, AllReduce, Array, Cell, Collectives, Compressor, Exchange, Handle, Ops, Request,
+)
 
 
 class Reducer:
     """Sums every bucket of a step over the ranks.
 
     ``begin`` opens a step. ``start(i, flat_N)`` may be called in any order, buckets are put on the wire by index, so
-    that all ranks issue the same sequence. ``finish`` returns the summed vectors by bucket. One compressor state per
-    bucket in ``states``; ``stage`` is the compressor's stage of warm-up in this step. ``looks`` is False only in the
-    bench that tells what looking at the sums costs.
+    that all ranks issue the same sequence. ``finish`` returns the summed vectors by bucket. Compressor state lives in
+    cells, a dict of them per bucket; ``stage`` is the compressor's stage of warm-up in this step. ``undoable``: whether
+    a step may be discarded, for which the state before it is kept. ``looks`` is False only in the bench that tells
+    what looking at the sums costs.
     """
 
     looks = True
+    undoable = True
 
     def __init__(self, buckets: Sequence[Bucket], compressor: Compressor, collectives: Collectives, ops: Ops,
                  group_name: str = "world") -> None:
@@ -40,12 +44,34 @@ class Reducer:
         self.steps = 0
         self._name = group_name
         self._check()
-        self.states: list[dict[str, Array]] = [self._fresh(b) for b in self.buckets]
-        self._before = list(self.states)
+        self._ops_of = [ops] * len(self.buckets)
+        self._cells = self._in_cells(self._fresh())
+        self._before: list[dict[str, Array]] = []
         self._reset()
 
-    def _fresh(self, bucket: Bucket) -> dict[str, Array]:
-        return self.compressor.init(self.ops, bucket) if bucket.n else {}
+    def spread(self, ops_of_place: Sequence[Ops]) -> None:
+        """Work on each bucket with ``ops_of_place[bucket.place]``; its state, as it is, moves to that device."""
+        before = [{k: np.array(self.ops.to_host(x)) for k, x in state.items()} for state in self.states]
+        self._ops_of = [ops_of_place[b.place] for b in self.buckets]
+        self._cells = self._in_cells([{k: ops.from_host(x) for k, x in state.items()}
+                                      for ops, state in zip(self._ops_of, before)])
+
+    @property
+    def states(self) -> list[dict[str, Array]]:
+        """Compressor state of each bucket, read now."""
+        return [{key: cell.read() for key, cell in cells.items()} for cells in self._cells]
+
+    def _in_cells(self, states: Sequence[dict[str, Array]]) -> list[dict[str, Cell]]:
+        return [{key: ops.cell(x) for key, x in state.items()} for ops, state in zip(self._ops_of, states)]
+
+    def _write(self, states: Sequence[dict[str, Array]]) -> None:
+        for cells, state in zip(self._cells, states):
+            for key, cell in cells.items():
+                cell.write(state[key])
+
+    def _fresh(self) -> list[dict[str, Array]]:
+        """State of each bucket before its first exchange."""
+        return [self.compressor.init(ops, b) if b.n else {} for ops, b in zip(self._ops_of, self.buckets)]
 
     def _check(self) -> None:
         """Raise `UserError` where compressor, collectives and parameters do not go together."""
@@ -81,7 +107,7 @@ class Reducer:
         """Open a step: from here `discard` takes compressor state back to."""
         self.stage = self.compressor.stage(self.steps)
         self.steps += 1
-        self._before = list(self.states)
+        self._before = self.states if self.undoable else []
         self._looked()  # what was summed between steps does not count
 
     def squares(self, sums: Sequence[Array]) -> float:
@@ -103,8 +129,8 @@ class Reducer:
         return looked() if looked else (0, 0.0)
 
     def discard(self) -> None:
-        """Undo what the step did to the states and to the count of steps."""
-        self.states = list(self._before)
+        """Undo what the step did to the state, if it is ``undoable``, and to the count of steps."""
+        self._write(self._before)
         self.steps -= 1
 
     def saved(self) -> dict[str, np.ndarray]:
@@ -117,60 +143,66 @@ class Reducer:
         """Undo `saved`; what is of another plan is not taken, the state starts anew. Returns why, in words, or ""."""
         if "compressor.mark" not in own:
             self.restart()
-            return "compressor state starts anew: the checkpoint has none" if any(self.states) else ""
+            return "compressor state starts anew: the checkpoint has none" if any(self._cells) else ""
         if not np.array_equal(own["compressor.mark"], self._mark()):
             self.restart()
             return "compressor state starts anew: compression, buckets or parameters are others than in the checkpoint"
-        self._assign([{key: own[f"compressor.{i}.{key}"] for key in state} for i, state in enumerate(self.states)])
+        self._write([{key: ops.from_host(np.array(own[f"compressor.{i}.{key}"])) for key in cells}
+                     for i, (ops, cells) in enumerate(zip(self._ops_of, self._cells))])
+        self._before = []
         self.steps = int(own["compressor.steps"][0])
         return ""
 
     def restart(self) -> None:
         """Forget all state and the count of steps."""
-        self._assign([{k: np.array(self.ops.to_host(v)) for k, v in self._fresh(b).items()} for b in self.buckets])
+        self._write(self._fresh())
+        self._before = []
         self.steps = 0
-
-    def _assign(self, values: Sequence[dict[str, np.ndarray]]) -> None:
-        """Give every state array a value; variables of a graph stay the same objects."""
-        for state, value in zip(self.states, values):
-            for key, like in state.items():
-                if hasattr(like, "assign"):
-                    like.assign(value[key])
-                else:
-                    state[key] = self.ops.from_host(np.array(value[key]))
-        self._before = list(self.states)
 
     def _mark(self) -> np.ndarray:
         """int64 (1,): a checksum of the compression and of the buckets it works on."""
         plan = [self.compressor.describe(), *((b.params, b.shapes, b.dtype) for b in self.buckets)]
         return np.array([zlib.crc32(repr(plan).encode())], np.int64)
 
-    def start(self, index: int, flat_N: Array) -> None:
-        """Hand over a full bucket; its exchange begins as soon as those before it have begun."""
+    def start(self, index: int, flat_N: Array, group_name: str = "") -> None:
+        """Hand over a full bucket; its exchange begins as soon as those before it have begun.
+
+        ``group_name``: for the collectives' names in place of the reducer's own, the same for all buckets of a step.
+        """
         assert index not in self._full and index >= self._started, f"bucket {index} was handed over twice"
         self._full[index] = flat_N
         while self._started in self._full:
             i = self._started
             bucket, full_N = self.buckets[i], self._full.pop(i)
             generator = _nothing(full_N) if not bucket.n else self.compressor.exchange(
-                self.ops, full_N, self.states[i], bucket, self.collectives.size, self.stage)
-            self._running[i] = _Transfer(self, generator, f"{self._name}.b{i}")
+                self._ops_of[i], full_N, {key: cell.read() for key, cell in self._cells[i].items()}, bucket,
+                self.collectives.size, self.stage)
+            self._running[i] = _Transfer(self, self._ops_of[i], generator, f"{group_name or self._name}.b{i}")
             self._started += 1
 
-    def finish(self) -> list[Array]:
-        """Complete every bucket and return the sums, by bucket; every bucket must have been handed over."""
+    def finish(self, finite_only: bool = False) -> list[Array]:
+        """Complete every bucket and return the sums, by bucket; every bucket must have been handed over.
+
+        ``finite_only``: the state of a bucket whose sum is not finite stays as it was.
+        """
         assert self._started == len(self.buckets), f"{self._started} of {len(self.buckets)} buckets were handed over"
-        sums = []
         try:
             while any(not t.done for t in self._running.values()):
                 for i in range(len(self.buckets)):
                     self._running[i].advance()
-            for i, transfer in sorted(self._running.items()):
-                total_N, self.states[i] = transfer.result
-                sums.append(total_N)
+            results = [transfer.result for _, transfer in sorted(self._running.items())]
+            sums = [total_N for total_N, _ in results]
+            self._write([self._if_finite(i, *result) if finite_only else result[1]
+                         for i, result in enumerate(results)])
         finally:
             self._reset()
         return sums
+
+    def _if_finite(self, index: int, total_N: Array, new: dict[str, Array]) -> dict[str, Array]:
+        """``new`` state of a bucket if its sum is finite, else the state that it has."""
+        ops, cells = self._ops_of[index], self._cells[index]
+        finite = ops.all_finite(total_N) if cells else None
+        return {key: ops.select(finite, new[key], cell.read()) for key, cell in cells.items()}
 
     def issue(self, request: Request, name: str) -> Handle:
         """Put one request on the wire."""
@@ -184,9 +216,9 @@ class Reducer:
         """The backend's array as the collectives want it."""
         return self.ops.to_host(x) if self.collectives.host else x
 
-    def arrived(self, x: Array) -> Array:
-        """A collective's result as the backend's array."""
-        return self.ops.from_host(x) if self.collectives.host else x
+    def arrived(self, x: Array, ops: Ops | None = None) -> Array:
+        """A collective's result as the array of ``ops``, the reducer's own where None."""
+        return (ops or self.ops).from_host(x) if self.collectives.host else x
 
 
 def _nothing(flat_N: Array) -> Exchange:
@@ -198,8 +230,8 @@ def _nothing(flat_N: Array) -> Exchange:
 class _Transfer:
     """One bucket's generator and its open request."""
 
-    def __init__(self, reducer: Reducer, generator: Exchange, name: str) -> None:
-        self._reducer, self._generator, self._name = reducer, generator, name
+    def __init__(self, reducer: Reducer, ops: Ops, generator: Exchange, name: str) -> None:
+        self._reducer, self._ops, self._generator, self._name = reducer, ops, generator, name
         self._round = 0
         self._handle: Handle | None = None
         self.done = False
@@ -210,7 +242,7 @@ class _Transfer:
         """Wait for the open request and go on to the next, or to the result."""
         if not self.done:
             assert self._handle is not None
-            self._resume(self._reducer.arrived(self._handle.wait()))
+            self._resume(self._reducer.arrived(self._handle.wait(), self._ops))
 
     def _resume(self, value: Any) -> None:
         try:

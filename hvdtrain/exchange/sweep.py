@@ -172,22 +172,19 @@ def _codec_seconds(reducer: Reducer, wire: _Listening, grads: Sequence[Array]) -
     compiled: Callable[[Any], Any] | None = getattr(ops, "compiled", None) if wire.in_graph else None
     exact = reducer.compressor.name == "none"
 
-    def once(flats: Sequence[Array], states: Any) -> tuple[list[Array], Any]:
+    def once(flats: Sequence[Array]) -> list[Array]:
         wire.asked.clear()
-        reducer.states = list(states)
         for i, flat_N in enumerate(flats):
             reducer.start(i, flat_N)
         sums = reducer.finish()
-        return sums if exact or compiled else [ops.pack([sum_N]) for sum_N in sums], list(reducer.states)
+        return sums if exact or compiled else [ops.pack([sum_N]) for sum_N in sums]
 
     work = compiled(once) if compiled else once
-    states: Any = list(reducer.states)
     seconds: list[float] = []
     began = time.perf_counter()
     while len(seconds) < 2 or (time.perf_counter() - began < CODEC_BUDGET_S and len(seconds) <= REPEATS):
         begin = time.perf_counter()
-        sums, states = work(list(grads), states)
-        for sum_N in sums:
+        for sum_N in work(list(grads)):
             _settle(ops, sum_N)
         seconds.append(time.perf_counter() - begin)
         if not compiled and seconds[0] > CODEC_BUDGET_S:

@@ -8,9 +8,9 @@ from hvdtrain.protocols.around import Callback, Launcher
 from hvdtrain.protocols.arrays import Array, Batch, Pair
 from hvdtrain.protocols.compressor import Compressor
 from hvdtrain.protocols.control import Control
-from hvdtrain.protocols.ops import Ops
+from hvdtrain.protocols.ops import Cell, Ops
 from hvdtrain.protocols.step import ModelSpec, ParamSpec, Step
 from hvdtrain.protocols.wire import AllGather, AllReduce, AllToAll, Collectives, Exchange, Handle, Request
 
-__all__ = ["AllGather", "AllReduce", "AllToAll", "Array", "Batch", "Callback", "Collectives", "Compressor", "Control",
-           "Exchange", "Handle", "Launcher", "ModelSpec", "Ops", "Pair", "ParamSpec", "Request", "Step"]
+__all__ = ["AllGather", "AllReduce", "AllToAll", "Array", "Batch", "Callback", "Cell", "Collectives", "Compressor",
+           "Control", "Exchange", "Handle", "Launcher", "ModelSpec", "Ops", "Pair", "ParamSpec", "Request", "Step"]

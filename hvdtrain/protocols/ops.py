@@ -10,6 +10,18 @@ import numpy as np
 from hvdtrain.protocols.arrays import Array
 
 
+class Cell(Protocol):
+    """Memory for one array that survives a step; read and written at once or as nodes of a graph that is traced."""
+
+    def read(self) -> Array:
+        """Return the array, which later writes leave as it is."""
+        ...
+
+    def write(self, x: Array) -> None:
+        """Replace the array by one of the same shape and dtype."""
+        ...
+
+
 class Ops(Protocol):
     """The functional array operations that the core and the compressors need, one implementation per backend.
 
@@ -88,6 +100,14 @@ class Ops(Protocol):
 
     def all_finite(self, x: Array) -> Array:
         """Scalar boolean array: no NaN and no infinity in ``x``."""
+        ...
+
+    def select(self, which: Array, x: Array, y: Array) -> Array:
+        """``x`` where the scalar boolean array ``which`` is true, else ``y``."""
+        ...
+
+    def cell(self, value: Array) -> Cell:
+        """Make a cell that holds ``value``, on this backend's device; outside of any graph that is being traced."""
         ...
 
     def to_host(self, x: Array) -> np.ndarray:

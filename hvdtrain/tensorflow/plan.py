@@ -1,6 +1,6 @@
 """What one exchange of gradients does: which tensor travels in which bucket, and the graph that moves them.
 
-Owns the buckets, the compressor's state in `tf.Variable`s and the check that all ranks hold the same plan. Which
+Owns the buckets and the check that all ranks hold the same plan. Which
 exchanges there are, and with which options, is `hvdtrain.tensorflow.gradients`'.
 """
 
@@ -62,13 +62,6 @@ class Scale:
         return x if self.divisor == 1 else x / tf.cast(self.divisor, x.dtype)
 
 
-class _Renamed(Reducer):
-    """A reducer whose nodes are named anew for each graph."""
-
-    def rename(self, name: str) -> None:
-        self._name = name
-
-
 class Plan:
     """The exchange of one list of gradients over one wire. `run` works while a graph is traced and outside.
 
@@ -84,9 +77,7 @@ class Plan:
         specs = {i: ParamSpec(items[i].label, items[i].shape, wire_dtypes[i]) for i in self._dense}
         self._buckets = fused(specs, groups, 0.0 if apart else float(_bucket_mb()))
         with tf.init_scope():
-            self._reducer = _Renamed(self._buckets, compressor, wire, Ops(), name)
-            self._states = [{k: tf.Variable(v, trainable=False) for k, v in s.items()} for s in self._reducer.states]
-        self._reducer.states = list(self._states)
+            self._reducer = Reducer(self._buckets, compressor, wire, Ops(), name)
         self._function: Callable[..., Any] | None = None
 
     def run(self, grads: Sequence[Any]) -> list[Any]:
@@ -138,25 +129,14 @@ class Plan:
             own = [tf.cast(grads[place[i]], bucket.dtype) for i in bucket.params]
             flats.append(unfolded(self._scale.enter(self._reducer.ops.pack(own))))
         out = list(grads)
-        for bucket, sum_N in zip(self._buckets, self._reduce(flats, prefix)):
+        for i, flat_N in enumerate(flats):
+            self._reducer.start(i, flat_N, prefix)
+        # Nobody says here that a step is left out, so a bucket's state moves on only where its sum is finite.
+        sums = self._reducer.finish(finite_only=True)
+        for bucket, sum_N in zip(self._buckets, sums):
             for i, x in zip(bucket.params, self._reducer.ops.unpack(self._scale.leave(sum_N), bucket.shapes)):
                 out[place[i]] = tf.cast(x, grads[place[i]].dtype)
         return out
-
-    def _reduce(self, flats: list[tf.Tensor], prefix: str) -> list[tf.Tensor]:
-        """Each bucket through the compressor; what it still owes is kept, unless the sum is not finite."""
-        reducer = self._reducer
-        reducer.rename(prefix)
-        reducer.states = [{k: v.read_value() for k, v in state.items()} for state in self._states]
-        for i, flat_N in enumerate(flats):
-            reducer.start(i, flat_N)
-        sums = reducer.finish()
-        for old, new, sum_N in zip(self._states, reducer.states, sums):
-            finite = reducer.ops.all_finite(sum_N) if old else None
-            for key, variable in old.items():
-                variable.assign(tf.where(finite, new[key], variable))
-        reducer.states = list(self._states)
-        return sums
 
     def _rows(self, parts: list[tf.Tensor], prefix: str) -> list[tf.Tensor]:
         """Rows of sparse gradients from all ranks, one behind the other: (values, indices) in turn."""

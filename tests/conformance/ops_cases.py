@@ -306,6 +306,32 @@ def check_arithmetic(ops):
     same(ops, a * 0.5, [0.5, -1, 2], "float32")
 
 
+def check_select(ops):
+    x, y = give(ops, [1.0, 2.0]), give(ops, [3.0, 4.0])
+    same(ops, ops.select(ops.all_finite(x), x, y), [1, 2], "float32")
+    same(ops, ops.select(ops.all_finite(x * float("inf")), x, y), [3, 4], "float32")
+
+
+def check_cell(ops):
+    cell, other = ops.cell(give(ops, [[1.0, 2.0]])), ops.cell(give(ops, [[1.0, 2.0]]))
+    first = cell.read()
+    cell.write(first * 3)
+    second = cell.read()
+    cell.write(second + second)
+    same(ops, cell.read(), [[6, 12]], "float32")
+    for read, want in ((first, [[1, 2]]), (second, [[3, 6]]), (other.read(), [[1, 2]])):
+        same(ops, read, want, "float32")  # a write leaves alone what was read before, and other cells
+    cell.write(first)
+    same(ops, cell.read(), [[1, 2]])
+
+
+def check_cell_of_each_type(ops):
+    for dtype in ("float32", "float64", "int32", "int8"):
+        cell = ops.cell(ops.zeros(3, dtype))
+        cell.write(give(ops, [1, 2, 3], dtype))
+        same(ops, cell.read(), [1, 2, 3], dtype)
+
+
 def check_arguments_are_left_alone(ops):
     x = give(ops, [2.5, -1.0, 3.5, 2.5])
     for call in (lambda: ops.cast(x, "float16"), lambda: ops.round(x), lambda: ops.topk(x, 2), lambda: ops.bits16(x),

@@ -30,6 +30,29 @@ def test_ops_in_a_graph():
     np.testing.assert_allclose(np.transpose(q) @ q, np.eye(2), atol=1e-5)
 
 
+def test_a_cell_in_a_graph():
+    """A cell made while a graph is traced belongs to no graph; reads and writes keep the program's order."""
+    ops, made = Ops(), []
+
+    @tf.function(autograph=False)
+    def graph(x):
+        if not made:
+            made.append(ops.cell(np.zeros(2, np.float32)))
+        cell, = made
+        before = cell.read()
+        cell.write(before + x)
+        middle = cell.read()
+        cell.write(middle * 2)
+        return before, middle
+
+    for want in ((0, 1), (2, 3), (6, 7)):
+        np.testing.assert_array_equal([x[0] for x in graph(tf.ones(2))], want)
+    kept = made[0].read()
+    graph(tf.ones(2))
+    np.testing.assert_array_equal(kept, [14, 14])
+    np.testing.assert_array_equal(made[0].read(), [30, 30])
+
+
 def test_a_host_copy_may_be_written_to():
     ops = Ops()
     x = tf.constant([1.0, 2.0])

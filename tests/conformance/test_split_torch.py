@@ -6,7 +6,6 @@ import copy
 import threading
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -21,16 +20,18 @@ from torch_tools import one_thread, spec  # noqa: E402,F401
 from hvdtrain.backends.torch import Ops, create_step, placement  # noqa: E402
 from hvdtrain.backends.torch.blocks import measure  # noqa: E402
 from hvdtrain.backends.torch.pipeline import Pipeline, release  # noqa: E402
-from hvdtrain.backends.torch.split import Layout, Placed, check_slots, slots  # noqa: E402
+from hvdtrain.backends.torch.split import Layout, check_slots, slots  # noqa: E402
 from hvdtrain.cluster.control import SoloControl  # noqa: E402
 from hvdtrain.collectives.null import NullCollectives  # noqa: E402
 from hvdtrain.config import Named  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
 from hvdtrain.exchange.buckets import plan_buckets  # noqa: E402
 from hvdtrain.exchange.compressors import create  # noqa: E402
+from hvdtrain.exchange.compressors.base import Stateless  # noqa: E402
 from hvdtrain.exchange.reducer import Reducer  # noqa: E402
 from hvdtrain.parallel.memory import Block  # noqa: E402
 from hvdtrain.parallel.plan import agree  # noqa: E402
+from hvdtrain.protocols import AllReduce, ParamSpec  # noqa: E402
 
 
 def noting(model):
@@ -172,23 +173,29 @@ def test_parameters_buckets_and_slots_have_the_place_of_their_stage():
 
 
 def test_a_compressor_works_on_each_buckets_device():
-    class Inner:
-        name = "inner"
+    class Summing(Stateless):
+        name = "summing"
 
-        def exchange(self, ops, flat_N, state, bucket, size, stage):
-            assert {ops.device, flat_N.device, state["residual"].device} == {META}
-            got = yield "request"
-            assert got.device == META
-            return got, {"residual": ops.zeros(3, "float32")}
+        def init(self, ops, bucket):
+            return {"residual": ops.zeros(bucket.n, "float32")}
 
-    placed = Placed(Inner(), [CPU, META])
-    assert placed.name == "inner"
-    bucket = SimpleNamespace(place=1)
-    run = placed.exchange(None, torch.zeros(3, device=META), {"residual": torch.zeros(3)}, bucket, 2)
-    assert next(run) == "request"
-    with pytest.raises(StopIteration) as stop:
-        run.send(torch.zeros(3))
-    assert stop.value.value[1]["residual"].device == META
+        def exchange(self, ops, flat_N, state, bucket, size, stage=0):
+            want = [CPU, META][bucket.place]
+            assert {ops.device, flat_N.device, state["residual"].device} == {want}
+            got = yield AllReduce(torch.zeros(bucket.n))
+            assert got.device == want
+            return got, {"residual": ops.zeros(bucket.n, "float32")}
+
+    class OnHost(NullCollectives):
+        host = True
+
+    plan = plan_buckets([ParamSpec(f"p{i}", (3,), "float32", i) for i in range(2)], 1)
+    reducer = Reducer(plan, Summing(), OnHost(0, 2), Ops(CPU))
+    reducer.spread([Ops(CPU), Ops(META)])
+    for bucket in plan:
+        reducer.start(bucket.index, torch.zeros(3, device=[CPU, META][bucket.place]))
+    reducer.finish()
+    assert [s["residual"].device for s in reducer.states] == [[CPU, META][b.place] for b in plan]
 
 
 @pytest.mark.parametrize("gpus, n, want", [(2, 2, ["cuda:0", "cuda:1"]), (4, 2, ["cuda:0", "cuda:1"]),

@@ -38,8 +38,8 @@ def check_places(run):
     assert set(places) == {0, 1}
     if run.collectives.in_graph:
         assert [t.backing_device[-5:] for t in run.step._tensors] == [f"CPU:{place}" for place in places]
-        for state, place in zip(run.step._gradients._states, places):
-            assert all(v.device.endswith(f"CPU:{place}") for v in state.values())
+        for cells, place in zip(run.reducer._cells, places):
+            assert all(c.variable.device.endswith(f"CPU:{place}") for c in cells.values())
 
 
 def main():

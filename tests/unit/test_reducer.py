@@ -140,6 +140,10 @@ def test_names_and_order_on_the_wire():
     assert seen.open == 0 and seen.most_open == 3
     one_step(reducer, [np.ones(n, np.float32) for n in SIZES], (0, 1, 2))
     assert seen.calls[6:] == seen.calls[:6]  # the same names at every step, so that Horovod's cache holds
+    for i, n in enumerate(SIZES):
+        reducer.start(i, np.ones(n, np.float32), "graph.2")
+    reducer.finish()
+    assert {name for _, name in seen.calls[12:]} == {f"graph.2.b{i}.r{r}" for i in range(3) for r in range(2)}
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=5), st.randoms(use_true_random=False))
@@ -278,6 +282,22 @@ def test_a_step_that_is_discarded_leaves_no_state():
     reducer.discard()
     assert [s["count"][0] for s in reducer.states] == [3, 3, 3]
     assert counts(reducer) == [103]
+
+
+def test_a_step_that_is_never_discarded_keeps_no_state_before_it():
+    reducer = counting()
+    reducer.undoable = False
+    counts(reducer, 3)
+    reducer.discard()
+    assert [s["count"][0] for s in reducer.states] == [3, 3, 3] and reducer.steps == 2
+
+
+def test_state_stays_where_a_sum_is_not_finite():
+    reducer = counting()
+    for index, flat_N in enumerate([np.zeros(5, np.float32), np.array([1, np.nan, 0], np.float32), np.zeros(4)]):
+        reducer.start(index, flat_N)
+    reducer.finish(finite_only=True)
+    assert [s["count"][0] for s in reducer.states] == [1, 0, 1]
 
 
 def test_state_is_saved_and_restored_with_the_count_of_steps():

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hvdtrain.exchange.cell import Held
 from hvdtrain.exchange.compressors.base import DEPENDENT
 from hvdtrain.exchange.compressors.candidates import LEAST, sample
 
@@ -142,6 +143,14 @@ class Ops:
     def all_finite(self, x: np.ndarray) -> np.ndarray:
         """Scalar boolean array: no NaN and no infinity in ``x``; True of nothing."""
         return np.asarray(np.isfinite(x).all())
+
+    def select(self, which: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """``x`` where the scalar ``which`` is true, else ``y``."""
+        return x if which else y
+
+    def cell(self, value: np.ndarray) -> Held:
+        """A cell that holds ``value``."""
+        return Held(value)
 
     def to_host(self, x: np.ndarray) -> np.ndarray:
         """``x`` itself."""

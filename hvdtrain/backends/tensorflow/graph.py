@@ -1,6 +1,6 @@
 """The graphs of one training step: gradients, their exchange, the update.
 
-Owns the `tf.function`s and what they keep between calls (accumulators, compressor state). Knows no schedule, no file.
+Owns the `tf.function`s and the accumulators that they keep between calls. Knows no schedule, no file.
 
 Every graph is traced once per kind and shape of a sample; the number of samples stays open. Where the collectives
 can be graph nodes, the reducer runs while the graph is traced: each bucket's node waits for its own gradients
@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.collectives import peer_failures
 from hvdtrain.backends.tensorflow.following import follow
+from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.backends.tensorflow.split import Split
 from hvdtrain.backends.tensorflow.task import Task
 from hvdtrain.exchange.reducer import Reducer
@@ -41,7 +42,10 @@ class Gradients:
 
     def __init__(self, model: keras.Model, task: Task, reducer: Reducer, undoable: bool = False,
                  scaled: bool = False, split: Split | None = None) -> None:
-        self._model, self._task, self._reducer, self._undoable = model, task, reducer, undoable
+        self._model, self._task, self._reducer = model, task, reducer
+        reducer.undoable = undoable
+        if split:
+            reducer.spread([Ops(device) for device in split.plan.devices])
         self._split, self._n_parts = split, 1
         self._times: tf.Tensor | None = None
         self._variables = [v.value for v in model.trainable_variables]
@@ -50,13 +54,6 @@ class Gradients:
         self._accumulators: list[tf.Variable] = []
         self._accumulated = False
         self._functions: dict[Any, Callable[..., Any]] = {}
-        self._states: list[dict[str, tf.Variable]] = [{}] * len(reducer.buckets)
-        if self.in_graph:
-            for i, bucket in enumerate(reducer.buckets):
-                with self._at(bucket.place):
-                    self._states[i] = {k: tf.Variable(v, trainable=False) for k, v in reducer.states[i].items()}
-            reducer.states = list(self._states)
-        self._kept: list[tuple[tf.Variable, tf.Tensor]] = []
         self._loss_scale = 1.0
         self._unscale = tf.Variable(1.0, trainable=False, name="unscale") if scaled else None
 
@@ -69,7 +66,7 @@ class Gradients:
         return tf.device(variable.device) if self._split else contextlib.nullcontext()
 
     def begin(self, loss_scale: float = 1.0) -> None:
-        """Open a step: drop what was accumulated, and keep the compressor's state where the step may be undone.
+        """Open a step: drop what was accumulated.
 
         ``loss_scale``: what the loss is multiplied by, and the gradients divided by before they are handed over; 1
         unless the graphs were made ``scaled``.
@@ -78,8 +75,6 @@ class Gradients:
             assert self._unscale is not None, "graphs that do not unscale"
             self._loss_scale = loss_scale
             self._unscale.assign(1.0 / loss_scale)
-        if self._undoable and self.in_graph:
-            self._kept = [(v, tf.identity(v)) for state in self._states for v in state.values()]
         if self._accumulated:
             for accumulator in self._accumulators:
                 with self._beside(accumulator):
@@ -89,8 +84,6 @@ class Gradients:
     def discard(self) -> None:
         """Undo what the step did to the compressor's state."""
         self._reducer.discard()
-        for variable, value in self._kept:
-            variable.assign(value)
 
     def add(self, batch: tuple[Any, ...], scale: float) -> tuple[tf.Tensor, tf.Tensor]:
         """Add the gradient of ``loss_sum * scale`` to the accumulators; return (loss_sum, weight)."""
@@ -217,14 +210,9 @@ class Gradients:
         reducer = self._reducer
         with tf.control_dependencies(flats):
             ready_s = tf.timestamp()
-        reducer.states = [{k: v.read_value() for k, v in state.items()} for state in self._states]
         for i, flat_N in enumerate(flats):
             reducer.start(i, flat_N)
         sums = reducer.finish()
-        for state, new in zip(self._states, reducer.states):
-            for key, variable in state.items():
-                variable.assign(new[key])
-        reducer.states = list(self._states)
         with tf.control_dependencies(sums):
             done_s = tf.timestamp()
         return sums, self._report(tf.maximum(done_s - ready_s, 0.0), sums)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,12 @@ from hvdtrain.protocols import Array
 
 
 class Ops:
-    """Array operations on whichever device TensorFlow places them."""
+    """Array operations on whichever device TensorFlow places them; cells on ``device``, "" leaves that open too."""
 
     name = "tensorflow"
+
+    def __init__(self, device: str = "") -> None:
+        self.device = device
 
     def zeros(self, n: int, dtype: str) -> Array:
         return tf.zeros([n], dtype)
@@ -111,6 +115,12 @@ class Ops:
     def all_finite(self, x: Array) -> Array:
         return tf.reduce_all(tf.math.is_finite(x))
 
+    def select(self, which: Array, x: Array, y: Array) -> Array:
+        return tf.where(which, x, y)
+
+    def cell(self, value: Array) -> VariableCell:
+        return VariableCell(value, self.device)
+
     def compiled(self, fn: Any) -> Any:
         """``fn`` as one graph, which is how an exchange runs here."""
         return tf.function(fn, jit_compile=False, autograph=False)
@@ -121,6 +131,23 @@ class Ops:
 
     def from_host(self, x: np.ndarray) -> Array:
         return tf.convert_to_tensor(x)
+
+
+class VariableCell:
+    """Implements `hvdtrain.protocols.Cell` by a variable made outside of the graph that is being traced, if any.
+
+    A write gives the variable another buffer (no copy), so that what was read before stays as it was.
+    """
+
+    def __init__(self, value: Array, device: str = "") -> None:
+        with tf.init_scope(), tf.device(device) if device else nullcontext():
+            self.variable = tf.Variable(value, trainable=False)
+
+    def read(self) -> Array:
+        return self.variable.read_value()
+
+    def write(self, x: Array) -> None:
+        self.variable.assign(x, read_value=False)
 
 
 def _largest(magnitude_C: Array, k: int) -> Array:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from hvdtrain.backends.torch import placement
+from hvdtrain.exchange.cell import Held
 from hvdtrain.exchange.compressors.base import DEPENDENT
 from hvdtrain.exchange.compressors.candidates import LEAST, sample
 
@@ -104,6 +105,12 @@ class Ops:
 
     def all_finite(self, x: Array) -> Array:
         return torch.isfinite(x).all()
+
+    def select(self, which: Array, x: Array, y: Array) -> Array:
+        return torch.where(which, x, y)
+
+    def cell(self, value: Array) -> Held:
+        return Held(value.to(self.device))
 
     def to_host(self, x: Array) -> np.ndarray:
         """Numpy view of a CPU tensor; a copy of one on another device."""

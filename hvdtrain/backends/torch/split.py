@@ -134,8 +134,8 @@ class Layout:
 
     def spread(self, reducer: Reducer) -> None:
         """Let a reducer compress each bucket on the device where it is."""
-        if self._pipeline and not isinstance(reducer.compressor, Placed):
-            reducer.compressor = Placed(reducer.compressor, self.devices)
+        if self._pipeline:
+            reducer.spread([Ops(device) for device in self.devices])
 
     def computing(self, own: str) -> contextlib.AbstractContextManager[Any]:
         """The context of a forward pass on a rank that computes in ``own``."""
@@ -224,35 +224,3 @@ def check_slots(optimizer: torch.optim.Optimizer) -> None:
         for key, value in entries.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 assert value.device == param.device, f"{key} on {value.device}, its parameter on {param.device}"
-
-
-class Placed:
-    """``inner``, a compressor, for buckets on several devices: each with the array operations of its own device.
-
-    `hvdtrain.protocols.Compressor`. A reducer knows one device: state that it makes or restores, and what arrives from
-    a wire of host memory, is brought to the bucket's.
-    """
-
-    def __init__(self, inner: Any, devices: Sequence[torch.device]) -> None:
-        self.inner, self._devices, self._ops = inner, list(devices), [Ops(d) for d in devices]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def init(self, ops: Any, bucket: Bucket) -> dict[str, torch.Tensor]:
-        """State on the bucket's device."""
-        made: dict[str, torch.Tensor] = self.inner.init(self._ops[bucket.place], bucket)
-        return made
-
-    def exchange(self, ops: Any, flat_N: torch.Tensor, state: dict[str, torch.Tensor], bucket: Bucket, size: int,
-                 stage: int = 0) -> Any:
-        """The inner one's, on the bucket's device."""
-        device = self._devices[bucket.place]
-        own = {key: value.to(device) for key, value in state.items()}
-        generator, arrived = self.inner.exchange(self._ops[bucket.place], flat_N, own, bucket, size, stage), None
-        while True:
-            try:
-                request = generator.send(arrived)
-            except StopIteration as stop:
-                return stop.value
-            arrived = (yield request).to(device)

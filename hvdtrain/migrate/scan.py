@@ -1,98 +1,21 @@
-"""Facts of a syntax tree: where a node stands, what a name means, who holds whom.
+"""Look up names of a syntax tree: what one means by the imports, what binds and what reads it.
 
-Owns look-ups, by name and by place. What a name means is read from the imports of the whole file and from single
-assignments; nothing is run. Does not change a tree.
+What a name means is read from the imports of the whole file and from single assignments; nothing is run. Does not
+change a tree.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, TypeVar
 
 import libcst as cst
-from libcst import metadata
 
-N = TypeVar("N", bound=cst.CSTNode)
+from hvdtrain.migrate.tree import Tree
 
 
-class Scan:
-    """Look-ups in one module. ``module``: the tree all nodes given to and by the methods belong to."""
-
-    def __init__(self, module: cst.Module) -> None:
-        self.module = module
-        self._places = metadata.MetadataWrapper(module, unsafe_skip_copy=True).resolve(metadata.PositionProvider)
-        self.nodes: list[Any] = []
-        self.parent: dict[cst.CSTNode, cst.CSTNode] = {}
-        self._of_kind: dict[type, list[Any]] = {}
-        self._end: dict[cst.CSTNode, int] = {}
-        self._index: dict[cst.CSTNode, int] = {}
-        todo: list[tuple[cst.CSTNode, bool]] = [(module, False)]
-        while todo:  # in the order of the text; by a stack, since trees can be deep
-            node, left = todo.pop()
-            if left:
-                self._end[node] = len(self.nodes)
-                continue
-            self._index[node] = len(self.nodes)
-            self.nodes.append(node)
-            todo.append((node, True))
-            for child in reversed(node.children):
-                self.parent[child] = node
-                todo.append((child, False))
-
-    def all(self, kind: type[N], within: cst.CSTNode | None = None) -> Iterator[N]:
-        """Nodes of a kind in the order of the text; ``within``: in that node only."""
-        if within is not None:
-            return (node for node in self.inner(within) if isinstance(node, kind))
-        if kind not in self._of_kind:
-            self._of_kind[kind] = [node for node in self.nodes if isinstance(node, kind)]
-        return iter(self._of_kind[kind])
-
-    def inner(self, node: cst.CSTNode) -> list[Any]:
-        """All nodes in ``node``, itself first."""
-        return self.nodes[self._index[node]:self._end[node]]
-
-    def inside(self, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
-        """Whether ``node`` is ``outer`` or stands in it."""
-        return node is outer or any(up is outer for up in self.above(node))
-
-    def above(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """Parent, its parent, ... up to the module."""
-        while node in self.parent:
-            node = self.parent[node]
-            yield node
-
-    def line(self, node: cst.CSTNode) -> int:
-        """Line of its first token, from 1."""
-        return self._places[node].start.line if node in self._places else 1
-
-    def width(self, call: cst.Call) -> int:
-        """Columns from the indentation of its statement to behind its opening parenthesis."""
-        whole = self.statement(call)
-        if whole not in self._places or self._places[call.func].end.line != self._places[whole].start.line:
-            return 8
-        return self._places[call.func].end.column + 1 - self._places[whole].start.column
-
-    def code(self, node: cst.CSTNode) -> str:
-        """Its text, without the spaces and comments around it."""
-        return self.module.code_for_node(node).strip()
-
-    def short(self, node: cst.CSTNode, most: int = 60) -> str:
-        """Its text on one line, cut to ``most`` characters."""
-        text = " ".join(self.code(node).split()).rstrip(",")
-        return text if len(text) <= most else text[:most - 3] + "..."
-
-    def statement(self, node: cst.CSTNode) -> cst.CSTNode:
-        """The statement that ``node`` belongs to: a line, or a compound such as ``if`` (not an ``else``)."""
-        for up in (node, *self.above(node)):
-            if isinstance(up, (cst.SimpleStatementLine, cst.BaseCompoundStatement)):
-                return up
-        return node
-
-    def scope(self, node: cst.CSTNode) -> cst.CSTNode:
-        """The function that ``node`` stands in, or the module."""
-        return next((up for up in self.above(node) if isinstance(up, (cst.FunctionDef, cst.Lambda))), self.module)
+class Scan(Tree):
+    """Look-ups in one module, by place and by name."""
 
     def binders(self, name: str, at: cst.CSTNode) -> list[cst.CSTNode]:
         """What binds the name that is read at ``at``: in the innermost scope around it that binds it at all."""
@@ -116,41 +39,30 @@ class Scan:
                 found.setdefault(local_name(node), []).append(node)
         return found
 
-    # --- names -------------------------------------------------------------------------------------------------
+    @cached_property
+    def _imported(self) -> list[tuple[str, str, str]]:
+        """(local name, what it means, what was imported) of each absolute import; no local name for ``*``."""
+        found: list[tuple[str, str, str]] = []
+        for node in self.all(cst.Import):
+            for alias in node.names:
+                local, dotted = local_name(alias), name_of(alias.name) or ""
+                found.append((local, dotted if alias.asname else local, dotted))
+        for start in self.all(cst.ImportFrom):
+            base = None if start.relative else name_of(start.module)
+            if base is not None:
+                aliases = [] if isinstance(start.names, cst.ImportStar) else start.names
+                named = [(local_name(alias), f"{base}.{name_of(alias.name)}") for alias in aliases]
+                found += [(local, dotted, dotted) for local, dotted in named or [("", base)]]
+        return found
 
     @cached_property
     def imports(self) -> dict[str, str]:
         """Local name -> dotted name it was imported as, anywhere in the file (``nn`` -> ``torch.nn``)."""
-        found: dict[str, str] = {}
-        for node in self.all(cst.Import):
-            for alias in node.names:
-                dotted = name_of(alias.name) or ""
-                local = local_name(alias)
-                found[local] = dotted if alias.asname else dotted.split(".")[0]
-        for start in self.all(cst.ImportFrom):
-            if start.relative or start.module is None or isinstance(start.names, cst.ImportStar):
-                continue
-            for alias in start.names:
-                found[local_name(alias)] = f"{name_of(start.module)}.{name_of(alias.name)}"
-        return found
-
-    @cached_property
-    def modules(self) -> set[str]:
-        """Dotted names of all modules (and of what is taken from modules) that the file imports."""
-        found = set()
-        for node in self.all(cst.Import):
-            found |= {name_of(alias.name) or "" for alias in node.names}
-        for start in self.all(cst.ImportFrom):
-            if start.module is not None and not start.relative:
-                base = name_of(start.module) or ""
-                found.add(base)
-                if not isinstance(start.names, cst.ImportStar):
-                    found |= {f"{base}.{name_of(alias.name)}" for alias in start.names}
-        return found
+        return {local: meaning for local, meaning, _ in self._imported if local}
 
     def imports_any(self, *roots: str) -> bool:
         """Whether a module of one of these names, or below it, is imported."""
-        return any(name == root or name.startswith(root + ".") for name in self.modules for root in roots)
+        return any(f"{name}.".startswith(f"{root}.") for _, _, name in self._imported for root in roots)
 
     def dotted(self, node: cst.CSTNode) -> str:
         """What a name or chain of attributes means by the imports (``hvd.rank`` -> ``horovod.torch.rank``); "" if it
@@ -175,16 +87,10 @@ class Scan:
         return (call for call in self.all(cst.Call, within)
                 if isinstance(call.func, cst.Attribute) and call.func.attr.value in names)
 
-    @cached_property
+    @property
     def bound(self) -> set[str]:
         """Every name that the file binds in any way: imports, targets, parameters, functions, classes."""
-        found = set(self.imports)
-        for node in self.nodes:
-            if isinstance(node, (cst.FunctionDef, cst.ClassDef, cst.Param)):
-                found.add(node.name.value)
-            elif isinstance(node, cst.Name) and self.is_target(node):
-                found.add(node.value)
-        return found
+        return set(self._binders)
 
     def is_target(self, node: cst.Name) -> bool:
         """Whether ``node`` is what an assignment, ``for``, ``with``, ``except`` or ``:=`` binds."""
@@ -211,14 +117,9 @@ class Scan:
         """Plain assignments whose only target is the name (or dotted text) ``name``."""
         return self._assigned.get(name, [])
 
-    @cached_property
-    def _bindings(self) -> Counter[str]:
-        return Counter([n.value for n in self.all(cst.Name) if self.is_target(n)] + [
-            n.name.value for n in self.nodes if isinstance(n, (cst.FunctionDef, cst.ClassDef, cst.Param))])
-
     def bindings(self, name: str) -> int:
         """How often the plain name is bound by anything but an import."""
-        return self._bindings[name]
+        return sum(not isinstance(node, cst.ImportAlias) for node in self._binders.get(name, ()))
 
     def value(self, node: cst.BaseExpression) -> cst.BaseExpression:
         """What a name stands for where it is bound once, by one plain assignment; else ``node`` itself."""

@@ -1,0 +1,58 @@
+"""Sizes that keep a reader's overview: methods of a class, lines of a function and of a file."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hvdtrain
+
+ROOT = Path(hvdtrain.__file__).parent
+METHODS, FUNCTION_LINES, FILE_LINES = 20, 60, 420
+FLAT_LISTS = {"Ops"}
+"""A backend's array functions, which are one list without a state of their own."""
+BEING_CUT = {"TorchStep", "TensorFlowStep", "NumpyStep", "Step", "KerasStep", "Reducer"}
+"""Classes that are being cut; a name leaves this set with the class's last commit."""
+FILES_BEING_CUT = {"backends/torch/step.py"}
+
+
+def trees() -> Iterator[tuple[str, str, ast.Module]]:
+    """(path, text, tree) of every file of the package."""
+    for path in sorted(ROOT.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        yield path.relative_to(ROOT).as_posix(), text, ast.parse(text)
+
+
+def methods(node: ast.ClassDef) -> set[str]:
+    """Names that a class's body defines as functions, ``__init__`` and properties among them."""
+    return {inner.name for inner in node.body if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef))}
+
+
+def too_large(name: str, text: str, tree: ast.Module) -> Iterator[str]:
+    """What in a file is beyond a limit, in words."""
+    if text.count("\n") > FILE_LINES and name not in FILES_BEING_CUT:
+        yield f"{name} has {text.count(chr(10))} lines, at most {FILE_LINES}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and len(methods(node)) > METHODS and node.name not in FLAT_LISTS | BEING_CUT:
+            yield f"{name}: class {node.name} has {len(methods(node))} methods, at most {METHODS}"
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno is not None:
+            lines = node.end_lineno - node.lineno + 1
+            if lines > FUNCTION_LINES:
+                yield f"{name}: function {node.name} has {lines} lines, at most {FUNCTION_LINES}"
+
+
+def test_nothing_in_the_package_is_beyond_a_limit():
+    assert [words for each in trees() for words in too_large(*each)] == []
+
+
+@pytest.mark.parametrize("text, words", [
+    ("class A:\n" + "".join(f"    def m{i}(self): pass\n" for i in range(METHODS + 1)), "class A has 21 methods"),
+    ("def f():\n" + "    pass\n" * FUNCTION_LINES, "function f has 61 lines"),
+    ("\n" * (FILE_LINES + 1), "x.py has 421 lines"),
+])
+def test_what_is_beyond_a_limit_is_named(text, words):
+    found, = too_large("x.py", text, ast.parse(text))
+    assert words in found

@@ -46,9 +46,15 @@ def two(control):
 
 
 @pytest.fixture
-def settings(control, tmp_path):
+def out(control, tmp_path):
+    """A directory of rank 0's that all ranks name alike."""
+    return control.bcast(str(tmp_path / "run"))
+
+
+@pytest.fixture
+def settings(control, out):
     """A configuration for a compressor: unequal shares, two micro-batches, clipping, buckets of a few parameters."""
-    out, count = control.bcast(str(tmp_path / "run")), itertools.count()
+    count = itertools.count()
 
     def made(name, wire="auto", at="", **changes):
         """``at``: a directory to use again; each call has its own otherwise."""
@@ -118,6 +124,19 @@ def test_state_of_another_plan_starts_anew_and_says_so(two, settings, framework)
     assert again.state.cursor.step == 6
 
 
+def test_a_checkpoint_without_state_clears_the_state(control, framework, out):
+    options = {"global_batch": 12, "max_steps": 3}
+    fitted(assemble(config(out=out, checkpoint=Checkpoint(every_steps=3), **options), make_model(framework),
+                    samples(60)))
+    run = fitted(assemble(config(out=out + "-topk", compression="topk", **options), make_model(framework), samples(60)))
+    owed = sum(float(np.abs(np.array(run.reducer.ops.to_host(s["residual"]))).sum()) for s in run.reducer.states)
+    assert control.agree(owed > 0)
+    assert "starts anew" in run.step.load_rank({k: v for k, v in run.step.rank_state().items()
+                                                if not k.startswith("compressor.")})
+    assert run.reducer.steps == 0
+    assert all(not np.array(run.reducer.ops.to_host(s["residual"])).any() for s in run.reducer.states)
+
+
 @pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
 def test_a_skipped_step_leaves_no_trace_in_the_state(control, settings, framework, name):
     x, y = samples(60)
@@ -138,6 +157,41 @@ def test_a_skipped_step_leaves_no_trace_in_the_state(control, settings, framewor
     fitted(run)
     assert seen and max(seen) == 0.0 and all(np.isfinite(a).all() for a in state(run))
     assert control.agree(any(np.abs(a).max() > 0 for a in state(run)))  # a rank without samples owes nothing
+
+
+def test_adasum_of_a_short_batch_has_the_gradients_own_size(control, out):
+    """One sample, the other ranks have none: what comes out is that sample's gradient, not P times it."""
+    if control.size not in (2, 4):
+        pytest.skip("Adasum takes 2, 4, 8, ... ranks")
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    if boot.horovod_reason("torch"):
+        pytest.skip(boot.horovod_reason("torch"))
+    settings = {"global_batch": 4 * control.size, "max_steps": 1, "exchange": Exchange(adasum=True)}
+    run = fitted(assemble(config(out=out, **settings), make_model("torch"), samples(1)))
+    assert run.collectives.name == "horovod" and run.reducer.compressor.name == "adasum"
+    alone = fitted(solo(config(global_batch=4, max_steps=1, out=out + f"-solo{control.rank}"), make_model("torch"),
+                        samples(1)))
+    assert apart(weights(run), weights(alone)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["none", "int8", "topk", "powersgd", "bf16"])
+def test_a_parameter_without_elements_is_carried_along(control, name, out):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(12, 5)
+            self.empty = torch.nn.Parameter(torch.zeros(0))
+
+        def forward(self, x):
+            return self.linear(x) + self.empty.sum()
+
+    torch.manual_seed(0)
+    run = fitted(assemble(config(global_batch=12, max_steps=2, compression=name, out=out,
+                                 exchange=Exchange(bucket_mb=1e-5)), Model(), samples(60)))
+    assert 0 in [b.n for b in run.reducer.buckets]
+    assert set(control.gather(bits(run))) == {bits(run)}
 
 
 def state(run):

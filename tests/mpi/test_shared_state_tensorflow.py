@@ -1,4 +1,4 @@
-"""Mistakes that were found in the TensorFlow step, over the wires of a job: each test failed before its cure."""
+"""What the ranks of a TensorFlow model hold alike beside its parameters: statistics, and the optimizer's state."""
 
 import numpy as np
 import pytest

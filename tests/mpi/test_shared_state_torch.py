@@ -1,4 +1,4 @@
-"""PyTorch over real wires: statistics of unequal parts, buffers outside the state_dict, a refused backward."""
+"""What the ranks of a PyTorch model hold alike beside its parameters: buffers, in a state_dict or not."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from small_runs import CUTS, FEATURES, config, samples
 from hvdtrain import loop
 from hvdtrain.assemble import assemble
 from hvdtrain.cluster import boot
-from hvdtrain.errors import UserError
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
@@ -64,26 +62,3 @@ def test_statistics_are_those_of_the_whole_batch(control, wire, cut, tmp_path):
         found = control.gather([b.float().tolist() for b in model.buffers()])
         assert all(other == found[0] for other in found)
         assert int(model.count) == max(counts)
-
-
-class Twice(nn.Module):
-    """One layer under two reentrant checkpoints."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.head = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 5)
-
-    def forward(self, x):
-        x = x.clone().requires_grad_()
-        for _ in range(2):
-            x = checkpoint(lambda t: torch.tanh(self.linear(t)), x, use_reentrant=True)
-        return self.head(x)
-
-
-def test_a_gradient_that_comes_twice_ends_in_words(control, tmp_path):
-    if control.size == 1:
-        pytest.skip("one rank exchanges nothing, and gradients may come as they like")
-    run = assemble(config(global_batch=24, max_steps=1, collectives="mpi", out=control.bcast(str(tmp_path / "run"))),
-                   Twice(), samples(24))
-    with pytest.raises(UserError, match="use_reentrant=False"):
-        loop.fit(run)

@@ -102,6 +102,51 @@ def test_accumulation_with_clipping_is_the_whole_batch(control, framework, out):
     assert run.state.grad_norm == pytest.approx(reference.state.grad_norm, rel=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["horovod", "shared"])
+def test_a_task_that_throws_gradients_away_trains_like_one_process(control, kind, out, monkeypatch):
+    """``zero_grad()`` sets ``.grad`` to None; the next gradient is summed all the same."""
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    from torch.nn import functional as F
+
+    import torch_models.mlp
+
+    def task(model, batch):
+        model.zero_grad()
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[0])
+
+    monkeypatch.setattr(torch_models.mlp, "task", task, raising=False)
+    args = {"in_features": 12, "hidden": [16], "classes": 5}
+    settings = config(model="torch_models.mlp:build", model_args=args, global_batch=23, max_steps=5)
+    run = fitted(assemble(replace(settings, collectives=usable(kind, "torch"), out=out[0]), None, samples(60)))
+    same_bits(control, run)
+    reference = fitted(solo(replace(settings, out=out[1]), None, samples(60)))
+    assert apart(weights(run), weights(reference)) < 1e-5
+
+
+def test_a_gradient_that_comes_twice_is_refused(control, out):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    from torch.utils.checkpoint import checkpoint
+    if control.size == 1:
+        pytest.skip("one rank exchanges nothing, and gradients may come as they like")
+
+    class Twice(torch.nn.Module):
+        """One layer under two reentrant checkpoints, each of which runs a backward of its own."""
+
+        def __init__(self):
+            super().__init__()
+            self.linear, self.head = torch.nn.Linear(FEATURES, FEATURES), torch.nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, x):
+            x = x.clone().requires_grad_()
+            for _ in range(2):
+                x = checkpoint(lambda t: torch.tanh(self.linear(t)), x, use_reentrant=True)
+            return self.head(x)
+
+    run = assemble(config(global_batch=24, max_steps=1, collectives="mpi", out=out[0]), Twice(), samples(24))
+    with pytest.raises(UserError, match="use_reentrant=False"):
+        loop.fit(run)
+
+
 def test_ranks_seeded_apart_start_alike(control, framework, wire, out):
     model = make_model(framework, seed=10 + control.rank)
     run = assemble(config(collectives=wire, out=out[0]), model, samples(20))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+pytest.register_assert_rewrite("step_cases", "step_kit")
 for shared in ("conformance", "fixtures"):  # cases and small runs that several folders share
     sys.path.insert(0, str(Path(__file__).parent / shared))
 

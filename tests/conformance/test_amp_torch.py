@@ -12,16 +12,13 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch_tools import (  # noqa: E402,F401
-    SGD, TwoRanksInOne, batch, close, cut, mlp, one_thread, run, spec, tied, weights)
+    SGD, TwoRanksInOne, attached, batch, close, cut, mlp, one_thread, run, tied, weights)
 
-from hvdtrain.backends.torch import Ops, amp, create_step  # noqa: E402
+from hvdtrain.backends.torch import amp  # noqa: E402
 from hvdtrain.backends.torch.task import loss_sum  # noqa: E402
 from hvdtrain.collectives.null import NullCollectives  # noqa: E402
 from hvdtrain.config import Named  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
-from hvdtrain.exchange.buckets import plan_buckets  # noqa: E402
-from hvdtrain.exchange.compressors.none import NoCompression  # noqa: E402
-from hvdtrain.exchange.reducer import Reducer  # noqa: E402
 from hvdtrain.precision.policy import Precision  # noqa: E402
 
 PLAIN = replace(SGD, optimizer=Named("sgd"), loss_scale=1024.0)
@@ -43,14 +40,7 @@ class Seen(nn.Module):
 def made(own, model, config=PLAIN, wire=None, bucket_mb=0.0005, **parts):
     """A step whose only real rank computes in ``own``."""
     wire = wire or NullCollectives()
-    names = (own, "fp32")[:wire.size]
-
-    class Control:
-        rank = 0
-
-    step = create_step(spec(model, **parts), config, Control, 10, Precision(names, 0))
-    step.attach(Reducer(plan_buckets(step.params(), bucket_mb), NoCompression(), wire, Ops()))
-    return step
+    return attached(model, config, wire, bucket_mb=bucket_mb, precision=Precision((own, "fp32")[:wire.size]), **parts)
 
 
 @pytest.mark.parametrize("own", TYPES)
@@ -94,18 +84,6 @@ def test_evaluation_and_trials_compute_in_the_same_type():
     step.evaluate(batch(0))
     step.trial(batch(0))
     assert seen.types == [torch.bfloat16] * 2 and set(step.eval_totals()) == {"loss", "accuracy"}
-
-
-def test_float16_overflows_are_seen_and_nothing_is_updated():
-    norm = nn.BatchNorm1d(16)
-    step = made("fp16", mlp(extra=[norm]), replace(PLAIN, loss_scale=2.0**24), TwoRanksInOne())
-    before = weights(step)
-    (finite, size), _ = run(step, [batch(0)], 1 / 32)
-    assert not finite and not np.isfinite(size) and norm.num_batches_tracked == 1
-    step.discard()
-    assert step.scale.update([0]) and step.scale.value == 2.0**23
-    close(weights(step), before, 0)
-    assert norm.num_batches_tracked == 0, "the forward of a step that is left out left no trace"
 
 
 def test_losses_that_autocast_refuses_are_taken_in_float32():

@@ -1,6 +1,5 @@
 """The PyTorch step's parts: losses, metrics, optimizers, schedules, and its state."""
 
-import json
 import warnings
 from dataclasses import replace
 
@@ -8,8 +7,8 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+from step_cases import goes_on  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
 from torch_tools import (  # noqa: E402,F401
     SGD, X, Y, TwoRanksInOne, attached, batch, close, mlp, one_thread, plain, run, tied, weights,
 )
@@ -18,21 +17,9 @@ from hvdtrain.backends.torch import seed  # noqa: E402
 from hvdtrain.collectives.null import NullCollectives  # noqa: E402
 from hvdtrain.config import Config, Named, Schedule  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
-from hvdtrain.exchange.compressors.base import Uncompressed  # noqa: E402
-from hvdtrain.protocols import AllReduce  # noqa: E402
 
 
 # --- loss, metrics -------------------------------------------------------------------------------------------------
-
-def test_sample_weights():
-    model, step = mlp(), attached(mlp(), replace(SGD, optimizer=Named("sgd")))
-    w = np.linspace(0, 2, 32).astype(np.float32)
-    x, y = batch(0)
-    per_sample = F.cross_entropy(model(torch.from_numpy(x)), torch.from_numpy(y), reduction="none").detach().numpy()
-    step.zero()
-    loss, weight = step.forward_backward((x, y, w), 1 / 32, True)
-    assert weight == 32 and float(loss) == pytest.approx(float((per_sample * w).sum()), rel=1e-5)
-
 
 @pytest.mark.parametrize(
     "name, args",
@@ -85,30 +72,16 @@ def test_squared_error_never_broadcasts():
         step.forward_backward((X, X[:, 0].copy()), 1.0, True)
 
 
-@pytest.mark.parametrize(
-    "y, names",
-    [(Y, ["accuracy", "cross_entropy"]), (X[:, :5].copy(), ["l1_loss", "mse_loss"])],
-    ids=["classes", "values"],
-)
-def test_metrics_are_exact_over_uneven_shards(y, names):
-    config = replace(SGD, metrics=names)
-    shards = [attached(mlp(), config, rank=r) for r in range(3)]
-    for rank, pieces in enumerate(([slice(0, 3), slice(3, 50)], [slice(50, 64)], [])):
-        for piece in pieces:
-            shards[rank].evaluate((X[piece], y[piece]))
-    everyone = [step.eval_totals() for step in shards]
-    assert everyone[2] == {} and list(everyone[0]) == ["loss", *names]
-    summed = {name: everyone[0][name] + everyone[1][name] for name in everyone[0]}
-    whole = attached(mlp(), config)
-    whole.evaluate((X, y))
-    assert shards[2].eval_results(summed) == pytest.approx(whole.eval_results(whole.eval_totals()), rel=1e-6)
-    assert shards[0].eval_totals() == {} and whole.model.training
-    with torch.no_grad():
-        out = mlp()(torch.from_numpy(X)).numpy()
-    if y is Y:
-        assert summed["accuracy"].tolist() == [(out.argmax(1) == Y).sum(), 64]
-    else:
-        assert summed["l1_loss"][0] / 64 == pytest.approx(np.abs(out - y).mean(), rel=1e-5)
+def test_metrics_of_values_are_means_over_elements():
+    step, y = attached(mlp(), replace(SGD, metrics=["l1_loss", "mse_loss"])), X[:, :5].copy()
+    for part in (slice(0, 3), slice(3, 64)):
+        step.evaluate((X[part], y[part]))
+    totals = step.eval_totals()
+    assert list(totals) == ["loss", "l1_loss", "mse_loss"]
+    out = mlp()(torch.from_numpy(X)).detach().numpy()
+    got = step.eval_results(totals)
+    assert got["l1_loss"] == pytest.approx(np.abs(out - y).mean(), rel=1e-5)
+    assert got["mse_loss"] == got["loss"] == pytest.approx(((out - y) ** 2).mean(), rel=1e-5)
 
 
 def test_metrics_of_the_users():
@@ -124,41 +97,7 @@ def test_metrics_of_the_users():
     assert totals["rows"].tolist() == [64, 1] and totals["loss"][1] == 64
 
 
-def test_evaluation_changes_no_statistics():
-    step = attached(mlp(extra=[nn.BatchNorm1d(16), nn.Dropout(0.5)]))
-    before = weights(step)
-    step.evaluate((X, Y))
-    first = step.eval_totals()["loss"]
-    step.evaluate((X, Y))
-    np.testing.assert_array_equal(step.eval_totals()["loss"], first)
-    close(weights(step), before, 0)
-    run(step, [batch(0)], 1 / 32)
-    assert not np.array_equal(weights(step)["1.running_mean"], before["1.running_mean"])
-    assert len(step.caveats()) == 2 and attached(mlp()).caveats() == []
-
-
 # --- optimizer, schedule -------------------------------------------------------------------------------------------
-
-def test_schedule_warm_up_and_scaling():
-    schedule = Schedule("exponentiallr", {"gamma": 0.5}, warmup_steps=4, linear_scaling_base=16)
-    step = attached(mlp(), Config(optimizer=Named("sgd"), lr=0.1, schedule=schedule, global_batch=32))
-    rates = []
-    for t in range(20):
-        rates.append(step.learning_rate())
-        run(step, [batch(t)], 1 / 32)
-    formula = [0.2 * 0.5**t * min(1, (t + 1) / 4) for t in range(20)]
-    assert rates == pytest.approx(formula, rel=1e-6)
-    want = mlp()
-    plain(want, torch.optim.SGD(want.parameters(), lr=1.0), rate=lambda t: formula[t])
-    close(weights(step), weights(want), 1e-6)
-    assert step.describe() == {
-        "optimizer": "SGD, lr 0.2",
-        "schedule": "ExponentialLR per step",
-        "warm-up": "linear over 4 steps",
-        "lr scaling": "0.1 x 32/16",
-        "device": "cpu",
-    }
-
 
 @pytest.mark.parametrize(
     "name, args",
@@ -237,46 +176,6 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("wire", [NullCollectives, TwoRanksInOne])
-@pytest.mark.parametrize("name", RESUMED)
-def test_resume_is_bit_equal(name, wire):
-    """With dropout and BatchNorm, through JSON, into a model of other weights."""
-    def build(start):
-        return mlp(start, extra=[nn.BatchNorm1d(16), nn.Dropout(0.3)])
-
-    config = RESUMED[name]
-    step, other = attached(build(1), config, wire()), attached(build(2), config, wire())
-    for t in range(7):
-        run(step, [batch(t)], 1 / 32)
-        if t == 2:
-            groups, rest = step.state()
-            own = step.rank_state()
-    final = weights(step)
-    assert set(groups) == {"model", "optimizer"} and all(
-        isinstance(a, np.ndarray) for g in groups.values() for a in g.values()
-    )
-    other.load(
-        {g: dict(sorted(arrays.items(), reverse=True)) for g, arrays in groups.items()},
-        json.loads(json.dumps(rest, allow_nan=False)),
-    )
-    other.load_rank(own)
-    for t in range(3, 7):
-        run(other, [batch(t)], 1 / 32)
-    close(weights(other), final, 0)
-    assert other.learning_rate() == step.learning_rate()
-
-
-def test_a_state_is_a_copy():
-    step = attached(mlp())
-    run(step, [batch(0)], 1 / 32)
-    groups, _ = step.state()
-    kept = {g: {n: a.copy() for n, a in arrays.items()} for g, arrays in groups.items()}
-    run(step, [batch(1)], 1 / 32)
-    for g in groups:
-        for name in groups[g]:
-            np.testing.assert_array_equal(groups[g][name], kept[g][name])
-
-
 def test_bfloat16_weights_survive():
     step, other = (
         attached(mlp(s).to(torch.bfloat16), task=lambda m, b: (m(b[0].bfloat16()).square().sum(), len(b[0])))
@@ -293,51 +192,6 @@ def test_bfloat16_weights_survive():
         assert torch.equal(a, b)
 
 
-def test_a_foreign_checkpoint_is_refused_and_changes_nothing():
-    donor = attached(mlp())
-    run(donor, [batch(0)], 1 / 32)
-    groups, rest = donor.state()
-    torch.manual_seed(0)
-    wide = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 6))
-    for model, config, said in ((wide, SGD, r"tensor 2.weight has shape \(5, 16\); expected \(6, 16\)"),
-                                (mlp(extra=[nn.BatchNorm1d(16)]), SGD, "lacks.*has|has state for"),
-                                (mlp(8), Config(), "made with SGD; expected Adam")):
-        step = attached(model, config)
-        before = weights(step)
-        with pytest.raises(UserError, match=said):
-            step.load(groups, rest)
-        close(weights(step), before, 0)
-
-
-class Halves(Uncompressed):
-    """A compressor with state: sends half of what is there and keeps the rest for later."""
-
-    name = "halves"
-
-    def init(self, ops, bucket):
-        return {"rest": ops.zeros(bucket.n, "float32")}
-
-    def exchange(self, ops, flat_N, state, bucket, size, stage=0):
-        half_N = (flat_N + state["rest"]) * 0.5
-        rest_N = flat_N + state["rest"] - half_N
-        total_N = yield AllReduce(half_N)
-        return total_N, {"rest": rest_N}
-
-
-def test_compressor_state_lives_between_steps_and_through_a_checkpoint():
-    step, resumed, full = attached(mlp(), compressor=Halves()), attached(mlp(8), compressor=Halves()), attached(mlp())
-    for t in range(4):
-        run(step, [batch(t)], 1 / 32)
-        if t == 1:
-            resumed.load(*step.state())
-            resumed.load_rank(step.rank_state())
-        if t > 1:
-            run(resumed, [batch(t)], 1 / 32)
-    close(weights(resumed), weights(step), 0)
-    run(full, [batch(0)], 1 / 32)
-    assert not np.allclose(weights(full)["0.weight"], weights(step)["0.weight"])
-
-
 def test_ranks_draw_their_own_dropout():
     def drawn(rank):
         seed(3, rank)
@@ -347,6 +201,13 @@ def test_ranks_draw_their_own_dropout():
     torch.manual_seed(3)
     want = torch.rand(4)
     assert torch.equal(drawn(0), want)
+
+
+@pytest.mark.parametrize("wire", [NullCollectives, TwoRanksInOne])
+@pytest.mark.parametrize("name", RESUMED)
+def test_every_optimizer_and_schedule_goes_on_to_the_bit(name, wire):
+    goes_on(*(attached(mlp(start, extra=[nn.BatchNorm1d(16), nn.Dropout(0.3)]), RESUMED[name], wire())
+              for start in (1, 2)))
 
 
 @pytest.mark.parametrize("build", [mlp, tied])

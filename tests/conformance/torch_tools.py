@@ -5,25 +5,15 @@ Imports PyTorch: a test asks for it first (pytest.importorskip).
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
+from one_step import SGD, X, Y, OneStep, TwoRanksInOne, batch, cut, run, spec  # noqa: F401
+from step_kit import Kit, given
 from torch import nn
 from torch.nn import functional as F
 
-from hvdtrain.backends.torch import Ops, create_step
-from hvdtrain.collectives.null import NullCollectives
-from hvdtrain.config import Config, Named
-from hvdtrain.exchange.buckets import plan_buckets
-from hvdtrain.exchange.compressors.none import NoCompression
-from hvdtrain.exchange.reducer import Reducer
-
-SGD = Config(optimizer=Named("sgd", {"momentum": 0.9}), lr=0.1)
-RNG = np.random.default_rng(0)
-X = RNG.standard_normal((64, 12)).astype(np.float32)
-Y = RNG.integers(0, 5, 64)
+from hvdtrain.config import Schedule
 
 
 @pytest.fixture(autouse=True)
@@ -41,61 +31,9 @@ def mlp(start=3, extra=()):
     return nn.Sequential(nn.Linear(12, 16), *extra, nn.Tanh(), nn.Linear(16, 5))
 
 
-def spec(model, **parts):
-    return SimpleNamespace(
-        **{
-            "name": "m",
-            "model": model,
-            "task": None,
-            "weight": None,
-            "blocks": None,
-            "example": None,
-            "metrics": None,
-            **parts,
-        }
-    )
-
-
-class TwoRanksInOne(NullCollectives):
-    """A world of two whose other rank has no sample: the buckets and hooks of several ranks, the sums of one."""
-
-    def __init__(self):
-        super().__init__(0, 2)
-
-
-def attached(model, config=SGD, wire=None, rank=0, compressor=None, bucket_mb=0.0005, **parts):
-    """A step whose reducer has several small buckets."""
-    step = create_step(spec(model, **parts), config, SimpleNamespace(rank=rank), 10)
-    step.attach(
-        Reducer(
-            plan_buckets(step.params(), bucket_mb),
-            compressor or NoCompression(),
-            wire or NullCollectives(),
-            Ops(),
-        )
-    )
-    step.share_initial()
-    return step
-
-
-def run(step, micros, scale, clip=0.0, check=False):
-    """One step over this rank's micro-batches."""
-    step.zero()
-    pairs = [step.forward_backward(m, scale, i + 1 == len(micros)) for i, m in enumerate(micros)]
-    assert step.exchange() >= 0
-    return step.apply(clip, check), [(float(a), float(b)) for a, b in pairs]
-
-
-def batch(t, n=32):
-    """Global batch t."""
-    index = np.random.default_rng(t).permutation(64)[:n]
-    return X[index], Y[index]
-
-
-def cut(whole, *sizes):
-    """The first ``sizes`` of a batch as parts; empty ones are left out."""
-    ends = np.cumsum((0, *sizes))
-    return [tuple(a[i:j] for a in whole) for i, j in zip(ends, ends[1:]) if j > i]
+def attached(model, *given, **more):
+    """A step over ``model``; see `OneStep`."""
+    return OneStep("torch", model, *given, **more)
 
 
 def weights(step_or_model):
@@ -148,3 +86,25 @@ def plain(model, optimizer, steps=20, clip=0.0, schedule=None, rate=None, micros
         if schedule is not None:
             schedule.step()
     return model
+
+
+class TorchKit(Kit):
+    """What the cases of every backend's step are given of PyTorch."""
+
+    framework = "torch"
+    epsilon = "eps"
+    halving = Schedule("exponentiallr", {"gamma": 0.5})
+
+    def model(self, start=3, hidden=16, noisy=False):
+        between = [nn.BatchNorm1d(hidden), nn.Dropout(0.3)] if noisy else []
+        model = nn.Sequential(nn.Linear(12, hidden), nn.ReLU(), *between, nn.Linear(hidden, 5))
+        with torch.no_grad():
+            for own, array in zip((*model[0].parameters(), *model[-1].parameters()), given(start, hidden)):
+                own.copy_(torch.from_numpy(array.T))
+        return model
+
+    def plain(self, model):
+        return [p.detach().numpy().T.copy() for p in (*model[0].parameters(), *model[-1].parameters())]
+
+    def statistics(self, model):
+        return [model[2].running_mean.numpy().copy(), model[2].running_var.numpy().copy()]

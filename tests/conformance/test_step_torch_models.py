@@ -59,13 +59,6 @@ def test_buffers_are_averaged_by_the_samples_a_rank_saw(sizes, dtype):
         assert torch.equal(buffers["mask"].view(torch.int32), Means().mask.view(torch.int32))  # -0.0 and -inf too
 
 
-def test_without_an_exchange_ranks_keep_their_buffers():
-    step = attached(Means(), wire=TwoRanksInOne())
-    run(step, [batch(0)], 1 / 32)
-    step.sync_buffers()
-    assert torch.equal(step.model.mean, torch.from_numpy(batch(0)[0]).mean(0)) and int(step.model.count) == 32
-
-
 def test_buffers_outside_the_state_dict_come_from_rank_0_and_may_grow_apart():
     class Cache(nn.Module):
         def __init__(self, rank):
@@ -88,20 +81,6 @@ def test_buffers_outside_the_state_dict_come_from_rank_0_and_may_grow_apart():
 
     for rank, (first, length) in enumerate(LockstepWorld(2).run(one_rank)):
         assert first.tolist() == [0, 0, 0] and length == 8 + rank
-
-
-@pytest.mark.parametrize("wire", [NullCollectives, TwoRanksInOne])
-def test_a_skipped_step_leaves_no_trace_in_buffers(wire):
-    step = attached(mlp(extra=[nn.BatchNorm1d(16)]), replace(SGD, nan_guard="skip"), wire())
-    run(step, [batch(0)], 1 / 32)
-    before = weights(step)
-    x, y = batch(1)
-    x[3] = np.nan
-    (finite, _), _ = run(step, [batch(2), (x, y)], 1 / 64, check=True)
-    assert not finite and np.isnan(weights(step)["1.running_mean"]).any()
-    step.discard()
-    close(weights(step), before, 0)
-    attached(mlp()).discard()  # nothing kept, nothing to undo
 
 
 def test_batch_norm_of_one_sample_is_told_in_words():

@@ -1,4 +1,4 @@
-"""Mistakes that were found in the TensorFlow step: each test failed before its cure."""
+"""The TensorFlow step's parts: statistics of several types, optimizers with an owner, losses, metrics."""
 
 from dataclasses import replace
 
@@ -14,7 +14,6 @@ from hvdtrain.backends.tensorflow import create_step  # noqa: E402
 from hvdtrain.backends.tensorflow.metrics import SHAPES  # noqa: E402
 from hvdtrain.cluster.group import world  # noqa: E402
 from hvdtrain.collectives.lockstep import LockstepWorld  # noqa: E402
-from hvdtrain.collectives.null import NullCollectives  # noqa: E402
 from hvdtrain.config import Config, Named, Schedule  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
 
@@ -43,7 +42,7 @@ class Counted(keras.layers.Layer):
         return x
 
 
-@pytest.mark.parametrize("sizes", [(0, 32), (8, 24), (0, 8, 24), (5, 0, 11)], ids=str)
+@pytest.mark.parametrize("sizes", [(0, 8, 24), (5, 0, 11)], ids=str)
 def test_statistics_are_averaged_by_the_samples_seen(sizes):
     """A rank without a sample counts for nothing; integers come from the lowest rank that ran."""
     models = [mlp(extra=[keras.layers.BatchNormalization(), Counted()]) for _ in sizes]
@@ -75,46 +74,6 @@ def test_statistics_are_averaged_by_the_samples_seen(sizes):
         np.testing.assert_array_equal(got[7], [0, -np.inf])
         for a, b in zip(got, results[0]):
             np.testing.assert_array_equal(a, b)
-
-
-def test_without_an_exchange_statistics_stay():
-    model = mlp(extra=[keras.layers.BatchNormalization()])
-    step = attached(model, wire=NullCollectives(1, 2), rank=1)
-    run(step, [batch(0)], 1 / 32)
-    before = weights(step)
-    step.sync_buffers()
-    close(weights(step), before, 0)
-
-
-@pytest.mark.parametrize("parts", [(32,), (9, 23)], ids=str)
-def test_a_skipped_step_leaves_no_trace_in_batchnorm(parts):
-    def build():
-        return mlp(extra=[keras.layers.BatchNormalization()])
-
-    step, plain = attached(build(), replace(SGD, nan_guard="skip")), attached(build(), replace(SGD, nan_guard="skip"))
-    for one in (step, plain):
-        run(one, [batch(0)], 1 / 32, check=True)
-    before = weights(step)
-    x, y = batch(1)
-    x = x.copy()
-    x[0] = np.nan
-    assert not run(step, cut((x, y), *parts), 1 / 32, check=True)[0][0]
-    assert any(np.isnan(w).any() for w in weights(step))
-    step.discard()
-    close(weights(step), before, 0)
-    for one in (step, plain):
-        assert run(one, [batch(2)], 1 / 32, check=True)[0][0]
-    close(weights(step), weights(plain), 0)
-
-
-def test_discard_without_buffers_or_guard_does_nothing():
-    for config in (SGD, replace(SGD, nan_guard="skip")):
-        step = attached(mlp(), config)
-        step.discard()
-        run(step, [batch(0)], 1 / 32)
-        before = weights(step)
-        step.discard()
-        close(weights(step), before, 0)
 
 
 # --- optimizer -----------------------------------------------------------------------------------------------------

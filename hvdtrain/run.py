@@ -25,6 +25,7 @@ from hvdtrain.exchange.attach import use_compressor
 from hvdtrain.faults import pulse
 from hvdtrain.model import Spec
 from hvdtrain.protocols import Callback, Collectives, Control, Step
+from hvdtrain.protocols.state import Saver
 
 
 _UNREAD = (OSError, ValueError, AttributeError)
@@ -158,6 +159,8 @@ class Run:
     """Descriptor by which rank 0 keeps other jobs out of ``out`` while it trains; -1: none."""
     begun: bool = False
     """Whether a fit has begun to write into ``out``; not while it may still be refused (`hvdtrain.outdir.begin`)."""
+    saver: Saver | None = None
+    """Writes the run's checkpoints; rank 0's, made with the first one."""
     callbacks: list[Callback] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     state: State = field(default_factory=State)

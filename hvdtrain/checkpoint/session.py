@@ -1,13 +1,14 @@
-"""A running job as a snapshot and back: gathers what each rank owns, spreads what one file holds.
+"""Saves a run as a checkpoint and loads one into it, on all ranks at once.
 
-Owns the collective part of checkpointing. Only rank 0 touches the disk, so no shared file system is presumed; what
-lies on disk and how it gets there whole is the rest of this room.
+Owns what belongs into a checkpoint, which one is resumed, and what is said about it. Only rank 0 touches the disk, so
+no shared file system is presumed. `transfer` moves the state between ranks, `store` and its neighbours write it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,17 @@ import numpy as np
 
 from hvdtrain import __version__
 from hvdtrain.checkpoint import CheckpointStore, Snapshot, read_snapshot
+from hvdtrain.checkpoint.adapters import REPLICATED, Own, Replicated
+from hvdtrain.checkpoint.savers.inline import InlineSaver
+from hvdtrain.checkpoint.transfer import Groups, collect, spread
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.errors import UserError
 from hvdtrain.faults.finite import finite, has_nan, spoken, trained
 from hvdtrain.outdir import CONFIG, ensure_out, keep_config
 from hvdtrain.protocols import Callback
-from hvdtrain.run import say
+from hvdtrain.protocols.state import Stateful
+from hvdtrain.run import Run, say
 
 DIRECTORY = "checkpoints"
 MOST_NAMES = 8
@@ -33,42 +38,49 @@ QUIET = frozenset({"out", "resume", "progress", "log_every", "epochs", "max_step
 """Keys that may change between a run and its resumption without a word: they leave the curve alone."""
 
 
-def save(run: Any) -> str:
+def save(run: Run) -> str:
     """Write the run's state as a checkpoint; return "" or why it could not be written, on every rank. Collective."""
     ensure_out(run)
     run.made = []  # it is to stay, also where a fit is refused later
     run.step.sync_buffers()
-    own = run.control.gather(run.step.rank_state())
-    error = ""
-    if run.control.rank == 0:
-        try:
-            snapshot = _snapshot(run, own)
-            store = CheckpointStore(run.out / DIRECTORY, run.config.checkpoint.keep)
-            store.save(snapshot, run.state.cursor.step, log=say)
-            _keep_config(run)
-        except (OSError, UserError) as problem:
-            error = str(problem)
-    return run.control.bcast(error)
+    shared, own = _parts(run)
+    try:
+        tensors = collect(run.control, chain(shared.shards(), own.shards()))
+    except UserError as problem:
+        return str(problem)
+    return run.control.bcast(_write(run, tensors, shared.rest()) if run.control.rank == 0 else "")
 
 
-def _keep_config(run: Any) -> None:
-    """Have the configuration beside a checkpoint that is saved without a fit, or after its directory was deleted."""
-    with contextlib.suppress(OSError):  # the checkpoint is written, and holds it too
-        if not (run.out / CONFIG).exists():
+def _parts(run: Run) -> tuple[Stateful, Stateful]:
+    """The state that all ranks hold alike, and this rank's own."""
+    step, rank = run.step, run.control.rank
+    return Replicated(rank, step.state, step.load), Own(rank, step.rank_state, step.load_rank)
+
+
+def _write(run: Run, tensors: Groups, rest: dict[str, Any]) -> str:
+    """Have the run's saver write a snapshot; return "" or why it was not written. Rank 0 only."""
+    saver = run.saver = run.saver or InlineSaver(run.out / DIRECTORY, run.config.checkpoint.keep, say)
+    try:
+        saver.save(run.state.cursor.step, _snapshot(run, tensors, rest))
+    except UserError as problem:
+        return str(problem)
+    error = "; ".join(outcome.error for outcome in saver.settled() if outcome.error)
+    with contextlib.suppress(OSError):  # the checkpoint holds the configuration too
+        if not error and not (run.out / CONFIG).exists():  # saved without a fit, or after the directory was deleted
             keep_config(run)
+    return error
 
 
-def _snapshot(run: Any, own: list[dict[str, np.ndarray]]) -> Snapshot:
-    groups, rest = run.step.state()
-    check_finite(groups["model"], trained(run.step))
-    ranks = {f"rank-{rank:04d}": arrays for rank, arrays in enumerate(own)}
+def _snapshot(run: Run, tensors: Groups, rest: dict[str, Any]) -> Snapshot:
+    check_finite(tensors["model"], trained(run.step))
+    groups: Groups = {group: {} for group in REPLICATED}  # there also where they hold nothing
     meta = {
         "hvdtrain": __version__, "framework": run.spec.framework, "model": run.spec.name,
         "world_size": run.control.size, "cursor": run.state.cursor.to_dict(), "step_rest": rest,
         "config": _json(run.config.to_dict()), "samples": run.feed.samples,
         "callbacks": [[type(c).__name__, c.state_dict()] for c in run.callbacks],
     }
-    return Snapshot({**groups, **ranks}, meta)
+    return Snapshot({**groups, **tensors}, meta)
 
 
 def check_finite(model: dict[str, np.ndarray], names: Collection[str]) -> None:
@@ -126,38 +138,37 @@ def _newest_whole(root: Path, log: Any) -> Snapshot | None:
                     "at least one that is whole", "leave out --resume to start anew, in another directory")
 
 
-def restore(run: Any, snapshot: Snapshot | None) -> None:
-    """Spread rank 0's snapshot and load it on every rank. Collective.
+def restore(run: Run, snapshot: Snapshot | None) -> None:
+    """Load rank 0's ``snapshot`` (elsewhere None) on every rank. Collective.
 
     Random generators and compressor state return bit by bit where the number of ranks is the same; with another
     number every rank keeps its fresh ones, seeded by (seed, rank).
     """
-    head = None
-    if snapshot is not None:
-        head = dict(snapshot.meta), {group: dict(snapshot.tensors[group]) for group in ("model", "optimizer")}
-    meta, groups = run.control.bcast(head)
-    parts: list[Any] = [None] * run.control.size
-    if snapshot is not None and meta["world_size"] == run.control.size:
-        parts = [snapshot.tensors.get(f"rank-{rank:04d}", {}) for rank in range(run.control.size)]
-    own = run.control.bcast(parts)[run.control.rank]
+    meta = run.control.bcast(dict(snapshot.meta) if snapshot else None)
+    alike = meta["world_size"] == run.control.size
+    groups = spread(run.control, snapshot.tensors if snapshot else {}, alike)
+    shared, own = _parts(run)
+
+    def read(group: str) -> dict[str, np.ndarray]:
+        return groups.get(group, {})
 
     def load() -> str:
         if meta.get("framework") != run.spec.framework:
             raise UserError(f"the checkpoint is of a {meta.get('framework')} model",
                             f"one of {run.spec.framework}, as this model", "resume with the model of that run")
-        run.step.load(groups, meta["step_rest"])
+        unfit = shared.load(read, meta["step_rest"])
         for callback, state in _states(run, meta["callbacks"]):
             callback.load_state_dict(state)
             callback.restored(run)
-        if own is not None:
-            return run.step.load_rank(dict(own))
+        if alike:
+            return "; ".join(filter(None, (unfit, own.load(read, {}))))
         run.reducer.restart()
-        return ""
+        return unfit
 
     unfit = agreed(run.control, load, "restore")
     run.state.cursor = Cursor.from_dict(meta["cursor"])
     run.state.stop, run.state.wants_stop, run.state.wants_save, run.state.metrics_at = "", "", False, -1
-    if own is None:
+    if not alike:
         run.note(f"resumed a run of {meta['world_size']} ranks on {run.control.size}: random generators start anew "
                  "from the seed" + ("" if run.config.compression == "none" else ", compressor state from nothing"))
     if unfit:
@@ -168,7 +179,7 @@ def restore(run: Any, snapshot: Snapshot | None) -> None:
     _tell_changes(run, meta["config"])
 
 
-def _states(run: Any, kept: list[list[Any]] | dict[str, dict[str, Any]]) -> list[tuple[Callback, dict[str, Any]]]:
+def _states(run: Run, kept: list[list[Any]] | dict[str, dict[str, Any]]) -> list[tuple[Callback, dict[str, Any]]]:
     """Return the callbacks that get a state back: the nth of a class the nth of that class in ``kept``.
 
     The first checkpoints of 0.1.0 hold a mapping by class name instead, in which the last of a class had replaced the
@@ -192,7 +203,7 @@ def _spread(keys: dict[str, Any]) -> dict[str, Any]:
     return {**{k: v for k, v in keys.items() if k != "exchange"}, **{f"exchange.{k}": v for k, v in section.items()}}
 
 
-def _tell_changes(run: Any, before: dict[str, Any]) -> None:
+def _tell_changes(run: Run, before: dict[str, Any]) -> None:
     """Name the keys that change the curve and differ from the run that is resumed."""
     now, before = _spread(_json(run.config.to_dict())), _spread(before)
     changed = [k for k in now if k not in QUIET and before.get(k) != now[k]]

@@ -12,7 +12,7 @@ import os
 import pickle
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,9 @@ class SoloControl:
         """Return ``[obj]``."""
         return [obj]
 
+    def send(self, arrays: Sequence[np.ndarray], source: int, target: int | None = None) -> None:
+        """Return at once: there is nobody to send to."""
+
     def sum(self, values_k: np.ndarray) -> np.ndarray:
         """Return a float64 copy of ``values_k``."""
         return np.array(values_k, dtype=np.float64)
@@ -109,7 +112,7 @@ class MpiControl:
         size = int(first[:8].view(np.int64)[0])
         if size > INLINE - 8:
             whole = np.array(data) if self.rank == 0 else np.empty(size, np.uint8)
-            self._bcast_bytes(whole, 0, "bcast")
+            self.send([whole], 0)
         else:
             whole = first[8:8 + size]
         return obj if self.rank == 0 else pickle.loads(whole.tobytes())
@@ -129,8 +132,27 @@ class MpiControl:
         else:
             parts = [np.array(data) if r == self.rank else np.empty(int(n), np.uint8) for r, n in enumerate(sizes_P)]
             for r, part in enumerate(parts):
-                self._bcast_bytes(part, r, "gather")
+                self.send([part], r)
         return [obj if r == self.rank else pickle.loads(part.tobytes()) for r, part in enumerate(parts)]
+
+    def send(self, arrays: Sequence[np.ndarray], source: int, target: int | None = None) -> None:
+        """Overwrite ``target``'s ``arrays`` (n,) with ``source``'s, or every rank's where that is None.
+
+        Each message is waited for by itself. Where there is a target, other ranks have no part in it.
+        """
+        if target is not None and self.rank not in (source, target):
+            return
+        for array in arrays:
+            data = array.view(np.uint8)
+            for start in range(0, data.size, CHUNK):
+                part = data[start:start + CHUNK]
+                if target is None:
+                    request = self._comm.Ibcast(part, root=source)
+                elif self.rank == source:
+                    request = self._comm.Isend(part, dest=target)
+                else:
+                    request = self._comm.Irecv(part, source=source)
+                self._wait(request, "send", part)
 
     def sum(self, values_k: np.ndarray) -> np.ndarray:
         """Return the float64[k] sum over ranks, added in rank order: the same bits on every rank, every time."""
@@ -155,12 +177,6 @@ class MpiControl:
         rows = np.empty((self.size, own_k.size), own_k.dtype)
         self._wait(self._comm.Iallgather(own_k, rows), what, own_k, rows)
         return rows
-
-    def _bcast_bytes(self, data: np.ndarray, root: int, what: str) -> None:
-        """Overwrite ``data`` (uint8) with root's, chunk by chunk."""
-        for start in range(0, data.size, CHUNK):
-            part = data[start:start + CHUNK]
-            self._wait(self._comm.Ibcast(part, root=root), what, part)
 
     def _wait(self, request: Any, what: str, *buffers: np.ndarray, timeout_s: float | None = None) -> None:
         """Wait for ``request``; `WaitTimeout` names ``what`` when the time is over."""
@@ -199,6 +215,17 @@ class ObjectControl:
     def gather(self, obj: Any) -> list[Any]:
         """Return the list of every rank's ``obj``, by rank, on every rank."""
         return self._gather(obj, "gather", self.timeout_s)
+
+    def send(self, arrays: Sequence[np.ndarray], source: int, target: int | None = None) -> None:
+        """Overwrite ``target``'s ``arrays`` (n,) with ``source``'s, or every rank's where that is None.
+
+        Horovod has no message from one rank to another: all ranks receive them and those who need not drop them.
+        """
+        own = [x.tobytes() for x in arrays] if self.rank == source else []
+        sent = self._gather(own, "send", self.timeout_s)[source]
+        if self.rank != source and target in (None, self.rank):
+            for mine, theirs in zip(arrays, sent):
+                mine[...] = np.frombuffer(theirs, mine.dtype)
 
     def sum(self, values_k: np.ndarray) -> np.ndarray:
         """Return the float64[k] sum over ranks, added in rank order: the same bits on every rank."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -184,6 +184,14 @@ class LockstepControl:
         """Return the list of every rank's ``obj``, by rank, on every rank."""
         rows = self._meet_all(("gather",), pickle.dumps(obj, protocol=5))
         return [obj if r == self.rank else pickle.loads(data) for r, data in enumerate(rows)]
+
+    def send(self, arrays: Sequence[np.ndarray], source: int, target: int | None = None) -> None:
+        """Overwrite ``target``'s ``arrays`` with ``source``'s, or every rank's where that is None."""
+        own = [x.copy() for x in arrays] if self.rank == source else None
+        sent = self._meeting.meet(self.rank, ("send", source, target), own, lambda rows: [
+            rows[source] if target in (None, rank) else [] for rank in range(self.size)])
+        for mine, theirs in zip(arrays, sent if self.rank != source else []):
+            mine[...] = theirs
 
     def sum(self, values_k: np.ndarray) -> np.ndarray:
         """Return the float64[k] sum over ranks, added in rank order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,6 +27,15 @@ class Control(Protocol):
 
     def gather(self, obj: Any) -> list[Any]:
         """Return the list of every rank's ``obj``, by rank, on every rank."""
+        ...
+
+    def send(self, arrays: Sequence[np.ndarray], source: int, target: int | None = None) -> None:
+        """Overwrite ``target``'s ``arrays`` with ``source``'s, or every rank's where that is None; no pickling.
+
+        ``arrays``: contiguous (n,), as many and as long on both; elsewhere not looked at. Together they should be
+        small (`hvdtrain.checkpoint.transfer.ROUND_BYTES`): without MPI all ranks receive them, and all but
+        ``target`` drop them.
+        """
         ...
 
     def sum(self, values_k: np.ndarray) -> np.ndarray:

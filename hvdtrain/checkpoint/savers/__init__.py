@@ -1,0 +1,1 @@
+"""Ways to write a checkpoint, a file for each."""

@@ -34,8 +34,8 @@ def own_group(rank: int) -> str:
 def collect(control: Control, shards: Iterable[Shard]) -> Groups:
     """Return the arrays that all ranks' ``shards`` make up, by group and name, on rank 0; {} elsewhere. Collective.
 
-    Errors, on every rank: `UserError` that a rank raised while it gave its shards, and `CheckpointError` where they
-    leave an element out or give one twice.
+    Errors, on every rank: the `UserError` that a rank raised while it gave its shards, or one that names what of a
+    tensor is missing or came twice.
     """
     together = Assembly()
     for source in range(control.size):

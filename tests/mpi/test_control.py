@@ -42,6 +42,20 @@ def test_messages_larger_than_a_chunk(control, monkeypatch):
     assert control.gather(b"y" * (700 + control.rank)) == [b"y" * (700 + r) for r in range(control.size)]
 
 
+@pytest.mark.parametrize("chunk", [1000, CHUNK])
+def test_send_to_one_and_to_all(control, chunk, monkeypatch):
+    monkeypatch.setattr("hvdtrain.cluster.control.CHUNK", chunk)
+    last = control.size - 1
+    for source, target in ((last, 0), (0, last), (last, None), (0, None)):
+        sent = [np.arange(3001.0), np.zeros(0, np.float16), np.full(7, source, np.uint8)]
+        for array in sent:
+            array.flags.writeable = False  # as of a file that was read
+        takes = control.rank == source or target in (None, control.rank)
+        got = sent if control.rank == source else [np.zeros_like(a) for a in sent] if takes else []
+        control.send(got, source, target)
+        assert not takes or all((a == b).all() for a, b in zip(got, sent, strict=True))
+
+
 def test_sum_in_closed_form(control):
     for turn in (1, 2):
         got = control.sum(np.array([control.rank, turn, -1.0]))

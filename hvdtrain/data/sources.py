@@ -260,7 +260,7 @@ def interpret(obj: Any, split: str, adapters: Sequence[Adapter] = (), origin: st
     if isinstance(obj, Mapping) and "x" in obj:
         arrays = _by_name(obj, split if whole or "x_test" in obj else "train", origin)
         return None if arrays is None else _adapted(arrays, adapters, origin)
-    if isinstance(obj, (tuple, list)) and len(obj) == 2 and not any(_is_array(part) for part in obj):
+    if isinstance(obj, (tuple, list)) and len(obj) == 2 and not any(is_array(part) for part in obj):
         obj, whole = obj[SPLITS.index(split)], False
         return None if obj is None and split == "test" else interpret(obj, split, adapters, origin, whole)
     if split == "test" and (whole or obj is None):
@@ -278,7 +278,7 @@ def _adapted(obj: Any, adapters: Sequence[Adapter], origin: str) -> Data:
         found = adapter(obj)
         if found is not None:
             return found
-    if parts and all(_is_array(part) for part in parts):
+    if parts and all(is_array(part) for part in parts):
         return ArraySource(parts)
     kind = f"{type(obj).__module__}.{type(obj).__qualname__}".removeprefix("builtins.")
     raise UserError(f"{origin} gave a {kind}",
@@ -287,7 +287,8 @@ def _adapted(obj: Any, adapters: Sequence[Adapter], origin: str) -> Data:
                     "return one of these")
 
 
-def _is_array(obj: Any) -> bool:
+def is_array(obj: Any) -> bool:
+    """Whether ``obj`` is an array, of any library."""
     return hasattr(obj, "__array__") and hasattr(obj, "shape")
 
 

@@ -24,7 +24,6 @@ A host's facts, by key:
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import ipaddress
 import mmap
@@ -40,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import __version__
-from hvdtrain.build.detect import answer_of, find_framework, find_mpi, find_mpirun
+from hvdtrain.build.detect import answer_of, find_framework, find_mpi, find_mpirun, version_of
 from hvdtrain.cluster.boot import NATIVE, horovod_reason
 from hvdtrain.cluster.devices import VISIBLE, count_gpus
 from hvdtrain.cluster.launcher import launch_facts
@@ -108,8 +107,8 @@ def _looks(env: Mapping[str, str]) -> dict[str, Callable[[], Any]]:
         "system": lambda: " ".join([platform.system(), platform.machine(), *platform.libc_ver()]),
         "hvdtrain": lambda: __version__,
         "executable": lambda: sys.executable,
-        "mpi4py": lambda: _version("mpi4py"),
-        "horovod": lambda: _version("horovod"),
+        "mpi4py": lambda: version_of("mpi4py"),
+        "horovod": lambda: version_of("horovod"),
         "mpirun": _mpirun,
         "visible": lambda: env.get(VISIBLE),
         "interfaces": interfaces,
@@ -124,13 +123,6 @@ def _looks(env: Mapping[str, str]) -> dict[str, Callable[[], Any]]:
 
 def _installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def distribution(name: str) -> dict[str, str]:

@@ -156,10 +156,10 @@ class _Probe:
             code = self.child.wait(max(0.0, ends_at - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._kill()
-        told = merged(_whole(self.out))
+        told = merged(whole_text(self.out))
         at = told.pop("at", "starting python")
         if at:
-            told |= {"error": how_it_ended(code, _whole(self.err), timeout_s), "at": at}
+            told |= {"error": how_it_ended(code, whole_text(self.err), timeout_s), "at": at}
         return told
 
     def end(self) -> None:
@@ -177,6 +177,7 @@ class _Probe:
             kill_all(self.mark)
 
 
-def _whole(file: IO[str]) -> str:
+def whole_text(file: IO[str]) -> str:
+    """What was written to a file that is still open."""
     file.seek(0)
     return file.read()

@@ -21,6 +21,7 @@ from typing import IO
 from hvdtrain.build.children import TERMINATE_S, die_with_parent, ends_within, kill_all, marked
 from hvdtrain.doctor import facts
 from hvdtrain.doctor.facts import Facts
+from hvdtrain.doctor.probes import whole_text
 from hvdtrain.doctor.problem import STOPS, Problem
 from hvdtrain.launch.hosts import is_address
 from hvdtrain.launch.prepare import LOOPBACK
@@ -149,7 +150,7 @@ def run(words: Sequence[str], env: Mapping[str, str], first_s: float, more_s: fl
                 os.killpg(child.pid, signal.SIGKILL)
             kill_all(mark)
             child.wait()
-        return code, _text(out), _text(err)
+        return code, whole_text(out), whole_text(err)
 
 
 def _wait(child: subprocess.Popen[bytes], out: IO[str], first_s: float, more_s: float) -> int | None:
@@ -162,8 +163,3 @@ def _wait(child: subprocess.Popen[bytes], out: IO[str], first_s: float, more_s: 
         if not begun and size and STAGE.encode() in os.pread(out.fileno(), size, 0):
             ends_at, begun = time.monotonic() + more_s, True
     return None
-
-
-def _text(file: IO[str]) -> str:
-    file.seek(0)
-    return file.read()

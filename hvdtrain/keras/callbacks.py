@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvdtrain import tensorflow as hvd
 from hvdtrain.errors import UserError
-from hvdtrain.keras.exchange import exchange_of
+from hvdtrain.keras.exchange import exchange_of, tf_variable
 from hvdtrain.keras.guard import Guard
 from hvdtrain.keras.rates import LearningRateScheduleCallback, LearningRateWarmupCallback
 from hvdtrain.tensorflow import basics
@@ -52,7 +52,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         """Leave this variable as it is on each rank."""
         if not isinstance(var, (tf.Variable, keras.Variable)):
             raise UserError(f"{type(var).__name__} in local_variables", "variables", "give layer.weights, not layers")
-        self._local.add(_plain(var).ref())
+        self._local.add(tf_variable(var).ref())
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         """See that all ranks have as many batches, and have the guard wait where there are no weights to broadcast
@@ -82,7 +82,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _broadcast(self) -> None:
         variables = [*self.model.weights, *(v for o in _optimizers(self.model) for v in o.variables)]
-        plain = [v for v in map(_plain, variables) if v.ref() not in self._local]
+        plain = [v for v in map(tf_variable, variables) if v.ref() not in self._local]
         with tf.device(self.device):
             hvd.broadcast_variables(plain, root_rank=self.root_rank)
 
@@ -131,7 +131,7 @@ class DivergenceGuardCallback(keras.callbacks.Callback):
     def __init__(self, every: int = 200, process_set: Any = None, local_variables: Any = ()) -> None:
         super().__init__()
         self._every, self._process_set = every, hvd.global_process_set if process_set is None else process_set
-        self._local = {_plain(v).ref() for v in local_variables}
+        self._local = {tf_variable(v).ref() for v in local_variables}
         self._guard: Guard | None = None
 
     def on_train_begin(self, logs: dict | None = None) -> None:
@@ -151,7 +151,7 @@ class DivergenceGuardCallback(keras.callbacks.Callback):
             self._guard.between_steps(1)
 
     def _variables(self) -> list[Any]:
-        return [v for v in self.model.trainable_variables if _plain(v).ref() not in self._local]
+        return [v for v in self.model.trainable_variables if tf_variable(v).ref() not in self._local]
 
 
 def _optimizers(model: Any) -> list[Any]:
@@ -159,7 +159,3 @@ def _optimizers(model: Any) -> list[Any]:
     found = [getattr(model, "optimizer", None), *vars(model).values()]
     unique = {id(o): o for o in found if isinstance(o, keras.optimizers.Optimizer)}
     return list(unique.values())
-
-
-def _plain(variable: Any) -> tf.Variable:
-    return variable if isinstance(variable, tf.Variable) else variable.value

@@ -119,7 +119,7 @@ class Exchange:
                 self._passes = tf.Variable(0, dtype=tf.int64, trainable=False)
             for grad, variable in zip(grads, variables):
                 if grad is not None and _key(variable) not in self._sums:
-                    with tf.device(_tf(variable).device):
+                    with tf.device(tf_variable(variable).device):
                         self._sums[_key(variable)] = tf.Variable(tf.zeros(variable.shape, grad.dtype), trainable=False)
         kept = [None if g is None else self._sums[_key(v)] for g, v in zip(grads, variables)]
         for total, grad in zip(kept, grads):
@@ -209,10 +209,11 @@ def _refuse_global_clip(optimizer: Any) -> None:
 
 def _key(variable: Any) -> Any:
     """A variable's identity, whether it is Keras' or TensorFlow's."""
-    return _tf(variable).ref()
+    return tf_variable(variable).ref()
 
 
-def _tf(variable: Any) -> tf.Variable:
+def tf_variable(variable: Any) -> tf.Variable:
+    """TensorFlow's variable, of Keras' around it too."""
     return variable if isinstance(variable, tf.Variable) else variable.value
 
 

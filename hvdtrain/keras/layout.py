@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.data.sources import ArraySource, fields
+from hvdtrain.data.sources import ArraySource, fields, is_array
 from hvdtrain.data.stream import Arrays
 from hvdtrain.errors import UserError
 
@@ -48,11 +48,7 @@ class Layout:
 def nested(part: Any) -> bool:
     """Whether ``part`` is a dict, tuple or list of columns rather than one column."""
     return isinstance(part, Mapping) or (
-        isinstance(part, (tuple, list)) and bool(part) and all(_is_column(p) or nested(p) for p in part))
-
-
-def _is_column(part: Any) -> bool:
-    return hasattr(part, "__array__") and hasattr(part, "shape")
+        isinstance(part, (tuple, list)) and bool(part) and all(is_array(p) or nested(p) for p in part))
 
 
 def flat(parts: Sequence[Any]) -> tuple[Layout, list[Any]]:
@@ -112,6 +108,6 @@ def named(data: Any) -> Any:
     if not isinstance(data, (tuple, list)) or not 2 <= len(data) <= 3:
         return data
     inputs = any(isinstance(part, Mapping) and "x" not in part for part in data)
-    if len(data) == 2 and not inputs and not any(_is_column(part) for part in data):
+    if len(data) == 2 and not inputs and not any(is_array(part) for part in data):
         return tuple(named(part) for part in data)
     return Columns(data) if any(nested(part) for part in data) else data

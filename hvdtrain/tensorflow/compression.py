@@ -55,38 +55,33 @@ class NoneCompressor(Compressor):
         return tensor
 
 
-class FP16Compressor(Compressor):
+class _Cast(Compressor):
+    """Floating point travels as ``narrow``, all else as it is."""
+
+    narrow: Any = None
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        """Floating point rounded, all else as it is."""
+        dtype = tf.as_dtype(tensor.dtype)
+        return (tf.cast(tensor, cls.narrow) if dtype.is_floating else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """The type it had."""
+        return tf.cast(tensor, ctx) if tf.as_dtype(ctx).is_floating else tensor
+
+
+class FP16Compressor(_Cast):
     """Half precision. In a gradient exchange the sum itself is made in float32."""
 
-    project = "fp16"
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Floating point as float16, all else as it is."""
-        dtype = tensor.dtype
-        return (tf.cast(tensor, tf.float16) if tf.as_dtype(dtype).is_floating else tensor), dtype
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """The type it had."""
-        return tf.cast(tensor, ctx) if tf.as_dtype(ctx).is_floating else tensor
+    project, narrow = "fp16", tf.float16
 
 
-class BF16Compressor(Compressor):
+class BF16Compressor(_Cast):
     """bfloat16: half the bytes, the range of float32. In a gradient exchange the sum itself is made in float32."""
 
-    project = "bf16"
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Floating point rounded to bfloat16, all else as it is."""
-        dtype = tensor.dtype
-        return (tf.cast(tensor, tf.bfloat16) if tf.as_dtype(dtype).is_floating else tensor), dtype
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """The type it had."""
-        return tf.cast(tensor, ctx) if tf.as_dtype(ctx).is_floating else tensor
+    project, narrow = "bf16", tf.bfloat16
 
 
 class _Buckets(Compressor):

@@ -16,23 +16,16 @@ NO_SAMPLES = re.compile(r"batch|epoch|bs\b|lr|rate|cpu|worker|thread|port", re.I
 
 
 def truncated_shards(scan: Scan, context: Any) -> Iterator[Finding]:
-    """``n // size``: the samples that are left over are never seen."""
-    for node in scan.all(cst.BinaryOperation):
-        if not isinstance(node.operator, cst.FloorDivide) or not _by_size(scan, node.right) or isinstance(
-                node.left, cst.Integer):  # a number of steps that somebody chose, not how many samples there are
-            continue
-        if NO_SAMPLES.search(scan.code(node.left)) and not _is_steps(scan, node):
-            continue
-        yield Finding(scan.line(node), "unsafe", f"{scan.short(node)} is cut down to a whole number",
-                      "up to size - 1 samples, or batches, of every epoch are never seen",
-                      "take x[rank::size] and every step of it, or hvd.shard(x, y, global_batch=...), or hand "
-                      "the whole data to Trainer")
-    for call in scan.all(cst.Call):  # int(n / size)
-        inner = call.args[0].value if call.args and (name_of(call.func) or "").rpartition(".")[2] in (
-            "int", "floor") else None
-        if isinstance(inner, cst.BinaryOperation) and isinstance(inner.operator, cst.Divide) and _by_size(
-                scan, inner.right) and (not NO_SAMPLES.search(scan.code(inner.left)) or _is_steps(scan, call)):
-            yield Finding(scan.line(call), "unsafe", f"{scan.short(call)} is cut down to a whole number",
+    """``n // size``, ``int(n / size)``: the samples that are left over are never seen."""
+    floors = [(node, node) for node in scan.all(cst.BinaryOperation) if isinstance(node.operator, cst.FloorDivide)
+              and not isinstance(node.left, cst.Integer)]  # of a number of steps that somebody chose, nothing is lost
+    casts = [(call, call.args[0].value) for call in scan.all(cst.Call)
+             if call.args and (name_of(call.func) or "").rpartition(".")[2] in ("int", "floor")]
+    divided = [(whole, node) for whole, node in casts
+               if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Divide)]
+    for whole, node in [*floors, *divided]:
+        if _by_size(scan, node.right) and (not NO_SAMPLES.search(scan.code(node.left)) or _is_steps(scan, whole)):
+            yield Finding(scan.line(whole), "unsafe", f"{scan.short(whole)} is cut down to a whole number",
                           "up to size - 1 samples, or batches, of every epoch are never seen",
                           "take x[rank::size] and every step of it, or hvd.shard(x, y, global_batch=...), or hand "
                           "the whole data to Trainer")

@@ -11,6 +11,7 @@ from hvdtrain.migrate.edit import arg, comments, expression, guarded, with_args
 from hvdtrain.migrate.finding import Refused
 from hvdtrain.migrate.rules import Plan
 from hvdtrain.migrate.rules.keras_calls import FIT, fits, given, models, sole
+from hvdtrain.migrate.rules.own import Names
 from hvdtrain.migrate.scan import Scan, argument, name_of, text_of
 
 NEITHER = ("validation_split", "steps_per_epoch", "initial_epoch", "validation_steps")
@@ -37,31 +38,15 @@ def rewrite(scan: Scan, made: Plan) -> None:
                       "Config needs it as global_batch", "write it into the code below")
     if "y" not in where:
         _endless(scan, made, call.args[where["x"]].value)
-    made.edits.imports += names.imports("shuffle" in where)
+    config = _config(scan, call, where, batch, names)
+    made.edits.imports += names.imports(config)
     made.edits.put(call, lambda new: _fit(new, where, names.trainer))
-    made.edits.put(line, lambda new: _with_trainer(new, _config(scan, call, where, batch, names), comments(call.args)))
+    made.edits.put(line, lambda new: _with_trainer(new, config, comments(call.args)))
     _saves(scan, made, call, f"{names.trainer}.run.control.rank == 0")
     made.tell(scan.line(call), "changed", "fit runs in Trainer, with the model as it is compiled",
               "the batch is that of all ranks together; logs, checkpoints and the final model go to a folder under "
               "runs/",
               "start it with horovodrun -np N python script.py (or mpirun)")
-
-
-class Names:
-    """Names for hvdtrain's own that a script does not use for something else."""
-
-    def __init__(self, scan: Scan) -> None:
-        self.trainer = "trainer" if "trainer" not in scan.bound else "hvd_trainer"
-        self._as = {name: name if name not in scan.bound else f"Hvd{name}" for name in ("Config", "Trainer", "Data")}
-
-    def __getitem__(self, name: str) -> str:
-        return self._as[name]
-
-    def imports(self, data: bool) -> list[str]:
-        """The import lines; ``data``: with that of Data."""
-        said = {name: name if name == local else f"{name} as {local}" for name, local in self._as.items()}
-        more = [f"from hvdtrain.config import {said['Data']}"] if data else []
-        return [f"from hvdtrain import {said['Config']}, {said['Trainer']}", *more]
 
 
 def snippet(scan: Scan) -> str:
@@ -75,7 +60,7 @@ def snippet(scan: Scan) -> str:
         if "x" in where and not set(where) & set(NEITHER):
             text = _config(scan, call, where, _batch(scan, call, where) or "...", names)
             lines += [text, cst.Module([]).code_for_node(_fit(call, where, names.trainer))]
-    return "\n".join([*names.imports(any("shuffle" in line for line in lines)), "", *lines]) if lines else ""
+    return "\n".join([*names.imports("\n".join(lines)), "", *lines]) if lines else ""
 
 
 def _result(scan: Scan, call: cst.Call, small: cst.BaseSmallStatement) -> None:

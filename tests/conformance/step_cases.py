@@ -23,7 +23,7 @@ from hvdtrain.config import Config, Named, Schedule
 from hvdtrain.errors import UserError
 from hvdtrain.precision.policy import Precision
 
-CUTS = [((32,),), ((20,), (12,)), ((0,), (32,)), ((7, 6), (0,), (19,)), ((1,), (30, 1), (0,))]
+CUTS = [((20,), (12,)), ((7, 6), (0,), (19,)), ((1,), (30, 1), (0,))]
 """Micro-batch sizes of each rank."""
 WIRES = [NullCollectives, TwoRanksInOne]
 PLAIN = replace(SGD, optimizer=Named("sgd"))
@@ -37,8 +37,8 @@ def test_params_are_the_same_whenever_a_model_is_built(kit):
     assert sorted(p.n for p in first) == [5, 16, 80, 192] and {p.dtype for p in first} == {str(kit.dtype)}
 
 
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("clip", [0.0, 0.5, 100.0])
+@pytest.mark.parametrize("clip, wire", [(0.0, NullCollectives), *((0.5, wire) for wire in WIRES),
+                                        (100.0, TwoRanksInOne)])
 def test_sgd_with_momentum_is_a_plain_loop(kit, clip, wire):
     step = kit.step(wire=wire())
     for t in range(20):
@@ -74,14 +74,12 @@ def test_schedule_warm_up_and_scaling(kit):
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_accumulation_is_the_whole_batch(kit, wire):
-    whole, parts = kit.step(wire=wire()), kit.step(wire=wire())
+    step = kit.step(wire=wire())
     for t in range(5):
-        _, ((loss, weight),) = whole.run([batch(t)], 1 / 32)
-        _, pairs = parts.run(cut(batch(t), 9, 3, 20), 1 / 32)
-        assert weight == sum(w for _, w in pairs) == 32
-        assert loss == pytest.approx(sum(part for part, _ in pairs), rel=1e-5)
-        assert t or loss == pytest.approx(gradient(given(), *batch(0))[0], rel=1e-5)
-    near(parts.weights(), whole.weights(), 1e-5)
+        _, pairs = step.run(cut(batch(t), 9, 3, 20), 1 / 32)
+        assert [w for _, w in pairs] == [9, 3, 20]
+        assert sum(loss for loss, _ in pairs) == pytest.approx(gradient(by_hand("sgd", t), *batch(t))[0], rel=1e-5)
+    near(kit.plain(step.model), by_hand("sgd", 5), 1e-5)
 
 
 @needs("sample weights")
@@ -95,50 +93,35 @@ def test_sample_weights(kit):
 
 def test_a_step_that_was_left_in_the_middle_leaves_nothing(kit):
     for wire in WIRES:
-        step, fresh = kit.step(wire=wire()), kit.step(wire=wire())
+        step = kit.step(wire=wire())
         step.zero()
         step.forward_backward(batch(9), 1 / 32, False)
-        for one in (step, fresh):
-            one.run(cut(batch(0), 16, 16), 1 / 32)
-        same(step.weights(), fresh.weights())
+        step.run(cut(batch(0), 16, 16), 1 / 32)
+        near(kit.plain(step.model), by_hand("sgd", 1), 1e-5)
 
 
 # --- ranks ---------------------------------------------------------------------------------------------------------
 
-def in_lockstep(kit, parts, steps, work=lambda step, pairs: step.weights(), config=SGD):
-    """``work``'s results by rank after ``steps``; ``parts``: micro-batch sizes of each rank, rotated every step."""
+@pytest.mark.parametrize("parts", CUTS, ids=str)
+def test_ranks_with_unequal_parts_follow_a_plain_loop(kit, parts):
+    """Laws 1 and 2; and the squares of the ranks' parts of a gradient add up to the square of its norm."""
     models = [kit.model(3 + rank) for rank in range(len(parts))]  # rank 0's are everyone's
 
     def one_rank(control, wire):
-        step, pairs = kit.step(models[control.rank], config, wire, control.rank), []
-        for t in range(steps):
+        step = kit.step(models[control.rank], SGD, wire, control.rank)
+        for t in range(12):
             now = parts[t % len(parts):] + parts[:t % len(parts)]
             before = sum(map(sum, now[:control.rank]))
-            pairs.append(step.run(cut(tuple(a[before:] for a in batch(t)), *now[control.rank]), 1 / 32, check=True))
-        return work(step, pairs)
+            verdict, _ = step.run(cut(tuple(a[before:] for a in batch(t)), *now[control.rank]), 1 / 32, check=True)
+        return step.weights(), kit.plain(step.model), verdict, step.squares()
 
-    return LockstepWorld(len(parts)).run(one_rank)
-
-
-@pytest.mark.parametrize("parts", CUTS, ids=str)
-def test_ranks_with_unequal_parts_follow_a_plain_loop(kit, parts):
-    """Laws 1 and 2."""
-    results = in_lockstep(kit, parts, 12, lambda step, pairs: (step.weights(), kit.plain(step.model)))
-    for other, _ in results[1:]:
-        same(other, results[0][0])
+    results = LockstepWorld(len(parts)).run(one_rank)
+    for other in results[1:]:
+        same(other[0], results[0][0])
     near(results[0][1], by_hand("sgd", 12), 1e-5)
-
-
-def test_squares_over_ranks_add_up_to_the_square_of_the_norm(kit):
-    for parts in (((32,),), ((7, 6), (0,), (19,))):
-        found = in_lockstep(kit, parts, 2, lambda step, pairs: (step.squares(), pairs[-1][0]))
-        (_, norm), want = found[0][1], gradient_norm_of_step_2()
-        assert {verdict for _, verdict in found} == {(True, norm)} and norm == pytest.approx(want, rel=1e-5)
-        assert sum(own for own, _ in found) == pytest.approx(norm**2, rel=1e-5)
-
-
-def gradient_norm_of_step_2():
-    return length([g / 32 for g in gradient(by_hand("sgd", 1), *batch(1))[1]])
+    ((finite, norm),) = {verdict for _, _, verdict, _ in results}
+    assert finite and norm == pytest.approx(length(gradient(by_hand("sgd", 11), *batch(11))[1]) / 32, rel=1e-4)
+    assert sum(own for *_, own in results) == pytest.approx(norm**2, rel=1e-5)
 
 
 def test_a_global_batch_without_any_sample_is_no_error(kit):
@@ -150,7 +133,7 @@ def test_a_global_batch_without_any_sample_is_no_error(kit):
 
 
 @needs("buffers")
-@pytest.mark.parametrize("sizes", [(32,), (0, 8, 24), (5, 27), (0, 0)], ids=str)
+@pytest.mark.parametrize("sizes", [(0, 8, 24), (0, 0)], ids=str)
 def test_statistics_become_their_mean_by_the_samples_that_ranks_saw(kit, sizes):
     models, ends = [kit.noisy() for _ in sizes], np.cumsum((0, *sizes))
     parts = [tuple(a[i:j] for a in batch(0)) for i, j in zip(ends, ends[1:])]
@@ -205,8 +188,7 @@ def test_a_norm_that_nobody_asks_for_is_not_taken(kit):
     assert math.isnan(kit.step().run([batch(0)], 1 / 32)[0][1])
 
 
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("value, wire", [(np.nan, NullCollectives), (np.inf, TwoRanksInOne)])
 def test_no_update_from_what_is_not_finite(kit, value, wire):
     """Nor of the optimizer's memory and the schedule."""
     config = SGD if "Adam" in kit.lacks else Config(lr=0.01, schedule=Schedule(warmup_steps=10))
@@ -222,20 +204,19 @@ def test_no_update_from_what_is_not_finite(kit, value, wire):
 
 
 def test_one_ranks_nan_stops_the_update_on_all(kit):
-    models = [kit.model() for _ in range(3)]
+    models = [kit.model() for _ in range(2)]
 
     def one_rank(control, wire):
         step = kit.step(models[control.rank], SGD, wire, control.rank)
         before = step.weights()
-        (finite, _), _ = step.run([spoilt(0) if control.rank == 1 else batch(0)], 1 / 96, check=True)
+        (finite, _), _ = step.run([spoilt(0) if control.rank == 1 else batch(0)], 1 / 64, check=True)
         same(step.weights(), before)
         return finite
 
-    assert LockstepWorld(3).run(one_rank) == [False] * 3
+    assert LockstepWorld(2).run(one_rank) == [False] * 2
 
 
-@pytest.mark.parametrize("parts", [(32,), (9, 23)], ids=str)
-def test_discard_gives_everything_back(kit, parts):
+def test_discard_gives_everything_back(kit):
     """Weights, optimizer, statistics and compressor state; and the next step is that of a run without the bad one."""
     guarded = replace(SGD, nan_guard="skip")
     step, plain = (kit.step(kit.noisy(), guarded, compressor=Halves())
@@ -246,7 +227,7 @@ def test_discard_gives_everything_back(kit, parts):
         one.load_rank(begin)
         one.run([batch(0)], 1 / 32, check=True)
     before, own, moved = step.state(), step.rank_state(), step.weights()
-    assert not step.run(cut(spoilt(1), *parts), 1 / 32, check=True)[0][0]
+    assert not step.run(cut(spoilt(1), 9, 23), 1 / 32, check=True)[0][0]
     assert "buffers" in kit.lacks or any((a != b).any() for a, b in zip(step.weights(), moved))
     step.discard()
     same_state(step.state(), before)
@@ -381,9 +362,8 @@ def goes_on(step, other, steps=6, saved_at=2):
     assert other.learning_rate() == step.learning_rate()
 
 
-@pytest.mark.parametrize("compressor", [None, Halves], ids=["none", "halves"])
-def test_a_loaded_state_goes_on_to_the_bit(kit, compressor):
-    goes_on(*(kit.step(kit.noisy(start), compressor=compressor and compressor()) for start in (1, 2)))
+def test_a_loaded_state_goes_on_to_the_bit(kit):
+    goes_on(*(kit.step(kit.noisy(start), compressor=Halves()) for start in (1, 2)))
 
 
 @needs("Adam")
@@ -440,7 +420,6 @@ def test_a_foreign_checkpoint_is_refused_and_changes_nothing(kit):
                                 (kit.noisy(), SGD, "lacks.*has|has state for"),
                                 (kit.model(8), Config(), "made with SGD; expected Adam")):
         step = kit.step(model, config)
-        step.run([batch(1)], 1 / 32)
         before = step.state()
         with pytest.raises(UserError, match=said):
             step.load(*checkpoint)

@@ -1,4 +1,4 @@
-"""The step of a Keras model on PyTorch passes the cases that every backend's step must pass.
+"""The step of a Keras model on PyTorch passes the cases of every backend's step, and resumes a kept checkpoint.
 
 Keras' backend is fixed when it is imported, and this process may have it on TensorFlow: a child runs this file.
 """
@@ -14,7 +14,9 @@ import pytest
 HERE = os.environ.get("KERAS_BACKEND") == "torch"
 
 if HERE:
+    import kept_runs
     from keras_kit import KerasKit
+    from small_runs import apart
     from step_cases import *  # noqa: F401,F403
     from torch_tools import TorchKit, one_thread  # noqa: F401
 
@@ -26,6 +28,10 @@ if HERE:
     @pytest.fixture(name="kit")
     def keras_kit():
         return KerasOnTorch()
+
+    def test_a_kept_checkpoint_goes_on_as_it_did(tmp_path):
+        got, want = kept_runs.resumed("keras_torch", tmp_path / "run")
+        assert apart(got, want) <= 1e-6
 else:
     def test_the_cases_pass_in_a_process_whose_keras_computes_with_torch():
         for name in ("torch", "keras"):

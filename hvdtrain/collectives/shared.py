@@ -15,6 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,14 @@ TILE = 1 << 15
 
 TOKEN_BYTES = 16
 SUMMED = frozenset({"float32", "float64", "int32", "int64"})
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Shared memory of the L ranks of this host: S vectors for each, of which it chooses one for a sum."""
+
+    rows_LSN: np.ndarray
+    chosen_L: np.ndarray
 
 
 class SharedUnavailable(Exception):
@@ -62,39 +71,51 @@ class SharedCollectives(MpiCollectives):
             self._across = across if hosts > 1 and mine < self._stripes else None
             self._one_host = hosts == 1
         self._tiles: dict[str, np.ndarray] = {}
-        self._own: dict[int, np.ndarray] = {}
-        self._scratch: dict[tuple[str, int, str], np.ndarray] = {}
+        self._own: dict[int, tuple[_Segment, int]] = {}
+        self._scratch: dict[tuple[str, int, str], _Segment] = {}
         self._n_looked, self._squares = 0, 0.0
         self._segment(1, "float32")
 
     def buffer(self, n: int, dtype: str) -> np.ndarray | None:
         """(n,) zeros in shared memory; None for a dtype that is summed elsewhere. Collective."""
+        found = self.buffers(n, dtype, 1)
+        return found[0] if found else None
+
+    def buffers(self, n: int, dtype: str, slots: int) -> list[np.ndarray]:
+        """``slots`` vectors such as `buffer` gives, [] for a dtype that is summed elsewhere. Collective.
+
+        Each rank may hand any of its own to the next `allreduce`, whichever the other ranks take: a sum that is still
+        looked at stays as it is while the next one is made. One that is never written to costs no memory.
+        """
         if dtype not in SUMMED or n == 0:
-            return None
-        rows_LN = self._segment(n, dtype)
-        own_N = rows_LN[self._host.Get_rank()]
-        self._own[own_N.__array_interface__["data"][0]] = rows_LN
-        return own_N
+            return []
+        segment = self._segment(n, dtype, slots)
+        own_SN = segment.rows_LSN[self._host.Get_rank()]
+        self._own.update({_address(own_N): (segment, slot) for slot, own_N in enumerate(own_SN)})
+        return list(own_SN)
 
     def allreduce(self, flat_N: np.ndarray, name: str, op: str = "sum") -> _Pending:
-        """Sum over ranks: (N,) -> (N,); in place for a vector of `buffer`, else by way of a segment of this name."""
+        """Sum over ranks: (N,) -> (N,); in place for a vector of `buffer`, else by way of a segment of this name.
+
+        ``op``: "sum", or "mean" of floats, which is the sum divided by the number of ranks.
+        """
         if flat_N.dtype.name not in SUMMED or flat_N.size == 0:
             return super().allreduce(flat_N, name, op)
-        assert op == "sum", op
+        assert op in ("sum", "mean"), op
+        divisor = self.size if op == "mean" else 1
 
         def run() -> np.ndarray:
-            rows_LN = self._own.get(flat_N.__array_interface__["data"][0])
-            if rows_LN is not None and rows_LN.shape[1] == flat_N.size and rows_LN.dtype == flat_N.dtype:
-                self._squares += self._sum(rows_LN)
+            segment, slot = self._own.get(_address(flat_N), (None, 0))
+            if segment and segment.rows_LSN.shape[2] == flat_N.size and segment.rows_LSN.dtype == flat_N.dtype:
+                self._squares += self._sum(segment, slot, divisor)
                 self._n_looked += flat_N.size
                 return flat_N
             key = (name, flat_N.size, flat_N.dtype.name)
             if key not in self._scratch:
                 self._scratch[key] = self._segment(flat_N.size, flat_N.dtype.name)
-            rows_LN = self._scratch[key]
-            own_N = rows_LN[self._host.Get_rank()]
+            own_N = self._scratch[key].rows_LSN[self._host.Get_rank(), 0]
             np.copyto(own_N, flat_N)
-            self._sum(rows_LN)
+            self._sum(self._scratch[key], 0, divisor)
             return own_N.copy()
 
         return self._later("allreduce", name, flat_N, run)
@@ -109,22 +130,29 @@ class SharedCollectives(MpiCollectives):
         self._n_looked, self._squares = 0, 0.0
         return found
 
-    def _sum(self, rows_LN: np.ndarray) -> float:
-        """Replace every row by the sum of all rows of all hosts; return the squares of this rank's stripe, if whole."""
-        mine, n = self._host.Get_rank(), rows_LN.shape[1]
+    def _sum(self, segment: _Segment, slot: int, divisor: int) -> float:
+        """Replace the row that each rank chose, this one ``slot``, by the sum of all those of all hosts.
+
+        ``divisor``: of the sums. Returns the squares of this rank's stripe, if whole.
+        """
+        mine, n = self._host.Get_rank(), segment.rows_LSN.shape[2]
         squares = 0.0
+        segment.chosen_L[mine] = slot
         self._meet()  # every rank's vector is there
+        rows = [row_SN[s] for row_SN, s in zip(segment.rows_LSN, segment.chosen_L.tolist())]
         if mine < self._stripes:
             stripe = slice(n * mine // self._stripes, n * (mine + 1) // self._stripes)
             if self._across is None:
-                squares = self._add(rows_LN, stripe, rows_LN)
+                squares = self._add(rows, stripe, rows, divisor)
             else:
-                self._add(rows_LN, stripe, rows_LN[mine:mine + 1])
+                self._add(rows, stripe, rows[mine:mine + 1], 1)
                 for part in self._spans(stripe.stop - stripe.start):
                     at = slice(stripe.start + part.start, stripe.start + part.stop)
-                    self._across.Allreduce(_mpi().IN_PLACE, rows_LN[mine, at])
-                for row_N in (row for i, row in enumerate(rows_LN) if i != mine):
-                    row_N[stripe] = rows_LN[mine, stripe]
+                    self._across.Allreduce(_mpi().IN_PLACE, rows[mine][at])
+                if divisor != 1:
+                    rows[mine][stripe] /= divisor
+                for row_N in (row for i, row in enumerate(rows) if i != mine):
+                    row_N[stripe] = rows[mine][stripe]
         self._meet()  # every stripe is done
         return squares
 
@@ -132,37 +160,51 @@ class SharedCollectives(MpiCollectives):
         """Wait for the ranks of this host."""
         wait_for(self._host.Ibarrier().Test, longest_sleep_s=LONGEST_SLEEP_S)
 
-    def _add(self, rows_LN: np.ndarray, stripe: slice, targets_XN: np.ndarray) -> float:
-        """Write the sum of the rows, in row order, within ``stripe`` to each target row, which may be among them.
+    def _add(self, rows: list[np.ndarray], stripe: slice, targets: list[np.ndarray], divisor: int) -> float:
+        """Write the sum of the rows, in their order, over ``divisor`` within ``stripe`` to each target, also a row.
 
         Returns the sum of its squares: taken while a tile is in the cache it costs a fraction of a pass over memory.
         """
-        tile = self._tiles.setdefault(rows_LN.dtype.name, np.empty(TILE, rows_LN.dtype))
+        tile = self._tiles.setdefault(rows[0].dtype.name, np.empty(TILE, rows[0].dtype))
         squares = 0.0
         for begin in range(stripe.start, stripe.stop, TILE):
             end = min(begin + TILE, stripe.stop)
             sum_T = tile[:end - begin]
-            if len(rows_LN) == 1:
-                np.copyto(sum_T, rows_LN[0, begin:end])
+            if len(rows) == 1:
+                np.copyto(sum_T, rows[0][begin:end])
             else:
-                np.add(rows_LN[0, begin:end], rows_LN[1, begin:end], out=sum_T)
-            for row_N in rows_LN[2:]:
+                np.add(rows[0][begin:end], rows[1][begin:end], out=sum_T)
+            for row_N in rows[2:]:
                 sum_T += row_N[begin:end]
-            targets_XN[:, begin:end] = sum_T
+            if divisor != 1:
+                sum_T /= divisor
+            for target_N in targets:
+                target_N[begin:end] = sum_T
             if self.looks:
                 squares += float(np.dot(sum_T, sum_T))
         return squares
 
-    def _segment(self, n: int, dtype: str) -> np.ndarray:
-        """(L, n) zeros that the L ranks of this host share; collective over all ranks of the job."""
+    def _segment(self, n: int, dtype: str, slots: int = 1) -> _Segment:
+        """``slots`` vectors of n zeros for each of the L ranks of this host; collective over all ranks of the job."""
         L, nbytes = self._host.Get_size(), n * np.dtype(dtype).itemsize
-        row_bytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE  # no two ranks' rows on one page
-        with deadline(self.timeout_s, f"sharing {L * row_bytes} bytes of memory on this host"):
-            memory, reason = _map(self._host, L * row_bytes)
+        row_bytes = _pages(nbytes)  # no two ranks' rows on one page
+        begin, total = _pages(8 * L), L * slots * row_bytes
+        with deadline(self.timeout_s, f"sharing {begin + total} bytes of memory on this host"):
+            memory, reason = _map(self._host, begin + total)
             reasons = [r for r in self._comm.allgather(reason) if r]
         if reasons or memory is None:
             raise SharedUnavailable(reasons[0])
-        return np.frombuffer(memory, np.uint8).reshape(L, row_bytes)[:, :nbytes].view(dtype)
+        rows = np.frombuffer(memory, np.uint8, total, begin).reshape(L, slots, row_bytes)
+        return _Segment(rows[:, :, :nbytes].view(dtype), np.frombuffer(memory, np.int64, L))
+
+
+def _pages(nbytes: int) -> int:
+    """Bytes of the whole pages that hold ``nbytes``."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _address(x: np.ndarray) -> int:
+    return int(x.__array_interface__["data"][0])
 
 
 def _map(host: Any, nbytes: int) -> tuple[mmap.mmap | None, str]:

@@ -59,6 +59,18 @@ def test_the_squares_of_a_sum_are_told(request, comm, wire, value, at):
         assert not np.isfinite(squares) and wire.looked() == (0, 0.0)
 
 
+def test_each_rank_hands_over_any_of_its_slots(wire):
+    """What it did not choose stays; a mean is the sum over the ranks."""
+    slots = wire.buffers(1000, "float32", 3)
+    mine = slots[(wire.rank + 1) % 3]
+    for slot in slots:
+        slot[:] = -1.0
+    mine[:] = wire.rank
+    assert wire.allreduce(mine, "a slot", "mean").wait() is mine
+    assert (mine == np.float32((wire.size - 1) / 2)).all() and sum(slot[0] == -1.0 for slot in slots) == 2
+    assert wire.buffers(4, "float16", 3) == []
+
+
 def test_buffers_do_not_touch_each_other(wire):
     first, second = wire.buffer(10, "float32"), wire.buffer(10, "float32")
     second[:] = 7.0

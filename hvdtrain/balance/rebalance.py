@@ -1,4 +1,4 @@
-"""When to plan anew while a run goes on: from each rank's own compute seconds to a better plan, or to none.
+"""Decide while a run goes on when to plan anew: from each rank's own compute seconds to a better plan, or to none.
 
 Owns the controller behind ``balance: auto``; pure. Measures nothing, agrees nothing, moves no samples: it is fed the
 same numbers on every rank, once per window of steps, and answers the same on every rank, bit for bit (no logarithms:
@@ -11,11 +11,12 @@ Rank r's factor is how much longer it takes than its line says, f_r = measured /
 - the *noise*, from the ratios of a rank's successive windows (median, so that a change of level does not count), over
   all ranks. A factor whose ratio to the level is beyond 1 + `BAND` times the noise is out of band. Once is an outlier
   and leaves the level alone; in the same direction in each of the last ``lasting`` windows it is a change, and the
-  level goes there at once.
+  level goes there at once. So that a drastic change need not wait for whole windows, `startled` asks for shorter ones.
 
 A new plan is returned when it is predicted to be more than ``margin`` faster by the levels now, and was in each of the
 last ``lasting`` windows by the levels with what is out of band taken at its word. Then counting starts again, so that
-plans are at least ``lasting`` windows apart. The brake: from the second plan on that did not make the measured step
+plans are at least ``lasting`` windows apart. A plan that the run has followed before is taken again where it is about
+as good as the best: a framework may have traced a graph for each of its sizes. The brake: from the second plan on that did not make the measured step
 shorter, each such plan doubles the windows between plans, up to `LONGEST_WAIT` times ``lasting``; when no plan was due
 for twice that long, it is released.
 
@@ -42,6 +43,13 @@ MEMORY = 20
 
 BAND = 3.0
 """Standard deviations from the level beyond which one window counts as an outlier, and several as a change."""
+
+DRASTIC = 1.0
+"""A change is drastic from twice as long, or half, on."""
+
+HOLD, MOST_HELD = 0.02, 8
+"""Part of a step that a plan which was followed before may lose against the best one, and how many are kept: the first,
+because a framework keeps the graphs of the sizes that came first."""
 
 QUIET, NOISE = 0.01, 0.08
 """Least standard deviation that is believed, and the one expected before there is evidence."""
@@ -81,6 +89,7 @@ class Rebalancer:
         self._before_s = 0.0                            # the measured step before the last plan; 0: judged or none
         self._failed = 0                                # plans that made no step shorter
         self._since = LONGEST_WAIT * lasting            # windows since the last plan
+        self._held = [plan]                             # plans that were followed
 
     @property
     def factors_P(self) -> list[float]:
@@ -116,7 +125,19 @@ class Rebalancer:
         self._before_s = statistics.fmean(self._steps)
         self.plan, self._won, self._since = found, 0, 0
         self._steps.clear()
+        if len(self._held) < MOST_HELD and not any(found.same(held) for held in self._held):
+            self._held.append(found)
         return found
+
+    def startled(self, compute_s_P: Sequence[float], samples_P: Sequence[int], parts_P: Sequence[int]) -> bool:
+        """Whether the latest steps of a window hint at a drastic change that is not believed yet.
+
+        Arguments as of `observe`, which has seen the window.
+        """
+        return any(abs(_off(compute_s / line.seconds(samples, parts), level)) > DRASTIC
+                   for compute_s, samples, parts, line, level
+                   in zip(compute_s_P, samples_P, parts_P, self.base_P, self._level_P)
+                   if samples and math.isfinite(compute_s) and compute_s > 0)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: lines, factors with the windows behind them, the plan and the brake."""
@@ -136,6 +157,7 @@ class Rebalancer:
                 return f"rank {rank} holds {ceiling} samples, the plan has micro-batches of {part.micro_batch}"
         self.base_P = [Line(*line) for line in state["lines"]]
         self.plan = Plan(parts, max(part.predicted_s for part in parts))
+        self._held = [self.plan]
         self._level_P = [float(factor) for factor in state["factors"]]
         self._weight_P, self._idle_P = list(state["weights"]), list(state["idle"])
         self._failed, self._won, self._before_s = state["failed"], 0, 0.0
@@ -185,9 +207,12 @@ class Rebalancer:
     # --- the plans ---------------------------------------------------------------------------------------------------
 
     def _best(self, level_P: Sequence[float]) -> tuple[Plan, float]:
-        """(the best plan by these levels, how much faster than the one in force)."""
+        """(the best plan by these levels or one about as good that was followed, how much faster than now)."""
         lines_P = [line.scaled(level) for line, level in zip(self.base_P, level_P)]
         best = plan(lines_P, self.n, self.ceilings_P, self.least_parts, self.same_parts)
+        held = min((predicted(old, lines_P) for old in self._held), key=lambda old: old.step_s)
+        if held.step_s <= best.step_s * (1.0 + min(HOLD, self.margin)):
+            best = held
         now_s = predicted(self.plan, lines_P).step_s
         return best, now_s / best.step_s - 1.0 if best.step_s > 0 else 0.0
 

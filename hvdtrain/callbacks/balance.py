@@ -64,6 +64,8 @@ class Balance(Callback):
         new = rebalancer.observe(window.own_s_P, window.samples_P, window.micros_P)
         run.solo_lines = rebalancer.lines_P
         if new is None:
+            if rebalancer.startled(window.latest_s_P, window.samples_P, window.micros_P):
+                self._meter.look_closer()
             return
         at = run.state.cursor.step + run.feed.ahead
         self._follow(run, new, at)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hvdtrain.balance.meter import Reading, Row, read
@@ -22,6 +22,9 @@ SKIPPED_STEPS = 2
 LEAST_WINDOW_S = 0.1
 """A window lasts about so long at least: comparing the ranks costs a few tenths of a millisecond."""
 
+CLOSER = 2
+"""Of the ``every_steps`` equal parts of a window, those that a window has in which a drastic change is looked at."""
+
 PHASES = ("data", "compute", "wait", "update")
 
 
@@ -30,12 +33,13 @@ class Window:
     """Some successive steps with one cut, as all ranks know them.
 
     ``ends``: the step after the last. ``own_s_P``: each rank's own seconds in forward, backward and update (the next
-    backward waits for it too), the median of its full steps; ``samples_P``, ``micros_P``: what it had in such a step.
-    Empty without a full step.
+    backward waits for it too), the median of its full steps; ``latest_s_P``: of those in the last of the window's
+    ``every_steps`` parts; ``samples_P``, ``micros_P``: what it had in such a step. Empty without a full step.
     """
 
     ends: int
     own_s_P: tuple[float, ...]
+    latest_s_P: tuple[float, ...]
     samples_P: tuple[int, ...]
     micros_P: tuple[int, ...]
     reading: Reading
@@ -43,7 +47,7 @@ class Window:
 
 @dataclass(frozen=True)
 class _Step:
-    """One step of this rank; ``full``: of a whole global batch."""
+    """One step of this rank; ``full``: of a whole global batch, and not the first of its cut, which may trace."""
 
     step_s: float
     seconds: dict[str, float]
@@ -56,6 +60,11 @@ class _Step:
         """Seconds without waiting for others."""
         return self.step_s - self.seconds["wait"]
 
+    @property
+    def own_s(self) -> float:
+        """Seconds of forward, backward and update."""
+        return self.seconds["compute"] + self.seconds["update"]
+
 
 class Meter(Callback):
     """Compares the ranks' times every ``every_steps`` steps, seldomer where these are very short."""
@@ -63,7 +72,8 @@ class Meter(Callback):
     where = "all"
 
     def __init__(self, every_steps: int) -> None:
-        self._every, self._length = every_steps, every_steps
+        self._every = every_steps
+        self._parts, self._part_steps = every_steps, 1  # of the window at hand, and steps in each of them
         self._restart_at = 0
         self._skip = SKIPPED_STEPS
         self._steps: list[_Step] = []
@@ -85,8 +95,9 @@ class Meter(Callback):
             return
         if run.state.cursor.step == self._restart_at + 1:
             self._steps.clear()
+            self._parts, step = self._every, replace(step, full=step.full and self._every == 1)
         self._steps.append(step)
-        if len(self._steps) >= self._length:
+        if len(self._steps) >= self._parts * self._part_steps:
             self._close(run)
 
     def fit_end(self, run: Any) -> None:
@@ -97,6 +108,10 @@ class Meter(Callback):
     def restart(self, step: int) -> None:
         """Begin a window at step ``step`` of the run, from which on the ranks have other parts."""
         self._restart_at = step
+
+    def look_closer(self) -> None:
+        """Let the next window end early; every rank calls it alike, at the end of a window."""
+        self._parts = min(CLOSER, self._every)
 
     def _mark(self, run: Any) -> None:
         p = run.phases
@@ -111,21 +126,22 @@ class Meter(Callback):
     def _close(self, run: Any) -> None:
         """Exchange the window's numbers and read them; collective."""
         steps, full = self._steps, [s for s in self._steps if s.full]
-        self._steps = []
+        self._steps, self._parts = [], self._every
         sums = [math.fsum(s.step_s for s in steps), math.fsum(s.busy_s for s in steps if s.samples),
                 float(sum(s.samples for s in steps)), *(math.fsum(s.seconds[name] for s in steps) for name in PHASES)]
-        own_s = statistics.median(s.seconds["compute"] + s.seconds["update"] for s in full) if full else 0.0
+        own_s, latest_s = (statistics.median(s.own_s for s in some) if full else 0.0
+                           for some in (full, full[-self._part_steps:]))
         last = full[-1] if full else steps[-1]
-        rows = run.control.gather((sums, own_s, last.samples, last.micros))
-        own_s_P, samples_P, micros_P = (tuple(row[i] for row in rows) if full else () for i in (1, 2, 3))
+        rows = run.control.gather((sums, own_s, latest_s, last.samples, last.micros))
+        seen_P = (tuple(row[i] for row in rows) if full else () for i in range(1, 5))
         window_P = [row[0] for row in rows]
         self._sums_P = [[a + b for a, b in zip(old, new)] for old, new in zip(self._sums_P, window_P)] or window_P
         self._counted += len(steps)
         run.reading = _reading(run, self._sums_P, self._counted)
-        run.window = Window(run.state.cursor.step, own_s_P, samples_P, micros_P, _reading(run, window_P, len(steps)))
+        run.window = Window(run.state.cursor.step, *seen_P, _reading(run, window_P, len(steps)))
         longest_s = max(row[0] for row in window_P) / len(steps)
         if longest_s > 0:
-            self._length = self._every * max(1, math.ceil(LEAST_WINDOW_S / (self._every * longest_s)))
+            self._part_steps = max(1, math.ceil(LEAST_WINDOW_S / (self._every * longest_s)))
 
 
 def _reading(run: Any, sums_P: list[list[float]], steps: int) -> Reading:

@@ -2,12 +2,15 @@
 
 import json
 import random
+import statistics
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hvdtrain.balance.line import Line
 from hvdtrain.balance.plan import equal, plan
-from hvdtrain.balance.rebalance import LONGEST_WAIT, REST, Rebalancer
+from hvdtrain.balance.rebalance import HOLD, LONGEST_WAIT, REST, Rebalancer
 
 LINE = Line(0.001, 0.001)
 
@@ -20,7 +23,7 @@ class Cluster:
         self.factors = [1.0] * size
         self.plan = plan(self.lines, n)
         self.controller = Rebalancer(self.lines, n, None, self.plan, **options)
-        self.planned, self.speeds, self.window = [], [], 0
+        self.planned, self.plans, self.speeds, self.window = [], [], [], 0
 
     def run(self, windows, **slow):
         """Go on for ``windows``; ``slow``: r1=2.5 makes rank 1 take 2.5 times as long from here on."""
@@ -40,6 +43,58 @@ class Cluster:
             assert sum(new.samples_P) == self.n and new is self.controller.plan
             self.plan = new
             self.planned.append(self.window)
+            self.plans.append(new)
+
+
+class Steps(Cluster):
+    """The same by steps: windows of five, of two after one that startled; steps have noise and now and then a spike."""
+
+    spikes = 0.0
+
+    def steps(self, count, **slow):
+        self.run(0, **slow)
+        left, length = count, 5
+        while left > 0:
+            truth = [line.scaled(factor) for line, factor in zip(self.lines, self.factors)]
+            steps = [[line.seconds(part.samples, part.accumulate) * self.draw.uniform(1 - self.noise, 1 + self.noise)
+                      * (self.draw.uniform(2, 6) if self.draw.random() < self.spikes else 1.0)
+                      for line, part in zip(truth, self.plan.parts)] for _ in range(length)]
+            parts, left = self.plan.parts, left - length
+            self.observe([statistics.median(own) for own in zip(*steps)])
+            startled = self.controller.startled(steps[-1], [p.samples for p in parts], [p.accumulate for p in parts])
+            length = 2 if startled and self.plan.parts is parts else 5
+        return count - left
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_spikes_of_single_steps_give_no_plan(seed):
+    cluster = Steps(2, 128, seed, noise=0.1)
+    cluster.spikes = 0.03
+    cluster.steps(2000)
+    assert cluster.planned == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_drastic_change_takes_a_window_and_a_look(seed):
+    cluster = Steps(2, 128, seed, noise=0.05)
+    cluster.steps(50)
+    assert cluster.planned == []
+    cluster.steps(7, r1=2.5)
+    assert cluster.planned == [12] and plan([LINE, LINE.scaled(2.5)], 128).samples_P[1] == pytest.approx(
+        cluster.plan.samples_P[1], abs=4)
+
+
+@given(slow=st.floats(1.3, 3), drift=st.floats(0.97, 1.03))
+def test_a_plan_that_was_followed_is_taken_again_where_it_is_about_as_good(slow, drift):
+    cluster = Cluster(2, 1000).run(5, r1=slow).run(5, r1=1.0).run(5, r1=slow * drift)
+    first, back, again = cluster.planned[0], *cluster.planned[1:3]
+    assert (first, back, again) == (2, 7, 12) and len(cluster.plans) == 3
+    assert cluster.plans[1].samples_P == (500, 500)
+    best = plan([LINE, LINE.scaled(slow * drift)], 1000)
+    taken = max(line.seconds(n, 1) for line, n in zip([LINE, LINE.scaled(slow * drift)], cluster.plans[2].samples_P))
+    assert taken <= best.step_s * (1 + HOLD) * 1.001
+    if abs(drift - 1) < 0.01:
+        assert cluster.plans[2].samples_P == cluster.plans[0].samples_P
 
 
 @pytest.mark.parametrize("size", [2, 8])

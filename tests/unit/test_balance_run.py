@@ -83,19 +83,20 @@ def test_static_keeps_the_plan_of_the_probe_and_the_curve(monkeypatch, tmp_path)
         assert any("39 + 9 samples" in note for note in notes)
 
 
-def test_auto_follows_a_rank_that_changes_its_speed_and_the_curve_does_not_notice(monkeypatch, tmp_path):
+@pytest.mark.parametrize("after", [20, 22])
+def test_auto_follows_a_rank_that_changes_its_speed_and_the_curve_does_not_notice(monkeypatch, tmp_path, after):
     def line_at(rank, step):
-        return FAST if (rank == 0) == (step <= 20) else SLOW
+        return FAST if (rank == 0) == (step <= after) else SLOW
 
     ranks = balanced(monkeypatch, 2, tmp_path / "2", [FAST, SLOW], line_at, balance="auto")
     want = curve(tmp_path / "1")
     for (got, taken, notes, reading), first, last in zip(ranks, (39, 9), (9, 39)):
-        assert taken[:20] == [first] * 20 and taken[45:] == [last] * (STEPS - 45)
+        assert taken[:after] == [first] * after and taken[after + 15:] == [last] * (STEPS - after - 15)
         assert apart(got, want) < 1e-12
         assert any("balance auto: from step" in note for note in notes)
         assert 0 < reading.percent <= 101
     moved = next(step for step, n in enumerate(ranks[0][1]) if n != 39)
-    assert moved <= 20 + 5 + 2 * 5, "the change shows in two windows of five steps"
+    assert moved <= after + 7, "a window of five steps shows it and one of two confirms it"
 
 
 def test_auto_on_equal_ranks_changes_nothing(monkeypatch, tmp_path):

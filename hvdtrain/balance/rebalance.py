@@ -16,9 +16,9 @@ Rank r's factor is how much longer it takes than its line says, f_r = measured /
 A new plan is returned when it is predicted to be more than ``margin`` faster by the levels now, and was in each of the
 last ``lasting`` windows by the levels with what is out of band taken at its word. Then counting starts again, so that
 plans are at least ``lasting`` windows apart. A plan that the run has followed before is taken again where it is about
-as good as the best: a framework may have traced a graph for each of its sizes. The brake: from the second plan on that did not make the measured step
-shorter, each such plan doubles the windows between plans, up to `LONGEST_WAIT` times ``lasting``; when no plan was due
-for twice that long, it is released.
+as good as the best: a framework may have traced a graph for each of its sizes. The brake: from the second plan on that
+did not make the measured step shorter, each such plan doubles the windows between plans, up to `LONGEST_WAIT` times
+``lasting``; when no plan was due for twice that long, it is released.
 
 A rank without samples has no measurement. Its level stays for `REST` windows and then goes back towards 1, `RETURN` of
 the way left at each, so that it is tried again about 50 windows later, with few samples at first.

@@ -133,18 +133,19 @@ class Meter(Callback):
                            for some in (full, full[-self._part_steps:]))
         last = full[-1] if full else steps[-1]
         rows = run.control.gather((sums, own_s, latest_s, last.samples, last.micros))
-        seen_P = (tuple(row[i] for row in rows) if full else () for i in range(1, 5))
-        window_P = [row[0] for row in rows]
-        self._sums_P = [[a + b for a, b in zip(old, new)] for old, new in zip(self._sums_P, window_P)] or window_P
+        window_P, *seen = zip(*rows)
+        own_s_P, latest_s_P, samples_P, micros_P = seen if full else ((),) * 4
+        self._sums_P = [[a + b for a, b in zip(old, new)] for old, new in zip(self._sums_P, window_P)] or [*window_P]
         self._counted += len(steps)
         run.reading = _reading(run, self._sums_P, self._counted)
-        run.window = Window(run.state.cursor.step, *seen_P, _reading(run, window_P, len(steps)))
+        run.window = Window(run.state.cursor.step, own_s_P, latest_s_P, samples_P, micros_P,
+                            _reading(run, window_P, len(steps)))
         longest_s = max(row[0] for row in window_P) / len(steps)
         if longest_s > 0:
             self._part_steps = max(1, math.ceil(LEAST_WINDOW_S / (self._every * longest_s)))
 
 
-def _reading(run: Any, sums_P: list[list[float]], steps: int) -> Reading:
+def _reading(run: Any, sums_P: Sequence[Sequence[float]], steps: int) -> Reading:
     """Read what came of ``steps`` steps; each rank's sums: step, busy with samples, samples, seconds by phase."""
     rows = [Row(samples / steps, *(seconds / steps for seconds in phases)) for _, _, samples, *phases in sums_P]
     labels = [f"rank {rank} on {run.topology.host_of(rank).node}" for rank in range(len(rows))]

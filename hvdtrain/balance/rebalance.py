@@ -11,7 +11,8 @@ Rank r's factor is how much longer it takes than its line says, f_r = measured /
 - the *noise*, from the ratios of a rank's successive windows (median, so that a change of level does not count), over
   all ranks. A factor whose ratio to the level is beyond 1 + `BAND` times the noise is out of band. Once is an outlier
   and leaves the level alone; in the same direction in each of the last ``lasting`` windows it is a change, and the
-  level goes there at once. So that a drastic change need not wait for whole windows, `startled` asks for shorter ones.
+  level goes there at once. So that a drastic change does not wait for whole windows, ``startled`` asks for shorter
+  ones.
 
 A new plan is returned when it is predicted to be more than ``margin`` faster by the levels now, and was in each of the
 last ``lasting`` windows by the levels with what is out of band taken at its word. Then counting starts again, so that
@@ -69,7 +70,8 @@ class Rebalancer:
 
     ``lines_P``, ``n``, ``ceilings_P``, ``least_parts``, ``same_parts``: as for `hvdtrain.balance.plan.plan`.
     ``plan``: the one in force. ``margin``: part of a step that a new plan has to win. ``lasting``: windows for which
-    it would have to.
+    it would have to. ``startled``: whether the last window ended with a hint at a drastic change that is not believed
+    yet; no plan is made then, and a shorter window should be next.
     """
 
     def __init__(self, lines_P: Sequence[Line], n: int, ceilings_P: Ceilings, plan: Plan, margin: float = 0.05,
@@ -90,6 +92,7 @@ class Rebalancer:
         self._failed = 0                                # plans that made no step shorter
         self._since = LONGEST_WAIT * lasting            # windows since the last plan
         self._held = [plan]                             # plans that were followed
+        self.startled = False
 
     @property
     def factors_P(self) -> list[float]:
@@ -101,13 +104,13 @@ class Rebalancer:
         """The lines as they are believed now."""
         return [line.scaled(factor) for line, factor in zip(self.base_P, self.factors_P)]
 
-    def observe(self, compute_s_P: Sequence[float], samples_P: Sequence[int],
-                parts_P: Sequence[int]) -> Plan | None:
+    def observe(self, compute_s_P: Sequence[float], samples_P: Sequence[int], parts_P: Sequence[int],
+                latest_s_P: Sequence[float] = ()) -> Plan | None:
         """See one window; return the plan to follow from here on, or None to go on.
 
         ``compute_s_P``: each rank's own seconds per step without any waiting, the median over the window;
-        ``samples_P``, ``parts_P``: samples and micro-batches of a full step in it. Seconds that are not above 0 or not
-        finite count as not measured.
+        ``samples_P``, ``parts_P``: samples and micro-batches of a full step in it. ``latest_s_P``: as ``compute_s_P``,
+        of the window's latest steps alone. Seconds that are not above 0 or not finite count as not measured.
         """
         self._sigma = self._noise()
         self._jumps.append([])
@@ -120,7 +123,8 @@ class Rebalancer:
         wait = self.lasting * min(2 ** max(0, self._failed - 1), LONGEST_WAIT)
         if self._since > 2 * wait:
             self._failed = 0
-        if self._won < self.lasting or gain <= self.margin or self._since < wait:
+        self.startled = self._drastic(latest_s_P, samples_P, parts_P)
+        if self.startled or self._won < self.lasting or gain <= self.margin or self._since < wait:
             return None
         self._before_s = statistics.fmean(self._steps)
         self.plan, self._won, self._since = found, 0, 0
@@ -128,16 +132,6 @@ class Rebalancer:
         if len(self._held) < MOST_HELD and not any(found.same(held) for held in self._held):
             self._held.append(found)
         return found
-
-    def startled(self, compute_s_P: Sequence[float], samples_P: Sequence[int], parts_P: Sequence[int]) -> bool:
-        """Whether the latest steps of a window hint at a drastic change that is not believed yet.
-
-        Arguments as of `observe`, which has seen the window.
-        """
-        return any(abs(_off(compute_s / line.seconds(samples, parts), level)) > DRASTIC
-                   for compute_s, samples, parts, line, level
-                   in zip(compute_s_P, samples_P, parts_P, self.base_P, self._level_P)
-                   if samples and math.isfinite(compute_s) and compute_s > 0)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: lines, factors with the windows behind them, the plan and the brake."""
@@ -187,6 +181,12 @@ class Rebalancer:
         if len(offs) == self.lasting and (min(offs) > band or max(offs) < -band):
             self._level_P[rank], self._weight_P[rank] = statistics.fmean(recent), self.lasting
         return now
+
+    def _drastic(self, latest_s_P: Sequence[float], samples_P: Sequence[int], parts_P: Sequence[int]) -> bool:
+        """Whether a rank's latest steps took twice as long as its level says, or half."""
+        return any(abs(_off(latest_s / line.seconds(samples, parts), level)) > DRASTIC for latest_s, samples, parts,
+                   line, level in zip(latest_s_P, samples_P, parts_P, self.base_P, self._level_P)
+                   if samples and math.isfinite(latest_s) and latest_s > 0)
 
     def _rest(self, rank: int) -> float:
         """A rank without samples keeps its level for a while, then is tried again."""

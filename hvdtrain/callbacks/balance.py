@@ -7,10 +7,11 @@ Every rank decides from the same numbers, and so alike (law 6).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain import backends
 from hvdtrain.balance import plan as plans
+from hvdtrain.balance.line import Line
 from hvdtrain.balance.probe import probe, verified
 from hvdtrain.balance.rebalance import Rebalancer
 from hvdtrain.balance.speed import Speed, least
@@ -19,6 +20,9 @@ from hvdtrain.callbacks.meter import Meter
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.data.sampler import Cut
 from hvdtrain.run import say
+
+if TYPE_CHECKING:
+    from hvdtrain.config import Config
 
 VERIFY_ROUNDS = 4
 """Plans that are tried against the devices' memory; one more is made from what they showed, and followed."""
@@ -61,10 +65,10 @@ class Balance(Callback):
             return
         if any(not getattr(callback, "settled", True) for callback in run.callbacks):
             return  # compression auto compares steps, which a new plan would change
-        new = rebalancer.observe(window.own_s_P, window.samples_P, window.micros_P)
+        new = rebalancer.observe(window.own_s_P, window.samples_P, window.micros_P, window.latest_s_P)
         run.solo_lines = rebalancer.lines_P
         if new is None:
-            if rebalancer.startled(window.latest_s_P, window.samples_P, window.micros_P):
+            if rebalancer.startled:
                 self._meter.look_closer()
             return
         at = run.state.cursor.step + run.feed.ahead
@@ -102,7 +106,7 @@ class Balance(Callback):
         lines = [s.line for s in speeds]
         ceilings = [s.ceiling for s in speeds]
         backend = backends.load(run.spec.framework)
-        made = plans.plan(lines, config.global_batch, ceilings, config.accumulate, config.sync_batchnorm)
+        made = plans.plan(lines, *_work(config, ceilings))
         for _ in range(VERIFY_ROUNDS):
             wanted = [part.micro_batch for part in made.parts]
             if not run.control.agree(run.devices[own].kind != "cpu" and wanted[own] > max(speeds[own].sizes)):
@@ -114,14 +118,12 @@ class Balance(Callback):
             if held == wanted:
                 break
             ceilings = [h if h < w else c for h, w, c in zip(held, wanted, ceilings)]
-            made = plans.plan(lines, config.global_batch, ceilings, config.accumulate, config.sync_batchnorm)
-        options = config.rebalance
+            made = plans.plan(lines, *_work(config, ceilings))
         # What a device has not been tried with it accumulates in a later plan: that one is not tried beforehand.
         ceilings = [c if device.kind == "cpu" else least(c, max(max(s.sizes), part.micro_batch))
                     for c, device, s, part in zip(ceilings, run.devices, speeds, made.parts)]
         found = [Speed(s.line, c, s.sizes, s.seconds, s.remembered) for s, c in zip(speeds, ceilings)]
-        return Rebalancer(lines, config.global_batch, ceilings, made, options.margin, options.lasting,
-                          config.accumulate, config.sync_batchnorm), found
+        return _controller(config, lines, ceilings, made), found
 
     def _follow(self, run: Any, made: plans.Plan, step: int) -> None:
         """Cut training and evaluation by ``made`` from step ``step`` on."""
@@ -139,12 +141,9 @@ class Balance(Callback):
         if self._kept["world"] != self._world:
             run.note("balance: the checkpoint's plan was made for other ranks, devices or limits; probing anew")
             return False
-        rows = self._kept["plan"]["lines"]
-        lines = [plans.Line(*row) for row in rows]
-        config, options = run.config, run.config.rebalance
-        first = plans.plan(lines, config.global_batch, None, config.accumulate, config.sync_batchnorm)
-        self._rebalancer = Rebalancer(lines, config.global_batch, self._kept["ceilings"] or None, first, options.margin,
-                                      options.lasting, config.accumulate, config.sync_batchnorm)
+        config = run.config
+        lines = [Line(*row) for row in self._kept["plan"]["lines"]]
+        self._rebalancer = _controller(config, lines, self._kept["ceilings"], plans.plan(lines, *_work(config)))
         unfit = self._rebalancer.load_state_dict(self._kept["plan"])
         if unfit:
             run.note(f"balance: {unfit}; probing anew")
@@ -165,8 +164,7 @@ class Balance(Callback):
             for line in grid(plans.COLUMNS, rows):
                 say(line)
         lines = [s.line for s in speeds]
-        equal = plans.equal(lines, config.global_batch, [s.ceiling for s in speeds], config.accumulate,
-                            config.sync_batchnorm)
+        equal = plans.equal(lines, *_work(config, [s.ceiling for s in speeds]))
         remembered = ", as measured before and confirmed" if all(s.remembered for s in speeds) else ""
         run.note(f"balance {config.balance}: {_spelled(made.samples_P)} samples; computing {1e3 * made.step_s:.1f} ms "
                  f"a step instead of {1e3 * equal.step_s:.1f} ms with equal parts, by the probe{remembered}")
@@ -191,6 +189,17 @@ class Balance(Callback):
             record = getattr(callback, "record", None)
             if record is not None:
                 record(run, "balance", stage=stage, samples=self._rebalancer.plan.samples_P, **fields)
+
+
+def _work(config: Config, ceilings_P: plans.Ceilings = None) -> tuple[int, plans.Ceilings, int, bool]:
+    """Return what `hvdtrain.balance.plan.plan` takes after the lines."""
+    return config.global_batch, ceilings_P, config.accumulate, config.sync_batchnorm
+
+
+def _controller(config: Config, lines_P: list[Line], ceilings_P: list[int], made: plans.Plan) -> Rebalancer:
+    """Make the controller that watches plan ``made``."""
+    return Rebalancer(lines_P, config.global_batch, ceilings_P or None, made, config.rebalance.margin,
+                      config.rebalance.lasting, config.accumulate, config.sync_batchnorm)
 
 
 def cut_of(made: plans.Plan) -> Cut:

@@ -193,8 +193,8 @@ def test_a_resumed_run_with_less_memory_probes_anew(monkeypatch, tmp_path):
 def test_windows_before_a_plan_is_in_force_are_not_judged(monkeypatch, tmp_path):
     seen = []
     observe = room.Rebalancer.observe
-    monkeypatch.setattr(room.Rebalancer, "observe", lambda self, own, samples_P, micros_P: seen.append(samples_P) or
-                        observe(self, own, samples_P, micros_P))
+    monkeypatch.setattr(room.Rebalancer, "observe", lambda self, own, samples_P, *rest: seen.append(samples_P) or
+                        observe(self, own, samples_P, *rest))
 
     def line_at(rank, step):
         return FAST if (rank == 0) == (step <= 20) else SLOW

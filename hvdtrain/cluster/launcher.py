@@ -54,20 +54,23 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
 
 def _gloo(env: Mapping[str, str]) -> LaunchFacts | None:
     """Read what ``horovodrun --gloo`` sets."""
-    rank, size = _number(env, "HOROVOD_RANK", -1), _number(env, "HOROVOD_SIZE", 0)
-    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in env or rank < 0 or size < 1:
+    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in env:
         return None
-    return LaunchFacts("gloo", rank, size, _number(env, "HOROVOD_LOCAL_RANK", -1),
-                       _number(env, "HOROVOD_LOCAL_SIZE", 0), "horovodrun --gloo")
+    return _four(env, "HOROVOD_", "gloo", "horovodrun --gloo")
 
 
 def _open_mpi(env: Mapping[str, str]) -> LaunchFacts | None:
     """Read what Open MPI's mpirun sets (4.x and 5.x; horovodrun --mpi calls it)."""
-    rank, size = _number(env, "OMPI_COMM_WORLD_RANK", -1), _number(env, "OMPI_COMM_WORLD_SIZE", 0)
+    return _four(env, "OMPI_COMM_WORLD_", "mpi", "Open MPI mpirun")
+
+
+def _four(env: Mapping[str, str], prefix: str, kind: Literal["mpi", "gloo"], launcher: str) -> LaunchFacts | None:
+    """Read rank, size, local rank and local size by these names behind ``prefix``."""
+    rank, size = _number(env, f"{prefix}RANK", -1), _number(env, f"{prefix}SIZE", 0)
     if rank < 0 or size < 1:
         return None
-    return LaunchFacts("mpi", rank, size, _number(env, "OMPI_COMM_WORLD_LOCAL_RANK", -1),
-                       _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 0), "Open MPI mpirun")
+    return LaunchFacts(kind, rank, size, _number(env, f"{prefix}LOCAL_RANK", -1),
+                       _number(env, f"{prefix}LOCAL_SIZE", 0), launcher)
 
 
 def _hydra(env: Mapping[str, str]) -> LaunchFacts | None:

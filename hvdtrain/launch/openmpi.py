@@ -10,6 +10,21 @@ SPLITS = " \t\n:\"'\\"
 """Characters at which Open MPI takes a launch agent apart (a colon separates alternatives)."""
 
 
+def command(spec: LaunchSpec, objects: dict[str, str], agent_name: list[str],
+            interface_names: list[list[str]]) -> tuple[list[str], dict[str, str]]:
+    """(argv, environment to set). ``objects``: see `binding`. The names: options before ssh words and the interface.
+
+    Errors: `UserError` for root unasked, and for ssh words that mpirun would take apart.
+    """
+    # Without --stdin none a rank 0 that reads its input to the end waits for ever (Open MPI 5).
+    words = [spec.tool.path, *root(spec), *placement(spec), *binding(spec, objects), "--stdin", "none"]
+    if found := agent(spec):
+        words += [*agent_name, found]
+    for name in interface_names if spec.interface else ():
+        words += [*name, spec.interface]
+    return [*words, *environment(spec), *spec.mpi_args, *spec.program], dict(spec.env_values)
+
+
 def placement(spec: LaunchSpec) -> list[str]:
     """How many ranks, and where; both lines are mpirun's ``-H name:slots``."""
     words = ["-np", str(spec.ranks)] if spec.ranks else []

@@ -13,13 +13,6 @@ OBJECTS = {"none": "none", "core": "core", "socket": "package", "numa": "numa"}
 
 
 def command(spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
-    """(argv, environment to set). `UserError` for root unasked, and for ssh words that mpirun would take apart."""
-    agent = openmpi.agent(spec)
-    # Without --stdin none a rank 0 that reads its input to the end waits for ever.
-    words = [spec.tool.path, *openmpi.root(spec), *openmpi.placement(spec), *openmpi.binding(spec, OBJECTS),
-             "--stdin", "none"]
-    if agent:
-        words += ["--prtemca", "plm_ssh_agent", agent]
-    if spec.interface:
-        words += ["--prtemca", "prte_if_include", spec.interface, "--mca", "btl_tcp_if_include", spec.interface]
-    return [*words, *openmpi.environment(spec), *spec.mpi_args, *spec.program], dict(spec.env_values)
+    """See `openmpi.command`."""
+    return openmpi.command(spec, OBJECTS, ["--prtemca", "plm_ssh_agent"],
+                           [["--prtemca", "prte_if_include"], ["--mca", "btl_tcp_if_include"]])

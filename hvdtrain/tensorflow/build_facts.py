@@ -6,6 +6,7 @@ Owns the answers where Horovod is not built: plain MPI can be had there, and not
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from hvdtrain.cluster import boot
@@ -26,14 +27,13 @@ def _horovod() -> Any:
         return None
 
 
-def _ask(name: str, otherwise: Any = False) -> Any:
-    hvd = _horovod()
-    return otherwise if hvd is None else getattr(hvd, name)()
-
-
-def mpi_built() -> bool:
-    """Whether collectives over MPI were built."""
-    return bool(_ask("mpi_built"))
+def _answer(name: str, what: str, kind: type = bool) -> Callable[[], Any]:
+    """A function of Horovod's called ``name``, whose answer is 0 or False where Horovod is not built."""
+    def ask() -> Any:
+        hvd = _horovod()
+        return kind() if hvd is None else kind(getattr(hvd, name)())
+    ask.__name__, ask.__doc__ = name, what
+    return ask
 
 
 def mpi_enabled() -> bool:
@@ -41,7 +41,8 @@ def mpi_enabled() -> bool:
     if basics.is_initialized():
         world = basics.world()
         return boot.has_mpi() if world.hvd is None else bool(world.hvd.mpi_enabled())
-    return bool(_ask("mpi_enabled"))
+    hvd = _horovod()
+    return hvd is not None and bool(hvd.mpi_enabled())
 
 
 def mpi_threads_supported() -> bool:
@@ -53,39 +54,14 @@ def mpi_threads_supported() -> bool:
     return boot.mpi_threads()
 
 
-def gloo_built() -> bool:
-    """Whether Horovod was built with Gloo."""
-    return bool(_ask("gloo_built"))
-
-
-def gloo_enabled() -> bool:
-    """Whether Horovod can use Gloo in this job."""
-    return bool(_ask("gloo_enabled"))
-
-
-def nccl_built() -> int:
-    """The number of NCCL's version that Horovod was built with, 0 for none."""
-    return int(_ask("nccl_built", 0))
-
-
-def ddl_built() -> bool:
-    """Whether Horovod was built with IBM's DDL."""
-    return bool(_ask("ddl_built"))
-
-
-def ccl_built() -> bool:
-    """Whether Horovod was built with oneCCL."""
-    return bool(_ask("ccl_built"))
-
-
-def cuda_built() -> bool:
-    """Whether Horovod was built with CUDA."""
-    return bool(_ask("cuda_built"))
-
-
-def rocm_built() -> bool:
-    """Whether Horovod was built with ROCm."""
-    return bool(_ask("rocm_built"))
+mpi_built = _answer("mpi_built", "Whether collectives over MPI were built.")
+gloo_built = _answer("gloo_built", "Whether Horovod was built with Gloo.")
+gloo_enabled = _answer("gloo_enabled", "Whether Horovod can use Gloo in this job.")
+nccl_built = _answer("nccl_built", "The number of NCCL's version that Horovod was built with, 0 for none.", int)
+ddl_built = _answer("ddl_built", "Whether Horovod was built with IBM's DDL.")
+ccl_built = _answer("ccl_built", "Whether Horovod was built with oneCCL.")
+cuda_built = _answer("cuda_built", "Whether Horovod was built with CUDA.")
+rocm_built = _answer("rocm_built", "Whether Horovod was built with ROCm.")
 
 
 def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:

@@ -22,8 +22,8 @@ import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import amp
 from hvdtrain.config import Config, Named
-from hvdtrain.errors import UserError, nearest
-from hvdtrain.keras import compiled, shapes
+from hvdtrain.errors import UserError
+from hvdtrain.keras import compiled, losses, shapes
 
 Pair = tuple[Any, Any]
 Loss = Callable[[Any, Any], Any]
@@ -211,14 +211,14 @@ class Phase(keras.layers.Layer):
 def resolve_loss(named: Named, model: keras.Model) -> Loss:
     """Return ``loss(y, outputs)`` without reduction: config's, else the compiled model's, else by the targets' type."""
     if named.name != "auto":
-        return shapes.guarded(_by_name(named), named.name)
+        return losses.by_name(named)
     own = getattr(model, "loss", None) if getattr(model, "compiled", False) else None
     if own is None:
         return shapes.guarded(_auto(named.args), "auto")
     if not isinstance(own, str):
         raise UserError(f"loss.args {named.args} beside a loss that model.compile was given ready made",
                         "one of the two", "leave loss.args empty")
-    return shapes.guarded(_by_name(Named(own, named.args)), own)
+    return losses.by_name(Named(own, named.args))
 
 
 def loss_name(spec: Any, config: Config) -> str:
@@ -250,30 +250,3 @@ def _auto(args: dict[str, Any]) -> Loss:
         settings = {"from_logits": True, "reduction": None, **args}
         return keras.losses.SparseCategoricalCrossentropy(**settings)(y, outputs)
     return loss
-
-
-def _by_name(named: Named) -> Loss:
-    """A class or function of keras.losses, any case, with or without underscores."""
-    key = named.name.lower().replace("_", "")
-    if key in ("crossentropy", "ce"):
-        raise UserError(f"loss {named.name!r} leaves open which cross entropy", "its full name",
-                        "name binary_crossentropy, categorical_crossentropy or sparse_categorical_crossentropy")
-    classes = {n.lower(): c for n, c in vars(keras.losses).items()
-               if isinstance(c, type) and issubclass(c, keras.losses.Loss) and c is not keras.losses.Loss}
-    functions = {n.lower().replace("_", ""): f for n, f in vars(keras.losses).items()
-                 if inspect.isfunction(f) and n not in ("get", "serialize", "deserialize")}
-    if key not in classes and key not in functions:
-        with contextlib.suppress(ValueError):  # Keras' short names, such as mse
-            functions[key] = keras.losses.get(named.name.lower())
-    if key not in classes and key not in functions:
-        raise UserError(f"loss {named.name!r} is not in keras.losses",
-                        nearest(named.name, [c.__name__ for c in classes.values()]), "correct loss.name")
-    try:
-        if key in classes:
-            return classes[key](**{**named.args, "reduction": None})
-        function = functions[key]
-        inspect.signature(function).bind(None, None, **named.args)
-        return lambda y, outputs: function(y, outputs, **named.args)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"loss {named.name} refused its args {named.args}: {error}", "keyword arguments it knows",
-                        "correct loss.args") from None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import keras
@@ -20,8 +19,9 @@ import torch
 from hvdtrain.backends.torch import amp
 from hvdtrain.backends.torch.keras.module import KerasModule
 from hvdtrain.backends.torch.task import Loss, Pair, checked_pair, loss_sum
-from hvdtrain.config import Config, Named
-from hvdtrain.errors import UserError, nearest
+from hvdtrain.config import Config
+from hvdtrain.errors import UserError
+from hvdtrain.keras import losses
 from hvdtrain.keras.compiled import (compiled_task, is_compiled, refuse_own_training, setup_of, split,
                                      with_class_weight)
 from hvdtrain.keras.shapes import guarded
@@ -43,7 +43,8 @@ class KerasTask:
             return
         refuse_own_training(spec.model)
         if config.loss.name != "auto":
-            self._loss = _by_name(config.loss)
+            loss = losses.by_name(config.loss)
+            self._loss = lambda outputs, targets: loss(targets, outputs)
         elif is_compiled(spec.model) and not config.loss.args:
             self._compiled = compiled_task(spec.model)
 
@@ -126,28 +127,6 @@ def _suiting(outputs: Any, targets: torch.Tensor, args: dict[str, Any]) -> tuple
     settings = {"from_logits": True, "reduction": None, "axis": 1, **args}
     entropy = keras.losses.SparseCategoricalCrossentropy(**settings)
     return outputs.movedim(-1, 1), lambda o, t: entropy(t, o)
-
-
-def _by_name(named: Named) -> Loss:
-    """A class or function of keras.losses, any case, with or without underscores, without its reduction."""
-    key = named.name.lower().replace("_", "")
-    found = {n.lower().replace("_", ""): f for n, f in vars(keras.losses).items()
-             if inspect.isfunction(f) and n not in ("get", "serialize", "deserialize")}
-    classes = {n.lower(): c for n, c in vars(keras.losses).items()
-               if isinstance(c, type) and issubclass(c, keras.losses.Loss) and c is not keras.losses.Loss}
-    if key in ("crossentropy", "ce") or key not in {**found, **classes}:
-        raise UserError(f"loss {named.name!r} is not in keras.losses",
-                        nearest(named.name, [c.__name__ for c in classes.values()]), "correct loss.name")
-    try:
-        if key in classes:
-            made: Any = guarded(classes[key](**{**named.args, "reduction": None}), named.name)
-        else:
-            inspect.signature(found[key]).bind(None, None, **named.args)
-            made = guarded(partial(found[key], **named.args), named.name)
-        return lambda o, t: made(t, o)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"loss {named.name} refused its args {named.args}: {error}", "keyword arguments it knows",
-                        "correct loss.args") from None
 
 
 class KerasMetrics:

@@ -1,0 +1,48 @@
+"""A loss of keras.losses by the name that a configuration gives it, unreduced, on any backend of Keras.
+
+Owns which names are known. What a loss makes of shapes that do not fit is in `shapes`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import keras
+
+from hvdtrain.config import Named
+from hvdtrain.errors import UserError, nearest
+from hvdtrain.keras.shapes import guarded, key
+
+
+def by_name(named: Named) -> Callable[[Any, Any], Any]:
+    """Return ``loss(y, outputs)``, one value per element, of a class or function of keras.losses.
+
+    The name in any case, with or without underscores. Errors: `UserError` for an unknown name, for one that leaves open
+    which cross entropy, and for arguments that the loss does not take.
+    """
+    name = key(named.name)
+    if name in ("crossentropy", "ce"):
+        raise UserError(f"loss {named.name!r} leaves open which cross entropy", "its full name",
+                        "name binary_crossentropy, categorical_crossentropy or sparse_categorical_crossentropy")
+    classes = {n.lower(): c for n, c in vars(keras.losses).items()
+               if isinstance(c, type) and issubclass(c, keras.losses.Loss) and c is not keras.losses.Loss}
+    functions = {key(n): f for n, f in vars(keras.losses).items()
+                 if inspect.isfunction(f) and n not in ("get", "serialize", "deserialize")}
+    if name not in {**classes, **functions}:
+        with contextlib.suppress(ValueError):  # Keras' short names, such as mse
+            functions[name] = keras.losses.get(named.name.lower())
+    if name not in {**classes, **functions}:
+        raise UserError(f"loss {named.name!r} is not in keras.losses",
+                        nearest(named.name, [c.__name__ for c in classes.values()]), "correct loss.name")
+    try:
+        if name in classes:
+            return guarded(classes[name](**{**named.args, "reduction": None}), named.name)
+        inspect.signature(functions[name]).bind(None, None, **named.args)
+        return guarded(partial(functions[name], **named.args), named.name)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"loss {named.name} refused its args {named.args}: {error}", "keyword arguments it knows",
+                        "correct loss.args") from None

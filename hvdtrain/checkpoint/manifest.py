@@ -43,12 +43,11 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one checkpoint holds: ``files`` by name, ``dtypes`` notes by group and tensor, ``meta``."""
+    """What one checkpoint holds: ``files`` by name, and the JSON-able ``meta``."""
 
     step: int
     files: dict[str, FileEntry]
     meta: dict[str, Any] = field(default_factory=dict)
-    dtypes: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 def file_name(group: str) -> str:
@@ -79,7 +78,7 @@ def encode(manifest: Manifest) -> bytes:
             name: {"bytes": entry.size_bytes, "sha256": entry.sha256}
             for name, entry in manifest.files.items()
         },
-        "dtypes": manifest.dtypes,
+        "dtypes": {},  # unused, and part of the format
         "meta": manifest.meta,
     }
     document[_SEAL] = _digest(document)
@@ -114,7 +113,7 @@ def decode(data: bytes, where: str) -> Manifest:
         raise _damaged(f"{where} was changed in its spelling", "the bytes that hvdtrain wrote")
     _check_shape(document, where)
     files = {name: FileEntry(entry["bytes"], entry["sha256"]) for name, entry in document["files"].items()}
-    return Manifest(document["step"], files, document["meta"], document["dtypes"])
+    return Manifest(document["step"], files, document["meta"])
 
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:
@@ -135,7 +134,7 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
 def _check_shape(document: dict[str, Any], where: str) -> None:
     """Refuse a well-hashed manifest whose values are not of the format (a foreign or faulty writer)."""
     good = _is_count(document["step"]) and isinstance(document["meta"], dict)
-    good = good and isinstance(document["files"], dict) and isinstance(document["dtypes"], dict)
+    good = good and isinstance(document["files"], dict) and document["dtypes"] == {}
     if not good:
         raise _foreign(f"{where} has values of the wrong type", "step, files, dtypes and meta")
     for name, entry in document["files"].items():
@@ -144,11 +143,6 @@ def _check_shape(document: dict[str, Any], where: str) -> None:
         fine = isinstance(entry, dict) and tuple(entry) == ("bytes", "sha256") and _is_count(entry["bytes"])
         if not (fine and isinstance(entry["sha256"], str) and _SHA256.fullmatch(entry["sha256"])):
             raise _foreign(f"{where} lists {name} as {_short(entry)}", "its size in bytes and its SHA-256")
-    for group, notes in document["dtypes"].items():
-        fine = isinstance(notes, dict) and all(isinstance(note, str) for note in notes.values())
-        if not fine or f"{group}.safetensors" not in document["files"]:
-            got = f"{where} has dtype notes {_short(notes)} for {_short(group)}"
-            raise _foreign(got, "notes on its own groups")
 
 
 def _check_plain(value: Any, path: str) -> None:

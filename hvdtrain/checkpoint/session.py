@@ -7,7 +7,7 @@ no shared file system is presumed. `transfer` moves the state between ranks, `st
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -72,15 +72,15 @@ def _write(run: Run, tensors: Groups, rest: dict[str, Any]) -> str:
 
 
 def _snapshot(run: Run, tensors: Groups, rest: dict[str, Any]) -> Snapshot:
-    check_finite(tensors["model"], trained(run.step))
-    groups: Groups = {group: {} for group in REPLICATED}  # there also where they hold nothing
+    groups: Groups = {**{group: {} for group in REPLICATED}, **tensors}  # a group without arrays has its file too
+    check_finite(groups["model"], trained(run.step))
     meta = {
         "hvdtrain": __version__, "framework": run.spec.framework, "model": run.spec.name,
         "world_size": run.control.size, "cursor": run.state.cursor.to_dict(), "step_rest": rest,
         "config": _json(run.config.to_dict()), "samples": run.feed.samples,
         "callbacks": [[type(c).__name__, c.state_dict()] for c in run.callbacks],
     }
-    return Snapshot({**groups, **tensors}, meta)
+    return Snapshot(groups, meta)
 
 
 def check_finite(model: dict[str, np.ndarray], names: Collection[str]) -> None:
@@ -95,7 +95,7 @@ def check_finite(model: dict[str, np.ndarray], names: Collection[str]) -> None:
 
 
 def _json(value: Any) -> Any:
-    """What JSON cannot hold (an object in a free-form ``args``) as its repr."""
+    """Return ``value`` with the repr in place of what JSON cannot hold, such as an object in a free-form ``args``."""
     if isinstance(value, dict):
         return {str(k): _json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -103,8 +103,8 @@ def _json(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
 
 
-def find(resume: str, out: Path | None, log: Any) -> Snapshot | None:
-    """Rank 0 only: the snapshot that ``resume`` ("auto" or a path) means; None where auto finds none.
+def find(resume: str, out: Path | None, log: Callable[[str], None]) -> Snapshot | None:
+    """Read the snapshot that ``resume`` ("auto" or a path) means; None where auto finds none. Rank 0 only.
 
     A path may be one checkpoint, a run's directory or its checkpoints directory. Damaged checkpoints are told to
     ``log`` and the newest whole one is used. Errors: `UserError` where all are damaged, and for a path without any.
@@ -123,7 +123,7 @@ def find(resume: str, out: Path | None, log: Any) -> Snapshot | None:
     return read_snapshot(path)
 
 
-def _newest_whole(root: Path, log: Any) -> Snapshot | None:
+def _newest_whole(root: Path, log: Callable[[str], None]) -> Snapshot | None:
     """Read the newest whole checkpoint under ``root``; None where there is none, `UserError` where all are damaged."""
     store = CheckpointStore(root, 1)
     found = store.latest_whole(log)
@@ -197,15 +197,15 @@ def _states(run: Run, kept: list[list[Any]] | dict[str, dict[str, Any]]) -> list
     return [(callback, state) for callback, state in found if state]
 
 
-def _spread(keys: dict[str, Any]) -> dict[str, Any]:
-    """The section "exchange" as keys of their own, some of which are quiet."""
+def _flat(keys: dict[str, Any]) -> dict[str, Any]:
+    """Return ``keys`` with those of the section "exchange" as keys of their own, some of which are quiet."""
     section = keys.get("exchange") or {}
     return {**{k: v for k, v in keys.items() if k != "exchange"}, **{f"exchange.{k}": v for k, v in section.items()}}
 
 
 def _tell_changes(run: Run, before: dict[str, Any]) -> None:
     """Name the keys that change the curve and differ from the run that is resumed."""
-    now, before = _spread(_json(run.config.to_dict())), _spread(before)
+    now, before = _flat(_json(run.config.to_dict())), _flat(before)
     changed = [k for k in now if k not in QUIET and before.get(k) != now[k]]
     if changed:
         words = ", ".join(f"{k} {before.get(k)} -> {now[k]}" for k in changed)

@@ -40,13 +40,11 @@ class Snapshot:
     """The state of a run: ``tensors[group][name]`` arrays of any shape, and JSON-able ``meta``.
 
     Arrays come back with the same dtype, shape and bits, in native byte order and C order, names sorted. In
-    ``meta`` a tuple comes back as a list; keys must be text. ``dtypes[group][name]`` may note what the bits
-    of an array stand for, such as "bfloat16" for uint16; it comes back as given and is not acted on here.
+    ``meta`` a tuple comes back as a list; keys must be text.
     """
 
     tensors: Mapping[str, Mapping[str, np.ndarray]]
     meta: Mapping[str, Any] = field(default_factory=dict)
-    dtypes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 def write_snapshot(directory: Path, snapshot: Snapshot, *, step: int = 0) -> Path:
@@ -61,7 +59,7 @@ def write_snapshot(directory: Path, snapshot: Snapshot, *, step: int = 0) -> Pat
     layouts = {file_name(group): layout(tensors, group) for group, tensors in snapshot.tensors.items()}
     # Placeholders of full length: meta is checked, and the manifest's size known, before anything is written.
     planned = {name: FileEntry(plan.size_bytes, "0" * 64) for name, plan in layouts.items()}
-    manifest_bytes = len(encode(_manifest(snapshot, step, planned)))
+    manifest_bytes = len(encode(Manifest(step, planned, dict(snapshot.meta))))
     _refuse_to_replace(directory)
     files.make_directories(directory.parent)
     sizes = [manifest_bytes, *(entry.size_bytes for entry in planned.values())]
@@ -85,7 +83,7 @@ def read_snapshot(directory: Path) -> Snapshot:
     for name, entry in manifest.files.items():
         _check_content(directory / name, entry)
         tensors[str(group_name(name))] = read_tensors(directory / name)
-    return Snapshot(tensors, manifest.meta, manifest.dtypes)
+    return Snapshot(tensors, manifest.meta)
 
 
 def inspect(directory: Path) -> Manifest:
@@ -145,24 +143,9 @@ def check_listing(directory: Path, manifest: Manifest) -> None:
             )
 
 
-def _manifest(snapshot: Snapshot, step: int, entries: dict[str, FileEntry]) -> Manifest:
-    dtypes = {}
-    for group, notes in snapshot.dtypes.items():
-        for name, note in notes.items():
-            if name not in snapshot.tensors.get(group, {}) or not isinstance(note, str):
-                raise CheckpointError(
-                    got=f"dtype note {note!r} for {name!r} of group {group!r}",
-                    expected="text about a tensor of the snapshot",
-                    do="note only tensors that are saved",
-                )
-        if notes:
-            dtypes[group] = dict(notes)
-    return Manifest(step, entries, dict(snapshot.meta), dtypes)
-
-
 def _fill(temp: Path, snapshot: Snapshot, step: int, layouts: Mapping[str, Layout]) -> None:
     entries = {name: files.write_durably(temp / name, plan.pieces()) for name, plan in layouts.items()}
-    data = encode(_manifest(snapshot, step, entries))
+    data = encode(Manifest(step, entries, dict(snapshot.meta)))
     files.write_durably(temp / MANIFEST_NAME, [memoryview(data)])
     files.fsync_directory(temp)
 

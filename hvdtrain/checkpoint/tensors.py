@@ -110,7 +110,7 @@ def _portable(name: str, array: np.ndarray, group: str) -> np.ndarray:
         raise CheckpointError(
             got=f"{name!r} of group {group!r} has dtype {array.dtype}",
             expected="one of " + ", ".join(_CODES),
-            do="convert it; bfloat16 travels as its uint16 bits with a note in dtypes",
+            do="convert it; bfloat16 travels as its bits in uint16",
         )
     return array.astype(array.dtype.newbyteorder("<"), copy=False)
 

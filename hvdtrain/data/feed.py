@@ -18,7 +18,7 @@ from hvdtrain.data.prefetch import prefetched
 from hvdtrain.data.sampler import Cut, at_least, cut, micro_batches, padded, steps_per_epoch
 from hvdtrain.data.sources import Source
 from hvdtrain.data.stream import Arrays, Stream
-from hvdtrain.data.walk import GlobalBatch, Met, Part, SourceWalk, StreamWalk, WeightFn
+from hvdtrain.data.walk import Met, Part, SourceWalk, StreamWalk, WeightFn
 from hvdtrain.errors import UserError
 from hvdtrain.protocols import Control
 
@@ -82,7 +82,7 @@ class Feed:
         self._cuts = [(0, Cut.of(shares, accumulate, micro_batch))]
         self._walk: SourceWalk | StreamWalk
         if isinstance(data, Source):
-            self._walk = SourceWalk(data, self.global_batch, seed, control)
+            self._walk = SourceWalk(data, self.global_batch, seed, control, even_micros)
         else:
             assert control is not None, "ranks find out together that a stream has ended"
             self._walk = StreamWalk(data, self.global_batch, rank, size, control, even_micros)
@@ -154,7 +154,7 @@ class Feed:
         epoch continues as the walk from its beginning would have. Close the iterator to stop early; that
         ends its thread.
         """
-        return self._steps(cursor, self._walk.batches(cursor, self.shuffle))
+        return self._steps(cursor, self._walk.parts(cursor, self.shuffle, self._bounds))
 
     def eval_epoch(self) -> Generator[StepBatch, None, None]:
         """Yield every sample once, in the data's own order, in the same number of steps on every rank.
@@ -162,23 +162,20 @@ class Feed:
         A rank whose part of a step is empty gets a `StepBatch` without micro-batches, so that it can enter
         the collectives of that step; metrics as (sum, weight) are then exact.
         """
-        return self._steps(Cursor(), self._walk.batches(Cursor(), shuffle=False))
+        return self._steps(Cursor(), self._walk.parts(Cursor(), False, self._bounds))
 
-    def _steps(self, cursor: Cursor, batches: Generator[GlobalBatch, None, None]) -> Generator[StepBatch, None, None]:
-        with contextlib.closing(prefetched(self._parts(batches, cursor.step), self.prefetch)) as parts:
-            for met in self._walk.meet(parts, cursor, self.weight_fn):
+    def _bounds(self, step: int, n: int) -> tuple[int, int]:
+        """This rank's part of the ``n`` samples of step ``step``."""
+        low, high = self.cut_at(step).offsets(n)[self.rank:self.rank + 2].tolist()
+        return low, high
+
+    def _steps(self, cursor: Cursor, parts: Generator[Part, None, None]) -> Generator[StepBatch, None, None]:
+        with contextlib.closing(prefetched(parts, self.prefetch)) as ahead:
+            for met in self._walk.meet(ahead, cursor, self.weight_fn):
                 after = cursor.advance(met.consumed)
                 yield StepBatch(cursor, after, self._micros(met, cursor.step), met.part.n_local, met.n_global,
                                 met.weight, met.own_weight)
                 cursor = after
-
-    def _parts(self, batches: Generator[GlobalBatch, None, None], step: int) -> Generator[Part, None, None]:
-        """Take this rank's part of each batch, the first of which is step ``step`` of the run."""
-        with contextlib.closing(batches):
-            for step, batch in enumerate(batches, step):
-                low, high = self.cut_at(step).offsets(batch.n)[self.rank:self.rank + 2].tolist()
-                arrays = batch.take(low, high) if high > low or self.even_micros else ()
-                yield Part(batch.n, high - low, arrays, batch.check)
 
     def _micros(self, met: Met, step: int) -> list[Arrays]:
         cut = self.cut_at(step)

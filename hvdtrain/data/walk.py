@@ -1,14 +1,13 @@
-"""Read global batches, and find out what the ranks have of each: `SourceWalk` of data that can be fetched by number,
-`StreamWalk` of data that can only be read in order.
+"""Read this rank's part of each global batch, and find out what the ranks have of it together: `SourceWalk` of data that
+can be fetched by number, `StreamWalk` of data that can only be read in order.
 
-Both have `samples` (None: unknown), `batches` (walked in the fetching thread), `meet` (in the consumer's thread, which
-alone may enter collectives), `sample` and `check_alike`. Neither knows the cut over the ranks.
+Both have `samples` (None: unknown), `parts` (walked in the fetching thread), `meet` (in the consumer's thread, which
+alone may enter collectives), `sample` and `check_alike`. The cut over the ranks is told them step by step.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,20 +30,13 @@ _UNLIKE = ("the ranks read different samples at the same place: seed what shuffl
            "the dataset draws random numbers when it is read")
 
 
-@dataclass(frozen=True)
-class GlobalBatch:
-    """``n`` samples of all ranks. ``take(low, high)``: reads those from ``low`` to ``high``, arrays (high - low, ...).
-    ``check``: a stream's checksum of the first one.
-    """
-
-    n: int
-    take: Callable[[int, int], Arrays]
-    check: int = 0
+Bounds = Callable[[int, int], tuple[int, int]]
+"""From a step of the run and the samples of its global batch to this rank's part of them, [low, high)."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's ``n_local`` samples of a global batch of ``n``, which has the checksum ``check``."""
+    """This rank's ``n_local`` of a global batch's ``n`` samples; ``check``: a stream's checksum of the first of all."""
 
     n: int
     n_local: int
@@ -73,26 +65,34 @@ class Met:
 
 
 class SourceWalk:
-    """Global batches of a source: every rank knows all counts, so only a weight that is no count is summed."""
+    """Walks a source: every rank knows all counts, so only a weight that is no count is summed.
 
-    def __init__(self, data: Source, global_batch: int, seed: int, control: Control | None) -> None:
+    ``even``: give a rank without samples of a step arrays (0, ...) of their shapes.
+    """
+
+    def __init__(self, data: Source, global_batch: int, seed: int, control: Control | None, even: bool) -> None:
         self.samples = len(data)
         if self.samples == 0:
             raise UserError("the dataset is empty", "at least one sample", "check its path and its filters")
-        self._data, self._global_batch, self._seed, self._control = data, global_batch, seed, control
+        self._data, self._global_batch, self._seed = data, global_batch, seed
+        self._control, self._even = control, even
         self._empty: Arrays = ()
         self._read: Arrays = ()
 
-    def batches(self, cursor: Cursor, shuffle: bool) -> Generator[GlobalBatch, None, None]:
-        """Yield the global batches from ``cursor`` to the end of its epoch; `UserError` at once for one beyond it."""
+    def parts(self, cursor: Cursor, shuffle: bool, bounds: Bounds) -> Generator[Part, None, None]:
+        """Yield the parts from ``cursor`` to the end of its epoch; `UserError` at once for a position beyond it."""
         if cursor.samples > self.samples:
             raise UserError(f"the run stands at sample {cursor.samples} of a dataset that has {self.samples}",
                             "a position inside the epoch",
                             "resume with the data of the checkpoint, or start anew")
-        order_N = epoch_order(self.samples, self._seed, cursor.epoch, shuffle)
-        starts = range(cursor.samples, self.samples, self._global_batch)
-        parts = (order_N[at:at + self._global_batch] for at in starts)
-        return (GlobalBatch(len(indices), functools.partial(self._take, indices)) for indices in parts)
+        return self._parts(epoch_order(self.samples, self._seed, cursor.epoch, shuffle), cursor, bounds)
+
+    def _parts(self, order_N: np.ndarray, cursor: Cursor, bounds: Bounds) -> Generator[Part, None, None]:
+        for step, at in enumerate(range(cursor.samples, self.samples, self._global_batch), cursor.step):
+            indices = order_N[at:at + self._global_batch]
+            low, high = bounds(step, len(indices))
+            arrays = self._fetch(indices[low:high]) if high > low else self._none_like(indices[:1])
+            yield Part(len(indices), high - low, arrays)
 
     def meet(self, parts: Iterator[Part], cursor: Cursor, weight_fn: WeightFn | None) -> Iterator[Met]:
         """Yield each part with the weight of its step; collective with a ``weight_fn``."""
@@ -127,11 +127,10 @@ class SourceWalk:
         self._read = self._read or self._fetch(np.unique([0, self.samples // 2, self.samples - 1]))
         return self._read
 
-    def _take(self, indices_n: np.ndarray, low: int, high: int) -> Arrays:
-        if high > low:
-            return self._fetch(indices_n[low:high])
-        # One sample is read for the shapes of none.
-        self._empty = self._empty or _emptied(self._fetch(indices_n[:1]))
+    def _none_like(self, index_1: np.ndarray) -> Arrays:
+        """Arrays (0, ...) of a sample's shapes, which is read once, where the walk is even; else ()."""
+        if self._even and not self._empty:
+            self._empty = _emptied(self._fetch(index_1))
         return self._empty
 
     def _fetch(self, indices_n: np.ndarray) -> Arrays:
@@ -146,7 +145,7 @@ class SourceWalk:
 
 
 class StreamWalk:
-    """Global batches of a stream: the ranks read it alike and find out together that it has ended.
+    """Walks a stream: the ranks read it alike and find out together that it has ended.
 
     ``even``: give a rank whose stream has ended arrays (0, ...) of the shapes that it had.
     """
@@ -160,11 +159,13 @@ class StreamWalk:
         self._warned: set[str] = set()
         self._peeked: tuple[tuple[int, int], Arrays | None, Generator[Arrays, None, None]] | None = None
 
-    def batches(self, cursor: Cursor, shuffle: bool) -> Generator[GlobalBatch, None, None]:
-        """Yield the global batches from ``cursor`` to the end of its epoch; a stream does its own shuffling."""
+    def parts(self, cursor: Cursor, shuffle: bool, bounds: Bounds) -> Generator[Part, None, None]:
+        """Yield the parts from ``cursor`` to the end of its epoch; a stream does its own shuffling."""
         with contextlib.closing(self._continued(cursor)) as batches:
-            for batch in batches:
-                yield GlobalBatch(len(batch[0]), functools.partial(_rows, batch), fingerprint(batch))
+            for step, batch in enumerate(batches, cursor.step):
+                low, high = bounds(step, len(batch[0]))
+                mine = tuple(array[low:high] for array in batch)
+                yield Part(len(batch[0]), high - low, mine, fingerprint(batch))
 
     def meet(self, parts: Iterator[Part], cursor: Cursor, weight_fn: WeightFn | None) -> Iterator[Met]:
         """Yield each part with what the ranks have of its step, empty ones until all streams have ended; collective.
@@ -198,7 +199,7 @@ class StreamWalk:
     def sample(self, n: int, cursor: Cursor) -> Arrays:
         """``n`` samples of the global batch at ``cursor``, over and over where there are fewer.
 
-        The batch is kept: `batches` from there goes on with it, so that the stream is opened no oftener.
+        The batch is kept: `parts` from there goes on with it, so that the stream is opened no oftener.
         """
         place = (cursor.epoch, cursor.samples)
         if self._peeked is None or self._peeked[0] != place:
@@ -245,10 +246,6 @@ class StreamWalk:
         if self._rank == 0 and text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, stacklevel=3)
-
-
-def _rows(arrays: Arrays, low: int, high: int) -> Arrays:
-    return tuple(array[low:high] for array in arrays)
 
 
 def _emptied(arrays: Arrays) -> Arrays:

@@ -128,14 +128,11 @@ def refuse_own_training(model: Any) -> None:
 
 # --- the loss ----------------------------------------------------------------------------------------------------
 
-def compiled_task(model: Any) -> CompiledTask:
-    """The task of a model that `model.compile` gave a loss; `UserError` where its loss is no mean over samples."""
-    return CompiledTask(model)
-
-
 class CompiledTask:
     """``task(model, batch, training) -> (loss_sum, weight)``: the compiled loss with loss_weights, sample and class
     weights, and what layers add, which counts once after the division by the global weight.
+
+    Errors: `UserError` where the compiled loss is no mean over samples.
     """
 
     def __init__(self, model: Any) -> None:

@@ -72,7 +72,7 @@ def in_parts(model, x, y, weight, cuts=(0, 1, 5, 5, 11), class_weight=None):
     parts = (x, y) if weight is None else (x, y, weight)
     columns = layout.Columns(parts)
     setup.data, setup.class_weight = columns, class_weight
-    arrays, task = columns.fetch(np.arange(N)), compiled.compiled_task(model)
+    arrays, task = columns.fetch(np.arange(N)), compiled.CompiledTask(model)
     total = count = 0.0
     grads = None
     for start, stop in zip(cuts, cuts[1:]):
@@ -194,7 +194,7 @@ def test_each_outputs_loss_is_measured_as_keras_does():
     model.compile("sgd", loss={"kind": "sparse_categorical_crossentropy", "size": "mse"}, loss_weights=None)
     whole = model.evaluate({"a": X, "b": Z}, y, batch_size=N, verbose=0, return_dict=True)
     in_parts(model, {"a": X, "b": Z}, y, None)
-    task = compiled.compiled_task(model)
+    task = compiled.CompiledTask(model)
     batch = tuple(tf.convert_to_tensor(a) for a in compiled.setup_of(model).data.fetch(np.arange(N)))
     pairs = task.pairs(model, model({"a": X, "b": Z}), batch)
     assert {name: pytest.approx(float(a) / float(w), rel=1e-5) for name, (a, w) in pairs.items()} == whole
@@ -232,7 +232,7 @@ def test_a_model_with_a_train_step_of_its_own_is_told_the_way():
             return {}
 
     with pytest.raises(UserError, match="plain model.fit with .import hvdtrain.keras as hvd"):
-        compiled.compiled_task(Own())
+        compiled.CompiledTask(Own())
 
 
 # --- ranks ---------------------------------------------------------------------------------------------------------

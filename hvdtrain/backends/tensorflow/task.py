@@ -35,7 +35,7 @@ def make_task(spec: Any, config: Config) -> Task:
     if spec.task is not None:
         return _users(spec.task)
     if by_compile(spec, config):
-        return compiled.compiled_task(spec.model)
+        return compiled.CompiledTask(spec.model)
     compiled.refuse_own_training(spec.model)
     loss = resolve_loss(config.loss, spec.model)
 

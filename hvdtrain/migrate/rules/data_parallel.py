@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-from hvdtrain.migrate.rules import Plan, torch_trainer
+from hvdtrain.migrate.rules import torch_trainer
 from hvdtrain.migrate.scan import Scan
 
 TITLE = "a script of DataParallel"
@@ -17,6 +17,5 @@ def recognise(scan: Scan) -> bool:
     return any(True for _ in scan.calls("DataParallel", "data_parallel"))
 
 
-def plan(scan: Scan, wish: Any) -> Plan:
-    """To Trainer, by hand; the batch is the global one already."""
-    return torch_trainer.plan(scan, wish, KIND)
+plan = partial(torch_trainer.plan, kind=KIND)
+"""To Trainer, by hand; the batch is the global one already."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-from hvdtrain.migrate.rules import Plan, torch_trainer
+from hvdtrain.migrate.rules import torch_trainer
 from hvdtrain.migrate.scan import Scan
 
 TITLE = "a script of DistributedDataParallel"
@@ -19,6 +19,5 @@ def recognise(scan: Scan) -> bool:
     return any(True for _ in scan.calls("DistributedDataParallel", "torch.distributed.init_process_group"))
 
 
-def plan(scan: Scan, wish: Any) -> Plan:
-    """To Trainer, by hand."""
-    return torch_trainer.plan(scan, wish, KIND)
+plan = partial(torch_trainer.plan, kind=KIND)
+"""To Trainer, by hand."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from hvdtrain.migrate.rules import Plan, torch_trainer
+from hvdtrain.migrate.rules import torch_trainer
 from hvdtrain.migrate.rules.torch_parts import Parts, code
 from hvdtrain.migrate.scan import Scan, argument
 
@@ -50,6 +51,5 @@ KIND = torch_trainer.Kind(("horovod", "torch.utils.data.distributed", "torch.uti
                            "torch.cuda.set_device"), more=_more)
 
 
-def plan(scan: Scan, wish: Any) -> Plan:
-    """To Trainer, by hand."""
-    return torch_trainer.plan(scan, wish, KIND)
+plan = partial(torch_trainer.plan, kind=KIND)
+"""To Trainer, by hand."""

@@ -22,8 +22,7 @@ from hvdtrain.backends.torch.task import Loss, Pair, checked_pair, loss_sum
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.keras import losses
-from hvdtrain.keras.compiled import (compiled_task, is_compiled, refuse_own_training, setup_of, split,
-                                     with_class_weight)
+from hvdtrain.keras.compiled import CompiledTask, is_compiled, refuse_own_training, setup_of, split, with_class_weight
 from hvdtrain.keras.shapes import guarded
 from hvdtrain.keras.states import CompiledMetrics
 from hvdtrain.resolve import load_callable
@@ -46,7 +45,7 @@ class KerasTask:
             loss = losses.by_name(config.loss)
             self._loss = lambda outputs, targets: loss(targets, outputs)
         elif is_compiled(spec.model) and not config.loss.args:
-            self._compiled = compiled_task(spec.model)
+            self._compiled = CompiledTask(spec.model)
 
     def __call__(self, module: KerasModule, batch: Batch) -> Pair:
         """Run the model once, in the module's mode."""

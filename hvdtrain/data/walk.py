@@ -1,5 +1,5 @@
-"""Read this rank's part of each global batch, and find out what the ranks have of it together: `SourceWalk` of data that
-can be fetched by number, `StreamWalk` of data that can only be read in order.
+"""Read this rank's part of each global batch, and find out what the ranks have of it together: `SourceWalk` of data
+that can be fetched by number, `StreamWalk` of data that can only be read in order.
 
 Both have `samples` (None: unknown), `parts` (walked in the fetching thread), `meet` (in the consumer's thread, which
 alone may enter collectives), `sample` and `check_alike`. The cut over the ranks is told them step by step.

@@ -11,8 +11,8 @@ Rank r's factor is how much longer it takes than its line says, f_r = measured /
 - the *noise*, from the ratios of a rank's successive windows (median, so that a change of level does not count), over
   all ranks. A factor whose ratio to the level is beyond 1 + `BAND` times the noise is out of band. Once is an outlier
   and leaves the level alone; in the same direction in each of the last ``lasting`` windows it is a change, and the
-  level goes there at once. So that a drastic change does not wait for whole windows, ``startled`` asks for shorter
-  ones.
+  level goes there at once. A drastic change shows in the latest steps of a window already: they stand for it then,
+  ``startled`` asks for a shorter next one, and the level is taken from that alone.
 
 A new plan is returned when it is predicted to be more than ``margin`` faster by the levels now, and was in each of the
 last ``lasting`` windows by the levels with what is out of band taken at its word. Then counting starts again, so that
@@ -114,7 +114,8 @@ class Rebalancer:
         """
         self._sigma = self._noise()
         self._jumps.append([])
-        quick_P = [self._see(rank, *seen) for rank, seen in enumerate(zip(compute_s_P, samples_P, parts_P))]
+        latest_s_P = latest_s_P or compute_s_P
+        quick_P = [self._see(rank, *seen) for rank, seen in enumerate(zip(compute_s_P, samples_P, parts_P, latest_s_P))]
         self._since += 1
         self._judge(max((s for s in compute_s_P if math.isfinite(s)), default=0.0))
         found, gain = self._best(self._level_P)
@@ -123,7 +124,8 @@ class Rebalancer:
         wait = self.lasting * min(2 ** max(0, self._failed - 1), LONGEST_WAIT)
         if self._since > 2 * wait:
             self._failed = 0
-        self.startled = self._drastic(latest_s_P, samples_P, parts_P)
+        self.startled = any(samples and _drastic(latest_s / line.seconds(samples, parts), level) for latest_s, samples,
+                            parts, line, level in zip(latest_s_P, samples_P, parts_P, self.base_P, self._level_P))
         if self.startled or self._won < self.lasting or gain <= self.margin or self._since < wait:
             return None
         self._before_s = statistics.fmean(self._steps)
@@ -161,7 +163,7 @@ class Rebalancer:
 
     # --- one rank's factor -------------------------------------------------------------------------------------------
 
-    def _see(self, rank: int, compute_s: float, samples: int, parts: int) -> float:
+    def _see(self, rank: int, compute_s: float, samples: int, parts: int, latest_s: float) -> float:
         """Move a rank's level by one window; return its factor, taken at its word."""
         line_s = self.base_P[rank].seconds(samples, parts)
         if samples == 0:
@@ -169,24 +171,24 @@ class Rebalancer:
         if not (math.isfinite(compute_s) and compute_s > 0 and line_s > 0):
             return self._level_P[rank]
         self._idle_P[rank] = 0
-        now, recent, band = compute_s / line_s, self._recent_P[rank], BAND * self._sigma
+        level, recent, band = self._level_P[rank], self._recent_P[rank], BAND * self._sigma
+        now = compute_s / line_s
+        hint = _drastic(latest_s / line_s, level) and not _drastic(now, level)  # it may have begun within the window
+        now = latest_s / line_s if hint else now
         if recent:
             self._jumps[-1].append(abs(_off(now, recent[-1])))
         recent.append(now)
-        offs = [_off(value, self._level_P[rank]) for value in recent]
+        offs = [_off(value, level) for value in recent]
         if abs(offs[-1]) <= band:
             self._weight_P[rank] = min(self._weight_P[rank] + 1, MEMORY)
-            self._level_P[rank] += (now - self._level_P[rank]) / self._weight_P[rank]
+            self._level_P[rank] += (now - level) / self._weight_P[rank]
             return self._level_P[rank]
-        if len(offs) == self.lasting and (min(offs) > band or max(offs) < -band):
-            self._level_P[rank], self._weight_P[rank] = statistics.fmean(recent), self.lasting
+        if len(offs) == self.lasting and (min(offs) > band or max(offs) < -band) and not hint:
+            if _drastic(now, level):  # the window before may be from while it began
+                self._level_P[rank], self._weight_P[rank] = now, 1
+            elif not any(_drastic(value, level) for value in recent):  # else that one was an outlier
+                self._level_P[rank], self._weight_P[rank] = statistics.fmean(recent), self.lasting
         return now
-
-    def _drastic(self, latest_s_P: Sequence[float], samples_P: Sequence[int], parts_P: Sequence[int]) -> bool:
-        """Whether a rank's latest steps took twice as long as its level says, or half."""
-        return any(abs(_off(latest_s / line.seconds(samples, parts), level)) > DRASTIC for latest_s, samples, parts,
-                   line, level in zip(latest_s_P, samples_P, parts_P, self.base_P, self._level_P)
-                   if samples and math.isfinite(latest_s) and latest_s > 0)
 
     def _rest(self, rank: int) -> float:
         """A rank without samples keeps its level for a while, then is tried again."""
@@ -227,3 +229,8 @@ class Rebalancer:
 def _off(factor: float, level: float) -> float:
     """How far ``factor`` is from ``level``: 1 for twice as long, -1 for half."""
     return factor / level - 1.0 if factor >= level else 1.0 - level / factor
+
+
+def _drastic(factor: float, level: float) -> bool:
+    """Whether ``factor`` is a measurement beyond `DRASTIC` from ``level``."""
+    return math.isfinite(factor) and factor > 0 and abs(_off(factor, level)) > DRASTIC

@@ -22,7 +22,7 @@ SKIPPED_STEPS = 2
 LEAST_WINDOW_S = 0.1
 """A window lasts about so long at least: comparing the ranks costs a few tenths of a millisecond."""
 
-CLOSER = 2
+CLOSER = 3
 """Of the ``every_steps`` equal parts of a window, those that a window has in which a drastic change is looked at."""
 
 PHASES = ("data", "compute", "wait", "update")

@@ -19,7 +19,6 @@ import keras
 import numpy as np
 
 from hvdtrain.errors import UserError
-from hvdtrain.keras.compiled import widened
 
 NOT_ADDITIVE = ("PearsonCorrelation", "ConcordanceCorrelation")
 """Metrics that take statistics of one batch, so that their sums depend on how the samples were cut."""
@@ -108,7 +107,6 @@ class CompiledMetrics:
         self._more, self._taken = dict(more or {}), set(taken)
         self._shapes_k: np.ndarray | None = None
         self._more_made: dict[str, Any] = {}
-        self._losses: dict[str, Any] = {}
         self.named: dict[str, Any] = {}
         self.keras_names: dict[str, str] = {}
         self.built = False
@@ -150,27 +148,6 @@ class CompiledMetrics:
             self._compiled.update_state(y, outputs, sample_weight)
         for metric in self._more_made.values():
             metric.update_state(keras.tree.flatten(y)[0], keras.tree.flatten(outputs)[0])
-
-    def prepare(self, y: Any, outputs: Any, sample_weight: Any, losses: Iterable[str]) -> None:
-        """What `follow` needs, by a sample; not in a graph. ``losses``: names of single outputs' losses."""
-        self._losses = {name: keras.metrics.Mean(name=name) for name in losses}
-        self.build(*zeros_like_one((y, outputs, sample_weight)))
-        self.take_followed()
-
-    def follow(self, y: Any, outputs: Any, sample_weight: Any = None, losses: dict[str, Any] | None = None) -> None:
-        """Add a training batch as it passes; ``losses``: (sum, weight) of single outputs. After `prepare`."""
-        self.update(y, widened(outputs), sample_weight)
-        for name, (total, weight) in (losses or {}).items():
-            value = keras.ops.divide_no_nan(keras.ops.stop_gradient(total), weight)
-            self._losses[name].update_state(value, sample_weight=weight)
-
-    def take_followed(self) -> dict[str, np.ndarray]:
-        """`take`, and what `follow` kept of single outputs' losses."""
-        totals = self.take()
-        for name, mean in self._losses.items():
-            totals[name] = vector(mean)
-            mean.reset_state()
-        return totals
 
     def take(self) -> dict[str, np.ndarray]:
         """float64[k] by name since the last call, and `SHAPES`; empty before any batch. Starts anew."""

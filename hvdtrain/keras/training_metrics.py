@@ -12,6 +12,7 @@ import numpy as np
 
 from hvdtrain.errors import UserError
 from hvdtrain.keras.compiled import setup_of, split, widened, with_class_weight
+from hvdtrain.keras.states import vector, zeros_like_one
 from hvdtrain.protocols import Control
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ class TrainingMetrics:
     def __init__(self, model: Any) -> None:
         self._model, self._setup = model, setup_of(model)
         self._states: dict[str, np.ndarray] = {}
+        self._losses: dict[str, Any] = {}
 
     def begin(self, run: Run) -> None:
         """Make the metrics by a sample of the data and have the task update them, where there are any."""
@@ -43,19 +45,21 @@ class TrainingMetrics:
         names = list(setup.task.pairs(self._model, outputs, batch))[1:] if setup.task is not None else []
         if setup.class_weight is not None:
             weight = with_class_weight(setup.class_weight, y, weight)
-        setup.metrics.prepare(y, widened(outputs), weight, names)
-        setup.follow = setup.metrics.follow
+        self._losses = {name: keras.metrics.Mean(name=name) for name in names}
+        setup.metrics.build(*zeros_like_one((y, widened(outputs), weight)))
+        self._take()
+        setup.follow = self._follow
 
     def restart(self) -> None:
         """Forget all batches: an epoch begins."""
         self._states = {}
         if self._setup.follow is not None:
-            self._setup.metrics.take_followed()
+            self._take()
 
     def set_aside(self) -> None:
         """Take the states out of the metrics, in which an evaluation counts next; once an epoch."""
         if self._setup.follow is not None and not self._states:
-            self._states = self._setup.metrics.take_followed()
+            self._states = self._take()
 
     def results(self, control: Control) -> dict[str, float]:
         """Each metric over all ranks' batches of the epoch, under Keras' name; collective."""
@@ -75,3 +79,18 @@ class TrainingMetrics:
     def end(self) -> None:
         """Measure no more."""
         self._setup.follow = None
+
+    def _follow(self, y: Any, outputs: Any, sample_weight: Any = None, losses: dict[str, Any] | None = None) -> None:
+        """Add a training batch as it passes; ``losses``: (sum, weight) of single outputs."""
+        self._setup.metrics.update(y, widened(outputs), sample_weight)
+        for name, (total, weight) in (losses or {}).items():
+            value = keras.ops.divide_no_nan(keras.ops.stop_gradient(total), weight)
+            self._losses[name].update_state(value, sample_weight=weight)
+
+    def _take(self) -> dict[str, np.ndarray]:
+        """The totals since the last call, those of single outputs' losses among them."""
+        totals: dict[str, np.ndarray] = self._setup.metrics.take()
+        for name, mean in self._losses.items():
+            totals[name] = vector(mean)
+            mean.reset_state()
+        return totals

@@ -20,9 +20,8 @@ from hvdtrain.errors import UserError
 from hvdtrain.launch import LAUNCHERS, Host
 from hvdtrain.launch import detect as launch_detect
 from hvdtrain.launch.environment import laid_over
+from hvdtrain.launch.options import add_options, wishes
 from hvdtrain.launch.prepare import Wishes, check, prepare
-from hvdtrain.launch.ssh import parse_ssh
-from hvdtrain.launch.words import parse_mpi_args
 from hvdtrain.run import say
 
 TIMEOUT_S = 60.0
@@ -43,8 +42,9 @@ def main(argv: list[str]) -> int:
                         "a folder that exists", "cd into one") from None
     launched = launch_facts(os.environ)
     hosts = launch_detect.hosts_of(args.hosts, args.hostfile)
-    wishes = _wishes(hosts, args)
-    check(wishes)
+    program = (launch_detect.interpreter(), "-m", "hvdtrain", "doctor", "--facts", "--timeout", f"{args.timeout:g}")
+    one_each = wishes(args, tuple(Host(host.name, 1) for host in hosts), program)
+    check(one_each)
     if hosts and launched.kind != "solo":
         raise UserError(f"-H under {launched.launcher}, which has placed the ranks already", "one of the two",
                         "leave -H and --hostfile out, or start doctor without a launcher")
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     if launched.kind != "solo":
         return gather.under_launcher(os.environ, launched, args.timeout, lambda report: show(report, args, True))
     with orderly_signals():
-        return show(_over(hosts, wishes, args) if hosts else ([facts.collect(os.environ)], []), args, False)
+        return show(_over(hosts, one_each, args) if hosts else ([facts.collect(os.environ)], []), args, False)
 
 
 def show(report: start.Report, args: argparse.Namespace, launched: bool) -> int:
@@ -83,17 +83,7 @@ def parser() -> argparse.ArgumentParser:
                     "slow it, each with the command that mends it. With hosts: one rank on each under the real "
                     "launcher. Exit status 1 if something would stop a run.",
         epilog="For example: python -m hvdtrain doctor -H fast:4,old:2")
-    where = made.add_mutually_exclusive_group()
-    where.add_argument("-H", "--hosts", action="append", default=[],
-                       help="hosts and the slots a run will use: fast:4,old:2")
-    where.add_argument("--hostfile", action="append", default=[],
-                       help="file of hosts: lines such as 'fast slots=4' or 'fast:4'")
-    made.add_argument("--launcher", choices=["auto", *LAUNCHERS], default="auto", help="as in launch (default auto)")
-    made.add_argument("--ssh", help="the command that reaches a host, such as 'ssh -p 2222'")
-    made.add_argument("--iface", default="", help="the network interface to use, of one name on all hosts")
-    made.add_argument("--allow-run-as-root", action="store_true", help="tell Open MPI that running as root is meant")
-    made.add_argument("--mpi-args", action="append", default=[], metavar="WORDS",
-                      help="more words for the launcher: --mpi-args='--mca pml ucx'; may be repeated")
+    add_options(made)
     made.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS",
                       help=f"how long the hosts may take to come together (default {TIMEOUT_S:g})")
     made.add_argument("--json", action="store_true", help="print facts and problems as one line of JSON")
@@ -102,25 +92,17 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _wishes(hosts: tuple[Host, ...], args: argparse.Namespace) -> Wishes:
-    """The options as a launch of one rank per host."""
-    program = (launch_detect.interpreter(), "-m", "hvdtrain", "doctor", "--facts", "--timeout", f"{args.timeout:g}")
-    return Wishes(program=program, hosts=tuple(Host(host.name, 1) for host in hosts), interface=args.iface,
-                  ssh=() if args.ssh is None else parse_ssh(args.ssh), allow_root=args.allow_run_as_root,
-                  mpi_args=parse_mpi_args(args.mpi_args))
-
-
-def _over(hosts: tuple[Host, ...], wishes: Wishes, args: argparse.Namespace) -> start.Report:
+def _over(hosts: tuple[Host, ...], one_each: Wishes, args: argparse.Namespace) -> start.Report:
     """The report of one rank per host; of this host alone, with the reason, where they cannot be started.
 
     What a launcher refuses whoever the user is, is a wrong option, and no fault of this machine: `UserError`.
     """
     machine = launch_detect.here()
     try:
-        tool, _ = launch_detect.find(args.launcher, machine, wishes.hosts)
+        tool, _ = launch_detect.find(args.launcher, machine, one_each.hosts)
     except UserError as error:
         return start.alone(error.got, error.do)
-    spec, _ = prepare(wishes, machine, tool)
+    spec, _ = prepare(one_each, machine, tool)
     command = LAUNCHERS[tool.launcher].command
     command(replace(spec, as_root=False))
     try:

@@ -14,14 +14,13 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from hvdtrain.errors import UserError
-from hvdtrain.launch import LAUNCHERS, Host, LaunchSpec
+from hvdtrain.launch import LAUNCHERS, LaunchSpec
 from hvdtrain.launch.detect import find, here, hosts_of, interpreter
 from hvdtrain.launch.environment import laid_over, valid_name
 from hvdtrain.launch.mpich import LAST
-from hvdtrain.launch.prepare import Wishes, prepare
+from hvdtrain.launch.options import add_options, wishes
+from hvdtrain.launch.prepare import prepare
 from hvdtrain.launch.spec import BINDINGS
-from hvdtrain.launch.ssh import parse_ssh
-from hvdtrain.launch.words import parse_mpi_args
 
 
 def main(argv: list[str]) -> int:
@@ -30,7 +29,9 @@ def main(argv: list[str]) -> int:
     hosts = hosts_of(args.hosts, args.hostfile)
     machine = here()
     tool, notes = find(args.launcher, machine, hosts, may_lack=args.dry_run)
-    spec, more = prepare(wishes(args, hosts, program), machine, tool)
+    asked = wishes(args, hosts, program, ranks=args.np, env=tuple(args.env), bind=args.bind,
+                   cores_per_rank=args.cores_per_rank, oversubscribe=args.oversubscribe)
+    spec, more = prepare(asked, machine, tool)
     words, env = LAUNCHERS[tool.launcher].command(spec)
     for line in (*notes, *more):
         print(f"note: {line}", file=sys.stderr)
@@ -65,15 +66,6 @@ def rank_program(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def wishes(args: argparse.Namespace, hosts: tuple[Host, ...], program: tuple[str, ...]) -> Wishes:
-    """The options as `prepare` takes them."""
-    return Wishes(
-        program=program, hosts=hosts, ranks=args.np, env=tuple(args.env),
-        ssh=() if args.ssh is None else parse_ssh(args.ssh),
-        interface=args.iface, bind=args.bind, cores_per_rank=args.cores_per_rank, oversubscribe=args.oversubscribe,
-        allow_root=args.allow_run_as_root, mpi_args=parse_mpi_args(args.mpi_args))
-
-
 def shell_lines(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
     """The launch as lines for a shell: the variables, then the command.
 
@@ -96,24 +88,14 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m hvdtrain launch", allow_abbrev=False, usage="%(prog)s [options] -- PROGRAM ...",
         description="Start PROGRAM on every rank: a command of hvdtrain (train, verify, bench, ...) or any program.",
         epilog="For example: python -m hvdtrain launch -H fast:4,old:2 -- train --epochs 3")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("-H", "--hosts", action="append", default=[], help="hosts and their slots: fast:4,old:2")
-    where.add_argument("--hostfile", action="append", default=[],
-                       help="file of hosts: lines such as 'fast slots=4' or 'fast:4'")
+    add_options(parser)
     parser.add_argument("-np", "--np", type=int, default=0, help="number of ranks (default: all slots)")
-    parser.add_argument("--launcher", choices=["auto", *LAUNCHERS], default="auto",
-                        help="who starts the ranks (default auto: srun inside a Slurm allocation, else what mpirun is)")
     parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]",
                         help="pass this variable too; may be repeated")
-    parser.add_argument("--ssh", help="the command that reaches a host, such as 'ssh -p 2222'")
-    parser.add_argument("--iface", default="", help="the network interface to use, of one name on all hosts")
     parser.add_argument("--bind", choices=BINDINGS, default="none", help="what a rank is bound to (default none)")
     parser.add_argument("--cores-per-rank", type=int, default=1,
                         help="with --bind core: cores of each rank (default 1)")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than slots or cores")
-    parser.add_argument("--allow-run-as-root", action="store_true", help="tell Open MPI that running as root is meant")
-    parser.add_argument("--mpi-args", action="append", default=[], metavar="WORDS",
-                        help="more words for the launcher: --mpi-args='--mca pml ucx'; may be repeated")
     parser.add_argument("--dry-run", action="store_true", help="print the command, run nothing")
     return parser
 

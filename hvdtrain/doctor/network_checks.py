@@ -13,6 +13,7 @@ from typing import Any
 
 from hvdtrain.doctor.facts import Facts, known
 from hvdtrain.doctor.problem import SLOWS, STOPS, Problem
+from hvdtrain.launch import openmpi
 
 VIRTUAL = re.compile(r"docker|br-|virbr|veth|vmnet|vboxnet|cni|flannel|cali|lxc|lxdbr|podman|kube|dummy|ifb")
 """Names of interfaces that do not lead to another host."""
@@ -87,8 +88,8 @@ def pinned(host: Facts, networks: str) -> str:
     found = host["mpirun"] if known(host["mpirun"]) else {"flavour": "openmpi", "version": ""}
     if found["flavour"] != "openmpi":
         return f"mpiexec -iface {_interface(host, networks.split(',')[0])}"
-    daemons = "--mca oob_tcp_if_include" if found["version"].startswith("4") else "--prtemca prte_if_include"
-    return f"mpirun --mca btl_tcp_if_include {networks} {daemons} {networks}"
+    daemons = (openmpi.FOUR if found["version"].startswith("4") else openmpi.FIVE).networks(networks)
+    return f"mpirun --mca btl_tcp_if_include {networks} {' '.join(daemons)}"
 
 
 def _all_of(hosts: Sequence[Facts]) -> str:

@@ -1,18 +1,18 @@
 """Launching a job: a pure plan (`prepare`), one pure file per launcher, and one file that looks around (`detect`).
 
-Owns the registry of launchers. Each is a module with ``command(spec) -> (argv, environment to set)``, the protocol
+Owns the registry of launchers. Each has a ``command(spec) -> (argv, environment to set)``, the protocol
 `hvdtrain.protocols.Launcher`. Nothing here starts anything: `hvdtrain.cli.launch` does.
 """
 
 from __future__ import annotations
 
-from hvdtrain.launch import horovodrun, intelmpi, mpich, openmpi4, openmpi5, slurm
+from hvdtrain.launch import horovodrun, intelmpi, mpich, openmpi, slurm
 from hvdtrain.launch.spec import Host, LaunchSpec, Tool
 from hvdtrain.protocols import Launcher
 
 LAUNCHERS: dict[str, Launcher] = {
-    "openmpi4": openmpi4,
-    "openmpi5": openmpi5,
+    "openmpi4": openmpi.FOUR,
+    "openmpi5": openmpi.FIVE,
     "mpich": mpich,
     "intelmpi": intelmpi,
     "horovodrun": horovodrun,

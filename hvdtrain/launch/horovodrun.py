@@ -17,8 +17,6 @@ import shlex
 
 from hvdtrain.errors import UserError
 from hvdtrain.launch import openmpi
-from hvdtrain.launch.openmpi4 import OBJECTS as OBJECTS_4
-from hvdtrain.launch.openmpi5 import OBJECTS as OBJECTS_5
 from hvdtrain.launch.spec import LaunchSpec
 
 _KEY_FILE = re.compile(r"[A-Za-z0-9_./~+][A-Za-z0-9_./~+-]*")
@@ -36,7 +34,7 @@ def command(spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
                         "anybody's pickles", "--iface NAME, the same on all hosts", "see ip address for the name")
     openmpi.root(spec)  # refuses; the flag itself horovodrun always gives
     five = spec.tool.numbers[:1] >= (5,)
-    binding = openmpi.binding(spec, OBJECTS_5 if five else OBJECTS_4)
+    binding = (openmpi.FIVE if five else openmpi.FOUR).binding(spec)
     words = [spec.tool.path, "--mpi", "-np", str(spec.ranks), "-H", ",".join(map(str, spec.hosts)),
              f"--binding-args={shlex.join(binding)}", *_ssh(spec, five)]
     if spec.interface:

@@ -1,6 +1,12 @@
-"""What Open MPI 4.1 and 5 have in common on mpirun's command line. The files of the two hold what differs."""
+"""mpirun of Open MPI 4.1 (and 4.0) and of Open MPI 5: one launch as its command line. Pure.
+
+Daemons and mapping of Open MPI 5 are PRRTE's, which takes any ``--mca`` or ``--prtemca`` name, also a wrong one, and
+then ignores it: each name here was seen working.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from hvdtrain.errors import UserError
 from hvdtrain.launch.spec import LaunchSpec
@@ -10,40 +16,51 @@ SPLITS = " \t\n:\"'\\"
 """Characters at which Open MPI takes a launch agent apart (a colon separates alternatives)."""
 
 
-def command(spec: LaunchSpec, objects: dict[str, str], agent_name: list[str],
-            interface_names: list[list[str]]) -> tuple[list[str], dict[str, str]]:
-    """(argv, environment to set). ``objects``: see `binding`. The names: options before ssh words and the interface.
+@dataclass(frozen=True)
+class OpenMpi:
+    """A generation's words: ``flag`` of its daemons' settings, their names for the ssh command (``agent``) and for
+    networks (``interfaces``), and what it calls a ``socket``."""
 
-    Errors: `UserError` for root unasked, and for ssh words that mpirun would take apart.
-    """
-    # Without --stdin none a rank 0 that reads its input to the end waits for ever (Open MPI 5).
-    words = [spec.tool.path, *root(spec), *placement(spec), *binding(spec, objects), "--stdin", "none"]
-    if found := agent(spec):
-        words += [*agent_name, found]
-    for name in interface_names if spec.interface else ():
-        words += [*name, spec.interface]
-    return [*words, *environment(spec), *spec.mpi_args, *spec.program], dict(spec.env_values)
+    flag: str
+    agent: str
+    interfaces: str
+    socket: str
+
+    def command(self, spec: LaunchSpec) -> tuple[list[str], dict[str, str]]:
+        """(argv, environment to set). `UserError` for root unasked, and for ssh words that mpirun would take apart."""
+        agent = " ".join(agent_words(spec, SPLITS))
+        words = [spec.tool.path, *root(spec)]
+        if spec.ranks:
+            words += ["-np", str(spec.ranks)]
+        if spec.hosts:
+            words += ["-H", ",".join(map(str, spec.hosts))]
+        # Without --stdin none a rank 0 that reads its input to the end waits for ever.
+        words += [*self.binding(spec), "--stdin", "none"]
+        if agent:
+            words += [self.flag, self.agent, agent]
+        if spec.interface:
+            words += [*self.networks(spec.interface), "--mca", "btl_tcp_if_include", spec.interface]
+        # Values stay in mpirun's own environment: any character survives, none is in ps.
+        words += [word for name in spec.env_names for word in ("-x", name)]
+        return [*words, *spec.mpi_args, *spec.program], dict(spec.env_values)
+
+    def binding(self, spec: LaunchSpec) -> list[str]:
+        """Always said: without it two ranks get one core each, and a rank's threads share it.
+
+        Ranks fill a host before the next one (by slot), in every binding; the hosts go in the order of ``-H``, but for
+        4.1, which takes this host first wherever it stands.
+        """
+        by = f"slot:PE={spec.cores_per_rank}" if spec.bind == "core" else "slot"
+        to = self.socket if spec.bind == "socket" else spec.bind
+        return ["--map-by", by, "--bind-to", to, *(["--oversubscribe"] if spec.oversubscribe else [])]
+
+    def networks(self, names: str) -> list[str]:
+        """The option that keeps the daemons to some interfaces or networks, with commas between."""
+        return [self.flag, self.interfaces, names]
 
 
-def placement(spec: LaunchSpec) -> list[str]:
-    """How many ranks, and where; both lines are mpirun's ``-H name:slots``."""
-    words = ["-np", str(spec.ranks)] if spec.ranks else []
-    return [*words, "-H", ",".join(map(str, spec.hosts))] if spec.hosts else words
-
-
-def binding(spec: LaunchSpec, words: dict[str, str]) -> list[str]:
-    """Always said: without it two ranks get one core each, and a rank's threads share it.
-
-    ``words`` name the parts of a host as this version does. Ranks fill a host before the next one (by slot), in every
-    binding; the hosts go in the order of ``-H``, but for 4.1, which takes this host first wherever it stands.
-    """
-    by = f"slot:PE={spec.cores_per_rank}" if spec.bind == "core" else "slot"
-    return ["--map-by", by, "--bind-to", words[spec.bind], *(["--oversubscribe"] if spec.oversubscribe else [])]
-
-
-def environment(spec: LaunchSpec) -> list[str]:
-    """``-x NAME`` for each name. Values stay in mpirun's own environment: any character survives, none is in ``ps``."""
-    return [word for name in spec.env_names for word in ("-x", name)]
+FOUR = OpenMpi("--mca", "plm_rsh_agent", "oob_tcp_if_include", "socket")
+FIVE = OpenMpi("--prtemca", "plm_ssh_agent", "prte_if_include", "package")
 
 
 def root(spec: LaunchSpec) -> list[str]:
@@ -57,8 +74,3 @@ def root(spec: LaunchSpec) -> list[str]:
                         "in a container say --allow-run-as-root; elsewhere change the user: a mistake of root's costs "
                         "the machine")
     return ["--allow-run-as-root"]
-
-
-def agent(spec: LaunchSpec) -> str:
-    """The ssh command as the one value that Open MPI wants; "" for its own choice."""
-    return " ".join(agent_words(spec, SPLITS))

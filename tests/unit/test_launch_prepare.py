@@ -14,9 +14,9 @@ from hvdtrain.launch import LAUNCHERS, Host, Tool
 from hvdtrain.launch.detect import PROGRAMS, choose, hosts_of
 from hvdtrain.launch.environment import parse_env, passed
 from hvdtrain.launch.mpich import LAST
+from hvdtrain.launch.options import parse_mpi_args
 from hvdtrain.launch.prepare import Here, Wishes, prepare
 from hvdtrain.launch.ssh import AGENT_VARIABLES, UNREAD, parse_ssh
-from hvdtrain.launch.words import parse_mpi_args
 
 OPENMPI = Tool("openmpi4", "/v/bin/mpirun", "openmpi", "4.1.8", "/v/bin/mpirun")
 HERE = Here(env={"PATH": "/usr/bin", "SECRET": "s"}, names=("localhost", "127.0.0.1", "me"), cores=4,

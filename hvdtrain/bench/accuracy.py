@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +18,8 @@ from hvdtrain import schema
 from hvdtrain.bench import record, table
 from hvdtrain.bench.options import Parser, one_of, some_of, whole
 from hvdtrain.build.children import orderly_signals
-from hvdtrain.build.run import ChildFailed, logged, tail
 from hvdtrain.cli import train
-from hvdtrain.cli.verify import AS_ROOT, launcher
+from hvdtrain.cli.verify import completed
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.exchange.buckets import plan_buckets
@@ -248,16 +245,7 @@ def _check(options: Sequence[str]) -> None:
 
 def _run(ranks: int, options: Sequence[str], out: Path, timeout_s: float) -> None:
     """One job; its output is shown only if it fails."""
-    command = [*launcher(ranks), sys.executable, "-m", "hvdtrain", "train", *options, "--out", str(out)]
-    what, log = f"the run {out.name}", out.with_suffix(".log")
-    try:
-        logged(what, command, log, {**os.environ, **AS_ROOT} if os.geteuid() == 0 else dict(os.environ), timeout_s)
-        if not (out / COMPLETED).is_file():
-            raise ChildFailed(what, "did not complete", log)
-    except ChildFailed as failed:
-        say("\n".join(tail(log)))
-        raise UserError(f"{failed.what} {failed.how}", "a run that ends well",
-                        "see its last lines above; --timeout and --max_steps bound it") from None
+    completed(f"the run {out.name}", ranks, options, out, timeout_s, "--timeout and --max_steps bound it")
 
 
 def _trial(workload: Workload, name: str, seed: int, config: Config, ranks: int, out: Path) -> Trial:

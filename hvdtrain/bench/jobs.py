@@ -17,8 +17,7 @@ import threading
 from typing import Any
 
 from hvdtrain.bench.worker import MARK
-from hvdtrain.build import children
-from hvdtrain.build.children import TERMINATE_S, ends_within
+from hvdtrain.build.children import TERMINATE_S, Child, signal_all
 
 LAST_LINES = 25
 GRACE_S = 20.0
@@ -38,18 +37,16 @@ class Job:
 
     def __init__(self, name: str, argv: list[str], env: dict[str, str]) -> None:
         self.name = name
-        self._mark, env = children.marked(env)
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
-        self._child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                       env=env, start_new_session=True, preexec_fn=children.die_with_parent())
+        self._child = Child(argv, env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
         """Sort what the job says into messages and other lines."""
-        assert self._child.stdout is not None
-        for raw in self._child.stdout:
+        assert self._child.process.stdout is not None
+        for raw in self._child.process.stdout:
             line = raw.decode(errors="replace").rstrip()
             _, mark, text = line.partition(MARK)
             try:
@@ -69,9 +66,8 @@ class Job:
         except queue.Empty:
             raise self._failed(f"did not answer within {timeout_s:g} s") from None
         if message is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(TERMINATE_S)
-            raise self._failed(f"ended with exit status {self._child.returncode}")
+            self._child.ends_within(TERMINATE_S)
+            raise self._failed(f"ended with exit status {self._child.process.returncode}")
         if message.get("event") != event:
             raise self._failed(f"said {message.get('event')!r} where {event!r} was awaited")
         return message
@@ -83,11 +79,11 @@ class Job:
 
     def suspend(self) -> None:
         """Stop every process of the job where it stands."""
-        children.signal_all(self._mark, signal.SIGSTOP)
+        signal_all(self._child.mark, signal.SIGSTOP)
 
     def resume(self) -> None:
         """Let every process go on."""
-        children.signal_all(self._mark, signal.SIGCONT)
+        signal_all(self._child.mark, signal.SIGCONT)
 
     def quit(self) -> None:
         """Tell the job to end in order; `end` then waits for it. One that does not listen is left to `end`."""
@@ -97,23 +93,21 @@ class Job:
 
     def end(self, grace_s: float = 0.0) -> None:
         """End the job: in order where it does so within ``grace_s``, else by force; no process is left here."""
-        if not ends_within(self._child, grace_s):
+        if not self._child.ends_within(grace_s):
             self.resume()
-            self._child.terminate()  # mpirun then ends its ranks, wherever they are, and takes its files away
-            ends_within(self._child, TERMINATE_S)
-        children.kill_all(self._mark)
-        self._child.wait()
+        self._child.end()
         self._reader.join(TERMINATE_S)
-        for pipe in (self._child.stdin, self._child.stdout):
+        for pipe in (self._child.process.stdin, self._child.process.stdout):
             with contextlib.suppress(OSError, ValueError):
                 assert pipe is not None
                 pipe.close()
 
     def _send(self, line: str) -> None:
-        assert self._child.stdin is not None
+        pipe = self._child.process.stdin
+        assert pipe is not None
         try:
-            self._child.stdin.write(f"{line}\n".encode())
-            self._child.stdin.flush()
+            pipe.write(f"{line}\n".encode())
+            pipe.flush()
         except (OSError, ValueError):
             raise self._failed("does not listen any more") from None
 

@@ -1,6 +1,6 @@
-"""What is needed to leave no child behind: a mark that finds all its processes, a death signal, signals as exits.
+"""Children that leave nothing behind: a mark that finds all their processes, a death signal, signals as exits.
 
-Owns no child: `hvdtrain.build.run` and `hvdtrain.bench.jobs` start and end theirs with this. A child's mark is in its
+Owns how a child is started and ended; what it is and what it says is its starter's. A child's mark is in its
 environment and so in that of all that it starts, also of ranks, which mpirun puts into process groups of their own.
 """
 
@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 JOB = "JOB_OF_HVDTRAIN"
@@ -65,13 +65,43 @@ def kill_all(mark: str) -> None:
         time.sleep(0.05)
 
 
-def ends_within(child: subprocess.Popen[Any], seconds: float) -> bool:
-    """Whether a child ends by itself within so many seconds."""
-    try:
-        child.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+class Child:
+    """A child in a session of its own, from ``argv`` and ``env``; leaving the context ends it and all that it started.
+
+    ``options``: of `subprocess.Popen`; without one it has no input.
+    """
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], **options: Any) -> None:
+        self.mark, own = marked(env)
+        self.process: subprocess.Popen[Any] = subprocess.Popen(
+            list(argv), env=own, start_new_session=True, preexec_fn=die_with_parent(),
+            **{"stdin": subprocess.DEVNULL, **options})
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.end()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether it ends by itself within so many seconds."""
+        try:
+            self.process.wait(max(0.0, seconds))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def end(self, terminate_s: float = TERMINATE_S) -> None:
+        """End it, and whatever it left running; it has ``terminate_s`` after SIGTERM, 0 for none. May be repeated."""
+        try:
+            if terminate_s and self.process.poll() is None:
+                self.process.terminate()  # mpirun then ends its ranks, wherever they are, and takes its files away
+                self.ends_within(terminate_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # nobody else is in its group
+            kill_all(self.mark)
+            self.process.wait()
 
 
 def die_with_parent() -> Callable[[], None] | None:

@@ -1,24 +1,23 @@
 """Running a child whose output goes to a file, with progress, a deadline, and no survivor.
 
-Owns the child, its process group and all that it starts. Knows nothing about Horovod.
+Owns the file and what is said of a child that failed. Knows nothing about Horovod.
 """
 
 from __future__ import annotations
 
 import os
-import queue
 import shlex
-import signal
 import subprocess
-import threading
+import sys
 import time
 from pathlib import Path
-from typing import TextIO
 
-from hvdtrain.build.children import TERMINATE_S, die_with_parent, ends_within, kill_all, marked
+from hvdtrain.build.children import Child
 from hvdtrain.build.progress import Display, Progress
+from hvdtrain.errors import UserError
 
 LAST_LINES = 20
+POLL_S = 1.0
 
 
 class ChildFailed(Exception):
@@ -30,15 +29,19 @@ class ChildFailed(Exception):
 
     def report(self) -> str:
         """The last lines of the log, then what failed and where the whole log is."""
-        return "\n".join([*tail(self.log), f"{self.what} {self.how}. The whole log: {self.log}"])
+        return "\n".join([*self._last_lines(), f"{self.what} {self.how}. The whole log: {self.log}"])
 
+    def told(self, expected: str, do: str) -> UserError:
+        """Print the last lines of the log; the error to raise, whose ``do`` may speak of them."""
+        print("\n".join(self._last_lines()), file=sys.stderr)
+        return UserError(f"{self.what} {self.how}", expected, do)
 
-def tail(log: Path, lines: int = LAST_LINES) -> list[str]:
-    """The last ``lines`` lines of a file, empty where it cannot be read."""
-    try:
-        return log.read_text(errors="replace").splitlines()[-lines:]
-    except OSError:
-        return []
+    def _last_lines(self) -> list[str]:
+        """Of the log; empty where it cannot be read."""
+        try:
+            return self.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        except OSError:
+            return []
 
 
 def logged(what: str, argv: list[str], log: Path, env: dict[str, str], timeout_s: float,
@@ -48,64 +51,20 @@ def logged(what: str, argv: list[str], log: Path, env: dict[str, str], timeout_s
     However this is left, also by an exception that a signal handler raises (`children.orderly_signals`), the child and
     all that it started are ended.
     """
-    progress, lines = Progress(), queue.Queue[str | None]()
-    mark, env = marked(env)
-    with log.open("a", encoding="utf-8", errors="replace") as out:
+    ends_at = time.monotonic() + timeout_s
+    with log.open("a", encoding="utf-8") as out, log.open(encoding="utf-8", errors="replace") as said:
         out.write(f"$ {shlex.join(argv)}\n")
         out.flush()
-        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                 stderr=subprocess.STDOUT, env=env, cwd=cwd, text=True, errors="replace",
-                                 start_new_session=True, preexec_fn=die_with_parent())
-        threading.Thread(target=_pump, args=(child, lines), daemon=True).start()
-        deadline = time.monotonic() + timeout_s
-        try:
-            _follow(lines, out, progress, display, deadline)
-            code = child.wait(max(0.1, deadline - time.monotonic()))
-        except (TimeoutError, subprocess.TimeoutExpired):
-            raise ChildFailed(what, f"took more than {timeout_s:.0f} s", log) from None
-        finally:
-            _end(child, mark)
+        said.seek(0, os.SEEK_END)
+        progress = Progress()
+        with Child(argv, env, stdout=out, stderr=subprocess.STDOUT, cwd=cwd) as child:
+            while not child.ends_within(min(POLL_S, ends_at - time.monotonic())):
+                for line in said if display is not None else ():
+                    progress.read(line)
+                if display is not None:
+                    display.show(progress)
+                if time.monotonic() > ends_at:
+                    raise ChildFailed(what, f"took more than {timeout_s:.0f} s", log)
+            code = child.process.returncode
     if code != 0:
         raise ChildFailed(what, f"failed with exit status {code}", log)
-
-
-def _pump(child: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
-    assert child.stdout is not None
-    for line in child.stdout:
-        lines.put(line)
-    lines.put(None)
-
-
-def _follow(lines: queue.Queue[str | None], out: TextIO, progress: Progress, display: Display | None,
-            deadline: float) -> None:
-    """Copy lines to the log until the child closes its output; TimeoutError at ``deadline``."""
-    while True:
-        try:
-            line = lines.get(timeout=1.0)
-        except queue.Empty:
-            line = ""
-        if line is None:
-            return
-        if line:
-            out.write(line)
-            out.flush()
-            progress.read(line)
-        if display is not None:
-            display.show(progress)
-        if time.monotonic() > deadline:
-            raise TimeoutError
-
-
-def _end(child: subprocess.Popen[str], mark: str) -> None:
-    """End the child and whatever it left running; it had a session of its own, so nobody else is in its group."""
-    try:
-        if child.poll() is None:
-            child.terminate()  # mpirun then ends its ranks and takes its files away
-            ends_within(child, TERMINATE_S)
-    finally:
-        try:
-            os.killpg(child.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
-        kill_all(mark)
-        child.wait()

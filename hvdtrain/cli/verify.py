@@ -21,7 +21,7 @@ from hvdtrain import curve
 from hvdtrain.bench import table
 from hvdtrain.build.children import orderly_signals
 from hvdtrain.build.detect import find_mpi
-from hvdtrain.build.run import ChildFailed, logged, tail
+from hvdtrain.build.run import ChildFailed, logged
 from hvdtrain.build.verify import launch_argv
 from hvdtrain.cli import train
 from hvdtrain.curve import Tolerance
@@ -146,29 +146,32 @@ def _parts(rest: Sequence[str]) -> int:
 
 
 def _train(case: Case, temp: Path, args: argparse.Namespace, rest: Sequence[str], parts: int = 0) -> Path:
-    """One job, with its batch cut into ``parts`` micro-batches if that is not 0; returns its directory.
-
-    Its output is shown only if it fails.
-    """
+    """One job, with its batch cut into ``parts`` micro-batches if that is not 0; returns its directory."""
     n, shares = case
     out = temp / (f"np{n}" + ("-uneven" if shares else "") + (f"-{parts}-parts" if parts else ""))
-    command = [sys.executable, "-m", "hvdtrain", "train", *rest, "--max_steps", str(args.steps), "--epochs", "1000000",
-               "--eval_every", "0", "--checkpoint.at_end", "false", "--progress", "off", "--out", str(out)]
+    command = [*rest, "--max_steps", str(args.steps), "--epochs", "1000000", "--eval_every", "0",
+               "--checkpoint.at_end", "false", "--progress", "off"]
     if shares:
         command += ["--shares", str(list(shares))]
     if parts:
         command += ["--accumulate", str(parts), "--micro_batch", "0"]
-    if n > 1:
-        command = [*launcher(n), *command]
-    what, log = f"the run on {n} ranks", out.with_suffix(".log")
+    return completed(f"the run on {n} ranks", n, command, out, args.timeout, "--timeout and --steps bound it")
+
+
+def completed(what: str, ranks: int, options: Sequence[str], out: Path, timeout_s: float, bounds: str) -> Path:
+    """Train on ``ranks`` ranks with ``options`` into the directory ``out``, and return that.
+
+    Its output is shown only if it fails: `UserError`, with ``bounds``, the options that bound a run, in its advice.
+    """
+    command = [*(launcher(ranks) if ranks > 1 else ()), sys.executable, "-m", "hvdtrain", "train", *options,
+               "--out", str(out)]
+    log = out.with_suffix(".log")
     try:
-        logged(what, command, log, {**os.environ, **AS_ROOT} if os.geteuid() == 0 else dict(os.environ), args.timeout)
+        logged(what, command, log, {**os.environ, **AS_ROOT} if os.geteuid() == 0 else dict(os.environ), timeout_s)
         if not (out / COMPLETED).is_file():
             raise ChildFailed(what, "did not complete", log)
     except ChildFailed as failed:
-        print("\n".join(tail(log)), file=sys.stderr)
-        raise UserError(f"{failed.what} {failed.how}", "a run that ends well",
-                        "see its last lines above; --timeout and --steps bound it") from None
+        raise failed.told("a run that ends well", f"see its last lines above; {bounds}") from None
     return out
 
 

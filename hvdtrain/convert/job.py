@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.build.children import orderly_signals
-from hvdtrain.build.run import ChildFailed, logged, tail
+from hvdtrain.build.run import ChildFailed, logged
 from hvdtrain.checkpoint.files import fsync_directory, make_directories
 from hvdtrain.convert.request import Request, completed
 from hvdtrain.errors import UserError
@@ -60,9 +60,7 @@ def _child(what: str, argv: list[str], exchange: Path) -> None:
     except ChildFailed as failed:
         if said.is_file():
             raise UserError(*json.loads(said.read_text(encoding="utf-8"))) from None
-        print("\n".join(tail(log)), file=sys.stderr)
-        raise UserError(f"{failed.what} {failed.how}", "models that can be built and loaded here",
-                        "see its last lines above") from None
+        raise failed.told("models that can be built and loaded here", "see its last lines above") from None
 
 
 def _own_path() -> list[str]:

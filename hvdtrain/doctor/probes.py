@@ -6,18 +6,15 @@ no other, and no process loads two frameworks (law 3). Knows nothing of what the
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from typing import IO, Any
 
-from hvdtrain.build.children import die_with_parent, kill_all, marked
+from hvdtrain.build.children import Child
 
 MARK = "hvdtrain-doctor "
 """Begins each line of a program that is an answer: whatever else a package prints is not one."""
@@ -143,19 +140,15 @@ class _Probe:
     """One program that runs, its output in files."""
 
     def __init__(self, text: str, env: Mapping[str, str], folder: str) -> None:
-        self.mark, own = marked({**env, "TF_CPP_MIN_LOG_LEVEL": "3"})
         self.out: IO[str] = tempfile.TemporaryFile("w+", dir=folder, errors="replace")
         self.err: IO[str] = tempfile.TemporaryFile("w+", dir=folder, errors="replace")
-        self.child = subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.DEVNULL, stdout=self.out,
-                                      stderr=self.err, env=own, start_new_session=True, preexec_fn=die_with_parent())
+        self.child = Child([sys.executable, "-c", text], {**env, "TF_CPP_MIN_LOG_LEVEL": "3"}, stdout=self.out,
+                           stderr=self.err)
 
     def answer(self, ends_at: float, timeout_s: float) -> dict[str, Any]:
         """What the program told; waits for its end until ``ends_at`` (of time.monotonic)."""
-        code: int | None = None
-        try:
-            code = self.child.wait(max(0.0, ends_at - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._kill()
+        code = self.child.process.returncode if self.child.ends_within(ends_at - time.monotonic()) else None
+        self._kill()
         told = merged(whole_text(self.out))
         at = told.pop("at", "starting python")
         if at:
@@ -169,12 +162,8 @@ class _Probe:
             file.close()
 
     def _kill(self) -> None:
-        if self.child.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.child.pid, signal.SIGKILL)  # it has a session of its own
-            self.child.kill()
-            self.child.wait()
-            kill_all(self.mark)
+        if self.child.process.poll() is None:
+            self.child.end(0.0)
 
 
 def whole_text(file: IO[str]) -> str:

@@ -10,15 +10,13 @@ import contextlib
 import json
 import os
 import re
-import signal
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from hvdtrain.build.children import TERMINATE_S, die_with_parent, ends_within, kill_all, marked
+from hvdtrain.build.children import Child
 from hvdtrain.doctor import facts
 from hvdtrain.doctor.facts import Facts
 from hvdtrain.doctor.probes import whole_text
@@ -136,29 +134,18 @@ def run(words: Sequence[str], env: Mapping[str, str], first_s: float, more_s: fl
     It has ``first_s`` until it prints `STAGE` and ``more_s`` from then; the status is None where that was not enough.
     Open files go to the child: hydra's ranks talk to it through one.
     """
-    mark, own = marked(env)
     with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
-        child = subprocess.Popen(list(words), stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=own,
-                                 start_new_session=True, close_fds=False, preexec_fn=die_with_parent())
-        try:
+        with Child(words, env, stdout=out, stderr=err, close_fds=False) as child:
             code = _wait(child, out, first_s, more_s)
-        finally:
-            if child.poll() is None:
-                child.terminate()  # mpirun then ends its ranks, also on other hosts
-                ends_within(child, TERMINATE_S)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)
-            kill_all(mark)
-            child.wait()
         return code, whole_text(out), whole_text(err)
 
 
-def _wait(child: subprocess.Popen[bytes], out: IO[str], first_s: float, more_s: float) -> int | None:
+def _wait(child: Child, out: IO[str], first_s: float, more_s: float) -> int | None:
     """The exit status, None where there is none in time."""
     ends_at, begun = time.monotonic() + first_s, False
     while time.monotonic() < ends_at:
-        if ends_within(child, POLL_S):
-            return child.returncode
+        if child.ends_within(POLL_S):
+            return child.process.returncode
         size = os.fstat(out.fileno()).st_size
         if not begun and size and STAGE.encode() in os.pread(out.fileno(), size, 0):
             ends_at, begun = time.monotonic() + more_s, True

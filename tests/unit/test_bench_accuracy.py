@@ -8,6 +8,7 @@ import pytest
 
 from hvdtrain.bench import accuracy
 from hvdtrain.bench.accuracy import WORKLOADS, Trial, parsed, summary, train_options, wire_bytes
+from hvdtrain.cli import verify
 from hvdtrain.config import Config, Exchange
 from hvdtrain.errors import UserError
 from hvdtrain.outdir import COMPLETED
@@ -177,10 +178,10 @@ def test_a_run_without_the_metric_is_told(fake_runs):
     ("import time; print('the last words', flush=True); time.sleep(60)", "took more than 2 s"),
 ])
 def test_a_run_that_fails_shows_its_last_lines(program, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(accuracy, "launcher", lambda ranks: [sys.executable, "-c", program])
+    monkeypatch.setattr(verify, "launcher", lambda ranks: [sys.executable, "-c", program])
     with pytest.raises(UserError, match=f"the run x-0 {words}"):
         accuracy._run(2, [], tmp_path / "x-0", 2.0)
-    assert "the last words" in capsys.readouterr().out
+    assert "the last words" in capsys.readouterr().err
 
 
 def test_a_real_job_is_measured(tmp_path, capsys):

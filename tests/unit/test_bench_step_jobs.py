@@ -53,7 +53,7 @@ def start():
 
 
 def states(job):
-    return {psutil.Process(pid).status() for pid in processes(job._mark)}
+    return {psutil.Process(pid).status() for pid in processes(job._child.mark)}
 
 
 def eventually(true, within_s=10.0):
@@ -70,15 +70,15 @@ def test_a_job_answers_and_ends_in_order(start):
     job.quit()
     began = time.monotonic()
     job.end(20)
-    assert job._child.returncode == 0 and time.monotonic() - began < 10
-    assert not processes(job._mark)
+    assert job._child.process.returncode == 0 and time.monotonic() - began < 10
+    assert not processes(job._child.mark)
     job.end()
 
 
 def test_a_suspended_job_stands_still_with_all_its_processes(start):
     job = start(TALK + STRAY + ECHO)
     job.wait("ready", 20)
-    assert len(processes(job._mark)) == 2, "also the one that left its session"
+    assert len(processes(job._child.mark)) == 2, "also the one that left its session"
     job.suspend()
     assert eventually(lambda: states(job) == {psutil.STATUS_STOPPED})
     with pytest.raises(JobFailed, match="did not answer within"):
@@ -87,7 +87,7 @@ def test_a_suspended_job_stands_still_with_all_its_processes(start):
     assert job.wait("done", 20)["line"] == "go 1"
     job.suspend()
     job.end()
-    assert not processes(job._mark), "nothing is left of a job that was suspended"
+    assert not processes(job._child.mark), "nothing is left of a job that was suspended"
 
 
 def test_a_job_that_dies_is_told_with_its_last_lines(start):
@@ -107,7 +107,7 @@ def test_a_job_that_will_not_end_is_made_to(start, monkeypatch):
     job.wait("ready", 20)
     job.quit()
     job.end(0.3)
-    assert not processes(job._mark) and job._child.returncode == -signal.SIGKILL
+    assert not processes(job._child.mark) and job._child.process.returncode == -signal.SIGKILL
 
 
 def test_another_message_or_half_a_one_is_no_answer(start):

@@ -68,7 +68,7 @@ def test_the_runs_and_the_report(jobs, capsys):
         assert "--model m:f --seed 3" in text and "--max_steps 20" in text and "--optimizer.name SGD" in text
         assert ("-np" in command) == (command[0] == "mpirun") and sys.executable in command
     assert len({command[command.index("--out") + 1] for command in jobs.commands}) == 5
-    assert jobs.commands[-1][-2:] == ["--shares", "[1, 2, 0]"]
+    assert jobs.commands[-1][-4:-2] == ["--shares", "[1, 2, 0]"]
     assert not any(Path(command[command.index("--out") + 1]).exists() for command in jobs.commands)
 
 
@@ -90,7 +90,7 @@ def test_growth_that_one_process_shows_too_is_no_difference(jobs, capsys):
     text = capsys.readouterr().out
     assert table(text)[1] == ["2", "equal", "1.4e-05", "w", "same", "curve"]
     assert "np 1 alone moves by 8.0e-06" in text and "up to 3.2e-05" in text
-    assert [c[-4:] for c in jobs.commands[2:]] == [["--accumulate", n, "--micro_batch", "0"] for n in ("4", "5")]
+    assert [c[-6:-2] for c in jobs.commands[2:]] == [["--accumulate", n, "--micro_batch", "0"] for n in ("4", "5")]
     assert not any("-np" in c for c in jobs.commands[2:])
 
 

@@ -1,7 +1,7 @@
 """``bench compressors``: what each gradient compressor costs, sends and gets wrong, on the buckets of a model.
 
-Owns the stand-ins for a wire, the made-up gradients and the errors. Needs one process: time is one rank's, against a
-wire that costs nothing; errors are those of P ranks that take turns in this process.
+Owns the made-up gradients, the split of the time and the errors. Needs one process: time is one rank's, against a wire
+that costs nothing; errors are those of P ranks in lockstep in this process.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,25 +19,30 @@ import numpy as np
 from hvdtrain import backends
 from hvdtrain.bench import options, record, table
 from hvdtrain.bench.session import require
-from hvdtrain.bench.timing import settle, shown, spread
+from hvdtrain.bench.timing import shown, spread
 from hvdtrain.bench.workloads import WORKLOADS
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.cluster.topology import affinity, compute_threads
+from hvdtrain.collectives.lockstep import LockstepWorld
 from hvdtrain.collectives.null import NullCollectives
 from hvdtrain.config import Config, Exchange
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket, plan_buckets
 from hvdtrain.exchange.compressors import COMPRESSORS, create
-from hvdtrain.protocols import AllGather, AllReduce, Array, Compressor, Ops, ParamSpec, Request
+from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.exchange.sweep import exchange, settle
+from hvdtrain.protocols import (
+    AllGather, AllReduce, Array, Collectives, Compressor, Control, Handle, Ops, ParamSpec, Request)
 
 FRAMEWORKS = ("torch", "tensorflow", "numpy")
 WORKLOAD_NAMES = ("mlp", "resnet", "gpt")
 WARM_UPS = 2
 SAMPLES = 64
 """Samples that a made-up gradient is summed over, as of a batch of this size."""
+LOCKSTEP_S = 3600.0
+"""Longest wait of a rank for another, which computes on the same cores."""
 
 Shapes = Sequence[tuple[int, ...]]
-States = list[dict[str, Array]]
 
 
 @dataclass(frozen=True)
@@ -117,84 +121,6 @@ def gradient(shape: tuple[int, ...], seed: int, index: int, rank: int) -> np.nda
     return (deltas.T.astype(np.float32) @ inputs.astype(np.float32)).reshape(shape)
 
 
-# --- stand-ins for a wire ------------------------------------------------------------------------------------------
-
-def exchange_alone(compressor: Compressor, ops: Ops, subject: Subject, flats: Sequence[Array],
-                   states: States) -> tuple[tuple[float, float], list[Array], States]:
-    """((seconds to encode, to decode), sums, new states) of one rank's step over a wire that costs nothing.
-
-    Encoding is what a compressor does up to its last request, decoding what it does after the last answer. The wire is
-    null's: results have the right shapes, and values of this rank only.
-    """
-    wire, encode_s, decode_s, sums, new = NullCollectives(0, subject.ranks), 0.0, 0.0, [], []
-    for bucket, flat_N, state in zip(subject.buckets, flats, states):
-        steps = compressor.exchange(ops, flat_N, state, bucket, subject.ranks, compressor.stage(0))
-        answer: Any = None
-        while True:
-            begin = time.perf_counter()
-            try:
-                request = steps.send(answer)
-            except StopIteration as stop:
-                settle(ops, stop.value[0])
-                decode_s += time.perf_counter() - begin
-                sums.append(stop.value[0])
-                new.append(stop.value[1])
-                break
-            settle(ops, payload(request))
-            encode_s += time.perf_counter() - begin
-            answer = _alone(wire, request)
-    return (encode_s, decode_s), sums, new
-
-
-def payload(request: Request) -> Array:
-    """The array that a request sends."""
-    if isinstance(request, AllReduce):
-        return request.flat_N
-    return request.x_K if isinstance(request, AllGather) else request.x_PK
-
-
-def _alone(wire: NullCollectives, request: Request) -> Array:
-    """What a wire of nobody else answers."""
-    if isinstance(request, AllReduce):
-        return wire.allreduce(request.flat_N, "").wait()
-    if isinstance(request, AllGather):
-        return wire.allgather(request.x_K, "").wait()
-    return wire.alltoall(request.x_PK, "").wait()
-
-
-def exchange_all(compressor: Compressor, ops: Ops, flats_P: Sequence[Array], states_P: States, bucket: Bucket,
-                 stage: int = 0) -> tuple[list[Array], States]:
-    """(each rank's sum, each rank's new state) of one bucket, all ranks in turns in this process."""
-    size = len(flats_P)
-    ranks = [compressor.exchange(ops, x, s, bucket, size, stage) for x, s in zip(flats_P, states_P)]
-    results: list[Any] = []
-    answers: list[Any] = [None] * size
-    while not results:
-        requests = []
-        for steps, answer in zip(ranks, answers):
-            try:
-                requests.append(steps.send(answer))
-            except StopIteration as stop:
-                results.append(stop.value)
-        assert not (results and requests), f"ranks of {compressor.name} ask for different numbers of collectives"
-        answers = _together(ops, requests) if requests else []
-    return [total for total, _ in results], [state for _, state in results]
-
-
-def _together(ops: Ops, requests: Sequence[Request]) -> list[Array]:
-    """What the wire answers each rank; no two ranks are given the same memory."""
-    xs = [payload(request) for request in requests]
-    shape = (len(xs), -1)
-    if isinstance(requests[0], AllReduce):
-        total_N = xs[0]
-        for x in xs[1:]:
-            total_N = total_N + x
-        return [ops.pack([total_N]) for _ in xs]
-    if isinstance(requests[0], AllGather):
-        return [ops.reshape(ops.pack(xs), shape) for _ in xs]
-    return [ops.reshape(ops.pack([x[r] for x in xs]), shape) for r in range(len(xs))]
-
-
 # --- measuring -----------------------------------------------------------------------------------------------------
 
 def measure(name: str, config: Config, subject: Subject, ops: Ops, graph: Callable[..., Any] | None, repeats: int,
@@ -220,26 +146,53 @@ def measure(name: str, config: Config, subject: Subject, ops: Ops, graph: Callab
             "in_graph": graph is not None}
 
 
+class _Timed(Reducer):
+    """A reducer of one bucket that tells encoding, up to the last request, from decoding, after the last answer."""
+
+    encode_s = decode_s = _since = 0.0
+
+    def issue(self, request: Request, name: str) -> Handle:
+        """Put one request on the wire; what the wire does is not timed."""
+        sent = request.flat_N if isinstance(request, AllReduce) else (
+            request.x_K if isinstance(request, AllGather) else request.x_PK)
+        settle(self.ops, sent)
+        self.encode_s += time.perf_counter() - self._since
+        handle = super().issue(request, name)
+        self._since = time.perf_counter()
+        return handle
+
+    def timed(self, flat_N: Array) -> Array:
+        """The sum of the bucket; sets ``encode_s`` and ``decode_s``."""
+        self.encode_s, self._since = 0.0, time.perf_counter()
+        total_N, = exchange(self, [flat_N])
+        settle(self.ops, total_N)
+        self.decode_s = time.perf_counter() - self._since
+        return total_N
+
+
 def _seconds(compressor: Compressor, ops: Ops, subject: Subject, graph: Callable[..., Any] | None,
              repeats: int) -> list[tuple[float, float]]:
     """(encoding, decoding) of all buckets on rank 0, in seconds, in each repeat; state goes on from one to the next.
 
-    In a graph the two cannot be told apart: (the whole function, 0), and the stand-in's time, which repeats rows for an
-    allgather, is in it.
+    The wire is null's: it costs nothing, results have the right shapes, and values of this rank only. In a graph the
+    two cannot be told apart: (the whole function, 0), and the wire's time, which repeats rows for an allgather, is in
+    it.
     """
-    states = [compressor.init(ops, bucket) for bucket in subject.buckets]
-    whole = graph(lambda flats, states: exchange_alone(compressor, ops, subject, flats, states)[1:]) if graph else None
+    wire = NullCollectives(0, subject.ranks)
+    each = [_Timed([bucket], compressor, wire, ops) for bucket in subject.buckets]
+    reducer = Reducer(subject.buckets, compressor, wire, ops)
+    whole = graph(lambda flats: exchange(reducer, flats)) if graph else None
     found = []
     for _ in range(WARM_UPS + repeats):
         flats = [ops.from_host(rows_PN[0].copy()) for rows_PN in subject.gradients]  # an exchange may write to them
         if whole is None:
-            seconds, _, states = exchange_alone(compressor, ops, subject, flats, states)
+            for one, flat_N in zip(each, flats):
+                one.timed(flat_N)
+            found.append((sum(one.encode_s for one in each), sum(one.decode_s for one in each)))
         else:
             begin = time.perf_counter()
-            sums, states = whole(flats, states)
-            settle(ops, sums[-1])
-            seconds = time.perf_counter() - begin, 0.0
-        found.append(seconds)
+            settle(ops, whole(flats)[-1])
+            found.append((time.perf_counter() - begin, 0.0))
     return found[WARM_UPS:]
 
 
@@ -248,19 +201,24 @@ def errors(compressor: Compressor, ops: Ops, subject: Subject, steps: int) -> tu
 
     The second is what error feedback brings down: what one step leaves out, a later one sends.
     """
-    first = mean = norm = 0.0
-    for bucket, rows_PN in zip(subject.buckets, subject.gradients):
-        exact_N = rows_PN.sum(0, dtype=np.float64)
-        total_N = np.zeros(bucket.n)
-        states = [compressor.init(ops, bucket) for _ in rows_PN]
+    exact = [rows_PN.sum(0, dtype=np.float64) for rows_PN in subject.gradients]
+
+    def apart(sums: Sequence[np.ndarray], times: int) -> float:
+        return sum(float(np.square(sum_N / times - exact_N).sum()) for sum_N, exact_N in zip(sums, exact))
+
+    def train(control: Control, wire: Collectives) -> tuple[float, float]:
+        reducer, first = Reducer(subject.buckets, compressor, wire, ops), 0.0
+        totals = [np.zeros(b.n) for b in subject.buckets] if control.rank == 0 else []
         for step in range(steps):
-            flats = [ops.from_host(row_N.copy()) for row_N in rows_PN]
-            sums, states = exchange_all(compressor, ops, flats, states, bucket, compressor.stage(step))
-            total_N += ops.to_host(sums[0])
-            if step == 0:
-                first += float(np.square(total_N - exact_N).sum())
-        mean += float(np.square(total_N / steps - exact_N).sum())
-        norm += float(np.square(exact_N).sum())
+            reducer.begin()
+            sums = exchange(reducer, [ops.from_host(rows_PN[control.rank].copy()) for rows_PN in subject.gradients])
+            for total_N, sum_N in zip(totals, sums):
+                total_N += ops.to_host(sum_N)
+            first = apart(totals, 1) if step == 0 else first
+        return first, apart(totals, steps)
+
+    first, mean = LockstepWorld(subject.ranks).run(train, LOCKSTEP_S)[0]
+    norm = sum(float(np.square(exact_N).sum()) for exact_N in exact)
     return math.sqrt(first / norm), math.sqrt(mean / norm)
 
 
@@ -344,12 +302,8 @@ def _start(args: argparse.Namespace) -> tuple[Ops, Callable[..., Any] | None, in
     backend = backends.load(args.framework)
     threads = compute_threads(len(affinity()), os.cpu_count() or 1, 1, args.threads)
     backend.setup(threads, False)
-    return backend.Ops(), _graph if args.framework == "tensorflow" else None, threads
-
-
-def _graph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One TensorFlow graph of ``function``, as the training step makes them."""
-    return sys.modules["tensorflow"].function(function, jit_compile=False, autograph=False)
+    ops = backend.Ops()
+    return ops, getattr(ops, "compiled", None), threads
 
 
 def _config(args: argparse.Namespace) -> Config:

@@ -1,4 +1,4 @@
-"""From seconds measured to numbers told: when an array is really there, and the spread of repeats."""
+"""From seconds measured to numbers told: the spread of repeats, and a number for a table."""
 
 from __future__ import annotations
 
@@ -6,15 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-
-from hvdtrain.protocols import Array, Ops
-
-
-def settle(ops: Ops, x: Array) -> None:
-    """Return once ``x`` has been computed: an accelerator works behind the program's back, host memory does not."""
-    device = str(getattr(x, "device", "")).lower()
-    if "cuda" in device or "gpu" in device:
-        ops.to_host(ops.reshape(x, (-1,))[:1])
 
 
 def spread(samples: Sequence[float] | np.ndarray) -> dict[str, float]:

@@ -17,11 +17,12 @@ import numpy as np
 
 from hvdtrain.bench import options, record, table
 from hvdtrain.bench.session import Session, open_session
-from hvdtrain.bench.timing import settle, shown, spread
+from hvdtrain.bench.timing import shown, spread
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.collectives.shared import SUMMED
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import itemsize
+from hvdtrain.exchange.sweep import settle
 from hvdtrain.protocols import Array, Ops
 
 KINDS = ("allreduce", "allgather", "alltoall", "reducescatter", "broadcast")

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from hvdtrain.exchange.link import Link, Traffic, fit
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.protocols import (AllGather, AllReduce, AllToAll, Array, Collectives, Compressor, Control, Ops,
                                 ParamSpec, Request)
+
+Work = Callable[[Sequence[Array]], list[Array]]
 
 KIB = 1 << 10
 
@@ -169,25 +171,19 @@ def _codec_seconds(reducer: Reducer, wire: _Listening, grads: Sequence[Array]) -
     because a step copies what does not arrive in its own buckets.
     """
     ops = reducer.ops
-    compiled: Callable[[Any], Any] | None = getattr(ops, "compiled", None) if wire.in_graph else None
-    exact = reducer.compressor.name == "none"
+    exact, in_graph = reducer.compressor.name == "none", _in_graph(wire, ops)
 
     def once(flats: Sequence[Array]) -> list[Array]:
         wire.asked.clear()
-        for i, flat_N in enumerate(flats):
-            reducer.start(i, flat_N)
-        sums = reducer.finish()
-        return sums if exact or compiled else [ops.pack([sum_N]) for sum_N in sums]
+        sums = exchange(reducer, flats)
+        return sums if exact or in_graph else [ops.pack([sum_N]) for sum_N in sums]
 
-    work = compiled(once) if compiled else once
+    work = _as_in_training(once, wire, ops)
     seconds: list[float] = []
     began = time.perf_counter()
     while len(seconds) < 2 or (time.perf_counter() - began < CODEC_BUDGET_S and len(seconds) <= REPEATS):
-        begin = time.perf_counter()
-        for sum_N in work(list(grads)):
-            _settle(ops, sum_N)
-        seconds.append(time.perf_counter() - begin)
-        if not compiled and seconds[0] > CODEC_BUDGET_S:
+        seconds.append(_timed(work, grads, ops))
+        if not in_graph and seconds[0] > CODEC_BUDGET_S:
             break
     return statistics.median(seconds[1:] or seconds)  # the first one warms up
 
@@ -261,7 +257,7 @@ class _Probe:
             request = self._requests[nbytes] = self._request(nbytes)
         begin = time.perf_counter()
         result = self._driver.arrived(self._driver.issue(request, self._name).wait())
-        _settle(self._driver.ops, result)
+        settle(self._driver.ops, result)
         return time.perf_counter() - begin
 
     def _columns(self, nbytes: int) -> int:
@@ -322,22 +318,8 @@ def _exchange_seconds(collectives: Collectives, ops: Ops, control: Control, plan
                       budget_s: float) -> float:
     """Median seconds, on the slowest rank, of an exchange of ``plan``; two come before, to warm up."""
     reducer = Reducer(plan, compressors.create("none", Config()), collectives, ops, f"auto.{mb:g}mb")
-    compiled: Callable[[Any], Any] | None = getattr(ops, "compiled", None) if collectives.in_graph else None
-
-    def once(flats: Sequence[Array]) -> list[Array]:
-        for i, flat_N in enumerate(flats):
-            reducer.start(i, flat_N)
-        return reducer.finish()
-
-    work = compiled(once) if compiled else once
-    flats = [ops.zeros(b.n, b.dtype) for b in plan]
-
-    def timed() -> float:
-        begin = time.perf_counter()
-        for sum_N in work(flats):
-            _settle(ops, sum_N)
-        return time.perf_counter() - begin
-
+    work = _as_in_training(partial(exchange, reducer), collectives, ops)
+    timed = partial(_timed, work, [ops.zeros(b.n, b.dtype) for b in plan], ops)
     warm_s, used_s = timed(), 0.0
     warm_s, used_s = _slowest(control, [timed(), warm_s])
     repeats = min(REPEATS, max(1, int((budget_s - used_s - warm_s) / max(warm_s, 1e-9))))
@@ -347,14 +329,41 @@ def _exchange_seconds(collectives: Collectives, ops: Ops, control: Control, plan
 
 # --- shared --------------------------------------------------------------------------------------------------------
 
+def exchange(reducer: Reducer, flats: Sequence[Array]) -> list[Array]:
+    """The sums of one vector for each bucket."""
+    for i, flat_N in enumerate(flats):
+        reducer.start(i, flat_N)
+    return reducer.finish()
+
+
+def _as_in_training(work: Work, collectives: Collectives, ops: Ops) -> Work:
+    """``work`` as one graph where training has the exchange in one, else as it is."""
+    return getattr(ops, "compiled")(work) if _in_graph(collectives, ops) else work  # noqa: B009
+
+
+def _in_graph(collectives: Collectives, ops: Ops) -> bool:
+    """Whether training has the exchange over this wire in a graph."""
+    return collectives.in_graph and hasattr(ops, "compiled")
+
+
+def _timed(work: Work, flats: Sequence[Array], ops: Ops) -> float:
+    """Seconds of ``work`` until its results are there."""
+    begin = time.perf_counter()
+    for sum_N in work(list(flats)):
+        settle(ops, sum_N)
+    return time.perf_counter() - begin
+
+
 def _slowest(control: Control, numbers: Sequence[float]) -> list[float]:
     """The largest of each over the ranks: the same on every rank, so that it may decide about the next turn."""
     return [max(column) for column in zip(*control.gather([float(x) for x in numbers]))]
 
 
-def _settle(ops: Ops, x: Array) -> None:
-    """Wait until ``x`` is computed, by reading one element of it."""
-    ops.to_host(ops.reshape(x, (-1,))[:1])
+def settle(ops: Ops, x: Array) -> None:
+    """Return once ``x`` has been computed: an accelerator works behind the program's back, host memory does not."""
+    device = str(getattr(x, "device", "")).lower()
+    if "cuda" in device or "gpu" in device:
+        ops.to_host(ops.reshape(x, (-1,))[:1])
 
 
 def _kind(kind: str, dtype: str) -> str:

@@ -1,4 +1,4 @@
-"""`bench compressors`: its stand-ins against the lockstep wire, its errors in closed form, its command over numpy."""
+"""`bench compressors`: its split of the time, its errors in closed form, its command over numpy."""
 
 import json
 import re
@@ -10,12 +10,10 @@ import pytest
 from hvdtrain.backends.numpy import Ops
 from hvdtrain.bench import compressors as bench
 from hvdtrain.bench.workloads import WORKLOADS
-from hvdtrain.collectives.lockstep import LockstepWorld
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.compressors import COMPRESSORS, create
 from hvdtrain.exchange.compressors.base import Stateless
-from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.protocols import AllGather, AllReduce, AllToAll
 
 SUMMING = [name for name in COMPRESSORS if not create(name, Config()).reductions]
@@ -119,65 +117,16 @@ def test_a_subject_has_a_row_for_each_rank_in_each_bucket():
     assert last.params[0] == len(SHAPES) - 1
 
 
-# --- stand-ins -----------------------------------------------------------------------------------------------------
+# --- times ---------------------------------------------------------------------------------------------------------
 
-def over_lockstep(compressor, subject, steps):
-    """Each rank's sums by step, through the reducer and the lockstep wire."""
-    def train(control, wire):
-        reducer, sums = Reducer(subject.buckets, compressor, wire, Ops()), []
-        for _ in range(steps):
-            reducer.begin()
-            for i, rows_PN in enumerate(subject.gradients):
-                reducer.start(i, rows_PN[control.rank].copy())
-            sums.append([np.array(x) for x in reducer.finish()])
-        return sums
-
-    return LockstepWorld(subject.ranks).run(train)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("name", [*SUMMING, "two-shot", "half"])
-def test_ranks_in_turns_are_ranks_in_lockstep(name, ranks):
+def make(name):
     own = {"two-shot": TwoShot, "half": Half}
-    compressor = own[name]() if name in own else create(name, Config())
-    what, ops = small(ranks), Ops()
-    right = over_lockstep(compressor, what, 3)
-    for i, (bucket, rows_PN) in enumerate(zip(what.buckets, what.gradients)):
-        states = [compressor.init(ops, bucket) for _ in range(ranks)]
-        for step in range(3):
-            sums, states = bench.exchange_all(compressor, ops, [row.copy() for row in rows_PN], states, bucket,
-                                              compressor.stage(step))
-            for rank in range(ranks):
-                np.testing.assert_allclose(sums[rank], right[rank][step][i], rtol=1e-6, atol=1e-7)
-
-
-def test_no_two_ranks_are_answered_with_the_same_memory():
-    what = small(3)
-    sums, _ = bench.exchange_all(Scribbler(), Ops(), list(what.gradients[0].copy()), [{}] * 3, what.buckets[0])
-    for total_N in sums:
-        np.testing.assert_allclose(total_N, what.gradients[0].sum(0), rtol=1e-6)
-
-
-def test_ranks_that_ask_for_different_collectives_are_our_bug():
-    class Lopsided(Stateless):
-        def exchange(self, ops, flat_N, state, bucket, size, stage=0):
-            if flat_N[0] > 0:
-                yield AllReduce(flat_N)
-            return flat_N, state
-
-    with pytest.raises(AssertionError, match="different numbers of collectives"):
-        bench.exchange_all(Lopsided(), Ops(), [np.ones(3), -np.ones(3)], [{}] * 2, small().buckets[0])
+    return own[name]() if name in own else create(name, Config())
 
 
 @pytest.mark.parametrize("name", [*SUMMING, "two-shot", "half"])
 def test_one_rank_alone_is_timed_with_the_shapes_of_many(name):
-    own = {"two-shot": TwoShot, "half": Half}
-    compressor, what, ops = own[name]() if name in own else create(name, Config()), small(3, 4e-4), Ops()
-    states = [compressor.init(ops, b) for b in what.buckets]
-    flats = [rows_PN[0].copy() for rows_PN in what.gradients]
-    seconds, sums, new = bench.exchange_alone(compressor, ops, what, flats, states)
-    assert min(seconds) > 0 and [x.shape for x in sums] == [(b.n,) for b in what.buckets]
-    assert [set(s) for s in new] == [set(s) for s in states]
+    assert min(min(seconds) for seconds in bench._seconds(make(name), Ops(), small(3, 4e-4), None, 2)) > 0
 
 
 # --- errors --------------------------------------------------------------------------------------------------------
@@ -187,6 +136,26 @@ def test_errors_of_half_in_closed_form(steps):
     """A step sends half of what is due: 1/2 is missing from the first sum, (1 - 2^-n) / n from the mean of n."""
     first, mean = bench.errors(Half(), Ops(), small(2, 4e-4), steps)
     assert first == pytest.approx(0.5, rel=1e-5) and mean == pytest.approx((1 - 2.0**-steps) / steps, rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", [*SUMMING, "two-shot"])
+def test_errors_are_those_of_ranks_that_train(name, ranks):
+    found = bench.errors(make(name), Ops(), small(ranks), 3)
+    assert all(0 <= error < 1 for error in found) and found[1] <= found[0] + 1e-6
+
+
+def test_ranks_that_ask_for_different_collectives_are_our_bug():
+    class Lopsided(Stateless):
+        def exchange(self, ops, flat_N, state, bucket, size, stage=0):
+            if flat_N[0] > 0:
+                yield AllReduce(flat_N)
+            return flat_N, state
+
+    what = small()
+    what.gradients[0][:, 0] = 1, -1
+    with pytest.raises(RuntimeError, match="has finished"):
+        bench.errors(Lopsided(), Ops(), what, 1)
 
 
 def test_a_sum_has_no_error_but_rounding():
@@ -277,7 +246,7 @@ def test_a_split_of_the_time_is_by_the_last_request():
             return total_N, state
 
     what = small(2)
-    (encode_s, decode_s), _, _ = bench.exchange_alone(Timed(), Ops(), what, [what.gradients[0][0].copy()], [{}])
+    encode_s, decode_s = bench._seconds(Timed(), Ops(), what, None, 1)[0]
     assert encode_s >= 0.05 and 0.01 <= decode_s < encode_s
 
 

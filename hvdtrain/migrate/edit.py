@@ -228,6 +228,17 @@ def arg(text: str, keyword: str = "") -> cst.Arg:
         cst.SimpleWhitespace(""), cst.SimpleWhitespace("")))
 
 
+def keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
+    """The argument ``name=value``."""
+    return arg("_", name).with_changes(value=value)
+
+
+def in_a_row(parts: Sequence[Any]) -> list[Any]:
+    """Arguments or elements with a comma and a blank between them."""
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    return [*(p.with_changes(comma=comma) for p in parts[:-1]), parts[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
+
+
 def broken(width: int) -> cst.Comma:
     """A comma, a line end, and ``width`` spaces beyond the indentation of the statement."""
     return cst.Comma(whitespace_after=cst.ParenthesizedWhitespace(

@@ -5,7 +5,6 @@ Owns the list. One file for each subject; each habit is a function with the name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +21,10 @@ class Context:
     edited: bool
 
 
-Habit = Callable[[Scan, Context], Iterator[Finding]]
-
-
 def look(scan: Scan, kind: str, target: str, edited: bool) -> list[Finding]:
     """Findings of all habits in a script, in the order of its lines."""
     from hvdtrain.migrate.habits import averages, data, keras3, ranks, rates
 
     context = Context(kind, target, edited)
-    habits: list[Any] = [h for module in (ranks, rates, data, averages, keras3) for h in module.HABITS]
-    return sorted({finding for habit in habits for finding in habit(scan, context)})
+    modules: list[Any] = [ranks, rates, data, averages, keras3]
+    return sorted({finding for module in modules for habit in module.HABITS for finding in habit(scan, context)})

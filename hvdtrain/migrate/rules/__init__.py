@@ -1,6 +1,6 @@
 """Kinds of scripts, by name, in the order they are asked: the first that recognises a script plans its rewrite.
 
-A rule is a module with ``TITLE`` (in words), ``TARGETS`` (what it can rewrite to, the first is auto's),
+A rule is a module, or one of `torch_kinds.TORCH_RULES`, with ``TITLE`` (in words), ``TARGETS`` (the first is auto's),
 ``recognise(scan) -> bool`` and ``plan(scan, wish) -> Plan``. A plan is pure: nothing is edited by making it.
 """
 
@@ -59,9 +59,11 @@ class Word:
 
 
 def rule(name: str) -> Any:
-    """The module of a rule."""
+    """The rule of this name."""
+    from hvdtrain.migrate.rules.torch_kinds import TORCH_RULES
+
     assert name in RULES
-    return import_module(f"hvdtrain.migrate.rules.{name}")
+    return TORCH_RULES.get(name) or import_module(f"hvdtrain.migrate.rules.{name}")
 
 
 def recognised(scan: Any) -> str:

@@ -28,13 +28,11 @@ DATASET = ("a tf.data.Dataset that is more than from_tensor_slices, shuffle, bat
 
 @dataclass(frozen=True)
 class Chain:
-    """``Dataset.from_tensor_slices((x, y)).shuffle(n).batch(b)``: what it is made of, and the expression as a whole."""
+    """``Dataset.from_tensor_slices((x, y)).shuffle(n).batch(b)``: whether it is shuffled, with a seed of its own, and
+    drops a short last batch."""
 
-    whole: cst.Call
-    arrays: tuple[cst.BaseExpression, ...]
-    batch: cst.BaseExpression
     shuffled: bool
-    seed: cst.BaseExpression | None
+    seeded: bool
     drops: bool
 
 
@@ -85,14 +83,12 @@ def given(scan: Scan, call: cst.Call, order: tuple[str, ...]) -> dict[str, int]:
 
 def chain(scan: Scan, node: cst.BaseExpression) -> Chain | None:
     """``node`` as a `Chain`; None where it is anything else."""
-    whole = node
     links: list[tuple[str, cst.Call]] = []
     while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and not scan.means(
             node.func, "from_tensor_slices"):
         links.insert(0, (node.func.attr.value, node))
         node = node.func.value
-    if not (isinstance(node, cst.Call) and isinstance(whole, cst.Call) and scan.means(node.func,
-                                                                                      "from_tensor_slices")):
+    if not isinstance(node, cst.Call) or not scan.means(node.func, "from_tensor_slices"):
         return None
     names = [name for name, _ in links]
     tensors = argument(node, "tensors", 0)
@@ -101,16 +97,21 @@ def chain(scan: Scan, node: cst.BaseExpression) -> Chain | None:
             or tensors is None or "shuffle" in names and names.index("shuffle") > names.index("batch")
             or not isinstance(tensors.value, cst.Tuple) or not 2 <= len(tensors.value.elements) <= 3):
         return None
-    arrays = tuple(element.value for element in tensors.value.elements)
+    nested = any(isinstance(element.value, (cst.Tuple, cst.Dict, cst.List)) for element in tensors.value.elements)
     calls = dict(links)
-    size = argument(calls["batch"], "batch_size", 0)
     shuffle = calls.get("shuffle")
-    if size is None or any(isinstance(a, (cst.Tuple, cst.Dict, cst.List)) for a in arrays) or (
+    if argument(calls["batch"], "batch_size", 0) is None or nested or (
             shuffle is not None and is_false(argument(shuffle, "reshuffle_each_iteration", 2))):
         return None
-    seed = argument(shuffle, "seed", 1) if shuffle is not None else None
-    return Chain(whole, arrays, size.value, shuffle is not None, seed.value if seed else None,
+    return Chain(shuffle is not None, shuffle is not None and argument(shuffle, "seed", 1) is not None,
                  is_true(argument(calls["batch"], "drop_remainder", 1)))
+
+
+def saves(scan: Scan) -> list[cst.Call]:
+    """Calls that write a compiled model to a file."""
+    known = models(scan)
+    return [call for call in scan.methods("save", "save_weights", "export")
+            if isinstance(call.func, cst.Attribute) and scan.code(call.func.value) in known]
 
 
 def is_generator(scan: Scan, node: cst.BaseExpression) -> bool:

@@ -9,11 +9,12 @@ from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate.edit import arg, comments, expression, guarded, with_args, with_elements
+from hvdtrain.migrate.edit import (
+    arg, comments, expression, guarded, in_a_row, keyword, with_args, with_elements)
 from hvdtrain.migrate.finding import Refused
 from hvdtrain.migrate.rules import Plan, keras_models
 from hvdtrain.migrate.rules.keras_calls import (
-    COMPILE, DATASET, FIT, Chain, chain, compiles, fits, given, is_generator, models, sole)
+    COMPILE, DATASET, FIT, Chain, chain, compiles, fits, given, is_generator, saves, sole)
 from hvdtrain.migrate.scan import Scan, argument, is_true, local_name, name_of
 
 IMPORT = "import hvdtrain.keras as hvd"
@@ -162,7 +163,7 @@ def _new_fit(new: cst.Call, where: dict[str, int], width: int) -> cst.Call:
         if name in into_shard:
             continue
         if old.keyword is None and name != "x":
-            old = _keyword(name, old.value).with_changes(comma=old.comma)
+            old = keyword(name, old.value).with_changes(comma=old.comma)
         if name == "callbacks":
             old = old.with_changes(value=_callbacks(old.value, width))
             alone.append(old)
@@ -170,7 +171,7 @@ def _new_fit(new: cst.Call, where: dict[str, int], width: int) -> cst.Call:
             old = old.with_changes(value=_verbose(old.value))
         args.append(old)
     if "callbacks" not in where:
-        args.append(_keyword("callbacks", _callbacks(cst.Name("None"), width)))
+        args.append(keyword("callbacks", _callbacks(cst.Name("None"), width)))
         alone.append(args[-1])
     if "verbose" not in where:
         args.append(arg(f'"auto" if {ROOT} else 0', "verbose"))
@@ -186,18 +187,9 @@ def _shard(new: cst.Call, where: dict[str, int]) -> cst.Call:
         args.append(cst.Arg(value["sample_weight"]))
     size = value.get("batch_size")
     default = size is None or isinstance(size, cst.Name) and size.value == "None"
-    args.append(arg("32", "global_batch") if default or size is None else _keyword("global_batch", size))
-    args += [_keyword(name, value[name]) for name in ("class_weight", "shuffle") if name in value]
-    return cst.Call(expression("hvd.shard"), _comma(args))
-
-
-def _keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
-    return arg("_", name).with_changes(value=value)
-
-
-def _comma(args: list[cst.Arg]) -> list[cst.Arg]:
-    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    return [a.with_changes(comma=comma) for a in args[:-1]] + [args[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
+    args.append(arg("32", "global_batch") if default or size is None else keyword("global_batch", size))
+    args += [keyword(name, value[name]) for name in ("class_weight", "shuffle") if name in value]
+    return cst.Call(expression("hvd.shard"), in_a_row(args))
 
 
 def _callbacks(old: cst.BaseExpression, width: int) -> cst.BaseExpression:
@@ -250,19 +242,19 @@ def _sharded(new: cst.Call, found: Chain) -> cst.BaseExpression:
         if name == "batch":
             picked = argument(node, "batch_size", 0)
             size = picked.value if picked else None
-        if name == "shuffle" and found.seed is not None:
+        if name == "shuffle" and found.seeded:
             picked = argument(node, "seed", 1)
             seed = picked.value if picked else None
         node = node.func.value
     tensors = argument(node, "tensors", 0)
     assert tensors is not None and isinstance(tensors.value, cst.Tuple) and size is not None
     args = [cst.Arg(element.value) for element in tensors.value.elements]
-    args.append(_keyword("global_batch", size))
+    args.append(keyword("global_batch", size))
     if not found.shuffled:
         args.append(arg("False", "shuffle"))
     if seed is not None:
-        args.append(_keyword("seed", seed))
-    return cst.Call(expression("hvd.shard"), _comma(args))
+        args.append(keyword("seed", seed))
+    return cst.Call(expression("hvd.shard"), in_a_row(args))
 
 
 # --- files -----------------------------------------------------------------------------------------------------
@@ -313,13 +305,9 @@ def _on_root(element: cst.Element) -> cst.StarredElement:
 
 def _saves(scan: Scan, made: Plan) -> None:
     """``model.save(...)`` under ``if hvd.rank() == 0:``."""
-    known = models(scan)
-    for call in scan.methods("save", "save_weights", "export"):
-        assert isinstance(call.func, cst.Attribute)
-        if scan.code(call.func.value) in known:
-            line = sole(scan, call)
-            if not isinstance(line.body[0], cst.Expr):
-                raise Refused(scan.line(call), f"the result of {scan.short(call)} is used",
-                              "it is to run on rank 0 only",
-                              "put it on a line of its own, then run migrate again")
-            made.edits.put(line, lambda new: guarded(new, ROOT))
+    for call in saves(scan):
+        line = sole(scan, call)
+        if not isinstance(line.body[0], cst.Expr):
+            raise Refused(scan.line(call), f"the result of {scan.short(call)} is used", "it is to run on rank 0 only",
+                          "put it on a line of its own, then run migrate again")
+        made.edits.put(line, lambda new: guarded(new, ROOT))

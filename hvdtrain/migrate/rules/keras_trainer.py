@@ -7,10 +7,10 @@ from typing import Any
 
 import libcst as cst
 
-from hvdtrain.migrate.edit import arg, comments, expression, guarded, with_args
+from hvdtrain.migrate.edit import arg, comments, expression, guarded, in_a_row, keyword, with_args
 from hvdtrain.migrate.finding import Refused
 from hvdtrain.migrate.rules import Plan
-from hvdtrain.migrate.rules.keras_calls import FIT, fits, given, models, sole
+from hvdtrain.migrate.rules.keras_calls import FIT, fits, given, saves, sole
 from hvdtrain.migrate.rules.own import Names
 from hvdtrain.migrate.scan import Scan, argument, name_of, text_of
 
@@ -186,25 +186,17 @@ def _fit(new: cst.Call, where: dict[str, int], trainer: str) -> cst.Call:
     if test is not None and not (isinstance(test, cst.Name) and test.value == "None"):
         data = _tuple([data, test])
     fit = new.with_changes(func=expression(f"{trainer}.fit"))
-    more = [arg("_", name).with_changes(value=value[name]) for name in HANDED if name in value]
-    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    args = [cst.Arg(new.func.value), cst.Arg(data), *more]
-    return fit.with_changes(args=[a.with_changes(comma=comma) for a in args[:-1]] + args[-1:],
-                            whitespace_before_args=cst.SimpleWhitespace(""))
+    args = [cst.Arg(new.func.value), cst.Arg(data), *(keyword(name, value[name]) for name in HANDED if name in value)]
+    return fit.with_changes(args=in_a_row(args), whitespace_before_args=cst.SimpleWhitespace(""))
 
 
 def _tuple(values: list[cst.BaseExpression]) -> cst.Tuple:
-    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    return cst.Tuple([cst.Element(v, comma=comma) for v in values[:-1]] + [cst.Element(values[-1])])
+    return cst.Tuple(in_a_row([cst.Element(value) for value in values]))
 
 
 def _saves(scan: Scan, made: Plan, fit: cst.Call, root: str) -> None:
     """``model.save(...)`` behind the fit, on rank 0."""
-    known = models(scan)
-    for call in scan.methods("save", "save_weights", "export"):
-        assert isinstance(call.func, cst.Attribute)
-        if scan.code(call.func.value) not in known:
-            continue
+    for call in saves(scan):
         if scan.scope(call) is not scan.scope(fit) or scan.line(call) < scan.line(fit):
             raise Refused(scan.line(call), f"{scan.short(call)} is not right behind fit",
                           "only there is it known which rank this is", "move it behind fit, then run migrate again")

@@ -6,14 +6,14 @@ weights look like is in `hvdtrain.convert.layouts`. A wrong match with fitting s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from hvdtrain.convert import layouts
-from hvdtrain.convert.layers import Layer, Model, Shape
-from hvdtrain.convert.layouts import Ends
+from hvdtrain.convert.layers import Layer, Model, Shape, Weight
+from hvdtrain.convert.layouts import Ends, Move
 from hvdtrain.errors import UserError, nearest
 
 UNSUPPORTED = "unsupported: "
@@ -27,12 +27,19 @@ class Pairs:
     ends: tuple[Ends, ...]
     how: str
 
+    def moves(self) -> Iterator[tuple[Ends, Move, list[Weight]]]:
+        """Every move with its pair, and the weights that it concerns on both sides."""
+        for ends in self.ends:
+            for move in layouts.moves(ends):
+                yield ends, move, [*(ends.torch.weights[r] for r in move.torch),
+                                   *(ends.keras.weights[r] for r in move.keras)]
+
     def rows(self) -> list[tuple[str, str, str]]:
         """(weight in torch, weight in Keras, what changes) of every move, for a table."""
         return [(f"{ends.torch.name}: " + ", ".join(f"{r} {ends.torch.weights[r].shape}" for r in move.torch),
                  f"{ends.keras.name}: " + ", ".join(f"{r} {ends.keras.weights[r].shape}" for r in move.keras),
                  move.words + (f", flattened as {ends.flat}" if ends.flat and "kernel" in move.keras else ""))
-                for ends in self.ends for move in layouts.moves(ends)]
+                for ends, move, _ in self.moves()]
 
 
 def pair(torch: Model, keras: Model, said: Mapping[str, str] | None = None,
@@ -69,14 +76,12 @@ def carry(pairs: Pairs, arrays: Mapping[str, np.ndarray], to: str) -> dict[str, 
     Errors: `UserError` naming the first pair whose shapes or dtypes do not fit.
     """
     out: dict[str, np.ndarray] = {}
-    for ends in pairs.ends:
-        for move in layouts.moves(ends):
-            weights = [*(ends.torch.weights[r] for r in move.torch), *(ends.keras.weights[r] for r in move.keras)]
-            dtypes = {weight.dtype for weight in weights}
-            if len(dtypes) > 1:
-                raise UserError(f"{layouts.in_words(ends)} are of different types: {', '.join(sorted(dtypes))}",
-                                "the same dtype on both sides", "build both twins in the same type")
-            out |= layouts.apply(move, ends, dict(arrays), to)
+    for ends, move, weights in pairs.moves():
+        dtypes = {weight.dtype for weight in weights}
+        if len(dtypes) > 1:
+            raise UserError(f"{layouts.in_words(ends)} are of different types: {', '.join(sorted(dtypes))}",
+                            "the same dtype on both sides", "build both twins in the same type")
+        out |= layouts.apply(move, ends, dict(arrays), to)
     return out
 
 
@@ -86,20 +91,18 @@ def carry_moments(pairs: Pairs, moments: Mapping[str, np.ndarray], to: str) -> d
     Errors: `UserError` where a weight is trained in one twin only, or where its entries have no counterparts.
     """
     out: dict[str, np.ndarray] = {}
-    for ends in pairs.ends:
-        for move in layouts.moves(ends):
-            sides = [[ends.torch.weights[r] for r in move.torch], [ends.keras.weights[r] for r in move.keras]]
-            trained = {weight.trainable for side in sides for weight in side}
-            if trained == {False}:
-                continue
-            if trained != {True}:
-                raise UserError(f"{layouts.in_words(ends)}: part of it is trained and part is not",
-                                "the same weights trained in both twins", "freeze the same layers in both")
-            if not move.exact:
-                raise UserError(f"{layouts.in_words(ends)}: {move.words}, which an update moves otherwise",
-                                "weights whose entries have counterparts, for optimizer state",
-                                "convert the weights alone: give a file as TARGET")
-            out |= layouts.apply(move, ends, dict(moments), to)
+    for ends, move, weights in pairs.moves():
+        trained = {weight.trainable for weight in weights}
+        if trained == {False}:
+            continue
+        if trained != {True}:
+            raise UserError(f"{layouts.in_words(ends)}: part of it is trained and part is not",
+                            "the same weights trained in both twins", "freeze the same layers in both")
+        if not move.exact:
+            raise UserError(f"{layouts.in_words(ends)}: {move.words}, which an update moves otherwise",
+                            "weights whose entries have counterparts, for optimizer state",
+                            "convert the weights alone: give a file as TARGET")
+        out |= layouts.apply(move, ends, dict(moments), to)
     return out
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.checkpoint import CheckpointStore, Manifest, inspect
+from hvdtrain.checkpoint import CheckpointStore, inspect
 from hvdtrain.errors import UserError
 
 ENDINGS = {".weights.h5": "weights", ".keras": "keras", ".safetensors": "safetensors", ".pt": "state_dict",
@@ -75,8 +75,3 @@ def target_of(text: str) -> Place:
         raise UserError(f"TARGET is {text}", "a new directory, or a file that ends in " + ", ".join(ENDINGS),
                         "correct TARGET")
     return Place(path, kind or "checkpoint")
-
-
-def manifest_of(place: Place) -> Manifest:
-    """The manifest of a checkpoint."""
-    return inspect(place.path)

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.convert.places import Place, manifest_of
+from hvdtrain.checkpoint import inspect
+from hvdtrain.convert.places import Place
 from hvdtrain.errors import UserError
 
 TOLERANCE = 1e-5
@@ -67,7 +68,7 @@ def completed(request: Request) -> Request:
         raise UserError(f"{request.source.path} holds weights alone and TARGET {request.target.path} would be a run",
                         "a file as TARGET, or a run's directory as SOURCE", "correct one of them")
     if request.source.kind == "checkpoint":
-        meta = manifest_of(request.source).meta
+        meta = inspect(request.source.path).meta
         config = meta.get("config", {})
         known = next((str(name) for name in (config.get("model"), meta.get("model")) if ":" in str(name)), "")
         if request.model in ("", known):

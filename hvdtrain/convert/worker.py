@@ -109,15 +109,10 @@ def _save(request: Request, side: Any, step: Any, config: Config, found: Snapsho
     ranks = {name: resume.rank_arrays(arrays, side.fresh_generators(step.model, config.seed, int(name[5:])))
              for name, arrays in found.tensors.items() if name.startswith("rank-")}
     number = int(run["cursor"]["step"])
-    meta = resume.meta_for(run, step_framework(step), request.twin, rest, config)
+    meta = resume.meta_for(run, backends.framework_of(step.model), request.twin, rest, config)
     write_snapshot(made / "checkpoints" / f"step-{number:08d}", Snapshot({**groups, **ranks}, meta), step=number)
     plain = json.loads(json.dumps(config.to_dict(), default=repr))
     (made / "config.yaml").write_text(recipe.dump(plain), encoding="utf-8")
-
-
-def step_framework(step: Any) -> str:
-    """The framework of a step's model."""
-    return backends.framework_of(step.model)
 
 
 def _training_remarks(pairs: Pairs) -> list[str]:
@@ -131,21 +126,18 @@ def _training_remarks(pairs: Pairs) -> list[str]:
 
 def _checked(request: Request, pairs: Pairs, side: Any, spec: Spec, found: Snapshot) -> dict[str, Any]:
     """Compare outputs; `UserError` where they are apart."""
-    x = [found.tensors["input"][name] for name in sorted(found.tensors["input"])]
-    want = [found.tensors["output"][name] for name in sorted(found.tensors["output"])]
-    apart = check.apart(_outputs(request.twin, side, spec, x), want)
+    x = _in_order(found, "input")
+    may = "; ".join(hints(pairs)) or "the layers' settings or activations differ, or the order of operations"
+    apart = check.apart(_outputs(request.twin, side, spec, x), _in_order(found, "output"))
     if not apart <= request.tolerance:
-        may = "; ".join(hints(pairs)) or "the layers' settings or activations differ, or the order of operations"
         raise UserError(f"the twins' outputs differ by {apart:.1e} of the largest on the same random input",
                         f"at most {request.tolerance:g}", f"look at this: {may}")
     report = {"apart": apart, "input": [list(a.shape) for a in x]}
     if "chance" not in found.tensors:  # its outputs were not finite
         return report
     side.assign(spec.model, carry(pairs, found.tensors["chance"], SHORT[spec.framework]))
-    want = [found.tensors["chance-output"][name] for name in sorted(found.tensors["chance-output"])]
-    by_chance = check.apart(_outputs(request.twin, side, spec, x), want)
+    by_chance = check.apart(_outputs(request.twin, side, spec, x), _in_order(found, "chance-output"))
     if not by_chance <= max(check.APART_BY_CHANCE, request.tolerance):
-        may = "; ".join(hints(pairs)) or "the layers' settings or activations differ, or the order of operations"
         raise UserError("the twins' outputs are alike with SOURCE's weights, and with random ones carried over the "
                         f"same pairs they differ by {by_chance:.1e} of the largest: weights such as 0 hide it",
                         f"at most {check.APART_BY_CHANCE:g}", f"look at this: {may}")
@@ -197,6 +189,11 @@ def _step(spec: Spec, config: Config) -> Any:
 
 def _numbered(arrays: list[np.ndarray]) -> dict[str, np.ndarray]:
     return {f"{i:03d}": array for i, array in enumerate(arrays)}
+
+
+def _in_order(found: Snapshot, group: str) -> list[np.ndarray]:
+    """Undo `_numbered`."""
+    return [array for _, array in sorted(found.tensors[group].items())]
 
 
 def main(argv: list[str]) -> int:

@@ -12,7 +12,8 @@ Rank r's factor is how much longer it takes than its line says, f_r = measured /
   all ranks. A factor whose ratio to the level is beyond 1 + `BAND` times the noise is out of band. Once is an outlier
   and leaves the level alone; in the same direction in each of the last ``lasting`` windows it is a change, and the
   level goes there at once. A drastic change shows in the latest steps of a window already: they stand for it then,
-  ``startled`` asks for a shorter next one, and the level is taken from that alone.
+  ``closer`` asks for a shorter next one, and the level is taken from that alone. The plan made of so little is looked
+  at in shorter windows too.
 
 A new plan is returned when it is predicted to be more than ``margin`` faster by the levels now, and was in each of the
 last ``lasting`` windows by the levels with what is out of band taken at its word. Then counting starts again, so that
@@ -70,8 +71,8 @@ class Rebalancer:
 
     ``lines_P``, ``n``, ``ceilings_P``, ``least_parts``, ``same_parts``: as for `hvdtrain.balance.plan.plan`.
     ``plan``: the one in force. ``margin``: part of a step that a new plan has to win. ``lasting``: windows for which
-    it would have to. ``startled``: whether the last window ended with a hint at a drastic change that is not believed
-    yet; no plan is made then, and a shorter window should be next.
+    it would have to. ``closer``: whether the next window should be a shorter one: the last one ended with a hint at a
+    drastic change that is not believed yet, or the plan in force was made of one and was not looked at yet.
     """
 
     def __init__(self, lines_P: Sequence[Line], n: int, ceilings_P: Ceilings, plan: Plan, margin: float = 0.05,
@@ -92,7 +93,9 @@ class Rebalancer:
         self._failed = 0                                # plans that made no step shorter
         self._since = LONGEST_WAIT * lasting            # windows since the last plan
         self._held = [plan]                             # plans that were followed
-        self.startled = False
+        self.closer = False
+        self._moved = False                             # a level was taken from a short window since the last plan
+        self._short = 0                                 # short windows still to come after such a plan
 
     @property
     def factors_P(self) -> list[float]:
@@ -124,10 +127,14 @@ class Rebalancer:
         wait = self.lasting * min(2 ** max(0, self._failed - 1), LONGEST_WAIT)
         if self._since > 2 * wait:
             self._failed = 0
-        self.startled = any(samples and _drastic(latest_s / line.seconds(samples, parts), level) for latest_s, samples,
-                            parts, line, level in zip(latest_s_P, samples_P, parts_P, self.base_P, self._level_P))
-        if self.startled or self._won < self.lasting or gain <= self.margin or self._since < wait:
+        startled = any(samples and _drastic(latest_s / line.seconds(samples, parts), level) for latest_s, samples,
+                       parts, line, level in zip(latest_s_P, samples_P, parts_P, self.base_P, self._level_P))
+        self._short = max(0, self._short - 1)
+        self.closer = startled or self._short > 0
+        if startled or self._won < self.lasting or gain <= self.margin or self._since < wait:
             return None
+        self._short, self._moved = self.lasting if self._moved else 0, False
+        self.closer = self._short > 0
         self._before_s = statistics.fmean(self._steps)
         self.plan, self._won, self._since = found, 0, 0
         self._steps.clear()
@@ -185,7 +192,7 @@ class Rebalancer:
             return self._level_P[rank]
         if len(offs) == self.lasting and (min(offs) > band or max(offs) < -band) and not hint:
             if _drastic(now, level):  # the window before may be from while it began
-                self._level_P[rank], self._weight_P[rank] = now, 1
+                self._level_P[rank], self._weight_P[rank], self._moved = now, 1, True
             elif not any(_drastic(value, level) for value in recent):  # else that one was an outlier
                 self._level_P[rank], self._weight_P[rank] = statistics.fmean(recent), self.lasting
         return now

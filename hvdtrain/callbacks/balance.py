@@ -68,7 +68,7 @@ class Balance(Callback):
         new = rebalancer.observe(window.own_s_P, window.samples_P, window.micros_P, window.latest_s_P)
         run.solo_lines = rebalancer.lines_P
         if new is None:
-            if rebalancer.startled:
+            if rebalancer.closer:
                 self._meter.look_closer()
             return
         at = run.state.cursor.step + run.feed.ahead
@@ -131,9 +131,9 @@ class Balance(Callback):
         run.feed.recut(cut, step)
         if run.eval_feed is not None:
             run.eval_feed.recut(cut, 0)
-        self._meter.restart(step)
-        self._in_force_from = step
         assert self._rebalancer is not None
+        self._meter.restart(step, self._rebalancer.closer)
+        self._in_force_from = step
         run.solo_lines = self._rebalancer.lines_P
 
     def _resume(self, run: Any) -> bool:

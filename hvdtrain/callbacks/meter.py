@@ -74,7 +74,7 @@ class Meter(Callback):
     def __init__(self, every_steps: int) -> None:
         self._every = every_steps
         self._parts, self._part_steps = every_steps, 1  # of the window at hand, and steps in each of them
-        self._restart_at = 0
+        self._restart_at, self._restart_parts = 0, every_steps
         self._skip = SKIPPED_STEPS
         self._steps: list[_Step] = []
         self._sums_P: list[list[float]] = []
@@ -95,7 +95,7 @@ class Meter(Callback):
             return
         if run.state.cursor.step == self._restart_at + 1:
             self._steps.clear()
-            self._parts, step = self._every, replace(step, full=step.full and self._every == 1)
+            self._parts, step = self._restart_parts, replace(step, full=step.full and self._every == 1)
         self._steps.append(step)
         if len(self._steps) >= self._parts * self._part_steps:
             self._close(run)
@@ -105,9 +105,9 @@ class Meter(Callback):
         if self._steps:
             self._close(run)
 
-    def restart(self, step: int) -> None:
-        """Begin a window at step ``step`` of the run, from which on the ranks have other parts."""
-        self._restart_at = step
+    def restart(self, step: int, closer: bool = False) -> None:
+        """Begin a window, a short one where ``closer``, at step ``step``, from which on the ranks have other parts."""
+        self._restart_at, self._restart_parts = step, min(CLOSER, self._every) if closer else self._every
 
     def look_closer(self) -> None:
         """Let the next window end early; every rank calls it alike, at the end of a window."""

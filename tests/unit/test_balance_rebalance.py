@@ -48,7 +48,7 @@ class Cluster:
 
 
 class Steps(Cluster):
-    """The same by steps: windows of five, of three after one that startled.
+    """The same by steps: windows of five, of three where the controller wants them.
 
     Steps have noise and now and then a spike; one in which speeds change is half of either speed.
     """
@@ -67,7 +67,7 @@ class Steps(Cluster):
             if len(self.own_s) == self.length:
                 seen, self.own_s = self.own_s, []
                 self.observe([statistics.median(own) for own in zip(*seen)], seen[-1])
-                self.length = 3 if self.controller.startled else 5
+                self.length = 3 if self.controller.closer else 5
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -90,6 +90,8 @@ def test_a_drastic_change_is_planned_for_within_nine_steps(phase, fast, slow):
     truth = [line.scaled(factor) for line, factor in zip(cluster.lines, cluster.factors)]
     taken = max(line.seconds(n, 1) for line, n in zip(truth, cluster.plan.samples_P))
     assert taken <= 1.08 * plan(truth, 128).step_s
+    cluster.steps(40)
+    assert len(cluster.planned) <= before + 2
 
 
 def test_no_plan_is_made_on_the_eve_of_a_drastic_change():
@@ -97,9 +99,9 @@ def test_no_plan_is_made_on_the_eve_of_a_drastic_change():
     level, slow = LINE.seconds(64, 1), LINE.scaled(1.2).seconds(64, 1)
     cluster.observe([level, slow])
     cluster.observe([level, slow], [3 * level, slow])
-    assert cluster.planned == [] and cluster.controller.startled
+    assert cluster.planned == [] and cluster.controller.closer
     cluster.observe([level, slow], [level, slow])
-    assert cluster.planned == [13] and not cluster.controller.startled
+    assert cluster.planned == [13] and not cluster.controller.closer
 
 
 @settings(max_examples=30)

@@ -89,11 +89,8 @@ def mismatch() -> str | None:
     if record is None:
         return None
     for name in record.frameworks:
-        try:
-            now = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if now != record.frameworks[name]:
+        now = detect.version_of(name)
+        if now is not None and now != record.frameworks[name]:
             return _sentence(f"{name} {record.frameworks[name]}", f"{name} {now}")
     mpi = detect.find_mpi()
     if record.mpi and mpi is not None and mpi.flavour != record.mpi.split()[0]:

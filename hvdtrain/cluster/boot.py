@@ -293,18 +293,23 @@ def _mismatch(facts: LaunchFacts, size: int, library: str) -> str:
             "they are of different MPIs")
 
 
-def horovod_reason(framework: str) -> str | None:
-    """Why Horovod cannot be used with ``framework`` ("torch" or "tensorflow"), or None where it looks usable.
+def horovod_libraries(framework: str) -> list[Path] | None:
+    """Horovod's native libraries for ``framework`` ("torch" or "tensorflow"); None where Horovod is not installed.
 
     Cheap: looks for files, imports nothing.
     """
     found = importlib.util.find_spec("horovod")
     if found is None or not found.submodule_search_locations:
+        return None
+    return sorted(Path(found.submodule_search_locations[0], framework).glob(NATIVE[framework]))
+
+
+def horovod_reason(framework: str) -> str | None:
+    """Why Horovod cannot be used with ``framework``, or None where it looks usable; as cheap."""
+    found = horovod_libraries(framework)
+    if found is None:
         return f"Horovod is not installed; {BUILD}"
-    folder = Path(found.submodule_search_locations[0], framework)
-    if not any(folder.glob(NATIVE[framework])):
-        return f"Horovod is installed without its {framework} part; {BUILD}"
-    return None
+    return None if found else f"Horovod is installed without its {framework} part; {BUILD}"
 
 
 def start_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Control, over_host: bool = False) -> Any:

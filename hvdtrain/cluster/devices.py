@@ -190,14 +190,19 @@ def sharing(env: Mapping[str, str], count: int, local_size: int) -> str:
             "NCCL refuses two ranks on one GPU, so set exchange_device: cpu, or start fewer ranks")
 
 
+def cpu_model(cpuinfo: str) -> str:
+    """The processor's name from the text of /proc/cpuinfo, "" where it has none. Pure."""
+    match = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    return " ".join(match[1].split()) if match else ""
+
+
 def cpu_facts() -> DeviceFacts:
     """This host's processor, by the name that the kernel knows, and the memory it has to give."""
     import platform
 
     name, memory_bytes = platform.processor() or platform.machine(), 0
     with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        name = found[1].strip() if found else name
+        name = cpu_model(Path("/proc/cpuinfo").read_text()) or name
     with contextlib.suppress(OSError):
         found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
         memory_bytes = int(found[1]) * 1024 if found else 0

@@ -40,7 +40,7 @@ from typing import Any
 
 from hvdtrain import __version__
 from hvdtrain.build.detect import answer_of, find_framework, find_mpi, find_mpirun, version_of
-from hvdtrain.cluster.boot import NATIVE, horovod_reason
+from hvdtrain.cluster.boot import horovod_libraries, horovod_reason
 from hvdtrain.cluster.devices import VISIBLE, count_gpus
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.cluster.topology import affinity, cpu_quota
@@ -157,11 +157,7 @@ def boot_id() -> str:
 
 def horovod_mpi(framework: str) -> list[str]:
     """File names of the MPI libraries that Horovod's native library for ``framework`` wants; [] without one."""
-    spec = importlib.util.find_spec("horovod")
-    if spec is None or not spec.submodule_search_locations:
-        return []
-    files = list(Path(spec.submodule_search_locations[0], framework).glob(NATIVE[framework]))
-    return sorted({name for file in files for name in wanted_mpi(file)})
+    return sorted({name for file in horovod_libraries(framework) or () for name in wanted_mpi(file)})
 
 
 def wanted_mpi(path: Path) -> list[str]:

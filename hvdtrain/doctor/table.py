@@ -19,19 +19,15 @@ WORDS = {STOPS: "would stop a run", SLOWS: "would slow it", NOTE: "to know"}
 def rows(hosts: Sequence[Facts]) -> list[tuple[str, str]]:
     """(fact, value) in order; a value that differs between hosts has a line for each group of them."""
     found = [("hosts", ", ".join(f"{h['host']} ({h['slots']} rank{'s' if h['slots'] != 1 else ''})" for h in hosts))]
-    for title, show in _SHOWN:
-        told = {f"{h['host']}#{i}": show(h) for i, h in enumerate(hosts)}
-        values = list(told.values())
-        if not any(values):
-            continue
-        if len(set(values)) == 1:
-            found.append((title, values[0]))
-        else:
-            names = {key: key.rpartition("#")[0] for key in told}
-            groups: dict[str, list[str]] = {}
-            for key, value in told.items():
-                groups.setdefault(value or "none", []).append(names[key])
-            found.append((title, "\n".join(f"{', '.join(who)}: {value}" for value, who in groups.items())))
+    for title, key, absent, show in _SHOWN:
+        groups: dict[str, list[str]] = {}
+        for host in hosts:
+            value = show(host, host[key]) if known(host[key]) else str(host[key] or absent)
+            groups.setdefault(value, []).append(host["host"])
+        if len(groups) > 1:
+            value = "\n".join(f"{', '.join(who)}: {value or 'none'}" for value, who in groups.items())
+        if value:
+            found.append((title, value))
     return found
 
 
@@ -70,66 +66,42 @@ def text(hosts: Sequence[Facts], problems: Sequence[Problem], plain: bool) -> st
     return "\n".join([captured.get().rstrip(), *findings(problems, hosts)])
 
 
-def _plain(key: str) -> Callable[[Facts], str]:
-    return lambda host: "" if host[key] is None else str(host[key])
+def _framework(host: Facts, found: Any) -> str:
+    parts = [found.get("version", ""), f"CUDA {found['cuda']}" if found.get("cuda") else "",
+             f"ROCm {found['hip']}" if found.get("hip") else "",
+             f"NCCL {found['nccl']}" if found.get("nccl") else "",
+             f"for {' '.join(found['arch'])}" if found.get("arch") else "",
+             f"sees {len(found['devices'])} GPU(s)" if found.get("devices") else "",
+             f"{found['at']}: {found['error']}" if "error" in found else ""]
+    return ", ".join(filter(None, parts))
 
 
-def _framework(name: str) -> Callable[[Facts], str]:
-    def show(host: Facts) -> str:
-        found = host[name]
-        if not known(found):
-            return found or ""
-        parts = [found.get("version", ""), f"CUDA {found['cuda']}" if found.get("cuda") else "",
-                 f"ROCm {found['hip']}" if found.get("hip") else "",
-                 f"NCCL {found['nccl']}" if found.get("nccl") else "",
-                 f"for {' '.join(found['arch'])}" if found.get("arch") else "",
-                 f"sees {len(found['devices'])} GPU(s)" if found.get("devices") else "",
-                 f"{found['at']}: {found['error']}" if "error" in found else ""]
-        return ", ".join(filter(None, parts))
-
-    return show
-
-
-def _horovod(host: Facts) -> str:
-    if not known(host["horovod"]):
-        return host["horovod"] or "not installed"
+def _horovod(host: Facts, found: Any) -> str:
     parts = []
     for name in FRAMEWORKS:
         if known(host[name]) and "horovod_built" in host[name]:
             wants = host["horovod_mpi"].get(name) or []
             linked = f" ({', '.join(wants)})" if isinstance(wants, list) and wants else ""
             parts.append(f"{name} with {' '.join(host[name]['horovod_built']) or 'nothing'}{linked}")
-    return f"{host['horovod']}: {'; '.join(parts) or 'no framework'}"
+    return f"{found}: {'; '.join(parts) or 'no framework'}"
 
 
-def _mpi(host: Facts) -> str:
-    found = host["mpi"]
-    if not known(found):
-        return str(found) if found else "mpi4py is not installed"
+def _mpi(host: Facts, found: Any) -> str:
     if "library" not in found:
         return f"{found['at']}: {found['error']}"
     return f"{short(found['library'])} ({', '.join(found['libmpi'])}), mpi4py {found['version']}"
 
 
-def _mpirun(host: Facts) -> str:
-    found = host["mpirun"]
-    if not known(found):
-        return str(found or "none")
+def _mpirun(host: Facts, found: Any) -> str:
     return f"{found['path']}, " + (found["error"] if "error" in found else f"{found['flavour']} {found['version']}")
 
 
-def _launcher(host: Facts) -> str:
-    found = host["launcher"]
-    if not known(found):
-        return str(found or "")
+def _launcher(host: Facts, found: Any) -> str:
     sees = f", MPI sees {found['world']}" if found["kind"] == "mpi" and found["world"] is not None else ""
     return f"{found['name']}, {found['size']} process{'es' if found['size'] != 1 else ''}{sees}"
 
 
-def _gpu(host: Facts) -> str:
-    found = host["gpu"]
-    if not known(found):
-        return str(found or "none")
+def _gpu(host: Facts, found: Any) -> str:
     if "devices" not in found:
         return f"{found['at']}: {found['error']}"
     kinds: dict[str, int] = {}
@@ -141,40 +113,33 @@ def _gpu(host: Facts) -> str:
     return f"{each}, driver {found['driver']} (CUDA {found['cuda']}){shown}"
 
 
-def _interfaces(host: Facts) -> str:
-    found = host["interfaces"]
-    if not known(found):
-        return str(found)
+def _interfaces(host: Facts, found: Any) -> str:
     return ", ".join(f"{row['name']} {row['address']}/{row['network'].partition('/')[2]}"
                      + (f" {row['mbit_s']} Mbit/s" if row["mbit_s"] else "") + ("" if row["up"] else " (down)")
                      for row in found if row["name"] != "lo") or "loopback only"
 
 
-def _bytes(key: str, unit: str, power: int) -> Callable[[Facts], str]:
-    return lambda h: f"{h[key] / 2**power:.1f} {unit}" if known(h[key]) else str(h[key])
-
-
-def _cores(host: Facts) -> str:
-    return f"{host['cores']:g}" if known(host["cores"]) else str(host["cores"])
-
-
-def _clock(host: Facts) -> str:
-    clock = host["clock"]
-    if not known(clock):
-        return ""
+def _clock(host: Facts, found: Any) -> str:
     if 0 in host["ranks"]:
         return "the others' are compared with it"
-    return f"{1e3 * clock['offset_s']:+.2f} ms from rank 0's, give or take {1e3 * clock['within_s']:.2f} ms"
+    return f"{1e3 * found['offset_s']:+.2f} ms from rank 0's, give or take {1e3 * found['within_s']:.2f} ms"
 
 
-def _addresses(host: Facts) -> str:
-    found: Any = host["addresses"]
-    return ", ".join(found) if isinstance(found, list) else str(found)
-
-
-_SHOWN: tuple[tuple[str, Callable[[Facts], str]], ...] = (
-    ("python", lambda h: f"{h['python']}, {h['executable']}"), ("system", _plain("system")),
-    ("hvdtrain", _plain("hvdtrain")), ("torch", _framework("torch")), ("tensorflow", _framework("tensorflow")),
-    ("Horovod", _horovod), ("MPI library", _mpi), ("mpirun", _mpirun), ("started by", _launcher), ("GPUs", _gpu),
-    ("own name is", _addresses), ("interfaces", _interfaces), ("cores", _cores),
-    ("memory", _bytes("memory_bytes", "GiB", 30)), ("/dev/shm", _bytes("shm_bytes", "MiB free", 20)), ("clock", _clock))
+_SHOWN: tuple[tuple[str, str, str, Callable[[Facts, Any], str]], ...] = (
+    ("python", "python", "", lambda host, found: f"{found}, {host['executable']}"),
+    ("system", "system", "", lambda host, found: str(found)),
+    ("hvdtrain", "hvdtrain", "", lambda host, found: str(found)),
+    ("torch", "torch", "", _framework),
+    ("tensorflow", "tensorflow", "", _framework),
+    ("Horovod", "horovod", "not installed", _horovod),
+    ("MPI library", "mpi", "mpi4py is not installed", _mpi),
+    ("mpirun", "mpirun", "none", _mpirun),
+    ("started by", "launcher", "", _launcher),
+    ("GPUs", "gpu", "none", _gpu),
+    ("own name is", "addresses", "", lambda host, found: ", ".join(found)),
+    ("interfaces", "interfaces", "", _interfaces),
+    ("cores", "cores", "", lambda host, found: f"{found:g}"),
+    ("memory", "memory_bytes", "", lambda host, found: f"{found / 2**30:.1f} GiB"),
+    ("/dev/shm", "shm_bytes", "", lambda host, found: f"{found / 2**20:.1f} MiB free"),
+    ("clock", "clock", "", _clock))
+"""(title, fact, what is shown where it is None, how it is shown where it is known); an unknown one shows why."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hvdtrain.build.detect import answer_of, parse_mpi_version, search_path
 from hvdtrain.cluster.launcher import launch_facts
+from hvdtrain.cluster.topology import affinity
 from hvdtrain.errors import UserError
 from hvdtrain.launch.hosts import merged, parse_hostfile, parse_hosts
 from hvdtrain.launch.prepare import LOOPBACK, Here, names_this_host_only
@@ -31,12 +32,9 @@ def here() -> Here:
     env = dict(os.environ)
     facts = launch_facts(env)
     name = socket.gethostname()
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS
-        cores = os.cpu_count() or 1
-    return Here(env=env, names=(*LOOPBACK, name, name.partition(".")[0]), cores=cores, is_root=os.geteuid() == 0,
-                search_path=search_path(), inside=facts.launcher if facts.kind != "solo" else "")
+    return Here(env=env, names=(*LOOPBACK, name, name.partition(".")[0]), cores=len(affinity()),
+                is_root=os.geteuid() == 0, search_path=search_path(),
+                inside=facts.launcher if facts.kind != "solo" else "")
 
 
 def find(wanted: str, here: Here, hosts: tuple[Host, ...], *, may_lack: bool = False) -> tuple[Tool, list[str]]:

@@ -210,8 +210,7 @@ def _parser() -> Parser:
     parser.add_argument("--max_steps", type=whole("--max_steps", 0), default=0, metavar="N",
                         help="training steps of each run; 0: the workload's own")
     parser.add_argument("--timeout", type=whole("--timeout", 1), default=900, metavar="S", help="seconds of one run")
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    parser.add_argument("--jsonl", default="", metavar="FILE", help="append a JSON record per run to this file")
+    parser.reports("run")
     return parser
 
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.bench import options, record, table
-from hvdtrain.bench.session import Session, open_session
+from hvdtrain.bench import options, table
+from hvdtrain.bench.session import Session, open_session, records
 from hvdtrain.bench.timing import shown, spread
-from hvdtrain.cluster.exit import agreed
 from hvdtrain.errors import UserError
 
 HEADERS = ("call", "hvdtrain (ms)", "quartiles", "Horovod (ms)", "quartiles", "ratio", "quartiles")
@@ -30,8 +29,7 @@ def main(argv: list[str]) -> int:
     """Run the command."""
     parser = options.Parser("eager", "Time of one call of hvdtrain.tensorflow outside of graphs, and of the same call "
                             "of Horovod, in turns. Start it under mpirun with at least 2 ranks.")
-    parser.add_argument("--timeout", type=options.number("--timeout", 0, 1e6), default=600.0, metavar="S",
-                        help="longest wait for other ranks, in seconds")
+    parser.waits(600.0, "longest wait for other ranks, in seconds")
     parser.common(repeats=15)
     args = parser.parse(argv)
     return bench(open_session("tensorflow", "horovod", args.timeout, argv), args)
@@ -43,9 +41,7 @@ def bench(session: Session, args: argparse.Namespace) -> int:
     if control.size == 1:
         raise UserError("bench eager in one process", "at least 2 ranks, between which something moves",
                         "start it as: mpirun -np 2 python -m hvdtrain bench eager")
-    agreed(control, lambda: record.check(args.jsonl if control.rank == 0 else ""), "opening the file for records")
-    environment = record.environment(session.hosts, control.size, session.wire.name, None, session.threads,
-                                     session.framework)
+    keep = records(session, "eager", args.jsonl)
     peers = importlib.import_module("hvdtrain.bench.peers.eager_tensorflow")
     ours, bare = peers.apis()
     found = []
@@ -53,8 +49,7 @@ def bench(session: Session, args: argparse.Namespace) -> int:
         row = {"call": name, "same": not control.agree(not peers.same(case(ours), case(bare))),
                **measure(session, lambda: case(ours), lambda: case(bare), args.repeats)}
         found.append(row)
-        if args.jsonl and control.rank == 0:
-            record.append(args.jsonl, {"bench": "eager", **environment, **row})
+        keep(row)
     if control.rank == 0:
         title = f"one call outside of graphs: {control.size} ranks, {session.hosts}, {args.repeats} rounds"
         table.show(title, HEADERS, [cells(row) for row in found], args.markdown, launched=True)

@@ -47,8 +47,16 @@ class Parser(argparse.ArgumentParser):
         """The options that the benches share: --repeats, --markdown, --jsonl."""
         self.add_argument("--repeats", type=whole("--repeats", 1), default=repeats, metavar="N",
                           help="timed repeats, of which the median counts")
+        self.reports("row")
+
+    def reports(self, each: str) -> None:
+        """The options of what a bench tells: --markdown, --jsonl; ``each``: what has a record of its own."""
         self.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
-        self.add_argument("--jsonl", default="", metavar="FILE", help="append a JSON record per row to this file")
+        self.add_argument("--jsonl", default="", metavar="FILE", help=f"append a JSON record per {each} to this file")
+
+    def waits(self, default_s: float, what: str) -> None:
+        """The option --timeout, in seconds; ``what`` it bounds."""
+        self.add_argument("--timeout", type=number("--timeout", 0, 1e6), default=default_s, metavar="S", help=what)
 
     def _help(self) -> str:
         return f"see {self.prog} --help"

@@ -77,10 +77,8 @@ def add_options(parser: options.Parser, rounds: int, warmup: int, warmup_help: s
         help="more words for mpirun, quoted as for a shell")
     add("--iface", default=os.environ.get("TWO_HOSTS_IFACE", ""), metavar="NAME",
         help="network interface of wires other than MPI")
-    add("--timeout", type=options.number("--timeout", 0, 1e6), default=300.0, metavar="S",
-        help="longest wait for one answer of a job")
-    add("--markdown", action="store_true", help="print the table as Markdown")
-    add("--jsonl", default="", metavar="FILE", help="append a JSON record per contender and round, and a summary")
+    parser.waits(300.0, "longest wait for one answer of a job, in seconds")
+    parser.reports("contender and round, and a summary,")
 
 
 # --- what is run -----------------------------------------------------------------------------------------------------

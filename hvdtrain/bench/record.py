@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.build.detect import read, version_of
+from hvdtrain.cluster.devices import cpu_model
+from hvdtrain.cluster.topology import affinity
 from hvdtrain.errors import UserError
 
 PACKAGES = {
@@ -50,7 +52,7 @@ def environment(hosts: str = "", ranks: int = 1, wire: str = "", seed: int | Non
         "mpi": mpi_library(),
         "hosts": hosts or f"1 host: {platform.node()}",
         "ranks": ranks,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": len(affinity()),
         "cpu": cpu_model(read("/proc/cpuinfo")) or platform.machine(),
         "framework": framework,
         "wire": wire,
@@ -97,12 +99,6 @@ def settings(env: Mapping[str, str]) -> dict[str, str]:
     names = re.compile(r"OMP_NUM_THREADS|OMPI_MCA_(mpi|coll|btl|pml|mtl|osc)(_.*)?|NCCL_.*|UCX_.*|TF_(XLA|ENABLE)_.*"
                        r"|HOROVOD_(FUSION|CYCLE|AUTOTUNE|HIERARCHICAL|CACHE|CPU|GPU|THREAD|NUM|DISABLE|ENABLE).*")
     return {name: env[name] for name in sorted(env) if names.fullmatch(name)}
-
-
-def cpu_model(cpuinfo: str) -> str:
-    """The processor's name from the text of /proc/cpuinfo, "" where it has none. Pure."""
-    match = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
-    return " ".join(match[1].split()) if match else ""
 
 
 def append(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:

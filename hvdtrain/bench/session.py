@@ -6,13 +6,14 @@ Owns the order of the start and the facts about the wire. What starts MPI and Ho
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain import backends
 from hvdtrain.bench import record
 from hvdtrain.cluster import boot
+from hvdtrain.cluster.exit import agreed
 from hvdtrain.cluster.launcher import LaunchFacts, launch_facts
 from hvdtrain.cluster.topology import affinity, compute_threads, survey
 from hvdtrain.cluster.wire import open_wire
@@ -64,6 +65,18 @@ def open_session(framework: str, collectives: str, timeout_s: float, argv: Seque
     ops = backend.Ops()
     return Session(control, wire, ops, framework, topology.describe(), len(topology.hosts) > 1, threads, notes,
                    _facts(wire, ops, framework, config, control))
+
+
+def records(session: Session, bench: str, path: str) -> Callable[[dict[str, Any]], None]:
+    """What appends a record of ``bench`` to the file at ``path``: on rank 0, and nowhere where ``path`` is "".
+
+    Collective; `UserError` on every rank where it could not be written, before anything is measured.
+    """
+    mine = path if session.control.rank == 0 else ""
+    agreed(session.control, lambda: record.check(mine), "opening the file for records")
+    facts = {"bench": bench, **record.environment(session.hosts, session.control.size, session.wire.name, None,
+                                                  session.threads, session.framework)}
+    return lambda row: record.append(mine, facts | row) if mine else None
 
 
 def require(framework: str) -> None:

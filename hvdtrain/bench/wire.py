@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.bench import options, record, table
-from hvdtrain.bench.session import Session, open_session
+from hvdtrain.bench import options, table
+from hvdtrain.bench.session import Session, open_session, records
 from hvdtrain.bench.timing import shown, spread
-from hvdtrain.cluster.exit import agreed
 from hvdtrain.collectives.shared import SUMMED
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import itemsize
@@ -274,8 +273,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                         help="from one size to the next")
     parser.add_argument("--dtype", type=options.one_of("--dtype", DTYPES), default="float32", metavar="TYPE",
                         help="element type")
-    parser.add_argument("--timeout", type=options.number("--timeout", 0, 1e6), default=600.0, metavar="S",
-                        help="longest wait for other ranks, in seconds")
+    parser.waits(600.0, "longest wait for other ranks, in seconds")
     parser.common(repeats=20)
     args = parser.parse(argv)
     if args.max < args.min:
@@ -292,17 +290,14 @@ def bench(session: Session, args: argparse.Namespace) -> int:
     if args.dtype not in session.wire.dtypes and any(redop(kind) == "sum" for kind in args.kinds):
         raise UserError(f"{session.wire.name} does not sum {args.dtype}",
                         "one of " + ", ".join(d for d in DTYPES if d in session.wire.dtypes), "correct --dtype")
-    agreed(control, lambda: record.check(args.jsonl if control.rank == 0 else ""), "opening the file for records")
-    environment = record.environment(session.hosts, control.size, session.wire.name, None, session.threads,
-                                     session.framework)
+    keep = records(session, "wire", args.jsonl)
     for note in session.notes if control.rank == 0 else ():
         table.note(note)
     for kind in args.kinds:
         found = []
         for row in _measured(session, kind, args):
             found.append(row)
-            if args.jsonl and control.rank == 0:
-                record.append(args.jsonl, {"bench": "wire", **environment, **row})
+            keep(row)
         status |= any(row["wrong"] for row in found)
         if control.rank == 0:
             table.show(_title(session, found[0]), HEADERS, [cells(row) for row in found], args.markdown,

@@ -47,7 +47,7 @@ BAND = 3.0
 """Standard deviations from the level beyond which one window counts as an outlier, and several as a change."""
 
 DRASTIC = 1.0
-"""A change is drastic from twice as long, or half, on."""
+"""A change is drastic from twice as long, or half, on; and beyond `BAND` standard deviations of single steps."""
 
 HOLD, MOST_HELD = 0.02, 8
 """Part of a step that a plan which was followed before may lose against the best one, and how many are kept: the first,
@@ -55,6 +55,9 @@ because a framework keeps the graphs of the sizes that came first."""
 
 QUIET, NOISE = 0.01, 0.08
 """Least standard deviation that is believed, and the one expected before there is evidence."""
+
+TO_SIGMA = 1.4826
+"""From the median of absolute deviations to the standard deviation of a normal distribution."""
 
 EXPECTED_WINDOWS, NOISE_WINDOWS = 3, 32
 """Windows that the expectation is worth, and windows that noise is looked for in."""
@@ -87,6 +90,8 @@ class Rebalancer:
         self._recent_P: list[deque[float]] = [deque(maxlen=lasting) for _ in lines_P]
         self._jumps: deque[list[float]] = deque(maxlen=NOISE_WINDOWS)
         self._sigma = NOISE                             # relative, of a factor, between windows
+        self._latest: deque[float] = deque([NOISE] * EXPECTED_WINDOWS * size, maxlen=NOISE_WINDOWS * size)
+        self._drastic_from = DRASTIC                    # of how far latest steps were from the level, those above
         self._won = 0                                   # successive windows in which another plan would have won
         self._steps: deque[float] = deque(maxlen=lasting)
         self._before_s = 0.0                            # the measured step before the last plan; 0: judged or none
@@ -116,6 +121,7 @@ class Rebalancer:
         of the window's latest steps alone. Seconds that are not above 0 or not finite count as not measured.
         """
         self._sigma = self._noise()
+        self._drastic_from = max(DRASTIC, BAND * TO_SIGMA * statistics.median(self._latest))
         self._jumps.append([])
         latest_s_P = latest_s_P or compute_s_P
         quick_P = [self._see(rank, *seen) for rank, seen in enumerate(zip(compute_s_P, samples_P, parts_P, latest_s_P))]
@@ -127,8 +133,9 @@ class Rebalancer:
         wait = self.lasting * min(2 ** max(0, self._failed - 1), LONGEST_WAIT)
         if self._since > 2 * wait:
             self._failed = 0
-        startled = any(samples and _drastic(latest_s / line.seconds(samples, parts), level) for latest_s, samples,
-                       parts, line, level in zip(latest_s_P, samples_P, parts_P, self.base_P, self._level_P))
+        startled = any(samples and self._drastic(latest_s / line.seconds(samples, parts), level)
+                       for latest_s, samples, parts, line, level
+                       in zip(latest_s_P, samples_P, parts_P, self.base_P, self._level_P))
         self._short = max(0, self._short - 1)
         self.closer = startled or self._short > 0
         if startled or self._won < self.lasting or gain <= self.margin or self._since < wait:
@@ -180,8 +187,11 @@ class Rebalancer:
         self._idle_P[rank] = 0
         level, recent, band = self._level_P[rank], self._recent_P[rank], BAND * self._sigma
         now = compute_s / line_s
-        hint = _drastic(latest_s / line_s, level) and not _drastic(now, level)  # it may have begun within the window
-        now = latest_s / line_s if hint else now
+        latest = latest_s / line_s
+        hint = self._drastic(latest, level) and not self._drastic(now, level)  # it may have begun within the window
+        now = latest if hint else now
+        if math.isfinite(latest) and latest > 0:
+            self._latest.append(abs(_off(latest, level)))
         if recent:
             self._jumps[-1].append(abs(_off(now, recent[-1])))
         recent.append(now)
@@ -191,11 +201,15 @@ class Rebalancer:
             self._level_P[rank] += (now - level) / self._weight_P[rank]
             return self._level_P[rank]
         if len(offs) == self.lasting and (min(offs) > band or max(offs) < -band) and not hint:
-            if _drastic(now, level):  # the window before may be from while it began
+            if self._drastic(now, level):  # the window before may be from while it began
                 self._level_P[rank], self._weight_P[rank], self._moved = now, 1, True
-            elif not any(_drastic(value, level) for value in recent):  # else that one was an outlier
+            elif not any(self._drastic(value, level) for value in recent):  # else that one was an outlier
                 self._level_P[rank], self._weight_P[rank] = statistics.fmean(recent), self.lasting
         return now
+
+    def _drastic(self, factor: float, level: float) -> bool:
+        """Whether ``factor`` is a measurement, and too far from ``level`` to be scatter."""
+        return math.isfinite(factor) and factor > 0 and abs(_off(factor, level)) > self._drastic_from
 
     def _rest(self, rank: int) -> float:
         """A rank without samples keeps its level for a while, then is tried again."""
@@ -209,7 +223,7 @@ class Rebalancer:
     def _noise(self) -> float:
         """Relative standard deviation of a factor between windows."""
         seen = [jump for jumps in self._jumps for jump in jumps]
-        to_sigma = 1.4826 / math.sqrt(2.0)  # from the median of |differences|, for a normal distribution
+        to_sigma = TO_SIGMA / math.sqrt(2.0)  # of differences
         expected = [NOISE / to_sigma] * (EXPECTED_WINDOWS * len(self.base_P))
         return max(QUIET, to_sigma * statistics.median(seen + expected))
 
@@ -236,8 +250,3 @@ class Rebalancer:
 def _off(factor: float, level: float) -> float:
     """How far ``factor`` is from ``level``: 1 for twice as long, -1 for half."""
     return factor / level - 1.0 if factor >= level else 1.0 - level / factor
-
-
-def _drastic(factor: float, level: float) -> bool:
-    """Whether ``factor`` is a measurement beyond `DRASTIC` from ``level``."""
-    return math.isfinite(factor) and factor > 0 and abs(_off(factor, level)) > DRASTIC

@@ -1,11 +1,11 @@
 """Builds a run in one fixed order: the file to read to know what a run is made of.
 
 The order: config, boot and control plane, topology and group, model blocks, devices, wire (`hvdtrain.cluster.wire`),
-data, precision, step (with its optimizer), the comparison of the ranks' models, a first sample through model, loss and
-metrics, buckets and compressor and reducer (`hvdtrain.exchange.attach`), initial weights, callbacks, restore. The run's
-directory is made when a fit starts (`hvdtrain.outdir.starting`); the parts of a batch (`balance`) are planned then, by
-a callback. A model that is split over devices is cut while its step is made, before its exchange, so that no bucket
-spans two devices. Remat would stand after the model, compilation before the step; these are not built yet.
+data, precision, the model's parts (stage, parameters, optimizer, transforms), the comparison of the ranks' models, a
+first sample through model, loss and metrics, data parallelism with buckets and compressor (`hvdtrain.data_parallel`),
+initial weights, callbacks, restore. The run's directory is made when a fit starts (`hvdtrain.outdir.starting`); the
+parts of a batch (`balance`) are planned then, by a callback. A model that is split over devices is cut while its parts
+are made, before its exchange, so that no bucket spans two devices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import backends, first_sample, rng, unused
+from hvdtrain import backends, data_parallel, first_sample, rng, transforms, unused
 from hvdtrain.alike import check_alike
 from hvdtrain.balance.emulate import Slowed
 from hvdtrain.callbacks import progress
@@ -41,13 +41,14 @@ from hvdtrain.config import Config
 from hvdtrain.data import sources
 from hvdtrain.data.feed import Feed
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.attach import exchange
 from hvdtrain.faults.finite import check_trainable
 from hvdtrain.model import Spec, build_spec, spec_of
 from hvdtrain.outdir import COMPLETED, find_out
+from hvdtrain.pipeline.accumulate import Accumulate
 from hvdtrain.precision import policy
 from hvdtrain.precision.policy import Precision
 from hvdtrain.protocols import Callback, Collectives, Control
+from hvdtrain.resolve import load_callable
 from hvdtrain.run import Run
 
 
@@ -81,35 +82,41 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     feed, test_feed = _feeds(config, spec, control, train, test)
     _seed(config, backend, control.rank)
     precision = _precision(config, control, devices, notes)
-    step = agreed(control, lambda: backend.create_step(spec, config, control, feed.steps_per_epoch or 0, precision,
-                                                       feed.sample, feed.data), "model")
+    parts = agreed(control, lambda: backend.make_parts(spec, config, control, wire, feed.steps_per_epoch or 0,
+                                                       precision, feed.sample, feed.data), "model")
     if config.emulate_speed and config.emulate_speed[control.rank] < 1:
-        step = Slowed(step, config.emulate_speed[control.rank])
+        parts.stage = Slowed(parts.stage, config.emulate_speed[control.rank])
+    parts.transforms += agreed(control, lambda: transforms.own(config), "transforms")
     group = world(control.size, control.rank)
-    run = Run(config, control, group, topology, wire, spec, step, feed, test_feed, devices=devices, notes=notes)
+    run = Run(config, control, group, topology, wire, spec, parts, Accumulate(parts.stage), feed, test_feed,
+              devices=devices, notes=notes)
     try:
         _complete(run, facts, backend, more)
     except BaseException:
-        step.leave()
+        run.leave()
         raise
     return run
 
 
 def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], list[Callback]] | None) -> None:
-    """Exchange, initial weights, callbacks, restore."""
-    control, step, feed = run.control, run.step, run.feed
-    check_alike(control, run.group, step.made_of())
+    """Data parallelism, initial weights, callbacks, restore."""
+    control, parts, feed = run.control, run.parts, run.feed
+    agreed(control, lambda: parts.install(collective=False), "transforms")
+    check_alike(control, run.group, parts.params.made_of())
     first_sample.check(run, backend)
-    agreed(control, lambda: exchange(run, backend.Ops()), "exchange")
-    step.share_initial()
+    run.dp = agreed(control, lambda: data_parallel.create(data_parallel.Setup(
+        run.config, control, run.topology, run.group, run.collectives, backend.Ops(), parts, run.notes)), "exchange")
+    agreed(control, run.join, "exchange")
+    parts.buffers.share()
     run.callbacks = _callbacks(run, facts, more)
     if control.size > 1:
-        run.notes += [f"not independent of the number of ranks: {caveat}" for caveat in step.caveats()]
+        bent = (*parts.caveats(), *run.dp.caveats)
+        run.notes += [f"not independent of the number of ranks: {caveat}" for caveat in bent]
     run.tell()
     _restore(run)
-    agreed(control, lambda: check_trainable(step), "model")
+    agreed(control, lambda: check_trainable(parts), "model")
     if feed.even_micros:
-        agreed(control, lambda: step.spare(feed.sample(1, run.state.cursor)), "data")
+        agreed(control, lambda: parts.stage.spare(feed.sample(1, run.state.cursor)), "data")
 
 
 def _model(config: Config, model: Any, facts: LaunchFacts, control: Control | None) -> Spec:
@@ -244,6 +251,7 @@ def _callbacks(run: Run, facts: LaunchFacts, more: Callable[[Run], list[Callback
         own.append(EarlyStop(config.early_stop))
     if config.compression == "auto":
         own.append(AutoCompression())
+    own += [load_callable(text, "callbacks")() for text in config.callbacks]
     own += [Jsonl(config.log_every), *progress.make(config.progress, facts.kind != "solo")]
     return [*own, *(more(run) if more else ()), Checkpoint(config.checkpoint)]
 

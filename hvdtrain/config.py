@@ -187,11 +187,21 @@ class Config:
         "auto: cpu where ranks' devices are unlike, else device")
     collectives: Literal["auto", "horovod", "mpi", "shared", "null"] = _key(
         "auto", "", "what carries gradients; shared: memory that the ranks of a host share, mpi between hosts; auto: "
-        "shared for CPU tensors of PyTorch on one host, else horovod where it is built, else mpi; null: nothing, only "
-        "to measure")
-    compression: Literal["none", "fp16", "bf16", "int8", "topk", "powersgd", "auto"] = _key(
-        "none", "", "how gradients are compressed for the wire; auto: measures, and picks one only where it saves time")
+        "shared on CPUs of one host (not with sync_batchnorm in Keras on TensorFlow), else horovod where it is built, "
+        "else mpi; null: nothing, only to measure")
+    compression: str = _key(
+        "none", "", "how gradients are compressed for the wire: none, fp16, bf16, int8, topk, powersgd, or "
+        "module:callable (path/file.py:callable) that makes another way; auto: measures, and picks one only where it "
+        "saves time")
     exchange: Exchange = _key(Exchange(), "", "")
+    data_parallel: str = _key(
+        "replicate", "", "how the ranks' copies of the model stay one model; replicate: gradients are summed in every "
+        "step; or module:callable (path/file.py:callable) that makes another way")
+    transforms: list[str] = _key(
+        [], "", "module:callable (path/file.py:callable) of further changes to how the model computes, installed for "
+        "the time of a run")
+    callbacks: list[str] = _key(
+        [], "", "module:callable (path/file.py:callable) of further callbacks, made before those that report")
     eval_every: int = _key(1, "epochs", "evaluate every so many epochs; 0: only at the end")
     early_stop: EarlyStop = _key(EarlyStop(), "", "")
     nan_guard: Literal["stop", "skip"] = _key(
@@ -241,6 +251,7 @@ class Config:
             raise UserError(f"devices_per_rank is {self.devices_per_rank} with model_parallel {self.model_parallel}",
                             "a device for each part of the model", f"set devices_per_rank: {self.model_parallel}")
         self._check_balance()
+        self._check_compression()
         _at_least("data.prefetch", self.data.prefetch, 0)
         _at_least("checkpoint.keep", self.checkpoint.keep, 1)
         _at_least("checkpoint.every_steps", self.checkpoint.every_steps, 0)
@@ -271,6 +282,15 @@ class Config:
             raise UserError(f"shares is {self.shares}", "numbers of 0 or more, at least one above 0",
                             "for example shares: [3, 1]")
         return self
+
+    def _check_compression(self) -> None:
+        """Raise `UserError` for a compression that is neither built in nor spelt as a callable."""
+        from hvdtrain.exchange.compressors import names  # it reads this file's classes
+
+        known = [*(name for name in names() if name != "adasum"), "auto"]  # adasum has a key of its own
+        if ":" not in self.compression and self.compression not in known:
+            raise UserError(f"compression is {self.compression!r}", f"{nearest(self.compression, known)}, one of "
+                            f"{', '.join(known)}, or module:callable", "correct compression")
 
     def _check_balance(self) -> None:
         """Raise `UserError` for what cannot be among the keys of unlike ranks."""

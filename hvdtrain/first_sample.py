@@ -66,7 +66,7 @@ def _run(run: Any, backend: Any, batch: Batch, training: bool) -> None:
     """One try. The first step tells what memory does not suffice for: it may hold what is needed then."""
     try:
         with told(run.spec.model, batch):
-            backend.try_samples(run.step, batch, training)
+            backend.try_samples(run.parts, batch, training)
     except Exception as error:
         if not (out_of_memory(error) or backend.out_of_memory(error)):
             raise

@@ -16,10 +16,11 @@ import numpy as np
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.data.feed import Feed, StepBatch
 from hvdtrain.events import Event
-from hvdtrain.exchange.weighting import check_weight, loss_scale
+from hvdtrain.exchange.weighting import check_weight
 from hvdtrain.faults import pulse
 from hvdtrain.faults.finite import blame
 from hvdtrain.outdir import release, starting
+from hvdtrain.protocols import Done
 
 if TYPE_CHECKING:
     from hvdtrain.run import Run
@@ -36,12 +37,12 @@ def fit(run: Run) -> None:
 
 @contextlib.contextmanager
 def joined(run: Run) -> Iterator[None]:
-    """Within it the model belongs to the run; see `Step.leave`."""
-    run.step.join()
+    """Within it the model belongs to the run: whoever calls it afterwards, on one rank alone, waits for none."""
+    run.join()
     try:
         yield
     finally:
-        run.step.leave()
+        run.leave()
 
 
 def _fit(run: Run) -> None:
@@ -55,13 +56,13 @@ def _fit(run: Run) -> None:
         _epoch(run)
         if run.stopping():
             break
-        run.step.end_epoch()
+        run.parts.optimizer.end_epoch()
         state.cursor = state.cursor.next_epoch()
         if state.cursor.epoch == config.epochs or config.eval_every and state.cursor.epoch % config.eval_every == 0:
             evaluate(run)
         run.emit(Event.EPOCH_END)
         run.agree_on_stop()
-    if run.control.agree(run.step.skipped()):  # of the last step there is no vote to tell it
+    if run.control.agree(run.parts.optimizer.skipped()):  # of the last step there is no vote to tell it
         state.bad_ranks, state.bad_where = list(range(run.control.size)), {}
         run.emit(Event.NON_FINITE)
     if state.metrics_at != state.cursor.step:
@@ -84,37 +85,35 @@ def _epoch(run: Run) -> None:
 
 def train_step(run: Run, batch: StepBatch) -> None:
     """One global batch: compute, exchange, vote, update."""
-    step, config, state = run.step, run.config, run.state
+    parts, dp, state = run.parts, run.dp, run.state
     run.emit(Event.STEP_START)
     begin = time.perf_counter()
     pulse.at("backward and exchange", state.cursor.step)
-    step.zero()
-    scale = loss_scale(batch.own_weight if run.reducer.compressor.own_mean else batch.weight)
+    dp.begin(state.cursor.step)
     # The bound covers backward too: a wire inside TensorFlow's graph waits for the other ranks in there.
-    with deadline(config.control_timeout_s, f"backward and gradient exchange of step {state.cursor.step}"):
-        totals = [step.forward_backward(micro, scale, last=micro is batch.micros[-1]) for micro in batch.micros]
-        wait_s = step.exchange()
+    with deadline(run.config.control_timeout_s, f"backward and gradient exchange of step {state.cursor.step}"):
+        done = run.schedule.gradients(batch, dp.scale(batch), dp)
     computed = time.perf_counter()
     pulse.at("vote")
-    bad = _vote(run, batch, totals)
+    bad = _vote(run, batch, done) if dp.meets(state.cursor.step) else _by_myself(run, done)
     voted = time.perf_counter()
     pulse.at("update")
     if not bad:
-        # A device that decides by itself tells too late for a step that is to be undone as a whole.
-        finite, norm = step.apply(config.clip_norm, check=step.asynchronous and config.nan_guard == "skip")
+        finite, norm = dp.update(state.cursor.step, done.grads)
         bad = [] if finite else list(range(run.control.size))
         state.grad_norm = state.grad_norm if math.isnan(norm) else norm
     updated = time.perf_counter()
-    device_s = step.device_s()  # where the host's clock cannot tell computing from waiting
-    compute_s = computed - begin - wait_s if device_s is None else min(device_s, voted - begin)
+    device_s = parts.stage.device_s()  # where the host's clock cannot tell computing from waiting
+    compute_s = computed - begin - done.waited_s if device_s is None else min(device_s, voted - begin)
     run.phases.add("compute", compute_s)
     run.phases.add("wait", voted - begin - compute_s)
     run.phases.add("update", updated - voted)
     run.phases.step(updated - begin, batch.n_global, batch.n_local, len(batch.micros))
-    overflowed = step.scale.update(bad)  # the same on every rank, as all know the same of the step
+    overflowed = parts.scale.update(bad)  # the same on every rank, as all know the same of the step
     if bad:
-        step.discard()
-    if bad and not overflowed:
+        parts.buffers.discard()
+        dp.discard()
+    if bad and not overflowed and not state.poisoned:
         _tell_not_finite(run, batch, bad)
     state.cursor = batch.cursor_after
     _stop_at_max_steps(run)
@@ -131,8 +130,8 @@ def _tell_not_finite(run: Run, batch: StepBatch, bad: list[int]) -> None:
     """
     state = run.state
     state.bad_ranks, state.bad_where = bad, {}
-    if not run.step.asynchronous:
-        state.bad_where = blame(run.step, batch, bad, run.control)
+    if not run.parts.stage.asynchronous:
+        state.bad_where = blame(run.parts, batch, bad, run.control)
         state.bad_ranks = sorted(state.bad_where) or bad
     run.emit(Event.NON_FINITE)
 
@@ -143,21 +142,23 @@ def _stop_at_max_steps(run: Run) -> None:
         run.state.stop = f"max_steps {run.config.max_steps}"
 
 
-def _vote(run: Run, batch: StepBatch, totals: list[tuple[float, float]]) -> list[int]:
+def _vote(run: Run, batch: StepBatch, done: Done) -> list[int]:
     """Agree on loss, gradient, stop and save in one sum.
 
     Returns the ranks whose loss is not finite; all, where the sum of gradients is not; none: [].
     """
-    state = run.state
-    loss_sum, weight = run.local_loss(totals)
+    state, parts = run.state, run.parts
+    asynchronous = parts.stage.asynchronous
+    loss_sum, weight = run.local_loss(done.totals)
     # A loss that is read one step late must not condemn the step at hand: there the check of its gradient decides.
-    late = run.step.asynchronous and (run.config.nan_guard == "skip" or run.step.scale.on)
-    bad = (not math.isfinite(loss_sum) and not late) or run.step.skipped()
-    squares = run.step.squares()
+    late = asynchronous and (run.config.nan_guard == "skip" or parts.scale.on)
+    bad = (not math.isfinite(loss_sum) and not late) or parts.optimizer.skipped() or state.poisoned
+    state.poisoned = False
+    squares = run.dp.squares(done.grads)
     mine = [0.0 if bad else loss_sum, weight, bad, bool(state.wants_stop), state.wants_save, squares]
     loss, total, n_bad, n_stop, n_save, squares = run.control.sum(np.array(mine, dtype=np.float64))
     pulse.heard(state.cursor.step)
-    if not run.step.asynchronous and not n_bad:
+    if not asynchronous and not n_bad:
         check_weight(float(total), batch.weight)
     state.loss = float(loss / total) if total and not n_bad else math.nan
     state.save_due = state.save_due or n_save > 0
@@ -168,8 +169,21 @@ def _vote(run: Run, batch: StepBatch, totals: list[tuple[float, float]]) -> list
         return [r for r, b in enumerate(run.control.gather(bad)) if b]
     if not math.isfinite(squares):
         return list(range(run.control.size))
-    state.grad_norm = math.nan if run.step.asynchronous else math.sqrt(squares)
+    state.grad_norm = math.nan if asynchronous else math.sqrt(squares)
     return []
+
+
+def _by_myself(run: Run, done: Done) -> list[int]:
+    """Judge a step in which the copies do not meet; what is not finite is told at the next vote (law 6).
+
+    The state's loss is this rank's own until then.
+    """
+    loss_sum, weight = run.local_loss(done.totals)
+    run.state.loss = loss_sum / weight if weight else math.nan
+    if math.isfinite(loss_sum) and math.isfinite(run.dp.squares(done.grads)):
+        return []
+    run.state.poisoned = True
+    return [run.control.rank]
 
 
 def evaluate(run: Run) -> None:
@@ -181,14 +195,14 @@ def evaluate(run: Run) -> None:
 
 def measure(run: Run, feed: Feed) -> dict[str, float]:
     """Exact metrics over ``feed``: additive totals, summed over ranks in rank order. Collective."""
-    step = run.step
+    evaluator = run.parts.evaluator
     pulse.at("evaluation", run.state.cursor.step)
-    step.sync_buffers()
+    run.parts.buffers.sync()
     with contextlib.closing(feed.eval_epoch()) as batches:
         for batch in batches:
             for micro in batch.micros:
-                step.evaluate(micro)
-    everyone = run.control.gather(step.eval_totals())
+                evaluator.add(micro)
+    everyone = run.control.gather(evaluator.totals())
     names = list(dict.fromkeys(name for totals in everyone for name in totals))
     summed = {name: sum(t[name] for t in everyone if name in t) for name in names}
-    return step.eval_results(summed)
+    return evaluator.results(summed)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hvdtrain.balance.line import Line
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.group import Group
@@ -20,11 +22,13 @@ from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Config
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.feed import Feed
+from hvdtrain.data_parallel.replicate import Replicate
 from hvdtrain.events import Event
-from hvdtrain.exchange.attach import use_compressor
+from hvdtrain.exchange.compressors import create
 from hvdtrain.faults import pulse
 from hvdtrain.model import Spec
-from hvdtrain.protocols import Callback, Collectives, Control, Step
+from hvdtrain.parts import Parts
+from hvdtrain.protocols import Callback, Collectives, Control, DataParallel, Schedule
 from hvdtrain.protocols.state import Saver
 
 
@@ -77,7 +81,8 @@ class Stdout:
 
 @dataclass
 class State:
-    """Where the run stands; equal on all ranks but for the two wishes."""
+    """Where the run stands; equal on all ranks but for the two wishes and ``poisoned``: a step in which the copies did
+    not meet was not finite on this rank."""
 
     cursor: Cursor = field(default_factory=Cursor)
     loss: float = math.nan
@@ -91,6 +96,7 @@ class State:
     save_due: bool = False
     wants_stop: str = ""
     wants_save: bool = False
+    poisoned: bool = False
 
 
 class Phases:
@@ -138,13 +144,14 @@ class Run:
     topology: Topology
     collectives: Collectives
     spec: Spec
-    step: Step
+    parts: Parts
+    schedule: Schedule
     feed: Feed
     eval_feed: Feed | None
     devices: list[DeviceFacts] = field(default_factory=list)
     """What each rank computes on."""
-    reducer: Any = None
-    """The `hvdtrain.exchange.reducer.Reducer` in use; `hvdtrain.exchange.attach` sets it."""
+    dp: DataParallel = field(init=False)
+    """How the copies of the model stay one; `hvdtrain.assemble` sets it when the first sample has gone through."""
     window: Any = None
     """The `hvdtrain.callbacks.meter.Window` that ended with the latest step, else None."""
     reading: Any = None
@@ -166,6 +173,7 @@ class Run:
     state: State = field(default_factory=State)
     phases: Phases = field(default_factory=Phases)
     _pending: Any = None
+    _joined: bool = False
 
     def emit(self, event: Event) -> None:
         """Tell every callback; root-only ones only on rank 0."""
@@ -180,7 +188,7 @@ class Run:
 
         On an asynchronous device those of the step before, which are there without waiting for the device.
         """
-        if self.step.asynchronous:
+        if self.parts.stage.asynchronous:
             totals, self._pending = self._pending or [], totals
         return sum(float(loss) for loss, _ in totals), sum(float(weight) for _, weight in totals)
 
@@ -197,7 +205,32 @@ class Run:
 
     def use_compressor(self, name: str) -> None:
         """Exchange gradients by another compressor from the next step on; every rank calls it between two steps."""
-        use_compressor(self, name)
+        assert isinstance(self.dp, Replicate)
+        if name != self.dp.compression:
+            self.dp.use(create(name, self.config))
+            self.parts.stage.connect(self.dp)
+
+    def rank_state(self) -> dict[str, np.ndarray]:
+        """Return this rank's own state: random generators, and what its exchange remembers."""
+        return {**self.parts.state.rank_state(), **self.dp.saved()}
+
+    def load_rank(self, own: dict[str, np.ndarray]) -> str:
+        """Undo `rank_state`; return in words what of it did not fit and starts anew, or ""."""
+        self.parts.state.load_rank(own)
+        return self.dp.restore(own)
+
+    def join(self) -> None:
+        """Take the model for training or evaluation, where it is not the run's already."""
+        if not self._joined:
+            self.parts.install()
+            self.parts.stage.connect(self.dp)
+            self._joined = True
+
+    def leave(self) -> None:
+        """Give the model back as its user made it: no hooks, no joint statistics, its own compute types."""
+        self.parts.stage.disconnect()
+        self.parts.remove()
+        self._joined = False
 
     def want_stop(self, reason: str) -> None:
         """Ask that all ranks stop; takes effect when the ranks agree, at the next vote."""

@@ -24,7 +24,7 @@ def record(run: Any) -> dict[str, Any]:
         "ranks": run.control.size,
         "hosts": run.topology.describe(),
         "wire": run.collectives.name,
-        "compression": run.reducer.compressor.describe(),
+        "compression": run.dp.describe(),
         "global_batch": run.config.global_batch,
         "steps": s.cursor.step,
         "epochs": s.cursor.epoch,
@@ -35,7 +35,7 @@ def record(run: Any) -> dict[str, Any]:
         "phases_ms": {name: round(1e3 * seconds / steps, 3) for name, seconds in phases.seconds.items()},
         "stop": s.stop,
         "notes": run.notes,
-        "step": run.step.describe(),
+        "step": run.parts.describe(),
     }
 
 

@@ -231,16 +231,16 @@ def _tell_keras(run: Run, class_weight: dict[int, float] | None) -> None:
 
 def export(run: Run) -> list[str]:
     """Write the final model under ``out/model`` on rank 0; return the file names there, on every rank. Collective."""
-    run.step.sync_buffers()
+    run.parts.buffers.sync()
 
     def write() -> list[str]:
         if run.control.rank != 0:
             return []
         directory = run.out / "model"
-        session.check_finite(run.step.state()[0]["model"], trained(run.step))
+        session.check_finite(run.parts.state.state()[0]["model"], trained(run.parts))
         try:
             directory.mkdir(parents=True, exist_ok=True)  # also where the run's directory was deleted meanwhile
-            return run.step.export(directory)
+            return run.parts.state.export(directory)
         except OSError as error:
             raise UserError(f"the final model could not be written: {error}", "a writable directory with room",
                             "free space; the last checkpoint holds the weights") from None

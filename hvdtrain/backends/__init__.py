@@ -1,6 +1,6 @@
 """One folder per framework, the same file names in each; this file tells which one a model belongs to.
 
-Imports no framework. A backend's package offers ``create_step``, ``Ops``, ``collectives``, ``stage``,
+Imports no framework. A backend's package offers ``make_parts``, ``Ops``, ``collectives``, ``stage``,
 ``in_host_memory``, ``device_facts``, ``adapt_data`` and ``try_samples``.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from hvdtrain.errors import UserError
 
 _KERAS = ("keras.src.models.model", "Model")
-_ROOTS = {("torch.nn.modules.module", "Module"): "torch", ("hvdtrain.backends.numpy.step", "Model"): "numpy"}
+_ROOTS = {("torch.nn.modules.module", "Module"): "torch", ("hvdtrain.backends.numpy.model", "Model"): "numpy"}
 BUILT_IN = {"torch": "torch_models.cnn:build", "tensorflow": "tf_models.cnn:build"}
 
 

@@ -30,9 +30,9 @@ def key(run: Any, sample: Any) -> str:
     names = ["hvdtrain", "numpy", *{"torch": ["torch"], "tensorflow": ["tensorflow-cpu", "tensorflow", "keras"]}.get(
         run.spec.framework, [])]
     facts = [run.spec.framework, run.spec.name, config.model_args, [(p.name, p.shape, p.dtype) for p in
-             run.step.params()], [(str(a.dtype), a.shape[1:]) for a in sample], vars(run.devices[rank]) |
+             run.parts.params.specs], [(str(a.dtype), a.shape[1:]) for a in sample], vars(run.devices[rank]) |
              {"memory_bytes": 0}, host.node, host.ranks.index(rank), host.cores, len(host.ranks),
-             [_version(n) for n in names], config.threads, run.step.precision.own, config.sync_batchnorm,
+             [_version(n) for n in names], config.threads, run.parts.precision.own, config.sync_batchnorm,
              config.deterministic, config.emulate_speed[rank] if config.emulate_speed else 1.0]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 

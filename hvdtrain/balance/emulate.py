@@ -1,6 +1,6 @@
 """A rank that computes slower than it could, for tests and benches where no control group may slow it down.
 
-Owns the stretching alone. The step inside knows nothing of it.
+Owns the stretching alone. The stage inside knows nothing of it.
 """
 
 from __future__ import annotations
@@ -8,34 +8,34 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from hvdtrain.protocols import Batch, Pair
+from hvdtrain.protocols import Batch, GradientSink, Pair, Stage
 
 
 class Slowed:
-    """``step``, an `hvdtrain.protocols.Step`, computing at ``speed`` (0 to 1) of its own speed.
+    """``stage`` computing at ``speed`` (0 to 1) of its own speed; an `hvdtrain.protocols.Stage`.
 
-    After each forward and backward it sleeps, so that own computing takes 1/speed of its time; time in which the step
-    waited for other ranks is not stretched. Everything else is the step's own.
+    After each forward and backward it sleeps, so that own computing takes 1/speed of its time; time in which the stage
+    waited for other ranks is not stretched. Everything else is the stage's own.
     """
 
-    def __init__(self, step: Any, speed: float) -> None:
+    def __init__(self, stage: Stage, speed: float) -> None:
         assert 0 < speed <= 1, speed
-        self._step, self._rest = step, 1.0 / speed - 1.0
+        self._stage, self._rest = stage, 1.0 / speed - 1.0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._step, name)
+        return getattr(self._stage, name)
 
-    def forward_backward(self, batch: Batch, scale: float, last: bool) -> Pair:
-        """The step's own, stretched."""
+    def run(self, micro: Batch, scale: float, final: bool, sink: GradientSink) -> Pair:
+        """The stage's own, stretched."""
         begin = time.perf_counter()
-        pair = self._step.forward_backward(batch, scale, last)
-        self._sleep(time.perf_counter() - begin - self._step.waited_s)
+        pair = self._stage.run(micro, scale, final, sink)
+        self._sleep(time.perf_counter() - begin - self._stage.waited_s)
         return pair
 
     def trial(self, batch: Batch) -> None:
-        """The step's own, stretched."""
+        """The stage's own, stretched."""
         begin = time.perf_counter()
-        self._step.trial(batch)
+        self._stage.trial(batch)
         self._sleep(time.perf_counter() - begin)
 
     def _sleep(self, own_s: float) -> None:

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from hvdtrain.cluster import heap
+
 DEVICE_PART = 0.9
 """Part of a device's memory that a plan may use: fragmentation and what libraries take later need the rest."""
 
@@ -41,6 +43,7 @@ def host_peak_bytes(work: Callable[[], None], proc: str = "/proc") -> int:
 
     Writing 5 to clear_refs does so since Linux 4.0.
     """
+    heap.give_back()  # else free memory that is kept from before would hide what ``work`` takes
     resets = False
     with contextlib.suppress(OSError):
         Path(proc, "self/clear_refs").write_text("5")

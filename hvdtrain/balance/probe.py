@@ -44,7 +44,8 @@ def probe(run: Any, backend: Any) -> list[Speed]:
     """
     config, control = run.config, run.control
     cursor = run.state.cursor
-    tools = Tools(run.step.trial, lambda n: run.feed.sample(n, cursor), backend.out_of_memory, backend.peak_bytes)
+    tools = Tools(run.parts.stage.trial, lambda n: run.feed.sample(n, cursor), backend.out_of_memory,
+                  backend.peak_bytes)
     given = config.rebalance.max_micro_batch
     limit = least(config.micro_batch, given[control.rank] if given else 0)
     remembers = config.rebalance.probe_cache
@@ -83,8 +84,8 @@ def verified(run: Any, backend: Any, micro_batch: int, tried: int) -> int:
     size = micro_batch
     while size > tried:
         try:
-            ballast = [backend.hold_bytes(run.step.bytes_to_come())]
-            run.step.trial(run.feed.sample(size, run.state.cursor))
+            ballast = [backend.hold_bytes(run.parts.optimizer.bytes_to_come())]
+            run.parts.stage.trial(run.feed.sample(size, run.state.cursor))
             ballast.clear()
             return size
         except Exception as error:
@@ -126,7 +127,7 @@ def _held(run: Any, tools: Tools, limit: int) -> _Held:
         return _Held(batches, max(batches))
     local = len(run.topology.host_of(rank).ranks)
     budget = (memory.host_budget_bytes(local) if device.kind == "cpu" else memory.DEVICE_PART * device.memory_bytes)
-    room = memory.ceiling((sizes[0], sizes[-1]), (peaks[0], peaks[-1]), budget - run.step.bytes_to_come())
+    room = memory.ceiling((sizes[0], sizes[-1]), (peaks[0], peaks[-1]), budget - run.parts.optimizer.bytes_to_come())
     return _Held(batches, least(limit, room))
 
 

@@ -28,9 +28,10 @@ from hvdtrain.collectives.null import NullCollectives
 from hvdtrain.config import Config, Exchange
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket, plan_buckets
-from hvdtrain.exchange.compressors import COMPRESSORS, create
+from hvdtrain.exchange.compressors import create, names
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.exchange.sweep import exchange, settle
+from hvdtrain.exchange.transport import Transport
 from hvdtrain.protocols import (
     AllGather, AllReduce, Array, Collectives, Compressor, Control, Handle, Ops, ParamSpec, Request)
 
@@ -146,8 +147,8 @@ def measure(name: str, config: Config, subject: Subject, ops: Ops, graph: Callab
             "in_graph": graph is not None}
 
 
-class _Timed(Reducer):
-    """A reducer of one bucket that tells encoding, up to the last request, from decoding, after the last answer."""
+class _Timed(Transport):
+    """A wire that tells a bucket's encoding, up to its last request, from its decoding, after the last answer."""
 
     encode_s = decode_s = _since = 0.0
 
@@ -161,13 +162,12 @@ class _Timed(Reducer):
         self._since = time.perf_counter()
         return handle
 
-    def timed(self, flat_N: Array) -> Array:
-        """The sum of the bucket; sets ``encode_s`` and ``decode_s``."""
+    def time(self, reducer: Reducer, flat_N: Array) -> None:
+        """Exchange the one bucket of ``reducer``; sets ``encode_s`` and ``decode_s``."""
         self.encode_s, self._since = 0.0, time.perf_counter()
-        total_N, = exchange(self, [flat_N])
+        total_N, = exchange(reducer, [flat_N])
         settle(self.ops, total_N)
         self.decode_s = time.perf_counter() - self._since
-        return total_N
 
 
 def _seconds(compressor: Compressor, ops: Ops, subject: Subject, graph: Callable[..., Any] | None,
@@ -179,16 +179,19 @@ def _seconds(compressor: Compressor, ops: Ops, subject: Subject, graph: Callable
     it.
     """
     wire = NullCollectives(0, subject.ranks)
-    each = [_Timed([bucket], compressor, wire, ops) for bucket in subject.buckets]
+    each = [Reducer([bucket], compressor, wire, ops) for bucket in subject.buckets]
+    wires = [_Timed(wire, ops) for _ in each]
+    for one, timed in zip(each, wires):
+        one.wires = [timed]
     reducer = Reducer(subject.buckets, compressor, wire, ops)
     whole = graph(lambda flats: exchange(reducer, flats)) if graph else None
     found = []
     for _ in range(WARM_UPS + repeats):
         flats = [ops.from_host(rows_PN[0].copy()) for rows_PN in subject.gradients]  # an exchange may write to them
         if whole is None:
-            for one, flat_N in zip(each, flats):
-                one.timed(flat_N)
-            found.append((sum(one.encode_s for one in each), sum(one.decode_s for one in each)))
+            for one, timed, flat_N in zip(each, wires, flats):
+                timed.time(one, flat_N)
+            found.append((sum(w.encode_s for w in wires), sum(w.decode_s for w in wires)))
         else:
             begin = time.perf_counter()
             settle(ops, whole(flats)[-1])
@@ -250,14 +253,14 @@ def main(argv: list[str]) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options; `UserError` for a bad one."""
     usual = Exchange()
-    names = [name for name in COMPRESSORS if not _reductions(name)]
+    summing = [name for name in names() if not _reductions(name)]
     parser = options.Parser("compressors", "Time to encode and decode, bytes sent and error of each gradient "
                             "compressor. One process; the ranks of --ranks are played by it. Encoding is what a "
                             "compressor does up to its last request to the wire, decoding what it does after the last "
                             "answer; ms a step is their sum, which is all that can be told in TensorFlow's graph.")
     parser.add_argument("--framework", type=options.one_of("--framework", FRAMEWORKS), default="torch",
                         metavar="|".join(FRAMEWORKS), help="whose arrays are compressed; tensorflow: in a graph")
-    parser.add_argument("--compressors", type=options.some_of("--compressors", names), default=",".join(names),
+    parser.add_argument("--compressors", type=options.some_of("--compressors", summing), default=",".join(summing),
                         metavar="A,B", help="which")
     parser.add_argument("--workload", type=options.some_of("--workload", WORKLOAD_NAMES), metavar="A,B",
                         default=",".join(WORKLOAD_NAMES),

@@ -47,8 +47,9 @@ def _parser() -> options.Parser:
         help="ranks of each job; 1: without mpirun")
     add("--peers", action="store_true", help="measure hvdtrain against all peers of the framework: "
         + "; ".join(f"{f}: {', '.join(peers.peers(f))}" for f in FILES) + " (plain: in 1 process only)")
-    add("--contenders", default="", metavar="A,B,...", help="just these: peers, or hvdtrain[-COLLECTIVES]"
-        "[+COMPRESSION] such as hvdtrain-mpi, hvdtrain+powersgd, hvdtrain+auto")
+    add("--contenders", default="", metavar="A,B,...", help="just these: peers, hvdtrain[-COLLECTIVES]"
+        "[+COMPRESSION] such as hvdtrain-mpi, hvdtrain+powersgd, hvdtrain+auto, or plain-each: on each rank at once a "
+        "plain loop of its own, without any exchange")
     add("--check", action="store_true", help="do not measure: take the same 3 steps in each contender and compare")
     return parser
 

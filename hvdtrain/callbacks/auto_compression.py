@@ -47,14 +47,14 @@ class AutoCompression(Callback):
             return
         self.choice, self.settled, self._world = "none", False, _world(run)
         self._base = self._decision = None
-        run.use_compressor("none")
         if run.collectives.size == 1:
             self._settle(run, "none: one rank sends nothing")
             return
+        run.use_compressor("none")
         # Each call is bounded by the collectives' own limit where they have one; this bounds the sweep as a whole.
         with deadline(run.config.control_timeout_s, "the sweep of compression auto"):
-            found = sweep.measure(run.collectives, run.reducer.ops, run.control, run.reducer.buckets, run.config)
-        unlike = unlike_threads(run)
+            found = sweep.measure(run.collectives, run.dp.reducer.ops, run.control, run.dp.buckets, run.config)
+        unlike = unlike_threads(run.config, run.control, run.topology)
         if unlike:
             found = replace(found, costs=tuple(c for c in found.costs if c.name != "powersgd"),
                             refused={**found.refused, "powersgd": unlike})
@@ -64,7 +64,7 @@ class AutoCompression(Callback):
 
     def restored(self, run: Any) -> None:
         """Take up a settled choice before its state returns."""
-        if self.settled and self._world == _world(run) and run.reducer.compressor.name != self.choice:
+        if self.settled and self._world == _world(run) and run.dp.compression != self.choice:
             run.use_compressor(self.choice)
             run.note(f"compression auto: {self.choice}, as it was decided before")
 
@@ -157,7 +157,7 @@ class _Watch:
         that rank. Then the median over the steps; the mean where the device runs behind and only a window is exact.
         """
         ranks = run.control.gather(self._rows[self._skip:])
-        middle = statistics.fmean if run.step.asynchronous else statistics.median
+        middle = statistics.fmean if run.parts.stage.asynchronous else statistics.median
         return run.control.bcast(Baseline(middle(max(step_s for step_s, _ in rows) for rows in zip(*ranks)),
                                           middle(min(wait_s for _, wait_s in rows) for rows in zip(*ranks))))
 

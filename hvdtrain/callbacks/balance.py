@@ -89,12 +89,12 @@ class Balance(Callback):
 
     def plan(self, run: Any) -> None:
         """Probe, plan, cut by the plan from here on, and tell; collective, also for a rank alone."""
-        kept = run.step.rank_state()  # datasets and models draw random numbers
+        kept = run.parts.state.rank_state()  # datasets and models draw random numbers
         try:
             speeds = probe(run, backends.load(run.spec.framework))
             self._rebalancer, speeds = self._planned(run, speeds)
         finally:
-            run.step.load_rank(kept)
+            run.parts.state.load_rank(kept)
         self._follow(run, self._rebalancer.plan, run.state.cursor.step)
         self._tell(run, speeds)
 
@@ -211,7 +211,7 @@ def cut_of(made: plans.Plan) -> Cut:
 def labels(run: Any) -> list[plans.Label]:
     """What the table calls each rank."""
     return [plans.Label(run.topology.host_of(rank).node, device.name, dtype)
-            for rank, (device, dtype) in enumerate(zip(run.devices, run.step.precision.names))]
+            for rank, (device, dtype) in enumerate(zip(run.devices, run.parts.precision.names))]
 
 
 def grid(heads: Any, rows: list[list[str]]) -> list[str]:

@@ -34,7 +34,7 @@ class History(Callback):
     def step_end(self, run: Any) -> None:
         """Add the step's loss, which is a mean over its samples."""
         n, self._at = run.state.cursor.samples - self._at, run.state.cursor.samples
-        if run.step.asynchronous:
+        if run.parts.stage.asynchronous:
             n, self._late_n = self._late_n, n
         if n:
             self._sum += run.state.loss * n

@@ -47,7 +47,7 @@ class Jsonl(Callback):
         """Loss, rate, speed and phase seconds so far."""
         s = run.state
         self.record(run, "step", epoch=s.cursor.epoch, samples=s.cursor.samples, loss=s.loss, grad_norm=s.grad_norm,
-                    lr=run.step.learning_rate(), samples_per_s=s.samples_per_s, phases_s=run.phases.seconds,
+                    lr=run.parts.optimizer.learning_rate(), samples_per_s=s.samples_per_s, phases_s=run.phases.seconds,
                     percent_of_solo=None if run.reading is None else run.reading.percent)
 
     def non_finite(self, run: Any) -> None:

@@ -154,7 +154,7 @@ def _reading(run: Any, sums_P: Sequence[Sequence[float]], steps: int) -> Reading
     solo = [samples / busy_s if busy_s > 0 else share / line.seconds(share, 1) if line else 0.0
             for (_, busy_s, samples, *_), line in zip(sums_P, lines)]
     return read(rows, max(total for total, *_ in sums_P) / steps, labels, run.config.balance,
-                run.reducer.compressor.name, solo, len(run.topology.hosts), _crowded(run.topology.hosts))
+                run.dp.compression, solo, len(run.topology.hosts), _crowded(run.topology.hosts))
 
 
 def _crowded(hosts: Sequence[Host]) -> str:

@@ -33,10 +33,10 @@ class NanGuard(Callback):
         self._last = step
         self.skipped += 1
         ranks = ", ".join(str(r) for r in run.state.bad_ranks)
-        where = _where(run.state.bad_where) or ("" if run.step.asynchronous else ALONE_FINITE)
+        where = _where(run.state.bad_where) or ("" if run.parts.stage.asynchronous else ALONE_FINITE)
         if self._mode == "stop" or self.in_a_row > self._max:
             many = f" ({self.in_a_row} steps in a row)" if self.in_a_row > 1 else ""
-            seen = "seen one step late" if run.step.asynchronous else "that step's update was not made"
+            seen = "seen one step late" if run.parts.stage.asynchronous else "that step's update was not made"
             raise UserError(f"loss or gradient is not finite at step {step} on rank {ranks}{many}; {seen}{where}",
                             "finite numbers",
                             "lower lr, set clip_norm, look at the data of that step, or set nan_guard: skip")

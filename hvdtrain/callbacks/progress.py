@@ -65,7 +65,7 @@ class Lines(Callback):
         s, total = run.state, _total(run)
         where = f"step {s.cursor.step}" + (f"/{total}" if total else "")
         say_parts(where, f"epoch {s.cursor.epoch + 1}/{run.config.epochs}", f"loss {s.loss:.4f}",
-                  f"lr {run.step.learning_rate():.3g}", _rate(s.samples_per_s), _used(run),
+                  f"lr {run.parts.optimizer.learning_rate():.3g}", _rate(s.samples_per_s), _used(run),
                   self._eta(s.cursor.step, total))
 
     def _eta(self, step: int, total: int | None) -> str:

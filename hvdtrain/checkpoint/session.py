@@ -34,7 +34,7 @@ MOST_NAMES = 8
 QUIET = frozenset({"out", "resume", "progress", "log_every", "epochs", "max_steps", "threads", "control_timeout_s",
                    "checkpoint", "collectives", "exchange.bucket_mb", "exchange.fusion_threshold_mb",
                    "exchange.cycle_time_ms", "exchange.autotune", "exchange.hierarchical", "exchange.auto_margin",
-                   "balance", "rebalance", "emulate_speed", "exchange_device"})
+                   "balance", "rebalance", "emulate_speed", "exchange_device", "callbacks"})
 """Keys that may change between a run and its resumption without a word: they leave the curve alone."""
 
 
@@ -42,7 +42,7 @@ def save(run: Run) -> str:
     """Write the run's state as a checkpoint; return "" or why it could not be written, on every rank. Collective."""
     ensure_out(run)
     run.made = []  # it is to stay, also where a fit is refused later
-    run.step.sync_buffers()
+    run.parts.buffers.sync()
     shared, own = _parts(run)
     try:
         tensors = collect(run.control, chain(shared.shards(), own.shards()))
@@ -53,8 +53,8 @@ def save(run: Run) -> str:
 
 def _parts(run: Run) -> tuple[Stateful, Stateful]:
     """The state that all ranks hold alike, and this rank's own."""
-    step, rank = run.step, run.control.rank
-    return Replicated(rank, step.state, step.load), Own(rank, step.rank_state, step.load_rank)
+    state, rank = run.parts.state, run.control.rank
+    return Replicated(rank, state.state, state.load), Own(rank, run.rank_state, run.load_rank)
 
 
 def _write(run: Run, tensors: Groups, rest: dict[str, Any]) -> str:
@@ -73,7 +73,7 @@ def _write(run: Run, tensors: Groups, rest: dict[str, Any]) -> str:
 
 def _snapshot(run: Run, tensors: Groups, rest: dict[str, Any]) -> Snapshot:
     groups: Groups = {**{group: {} for group in REPLICATED}, **tensors}  # a group without arrays has its file too
-    check_finite(groups["model"], trained(run.step))
+    check_finite(groups["model"], trained(run.parts))
     meta = {
         "hvdtrain": __version__, "framework": run.spec.framework, "model": run.spec.name,
         "world_size": run.control.size, "cursor": run.state.cursor.to_dict(), "step_rest": rest,
@@ -162,7 +162,7 @@ def restore(run: Run, snapshot: Snapshot | None) -> None:
             callback.restored(run)
         if alike:
             return "; ".join(filter(None, (unfit, own.load(read, {}))))
-        run.reducer.restart()
+        run.dp.restart()
         return unfit
 
     unfit = agreed(run.control, load, "restore")

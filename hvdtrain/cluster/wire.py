@@ -81,8 +81,13 @@ def _mpi(config: Config, notes: list[str]) -> Collectives:
 
 
 def _shares_memory(config: Config, backend: Any, control: Control, topology: Topology) -> bool:
-    """Whether ``auto`` takes shared memory: gradients in host memory, one host or hierarchical sums over several."""
+    """Whether ``auto`` takes shared memory: gradients in host memory, one host or hierarchical sums over several.
+
+    Keras on TensorFlow takes BatchNorm's moments over ranks inside of its graph, which shared memory cannot.
+    """
     near = len(topology.hosts) == 1 or config.exchange.hierarchical
+    if config.sync_batchnorm and not getattr(backend, "SYNCS_OVER_HOST", True):
+        return False
     return not control.agree(not backend.in_host_memory()) and near and boot.has_mpi()
 
 

@@ -21,6 +21,7 @@ from hvdtrain import backends, recipe, rng
 from hvdtrain.checkpoint import Snapshot, read_snapshot, write_snapshot
 from hvdtrain.cluster import exit_calls
 from hvdtrain.cluster.control import SoloControl
+from hvdtrain.collectives.null import NullCollectives
 from hvdtrain.config import Config
 from hvdtrain.convert import check, layouts, resume
 from hvdtrain.convert import rule as rules
@@ -30,6 +31,7 @@ from hvdtrain.convert.request import Request
 from hvdtrain.convert.rule import Rule, remarks
 from hvdtrain.errors import UserError
 from hvdtrain.model import Spec, build_spec
+from hvdtrain.parts import Parts
 
 SHORT = {"torch": "torch", "tensorflow": "keras"}
 
@@ -48,12 +50,13 @@ def read(request: Request, exchange: Path) -> None:
         if snapshot.meta["framework"] != spec.framework:
             raise UserError(f"the checkpoint is of a {snapshot.meta['framework']} model and --model names one of "
                             f"{spec.framework}", "the model of that run", "correct --model")
-        step = _step(spec, config)
-        step.load({name: dict(snapshot.tensors[name]) for name in ("model", "optimizer")}, snapshot.meta["step_rest"])
+        parts = _parts(spec, config)
+        held = {name: dict(snapshot.tensors[name]) for name in ("model", "optimizer")}
+        parts.state.load(held, snapshot.meta["step_rest"])
         if request.with_state:
-            resume.require_constant_rate(config, side.scheduled(step))
-            rules.require_whole_decay(step._opt.optimizer)
-            rule, slots = side.optimizer(step)
+            resume.require_constant_rate(config, side.scheduled(parts))
+            rules.require_whole_decay(side.own_optimizer(parts))
+            rule, slots = side.optimizer(parts)
             groups |= {f"slot-{slot}": arrays for slot, arrays in slots.items()}
             groups |= {name: dict(arrays) for name, arrays in snapshot.tensors.items() if name.startswith("rank-")}
             meta |= {"run": dict(snapshot.meta), "rule": rule.to_dict(), "loss": side.compiled_loss(spec.model)}
@@ -92,9 +95,9 @@ def write(request: Request, exchange: Path, made: Path) -> dict[str, Any]:
     config = resume.config_for(old, spec.framework, rule, request.twin, request.twin_args, request.target.path)
     slots = {slot: carry_moments(pairs, found.tensors[f"slot-{slot}"], SHORT[spec.framework]) for slot in rule.slots()
              if f"slot-{slot}" in found.tensors}
-    step = _step(spec, config)
-    step.load(*side.state_of(step, rule, slots))  # what --resume will do
-    _save(request, side, step, config, found, made)
+    parts = _parts(spec, config)
+    parts.state.load(*side.state_of(parts, rule, slots))  # what --resume will do
+    _save(request, side, parts, config, found, made)
     compressor_state = any(name.startswith("compressor.") for arrays in found.tensors.values() for name in arrays)
     report["notes"] = [*remarks(rule, config.schedule.warmup_steps), *_training_remarks(pairs), *resume.remarks(
         config, source.draws or target.draws, compressor_state, str(meta["loss"]))]
@@ -102,14 +105,14 @@ def write(request: Request, exchange: Path, made: Path) -> dict[str, Any]:
     return report | {"optimizer": f"{name} {args}", "step": meta["run"]["cursor"]["step"], "slots": sorted(slots)}
 
 
-def _save(request: Request, side: Any, step: Any, config: Config, found: Snapshot, made: Path) -> None:
+def _save(request: Request, side: Any, parts: Parts, config: Config, found: Snapshot, made: Path) -> None:
     """The run's directory: one checkpoint, as the run itself would write it, and its configuration."""
     run = found.meta["run"]
-    groups, rest = step.state()
-    ranks = {name: resume.rank_arrays(arrays, side.fresh_generators(step.model, config.seed, int(name[5:])))
+    groups, rest = parts.state.state()
+    ranks = {name: resume.rank_arrays(arrays, side.fresh_generators(parts.model, config.seed, int(name[5:])))
              for name, arrays in found.tensors.items() if name.startswith("rank-")}
     number = int(run["cursor"]["step"])
-    meta = resume.meta_for(run, backends.framework_of(step.model), request.twin, rest, config)
+    meta = resume.meta_for(run, backends.framework_of(parts.model), request.twin, rest, config)
     write_snapshot(made / "checkpoints" / f"step-{number:08d}", Snapshot({**groups, **ranks}, meta), step=number)
     plain = json.loads(json.dumps(config.to_dict(), default=repr))
     (made / "config.yaml").write_text(recipe.dump(plain), encoding="utf-8")
@@ -181,10 +184,12 @@ def _built(text: str, args: dict[str, Any], seed: int) -> tuple[Spec, Any]:
     return spec, importlib.import_module(f"hvdtrain.backends.{spec.framework}.convert")
 
 
-def _step(spec: Spec, config: Config) -> Any:
-    """A step over the model as a run has it, to load and keep state with; it will not train."""
+def _parts(spec: Spec, config: Config) -> Parts:
+    """The model's parts as a run has them, to load and keep state with; they will not train."""
     plain = replace(spec, task=None, metrics=None, weight=None)
-    return backends.load(spec.framework).create_step(plain, resume.bare(config), SoloControl(), 0)
+    make = backends.load(spec.framework).make_parts
+    parts: Parts = make(plain, resume.bare(config), SoloControl(), NullCollectives(), 0)
+    return parts
 
 
 def _numbered(arrays: list[np.ndarray]) -> dict[str, np.ndarray]:

@@ -1,86 +1,75 @@
-"""Puts a run's exchange together: buckets, compressor and reducer, attached to its step.
+"""Which compressor and which buckets a run's gradients get.
 
 Owns the checks that compressor, optimizer and shares go together. Does not choose a wire: `hvdtrain.cluster.wire` does.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.cluster.topology import affinity, compute_threads
+from hvdtrain.cluster.topology import Topology, affinity, compute_threads
+from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket, plan_buckets
-from hvdtrain.exchange.compressors import create
-from hvdtrain.exchange.reducer import Reducer
-from hvdtrain.protocols import Ops
+from hvdtrain.protocols import Control
+
+if TYPE_CHECKING:
+    from hvdtrain.data_parallel import Setup
 
 
-def exchange(run: Any, ops: Ops) -> None:
-    """Plan the buckets of ``run`` and attach a reducer as its configuration says; collective.
+def compression_of(setup: Setup) -> str:
+    """Return the name of the compressor to begin with; what is not as asked is added to the notes."""
+    asked, exchange, size = setup.config.compression, setup.config.exchange, setup.collectives.size
+    if exchange.adasum and size > 1:
+        return "adasum"
+    if asked == "auto":
+        return "none"
+    if size == 1 and asked != "none" and not (asked == "topk" and exchange.topk_momentum):
+        setup.notes.append(f"compression {asked} is off: one rank sends nothing")
+        return "none"
+    return asked
 
-    A rank alone compresses nothing, unless topk stands in for the optimizer's momentum. compression auto begins with
-    none: the callback of that name measures and then calls `use_compressor`.
-    Errors: `UserError` for a compression that does not go with the optimizer, the shares or the ranks.
+
+def buckets_of(setup: Setup) -> list[Bucket]:
+    """Return the plan for ``exchange.bucket_mb``; with Adasum, which looks at each tensor by itself, one tensor each.
+
+    Collective where the size is to be found by a sweep.
     """
-    asked = run.config.compression
-    needless = run.collectives.size == 1 and not (asked == "topk" and run.config.exchange.topk_momentum)
-    name = "none" if asked == "auto" or needless else asked
-    if name != asked and asked != "auto":
-        run.notes.append(f"compression {asked} is off: one rank sends nothing")
-    if run.config.exchange.adasum and run.collectives.size > 1:
-        name = "adasum"
-    _check(run, name)
-    _attach(run, name, _buckets(run, ops), ops)
-    if name not in ("none", "adasum"):
-        run.notes.append(f"gradients are approximated by {run.reducer.compressor.describe()}")
-
-
-def use_compressor(run: Any, name: str) -> None:
-    """Exchange by compressor ``name`` from the next step on, with fresh state; every rank calls it between steps."""
-    if name != run.reducer.compressor.name:
-        _attach(run, name, run.reducer.buckets, run.reducer.ops)
-
-
-def _attach(run: Any, name: str, buckets: list[Bucket], ops: Ops) -> None:
-    run.reducer = Reducer(buckets, create(name, run.config), run.collectives, ops, run.group.name("grad"))
-    run.step.attach(run.reducer)
-
-
-def _buckets(run: Any, ops: Ops) -> list[Bucket]:
-    """The plan for ``exchange.bucket_mb``; with Adasum, which looks at each tensor by itself, one tensor each."""
-    options = run.config.exchange
-    if options.adasum:
-        return plan_buckets(run.step.params(), 0)
-    size_mb = options.bucket_mb
+    config, specs, group = setup.config, setup.parts.params.specs, setup.group.name("grad")
+    by_block = config.model_parallel > 1
+    if config.exchange.adasum:
+        return plan_buckets(specs, 0, group, by_block)
+    size_mb = config.exchange.bucket_mb
     if size_mb == "auto":
         from hvdtrain.exchange.sweep import pick_bucket_mb
 
-        with deadline(run.config.control_timeout_s, "the sweep of exchange.bucket_mb auto"):
-            size_mb, reason = pick_bucket_mb(run.collectives, ops, run.control, run.step.params())
-        run.notes.append(f"exchange.bucket_mb auto: {size_mb:g} MiB; {reason}")
-    return plan_buckets(run.step.params(), size_mb)
+        with deadline(config.control_timeout_s, "the sweep of exchange.bucket_mb auto"):
+            size_mb, reason = pick_bucket_mb(setup.collectives, setup.ops, setup.control, specs)
+        setup.notes.append(f"exchange.bucket_mb auto: {size_mb:g} MiB; {reason}")
+    # A compressor's state lies in the order of its buckets, which stays for the sake of old checkpoints.
+    return plan_buckets(specs, size_mb, group, by_block, setup.collectives.host and config.compression == "none")
 
 
-def unlike_threads(run: Any) -> str:
-    """What keeps ranks from decoding powersgd to the same bits, in words, or ""; collective.
+def unlike_threads(config: Config, control: Control, topology: Topology) -> str:
+    """Return what keeps ranks from decoding powersgd to the same bits, in words, or ""; collective.
 
     Each rank multiplies the factors by itself, and a matrix product rounds by the number of threads it runs on.
     """
-    host = run.topology.host_of(run.control.rank)
-    own = compute_threads(len(affinity()), host.cores, len(host.ranks), run.config.threads)
-    threads = run.control.gather(own)
+    host = topology.host_of(control.rank)
+    own = compute_threads(len(affinity()), host.cores, len(host.ranks), config.threads)
+    threads = control.gather(own)
     return "" if len(set(threads)) == 1 else f"ranks with {min(threads)} to {max(threads)} compute threads"
 
 
-def _check(run: Any, name: str) -> None:
-    """Raise `UserError` for what this run cannot do with compressor ``name``."""
-    config, size = run.config, run.collectives.size
-    unlike = unlike_threads(run) if name == "powersgd" else ""
+def check(setup: Setup, name: str) -> None:
+    """Raise `UserError` for what this run cannot do with compressor ``name``; collective."""
+    config, size = setup.config, setup.collectives.size
+    unlike = unlike_threads(config, setup.control, setup.topology) if name == "powersgd" else ""
     if unlike:
         raise UserError(f"compression powersgd on {unlike}", "the same number on every rank: each decodes by a matrix "
                         "product of its own", "set threads to one number")
-    if name == "topk" and config.exchange.topk_momentum > 0 and not run.step.plain_sgd():
+    if name == "topk" and config.exchange.topk_momentum > 0 and not setup.parts.optimizer.plain_sgd():
         raise UserError(f"exchange.topk_momentum {config.exchange.topk_momentum:g} with an optimizer that has a memory "
                         "of its own", "SGD without momentum, since topk accumulates it before it sends",
                         "set optimizer.name: SGD without momentum, or exchange.topk_momentum: 0")

@@ -13,11 +13,16 @@ import numpy as np
 from hvdtrain.protocols import ParamSpec
 
 MIB = 1 << 20
+ALIGNMENT = 64
+"""Bytes at a multiple of which a tensor must begin for TensorFlow to read it where it lies."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """One flat vector: which parameters it holds (indices into the step's list) and where each begins."""
+    """One flat vector: which parameters it holds (indices into the model's list) and where each begins.
+
+    ``group``: the ranks that sum it, as the prefix of its collectives' names (`hvdtrain.cluster.group.Group.name`).
+    """
 
     index: int
     params: tuple[int, ...]
@@ -26,6 +31,7 @@ class Bucket:
     n: int
     dtype: str
     place: int = 0
+    group: str = "world"
 
     @property
     def nbytes(self) -> int:
@@ -38,21 +44,24 @@ def itemsize(dtype: str) -> int:
     return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
-def plan_buckets(params: Sequence[ParamSpec], bucket_mb: float) -> list[Bucket]:
+def plan_buckets(params: Sequence[ParamSpec], bucket_mb: float, group: str = "world",
+                 by_block: bool = False, aligned: bool = False) -> list[Bucket]:
     """Group parameters into buckets of at most ``bucket_mb`` MiB, last parameter first.
 
     Backward produces gradients roughly from the last layer to the first, so in this order bucket 0 fills first
     and its sum overlaps the rest of backward. One bucket has one dtype and lies on one device; a parameter
-    larger than ``bucket_mb`` gets a bucket of its own. Source: gradient bucketing in PyTorch DDP (Li et al., VLDB 2020,
-    arXiv 2006.15704).
+    larger than ``bucket_mb`` gets a bucket of its own. ``group``: who sums them. ``by_block``: no bucket crosses a
+    block of the model, whose blocks may lie on other devices or ranks. ``aligned``: within a bucket those come last
+    whose bytes are no multiple of `ALIGNMENT`, so that all others begin at one.
+    Source: gradient bucketing in PyTorch DDP (Li et al., VLDB 2020, arXiv 2006.15704).
     """
     limit = bucket_mb * MIB
     groups: list[list[int]] = []
-    open_group: dict[tuple[str, int], int] = {}
+    open_group: dict[tuple[str, int, int], int] = {}
     filled: list[float] = []
     for i in reversed(range(len(params))):
         size = params[i].n * itemsize(params[i].dtype)
-        kind = (params[i].dtype, params[i].place)
+        kind = params[i].dtype, params[i].place, params[i].block if by_block else 0
         g = open_group.get(kind)
         if g is None or filled[g] + size > limit:
             g = open_group[kind] = len(groups)
@@ -60,10 +69,13 @@ def plan_buckets(params: Sequence[ParamSpec], bucket_mb: float) -> list[Bucket]:
             filled.append(0)
         groups[g].append(i)
         filled[g] += size
-    return [_bucket(index, members, params) for index, members in enumerate(groups)]
+    if aligned:
+        groups = [sorted(members, key=lambda i: params[i].n * itemsize(params[i].dtype) % ALIGNMENT != 0)
+                  for members in groups]
+    return [_bucket(index, members, params, group) for index, members in enumerate(groups)]
 
 
-def _bucket(index: int, members: Sequence[int], params: Sequence[ParamSpec]) -> Bucket:
+def _bucket(index: int, members: Sequence[int], params: Sequence[ParamSpec], group: str) -> Bucket:
     sizes = [params[i].n for i in members]
     ends = np.cumsum(sizes)
     return Bucket(
@@ -74,4 +86,5 @@ def _bucket(index: int, members: Sequence[int], params: Sequence[ParamSpec]) -> 
         n=int(ends[-1]),
         dtype=params[members[0]].dtype,
         place=params[members[0]].place,
+        group=group,
     )

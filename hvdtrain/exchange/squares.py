@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hvdtrain.exchange.buckets import Bucket
-from hvdtrain.protocols import Array
+from hvdtrain.protocols import Array, Ops
 
 ALIGN = 64
 """Elements: a slice from one multiple of them to another is a view in TensorFlow too, which copies any other."""
@@ -26,6 +26,14 @@ def own_part(n: int, rank: int, size: int) -> slice:
         return n if r == size else n * r // size // ALIGN * ALIGN
 
     return slice(edge(rank), edge(rank + 1))
+
+
+def sum_squares(ops: Ops, tensors: Sequence[Array]) -> Array:
+    """Return the float64 sum of the squares of all elements of ``tensors``, of any shapes."""
+    total = ops.zeros(1, "float64")[0]
+    for x in tensors:
+        total = total + ops.cast(ops.sum_squares(x), "float64")
+    return total
 
 
 def own_parts(tensors: Sequence[Array], buckets: Sequence[Bucket], rank: int, size: int) -> Iterator[Array]:

@@ -24,6 +24,7 @@ from hvdtrain.exchange.buckets import MIB, Bucket, itemsize, plan_buckets
 from hvdtrain.exchange.choice import NUMERICS, Cost, pick_bucket
 from hvdtrain.exchange.link import Link, Traffic, fit
 from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.exchange.transport import Transport
 from hvdtrain.protocols import (AllGather, AllReduce, AllToAll, Array, Collectives, Compressor, Control, Ops,
                                 ParamSpec, Request)
 
@@ -73,7 +74,7 @@ def measure(collectives: Collectives, ops: Ops, control: Control, buckets: Seque
     refused: dict[str, str] = {}
     for name in NUMERICS:
         compressor = None
-        if name in compressors.COMPRESSORS:
+        if name in compressors.names():
             compressor, refused[name] = _candidate(name, config, collectives, buckets)
         if compressor is None:
             continue
@@ -149,7 +150,7 @@ def _cost(compressor: Compressor, ops: Ops, collectives: Collectives, buckets: S
     """
     size = collectives.size
     wire = _Listening(collectives)
-    reducer = Reducer(sample, compressor, wire, ops, "auto")
+    reducer = Reducer([replace(b, group="auto") for b in sample], compressor, wire, ops)
     reducer.stage = compressor.stage(AFTER_WARMUP)
     codec_s = _codec_seconds(reducer, wire, grads)
     part = sum(b.n for b in buckets) / sum(b.n for b in sample)
@@ -238,7 +239,7 @@ class _Probe:
     """One kind of call with vectors of any size, kept between the calls."""
 
     def __init__(self, collectives: Collectives, ops: Ops, kind: str) -> None:
-        self._driver = Reducer([], compressors.create("none", Config()), collectives, ops, "auto")
+        self._wire = Transport(collectives, ops)
         self._kind, _, dtype = kind.partition(" ")
         self._dtype = dtype or "float32"
         self._name = f"auto.link.{kind.replace(' ', '.')}"
@@ -246,7 +247,7 @@ class _Probe:
 
     def wire_bytes(self, nbytes: int) -> int:
         """Bytes a rank hands to the wire in a call of about ``nbytes``."""
-        K, size = self._columns(nbytes), self._driver.collectives.size
+        K, size = self._columns(nbytes), self._wire.collectives.size
         rows = 1 if self._kind in ("allreduce", "allgather") else size
         return ring_bytes(self._kind, rows * K * itemsize(self._dtype), size)
 
@@ -256,18 +257,18 @@ class _Probe:
         if request is None:
             request = self._requests[nbytes] = self._request(nbytes)
         begin = time.perf_counter()
-        result = self._driver.arrived(self._driver.issue(request, self._name).wait())
-        settle(self._driver.ops, result)
+        result = self._wire.arrived(self._wire.issue(request, self._name).wait())
+        settle(self._wire.ops, result)
         return time.perf_counter() - begin
 
     def _columns(self, nbytes: int) -> int:
         """Elements of the vector, or of one of its P rows: the vector, or what is gathered, has ``nbytes``."""
         n = nbytes // itemsize(self._dtype)
-        return n if self._kind == "allreduce" else max(1, n // self._driver.collectives.size)
+        return n if self._kind == "allreduce" else max(1, n // self._wire.collectives.size)
 
     def _request(self, nbytes: int) -> Request:
         """Zeros; for a sum, in the collectives' own memory where they have some, as in training."""
-        K, ops, wire = self._columns(nbytes), self._driver.ops, self._driver.collectives
+        K, ops, wire = self._columns(nbytes), self._wire.ops, self._wire.collectives
         if self._kind == "allreduce":
             own = wire.buffer(K, self._dtype) if wire.host else None
             return AllReduce(ops.zeros(K, self._dtype) if own is None else ops.from_host(own))
@@ -317,7 +318,8 @@ def pick_bucket_mb(collectives: Collectives, ops: Ops, control: Control,
 def _exchange_seconds(collectives: Collectives, ops: Ops, control: Control, plan: Sequence[Bucket], mb: float,
                       budget_s: float) -> float:
     """Median seconds, on the slowest rank, of an exchange of ``plan``; two come before, to warm up."""
-    reducer = Reducer(plan, compressors.create("none", Config()), collectives, ops, f"auto.{mb:g}mb")
+    plan = [replace(bucket, group=f"auto.{mb:g}mb") for bucket in plan]
+    reducer = Reducer(plan, compressors.create("none", Config()), collectives, ops)
     work = _as_in_training(partial(exchange, reducer), collectives, ops)
     timed = partial(_timed, work, [ops.zeros(b.n, b.dtype) for b in plan], ops)
     warm_s, used_s = timed(), 0.0

@@ -12,7 +12,8 @@ from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
     from hvdtrain.data.feed import StepBatch
-    from hvdtrain.protocols import Control, Step
+    from hvdtrain.parts import Parts
+    from hvdtrain.protocols import Control
 
 
 def finite(name: str, array: np.ndarray) -> bool:
@@ -29,29 +30,29 @@ def has_nan(name: str, array: np.ndarray) -> bool:
     return array.dtype.kind == "f" and bool(np.isnan(array).any())
 
 
-def check_trainable(step: Step) -> None:
+def check_trainable(parts: Parts) -> None:
     """Raise `UserError` naming the first parameter or buffer that is not finite: such a model is not trained on.
 
     What is not trained may be infinite, as attention masks are, but no NaN. Statistics of BatchNorm hold one after a
     fit that a NaN has stopped: only the update of such a step is not made.
     """
-    name = not_finite(step)
+    name = not_finite(parts)
     if name:
         raise UserError(f"{name} of the model is not finite before the first step", "finite weights and statistics",
                         "look at what builds or loads the model, or resume from a checkpoint")
 
 
-def not_finite(step: Step) -> str:
+def not_finite(parts: Parts) -> str:
     """Return the first trainable parameter that is not finite or other weight that is NaN, by name; "" if none is."""
-    names = trained(step)
-    model: Mapping[str, Any] = step.state()[0]["model"]
+    names = trained(parts)
+    model: Mapping[str, Any] = parts.state.state()[0]["model"]
     return next((spoken(n) for n, a in model.items()
                  if has_nan(n, np.asarray(a)) or spoken(n) in names and not finite(n, np.asarray(a))), "")
 
 
-def trained(step: Step) -> set[str]:
+def trained(parts: Parts) -> set[str]:
     """Return the names of the trainable parameters."""
-    return {spoken(spec.name) for spec in step.params()}
+    return {spoken(spec.name) for spec in parts.params.specs}
 
 
 def spoken(name: str) -> str:
@@ -63,22 +64,22 @@ def spoken(name: str) -> str:
     return re.sub(r"^\d{5}/", "", name).removesuffix("#bfloat16")
 
 
-def blame(step: Step, batch: StepBatch, suspects: list[int], control: Control) -> dict[int, str]:
+def blame(parts: Parts, batch: StepBatch, suspects: list[int], control: Control) -> dict[int, str]:
     """Return the ranks that brought a gradient which is not finite -> where it is first, in words; collective.
 
     Each of ``suspects`` (ranks; the same list on every rank) computes its part of the step once more, alone. Where the
     weights are not finite any more, that is said instead. {} where nobody finds anything: finite gradients, whose sum
     or exchange overflowed.
     """
-    found = _look(step, batch) if control.rank in suspects else ""
+    found = _look(parts, batch) if control.rank in suspects else ""
     return {rank: where for rank, where in enumerate(control.gather(found)) if where}
 
 
-def _look(step: Step, batch: StepBatch) -> str:
+def _look(parts: Parts, batch: StepBatch) -> str:
     """Where this rank's own part of the step is not finite, or ""."""
-    names = trained(step)
-    weight = not_finite(step)
+    names = trained(parts)
+    weight = not_finite(parts)
     if weight in names:
         return f"parameter {weight} itself, since an update before"
-    name = next(filter(None, (step.culprit(micro) for micro in batch.micros)), "")
+    name = next(filter(None, (parts.stage.culprit(micro) for micro in batch.micros)), "")
     return f"the gradient of {spoken(name)}" if name else ""

@@ -119,22 +119,22 @@ class Bridge(History):
     def closed(self, run: Any, logs: dict[str, float]) -> None:
         """``on_epoch_end``. Collective."""
         if self._writers:
-            run.step.sync_buffers()
-            run.step.leave()
+            run.parts.buffers.sync()
+            run.leave()
         self._tell("on_epoch_end", self.epoch, logs)
         self.history = {name: list(values) for name, values in self._model.history.history.items()}
         if self._writers:
-            run.step.join()
+            run.join()
         self._settle(run)
 
     def fit_end(self, run: Any) -> None:
         """``on_train_end``, also of an epoch that was cut short. Collective."""
         super().fit_end(run)
         if self._writers:
-            run.step.leave()
+            run.leave()
         self._tell("on_train_end", {name: values[-1] for name, values in self.history.items()})
         if self._writers:
-            run.step.join()
+            run.join()
         self.close(run)
 
     def close(self, run: Any) -> None:
@@ -204,7 +204,7 @@ class Bridge(History):
         model = self._model
         epoch = int(run.control.bcast(getattr(model, "_initial_epoch", None) or 0))
         model._initial_epoch = None
-        run.step.share_initial()
+        run.parts.buffers.share()
         if epoch:
             steps = epoch * (run.feed.steps_per_epoch or 0) or int(model.optimizer.iterations)
             run.state.cursor = Cursor(epoch, steps, 0, 0)

@@ -8,9 +8,14 @@ from hvdtrain.protocols.around import Callback, Launcher
 from hvdtrain.protocols.arrays import Array, Batch, Pair
 from hvdtrain.protocols.compressor import Compressor
 from hvdtrain.protocols.control import Control
+from hvdtrain.protocols.data_parallel import DataParallel
+from hvdtrain.protocols.model_state import Buffers, Evaluator, ModelState, Transform
 from hvdtrain.protocols.ops import Cell, Ops
-from hvdtrain.protocols.step import ModelSpec, ParamSpec, Step
+from hvdtrain.protocols.params import Optimizer, Params, ParamSpec
+from hvdtrain.protocols.stage import Done, GradientSink, ModelSpec, Schedule, Stage
 from hvdtrain.protocols.wire import AllGather, AllReduce, AllToAll, Collectives, Exchange, Handle, Request
 
-__all__ = ["AllGather", "AllReduce", "AllToAll", "Array", "Batch", "Callback", "Cell", "Collectives", "Compressor",
-           "Control", "Exchange", "Handle", "Launcher", "ModelSpec", "Ops", "Pair", "ParamSpec", "Request", "Step"]
+__all__ = ["AllGather", "AllReduce", "AllToAll", "Array", "Batch", "Buffers", "Callback", "Cell", "Collectives",
+           "Compressor", "Control", "DataParallel", "Done", "Evaluator", "Exchange", "GradientSink", "Handle",
+           "Launcher", "ModelSpec", "ModelState", "Ops", "Optimizer", "Pair", "ParamSpec", "Params", "Request",
+           "Schedule", "Stage", "Transform"]

@@ -34,6 +34,13 @@ class Ops(Protocol):
         """(n,) zeros."""
         ...
 
+    def buffer(self, n: int, dtype: str, own: np.ndarray | None = None) -> Array:
+        """(n,) zeros for a stage to write gradients into, in memory ``own`` of a wire's if there is such.
+
+        What `to_host` makes of it is that memory, not a copy.
+        """
+        ...
+
     def cast(self, x: Array, dtype: str) -> Array:
         """The same shape in another dtype."""
         ...

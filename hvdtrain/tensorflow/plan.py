@@ -77,7 +77,7 @@ class Plan:
         specs = {i: ParamSpec(items[i].label, items[i].shape, wire_dtypes[i]) for i in self._dense}
         self._buckets = fused(specs, groups, 0.0 if apart else float(_bucket_mb()))
         with tf.init_scope():
-            self._reducer = Reducer(self._buckets, compressor, wire, Ops(), name)
+            self._reducer = Reducer(self._buckets, compressor, wire, Ops())
         self._function: Callable[..., Any] | None = None
 
     def run(self, grads: Sequence[Any]) -> list[Any]:

@@ -15,7 +15,9 @@ from hvdtrain.collectives.lockstep import LockstepWorld
 from hvdtrain.exchange.buckets import plan_buckets
 from hvdtrain.exchange.compressors.powersgd import PowerSGD
 from hvdtrain.exchange.compressors.topk import TopK
-from hvdtrain.exchange.compressors.twoshot import Bf16, Fp16, Int8
+from hvdtrain.exchange.compressors.bf16 import Bf16
+from hvdtrain.exchange.compressors.fp16 import Fp16
+from hvdtrain.exchange.compressors.int8 import Int8
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.protocols import ParamSpec
 
@@ -71,8 +73,8 @@ def exchanged(compressor, make_ops, size, shapes, steps, give=gradient) -> Outco
         reducer, sums = Reducer(plan, compressor, wire, ops), []
         for step in range(steps):
             before, own = world.sent_bytes[control.rank], ops.from_host(give(control.rank, step, n))
-            kept = [{k: np.array(ops.to_host(v)) for k, v in s.items()} for s in reducer.states]
-            old = reducer.states[0]
+            kept = [{k: np.array(ops.to_host(v)) for k, v in s.items()} for s in reducer.state.all()]
+            old = reducer.state.all()[0]
             reducer.begin()
             reducer.start(0, own)
             total_N = ops.to_host(reducer.finish()[0])
@@ -82,7 +84,7 @@ def exchanged(compressor, make_ops, size, shapes, steps, give=gradient) -> Outco
             for key, value in old.items():
                 np.testing.assert_array_equal(ops.to_host(value), kept[0][key], err_msg="a state was written to")
             sums.append(np.array(total_N))
-        return sums, [{k: np.array(ops.to_host(v)) for k, v in s.items()} for s in reducer.states]
+        return sums, [{k: np.array(ops.to_host(v)) for k, v in s.items()} for s in reducer.state.all()]
 
     results = world.run(work)
     for sums, _ in results[1:]:
@@ -164,12 +166,12 @@ def check_state_survives(name, make_ops):
         one = Reducer(plan, MAKE[name](), wire, ops)
         for t in range(3):
             step(one, t)
-        before = one.saved()
+        before = one.state.saved()
         step(one, 50)  # a step that is left out
-        one.discard()
-        after = one.saved()
+        one.state.discard()
+        after = one.state.saved()
         other = Reducer(plan, MAKE[name](), wire, ops)
-        said = other.restore(before)
+        said = other.state.restore(before)
         pairs = [(step(one, t), step(other, t)) for t in range(3, 6)]
         return before, after, said, pairs
 

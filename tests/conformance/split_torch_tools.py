@@ -13,12 +13,14 @@ from small_runs import config, samples
 from split_models import blocks
 from torch_tools import spec
 
-from hvdtrain.backends.torch import create_step, placement
-from hvdtrain.cluster.control import SoloControl
+from hvdtrain.backends.torch import placement
+from hvdtrain.backends.torch.create import Maker
+from hvdtrain.collectives.null import NullCollectives
 from hvdtrain.config import Named
 from hvdtrain.parallel.cut import Cut
 from hvdtrain.parallel.memory import Block, Needs
 from hvdtrain.parallel.plan import Plan
+from hvdtrain.precision.policy import FP32
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 BASE = config(global_batch=32, max_steps=12, optimizer=Named("SGD", {"momentum": 0.5}), lr=0.1, control_timeout_s=30.0)
@@ -42,12 +44,13 @@ def plan_of(named, starts, devices, micros=4):
     return Plan(Cut(starts), made, tuple(map(str, devices)), (0,) * len(devices), Needs(micros=micros))
 
 
-def split_step(model, starts, settings, devices=None, **parts):
-    """A step whose cut is given, in place of measured."""
-    step = create_step(spec(model, blocks=blocks, **parts), replace(settings, model_parallel=1), SoloControl(), 10)
-    step._layout.devices = devices or [CPU] * len(starts)
-    step.split(plan_of(blocks(model), starts, step._layout.devices))
-    return step
+def split_parts(model, starts, settings, devices=None, **parts):
+    """Parts whose cut is given, in place of measured."""
+    made = Maker(spec(model, blocks=blocks, **parts), replace(settings, model_parallel=1), 0, NullCollectives(0, 2), 10,
+                 FP32)
+    made.placement.devices = devices or [CPU] * len(starts)
+    made.placement.split(plan_of(blocks(model), starts, made.placement.devices))
+    return made.parts()
 
 
 # --- the forward pass ------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from one_step import SGD, OneStep, batch
 
-from hvdtrain.backends.numpy.step import Model
+from hvdtrain.backends.numpy.model import Model
 from hvdtrain.config import Config, Schedule
 from hvdtrain.exchange.compressors.base import Uncompressed
 from hvdtrain.protocols import AllReduce

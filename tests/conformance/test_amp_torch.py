@@ -14,8 +14,8 @@ from torch.nn import functional as F  # noqa: E402
 from torch_tools import (  # noqa: E402,F401
     SGD, TwoRanksInOne, attached, batch, close, cut, mlp, one_thread, run, tied, weights)
 
-from hvdtrain.backends.torch import amp  # noqa: E402
 from hvdtrain.backends.torch.task import loss_sum  # noqa: E402
+from hvdtrain.backends.torch.transforms.precision import widened  # noqa: E402
 from hvdtrain.collectives.null import NullCollectives  # noqa: E402
 from hvdtrain.config import Named  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
@@ -116,7 +116,7 @@ def test_a_loss_by_name_is_outside_autocast_and_a_task_is_inside():
     def task(model, parts):
         outputs = model(parts[0])
         seen.append((outputs.dtype, torch.is_autocast_enabled("cpu")))
-        loss_sum(loss, amp.widened(outputs), parts[1], (), Named())
+        loss_sum(loss, widened(outputs), parts[1], (), Named())
         return outputs.float().sum(), len(outputs)
 
     assert run(made("fp16", mlp(), task=task), [batch(0)], 1 / 32)[0][0]

@@ -66,8 +66,8 @@ def test_in_a_graph_as_eagerly(name, shapes, size):
         assert got.shape == want.shape
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * (np.abs(want).max() + 1e-30))
     assert traces == sorted({compressor.stage(step) for step in range(6)})
-    for key, got in traced.states[0].items():
-        np.testing.assert_allclose(got, eager.states[0][key], rtol=0, atol=1e-4 * (np.abs(got).max() + 1e-30))
+    for key, got in traced.state.of(0).items():
+        np.testing.assert_allclose(got, eager.state.of(0)[key], rtol=0, atol=1e-4 * (np.abs(got).max() + 1e-30))
 
 
 def test_equals_among_the_largest_in_a_graph():

@@ -220,7 +220,7 @@ def curve(framework, data, monkeypatch, tried):
         assert assembling.first_sample is first_sample
         run = assemble(config(global_batch=10, epochs=2, max_steps=5), drawing(framework), data, SoloControl(),
                        NullCollectives(0, 1), more=lambda run: [record])
-        at_start = (random.getstate(), weights(run), list(run.step.rank_state().values()))
+        at_start = (random.getstate(), weights(run), list(run.rank_state().values()))
         fitted(run)
     return record.losses, at_start, weights(run), dict(run.state.metrics), np.random.random(), random.random()
 
@@ -293,7 +293,7 @@ def test_no_graph_of_training_is_traced_once_more():
     run = alone(calling("tensorflow", forward), ((X, Y), (X, Y)))
     assert not traced
     fitted(run)
-    assert len([name for name in traced if name == "function"]) == 1
+    assert len([name for name in traced if name == "trace"]) == 1
 
 
 # --- which samples ---------------------------------------------------------------------------------------------------

@@ -13,17 +13,20 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from small_runs import config, solo  # noqa: E402
 from split_models import Chain, Skips, blocks, deep, example, tied  # noqa: E402
-from split_torch_tools import BASE, CPU, DATA, META, all_cpu, elsewhere, plan_of, split_step  # noqa: E402,F401
+from split_torch_tools import BASE, CPU, DATA, META, all_cpu, elsewhere, plan_of, split_parts  # noqa: E402,F401
 from torch import nn  # noqa: E402
 from torch_tools import one_thread, spec  # noqa: E402,F401
 
-from hvdtrain.backends.torch import Ops, create_step, placement  # noqa: E402
+from hvdtrain.backends.torch import Ops, make_parts, placement  # noqa: E402
 from hvdtrain.backends.torch.blocks import measure  # noqa: E402
 from hvdtrain.backends.torch.pipeline import Pipeline, release  # noqa: E402
-from hvdtrain.backends.torch.split import Layout, check_slots, slots  # noqa: E402
+from hvdtrain.backends.torch.optimizer import check_slots, slot_share  # noqa: E402
+from hvdtrain.backends.torch.transforms.placement import Placement  # noqa: E402
+from hvdtrain.backends.torch.transforms.precision import MixedPrecision  # noqa: E402
 from hvdtrain.cluster.control import SoloControl  # noqa: E402
 from hvdtrain.collectives.null import NullCollectives  # noqa: E402
 from hvdtrain.config import Named  # noqa: E402
+from hvdtrain.data_parallel.replicate import Replicate  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
 from hvdtrain.exchange.buckets import plan_buckets  # noqa: E402
 from hvdtrain.exchange.compressors import create  # noqa: E402
@@ -31,7 +34,17 @@ from hvdtrain.exchange.compressors.base import Stateless  # noqa: E402
 from hvdtrain.exchange.reducer import Reducer  # noqa: E402
 from hvdtrain.parallel.memory import Block  # noqa: E402
 from hvdtrain.parallel.plan import agree  # noqa: E402
+from hvdtrain.precision.policy import FP32  # noqa: E402
+from hvdtrain.precision.scaler import LossScale  # noqa: E402
 from hvdtrain.protocols import AllReduce, ParamSpec  # noqa: E402
+
+
+EXACT = MixedPrecision(FP32, LossScale(), [CPU])
+
+
+def made_parts(model, settings=BASE, **more):
+    """Parts of a model that is to be split over two devices, by what is measured."""
+    return make_parts(spec(model, **more), replace(settings, model_parallel=2), SoloControl(), NullCollectives(), 10)
 
 
 def noting(model):
@@ -149,27 +162,33 @@ def test_a_first_stage_without_gradients_leaves_the_bubble_unmeasured():
 
 def test_parameters_buckets_and_slots_have_the_place_of_their_stage():
     model = deep()
-    step = split_step(model, (0, 2), BASE, devices=[CPU, META])
-    found = {s.name: s.place for s in step.params()}
+    parts = split_parts(model, (0, 2), BASE, devices=[CPU, META])
+    found = {s.name: s.place for s in parts.params.specs}
     by_block = {name.split(".")[0]: place for name, place in found.items()}
     assert by_block == {"first": 0, "second": 0, "third": 1, "head": 1}
     assert {p.device for p in model.third.parameters()} == {META}
     assert {p.device for p in model.first.parameters()} == {CPU}
-    reducer = Reducer(plan_buckets(step.params(), 16.0), create("int8", BASE), NullCollectives(0, 2), Ops())
-    step.attach(reducer)
-    assert [b.place for b in reducer.buckets] == [1, 0]
-    assert [f.device for f in step._flats] == [META, CPU]
-    assert {i: view.device for i, view in step._views.items()} == {
-        i: META if p.place else CPU for i, p in enumerate(step.params())}
-    for param in step._params:
-        param.grad = torch.zeros_like(param)
-    step._opt.optimizer.step()
-    assert {step._opt.optimizer.state[p]["momentum_buffer"].device for p in model.head.parameters()} == {META}
-    check_slots(step._opt.optimizer)
+    dp = replicated(parts, 16.0, "int8")
+    parts.stage.connect(dp)
+    assert [b.place for b in dp.buckets] == [1, 0]
+    parts.stage.begin()
+    parts.stage.nothing(dp)
+    assert [p.grad.device for p in parts.params.tensors] == [META if p.place else CPU for p in parts.params.specs]
+    optimizer = parts.optimizer.optimizer
+    optimizer.step()
+    assert {optimizer.state[p]["momentum_buffer"].device for p in model.head.parameters()} == {META}
+    check_slots(optimizer)
     param = next(model.head.parameters())
-    step._opt.optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param, device=CPU)
+    optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param, device=CPU)
     with pytest.raises(AssertionError, match="momentum_buffer on cpu, its parameter on meta"):
-        check_slots(step._opt.optimizer)
+        check_slots(optimizer)
+
+
+def replicated(parts, bucket_mb, compression):
+    """What takes gradients of ``parts`` for a rank whose other has none."""
+    reducer = Reducer(plan_buckets(parts.params.specs, bucket_mb), create(compression, BASE), NullCollectives(0, 2),
+                      Ops(), parts.ops_of_place)
+    return Replicate(reducer, parts.optimizer)
 
 
 def test_a_compressor_works_on_each_buckets_device():
@@ -190,12 +209,11 @@ def test_a_compressor_works_on_each_buckets_device():
         host = True
 
     plan = plan_buckets([ParamSpec(f"p{i}", (3,), "float32", i) for i in range(2)], 1)
-    reducer = Reducer(plan, Summing(), OnHost(0, 2), Ops(CPU))
-    reducer.spread([Ops(CPU), Ops(META)])
+    reducer = Reducer(plan, Summing(), OnHost(0, 2), Ops(CPU), [Ops(CPU), Ops(META)])
     for bucket in plan:
         reducer.start(bucket.index, torch.zeros(3, device=[CPU, META][bucket.place]))
     reducer.finish()
-    assert [s["residual"].device for s in reducer.states] == [[CPU, META][b.place] for b in plan]
+    assert [s["residual"].device for s in reducer.state.all()] == [[CPU, META][b.place] for b in plan]
 
 
 @pytest.mark.parametrize("gpus, n, want", [(2, 2, ["cuda:0", "cuda:1"]), (4, 2, ["cuda:0", "cuda:1"]),
@@ -244,7 +262,7 @@ def test_blocks_are_measured_and_left_as_they_were():
 @pytest.mark.parametrize("optimizer, want", [
     (Named("SGD"), 0), (Named("SGD", {"momentum": 0.9}), 1), (Named("Adam"), 2), (Named("Adam", {"amsgrad": True}), 3)])
 def test_slots_are_counted_as_the_optimizer_makes_them(optimizer, want):
-    assert slots(config(optimizer=optimizer)) == want
+    assert slot_share(config(optimizer=optimizer)) == want
 
 
 def test_random_generators_go_on_as_if_nothing_had_been_measured(cpus):
@@ -252,9 +270,8 @@ def test_random_generators_go_on_as_if_nothing_had_been_measured(cpus):
     torch.manual_seed(5)
     want = torch.rand(3)
     torch.manual_seed(5)
-    Layout(spec(model, blocks=blocks, example=example), replace(BASE, model_parallel=2)).measure(
-        lambda model, batch: model(batch[0]), None, 0, 1, 1,
-        lambda batch, where: tuple(torch.from_numpy(a) for a in batch), "fp32")
+    made = Placement(spec(model, blocks=blocks, example=example), replace(BASE, model_parallel=2))
+    made.measure(lambda model, batch: model(batch[0]), None, SoloControl(), EXACT)
     assert torch.equal(torch.rand(3), want)
 
 
@@ -265,9 +282,8 @@ def test_a_cpu_beside_a_gpu_is_given_what_it_can_do(monkeypatch):
 
     monkeypatch.setattr("hvdtrain.backends.torch.blocks.measure", costs)
     monkeypatch.setattr(placement, "devices", lambda n: [CPU, META])
-    layout = Layout(spec(deep(), blocks=blocks, example=example), replace(BASE, model_parallel=2))
-    found = layout.measure(lambda model, batch: model(batch[0]), None, 0, 1, 1,
-                           lambda batch, where: tuple(torch.from_numpy(a) for a in batch), "fp32")
+    made = Placement(spec(deep(), blocks=blocks, example=example), replace(BASE, model_parallel=2))
+    found = made.measure(lambda model, batch: model(batch[0]), None, SoloControl(), EXACT)
     assert found.speeds == (1.0, 3.0)
     assert agree(found, replace(BASE, model_parallel=2), SoloControl()).cut.starts == (0, 1)
 
@@ -282,7 +298,7 @@ def test_what_cannot_be_split_says_so(cpus, model, words):
     built = model()
     parts = {"blocks": None if isinstance(built, (Unnamed, nn.Sequential)) else blocks, "example": example}
     with pytest.raises(UserError, match=words):
-        create_step(spec(built, **parts), replace(BASE, model_parallel=2), SoloControl(), 10)
+        made_parts(built, **parts)
 
 
 class Trains(Chain):
@@ -312,8 +328,7 @@ def put_between(extra):
 ], ids=["function", "layer", "factor", "a draw alone"])
 def test_what_a_model_does_between_its_blocks_only_while_it_trains_is_refused(cpus, extra):
     with pytest.raises(UserError, match="do not give what the model gives while it trains"):
-        create_step(spec(put_between(extra), blocks=blocks, example=example), replace(BASE, model_parallel=2),
-                    SoloControl(), 10)
+        made_parts(put_between(extra), blocks=blocks, example=example)
 
 
 class Leaves(nn.Linear):
@@ -337,18 +352,17 @@ def read_aux(model, batch):
 @pytest.mark.parametrize("between", [nn.Dropout(0.5), nn.BatchNorm1d(16), nn.Identity()],
                          ids=["dropout", "batchnorm", "nothing"])
 def test_a_task_that_reads_what_a_forward_pass_left_on_a_block_is_refused(cpus, between):
-    def step(settings, task, **extra):
-        return create_step(spec(deep(between=between, **extra), blocks=blocks, example=example, task=task),
-                           replace(settings, model_parallel=2), SoloControl(), 10)
+    def made_of(settings, task, **extra):
+        return made_parts(deep(between=between, **extra), settings, blocks=blocks, example=example, task=task)
 
     with pytest.raises(UserError, match="in one part and .* in two.*split_micro_batches: 1"):
-        step(BASE, read_aux, extra=Leaves(16, 16))
+        made_of(BASE, read_aux, extra=Leaves(16, 16))
     only_training = Leaves(16, 16)
     only_training.always = False
     with pytest.raises(UserError, match="in one part and .* in two"):
-        step(BASE, read_aux, extra=only_training)
-    step(replace(BASE, split_micro_batches=1), read_aux, extra=Leaves(16, 16))
-    made = step(BASE, lambda model, batch: (model(batch[0]).square().sum(), len(batch[0])), extra=Leaves(16, 16))
+        made_of(BASE, read_aux, extra=only_training)
+    made_of(replace(BASE, split_micro_batches=1), read_aux, extra=Leaves(16, 16))
+    made = made_of(BASE, lambda model, batch: (model(batch[0]).square().sum(), len(batch[0])), extra=Leaves(16, 16))
     assert all(m.training for m in made.model.modules()) and "forward" in vars(made.model)
 
 
@@ -360,12 +374,11 @@ def test_buffers_that_each_part_changes_are_named(cpus):
     model = made(nn.InstanceNorm1d(3, track_running_stats=True), nn.utils.parametrizations.spectral_norm(
         nn.Linear(4, 4)), nn.BatchNorm1d(3))
     before = {n: b.clone() for n, b in model.named_buffers()}
-    step = create_step(spec(model, example=example), replace(BASE, model_parallel=2), SoloControl(), 10)
+    parts = made_parts(model, example=example)
     assert all(torch.equal(b, before[n]) for n, b in model.named_buffers()), "measuring leaves no trace"
     assert "buffers of 1 (InstanceNorm1d), 2.parametrizations.weight.0 (_SpectralNorm) change with each part of a " \
-           "micro-batch" in step.caveats() and "BatchNorm takes" in " ".join(step._layout.caveats())
-    quiet = create_step(spec(made(), example=example), replace(BASE, model_parallel=2), SoloControl(), 10)
-    assert quiet._layout.caveats() == []
+           "micro-batch" in parts.caveats() and "BatchNorm takes" in " ".join(parts.transforms[0].caveats())
+    assert made_parts(made(), example=example).transforms[0].caveats() == []
 
 
 class Unnamed(nn.Module):
@@ -382,8 +395,8 @@ class Loose(Chain):
 
 def test_a_matrix_of_two_stages_is_refused_and_of_one_stage_is_not():
     with pytest.raises(UserError, match="blocks second and third share a parameter or buffer and fall on two devices"):
-        split_step(tied(), (0, 2), BASE)
-    split_step(tied(), (0, 1), BASE)
+        split_parts(tied(), (0, 2), BASE)
+    split_parts(tied(), (0, 1), BASE)
 
 
 def test_sync_batchnorm_in_parts_is_refused(cpus):
@@ -399,27 +412,45 @@ def test_samples_that_do_not_fit_the_blocks_are_told_before_anything_is_measured
 def test_a_keras_model_on_pytorch_is_not_split():
     model = type("Model", (nn.Module,), {"__module__": "keras.src.models.model"})()
     with pytest.raises(UserError, match="a Keras model on PyTorch"):
-        create_step(spec(model), replace(BASE, model_parallel=2), SoloControl(), 10)
+        made_parts(model)
 
 
 def test_devices_that_finish_buckets_at_once_hand_them_over_one_by_one():
     """In backward each device has a thread of autograd's, and hooks run in it."""
-    step = split_step(deep(), (0, 2), BASE)
-    step.attach(Reducer(plan_buckets(step.params(), 0.0), create("none", BASE), NullCollectives(0, 2), Ops()))
-    step.zero()
-    step._last, inside, most = True, [], []
+    parts, inside, most = split_parts(deep(), (0, 2), BASE), [], []
+    dp = replicated(parts, 0.0, "none")
 
-    def start(bucket, flat_N):
+    def put(bucket, flat_N):
         inside.append(bucket)
         most.append(len(inside))
         time.sleep(0.02)
         inside.remove(bucket)
 
-    step._reducer.start = start
-    hooks = [(step._hook(b.index, i), step._params[i]) for b in step._reducer.buckets for i in b.params]
-    threads = [threading.Thread(target=hook, args=(param,)) for hook, param in hooks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert most == [1] * len(hooks)
+    dp.put = put
+    parts.stage.connect(dp)
+    parts.stage.begin()
+    loss, waits = torch.zeros((), requires_grad=True), threading.Barrier(len(dp.buckets) - 1)
+
+    class InThreads(torch.autograd.Function):
+        """A backward that fills every bucket but the last at once, each in a thread of its own."""
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            def fill(tensor):
+                waits.wait(10)
+                torch.autograd.backward(tensor.sum())
+
+            tensors = [parts.params.tensors[b.params[0]] for b in dp.buckets[:-1]]
+            threads = [threading.Thread(target=fill, args=(tensor,)) for tensor in tensors]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(10)
+            return dy
+
+    parts.stage._gradients.backward(InThreads.apply(loss), 1.0, final=True)
+    assert most == [1] * len(dp.buckets)

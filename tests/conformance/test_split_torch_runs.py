@@ -39,7 +39,8 @@ def test_a_split_model_follows_the_whole_one(cpus, devices, changes):
     settings = replace(BASE, **changes)
     whole, split = trained(settings), trained(replace(settings, model_parallel=devices))
     assert apart(weights(split), weights(whole)) < 1e-5
-    assert split.step.table.startswith(f"model split over {devices} devices") and whole.step.table == ""
+    assert split.parts.describe()["split"].count(" on ") == 1 and len(split.parts.ops_of_place) == devices
+    assert "split" not in whole.parts.describe() and not whole.parts.ops_of_place
     assert split.state.metrics == pytest.approx(whole.state.metrics)
     assert "forward" not in vars(split.spec.model), "the model is its user's again"
 
@@ -57,7 +58,7 @@ def test_a_sequential_is_split_by_its_children(cpus):
 
     whole, split = trained(BASE, build()), trained(replace(BASE, model_parallel=3), build())
     assert apart(weights(split), weights(whole)) < 1e-5
-    assert split.step.describe()["split"].startswith("0 | 1 | 2 on cpu, cpu, cpu")
+    assert split.parts.describe()["split"].startswith("0 | 1 | 2 on cpu, cpu, cpu")
 
 
 def test_a_model_is_split_again_wherever_the_run_before_has_left_it(cpus):
@@ -92,8 +93,8 @@ def test_hybrid_two_ranks_of_two_devices_equal_one_of_one(cpus, cut, changes):
     want = weights(trained(replace(BASE, max_steps=20)))
     for run in runs:
         assert apart(weights(run), want) < 1e-5
-        assert {b.place for b in run.reducer.buckets} == {0, 1} and run.reducer.compressor.name == settings.compression
-    np.testing.assert_array_equal(runs[0].step.table, runs[1].step.table)
+        assert {b.place for b in run.dp.buckets} == {0, 1} and run.dp.compression == settings.compression
+    assert runs[0].parts.describe()["split"] == runs[1].parts.describe()["split"]
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
@@ -123,7 +124,7 @@ def test_batchnorm_takes_each_part_and_says_so(cpus):
     model = torch_models.cnn.build(channels=(4, 4), norm="batch")
     run = solo(replace(BASE, max_steps=4, model_parallel=2), model, (x, y))
     said = "BatchNorm takes its statistics over each part of a micro-batch"
-    assert said in run.step.caveats() and run.step.table.endswith(said)
+    assert said in run.parts.caveats()
     counts = []
     run.spec.model.conv_0.norm.register_forward_hook(lambda m, args, out: counts.append(len(args[0])))
     fitted(run)
@@ -133,7 +134,7 @@ def test_batchnorm_takes_each_part_and_says_so(cpus):
 def test_dropout_in_a_split_model_trains_and_repeats(cpus):
     settings = replace(BASE, model_parallel=2)
     build = lambda: deep(drop=nn.Dropout(0.3))  # noqa: E731
-    assert "dropout draws differ with the parts of a micro-batch" in solo(settings, build(), DATA).step.table
+    assert "dropout draws differ with the parts of a micro-batch" in solo(settings, build(), DATA).parts.caveats()
     assert apart(weights(trained(settings, build())), weights(trained(settings, build()))) < 1e-5
 
 
@@ -142,7 +143,7 @@ def test_16_bits_in_a_split_model(cpus, own):
     settings = replace(BASE, precision=own, loss_scale=1024.0)
     whole, split = trained(settings), trained(replace(settings, model_parallel=2))
     assert apart(weights(split), weights(whole)) < 2e-2
-    assert split.step.scale.on is (own == "fp16")
+    assert split.parts.scale.on is (own == "fp16")
 
 
 def test_a_step_that_is_not_finite_is_left_out_of_a_split_model(cpus):
@@ -165,7 +166,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_devices(cpus, tmp_path, bef
     run = trained(replace(settings, max_steps=12, model_parallel=after, resume="auto"))
     want = trained(replace(settings, out=str(tmp_path / "whole"), max_steps=12))
     assert run.state.cursor.step == 12 and apart(weights(run), weights(want)) < 1e-5
-    files = run.step.export(tmp_path)
+    files = run.parts.state.export(tmp_path)
     saved = torch.load(tmp_path / files[1], weights_only=True)
     assert saved.keys() == deep().state_dict().keys()
     assert all(torch.equal(saved[n], t) for n, t in run.spec.model.state_dict().items())
@@ -191,8 +192,8 @@ def test_the_seeds_example_in_two_stages(cpus):
     whole = trained(replace(BASE, max_steps=4), built(), data)
     split = trained(replace(BASE, max_steps=4, model_parallel=2), built(), data)
     assert apart(weights(split), weights(whole)) < 1e-5
-    assert [s.place for s in split.step.params()] == [0, 0, 1, 1]
-    described = split.step.describe()
+    assert [s.place for s in split.parts.params.specs] == [0, 0, 1, 1]
+    described = split.parts.describe()
     assert described["device"] == "cpu, cpu" and described["split"].startswith("first | second on cpu, cpu")
     assert "predicted" in described["bubble"] and "measured" in described["bubble"]
 

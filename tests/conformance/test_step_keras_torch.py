@@ -14,11 +14,18 @@ import pytest
 HERE = os.environ.get("KERAS_BACKEND") == "torch"
 
 if HERE:
+    import keras
     import kept_runs
+    import numpy as np
+    import torch
     from keras_kit import KerasKit
+    from one_step import OneStep
     from small_runs import apart
     from step_cases import *  # noqa: F401,F403
     from torch_tools import TorchKit, one_thread  # noqa: F401
+
+    from hvdtrain.config import Config
+    from hvdtrain.exchange.buckets import plan_buckets
 
     class KerasOnTorch(KerasKit):
         """Optimizer and schedule that the configuration names are PyTorch's."""
@@ -32,6 +39,27 @@ if HERE:
     def test_a_kept_checkpoint_goes_on_as_it_did(tmp_path):
         got, want = kept_runs.resumed("keras_torch", tmp_path / "run")
         assert apart(got, want) <= 1e-6
+
+    @pytest.mark.parametrize("made, elementwise", [
+        (lambda o: o.SGD(0.01, momentum=0.9, nesterov=True), True), (lambda o: o.Adam(0.01), True),
+        (lambda o: o.AdamW(0.01, weight_decay=0.1), True), (lambda o: o.RMSprop(0.01), True),
+        (lambda o: o.Adafactor(0.01), False), (lambda o: o.SGD(0.01, clipnorm=0.1), False)],
+        ids=["sgd", "adam", "adamw", "rmsprop", "adafactor", "clipnorm"])
+    def test_a_compiled_optimizer_updates_vectors_to_the_bits_of_tensors_where_it_says_so(made, elementwise):
+        model = KerasOnTorch().model()
+        model.compile(optimizer=made(keras.optimizers), loss="mse")
+        parts, rng = OneStep("torch", model, Config()).parts, np.random.default_rng(1)
+        (bucket,) = plan_buckets(parts.params.specs, 16.0)
+        whole = parts.params.flat(bucket)
+        vectors = [whole[:99].clone(), whole[99:].clone()]
+        other = parts.params.optimizer(vectors)
+        for _ in range(5):
+            grad_N = torch.from_numpy(rng.standard_normal(bucket.n).astype(np.float32))
+            parts.optimizer.step([grad_N], [bucket], 0.0, False)
+            other.step([grad_N[:99].clone(), grad_N[99:].clone()], [], 0.0, False)
+        assert parts.optimizer.elementwise == other.elementwise == elementwise
+        assert torch.equal(torch.cat(vectors), parts.params.flat(bucket)) == elementwise
+        assert not torch.equal(parts.params.flat(bucket), whole)
 else:
     def test_the_cases_pass_in_a_process_whose_keras_computes_with_torch():
         for name in ("torch", "keras"):

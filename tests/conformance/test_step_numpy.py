@@ -4,7 +4,7 @@ import pytest
 from step_cases import *  # noqa: F401,F403
 from step_kit import Kit, given
 
-from hvdtrain.backends.numpy.step import Model
+from hvdtrain.backends.numpy.model import Model
 
 
 class NumpyKit(Kit):

@@ -10,7 +10,7 @@ import keras  # noqa: E402
 from tensorflow_tools import SGD, X, Y, attached, batch, close, cut, mlp, run, spec, weights  # noqa: E402
 
 from hvdtrain.alike import check_alike  # noqa: E402
-from hvdtrain.backends.tensorflow import create_step  # noqa: E402
+from hvdtrain.backends.tensorflow import make_parts  # noqa: E402
 from hvdtrain.backends.tensorflow.metrics import SHAPES  # noqa: E402
 from hvdtrain.cluster.group import world  # noqa: E402
 from hvdtrain.collectives.lockstep import LockstepWorld  # noqa: E402
@@ -84,7 +84,7 @@ def test_an_optimizer_with_history_on_rank_0_only_is_shared():
 
     def one_rank(control, wire):
         step = attached(models[control.rank], Config(), wire=wire, rank=control.rank)
-        moved = [v.numpy() for v in step._opt.optimizer.variables]
+        moved = [v.numpy() for v in step.optimizer.own.variables]
         for t in range(3):
             run(step, cut(tuple(a[16 * control.rank:] for a in batch(t)), 16), 1 / 32)
         return moved, weights(step), step.learning_rate(), step.state()[1]
@@ -102,7 +102,7 @@ def test_ranks_with_other_schedules_are_refused():
     models = [compiled(keras.optimizers.SGD(rate)) for rate in rates]
 
     def one_rank(control, wire):
-        made_of = create_step(spec(models[control.rank]), Config(), control, 10).made_of()
+        made_of = make_parts(spec(models[control.rank]), Config(), control, wire, 10).params.made_of()
         with pytest.raises(UserError, match="rank 1 has optimizer SGD ExponentialDecay .* where rank 0 has optimizer"):
             check_alike(control, world(2, control.rank), made_of)
 
@@ -208,7 +208,8 @@ def test_doubles_stay_doubles():
     step.zero()
     loss, weight = step.forward_backward((x, y), 1 / 3, True)
     assert (float(loss), float(weight)) == (pytest.approx(want, rel=1e-13), 64)
-    gradient = step._tensors[0].numpy()
+    step.exchange()
+    gradient = step.grads[0].numpy()
     exact = x.T @ (2 / 5 * (model(x).numpy() - y)) / 3
     np.testing.assert_allclose(gradient, exact, rtol=1e-12, atol=1e-13)
 

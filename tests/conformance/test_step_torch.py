@@ -1,5 +1,7 @@
 """The PyTorch step: the cases of every backend, a plain PyTorch loop to the bit, and when its buckets leave."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -104,6 +106,43 @@ def test_buckets_leave_while_backward_still_runs():
     assert order.index("world.b0.r0") < len(order) - 1 - order[::-1].index("first layer")
     step.exchange()
     assert len(order) == len(set(order)) + 1
+
+
+def test_a_model_of_one_bucket_runs_backward_without_a_hook():
+    """The last bucket is full when backward ends, so that nobody has to watch it."""
+    def hooks(model):
+        return [len(p._post_accumulate_grad_hooks or {}) for p in model.parameters()]
+
+    one, several = mlp(), mlp()
+    attached(one, wire=TwoRanksInOne(), bucket_mb=16.0)
+    step = attached(several, wire=TwoRanksInOne(), bucket_mb=0.0001)
+    assert hooks(one) == [0] * 4
+    assert sorted(hooks(several)) == [0, 1, 1, 1] and hooks(several)[0] == 0
+    step.leave()
+    assert hooks(several) == [0] * 4
+
+
+@pytest.mark.parametrize("wire", [NullCollectives, TwoRanksInOne])
+def test_a_poisoned_rank_keeps_all_from_updating(wire):
+    """Also where a part of its backward was handed over before it failed."""
+    model = mlp()
+    step, before = attached(model, wire=wire()), weights(model)
+    for half_done in (False, True):
+        step.zero()
+        if half_done:
+            def fail(grad):
+                raise RuntimeError("no memory")
+
+            hook = model[0].weight.register_hook(fail)
+            with pytest.raises(RuntimeError, match="no memory"):
+                step.forward_backward(batch(0), 1 / 32, True)
+            hook.remove()
+        step.stage.nothing(step.dp, poison=True)
+        step.grads = step.dp.collect()
+        assert not all(bool(g.isfinite().all()) for g in step.grads) and not math.isfinite(step.squares())
+        assert step.apply(check=True)[0] is False
+        step.discard()
+        close(weights(model), before, 0)
 
 
 def test_buffers_become_their_mean_and_every_kind_travels_from_rank_0():

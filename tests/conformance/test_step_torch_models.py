@@ -249,14 +249,14 @@ def test_half_precision_state_returns_to_the_bit(name, args):
     groups, rest = step.state()
     assert groups["model"]["scale#bfloat16"].dtype == np.uint16 and groups["model"]["shift"].dtype == np.float32
     other.load(groups, json.loads(json.dumps(rest)))
-    for mine, theirs in zip(step._params, other._params):
-        for key, value in step._opt.optimizer.state[mine].items():
-            copy = other._opt.optimizer.state[theirs][key]
+    for mine, theirs in zip(step.optimizer.tensors, other.optimizer.tensors):
+        for key, value in step.optimizer.optimizer.state[mine].items():
+            copy = other.optimizer.optimizer.state[theirs][key]
             if isinstance(value, torch.Tensor):
                 assert copy.dtype == value.dtype and torch.equal(copy, value), key
     for one in (step, other):
         run(one, [batch(9)], 1 / 32)
-    for a, b in zip(step._params, other._params):
+    for a, b in zip(step.optimizer.tensors, other.optimizer.tensors):
         assert torch.equal(a, b)
 
 
@@ -294,8 +294,8 @@ def test_fused_is_for_parameters_whose_gradients_lie_as_they_do():
     for name in ("sgd", "adam"):
         with pytest.raises(UserError, match="optimizer.args.fused with parameters that are not contiguous"):
             attached(last(1), Config(optimizer=Named(name, {"fused": True})))
-    assert attached(mlp(), SGD)._opt.optimizer.defaults["fused"]  # what lies row by row keeps the quick kernel
-    assert attached(mlp(), Config(optimizer=Named("adam", {"fused": True})))._opt.optimizer.defaults["fused"]
+    assert attached(mlp(), SGD).optimizer.optimizer.defaults["fused"]  # what lies row by row keeps the quick kernel
+    assert attached(mlp(), Config(optimizer=Named("adam", {"fused": True}))).optimizer.optimizer.defaults["fused"]
 
 
 def test_the_kernel_is_chosen_for_the_memory_order_of_this_run():
@@ -319,7 +319,7 @@ def test_the_kernel_is_chosen_for_the_memory_order_of_this_run():
     asked = attached(rows(1), Config(optimizer=Named("adam", {"fused": True})))
     asked.model.to(memory_format=torch.channels_last)
     with pytest.raises(UserError, match="optimizer.args.fused with parameters that are not contiguous"):
-        asked.join()
+        run(asked, [batch(0)], 1 / 32)
 
 
 @pytest.mark.parametrize("name, args", [("none", {}), ("StepLR", {"step_size": 2, "gamma": 0.5}),

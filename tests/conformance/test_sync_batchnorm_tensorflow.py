@@ -13,14 +13,11 @@ import keras  # noqa: E402
 from sync_models import with_norms  # noqa: E402
 from tensorflow_tools import X, Y, attached, close, mlp, run, weights  # noqa: E402
 
-from hvdtrain.backends.tensorflow import Ops  # noqa: E402
-from hvdtrain.backends.tensorflow.sync_batchnorm import Across, local_statistics, release  # noqa: E402
+from hvdtrain.backends.tensorflow.transforms.sync_batchnorm import Across, local_statistics, release  # noqa: E402
 from hvdtrain.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.collectives.null import Done, NullCollectives  # noqa: E402
 from hvdtrain.config import Config, Named  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
-from hvdtrain.exchange.compressors.none import NoCompression  # noqa: E402
-from hvdtrain.exchange.reducer import Reducer  # noqa: E402
 
 SYNC = Config(optimizer=Named("sgd", {"momentum": 0.9}), lr=0.1, sync_batchnorm=True)
 
@@ -41,10 +38,6 @@ class Twins(NullCollectives):
     def allreduce(self, flat_N, name, op="sum"):
         self.names.append(name)
         return Done(2 * flat_N)
-
-
-def reducer(wire):
-    return Reducer([], NoCompression(), wire, Ops())
 
 
 def passed(layer, x, outer, mask=None, times=2, factor=1.0, across=None):
@@ -82,8 +75,9 @@ def test_twins_are_normalised_as_their_joined_batch(shape, settings, masked, fac
     layer, whole = made(**settings), made(**{**settings, "synchronized": False})
     for each in (layer, whole):
         each.build((None, *shape))
-    wire, across = Twins(), Across()
-    across.take(SimpleNamespace(_flatten_layers=lambda: [layer]), reducer(wire))
+    wire = Twins()
+    across = Across(wire)
+    across.install(SimpleNamespace(_flatten_layers=lambda: [layer]))
     y, grads = passed(layer, tf.constant(x), tf.constant(outer), mask, factor=factor, across=across)
     twice = [np.concatenate([a, a]) for a in (x, outer)]
     want_y, want = passed(whole, *map(tf.constant, twice), None if mask is None else np.concatenate([mask, mask]))
@@ -145,9 +139,10 @@ def test_one_rank_keeps_keras_own():
 
 
 def test_local_statistics_use_no_wire():
-    layer, wire, across = made(), Twins(), Across()
+    layer, wire = made(), Twins()
     layer.build((None, 3))
-    across.take(SimpleNamespace(_flatten_layers=lambda: [layer]), reducer(wire))
+    across = Across(wire)
+    across.install(SimpleNamespace(_flatten_layers=lambda: [layer]))
     x = tf.constant(X[:5, :3])
     with local_statistics(across):
         y, _ = passed(layer, x, x, times=1)
@@ -167,8 +162,8 @@ def test_what_cannot_be_synchronised_is_named():
         attached(model, SYNC, Twins())
     assert "_moments" not in vars(model.layers[1])  # all or none
     with pytest.raises(UserError, match="sync_batchnorm with Keras over lockstep.*Set collectives: horovod"):
-        LockstepWorld(2).run(lambda control, wire: Across().take(mlp(extra=[Own()]), reducer(wire)))
-    Across().take(mlp(), Reducer([], NoCompression(), Outside(), Ops()))  # nothing to synchronise
+        LockstepWorld(2).run(lambda control, wire: Across(wire).install(mlp(extra=[Own()])))
+    Across(Outside()).install(mlp())  # nothing to synchronise
 
 
 def dense(inside=None):
@@ -253,8 +248,7 @@ def test_what_is_masked_may_be_no_number():
     dirty = tf.where(mask[..., None], clean, [np.inf, -np.inf, np.nan])
     layer = made()
     layer.build((None, 3, 3))
-    across = Across()
-    across.take(SimpleNamespace(_flatten_layers=lambda: [layer]), reducer(Twins()))
+    Across(Twins()).install(SimpleNamespace(_flatten_layers=lambda: [layer]))
     found = []
     for moments, x in ((layer._moments, dirty), (type(layer)._moments.__get__(layer), clean)):
         with tf.GradientTape() as tape:
@@ -266,7 +260,7 @@ def test_what_is_masked_may_be_no_number():
 
 
 def test_a_stand_in_is_a_sample():
-    """A model that masks zeros has no number for a sample of nothing else; see `Step.spare`."""
+    """A model that masks zeros has no number for a sample of nothing else; see `Stage.spare`."""
     inputs = keras.Input((4, 3))
     hidden = keras.layers.BatchNormalization()(keras.layers.Masking()(inputs))
     model = keras.Model(inputs, keras.layers.Dense(5)(keras.layers.GlobalAveragePooling1D()(hidden)))

@@ -18,13 +18,12 @@ from torch.nn import functional as F  # noqa: E402
 from torch_tools import attached, batch, close, mlp, one_thread, run, weights  # noqa: E402, F401
 
 from hvdtrain.backends.torch import Ops  # noqa: E402
-from hvdtrain.backends.torch.sync_batchnorm import Across, local_statistics, release  # noqa: E402
+from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm, release  # noqa: E402
 from hvdtrain.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.collectives.null import NullCollectives  # noqa: E402
 from hvdtrain.config import Config, Named  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
-from hvdtrain.exchange.compressors.none import NoCompression  # noqa: E402
-from hvdtrain.exchange.reducer import Reducer  # noqa: E402
+from hvdtrain.exchange.transport import Transport  # noqa: E402
 
 CUTS = [[9], [4, 5], [0, 9], [1, 8], [5, 0, 4], [0, 0, 9], [3, 1, 4, 1]]
 """Samples by rank, 9 in all: one rank, unequal ones, and ranks with nothing."""
@@ -34,8 +33,11 @@ LAYERS = [(lambda: nn.BatchNorm1d(3), (3,)), (lambda: nn.BatchNorm1d(3, affine=F
 SYNC = Config(optimizer=Named("sgd", {"momentum": 0.9}), lr=0.1, sync_batchnorm=True)
 
 
-def reducer(wire):
-    return Reducer([], NoCompression(), wire, Ops())
+def synchronised(model, wire):
+    """The transform, installed."""
+    made = SyncBatchNorm(model, Transport(wire, Ops()), in_parts=False)
+    made.install(model)
+    return made
 
 
 def drawn(make, shape, n=9):
@@ -74,7 +76,7 @@ def test_a_cut_batch_is_normalised_as_the_joined_one(make, shape, cut):
 
     def rank(control, wire):
         own, part = layers[control.rank], slice(ends[control.rank], ends[control.rank + 1])
-        Across().take(own, reducer(wire))
+        synchronised(own, wire)
         return passed(own, x[part], outer[part])
 
     rows = LockstepWorld(len(cut)).run(rank)
@@ -96,7 +98,7 @@ def test_channels_last_and_half_precision_keep_their_kind():
 
     def rank(control, wire):
         part = slice(4 * control.rank, 4 * control.rank + 4)
-        Across().take(layers[control.rank], reducer(wire))
+        synchronised(layers[control.rank], wire)
         own = (x[part] - 100).to(torch.bfloat16, memory_format=torch.channels_last)
         with torch.autocast("cpu", torch.bfloat16):
             return passed(layers[control.rank], own, outer[part].bfloat16())
@@ -115,8 +117,7 @@ def test_ranks_with_other_loss_scales_share_the_gradient_of_the_loss():
 
     def rank(control, wire):
         part, factor = (slice(0, 4), 1.0) if control.rank == 0 else (slice(4, 9), 1024.0)
-        across = Across()
-        across.take(layers[control.rank], reducer(wire))
+        across = synchronised(layers[control.rank], wire)
         across.begin(factor, True)
         return passed(layers[control.rank], x[part], outer[part] * factor)[1] / factor
 
@@ -126,13 +127,12 @@ def test_ranks_with_other_loss_scales_share_the_gradient_of_the_loss():
 def test_evaluation_and_trials_need_no_other_rank():
     """On a wire whose other rank never comes: torch's own results."""
     layer, x, outer = drawn(lambda: nn.BatchNorm1d(3), (3,))
-    plain, across = copy.deepcopy(layer), Across()
+    plain = copy.deepcopy(layer)
 
     def rank(control, wire):
         if control.rank:
             return None
-        across.take(layer, reducer(wire))
-        with local_statistics(across):
+        with synchronised(layer, wire).local_statistics():
             trained = passed(layer, x, outer, 1)
         layer.eval()
         return trained, layer(x).detach()
@@ -146,7 +146,7 @@ def test_evaluation_and_trials_need_no_other_rank():
 def test_copies_pickles_and_released_models_are_torchs_own():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Sequential(nn.SyncBatchNorm(3)))
     before = {n: t.clone() for n, t in model.state_dict().items()}
-    Across().take(model, reducer(NullCollectives(0, 2)))
+    synchronised(model, NullCollectives(0, 2))
     assert type(model[1]) is not nn.BatchNorm1d and isinstance(model[1], nn.BatchNorm1d)
     assert type(model[2][0]) is not nn.SyncBatchNorm
     held = io.BytesIO()
@@ -157,7 +157,7 @@ def test_copies_pickles_and_released_models_are_torchs_own():
         assert all(torch.equal(t, before[n]) for n, t in other.state_dict().items())
     release(model)
     assert type(model[1]) is nn.BatchNorm1d and type(model[2][0]) is nn.SyncBatchNorm
-    Across().take(model, reducer(NullCollectives()))  # one rank: nothing is replaced
+    synchronised(model, NullCollectives())  # one rank: nothing is replaced
     assert type(model[1]) is nn.BatchNorm1d
 
 
@@ -170,13 +170,13 @@ class Fused(nn.BatchNorm1d):
 def test_what_cannot_be_synchronised_is_named():
     model = nn.Sequential(nn.BatchNorm1d(3), Fused(3))
     with pytest.raises(UserError, match=r"Fused '1', which has a forward of its own"):
-        Across().take(model, reducer(NullCollectives(0, 2)))
+        synchronised(model, NullCollectives(0, 2))
     assert type(model[0]) is nn.BatchNorm1d  # all or none
     layer = nn.Sequential(nn.BatchNorm1d(3))
 
     def rank(control, wire):
         own = copy.deepcopy(layer)
-        Across().take(own, reducer(wire))
+        synchronised(own, wire)
         return own(torch.ones(control.rank, 3))
 
     with pytest.raises(UserError, match=r"BatchNorm '0' with 1 value per channel over all ranks"):
@@ -185,7 +185,7 @@ def test_what_cannot_be_synchronised_is_named():
     for compiled in (torch.jit.script(layer), torch.jit.trace(layer, example),
                      nn.Sequential(torch.jit.script(layer[0]))):
         with pytest.raises(UserError, match=r"a scripted BatchNorm1d '0', which cannot be changed"):
-            Across().take(compiled, reducer(NullCollectives(0, 2)))
+            synchronised(compiled, NullCollectives(0, 2))
 
 
 def test_what_a_rank_without_samples_computes_spreads_to_no_other():
@@ -195,8 +195,7 @@ def test_what_a_rank_without_samples_computes_spreads_to_no_other():
     layers = [copy.deepcopy(layer) for _ in range(2)]
 
     def rank(control, wire):
-        across, absent = Across(), control.rank == 1
-        across.take(layers[control.rank], reducer(wire))
+        across, absent = synchronised(layers[control.rank], wire), control.rank == 1
         across.begin(1.0, not absent)
         own = x[:1] * torch.nan if absent else x
         return passed(layers[control.rank], own, outer[:len(own)] * (0.0 if absent else 1.0), 1)
@@ -235,7 +234,7 @@ def test_after_a_run_the_model_waits_for_no_rank_and_holds_nothing_of_it(tmp_pat
 
     def rank(run):
         fitted(run)
-        steps.append(weakref.ref(run.step))
+        steps.append(weakref.ref(run.parts.stage))
         if run.control.rank == 0:
             models[0].train()(torch.randn(8, 12)).sum().backward()
 

@@ -18,14 +18,13 @@ from safetensors.numpy import load_file
 
 from hvdtrain.cli import main as command
 from hvdtrain.cluster.control import SoloControl
-from hvdtrain.collectives.null import NullCollectives
 from hvdtrain.config import Config, Named
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.buckets import plan_buckets
-from hvdtrain.exchange.compressors.none import NoCompression
-from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.model import Spec, build_spec
 from hvdtrain.precision.policy import Precision
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
+from one_step import OneStep  # noqa: E402
 
 CONFIG = Config(optimizer=Named("adamw", {"clipnorm": 1.0, "use_ema": True}), lr=1e-2, global_batch=20)
 
@@ -45,11 +44,9 @@ def built(name, **args):
 
 
 def step_of(spec, config, own="fp32", sample=None):
-    from hvdtrain.backends.tensorflow import Ops, create_step
-
-    step = create_step(spec, config, SoloControl(), 10, Precision((own,), 0), sample)
-    step.attach(Reducer(plan_buckets(step.params(), 0.05), NoCompression(), NullCollectives(), Ops()))
-    return step
+    parts = {name: getattr(spec, name) for name in ("task", "weight", "blocks", "example", "metrics")}
+    return OneStep("tensorflow", spec.model, config, precision=Precision((own,), 0), control=SoloControl(),
+                   sample=sample, **parts)
 
 
 def train(step, batches, micros=1, clip=0.5, weight=len):
@@ -158,22 +155,22 @@ def case_models_equal_one_device(folder):
 
 def assert_places(step):
     """Variables, slots, gradients, accumulators and every operation of a block, on the device of its stage."""
-    chain, plan = step._split.chain, step._split.plan
+    chain, plan = step.stage._gradients.split.chain, step.stage._gradients.split.plan
     names = [short(d) for d in plan.devices]
     for layer, i in zip(chain.layers, range(len(chain.layers))):
         assert set(where(layer.variables)) <= {names[plan.cut.stage_of(i)]}, chain.names[i]
     trainable = step.model.trainable_variables
     assert set(where(trainable)) == {"CPU:0", "CPU:1"}
     assert [f"CPU:{p.place}" for p in step.params()] == where(trainable)
-    optimizer = step._opt.optimizer
+    optimizer = step.optimizer.own
     slots = [held for name, held in vars(optimizer).items() if name in (
         "momentums", "_momentums", "_velocities", "_model_variables_moving_average") and held]
     assert len(slots) == (1 if "SGD" in type(optimizer).__name__ else 3)
     for held in slots:
         assert where(held) == where(trainable)
-    assert [short(a.device) for a in step._gradients._accumulators] in ([], where(trainable))
-    assert [short(t.backing_device) for t in step._tensors] == where(trainable)
-    graph = next(f for key, f in step._gradients._functions.items() if key[0] != "add").get_concrete_function().graph
+    assert [short(a.device) for a in step.stage._gradients._sums] in ([], where(trainable))
+    assert [short(t.backing_device) for t in step.grads] == where(trainable)
+    graph = next(f for f in step.stage._calls._graphs.values()).graph
     seen = Counter()
     for op in graph.get_operations():
         home = op.name.removeprefix("gradient_tape/").split("/")[0]
@@ -195,7 +192,7 @@ def case_copies_only_at_the_cut(folder):
     train(step, batches_of(spec, steps=1))
     graphs = [g for f in context.context().export_run_metadata().function_graphs for g in f.partition_graphs]
     context.context().disable_graph_collection()
-    chain, plan = step._split.chain, step._split.plan
+    chain, plan = step.stage._gradients.split.chain, step.stage._gradients.split.plan
     last = chain.names[plan.stages[0].stop - 1]
     sent = Counter()
     for graph in graphs:
@@ -273,7 +270,7 @@ def case_losses_of_layers_and_weights_of_samples(folder):
     data = data_of(weighted=True)
     close({"losses": train(parts, data)}, {"losses": train(whole, data)})
     close(arrays(parts), arrays(whole))
-    optimizer = parts._opt.optimizer
+    optimizer = parts.optimizer.own
     assert optimizer is parts.model.optimizer
     assert where(optimizer._momentums) == where(parts.model.trainable_variables)
     assert int(optimizer.iterations.numpy()) == 4
@@ -286,7 +283,7 @@ def case_fewer_samples_than_parts(folder):
         data = data_of(n, 1)
         close({"losses": train(parts, data)}, {"losses": train(whole, data)})
     close(arrays(parts), arrays(whole))
-    assert {key[1] for key in parts._gradients._functions} == {1, 2, 4}
+    assert {kind[0][1] for kind, _ in parts.stage._calls._graphs} == {1, 2, 4}
 
 
 def case_narrow_types(folder):
@@ -349,7 +346,7 @@ def case_a_functional_row_and_its_file(folder):
     ours, theirs = train(step, data_of()), train(again, data_of())
     close({"losses": ours}, {"losses": theirs})
     os.makedirs(f"{folder}/export")
-    averaged = [v.numpy() for v in step._opt.optimizer._model_variables_moving_average]
+    averaged = [v.numpy() for v in step.optimizer.own._model_variables_moving_average]
     step.export(f"{folder}/export")
     loaded = keras.models.load_model(f"{folder}/export/model.keras")
     for got, want in zip(loaded.trainable_variables, averaged):

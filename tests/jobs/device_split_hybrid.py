@@ -31,14 +31,13 @@ def weights(config, **parts):
 
 def check_places(run):
     """Weights, slots, buckets and the compressor's state are where their blocks are."""
-    model, optimizer = run.spec.model, run.step._opt.optimizer
+    model, optimizer = run.spec.model, run.parts.optimizer.own
     for held in (model.trainable_variables, optimizer.momentums):
-        assert [v.value.device[-5:] for v in held] == [f"CPU:{p.place}" for p in run.step.params()]
-    places = [bucket.place for bucket in run.reducer.buckets]
+        assert [v.value.device[-5:] for v in held] == [f"CPU:{p.place}" for p in run.parts.params.specs]
+    places = [bucket.place for bucket in run.dp.reducer.buckets]
     assert set(places) == {0, 1}
     if run.collectives.in_graph:
-        assert [t.backing_device[-5:] for t in run.step._tensors] == [f"CPU:{place}" for place in places]
-        for cells, place in zip(run.reducer._cells, places):
+        for cells, place in zip(run.dp.reducer.state.cells, places):
             assert all(c.variable.device.endswith(f"CPU:{place}") for c in cells.values())
 
 
@@ -52,7 +51,7 @@ def main():
         control = run.control
         alike = control.gather([w.tobytes() for w in found])
         assert alike[0] == alike[1], "ranks with other weights"
-        cuts = control.gather(run.step._split.plan.cut)
+        cuts = control.gather(run.parts.stage._gradients.split.plan.cut)
         assert cuts[0] == cuts[1]
         _, whole = weights(dataclasses.replace(CONFIG, out=f"{folder}/one-{wire}-{compression}-{control.rank}"),
                            control=SoloControl(), collectives=NullCollectives())

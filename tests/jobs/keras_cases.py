@@ -112,8 +112,8 @@ def statistics():
     model = perceptron(keras.layers.BatchNormalization(), keras.layers.Dropout(0.3, seed=4))
     model.compile("adam", CE)
     trainer, facts = train(model, "statistics")
-    seeds = trainer.run.control.gather([int(n) for n in trainer.run.step.rank_state()["keras.seed.0"]])
-    return {**facts, "seeds": seeds, "caveats": trainer.run.step.caveats()}
+    seeds = trainer.run.control.gather([int(n) for n in trainer.run.rank_state()["keras.seed.0"]])
+    return {**facts, "seeds": seeds, "caveats": trainer.run.parts.caveats()}
 
 
 # --- one process, PyTorch ----------------------------------------------------------------------------------------
@@ -127,9 +127,9 @@ def resumed():
     whole = train(model(), "whole")[1]
     train(model(), "half", max_steps=10, checkpoint=Checkpoint())
     trainer, rest = train(model(), "rest", resume=str(OUT / "runs" / "half"))
-    return {"whole": whole, "rest": rest, "names": [p.name for p in trainer.run.step.params()],
-            "state": sorted(trainer.run.step.state()[0]["optimizer"]),
-            "buffers": [name for name, _ in trainer.run.step.model.named_buffers()]}
+    return {"whole": whole, "rest": rest, "names": [p.name for p in trainer.run.parts.params.specs],
+            "state": sorted(trainer.run.parts.state.state()[0]["optimizer"]),
+            "buffers": [name for name, _ in trainer.run.parts.model.named_buffers()]}
 
 
 def exported():
@@ -150,7 +150,7 @@ def frozen():
     model.compile("sgd", CE)
     trainer, facts = train(model, "frozen", max_steps=3)
     moved = [not np.array_equal(a, b) for a, b in zip(before, model.get_weights())]
-    return {"moved": moved, "params": [p.name for p in trainer.run.step.params()]}
+    return {"moved": moved, "params": [p.name for p in trainer.run.parts.params.specs]}
 
 
 def rates():
@@ -160,9 +160,10 @@ def rates():
     model = perceptron()
     model.compile(keras.optimizers.SGD(0.1), CE)
     trainer, _ = train(model, "rates", max_steps=2, schedule=Schedule(warmup_steps=4, linear_scaling_base=5))
-    warming = trainer.run.step.learning_rate()
+    warming = trainer.run.parts.optimizer.learning_rate()
     model.optimizer.learning_rate = 0.01
-    return {"rates": [warming, trainer.run.step.learning_rate()], "own": float(model.optimizer.learning_rate)}
+    warmed = trainer.run.parts.optimizer.learning_rate()
+    return {"rates": [warming, warmed], "own": float(model.optimizer.learning_rate)}
 
 
 def gpt():

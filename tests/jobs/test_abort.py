@@ -164,7 +164,7 @@ TRAINS = """
 import sys
 import numpy as np
 from hvdtrain import Config, Trainer
-from hvdtrain.backends.numpy.step import Model
+from hvdtrain.backends.numpy.model import Model
 from hvdtrain.cluster import boot
 
 class Data:

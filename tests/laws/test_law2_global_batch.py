@@ -116,8 +116,8 @@ def misread(run):
 def heavier(run):
     """The last rank's samples count one per cent more."""
     if run.control.rank == run.control.size - 1:
-        plain = run.step.forward_backward
-        run.step.forward_backward = lambda micro, scale, last: plain(micro, 1.01 * scale, last=last)
+        plain = run.parts.stage.run
+        run.parts.stage.run = lambda micro, scale, final, sink: plain(micro, 1.01 * scale, final, sink)
 
 
 def averaged(run):
@@ -132,7 +132,7 @@ def test_the_tolerance_of_the_curve_lets_rounding_pass_and_no_fault(framework, t
     def trained(size, name, plant=lambda run: None, **changes):
         def work(run):
             plant(run)
-            return fitted(run).step.state()[0]["model"]
+            return fitted(run).parts.state.state()[0]["model"]
         changes = {"optimizer": Named("SGD", {"momentum": 0.9}), "global_batch": 53, "max_steps": 12, "lr": 0.1,
                    "metrics": [], "out": str(tmp_path / name), **changes}
         return lockstep(size, config(**changes), lambda rank: zero_biases(framework), almost_even(), work)[0]

@@ -121,10 +121,10 @@ class Listening(NullCollectives):
 def heard(order, compressor, steps=2):
     """What a rank whose buckets fill in ``order`` puts on the wire."""
     params = [ParamSpec(f"p{i}", (5 + i,), "float64") for i in range(len(order))]
-    buckets = plan_buckets(params, 1e-9)
+    buckets = plan_buckets(params, 1e-9, world(3, 1).name("grad"))
     assert len(buckets) == len(order)
     wire = Listening()
-    reducer = Reducer(buckets, compressor, wire, Ops(), world(3, 1).name("grad"))
+    reducer = Reducer(buckets, compressor, wire, Ops())
     for _ in range(steps):
         for i in order:
             reducer.start(i, np.full(buckets[i].n, float(i)))
@@ -145,7 +145,7 @@ def test_names_and_their_order_do_not_depend_on_which_bucket_fills_first(order, 
 def test_buckets_that_fill_in_another_order_on_each_rank_are_summed(tmp_path):
     def work(control, wire):
         params = [ParamSpec(f"p{i}", (3,), "float64") for i in range(4)]
-        reducer = Reducer(plan_buckets(params, 1e-9), TwoRounds(), wire, Ops(), "grad")
+        reducer = Reducer(plan_buckets(params, 1e-9, "grad"), TwoRounds(), wire, Ops())
         for i in np.random.default_rng(control.rank).permutation(4):
             reducer.start(int(i), np.full(3, 10.0 * i + control.rank))
         return [total_N[0] for total_N in reducer.finish()]

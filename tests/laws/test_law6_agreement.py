@@ -159,7 +159,7 @@ def test_a_gpu_leaves_the_update_out_by_itself_and_tells_a_step_later(tmp_path):
     setting = config(global_batch=8, epochs=1, data=UNSHUFFLED, out=str(tmp_path))
 
     def late(run):
-        run.step.asynchronous = True
+        run.parts.stage.asynchronous = run.parts.optimizer.looks = True
         return outcome(run)
 
     results = lockstep(2, setting, lambda rank: hiding_model("torch"), with_nan(14), late)

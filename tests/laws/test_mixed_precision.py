@@ -28,9 +28,9 @@ class Watch(Callback):
 
     def step_end(self, run):
         self.losses.append(run.state.loss)
-        self.scales.append(run.step.scale.value)
+        self.scales.append(run.parts.scale.value)
         self.bits.append(bits(run))
-        self.states.append([a.tobytes() for n, a in sorted(run.reducer.saved().items())])
+        self.states.append([a.tobytes() for n, a in sorted(run.dp.saved().items())])
 
     def non_finite(self, run):
         self.stopped_at.append(run.state.cursor.step)
@@ -44,7 +44,7 @@ def trained(run):
         end = "completed"
     except UserError as error:
         end = str(error)
-    return watch, weights(run), end, run.step.describe()
+    return watch, weights(run), end, run.parts.describe()
 
 
 def job(framework, precision, tmp_path, data=None, size=2, feed=config().data, **changes):
@@ -139,7 +139,7 @@ def test_a_loss_read_one_step_late_condemns_no_clean_step(tmp_path):
                      loss_scale=1024.0)
 
     def late(run):
-        run.step.asynchronous = True
+        run.parts.stage.asynchronous = run.parts.optimizer.looks = True
         return trained(run)
 
     for watch, _, end, _ in lockstep(2, setting, lambda rank: make_model("torch"), nan_at(14), late):

@@ -36,7 +36,7 @@ def test_the_sweep_is_the_same_everywhere_and_sane(control, wire):
     buckets = plan_buckets(PARAMS, 0.25)
     found = sweep.measure(wire, Ops(), control, buckets, Config())
     assert all(other == found for other in control.gather(found))
-    assert [cost.name for cost in found.costs] == [name for name in NUMERICS if name in compressors.COMPRESSORS]
+    assert [cost.name for cost in found.costs] == [name for name in NUMERICS if name in compressors.names()]
     assert not found.refused and 0 < found.seconds < 60
     for cost in found.costs:
         assert cost.codec_s > 0 or cost.name == "none"
@@ -69,7 +69,7 @@ def test_a_run_decides_alike_on_all_ranks(control, kind, tmp_path):
         auto = AutoCompression()
         run.callbacks.insert(0, auto)
     loop.fit(run)
-    mine = auto.choice, auto.settled, run.reducer.compressor.name, [n for n in run.notes if "auto" in n]
+    mine = auto.choice, auto.settled, run.dp.reducer.compressor.name, [n for n in run.notes if "auto" in n]
     assert auto.settled and auto.choice == mine[2] and mine[3]
     assert all(other == mine for other in control.gather(mine))
     weights = np.concatenate([p.detach().numpy().ravel() for p in model.parameters()])

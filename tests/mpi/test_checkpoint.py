@@ -9,7 +9,7 @@ import pytest
 from small_runs import CLASSES, FEATURES, config, fitted, samples
 
 from hvdtrain.assemble import assemble
-from hvdtrain.backends.numpy.step import Model
+from hvdtrain.backends.numpy.model import Model
 from hvdtrain.checkpoint import session
 from hvdtrain.checkpoint.transfer import collect, own_group
 from hvdtrain.config import Exchange
@@ -53,13 +53,13 @@ def test_each_rank_gets_its_residuals_and_generators_back(control, tmp_path):
         return assemble(settings, Model((FEATURES, 16, CLASSES), dtype="float32"), samples(60))
 
     first = fitted(run())
-    own = first.step.rank_state()
+    own = first.rank_state()
     assert any(np.abs(a).max() > 0 for n, a in own.items() if n.startswith("compressor.") and a.dtype == np.float32)
     assert len(set(control.gather(own["python.words"].tobytes()))) == control.size
     assert session.save(first) == ""
     np.random.random(7)
     again = run()
     session.restore(again, session.find(out, None, print) if control.rank == 0 else None)
-    back = again.step.rank_state()
+    back = again.rank_state()
     assert {n: a.tobytes() for n, a in back.items()} == {n: a.tobytes() for n, a in own.items()}
     assert again.state.cursor == first.state.cursor

@@ -80,7 +80,7 @@ class SameBits(Callback):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_same_bits_on_every_rank_after_every_step(control, settings, framework, wire, name):
     run = assemble(settings(name, wire, max_steps=6), make_model(framework), samples(60))
-    assert run.collectives.name == wire and run.reducer.compressor.name == name and len(run.reducer.buckets) > 1
+    assert run.collectives.name == wire and run.dp.reducer.compressor.name == name and len(run.dp.reducer.buckets) > 1
     check = SameBits()
     run.callbacks.append(check)
     fitted(run)
@@ -129,12 +129,13 @@ def test_a_checkpoint_without_state_clears_the_state(control, framework, out):
     fitted(assemble(config(out=out, checkpoint=Checkpoint(every_steps=3), **options), make_model(framework),
                     samples(60)))
     run = fitted(assemble(config(out=out + "-topk", compression="topk", **options), make_model(framework), samples(60)))
-    owed = sum(float(np.abs(np.array(run.reducer.ops.to_host(s["residual"]))).sum()) for s in run.reducer.states)
+    exchange = run.dp.reducer
+    owed = sum(float(np.abs(np.array(exchange.ops.to_host(s["residual"]))).sum()) for s in exchange.state.all())
     assert control.agree(owed > 0)
-    assert "starts anew" in run.step.load_rank({k: v for k, v in run.step.rank_state().items()
-                                                if not k.startswith("compressor.")})
-    assert run.reducer.steps == 0
-    assert all(not np.array(run.reducer.ops.to_host(s["residual"])).any() for s in run.reducer.states)
+    kept = {name: x for name, x in run.rank_state().items() if not name.startswith("compressor.")}
+    assert "starts anew" in run.load_rank(kept)
+    assert exchange.state.steps == 0
+    assert all(not np.array(exchange.ops.to_host(s["residual"])).any() for s in exchange.state.all())
 
 
 @pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
@@ -168,7 +169,7 @@ def test_adasum_of_a_short_batch_has_the_gradients_own_size(control, out):
         pytest.skip(boot.horovod_reason("torch"))
     settings = {"global_batch": 4 * control.size, "max_steps": 1, "exchange": Exchange(adasum=True)}
     run = fitted(assemble(config(out=out, **settings), make_model("torch"), samples(1)))
-    assert run.collectives.name == "horovod" and run.reducer.compressor.name == "adasum"
+    assert run.collectives.name == "horovod" and run.dp.reducer.compressor.name == "adasum"
     alone = fitted(solo(config(global_batch=4, max_steps=1, out=out + f"-solo{control.rank}"), make_model("torch"),
                         samples(1)))
     assert apart(weights(run), weights(alone)) < 1e-6
@@ -190,11 +191,11 @@ def test_a_parameter_without_elements_is_carried_along(control, name, out):
     torch.manual_seed(0)
     run = fitted(assemble(config(global_batch=12, max_steps=2, compression=name, out=out,
                                  exchange=Exchange(bucket_mb=1e-5)), Model(), samples(60)))
-    assert 0 in [b.n for b in run.reducer.buckets]
+    assert 0 in [b.n for b in run.dp.reducer.buckets]
     assert set(control.gather(bits(run))) == {bits(run)}
 
 
 def state(run):
     """The compressor's arrays on this rank."""
-    return [a.astype(np.float64) for n, a in sorted(run.reducer.saved().items())
+    return [a.astype(np.float64) for n, a in sorted(run.dp.saved().items())
             if n not in ("compressor.mark", "compressor.steps")]

@@ -49,9 +49,9 @@ def test_law2_split_ranks_follow_one_rank_with_one_device(control, settings, tmp
     if wire == "horovod" and boot.horovod_reason("torch"):
         pytest.skip(boot.horovod_reason("torch"))
     run = fitted(assemble(replace(settings, collectives=wire, shares=CUTS[control.size][cut]), deep(), DATA))
-    assert run.step.table.startswith("model split over 2 devices")
-    assert len(set(control.gather(run.step.describe()["split"]))) == 1, "the same cut on every rank"
-    assert {b.place for b in run.reducer.buckets} == ({0, 1})
+    assert len(run.parts.ops_of_place) == 2
+    assert len(set(control.gather(run.parts.describe()["split"]))) == 1, "the same cut on every rank"
+    assert {b.place for b in run.dp.reducer.buckets} == ({0, 1})
     assert len(set(control.gather(bits(run)))) == 1
     assert apart(weights(run), weights(alone(tmp_path, settings))) < 1e-5
 

@@ -25,14 +25,14 @@ def settings(control, tmp_path):
 
 
 def reference_model(rank=0):
-    from hvdtrain.backends.numpy.step import Model
+    from hvdtrain.backends.numpy.model import Model
 
     return Model(SIZES, 3, "float32")
 
 
 def by_layer(run):
     """[(in, out) kernels and (out,) biases], from input to output, in numpy's layout."""
-    arrays = run.step.state()[0]["model"]
+    arrays = run.parts.state.state()[0]["model"]
     if run.spec.framework == "numpy":
         return [arrays[name] for name in ("w0", "b0", "w1", "b1")]
     if run.spec.framework == "torch":

@@ -57,7 +57,7 @@ class Watch(Callback):
 
     def step_end(self, run):
         self.bits.append(bits(run))
-        self.scales.append(run.step.scale.value)
+        self.scales.append(run.parts.scale.value)
         assert set(run.control.gather((self.bits[-1], self.scales[-1]))) == {(self.bits[-1], self.scales[-1])}
 
 
@@ -81,9 +81,9 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(settings, framework, wire):
     """In TensorFlow's graph too, where the state of topk lies in variables."""
     run, _, watch = watched(settings("fp16", wire, loss_scale=2.0**24, compression="topk"), framework)
     left_out = [after < before for before, after in zip([2.0**24, *watch.scales], watch.scales)]
-    assert all(left_out[:3]) and not left_out[-1] and run.step.scale.skipped == sum(left_out)
+    assert all(left_out[:3]) and not left_out[-1] and run.parts.scale.skipped == sum(left_out)
     assert [a == b for a, b in zip(watch.bits, watch.bits[1:])] == left_out[1:]
-    assert all(np.isfinite(a).all() for a in (*weights(run), *run.reducer.saved().values()))
+    assert all(np.isfinite(a).all() for a in (*weights(run), *run.dp.saved().values()))
 
 
 def test_the_scale_goes_on_from_a_checkpoint(settings, framework):
@@ -93,4 +93,4 @@ def test_the_scale_goes_on_from_a_checkpoint(settings, framework):
             framework)
     again, _, rest = watched(settings("fp16", at="kept", compression="topk", resume="auto"), framework, seed=1)
     assert rest.scales == watch.scales[6:] and rest.bits == watch.bits[6:]
-    assert again.step.scale.state() == whole.step.scale.state() and whole.step.scale.skipped > 0
+    assert again.parts.scale.state() == whole.parts.scale.state() and whole.parts.scale.skipped > 0

@@ -57,7 +57,7 @@ def test_an_optimizer_with_history_on_rank_0_only_is_shared(wire, control):
         model.fit(X, Y, epochs=2, batch_size=32, verbose=0)
     step = attached(model, Config(), wire=wire, rank=wire.rank)
     run(step, cut(tuple(a[8 * wire.rank:] for a in batch(0)), 8), 1 / 32)
-    optimizer = [v.numpy() for v in step._opt.optimizer.variables]
+    optimizer = [v.numpy() for v in step.optimizer.own.variables]
     assert int(optimizer[0]) == 5
     root = control.bcast([*weights(step), *optimizer])
     close([*weights(step), *optimizer], root, 0)

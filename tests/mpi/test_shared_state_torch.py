@@ -55,7 +55,7 @@ def test_statistics_are_those_of_the_whole_batch(control, wire, cut, tmp_path):
     counts = control.gather(int(run.spec.model.count))
     assert sum(counts) == 24 and all((n > 0) == (share > 0) for n, share in zip(counts, shares))
     for _ in range(2):  # nothing is new the second time
-        run.step.sync_buffers()
+        run.parts.buffers.sync()
         model = run.spec.model
         np.testing.assert_allclose(model.mean, x.mean(0), atol=1e-6)
         np.testing.assert_allclose(model.narrow.float(), x.mean(0), atol=0.01)

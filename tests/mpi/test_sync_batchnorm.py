@@ -73,7 +73,7 @@ def test_ranks_with_fewer_micro_batches_run_empty_ones(control, framework, out):
     fitted(run)
     same_bits(control, run)
     names = ("running_mean", "running_var", "moving_mean", "moving_variance")
-    found = {n: a.tobytes() for n, a in run.step.state()[0]["model"].items() if n.endswith(names)}
+    found = {n: a.tobytes() for n, a in run.parts.state.state()[0]["model"].items() if n.endswith(names)}
     assert len(found) == 4 and all(other == found for other in control.gather(found))
 
 

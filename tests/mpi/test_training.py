@@ -18,7 +18,7 @@ from hvdtrain import loop
 from hvdtrain.assemble import assemble
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.cluster import boot
-from hvdtrain.config import Checkpoint, Named
+from hvdtrain.config import Checkpoint, Exchange, Named
 from hvdtrain.errors import UserError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
@@ -142,7 +142,8 @@ def test_a_gradient_that_comes_twice_is_refused(control, out):
                 x = checkpoint(lambda t: torch.tanh(self.linear(t)), x, use_reentrant=True)
             return self.head(x)
 
-    run = assemble(config(global_batch=24, max_steps=1, collectives="mpi", out=out[0]), Twice(), samples(24))
+    run = assemble(config(global_batch=24, max_steps=1, collectives="mpi", out=out[0],
+                          exchange=Exchange(bucket_mb=1e-4)), Twice(), samples(24))
     with pytest.raises(UserError, match="use_reentrant=False"):
         loop.fit(run)
 
@@ -219,7 +220,7 @@ def with_norm(framework):
 
 def statistics(run):
     """Running means and variances, by name."""
-    return [a.astype(np.float64) for n, a in sorted(run.step.state()[0]["model"].items())
+    return [a.astype(np.float64) for n, a in sorted(run.parts.state.state()[0]["model"].items())
             if n.endswith(("running_mean", "running_var", "moving_mean", "moving_variance"))]
 
 
@@ -233,7 +234,7 @@ def test_batchnorm_statistics_become_their_mean_over_ranks(control, framework, w
     if control.size > 1:
         assert any(apart(own[0], other) > 1e-3 for other in own[1:])
         assert any("BatchNorm" in note for note in run.notes)
-    run.step.sync_buffers()
+    run.parts.buffers.sync()
     same_bits(control, run)
     assert apart(statistics(run), [np.mean(rows, axis=0) for rows in zip(*own)]) < 1e-6
 

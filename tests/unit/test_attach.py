@@ -11,69 +11,67 @@ from hvdtrain.cluster.topology import Host, Topology
 from hvdtrain.collectives.null import NullCollectives
 from hvdtrain.config import Config, Exchange
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.attach import exchange, use_compressor
+from hvdtrain.data_parallel import Setup, create
+from hvdtrain.data_parallel.alone import Alone
+from hvdtrain.exchange.compressors import create as compressor
 from hvdtrain.protocols import ParamSpec
 
 PARAMS = [ParamSpec("w", (30, 20), "float32"), ParamSpec("b", (20,), "float32")]
 
 
 def made(size=2, plain_sgd=True, params=PARAMS, others=(), **settings):
-    """A run of ``size`` ranks after `exchange`."""
+    """(the way of data parallelism that is made for ``size`` ranks, its notes)."""
     options = Exchange(**settings.pop("exchange", {}))
-    attached = []
     control = SimpleNamespace(rank=0, gather=lambda own: [own, *others][:size] if others else [own] * size)
-    step = SimpleNamespace(params=lambda: params, attach=attached.append, plain_sgd=lambda: plain_sgd)
-    run = SimpleNamespace(config=replace(Config(**settings), exchange=options), step=step, notes=[], reducer=None,
-                          collectives=NullCollectives(0, size), group=world(size, 0), control=control,
-                          attached=attached,
-                          topology=Topology((Host("here", tuple(range(size)), 64),)))
-    exchange(run, Ops())
-    assert attached == [run.reducer]
-    return run
+    parts = SimpleNamespace(params=SimpleNamespace(specs=params),
+                            optimizer=SimpleNamespace(plain_sgd=lambda: plain_sgd),
+                            stage=SimpleNamespace(asynchronous=False), scale=SimpleNamespace(on=False), ops_of_place=())
+    notes = []
+    setup = Setup(replace(Config(**settings), exchange=options), control,
+                  Topology((Host("here", tuple(range(size)), 64),)), world(size, 0), NullCollectives(0, size), Ops(),
+                  parts, notes)
+    return create(setup), notes
 
 
 def test_none_by_default_and_silent():
-    run = made()
-    assert run.reducer.compressor.name == "none" and run.notes == []
-    assert len(run.reducer.buckets) == 1
+    dp, notes = made()
+    assert dp.compression == "none" and notes == []
+    assert len(dp.buckets) == 1 and dp.buckets[0].group == "g0-1.grad"
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "topk", "powersgd"])
 def test_a_compressor_is_named_in_the_notes(name):
-    run = made(compression=name)
-    assert run.reducer.compressor.name == name
-    assert run.notes == [f"gradients are approximated by {run.reducer.compressor.describe()}"]
+    dp, notes = made(compression=name)
+    assert dp.compression == name
+    assert notes == [f"gradients are approximated by {dp.describe()}"]
 
 
 def test_one_rank_compresses_nothing_and_says_so():
-    run = made(size=1, compression="topk")
-    assert run.reducer.alone and run.notes == ["compression topk is off: one rank sends nothing"]
+    dp, notes = made(size=1, compression="topk")
+    assert isinstance(dp, Alone) and notes == ["compression topk is off: one rank sends nothing"]
+    assert isinstance(made(size=1)[0], Alone) and not isinstance(made(size=2)[0], Alone)
 
 
 def test_one_rank_keeps_the_momentum_that_topk_has():
-    run = made(size=1, compression="topk", exchange={"topk_momentum": 0.9})
-    assert run.reducer.compressor.name == "topk" and not run.reducer.alone
+    dp, _ = made(size=1, compression="topk", exchange={"topk_momentum": 0.9})
+    assert dp.compression == "topk" and not isinstance(dp, Alone)
 
 
 def test_auto_begins_without_compression():
-    run = made(compression="auto")
-    assert run.reducer.compressor.name == "none" and run.notes == []
+    dp, notes = made(compression="auto")
+    assert dp.compression == "none" and notes == []
 
 
 def test_another_compressor_between_steps():
-    run = made()
-    first = run.reducer
-    use_compressor(run, "powersgd")
-    assert run.reducer.compressor.name == "powersgd" and run.reducer.buckets == first.buckets
-    assert run.attached == [first, run.reducer]
-    kept = run.reducer
-    use_compressor(run, "powersgd")
-    assert run.reducer is kept, "the same one keeps its state"
+    dp, _ = made()
+    buckets = dp.buckets
+    dp.use(compressor("powersgd", Config()))
+    assert dp.compression == "powersgd" and dp.buckets == buckets
 
 
 def test_adasum_looks_at_each_tensor_by_itself():
-    run = made(exchange={"adasum": True})
-    assert run.reducer.compressor.name == "adasum" and [b.params for b in run.reducer.buckets] == [(1,), (0,)]
+    dp, _ = made(exchange={"adasum": True})
+    assert dp.compression == "adasum" and [b.params for b in dp.buckets] == [(1,), (0,)]
 
 
 @pytest.mark.parametrize("words, settings", [

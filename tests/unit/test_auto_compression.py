@@ -7,7 +7,7 @@ import pytest
 from fake_run import make_run
 from small_runs import CLASSES, FEATURES, config, fitted, lockstep, samples
 
-from hvdtrain.backends.numpy.step import Model
+from hvdtrain.backends.numpy.model import Model
 from hvdtrain.callbacks import auto_compression
 from hvdtrain.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS, AutoCompression
 from hvdtrain.config import Config, Exchange
@@ -51,8 +51,8 @@ class Script:
         self.auto, self.log, self.used, self.sweeps = AutoCompression(), Log(), [], 0
         self.run = make_run(tmp_path, rank=rank, compression="auto", **settings)
         self.run.collectives = SimpleNamespace(name="wire", size=2, overlaps=True, in_graph=False)
-        self.run.reducer = SimpleNamespace(compressor=SimpleNamespace(name="none"), ops=None, buckets=[])
-        self.run.step.asynchronous = asynchronous
+        self.run.dp = SimpleNamespace(compression="none", reducer=SimpleNamespace(ops=None), buckets=[])
+        self.run.parts.stage.asynchronous = asynchronous
         self.run.callbacks = [self.auto, self.log]
         self.run.use_compressor = self.use
 
@@ -63,9 +63,9 @@ class Script:
         self.auto.on(Event.FIT_START, self.run)
 
     def use(self, name):
-        if name != self.run.reducer.compressor.name:
+        if name != self.run.dp.compression:
             self.used.append(name)
-            self.run.reducer.compressor.name = name
+            self.run.dp.compression = name
 
     def steps(self, *step_ms, wait_ms=80.0):
         for ms in step_ms:
@@ -218,7 +218,7 @@ def auto_run(size, tmp_path, max_steps=2 * STEPS + 1):
     def work(run):
         auto = next(c for c in run.callbacks if isinstance(c, AutoCompression))
         fitted(run)
-        return auto.choice, auto.settled, run.notes, run.reducer.compressor.name
+        return auto.choice, auto.settled, run.notes, run.dp.compression
 
     setting = config(global_batch=12, max_steps=max_steps, compression="auto", out=str(tmp_path))
     return lockstep(size, setting, lambda rank: Model((FEATURES, 16, CLASSES), 0, "float32"), samples(60), work)

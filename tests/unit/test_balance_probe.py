@@ -46,7 +46,8 @@ def run_of(device, monkeypatch, **config):
     config.setdefault("rebalance", Rebalance(probe_cache=False))
     return SimpleNamespace(
         config=Config(**{"global_batch": 64, **config}), control=SoloControl("here"), devices=[device.facts],
-        step=SimpleNamespace(trial=device.trial, bytes_to_come=lambda: device.to_come),
+        parts=SimpleNamespace(stage=SimpleNamespace(trial=device.trial),
+                              optimizer=SimpleNamespace(bytes_to_come=lambda: device.to_come)),
         feed=SimpleNamespace(sample=lambda n, cursor: n), state=SimpleNamespace(cursor=None),
         topology=SimpleNamespace(host_of=lambda rank: Host("here", (0,), 1)))
 
@@ -73,7 +74,7 @@ def test_out_of_memory_is_met_and_backed_off(monkeypatch):
 def test_other_errors_pass(monkeypatch):
     device = Device(Line(0.01, 0.001))
     run = run_of(device, monkeypatch)
-    run.step.trial = lambda batch: 1 / 0
+    run.parts.stage.trial = lambda batch: 1 / 0
     with pytest.raises(ZeroDivisionError):
         probe.probe(run, device.backend())
 

@@ -207,9 +207,8 @@ def test_windows_before_a_plan_is_in_force_are_not_judged(monkeypatch, tmp_path)
 
 def test_a_rank_with_samples_in_few_steps_counts_by_those(monkeypatch, tmp_path):
     place = SimpleNamespace(hosts=(), host_of=lambda rank: SimpleNamespace(node="here"))
-    compressor = SimpleNamespace(name="none")
     run = SimpleNamespace(config=config(global_batch=100), solo_lines=[], topology=place,
-                          reducer=SimpleNamespace(compressor=compressor))
+                          dp=SimpleNamespace(compression="none"))
     # 200 steps of 0.1 s: rank 0 takes 99.5 samples each; rank 1 takes 10 in 10 of them, at 250 samples/s.
     sums = [[20.0, 20.0, 19900.0, 0.0, 20.0, 0.0, 0.0], [20.0, 0.4, 100.0, 0.0, 0.4, 17.6, 2.0]]
     assert meter._reading(run, sums, 200).percent == pytest.approx(100 * 1000 / (995 + 250))

@@ -133,14 +133,14 @@ def test_a_rank_that_crashes_while_it_gives_its_state_ends_the_others():
 
 def test_a_save_that_one_rank_cannot_give_its_state_for_fails_on_all_and_the_run_goes_on(tmp_path):
     def work(run):
-        give = run.step.rank_state
+        give = run.rank_state
 
         def rank_state():
             if run.control.rank == 1 and run.state.cursor.step == 2:
                 raise UserError("the device is lost", "a device", "look at it")
             return give()
 
-        run.step.rank_state = rank_state
+        run.rank_state = rank_state
         fitted(run)
         return run.notes
 
@@ -153,9 +153,9 @@ def test_a_save_that_one_rank_cannot_give_its_state_for_fails_on_all_and_the_run
 def test_a_checkpoint_has_the_files_it_always_had(tmp_path):
     """Groups without arrays have a file too, as in every checkpoint so far."""
     def work(run):
-        give = run.step.state
-        run.step.state = lambda: ({**give()[0], "optimizer": {}}, {})
-        run.step.load = lambda groups, rest: groups["model"]["w0"] + 0
+        give = run.parts.state.state
+        run.parts.state.state = lambda: ({**give()[0], "optimizer": {}}, {})
+        run.parts.state.load = lambda groups, rest: groups["model"]["w0"] + 0
         fitted(run)
         assert session.save(run) == ""
         session.restore(run, read_snapshot(run.out / "checkpoints/step-00000003") if run.control.rank == 0 else None)

@@ -179,7 +179,7 @@ def test_callbacks_of_both_kinds_and_the_optimizer_in_use():
 
     class Ends(Callback):
         def fit_end(self, run):
-            seen.append(run.step.learning_rate())
+            seen.append(run.parts.optimizer.learning_rate())
 
     seen: list = []
     model = made()

@@ -15,7 +15,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.model import build_spec, spec_of
 
 MAKER = """
-from hvdtrain.backends.numpy.step import Model
+from hvdtrain.backends.numpy.model import Model
 def make(): return Model()
 """
 
@@ -69,7 +69,7 @@ def test_a_model_that_is_not_finite_is_not_exported(tmp_path):
 
     run = solo(config(max_steps=1, out=str(tmp_path)), make_model("numpy"), samples(40))
     loop.fit(run)
-    run.step.model.params["w0"][0, 0] = float("nan")
+    run.parts.model.params["w0"][0, 0] = float("nan")
     with pytest.raises(UserError, match="parameter w0 is not finite"):
         export(run)
     assert not (tmp_path / "model" / "model.safetensors").exists()
@@ -96,7 +96,7 @@ def test_a_builders_own_error_keeps_its_traceback(tmp_path, monkeypatch):
 
 
 def test_a_ready_made_model_is_taken_as_it_is(tmp_path, monkeypatch):
-    made = spec(tmp_path, monkeypatch, "from hvdtrain.backends.numpy.step import Model\n"
+    made = spec(tmp_path, monkeypatch, "from hvdtrain.backends.numpy.model import Model\n"
                 "class Net(Model):\n    def __call__(self, x): return x\nmake = Net()\n", "ready_made")
     assert made.model is sys.modules["ready_made"].make
 

@@ -6,12 +6,12 @@ import types
 import pytest
 
 from hvdtrain import backends
-from hvdtrain.backends.numpy.step import Model
+from hvdtrain.backends.numpy.model import Model
 from hvdtrain.errors import UserError
 from hvdtrain.model import build_spec, spec_of
 
 SOURCE = """
-from hvdtrain.backends.numpy.step import Model
+from hvdtrain.backends.numpy.model import Model
 def build(width=4): return Model((3, width, 2))
 def failing(width): raise ValueError(f"width {width} is odd")
 def deep(): return _deeper()

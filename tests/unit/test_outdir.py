@@ -27,7 +27,7 @@ def in_an_empty_directory(tmp_path, monkeypatch):
 def make_run(config=Config(), name="torch_models.cnn:build", control=None, step=0):
     """A run of this configuration and model that has nothing but what a directory needs."""
     control = control or SoloControl("here")
-    return Run(config, control, None, None, None, SimpleNamespace(name=name), None, None, None,
+    return Run(config, control, None, None, None, SimpleNamespace(name=name), None, None, None, None,
                state=State(cursor=Cursor(step=step)))
 
 

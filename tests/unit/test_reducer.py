@@ -1,6 +1,7 @@
 """The reducer's driving: order, names, several rounds a bucket, state, and what it refuses (numpy over lockstep)."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -110,7 +111,7 @@ def test_sums_whatever_the_order_of_handing_over(make, size):
 
     def work(control, wire):
         seen = Recorder(wire)
-        reducer = Reducer(buckets(), make(), seen, Ops(), "g")
+        reducer = Reducer(buckets(), make(), seen, Ops())
         out = []
         for step in range(6):
             sums = one_step(reducer, vectors(control.rank, step), orders[(step + control.rank) % 6])
@@ -128,7 +129,7 @@ def test_sums_whatever_the_order_of_handing_over(make, size):
 
 def test_names_and_order_on_the_wire():
     seen = Recorder(NullCollectives(0, 2))
-    reducer = Reducer(buckets(), Scaled(), seen, Ops(), "g0-1.grad")
+    reducer = Reducer([replace(b, group="g0-1.grad") for b in buckets()], Scaled(), seen, Ops())
     reducer.start(1, np.ones(3, np.float32))
     reducer.start(2, np.ones(4, np.float32))
     assert seen.calls == []  # bucket 0 goes first
@@ -164,8 +165,8 @@ def test_state_is_kept_per_bucket_and_step():
     reducer = Reducer(buckets(), Scaled(), NullCollectives(), Ops())
     for step in range(3):
         one_step(reducer, vectors(0, step), (0, 1, 2))
-    assert [s["count"][0] for s in reducer.states] == [3, 3, 3]
-    assert [len(s["residual"]) for s in reducer.states] == list(SIZES)
+    assert [s["count"][0] for s in reducer.state.all()] == [3, 3, 3]
+    assert [len(s["residual"]) for s in reducer.state.all()] == list(SIZES)
 
 
 def test_a_bucket_handed_over_twice_or_missing_is_our_bug():
@@ -193,12 +194,6 @@ def test_a_failed_exchange_leaves_nothing_behind():
     wire.broken = False
     for got, want in zip(one_step(reducer, vectors(0, 1), (0, 1, 2)), vectors(0, 1)):
         np.testing.assert_allclose(got, want, atol=0.01)
-
-
-def test_alone_is_one_rank_without_a_compressor():
-    def alone(size, compressor):
-        return Reducer(buckets(), compressor, NullCollectives(0, size), Ops()).alone
-    assert alone(1, NoCompression()) and not alone(2, NoCompression()) and not alone(1, Scaled())
 
 
 def test_arrays_become_numpy_only_where_the_wire_lives_on_the_host():
@@ -229,7 +224,6 @@ def test_a_type_that_the_wire_cannot_sum_is_refused():
 
     with pytest.raises(UserError, match="type bfloat16; expected types that null can sum: float32, float64"):
         Reducer(buckets(dtype="bfloat16"), NoCompression(), Narrow(0, 2), Ops())
-    Reducer(buckets(dtype="bfloat16"), NoCompression(), Narrow(0, 1), Ops())
 
 
 # --- steps and state -----------------------------------------------------------------------------------------------
@@ -278,18 +272,18 @@ def test_a_step_that_is_discarded_leaves_no_state():
     counts(reducer, 3)
     reducer.begin()
     one_step(reducer, vectors(0), (0, 1, 2))
-    assert [s["count"][0] for s in reducer.states] == [4, 4, 4]
-    reducer.discard()
-    assert [s["count"][0] for s in reducer.states] == [3, 3, 3]
+    assert [s["count"][0] for s in reducer.state.all()] == [4, 4, 4]
+    reducer.state.discard()
+    assert [s["count"][0] for s in reducer.state.all()] == [3, 3, 3]
     assert counts(reducer) == [103]
 
 
 def test_a_step_that_is_never_discarded_keeps_no_state_before_it():
     reducer = counting()
-    reducer.undoable = False
+    reducer.state.undoable = False
     counts(reducer, 3)
-    reducer.discard()
-    assert [s["count"][0] for s in reducer.states] == [3, 3, 3] and reducer.steps == 2
+    reducer.state.discard()
+    assert [s["count"][0] for s in reducer.state.all()] == [3, 3, 3] and reducer.state.steps == 2
 
 
 def test_state_stays_where_a_sum_is_not_finite():
@@ -297,16 +291,16 @@ def test_state_stays_where_a_sum_is_not_finite():
     for index, flat_N in enumerate([np.zeros(5, np.float32), np.array([1, np.nan, 0], np.float32), np.zeros(4)]):
         reducer.start(index, flat_N)
     reducer.finish(finite_only=True)
-    assert [s["count"][0] for s in reducer.states] == [1, 0, 1]
+    assert [s["count"][0] for s in reducer.state.all()] == [1, 0, 1]
 
 
 def test_state_is_saved_and_restored_with_the_count_of_steps():
     reducer, other = counting(), counting()
     counts(reducer, 3)
-    saved = reducer.saved()
+    saved = reducer.state.saved()
     assert sorted(saved) == ["compressor.0.count", "compressor.1.count", "compressor.2.count", "compressor.mark",
                              "compressor.steps"]
-    assert other.restore(saved) == "" and other.steps == 3
+    assert other.state.restore(saved) == "" and other.state.steps == 3
     assert counts(other, 2) == counts(reducer, 2) == [103, 104]
     assert saved["compressor.0.count"][0] == 3  # a copy
 
@@ -314,16 +308,16 @@ def test_state_is_saved_and_restored_with_the_count_of_steps():
 def test_state_of_another_plan_starts_anew_in_words():
     reducer = counting()
     counts(reducer, 3)
-    saved = reducer.saved()
+    saved = reducer.state.saved()
     for other in (counting(setting=2), counting(plan=(5, 3, 5))):
-        assert "starts anew" in other.restore(saved) and "others than in the checkpoint" in other.restore(saved)
-        assert [s["count"][0] for s in other.states] == [0, 0, 0] and other.steps == 0
-    assert "starts anew: the checkpoint has none" in counting().restore({})
+        assert "starts anew: compression, buckets or parameters are others" in other.state.restore(saved)
+        assert [s["count"][0] for s in other.state.all()] == [0, 0, 0] and other.state.steps == 0
+    assert "starts anew: the checkpoint has none" in counting().state.restore({})
 
 
 def test_without_state_there_is_nothing_to_save_or_to_miss():
     reducer = Reducer(buckets(), NoCompression(), NullCollectives(), Ops())
-    assert reducer.saved() == {} and reducer.restore({}) == ""
+    assert reducer.state.saved() == {} and reducer.state.restore({}) == ""
 
 
 def test_a_reduction_that_the_wire_does_not_offer_is_refused():

@@ -17,7 +17,7 @@ from hvdtrain.run import Run
 @pytest.fixture
 def run():
     """A run of 40 steps over 64 samples each, 10 ms a step."""
-    step = SimpleNamespace(describe=lambda: {"optimizer": "SGD, lr 0.1", "warm-up": "linear over 5 steps"})
+    parts = SimpleNamespace(describe=lambda: {"optimizer": "SGD, lr 0.1", "warm-up": "linear over 5 steps"})
     made = Run(
         config=Config(global_batch=64),
         control=SoloControl("here"),
@@ -25,12 +25,13 @@ def run():
         topology=SimpleNamespace(describe=lambda: "1 host: here (rank 0, 2 cores)"),
         collectives=SimpleNamespace(name="horovod"),
         spec=SimpleNamespace(framework="torch", name="torch_models.cnn:build"),
-        step=step,
+        parts=parts,
+        schedule=None,
         feed=None,
         eval_feed=None,
-        reducer=SimpleNamespace(compressor=SimpleNamespace(describe=lambda: "powersgd rank 4")),
         out=Path("runs/cnn-001"),
     )
+    made.dp = SimpleNamespace(describe=lambda: "powersgd rank 4")
     for _ in range(40):
         made.phases.step(0.01, 64)
     for name, seconds in (("data", 0.04), ("compute", 0.2), ("wait", 0.1), ("update", 0.1)):

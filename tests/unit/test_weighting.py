@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from hvdtrain.backends.numpy.step import Model
+from hvdtrain.backends.numpy.model import Model
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.weighting import loss_scale
 

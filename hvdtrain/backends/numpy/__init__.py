@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 from hvdtrain.backends.numpy.ops import Ops
-from hvdtrain.backends.numpy.step import create_step
+from hvdtrain.backends.numpy.create import make_parts
 from hvdtrain.cluster.devices import DeviceFacts, cpu_facts
 from hvdtrain.protocols import Collectives
 
-__all__ = ["Ops", "adapt_data", "collectives", "create_step", "device_facts", "in_host_memory",
-           "hold_bytes", "out_of_memory", "peak_bytes", "seed", "setup", "stage",
+__all__ = ["Ops", "adapt_data", "collectives", "device_facts", "in_host_memory",
+           "hold_bytes", "make_parts", "out_of_memory", "peak_bytes", "seed", "setup", "stage",
            "try_samples"]
 
 
@@ -58,5 +58,5 @@ def stage(wire: Collectives, control: object) -> Collectives:
     return wire
 
 
-def try_samples(step: object, batch: object, training: bool) -> None:
+def try_samples(parts: object, batch: object, training: bool) -> None:
     """Nothing: its one model and loss are the project's own."""

@@ -23,6 +23,10 @@ class Ops:
         """A vector of ``n`` zeros."""
         return np.zeros(n, dtype)
 
+    def buffer(self, n: int, dtype: str, own: np.ndarray | None = None) -> np.ndarray:
+        """``own``, or zeros."""
+        return self.zeros(n, dtype) if own is None else own
+
     def cast(self, x: np.ndarray, dtype: str) -> np.ndarray:
         """``x`` as ``dtype``; floats become integers by dropping the fraction, NaN becomes any integer."""
         with np.errstate(over="ignore", invalid="ignore"):  # quiet, as the frameworks are

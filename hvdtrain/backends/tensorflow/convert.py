@@ -193,9 +193,14 @@ def write_file(model: keras.Model, path: Path) -> None:
                             "a model whose class has get_config", "give a TARGET that ends in .weights.h5") from None
 
 
-def scheduled(step: Any) -> str:
+def own_optimizer(parts: Any) -> Any:
+    """Keras' optimizer."""
+    return parts.optimizer.own
+
+
+def scheduled(parts: Any) -> str:
     """The name of a schedule that the optimizer was compiled with; warm-up is none."""
-    held = step._opt.optimizer._learning_rate
+    held = own_optimizer(parts)._learning_rate
     while isinstance(held, WarmUp):
         held = held.base
     return type(held).__name__ if callable(held) else ""
@@ -207,18 +212,18 @@ def compiled_loss(model: keras.Model) -> str:
     return "" if loss is None else f"loss {loss if isinstance(loss, str) else getattr(loss, 'name', 'of its own')}"
 
 
-def optimizer(step: Any) -> tuple[Rule, Slots]:
-    """The rule of a step's optimizer, and its state by slot and weight in PyTorch's convention."""
-    own, base_lr = step._opt.optimizer, _as_written(step.state()[1]["base_lr"])
+def optimizer(parts: Any) -> tuple[Rule, Slots]:
+    """The rule of a run's optimizer, and its state by slot and weight in PyTorch's convention."""
+    own, base_lr = own_optimizer(parts), _as_written(parts.state.state()[1]["base_lr"])
     held = own._learning_rate
     lr = base_lr if callable(held) or np.float32(base_lr) == np.float32(float(held)) else _as_written(float(held))
-    rate = lr if np.float32(lr) == np.float32(step.learning_rate()) else step.learning_rate()
+    rate = lr if np.float32(lr) == np.float32(parts.optimizer.learning_rate()) else parts.optimizer.learning_rate()
     rule = rules.from_keras(type(own).__name__, own.get_config(), base_lr, lr, rate, int(own.iterations))
-    names = _names(step.model)
+    names = _names(parts.model)
     slots: Slots = {}
     for slot in rule.slots():
         found = {names[id(v)]: state.to_numpy(kept) for v, kept in
-                 zip(step.model.trainable_variables, getattr(own, KERAS_SLOTS[slot]))}
+                 zip(parts.model.trainable_variables, getattr(own, KERAS_SLOTS[slot]))}
         slots[slot] = rules.buffer(rule, found) if slot == "momentum" else found
     return rule, slots
 
@@ -228,10 +233,10 @@ def _as_written(rate: float) -> float:
     return float(str(np.float32(rate))) if float(np.float32(rate)) == rate else rate
 
 
-def state_of(step: Any, rule: Rule, slots: Slots) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
-    """What ``step.load`` takes for this rule and its slots."""
-    groups, rest = step.state()
-    own, names = step._opt.optimizer, _names(step.model)
+def state_of(parts: Any, rule: Rule, slots: Slots) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
+    """What ``parts.state.load`` takes for this rule and its slots."""
+    groups, rest = parts.state.state()
+    own, names = own_optimizer(parts), _names(parts.model)
     place = {id(v): name for name, v in state.named(own.variables).items()}
     held = dict(groups["optimizer"])
     held[place[id(own.iterations)]] = np.array(rule.updates, np.int64)
@@ -239,7 +244,7 @@ def state_of(step: Any, rule: Rule, slots: Slots) -> tuple[dict[str, dict[str, n
         held[place[id(own._learning_rate)]] = np.array(rule.lr, np.float32)
     for slot, of in slots.items():
         given = rules.velocity(rule, of) if slot == "momentum" else of
-        for variable, kept in zip(step.model.trainable_variables, getattr(own, KERAS_SLOTS[slot])):
+        for variable, kept in zip(parts.model.trainable_variables, getattr(own, KERAS_SLOTS[slot])):
             held[place[id(kept)]] = given[names[id(variable)]]
     return {**groups, "optimizer": held}, {**rest, "base_lr": rule.base_lr}
 

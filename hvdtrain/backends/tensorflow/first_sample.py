@@ -1,7 +1,7 @@
 """Runs samples through a Keras model and its loss or metrics, in no graph, and puts everything back as it was.
 
 Owns what has to be put back: the model's variables (weights, seeded generators, metrics), the generators of Python,
-numpy, Keras and TensorFlow. Exchanges nothing: it comes before `TensorFlowStep.attach`. Eager, so that the graphs of
+numpy, Keras and TensorFlow. Exchanges nothing: it comes before `Stage.connect`. Eager, so that the graphs of
 training are traced once, by its first step.
 """
 
@@ -16,17 +16,20 @@ import tensorflow as tf
 
 from hvdtrain import rng
 from hvdtrain.keras.seeds import generator_kept
+from hvdtrain.parts import Parts
 from hvdtrain.protocols import Batch
 
 
-def try_samples(step: Any, batch: Batch, training: bool) -> None:
+def try_samples(parts: Parts, batch: Batch, training: bool) -> None:
     """Forward and loss as in training, or metrics as in an evaluation; no backward. Raises what the model raises."""
     tensors = tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
-    with _untouched(step.model), generator_kept(), step._class_numbers.checked(tuple(batch)):
+    stage: Any = parts.stage
+    evaluator: Any = parts.evaluator
+    with _untouched(parts.model), generator_kept(), stage.class_numbers.checked(tuple(batch)):
         if training:
-            step._task(step.model, tensors, True)
+            stage.task(parts.model, tensors, True)
         else:
-            step._metrics.once(tensors)
+            evaluator.once(tensors)
 
 
 @contextlib.contextmanager

@@ -15,11 +15,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.exchange.buckets import Bucket, itemsize
+from hvdtrain.exchange.buckets import ALIGNMENT, Bucket, itemsize
 from hvdtrain.protocols import Collectives
 
-ALIGNMENT = 64
-"""Bytes; TensorFlow's kernels take for granted that a tensor begins at a multiple of it."""
 SLOTS = 3
 """Of a bucket in the wire's own memory: one to fill, one still held, and one whose sums are copied out."""
 
@@ -90,15 +88,21 @@ class Memory:
         return holder is not None and holder() is not None
 
 
+def readable(x: np.ndarray) -> bool:
+    """Return whether TensorFlow can read ``x`` where it lies; it ends the process where it tries and cannot."""
+    return bool(x.size) and x.ctypes.data % ALIGNMENT == 0 and x.flags.c_contiguous
+
+
 def view(x: np.ndarray) -> tf.Tensor:
-    """A tensor on the CPU that reads the memory of ``x``, or a copy where that is not aligned for TensorFlow."""
-    if x.ctypes.data % ALIGNMENT or not x.size:
+    """A tensor on the CPU that reads the memory of ``x``, also what is written later; a copy if not `readable`."""
+    if not readable(x):
         return tf.convert_to_tensor(x)
-    return tf.experimental.dlpack.from_dlpack(x.__dlpack__())
+    return tf.experimental.dlpack.from_dlpack(x.view(np.ndarray).__dlpack__())
 
 
 def zeros(n: int, dtype: str) -> np.ndarray:
     """(n,) zeros at an aligned address."""
-    raw = np.zeros(n * np.dtype(dtype).itemsize + ALIGNMENT, np.uint8)
+    numbers = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
+    raw = np.zeros(n * numbers.itemsize + ALIGNMENT, np.uint8)
     begin = -raw.ctypes.data % ALIGNMENT
-    return raw[begin:begin + n * np.dtype(dtype).itemsize].view(dtype)
+    return raw[begin:begin + n * numbers.itemsize].view(numbers)

@@ -14,20 +14,25 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.tensorflow.task import Phase, Task, by_compile, default_pair, layers_pair, resolve_loss
+from hvdtrain.backends.tensorflow.task import (ClassNumbers, Phase, Task, by_compile, default_pair, layers_pair,
+                                               resolve_loss)
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.keras import compiled, states
+from hvdtrain.protocols import Batch, ModelSpec
 from hvdtrain.resolve import load_callable
 
 SHAPES = states.SHAPES
 
 
 class Evaluator:
-    """Runs the model in inference mode and keeps the totals; one graph per shape of batch."""
+    """Runs the model in inference mode and keeps the totals; one graph per shape of batch.
 
-    def __init__(self, spec: Any, config: Config, task: Task) -> None:
-        self._model, self._task, self._spec = spec.model, task, spec
+    Implements `hvdtrain.protocols.Evaluator`.
+    """
+
+    def __init__(self, spec: ModelSpec, config: Config, task: Task, class_numbers: ClassNumbers) -> None:
+        self._model, self._task, self._spec, self._class_numbers = spec.model, task, spec, class_numbers
         self._own = spec.task is not None
         self._loss: Any = None if self._own or by_compile(spec, config) else resolve_loss(config.loss, spec.model)
         self._pairs: dict[str, Callable[[Any, Any], Any]] = {}
@@ -44,11 +49,14 @@ class Evaluator:
         self._totals: dict[str, np.ndarray] = {}
         self._function = tf.function(self._graph, reduce_retracing=True, jit_compile=False, autograph=False)
 
-    def add(self, batch: tuple[Any, ...]) -> None:
-        """Add one batch of tensors (B, ...)."""
-        if self._objects and not self._objects.built:
-            self._build(batch)
-        for name, (total, weight) in self._function(batch).items():
+    def add(self, batch: Batch) -> None:
+        """Add one batch of arrays (B, ...)."""
+        with self._class_numbers.checked(tuple(batch)):
+            tensors = tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
+            if self._objects and not self._objects.built:
+                self._build(tensors)
+            pairs = self._function(tensors)
+        for name, (total, weight) in pairs.items():
             self._totals[name] = self._totals.get(name, 0.0) + np.array([float(total), float(weight)])
 
     def once(self, batch: tuple[Any, ...]) -> None:
@@ -92,15 +100,15 @@ class Evaluator:
         x, y, weight = states.zeros_like_one(compiled.split(self._model, batch))
         self._objects.build(y, compiled.widened(self._model(x, training=False)), weight)
 
-    def take(self) -> dict[str, np.ndarray]:
-        """float64[k] by name since the last call, "loss" first; empty where no batch was seen. Starts anew."""
+    def totals(self) -> dict[str, np.ndarray]:
+        """Return float64[k] by name since the last call, "loss" first; empty where no batch was seen. Starts anew."""
         if not self._totals:
             return {}
         totals, self._totals = self._totals, {}
         return {"loss": totals.pop("loss"), **totals, **(self._objects.take() if self._objects else {})}
 
     def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
-        """Each metric from its summed total; a metric of several numbers (one per class) gives their mean."""
+        """Return each metric from its summed total; a metric of several numbers (one per class) gives their mean."""
         return (self._objects or states.CompiledMetrics(None)).results(totals)
 
 

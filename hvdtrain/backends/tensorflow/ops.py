@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.backends.tensorflow import host
 from hvdtrain.exchange.compressors.base import DEPENDENT
 from hvdtrain.exchange.compressors.candidates import LEAST, sample
 from hvdtrain.protocols import Array
@@ -25,6 +26,10 @@ class Ops:
 
     def zeros(self, n: int, dtype: str) -> Array:
         return tf.zeros([n], dtype)
+
+    def buffer(self, n: int, dtype: str, own: np.ndarray | None = None) -> HostVector:
+        """Numpy memory, since a tensor never changes; where TensorFlow can read it without a copy."""
+        return (host.zeros(n, dtype) if own is None else own).view(HostVector)
 
     def cast(self, x: Array, dtype: str) -> Array:
         return tf.cast(x, dtype)
@@ -127,10 +132,16 @@ class Ops:
 
     def to_host(self, x: Array) -> np.ndarray:
         """A copy: a collective may write into what it is given, and a tensor never changes."""
+        if isinstance(x, HostVector):
+            return x
         return np.array(x.numpy() if hasattr(x, "numpy") else x)
 
     def from_host(self, x: np.ndarray) -> Array:
-        return tf.convert_to_tensor(x)
+        return x if isinstance(x, HostVector) else tf.convert_to_tensor(x)
+
+
+class HostVector(np.ndarray):
+    """Memory of `Ops.buffer`: a stage fills it, a wire sums it in place, and an update reads it."""
 
 
 class VariableCell:

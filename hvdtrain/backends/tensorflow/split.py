@@ -1,11 +1,11 @@
-"""A plan of `hvdtrain.parallel` carried out on a Keras model: variables, optimizer slots and blocks on their devices.
+"""A plan of `hvdtrain.parallel` carried out on a Keras model: variables and optimizer slots on their devices.
 
-Owns where things live and what a run has to give back. The graphs are in `pipeline`, the measuring is in `costs`.
+Owns where things live. The graphs are in `pipeline`, the measuring is in `costs`; that blocks compute where their
+variables are is `transforms.placement`'s.
 """
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,9 +29,6 @@ KEPT = 32
 """Steps whose times are kept for the measured bubble; the first calls, which trace and warm up, are not among them."""
 
 WARM = 2
-
-_MARK = "_hvdtrain_split"
-"""Attribute of a wrapped ``call``: the layer's own one, if its user had set it on the instance."""
 
 
 def measured(chain: Chain, optimizer: Any, config: Config, control: Any,
@@ -71,7 +68,7 @@ def _needs(chain: Chain, optimizer: Any, config: Config, ranks: int) -> Needs:
 
 
 class Split:
-    """One model, spread over the devices of ``plan``. Making it moves the variables; `leave` gives the layers back."""
+    """One model, spread over the devices of ``plan``. Making it moves the variables."""
 
     def __init__(self, chain: Chain, plan: Plan, optimizer: Any) -> None:
         self.chain, self.plan = chain, plan
@@ -98,23 +95,6 @@ class Split:
         """Parts of a micro-batch of ``samples``."""
         return parts_of(samples, self.plan.needs.micros)
 
-    def join(self) -> None:
-        """Have each block compute on its device, wherever the model is called from (evaluation, callbacks)."""
-        for s, stage in enumerate(self.plan.stages):
-            for i in stage:
-                layer = self.chain.layers[i]
-                if not hasattr(layer.call, _MARK):
-                    wrapped = _on_device(layer.call, self.plan.devices[s], i == stage.start)
-                    setattr(wrapped, _MARK, vars(layer).get("call"))
-                    object.__setattr__(layer, "call", wrapped)
-
-    def leave(self) -> None:
-        """Undo `join`. The variables stay where they are: no one device may hold them all."""
-        for layer in self.chain.layers:
-            if hasattr(layer.call, _MARK):
-                users = getattr(layer.call, _MARK)
-                object.__delattr__(layer, "call") if users is None else object.__setattr__(layer, "call", users)
-
     def took(self, parts: int, times: tf.Tensor) -> None:
         """Keep when the slots of a call ended."""
         self._calls += 1
@@ -129,31 +109,6 @@ class Split:
         if seen:
             words += f", {statistics.median(seen):.1%} measured"
         return {"split": self.plan.words(), "bubble": words}
-
-    def caveats(self, draws: bool, norms: bool) -> list[str]:
-        """What of the model depends on how a micro-batch is cut into parts."""
-        found = ["BatchNorm takes its statistics over each part of a micro-batch (split_micro_batches)"] * norms
-        return found + ["dropout draws differ with the parts of a micro-batch (split_micro_batches)"] * draws
-
-
-def _on_device(call: Callable[..., Any], device: str, first: bool) -> Callable[..., Any]:
-    """A layer's ``call`` under ``device``; ``first`` of its stage: its input is copied there."""
-    @functools.wraps(call)
-    def on_device(*args: Any, **kwargs: Any) -> Any:
-        with tf.device(device):
-            if first:
-                args = tf.nest.map_structure(lambda x: _moved(x) if tf.is_tensor(x) else x, args)
-            return call(*args, **kwargs)
-
-    return on_device
-
-
-def _moved(x: tf.Tensor) -> tf.Tensor:
-    moved = tf.identity(x)
-    mask = getattr(x, "_keras_mask", None)
-    if mask is not None:
-        moved._keras_mask = mask
-    return moved
 
 
 def _bytes(variable: keras.Variable) -> int:

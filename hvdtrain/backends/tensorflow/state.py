@@ -11,14 +11,20 @@ import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain import rng
+from hvdtrain.backends.tensorflow.transforms.precision import own_types
 from hvdtrain.errors import UserError
+from hvdtrain.precision.scaler import LossScale
+
+if TYPE_CHECKING:
+    from hvdtrain.backends.tensorflow.buffers import Buffers
+    from hvdtrain.backends.tensorflow.optim import Optimization
 
 _COUNTER = re.compile(r"_\d+(?=[/_]|$)")
 
@@ -89,21 +95,55 @@ def load_random(model: keras.Model, own: dict[str, np.ndarray]) -> None:
          {name.removeprefix("seed."): a for name, a in own.items() if name.startswith("seed.")})
 
 
-def export(model: keras.Model, optimizer: Any, directory: Any) -> list[str]:
-    """Write model.safetensors and Keras' own file; return their names.
+class ModelState:
+    """Implements `hvdtrain.protocols.ModelState`."""
 
-    The latter is model.keras, or model.weights.h5 for a model whose class Keras cannot describe. With use_ema the
-    averaged weights are written, as `keras.Model.fit` leaves them.
-    """
-    weights = [to_numpy(v) for v in model.trainable_variables]
-    if optimizer.use_ema:
-        optimizer.finalize_variable_values(model.trainable_variables)
-    try:
-        return _write(model, Path(directory))
-    finally:
-        if optimizer.use_ema:
-            for variable, array in zip(model.trainable_variables, weights):
-                assign(variable, array)
+    def __init__(self, model: keras.Model, opt: Optimization, scale: LossScale, buffers: Buffers) -> None:
+        self._model, self._opt, self._scale, self._buffers = model, opt, scale, buffers
+
+    def state(self) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
+        """Return groups "model" and "optimizer" (with its count of updates); optimizer, base rate and loss scale."""
+        own = self._opt.optimizer
+        groups = {"model": arrays(self._model.weights), "optimizer": arrays(own.variables)}
+        return groups, {"optimizer": type(own).__name__, "base_lr": self._opt.base_lr, **self._scale.state()}
+
+    def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
+        """Undo `state`; a base rate that is configured otherwise now takes effect."""
+        own = type(self._opt.optimizer).__name__
+        if rest.get("optimizer", own) != own:
+            raise UserError(f"the checkpoint was made with {rest['optimizer']}", own,
+                            "resume with the optimizer of that run")
+        load("model", self._model.weights, groups["model"])
+        load("optimizer", self._opt.optimizer.variables, groups["optimizer"])
+        self._opt.resume(rest.get("base_lr"))
+        self._scale.load(rest)
+        self._buffers.restart()
+
+    def rank_state(self) -> dict[str, np.ndarray]:
+        """Return this rank's random generators."""
+        return random_arrays(self._model)
+
+    def load_rank(self, own: dict[str, np.ndarray]) -> None:
+        """Undo `rank_state`."""
+        load_random(self._model, own)
+
+    def export(self, directory: Path) -> list[str]:
+        """Write model.safetensors and Keras' own file; return their names.
+
+        The latter is model.keras, or model.weights.h5 for a model whose class Keras cannot describe. With use_ema the
+        averaged weights are written, as `keras.Model.fit` leaves them.
+        """
+        trained, own = self._model.trainable_variables, self._opt.optimizer
+        weights = [to_numpy(v) for v in trained]
+        if own.use_ema:
+            own.finalize_variable_values(trained)
+        try:
+            with own_types(self._model):
+                return _write(self._model, Path(directory))
+        finally:
+            if own.use_ema:
+                for variable, array in zip(trained, weights):
+                    assign(variable, array)
 
 
 def _write(model: keras.Model, directory: Path) -> list[str]:

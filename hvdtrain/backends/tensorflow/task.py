@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.tensorflow import amp
+from hvdtrain.backends.tensorflow.transforms import precision
 from hvdtrain.config import Config, Named
 from hvdtrain.errors import UserError
 from hvdtrain.keras import compiled, losses, shapes
@@ -76,7 +76,7 @@ def default_pair(loss: Loss, model: keras.Model, outputs: Any, batch: tuple[Any,
         raise UserError(f"the model returns a {type(outputs).__name__}", "one tensor, where the loss is by name",
                         "give the model file a task(model, batch) -> (loss_sum, weight)")
     n = tf.shape(outputs)[0]
-    per_sample_B = loss(batch[1], amp.widened(outputs))
+    per_sample_B = loss(batch[1], precision.widened(outputs))
     per_sample_B = tf.cast(per_sample_B, _wide(per_sample_B))
     if per_sample_B.shape.rank == 0:
         raise UserError("the loss returns one number for the whole batch", "one value per sample",

@@ -11,7 +11,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.backends.tensorflow import shared, state
+from hvdtrain.backends.tensorflow import state
+from hvdtrain.backends.tensorflow.buffers import Kept
 from hvdtrain.protocols import Batch
 
 
@@ -20,7 +21,7 @@ class Trial:
 
     def __init__(self, model: keras.Model, gradients: Callable[[tuple[Any, ...]], list[tf.Tensor]]) -> None:
         self._model, self._gradients = model, gradients
-        self._buffers = shared.Buffers(model)
+        self._buffers = Kept(model)
 
     def __call__(self, batch: Batch) -> list[tf.Tensor]:
         """Return the gradients, when they are there."""

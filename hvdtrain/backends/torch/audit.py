@@ -34,17 +34,15 @@ def made_of(model: torch.nn.Module) -> list[str]:
     return parameters + [line("buffer", n, b) for n, b in model.named_buffers()]
 
 
-def caveats(model: torch.nn.Module, synchronised: bool = False, in_parts: bool = False) -> list[str]:
+def caveats(model: torch.nn.Module, synchronised: bool = False) -> list[str]:
     """Layers in training mode whose result depends on how a batch is cut (law 2), in words.
 
-    ``synchronised``: BatchNorm layers take their statistics over all ranks; ``in_parts``: in several micro-batches.
+    ``synchronised``: BatchNorm layers take their statistics over all ranks.
     """
     found = []
     active = [m for m in model.modules() if m.training]
     norms = [m for m in active if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
-    if norms and synchronised and in_parts:
-        found.append("BatchNorm takes its statistics over each micro-batch of all ranks")
-    elif norms and not synchronised:  # torch's SyncBatchNorm too, for which there is no torch.distributed here
+    if norms and not synchronised:  # torch's SyncBatchNorm too, for which there is no torch.distributed here
         found.append("BatchNorm takes its statistics over each rank's own samples, without sync_batchnorm: true")
     if any(_drops(m) for m in active):
         found.append("dropout draws differ with the number of ranks")

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from hvdtrain.backends.torch import audit, placement, state
+from hvdtrain.backends.torch.buffers import remember
+from hvdtrain.backends.torch.modes import modes_kept
 from hvdtrain.backends.torch.pipeline import Pipeline, count_samples, tensors_of
 from hvdtrain.errors import UserError
 from hvdtrain.parallel.memory import Block
@@ -79,7 +81,7 @@ def check_chain(model: torch.nn.Module, blocks: Named, x: Any) -> list[str]:
     names of the buffers that a forward pass in that mode changes; they are as before.
     """
     names = f"blocks of {type(model).__name__} one after the other ({', '.join(name for name, _ in blocks[:6])})"
-    with _modes_kept(model):
+    with modes_kept(model):
         model.eval()
         if not _alike(model, blocks, x)[0]:
             raise UserError(f"{names} do not give what the model gives", "forward as a loop over the blocks: "
@@ -118,7 +120,7 @@ def check_parts(model: torch.nn.Module, blocks: Named, task: Callable[..., Any],
     """
     if count_samples(model_input(model, task, batch)) < 2 * least:
         return
-    with _modes_kept(model):
+    with modes_kept(model):
         for module in model.modules():
             if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) or audit._drops(module):
                 module.training = False
@@ -167,33 +169,17 @@ def _forward(model: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[No
 
 
 @contextlib.contextmanager
-def _modes_kept(model: torch.nn.Module) -> Iterator[None]:
-    """After it, every module is in the mode it was in."""
-    modes = {m: m.training for m in model.modules()}
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
-@contextlib.contextmanager
 def _put_back(model: torch.nn.Module) -> Iterator[Callable[[], tuple[bool, list[str]]]]:
     """After it, and when called, buffers and random generators are as before it.
 
     The call returns whether random numbers had been drawn, and the names of the buffers that had changed.
     """
-    random, buffers = state.random_arrays(), {n: b.detach().clone() for n, b in model.named_buffers()}
+    random, buffers_back = state.random_arrays(), remember(model)
 
     def put_back() -> tuple[bool, list[str]]:
-        drew, changed = not _equal(random, state.random_arrays()), []
+        drew = not _equal(random, state.random_arrays())
         state.load_random(random)
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in buffers and buffers[name].shape == buffer.shape and not torch.equal(buffers[name], buffer):
-                    changed.append(name)
-                    buffer.copy_(buffers[name])
-        return drew, changed
+        return drew, buffers_back()
 
     try:
         yield put_back
@@ -245,7 +231,7 @@ def _kept_bytes(block: torch.nn.Module) -> Iterator[list[int]]:
 
 def _timed(block: torch.nn.Module, value: Any, device: torch.device, kept: list[int]) -> tuple[Any, float]:
     """(what the block makes of ``value``, shortest seconds of forward and backward); ``kept`` counts the first run."""
-    buffers = {name: b.detach().clone() for name, b in block.named_buffers()}
+    buffers_back = remember(block)
     out, best_s, first = value, float("inf"), 0
     for turn in range(1 + REPEATS):
         begun = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors_of(value)]
@@ -261,10 +247,7 @@ def _timed(block: torch.nn.Module, value: Any, device: torch.device, kept: list[
         if turn:
             best_s = min(best_s, time.perf_counter() - begin)
     kept[0] = first
-    with torch.no_grad():
-        for name, buffer in block.named_buffers():
-            if name in buffers and buffers[name].shape == buffer.shape:
-                buffer.copy_(buffers[name])
+    buffers_back()
     return _like(out, [t.detach() for t in tensors_of(out)]), best_s
 
 

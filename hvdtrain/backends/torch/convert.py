@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hvdtrain.backends.torch import placement, state
+from hvdtrain.backends.torch.modes import modes_kept
 from hvdtrain.convert import rule as rules
 from hvdtrain.convert.layers import Layer, Model, Weight
 from hvdtrain.convert.pairing import UNSUPPORTED
@@ -110,14 +111,9 @@ def assign(model: nn.Module, given: dict[str, np.ndarray]) -> None:
 
 def outputs(model: nn.Module, x: list[np.ndarray]) -> list[np.ndarray]:
     """The model's outputs in evaluation mode, float32, in order."""
-    modes = {m: m.training for m in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            found = model(*(torch.from_numpy(np.array(part, copy=True)) for part in x))
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with modes_kept(model), torch.no_grad():
+        model.eval()
+        found = model(*(torch.from_numpy(np.array(part, copy=True)) for part in x))
     flat = torch.utils._pytree.tree_leaves(found)
     return [t.detach().float().cpu().numpy() for t in flat if isinstance(t, torch.Tensor)]
 
@@ -165,7 +161,13 @@ def write_file(model: nn.Module, path: Path) -> None:
         torch.save({n: t.detach().cpu() for n, t in model.state_dict().items()}, path)
 
 
-def scheduled(step: Any) -> str:
+def own_optimizer(parts: Any) -> torch.optim.Optimizer:
+    """PyTorch's optimizer."""
+    own: torch.optim.Optimizer = parts.optimizer.optimizer
+    return own
+
+
+def scheduled(parts: Any) -> str:
     """No schedule but the configured one."""
     return ""
 
@@ -175,11 +177,11 @@ def compiled_loss(model: nn.Module) -> str:
     return ""
 
 
-def optimizer(step: Any) -> tuple[Rule, Slots]:
-    """The rule of a step's optimizer, and its state by slot and parameter."""
-    groups, rest = step.state()
-    own = step._opt.optimizer
-    rule = rules.from_torch(type(own).__name__, own.param_groups[0], rest["base_lr"], step.learning_rate(),
+def optimizer(parts: Any) -> tuple[Rule, Slots]:
+    """The rule of a run's optimizer, and its state by slot and parameter."""
+    groups, rest = parts.state.state()
+    own = own_optimizer(parts)
+    rule = rules.from_torch(type(own).__name__, own.param_groups[0], rest["base_lr"], parts.optimizer.learning_rate(),
                             rest["updates"])
     held: dict[str, dict[str, np.ndarray]] = {}
     for full, array in groups["optimizer"].items():
@@ -189,18 +191,18 @@ def optimizer(step: Any) -> tuple[Rule, Slots]:
     slots: Slots = {}
     for slot in rule.slots():
         found = held.get(TORCH_SLOTS[slot], {})
-        slots[slot] = {p.name: found.get(p.name, np.zeros(p.shape, p.dtype)) for p in step.params()}
+        slots[slot] = {p.name: found.get(p.name, np.zeros(p.shape, p.dtype)) for p in parts.params.specs}
     return rule, slots
 
 
-def state_of(step: Any, rule: Rule, slots: Slots) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
-    """What ``step.load`` takes for this rule and its slots; before the first update torch has no state."""
-    groups, rest = step.state()
+def state_of(parts: Any, rule: Rule, slots: Slots) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
+    """What ``parts.state.load`` takes for this rule and its slots; before the first update torch has no state."""
+    groups, rest = parts.state.state()
     held: dict[str, np.ndarray] = {}
     for slot, of in slots.items() if rule.updates else ():
         held |= {f"{name}/{TORCH_SLOTS[slot]}": array for name, array in of.items()}
     if rule.family == "adam" and rule.updates:
-        held |= {f"{p.name}/step": np.array(rule.updates, np.float32) for p in step.params()}
+        held |= {f"{p.name}/step": np.array(rule.updates, np.float32) for p in parts.params.specs}
     group = {**rest["groups"][0], "lr": rule.lr}
     return {**groups, "optimizer": held}, {**rest, "updates": rule.updates, "base_lr": rule.base_lr, "groups": [group]}
 

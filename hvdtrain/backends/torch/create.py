@@ -1,57 +1,135 @@
-"""How a step is made: over a whole model, over one that is split, over a Keras model.
+"""How the parts of a PyTorch model are made: whole, split over devices, or of a Keras model.
 
-Owns that choice, and the agreement of all ranks that a split takes. What a step does is in `step`.
+Owns that choice, and the agreement of all ranks that a split takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from hvdtrain.backends.torch import keras
-from hvdtrain.backends.torch.step import TorchStep
+from hvdtrain.backends.torch import audit, keras, placement
+from hvdtrain.backends.torch.buffers import Buffers
+from hvdtrain.backends.torch.evaluator import TorchEvaluator
+from hvdtrain.backends.torch.generators import Generators
+from hvdtrain.backends.torch.modes import modes_kept, set_modes
+from hvdtrain.backends.torch.ops import Ops
+from hvdtrain.backends.torch.optimizer import TorchOptimizer
+from hvdtrain.backends.torch.params import TorchParams, trainable
+from hvdtrain.backends.torch.stage import TorchStage
+from hvdtrain.backends.torch.state import TorchState
+from hvdtrain.backends.torch.task import Metrics, make_task
+from hvdtrain.backends.torch.transforms.placement import Placement
+from hvdtrain.backends.torch.transforms.precision import MixedPrecision
+from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm
+from hvdtrain.cluster import heap
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
+from hvdtrain.exchange.transport import Transport
 from hvdtrain.misfit import told
-from hvdtrain.parallel.plan import agree
+from hvdtrain.parallel.plan import Measured, Plan, agree
+from hvdtrain.parts import Parts
 from hvdtrain.precision.policy import FP32, Precision
-from hvdtrain.protocols import Batch
+from hvdtrain.precision.scaler import LossScale
+from hvdtrain.protocols import Batch, Collectives, Control, Transform
 
 
-def create_step(spec: Any, config: Config, control: Any, steps_per_epoch: int, precision: Precision = FP32,
-                sample: Callable[[int], Batch] | None = None, data: Any = None) -> Any:
-    """A step over ``spec.model``, on this rank's device or split over several; collective where it is split.
+def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,
+               precision: Precision = FP32, sample: Callable[[int], Batch] | None = None, data: Any = None) -> Parts:
+    """Parts of ``spec.model``, on this rank's device or split over several; collective where it is split.
 
     ``sample``: so many samples of the run's ``data``, to measure the blocks of a split model with, and to build a Keras
     model that has no variables yet, or lazy layers of PyTorch.
     """
-    def make() -> Any:
-        given = (spec, config, control.rank, steps_per_epoch, precision)
+    if placement.device().type == "cpu":
+        heap.keep_freed()
+
+    def begin() -> Maker:
         if not keras.is_keras(spec.model):
             _build(spec, sample)
-            return TorchStep(*given)
+            return Maker(spec, config, control.rank, wire, steps_per_epoch, precision)
         if config.model_parallel > 1:
             raise UserError(f"model_parallel {config.model_parallel} with a Keras model on PyTorch",
                             "a model whose framework splits it", "set model_parallel: 1, or KERAS_BACKEND=tensorflow")
-        return keras.create_step(*given, sample=sample, data=data)
+        return keras.maker(spec, config, control.rank, wire, steps_per_epoch, precision, sample=sample, data=data)
 
-    def measure() -> Any:
+    def measure() -> Measured:
         source = sample or spec.example
         with told(spec.model, source(2) if source else ()):
-            return step.measure(sample, control)
+            return maker.placement.measure(maker.task, sample, control, maker.precision)
+
+    def finish(plan: Plan) -> Parts:
+        maker.placement.split(plan)
+        return maker.parts()
 
     if config.model_parallel == 1:
-        return make()
-    step = agreed(control, make, "model")
-    measured = agreed(control, measure, "split")
-    plan = agree(measured, config, control)
-    agreed(control, lambda: step.split(plan), "split")
-    return step
+        return begin().parts()
+    maker = agreed(control, begin, "model")
+    plan = agree(agreed(control, measure, "split"), config, control)
+    return agreed(control, lambda: finish(plan), "split")
+
+
+class Maker:
+    """What the parts of one model have in common, from which `parts` makes them; a Keras model replaces some.
+
+    To make one checks the model and brings it to its device, or to where its blocks are measured.
+    """
+
+    def __init__(self, spec: Any, config: Config, rank: int, wire: Collectives, steps_per_epoch: int,
+                 precision: Precision) -> None:
+        self.spec, self.config, self.rank, self.steps_per_epoch = spec, config, rank, steps_per_epoch
+        self.model: torch.nn.Module = spec.model
+        self.placement = Placement(spec, config)
+        audit.check_model(self.model)
+        self.transport = Transport(wire, Ops())
+        self.in_parts = config.accumulate > 1 or config.micro_batch > 0 or config.balance != "off"
+        self.sync = SyncBatchNorm(self.model, self.transport, self.in_parts) if config.sync_batchnorm else None
+        set_modes(self.model, {m: False for m in self.model.modules() if self.model.training and not m.training})
+        trainable(self.model)
+        self.scale = LossScale(config.loss_scale, precision.scaled)
+        self.policy = precision
+        self.precision = MixedPrecision(precision, self.scale, self.placement.devices)
+        self.precision.install(self.model)
+        self.task = make_task(spec, config)
+        self.generators = Generators(self.placement.devices)
+
+    def parts(self) -> Parts:
+        """Make them; a split model is where it belongs by now."""
+        params = self.params()
+        optimizer = params.optimizer()
+        buffers = Buffers(self.model, self.transport)
+        stage = TorchStage(self.model, self.task, params, buffers, self.placement, self.precision, self.sync,
+                           self.generators, self.rank, self.caveats)
+        transforms: list[Transform] = [self.placement, self.precision, *([self.sync] if self.sync else [])]
+        return Parts(self.model, self.blocks(), stage, params, optimizer, buffers, self.evaluator(),
+                     self.state(params, optimizer, buffers), transforms, self.policy, self.scale, self.placement.ops())
+
+    def blocks(self) -> list[torch.nn.Module]:
+        """The blocks that the model file names, or none."""
+        return [] if self.spec.blocks is None else [block for _, block in self.spec.blocks(self.model)]
+
+    def params(self) -> TorchParams:
+        """The tensors, and how an optimizer over them is made."""
+        make = partial(TorchOptimizer, self.config, steps_per_epoch=self.steps_per_epoch, scale=self.scale)
+        return TorchParams(self.model, self.blocks(), self.placement.places(), lambda tensors: make(tensors))
+
+    def evaluator(self) -> TorchEvaluator:
+        """Metrics of the task."""
+        return TorchEvaluator(self.model, Metrics(self.spec, self.config, self.task), self.placement, self.precision)
+
+    def state(self, params: TorchParams, optimizer: TorchOptimizer, buffers: Buffers) -> TorchState:
+        """What a checkpoint holds."""
+        return TorchState(self.model, params.names, optimizer, buffers, self.scale, self.generators)
+
+    def caveats(self) -> list[str]:
+        """Layers whose result depends on how a batch is cut."""
+        return audit.caveats(self.model, self.sync is not None)
 
 
 def _build(spec: Any, sample: Callable[[int], Batch] | None) -> None:
@@ -62,9 +140,6 @@ def _build(spec: Any, sample: Callable[[int], Batch] | None) -> None:
     batch = sample(1)
     tensors = tuple(torch.from_numpy(np.array(array)) for array in batch)
     tensors = tuple(t.float() if t.is_floating_point() else t for t in tensors)
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    with told(model, batch), torch.no_grad():
+    with modes_kept(model), told(model, batch), torch.no_grad():
+        model.eval()
         model(tensors[0]) if spec.task is None else spec.task(model, tensors)
-    for module, training in modes:
-        module.training = training

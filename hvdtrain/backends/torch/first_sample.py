@@ -1,7 +1,7 @@
-"""Runs samples through a PyTorch step's model and loss or metrics, and puts everything back as it was.
+"""Runs samples through a PyTorch model and its loss or metrics, and puts everything back as it was.
 
 Owns what has to be put back: parameters, buffers, gradients, modes, random generators, metrics. Exchanges nothing:
-it comes before `TorchStep.attach`, so that there are no hooks and no joint statistics yet.
+it comes before `Stage.connect` and `Parts.install`, so that there are no hooks and no joint statistics yet.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from hvdtrain.backends.torch import placement, state
+from hvdtrain.backends.torch import placement
+from hvdtrain.backends.torch.modes import modes_kept
+from hvdtrain.parts import Parts
 from hvdtrain.protocols import Batch
 
 COPIED_BYTES = 1 << 28
@@ -22,14 +24,15 @@ COPIED_BYTES = 1 << 28
 _DEVICE_ERROR: Any = getattr(torch, "AcceleratorError", RuntimeError)
 
 
-def try_samples(step: Any, batch: Batch, training: bool) -> None:
+def try_samples(parts: Parts, batch: Batch, training: bool) -> None:
     """Forward and loss as in training, or metrics as in an evaluation; no backward. Raises what the model raises."""
-    with _uncompiled(), _untouched(step), step.generators_kept():
+    stage: Any = parts.stage  # `TorchStage`, or what slows one down
+    with _uncompiled(), _untouched(parts):
         if training:
-            step._forward(batch)
+            stage.forward(batch)
         else:
-            step.evaluate(batch)
-        placement.synchronize(step._layout.devices)  # a GPU tells its errors late
+            parts.evaluator.add(batch)
+        placement.synchronize(stage.devices)  # a GPU tells its errors late
 
 
 def _uncompiled() -> Any:
@@ -40,32 +43,30 @@ def _uncompiled() -> Any:
 
 
 @contextlib.contextmanager
-def _untouched(step: Any) -> Iterator[None]:
-    put_back = _undo(step.model, step._layout)
+def _untouched(parts: Parts) -> Iterator[None]:
+    stage: Any = parts.stage
+    put_back, kept = _undo(parts.model), contextlib.ExitStack()
+    kept.enter_context(stage.generators.kept())
+    kept.enter_context(modes_kept(parts.model))
     try:
         yield
     finally:
         with contextlib.suppress(_DEVICE_ERROR):  # a GPU that has failed does nothing any more
-            step._metrics.take()
+            parts.evaluator.totals()
             put_back()
+            kept.close()
 
 
-def _undo(model: torch.nn.Module, layout: Any) -> Callable[[], None]:
-    """What puts the model and all random generators back as they are now."""
+def _undo(model: torch.nn.Module) -> Callable[[], None]:
+    """What puts the model back as it is now."""
     frozen = [p for p in model.parameters() if not p.requires_grad]
     large = sum(p.nbytes for p in frozen) > COPIED_BYTES
     tensors = [t for t in (*model.parameters(), *model.buffers()) if not (large and any(t is p for p in frozen))]
     kept = {id(t) for t in tensors}
     copies = {name: t.detach().clone() for name, t in _named(model).items() if id(t) in kept}
     grads = [(p, p.grad) for p in model.parameters()]
-    modes = [(m, m.training) for m in model.modules()]
-    random, further = state.random_arrays(), layout.random()
 
     def put_back() -> None:
-        state.load_random(random)
-        layout.load_random(further)
-        for module, training in modes:
-            module.training = training
         for param, grad in grads:
             param.grad = grad
         with torch.no_grad():

@@ -26,6 +26,9 @@ class Ops:
     def zeros(self, n: int, dtype: str) -> Array:
         return torch.zeros(n, dtype=getattr(torch, dtype), device=self.device)
 
+    def buffer(self, n: int, dtype: str, own: np.ndarray | None = None) -> Array:
+        return self.zeros(n, dtype) if own is None else self.from_host(own)
+
     def cast(self, x: Array, dtype: str) -> Array:
         return x.to(getattr(torch, dtype))
 

@@ -1,18 +1,25 @@
-"""A PyTorch run as named numpy arrays and back, bit by bit.
+"""What a checkpoint holds of a PyTorch model and its optimizer: named numpy arrays and back, bit by bit.
 
 bfloat16, which numpy lacks, travels as its bits in uint16, and its name says so by a suffix.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from hvdtrain import rng
-from hvdtrain.backends.torch.optim import Optimization
+from hvdtrain.backends.torch.optimizer import TorchOptimizer
 from hvdtrain.errors import UserError
+from hvdtrain.precision.scaler import LossScale
+
+if TYPE_CHECKING:
+    from hvdtrain.backends.torch.buffers import Buffers
+    from hvdtrain.backends.torch.generators import Generators
 
 
 _BFLOAT16 = "#bfloat16"
@@ -69,7 +76,7 @@ def check_names(what: str, own: Any, got: Any) -> None:
                         f"the {len(own)} tensors of this {what}", "resume with the model and optimizer of that run")
 
 
-def optimizer_arrays(opt: Optimization, names: list[str]) -> dict[str, np.ndarray]:
+def optimizer_arrays(opt: TorchOptimizer, names: list[str]) -> dict[str, np.ndarray]:
     """Every tensor of the optimizer's state as ``parameter/key``; plain numbers become 0-d arrays."""
     tensors = {}
     for index, entries in opt.optimizer.state_dict()["state"].items():
@@ -87,8 +94,7 @@ def check_optimizer(names: list[str], arrays: dict[str, np.ndarray]) -> None:
                         "resume with the model of that run")
 
 
-def load_optimizer(opt: Optimization, names: list[str], params: list[torch.nn.Parameter],
-                   arrays: dict[str, np.ndarray]) -> None:
+def load_optimizer(opt: TorchOptimizer, names: list[str], arrays: dict[str, np.ndarray]) -> None:
     """Undo `optimizer_arrays`."""
     index = {name: i for i, name in enumerate(names)}
     state: dict[int, dict[str, Any]] = {}
@@ -98,7 +104,7 @@ def load_optimizer(opt: Optimization, names: list[str], params: list[torch.nn.Pa
     whole = opt.optimizer.state_dict()
     opt.optimizer.load_state_dict({"state": state, "param_groups": whole["param_groups"]})
     for i, entries in state.items():
-        placed = opt.optimizer.state[params[i]]  # on its device, but cast to the parameter's dtype
+        placed = opt.optimizer.state[opt.tensors[i]]  # on its device, but cast to the parameter's dtype
         for key, tensor in entries.items():
             if placed[key].dtype != tensor.dtype:
                 placed[key] = tensor.to(placed[key].device)
@@ -118,3 +124,46 @@ def load_random(arrays: dict[str, np.ndarray]) -> None:
     torch.set_rng_state(torch.from_numpy(np.array(arrays["torch.cpu"])))
     if "torch.cuda" in arrays and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.from_numpy(np.array(arrays["torch.cuda"])))
+
+
+class TorchState:
+    """Implements `hvdtrain.protocols.ModelState`.
+
+    ``names``: of the tensors that ``optimizer`` updates, in its order.
+    """
+
+    def __init__(self, model: torch.nn.Module, names: Sequence[str], optimizer: TorchOptimizer, buffers: Buffers,
+                 scale: LossScale, generators: Generators) -> None:
+        self.model, self.names, self.optimizer = model, list(names), optimizer
+        self._buffers, self._scale, self._generators = buffers, scale, generators
+
+    def state(self) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
+        """Return the groups "model" and "optimizer", and the numbers of optimizer, schedule and loss scale."""
+        groups = {"model": model_arrays(self.model), "optimizer": optimizer_arrays(self.optimizer, self.names)}
+        return groups, {**self.optimizer.scalars(), **self._scale.state()}
+
+    def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
+        """Undo `state`; a checkpoint that does not fit changes nothing."""
+        self.optimizer.check(rest)
+        check_optimizer(self.names, groups["optimizer"])
+        load_model(self.model, groups["model"])
+        self._buffers.loaded()
+        load_optimizer(self.optimizer, self.names, groups["optimizer"])
+        self.optimizer.load_scalars(rest)
+        self._scale.load(rest)
+
+    def rank_state(self) -> dict[str, np.ndarray]:
+        """Return this rank's random generators."""
+        return self._generators.state()
+
+    def load_rank(self, own: dict[str, np.ndarray]) -> None:
+        """Undo `rank_state`."""
+        self._generators.load(own)
+
+    def export(self, directory: Path) -> list[str]:
+        """Write model.safetensors and model.pt (a state_dict, for ``torch.load(..., weights_only=True)``)."""
+        from safetensors.torch import save_model
+
+        save_model(self.model, str(Path(directory) / "model.safetensors"))
+        torch.save({n: t.detach().cpu() for n, t in self.model.state_dict().items()}, Path(directory) / "model.pt")
+        return ["model.safetensors", "model.pt"]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from hvdtrain.backends.torch import amp
+from hvdtrain.backends.torch.transforms import precision
 from hvdtrain.config import Config, Named
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.resolve import load_callable
@@ -33,7 +33,7 @@ def make_task(spec: Any, config: Config) -> Callable[[torch.nn.Module, tuple[tor
 
     def task(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> Pair:
         x, targets, extra = _parts(batch)
-        outputs = amp.widened(model(x))
+        outputs = precision.widened(model(x))
         return loss_sum(fixed or _auto(targets, named.args), outputs, targets, extra, named), targets.shape[0]
 
     return task
@@ -79,7 +79,7 @@ def loss_sum(loss: Loss, outputs: torch.Tensor, targets: torch.Tensor, extra: tu
         raise UserError(f"the model returns a {type(outputs).__name__}", "one tensor, where the loss is by name",
                         "give the model file a task(model, batch) -> (loss_sum, weight)")
     try:
-        with amp.full(outputs):
+        with precision.full(outputs):
             per_sample = loss(outputs, targets)
     except (IndexError, ValueError, RuntimeError, TypeError, NotImplementedError) as error:
         if isinstance(error, torch.OutOfMemoryError) or any(w in str(error) for w in ("CUDA error", "memory")):
@@ -228,7 +228,7 @@ class Metrics:
                     self._count(name, checked_pair(pair, f"metric {name!r}", "(sum, weight)"))
             return
         x, targets, extra = _parts(batch)
-        outputs = amp.widened(model(x))
+        outputs = precision.widened(model(x))
         loss = self._loss or _auto(targets, self._loss_named.args)
         self._count("loss", (loss_sum(loss, outputs, targets, extra, self._loss_named), targets.shape[0]))
         for name, metric in self._named.items():

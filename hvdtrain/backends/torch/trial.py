@@ -1,44 +1,33 @@
-"""A batch computed for its time and memory alone: forward and backward, after which all is as it was.
+"""What a batch that is computed for its time and memory alone leaves behind: nothing.
 
 Owns what has to be put back: buffers (BatchNorm statistics), random generators, gradients. Exchanges nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from hvdtrain.backends.torch import state
-from hvdtrain.protocols import Batch, Pair
+from hvdtrain.backends.torch.buffers import remember
+from hvdtrain.backends.torch.generators import Generators
 
 
-def trial(model: torch.nn.Module, params: Sequence[torch.nn.Parameter], forward: Callable[[Batch], Pair],
-          batch: Batch, then: Callable[[], None] | None = None) -> None:
-    """Run ``forward`` and its backward once; return when the device is done. A step's hooks must not start a bucket.
-
-    ``then``: called while the gradients are there.
-    """
-    kept = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    random = state.random_arrays()
+@contextlib.contextmanager
+def untouched(model: torch.nn.Module, params: Sequence[torch.Tensor], generators: Generators) -> Iterator[None]:
+    """After it, buffers and random generators are as they were before it, and there are no gradients."""
+    put_back = remember(model)
     try:
-        loss_sum, _ = forward(batch)
-        (loss_sum / max(1, len(batch[0]))).backward()
-        if loss_sum.device.type == "cuda":
-            torch.cuda.synchronize(loss_sum.device)
-        if then is not None:
-            then()
+        with generators.kept():
+            yield
     finally:
-        state.load_random(random)
         for param in params:
             param.grad = None
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in kept and kept[name].shape == buffer.shape and not torch.equal(kept[name], buffer):
-                    buffer.copy_(kept[name])
+        put_back()
 
 
-def first_not_finite(params: Sequence[torch.nn.Parameter]) -> int | None:
+def first_not_finite(params: Sequence[torch.Tensor]) -> int | None:
     """Index of the first of ``params`` whose gradient holds a NaN or an infinity; None where none does."""
     return next((i for i, p in enumerate(params) if p.grad is not None and not bool(p.grad.isfinite().all())), None)
 

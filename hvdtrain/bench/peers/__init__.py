@@ -74,7 +74,7 @@ class Contender:
 
     ``file``: in this folder; ``options``: keyword arguments of its ``prepare``. ``needs``: module that must be
     installed. ``alone``: runs as one process, whatever the number of ranks. ``peer``: not ours. ``env``: what its job
-    has otherwise than the others in its environment.
+    has otherwise than the others in its environment. ``exchanges``: its ranks train one model, not each its own.
     """
 
     name: str
@@ -84,6 +84,7 @@ class Contender:
     alone: bool = False
     peer: bool = True
     env: dict[str, str] = field(default_factory=dict)
+    exchanges: bool = True
 
     def prepare(self, setup: Setup) -> Prepared:
         """Build the job; collective over its ranks."""
@@ -93,7 +94,7 @@ class Contender:
     def compression(self) -> str:
         """By what its gradients are compressed; "" where none are exchanged, and for auto, which may take any."""
         found = str(self.options.get("compression", self.options.get("hook", "none")))
-        return "" if found == "auto" or self.options.get("wire") == "null" else found
+        return "" if found == "auto" or self.options.get("wire") == "null" or not self.exchanges else found
 
     @property
     def exact(self) -> bool:
@@ -128,6 +129,7 @@ _PEERS: dict[str, list[Contender]] = {
         Contender("horovod", "horovod_torch", needs="horovod", env=AS_IT_COMES),
         Contender("horovod-tuned", "horovod_torch", needs="horovod"),
         Contender("plain", "plain_torch", alone=True),
+        Contender("plain-each", "plain_torch", peer=False, exchanges=False),
     ],
     "tensorflow": [
         Contender("horovod", "horovod_tensorflow", needs="horovod", env=AS_IT_COMES),
@@ -137,6 +139,7 @@ _PEERS: dict[str, list[Contender]] = {
         Contender("keras-fit-unguarded", "keras_fit", {"check_every": 0}, needs="horovod", peer=False),
         Contender("keras-fit-guarding", "keras_fit", {"check_every": 1}, needs="horovod", peer=False),
         Contender("plain", "plain_tensorflow", alone=True),
+        Contender("plain-each", "plain_tensorflow", peer=False, exchanges=False),
     ],
 }
 _OURS = re.compile(r"hvdtrain(?:-(?P<wire>[a-z]+))?(?:\+(?P<compression>[a-z0-9]+))?(?:@(?P<balance>[a-z]+))?")
@@ -174,4 +177,8 @@ def _choices(key: str) -> tuple[str, ...]:
     """What the configuration allows for ``key``."""
     from hvdtrain.config import Config
 
+    if key == "compression":
+        from hvdtrain.exchange.compressors import names
+
+        return (*names(), "auto")
     return typing.get_args(typing.get_type_hints(Config)[key])

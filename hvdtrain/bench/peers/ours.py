@@ -30,7 +30,7 @@ def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance
 
     run = assemble(_config(setup, wire, compression, balance), data=setup.arrays)
     if not looks:
-        for part in (run.reducer, run.collectives):
+        for part in (run.dp, run.collectives):
             setattr(part, "looks", False)  # noqa: B010  (of the wires only those that look have it)
     batches = _fetched(run, setup) if balance == "off" else _live(run)
     with starting(run):
@@ -62,7 +62,7 @@ def _live(run: Any) -> Iterator[Any]:
     while True:
         with contextlib.closing(run.feed.epoch(run.state.cursor)) as batches:
             yield from batches
-        run.step.end_epoch()
+        run.parts.optimizer.end_epoch()
         run.state.cursor = run.state.cursor.next_epoch()
 
 
@@ -115,16 +115,16 @@ def section(kind: Any, option: str, settings: Sequence[str]) -> Any:
 
 def _params(run: Any) -> list[Any]:
     """Copies of the trainable parameters, in the step's own order."""
-    groups, _ = run.step.state()
-    return [groups["model"][spec.name].copy() for spec in run.step.params()]
+    groups, _ = run.parts.state.state()
+    return [groups["model"][spec.name].copy() for spec in run.parts.params.specs]
 
 
 def _sync(run: Any) -> Callable[[], None]:
     """How to wait for the device; on a CPU a step has ended when it returns."""
-    if not run.step.asynchronous:
+    if not run.parts.stage.asynchronous:
         return lambda: None
     if run.spec.framework == "torch":
         import torch
 
         return torch.cuda.synchronize
-    return partial(tensorflow_common.sync, run.step.model)
+    return partial(tensorflow_common.sync, run.parts.model)

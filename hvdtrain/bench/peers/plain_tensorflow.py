@@ -1,4 +1,4 @@
-"""One traced training step and nothing around it, in one process: what Keras' ``train_on_batch`` runs."""
+"""One traced training step and nothing around it, on one process or each rank: what Keras' ``train_on_batch`` runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The plain PyTorch loop, in one process and with nothing around it: what a loop costs at the least."""
+"""The plain PyTorch loop with nothing around it, in one process or on each rank by itself: what a loop costs at least.
+"""
 
 from __future__ import annotations
 

@@ -1,26 +1,22 @@
-"""How a flat bucket is summed over ranks; one file per way. `create` makes one from the configuration."""
+"""How a flat bucket is summed over ranks: a file for each way, named by the key ``compression``.
+
+A file offers ``make(exchange) -> Compressor``; ``exchange`` is that section of the configuration. Another way is one
+more file, here or anywhere (``module:callable`` or ``path/file.py:callable`` of such a function).
+"""
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from hvdtrain.config import Config
-
-COMPRESSORS = {
-    "none": ("none", "NoCompression"),
-    "fp16": ("twoshot", "Fp16"),
-    "bf16": ("twoshot", "Bf16"),
-    "int8": ("twoshot", "Int8"),
-    "topk": ("topk", "TopK"),
-    "powersgd": ("powersgd", "PowerSGD"),
-    "adasum": ("adasum", "Adasum"),
-}
-"""Name in the configuration -> (file of this folder, class). Each class has ``of(exchange)``, or takes nothing."""
+from hvdtrain.protocols import Compressor
+from hvdtrain.slots import in_slot, load_slot
 
 
-def create(name: str, config: Config) -> Any:
-    """The compressor ``name`` with the settings of ``config.exchange``."""
-    file, kind = COMPRESSORS[name]
-    cls: Any = getattr(importlib.import_module(f"hvdtrain.exchange.compressors.{file}"), kind)
-    return cls.of(config.exchange) if hasattr(cls, "of") else cls()
+def names() -> tuple[str, ...]:
+    """Return the names of the built-in ones."""
+    return in_slot("hvdtrain.exchange.compressors", "make")
+
+
+def create(name: str, config: Config) -> Compressor:
+    """Return the compressor ``name`` with the settings of ``config.exchange``; `UserError` for a name that is none."""
+    made: Compressor = load_slot("hvdtrain.exchange.compressors", name, "compression", "make")(config.exchange)
+    return made

@@ -5,6 +5,7 @@ Not a compression: it moves what an uncompressed sum moves. The operation is the
 
 from __future__ import annotations
 
+from hvdtrain import config
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.exchange.compressors.base import Ops, Uncompressed
@@ -31,3 +32,8 @@ class Adasum(Uncompressed):
             raise UserError(f"adasum with {size} ranks", "a power of two: it combines pairs of ranks",
                             "start 2, 4, 8, ... ranks, or set exchange.adasum: false")
         return (yield AllReduce(flat_N, "adasum")), state
+
+
+def make(exchange: config.Exchange) -> Adasum:
+    """No settings."""
+    return Adasum()

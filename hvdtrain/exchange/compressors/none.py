@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hvdtrain import config
 from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.exchange.compressors.base import Uncompressed
 from hvdtrain.protocols import AllReduce, Array, Exchange, Ops
@@ -17,3 +18,8 @@ class NoCompression(Uncompressed):
         """One all-reduce."""
         total_N = yield AllReduce(flat_N)
         return total_N, state
+
+
+def make(exchange: config.Exchange) -> NoCompression:
+    """No settings."""
+    return NoCompression()

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
-from hvdtrain import protocols
+from hvdtrain import config, protocols
 from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.exchange.compressors.base import Ops, Stateless, ring_allreduce_bytes
 from hvdtrain.protocols import AllReduce, Array, Exchange
@@ -87,11 +86,6 @@ class PowerSGD(Stateless):
         assert rank >= 1, rank
         self.rank = rank
 
-    @classmethod
-    def of(cls, exchange: Any) -> PowerSGD:
-        """With the settings of `config.Exchange`."""
-        return cls(exchange.powersgd_rank)
-
     def describe(self) -> str:
         """Name and rank."""
         return f"powersgd rank {self.rank}"
@@ -142,3 +136,8 @@ class PowerSGD(Stateless):
         first = sum(x.r * x.n for x in chosen) + bucket.n - sum(x.n * x.m for x in chosen)
         second = sum(x.r * x.m for x in chosen)
         return ring_allreduce_bytes(4 * first, size) + ring_allreduce_bytes(4 * second, size)
+
+
+def make(exchange: config.Exchange) -> PowerSGD:
+    """With the settings of that section."""
+    return PowerSGD(exchange.powersgd_rank)

@@ -7,9 +7,8 @@ How the largest are found is the backends' (`Ops.topk`).
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from hvdtrain import protocols
+from hvdtrain import config, protocols
 from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.exchange.compressors.base import Ops, Stateless
 from hvdtrain.protocols import AllGather, Array, Exchange
@@ -37,11 +36,6 @@ class TopK(Stateless):
         self.ratio, self.momentum, self.warmup_steps = ratio, momentum, warmup_steps
         larger = [0.25 ** (s + 1) for s in range(WARMUP_STAGES) if 0.25 ** (s + 1) > ratio]
         self.ratios = (*(larger if warmup_steps else ()), ratio)
-
-    @classmethod
-    def of(cls, exchange: Any) -> TopK:
-        """With the settings of `config.Exchange`."""
-        return cls(exchange.topk_ratio, exchange.topk_momentum, exchange.topk_warmup_steps)
 
     def describe(self) -> str:
         """Ratio, and momentum and warm-up where there are any."""
@@ -85,3 +79,8 @@ class TopK(Stateless):
     def wire_bytes(self, bucket: Bucket, size: int, stage: int | None = None) -> int:
         """8 bytes a pair to each of P-1 ranks."""
         return (size - 1) * 8 * self.k(bucket.n, stage)
+
+
+def make(exchange: config.Exchange) -> TopK:
+    """With the settings of that section."""
+    return TopK(exchange.topk_ratio, exchange.topk_momentum, exchange.topk_warmup_steps)

@@ -2,7 +2,7 @@
 
 Owns what Keras does otherwise than PyTorch: where variables are kept, how layers learn whether they train, the loss
 and metrics of ``model.compile``, its optimizer, its files. Everything else is `hvdtrain.backends.torch`. Importing
-this package imports nothing; `create_step` imports keras, which the model has imported.
+this package imports nothing; `maker` imports keras, which the model has imported.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ def is_keras(model: Any) -> bool:
     return any((c.__module__, c.__name__) == ("keras.src.models.model", "Model") for c in type(model).__mro__)
 
 
-def create_step(spec: Any, *args: Any, sample: Any = None, data: Any = None) -> Any:
-    """A `hvdtrain.backends.torch.keras.step.KerasStep` of these arguments, which are `TorchStep`'s.
+def maker(spec: Any, *args: Any, sample: Any = None, data: Any = None) -> Any:
+    """A `hvdtrain.backends.torch.keras.create.KerasMaker` of these arguments, which are `Maker`'s.
 
     ``data``: the run's, which knows how nested inputs lie; ``sample``: see `hvdtrain.keras.compiled.build`.
     """
-    from hvdtrain.backends.torch.keras.step import KerasStep
+    from hvdtrain.backends.torch.keras.create import KerasMaker
     from hvdtrain.keras.compiled import begin
 
     begin(spec.model, data)
-    return KerasStep(spec, *args, sample=sample)  # type: ignore[misc]
+    return KerasMaker(spec, *args, sample=sample)  # type: ignore[misc]
 
 
 def forget_generator() -> None:

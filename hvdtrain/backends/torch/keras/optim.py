@@ -1,20 +1,27 @@
 """The optimizer that a Keras model was compiled with, as an optimizer of PyTorch.
 
-Owns one class between the two: `hvdtrain.backends.torch.optim.Optimization` lays warm-up, scaling and schedules over
-its rate, and checkpoints read its state, as they do with any other; the update itself is Keras' own ``apply``.
+Owns one class between the two: `hvdtrain.backends.torch.optimizer.TorchOptimizer` lays warm-up, scaling and schedules
+over its rate, and checkpoints read its state, as they do with any other; the update itself is Keras' own ``apply``.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import torch
 
+from hvdtrain.backends.torch.keras.alone import without_tensorflow
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
+
+ELEMENTWISE = (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.Nadam,
+               keras.optimizers.Adamax, keras.optimizers.Adagrad, keras.optimizers.Adadelta, keras.optimizers.RMSprop,
+               keras.optimizers.Ftrl, keras.optimizers.Lion)
+"""Those whose update of an element depends on that element's gradient and state alone."""
 
 
 def compiled_optimizer(config: Config, model: keras.Model) -> Adopted | None:
@@ -64,6 +71,22 @@ class Adopted(torch.optim.Optimizer):
     def rate(self) -> float:
         """The rate of the only group."""
         return float(self.param_groups[0]["lr"])
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether an element's update depends on that element alone."""
+        own = self.own
+        excluded = getattr(own, "_exclude_from_weight_decay", None) or getattr(
+            own, "_exclude_from_weight_decay_pattern", None)
+        unlike = own.clipnorm or own.global_clipnorm or own.use_ema or excluded  # what treats tensors each by itself
+        kept = type(own).__module__.startswith("keras.src.backend.")  # the same rule, by Keras for this backend
+        return not unlike and (isinstance(own, ELEMENTWISE) if kept else type(own) in ELEMENTWISE)
+
+    def over(self, vectors: Sequence[torch.Tensor]) -> Adopted:
+        """Return an optimizer of the same kind for ``vectors``, parameters (n,) that it updates in place."""
+        with without_tensorflow():
+            own = type(self.own).from_config(self.own.get_config())
+            return Adopted(own, [keras.Variable(vector) for vector in vectors], self._scale)
 
     def plain_sgd(self) -> bool:
         """Whether an update is rate x gradient (weight decay aside)."""

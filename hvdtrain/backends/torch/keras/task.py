@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import torch
 
-from hvdtrain.backends.torch import amp
+from hvdtrain.backends.torch.transforms import precision
 from hvdtrain.backends.torch.keras.module import KerasModule
 from hvdtrain.backends.torch.task import Loss, Pair, checked_pair, loss_sum
 from hvdtrain.config import Config
@@ -60,7 +60,7 @@ class KerasTask:
     def outputs(self, module: KerasModule, batch: Batch) -> Any:
         """What the model makes of a batch, in float32."""
         x, _, _ = split(module.keras_model, batch)
-        return keras.tree.map_structure(amp.widened, module(x))
+        return keras.tree.map_structure(precision.widened, module(x))
 
     def pairs(self, module: KerasModule, outputs: Any, batch: Batch) -> dict[str, Pair]:
         """The losses of an evaluation by name: "loss", and for a compiled model one for each output."""

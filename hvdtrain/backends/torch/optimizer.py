@@ -1,32 +1,41 @@
-"""PyTorch's own optimizers and schedules by name, with optional warm-up and linear scaling of the rate."""
+"""The update of PyTorch's parameters: optimizer and schedule by name, warm-up, clipping, and whether there is one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from hvdtrain.backends.torch import placement
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError, nearest
+from hvdtrain.exchange.buckets import Bucket
+from hvdtrain.precision.scaler import LossScale
 
 
 _KERNELS = ("fused", "foreach", "capturable")
 """Entries of an optimizer's groups that say how an update is computed, not what it is."""
 
+ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam,
+               torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.ASGD,
+               torch.optim.Rprop)
+"""Those whose update of an element depends on that element's gradient and state alone."""
 
-class Optimization:
-    """An optimizer, its schedule, and the warm-up factor laid over it for the length of one update.
 
-    The factor is min(1, (t + 1) / warmup_steps) for update t (Goyal et al. 2017, arXiv 1706.02677). ``adopted``: the
-    optimizer of a compiled Keras model (`hvdtrain.backends.torch.keras.optim`), in place of config's; its rate is its
-    own, scaled.
+class TorchOptimizer:
+    """Implements `hvdtrain.protocols.Optimizer` over ``tensors``: the run's parameters, or flat vectors.
+
+    An update's rate is the schedule's times min(1, (t + 1) / warmup_steps) for update t (Goyal et al. 2017, arXiv
+    1706.02677). ``scale``: while it is on, every update looks at the norm. ``adopted``: the optimizer of a compiled
+    Keras model (`hvdtrain.backends.torch.keras.optim`), in place of config's; its rate is its own, scaled.
     """
 
-    def __init__(self, config: Config, params: Iterable[torch.nn.Parameter], steps_per_epoch: int,
-                 adopted: Any = None) -> None:
+    def __init__(self, config: Config, tensors: Sequence[torch.Tensor], steps_per_epoch: int,
+                 scale: LossScale | None = None, adopted: Any = None) -> None:
         schedule = config.schedule
+        self.tensors = list(tensors)
         self._warmup = schedule.warmup_steps
         self._interval = schedule.interval
         self.updates = 0
@@ -35,35 +44,73 @@ class Optimization:
         self._adopted = adopted
         if adopted is not None:
             self.base_lr = adopted.rate
-        self.optimizer = _optimizer(config, params, self.base_lr) if adopted is None else adopted
+        self.optimizer = _optimizer(config, self.tensors, self.base_lr) if adopted is None else adopted
         self.schedule = _schedule(config, self.optimizer)
         groups = self.optimizer.param_groups  # some schedules (OneCycleLR) have rates of their own
         self._obeys_lr = all(group.get("initial_lr", group["lr"]) == self.base_lr for group in groups)
-        self._config = config
+        self._config, self._scale = config, scale or LossScale()
+        self._device = self.tensors[0].device
+        self.looks = any(t.device.type == "cuda" for t in self.tensors)
+        self._left_out: torch.Tensor | None = None
+        self.elementwise = type(self.optimizer) in ELEMENTWISE if adopted is None else bool(adopted.elementwise)
 
-    def joined(self) -> None:
-        """Look at the parameters' memory order once more: a model may have been moved since the optimizer was made."""
-        for group in self.optimizer.param_groups:
+    # --- the update ----------------------------------------------------------------------------------------------
+
+    def step(self, grads: Sequence[torch.Tensor], buckets: Sequence[Bucket], clip_norm: float,
+             look: bool) -> tuple[bool, float]:
+        """Clip by the global norm and update; return (finite, norm), as `hvdtrain.protocols.Optimizer` says."""
+        norm = math.nan
+        if clip_norm > 0 or look or self._scale.on:
+            norms = [torch.linalg.vector_norm(g).float().to(self._device) for g in grads]
+            norm = float(torch.linalg.vector_norm(torch.stack(norms)))
+            if not math.isfinite(norm):
+                return False, norm
+            if 0 < clip_norm < norm:
+                torch._foreach_mul_(list(grads), clip_norm / norm)
+        elif self.looks:
+            self._left_out = any_not_finite(grads, self._device)
+            if not self._gate(self._left_out) and self.skipped():
+                return False, norm
+        self._take(grads, buckets)
+        self._update()
+        if self.updates == 1:
+            check_slots(self.optimizer)
+        return True, norm
+
+    def _take(self, grads: Sequence[torch.Tensor], buckets: Sequence[Bucket]) -> None:
+        """Point each param.grad at its gradient, where it is not there already."""
+        if not buckets:
+            for tensor, grad in zip(self.tensors, grads):
+                if tensor.grad is not grad:
+                    tensor.grad = grad
+            return
+        for bucket, flat_N in zip(buckets, grads):
+            begin, itemsize = flat_N.data_ptr(), flat_N.element_size()
+            for i, offset, shape in zip(bucket.params, bucket.offsets, bucket.shapes):
+                tensor = self.tensors[i]
+                if tensor.grad is None or tensor.grad.data_ptr() != begin + offset * itemsize:
+                    tensor.grad = flat_N[offset:offset + tensor.numel()].view(shape)
+
+    def _update(self) -> None:
+        """Make one update at the rate of now, then let a per-step schedule move."""
+        self._follow()
+        factor, groups = self._factor(), self.optimizer.param_groups
+        for group in groups:  # a model may have been given another memory order since the optimizer was made
             if group.get("fused") and not all(p.is_contiguous() for p in group["params"]):
                 _refuse_fused(group["params"], self._config.optimizer.args)
                 group["fused"] = False
-
-    def step(self) -> None:
-        """One update, then let a per-step schedule move."""
-        self._follow()
-        factor = self._factor()
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group, rate in zip(self.optimizer.param_groups, rates):
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates):
             group["lr"] = rate * factor
         self.optimizer.step()
-        for group, rate in zip(self.optimizer.param_groups, rates):
+        for group, rate in zip(groups, rates):
             group["lr"] = rate
         self.updates += 1
         if self.schedule is not None and self._interval == "step":
             self.schedule.step()
 
-    def gate(self, not_finite: torch.Tensor) -> bool:
-        """Have the next `step` leave parameters and state alone where ``not_finite`` (scalar, on the device) is true.
+    def _gate(self, not_finite: torch.Tensor) -> bool:
+        """Have the next update leave parameters and state alone where ``not_finite`` (scalar, on the device) is true.
 
         Returns False where the optimizer cannot: only PyTorch's fused kernels read such a flag on the device.
         """
@@ -72,6 +119,13 @@ class Optimization:
             return False
         setattr(self.optimizer, "found_inf", not_finite.float())  # noqa: B010  (torch declares it nowhere)
         return True
+
+    def skipped(self) -> bool:
+        """Return whether the device left the last update out; by the next step it has decided."""
+        found, self._left_out = self._left_out, None
+        return found is not None and bool(found)
+
+    # --- the rate ------------------------------------------------------------------------------------------------
 
     def end_epoch(self) -> None:
         """Let a per-epoch schedule move."""
@@ -86,17 +140,36 @@ class Optimization:
         if self._adopted is not None:
             self._adopted.follow()
 
-    def rate(self) -> float:
-        """The rate of the next update."""
+    def learning_rate(self) -> float:
+        """Return the rate of the next update."""
         self._follow()
         return float(self.optimizer.param_groups[0]["lr"]) * self._factor()
 
+    # --- what it keeps -------------------------------------------------------------------------------------------
+
+    def slots(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Yield (slot, index of the tensor, array of its shape) of all state that has a tensor's shape."""
+        for i, tensor in enumerate(self.tensors):
+            for key, value in self.optimizer.state.get(tensor, {}).items():
+                if isinstance(value, torch.Tensor) and value.shape == tensor.shape:
+                    yield key, i, value
+
     def plain_sgd(self) -> bool:
-        """Whether an update is rate x gradient (weight decay aside)."""
+        """Return whether an update is rate x gradient (weight decay aside)."""
         if self._adopted is not None:
             return bool(self._adopted.plain_sgd())
         groups = self.optimizer.param_groups
         return type(self.optimizer) is torch.optim.SGD and all(group["momentum"] == 0 for group in groups)
+
+    def bytes_to_come(self) -> int:
+        """Return the bytes of two moments of every tensor, as Adam keeps them; 0 with state, or where none will be.
+
+        Of a split model those on the one GPU whose memory is probed.
+        """
+        if self.optimizer.state or self.plain_sgd():
+            return 0
+        probed = [t for t in self.tensors if t.device == placement.device() or not self.looks]
+        return 2 * sum(t.numel() * t.element_size() for t in probed)
 
     def describe(self) -> dict[str, str]:
         """In words, for the summary."""
@@ -112,6 +185,13 @@ class Optimization:
             before = self.base_lr * s.linear_scaling_base / self._config.global_batch
             words["lr scaling"] = f"{before:g} x {self._config.global_batch}/{s.linear_scaling_base}"
         return words
+
+    def made_of(self) -> str:
+        """Return what has to be the same on every rank, as a line."""
+        if self._adopted is None:
+            return f"optimizer {self._kind()}"
+        words = [self._adopted.name, *self._adopted.describe().values(), f"rate {self.learning_rate():g}"]
+        return f"optimizer {' '.join(words)}"
 
     def _kind(self) -> str:
         """The optimizer's class."""
@@ -160,7 +240,7 @@ class Optimization:
 
 
 def _again(kind: str) -> str:
-    """How to have the optimizer that `Optimization.scalars` called ``kind``."""
+    """How to have the optimizer that `TorchOptimizer.scalars` called ``kind``."""
     keras = kind.startswith("Keras' ")
     return "compile the model with it and leave optimizer.name auto" if keras else f"set optimizer.name: {kind}"
 
@@ -174,7 +254,7 @@ def _plain(value: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in value.items() if ok(v)}
 
 
-def _optimizer(config: Config, params: Iterable[torch.nn.Parameter], lr: float) -> torch.optim.Optimizer:
+def _optimizer(config: Config, params: Sequence[torch.Tensor], lr: float) -> torch.optim.Optimizer:
     """An optimizer of torch.optim by name, any case; auto is Adam."""
     classes = {n.lower(): c for n, c in vars(torch.optim).items()
                if isinstance(c, type) and issubclass(c, torch.optim.Optimizer) and c is not torch.optim.Optimizer}
@@ -191,7 +271,6 @@ def _optimizer(config: Config, params: Iterable[torch.nn.Parameter], lr: float) 
     try:
         make: Any = classes[name]  # each has a signature of its own
         own = config.optimizer.args
-        params = list(params)
         _refuse_fused(params, own)
         return make(params, lr=lr, **_fused(make, params, own), **own)
     except (TypeError, ValueError) as error:
@@ -199,7 +278,7 @@ def _optimizer(config: Config, params: Iterable[torch.nn.Parameter], lr: float) 
                         "keyword arguments it knows", "correct optimizer.args") from None
 
 
-def _fused(make: Any, params: list[torch.nn.Parameter], own: dict[str, Any]) -> dict[str, bool]:
+def _fused(make: Any, params: Sequence[torch.Tensor], own: dict[str, Any]) -> dict[str, bool]:
     """``fused=True`` for SGD on a CPU, unless the user asks for another way: one pass over memory instead of three.
 
     PyTorch takes it on its own nowhere. Same arithmetic; an update may differ from the default's by one rounding.
@@ -212,7 +291,7 @@ def _fused(make: Any, params: list[torch.nn.Parameter], own: dict[str, Any]) -> 
     return {"fused": True} if make is torch.optim.SGD and usual and not asked else {}
 
 
-def _refuse_fused(params: list[torch.nn.Parameter], own: dict[str, Any]) -> None:
+def _refuse_fused(params: Sequence[torch.Tensor], own: dict[str, Any]) -> None:
     """Raise `UserError` where the user's ``fused=True`` would mix up elements; see `_fused`."""
     if own.get("fused") and not all(p.is_contiguous() for p in params):
         raise UserError("optimizer.args.fused with parameters that are not contiguous (channels_last)",
@@ -236,3 +315,29 @@ def _schedule(config: Config, optimizer: torch.optim.Optimizer) -> Any:
     except (TypeError, ValueError) as error:
         raise UserError(f"schedule {named.name} refused args {named.args}: {error}", "keyword arguments it knows",
                         "correct schedule.args") from None
+
+
+def any_not_finite(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return a boolean scalar on ``device``: whether any element of ``tensors`` is NaN or infinite.
+
+    A largest magnitude is NaN or infinite exactly where an element is; unlike a sum of squares it never overflows.
+    """
+    largest = (torch.linalg.vector_norm(x, ord=torch.inf) for x in tensors if x.numel())
+    return ~torch.stack([one.isfinite().to(device) for one in largest]).all()
+
+
+def slot_share(config: Config) -> float:
+    """Return the bytes of optimizer state for each byte of a parameter, as the configured optimizer makes them."""
+    param = torch.nn.Parameter(torch.zeros(64, 64))
+    made = TorchOptimizer(config, [param], 1)
+    made.step([torch.zeros_like(param)], [], 0.0, False)
+    held = [v for v in made.optimizer.state.get(param, {}).values() if isinstance(v, torch.Tensor) and v.dim()]
+    return sum(v.numel() * v.element_size() for v in held) / (param.numel() * param.element_size())
+
+
+def check_slots(optimizer: torch.optim.Optimizer) -> None:
+    """Assert that every tensor an optimizer keeps for a parameter, its step counter aside, is where that is."""
+    for param, entries in optimizer.state.items():
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                assert value.device == param.device, f"{key} on {value.device}, its parameter on {param.device}"

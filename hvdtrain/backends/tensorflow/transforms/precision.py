@@ -9,17 +9,52 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UserError
-from hvdtrain.precision.policy import LONG
+from hvdtrain.precision.policy import LONG, Precision
+from hvdtrain.precision.scaler import LossScale
 
 _given: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """The policies that layers had before a run changed them."""
+
+
+class MixedPrecision:
+    """Implements `hvdtrain.protocols.Transform`: the layers compute in this rank's own type.
+
+    ``scale``: the factor of float16 losses, of which it tells in words.
+    """
+
+    collective = False
+
+    def __init__(self, precision: Precision, scale: LossScale) -> None:
+        self._precision, self._scale = precision, scale
+        self._words: dict[str, str] = {}
+        self._vanishing = False
+
+    def install(self, model: keras.Model, blocks: Sequence[Any] = ()) -> None:
+        """Change the layers' policies; `UserError` for variables that are not float32."""
+        compute_in(model, self._precision.own)
+        self._words = remarks(model)
+        narrow = any(layer.compute_dtype == "float16" for layer in model._flatten_layers())
+        self._vanishing = narrow and self._precision.own != "fp16"
+
+    def remove(self, model: keras.Model) -> None:
+        """Give the layers their own policies back."""
+        give_back(model)
+
+    def describe(self) -> dict[str, str]:
+        """Return types, layers that stay in float32 and the loss scale in words."""
+        return {**self._precision.describe(), **self._words, **self._scale.describe()}
+
+    def caveats(self) -> list[str]:
+        """Return what depends on how a batch is cut, and whether a type is too narrow."""
+        found = ["layers compute in float16 and the loss is not scaled: small gradients may vanish"]
+        return found * self._vanishing + self._precision.caveats()
 
 
 def compute_in(model: keras.Model, own: str) -> None:

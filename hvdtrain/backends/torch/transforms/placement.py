@@ -1,4 +1,4 @@
-"""Where a PyTorch step's tensors are: on one device, or, of a split model, each on the device of its stage.
+"""Where a PyTorch model's tensors are: on one device, or, of a split model, each on the device of its part.
 
 Owns the places of blocks, batches, parameters, gradient buckets and compressor state. What blocks cost is measured in
 `blocks`, the cut is `hvdtrain.parallel`'s, the forward pass `pipeline`'s.
@@ -6,38 +6,39 @@ Owns the places of blocks, batches, parameters, gradient buckets and compressor 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from hvdtrain.backends.torch import amp, audit, blocks, placement, state
+from hvdtrain.backends.torch import audit, blocks, placement, state
 from hvdtrain.backends.torch.ops import Ops
-from hvdtrain.backends.torch.optim import Optimization
+from hvdtrain.backends.torch.optimizer import slot_share
 from hvdtrain.backends.torch.pipeline import Pipeline, release
+from hvdtrain.backends.torch.transforms.precision import MixedPrecision, floating_dtype
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket
-from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.parallel.memory import Block, Needs
 from hvdtrain.parallel.plan import Measured, Plan, micros_of, part_samples
-from hvdtrain.protocols import Batch
+from hvdtrain.protocols import Batch, Control
 
 
-class Layout:
-    """The devices of a rank and what of a step is on which; one device until `split` is given a plan.
+class Placement:
+    """Implements `hvdtrain.protocols.Transform`: the devices of a rank and what is on which; one until `split`.
 
-    ``devices``: in the order of the stages. ``home``: the first. ``table``: the split for people, "" without one.
+    ``devices``: in the order of the parts. ``home``: the first.
     """
+
+    collective = False
 
     def __init__(self, spec: Any, config: Config) -> None:
         self._spec, self._config = spec, config
         self.devices = placement.devices(config.model_parallel)
         self.home = self.devices[0]
         self.on_gpu = any(d.type == "cuda" for d in self.devices)
-        self.table = ""
+        self.dtype = floating_dtype(spec.model)
         self._pipeline: Pipeline | None = None
         self._plan: Plan | None = None
         self._changing: list[str] = []
@@ -51,9 +52,9 @@ class Layout:
 
     # --- making it ---------------------------------------------------------------------------------------------
 
-    def measure(self, task: Callable[..., Any], sample: Callable[[int], Batch] | None, rank: int, size: int,
-                local_size: int, tensors: Callable[..., tuple[torch.Tensor, ...]], own: str) -> Measured:
-        """What this rank finds before anything stays on its devices. Errors: `UserError` for what cannot be split."""
+    def measure(self, task: Callable[..., Any], sample: Callable[[int], Batch] | None, control: Control,
+                precision: MixedPrecision) -> Measured:
+        """Return what this rank finds before anything stays on its devices; `UserError` for what cannot be split."""
         model, named = self._spec.model, blocks.chain(self._spec)
         source = sample or self._spec.example
         if source is None:
@@ -61,19 +62,20 @@ class Layout:
                             "define example(B) in the model file")
         random = state.random_arrays()
         try:
-            batch = tensors(source(max(_least(named), part_samples(self._config, rank, size))), torch.device("cpu"))
+            samples = max(_least(named), part_samples(self._config, control.rank, control.size))
+            batch = self.tensors(source(samples), torch.device("cpu"))
             x = blocks.model_input(model, task, batch)
             self._changing = _beside_batchnorm(model, blocks.check_chain(model, named, x))
             if micros_of(self._config) > 1:
-                some = tensors(source(2 * _least(named) + 1), torch.device("cpu"))
+                some = self.tensors(source(2 * _least(named) + 1), torch.device("cpu"))
                 blocks.check_parts(model, named, task, some, _least(named))
-            with self.computing(own):
+            with precision.computing():
                 found = blocks.measure(named, x, self.home)
                 speeds = self._speeds(named, x, found)
         finally:
             state.load_random(random)
-        needs = Needs(gradients=1.0, slots=slots(self._config), micros=micros_of(self._config))
-        capacity_bytes, together_bytes = self._memory(local_size)
+        needs = Needs(gradients=1.0, slots=slot_share(self._config), micros=micros_of(self._config))
+        capacity_bytes, together_bytes = self._memory(getattr(control, "local_size", 1))
         return Measured(found, tuple(str(d) for d in self.devices), capacity_bytes, needs, together_bytes, speeds)
 
     def _speeds(self, named: blocks.Named, x: Any, found: Sequence[Block]) -> tuple[float, ...]:
@@ -98,17 +100,16 @@ class Layout:
         self._pipeline = Pipeline(modules, self.devices, plan.needs.micros, _least(named))
         self._plan = plan
         self._pipeline.install(self._spec.model)
-        self.table = "\n  ".join([plan.table(), *self.caveats()])
 
-    def join(self) -> None:
-        """Put the model where it belongs, wherever its user had it."""
+    def install(self, model: torch.nn.Module, blocks: Sequence[Any] = ()) -> None:
+        """Put the parts of a split model where they belong, wherever its user had it."""
         if self._pipeline:
-            self._pipeline.install(self._spec.model)
+            self._pipeline.install(model)
 
-    def leave(self) -> None:
+    def remove(self, model: torch.nn.Module) -> None:
         """Let the model run by itself."""
         if self._pipeline:
-            self._pipeline.leave(self._spec.model)
+            self._pipeline.leave(model)
 
     # --- what is where -----------------------------------------------------------------------------------------
 
@@ -119,40 +120,26 @@ class Layout:
         """
         return self.home if index == 0 and self._spec.task is None else self.devices[-1]
 
-    def places(self, params: Sequence[torch.nn.Parameter]) -> list[int]:
-        """The stage of each parameter."""
-        if self._pipeline is None:
-            return [0] * len(params)
-        stages = self._pipeline.stages
-        stage_of = {id(p): s for s, stage in enumerate(stages) for block in stage for p in block.parameters()}
-        return [stage_of[id(p)] for p in params]
+    def tensors(self, batch: Batch, where: torch.device | None = None) -> tuple[torch.Tensor, ...]:
+        """Return the arrays on their devices; floating ones in the parameters' type, as Keras casts (not float64)."""
+        tensors = (torch.from_numpy(np.require(x, requirements=["C", "W"])) for x in batch)
+        return tuple(
+            t.to(where or self.of_batch(i), self.dtype if t.is_floating_point() else None, non_blocking=True)
+            for i, t in enumerate(tensors)
+        )
 
-    def flat(self, reducer: Reducer, bucket: Bucket) -> torch.Tensor:
-        """Zeros to hold one bucket, on the device of its parameters."""
-        flat_N: torch.Tensor = reducer.buffer(bucket).to(self.devices[bucket.place])
-        return flat_N
+    def places(self) -> dict[int, int]:
+        """Return the part that each parameter of a split model is in, by the parameter's id."""
+        stages = self._pipeline.stages if self._pipeline else []
+        return {id(p): number for number, stage in enumerate(stages) for block in stage for p in block.parameters()}
 
-    def spread(self, reducer: Reducer) -> None:
-        """Let a reducer compress each bucket on the device where it is."""
-        if self._pipeline:
-            reducer.spread([Ops(device) for device in self.devices])
+    def on_its_device(self, flat_N: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+        """Return a bucket's vector on the device of its parameters."""
+        return flat_N.to(self.devices[bucket.place])
 
-    def computing(self, own: str) -> contextlib.AbstractContextManager[Any]:
-        """The context of a forward pass on a rank that computes in ``own``."""
-        if len({d.type for d in self.devices}) == 1:
-            return amp.computing(self.home, own)
-        stack = contextlib.ExitStack()
-        for kind in sorted({d.type for d in self.devices}):
-            stack.enter_context(amp.computing(torch.device(kind), own))
-        return stack
-
-    def random(self) -> dict[str, np.ndarray]:
-        """State of the random generators that `state.random_arrays` does not know: of further GPUs."""
-        return placement.further_random(self.devices)
-
-    def load_random(self, arrays: dict[str, np.ndarray]) -> None:
-        """Undo `random`."""
-        placement.load_further_random(arrays, self.devices)
+    def ops(self) -> list[Ops]:
+        """Return the array operations of each device of a split model."""
+        return [Ops(device) for device in self.devices] if self._pipeline else []
 
     # --- in words ----------------------------------------------------------------------------------------------
 
@@ -206,21 +193,3 @@ def _refuse_shared(stages: Sequence[blocks.Named]) -> None:
                 if first != number:
                     raise UserError(f"blocks {other} and {name} share a parameter or buffer and fall on two devices",
                                     "each on one device", "untie them, or set model_parallel lower")
-
-
-def slots(config: Config) -> float:
-    """Bytes of optimizer state for each byte of a parameter, as the configured optimizer makes it for a matrix."""
-    param = torch.nn.Parameter(torch.zeros(64, 64))
-    opt = Optimization(config, [param], 1)
-    param.grad = torch.zeros_like(param)
-    opt.optimizer.step()
-    held = [v for v in opt.optimizer.state.get(param, {}).values() if isinstance(v, torch.Tensor) and v.dim()]
-    return sum(v.numel() * v.element_size() for v in held) / (param.numel() * param.element_size())
-
-
-def check_slots(optimizer: torch.optim.Optimizer) -> None:
-    """Assert that every tensor an optimizer keeps for a parameter, its step counter aside, is where that is."""
-    for param, entries in optimizer.state.items():
-        for key, value in entries.items():
-            if isinstance(value, torch.Tensor) and value.dim():
-                assert value.device == param.device, f"{key} on {value.device}, its parameter on {param.device}"

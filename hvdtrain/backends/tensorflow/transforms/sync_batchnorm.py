@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,39 +26,45 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.protocols import Collectives
 
 _PLAIN = keras.layers.BatchNormalization
 
 
 class Across:
-    """What the layers of one model share: the wire, this rank's loss scale, and how long they waited.
+    """Implements `hvdtrain.protocols.Transform`: the BatchNorm layers take their moments over the ranks of ``wire``.
 
-    While this rank is not present, what it computes on counts for nothing (`hvdtrain.data.empty`).
-    ``local``: graphs that are traced meanwhile take moments over own samples only, without a wire.
+    Owns what the layers share: the wire, this rank's loss scale, and how long they waited. While this rank is not
+    present, what it computes on counts for nothing (`hvdtrain.data.empty`). ``several``: a step may have several
+    micro-batches. ``active``: there are such layers and ranks. ``local``: graphs that are traced meanwhile take moments
+    over own samples only, without a wire.
     """
 
-    def __init__(self) -> None:
+    collective = True
+
+    def __init__(self, wire: Collectives, several: bool = False) -> None:
         self.local = False
-        self._reducer: Reducer | None = None
+        self._wire, self._several, self._trains = wire, several, False
+        self.active = False
         self._unscale = tf.Variable(1.0, trainable=False, dtype=tf.float64, name="bn_unscale")
         self._waited_s = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="bn_waited_s")
         self._present = tf.Variable(True, trainable=False, name="bn_present")
         self._opened = (1.0, True)
         self._uses: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 
-    def take(self, model: keras.Model, reducer: Reducer) -> None:
-        """Have every BatchNorm layer of ``model`` take its moments over ``reducer``'s ranks; nothing on one rank.
+    def install(self, model: keras.Model, blocks: Sequence[Any] = ()) -> None:
+        """Have every BatchNorm layer of ``model`` take its moments over the ranks; nothing on one rank.
 
         Errors: `UserError` for a layer with a call of its own, and for a wire that is outside TensorFlow's graphs.
         """
         release(model)
-        self._reducer = reducer
         layers = norms(model)
-        if reducer.collectives.size == 1 or not layers:
+        self._trains = any(layer.trainable for layer in layers)
+        self.active = self._wire.size > 1 and bool(layers)
+        if not self.active:
             return
-        if not reducer.collectives.in_graph:
-            raise UserError(f"sync_batchnorm with Keras over {reducer.collectives.name}, which no graph can call",
+        if not self._wire.in_graph:
+            raise UserError(f"sync_batchnorm with Keras over {self._wire.name}, which no graph can call",
                             "collectives horovod", "set collectives: horovod (`python -m hvdtrain build` makes one), "
                             "or sync_batchnorm: false")
         for layer in layers:
@@ -68,6 +74,18 @@ class Across:
                                 "keras.layers.BatchNormalization", "use it, or set sync_batchnorm: false")
         for i, layer in enumerate(layers):
             object.__setattr__(layer, "_moments", partial(self._moments, layer, f"bn.{i}"))
+
+    def remove(self, model: keras.Model) -> None:
+        """Give the layers their own moments back."""
+        release(model)
+
+    def describe(self) -> dict[str, str]:
+        """Nothing: the configuration tells."""
+        return {}
+
+    def caveats(self) -> list[str]:
+        """Return what depends on how a batch is cut."""
+        return ["BatchNorm takes its statistics over each micro-batch of all ranks"] * (self._several and self._trains)
 
     def begin(self, loss_scale: float, present: bool) -> None:
         """Open a micro-batch, whose loss is multiplied by ``loss_scale``; ``present``: it has samples."""
@@ -135,16 +153,12 @@ class Across:
 
     def _gather(self, x_K: tf.Tensor, name: str) -> tf.Tensor:
         """Every rank's vector: (K,) -> (P, K)."""
-        assert self._reducer is not None
-        wire = self._reducer.collectives
-        rows_PK = self._timed(x_K, lambda: wire.allgather(x_K, name).wait())
-        return tf.ensure_shape(rows_PK, [wire.size, x_K.shape[0]])
+        rows_PK = self._timed(x_K, lambda: self._wire.allgather(x_K, name).wait())
+        return tf.ensure_shape(rows_PK, [self._wire.size, x_K.shape[0]])
 
     def _sum(self, x_K: tf.Tensor, name: str) -> tf.Tensor:
         """Sum over ranks: (K,) -> (K,)."""
-        assert self._reducer is not None
-        wire = self._reducer.collectives
-        return self._timed(x_K, lambda: wire.allreduce(x_K, name).wait())
+        return self._timed(x_K, lambda: self._wire.allreduce(x_K, name).wait())
 
     def _timed(self, x: tf.Tensor, collective: Callable[[], tf.Tensor]) -> tf.Tensor:
         """Count the seconds from x to the collective's result."""
@@ -158,7 +172,7 @@ class Across:
 
 @contextlib.contextmanager
 def local_statistics(across: Across | None) -> Iterator[None]:
-    """Graphs traced within it take moments as Keras does: what one rank does without the others (`Step.trial`)."""
+    """Graphs traced within it take moments as Keras does: what one rank does without the others (`Stage.trial`)."""
     if across is None:
         yield
         return

@@ -19,96 +19,93 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.exchange.transport import Transport
 
 _PLAIN = (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward)
 
 
-class Across:
-    """What the layers of one model share: the wire, and how long they waited for it.
+class SyncBatchNorm:
+    """Implements `hvdtrain.protocols.Transform`; what the layers of one model share.
 
-    ``waited_s``: seconds since `begin`. ``local``: statistics over own samples only, without a wire.
-    ``factor``: what this rank multiplies its loss by (a loss scale): ranks sum the gradient of the loss as it is.
-    ``present``: whether this rank has samples; else what it computes on counts for nothing (`hvdtrain.data.empty`).
+    ``waited_s``: seconds that they waited for other ranks since `begin`. ``local``: statistics over own samples only,
+    without a wire. ``factor``: what this rank multiplies its loss by (a loss scale): ranks sum the gradient of the
+    loss as it is. ``present``: whether this rank has samples; else what it computes on counts for nothing
+    (`hvdtrain.data.empty`). ``in_parts``: a rank may cut its samples of a step into several micro-batches.
     """
 
-    def __init__(self) -> None:
+    collective = True
+
+    def __init__(self, model: torch.nn.Module, transport: Transport, in_parts: bool) -> None:
         self.waited_s = 0.0
         self.local = False
         self.factor = 1.0
         self.present = True
-        self._reducer: Reducer | None = None
+        self._model, self._transport, self._in_parts = model, transport, in_parts
+        release(model)
+        if transport.size > 1:
+            layers(model)  # refused before anything is trained
 
-    def take(self, model: torch.nn.Module, reducer: Reducer) -> None:
-        """Have every BatchNorm layer of ``model`` take its statistics over ``reducer``'s ranks; nothing on one rank.
+    def install(self, model: torch.nn.Module, blocks: Sequence[Any] = ()) -> None:
+        """Have every BatchNorm layer of ``model`` take its statistics over all ranks; nothing on one rank.
 
         Errors: `UserError` for a layer with a forward of its own.
         """
         release(model)
-        self._reducer = reducer
-        if reducer.collectives.size == 1:
+        if self._transport.size == 1:
             return
-        layers = []
-        for name, module in model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in str(getattr(module, "original_name", "")):
-                raise UserError(f"sync_batchnorm with a scripted {module.original_name} {name!r}, which cannot be "
-                                "changed", "a model that is not compiled by torch.jit", "train it unscripted, or set "
-                                "sync_batchnorm: false")
-            if not isinstance(module, _BatchNorm):
-                continue
-            plain = type(module)
-            if plain.forward not in _PLAIN:
-                raise UserError(f"sync_batchnorm with {plain.__name__} {name!r}, which has a forward of its own",
-                                "torch.nn.BatchNorm1d, 2d or 3d", "use one of them, or set sync_batchnorm: false")
-            layers.append((name, module, plain))
-        for name, module, plain in layers:  # all of them or, if one is refused, none
-            own = {"plain": plain, "wire_name": f"bn.{name}", "across": self}
-            module.__class__ = type(plain.__name__, (Synchronised, plain), own)
+        for name, module in layers(model):
+            own = {"plain": type(module), "wire_name": f"bn.{name}", "across": self}
+            module.__class__ = type(type(module).__name__, (Synchronised, type(module)), own)
+
+    def remove(self, model: torch.nn.Module) -> None:
+        """Give every layer its own class back."""
+        release(model)
+
+    def describe(self) -> dict[str, str]:
+        """Return nothing: the key says it."""
+        return {}
+
+    def caveats(self) -> list[str]:
+        """Return what depends on how a batch is cut (law 2)."""
+        cut = self._in_parts and any(isinstance(m, _BatchNorm) and m.training for m in self._model.modules())
+        return ["BatchNorm takes its statistics over each micro-batch of all ranks"] if cut else []
 
     def begin(self, factor: float, present: bool) -> None:
         """Open a micro-batch."""
         self.waited_s, self.factor, self.present = 0.0, factor, present
 
+    @contextlib.contextmanager
+    def local_statistics(self) -> Iterator[None]:
+        """Within it, layers behave as torch's own: what one rank does without the others (`Stage.trial`)."""
+        before, self.local = self.local, True
+        try:
+            yield
+        finally:
+            self.local = before
+
     def gather(self, x_K: torch.Tensor, name: str) -> torch.Tensor:
-        """Every rank's vector: (K,) -> (P, K)."""
-        assert self._reducer is not None
+        """Return every rank's vector: (K,) -> (P, K)."""
         _settle(x_K)
-        return self._done(self._reducer.collectives.allgather(self._reducer.outgoing(x_K), name))
-
-    def sum(self, x_K: torch.Tensor, name: str) -> torch.Tensor:
-        """Sum over ranks, the same bits on each: (K,) -> (K,)."""
-        assert self._reducer is not None
-        part_K = x_K / self.factor
-        _settle(part_K)
-        sent = self._reducer.collectives.allreduce(self._reducer.outgoing(part_K), name)
-        return self._done(sent) * self.factor
-
-    def _done(self, handle: Any) -> torch.Tensor:
-        assert self._reducer is not None
         begin = time.perf_counter()
-        found = self._reducer.arrived(handle.wait())
+        found = self._transport.allgather(x_K, name)
         self.waited_s += time.perf_counter() - begin
         return found
 
-
-@contextlib.contextmanager
-def local_statistics(across: Across | None) -> Iterator[None]:
-    """Within it, layers behave as torch's own: what one rank does without the others (`Step.trial`)."""
-    if across is None:
-        yield
-        return
-    before, across.local = across.local, True
-    try:
-        yield
-    finally:
-        across.local = before
+    def sum(self, x_K: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the sum over ranks, the same bits on each: (K,) -> (K,)."""
+        part_K = x_K / self.factor
+        _settle(part_K)
+        begin = time.perf_counter()
+        found = self._transport.allreduce(part_K, name)
+        self.waited_s += time.perf_counter() - begin
+        return found * self.factor
 
 
 def release(model: torch.nn.Module) -> None:
@@ -118,12 +115,29 @@ def release(model: torch.nn.Module) -> None:
             module.__class__ = module.plain
 
 
+def layers(model: torch.nn.Module) -> list[tuple[str, _BatchNorm]]:
+    """Return the BatchNorm layers by name; `UserError` for one that cannot be synchronised."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in str(getattr(module, "original_name", "")):
+            raise UserError(f"sync_batchnorm with a scripted {module.original_name} {name!r}, which cannot be "
+                            "changed", "a model that is not compiled by torch.jit", "train it unscripted, or set "
+                            "sync_batchnorm: false")
+        if not isinstance(module, _BatchNorm):
+            continue
+        if type(module).forward not in _PLAIN:
+            raise UserError(f"sync_batchnorm with {type(module).__name__} {name!r}, which has a forward of its own",
+                            "torch.nn.BatchNorm1d, 2d or 3d", "use one of them, or set sync_batchnorm: false")
+        found.append((name, module))
+    return found
+
+
 class Synchronised(_BatchNorm):
-    """What `Across.take` puts before a BatchNorm layer's own class; a copy or a pickle of the layer is a plain one."""
+    """What `SyncBatchNorm.install` puts before a BatchNorm layer's own class; a copy or a pickle is a plain one."""
 
     plain: type
     wire_name: str
-    across: Across
+    across: SyncBatchNorm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise (B, C) or (B, C, ...), B = 0 included; outside training as torch does."""

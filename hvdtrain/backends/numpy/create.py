@@ -1,0 +1,35 @@
+"""How the parts of the reference model are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdtrain.backends.numpy import amp
+from hvdtrain.backends.numpy.ops import Ops
+from hvdtrain.backends.numpy.params import Params
+from hvdtrain.backends.numpy.stage import Stage
+from hvdtrain.backends.numpy.state import Buffers, Evaluator, State
+from hvdtrain.config import Config
+from hvdtrain.errors import UserError
+from hvdtrain.exchange.transport import Transport
+from hvdtrain.parts import Parts
+from hvdtrain.precision.policy import FP32, Precision
+from hvdtrain.precision.scaler import LossScale
+from hvdtrain.protocols import Collectives
+
+
+def make_parts(spec: Any, config: Config, control: Any, wire: Collectives, steps_per_epoch: int,
+               precision: Precision = FP32, sample: Any = None, data: Any = None) -> Parts:
+    """Parts over ``spec.model``, trained with SGD; `UserError` for what only frameworks can do."""
+    if config.model_parallel > 1:
+        raise UserError(f"model_parallel {config.model_parallel} with the numpy backend", "a PyTorch or Keras model",
+                        "set model_parallel: 1")
+    if config.optimizer.name.lower() not in ("auto", "sgd"):
+        raise UserError(f"optimizer {config.optimizer.name!r} with the numpy backend", "SGD",
+                        "correct optimizer.name")
+    amp.check(precision.own)
+    model = spec.model
+    params = Params(model, config.lr, float(config.optimizer.args.get("momentum", 0.0)))
+    optimizer = params.optimizer(params.tensors)
+    return Parts(model, [], Stage(model), params, optimizer, Buffers(model, Transport(wire, Ops())), Evaluator(model),
+                 State(model, optimizer), [], precision, LossScale())

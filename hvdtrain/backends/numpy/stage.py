@@ -1,0 +1,80 @@
+"""Forward and backward of the reference model into flat buckets."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdtrain.backends.numpy.model import Model
+from hvdtrain.protocols import Batch, GradientSink, Pair
+
+
+class Stage:
+    """`hvdtrain.protocols.Stage` over a whole `Model`."""
+
+    asynchronous = False
+    waited_s = 0.0
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._grads = {n: np.zeros_like(p) for n, p in model.params.items()}
+
+    def connect(self, sink: GradientSink) -> None:
+        """Allocate the buckets."""
+        self._flats = [sink.buffer(b) for b in sink.buckets]
+
+    def disconnect(self) -> None:
+        """Nothing: the model knows nothing of a run."""
+
+    def begin(self) -> None:
+        """Clear the gradients."""
+        for grad in self._grads.values():
+            grad[...] = 0
+
+    def run(self, micro: Batch, scale: float, final: bool, sink: GradientSink) -> Pair:
+        """Add a micro-batch's gradient; hand all of it over with the ``final`` one."""
+        loss_sum = 0.0
+        if len(micro[0]):
+            loss_sum, grads = self._model.gradient(micro[0], micro[1])
+            for name, grad in grads.items():
+                self._grads[name] += grad * scale
+        if final:
+            self._hand_over(sink)
+        return loss_sum, len(micro[0])
+
+    def nothing(self, sink: GradientSink, poison: bool = False) -> None:
+        """Hand over zeros, or NaN."""
+        for grad in self._grads.values():
+            grad[...] = np.nan if poison else 0
+        self._hand_over(sink)
+
+    def _hand_over(self, sink: GradientSink) -> None:
+        grads = list(self._grads.values())
+        if not sink.buckets:
+            for i, grad in enumerate(grads):
+                sink.put(i, grad)
+        for bucket, flat_N in zip(sink.buckets, self._flats):
+            flat_N[:] = np.concatenate([grads[i].reshape(-1) for i in bucket.params])
+            sink.put(bucket.index, flat_N)
+
+    def spare(self, batch: Batch) -> None:
+        """Nothing: a micro-batch without samples is left out."""
+
+    def trial(self, batch: Batch) -> None:
+        """Compute a gradient and forget it."""
+        self._model.gradient(batch[0], batch[1])
+
+    def culprit(self, batch: Batch) -> str:
+        """The first parameter that this batch gives a gradient which is not finite, or ""."""
+        _, grads = self._model.gradient(batch[0], batch[1])
+        return next((n for n in self._model.params if not np.isfinite(grads[n]).all()), "")
+
+    def device_s(self) -> None:
+        """The host's clock tells."""
+
+    def describe(self) -> dict[str, str]:
+        """The device."""
+        return {"device": "cpu"}
+
+    def caveats(self) -> list[str]:
+        """None: every sample stands for itself."""
+        return []

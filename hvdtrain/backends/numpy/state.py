@@ -1,0 +1,92 @@
+"""What the reference model holds beside its gradients: initial values, metrics, and what a checkpoint keeps."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain import rng
+from hvdtrain.backends.numpy.model import Model
+from hvdtrain.backends.numpy.params import Sgd
+from hvdtrain.exchange.transport import Transport
+from hvdtrain.protocols import Batch
+
+
+class Buffers:
+    """`hvdtrain.protocols.Buffers`: there are none, only initial values."""
+
+    def __init__(self, model: Model, transport: Transport) -> None:
+        self._model, self._transport = model, transport
+
+    def share(self) -> None:
+        """Broadcast rank 0's parameters."""
+        for name, p in self._model.params.items():
+            p[...] = self._transport.broadcast(p.reshape(-1).copy(), f"initial.{name}").reshape(p.shape)
+
+    def sync(self) -> None:
+        """Nothing."""
+
+    def discard(self) -> None:
+        """Nothing."""
+
+
+class Evaluator:
+    """`hvdtrain.protocols.Evaluator`: loss and accuracy."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._totals: dict[str, np.ndarray] = {}
+
+    def add(self, batch: Batch) -> None:
+        """Add (sum, weight) of each."""
+        logits = self._model.forward(batch[0])[-1]
+        right = (logits.argmax(axis=1) == batch[1]).sum()
+        pairs = {"loss": (self._model.loss(logits, batch[1])[0], len(logits)), "accuracy": (right, len(logits))}
+        for name, pair in pairs.items():
+            self._totals[name] = self._totals.get(name, np.zeros(2)) + np.array(pair, dtype=np.float64)
+
+    def totals(self) -> dict[str, np.ndarray]:
+        """(sum, weight) of each metric; they start anew."""
+        totals, self._totals = self._totals, {}
+        return totals
+
+    def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
+        """Weighted means."""
+        return {name: float(s / w) if w else math.nan for name, (s, w) in totals.items()}
+
+
+class State:
+    """`hvdtrain.protocols.ModelState`: parameters and velocities."""
+
+    def __init__(self, model: Model, optimizer: Sgd) -> None:
+        self._model, self._optimizer = model, optimizer
+
+    def state(self) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
+        """Copies."""
+        params = self._model.params
+        return {"model": {n: p.copy() for n, p in params.items()},
+                "optimizer": {n: v.copy() for n, v in zip(params, self._optimizer.velocity)}}, {}
+
+    def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
+        """Undo `state`."""
+        for (name, p), v in zip(self._model.params.items(), self._optimizer.velocity):
+            p[...] = groups["model"][name]
+            v[...] = groups["optimizer"][name]
+
+    def rank_state(self) -> dict[str, np.ndarray]:
+        """Random generators."""
+        return rng.capture()
+
+    def load_rank(self, own: dict[str, np.ndarray]) -> None:
+        """Undo `rank_state`."""
+        rng.restore(own)
+
+    def export(self, directory: Path) -> list[str]:
+        """Write model.safetensors."""
+        from safetensors.numpy import save_file
+
+        save_file(self._model.params, str(Path(directory) / "model.safetensors"))
+        return ["model.safetensors"]

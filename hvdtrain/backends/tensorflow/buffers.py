@@ -1,0 +1,181 @@
+"""Variables that ranks hold outside the gradient exchange: initial weights, optimizer state, BatchNorm statistics.
+
+Sharing is collective, eager, rarely called, and does nothing in a world of one rank. `Kept` is local: it takes back
+what the forward of a step did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.backends.tensorflow.optim import Optimization
+from hvdtrain.backends.tensorflow.state import assign, to_numpy
+from hvdtrain.exchange.transport import Transport
+
+CHUNK_BYTES = 1 << 28
+"""Largest single broadcast: MPI counts elements in 31 bits."""
+
+
+class Buffers:
+    """Implements `hvdtrain.protocols.Buffers` for ``model`` and the optimizer's variables.
+
+    ``kept``: copies of what forward passes change. The stage tells of a step's begin (`begin`) and of its samples
+    (`saw`).
+    """
+
+    def __init__(self, model: keras.Model, opt: Optimization, transport: Transport) -> None:
+        self._model, self._opt, self._transport = model, opt, transport
+        self.kept = Kept(model)
+        self._n_seen = self._n_seen_before = 0
+
+    def begin(self) -> None:
+        """Open a step: `discard` goes back to here."""
+        self._n_seen_before = self._n_seen
+        self.kept.forget()
+
+    def saw(self, samples: int) -> None:
+        """Count samples that statistics were taken over."""
+        self._n_seen += samples
+
+    def discard(self) -> None:
+        """Undo what the step did to the statistics."""
+        self.kept.put_back()
+        self._n_seen = self._n_seen_before
+
+    def restart(self) -> None:
+        """Forget how many samples were seen: the statistics are the same on every rank."""
+        self._n_seen = self._n_seen_before = 0
+
+    def share(self) -> None:
+        """Give every rank rank 0's weights, optimizer state and base rate, bit by bit; seed generators stay.
+
+        They travel as bytes, so that every dtype can. The ranks' variables are alike, which was compared before.
+        """
+        if self._transport.size == 1:
+            return
+        opt = self._opt
+        base_lr = tf.Variable(np.nan if opt.base_lr is None else opt.base_lr, trainable=False, dtype=tf.float64)
+        self._from_root([*self._model.weights, *opt.optimizer.variables, base_lr], "initial")
+        opt.base_lr = None if np.isnan(base_lr.numpy()) else float(base_lr.numpy())
+
+    def sync(self) -> None:
+        """Average floating non-trainable weights (BatchNorm statistics) over ranks, each by its samples; collective.
+
+        With n_r the samples of rank r since the last call and base the values of the lowest rank that saw any::
+
+            mean = base + sum_r n_r * (own_r - base) / sum_r n_r
+
+        so that weights which are equal everywhere (frozen layers) keep their bits. Types that are not averaged are
+        that rank's. Without a sample anywhere there is nothing to do.
+        """
+        n_seen = self._n_seen
+        self.restart()
+        wire = self._transport.collectives
+        if wire.size == 1:
+            return
+        counts_P = np.array(self._transport.allgather(tf.constant([n_seen], tf.int64), "buffers.seen")).reshape(-1)
+        if not counts_P.any():
+            return
+        ran = int(np.flatnonzero(counts_P)[0])
+        averaged: dict[str, list[Any]] = {"float32": [], "float64": []}
+        others: list[Any] = []
+        for variable in self._model.non_trainable_weights:
+            dtype = keras.backend.standardize_dtype(variable.dtype)
+            wide = "float64" if dtype == "float64" else "float32"
+            (averaged[wide] if "float" in dtype and wide in wire.dtypes else others).append(variable)
+        self._from_root(others, f"buffers.others.from{ran}", ran)
+        for dtype, variables in averaged.items():
+            if variables:
+                self._average(variables, dtype, ran, n_seen, int(counts_P.sum()))
+
+    def _average(self, variables: Sequence[Any], dtype: str, ran: int, n_seen: int, total: int) -> None:
+        """`sync` of the variables that are averaged in ``dtype``."""
+        ops = self._transport.ops
+        own_N = ops.pack([tf.cast(v.value, dtype) for v in variables])
+        base_N = self._transport.broadcast(tf.identity(own_N), f"buffers.{dtype}.from{ran}", ran)
+        zeros_N = tf.zeros_like(own_N)
+        # Not 0 * NaN; equal infinities (an attention mask) have no difference.
+        apart_N = tf.where(own_N == base_N, zeros_N, (own_N - base_N) * n_seen) if n_seen else zeros_N
+        total_N = self._transport.allreduce(apart_N, f"buffers.{dtype}.sum")
+        for variable, mean in zip(variables, ops.unpack(base_N + total_N / total, [v.shape for v in variables])):
+            variable.assign(tf.cast(mean, variable.dtype))
+
+    def _from_root(self, variables: Sequence[Any], name: str, root: int = 0) -> None:
+        """Give ``variables`` the values of rank ``root``, as bytes."""
+        held = [to_numpy(v) for v in variables]
+        if not held:
+            return
+        own = np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in held])
+        parts = []
+        for i, begin in enumerate(range(0, own.size, CHUNK_BYTES)):
+            sent = tf.constant(own[begin:begin + CHUNK_BYTES])
+            parts.append(np.array(self._transport.broadcast(sent, f"{name}.{i}", root)))
+        ends = np.cumsum([a.nbytes for a in held])
+        for variable, like, part in zip(variables, held, np.split(np.concatenate(parts), ends[:-1])):
+            assign(variable, part.view(like.dtype).reshape(like.shape))
+
+
+class Kept:
+    """Copies of the floating variables that layers update in their forward, to undo a step that is skipped.
+
+    Frozen parameters are not among them. Without such variables nothing is kept and nothing is done.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        found = {id(v): v for layer in model._flatten_layers() for v in layer._non_trainable_variables}
+        groups: dict[tuple[Any, str], list[tf.Variable]] = {}
+        for v in found.values():
+            if "float" in keras.backend.standardize_dtype(v.dtype):
+                groups.setdefault((v.value.dtype, v.value.device), []).append(v.value)
+        # One vector for each type and device: as many small variables would take longer than what they hold.
+        self._groups = [(own, _vector(own, device)) for (_, device), own in groups.items()]
+        self._held = False
+        self._keep, self._put_back = _once(self.copy), _once(self._copy_back)
+
+    def copy(self) -> None:
+        """Copy them as they are now; also while a graph is traced, which is followed by `hold` at each run."""
+        for own, vector in self._groups:
+            with tf.device(vector.device):
+                vector.assign(tf.concat([tf.reshape(v.read_value(), [-1]) for v in own], 0), read_value=False)
+
+    def _copy_back(self) -> None:
+        for own, vector in self._groups:
+            with tf.device(vector.device):
+                parts = tf.split(vector.read_value(), [v.shape.num_elements() for v in own])
+                for v, part in zip(own, parts):
+                    v.assign(tf.reshape(part, v.shape), read_value=False)
+
+    def keep(self) -> None:
+        """Copy them as they are now, in one call."""
+        if self._groups:
+            self._keep()
+            self._held = True
+
+    def hold(self) -> None:
+        """Take note that a graph with `copy` in it has run."""
+        self._held = bool(self._groups)
+
+    def forget(self) -> None:
+        """Hold nothing."""
+        self._held = False
+
+    def put_back(self) -> None:
+        """Undo what happened to them since they were copied."""
+        if self._held:
+            self._put_back()
+
+
+def _vector(own: Sequence[tf.Variable], device: str) -> tf.Variable:
+    n = sum(v.shape.num_elements() for v in own)
+    with tf.init_scope(), tf.device(device):
+        return tf.Variable(tf.zeros([n], own[0].dtype), trainable=False)
+
+
+def _once(graph: Callable[[], None]) -> Callable[[], None]:
+    """``graph`` as one call; eager assignments of each variable would take milliseconds in a deep model."""
+    return tf.function(graph, input_signature=[], jit_compile=False, autograph=False)

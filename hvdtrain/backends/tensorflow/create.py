@@ -1,0 +1,129 @@
+"""How the parts of a Keras model on TensorFlow are made: whole, or split over this rank's devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.backends.tensorflow import placement, state
+from hvdtrain.backends.tensorflow.buffers import Buffers
+from hvdtrain.backends.tensorflow.chain import Chain, chain_of
+from hvdtrain.backends.tensorflow.gradients import Gradients
+from hvdtrain.backends.tensorflow.metrics import Evaluator
+from hvdtrain.backends.tensorflow.ops import Ops
+from hvdtrain.backends.tensorflow.optim import Optimization
+from hvdtrain.backends.tensorflow.optimizer import Optimizer, SplitOptimizer
+from hvdtrain.backends.tensorflow.params import Params
+from hvdtrain.backends.tensorflow.split import Split, measured
+from hvdtrain.backends.tensorflow.stage import Stage
+from hvdtrain.backends.tensorflow.state import ModelState
+from hvdtrain.backends.tensorflow.task import ClassNumbers, loss_name, make_task
+from hvdtrain.backends.tensorflow.transforms import sync_batchnorm
+from hvdtrain.backends.tensorflow.transforms.placement import Placement
+from hvdtrain.backends.tensorflow.transforms.precision import MixedPrecision
+from hvdtrain.cluster.exit import agreed
+from hvdtrain.config import Config
+from hvdtrain.errors import UserError
+from hvdtrain.exchange.transport import Transport
+from hvdtrain.keras import compiled
+from hvdtrain.misfit import told
+from hvdtrain.parallel import plan
+from hvdtrain.parts import Parts
+from hvdtrain.precision.policy import FP32, Precision
+from hvdtrain.precision.scaler import LossScale
+from hvdtrain.protocols import Collectives, Control, ModelSpec, Transform
+
+if TYPE_CHECKING:
+    from hvdtrain.protocols import Batch
+
+
+def make_parts(spec: ModelSpec, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,
+               precision: Precision = FP32, sample: Callable[[int], Batch] | None = None, data: Any = None) -> Parts:
+    """Return the parts of ``spec.model`` on this rank's device or devices.
+
+    A model that has no variables yet is built from ``sample(1)`` of the run's ``data``, which knows how nested inputs
+    lie. With ``model_parallel`` it is collective: the parts are made in host memory, every rank measures its blocks on
+    ``sample(n)`` (n samples as numpy arrays; without it the model file's example), and all agree on one cut.
+    """
+    compiled.begin(spec.model, data)
+    making = _Making(spec, config, wire, steps_per_epoch, precision, control.rank)
+    if config.model_parallel == 1:
+        making.begin(sample)
+        return making.parts(None)
+    samples = sample or spec.example
+
+    def begin() -> Chain:
+        placement.split_devices(config.model_parallel)
+        if samples is None:
+            raise UserError("model_parallel without samples to measure blocks with", "data, or example(B) in the "
+                            "model file", "give the model file an example(B)")
+        with tf.device(placement.HOST):
+            making.begin(sample)
+        return chain_of(spec)
+
+    chain = agreed(control, begin, "model")
+    own = making.opt.optimizer
+
+    def measure() -> Any:
+        with told(spec.model, samples(2)):
+            return measured(chain, own, config, control, samples)
+
+    found = agreed(control, measure, "split")
+    return making.parts(Split(chain, plan.agree(found, config, control), own))
+
+
+class _Making:
+    """What is known while parts are made. ``opt``: the optimizer, from `begin` on."""
+
+    def __init__(self, spec: ModelSpec, config: Config, wire: Collectives, steps_per_epoch: int, precision: Precision,
+                 rank: int) -> None:
+        self._spec, self._config, self._wire, self._steps = spec, config, wire, steps_per_epoch
+        self._precision, self._rank = precision, rank
+        self._scale = LossScale(config.loss_scale, precision.scaled)
+        self.opt: Optimization
+
+    def begin(self, sample: Callable[[int], Batch] | None) -> None:
+        """Build model and optimizer, and move the model's random generators to this rank's own stream."""
+        placement.require_tensorflow()
+        model: keras.Model = self._spec.model
+        compiled.build(self._spec, sample)
+        if not model.trainable_variables:
+            raise UserError("the model has no trainable variable", "at least one", "set trainable on a layer")
+        self._mixed = MixedPrecision(self._precision, self._scale)
+        self._mixed.install(model)  # a split is measured in the types that it will compute in
+        self._task, self._class_numbers = make_task(self._spec, self._config), ClassNumbers(self._spec, self._config)
+        self._evaluator = Evaluator(self._spec, self._config, self._task, self._class_numbers)
+        self.opt = Optimization(self._config, model, self._steps)
+        sync_batchnorm.release(model)
+        placement.seed_model(state.seed_states(model), self._rank)
+
+    def parts(self, split: Split | None) -> Parts:
+        """Return the parts, of a model that is spread by ``split`` or whole."""
+        model, config, scale = self._spec.model, self._config, self._scale
+        several = config.accumulate > 1 or config.micro_batch > 0 or config.balance != "off"
+        across = sync_batchnorm.Across(self._wire, several) if config.sync_batchnorm else None
+        if across and split and sync_batchnorm.norms(model):
+            raise UserError("sync_batchnorm with model_parallel, whose parts of a micro-batch each have statistics",
+                            "one of the two", "set sync_batchnorm: false, or model_parallel: 1")
+        blocks = split.chain.layers if split else self._blocks()
+        params = Params(model, self.opt, scale, blocks, split)
+        optimizer = SplitOptimizer(self.opt, params.variables, scale, split) if split else Optimizer(
+            self.opt, params.variables, scale)
+        buffers = Buffers(model, self.opt, Transport(self._wire, Ops()))
+        gradients = Gradients(model, self._task, self._rank in self._precision.scaled, split)
+        stage = Stage(model, self._task, self._class_numbers, buffers, gradients, lambda: scale.of(self._rank), across,
+                      config.balance != "auto", loss_name(self._spec, config))
+        transforms: list[Transform] = [self._mixed, *([across] if across else [])]
+        if split:
+            transforms.insert(0, Placement(split))
+        return Parts(model, blocks, stage, params, optimizer, buffers, self._evaluator,
+                     ModelState(model, self.opt, scale, buffers), transforms, self._precision, scale,
+                     [Ops(device) for device in split.plan.devices] if split else ())
+
+    def _blocks(self) -> tuple[Any, ...]:
+        """The layers that the model file names as its model's blocks; none where it does not."""
+        named = self._spec.blocks
+        return () if named is None else tuple(layer for _, layer in named(self._spec.model))

@@ -1,0 +1,121 @@
+"""What a step's graphs compute: one rank's gradient of a micro-batch, and the sum over several of them.
+
+Owns the operations, and the variables that keep a sum between calls. When which graph is traced and run is `stage`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.backends.tensorflow.following import follow
+from hvdtrain.backends.tensorflow.ops import Ops
+from hvdtrain.backends.tensorflow.split import Split
+from hvdtrain.backends.tensorflow.task import Task
+from hvdtrain.exchange.buckets import Bucket
+
+
+class Gradients:
+    """Gradients of ``task`` on ``model``; with a ``split`` each of them is on the device of its variable.
+
+    ``scaled``: losses are multiplied by a loss scale, which `rescale` sets, and gradients divided by it.
+    Horovod's operations are not marked stateful, so nothing that reaches them may be a constant: TensorFlow would run
+    the collective while it optimises the graph. Hence `zero` is a variable.
+    """
+
+    def __init__(self, model: keras.Model, task: Task, scaled: bool = False, split: Split | None = None) -> None:
+        self._model, self._task, self.split = model, task, split
+        self._variables = [v.value for v in model.trainable_variables]
+        self._sums: list[tf.Variable] = []
+        self._loss_sum = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="loss_sum")
+        self._zero = tf.Variable(0.0, trainable=False, name="zero")
+        self._unscale = tf.Variable(1.0, trainable=False, name="unscale") if scaled else None
+        self.loss_scale = 1.0
+        self.times: tf.Tensor | None = None
+        """When the slots of a split model's pipeline end, of the graph that was traced last."""
+
+    def rescale(self, loss_scale: float) -> None:
+        """Divide gradients by ``loss_scale`` from now on; 1 unless they were made ``scaled``."""
+        if loss_scale != self.loss_scale:
+            assert self._unscale is not None, "gradients that do not unscale"
+            self.loss_scale = loss_scale
+            self._unscale.assign(1.0 / loss_scale)
+
+    def at(self, place: int) -> Any:
+        """Return the scope of one of the rank's devices; TensorFlow's choice where the model is not split."""
+        return tf.device(self.split.plan.devices[place]) if self.split else contextlib.nullcontext()
+
+    def _beside(self, variable: tf.Variable) -> Any:
+        return tf.device(variable.device) if self.split else contextlib.nullcontext()
+
+    # --- while a graph is traced -------------------------------------------------------------------------------------
+
+    def local(self, batch: tuple[Any, ...], scale: tf.Tensor,
+              parts: int = 1) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        """Return (loss_sum, weight, gradients of ``loss_sum * scale`` by variable)."""
+        self.times = None
+        if self.split:
+            follow()
+            loss_sum, weight, grads, self.times = self.split.pipeline.gradients(self._task, batch, scale, parts)
+        else:
+            with tf.GradientTape() as tape:
+                loss_sum, weight = self._task(self._model, batch, True)
+                scaled = loss_sum * tf.cast(scale, loss_sum.dtype)
+            grads = tape.gradient(scaled, self._variables)
+        return loss_sum, weight, [self._dense(g, v) for g, v in zip(grads, self._variables)]
+
+    def _dense(self, grad: Any, variable: tf.Variable) -> tf.Tensor:
+        if grad is None:  # the loss does not depend on it; on another rank it may
+            return self._filled(variable, self._zero)
+        return tf.convert_to_tensor(grad)
+
+    def _filled(self, variable: tf.Variable, value: Any) -> tf.Tensor:
+        with self._beside(variable):
+            return tf.fill(variable.shape, tf.cast(value, variable.dtype))
+
+    def all(self, value: tf.Tensor) -> list[tf.Tensor]:
+        """Return gradients that are ``value`` everywhere."""
+        if self.split:
+            follow()
+        return [self._filled(v, value) for v in self._variables]
+
+    def add(self, loss_sum: tf.Tensor, grads: Sequence[tf.Tensor], first: bool) -> None:
+        """Add to the sums, or with ``first`` begin them anew."""
+        own = tf.cast(loss_sum, tf.float64)
+        self._loss_sum.assign(own, read_value=False) if first else self._loss_sum.assign_add(own, read_value=False)
+        for total, grad in zip(self._sums, grads):
+            with self._beside(total):
+                total.assign(grad, read_value=False) if first else total.assign_add(grad, read_value=False)
+
+    def completed(self, loss_sum: tf.Tensor, grads: Sequence[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Return the sums with the last micro-batch's added."""
+        sums = []
+        for grad, total in zip(grads, self._sums):
+            with self._beside(total):
+                sums.append(grad + total.read_value())
+        return self._loss_sum.read_value() + tf.cast(loss_sum, tf.float64), sums
+
+    def unscaled(self, grads: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Return the gradients of the loss itself."""
+        if self._unscale is None:
+            return grads
+        factor = self._unscale.read_value()
+        return [grad * tf.cast(factor, grad.dtype) for grad in grads]
+
+    def packed(self, bucket: Bucket, grads: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Return a bucket's gradients as one vector (n,)."""
+        with self.at(bucket.place):
+            return Ops().pack([grads[i] for i in bucket.params])
+
+    # --- before ------------------------------------------------------------------------------------------------------
+
+    def allocate(self) -> None:
+        """Make the variables that sums are kept in, if they are not there."""
+        if not self._sums:
+            for v in self._variables:
+                with self._beside(v):
+                    self._sums.append(tf.Variable(tf.zeros_like(v), trainable=False))

@@ -1,0 +1,253 @@
+"""The update of Keras variables from summed gradients, as a graph of its own or within that of backward.
+
+Owns the check, the clip and where the operations lie. Which optimizer and rate it is, `optim` knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.backends.tensorflow.following import follow
+from hvdtrain.backends.tensorflow.host import readable, view
+from hvdtrain.backends.tensorflow.ops import HostVector, Ops
+from hvdtrain.backends.tensorflow.optim import Optimization
+from hvdtrain.backends.tensorflow.split import Split
+from hvdtrain.exchange.buckets import Bucket
+from hvdtrain.precision.scaler import LossScale
+
+PLAIN = {"jit_compile": False, "autograph": False}
+"""No XLA, which has no kernels for the collectives; no AutoGraph, as in `keras.Model.fit`."""
+
+ELEMENTWISE = {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Lion"}
+"""Classes of keras.optimizers that update each element by itself."""
+
+
+class Optimizer:
+    """Implements `hvdtrain.protocols.Optimizer` over Keras ``variables``.
+
+    ``opt``: the Keras optimizer (``own``), built for them, and its rate. ``scale``: where it is on, gradients are
+    always checked. ``traced``: makes the update in the graph that is being traced; None where that cannot be.
+    """
+
+    looks = False
+
+    def __init__(self, opt: Optimization, variables: Sequence[keras.Variable], scale: LossScale) -> None:
+        self.opt, self._variables, self._scale = opt, list(variables), scale
+        self._functions: dict[tuple[bool, bool, bool], Callable[..., Any]] = {}
+        self._vectors: list[np.ndarray] = []
+        self._views: list[tuple[np.ndarray, tf.Tensor | None]] = []
+        self._limit: tuple[float, Any] = (math.nan, None)
+        self.traced: Callable[..., tf.Tensor] | None = self._traced
+        self.own = opt.optimizer
+        self.elementwise = _elementwise(self.own) and all(v.constraint is None for v in self._variables)
+
+    def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool) -> tuple[bool, float]:
+        """Clip by the global norm and update; see `hvdtrain.protocols.Optimizer`."""
+        if buckets and all(isinstance(x, np.ndarray) for x in grads):
+            grads, buckets = self._read_in_place(grads, buckets), ()
+        clip, norm, packed = key = (clip_norm > 0, look or clip_norm > 0 or self._scale.on, bool(buckets))
+        if self._limit[0] != clip_norm:
+            self._limit = clip_norm, tf.constant(clip_norm, tf.float32)
+        if key not in self._functions:
+            def graph(limit: tf.Tensor, *xs: tf.Tensor) -> tf.Tensor:
+                grads = _by_variable(xs, buckets)
+                return self._checked(grads, limit if clip else None) if norm else self._apply(grads)
+
+            self._functions[key] = tf.function(graph, **PLAIN).get_concrete_function(self._limit[1], *grads)
+        out = self._functions[key](self._limit[1], *grads)
+        if not norm:
+            return True, math.nan
+        done, found = out.numpy().tolist()
+        return bool(done), found
+
+    def _read_in_place(self, vectors: Sequence[np.ndarray], buckets: Sequence[Bucket]) -> list[tf.Tensor]:
+        """The gradient of each variable as a tensor that reads a bucket's memory, which stays the same step by step.
+
+        Copied are those that begin badly, and all where an optimizer may keep a gradient: assigned to a variable, it
+        would share its memory, which no optimizer of Keras' own does.
+        """
+        if len(vectors) != len(self._vectors) or any(a is not b for a, b in zip(vectors, self._vectors)):
+            found = {i: flat_N[offset:offset + math.prod(shape)].reshape(shape)
+                     for bucket, flat_N in zip(buckets, vectors)
+                     for i, offset, shape in zip(bucket.params, bucket.offsets, bucket.shapes)}
+            kept = not type(self.own).__module__.startswith("keras.") or any(
+                getattr(v, "overwrite_with_gradient", False) for v in self._variables)
+            in_place = all(isinstance(x, HostVector) for x in vectors) and not kept
+            self._vectors = list(vectors)
+            self._views = [(x, view(x) if in_place and readable(x) else None) for _, x in sorted(found.items())]
+        return [tf.convert_to_tensor(x) if seen is None else seen for x, seen in self._views]
+
+    def _checked(self, grads: Sequence[tf.Tensor], limit: tf.Tensor | None) -> tf.Tensor:
+        """Update unless the norm is not finite; float64 (2,): 1 if it was made, else 0, and the norm."""
+        norm = tf.cast(tf.sqrt(squares(grads)), tf.float32)
+        done = self._guarded(grads, tf.math.is_finite(norm), norm, limit)
+        return tf.stack([tf.cast(done, tf.float64), tf.cast(norm, tf.float64)])
+
+    def _guarded(self, grads: Sequence[tf.Tensor], good: tf.Tensor, norm: tf.Tensor, limit: Any) -> tf.Tensor:
+        """The update where ``good``, of gradients that are clipped to ``limit``, if there is one; ``good``."""
+        def update() -> tf.Tensor:
+            if limit is None:
+                return self._apply(grads)
+            factor = tf.where(norm > limit, limit / norm, 1.0)
+            return self._apply([x * tf.cast(factor, x.dtype) for x in grads])
+
+        return tf.cond(good, update, lambda: tf.constant(False))
+
+    def _traced(self, grads: Sequence[tf.Tensor], loss_sum: tf.Tensor, clip_norm: float = 0.0) -> tf.Tensor:
+        """Update in the graph that is being traced unless loss or gradient are not finite.
+
+        Returns float64 (2,): the squares of the gradient, and 1 if the update was made, else 0.
+        """
+        total = squares(grads)
+        norm = tf.cast(tf.sqrt(total), tf.float32)
+        good = tf.math.is_finite(norm) & tf.math.is_finite(loss_sum)
+        done = self._guarded(grads, good, norm, clip_norm if clip_norm > 0 else None)
+        return tf.stack([total, tf.cast(done, tf.float64)])
+
+    def _apply(self, grads: Sequence[tf.Tensor]) -> tf.Tensor:
+        with fused(self.own):
+            self.own.apply(list(grads), self._variables)
+        return tf.constant(True)
+
+    def skipped(self) -> bool:
+        """False: the sums are looked at before their update, on a GPU too."""
+        return False
+
+    def slots(self) -> Iterator[tuple[str, int, tf.Tensor]]:
+        """Yield what Keras' optimizer holds of each variable in its shape, by its own attribute's name."""
+        known = {id(v) for v in self.own.variables}
+        for name, held in vars(self.own).items():
+            if name in ("_variables", "_trainable_variables") or not isinstance(held, (list, tuple)):
+                continue
+            if len(held) == len(self._variables):
+                for i, (slot, variable) in enumerate(zip(held, self._variables)):
+                    if id(slot) in known and tuple(slot.shape) == tuple(variable.shape):
+                        yield name.lstrip("_"), i, slot.value.read_value()
+
+    def plain_sgd(self) -> bool:
+        """Return whether it is SGD without momentum."""
+        return type(self.own) is keras.optimizers.SGD and not self.own.momentum
+
+    def bytes_to_come(self) -> int:
+        """Nothing: the optimizer's state is there."""
+        return 0
+
+    def learning_rate(self) -> float:
+        """Return the rate of the next update."""
+        return self.opt.rate()
+
+    def end_epoch(self) -> None:
+        """Nothing: Keras' schedules count updates."""
+
+    def describe(self) -> dict[str, str]:
+        """Return optimizer, rate and schedule in words."""
+        return self.opt.describe()
+
+
+class SplitOptimizer(Optimizer):
+    """An `Optimizer` over variables on several devices: everything happens beside them.
+
+    Whether the norm is finite is decided between two graphs: what goes into a branch of a graph goes through one
+    device.
+    """
+
+    def __init__(self, opt: Optimization, variables: Sequence[keras.Variable], scale: LossScale, split: Split) -> None:
+        super().__init__(opt, variables, scale)
+        self.traced, self._split = None, split
+        self._both: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+
+    def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool) -> tuple[bool, float]:
+        """Take the norm, then update; see `Optimizer.step`."""
+        if self._both is None:
+            self._both = (tf.function(lambda *xs: tf.sqrt(squares(self._beside(xs, buckets))), **PLAIN),
+                          tf.function(lambda factor, *xs: self._scaled(self._beside(xs, buckets), buckets, factor),
+                                      **PLAIN))
+        norm_of, update = self._both
+        if not (look or clip_norm > 0 or self._scale.on):
+            update(tf.constant(1.0), *grads)
+            return True, math.nan
+        norm = float(norm_of(*grads))
+        if math.isfinite(norm):
+            factor = clip_norm / norm if 0 < clip_norm < norm else 1.0
+            update(tf.constant(factor, tf.float32), *grads)
+        return math.isfinite(norm), norm
+
+    def _scaled(self, tensors: Sequence[tf.Tensor], buckets: Sequence[Bucket], factor: tf.Tensor) -> tf.Tensor:
+        grads = _by_variable([x * tf.cast(factor, x.dtype) for x in tensors], buckets)
+        # Keras sums over the replicas of tf.distribute, of which there is one, in an operation that takes all gradients
+        # and so brings them all to one device.
+        with _instead(self.own, "_all_reduce_sum_gradients", lambda pairs: pairs):
+            return self._apply(grads)
+
+    def _beside(self, tensors: Sequence[tf.Tensor], buckets: Sequence[Bucket]) -> list[tf.Tensor]:
+        """Gradients or buckets on the device of their variables, where sums that came over the host are not yet."""
+        follow()
+        places = [b.place for b in buckets] if buckets else [self._split.place(v) for v in self._variables]
+        moved = []
+        for x, place in zip(tensors, places):
+            with tf.device(self._split.plan.devices[place]):
+                moved.append(tf.identity(x))
+        return moved
+
+
+def _elementwise(own: Any) -> bool:
+    """Whether Keras' optimizer ``own`` updates flat slices to the bits of whole variables."""
+    known = type(own) is getattr(keras.optimizers, type(own).__name__, None) and type(own).__name__ in ELEMENTWISE
+    return known and not (own.clipnorm or own.global_clipnorm or getattr(own, "_exclude_from_weight_decay", None))
+
+
+def squares(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return the sum of all elements' squares, float64; not finite where an element is not."""
+    ops = Ops()
+    return tf.add_n([tf.cast(ops.sum_squares(x), tf.float64) for x in tensors])
+
+
+def _by_variable(tensors: Sequence[tf.Tensor], buckets: Sequence[Bucket]) -> list[tf.Tensor]:
+    """The gradient of each variable from those of the buckets, or as they are where there are no buckets."""
+    if not buckets:
+        return list(tensors)
+    found = {i: grad for bucket, flat_N in zip(buckets, tensors)
+             for i, grad in zip(bucket.params, Ops().unpack(flat_N, bucket.shapes))}
+    return [found[i] for i in sorted(found)]
+
+
+@contextlib.contextmanager
+def fused(own: Any) -> Iterator[None]:
+    """While a graph is traced: let Keras' SGD update each variable by TensorFlow's one kernel for it.
+
+    The kernel's formula is Keras', to the bit, but reads and writes each element once; Keras' own operations take a
+    third longer over a large model's step. All else of an update (clipping, decay, averages) stays Keras'.
+    """
+    if type(own) is not keras.optimizers.SGD:
+        yield
+        return
+
+    def update_step(grad: tf.Tensor, variable: tf.Variable, rate: Any) -> None:
+        rate, grad = tf.cast(rate, variable.dtype), tf.cast(grad, variable.dtype)
+        if not own.momentum:
+            tf.raw_ops.ResourceApplyGradientDescent(var=variable.handle, alpha=rate, delta=grad)
+            return
+        slot = own.momentums[own._get_variable_index(variable)].value
+        tf.raw_ops.ResourceApplyKerasMomentum(var=variable.handle, accum=slot.handle, lr=rate, grad=grad,
+                                              momentum=tf.cast(own.momentum, variable.dtype),
+                                              use_nesterov=bool(own.nesterov))
+
+    with _instead(own, "update_step", update_step):
+        yield
+
+
+@contextlib.contextmanager
+def _instead(thing: Any, name: str, value: Any) -> Iterator[None]:
+    """``thing.name`` is ``value``; Keras would track an attribute that is set plainly."""
+    object.__setattr__(thing, name, value)
+    try:
+        yield
+    finally:
+        object.__delattr__(thing, name)

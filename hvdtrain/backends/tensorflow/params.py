@@ -1,0 +1,81 @@
+"""The trainable variables of a Keras model: singly, as flat buckets, and under an optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.backends.tensorflow import state
+from hvdtrain.backends.tensorflow.ops import Ops
+from hvdtrain.backends.tensorflow.optim import Optimization
+from hvdtrain.backends.tensorflow.optimizer import Optimizer
+from hvdtrain.backends.tensorflow.split import Split
+from hvdtrain.exchange.buckets import Bucket
+from hvdtrain.precision.scaler import LossScale
+from hvdtrain.protocols import ParamSpec
+
+
+class Params:
+    """Implements `hvdtrain.protocols.Params` in the model's own order.
+
+    ``blocks``: the layers that the model file names as the model's blocks, if it does. ``opt``: the run's optimizer.
+    """
+
+    def __init__(self, model: keras.Model, opt: Optimization, scale: LossScale, blocks: Sequence[Any] = (),
+                 split: Split | None = None) -> None:
+        self._model, self._opt, self._scale = model, opt, scale
+        self.variables = list(model.trainable_variables)
+        owner: dict[int, int] = {}
+        for number, layer in enumerate(blocks):
+            for variable in layer.variables:
+                owner.setdefault(id(variable), number)
+        self.specs = [ParamSpec(name, tuple(v.shape), keras.backend.standardize_dtype(v.dtype),
+                                split.place(v) if split else 0, owner.get(id(v), 0))
+                      for name, v in state.named(self.variables).items()]
+
+    def made_of(self) -> list[str]:
+        """Return a line for each variable of the model, then the optimizer with its schedule and variables.
+
+        Without Keras' own counters in names (``dense_7``), which go on counting within a process.
+        """
+        def line(kind: str, v: Any) -> str:
+            dtype = keras.backend.standardize_dtype(v.dtype)
+            return f"{kind} {state.without_counters(v.path)} {dtype}{list(v.shape)}"
+
+        return [*(line("variable" if v.trainable else "frozen variable", v) for v in self._model.weights),
+                f"optimizer {self._opt.made_of()}",
+                *(line("variable of the optimizer", v) for v in self._opt.optimizer.variables)]
+
+    def flat(self, bucket: Bucket) -> tf.Tensor:
+        """Return a copy of the variables of ``bucket`` as one vector (n,)."""
+        return tf.identity(Ops().pack([self.variables[i].value.read_value() for i in bucket.params]))
+
+    def write(self, bucket: Bucket, flat_N: tf.Tensor) -> None:
+        """Undo `flat`."""
+        for i, x in zip(bucket.params, Ops().unpack(tf.convert_to_tensor(flat_N), bucket.shapes)):
+            self.variables[i].assign(x)
+
+    def optimizer(self, vectors: Sequence[tf.Variable]) -> Optimizer:
+        """Return an optimizer of the run's kind over ``vectors``, variables (n,), with state of its own.
+
+        It goes by the run's own rate, also where that is a variable that a callback changes.
+        """
+        made = copy.copy(self._opt)
+        own = self._opt.optimizer
+        made.optimizer = type(own).from_config(own.get_config())
+        if not callable(own._learning_rate):
+            object.__setattr__(made.optimizer, "_learning_rate", own._learning_rate)
+        variables = [_as_keras(vector) for vector in vectors]
+        made.optimizer.build(variables)
+        return Optimizer(made, variables, self._scale)
+
+
+def _as_keras(vector: tf.Variable) -> keras.Variable:
+    """A Keras variable around ``vector`` itself."""
+    made = keras.Variable(tf.zeros([0], vector.dtype), dtype=keras.backend.standardize_dtype(vector.dtype))
+    made._value, made._shape = vector, tuple(vector.shape)
+    return made

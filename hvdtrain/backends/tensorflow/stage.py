@@ -1,0 +1,260 @@
+"""Forward and backward of a Keras model on one rank, in graphs that also hold what the sink can trace.
+
+Owns what is called when, and what is kept from one call to the next. What the graphs compute is in `gradients`, for
+which shapes they are traced in `calls`, losses in `task`.
+
+Where the collectives can be graph nodes, the sink is called while the graph is traced: each bucket's node waits for
+its own gradients only, so that its sum overlaps the rest of backward. A rank without a sample runs a graph of zeros
+with nodes of the same names. The graph of the last micro-batch then returns when the sums have arrived; the seconds
+waited are measured inside it. Sums over a wire of the host are made after the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.backends.tensorflow import host, placement, state
+from hvdtrain.backends.tensorflow.buffers import Buffers
+from hvdtrain.backends.tensorflow.calls import PLAIN, Calls
+from hvdtrain.backends.tensorflow.collectives import peer_failures
+from hvdtrain.backends.tensorflow.gradients import Gradients
+from hvdtrain.backends.tensorflow.task import ClassNumbers, Task
+from hvdtrain.backends.tensorflow.transforms import sync_batchnorm
+from hvdtrain.backends.tensorflow.trial import Trial
+from hvdtrain.data.empty import StandIn
+from hvdtrain.protocols import Batch, GradientSink, Pair
+
+
+class Stage:
+    """Implements `hvdtrain.protocols.Stage` for a whole model, which may be split over devices.
+
+    ``loss_scale``: returns this rank's factor of the loss. ``across``: what sums BatchNorm's moments over ranks, if
+    anything does. ``exact``: the first sizes of a micro-batch get a graph each (`calls`). ``loss_words``: the loss for
+    the summary.
+    """
+
+    def __init__(self, model: keras.Model, task: Task, class_numbers: ClassNumbers, buffers: Buffers,
+                 gradients: Gradients, loss_scale: Callable[[], float], across: sync_batchnorm.Across | None,
+                 exact: bool, loss_words: str) -> None:
+        self.model, self.task, self.class_numbers = model, task, class_numbers
+        self._buffers, self._gradients, self._loss_scale, self._across = buffers, gradients, loss_scale, across
+        self._exact, self._words = exact and gradients.split is None, {"loss": loss_words}
+        self.asynchronous = placement.on_gpu(model)
+        self.waited_s = 0.0
+        self._stand_in = StandIn()
+        self._like: Batch = ()
+        self._calls, self._connected = Calls(), False
+        self._sink: GradientSink | None = None
+        self._zeros: dict[int, Callable[..., Any]] = {}
+        self._memory: list[Any] = []
+        self._several = False
+        self._trial: Trial | None = None
+
+    def connect(self, sink: GradientSink) -> None:
+        """Prepare the graphs for this sink; they are traced at the first batch, and kept while it stays the same."""
+        if sink is not self._sink or self._connected:
+            self._calls, self._sink, self._zeros = Calls(), sink, {}
+            # Every rank asks for this memory or none, whatever it computes on: the wire may make it in common.
+            self._memory = [] if sink.in_graph else [sink.buffer(b) for b in sink.buckets]
+        self._connected = True
+
+    def disconnect(self) -> None:
+        """Nothing is hooked into the model."""
+        self._connected = False
+
+    def sizes(self) -> set[int]:
+        """Return the numbers of samples of a micro-batch that have a graph of their own; all others share one."""
+        return self._calls.sizes()
+
+    def begin(self) -> None:
+        """Open a step."""
+        self._gradients.rescale(self._loss_scale())
+        self._several, self.waited_s = False, 0.0
+        self._buffers.begin()
+
+    def run(self, micro: Batch, scale: float, final: bool, sink: GradientSink) -> Pair:
+        """Add the gradient of ``loss_sum * scale``; the graph of the ``final`` micro-batch exchanges too, if it can."""
+        batch, samples = tuple(micro), len(tf.nest.flatten(micro)[0])
+        self._buffers.saw(samples)
+        if self._across:
+            self._across.begin(self._loss_scale(), samples > 0)
+            if samples:
+                self.spare(batch)
+            else:
+                batch, scale = self._stand_in.instead(batch), 0.0
+        with self.class_numbers.checked(batch):
+            pair = self._final(batch, scale, sink) if final else self._add(batch, scale)
+        if self._across:
+            self.waited_s += self._across.waited_s()
+        return pair if samples else (0.0, 0.0)
+
+    def _add(self, batch: tuple[Any, ...], scale: float) -> Pair:
+        """A micro-batch that is not the last one; its scalars are read when they are needed."""
+        first = not self._several
+        self._several, self.waited_s = True, 0.0
+        self._gradients.allocate()
+
+        def trace(parts: tuple[Any, ...], scale: tf.Tensor, n_parts: int) -> tf.Tensor:
+            if first:
+                self._buffers.kept.copy()
+            loss_sum, weight, grads = self._gradients.local(parts, scale, n_parts)
+            self._gradients.add(loss_sum, grads, first)
+            return _pair(loss_sum, weight)
+
+        pair = self._run("first" if first else "more", batch, scale, trace)
+        if first:
+            self._buffers.kept.hold()
+        return tuple(tf.unstack(pair)) if self.asynchronous else tuple(pair.numpy().tolist())
+
+    def _final(self, batch: tuple[Any, ...], scale: float, sink: GradientSink) -> Pair:
+        several, self._several = self._several, False
+
+        def trace(parts: tuple[Any, ...], scale: tf.Tensor, n_parts: int) -> Any:
+            if not several:
+                self._buffers.kept.copy()
+            loss_sum, weight, grads = self._gradients.local(parts, scale, n_parts)
+            total, sums = self._gradients.completed(loss_sum, grads) if several else (loss_sum, grads)
+            return self._hand_over(sink, _pair(loss_sum, weight), total, sums)
+
+        kind = "last" if several else "only"
+        report, tensors = self._run((kind, sink.variant), batch, scale, trace)
+        if not several:
+            self._buffers.kept.hold()
+        loss_sum, weight, *rest = report.numpy().tolist()
+        self._arrived(sink, tensors, rest)
+        return loss_sum, weight
+
+    def nothing(self, sink: GradientSink, poison: bool = False) -> None:
+        """Hand over zeros, or NaN."""
+        value = math.nan if poison else 0.0
+        if self._across and self._across.active:  # the other ranks' layers wait for this one too
+            self._across.begin(self._loss_scale(), False)
+            self._final(self._stand_in.instead(self._like), value, sink)
+            self.waited_s += self._across.waited_s()
+            return
+        if self._in_place:
+            for bucket, flat_N in zip(sink.buckets, self._memory):
+                flat_N[...] = value
+                sink.put(bucket.index, flat_N)
+            self.waited_s = 0.0
+            return
+        key = sink.variant
+        if key not in self._zeros:
+            def trace(value: tf.Tensor) -> Any:
+                return self._hand_over(sink, tf.zeros([2], tf.float64), value, self._gradients.all(value))
+
+            self._zeros[key] = tf.function(trace, input_signature=[tf.TensorSpec([], tf.float32)], **PLAIN)
+        with peer_failures():
+            report, tensors = self._zeros[key](tf.constant(value))
+        self._arrived(sink, tensors, report.numpy().tolist()[2:])
+
+    def _arrived(self, sink: GradientSink, tensors: Sequence[tf.Tensor], rest: list[float]) -> None:
+        """Hand over what a graph has returned: sums, or this rank's own gradients."""
+        if sink.in_graph:
+            self.waited_s = rest[0]
+            sink.ran(tensors, rest[1:])
+            return
+        self.waited_s = 0.0
+        for bucket, flat_N in zip(sink.buckets, self._memory if self._in_place else ()):
+            host.fill(flat_N, bucket, [tensors[i] for i in bucket.params])
+            sink.put(bucket.index, flat_N)
+        for i, x in enumerate(() if self._in_place else tensors):
+            sink.put(i, x)
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether gradients are copied, one by one, to where the wire sums them."""
+        return bool(self._memory) and all(isinstance(x, np.ndarray) for x in self._memory)
+
+    def _hand_over(self, sink: GradientSink, pair: tf.Tensor, loss_sum: tf.Tensor,
+                   grads: list[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """While a graph is traced: (report, tensors).
+
+        ``report``: float64, the pair, the seconds from the last local gradient to the last sum, the sink's numbers. One
+        tensor, since each that is read costs the host a call. Without a sink in the graph it is the pair alone.
+        """
+        grads = self._gradients.unscaled(grads)
+        tensors = grads
+        if sink.buckets and not self._in_place:
+            tensors = [self._gradients.packed(b, grads) for b in sink.buckets]
+        if not sink.in_graph:
+            return pair, tensors
+        waited_s = tf.zeros([], tf.float64)
+        if sink.buckets:
+            with tf.control_dependencies(tensors):
+                ready_s = tf.timestamp()
+        for i, x in enumerate(tensors):
+            sink.put(i, x)
+        sums = sink.collect()
+        if sink.buckets:
+            with tf.control_dependencies(sums):
+                waited_s = tf.maximum(tf.timestamp() - ready_s, 0.0)
+        numbers = sink.look(loss_sum, sums)
+        updated = numbers.shape[0] == 2  # the graph holds the update too: nobody reads the gradients after it
+        return tf.concat([pair, [waited_s], numbers], 0), [] if updated else sums
+
+    def _run(self, kind: Any, batch: tuple[Any, ...], scale: float, graph: Callable[..., Any],
+             exact: bool = True) -> Any:
+        """Run ``graph(batch, scale, parts)`` on the batch as tensors."""
+        leaves = [x if tf.is_tensor(x) else tf.convert_to_tensor(x) for x in tf.nest.flatten(batch)]
+        split = self._gradients.split
+        n_parts = split.parts(int(leaves[0].shape[0])) if split else 1
+
+        def trace(scale: tf.Tensor, *parts: tf.Tensor) -> Any:
+            results = graph(tf.nest.pack_sequence_as(batch, parts), scale, n_parts)
+            return results, self._gradients.times if split else None
+
+        with peer_failures():
+            results, times = self._calls.call((kind, n_parts), trace, leaves, scale * self._gradients.loss_scale,
+                                              exact and self._exact)
+        if split and kind != "alone":
+            split.took(n_parts, times)
+        return results
+
+    def spare(self, batch: Batch) -> None:
+        """Keep a sample to compute on where a micro-batch has none (`hvdtrain.data.empty`)."""
+        self._stand_in.saw(batch)
+        self._like = tuple(array[:0] for array in batch)
+
+    def trial(self, batch: Batch) -> None:
+        """Compute a batch's gradient for its time alone, in a graph of its own without an exchange."""
+        self._once(batch)
+
+    def culprit(self, batch: Batch) -> str:
+        """Return the first variable that this batch gives a gradient which is not finite, or ""."""
+        names = iter(state.named(self.model.trainable_variables))
+        return next((n for n, g in zip(names, self._once(batch)) if not bool(tf.reduce_all(tf.math.is_finite(g)))), "")
+
+    def _once(self, batch: Batch) -> list[tf.Tensor]:
+        """This rank's own gradients of a batch, after which all is as it was."""
+        if self._trial is None:
+            self._trial = Trial(self.model, lambda parts: self._run(
+                "alone", parts, 1.0, lambda batch, scale, n: self._gradients.local(batch, scale, n)[2], exact=False))
+        with self.class_numbers.checked(tuple(batch)), sync_batchnorm.local_statistics(self._across):
+            return self._trial(batch)
+
+    def device_s(self) -> None:
+        """Nothing: a call of a graph returns when its results are there."""
+
+    def describe(self) -> dict[str, str]:
+        """Return loss and device in words."""
+        return {**self._words, "device": "gpu" if self.asynchronous else "cpu"}
+
+    def caveats(self) -> list[str]:
+        """Return the layers whose result depends on how a batch is cut (law 2)."""
+        found = []
+        if not self._across and any(layer.trainable for layer in sync_batchnorm.norms(self.model)):
+            found.append("BatchNorm takes its statistics over each rank's own samples, without sync_batchnorm: true")
+        if state.seed_states(self.model):
+            found.append("dropout draws differ with the number of ranks")
+        return found
+
+
+def _pair(loss_sum: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+    return tf.stack([tf.cast(loss_sum, tf.float64), tf.cast(weight, tf.float64)])

@@ -1,0 +1,39 @@
+"""Loss and metrics of a PyTorch model over evaluation data."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.backends.torch.modes import set_modes
+from hvdtrain.backends.torch.transforms.placement import Placement
+from hvdtrain.backends.torch.transforms.precision import MixedPrecision
+from hvdtrain.protocols import Batch
+
+
+class TorchEvaluator:
+    """Implements `hvdtrain.protocols.Evaluator`; ``metrics``: a `hvdtrain.backends.torch.task.Metrics`."""
+
+    def __init__(self, model: torch.nn.Module, metrics: Any, placement: Placement, precision: MixedPrecision) -> None:
+        self._model, self._metrics, self._placement, self._precision = model, metrics, placement, precision
+
+    def add(self, batch: Batch) -> None:
+        """Add one batch to the metrics' totals; every module is in the mode it was in afterwards."""
+        modes = {m: m.training for m in self._model.modules()}
+        self._model.eval()
+        try:
+            with torch.no_grad(), self._precision.computing():
+                self._metrics.add(self._model, self._placement.tensors(batch))
+        finally:
+            set_modes(self._model, modes)
+
+    def totals(self) -> dict[str, np.ndarray]:
+        """Return float64[2] (sum, weight) of each metric this rank saw; they start anew."""
+        return {name: np.array(pair, dtype=np.float64) for name, pair in self._metrics.take().items()}
+
+    def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return weighted means."""
+        return {name: float(s / w) if w else math.nan for name, (s, w) in totals.items()}

@@ -1,0 +1,145 @@
+"""The parts of a Keras model on PyTorch: PyTorch's, but for what Keras keeps or says elsewhere.
+
+Owns which parts those are: names of variables, seeded generators, metrics, the optimizer of ``model.compile``, files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from hvdtrain.backends.torch.buffers import Buffers
+from hvdtrain.backends.torch.create import Maker
+from hvdtrain.backends.torch.evaluator import TorchEvaluator
+from hvdtrain.backends.torch.generators import Generators
+from hvdtrain.backends.torch.keras import forget_generator
+from hvdtrain.backends.torch.keras.alone import without_tensorflow
+from hvdtrain.backends.torch.keras.module import KerasModule, dropping, normalising, seed_states
+from hvdtrain.backends.torch.keras.optim import compiled_optimizer
+from hvdtrain.backends.torch.keras.state import KerasState
+from hvdtrain.backends.torch.keras.task import KerasMetrics, KerasTask
+from hvdtrain.backends.torch.optimizer import TorchOptimizer
+from hvdtrain.backends.torch.params import TorchParams
+from hvdtrain.config import Config
+from hvdtrain.errors import UserError
+from hvdtrain.keras.compiled import build, setup_of
+from hvdtrain.keras.seeds import generator_kept
+from hvdtrain.precision.policy import Precision
+from hvdtrain.protocols import Batch, Collectives
+
+_STRIDE = 1_000_003
+"""Distance of two ranks' seeds."""
+
+_COUNTER = re.compile(r"_\d+(?=[/_ ]|$)")
+"""Keras' numbers of layers, which count within a process: ``dense_7/kernel`` here may be ``dense/kernel`` elsewhere."""
+
+
+class KerasMaker(Maker):
+    """Makes the parts of a `keras.Model`, which is ``spec.model``, by way of a `KerasModule`."""
+
+    def __init__(self, spec: Any, config: Config, rank: int, wire: Collectives, steps_per_epoch: int,
+                 precision: Precision, sample: Callable[[int], Batch] | None = None) -> None:
+        with torch.no_grad(), without_tensorflow():
+            build(spec, sample)
+        self.keras_model: keras.Model = spec.model
+        if config.sync_batchnorm and normalising(self.keras_model):
+            raise UserError("sync_batchnorm with Keras' BatchNormalization on PyTorch",
+                            "layers that look at one sample at a time, or statistics of each rank's own samples",
+                            "use GroupNormalization, set sync_batchnorm: false, or KERAS_BACKEND=tensorflow")
+        with without_tensorflow():
+            task = KerasTask(spec, config)
+            self._metrics = KerasMetrics(spec, config, task)
+        inner = dataclasses.replace(spec, model=KerasModule(self.keras_model), task=task, metrics=None, blocks=None)
+        super().__init__(inner, config, rank, wire, steps_per_epoch, precision)
+        self.generators = KerasGenerators(self.placement.devices, self.keras_model)
+        self._adopted = compiled_optimizer(config, self.keras_model)
+        if self._adopted is not None:
+            setup_of(self.keras_model).optimizer = self._adopted.own
+        forget_generator()
+        for seed in seed_states(self.keras_model):
+            first, counter = (int(n) for n in keras.ops.convert_to_numpy(seed))
+            seed.assign([(first + _STRIDE * rank) % 2**31, counter])
+
+    def params(self) -> KerasParams:
+        """Tensors that are compared between ranks without Keras' counters."""
+        make = partial(TorchOptimizer, self.config, steps_per_epoch=self.steps_per_epoch, scale=self.scale)
+
+        def make_for(tensors: Sequence[torch.Tensor]) -> TorchOptimizer:
+            own = [p for _, p in self.model.named_parameters() if p.requires_grad]
+            same = len(own) == len(tensors) and all(map(lambda a, b: a is b, own, tensors))
+            adopted = self._adopted if self._adopted is None or same else self._adopted.over(tensors)
+            return make(tensors, adopted=adopted)
+
+        return KerasParams(self.model, [], self.placement.places(), make_for)
+
+    def evaluator(self) -> KerasEvaluator:
+        """Keras' metrics."""
+        return KerasEvaluator(self.model, self._metrics, self.placement, self.precision)
+
+    def state(self, params: TorchParams, optimizer: TorchOptimizer, buffers: Buffers) -> KerasState:
+        """With Keras' files, and a compiled optimizer's state."""
+        return KerasState(self.keras_model, self.model, params.names, optimizer, buffers, self.scale, self.generators)
+
+    def caveats(self) -> list[str]:
+        """Layers whose result depends on how a batch is cut (law 2)."""
+        found = super().caveats()
+        if normalising(self.keras_model):
+            found.append("BatchNorm takes its statistics over each rank's own samples")
+        if dropping(self.keras_model):
+            found.append("dropout draws differ with the number of ranks")
+        return found
+
+
+class KerasParams(TorchParams):
+    """`TorchParams` without Keras' counters in what ranks compare."""
+
+    def made_of(self) -> list[str]:
+        """Return a line for each variable."""
+        return [_COUNTER.sub("", line) for line in super().made_of()]
+
+
+class KerasEvaluator(TorchEvaluator):
+    """`TorchEvaluator` of Keras' metrics, which keep totals of their own shapes."""
+
+    def add(self, batch: Batch) -> None:
+        """Add one batch to the metrics' totals."""
+        with without_tensorflow():  # metrics are made at the first
+            super().add(batch)
+
+    def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return metrics by name, from totals that were summed over ranks."""
+        return dict(self._metrics.results(totals))
+
+
+class KerasGenerators(Generators):
+    """`Generators`, and the seeded ones of ``model``'s layers."""
+
+    def __init__(self, devices: Sequence[torch.device], model: keras.Model) -> None:
+        super().__init__(devices)
+        self._model = model
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return the state of each by name."""
+        return {**super().state(), **{f"keras.seed.{i}": np.array(keras.ops.convert_to_numpy(v))
+                                      for i, v in enumerate(seed_states(self._model))}}
+
+    def load(self, arrays: dict[str, np.ndarray]) -> None:
+        """Undo `state`."""
+        super().load(arrays)
+        for i, variable in enumerate(seed_states(self._model)):
+            if f"keras.seed.{i}" in arrays:
+                variable.assign(arrays[f"keras.seed.{i}"])
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """After it, each is as it was before it, Keras' own generator of unseeded calls too."""
+        with super().kept(), generator_kept(), without_tensorflow():  # asked for where a model refuses its input
+            yield

@@ -1,0 +1,65 @@
+"""What a checkpoint holds of a Keras model on PyTorch, and its final files."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from hvdtrain.backends.torch import state
+from hvdtrain.backends.torch.keras.alone import without_tensorflow
+from hvdtrain.backends.torch.keras.optim import Adopted
+
+
+class KerasState(state.TorchState):
+    """`TorchState`, with all state of a compiled optimizer and with Keras' files."""
+
+    def __init__(self, keras_model: keras.Model, *args: Any) -> None:
+        super().__init__(*args)
+        self._keras_model = keras_model
+        self._adopted = self.optimizer.optimizer if isinstance(self.optimizer.optimizer, Adopted) else None
+
+    def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
+        """Undo `state`; a checkpoint that does not fit changes nothing."""
+        self.optimizer.check(rest)
+        if self._adopted is not None:
+            own = state.optimizer_arrays(self.optimizer, self.names)
+            state.check_names("optimizer", own, groups["optimizer"])
+        super().load(groups, rest)
+
+    def export(self, directory: Path) -> list[str]:
+        """Write model.safetensors and Keras' own file; return their names.
+
+        The latter is model.keras, or model.weights.h5 for a model whose class Keras cannot describe. With use_ema the
+        averaged weights are written, as `keras.Model.fit` leaves them.
+        """
+        averaged = self._adopted if self._adopted is not None and self._adopted.own.use_ema else None
+        kept = [tensor.detach().clone() for tensor in self.optimizer.tensors] if averaged else []
+        if averaged:
+            averaged.own.finalize_variable_values(self._keras_model.trainable_variables)
+        try:
+            return _write(self.model, self._keras_model, Path(directory))
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(self.optimizer.tensors, kept):
+                    tensor.copy_(value)
+
+
+def _write(module: torch.nn.Module, model: keras.Model, directory: Path) -> list[str]:
+    from safetensors.torch import save_model
+
+    save_model(module, str(directory / "model.safetensors"))
+    whole, only_weights = directory / "model.keras", directory / "model.weights.h5"
+    with warnings.catch_warnings(), without_tensorflow():
+        warnings.simplefilter("ignore")
+        try:
+            model.save(whole)
+            return ["model.safetensors", whole.name]
+        except (NotImplementedError, TypeError, ValueError):
+            whole.unlink(missing_ok=True)
+            model.save_weights(only_weights)
+            return ["model.safetensors", only_weights.name]

@@ -1,0 +1,79 @@
+"""The trainable tensors of a PyTorch model: singly, as flat buckets, and under an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hvdtrain.backends.torch import audit
+from hvdtrain.backends.torch.optimizer import TorchOptimizer
+from hvdtrain.errors import UserError
+from hvdtrain.exchange.buckets import Bucket
+from hvdtrain.protocols import ParamSpec
+
+Make = Callable[[Sequence[torch.Tensor]], TorchOptimizer]
+
+
+class TorchParams:
+    """Implements `hvdtrain.protocols.Params`.
+
+    ``names``, ``tensors``: in the model's own order, a shared tensor once. ``places``: the device of each, as an index.
+    ``make``: returns an optimizer of the run's kind over tensors.
+    """
+
+    def __init__(self, model: torch.nn.Module, blocks: Sequence[torch.nn.Module], places: Mapping[int, int],
+                 make: Make) -> None:
+        self._model, self._make = model, make
+        self._run_optimizer: TorchOptimizer | None = None
+        named = trainable(model)
+        self.names, self.tensors = [n for n, _ in named], [p for _, p in named]
+        block_of = _block_of(blocks)
+        self.specs = [ParamSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch."), places.get(id(p), 0),
+                                block_of.get(id(p), len(blocks))) for n, p in named]
+
+    def made_of(self) -> list[str]:
+        """Return a line for each parameter and buffer, those outside the state_dict too, and one for the optimizer."""
+        return [*audit.made_of(self._model), *([self._run_optimizer.made_of()] if self._run_optimizer else [])]
+
+    def views(self, bucket: Bucket, flat_N: torch.Tensor) -> list[torch.Tensor]:
+        """Return ``flat_N`` (n,) cut into views of the shapes of the bucket's tensors."""
+        return [flat_N[offset:offset + self.specs[i].n].view(shape)
+                for i, offset, shape in zip(bucket.params, bucket.offsets, bucket.shapes)]
+
+    def flat(self, bucket: Bucket) -> torch.Tensor:
+        """Return a copy of the tensors of ``bucket`` as one vector (n,) on their device."""
+        return torch.cat([self.tensors[i].detach().reshape(-1) for i in bucket.params])
+
+    @torch.no_grad()
+    def write(self, bucket: Bucket, flat_N: torch.Tensor) -> None:
+        """Undo `flat`."""
+        torch._foreach_copy_([self.tensors[i].detach() for i in bucket.params], self.views(bucket, flat_N))
+
+    def optimizer(self, vectors: Sequence[torch.Tensor] | None = None) -> TorchOptimizer:
+        """Return an optimizer of the run's kind over the tensors, or over ``vectors`` (n,), which it updates in place.
+
+        Each call makes state anew.
+        """
+        if vectors is None:
+            self._run_optimizer = self._make(self.tensors)
+            return self._run_optimizer
+        return self._make([torch.nn.Parameter(vector.detach()) for vector in vectors])
+
+
+def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters of ``model`` that are trained, by name; `UserError` where there is none."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if not named:
+        raise UserError("the model has no trainable parameter", "at least one with requires_grad", "unfreeze one")
+    return named
+
+
+def _block_of(blocks: Sequence[Any]) -> dict[int, int]:
+    """Return the index of the first block that holds a tensor, by the tensor's id."""
+    found: dict[int, int] = {}
+    for number, block in enumerate(blocks):
+        for tensor in block.parameters():
+            found.setdefault(id(tensor), number)
+    return found

@@ -1,0 +1,158 @@
+"""Forward and backward of a PyTorch model, whole or split over a rank's devices."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from hvdtrain.backends.torch import placement as devices_of
+from hvdtrain.backends.torch.buffers import Buffers
+from hvdtrain.backends.torch.generators import Generators
+from hvdtrain.backends.torch.gradients import Gradients
+from hvdtrain.backends.torch.params import TorchParams
+from hvdtrain.backends.torch.transforms.placement import Placement
+from hvdtrain.backends.torch.transforms.precision import MixedPrecision
+from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm
+from hvdtrain.backends.torch.trial import first_not_finite, untouched
+from hvdtrain.data.empty import StandIn
+from hvdtrain.errors import UserError
+from hvdtrain.protocols import Batch, GradientSink, Pair
+
+
+class TorchStage:
+    """Implements `hvdtrain.protocols.Stage`.
+
+    ``task``: ``task(model, tensors) -> (loss_sum, weight)``. ``sync``: the transform of that name, where there is one.
+    ``caveats``: tells what in the model depends on how a batch is cut.
+    """
+
+    def __init__(self, model: torch.nn.Module, task: Callable[..., Pair], params: TorchParams, buffers: Buffers,
+                 placement: Placement, precision: MixedPrecision, sync: SyncBatchNorm | None, generators: Generators,
+                 rank: int, caveats: Callable[[], list[str]]) -> None:
+        self._model, self._task, self._params, self._buffers = model, task, params, buffers
+        self._placement, self._precision, self._sync, self.generators = placement, precision, sync, generators
+        self._rank, self._caveats = rank, caveats
+        self._gradients = Gradients(params, placement.on_its_device)
+        self._stand_in = StandIn()
+        self.asynchronous = placement.on_gpu
+        self.waited_s = self._waited_in_step_s = 0.0
+        self._clock = devices_of.DeviceClock() if self.asynchronous else None
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Those that it computes on."""
+        return self._placement.devices
+
+    # --- the gradients' way --------------------------------------------------------------------------------------
+
+    def connect(self, sink: GradientSink) -> None:
+        """Allocate the sink's buckets and hook the parameters."""
+        self._gradients.connect(sink)
+
+    def disconnect(self) -> None:
+        """Remove the hooks."""
+        self._gradients.disconnect()
+
+    def begin(self) -> None:
+        """Forget the gradients of the step before, and remember the buffers."""
+        self._buffers.keep()
+        self._waited_in_step_s = 0.0
+        if self._clock:
+            self._clock.start()
+        self._gradients.forget()
+
+    def run(self, micro: Batch, scale: float, final: bool, sink: GradientSink) -> Pair:
+        """Add the gradient of ``loss_sum * scale``; hooks hand over the gradients of the ``final`` micro-batch."""
+        samples = len(micro[0])
+        self._buffers.saw(samples)
+        factor = self._precision.factor
+        if self._sync:
+            self._sync.begin(factor, samples > 0)
+            if samples:
+                self._stand_in.saw(micro)
+            else:
+                micro, scale = self._stand_in.instead(micro), 0.0
+        loss_sum, weight = self.forward(micro)
+        self._gradients.backward(loss_sum * (scale * factor), factor, final)
+        if self._sync:
+            self.waited_s = self._sync.waited_s
+            self._waited_in_step_s += self.waited_s
+        if final and self._clock:
+            self._clock.stop()
+        return (loss_sum.detach(), weight) if samples else (0.0, 0.0)
+
+    def forward(self, batch: Batch) -> Pair:
+        """Return the task's (loss_sum, weight); `UserError` for a loss that is none, or too few samples for BatchNorm.
+        """
+        try:
+            with self._precision.computing():
+                loss_sum, weight = self._task(self._model, self._placement.tensors(batch))
+        except ValueError as error:
+            if "Expected more than 1 value per channel when training" not in str(error):
+                raise
+            raise UserError(f"a micro-batch of {len(batch[0])} sample on rank {self._rank} with BatchNorm, which takes "
+                            "its statistics over more than one value per channel",
+                            "at least 2 samples in each micro-batch of every rank",
+                            "change global_batch, shares, accumulate or micro_batch, or use GroupNorm") from error
+        if not isinstance(loss_sum, torch.Tensor) or loss_sum.dim() != 0:
+            shape = tuple(getattr(loss_sum, "shape", ()))
+            raise UserError(
+                f"task returned a loss of type {type(loss_sum).__name__} and shape {shape}",
+                "(loss_sum, weight) with a scalar loss_sum",
+                "sum the loss in the model file's task",
+            )
+        return loss_sum, weight
+
+    def nothing(self, sink: GradientSink, poison: bool = False) -> None:
+        """Hand over zeros, or NaN with ``poison``, in place of what has not been handed over yet."""
+        self.waited_s = 0.0
+        self._gradients.nothing(poison)
+        if self._clock:
+            self._clock.stop()
+
+    def spare(self, batch: Batch) -> None:
+        """Keep a sample to compute on where a micro-batch has none (`hvdtrain.data.empty`)."""
+        self._stand_in.saw(batch)
+
+    # --- on the side ---------------------------------------------------------------------------------------------
+
+    def trial(self, batch: Batch) -> None:
+        """Compute a batch's gradient for its time alone."""
+        with self._once(batch):
+            pass
+
+    def culprit(self, batch: Batch) -> str:
+        """Return the first parameter that this batch gives a gradient which is not finite, or ""."""
+        for param in self._params.tensors:  # they hold the sums of all ranks, to which backward would add
+            param.grad = None
+        if self._sync and len(batch[0]) == 1:  # one rank's own statistics need more than one value
+            batch = tuple(np.repeat(array, 2, axis=0) for array in batch)
+        with self._once(batch):
+            found = first_not_finite(self._params.tensors)
+        return "" if found is None else self._params.names[found]
+
+    @contextlib.contextmanager
+    def _once(self, batch: Batch) -> Iterator[None]:
+        """Compute the gradients of a batch, there within the body; afterwards all is as it was."""
+        alone = self._sync.local_statistics() if self._sync else contextlib.nullcontext()
+        with untouched(self._model, self._params.tensors, self.generators), alone:
+            loss_sum, _ = self.forward(batch)
+            (loss_sum / max(1, len(batch[0]))).backward()  # type: ignore[no-untyped-call]
+            devices_of.synchronize(self.devices)
+            yield
+
+    def device_s(self) -> float | None:
+        """Return the seconds between the events around the latest step that the device has ended; None on a CPU."""
+        found_s = self._clock.seconds() if self._clock else None
+        return found_s if found_s is None else max(0.0, found_s - self._waited_in_step_s)
+
+    def describe(self) -> dict[str, str]:
+        """Return nothing: transforms tell devices, split and types."""
+        return {}
+
+    def caveats(self) -> list[str]:
+        """Return the layers whose result depends on how a batch is cut (law 2)."""
+        return self._caveats()

@@ -1,0 +1,44 @@
+"""Keeps freed host memory in this process, so that the next step does not ask the system for the same pages again.
+
+Owns that one setting of the C library. A step on a CPU frees all its activations at its end; glibc then gives the top
+of its heap back, and blocks of some MiB at once, and the system clears each page anew when the next step touches it. On
+the ResNet of `bench step` these were 5000 page faults a step, 7 to 14 ms of the system's time on a busy machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+
+KEPT_BYTES = 1 << 30
+"""Free memory that stays in the process before the heap is cut, and size from which a block is mapped by itself."""
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""What malloc.h calls M_TRIM_THRESHOLD and M_MMAP_THRESHOLD."""
+
+_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+
+def keep_freed() -> bool:
+    """Keep up to `KEPT_BYTES`; return whether that took effect. Not where the environment says otherwise, nor outside
+    of glibc; an allocator that was preloaded in its place goes on as it does.
+    """
+    if any(name in os.environ for name in _OWN):
+        return False
+    mallopt = _glibc("mallopt")
+    return bool(mallopt(_TRIM_THRESHOLD, KEPT_BYTES) and mallopt(_MMAP_THRESHOLD, KEPT_BYTES))
+
+
+def give_back() -> None:
+    """Give all free memory back to the system, so that what this process holds is what it uses; where glibc is."""
+    _glibc("malloc_trim")(0)
+
+
+def _glibc(name: str) -> Callable[..., int]:
+    """A function of glibc; one that does nothing and returns 0 where there is none."""
+    try:
+        found: Callable[..., int] = getattr(ctypes.CDLL(None), name)
+        return found
+    except (OSError, AttributeError):
+        return lambda *_: 0

@@ -1,0 +1,113 @@
+"""One copy of the model: nothing is sent, gradients stay in the shape and place where backward makes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hvdtrain.exchange.compressor_state import OTHER
+from hvdtrain.exchange.squares import sum_squares
+from hvdtrain.exchange.weighting import loss_scale
+from hvdtrain.protocols import Array, Ops, Optimizer
+
+if TYPE_CHECKING:
+    from hvdtrain.data.feed import StepBatch
+    from hvdtrain.exchange.buckets import Bucket
+
+
+class Alone:
+    """`hvdtrain.protocols.DataParallel` of one rank without compression.
+
+    ``clip_norm``: global norm to clip to, 0: none. ``look``: the update is to tell the norm. An optimizer that can be
+    traced updates inside the graph that computes the gradients, where ``fuses``; then `update` merely tells what became
+    of it.
+    """
+
+    caveats: tuple[str, ...] = ()
+    in_graph = True
+    compression = "none"
+    looks = True
+    """False only in the bench that tells what looking at gradients costs."""
+
+    def __init__(self, optimizer: Optimizer, ops: Ops, clip_norm: float = 0.0, look: bool = False) -> None:
+        self.optimizer, self.clip_norm, self.look_first = optimizer, clip_norm, look
+        self.fuses = True
+        self.buckets: list[Bucket] = []
+        self._ops = ops
+        self._grads: dict[int, Array] = {}
+        self._numbers: Sequence[float] = ()
+
+    @property
+    def variant(self) -> int:
+        """Whether the graph updates."""
+        return int(self.fuses)
+
+    def describe(self) -> str:
+        """Nothing travels."""
+        return "none"
+
+    def begin(self, step: int) -> None:
+        """Forget the gradients of the step before."""
+        self._grads, self._numbers = {}, ()
+
+    def discard(self) -> None:
+        """Nothing: there is no state."""
+
+    def scale(self, batch: StepBatch) -> float:
+        """1 / W."""
+        return loss_scale(batch.weight)
+
+    def meets(self, step: int) -> bool:
+        """True: the vote of one rank decides as that of many does."""
+        return True
+
+    def buffer(self, bucket: Bucket) -> Array:
+        """Never asked for: there are no buckets."""
+        raise AssertionError("gradients of one rank lie in no bucket")
+
+    def put(self, index: int, x: Array) -> None:
+        """Take the gradient of parameter ``index``, in its own shape."""
+        self._grads[index] = x
+
+    def collect(self) -> list[Array]:
+        """The gradients by parameter."""
+        return [self._grads[i] for i in sorted(self._grads)]
+
+    def look(self, loss_sum: Array, sums: Sequence[Array]) -> Array:
+        """Add the update to the graph where the optimizer can; numbers (squares, 1 if updated else 0) or (squares,)."""
+        traced = getattr(self.optimizer, "traced", None)
+        if traced is not None and self.fuses:
+            return traced(sums, loss_sum, self.clip_norm)
+        return self._ops.reshape(sum_squares(self._ops, sums), (1,))
+
+    def ran(self, sums: Sequence[Array], numbers: Sequence[float]) -> None:
+        """Take a graph's results."""
+        self._grads, self._numbers = dict(enumerate(sums)), numbers
+
+    def squares(self, grads: Sequence[Array]) -> float:
+        """Of all gradients; 0 where a device looks at them by itself."""
+        if len(self._numbers):
+            return float(self._numbers[0])
+        if self.optimizer.looks or not self.looks:
+            return 0.0
+        return float(sum_squares(self._ops, grads))
+
+    def update(self, step: int, grads: Sequence[Array]) -> tuple[bool, float]:
+        """Update, or tell of the update that the graph has made."""
+        if len(self._numbers) > 1:
+            return bool(self._numbers[1]), math.sqrt(self._numbers[0])
+        return self.optimizer.step(grads, self.buckets, self.clip_norm, self.look_first)
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """Nothing."""
+        return {}
+
+    def restore(self, own: dict[str, np.ndarray]) -> str:
+        """Say that a compressor's state, of which ``own`` has some, is not taken."""
+        return OTHER if "compressor.mark" in own else ""
+
+    def restart(self) -> None:
+        """Nothing to forget."""

@@ -1,0 +1,152 @@
+"""Every rank holds the whole model and makes every update: gradients are summed over ranks in each step.
+
+Owns what happens to a step's gradients in order: buckets go on the wire as backward fills them, the sums are looked at,
+the optimizer reads them where they arrived. How a bucket is summed is `hvdtrain.exchange.reducer`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hvdtrain.data_parallel import Setup
+from hvdtrain.data_parallel.alone import Alone
+from hvdtrain.exchange.attach import buckets_of, check, compression_of
+from hvdtrain.exchange.compressors import create
+from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.exchange.squares import own_parts, sum_squares
+from hvdtrain.exchange.weighting import loss_scale
+from hvdtrain.protocols import Array, Compressor, DataParallel, Optimizer
+
+if TYPE_CHECKING:
+    from hvdtrain.data.feed import StepBatch
+    from hvdtrain.exchange.buckets import Bucket
+
+
+def make(setup: Setup) -> DataParallel:
+    """Plan buckets and compressor as the configuration says; collective.
+
+    A rank alone compresses nothing, unless topk stands in for the optimizer's momentum. compression auto begins with
+    none: the callback of that name measures and then calls `Replicate.use`.
+    Errors: `UserError` for a compression that does not go with the optimizer, the shares or the ranks.
+    """
+    config, stage, optimizer = setup.config, setup.parts.stage, setup.parts.optimizer
+    name = compression_of(setup)
+    check(setup, name)
+    # A device that decides by itself tells too late for a step that is to be undone as a whole.
+    look = stage.asynchronous and config.nan_guard == "skip"
+    if setup.collectives.size == 1 and name == "none":
+        return Alone(optimizer, setup.ops, config.clip_norm, look)
+    reducer = Reducer(buckets_of(setup), create(name, config), setup.collectives, setup.ops, setup.parts.ops_of_place)
+    # In a graph the copy that undoing needs costs a pass over the state; elsewhere the old arrays are merely kept.
+    reducer.state.undoable = config.nan_guard == "skip" or setup.parts.scale.on or not setup.collectives.in_graph
+    if name not in ("none", "adasum"):
+        setup.notes.append(f"gradients are approximated by {reducer.compressor.describe()}")
+    return Replicate(reducer, optimizer, config.clip_norm, look)
+
+
+class Replicate:
+    """`hvdtrain.protocols.DataParallel` that sums every bucket by ``reducer`` in every step.
+
+    ``clip_norm``: global norm to clip to, 0: none. ``look``: the update is to tell the norm.
+    """
+
+    caveats: tuple[str, ...] = ()
+    looks = True
+    """False only in the bench that tells what looking at gradients costs."""
+
+    def __init__(self, reducer: Reducer, optimizer: Optimizer, clip_norm: float = 0.0, look: bool = False) -> None:
+        self.reducer, self.optimizer, self.clip_norm, self.look_first = reducer, optimizer, clip_norm, look
+        self.buckets: list[Bucket] = reducer.buckets
+        self.in_graph: bool = reducer.collectives.in_graph
+        self._sums: list[Array] | None = None
+        self._squares: float | None = None
+
+    @property
+    def variant(self) -> int:
+        """The compressor's stage of warm-up."""
+        return self.reducer.stage
+
+    @property
+    def compression(self) -> str:
+        """The compressor's name."""
+        return self.reducer.compressor.name
+
+    def describe(self) -> str:
+        """The compressor with its settings."""
+        return self.reducer.compressor.describe()
+
+    def use(self, compressor: Compressor) -> None:
+        """Exchange by another compressor, with fresh state, from the next step on; every rank calls it between steps.
+
+        The stage is to be connected anew.
+        """
+        old = self.reducer
+        self.reducer = Reducer(old.buckets, compressor, old.collectives, old.ops, old.ops_of_place)
+        self.reducer.state.undoable = old.state.undoable
+
+    def begin(self, step: int) -> None:
+        """Open a step of the reducer."""
+        self.reducer.begin()
+        self._sums = self._squares = None
+
+    def discard(self) -> None:
+        """Take compressor state back to `begin`."""
+        self.reducer.state.discard()
+
+    def scale(self, batch: StepBatch) -> float:
+        """1 / W of the whole batch, or of this rank's part for a compressor that wants each rank's own mean."""
+        return loss_scale(batch.own_weight if self.reducer.compressor.own_mean else batch.weight)
+
+    def meets(self, step: int) -> bool:
+        """True: in every step."""
+        return True
+
+    def buffer(self, bucket: Bucket) -> Array:
+        """Zeros (n,), in memory of the wire's own where it sums that without a copy."""
+        return self.reducer.buffer(bucket)
+
+    def put(self, index: int, x: Array) -> None:
+        """Put a full bucket on the wire, after those before it."""
+        self.reducer.start(index, x)
+
+    def collect(self) -> list[Array]:
+        """The sums by bucket."""
+        if self._sums is None:
+            self._sums = self.reducer.finish()
+        sums, self._sums = self._sums, None
+        return sums
+
+    def look(self, loss_sum: Array, sums: Sequence[Array]) -> Array:
+        """The squares of this rank's part of ``sums``, float64 (1,), in the graph."""
+        ops, wire = self.reducer.ops, self.reducer.collectives
+        parts = list(own_parts(sums, self.buckets, wire.rank, wire.size)) if self.looks else []
+        return ops.reshape(sum_squares(ops, parts), (1,))
+
+    def ran(self, sums: Sequence[Array], numbers: Sequence[float]) -> None:
+        """Take a graph's sums and their squares."""
+        self._sums, self._squares = list(sums), float(numbers[0])
+
+    def squares(self, grads: Sequence[Array]) -> float:
+        """Of this rank's part; 0 where a device looks at them by itself."""
+        if self._squares is not None:
+            return self._squares
+        return self.reducer.squares(grads) if self.looks and not self.optimizer.looks else 0.0
+
+    def update(self, step: int, grads: Sequence[Array]) -> tuple[bool, float]:
+        """Update from the sums, which have the same bits on every rank: so all take one decision without a vote."""
+        return self.optimizer.step(grads, self.buckets, self.clip_norm, self.look_first)
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """Compressor state."""
+        return self.reducer.state.saved()
+
+    def restore(self, own: dict[str, np.ndarray]) -> str:
+        """Undo `saved`; state of other buckets or another compressor starts anew, which is said."""
+        return self.reducer.state.restore(own)
+
+    def restart(self) -> None:
+        """Forget compressor state."""
+        self.reducer.state.restart()

@@ -1,0 +1,55 @@
+"""A model on one rank, taken apart into what a run drives: `Parts`, which each backend's ``make_parts`` makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.precision.policy import Precision
+from hvdtrain.precision.scaler import LossScale
+from hvdtrain.protocols import Buffers, Evaluator, ModelState, Ops, Optimizer, Params, Stage, Transform
+
+
+@dataclass
+class Parts:
+    """The parts. ``precision``: what every rank computes in; ``scale``: the loss scale.
+
+    ``transforms``: in the order in which they are installed (`hvdtrain.transforms.ORDER`). ``ops_of_place``: of a model
+    that is split, the array operations of each device.
+    """
+
+    model: Any
+    blocks: Sequence[Any]
+    stage: Stage
+    params: Params
+    optimizer: Optimizer
+    buffers: Buffers
+    evaluator: Evaluator
+    state: ModelState
+    transforms: list[Transform]
+    precision: Precision
+    scale: LossScale
+    ops_of_place: Sequence[Ops] = ()
+
+    def install(self, collective: bool = True) -> None:
+        """Take the model for a run, the first transform first; without ``collective`` for this rank alone."""
+        for transform in self.transforms:
+            if collective or not transform.collective:
+                transform.install(self.model, self.blocks)
+
+    def remove(self) -> None:
+        """Give the model back as its user made it, from the last transform to the first."""
+        for transform in reversed(self.transforms):
+            transform.remove(self.model)
+
+    def describe(self) -> dict[str, str]:
+        """Return the model's training in words, for the summary."""
+        words = {**self.optimizer.describe(), **self.stage.describe()}
+        for transform in self.transforms:
+            words |= transform.describe()
+        return words
+
+    def caveats(self) -> list[str]:
+        """Return what in this model depends on how a batch is cut, in words (law 2)."""
+        return [*self.stage.caveats(), *(caveat for transform in self.transforms for caveat in transform.caveats())]

@@ -1,0 +1,1 @@
+"""The order of a step's forwards and backwards; a file for each order."""

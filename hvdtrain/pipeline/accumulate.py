@@ -1,0 +1,32 @@
+"""One micro-batch after the other, forward and backward each; the last one hands the gradients over."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from hvdtrain.protocols import Done, GradientSink, Stage
+
+if TYPE_CHECKING:
+    from hvdtrain.data.feed import StepBatch
+
+
+class Accumulate:
+    """`hvdtrain.protocols.Schedule` over a ``stage`` that is the whole model."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+
+    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> Done:
+        """Sum the micro-batches' gradients; a rank without any hands over zeros."""
+        stage, totals, waited_s = self.stage, [], 0.0
+        stage.begin()
+        for i, micro in enumerate(batch.micros, 1):
+            totals.append(stage.run(micro, scale, i == len(batch.micros), sink))
+            waited_s += stage.waited_s
+        if not batch.micros:
+            stage.nothing(sink)
+            waited_s += stage.waited_s
+        begin = time.perf_counter()
+        grads = sink.collect()
+        return Done(grads, totals, waited_s + time.perf_counter() - begin)

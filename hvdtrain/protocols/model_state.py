@@ -1,0 +1,93 @@
+"""The seams of what a model holds beside its gradients: buffers, metrics, and all that a checkpoint keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvdtrain.protocols.arrays import Batch
+
+
+class Buffers(Protocol):
+    """What ranks hold outside the gradient exchange: initial values, and what forward passes change (BatchNorm)."""
+
+    def share(self) -> None:
+        """Give every rank rank 0's variables, optimizer state included; collective."""
+        ...
+
+    def sync(self) -> None:
+        """Average what ranks changed on their own since the last time, by their samples; collective."""
+        ...
+
+    def discard(self) -> None:
+        """Undo what the step did to them."""
+        ...
+
+
+class Evaluator(Protocol):
+    """Metrics with additive totals."""
+
+    def add(self, batch: Batch) -> None:
+        """Add one batch to the running totals."""
+        ...
+
+    def totals(self) -> dict[str, np.ndarray]:
+        """Return the additive float64[k] state of each metric this rank saw since the last call; resets them."""
+        ...
+
+    def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return metrics by name, from totals that were summed over ranks."""
+        ...
+
+
+class ModelState(Protocol):
+    """What a checkpoint holds of model and optimizer."""
+
+    def state(self) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
+        """Return (groups of named arrays: "model", "optimizer"; JSON-able rest), the same on every rank."""
+        ...
+
+    def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
+        """Undo `state`; what does not fit raises `UserError` and changes nothing."""
+        ...
+
+    def rank_state(self) -> dict[str, np.ndarray]:
+        """Return this rank's random generators."""
+        ...
+
+    def load_rank(self, own: dict[str, np.ndarray]) -> None:
+        """Undo `rank_state`."""
+        ...
+
+    def export(self, directory: Path) -> list[str]:
+        """Write the final model in safetensors and the framework's native format; return the file names."""
+        ...
+
+
+class Transform(Protocol):
+    """Changes how a model computes, and takes that back: placement, precision, sync_batchnorm, a user's own.
+
+    ``collective``: forward passes then wait for other ranks; such a transform is not in place while samples are tried.
+    """
+
+    collective: bool
+
+    def install(self, model: Any, blocks: Sequence[Any]) -> None:
+        """Change ``model`` in place, where that is not done; ``blocks``: its consecutive parts as the model file names
+        them, or none."""
+        ...
+
+    def remove(self, model: Any) -> None:
+        """Give the model back as its user made it."""
+        ...
+
+    def describe(self) -> dict[str, str]:
+        """Return what it does in words, for the summary."""
+        ...
+
+    def caveats(self) -> list[str]:
+        """Return what of law 2 it bends, in words."""
+        ...

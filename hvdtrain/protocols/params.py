@@ -1,0 +1,114 @@
+"""The seams of a model's trainable tensors and of their update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from hvdtrain.protocols.arrays import Array
+
+if TYPE_CHECKING:
+    from hvdtrain.exchange.buckets import Bucket
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One trainable tensor as the exchange sees it: deterministic name, shape, numpy dtype name.
+
+    ``place``: which of the rank's devices it lives on, 0 but for models that are split over several. ``block``: the
+    block of the model it belongs to, counted from 0; no bucket holds tensors of two blocks.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    place: int = 0
+    block: int = 0
+
+    @property
+    def n(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+class Optimizer(Protocol):
+    """Updates trainable tensors from their gradients.
+
+    ``elementwise``: an element's update depends on that element alone, so that flat slices of tensors are updated to
+    the same bits as whole ones (SGD, Adam; not Adafactor, LAMB, or a clip of each tensor's own norm). A fused kernel
+    may round the last elements of a tensor otherwise.
+    ``looks``: on an asynchronous device `step` looks by itself whether gradients are finite, and `skipped` tells.
+    """
+
+    elementwise: bool
+    looks: bool
+
+    def step(self, grads: Sequence[Array], buckets: Sequence[Bucket], clip_norm: float,
+             look: bool) -> tuple[bool, float]:
+        """Clip by the global norm (0: no clipping) and update; return (finite, norm).
+
+        ``grads``: a vector (n,) for each of ``buckets``, or where there are no buckets the gradient of each parameter
+        in its own shape. The norm is computed where ``clip_norm``, ``look`` or a loss scale asks for it, else NaN; if
+        it is not finite there is no update. On an asynchronous device that is not asked for the norm the device
+        decides by itself, and `skipped` tells a step later.
+        """
+        ...
+
+    def skipped(self) -> bool:
+        """Return whether the device left the update before this one out, as not finite; always False on CPUs."""
+        ...
+
+    def slots(self) -> Iterable[tuple[str, int, Array]]:
+        """Yield what the optimizer remembers of each tensor: (slot, index of the tensor, array of its shape)."""
+        ...
+
+    def plain_sgd(self) -> bool:
+        """Return whether the update is rate x gradient: no momentum, no memory of former gradients."""
+        ...
+
+    def bytes_to_come(self) -> int:
+        """Return the bytes of the device that the first update will take; 0 where they are taken."""
+        ...
+
+    def learning_rate(self) -> float:
+        """Return the rate of the next update."""
+        ...
+
+    def end_epoch(self) -> None:
+        """Let per-epoch schedules move on."""
+        ...
+
+    def describe(self) -> dict[str, str]:
+        """Return optimizer, rate and schedule in words, for the summary."""
+        ...
+
+
+class Params(Protocol):
+    """The trainable tensors of this rank, singly and as flat buckets, in one deterministic order (``specs``)."""
+
+    specs: list[ParamSpec]
+
+    def made_of(self) -> list[str]:
+        """Return a line for each parameter and buffer, such as "parameter fc.weight float32[5, 16]".
+
+        What has to be the same on every rank that holds these parameters (`hvdtrain.alike`).
+        """
+        ...
+
+    def flat(self, bucket: Bucket) -> Array:
+        """Return a copy of the tensors of ``bucket`` as one vector (n,)."""
+        ...
+
+    def write(self, bucket: Bucket, flat_N: Array) -> None:
+        """Undo `flat`."""
+        ...
+
+    def optimizer(self, vectors: Sequence[Array]) -> Optimizer:
+        """Return an optimizer of the run's kind over ``vectors`` in place of the tensors, with state of its own.
+
+        Each vector (n,) is updated in place by `Optimizer.step` from one gradient (n,), without buckets.
+        """
+        ...

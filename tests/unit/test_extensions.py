@@ -1,0 +1,181 @@
+"""A compressor, a transform, a callback and a way to keep copies alike, each added by one file outside the package."""
+
+import contextlib
+
+import numpy as np
+import pytest
+from small_runs import apart, config, fitted, lockstep, make_model, samples, weights
+
+from hvdtrain.config import Data
+from hvdtrain.errors import UserError
+
+MINE = '''
+import json
+from pathlib import Path
+
+from hvdtrain.callbacks.base import Callback
+from hvdtrain.data_parallel.alone import Alone
+from hvdtrain.exchange.buckets import plan_buckets
+from hvdtrain.exchange.compressors.base import Uncompressed
+from hvdtrain.exchange.transport import Transport
+from hvdtrain.exchange.weighting import loss_scale
+from hvdtrain.protocols import AllReduce
+
+
+class Late(Uncompressed):
+    """Sends half of what is there and keeps the rest for later."""
+
+    name = "late"
+
+    def init(self, ops, bucket):
+        return {"rest": ops.zeros(bucket.n, bucket.dtype)}
+
+    def exchange(self, ops, flat_N, state, bucket, size, stage=0):
+        half_N = (flat_N + state["rest"]) * 0.5
+        total_N = yield AllReduce(half_N)
+        return total_N, {"rest": flat_N + state["rest"] - half_N}
+
+
+def late(exchange):
+    return Late()
+
+
+class Doubled:
+    """Computes with inputs that are twice as large."""
+
+    collective = False
+
+    def install(self, model, blocks):
+        if "forward" not in vars(model):
+            plain = model.forward
+            model.forward = lambda x: plain(2.0 * x)
+
+    def remove(self, model):
+        vars(model).pop("forward", None)
+
+    def describe(self):
+        return {"inputs": "doubled"}
+
+    def caveats(self):
+        return ["inputs are doubled"]
+
+
+class Count(Callback):
+    where = "root"
+
+    def __init__(self):
+        self.steps = 0
+
+    def step_end(self, run):
+        self.steps += 1
+
+    def fit_end(self, run):
+        (Path(run.out) / "count.json").write_text(json.dumps(self.steps))
+
+
+class LocalSgd(Alone):
+    """Updates by each rank's own gradient; every so many steps parameters become their mean over ranks."""
+
+    caveats = ("ranks train apart between two meetings",)
+
+    def __init__(self, setup, every):
+        super().__init__(setup.parts.optimizer, setup.ops)
+        self.params, self.wire, self.every = setup.parts.params, Transport(setup.collectives, setup.ops), every
+        self.plan = plan_buckets(self.params.specs, 16.0, setup.group.name("mean"))
+
+    def scale(self, batch):
+        return loss_scale(batch.own_weight)
+
+    def meets(self, step):
+        return (step + 1) % self.every == 0
+
+    def update(self, step, grads):
+        done = super().update(step, grads)
+        if self.meets(step):
+            for bucket in self.plan:
+                own_N = self.params.flat(bucket) / self.wire.size
+                self.params.write(bucket, self.wire.allreduce(own_N, f"{bucket.group}.b{bucket.index}"))
+        return done
+
+
+def local_sgd(setup):
+    return LocalSgd(setup, 1)
+
+
+def seldom(setup):
+    return LocalSgd(setup, 3)
+'''
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """The file of someone else."""
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return path
+
+
+def trained(out, arrays=None, built=None, **settings):
+    """(weights, notes, words) by rank after six steps of plain SGD on two ranks."""
+    def work(run):
+        fitted(run)
+        if built is not None:
+            built.append(run.spec.model)
+        return weights(run), list(run.notes), run.parts.describe()
+
+    setting = config(global_batch=8, max_steps=6, out=str(out), **settings)
+    return lockstep(2, setting, lambda rank: make_model("numpy"), arrays or samples(24), work)
+
+
+def same(ranks):
+    return all(np.array_equal(a, b) for a, b in zip(ranks[0][0], ranks[1][0]))
+
+
+def test_a_compressor(mine, tmp_path):
+    ranks = trained(tmp_path / "run", compression=f"{mine}:late")
+    assert any("gradients are approximated by late" in note for note in ranks[0][1]) and same(ranks)
+    assert apart(ranks[0][0], trained(tmp_path / "plain")[0][0]) > 1e-3
+
+
+def test_a_transform(mine, tmp_path):
+    built = []
+    ranks = trained(tmp_path / "run", built=built, transforms=[f"{mine}:Doubled"])
+    assert ranks[0][2]["inputs"] == "doubled" and any(n.endswith("inputs are doubled") for n in ranks[0][1])
+    x, y = samples(24)
+    assert apart(ranks[0][0], trained(tmp_path / "plain", (2.0 * x, y))[0][0]) == 0
+    assert all("forward" not in vars(model) for model in built), "the model is its user's own again"
+
+
+def test_a_callback(mine, tmp_path):
+    trained(tmp_path / "run", callbacks=[f"{mine}:Count"])
+    assert (tmp_path / "run" / "count.json").read_text() == "6"
+
+
+def test_a_way_to_keep_copies_alike(mine, tmp_path):
+    ranks = trained(tmp_path / "run", data_parallel=f"{mine}:local_sgd")
+    assert any(note.endswith("ranks train apart between two meetings") for note in ranks[0][1]) and same(ranks)
+    plain = trained(tmp_path / "plain")[0][0]
+    assert apart(ranks[0][0], plain) < 1e-12, "with plain SGD a step apart is a step together"
+    seldom = trained(tmp_path / "seldom", data_parallel=f"{mine}:seldom")
+    assert same(seldom) and apart(seldom[0][0], plain) > 1e-9
+
+
+def test_what_is_not_finite_between_two_meetings_is_told_at_the_next(mine, tmp_path):
+    x, y = samples(24)
+    x[9] = np.nan
+    told = []
+
+    def work(run):
+        with contextlib.suppress(UserError):
+            fitted(run)
+        told.append((run.state.cursor.step, list(run.state.bad_ranks), run.state.stop))
+
+    setting = config(global_batch=8, max_steps=6, out=str(tmp_path / "run"), data_parallel=f"{mine}:seldom",
+                     data=Data(shuffle=False, prefetch=0))
+    lockstep(2, setting, lambda rank: make_model("numpy"), (x, y), work)
+    assert told == [told[0]] * 2 and told[0][0] == 2 and told[0][1] == [0], "that of step 1, at the end of step 2"
+
+
+def test_a_name_that_is_no_file_is_refused(tmp_path):
+    with pytest.raises(UserError, match="data_parallel is 'replicat'; expected .*replicate"):
+        trained(tmp_path / "run", data_parallel="replicat")

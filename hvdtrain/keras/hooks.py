@@ -24,6 +24,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.keras import shardable
 from hvdtrain.keras.data import Shard
 from hvdtrain.keras.exchange import Exchange, exchange_of
+from hvdtrain.tensorflow.near import failures
 
 _seen: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 """Models whose steps were looked at while they were traced, and whether for even parts only, which ask for less."""
@@ -119,7 +120,7 @@ def _guarded(model: Any, function: Any, exchange: Exchange) -> Any:
     """``function`` of one or more steps, and the comparison where it is due after them."""
     @functools.wraps(function)
     def train(iterator: Any) -> Any:
-        with exchange.guard.driven():
+        with exchange.guard.driven(), failures():
             out = function(iterator)
         exchange.guard.between_steps(model.steps_per_execution / exchange.settings.passes)
         return out

@@ -27,7 +27,10 @@ ABSENT = "hvdtrain has not been initialized; use hvd.init()."
 
 @dataclass
 class World:
-    """This process's place in the job and what carries its collectives; ``hvd`` is None where that is not Horovod."""
+    """This process's place in the job and what carries its collectives; ``hvd`` is None where that is not Horovod.
+
+    ``near``: the wire over shared memory, or that there is none, once it was asked for.
+    """
 
     control: Control
     hvd: Any
@@ -40,6 +43,7 @@ class World:
     dynamic: bool
     sets: dict[int, ProcessSet] = field(default_factory=dict)
     wires: dict[int, Any] = field(default_factory=dict)
+    near: list[Any] = field(default_factory=list)
 
 
 _worlds: list[World] = []
@@ -221,6 +225,18 @@ def wire(process_set: ProcessSet = global_process_set) -> Any:
     if number is None or number not in here.sets:
         raise ValueError(f"{process_set} is not registered; hand it to hvd.init(process_sets=[...])")
     return here.wires.get(number)
+
+
+def near_wire(process_set: ProcessSet) -> Any:
+    """What sums dense gradients of ``process_set`` in shared memory; None where there is no such. Collective."""
+    here = world()
+    if process_set.process_set_id != 0:
+        return None
+    if not here.near:
+        from hvdtrain.tensorflow.near import open_near
+
+        here.near.append(open_near(here))
+    return here.near[0]
 
 
 def _refuse_sessions() -> None:

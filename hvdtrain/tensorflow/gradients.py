@@ -19,6 +19,7 @@ from hvdtrain.tensorflow import basics
 from hvdtrain.tensorflow.basics import Adasum, Average, Sum
 from hvdtrain.tensorflow.compression import Compression, kind_of
 from hvdtrain.tensorflow.errors import NotSupported, WrongValue
+from hvdtrain.tensorflow.near import DTYPES as NEAR
 from hvdtrain.tensorflow.nodes import refuse_xla, through_trace, unconverted
 from hvdtrain.tensorflow.plan import DENSE, NONE, SPARSE, Item, Plan, Scale, check_alike
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
@@ -150,7 +151,9 @@ class GradientExchange:
         mean = self.op == Average
         scale = Scale() if not mean else Scale(divisor=size) if self._predivide == 1.0 else Scale(
             self._predivide, self._predivide / size)
-        return Plan(self.name, items, dtypes, wire, compressor, scale, self._members(items, variables), adasum)
+        plain = not adasum and self._kind in ("", "none") and dtypes and NEAR >= set(dtypes.values())
+        near = basics.near_wire(self.process_set) if plain else None
+        return Plan(self.name, items, dtypes, wire, compressor, scale, self._members(items, variables), adasum, near)
 
     def _members(self, items: list[Item], variables: list[Any]) -> list[list[int]]:
         """The groups, as indices."""

@@ -20,6 +20,7 @@ from hvdtrain.exchange.buckets import Bucket, plan_buckets
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.protocols import ParamSpec
 from hvdtrain.tensorflow.errors import Mismatch
+from hvdtrain.tensorflow.near import NearSum, failures
 from hvdtrain.tensorflow.nodes import node_name, scratch, through_trace, unfolded
 from hvdtrain.tensorflow.wiretypes import movable, summable
 
@@ -66,19 +67,23 @@ class Plan:
     """The exchange of one list of gradients over one wire. `run` works while a graph is traced and outside.
 
     ``items``: of all gradients, in order. ``wire_dtypes``: type each dense one travels as. ``groups``: lists of
-    indices that travel together, the rest in buckets of the usual size; ``apart``: every tensor by itself.
+    indices that travel together, the rest in buckets of the usual size; ``apart``: every tensor by itself. ``near``:
+    the wire over shared memory that the dense gradients take instead, where there is one.
     """
 
     def __init__(self, name: str, items: Sequence[Item], wire_dtypes: dict[int, str], wire: Any, compressor: Any,
-                 scale: Scale, groups: Sequence[Sequence[int]] = (), apart: bool = False) -> None:
+                 scale: Scale, groups: Sequence[Sequence[int]] = (), apart: bool = False, near: Any = None) -> None:
         self.name, self.items, self._wire, self._scale = name, list(items), wire, scale
         self._dense = [i for i, item in enumerate(items) if item.kind == DENSE]
         self._sparse = [i for i, item in enumerate(items) if item.kind == SPARSE]
         specs = {i: ParamSpec(items[i].label, items[i].shape, wire_dtypes[i]) for i in self._dense}
+        self._dtypes = [wire_dtypes[i] for i in self._dense]
         self._buckets = fused(specs, groups, 0.0 if apart else float(_bucket_mb()))
         with tf.init_scope():
             self._reducer = Reducer(self._buckets, compressor, wire, Ops())
         self._function: Callable[..., Any] | None = None
+        self._near = near and NearSum(near, name, [specs[i].shape for i in self._dense], self._dtypes,
+                                      scale.divisor > 1, self._back)
 
     def run(self, grads: Sequence[Any]) -> list[Any]:
         """Gradients, as `items` has them, over the ranks; the same bits everywhere."""
@@ -88,7 +93,7 @@ class Plan:
         if tf.inside_function():
             results = self._graph(parts)
         else:
-            with peer_failures():
+            with peer_failures(), failures():
                 results = self._traced(parts)(*parts)
         out: list[Any] = [None] * len(grads)
         for i, x in zip(self._dense, results):
@@ -123,18 +128,30 @@ class Plan:
 
     def _sums(self, grads: list[tf.Tensor], prefix: str) -> list[tf.Tensor]:
         """Dense gradients over the ranks."""
+        if not self._near:
+            return self._over_wire(grads, prefix, self._scale)
+        factors = dataclasses.replace(self._scale, divisor=1)  # the mean is the node's
+        own = [factors.enter(tf.cast(x, dtype)) for x, dtype in zip(grads, self._dtypes)]
+        return [tf.cast(factors.leave(x), grad.dtype) for x, grad in zip(self._near(own), grads)]
+
+    def _back(self, grads: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Gradients of what the node in shared memory gave, through the same sum or mean."""
+        return self._over_wire(grads, node_name(f"{self.name}_back"), Scale(divisor=self._scale.divisor))
+
+    def _over_wire(self, grads: list[tf.Tensor], prefix: str, scale: Scale) -> list[tf.Tensor]:
+        """Dense gradients over the ranks, a collective for each bucket and round of the compressor."""
         place = {i: n for n, i in enumerate(self._dense)}
         flats = []
         for bucket in self._buckets:
             own = [tf.cast(grads[place[i]], bucket.dtype) for i in bucket.params]
-            flats.append(unfolded(self._scale.enter(self._reducer.ops.pack(own))))
+            flats.append(unfolded(scale.enter(self._reducer.ops.pack(own))))
         out = list(grads)
         for i, flat_N in enumerate(flats):
             self._reducer.start(i, flat_N, prefix)
         # Nobody says here that a step is left out, so a bucket's state moves on only where its sum is finite.
         sums = self._reducer.finish(finite_only=True)
         for bucket, sum_N in zip(self._buckets, sums):
-            for i, x in zip(bucket.params, self._reducer.ops.unpack(self._scale.leave(sum_N), bucket.shapes)):
+            for i, x in zip(bucket.params, self._reducer.ops.unpack(scale.leave(sum_N), bucket.shapes)):
                 out[place[i]] = tf.cast(x, grads[place[i]].dtype)
         return out
 

@@ -39,7 +39,8 @@ def job(control):
 
 @pytest.fixture(params=["horovod", "plain MPI"])
 def carried(request, comm, monkeypatch):
-    """The job's wire, and the one of jobs without Horovod."""
+    """The job's wire, and the one of jobs without Horovod; no memory that ranks share (tests/mpi/test_near.py)."""
+    monkeypatch.setattr(basics.world(), "near", [None])
     if request.param == "plain MPI":
         mpi = PlainMpi(MpiCollectives(comm, timeout_s=30), list(range(hvd.size())))
         monkeypatch.setattr(basics.world(), "wires", {0: mpi})

@@ -66,6 +66,8 @@ class Memory:
 
     def arrays(self) -> list[np.ndarray]:
         """The vector that `free` gave last, cut into an array for each parameter that shares its memory."""
+        if not self.bucket.n:
+            return self._cut(self._slots[self._taken])
         if not self._own and self._taken == len(self._slots) - 1:
             copy_N = zeros(self.bucket.n, self.bucket.dtype)
             np.copyto(copy_N, self._slots[self._taken])

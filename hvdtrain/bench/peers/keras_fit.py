@@ -25,6 +25,7 @@ def prepare(setup: Setup, check_every: int = 200) -> Prepared:
     import tensorflow as tf
 
     import hvdtrain.keras as hvd
+    from hvdtrain.tensorflow.basics import near_wire
 
     model, loss, optimizer = common.build(setup, lambda: common.seed(setup))
     hvd.init()
@@ -35,13 +36,14 @@ def prepare(setup: Setup, check_every: int = 200) -> Prepared:
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(y, tf.int32), logits)  # Keras made them floats
         return tf.reduce_mean(losses, axis=1) if tokens else losses
 
+    wire = "shared" if near_wire(hvd.global_process_set) else "horovod"
     model.compile(hvd.DistributedOptimizer(optimizer, check_every=check_every), mean_loss, jit_compile=False)
     pace = _pace(keras)
     batches = tf.data.Dataset.from_tensor_slices(tuple(np.stack(arrays) for arrays in zip(*setup.batches))).repeat()
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback(), pace]
     fit = partial(model.fit, batches, steps_per_epoch=10**9, callbacks=callbacks, verbose=0)
     threading.Thread(target=fit, name="fit", daemon=True).start()
-    return Prepared(lambda i: pace.step(), pace.loss, partial(common.arrays_of, model), "horovod",
+    return Prepared(lambda i: pace.step(), pace.loss, partial(common.arrays_of, model), wire,
                     partial(common.sync, model))
 
 

@@ -1,5 +1,6 @@
 """The node that sums gradients in shared memory, in one process, over a wire that hears itself twice."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,8 @@ import pytest
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 from hvdtrain.backends.tensorflow.host import zeros  # noqa: E402
+from hvdtrain.collectives import shared  # noqa: E402
+from hvdtrain.collectives.shared import SharedUnavailable  # noqa: E402
 from hvdtrain.errors import PeerFailed  # noqa: E402
 from hvdtrain.tensorflow import near  # noqa: E402
 from hvdtrain.tensorflow.near import NearSum, failures  # noqa: E402
@@ -112,3 +115,24 @@ def test_what_ends_the_node_comes_out_as_itself():
         graph([tf.zeros([3])])
     with pytest.raises(tf.errors.OpError, match="nobody's"), failures():
         raise tf.errors.UnknownError(None, None, "nobody's")
+
+
+@pytest.mark.parametrize("lacks", ["", "ranks", "MPI", "threads", "a host", "consent", "a CPU", "memory"])
+def test_where_memory_is_shared(monkeypatch, lacks):
+    """On every rank alike, so what one rank lacks leaves all to Horovod."""
+    def wire(comm, timeout_s):
+        if lacks == "memory":
+            raise SharedUnavailable("separate")
+        return "the wire"
+
+    others = [("a", lacks not in ("a CPU", "threads", "consent"))]
+    control = SimpleNamespace(size=1 if lacks == "ranks" else 2, rank=0, node="b" if lacks == "a host" else "a",
+                              gather=lambda row: [row, *others])
+    boot = SimpleNamespace(has_mpi=lambda: lacks != "MPI", mpi_threads=lambda: lacks != "threads",
+                           mpi_comm=lambda: None, stall_bound=lambda env: 60.0)
+    monkeypatch.setattr(near, "boot", boot)
+    monkeypatch.setattr(shared, "SharedCollectives", wire)
+    monkeypatch.setenv(near.KEY, "horovod" if lacks == "consent" else "auto")
+    monkeypatch.setattr(near.tf.config, "list_physical_devices", lambda kind: ["GPU:0"] * (lacks == "a CPU"))
+    with pytest.warns(UserWarning, match="Horovod: separate") if lacks == "memory" else nullcontext():
+        assert near.open_near(SimpleNamespace(control=control)) == (None if lacks else "the wire")

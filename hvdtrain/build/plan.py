@@ -11,7 +11,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from hvdtrain.build.facts import Facts, Framework, Mpi
+from hvdtrain.build.facts import Facts, Mpi
 from hvdtrain.build.patches import PATCH_LEVEL
 from hvdtrain.errors import UserError
 
@@ -66,8 +66,9 @@ def plan(facts: Facts, cpu_only: bool = False) -> Plan:
     env = {"HOROVOD_WITH_GLOO": "1", "HOROVOD_WITHOUT_MXNET": "1", "HOROVOD_WITH_MPI": "1" if mpi else ""}
     if not mpi:
         env["HOROVOD_WITHOUT_MPI"] = "1"
+    names = {framework.name for framework in facts.frameworks}
     for name, word in _ENV_NAME.items():
-        env[f"HOROVOD_WITH{'' if _has(facts, name) else 'OUT'}_{word}"] = "1"
+        env[f"HOROVOD_WITH{'' if name in names else 'OUT'}_{word}"] = "1"
     env["HOROVOD_BUILD_ARCH_FLAGS"] = " ".join(facts.arch_flags)
     env["HVDTRAIN_RPATH"] = ";".join(run_path(facts, mpi, cuda))
     # CMake 4 refuses the old policy level of the Gloo that is bundled with Horovod unless it is told a floor.
@@ -76,10 +77,6 @@ def plan(facts: Facts, cpu_only: bool = False) -> Plan:
         env |= {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "SHARED",
                 "HOROVOD_BUILD_CUDA_CC_LIST": ",".join(facts.capabilities)}
     return Plan(facts, env, cache_key(facts, env, mpi, cuda), cuda, notes)
-
-
-def _has(facts: Facts, name: str) -> bool:
-    return any(f.name == name for f in facts.frameworks)
 
 
 def _gpu_build(facts: Facts, cpu_only: bool) -> tuple[bool, tuple[str, ...]]:
@@ -122,7 +119,7 @@ def cache_key(facts: Facts, env: dict[str, str], mpi: bool, cuda: bool) -> str:
     of all.
     """
     parts = [f"horovod-{HOROVOD_VERSION}", facts.python_tag]
-    parts += [_short(f) for f in facts.frameworks]
+    parts += [f"{f.dist}-{f.version}" for f in facts.frameworks]
     parts += [f"{facts.mpi.flavour}-{facts.mpi.version}" if mpi and facts.mpi else "gloo"]
     if cuda:
         capabilities = "-".join(facts.capabilities)
@@ -130,7 +127,3 @@ def cache_key(facts: Facts, env: dict[str, str], mpi: bool, cuda: bool) -> str:
     whole = json.dumps([parts, env, facts.platform, facts.libc, SDIST_SHA256, PATCH_LEVEL], sort_keys=True)
     digest = hashlib.sha256(whole.encode()).hexdigest()[:10]
     return re.sub(r"[^A-Za-z0-9.+_-]", "-", "_".join([*parts, digest]))
-
-
-def _short(framework: Framework) -> str:
-    return f"{framework.dist}-{framework.version}"

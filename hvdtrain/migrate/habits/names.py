@@ -147,8 +147,3 @@ def collective(scan: Scan, call: cst.Call) -> str:
     if owner and isinstance(made, cst.Call) and scan.means(made.func, "Accelerator"):
         return last
     return ""
-
-
-def distributed(context_kind: str) -> bool:
-    """Whether a kind of script runs as several processes, each the whole script."""
-    return context_kind not in ("keras_fit", "data_parallel", "")

@@ -14,6 +14,8 @@ from hvdtrain.migrate.scan import Scan, name_of
 SEEDS = ("manual_seed", "manual_seed_all", "set_seed", "set_random_seed", "seed_everything", "seed")
 SAVES = ("save", "save_weights", "save_model", "save_pretrained", "export")
 PRINTS = ("print", "savefig", "savez", "savetxt", "to_csv", "dump", "writelines", "write_text", "write", "makedirs")
+ONE_PROCESS = ("keras_fit", "data_parallel")
+"""Kinds of scripts that do not run as several processes, each the whole script."""
 FILE_CALLBACKS = ("ModelCheckpoint", "TensorBoard", "CSVLogger", "BackupAndRestore")
 
 
@@ -97,7 +99,7 @@ def _mentions_rank(scan: Scan, node: cst.CSTNode) -> bool:
 
 def files_of_every_rank(scan: Scan, context: Any) -> Iterator[Finding]:
     """Checkpoints and logs that all ranks write to one path."""
-    if not names.distributed(context.kind) or context.edited and context.kind != "horovod_keras":
+    if context.kind in ONE_PROCESS or context.edited and context.kind != "horovod_keras":
         return
     for call in scan.all(cst.Call):
         last = (name_of(call.func) or "").rpartition(".")[2]

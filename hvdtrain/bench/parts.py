@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from hvdtrain.bench import standings
-from hvdtrain.bench.standings import Times
+from hvdtrain.bench.standings import Times, shown
 
 HEADERS = ("contender", "wire", "ms a step", "samples/s", "% of solo sum", "min", "max", "x hvdtrain",
            "samples by rank")
@@ -107,7 +107,7 @@ def summary(measured: Measured) -> dict[str, dict[str, Any]]:
 def rows(found: Mapping[str, Mapping[str, Any]], wires: Mapping[str, str]) -> list[tuple[str, ...]]:
     """The table's rows, under `HEADERS`."""
     return [(name, wires[name], f"{s['median_ms']:.1f}", f"{s['samples_per_s']:.1f}",
-             *(_shown(s[key], 1) for key in ("percent", "percent_min", "percent_max")), _shown(s["to_hvdtrain"], 3),
+             *(shown(s[key], 1) for key in ("percent", "percent_min", "percent_max")), shown(s["to_hvdtrain"]),
              ":".join(map(str, s["samples"] or ["-"]))) for name, s in found.items()]
 
 
@@ -120,10 +120,6 @@ def change_headers(found: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
 
 def change_rows(found: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """The rows under `change_headers`, of those that were there when the speeds changed."""
-    return [(name, _shown(s["percent"], 1), *(f"{p:.1f}" for p in s["windows_percent"]),
+    return [(name, shown(s["percent"], 1), *(f"{p:.1f}" for p in s["windows_percent"]),
              "not reached" if s["steps_to_target"] is None else str(s["steps_to_target"]))
             for name, s in found.items() if s["windows_percent"]]
-
-
-def _shown(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

@@ -66,15 +66,17 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float] | None:
 
 def rows(found: Mapping[str, Mapping[str, Any]], about: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """The table's rows, under `HEADERS`."""
-    def shown(value: float | None) -> str:
-        return "-" if value is None else f"{value:.3f}"
-
     def between(pair: tuple[float, float] | None, digits: int) -> str:
         return "-" if pair is None else f"{pair[0]:.{digits}f} to {pair[1]:.{digits}f}"
 
     return [(name, about[name]["wire"], f"{s['median_ms']:.2f}", between(s["quartiles_ms"], 2),
              shown(s["to_hvdtrain"]), shown(s["to_best_peer"]), between(s["to_best_peer_quartiles"], 3),
              s["best_peer"] or "-") for name, s in found.items()]
+
+
+def shown(value: float | None, digits: int = 3) -> str:
+    """A number with so many decimals; "-" for None."""
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def remarks(notes: Mapping[str, Sequence[str]]) -> list[str]:

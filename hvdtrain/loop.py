@@ -62,7 +62,8 @@ def _fit(run: Run) -> None:
             evaluate(run)
         run.emit(Event.EPOCH_END)
         run.agree_on_stop()
-    if run.control.agree(run.parts.optimizer.skipped()):  # of the last step there is no vote to tell it
+    # Of the last step, or since the copies met last, there is no vote to tell it.
+    if run.control.agree(run.parts.optimizer.skipped() or state.poisoned):
         state.bad_ranks, state.bad_where = list(range(run.control.size)), {}
         run.emit(Event.NON_FINITE)
     if state.metrics_at != state.cursor.step:

@@ -1,6 +1,7 @@
 """A compressor, a transform, a callback and a way to keep copies alike, each added by one file outside the package."""
 
 import contextlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -173,7 +174,10 @@ def test_what_is_not_finite_between_two_meetings_is_told_at_the_next(mine, tmp_p
     setting = config(global_batch=8, max_steps=6, out=str(tmp_path / "run"), data_parallel=f"{mine}:seldom",
                      data=Data(shuffle=False, prefetch=0))
     lockstep(2, setting, lambda rank: make_model("numpy"), (x, y), work)
-    assert told == [told[0]] * 2 and told[0][0] == 2 and told[0][1] == [0], "that of step 1, at the end of step 2"
+    short = replace(setting, max_steps=2, out=str(tmp_path / "short"))
+    lockstep(2, short, lambda rank: make_model("numpy"), (x, y), work)
+    assert told[2:] == [told[2]] * 2 and told[2][1] == [0, 1], "a run that ends before they meet"
+    assert told[:2] == [told[0]] * 2 and told[0][0] == 2 and told[0][1] == [0], "that of step 1, at the end of step 2"
 
 
 def test_a_name_that_is_no_file_is_refused(tmp_path):

@@ -47,6 +47,15 @@ class Setup:
     rebalance: tuple[str, ...] = ()
     emulate_speed: tuple[float, ...] = ()
 
+    def begin(self) -> None:
+        """Threads and seeds, before anything of the framework has started."""
+        from hvdtrain import backends, rng
+
+        rng.seed(self.seed, 0)
+        backend = backends.load(self.framework)
+        backend.setup(self.threads, False)
+        backend.seed(self.seed, 0)
+
 
 @dataclass(frozen=True)
 class Prepared:

@@ -16,7 +16,7 @@ def prepare(setup: Setup) -> Prepared:
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
-    model, loss, optimizer = common.build(setup, lambda: common.seed(setup))
+    model, loss, optimizer = common.build(setup, setup.begin)
     hvd.init()
     assert hvd.size() == setup.control.size, "Horovod did not find the ranks"
     variables = [v.value for v in model.trainable_variables]

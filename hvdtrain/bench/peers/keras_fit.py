@@ -27,7 +27,7 @@ def prepare(setup: Setup, check_every: int = 200) -> Prepared:
     import hvdtrain.keras as hvd
     from hvdtrain.tensorflow.basics import near_wire
 
-    model, loss, optimizer = common.build(setup, lambda: common.seed(setup))
+    model, loss, optimizer = common.build(setup, setup.begin)
     hvd.init()
     assert hvd.size() == setup.control.size, "Horovod did not find the ranks"
     tokens = setup.workload.vocab > 0

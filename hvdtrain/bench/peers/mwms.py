@@ -20,7 +20,7 @@ def prepare(setup: Setup) -> Prepared:
     import tensorflow as tf
 
     control = setup.control
-    common.seed(setup)
+    setup.begin()
     if control.size > 1:
         _describe_cluster(setup)
     on_gpu = bool(tf.config.list_physical_devices("GPU"))

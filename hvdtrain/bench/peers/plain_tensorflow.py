@@ -12,7 +12,7 @@ def prepare(setup: Setup) -> Prepared:
     """Tape, gradients, SGD, in one `tf.function`."""
     import tensorflow as tf
 
-    model, loss, optimizer = common.build(setup, lambda: common.seed(setup))
+    model, loss, optimizer = common.build(setup, setup.begin)
 
     @tf.function(jit_compile=False)
     def train(batch: Any) -> Any:

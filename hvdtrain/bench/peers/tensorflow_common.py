@@ -12,16 +12,6 @@ from hvdtrain.bench.peers import Prepared, Setup
 from hvdtrain.bench.workloads import LR, MOMENTUM
 
 
-def seed(setup: Setup) -> None:
-    """Threads and seeds, before anything of TensorFlow has started."""
-    from hvdtrain import backends, rng
-
-    rng.seed(setup.seed, 0)
-    backend = backends.load("tensorflow")
-    backend.setup(setup.threads, False)
-    backend.seed(setup.seed, 0)
-
-
 def build(setup: Setup, prepare: Callable[[], None] = lambda: None) -> tuple[Any, Callable[..., Any], Any]:
     """(model, ``loss(model, batch)``: the mean over the batch, optimizer), the weights from the seed."""
     import keras

@@ -25,16 +25,9 @@ def build(setup: Setup) -> tuple[Any, Callable[..., Any], Any]:
     """(model on this rank's device, ``loss(model, batch)``: the mean over the batch, device), from the seed."""
     import torch
 
-    from hvdtrain import backends, rng
     from hvdtrain.model import build_spec
 
-    def prepare() -> None:
-        rng.seed(setup.seed, 0)
-        backend = backends.load("torch")
-        backend.setup(setup.threads, False)
-        backend.seed(setup.seed, 0)
-
-    spec = build_spec(setup.workload.model("torch"), setup.workload.args, prepare)
+    spec = build_spec(setup.workload.model("torch"), setup.workload.args, setup.begin)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
     def loss(model: Any, batch: tuple[Any, ...]) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.precision.policy import Precision
@@ -31,17 +32,25 @@ class Parts:
     precision: Precision
     scale: LossScale
     ops_of_place: Sequence[Ops] = ()
+    _installed: list[Transform] = field(default_factory=list)
 
     def install(self, collective: bool = True) -> None:
         """Take the model for a run, the first transform first; without ``collective`` for this rank alone."""
         for transform in self.transforms:
             if collective or not transform.collective:
                 transform.install(self.model, self.blocks)
+                if transform not in self._installed:
+                    self._installed.append(transform)
 
     def remove(self) -> None:
-        """Give the model back as its user made it, from the last transform to the first."""
-        for transform in reversed(self.transforms):
-            transform.remove(self.model)
+        """Give the model back as its user made it, from the last transform that was installed to the first.
+
+        All are removed, whichever raises; then the first error is raised.
+        """
+        with contextlib.ExitStack() as stack:
+            for transform in self._installed:
+                stack.callback(transform.remove, self.model)
+        self._installed = []
 
     def describe(self) -> dict[str, str]:
         """Return the model's training in words, for the summary."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from hvdtrain.errors import UserError, nearest
+
+_LOADING = threading.RLock()  # a user's file may load another
 
 
 def load_callable(text: str, key: str) -> Callable[..., Any]:
@@ -89,8 +92,12 @@ def _load_file(path: Path, key: str) -> ModuleType:
     if not full.is_file():
         raise UserError(f"{key}: there is no file {path}", "an existing .py file", f"correct the path in {key}")
     name = f"hvdtrain_user_{full.stem}_{zlib.crc32(str(full).encode()):08x}"
-    if name in sys.modules:
-        return sys.modules[name]
+    with _LOADING:  # of threads, the second would find a module that has run half
+        return sys.modules[name] if name in sys.modules else _run_file(full, name, path, key)
+
+
+def _run_file(full: Path, name: str, path: Path, key: str) -> ModuleType:
+    """Run a file as module ``name``; ``path``: how the user wrote it."""
     spec = importlib.util.spec_from_file_location(name, full)
     assert spec is not None and spec.loader is not None, f"no loader for {full}"
     module = importlib.util.module_from_spec(spec)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hvdtrain.cluster.group import Group
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Config
+from hvdtrain.errors import UserError
 from hvdtrain.parts import Parts
 from hvdtrain.protocols import Collectives, Control, DataParallel, Ops
 from hvdtrain.slots import load_slot
@@ -35,5 +36,12 @@ def create(setup: Setup) -> DataParallel:
 
     Errors: `UserError` for a name that is none, and for what does not go together.
     """
-    made: DataParallel = load_slot("hvdtrain.data_parallel", setup.config.data_parallel, "data_parallel", "make")(setup)
+    name, compression = setup.config.data_parallel, setup.config.compression
+    if compression == "auto" and name != "replicate":
+        raise UserError(f"compression auto with data_parallel {name}", "replicate, whose compressor it changes",
+                        "name a compression, or leave data_parallel out")
+    made: DataParallel = load_slot("hvdtrain.data_parallel", name, "data_parallel", "make")(setup)
+    if not hasattr(made, "update"):
+        raise UserError(f"data_parallel {name} returned a {type(made).__name__}", "a DataParallel, such as "
+                        "hvdtrain.data_parallel.replicate.Replicate", "return one from its callable")
     return made

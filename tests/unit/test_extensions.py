@@ -147,6 +147,29 @@ def test_a_transform(mine, tmp_path):
     assert all("forward" not in vars(model) for model in built), "the model is its user's own again"
 
 
+def test_a_transform_that_cannot_be_installed_is_not_removed(mine, tmp_path):
+    mine.write_text(MINE + """
+
+class Refusing(Doubled):
+    def install(self, model, blocks):
+        raise UserError("a model that cannot be doubled", "another", "take another")
+
+    def remove(self, model):
+        raise AssertionError("it was never there")
+
+
+def no_way(setup):
+    return None
+""".replace("class Refusing", "from hvdtrain.errors import UserError\n\n\nclass Refusing"))
+    built = []
+    with pytest.raises(UserError, match="cannot be doubled"):
+        trained(tmp_path / "run", built=built, transforms=[f"{mine}:Doubled", f"{mine}:Refusing"])
+    with pytest.raises(UserError, match="returned a NoneType"):
+        trained(tmp_path / "none", data_parallel=f"{mine}:no_way")
+    with pytest.raises(UserError, match="compression auto with data_parallel"):
+        trained(tmp_path / "auto", data_parallel=f"{mine}:local_sgd", compression="auto")
+
+
 def test_a_callback(mine, tmp_path):
     trained(tmp_path / "run", callbacks=[f"{mine}:Count"])
     assert (tmp_path / "run" / "count.json").read_text() == "6"

@@ -15,6 +15,12 @@ ORDER = ("placement", "precision", "sync_batchnorm")
 """Names of files in each backend's ``transforms`` folder."""
 
 
+def in_order(**made: Transform | None) -> list[Transform]:
+    """Return the built-in transforms that a model has, by name, in the written order."""
+    assert set(made) <= set(ORDER), f"{sorted(set(made) - set(ORDER))} are not in transforms.ORDER"
+    return [found for name in ORDER if (found := made.get(name)) is not None]
+
+
 def own(config: Config) -> list[Transform]:
     """Return the user's transforms: each entry of ``config.transforms`` names a callable that makes one."""
     return [load_callable(text, "transforms")() for text in config.transforms]

@@ -34,7 +34,8 @@ from hvdtrain.parallel import plan
 from hvdtrain.parts import Parts
 from hvdtrain.precision.policy import FP32, Precision
 from hvdtrain.precision.scaler import LossScale
-from hvdtrain.protocols import Collectives, Control, ModelSpec, Transform
+from hvdtrain.protocols import Collectives, Control, ModelSpec
+from hvdtrain.transforms import in_order
 
 if TYPE_CHECKING:
     from hvdtrain.protocols import Batch
@@ -116,9 +117,8 @@ class _Making:
         gradients = Gradients(model, self._task, self._rank in self._precision.scaled, split)
         stage = Stage(model, self._task, self._class_numbers, buffers, gradients, lambda: scale.of(self._rank), across,
                       config.balance != "auto", loss_name(self._spec, config))
-        transforms: list[Transform] = [self._mixed, *([across] if across else [])]
-        if split:
-            transforms.insert(0, Placement(split))
+        transforms = in_order(placement=Placement(split) if split else None, precision=self._mixed,
+                              sync_batchnorm=across)
         return Parts(model, blocks, stage, params, optimizer, buffers, self._evaluator,
                      ModelState(model, self.opt, scale, buffers), transforms, self._precision, scale,
                      [Ops(device) for device in split.plan.devices] if split else ())

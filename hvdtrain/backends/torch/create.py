@@ -37,7 +37,8 @@ from hvdtrain.parallel.plan import Measured, Plan, agree
 from hvdtrain.parts import Parts
 from hvdtrain.precision.policy import FP32, Precision
 from hvdtrain.precision.scaler import LossScale
-from hvdtrain.protocols import Batch, Collectives, Control, Transform
+from hvdtrain.protocols import Batch, Collectives, Control
+from hvdtrain.transforms import in_order
 
 
 def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,
@@ -106,7 +107,7 @@ class Maker:
         buffers = Buffers(self.model, self.transport)
         stage = TorchStage(self.model, self.task, params, buffers, self.placement, self.precision, self.sync,
                            self.generators, self.rank, self.caveats)
-        transforms: list[Transform] = [self.placement, self.precision, *([self.sync] if self.sync else [])]
+        transforms = in_order(placement=self.placement, precision=self.precision, sync_batchnorm=self.sync)
         return Parts(self.model, self.blocks(), stage, params, optimizer, buffers, self.evaluator(),
                      self.state(params, optimizer, buffers), transforms, self.policy, self.scale, self.placement.ops())
 

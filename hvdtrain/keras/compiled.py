@@ -285,7 +285,7 @@ class _Sum:
             raise UserError("the loss returns one number for the whole batch", "one value per sample",
                             "leave out the loss's own reduction, or give the model file a task(model, batch)")
         if sample_weight is not None:
-            values, sample_weight = _aligned(values, ops.convert_to_tensor(sample_weight, dtype=loss.dtype))
+            values, sample_weight = aligned(values, ops.convert_to_tensor(sample_weight, dtype=loss.dtype))
         return self._total(values, sample_weight, mask)
 
     def _total(self, values: Any, sample_weight: Any, mask: Any) -> Any:
@@ -294,7 +294,7 @@ class _Sum:
         weighted = values if sample_weight is None else values * sample_weight
         if mask is None and not by_weights:
             self.kind, self.weight = "samples", ops.cast(ops.shape(values)[0], values.dtype)
-            return ops.sum(_mean_of_sample(weighted))
+            return ops.sum(mean_of_sample(weighted))
         if mask is not None and getattr(self._loss, "ignore_class", None) is None:
             raise UserError(f"loss {self.name} masks its values by itself",
                             "a loss whose mask follows from the targets",
@@ -308,7 +308,7 @@ class _Sum:
         return ops.sum(weighted * counts)
 
 
-def _aligned(values: Any, sample_weight: Any) -> Pair:
+def aligned(values: Any, sample_weight: Any) -> Pair:
     """Values and weights that multiply: weights of fewer dimensions weigh the means over the dimensions they lack."""
     ops, ranks = keras.ops, (len(values.shape), len(sample_weight.shape))
     if ranks[1] == ranks[0] + 1 and sample_weight.shape[-1] == 1:
@@ -321,7 +321,7 @@ def _aligned(values: Any, sample_weight: Any) -> Pair:
     return values, sample_weight
 
 
-def _mean_of_sample(values: Any) -> Any:
+def mean_of_sample(values: Any) -> Any:
     """(B, ...) -> (B,): mean over all but the first dimension."""
     rank = len(values.shape)
     return keras.ops.mean(values, axis=list(range(1, rank))) if rank > 1 else values

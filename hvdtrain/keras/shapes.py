@@ -14,6 +14,7 @@ import keras
 import numpy as np
 
 from hvdtrain.errors import UserError
+from hvdtrain.misfit import out_of_memory
 
 OF_CLASSES = ("ctc", "circle", "categoricalgeneralizedcrossentropy")
 """Losses of keras.losses, beside the sparse ones, whose targets are class numbers and of another shape."""
@@ -38,22 +39,36 @@ def guarded(loss: Callable[..., Any], name: str) -> Callable[..., Any]:
         except Exception as error:
             if not isinstance(error, _ERRORS) and type(error).__name__ != "InvalidArgumentError":
                 raise
+            if out_of_memory(error) or "CUDA error" in str(error):  # of the machine, not of the data
+                raise
+            span, classes = _span(y), outputs.shape[-1] if (_rank(outputs) or 0) > 1 else None
+            if of_classes and span and classes and not 0 <= span[0] <= span[1] < classes:
+                raise out_of_range(name, got, *span, classes) from error
             said = (re.sub(r"{{.*?}} ?", "", str(error)).strip().splitlines() or [type(error).__name__])[0]
             by = _BACKENDS.get(keras.backend.backend(), "Keras")
-            raise UserError(f"loss {name} refused its inputs: {got}{_span(y)} ({by}: {said})",
+            numbers = f" from {span[0]} to {span[1]}" if span else ""
+            raise UserError(f"loss {name} refused its inputs: {got}{numbers} ({by}: {said})",
                             "shapes and types that the loss takes",
                             "correct loss, the targets, or the model's output") from error
     return checked
 
 
-def _span(y: Any) -> str:
-    """The range of class numbers in words; "" for other targets, and in a graph, where they are not known."""
+def out_of_range(name: str, got: str, low: int, high: int, classes: int) -> UserError:
+    """In words, that class numbers of loss ``name`` run from ``low`` to ``high`` for a model with ``classes`` outputs.
+    """
+    return UserError(f"loss {name}: {got}; targets run from {low} to {high}",
+                     f"0..{classes - 1} for a model with {classes} outputs",
+                     "number the classes from 0, or give the model more outputs")
+
+
+def _span(y: Any) -> tuple[int, int] | None:
+    """The least and the greatest class number; None for other targets, and in a graph, where they are not known."""
     if not is_integer(y):
-        return ""
+        return None
     with contextlib.suppress(Exception):
         numbers = np.asarray(keras.ops.convert_to_numpy(y))
-        return f" from {numbers.min()} to {numbers.max()}"
-    return ""
+        return int(numbers.min()), int(numbers.max())
+    return None
 
 
 def key(name: str) -> str:

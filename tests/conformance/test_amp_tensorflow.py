@@ -16,6 +16,7 @@ from hvdtrain.backends.tensorflow.transforms import precision  # noqa: E402
 from hvdtrain.collectives.null import NullCollectives  # noqa: E402
 from hvdtrain.config import Named  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.keras import compiled  # noqa: E402
 from hvdtrain.precision.policy import LONG, Precision  # noqa: E402
 
 PLAIN = replace(SGD, optimizer=Named("sgd"), loss_scale=1024.0)
@@ -154,5 +155,5 @@ def test_variables_of_another_type_are_refused(dtype):
 @pytest.mark.parametrize("own", ["bf16", "fp16"])
 def test_what_is_not_narrow_is_left_alone(own):
     for x in (tf.zeros(2), tf.zeros(2, tf.float64), tf.zeros(2, tf.int32), "text"):
-        assert precision.widened(x) is x
-    assert precision.widened(tf.zeros(2, LONG[own])).dtype == tf.float32
+        assert compiled.widened(x) is x
+    assert compiled.widened(tf.zeros(2, LONG[own])).dtype == tf.float32

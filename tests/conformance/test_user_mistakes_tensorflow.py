@@ -101,8 +101,8 @@ def test_an_error_of_the_model_or_of_an_own_loss_keeps_its_traceback():
 
 @pytest.mark.parametrize("made, words", [
     (lambda loss: None, "task returned a NoneType"), (lambda loss: tf.reduce_sum(loss), "task returned a "),
-    (lambda loss: (loss, 8), "task returned shapes (8, 5)"),
-    (lambda loss: (tf.reduce_sum(loss), None), "a NoneType in its pair"),
+    (lambda loss: (loss, 8), "task returned a loss of type SymbolicTensor and shape (8, 5)"),
+    (lambda loss: (tf.reduce_sum(loss), None), "a weight of type NoneType"),
 ])
 def test_a_task_that_returns_no_pair_of_scalars(made, words):
     def task(model, batch):

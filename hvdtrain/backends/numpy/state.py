@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from hvdtrain import rng
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.backends.numpy.params import Sgd
 from hvdtrain.exchange.transport import Transport
+from hvdtrain.pairs import Totals, means
 from hvdtrain.protocols import Batch
 
 
@@ -38,24 +38,22 @@ class Evaluator:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._totals: dict[str, np.ndarray] = {}
+        self._totals = Totals()
 
     def add(self, batch: Batch) -> None:
         """Add (sum, weight) of each."""
         logits = self._model.forward(batch[0])[-1]
         right = (logits.argmax(axis=1) == batch[1]).sum()
-        pairs = {"loss": (self._model.loss(logits, batch[1])[0], len(logits)), "accuracy": (right, len(logits))}
-        for name, pair in pairs.items():
-            self._totals[name] = self._totals.get(name, np.zeros(2)) + np.array(pair, dtype=np.float64)
+        self._totals.add({"loss": (self._model.loss(logits, batch[1])[0], len(logits)),
+                          "accuracy": (right, len(logits))})
 
     def totals(self) -> dict[str, np.ndarray]:
         """(sum, weight) of each metric; they start anew."""
-        totals, self._totals = self._totals, {}
-        return totals
+        return self._totals.take()
 
     def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
         """Weighted means."""
-        return {name: float(s / w) if w else math.nan for name, (s, w) in totals.items()}
+        return means(totals)
 
 
 class State:

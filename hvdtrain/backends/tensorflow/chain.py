@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import state
 from hvdtrain.backends.tensorflow.buffers import Kept
-from hvdtrain.backends.tensorflow.task import Phase
 from hvdtrain.errors import UserError
+from hvdtrain.keras.task import Phase
 
 DO = "give the model file blocks(model) -> [(name, layer), ...], the forward pass being a loop over them"
 

@@ -20,7 +20,7 @@ from hvdtrain.backends.tensorflow.params import Params
 from hvdtrain.backends.tensorflow.split import Split, measured
 from hvdtrain.backends.tensorflow.stage import Stage
 from hvdtrain.backends.tensorflow.state import ModelState
-from hvdtrain.backends.tensorflow.task import ClassNumbers, loss_name, make_task
+from hvdtrain.backends.tensorflow.task import ClassNumbers, Task
 from hvdtrain.backends.tensorflow.transforms import sync_batchnorm
 from hvdtrain.backends.tensorflow.transforms.placement import Placement
 from hvdtrain.backends.tensorflow.transforms.precision import MixedPrecision
@@ -29,6 +29,8 @@ from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.transport import Transport
 from hvdtrain.keras import compiled
+from hvdtrain.keras.evaluation import Evaluation
+from hvdtrain.keras.task import loss_name
 from hvdtrain.misfit import told
 from hvdtrain.parallel import plan
 from hvdtrain.parts import Parts
@@ -95,8 +97,8 @@ class _Making:
             raise UserError("the model has no trainable variable", "at least one", "set trainable on a layer")
         self._mixed = MixedPrecision(self._precision, self._scale)
         self._mixed.install(model)  # a split is measured in the types that it will compute in
-        self._task, self._class_numbers = make_task(self._spec, self._config), ClassNumbers(self._spec, self._config)
-        self._evaluator = Evaluator(self._spec, self._config, self._task, self._class_numbers)
+        self._task, self._class_numbers = Task(self._spec, self._config), ClassNumbers(self._spec, self._config)
+        self._evaluator = Evaluator(Evaluation(self._spec, self._config, self._task), self._class_numbers)
         self.opt = Optimization(self._config, model, self._steps)
         sync_batchnorm.release(model)
         placement.seed_model(state.seed_states(model), self._rank)

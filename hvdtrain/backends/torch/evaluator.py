@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from hvdtrain.backends.torch.modes import set_modes
 from hvdtrain.backends.torch.transforms.placement import Placement
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision
+from hvdtrain.pairs import means
 from hvdtrain.protocols import Batch
 
 
@@ -26,14 +26,18 @@ class TorchEvaluator:
         self._model.eval()
         try:
             with torch.no_grad(), self._precision.computing():
-                self._metrics.add(self._model, self._placement.tensors(batch))
+                self.measure(self._placement.tensors(batch))
         finally:
             set_modes(self._model, modes)
 
+    def measure(self, batch: tuple[torch.Tensor, ...]) -> None:
+        """Add one batch of tensors in the modes of an evaluation."""
+        self._metrics.add(self._model, batch)
+
     def totals(self) -> dict[str, np.ndarray]:
         """Return float64[2] (sum, weight) of each metric this rank saw; they start anew."""
-        return {name: np.array(pair, dtype=np.float64) for name, pair in self._metrics.take().items()}
+        return dict(self._metrics.take())
 
     def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
         """Return weighted means."""
-        return {name: float(s / w) if w else math.nan for name, (s, w) in totals.items()}
+        return means(totals)

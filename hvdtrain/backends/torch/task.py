@@ -8,19 +8,20 @@ one, and summed over the samples; the weight is the number of samples.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from hvdtrain.backends.torch.transforms import precision
 from hvdtrain.config import Config, Named
 from hvdtrain.errors import UserError, nearest
+from hvdtrain.pairs import Pair, Totals, checked_pair, of_model_file
 from hvdtrain.resolve import load_callable
 
-Pair = tuple[Any, Any]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -42,22 +43,8 @@ def make_task(spec: Any, config: Config) -> Callable[[torch.nn.Module, tuple[tor
 def _users(task: Callable[..., Any]) -> Callable[..., Pair]:
     """A model file's task, whose result is looked at."""
     def checked(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> Pair:
-        return checked_pair(task(model, batch), "task", "(loss_sum, weight)")
+        return checked_pair(task(model, batch))
     return checked
-
-
-def checked_pair(found: Any, origin: str, expected: str) -> Pair:
-    """``found``, if it is two single numbers; `UserError` otherwise."""
-    whole = isinstance(found, (tuple, list)) or getattr(found, "shape", None) == (2,)
-    if not whole or len(found) != 2:
-        length = f" of {len(found)}" if isinstance(found, (tuple, list)) else ""
-        raise UserError(f"{origin} returned a {type(found).__name__}{length}", expected, "mend the model file")
-    for value, what in zip(found, ("a loss" if origin == "task" else "a sum", "a weight")):
-        shape = tuple(getattr(value, "shape", ()))
-        if shape or not (hasattr(value, "shape") or isinstance(value, (int, float))):
-            raise UserError(f"{origin} returned {what} of type {type(value).__name__} and shape {shape}",
-                            f"{expected}, each a scalar", "sum over the samples in the model file")
-    return found[0], found[1]
 
 
 def _parts(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -213,36 +200,24 @@ class Metrics:
         self._loss_named = config.loss
         names = config.metrics if spec.task is None else []
         self._named = {name: _metric(name, config.loss.name) for name in names}
-        self._totals: dict[str, torch.Tensor] = {}
+        self._totals = Totals()
 
     def add(self, model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> None:
         """Add one batch; the model runs once, or once more for a model file that defines ``metrics``."""
         if self._spec.task is not None:
-            self._count("loss", self._task(model, batch))
-            if self._spec.metrics is not None:
-                found = self._spec.metrics(model, batch)
-                if not isinstance(found, Mapping):
-                    raise UserError(f"metrics returned a {type(found).__name__}", "a dict of name: (sum, weight)",
-                                    "mend the model file's metrics")
-                for name, pair in found.items():
-                    self._count(name, checked_pair(pair, f"metric {name!r}", "(sum, weight)"))
+            self._totals.add(of_model_file(self._task, self._spec.metrics, model, batch))
             return
         x, targets, extra = _parts(batch)
         outputs = precision.widened(model(x))
         loss = self._loss or _auto(targets, self._loss_named.args)
-        self._count("loss", (loss_sum(loss, outputs, targets, extra, self._loss_named), targets.shape[0]))
+        pairs = {"loss": (loss_sum(loss, outputs, targets, extra, self._loss_named), targets.shape[0])}
         for name, metric in self._named.items():
-            self._count(name, checked_pair(metric(outputs, targets), f"metric {name!r}", "(sum, weight)"))
+            pairs[name] = checked_pair(metric(outputs, targets), f"metric {name!r}", "(sum, weight)")
+        self._totals.add(pairs)
 
-    def _count(self, name: str, pair: Pair) -> None:
-        step = torch.stack([torch.as_tensor(v, dtype=torch.float64).cpu() for v in pair])
-        self._totals[name] = self._totals[name] + step if name in self._totals else step
-
-    def take(self) -> dict[str, tuple[float, float]]:
-        """The totals by name; they start anew."""
-        totals = {name: (float(t[0]), float(t[1])) for name, t in self._totals.items()}
-        self._totals = {}
-        return totals
+    def take(self) -> dict[str, np.ndarray]:
+        """Return float64[2] by name; they start anew."""
+        return self._totals.take()
 
 
 def _metric(name: str, loss: str) -> Callable[[torch.Tensor, torch.Tensor], Pair]:

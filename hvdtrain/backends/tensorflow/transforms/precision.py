@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from hvdtrain.errors import UserError
 from hvdtrain.precision.policy import LONG, Precision
@@ -99,12 +98,6 @@ def own_types(model: keras.Model) -> Iterator[None]:
         for layer, policy in changed.items():
             _given[layer] = layer.dtype_policy
             layer.dtype_policy = policy
-
-
-def widened(outputs: Any) -> Any:
-    """A 16-bit floating tensor in float32; anything else as it is."""
-    narrow = tf.is_tensor(outputs) and outputs.dtype in (tf.float16, tf.bfloat16)
-    return tf.cast(outputs, tf.float32) if narrow else outputs
 
 
 def _swap(model: keras.Model) -> dict[Any, Any]:

@@ -25,13 +25,15 @@ from hvdtrain.backends.torch.keras.alone import without_tensorflow
 from hvdtrain.backends.torch.keras.module import KerasModule, dropping, normalising, seed_states
 from hvdtrain.backends.torch.keras.optim import compiled_optimizer
 from hvdtrain.backends.torch.keras.state import KerasState
-from hvdtrain.backends.torch.keras.task import KerasMetrics, KerasTask
 from hvdtrain.backends.torch.optimizer import TorchOptimizer
 from hvdtrain.backends.torch.params import TorchParams
+from hvdtrain.backends.torch.transforms import precision as widths
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.keras.compiled import build, setup_of
+from hvdtrain.keras.evaluation import Evaluation
 from hvdtrain.keras.seeds import generator_kept
+from hvdtrain.keras.task import Task
 from hvdtrain.precision.policy import Precision
 from hvdtrain.protocols import Batch, Collectives
 
@@ -55,9 +57,11 @@ class KerasMaker(Maker):
                             "layers that look at one sample at a time, or statistics of each rank's own samples",
                             "use GroupNormalization, set sync_batchnorm: false, or KERAS_BACKEND=tensorflow")
         with without_tensorflow():
-            task = KerasTask(spec, config)
-            self._metrics = KerasMetrics(spec, config, task)
-        inner = dataclasses.replace(spec, model=KerasModule(self.keras_model), task=task, metrics=None, blocks=None)
+            task = Task(spec, config, widths.full)
+            self._evaluation = Evaluation(spec, config, task)
+        inner = dataclasses.replace(
+            spec, model=KerasModule(self.keras_model), metrics=None, blocks=None,
+            task=lambda module, batch: task(self.keras_model, batch, module.training))
         super().__init__(inner, config, rank, wire, steps_per_epoch, precision)
         self.generators = KerasGenerators(self.placement.devices, self.keras_model)
         self._adopted = compiled_optimizer(config, self.keras_model)
@@ -82,7 +86,7 @@ class KerasMaker(Maker):
 
     def evaluator(self) -> KerasEvaluator:
         """Keras' metrics."""
-        return KerasEvaluator(self.model, self._metrics, self.placement, self.precision)
+        return KerasEvaluator(self.model, self._evaluation, self.placement, self.precision)
 
     def state(self, params: TorchParams, optimizer: TorchOptimizer, buffers: Buffers) -> KerasState:
         """With Keras' files, and a compiled optimizer's state."""
@@ -113,6 +117,10 @@ class KerasEvaluator(TorchEvaluator):
         """Add one batch to the metrics' totals."""
         with without_tensorflow():  # metrics are made at the first
             super().add(batch)
+
+    def measure(self, batch: Any) -> None:
+        """Add one batch of tensors in the modes of an evaluation."""
+        self._metrics.count(self._metrics.measure(batch))
 
     def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
         """Return metrics by name, from totals that were summed over ranks."""

@@ -12,7 +12,6 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 from tensorflow_tools import SGD, attached, batch, close, cut, mlp, run, weights  # noqa: E402
 
-from hvdtrain.backends.tensorflow.transforms import precision  # noqa: E402
 from hvdtrain.collectives.null import NullCollectives  # noqa: E402
 from hvdtrain.config import Named  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402

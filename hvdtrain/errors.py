@@ -34,6 +34,13 @@ class UserError(Exception):
         return type(self), (self.got, self.expected, self.do)
 
 
+def through_trace(error: UserError) -> UserError:
+    """Mark ``error`` so that neither Keras nor AutoGraph replaces it on its way out of a trace."""
+    for mark in ("_keras_call_info_injected", "ag_pass_through"):
+        setattr(error, mark, True)
+    return error
+
+
 class ExitCalled(RuntimeError):
     """A callable of the user's called ``sys.exit()`` in the middle of a run; the message names it."""
 

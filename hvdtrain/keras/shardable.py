@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, through_trace
 from hvdtrain.keras.data import Shard
 
 _TRAINER = "train with hvdtrain.Trainer, which weighs them by what they count"
@@ -35,13 +35,15 @@ def check_losses(model: Any) -> None:
     for loss in keras.tree.flatten(given) if given is not None else ():
         reduction = getattr(loss, "reduction", "sum_over_batch_size")
         if reduction not in ("sum_over_batch_size", "mean"):
-            raise _refused(f"loss {loss.name} with reduction {reduction!r} over hvdtrain.keras.shard",
-                           "a mean over samples (sum_over_batch_size)", "leave the reduction out" if reduction in (
-                               "sum", "none", None) else f"leave the reduction out; or {_TRAINER}")
+            raise through_trace(UserError(
+                f"loss {loss.name} with reduction {reduction!r} over hvdtrain.keras.shard",
+                "a mean over samples (sum_over_batch_size)", "leave the reduction out" if reduction in (
+                    "sum", "none", None) else f"leave the reduction out; or {_TRAINER}"))
         if getattr(loss, "ignore_class", None) is not None:
-            raise _refused(f"loss {loss.name} with ignore_class={loss.ignore_class} over hvdtrain.keras.shard",
-                           "a mean over all samples: ranks ignore unlike numbers of elements",
-                           f"leave it out and give sample weights of 0 and 1 per element; or {_TRAINER}")
+            raise through_trace(UserError(
+                f"loss {loss.name} with ignore_class={loss.ignore_class} over hvdtrain.keras.shard",
+                "a mean over all samples: ranks ignore unlike numbers of elements",
+                f"leave it out and give sample weights of 0 and 1 per element; or {_TRAINER}"))
 
 
 def check_batch(model: Any, outputs: Any) -> None:
@@ -52,23 +54,18 @@ def check_batch(model: Any, outputs: Any) -> None:
     if not _reading:
         return
     if any(getattr(leaf, "_keras_mask", None) is not None for leaf in keras.tree.flatten(outputs)):
-        raise _refused("a mask that reaches the loss (mask_zero, Masking) over hvdtrain.keras.shard",
-                       "a mean over samples: masked losses are means over elements, of which ranks have unlike numbers",
-                       "leave the mask out and give sample weights of 0 and 1 per element")
+        raise through_trace(UserError(
+            "a mask that reaches the loss (mask_zero, Masking) over hvdtrain.keras.shard",
+            "a mean over samples: masked losses are means over elements, of which ranks have unlike numbers",
+            "leave the mask out and give sample weights of 0 and 1 per element"))
     uneven = next((shard for shard in _reading if not shard.even()), None)
     if uneven is None:
         return
     of_weights = sum(getattr(v, "regularizer", None) is not None for v in model.trainable_weights)
     if len(model.losses) > of_weights:
-        raise _refused(f"losses that layers add for each batch (activity_regularizer, add_loss) over "
-                       f"hvdtrain.keras.shard, where {uneven.size} ranks have unlike numbers of samples",
-                       "the same number on every rank in every step",
-                       f"leave shares out, take a global_batch that {uneven.size} divides, and drop_remainder=True "
-                       f"unless the last batch is as long; or {_TRAINER}")
-
-
-def _refused(got: str, expected: str, do: str) -> UserError:
-    error = UserError(got, expected, do)
-    for mark in ("_keras_call_info_injected", "ag_pass_through"):  # no framework replaces it on its way out of a graph
-        setattr(error, mark, True)
-    return error
+        raise through_trace(UserError(
+            "losses that layers add for each batch (activity_regularizer, add_loss) over "
+            f"hvdtrain.keras.shard, where {uneven.size} ranks have unlike numbers of samples",
+            "the same number on every rank in every step",
+            f"leave shares out, take a global_batch that {uneven.size} divides, and drop_remainder=True "
+            f"unless the last batch is as long; or {_TRAINER}"))

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.errors import UserError
+from hvdtrain.errors import through_trace
 from hvdtrain.tensorflow.errors import InvalidArgument
 
 unconverted = tf.autograph.experimental.do_not_convert
@@ -71,10 +71,3 @@ def refuse_xla(what: str) -> None:
                 "jit_compile=False: XLA knows no collectives between processes",
                 "set jit_compile=False in model.compile or tf.function"))
         graph = getattr(graph, "outer_graph", None)
-
-
-def through_trace(error: UserError) -> UserError:
-    """Mark ``error`` so that neither Keras nor AutoGraph replaces it on its way out of a trace."""
-    for mark in ("_keras_call_info_injected", "ag_pass_through"):
-        setattr(error, mark, True)
-    return error

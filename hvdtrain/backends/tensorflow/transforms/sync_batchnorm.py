@@ -25,7 +25,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, through_trace
 from hvdtrain.protocols import Collectives
 
 _PLAIN = keras.layers.BatchNormalization
@@ -108,12 +108,10 @@ class Across:
             return found
         graph = tf.compat.v1.get_default_graph()
         if hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
-            error = UserError(f"sync_batchnorm with {layer.name!r} in a loop, a condition or a tf.function of its own",
-                              "BatchNorm layers that each step calls a fixed number of times",
-                              "call the layer outside of it, or set sync_batchnorm: false")
-            for mark in ("_keras_call_info_injected", "ag_pass_through"):  # or Keras and AutoGraph raise another
-                setattr(error, mark, True)
-            raise error
+            raise through_trace(UserError(
+                f"sync_batchnorm with {layer.name!r} in a loop, a condition or a tf.function of its own",
+                "BatchNorm layers that each step calls a fixed number of times",
+                "call the layer outside of it, or set sync_batchnorm: false"))
         axes, uses = layer._reduction_axes, self._uses.setdefault(graph, Counter())
         uses[name] += 1
         name = f"{name}.{uses[name] - 1}"  # a layer may be called several times in a graph

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hvdtrain.cluster.group import Group
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Config
+from hvdtrain.data_parallel.alone import Alone
 from hvdtrain.errors import UserError
 from hvdtrain.parts import Parts
 from hvdtrain.protocols import Collectives, Control, DataParallel, Ops
@@ -44,4 +45,6 @@ def create(setup: Setup) -> DataParallel:
     if not hasattr(made, "update"):
         raise UserError(f"data_parallel {name} returned a {type(made).__name__}", "a DataParallel, such as "
                         "hvdtrain.data_parallel.replicate.Replicate", "return one from its callable")
+    if name == "replicate" and isinstance(made, Alone):
+        made.fuses = True
     return made

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class Alone:
     """`hvdtrain.protocols.DataParallel` of one rank without compression.
 
-    ``clip_norm``: global norm to clip to, 0: none. ``look``: the update is to tell the norm. An optimizer that can be
-    traced updates inside the graph that computes the gradients, where ``fuses``; then `update` merely tells what became
-    of it.
+    ``clip_norm``: global norm to clip to, 0: none. ``look``: the update is to tell the norm. ``fuses``: an optimizer
+    that can be traced updates inside the graph that computes the gradients, and `update` merely tells what became of
+    it; `hvdtrain.data_parallel.create` sets it where nothing of a user's stands between gradients and update.
     """
 
     caveats: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Alone:
 
     def __init__(self, optimizer: Optimizer, ops: Ops, clip_norm: float = 0.0, look: bool = False) -> None:
         self.optimizer, self.clip_norm, self.look_first = optimizer, clip_norm, look
-        self.fuses = True
+        self.fuses = False
         self.buckets: list[Bucket] = []
         self._ops = ops
         self._grads: dict[int, Array] = {}
@@ -76,12 +76,12 @@ class Alone:
         """The gradients by parameter."""
         return [self._grads[i] for i in sorted(self._grads)]
 
-    def look(self, loss_sum: Array, sums: Sequence[Array]) -> Array:
-        """Add the update to the graph where the optimizer can; numbers (squares, 1 if updated else 0) or (squares,)."""
+    def look(self, loss_sum: Array, sums: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
+        """Add the update to the graph, if it ``fuses``: numbers (squares, 1 if updated else 0). Else (squares,)."""
         traced = getattr(self.optimizer, "traced", None)
         if traced is not None and self.fuses:
-            return traced(sums, loss_sum, self.clip_norm)
-        return self._ops.reshape(sum_squares(self._ops, sums), (1,))
+            return traced(sums, loss_sum, self.clip_norm), []
+        return self._ops.reshape(sum_squares(self._ops, sums), (1,)), sums
 
     def ran(self, sums: Sequence[Array], numbers: Sequence[float]) -> None:
         """Take a graph's results."""

@@ -119,11 +119,11 @@ class Replicate:
         sums, self._sums = self._sums, None
         return sums
 
-    def look(self, loss_sum: Array, sums: Sequence[Array]) -> Array:
+    def look(self, loss_sum: Array, sums: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
         """The squares of this rank's part of ``sums``, float64 (1,), in the graph."""
         ops, wire = self.reducer.ops, self.reducer.collectives
         parts = list(own_parts(sums, self.buckets, wire.rank, wire.size)) if self.looks else []
-        return ops.reshape(sum_squares(ops, parts), (1,))
+        return ops.reshape(sum_squares(ops, parts), (1,)), sums
 
     def ran(self, sums: Sequence[Array], numbers: Sequence[float]) -> None:
         """Take a graph's sums and their squares."""

@@ -49,8 +49,12 @@ class GradientSink(Protocol):
         """Complete what was put and return it, summed over the copies of the model; by index."""
         ...
 
-    def look(self, loss_sum: Array, sums: Sequence[Array]) -> Array:
-        """Add to the graph that is traced what else belongs to the step; return float64 (k,) numbers for `ran`."""
+    def look(self, loss_sum: Array, sums: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
+        """Add to the graph that is traced what else belongs to the step.
+
+        Returns what the graph is to give to `ran`: float64 (k,) numbers, and ``sums``, or none of them where the
+        update has read them in the graph already.
+        """
         ...
 
     def ran(self, sums: Sequence[Array], numbers: Sequence[float]) -> None:

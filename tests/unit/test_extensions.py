@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs import apart, config, fitted, lockstep, make_model, samples, weights
+from small_runs import FRAMEWORKS, apart, config, fitted, lockstep, make_model, samples, solo, weights
 
 from hvdtrain.config import Data
 from hvdtrain.errors import UserError
@@ -182,6 +182,37 @@ def test_a_way_to_keep_copies_alike(mine, tmp_path):
     assert apart(ranks[0][0], plain) < 1e-12, "with plain SGD a step apart is a step together"
     seldom = trained(tmp_path / "seldom", data_parallel=f"{mine}:seldom")
     assert same(seldom) and apart(seldom[0][0], plain) > 1e-9
+
+
+@pytest.mark.parametrize("framework", ["numpy", *FRAMEWORKS])
+def test_an_update_of_ones_own_sees_the_gradients(framework, mine, tmp_path):
+    """Also of one rank in TensorFlow, whose own update is in the graph of the gradients."""
+    mine.write_text(MINE + """
+
+from hvdtrain.data_parallel.replicate import make
+
+
+class Still:
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def update(self, step, grads):
+        assert len(grads) == 4
+        return True, 0.0
+
+
+def still(setup):
+    return Still(make(setup))
+""")
+    model = make_model(framework)
+    setting = config(global_batch=8, max_steps=2, out=str(tmp_path / "run"), data_parallel=f"{mine}:still")
+    run = solo(setting, model, samples(24))
+    before = weights(run)
+    fitted(run)
+    assert all(np.array_equal(a, b) for a, b in zip(weights(run), before))
 
 
 def test_what_is_not_finite_between_two_meetings_is_told_at_the_next(mine, tmp_path):

@@ -195,9 +195,8 @@ class Stage:
         if sink.buckets:
             with tf.control_dependencies(sums):
                 waited_s = tf.maximum(tf.timestamp() - ready_s, 0.0)
-        numbers = sink.look(loss_sum, sums)
-        updated = numbers.shape[0] == 2  # the graph holds the update too: nobody reads the gradients after it
-        return tf.concat([pair, [waited_s], numbers], 0), [] if updated else sums
+        numbers, wanted = sink.look(loss_sum, sums)
+        return tf.concat([pair, [waited_s], numbers], 0), list(wanted)
 
     def _run(self, kind: Any, batch: tuple[Any, ...], scale: float, graph: Callable[..., Any],
              exact: bool = True) -> Any:

@@ -96,7 +96,8 @@ def train_step(run: Run, batch: StepBatch) -> None:
         done = run.schedule.gradients(batch, dp.scale(batch), dp)
     computed = time.perf_counter()
     pulse.at("vote")
-    bad = _vote(run, batch, done) if dp.meets(state.cursor.step) else _by_myself(run, done)
+    meets = dp.meets(state.cursor.step)
+    bad = _vote(run, batch, done) if meets else _by_myself(run, done)
     voted = time.perf_counter()
     pulse.at("update")
     if not bad:
@@ -110,12 +111,14 @@ def train_step(run: Run, batch: StepBatch) -> None:
     run.phases.add("wait", voted - begin - compute_s)
     run.phases.add("update", updated - voted)
     run.phases.step(updated - begin, batch.n_global, batch.n_local, len(batch.micros))
-    overflowed = parts.scale.update(bad)  # the same on every rank, as all know the same of the step
+    overflowed = parts.scale.update(bad)  # the same on every rank where they have voted
     if bad:
         parts.buffers.discard()
         dp.discard()
-    if bad and not overflowed and not state.poisoned:
-        _tell_not_finite(run, batch, bad)
+    if bad and not overflowed:
+        if meets:
+            _tell_not_finite(run, batch, bad)
+        state.poisoned = not meets  # told at the next vote (law 6)
     state.cursor = batch.cursor_after
     _stop_at_max_steps(run)
     run.emit(Event.STEP_END)
@@ -175,16 +178,14 @@ def _vote(run: Run, batch: StepBatch, done: Done) -> list[int]:
 
 
 def _by_myself(run: Run, done: Done) -> list[int]:
-    """Judge a step in which the copies do not meet; what is not finite is told at the next vote (law 6).
+    """Judge a step in which the copies do not meet; the state's loss is this rank's own until they do.
 
-    The state's loss is this rank's own until then.
+    Returns this rank, if its loss or gradient is not finite.
     """
     loss_sum, weight = run.local_loss(done.totals)
     run.state.loss = loss_sum / weight if weight else math.nan
-    if math.isfinite(loss_sum) and math.isfinite(run.dp.squares(done.grads)):
-        return []
-    run.state.poisoned = True
-    return [run.control.rank]
+    finite = math.isfinite(loss_sum) and math.isfinite(run.dp.squares(done.grads))
+    return [] if finite else [run.control.rank]
 
 
 def evaluate(run: Run) -> None:

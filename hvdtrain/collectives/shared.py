@@ -33,10 +33,14 @@ SUMMED = frozenset({"float32", "float64", "int32", "int64"})
 
 @dataclass(frozen=True)
 class _Segment:
-    """Shared memory of the L ranks of this host: S vectors for each, of which it chooses one for a sum."""
+    """Shared memory of the L ranks of this host: S vectors for each, of which it chooses one for a sum.
+
+    ``number``: the same on every rank.
+    """
 
     rows_LSN: np.ndarray
     chosen_L: np.ndarray
+    number: int
 
 
 class SharedUnavailable(Exception):
@@ -74,6 +78,7 @@ class SharedCollectives(MpiCollectives):
         self._own: dict[int, tuple[_Segment, int]] = {}
         self._scratch: dict[tuple[str, int, str], _Segment] = {}
         self._n_looked, self._squares = 0, 0.0
+        self._made = 0
         self._segment(1, "float32")
 
     def buffer(self, n: int, dtype: str) -> np.ndarray | None:
@@ -104,9 +109,12 @@ class SharedCollectives(MpiCollectives):
         assert op in ("sum", "mean"), op
         divisor = self.size if op == "mean" else 1
 
+        segment, slot = self._own.get(_address(flat_N), (None, 0))
+        if segment and (segment.rows_LSN.shape[2] != flat_N.size or segment.rows_LSN.dtype != flat_N.dtype):
+            segment = None
+
         def run() -> np.ndarray:
-            segment, slot = self._own.get(_address(flat_N), (None, 0))
-            if segment and segment.rows_LSN.shape[2] == flat_N.size and segment.rows_LSN.dtype == flat_N.dtype:
+            if segment:
                 self._squares += self._sum(segment, slot, divisor)
                 self._n_looked += flat_N.size
                 return flat_N
@@ -118,7 +126,8 @@ class SharedCollectives(MpiCollectives):
             self._sum(self._scratch[key], 0, divisor)
             return own_N.copy()
 
-        return self._later("allreduce", name, flat_N, run)
+        # Ranks that sum other vectors of one name and length would each read what the other has left behind.
+        return self._later("allreduce", f"{name} of memory {segment.number}" if segment else name, flat_N, run)
 
     def looked(self) -> tuple[int, float]:
         """Elements of `buffer` vectors summed since the last call, and the sum of squares over this rank's stripes.
@@ -167,21 +176,23 @@ class SharedCollectives(MpiCollectives):
         """
         tile = self._tiles.setdefault(rows[0].dtype.name, np.empty(TILE, rows[0].dtype))
         squares = 0.0
-        for begin in range(stripe.start, stripe.stop, TILE):
-            end = min(begin + TILE, stripe.stop)
-            sum_T = tile[:end - begin]
-            if len(rows) == 1:
-                np.copyto(sum_T, rows[0][begin:end])
-            else:
-                np.add(rows[0][begin:end], rows[1][begin:end], out=sum_T)
-            for row_N in rows[2:]:
-                sum_T += row_N[begin:end]
-            if divisor != 1:
-                sum_T /= divisor
-            for target_N in targets:
-                target_N[begin:end] = sum_T
-            if self.looks:
-                squares += float(np.dot(sum_T, sum_T))
+        # A warning made an error would stop this rank alone; who looks at the sums tells what is not finite.
+        with np.errstate(all="ignore"):
+            for begin in range(stripe.start, stripe.stop, TILE):
+                end = min(begin + TILE, stripe.stop)
+                sum_T = tile[:end - begin]
+                if len(rows) == 1:
+                    np.copyto(sum_T, rows[0][begin:end])
+                else:
+                    np.add(rows[0][begin:end], rows[1][begin:end], out=sum_T)
+                for row_N in rows[2:]:
+                    sum_T += row_N[begin:end]
+                if divisor != 1:
+                    sum_T /= divisor
+                for target_N in targets:
+                    target_N[begin:end] = sum_T
+                if self.looks:
+                    squares += float(np.dot(sum_T, sum_T))
         return squares
 
     def _segment(self, n: int, dtype: str, slots: int = 1) -> _Segment:
@@ -195,7 +206,8 @@ class SharedCollectives(MpiCollectives):
         if reasons or memory is None:
             raise SharedUnavailable(reasons[0])
         rows = np.frombuffer(memory, np.uint8, total, begin).reshape(L, slots, row_bytes)
-        return _Segment(rows[:, :, :nbytes].view(dtype), np.frombuffer(memory, np.int64, L))
+        self._made += 1
+        return _Segment(rows[:, :, :nbytes].view(dtype), np.frombuffer(memory, np.int64, L), self._made)
 
 
 def _pages(nbytes: int) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.backends.tensorflow.optimizer import fused
 from hvdtrain.errors import UserError
 from hvdtrain.keras.guard import Guard, ranks_of
 from hvdtrain.tensorflow import basics
@@ -152,7 +153,8 @@ class Exchange:
             grads = self._exchanged(optimizer, grads, variables, shared)
         self.inside = True
         try:
-            update(grads)
+            with fused(getattr(optimizer, "inner_optimizer", optimizer)):
+                update(grads)
         finally:
             self.inside = False
         self.guard.after_update()

@@ -135,6 +135,23 @@ def test_one_process_trains_as_without():
     same(trained(hvd.DistributedOptimizer(make())), trained(make()))
 
 
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "clipnorm": 0.1}])
+def test_sgd_has_the_bits_of_keras_own_also_by_sparse_gradients(settings):
+    """One kernel makes the update where Keras takes several operations."""
+    def weights(distribute):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((6,), dtype="int32"), keras.layers.Embedding(20, 8),
+                                  keras.layers.Flatten(), keras.layers.Dense(5)])
+        own = keras.optimizers.SGD(0.1, **settings)
+        model.compile(distribute(own), keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+        draw = np.random.default_rng(0)
+        model.fit(draw.integers(0, 20, (32, 6)), draw.integers(0, 5, 32), batch_size=16, verbose=0, shuffle=False)
+        return model.get_weights()
+
+    for got, want in zip(weights(hvd.DistributedOptimizer), weights(lambda own: own)):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_passes_accumulate_in_one_process_too():
     made = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), backward_passes_per_step=3,
                                     average_aggregated_gradients=True)

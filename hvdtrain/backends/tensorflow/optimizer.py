@@ -220,16 +220,21 @@ def _by_variable(tensors: Sequence[tf.Tensor], buckets: Sequence[Bucket]) -> lis
 
 @contextlib.contextmanager
 def fused(own: Any) -> Iterator[None]:
-    """While a graph is traced: let Keras' SGD update each variable by TensorFlow's one kernel for it.
+    """Let Keras' SGD, or a subclass with its formula, update each variable by TensorFlow's one kernel for it.
 
     The kernel's formula is Keras', to the bit, but reads and writes each element once; Keras' own operations take a
-    third longer over a large model's step. All else of an update (clipping, decay, averages) stays Keras'.
+    third longer over a large model's step. All else of an update (clipping, decay, averages) stays Keras', and so does
+    that by sparse gradients.
     """
-    if type(own) is not keras.optimizers.SGD:
+    plain = keras.optimizers.SGD.update_step
+    if not isinstance(own, keras.optimizers.SGD) or type(own).update_step is not plain:
         yield
         return
 
-    def update_step(grad: tf.Tensor, variable: tf.Variable, rate: Any) -> None:
+    def update_step(grad: Any, variable: tf.Variable, rate: Any) -> None:
+        if isinstance(grad, tf.IndexedSlices):
+            plain(own, grad, variable, rate)
+            return
         rate, grad = tf.cast(rate, variable.dtype), tf.cast(grad, variable.dtype)
         if not own.momentum:
             tf.raw_ops.ResourceApplyGradientDescent(var=variable.handle, alpha=rate, delta=grad)

@@ -146,12 +146,16 @@ class MpiCollectives:
         own_1 = np.array([zlib.crc32(what.encode())], np.int64)
         all_P = np.empty(self.size, np.int64)
         # The first to come waits here for the last, and should not take its processor time meanwhile.
-        wait_for(self._comm.Iallgather(own_1, all_P).Test, longest_sleep_s=LONGEST_SLEEP_S)
+        self._wait(self._comm.Iallgather(own_1, all_P).Test)
         if (all_P == all_P[0]).all():
             return
         entered = self._comm.allgather(what)
         odd = next(r for r in range(self.size) if entered[r] != entered[0])
         raise RuntimeError(f"ranks disagree: rank 0 entered {entered[0]}; rank {odd} entered {entered[odd]}")
+
+    def _wait(self, test: Callable[[], bool]) -> None:
+        """Wait for other ranks until ``test`` is true."""
+        wait_for(test, longest_sleep_s=LONGEST_SLEEP_S)
 
     def _spans(self, n: int) -> Iterator[slice]:
         """Slices of at most ``chunk`` elements that cover n; none for n = 0, where there is nothing to move."""

@@ -15,6 +15,8 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,24 +25,50 @@ import numpy as np
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.patience import wait_for
 from hvdtrain.collectives.mpi import LONGEST_SLEEP_S, MpiCollectives, _mpi, _Pending
+from hvdtrain.errors import PeerFailed
 
 TILE = 1 << 15
 """Elements added at a time: with a few ranks' tiles it stays in a core's own cache."""
+
+LOOK_S, GRACE_S = 0.5, 5.0
+"""How often a wait looks whether a rank has left, and how long it waits on for one that has."""
 
 TOKEN_BYTES = 16
 SUMMED = frozenset({"float32", "float64", "int32", "int64"})
 
 
 @dataclass(frozen=True)
-class _Segment:
-    """Shared memory of the L ranks of this host: S vectors for each, of which it chooses one for a sum.
+class _Layout:
+    """How shared memory is cut: a choice for each of the L ranks of this host, then for each S vectors of n elements.
 
-    ``number``: the same on every rank.
+    ``number``: of the memory, the same on every rank.
     """
 
-    rows_LSN: np.ndarray
-    chosen_L: np.ndarray
+    L: int
+    slots: int
+    n: int
+    dtype: str
     number: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one vector, in whole pages: no two ranks' vectors on one page."""
+        return _pages(self.n * np.dtype(self.dtype).itemsize)
+
+    @property
+    def begin(self) -> int:
+        """Where the vectors begin."""
+        return _pages(8 * self.L)
+
+    def chosen_L(self, raw: np.ndarray) -> np.ndarray:
+        """Which vector each rank hands to a sum."""
+        return raw[:8 * self.L].view(np.int64)
+
+    def rows_LSN(self, raw: np.ndarray) -> np.ndarray:
+        """The vectors."""
+        rows = raw[self.begin:self.begin + self.L * self.slots * self.row_bytes]
+        own = self.n * np.dtype(self.dtype).itemsize
+        return rows.reshape(self.L, self.slots, self.row_bytes)[:, :, :own].view(self.dtype)
 
 
 class SharedUnavailable(Exception):
@@ -75,11 +103,15 @@ class SharedCollectives(MpiCollectives):
             self._across = across if hosts > 1 and mine < self._stripes else None
             self._one_host = hosts == 1
         self._tiles: dict[str, np.ndarray] = {}
-        self._own: dict[int, tuple[_Segment, int]] = {}
-        self._scratch: dict[tuple[str, int, str], _Segment] = {}
+        # By the address of a vector; whoever holds one keeps its memory, which goes with the last.
+        self._own: dict[int, tuple[weakref.ref[np.ndarray], _Layout, int]] = {}
+        self._scratch: dict[tuple[str, int, str], tuple[np.ndarray, _Layout]] = {}
         self._n_looked, self._squares = 0, 0.0
         self._made = 0
-        self._segment(1, "float32")
+        self._ranks_L = self._host.allgather(self.rank)
+        raw, layout = self._segment(1, "int64")
+        self._left_L = layout.rows_LSN(raw)[:, 0, 0]
+        self._leave = weakref.finalize(self, self._left_L.__setitem__, mine, 1)
 
     def buffer(self, n: int, dtype: str) -> np.ndarray | None:
         """(n,) zeros in shared memory; None for a dtype that is summed elsewhere. Collective."""
@@ -94,9 +126,10 @@ class SharedCollectives(MpiCollectives):
         """
         if dtype not in SUMMED or n == 0:
             return []
-        segment = self._segment(n, dtype, slots)
-        own_SN = segment.rows_LSN[self._host.Get_rank()]
-        self._own.update({_address(own_N): (segment, slot) for slot, own_N in enumerate(own_SN)})
+        raw, layout = self._segment(n, dtype, slots)
+        own_SN = layout.rows_LSN(raw)[self._host.Get_rank()]
+        self._own = {address: kept for address, kept in self._own.items() if kept[0]() is not None}
+        self._own.update({_address(own_N): (weakref.ref(raw), layout, slot) for slot, own_N in enumerate(own_SN)})
         return list(own_SN)
 
     def allreduce(self, flat_N: np.ndarray, name: str, op: str = "sum") -> _Pending:
@@ -109,25 +142,31 @@ class SharedCollectives(MpiCollectives):
         assert op in ("sum", "mean"), op
         divisor = self.size if op == "mean" else 1
 
-        segment, slot = self._own.get(_address(flat_N), (None, 0))
-        if segment and (segment.rows_LSN.shape[2] != flat_N.size or segment.rows_LSN.dtype != flat_N.dtype):
-            segment = None
+        own = self._memory_of(flat_N)
 
         def run() -> np.ndarray:
-            if segment:
-                self._squares += self._sum(segment, slot, divisor)
+            if own:
+                self._squares += self._sum(*own, divisor)
                 self._n_looked += flat_N.size
                 return flat_N
             key = (name, flat_N.size, flat_N.dtype.name)
             if key not in self._scratch:
                 self._scratch[key] = self._segment(flat_N.size, flat_N.dtype.name)
-            own_N = self._scratch[key].rows_LSN[self._host.Get_rank(), 0]
+            raw, layout = self._scratch[key]
+            own_N = layout.rows_LSN(raw)[self._host.Get_rank(), 0]
             np.copyto(own_N, flat_N)
-            self._sum(self._scratch[key], 0, divisor)
+            self._sum(raw, layout, 0, divisor)
             return own_N.copy()
 
         # Ranks that sum other vectors of one name and length would each read what the other has left behind.
-        return self._later("allreduce", f"{name} of memory {segment.number}" if segment else name, flat_N, run)
+        return self._later("allreduce", f"{name} of memory {own[1].number}" if own else name, flat_N, run)
+
+    def _memory_of(self, flat_N: np.ndarray) -> tuple[np.ndarray, _Layout, int] | None:
+        """The memory of which ``flat_N`` is a vector of `buffers`, and which of them; None for any other."""
+        kept, layout, slot = self._own.get(_address(flat_N), (None, None, 0))
+        raw = kept() if kept else None
+        fits = layout and (layout.n, layout.dtype) == (flat_N.size, flat_N.dtype.name)
+        return (raw, layout, slot) if raw is not None and layout and fits else None
 
     def looked(self) -> tuple[int, float]:
         """Elements of `buffer` vectors summed since the last call, and the sum of squares over this rank's stripes.
@@ -139,16 +178,16 @@ class SharedCollectives(MpiCollectives):
         self._n_looked, self._squares = 0, 0.0
         return found
 
-    def _sum(self, segment: _Segment, slot: int, divisor: int) -> float:
+    def _sum(self, raw: np.ndarray, layout: _Layout, slot: int, divisor: int) -> float:
         """Replace the row that each rank chose, this one ``slot``, by the sum of all those of all hosts.
 
         ``divisor``: of the sums. Returns the squares of this rank's stripe, if whole.
         """
-        mine, n = self._host.Get_rank(), segment.rows_LSN.shape[2]
+        mine, n, chosen_L = self._host.Get_rank(), layout.n, layout.chosen_L(raw)
         squares = 0.0
-        segment.chosen_L[mine] = slot
+        chosen_L[mine] = slot
         self._meet()  # every rank's vector is there
-        rows = [row_SN[s] for row_SN, s in zip(segment.rows_LSN, segment.chosen_L.tolist())]
+        rows = [row_SN[s] for row_SN, s in zip(layout.rows_LSN(raw), chosen_L.tolist())]
         if mine < self._stripes:
             stripe = slice(n * mine // self._stripes, n * (mine + 1) // self._stripes)
             if self._across is None:
@@ -167,7 +206,23 @@ class SharedCollectives(MpiCollectives):
 
     def _meet(self) -> None:
         """Wait for the ranks of this host."""
-        wait_for(self._host.Ibarrier().Test, longest_sleep_s=LONGEST_SLEEP_S)
+        self._wait(self._host.Ibarrier().Test)
+
+    def _wait(self, test: Callable[[], bool]) -> None:
+        """Wait for other ranks; `PeerFailed` where one of this host has ended in order, and so never comes.
+
+        Of ranks that die the launcher ends the job.
+        """
+        while not wait_for(test, LOOK_S, LONGEST_SLEEP_S):
+            gone = [rank for rank, left in zip(self._ranks_L, self._left_L) if left]
+            # It may have left after this very call, of which the news is on its way.
+            if gone and not wait_for(test, GRACE_S, LONGEST_SLEEP_S):
+                raise PeerFailed(f"rank {gone[0]} has ended, or has shut down, while this one waits for it to exchange "
+                                 "gradients: every rank has to take the same number of steps")
+
+    def leave(self) -> None:
+        """Tell the ranks of this host that this one enters no call any more; also told when it ends."""
+        self._leave()
 
     def _add(self, rows: list[np.ndarray], stripe: slice, targets: list[np.ndarray], divisor: int) -> float:
         """Write the sum of the rows, in their order, over ``divisor`` within ``stripe`` to each target, also a row.
@@ -195,19 +250,17 @@ class SharedCollectives(MpiCollectives):
                     squares += float(np.dot(sum_T, sum_T))
         return squares
 
-    def _segment(self, n: int, dtype: str, slots: int = 1) -> _Segment:
-        """``slots`` vectors of n zeros for each of the L ranks of this host; collective over all ranks of the job."""
-        L, nbytes = self._host.Get_size(), n * np.dtype(dtype).itemsize
-        row_bytes = _pages(nbytes)  # no two ranks' rows on one page
-        begin, total = _pages(8 * L), L * slots * row_bytes
-        with deadline(self.timeout_s, f"sharing {begin + total} bytes of memory on this host"):
-            memory, reason = _map(self._host, begin + total)
+    def _segment(self, n: int, dtype: str, slots: int = 1) -> tuple[np.ndarray, _Layout]:
+        """``slots`` vectors of n zeros for each rank of this host, as bytes; collective over all ranks of the job."""
+        self._made += 1
+        layout = _Layout(self._host.Get_size(), slots, n, dtype, self._made)
+        nbytes = layout.begin + layout.L * slots * layout.row_bytes
+        with deadline(self.timeout_s, f"sharing {nbytes} bytes of memory on this host"):
+            memory, reason = _map(self._host, nbytes)
             reasons = [r for r in self._comm.allgather(reason) if r]
         if reasons or memory is None:
             raise SharedUnavailable(reasons[0])
-        rows = np.frombuffer(memory, np.uint8, total, begin).reshape(L, slots, row_bytes)
-        self._made += 1
-        return _Segment(rows[:, :, :nbytes].view(dtype), np.frombuffer(memory, np.int64, L), self._made)
+        return np.frombuffer(memory, np.uint8, nbytes), layout
 
 
 def _pages(nbytes: int) -> int:

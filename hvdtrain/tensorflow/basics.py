@@ -267,6 +267,8 @@ def shutdown() -> None:
         for one in last.sets.values():
             if one is not global_process_set:
                 one.process_set_id = None
+        for near in filter(None, last.near):
+            near.leave()
         if last.hvd is not None:
             last.hvd.shutdown()
 

@@ -1,6 +1,7 @@
 """``fit`` over shared memory with one thread of TensorFlow's each, and a rank that ends in it; run by mpirun.
 
-``python near_cases.py STEPS``: rank 1 is gone at its fourth step where STEPS is 0, else all ranks take so many.
+``python near_cases.py STEPS``: rank 1 is killed at its fourth step where STEPS is 0, and has only so many steps where
+STEPS is below 0; else all ranks take so many.
 """
 
 import os
@@ -30,7 +31,11 @@ def main(steps):
     rows = np.random.default_rng(hvd.rank()).standard_normal((8, 36)).astype(np.float32)
     data = tf.data.Dataset.from_tensors((rows[:, :32], rows[:, 32:])).repeat()
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
-    model.fit(data, steps_per_epoch=steps or 1000, verbose=0, callbacks=callbacks if steps else [Gone()])
+    if steps < 0 and hvd.rank() == 1:
+        callbacks, most = [], -steps
+    else:
+        callbacks, most = (callbacks, steps) if steps > 0 else ([Gone()] if steps == 0 else [], 1000)
+    model.fit(data, steps_per_epoch=most, verbose=0, callbacks=callbacks)
     assert basics.near_wire(hvd.global_process_set) is not None
     print(f"trained {steps} steps", flush=True)
 

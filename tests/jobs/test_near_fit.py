@@ -24,7 +24,9 @@ def test_one_thread_is_enough():
     assert job.stdout.count("trained 20 steps") == 2
 
 
-def test_a_rank_that_dies_ends_the_job():
+@pytest.mark.parametrize("steps, words", [("0", ""), ("-3", "rank 1 has ended, or has shut down")])
+def test_a_rank_that_dies_or_has_fewer_steps_ends_the_job(steps, words):
     began = time.monotonic()
-    job = mpirun(2, [SCRIPT, "0"], timeout_s=120)
+    job = mpirun(2, [SCRIPT, steps], timeout_s=120)
     assert job.returncode != 0 and job.orphans == [] and time.monotonic() - began < 60, job.text
+    assert words in job.text

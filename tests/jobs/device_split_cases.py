@@ -173,7 +173,8 @@ def assert_places(step):
     graph = next(f for f in step.stage._calls._graphs.values()).graph
     seen = Counter()
     for op in graph.get_operations():
-        home = op.name.removeprefix("gradient_tape/").split("/")[0]
+        scopes = [scope for scope in op.name.split("/") if not scope.startswith(("gradient_tape", "phase"))]
+        home = scopes[0] if scopes else ""
         block = next((i for i, name in enumerate(chain.names) if home == name or home.removeprefix(name + "_").isdigit()
                       and home.startswith(name + "_")), None)
         if block is not None and op.device:

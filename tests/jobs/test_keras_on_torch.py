@@ -156,7 +156,7 @@ def test_a_model_without_an_input_shape_is_built_from_the_data(alone):
     ("batchnorm", "use GroupNormalization"), ("scaled", "the optimizer scales the loss"),
     ("accumulating", "set accumulate in the configuration"), ("schedules", "has a schedule of its own"),
     ("function", "the compiled optimizer's rate is a function"), ("misfit", "expected x float32[B, 64]"),
-    ("width", "targets are int64[B] from 0 to 3"),
+    ("width", "targets run from 0 to 3; expected 0..2"),
     ("optimizer", "resume with the model and optimizer of that run"), ("loss", "'no_such' is not in keras.losses"),
     ("device", "Keras keeps its tensors on cpu and this rank computes on meta")])
 def test_what_is_refused_is_said(case, words, alone):

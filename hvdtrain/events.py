@@ -11,10 +11,11 @@
             for each micro-batch of this rank's part:  # none, when this rank holds no sample of the batch
                 forward, backward of loss_sum / W      # W: global weight of batch t
             exchange the gradients (sum)               # begins during the last backward
-            vote: loss, gradient finite? stop? save?   # one small control-plane sum, the same on every rank
+            vote: loss, gradient finite? stop? save? anything to tell?   # one small sum, the same on every rank
             if a loss or the summed gradient is not finite: NON_FINITE, no update
             clip, update
                                                        # an overflow in fp16: no update, a lower loss scale, no event
+            if a rank had something to tell: TOLD      # run.tell_all(topic, text) -> run.state.told, on every rank
             STEP_END
             if a checkpoint is due:
                 CHECKPOINT                             # snapshot written by rank 0
@@ -37,6 +38,7 @@ class Event(enum.Enum):
     EPOCH_START = "epoch_start"
     STEP_START = "step_start"
     NON_FINITE = "non_finite"
+    TOLD = "told"
     STEP_END = "step_end"
     CHECKPOINT = "checkpoint"
     EVAL_END = "eval_end"

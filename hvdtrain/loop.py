@@ -49,7 +49,7 @@ def _fit(run: Run) -> None:
     config, state = run.config, run.state
     with starting(run):  # what may still refuse the run comes in here, and changes nothing on disk
         run.emit(Event.FIT_START)
-        run.agree_on_stop()  # a resumed run may have been at its end
+        run.settle()  # a resumed run may have been at its end
         _stop_at_max_steps(run)
     while state.cursor.epoch < config.epochs and not run.stopping():
         run.emit(Event.EPOCH_START)
@@ -61,7 +61,7 @@ def _fit(run: Run) -> None:
         if state.cursor.epoch == config.epochs or config.eval_every and state.cursor.epoch % config.eval_every == 0:
             evaluate(run)
         run.emit(Event.EPOCH_END)
-        run.agree_on_stop()
+        run.settle()
     # Of the last step, or since the copies met last, there is no vote to tell it.
     if run.control.agree(run.parts.optimizer.skipped() or state.poisoned):
         state.bad_ranks, state.bad_where = list(range(run.control.size)), {}
@@ -121,6 +121,7 @@ def train_step(run: Run, batch: StepBatch) -> None:
         state.poisoned = not meets  # told at the next vote (law 6)
     state.cursor = batch.cursor_after
     _stop_at_max_steps(run)
+    run.emit_told()
     run.emit(Event.STEP_END)
     if state.save_due:
         state.save_due = False
@@ -159,8 +160,9 @@ def _vote(run: Run, batch: StepBatch, done: Done) -> list[int]:
     bad = (not math.isfinite(loss_sum) and not late) or parts.optimizer.skipped() or state.poisoned
     state.poisoned = False
     squares = run.dp.squares(done.grads)
-    mine = [0.0 if bad else loss_sum, weight, bad, bool(state.wants_stop), state.wants_save, squares]
-    loss, total, n_bad, n_stop, n_save, squares = run.control.sum(np.array(mine, dtype=np.float64))
+    wishes = [bool(state.wants_stop), state.wants_save, bool(state.words)]
+    mine = [0.0 if bad else loss_sum, weight, bad, *wishes, squares]
+    loss, total, n_bad, n_stop, n_save, n_words, squares = run.control.sum(np.array(mine, dtype=np.float64))
     pulse.heard(state.cursor.step)
     if not asynchronous and not n_bad:
         check_weight(float(total), batch.weight)
@@ -169,6 +171,8 @@ def _vote(run: Run, batch: StepBatch, done: Done) -> list[int]:
     state.wants_save = False
     if n_stop:
         state.stop = next(reason for reason in run.control.gather(state.wants_stop) if reason)
+    if n_words:
+        run.hear()
     if n_bad:
         return [r for r, b in enumerate(run.control.gather(bad)) if b]
     if not math.isfinite(squares):

@@ -11,7 +11,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -79,10 +79,18 @@ class Stdout:
         return False
 
 
+class Word(NamedTuple):
+    """What ``rank`` had to tell all others: ``topic`` says which callback it is for."""
+
+    rank: int
+    topic: str
+    text: str
+
+
 @dataclass
 class State:
-    """Where the run stands; equal on all ranks but for the two wishes and ``poisoned``: a step in which the copies did
-    not meet was not finite on this rank."""
+    """Where the run stands; equal on all ranks but for the two wishes, ``words`` (to tell at the next vote) and
+    ``poisoned``: a step in which the copies did not meet was not finite on this rank."""
 
     cursor: Cursor = field(default_factory=Cursor)
     loss: float = math.nan
@@ -97,6 +105,9 @@ class State:
     wants_stop: str = ""
     wants_save: bool = False
     poisoned: bool = False
+    words: list[Word] = field(default_factory=list)
+    told: list[Word] = field(default_factory=list)
+    """What the ranks told each other at the latest vote, by rank, while TOLD is emitted; else empty."""
 
 
 class Phases:
@@ -240,11 +251,30 @@ class Run:
         """Ask for a checkpoint after the next vote."""
         self.state.wants_save = True
 
+    def tell_all(self, topic: str, text: str) -> None:
+        """Have every rank hear ``text`` at the next vote, as a `Word` in ``state.told`` when TOLD is emitted."""
+        self.state.words.append(Word(self.control.rank, topic, text))
+
+    def hear(self) -> None:
+        """Exchange what the ranks have to tell each other; collective, entered where a vote says that one has."""
+        own, self.state.words = self.state.words, []
+        self.state.told = [word for words in self.control.gather(own) for word in words]
+
+    def emit_told(self) -> None:
+        """Emit TOLD where something was told since the last time."""
+        if self.state.told:
+            self.emit(Event.TOLD)
+            self.state.told = []
+
     def stopping(self) -> bool:
         """Whether the ranks have agreed to stop."""
         return bool(self.state.stop)
 
-    def agree_on_stop(self) -> None:
-        """Settle the wishes to stop outside a step; collective."""
-        if self.control.agree(bool(self.state.wants_stop)):
+    def settle(self) -> None:
+        """Settle outside a step what a vote settles in it: wishes to stop, and what ranks have to tell; collective."""
+        n_stop, n_words = self.control.sum(np.array([bool(self.state.wants_stop), bool(self.state.words)], np.float64))
+        if n_stop:
             self.state.stop = next(r for r in self.control.gather(self.state.wants_stop) if r)
+        if n_words:
+            self.hear()
+        self.emit_told()

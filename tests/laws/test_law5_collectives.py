@@ -164,7 +164,7 @@ COLLECTIVE = {
     "control": {"bcast", "gather", "sum", "agree", "barrier"},
     "collectives": {"allreduce", "allgather", "alltoall", "reducescatter", "broadcast"},
     "step": {"share_initial", "sync_buffers", "exchange", "apply", "evaluate", "forward_backward"},
-    "run": {"agree_on_stop"},
+    "run": {"settle", "hear"},
     "feed": {"epoch", "eval_epoch", "check_ranks_agree"},
 }
 FUNCTIONS = {"agreed", "begin", "ensure_out", "export", "evaluate", "fit", "restore", "save", "starting", "survey"}

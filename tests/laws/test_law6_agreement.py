@@ -65,6 +65,34 @@ def test_a_clock_of_rank_0_saves_on_all(tmp_path):
     assert len(set(map(repr, results))) == 1 and results[0][2] == [2, 4]  # step 2's wish is met by its save
 
 
+class Teller(Callback):
+    """``ranks`` tell their number to all at step 2 and at step 4, an epoch's last; every rank notes what it hears."""
+
+    where = "all"
+
+    def __init__(self, ranks):
+        self.ranks, self.heard = ranks, []
+
+    def step_end(self, run):
+        if run.control.rank in self.ranks and run.state.cursor.step in (2, 4):
+            run.tell_all("number", str(run.control.rank))
+
+    def told(self, run):
+        self.heard += [(run.state.cursor.step, *word) for word in run.state.told]
+
+
+def test_what_some_ranks_tell_all_hear_in_rank_order(tmp_path):
+    def heard(run):
+        teller = Teller([2, 0])
+        seen(run, teller)
+        return teller.heard
+
+    setting = config(global_batch=5, max_steps=6, out=str(tmp_path))
+    results = lockstep(3, setting, lambda rank: make_model("numpy"), samples(20), heard)
+    told = [(step, rank, "number", str(rank)) for step in (3, 4) for rank in (0, 2)]
+    assert results == [told] * 3  # the second time where the epoch ends, by no step's vote
+
+
 def test_early_stop_stops_all_at_one_step(tmp_path):
     setting = config(global_batch=5, epochs=50, eval_every=1, lr=1e-12, out=str(tmp_path), shares=[1, 0, 3],
                      early_stop=EarlyStop("loss", patience=2, min_delta=0.1))

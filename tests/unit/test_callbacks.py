@@ -183,7 +183,7 @@ def test_early_stop(run, values, settings, after):
 def test_early_stop_only_wishes(run):
     watch(run, [1, 1], patience=1)
     assert run.state.wants_stop == "early stop: loss not better than 1 for 1 evaluations" and not run.stopping()
-    run.agree_on_stop()
+    run.settle()
     assert run.stopping()
 
 
@@ -294,9 +294,9 @@ def test_phases_leave_the_first_step_out_of_the_speed():
 
 
 def test_the_first_reason_to_stop_counts(run):
-    run.agree_on_stop()
+    run.settle()
     assert not run.stopping() and State().stop == ""
     run.want_stop("a")
     run.want_stop("b")
-    run.agree_on_stop()
+    run.settle()
     assert run.state.stop == "a"

@@ -27,7 +27,7 @@ class Stored(NamedTuple):
     path: Path
 
 
-class _Candidate(NamedTuple):
+class Candidate(NamedTuple):
     """A directory that may be a checkpoint; ``hidden`` if moved aside, ``error`` if its manifest is bad."""
 
     step: int
@@ -86,6 +86,10 @@ class CheckpointStore:
         """Names of everything that is called like a checkpoint, whole or damaged, oldest step first."""
         return [one.path.name for one in self._candidates()][::-1]
 
+    def everything(self) -> tuple[Candidate, ...]:
+        """List all that is called like a checkpoint, whole, damaged or moved aside, newest step first."""
+        return self._candidates()
+
     def latest_whole(self, log: Log) -> tuple[Path, Snapshot] | None:
         """Read the newest checkpoint that is whole, saying of each newer one why it is not; None if none is.
 
@@ -101,7 +105,7 @@ class CheckpointStore:
                 log(f"checkpoint {one.path.name} is not used: {reason}")
         return None
 
-    def _candidates(self) -> tuple[_Candidate, ...]:
+    def _candidates(self) -> tuple[Candidate, ...]:
         """Everything named like a checkpoint, newest step first, a visible one before one moved aside.
 
         The step is the manifest's; a directory without a good one is placed by its name.
@@ -157,11 +161,11 @@ class CheckpointStore:
             )
 
 
-def _candidate(name: str, hidden: bool, path: Path) -> _Candidate:
+def _candidate(name: str, hidden: bool, path: Path) -> Candidate:
     try:
-        return _Candidate(inspect(path).step, hidden, path, None)
+        return Candidate(inspect(path).step, hidden, path, None)
     except CheckpointError as error:
-        return _Candidate(int(name.removeprefix("step-")), hidden, path, error)
+        return Candidate(int(name.removeprefix("step-")), hidden, path, error)
 
 
 def _looks_whole(path: Path) -> bool:

@@ -56,8 +56,13 @@ class Layout:
             yield array.reshape(-1).view(np.uint8).data
 
 
-def layout(tensors: Mapping[str, np.ndarray], group: str) -> Layout:
-    """Plan the file of ``group``; CheckpointError for a name or a dtype that the file cannot hold exactly."""
+def layout(tensors: Mapping[str, np.ndarray], group: str, codes: Mapping[str, str] | None = None) -> Layout:
+    """Plan the file of ``group``; CheckpointError for a name or a dtype that the file cannot hold exactly.
+
+    ``codes``: the dtype that the file states for the arrays of these names, of the same size as theirs: bfloat16, which
+    numpy lacks, as the "BF16" that an array of uint16 holds the bits of.
+    """
+    codes = codes or {}
     ready = {name: _portable(name, array, group) for name, array in tensors.items()}
     # Widest first keeps every array aligned to its own item size.
     order = sorted(ready, key=lambda name: (-ready[name].itemsize, name))
@@ -66,7 +71,7 @@ def layout(tensors: Mapping[str, np.ndarray], group: str) -> Layout:
         array = ready[name]
         end = offset + array.nbytes
         entries[name] = {
-            "dtype": _CODES[array.dtype.name],
+            "dtype": codes.get(name, _CODES[array.dtype.name]),
             "shape": list(array.shape),
             "data_offsets": [offset, end],
         }

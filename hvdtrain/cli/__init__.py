@@ -12,6 +12,7 @@ COMMANDS = {
     "train": "train a model (the default: without arguments, the built-in recipe)",
     "plan": "probe every rank's speed and print the part of a batch that each would get",
     "launch": "start a job on the hosts of a list: the right command line for the MPI found here",
+    "checkpoints": "list a run's checkpoints, verify or remove them, write the weights of one as a file",
     "doctor": "show what would stop or slow a run here or on the hosts of a list, with the commands that mend it",
     "verify": "show that a model trains alike on 1, 2, 3, ... ranks (law 2)",
     "migrate": "show how a script of Horovod, tf.distribute, Keras, DDP or Accelerate moves here: a diff, or code",
@@ -35,7 +36,7 @@ python -m hvdtrain COMMAND --help tells a command's options.
 def main(argv: list[str]) -> int:
     """Run a command line; return the exit status (2: a mistake the user can mend)."""
     if argv and argv[0] in ("-h", "--help"):
-        print(USAGE.format(commands="\n".join(f"  {name:8} {text}" for name, text in COMMANDS.items())))
+        print(USAGE.format(commands="\n".join(f"  {name:11} {text}" for name, text in COMMANDS.items())))
         return 0
     if argv and argv[0] == "--version":
         from hvdtrain import __version__

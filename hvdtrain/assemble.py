@@ -26,6 +26,7 @@ from hvdtrain.callbacks.balance import Balance
 from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.callbacks.early_stop import EarlyStop
 from hvdtrain.callbacks.jsonl import Jsonl
+from hvdtrain.callbacks.ledger import Ledger
 from hvdtrain.callbacks.meter import Meter
 from hvdtrain.callbacks.nan_guard import NanGuard
 from hvdtrain.callbacks.throughput import Throughput
@@ -241,7 +242,7 @@ def eval_feed(run: Run, data: Any) -> Feed:
 def _callbacks(run: Run, facts: LaunchFacts, more: Callable[[Run], list[Callback]] | None) -> list[Callback]:
     """Those that decide and measure before those that report; checkpoints last, so that they hold the others' state."""
     config = run.config
-    own: list[Any] = [NanGuard(config.nan_guard, config.max_skipped), Throughput()]
+    own: list[Any] = [NanGuard(config.nan_guard, config.max_skipped), Throughput(), Ledger()]
     meter = Meter(config.rebalance.every_steps)
     if run.control.size > 1:
         own.append(meter)

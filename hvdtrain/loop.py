@@ -87,6 +87,7 @@ def _epoch(run: Run) -> None:
 def train_step(run: Run, batch: StepBatch) -> None:
     """One global batch: compute, exchange, vote, update."""
     parts, dp, state = run.parts, run.dp, run.state
+    run.batch = batch
     run.emit(Event.STEP_START)
     begin = time.perf_counter()
     pulse.at("backward and exchange", state.cursor.step)
@@ -111,6 +112,7 @@ def train_step(run: Run, batch: StepBatch) -> None:
     run.phases.add("wait", voted - begin - compute_s)
     run.phases.add("update", updated - voted)
     run.phases.step(updated - begin, batch.n_global, batch.n_local, len(batch.micros))
+    run.updated = not bad
     overflowed = parts.scale.update(bad)  # the same on every rank where they have voted
     if bad:
         parts.buffers.discard()
@@ -126,6 +128,7 @@ def train_step(run: Run, batch: StepBatch) -> None:
     if state.save_due:
         state.save_due = False
         run.emit(Event.CHECKPOINT)
+    run.batch = None
 
 
 def _tell_not_finite(run: Run, batch: StepBatch, bad: list[int]) -> None:

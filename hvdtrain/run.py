@@ -21,7 +21,7 @@ from hvdtrain.cluster.group import Group
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Config
 from hvdtrain.data.cursor import Cursor
-from hvdtrain.data.feed import Feed
+from hvdtrain.data.feed import Feed, StepBatch
 from hvdtrain.data_parallel.replicate import Replicate
 from hvdtrain.events import Event
 from hvdtrain.exchange.compressors import create
@@ -173,6 +173,12 @@ class Run:
     """The run's directory once `hvdtrain.outdir.ensure_out` has made it; before that the current directory."""
     made: list[Path] = field(default_factory=list)
     """Directories that were made for ``out``, innermost first."""
+    batch: StepBatch | None = None
+    """This rank's part of the step under way, from STEP_START to CHECKPOINT."""
+    updated: bool = True
+    """Whether the latest step made its update; on an asynchronous device the step before, where the loss decides."""
+    ledger: dict[str, Any] = field(default_factory=dict)
+    """What `hvdtrain.callbacks.ledger` has found so far."""
     lock: int = -1
     """Descriptor by which rank 0 keeps other jobs out of ``out`` while it trains; -1: none."""
     begun: bool = False

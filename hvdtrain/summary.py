@@ -34,6 +34,7 @@ def record(run: Any) -> dict[str, Any]:
         "meter": _meter(run.reading),
         "phases_ms": {name: round(1e3 * seconds / steps, 3) for name, seconds in phases.seconds.items()},
         "stop": s.stop,
+        "ledger": run.ledger,
         "notes": run.notes,
         "step": run.parts.describe(),
     }
@@ -50,6 +51,7 @@ def rows(run: Any) -> list[tuple[str, str]]:
              ("speed", f"{r['samples_per_s']:,.0f} samples/s" if r["samples_per_s"] else "too few steps to tell"),
              ("train loss", f"{r['loss']:.4g}" if r["loss"] is not None else "none")]
     table += [(f"test {name}", f"{value:.4f}" if value is not None else "none") for name, value in r["metrics"].items()]
+    table += _ledger(r["ledger"])
     if run.reading is not None:
         table += _efficiency(run)
     table.append(("time a step", ", ".join(f"{name} {ms:.1f}" for name, ms in r["phases_ms"].items()) + " ms"))
@@ -65,6 +67,16 @@ def _meter(reading: Any) -> dict[str, Any] | None:
     return {"percent_of_solo": _number(reading.percent), "step_s": _number(reading.step_s),
             "lost_percent": {cause: _number(value) for cause, value in reading.lost.items()}, "ranks": ranks,
             "advice": reading.sentence}
+
+
+def _ledger(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was checked of the samples, in words; nothing where no step was made."""
+    epochs = found.get("epochs", 0)
+    said = [f"each exactly once in {epochs} epoch{'s' if epochs > 1 else ''}"] if epochs else []
+    said += [f"the first {found['partial']} of the last epoch once each"] if found.get("partial") else []
+    said += [f"{found['skipped']} in steps without an update"] if found.get("skipped") else []
+    said += [f"epochs {', '.join(map(str, found['unchecked']))} not checked"] if found.get("unchecked") else []
+    return [("samples", "; ".join(said))] if said else []
 
 
 def _efficiency(run: Any) -> list[tuple[str, str]]:

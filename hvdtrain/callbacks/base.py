@@ -48,6 +48,9 @@ class Callback:
         raise UserError(f"{type(self).__name__}.every is {self.every!r} with where={self.where!r}",
                         "'N step', 'N epoch', or, on root only, 'N s'", "correct it")
 
+    def saving(self, run: Any) -> None:
+        """Bring together what `state_dict` will tell, before each save; collective with ``where`` "all"."""
+
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state to keep in a checkpoint; rank 0's is kept."""
         return {}

@@ -65,7 +65,8 @@ class Jsonl(Callback):
     def fit_end(self, run: Any) -> None:
         """Where the time went, why and where it ended."""
         self._meter(run)
-        self.record(run, "end", epoch=run.state.cursor.epoch, stop=run.state.stop, metrics=run.state.metrics)
+        self.record(run, "end", epoch=run.state.cursor.epoch, stop=run.state.stop, metrics=run.state.metrics,
+                    ledger=run.ledger)
 
     def _meter(self, run: Any) -> None:
         """The ranks' times over the run."""

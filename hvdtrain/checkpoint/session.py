@@ -43,6 +43,9 @@ def save(run: Run) -> str:
     ensure_out(run)
     run.made = []  # it is to stay, also where a fit is refused later
     run.parts.buffers.sync()
+    for callback in run.callbacks:
+        if callback.where == "all" or run.control.rank == 0:
+            callback.saving(run)
     shared, own = _parts(run)
     try:
         tensors = collect(run.control, chain(shared.shards(), own.shards()))

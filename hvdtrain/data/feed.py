@@ -31,7 +31,8 @@ class StepBatch:
     of this step. With a feed's ``even_micros`` as many as on every other rank, the last ones empty (0, ...).
     ``n_local``, ``n_global``: samples of this rank and of all ranks. ``weight``: the global weight W that
     the summed loss is divided by (law 1); ``own_weight``: this rank's part of it. ``cursor_before``,
-    ``cursor_after``: positions around the step, equal on all ranks.
+    ``cursor_after``: positions around the step, equal on all ranks. ``numbers``: int64[n_local] of this rank's samples;
+    of a stream positions in it, or None where the ranks' streams differ in length.
     """
 
     cursor_before: Cursor
@@ -41,6 +42,7 @@ class StepBatch:
     n_global: int
     weight: float
     own_weight: float
+    numbers: np.ndarray | None = None
 
 
 class Feed:
@@ -174,7 +176,7 @@ class Feed:
             for met in self._walk.meet(ahead, cursor, self.weight_fn):
                 after = cursor.advance(met.consumed)
                 yield StepBatch(cursor, after, self._micros(met, cursor.step), met.part.n_local, met.n_global,
-                                met.weight, met.own_weight)
+                                met.weight, met.own_weight, met.part.numbers)
                 cursor = after
 
     def _micros(self, met: Met, step: int) -> list[Arrays]:

@@ -23,6 +23,7 @@ from hvdtrain.protocols import Control
 
 WeightFn = Callable[[Arrays], float]
 
+_NONE = np.empty(0, np.int64)
 _UNEVEN = "the ranks' streams differ in length: steps go on with the samples there are"
 _DIFFERENT = ("the ranks read different streams: each takes its cut of what it reads, so samples are lost or "
               "repeated; seed the shuffle alike and do not split the stream by rank")
@@ -36,12 +37,16 @@ Bounds = Callable[[int, int], tuple[int, int]]
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's ``n_local`` of a global batch's ``n`` samples; ``check``: a stream's checksum of the first of all."""
+    """This rank's ``n_local`` of a global batch's ``n`` samples; ``check``: a stream's checksum of the first of all.
+
+    ``numbers``: int64[n_local], of a stream the positions in it; None where the ranks' streams are of several lengths.
+    """
 
     n: int
     n_local: int
     arrays: Arrays
     check: int = 0
+    numbers: np.ndarray | None = None
 
     def weight(self, weight_fn: WeightFn | None) -> float:
         """This rank's part of the global weight W: its samples, or what ``weight_fn`` says of them."""
@@ -92,7 +97,7 @@ class SourceWalk:
             indices = order_N[at:at + self._global_batch]
             low, high = bounds(step, len(indices))
             arrays = self._fetch(indices[low:high]) if high > low else self._none_like(indices[:1])
-            yield Part(len(indices), high - low, arrays)
+            yield Part(len(indices), high - low, arrays, numbers=indices[low:high])
 
     def meet(self, parts: Iterator[Part], cursor: Cursor, weight_fn: WeightFn | None) -> Iterator[Met]:
         """Yield each part with the weight of its step; collective with a ``weight_fn``."""
@@ -163,9 +168,10 @@ class StreamWalk:
         """Yield the parts from ``cursor`` to the end of its epoch; a stream does its own shuffling."""
         with contextlib.closing(self._continued(cursor)) as batches:
             for step, batch in enumerate(batches, cursor.step):
+                at = cursor.samples + (step - cursor.step) * self._global_batch
                 low, high = bounds(step, len(batch[0]))
                 mine = tuple(array[low:high] for array in batch)
-                yield Part(len(batch[0]), high - low, mine, fingerprint(batch))
+                yield Part(len(batch[0]), high - low, mine, fingerprint(batch), np.arange(at + low, at + high))
 
     def meet(self, parts: Iterator[Part], cursor: Cursor, weight_fn: WeightFn | None) -> Iterator[Met]:
         """Yield each part with what the ranks have of its step, empty ones until all streams have ended; collective.
@@ -174,7 +180,7 @@ class StreamWalk:
         """
         first = True
         while True:
-            part = next(parts, Part(0, 0, ()))
+            part = next(parts, Part(0, 0, (), numbers=_NONE))
             own = part.weight(weight_fn)
             sums = self._control.sum(np.array([part.n_local, own, part.n, part.n ** 2, part.n > 0,
                                                part.check, part.check ** 2], np.float64))
@@ -186,6 +192,7 @@ class StreamWalk:
             alike = self._size * seen2 == seen ** 2  # no variance over ranks
             if not alike:
                 self._warn_once(_UNEVEN)
+                part = replace(part, numbers=None)
             if first and ranks * checks2 != checks ** 2:
                 self._warn_once(_DIFFERENT)
             first, counts_P = False, None

@@ -22,6 +22,10 @@ class Callback(Protocol):
         """See one moment."""
         ...
 
+    def saving(self, run: Any) -> None:
+        """Bring together what `state_dict` will tell, before each save; collective with ``where`` "all"."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state to keep in a checkpoint."""
         ...

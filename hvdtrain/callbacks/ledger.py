@@ -1,0 +1,168 @@
+"""Checks that each sample of an epoch was trained on exactly once, over ranks, new plans and resumptions.
+
+Owns when the sums are kept, brought together and compared, what a checkpoint carries of them, and what is said of it.
+The hash and the sums are `hvdtrain.data.ledger`'s. The numbers come with each `StepBatch` and are counted when its step
+has ended. Of a stream, whose samples have no numbers, positions in it stand for them: that proves how the ranks cut
+what they read, not what the stream gives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.callbacks.base import Callback
+from hvdtrain.data import ledger as books
+from hvdtrain.data.ledger import Book, Sums
+from hvdtrain.data.sampler import epoch_order
+from hvdtrain.errors import UserError
+
+
+class Ledger(Callback):
+    """Runs on all ranks, which compare at the end of each epoch, and of a fit that ends within one.
+
+    ``run.ledger`` holds what was found: ``epochs`` whole, over all resumptions, the ``samples`` in them, ``skipped``:
+    those of them whose step made no update (nan_guard skip, an overflow in fp16), ``unchecked`` epochs, and ``partial``
+    samples of an epoch that a fit ended in. A step without update counts as consumed. On a GPU it is told a step late.
+    """
+
+    where = "all"
+
+    def __init__(self) -> None:
+        self._book = Book()
+        self._at = (0, 0)
+        self._unknown = ""
+        self._skipped = self._skipped_before = self._epochs = self._samples = 0
+        self._unchecked: list[int] = []
+        self._kept: dict[str, Any] = {}
+
+    # --- while a run trains ------------------------------------------------------------------------------------------
+
+    def epoch_start(self, run: Any) -> None:
+        """Go on where the sums stand, or find that nothing is known of the samples before."""
+        cursor = run.state.cursor
+        if (cursor.epoch, cursor.samples) != self._at:
+            why = "the checkpoint does not say which samples came before" if cursor.samples else ""
+            self._begin(cursor.epoch, cursor.samples, why)
+        if self._unknown and cursor.epoch not in self._unchecked:
+            self._unchecked.append(cursor.epoch)
+            run.note(f"ledger: whether epoch {cursor.epoch} has each sample once is not checked: {self._unknown}")
+
+    def step_end(self, run: Any) -> None:
+        """Count the samples of a step that was finished."""
+        batch = run.batch
+        cursor = batch.cursor_after
+        self._at = (cursor.epoch, cursor.samples)
+        self._skipped += 0 if run.updated else batch.n_global
+        if batch.numbers is not None:
+            self._book.add(batch.numbers[:sum(len(micro[0]) for micro in batch.micros)])  # those it computed on
+        elif not self._unknown:
+            self._unknown = "the ranks' streams differ in length"
+
+    def epoch_end(self, run: Any) -> None:
+        """Compare the epoch that has ended with what it must hold; `UserError` on every rank. Collective."""
+        epoch, consumed = self._at
+        if self._unknown:
+            if epoch not in self._unchecked:
+                self._unchecked.append(epoch)
+        else:
+            samples = consumed if run.feed.samples is None else run.feed.samples
+            self._compare(run, samples, None)
+            self._epochs, self._samples = self._epochs + 1, self._samples + samples
+            self._skipped_before += self._skipped
+        self._record(run, epoch, not self._unknown)
+        self._begin(epoch + 1, 0, "")
+        run.ledger = self._facts()
+
+    def fit_end(self, run: Any) -> None:
+        """Compare the part of an epoch that a fit has ended in; `UserError` on every rank. Collective."""
+        epoch, consumed = self._at
+        partial = 0
+        if consumed and not self._unknown and (epoch, consumed) == (run.state.cursor.epoch, run.state.cursor.samples):
+            feed = run.feed
+            order = None if feed.samples is None else epoch_order(feed.samples, feed.seed, epoch, feed.shuffle)
+            self._compare(run, consumed, order)
+            partial = consumed
+        found = self._facts()
+        if partial and partial == run.feed.samples:  # stopped with its last step, before it was closed
+            run.ledger = {**found, "epochs": found["epochs"] + 1, "samples": found["samples"] + partial}
+        else:
+            run.ledger = {**found, "partial": partial}
+
+    # --- over resumptions --------------------------------------------------------------------------------------------
+
+    def saving(self, run: Any) -> None:
+        """Bring the ranks' sums together for `state_dict`. Collective."""
+        sums = books.from_limbs(run.control.sum(books.to_limbs(self._book.sums())))
+        epoch, samples = self._at
+        self._kept = {"epoch": epoch, "samples": samples, "count": sums.count, "sum": f"{sums.total:016x}",
+                      "unknown": self._unknown, "skipped": self._skipped, "order": _order(run.feed),
+                      "epochs": self._epochs, "whole": self._samples, "skipped_before": self._skipped_before,
+                      "unchecked": list(self._unchecked)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What all ranks have counted, as `saving` found it."""
+        return dict(self._kept)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep it for `restored`."""
+        self._kept = dict(state)
+
+    def restored(self, run: Any) -> None:
+        """Go on from the sums of a checkpoint, which rank 0 takes over whatever ranks they come from."""
+        kept = self._kept
+        unknown = kept["unknown"]
+        if kept["samples"] and kept["order"] != _order(run.feed):
+            unknown = "the data's length, seed or shuffle is another than when it began"
+        before = Sums(kept["count"], int(kept["sum"], 16)) if run.control.rank == 0 else Sums()
+        self._begin(kept["epoch"], kept["samples"], unknown, before)
+        self._skipped, self._skipped_before = kept["skipped"], kept["skipped_before"]
+        self._epochs, self._samples = kept["epochs"], kept["whole"]
+        self._unchecked = list(kept["unchecked"])
+
+    # --- sums --------------------------------------------------------------------------------------------------------
+
+    def _begin(self, epoch: int, samples: int, unknown: str, before: Sums = Sums()) -> None:
+        """Stand at ``samples`` of ``epoch``, of which ``before`` was counted; ``unknown``: why that is not all."""
+        self._book.start(epoch, before)
+        self._at, self._unknown, self._skipped = (epoch, samples), unknown, 0
+
+    def _compare(self, run: Any, samples: int, order_n: np.ndarray | None) -> None:
+        """Raise `UserError` on every rank unless the ranks together had the first ``samples`` of ``order_n`` once each.
+
+        ``order_n``: int64[N], or None where it does not matter: all numbers below ``samples``. Each rank adds up its
+        part of what there must be.
+        """
+        control, epoch = run.control, self._at[0]
+        low, high = (samples * r // control.size for r in (control.rank, control.rank + 1))
+        want = (books.sums_of_range(low, high, epoch) if order_n is None
+                else books.sums_of(order_n[low:high], epoch))
+        both = control.sum(np.concatenate([books.to_limbs(self._book.sums()), books.to_limbs(want)]))
+        got, want = books.from_limbs(both[:books.LIMBS]), books.from_limbs(both[books.LIMBS:])
+        if got == want:
+            return
+        numbers = np.arange(samples) if order_n is None else order_n[:samples]
+        words = books.unlike(got, want, epoch, numbers if samples <= books.MOST_SEARCHED else None)
+        self._record(run, epoch, False, got=got.count, want=want.count, words=words)
+        again = "start anew" if epoch == 0 else f"resume from a checkpoint from before epoch {epoch}"
+        raise UserError(f"epoch {epoch} is not whole: {words}", f"each of its {samples} samples exactly once",
+                        f"{again}, since later checkpoints carry the fault; a callback that cuts the batches must do "
+                        "so alike on every rank")
+
+    def _facts(self) -> dict[str, Any]:
+        return {"epochs": self._epochs, "samples": self._samples, "skipped": self._skipped_before + self._skipped,
+                "unchecked": list(self._unchecked), "partial": 0}
+
+    def _record(self, run: Any, epoch: int, whole: bool, **more: Any) -> None:
+        """A record in the run's log, by the callbacks that keep one; on rank 0."""
+        for callback in run.callbacks if run.control.rank == 0 else ():
+            record = getattr(callback, "record", None)
+            if record is not None:
+                record(run, "ledger", epoch=epoch, whole=whole, skipped=self._skipped,
+                       ledger={"epochs": self._epochs}, **more)
+
+
+def _order(feed: Any) -> list[int]:
+    """What the order of an epoch's samples depends on; nothing of ours for a stream."""
+    return [-1, 0, 0] if feed.samples is None else [feed.samples, feed.seed if feed.shuffle else 0, int(feed.shuffle)]

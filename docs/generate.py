@@ -6,6 +6,7 @@ Owns the page's layout and its example; names, types, units, defaults and meanin
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
@@ -110,7 +111,7 @@ def row(key: schema.Key) -> str:
     default = recipe.dump({"": key.default}).partition(":")[2].strip()
     if isinstance(key.default, (list, dict)):
         default = str(key.default).replace("'", "")
-    words = schema.in_words(key.hint).partition(" such as ")[0]
+    words = re.sub(r" such as (\[.*?\]|\{.*?\})", "", schema.in_words(key.hint))
     cells = [f"`{key.name}`", words, f"`{default}`" if default not in ("", "''") else "empty", key.unit, key.doc]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 

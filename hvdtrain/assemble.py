@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import backends, data_parallel, first_sample, rng, transforms, unused
+from hvdtrain import backends, data_parallel, first_sample, placed, rng, transforms, unused
 from hvdtrain.alike import check_alike
 from hvdtrain.balance.emulate import Slowed
 from hvdtrain.callbacks import progress
@@ -75,22 +75,23 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     _check_world(config, control)
     notes = list(getattr(control, "notes", []))
     devices = control.gather(backend.device_facts())
+    spelled = placed.spelled_out(config, topology, devices, notes)
     wire = collectives or open_wire(config, spec.framework, backend, control, topology, devices, notes)
     notes += unused.notes(unused.setup_of(config, spec, wire.name, facts.kind, model, data))
     adapters = (partial(backend.adapt_data, seed=config.seed),)
     _seed(config, backend, 0)  # user code that shuffles or splits must do so alike on every rank
     train, test = agreed(control, lambda: _data(config, data, adapters), "data")
-    feed, test_feed = _feeds(config, spec, control, train, test)
+    feed, test_feed = _feeds(spelled, spec, control, train, test)
     _seed(config, backend, control.rank)
-    precision = _precision(config, control, devices, notes)
-    parts = agreed(control, lambda: backend.make_parts(spec, config, control, wire, feed.steps_per_epoch or 0,
+    precision = _precision(spelled, control, devices, notes)
+    parts = agreed(control, lambda: backend.make_parts(spec, spelled, control, wire, feed.steps_per_epoch or 0,
                                                        precision, feed.sample, feed.data), "model")
     if config.emulate_speed and config.emulate_speed[control.rank] < 1:
         parts.stage = Slowed(parts.stage, config.emulate_speed[control.rank])
     parts.transforms += agreed(control, lambda: transforms.own(config), "transforms")
     group = world(control.size, control.rank)
     run = Run(config, control, group, topology, wire, spec, parts, Accumulate(parts.stage), feed, test_feed,
-              devices=devices, notes=notes)
+              spelled, devices, notes=notes)
     try:
         _complete(run, facts, backend, more)
     except BaseException:
@@ -106,7 +107,7 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
     check_alike(control, run.group, parts.params.made_of())
     first_sample.check(run, backend)
     run.dp = agreed(control, lambda: data_parallel.create(data_parallel.Setup(
-        run.config, control, run.topology, run.group, run.collectives, backend.Ops(), parts, run.notes)), "exchange")
+        run.spelled, control, run.topology, run.group, run.collectives, backend.Ops(), parts, run.notes)), "exchange")
     agreed(control, run.join, "exchange")
     parts.buffers.share()
     run.callbacks = _callbacks(run, facts, more)
@@ -184,13 +185,14 @@ def _check_world(config: Config, control: Control) -> None:
                         "compare the config file, environment and arguments on their hosts")
     for name, given in (("shares", config.shares), ("emulate_speed", config.emulate_speed),
                         ("rebalance.max_micro_batch", config.rebalance.max_micro_batch)):
-        if given and len(given) != control.size:
+        if given and not isinstance(given, Mapping) and len(given) != control.size:
             raise UserError(f"{name} has {len(given)} entries for {control.size} ranks", "one per rank",
                             f"give {control.size} numbers")
 
 
 def _precision(config: Config, control: Control, devices: list[DeviceFacts], notes: list[str]) -> Precision:
     """What every rank computes in; all ranks know all devices, so all come to the same or raise alike."""
+    assert isinstance(config.precision, str)  # names have been spelled out
     names = policy.resolve(config.precision, devices)
     notes += policy.remarks(names, devices)
     return Precision(tuple(names), control.rank)
@@ -222,7 +224,7 @@ def _eval_feed(config: Config, control: Control, data: Any) -> Feed:
 
 def _cut(config: Config, control: Control) -> dict[str, Any]:
     """What training and evaluation cut alike."""
-    return {"rank": control.rank, "size": control.size, "control": control, "shares": config.shares or None,
+    return {"rank": control.rank, "size": control.size, "control": control, "shares": list(config.shares) or None,
             "seed": config.seed, "micro_batch": config.micro_batch, "prefetch": config.data.prefetch}
 
 
@@ -234,7 +236,7 @@ def eval_feed(run: Run, data: Any) -> Feed:
         test = sources.interpret(data, "test", adapters)
         return sources.interpret(data, "train", adapters) if test is None else test
 
-    feed = _eval_feed(run.config, run.control, agreed(run.control, read, "data"))
+    feed = _eval_feed(run.spelled, run.control, agreed(run.control, read, "data"))
     feed.check_ranks_agree()
     return feed
 

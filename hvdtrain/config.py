@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hvdtrain import schema
+from hvdtrain import placed, schema
 from hvdtrain.errors import UserError, nearest
 
 
@@ -104,8 +104,9 @@ class Rebalance:
     probe_s: float = _key(2.0, "s", "about how long the probe measures at the start")
     probe_cache: bool = _key(True, "", "reuse what was measured before on this device with this model, if one "
                              "measurement confirms it")
-    max_micro_batch: list[int] = _key([], "samples", "largest micro-batch that the memory of each rank holds, one "
-                                      "number per rank, 0 for no limit; empty: found by the probe")
+    max_micro_batch: list[int] | dict[str, int] = _key(
+        [], "samples", "largest micro-batch that the memory of each rank holds, one number per rank or by host or "
+        "device such as H200=512,old=64, 0 for no limit; empty: found by the probe")
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,9 @@ class Config:
     global_batch: int = _key(
         64, "samples",
         "samples of one step over all ranks; the curve depends on this, not on the ranks")
-    shares: list[float] = _key([], "", "relative part of the batch for each rank, such as [3, 1]; empty: equal")
+    shares: list[float] | dict[str, float] = _key(
+        [], "", "relative part of the batch for each rank, such as [3, 1], or for each rank of a host or kind of "
+        "device, such as fast=3,old=1 (a mapping in a file), which holds for any ranks; empty: equal")
     balance: Literal["off", "static", "auto"] = _key(
         "off", "", "off: equal parts, or shares; static: the parts that a probe of all ranks at the start "
         "asks for; auto: also made anew while training, when speeds change")
@@ -168,10 +171,10 @@ class Config:
         "accuracy, a torch.nn.functional or keras.metrics name, or module:callable(outputs, targets) -> "
         "(sum, weight)")
     clip_norm: float = _key(0.0, "", "clip gradients to this global L2 norm; 0: off")
-    precision: str = _key(
+    precision: dict[str, str] | str = _key(
         "fp32", "", "what ranks compute in: fp32 (the model's own types), bf16, fp16 (with loss scaling), auto (by "
-        "what each rank's device does well), or one for each rank such as bf16:fp32; parameters and gradients keep "
-        "their types")
+        "what each rank's device does well), one for each rank such as bf16:fp32, or by host or device such as "
+        "cpu=fp32,H200=bf16 (a mapping in a file); parameters and gradients keep their types")
     loss_scale: float = _key(65536.0, "factor", "first loss scale of ranks that compute in fp16, a power of two")
     model_parallel: int = _key(
         1, "devices", "devices of each rank that the model's named blocks are split over, in contiguous parts")
@@ -225,7 +228,9 @@ class Config:
         "longest wait for other ranks before the run ends with the name of the wait; 1 or more")
 
     def __post_init__(self) -> None:
-        """Take a bare text for a section that has a name: ``Config(optimizer="SGD")``."""
+        """Take a bare text for a section that has a name: ``Config(optimizer="SGD")``; and precision's text by name."""
+        if isinstance(self.precision, str):
+            object.__setattr__(self, "precision", placed.entries(self.precision) or self.precision)
         for name, kind in schema.named_sections(type(self)).items():
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, kind(name=getattr(self, name)))
@@ -234,7 +239,7 @@ class Config:
         """Return self if every value is possible, else raise `UserError` naming the first that is not."""
         schema.check_types(self)
         for name, value in schema.leaves(self):
-            for number in value if isinstance(value, (list, tuple)) else [value]:
+            for number in _numbers(value):
                 if isinstance(number, (int, float)) and not (math.isfinite(number) and abs(number) <= MOST):
                     raise UserError(f"{name} is {schema.shown(number)}", "a finite number below 2^53",
                                     f"correct {name}")
@@ -278,7 +283,8 @@ class Config:
             _at_least(name, value, 0)
             if value > most:
                 raise UserError(f"{name} is {value}", f"{most:g} at most", f"set {name} accordingly")
-        if self.shares and (min(self.shares) < 0 or not sum(self.shares) > 0 or not math.isfinite(sum(self.shares))):
+        shares = _numbers(self.shares)
+        if shares and (min(shares) < 0 or not sum(shares) > 0 or not math.isfinite(sum(shares))):
             raise UserError(f"shares is {self.shares}", "numbers of 0 or more, at least one above 0",
                             "for example shares: [3, 1]")
         return self
@@ -298,7 +304,7 @@ class Config:
         for name, value, least in (("every_steps", rebalance.every_steps, 1), ("lasting", rebalance.lasting, 1),
                                    ("margin", rebalance.margin, 0), ("probe_s", rebalance.probe_s, 0)):
             _at_least(f"rebalance.{name}", value, least)
-        for number in rebalance.max_micro_batch:
+        for number in _numbers(rebalance.max_micro_batch):
             _at_least("rebalance.max_micro_batch", number, 0)
         if self.balance != "off" and self.shares:
             raise UserError(f"balance {self.balance} with shares {self.shares}", "one of the two: balance finds shares",
@@ -306,13 +312,18 @@ class Config:
         if any(not 0.01 <= speed <= 1 for speed in self.emulate_speed):
             raise UserError(f"emulate_speed is {self.emulate_speed}", "numbers from 0.01 to 1 at most",
                             "for example emulate_speed: [1, 0.4]")
-        for name in self.precision.split(":"):
+        for name in self.precisions():
             if name not in PRECISIONS or (name == "auto" and ":" in self.precision):
                 raise UserError(f"precision is {self.precision!r}", nearest(name, PRECISIONS) + ", or one of fp32, "
-                                "bf16, fp16 for each rank, such as bf16:fp32", "correct precision")
+                                "bf16, fp16 for each rank, such as bf16:fp32, or by host or device",
+                                "correct precision")
         if not 1 <= self.loss_scale <= 2**24 or math.frexp(self.loss_scale)[0] != 0.5:
             raise UserError(f"loss_scale is {self.loss_scale}", "a power of two from 1 to 2^24",
                             "set loss_scale: 65536")
+
+    def precisions(self) -> list[str]:
+        """The types that ``precision`` names, of ranks or of hosts and devices."""
+        return self.precision.split(":") if isinstance(self.precision, str) else list(self.precision.values())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionary, JSON-able if the free-form ``args`` are."""
@@ -322,6 +333,13 @@ class Config:
         """Short hash of every key, to compare between ranks."""
         text = json.dumps(self.to_dict(), sort_keys=True, default=repr)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _numbers(value: Any) -> list[Any]:
+    """What a key's value holds: the entries of a list or mapping, or itself."""
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _at_least(name: str, value: float, least: float) -> None:

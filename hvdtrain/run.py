@@ -159,6 +159,8 @@ class Run:
     schedule: Schedule
     feed: Feed
     eval_feed: Feed | None
+    spelled: Config = field(default_factory=Config)
+    """``config`` with a value per rank in place of names of hosts and devices (`hvdtrain.placed`)."""
     devices: list[DeviceFacts] = field(default_factory=list)
     """What each rank computes on."""
     dp: DataParallel = field(init=False)

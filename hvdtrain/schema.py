@@ -47,6 +47,16 @@ def keys(cls: type, prefix: str = "") -> list[Key]:
     return out
 
 
+def by_name(hint: Any) -> bool:
+    """Whether a value may be given for names, such as {fast: 3, old: 1}."""
+    return get_origin(hint) in _UNIONS and any(get_origin(one) is dict for one in get_args(hint))
+
+
+def lists_numbers(hint: Any) -> bool:
+    """Whether a value may be a list of numbers."""
+    return any(one in (list[float], list[int]) for one in (hint, *get_args(hint)))
+
+
 def sections(cls: type) -> dict[str, type]:
     """The sections of ``cls`` by name: fields that are dataclasses themselves."""
     return {f.name: hint for f, hint in _fields(cls) if isinstance(hint, type) and dataclasses.is_dataclass(hint)}
@@ -68,6 +78,8 @@ def in_words(hint: Any) -> str:
         (of,) = get_args(hint)
         kinds = {float: "numbers such as [3, 1]", int: "whole numbers such as [64, 16]"}
         return "a list of " + kinds.get(of, "names such as [a, b]")
+    if get_origin(hint) is dict:
+        return f"{_WORDS[get_args(hint)[1]]} for each name"
     if dataclasses.is_dataclass(hint):
         names = [f.name for f in dataclasses.fields(hint)]
         return ("a name, or " if "name" in names else "") + "a section with " + ", ".join(names)
@@ -82,6 +94,9 @@ def fits(value: Any, hint: Any) -> bool:
         return any(fits(value, one) for one in get_args(hint))
     if get_origin(hint) is list:
         return isinstance(value, (list, tuple)) and all(fits(v, get_args(hint)[0]) for v in value)
+    if get_origin(hint) is dict:
+        return isinstance(value, dict) and all(isinstance(k, str) and k and fits(v, get_args(hint)[1])
+                                               for k, v in value.items())
     if hint is dict:
         return isinstance(value, dict) and all(isinstance(k, str) for k in value)
     if hint in _NUMBERS:

@@ -43,7 +43,7 @@ TABLE: tuple[tuple[str, str, Callable[[Setup], bool]], ...] = (
      lambda s: not s.config.early_stop.metric),
     ("max_skipped", "nan_guard is not skip", lambda s: s.config.nan_guard != "skip"),
     ("loss_scale", "precision is not fp16 or auto",
-     lambda s: not {"fp16", "auto"} & set(s.config.precision.split(":"))),
+     lambda s: not {"fp16", "auto"} & set(s.config.precisions())),
     ("split_micro_batches", "model_parallel is 1", lambda s: s.config.model_parallel == 1),
     ("rebalance.probe_s rebalance.probe_cache rebalance.max_micro_batch", "balance is off",
      lambda s: s.config.balance == "off"),

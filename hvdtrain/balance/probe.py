@@ -46,7 +46,7 @@ def probe(run: Any, backend: Any) -> list[Speed]:
     cursor = run.state.cursor
     tools = Tools(run.parts.stage.trial, lambda n: run.feed.sample(n, cursor), backend.out_of_memory,
                   backend.peak_bytes)
-    given = config.rebalance.max_micro_batch
+    given = run.spelled.rebalance.max_micro_batch
     limit = least(config.micro_batch, given[control.rank] if given else 0)
     remembers = config.rebalance.probe_cache
     with deadline(config.control_timeout_s, "the probe of balance"):

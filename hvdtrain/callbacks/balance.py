@@ -232,6 +232,6 @@ def _world(run: Any) -> str:
     """What a plan depends on, in words."""
     config = run.config
     devices = ", ".join(f"{d.kind} {d.name}" for d in run.devices)
-    keys = [config.precision, config.accumulate, config.micro_batch, config.rebalance.max_micro_batch,
+    keys = [run.spelled.precision, config.accumulate, config.micro_batch, run.spelled.rebalance.max_micro_batch,
             config.sync_batchnorm, config.threads, config.emulate_speed]
     return f"{run.control.size} ranks, {run.topology.describe()}, {devices}, {keys}"

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hvdtrain import recipe, schema
+from hvdtrain import placed, recipe, schema
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError, closest, nearest
 
@@ -121,8 +121,10 @@ def _options(argv: list[str]) -> list[Option]:
 
 
 def _listed(name: str, text: str) -> str:
-    """3:3:1:1 and 1,0.4 as the lists of numbers that a key which wants one means by them."""
-    if _hints().get(name) in (list[float], list[int]) and re.fullmatch(r"[\d.eE+-]+(?:[:,][\d.eE+-]+)+", text):
+    """3:3:1:1 and 1,0.4 as the lists of numbers, and fast=3,old=1 as the mapping, that a key may mean by them."""
+    if schema.by_name(_hints().get(name)):
+        text = placed.as_yaml(text)
+    if schema.lists_numbers(_hints().get(name)) and re.fullmatch(r"[\d.eE+-]+(?:[:,][\d.eE+-]+)+", text):
         return f"[{', '.join(re.split('[:,]', text))}]"
     return text
 

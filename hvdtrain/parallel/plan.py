@@ -87,6 +87,7 @@ def parts_of(samples: int, micros: int) -> int:
 
 def part_samples(config: Config, rank: int, size: int) -> int:
     """Most samples of a rank's split micro-batch by configured shares: what blocks are measured with; 1 at least."""
+    assert isinstance(config.shares, (list, tuple))  # names have been spelled out
     shares = config.shares or [1.0] * size
     own = config.global_batch * shares[rank] / sum(shares)
     micro = own / config.accumulate

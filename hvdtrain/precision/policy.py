@@ -50,19 +50,18 @@ def resolve(precision: str, devices: Sequence[DeviceFacts]) -> list[str]:
     """Return "fp32", "bf16" or "fp16" for each rank. Pure.
 
     ``precision``: one of these for all ranks; one for each, such as "bf16:fp32"; or "auto": the better one of the
-    16-bit types that a rank's device multiplies faster, else fp32. ``devices``: by rank.
+    16-bit types that a rank's device multiplies faster, else fp32; "auto" may be one of several. ``devices``: by rank.
     Errors: `UserError` for a list of another length than the ranks.
     """
-    if precision == "auto":
-        short = {long: name for name, long in LONG.items()}
-        return [short[device.fast[0]] if device.fast else "fp32" for device in devices]
     names = precision.split(":")
     if len(names) == 1:
-        return names * len(devices)
+        names *= len(devices)
     if len(names) != len(devices):
         raise UserError(f"precision {precision} names {len(names)} types for {len(devices)} ranks", "one for each rank",
                         f"give {len(devices)} of them, one for all ranks, or auto")
-    return names
+    short = {long: name for name, long in LONG.items()}
+    best = [short[device.fast[0]] if device.fast else "fp32" for device in devices]
+    return [own if name == "auto" else name for name, own in zip(names, best)]
 
 
 def remarks(names: Sequence[str], devices: Sequence[DeviceFacts]) -> list[str]:

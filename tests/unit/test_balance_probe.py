@@ -44,8 +44,9 @@ class Device:
 def run_of(device, monkeypatch, **config):
     monkeypatch.setattr(probe.time, "perf_counter", lambda: device.now)
     config.setdefault("rebalance", Rebalance(probe_cache=False))
+    settings = Config(**{"global_batch": 64, **config})
     return SimpleNamespace(
-        config=Config(**{"global_batch": 64, **config}), control=SoloControl("here"), devices=[device.facts],
+        config=settings, spelled=settings, control=SoloControl("here"), devices=[device.facts],
         parts=SimpleNamespace(stage=SimpleNamespace(trial=device.trial),
                               optimizer=SimpleNamespace(bytes_to_come=lambda: device.to_come)),
         feed=SimpleNamespace(sample=lambda n, cursor: n), state=SimpleNamespace(cursor=None),

@@ -24,6 +24,7 @@ from hvdtrain.callbacks import progress
 from hvdtrain.callbacks.auto_compression import AutoCompression
 from hvdtrain.callbacks.balance import Balance
 from hvdtrain.callbacks.checkpoint import Checkpoint
+from hvdtrain.callbacks.divergence import Divergence
 from hvdtrain.callbacks.early_stop import EarlyStop
 from hvdtrain.callbacks.jsonl import Jsonl
 from hvdtrain.callbacks.ledger import Ledger
@@ -242,7 +243,10 @@ def eval_feed(run: Run, data: Any) -> Feed:
 
 
 def _callbacks(run: Run, facts: LaunchFacts, more: Callable[[Run], list[Callback]] | None) -> list[Callback]:
-    """Those that decide and measure before those that report; checkpoints last, so that they hold the others' state."""
+    """Those that decide and measure before those that report; checkpoints last, so that they hold the others' state.
+
+    The ranks' weights are compared after all that may change them, and before they are saved.
+    """
     config = run.config
     own: list[Any] = [NanGuard(config.nan_guard, config.max_skipped), Throughput(), Ledger()]
     meter = Meter(config.rebalance.every_steps)
@@ -256,7 +260,10 @@ def _callbacks(run: Run, facts: LaunchFacts, more: Callable[[Run], list[Callback
         own.append(AutoCompression())
     own += [load_callable(text, "callbacks")() for text in config.callbacks]
     own += [Jsonl(config.log_every), *progress.make(config.progress, facts.kind != "solo")]
-    return [*own, *(more(run) if more else ()), Checkpoint(config.checkpoint)]
+    own += more(run) if more else ()
+    if config.check_every and run.control.size > 1:
+        own.append(Divergence(config.check_every))
+    return [*own, Checkpoint(config.checkpoint)]
 
 
 def _restore(run: Run) -> None:

@@ -212,6 +212,9 @@ class Config:
         "stop: a loss or gradient that is not finite ends the run before its update; skip: that step is left out on "
         "every rank")
     max_skipped: int = _key(20, "steps", "with nan_guard skip: skipped steps in a row that end the run")
+    check_every: int | Literal["auto"] = _key(
+        "auto", "steps", "compare the ranks' weights every so many steps, at the start and at the end, and end the run "
+        "where they differ; auto: every 200, seldomer where that took more than 0.3 % of the time; 0: never")
     checkpoint: Checkpoint = _key(Checkpoint(), "", "")
     resume: str = _key(
         "", "",
@@ -258,6 +261,7 @@ class Config:
         self._check_balance()
         self._check_compression()
         _at_least("data.prefetch", self.data.prefetch, 0)
+        _at_least("check_every", 0 if self.check_every == "auto" else self.check_every, 0)
         _at_least("checkpoint.keep", self.checkpoint.keep, 1)
         _at_least("checkpoint.every_steps", self.checkpoint.every_steps, 0)
         _at_least("checkpoint.every_s", self.checkpoint.every_s, 0)

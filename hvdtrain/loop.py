@@ -121,6 +121,7 @@ def train_step(run: Run, batch: StepBatch) -> None:
         if meets:
             _tell_not_finite(run, batch, bad)
         state.poisoned = not meets  # told at the next vote (law 6)
+    state.met = meets and (not bad or state.met)
     state.cursor = batch.cursor_after
     _stop_at_max_steps(run)
     run.emit_told()

@@ -90,7 +90,8 @@ class Word(NamedTuple):
 @dataclass
 class State:
     """Where the run stands; equal on all ranks but for the two wishes, ``words`` (to tell at the next vote) and
-    ``poisoned``: a step in which the copies did not meet was not finite on this rank."""
+    ``poisoned``: a step in which the copies did not meet was not finite on this rank. ``met``: after the latest step
+    the copies of the model are one model, since they met in it and were updated."""
 
     cursor: Cursor = field(default_factory=Cursor)
     loss: float = math.nan
@@ -105,6 +106,7 @@ class State:
     wants_stop: str = ""
     wants_save: bool = False
     poisoned: bool = False
+    met: bool = True
     words: list[Word] = field(default_factory=list)
     told: list[Word] = field(default_factory=list)
     """What the ranks told each other at the latest vote, by rank, while TOLD is emitted; else empty."""

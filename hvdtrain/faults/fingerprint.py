@@ -1,0 +1,62 @@
+"""Fingerprints of a rank's trainable tensors: a number for each flat vector, and more for each tensor where asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvdtrain.exchange.buckets import Bucket, plan_buckets
+from hvdtrain.faults.digest import digest, norm, signed_sum
+from hvdtrain.protocols import Array, Ops, ParamSpec
+
+VECTOR_MB = 16.0
+"""Tensors are looked at in vectors of so many MiB, which is what this takes of memory."""
+
+BITS16 = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Prints:
+    """Of V tensors: ``bits`` of their bytes, sums under pseudo-random signs, norms."""
+
+    bits: list[int]
+    sums: list[float]
+    norms: list[float]
+
+
+class Fingerprints:
+    """Of the tensors ``specs``; ``flat(bucket)`` returns those of a bucket as one vector (n,) of ``ops``.
+
+    ``by_block``: the model lies on several devices.
+    """
+
+    def __init__(self, specs: list[ParamSpec], flat: Callable[[Bucket], Array], ops: Ops, by_block: bool) -> None:
+        self._specs, self._flat, self._ops = specs, flat, ops
+        self._buckets = plan_buckets(specs, VECTOR_MB, "weights", by_block)
+
+    def digests(self) -> list[int]:
+        """Return a digest of each vector: all are equal where all tensors have the same bits."""
+        return [digest(self._host(bucket, self._flat(bucket))) for bucket in self._buckets]
+
+    def prints(self) -> Prints:
+        """Return the fingerprints of each tensor, in the order of ``specs``."""
+        bits, sums, norms = [0] * len(self._specs), [0.0] * len(self._specs), [0.0] * len(self._specs)
+        for bucket in self._buckets:
+            flat_N = self._flat(bucket)
+            for i, part in self._parts(bucket, self._host(bucket, flat_N)):
+                bits[i] = digest(part)
+            wide = self._ops.cast(flat_N, "float32") if bucket.dtype in BITS16 else flat_N
+            for i, part in self._parts(bucket, self._ops.to_host(wide)):
+                sums[i], norms[i] = signed_sum(part), norm(part)
+        return Prints(bits, sums, norms)
+
+    def _host(self, bucket: Bucket, flat_N: Array) -> np.ndarray:
+        """The vector on the host, bfloat16 as its bits."""
+        return self._ops.to_host(self._ops.bitcast(flat_N, "int16") if bucket.dtype == "bfloat16" else flat_N)
+
+    def _parts(self, bucket: Bucket, host_N: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """(index of a tensor, its elements) of a bucket."""
+        for i, offset in zip(bucket.params, bucket.offsets):
+            yield i, host_N[offset:offset + self._specs[i].n]

@@ -67,7 +67,8 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     config.check()
     facts = launch_facts(os.environ)
     if control is None and facts.kind != "gloo":
-        control = boot.start_control(facts, config.control_timeout_s, devices_per_rank=_devices(config))
+        control = boot.start_control(facts, config.control_timeout_s, devices_per_rank=_devices(config),
+                                     heartbeat_s=config.heartbeat_timeout_s)
     spec = _model(config, model, facts, control)
     backend = backends.load(spec.framework)
     if control is None:  # horovodrun --gloo has no MPI: the control plane goes over Horovod, which needs the framework
@@ -174,7 +175,8 @@ def _gloo_control(framework: str, config: Config, facts: LaunchFacts) -> Control
     except boot.HorovodUnavailable as error:
         raise UserError(f"horovodrun --gloo needs Horovod for {framework}: {error.reason}", "a Horovod built here",
                         "run `python -m hvdtrain build`") from None
-    return boot.start_control(facts, config.control_timeout_s, hvd, _devices(config))
+    return boot.start_control(facts, config.control_timeout_s, hvd, _devices(config),
+                              heartbeat_s=config.heartbeat_timeout_s)
 
 
 def _check_world(config: Config, control: Control) -> None:

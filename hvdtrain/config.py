@@ -24,6 +24,9 @@ MOST = 2**53
 LEAST_TIMEOUT_S = 1.0
 """Shortest bound of a wait: below it ranks that merely take turns on a core would count as lost."""
 
+LEAST_HEARTBEAT_S = 2.0
+"""Shortest time after which a rank counts as frozen (`hvdtrain.faults.watch`)."""
+
 PRECISIONS = ("fp32", "bf16", "fp16", "auto")
 
 
@@ -229,6 +232,10 @@ class Config:
     control_timeout_s: float = _key(
         600.0, "s",
         "longest wait for other ranks before the run ends with the name of the wait; 1 or more")
+    heartbeat_timeout_s: float = _key(
+        30.0, "s",
+        "how long a rank may be frozen, hang in a step, or a host not answer, before it is named and the job ends; 2 "
+        "or more; 0: nobody watches")
 
     def __post_init__(self) -> None:
         """Take a bare text for a section that has a name: ``Config(optimizer="SGD")``; and precision's text by name."""
@@ -246,7 +253,8 @@ class Config:
                 if isinstance(number, (int, float)) and not (math.isfinite(number) and abs(number) <= MOST):
                     raise UserError(f"{name} is {schema.shown(number)}", "a finite number below 2^53",
                                     f"correct {name}")
-        for name, most in (("seed", 2**32 - 1), ("threads", 4096), ("control_timeout_s", 1e9)):
+        for name, most in (("seed", 2**32 - 1), ("threads", 4096), ("control_timeout_s", 1e9),
+                           ("heartbeat_timeout_s", 1e9)):
             if getattr(self, name) > most:
                 raise UserError(f"{name} is {getattr(self, name)}", f"{most:.10g} at most", f"correct {name}")
         _at_least("global_batch", self.global_batch, 1)
@@ -270,6 +278,8 @@ class Config:
         _at_least("early_stop.patience", self.early_stop.patience, 1)
         _at_least("clip_norm", self.clip_norm, 0)
         _at_least("control_timeout_s", self.control_timeout_s, LEAST_TIMEOUT_S)
+        if self.heartbeat_timeout_s != 0:
+            _at_least("heartbeat_timeout_s", self.heartbeat_timeout_s, LEAST_HEARTBEAT_S)
         exchange = self.exchange
         bucket_mb = 1.0 if exchange.bucket_mb == "auto" else exchange.bucket_mb
         for name, value in (("lr", self.lr), ("exchange.bucket_mb", bucket_mb),

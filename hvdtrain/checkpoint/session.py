@@ -32,6 +32,7 @@ DIRECTORY = "checkpoints"
 MOST_NAMES = 8
 """Damaged checkpoints that are named."""
 QUIET = frozenset({"out", "resume", "progress", "log_every", "epochs", "max_steps", "threads", "control_timeout_s",
+                   "heartbeat_timeout_s",
                    "checkpoint", "collectives", "exchange.bucket_mb", "exchange.fusion_threshold_mb",
                    "exchange.cycle_time_ms", "exchange.autotune", "exchange.hierarchical", "exchange.auto_margin",
                    "balance", "rebalance", "emulate_speed", "exchange_device", "callbacks"})

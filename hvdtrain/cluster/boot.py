@@ -24,7 +24,7 @@ from hvdtrain.cluster.launcher import LaunchFacts
 from hvdtrain.cluster.topology import affinity, cpu_quota
 from hvdtrain.config import Exchange
 from hvdtrain.errors import UserError
-from hvdtrain.faults import pulse
+from hvdtrain.faults import pulse, watch
 from hvdtrain.protocols import Control
 
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
@@ -53,16 +53,19 @@ _started: dict[str, Any] = {}
 
 
 def start_control(facts: LaunchFacts, timeout_s: float, horovod: Any = None, devices_per_rank: int = 1,
-                  claim: bool = True) -> Control:
+                  claim: bool = True, heartbeat_s: float | None = None) -> Control:
     """Start the control plane that ``facts`` call for, once per process; later calls return the same.
 
     solo: no MPI is imported. mpi: MPI_Init with THREAD_MULTIPLE. gloo: over ``horovod``, the module that
     `start_horovod` returned. Installs the exception hooks and claims this rank's ``devices_per_rank`` devices; not
     with ``claim=False``, for scripts that pick a device by their local rank themselves. A later call that claims
-    still does, which takes effect where nothing has started CUDA yet.
+    still does, which takes effect where nothing has started CUDA yet. ``heartbeat_s``: `hvdtrain.faults.watch`'s
+    bound, None: the environment's or the default; it begins before MPI does.
     Raises `UserError` where MPI and the launcher do not fit together, and, on every rank, where a host has too few
     devices.
     """
+    if heartbeat_s is not None or "control" not in _started:
+        watch.start(facts, heartbeat_s)
     if "control" in _started:
         _started["control"].timeout_s = timeout_s
     else:
@@ -360,6 +363,8 @@ def _running_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Co
     reason = horovod_reason(framework)
     if reason is not None:
         raise HorovodUnavailable(reason)
+    if isinstance(where, LaunchFacts):  # without MPI this is where ranks first meet
+        watch.start(where)
     _horovod_env(exchange, os.environ)
     if where.size == 1:
         prepare_lone_mpi(os.environ)

@@ -169,6 +169,7 @@ class MpiControl:
 
     def abort(self, code: int) -> None:
         """End every rank at once through MPI_Abort; mpirun's exit status becomes ``code`` (1 for 0)."""
+        pulse.leaving()
         flush_streams()
         self._comm.Abort(code or 1)
 
@@ -241,6 +242,7 @@ class ObjectControl:
 
     def abort(self, code: int) -> None:
         """End this process at once with ``code``; horovodrun then ends the others."""
+        pulse.leaving()
         flush_streams()
         os._exit(code or 1)
 

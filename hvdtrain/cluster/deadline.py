@@ -140,6 +140,7 @@ def _expire(entry: tuple[float, float, str], who: str, abort: Callable[[int], No
     text = (f"hvdtrain: {name}: {what} did not end within {seconds:g} s. {pulse.missing() or ELSEWHERE} Look for its "
             "error above, or raise control_timeout_s if the ranks are only slow. Stacks of this process:\n")
     try:
+        pulse.leaving()
         sys.stdout.flush()
         os.write(2, text.encode(errors="replace"))
         faulthandler.dump_traceback(file=2, all_threads=True)

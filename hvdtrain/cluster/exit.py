@@ -98,6 +98,7 @@ def install_hooks(facts: LaunchFacts) -> None:
 
 def end(error: BaseException, facts: LaunchFacts) -> int:
     """Say what is to be said about ``error`` and return the exit status, or abort the job and not return."""
+    pulse.leaving()
     if isinstance(error, UserError):
         return _leave(str(error), EXIT_USER_ERROR, facts)
     if isinstance(error, SystemExit):
@@ -144,6 +145,7 @@ def is_echo(error: BaseException) -> bool:
 
 def _leave(text: str, status: int, facts: LaunchFacts) -> int:
     """End with ``status``; ``text`` is said by one rank. Returns when all ranks leave, else aborts the job."""
+    pulse.leaving()
     if facts.kind == "solo":
         if text:
             _say(text)

@@ -3,7 +3,8 @@
 Owns one page of memory per rank, which the rank writes and its neighbours map, and the sentence about who is missing
 when a wait runs out. A rank that is frozen or hung answers no message; its page still tells what it was doing and since
 when, and the system tells whether its process is stopped or gone. Ranks of other hosts are known by the last vote that
-all took part in. Sends nothing, waits for nothing; where memory cannot be shared, it knows less and says so.
+all took part in. Sends nothing, waits for nothing; where memory cannot be shared, it knows less and says so. The small
+process beside the ranks (`hvdtrain.faults.watch`) reads the same pages, so this file needs the standard library only.
 """
 
 from __future__ import annotations
@@ -26,6 +27,13 @@ _TOKEN = 16
 _NUMBERS = struct.Struct("<4q")
 """Step, when its phase began, when its wait began (0: does not wait), process."""
 _PHASE, _WAIT, _SIZE = slice(64, 192), slice(192, 384), mmap.PAGESIZE
+_LEAVING = 48
+"""Where the page says that its rank ends, or ends the job, and says itself why."""
+_PACE = struct.Struct("<3q")
+"""Steps that were finished, nanoseconds of the first and of the longest of the others; at `_PACE_AT`."""
+_PACE_AT = 384
+COMPUTING = ("backward and exchange", "vote", "update")
+"""Phases of a step that take about as long each time; every other one may take as long as it likes."""
 
 STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "ended", "X": "ended", "D": "in an "
           "uninterruptible call of the system (a disk or a file server that does not answer)"}
@@ -81,21 +89,42 @@ def verdict(rows: Sequence[Seen], own: int, others: str = "") -> str:
     return " ".join(part for part in (here, others) if part)
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How long a rank's steps take: ``steps`` are finished; seconds of the ``first`` and the ``longest`` of the others.
+
+    ``since``: number that changes whenever its phase begins anew. ``leaving``: it ends, or ends the job.
+    """
+
+    steps: int = 0
+    first_s: float = 0.0
+    longest_s: float = 0.0
+    since: int = 0
+    leaving: bool = False
+
+
 @dataclass
-class _Page:
-    """One rank's page: ``memory`` holds a token, `_NUMBERS`, the phase and the wait."""
+class Page:
+    """One rank's page: ``memory`` holds a token, `_NUMBERS`, the phase, the wait and `_PACE`."""
 
     rank: int
     node: str
     memory: mmap.mmap
 
-    def see(self) -> Seen:
-        """Read it, and the state of its process."""
+    def see(self, letter: str | None = None) -> Seen:
+        """Read it, and the state of its process, of which ``letter`` is the system's where that is known already."""
         step, phase_ns, wait_ns, pid = _NUMBERS.unpack_from(self.memory, _TOKEN)
         now = time.monotonic_ns()
         wait = _text(self.memory[_WAIT]) if wait_ns else ""
+        state = _state(pid) if letter is None else STATES.get(letter or "Z", "")
         return Seen(self.rank, self.node, step, _text(self.memory[_PHASE]), (now - phase_ns) / 1e9, wait,
-                    (now - wait_ns) / 1e9 if wait_ns else 0.0, _state(pid))
+                    (now - wait_ns) / 1e9 if wait_ns else 0.0, state)
+
+    def pace(self) -> Pace:
+        """Read how long its steps take, and whether it is on its way out."""
+        steps, first_ns, longest_ns = _PACE.unpack_from(self.memory, _PACE_AT)
+        since, = struct.unpack_from("<q", self.memory, _TOKEN + 8)
+        return Pace(steps, first_ns / 1e9, longest_ns / 1e9, since, self.memory[_LEAVING] != 0)
 
 
 @dataclass
@@ -105,23 +134,34 @@ class Pulse:
     Waits are published by the thread that made it: what other threads wait for does not hold the rank up.
     """
 
-    own: _Page
-    near: list[_Page]
+    own: Page
+    near: list[Page]
     far: list[tuple[int, str]]
     """(rank, host) of those whose page cannot be read here."""
     _heard: tuple[int, float] | None = None
     _thread: int = field(default_factory=threading.get_ident)
     _last: str = ""
+    _began: int = 0
 
     def at(self, phase: str, step: int | None = None) -> None:
         """Publish that a phase begins, and which step is at work."""
-        memory = self.own.memory
+        memory, now = self.own.memory, time.monotonic_ns()
         if phase != self._last:
             memory[_PHASE] = _bytes(phase, _PHASE)
+            if phase == COMPUTING[0]:
+                self._began = now
+            elif self._last in COMPUTING and phase not in COMPUTING:
+                self._stepped(now - self._began)
             self._last = phase
         if step is not None:
             struct.pack_into("<q", memory, _TOKEN, step)
-        struct.pack_into("<q", memory, _TOKEN + 8, time.monotonic_ns())
+        struct.pack_into("<q", memory, _TOKEN + 8, now)
+
+    def _stepped(self, took_ns: int) -> None:
+        """Publish how long a step took. The first one is kept apart: it may compile."""
+        steps, first_ns, longest_ns = _PACE.unpack_from(self.own.memory, _PACE_AT)
+        first_ns, longest_ns = (took_ns, 0) if steps == 0 else (first_ns, max(longest_ns, took_ns))
+        _PACE.pack_into(self.own.memory, _PACE_AT, steps + 1, first_ns, longest_ns)
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -159,24 +199,55 @@ class Pulse:
 _own: Pulse | None = None
 
 
+@dataclass(frozen=True)
+class _Made:
+    """A page of this process, under which path neighbours find it, and its token."""
+
+    memory: mmap.mmap | None
+    path: str = ""
+    token: bytes = b""
+    fd: int = -1
+    pid: int = 0
+    """Of the process that made it: a forked child makes its own."""
+
+
+_made: _Made | None = None
+
+
+def page() -> int:
+    """Make this process' page, if there is none yet, and return its file's descriptor; -1 where none can be made.
+
+    `at` and `waiting` write to it from then on, before `start` knows the other ranks.
+    """
+    global _own, _made
+    if _made is None or _made.pid != os.getpid():
+        _made = _make()
+        if _made.memory is not None:
+            _own = Pulse(Page(-1, "", _made.memory), [], [])
+            _own.at("start", -1)
+    return _made.fd
+
+
 def start(control: Control) -> None:
     """Open this process' pulse among the ranks of ``control``; collective. Once per process."""
     global _own
-    memory, path, token = _make()
-    rows = control.gather((control.node, path, token))
+    page()
+    assert _made is not None
+    memory, token = _made.memory, _made.token
+    rows = control.gather((control.node, _made.path, token))
     if memory is None:
         return
-    near: list[_Page] = []
+    near: list[Page] = []
     far: list[tuple[int, str]] = []
     for rank, (node, path, token) in enumerate(rows):
         if rank == control.rank:
             continue
-        page = _open(path, token) if node == control.node else None
-        if page is None:
+        theirs = _open(path, token) if node == control.node else None
+        if theirs is None:
             far.append((rank, node))
         else:
-            near.append(_Page(rank, node, page))
-    _own = Pulse(_Page(control.rank, control.node, memory), near, far)
+            near.append(Page(rank, node, theirs))
+    _own = Pulse(Page(control.rank, control.node, memory), near, far)
     _own.at("start", -1)
 
 
@@ -197,6 +268,12 @@ def heard(step: int) -> None:
         _own.heard(step)
 
 
+def leaving() -> None:
+    """Publish that this process ends, or ends the job, and says itself why; nothing where there is no page."""
+    if _own is not None:
+        _own.own.memory[_LEAVING] = 1
+
+
 def missing() -> str:
     """Return who is missing, as a sentence; "" where no pulse was started. Raises nothing: it is asked at the end."""
     try:
@@ -205,19 +282,19 @@ def missing() -> str:
         return f"Who is missing cannot be told: {error}."
 
 
-def _make() -> tuple[mmap.mmap | None, str, bytes]:
-    """(memory, the path under which neighbours find it, its token), or (None, "", b"") where there is none to share."""
+def _make() -> _Made:
+    """A page for neighbours to map; without memory where there is none to share."""
     try:
         fd = os.memfd_create("hvdtrain-pulse")  # stays open: the path leads through it
         os.ftruncate(fd, _SIZE)
         memory = mmap.mmap(fd, _SIZE)
     except (OSError, AttributeError):
-        return None, "", b""
+        return _Made(None, pid=os.getpid())
     token = secrets.token_bytes(_TOKEN)
     memory[:_TOKEN] = token
     now = time.monotonic_ns()
     _NUMBERS.pack_into(memory, _TOKEN, -1, now, 0, os.getpid())
-    return memory, f"/proc/{os.getpid()}/fd/{fd}", token
+    return _Made(memory, f"/proc/{os.getpid()}/fd/{fd}", token, fd, os.getpid())
 
 
 def _open(path: str, token: bytes) -> mmap.mmap | None:

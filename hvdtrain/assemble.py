@@ -30,6 +30,8 @@ from hvdtrain.callbacks.jsonl import Jsonl
 from hvdtrain.callbacks.ledger import Ledger
 from hvdtrain.callbacks.meter import Meter
 from hvdtrain.callbacks.nan_guard import NanGuard
+from hvdtrain.callbacks.preempt import Preempt
+from hvdtrain.callbacks.supervised import Supervised
 from hvdtrain.callbacks.throughput import Throughput
 from hvdtrain.checkpoint import session
 from hvdtrain.cluster import boot
@@ -43,6 +45,7 @@ from hvdtrain.config import Config
 from hvdtrain.data import sources
 from hvdtrain.data.feed import Feed
 from hvdtrain.errors import UserError
+from hvdtrain.faults import causes
 from hvdtrain.faults.finite import check_trainable
 from hvdtrain.model import Spec, build_spec, spec_of
 from hvdtrain.outdir import COMPLETED, find_out
@@ -71,6 +74,7 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
                                      heartbeat_s=config.heartbeat_timeout_s)
     spec = _model(config, model, facts, control)
     backend = backends.load(spec.framework)
+    causes.mark("imported")
     if control is None:  # horovodrun --gloo has no MPI: the control plane goes over Horovod, which needs the framework
         control = _gloo_control(spec.framework, config, facts)
     topology = survey(control)
@@ -118,6 +122,7 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
         run.notes += [f"not independent of the number of ranks: {caveat}" for caveat in bent]
     run.tell()
     _restore(run)
+    causes.mark("loaded")
     agreed(control, lambda: check_trainable(parts), "model")
     if feed.even_micros:
         agreed(control, lambda: parts.stage.spare(feed.sample(1, run.state.cursor)), "data")
@@ -250,7 +255,8 @@ def _callbacks(run: Run, facts: LaunchFacts, more: Callable[[Run], list[Callback
     The ranks' weights are compared after all that may change them, and before they are saved.
     """
     config = run.config
-    own: list[Any] = [NanGuard(config.nan_guard, config.max_skipped), Throughput(), Ledger()]
+    own: list[Any] = [*([Supervised()] if causes.folder() else []), Preempt(config.time_limit_s()),
+                      NanGuard(config.nan_guard, config.max_skipped), Throughput(), Ledger()]
     meter = Meter(config.rebalance.every_steps)
     if run.control.size > 1:
         own.append(meter)

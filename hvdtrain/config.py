@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from hvdtrain import placed, schema
 from hvdtrain.errors import UserError, nearest
+from hvdtrain.wall_limit import seconds_of
 
 
 MOST = 2**53
@@ -219,6 +220,9 @@ class Config:
         "auto", "steps", "compare the ranks' weights every so many steps, at the start and at the end, and end the run "
         "where they differ; auto: every 200, seldomer where that took more than 0.3 % of the time; 0: never")
     checkpoint: Checkpoint = _key(Checkpoint(), "", "")
+    time_limit: str = _key(
+        "", "", "wall limit of this job, in seconds or as 04:00:00, counted from its start: the run ends before it, "
+        "saved, with status 75, for another job to go on with --resume auto; empty: none is known")
     resume: str = _key(
         "", "",
         "auto: newest whole checkpoint of this run, if any; or the path of a checkpoint; empty: start anew")
@@ -266,6 +270,7 @@ class Config:
         if 0 < self.devices_per_rank < self.model_parallel:
             raise UserError(f"devices_per_rank is {self.devices_per_rank} with model_parallel {self.model_parallel}",
                             "a device for each part of the model", f"set devices_per_rank: {self.model_parallel}")
+        seconds_of(self.time_limit)
         self._check_balance()
         self._check_compression()
         _at_least("data.prefetch", self.data.prefetch, 0)
@@ -338,6 +343,10 @@ class Config:
     def precisions(self) -> list[str]:
         """The types that ``precision`` names, of ranks or of hosts and devices."""
         return self.precision.split(":") if isinstance(self.precision, str) else list(self.precision.values())
+
+    def time_limit_s(self) -> float:
+        """Seconds of ``time_limit``; 0 where none is known."""
+        return seconds_of(self.time_limit)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionary, JSON-able if the free-form ``args`` are."""

@@ -16,8 +16,11 @@ class UserError(Exception):
     """A mistake the user can mend; ends every rank with one message and exit status 2.
 
     ``got`` is what was found, ``expected`` what would have been right, ``do`` the next action. Each is one
-    plain sentence or clause without a closing full stop.
+    plain sentence or clause without a closing full stop. ``kind``: what a supervisor takes it for: "user", which no
+    restart mends, or another kind of `hvdtrain.faults.causes`.
     """
+
+    kind = "user"
 
     def __init__(self, got: str, expected: str = "", do: str = "") -> None:
         self.got, self.expected, self.do = got, expected, do
@@ -32,6 +35,11 @@ class UserError(Exception):
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, str, str]]:
         return type(self), (self.got, self.expected, self.do)
+
+    def of_kind(self, kind: str) -> UserError:
+        """Have a supervisor take this error for ``kind`` ("non_finite", "disk", ...); return self."""
+        self.kind = kind
+        return self
 
 
 def through_trace(error: UserError) -> UserError:

@@ -66,8 +66,9 @@ def _fit(run: Run) -> None:
     if run.control.agree(run.parts.optimizer.skipped() or state.poisoned):
         state.bad_ranks, state.bad_where = list(range(run.control.size)), {}
         run.emit(Event.NON_FINITE)
-    if state.metrics_at != state.cursor.step:
+    if state.metrics_at != state.cursor.step and not state.requeue:
         evaluate(run)
+    _checkpoint_due(run)  # asked for outside of a step
     run.emit(Event.FIT_END)
 
 
@@ -126,8 +127,12 @@ def train_step(run: Run, batch: StepBatch) -> None:
     _stop_at_max_steps(run)
     run.emit_told()
     run.emit(Event.STEP_END)
-    if state.save_due:
-        state.save_due = False
+    _checkpoint_due(run)
+
+
+def _checkpoint_due(run: Run) -> None:
+    if run.state.save_due:
+        run.state.save_due = False
         run.emit(Event.CHECKPOINT)
     run.batch = None
 

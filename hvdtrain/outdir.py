@@ -34,10 +34,10 @@ def ensure_out(run: Any) -> Path:
     that holds a run already is refused unless it is resumed. Nothing in a directory that was there is changed.
     """
     if run.out == Path():
-        def choose() -> tuple[Path, list[Path]]:
-            return _root_choice(run.config, run.spec.name) if run.control.rank == 0 else (Path(), [])
+        def on_root() -> tuple[Path, list[Path]]:
+            return choose(run.config, run.spec.name) if run.control.rank == 0 else (Path(), [])
 
-        run.out, run.made = run.control.bcast(agreed(run.control, choose, "out"))
+        run.out, run.made = run.control.bcast(agreed(run.control, on_root, "out"))
     return run.out
 
 
@@ -127,8 +127,11 @@ def keep_config(run: Any) -> None:
     _write(run.out / CONFIG, _yaml(run.config))
 
 
-def _root_choice(config: Config, name: str) -> tuple[Path, list[Path]]:
-    """The run's directory, and those of it and its parents that were made for it."""
+def choose(config: Config, name: str) -> tuple[Path, list[Path]]:
+    """Make the directory of a run of the model called ``name``, or find the one that it goes on with.
+
+    Returns it, and those of it and its parents that were made for it. `UserError` for one that holds a run already.
+    """
     found = find_out(config, name) if config.resume == "auto" else None
     if found is not None:
         return found, []

@@ -108,6 +108,8 @@ class State:
     poisoned: bool = False
     met: bool = True
     words: list[Word] = field(default_factory=list)
+    requeue: bool = False
+    """Whether the ranks have agreed to save and to end with status 75, for another job to go on."""
     told: list[Word] = field(default_factory=list)
     """What the ranks told each other at the latest vote, by rank, while TOLD is emitted; else empty."""
 

@@ -26,7 +26,7 @@ from hvdtrain.cluster.exit import agreed
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError, nearest
-from hvdtrain.faults import pulse
+from hvdtrain.faults import causes, pulse
 from hvdtrain.faults.finite import trained
 from hvdtrain.outdir import write_completed
 from hvdtrain.run import Run
@@ -37,7 +37,8 @@ class Result:
     """What a fit ended with; the same on every rank.
 
     ``loss``: of the last step. ``metrics``: of the last evaluation. ``samples_per_s``: global. ``out``: the run's
-    directory. ``stop``: why it stopped before its last epoch, "" if it did not. ``history``: each epoch's "loss",
+    directory. ``stop``: why it stopped before its last epoch, "" if it did not; ``requeue``: its job was about to end,
+    so it was saved and is not complete: end the script with ``sys.exit(75)``. ``history``: each epoch's "loss",
     "val_loss" and so on, as in Keras (`hvdtrain.callbacks.history.History`).
     """
 
@@ -48,6 +49,7 @@ class Result:
     out: Path = Path()
     stop: str = ""
     history: dict[str, list[float]] = field(default_factory=dict)
+    requeue: bool = False
 
 
 class Trainer:
@@ -98,17 +100,20 @@ class Trainer:
         finally:
             for callback in run.callbacks:
                 getattr(callback, "close", _nothing)(run)
-        if run.begun:
+        if run.begun and not run.state.requeue:
             export(run)
         if run.control.rank == 0:
             summary.show(run)
-        if run.begun:
+        if run.begun and not run.state.requeue:
             _complete(run)
         run.control.barrier("end of fit", self.config.control_timeout_s)
         pulse.at("the script, after fit")
         s = run.state
+        if s.requeue:
+            causes.leave("requeue", s.stop, step=s.cursor.step)
         history = next((dict(c.history) for c in run.callbacks if isinstance(c, History)), {})
-        return Result(s.cursor.step, s.loss, dict(s.metrics), run.phases.samples_per_s(), run.out, s.stop, history)
+        return Result(s.cursor.step, s.loss, dict(s.metrics), run.phases.samples_per_s(), run.out, s.stop, history,
+                      s.requeue)
 
     @exit_calls.told()
     def evaluate(self, *, model: Any = None, data: Any = None) -> dict[str, float]:

@@ -39,7 +39,8 @@ class NanGuard(Callback):
             seen = "seen one step late" if run.parts.stage.asynchronous else "that step's update was not made"
             raise UserError(f"loss or gradient is not finite at step {step} on rank {ranks}{many}; {seen}{where}",
                             "finite numbers",
-                            "lower lr, set clip_norm, look at the data of that step, or set nan_guard: skip")
+                            "lower lr, set clip_norm, look at the data of that step, or set nan_guard: skip"
+                            ).of_kind("non_finite")
         run.note(f"step {step}: loss or gradient not finite on rank {ranks}, update skipped on every rank{where}")
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """``python -m hvdtrain launch``: start a job on several hosts, under whichever launcher is here.
 
-Owns the options, the dry run and the one effect: this process becomes the launcher. Decisions are in
-`hvdtrain.launch.prepare`, flags in the launchers' files.
+Owns the options, the dry run and the effect: this process becomes the launcher, or with ``--restarts`` its supervisor
+(`hvdtrain.launch.supervise`). Decisions are in `hvdtrain.launch.prepare`, flags in the launchers' files.
 """
 
 from __future__ import annotations
@@ -11,16 +11,22 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
 from hvdtrain.errors import UserError
-from hvdtrain.launch import LAUNCHERS, LaunchSpec
+from hvdtrain.launch import LAUNCHERS, LaunchSpec, Tool
+from hvdtrain.launch.around import Launching
 from hvdtrain.launch.detect import find, here, hosts_of, interpreter
 from hvdtrain.launch.environment import laid_over, valid_name
+from hvdtrain.launch.job import job_of
 from hvdtrain.launch.mpich import LAST
 from hvdtrain.launch.options import add_options, wishes
-from hvdtrain.launch.prepare import prepare
+from hvdtrain.launch.prepare import Here, prepare
 from hvdtrain.launch.spec import BINDINGS
+from hvdtrain.launch.supervise import Around, Supervisor, say
+
+MOST_RESTARTS = 1_000_000
 
 
 def main(argv: list[str]) -> int:
@@ -29,6 +35,8 @@ def main(argv: list[str]) -> int:
     hosts = hosts_of(args.hosts, args.hostfile)
     machine = here()
     tool, notes = find(args.launcher, machine, hosts, may_lack=args.dry_run)
+    if args.restarts is not None and not args.dry_run:
+        return supervised(args, program, machine, tool, notes)
     asked = wishes(args, hosts, program, ranks=args.np, env=tuple(args.env), bind=args.bind,
                    cores_per_rank=args.cores_per_rank, oversubscribe=args.oversubscribe)
     spec, more = prepare(asked, machine, tool)
@@ -48,11 +56,40 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     """(options, the program that each rank runs). `UserError` where nothing stands after ``--``."""
     at = list(argv).index("--") if "--" in argv else len(argv)
     args = _parser().parse_args(list(argv[:at]))
-    words = list(argv[at + 1:])
+    words = args.words = list(argv[at + 1:])
+    if args.restarts is not None and not 0 <= args.restarts <= MOST_RESTARTS:
+        raise UserError(f"--restarts is {args.restarts}", f"a number from 0 to {MOST_RESTARTS}", "correct it")
+    if args.out and args.restarts is None:
+        raise UserError("--out is given without --restarts", "both, or neither", "add --restarts N")
     if not words:
         raise UserError("there is no program" + ("" if at < len(argv) else ": no -- is on the line"),
                         "-- and what each rank runs, such as: -- train --epochs 3", "add it at the end")
     return args, rank_program(words)
+
+
+def supervised(args: argparse.Namespace, program: tuple[str, ...], machine: Here, tool: Tool,
+               notes: Sequence[str]) -> int:
+    """Stay outside of MPI and launch, again where it may help; return the exit status."""
+    if machine.inside:
+        raise UserError(f"this is a process of a job already, started by {machine.inside}", "one launch, outside of it",
+                        "take the outer launcher away, or the inner one")
+    for line in notes:
+        print(f"note: {line}", file=sys.stderr)
+    launching = Launching(args, machine, tool)
+    hosts = launching.placed(launching.hosts)
+    launching.spec(hosts, program, {})  # refuses what cannot be launched before anything is made
+    job = job_of(args.words, program, args.out, hosts)
+    if job is None:
+        return 0
+    limit_s = job.config.time_limit_s() if job.config is not None else 0.0
+    near = not hosts or hosts[0].name in machine.names
+    start_s = job.config.control_timeout_s if near and job.config is not None else 0.0
+    if not near:
+        say(f"rank 0 is on {hosts[0].name}: {job.out} must be the same folder there and here")
+    around = Around(launching.command, launching.candidates, launching.placed, say, start_s,
+                    time.time() + limit_s if limit_s else 0.0, tool.flavour == "openmpi", machine.names)
+    say(f"files in {job.out}, by {tool.launcher}")
+    return Supervisor(job, args.restarts, around).run()
 
 
 def rank_program(words: Sequence[str]) -> tuple[str, ...]:
@@ -96,6 +133,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cores-per-rank", type=int, default=1,
                         help="with --bind core: cores of each rank (default 1)")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than slots or cores")
+    parser.add_argument("--restarts", type=int, default=None, metavar="N",
+                        help="stay, and start the job again after a failure, N times at most; 0: only stay, so that "
+                        "SIGTERM saves the run and ends it with status 75")
+    parser.add_argument("--out", default="", metavar="FOLDER",
+                        help="with --restarts, for programs other than train: the run's folder")
     parser.add_argument("--dry-run", action="store_true", help="print the command, run nothing")
     return parser
 

@@ -13,7 +13,9 @@ from typing import Any
 
 from hvdtrain import placed, recipe, schema
 from hvdtrain.config import Config
+from hvdtrain.cluster.exit import EXIT_REQUEUE
 from hvdtrain.errors import UserError, closest, nearest
+from hvdtrain.faults import causes
 
 PREFIX = "HVDTRAIN_"
 HELP = "see python -m hvdtrain train --help"
@@ -26,15 +28,15 @@ Option = tuple[str, str | None, str]
 
 
 def main(argv: list[str]) -> int:
-    """Train as ``argv`` says; return 0."""
+    """Train as ``argv`` says; return 0, or 75 where the run was saved because its job is about to end."""
+    causes.mark("start")
     config = parse(argv)
     if config is None:
         return 0
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow's start-up chatter, once per rank
     from hvdtrain.trainer import Trainer
 
-    Trainer(config).fit()
-    return 0
+    return EXIT_REQUEUE if Trainer(config).fit().requeue else 0
 
 
 def parse(argv: list[str], env: Mapping[str, str] | None = None) -> Config | None:

@@ -24,7 +24,7 @@ from hvdtrain.cluster.launcher import LaunchFacts
 from hvdtrain.cluster.topology import affinity, cpu_quota
 from hvdtrain.config import Exchange
 from hvdtrain.errors import UserError
-from hvdtrain.faults import pulse, watch
+from hvdtrain.faults import causes, pulse, watch
 from hvdtrain.protocols import Control
 
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
@@ -79,6 +79,8 @@ def start_control(facts: LaunchFacts, timeout_s: float, horovod: Any = None, dev
 
 def _start_control(facts: LaunchFacts, timeout_s: float, horovod: Any) -> None:
     """The control plane and the exception hooks."""
+    causes.mark("start")
+    causes.leave_done_at_exit()
     notes: list[str] = []
     if facts.kind == "solo":
         control: Any = SoloControl()

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from hvdtrain.faults import pulse
+from hvdtrain.faults import causes, pulse
 
 EXIT_DEADLINE = 70
 """Exit status after a deadline ran out (EX_SOFTWARE of sysexits.h)."""
@@ -141,6 +141,7 @@ def _expire(entry: tuple[float, float, str], who: str, abort: Callable[[int], No
             "error above, or raise control_timeout_s if the ranks are only slow. Stacks of this process:\n")
     try:
         pulse.leaving()
+        causes.leave("hang", f"{what} did not end within {seconds:g} s. {pulse.missing()}")
         sys.stdout.flush()
         os.write(2, text.encode(errors="replace"))
         faulthandler.dump_traceback(file=2, all_threads=True)

@@ -24,11 +24,14 @@ from hvdtrain.cluster.control import MpiControl, flush_streams
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.launcher import LaunchFacts
 from hvdtrain.errors import EXIT_USER_ERROR, ExitCalled, UserError, WaitTimeout
-from hvdtrain.faults import pulse
+from hvdtrain.faults import causes, pulse
 from hvdtrain.protocols import Control
 
 EXIT_CRASH = 1
 EXIT_INTERRUPTED = 130
+
+EXIT_REQUEUE = 75
+"""The run is saved and is to go on in another job (EX_TEMPFAIL of sysexits.h)."""
 
 MEET_S = 1.5
 """How long a rank that ends with an error waits for the others to end too, before it ends them."""
@@ -63,6 +66,7 @@ def run_guarded(main: Callable[[], int | None], facts: LaunchFacts) -> int:
     """
     try:
         status = main() or 0
+        causes.leave({0: "done", EXIT_REQUEUE: "requeue"}.get(status, "exception"), f"exit status {status}")
     except BrokenPipeError:  # nobody reads any more (| head): not a failure, and nobody to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return _leave("", EXIT_CRASH, facts)
@@ -83,6 +87,7 @@ def install_hooks(facts: LaunchFacts) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         if facts.kind == "solo" and not isinstance(error, (UserError, ExitCalled)):
+            causes.leave_error(error)
             usual(kind, error, tb)
             return
         raise SystemExit(end(error.with_traceback(tb), facts))
@@ -99,6 +104,10 @@ def install_hooks(facts: LaunchFacts) -> None:
 def end(error: BaseException, facts: LaunchFacts) -> int:
     """Say what is to be said about ``error`` and return the exit status, or abort the job and not return."""
     pulse.leaving()
+    if isinstance(error, SystemExit) and error.code in (None, 0, EXIT_REQUEUE):
+        causes.leave("requeue" if error.code else "done", "")
+    else:
+        causes.leave_error(error, echo=is_echo(error))
     if isinstance(error, UserError):
         return _leave(str(error), EXIT_USER_ERROR, facts)
     if isinstance(error, SystemExit):
@@ -123,7 +132,7 @@ def agreed(control: Control, fn: Callable[[], T], what: str) -> T:
     try:
         value = fn()
     except UserError as error:
-        failure, cause = (error.got, error.expected, error.do), error.__cause__
+        failure, cause = (error.got, error.expected, error.do, error.kind), error.__cause__
     try:
         rows = control.gather((failure, control.node))
     except WaitTimeout as error:
@@ -131,10 +140,10 @@ def agreed(control: Control, fn: Callable[[], T], what: str) -> T:
     failed = [(rank, row) for rank, row in enumerate(rows) if row[0] is not None]
     if not failed:
         return value  # type: ignore[return-value]
-    rank, ((got, expected, do), node) = failed[0]
+    rank, ((got, expected, do, kind), node) = failed[0]
     if len(failed) < len(rows) or len({row[0] for row in rows}) > 1:
         got = f"rank {rank} on host {node}: {got}"
-    raise UserError(got, expected, do) from cause
+    raise UserError(got, expected, do).of_kind(kind) from cause
 
 
 def is_echo(error: BaseException) -> bool:

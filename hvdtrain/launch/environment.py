@@ -13,7 +13,7 @@ from hvdtrain.errors import UserError
 PASSED = (
     "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONUNBUFFERED", "PYTHONHASHSEED",
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "KERAS_BACKEND", "TF_CPP_MIN_LOG_LEVEL", "XLA_FLAGS",
-    "HVDTRAIN_*", "HOROVOD_*", "NCCL_*", "GLOO_*", "UCX_*", "FI_*", "MPICH_*", "I_MPI_*",
+    "HVDTRAIN_*", "HVDLAUNCH_*", "HOROVOD_*", "NCCL_*", "GLOO_*", "UCX_*", "FI_*", "MPICH_*", "I_MPI_*",
 )
 """Names that every rank gets where they are set; ``*`` ends a prefix.
 

@@ -1,0 +1,102 @@
+"""What a rank leaves behind for a supervisor: written once, whole, and without ever raising."""
+
+import json
+
+import pytest
+
+from hvdtrain.errors import UserError, WaitTimeout
+from hvdtrain.faults import causes, marks
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An attempt's folder, with this process as rank 1 of a job that starts from nothing."""
+    for name, value in (("_step", -1), ("_descriptor", -1), ("_left", set()), ("_marked", set())):
+        monkeypatch.setattr(causes, name, value)
+    monkeypatch.setenv(causes.DIRECTORY, str(tmp_path / "attempts" / "001"))
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    return tmp_path / "attempts" / "001"
+
+
+def test_the_first_cause_of_a_rank_stays(folder):
+    causes.progress(7, root=False)
+    assert causes.leave("exception", "ValueError: bad")
+    assert not causes.leave("lost", "gone") and not causes.leave("hang", "late", rank=1)
+    assert causes.leave("lost", "gone", rank=0, step=3, host="b")
+    first, second = causes.read(folder)
+    assert (first["rank"], first["kind"], first["host"], first["step"]) == (0, "lost", "b", 3)
+    assert (second["rank"], second["kind"], second["text"], second["step"]) == (1, "exception", "ValueError: bad", 7)
+    assert sorted(path.name for path in folder.iterdir()) == ["cause-0000.json", "cause-0001.json"]
+
+
+def test_another_process_does_not_replace_a_cause(folder, monkeypatch):
+    assert causes.leave("user", "mistake")
+    monkeypatch.setattr(causes, "_left", set())
+    assert not causes.leave("lost", "gone", rank=1)
+    assert [row["kind"] for row in causes.read(folder)] == ["user"]
+
+
+def test_without_a_supervisor_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.delenv(causes.DIRECTORY, raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert not causes.leave("user", "x")
+    causes.mark("start")
+    causes.progress(3, root=True)
+    assert not causes.requeue_asked() and not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, folder, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(causes.DIRECTORY, str(tmp_path / "file" / "001"))
+    assert not causes.leave("exception", "x")
+    causes.mark("start")
+    causes.progress(1, root=True)
+    assert causes.read(tmp_path / "file" / "001") == [] and not causes.requeue_asked()
+
+
+class ResourceExhaustedError(Exception):
+    """TensorFlow's, by name."""
+
+
+@pytest.mark.parametrize("error, kind", [
+    (UserError("a", "b", "c"), "user"), (UserError("a").of_kind("non_finite"), "non_finite"),
+    (MemoryError(), "oom"), (ResourceExhaustedError("x"), "oom"),
+    (RuntimeError("CUDA error: out of memory"), "oom"), (RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+                                                         "oom"),
+    (RuntimeError("the size of tensor a"), "exception"), (ValueError("out of memory"), "exception"),
+    (KeyboardInterrupt(), "interrupted"), (WaitTimeout("barrier"), "hang")])
+def test_the_kind_of_an_exception(error, kind):
+    assert causes.kind_of(error) == kind
+
+
+def test_torn_and_foreign_records_are_left_out(folder):
+    folder.mkdir(parents=True)
+    (folder / "cause-0000.json").write_text('{"kind": "user", "te')
+    (folder / "cause-0001.json").write_text('[1]\n')
+    (folder / "cause-0002.json").write_text(json.dumps({"kind": "surprise", "text": "", "rank": 2, "host": "",
+                                                        "step": 1, "time": 1.0}))
+    (folder / "step").write_text("x")
+    assert causes.read(folder) == [] and causes.read_progress(folder) == (-1, 0.0)
+
+
+def test_progress_is_read_back(folder):
+    folder.mkdir(parents=True)
+    for step in (9, 10, 11):
+        causes.progress(step, root=True)
+    assert causes.read_progress(folder)[0] == 11
+
+
+def test_the_parts_of_a_start(folder):
+    folder.mkdir(parents=True)
+    for name in ("start", "imported", "loaded", "loaded", "step"):
+        causes.mark(name)
+    found = causes.read_marks(folder)
+    assert [row["name"] for row in found] == ["start", "imported", "loaded", "step"]
+    rows = [{"name": name, "time": 100.0 + at, "rank": rank} for name, at, rank in
+            (("start", 0.5, 0), ("imported", 3.5, 0), ("imported", 1.0, 1), ("loaded", 5.0, 0), ("step", 5.25, 0))]
+    parts = marks.start_parts(100.0, rows)
+    assert parts == {"start": 0.5, "import": 3.0, "load": 1.5, "first step": 0.25}
+    assert marks.start_parts(100.0, rows[:1]) == {"start": 0.5}
+    assert marks.in_words({"notice": 1.0, **parts}) == \
+        "6.2 s: notice 1.0, start 0.5, import 3.0, load 1.5, first step 0.2"

@@ -58,7 +58,7 @@ class Job:
         more: list[str] = []
         for name, values in lists.items():
             # Settings by host or by kind of device need no fitting: they are mappings.
-            if isinstance(values, (list, tuple)) and len(values) == ranks and all(isinstance(value, (int, float)) for value in values):
+            if isinstance(values, (list, tuple)) and len(values) == ranks:
                 fitted = refit([repr(value) for value in values], self.first, hosts)
                 if name == "shares" and not any(float(value) for value in fitted):
                     fitted = ["1"] * len(fitted)  # only ranks without a part are left: equal parts

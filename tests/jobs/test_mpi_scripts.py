@@ -6,8 +6,10 @@ The hosts are those of two_hosts.sh, reached by a stand-in for ssh that brings n
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from runner import ROOT, run
@@ -142,21 +144,43 @@ def test_the_app_file_gives_each_kind_of_host_its_own_settings(cluster, tmp_path
     assert first[3].endswith(path) and second[3].endswith(path), "ssh brought none; -x PATH did"
 
 
-def test_the_batch_script_becomes_srun_with_the_allocations_numbers(tmp_path):
-    """Slurm's part is played by a program that tells its words; the script itself must be gone by then."""
-    srun = tmp_path / "srun"
-    srun.write_text(f"#!/bin/sh\necho $$ $OMP_NUM_THREADS >{tmp_path}/told\nprintf '%s\\n' \"$@\" >>{tmp_path}/told\n")
-    srun.chmod(0o755)
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": "/v/python", "SLURM_CPUS_PER_TASK": "8"}
-    child = subprocess.Popen(["bash", str(SCRIPTS / "run.sbatch"), "--lr", "0.1"], cwd=tmp_path, env=env)
+@pytest.fixture
+def slurm(tmp_path):
+    """An environment whose srun and scontrol tell their words in ``told``; srun ends with 75 on SIGUSR2, else with 0.
+
+    Slurm's part is played: srun waits for SIGUSR2 where a file ``wait`` is there.
+    """
+    tell = f"printf '%s\\n' \"$@\" >>{tmp_path}/told\n"
+    texts = {"srun": f"trap 'exit 75' USR2\necho $OMP_NUM_THREADS >{tmp_path}/told\n{tell}touch {tmp_path}/up\n"
+                     f"while [ -e {tmp_path}/wait ]; do sleep 0.1; done\n", "scontrol": tell}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}")
+        (tmp_path / name).chmod(0o755)
+    return {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": "/v/python", "SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_ID": "7",
+            "OUT": str(tmp_path / "out")}
+
+
+def test_the_batch_script_calls_srun_with_the_allocations_numbers(tmp_path, slurm):
+    child = subprocess.Popen(["bash", str(SCRIPTS / "run.sbatch"), "--lr", "0.1"], cwd=tmp_path, env=slurm)
     assert child.wait(timeout=30) == 0
-    first, *words = (tmp_path / "told").read_text().splitlines()
-    assert first == f"{child.pid} 8", "exec: the signal for the batch shell reaches srun"
-    assert words == ["--mpi=pmix", "--cpus-per-task=8", "--kill-on-bad-exit=1", "--input=none", "/v/python", "-m",
-                     "hvdtrain", "train", "--model", "torch_models.cnn:build", "--epochs", "3", "--lr", "0.1"]
+    assert (tmp_path / "told").read_text().splitlines() == [
+        "8", "--mpi=pmix", "--cpus-per-task=8", "--kill-on-bad-exit=1", "--input=none", "/v/python", "-m", "hvdtrain",
+        "train", "--model", "torch_models.cnn:build", "--epochs", "3", "--out", str(tmp_path / "out"), "--resume",
+        "auto", "--lr", "0.1"]
+
+
+def test_the_batch_script_passes_sigusr2_on_and_requeues_what_was_saved(tmp_path, slurm):
+    (tmp_path / "wait").touch()
+    child = subprocess.Popen(["bash", str(SCRIPTS / "run.sbatch")], cwd=tmp_path, env=slurm)
+    ends_at = time.monotonic() + 30
+    while not (tmp_path / "up").exists() and time.monotonic() < ends_at:
+        time.sleep(0.02)
+    child.send_signal(signal.SIGUSR2)
+    assert child.wait(timeout=30) == 75
+    assert (tmp_path / "told").read_text().splitlines()[-2:] == ["requeue", "7"]
 
 
 def test_the_batch_scripts_directives_come_before_any_command():
     lines = (SCRIPTS / "run.sbatch").read_text().splitlines()
-    assert [line.startswith("#SBATCH") for line in lines[1:7]] == [True] * 6
-    assert not any("--signal" in line for line in lines), "a rank that is sent a signal ends without a checkpoint"
+    assert [line.startswith("#SBATCH") for line in lines[1:10]] == [True] * 9
+    assert "#SBATCH --signal=B:USR2@180" in lines, "to the batch shell alone, which passes it on"

@@ -1,0 +1,159 @@
+"""The end of an allocation: a signal, a supervisor's wish or a wall limit; all ranks save and end together."""
+
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+from small_runs import Record, config, lockstep, make_model, samples
+
+from hvdtrain import Trainer, loop
+from hvdtrain.callbacks.base import Callback
+from hvdtrain.callbacks.preempt import Preempt
+from hvdtrain.config import Checkpoint
+from hvdtrain.errors import UserError
+from hvdtrain.faults import causes
+from hvdtrain.wall_limit import reserve_s, seconds_of
+
+
+class Clock:
+    """Seconds that pass where a test says so."""
+
+    def __init__(self, now=1000.0):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+class Pass(Callback):
+    """Lets time pass in every step, on every rank's own clock."""
+
+    where = "all"
+
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds = clock, seconds
+
+    def step_start(self, run):
+        self.clock.now += self.seconds
+
+
+class At(Callback):
+    """Does something on one rank at the end of a step, before the others' callbacks see it."""
+
+    where = "all"
+
+    def __init__(self, step, rank, act):
+        self.step, self.rank, self.act = step, rank, act
+
+    def step_end(self, run):
+        if (run.state.cursor.step, run.control.rank) == (self.step, self.rank):
+            self.act(run)
+
+
+def preempt(run):
+    """The run's own callback for it."""
+    return next(one for one in run.callbacks if isinstance(one, Preempt))
+
+
+def ended(size, tmp_path, more, **changes):
+    """Runs on ``size`` ranks as threads, each with the callbacks that ``more(rank)`` gives, trained to their end."""
+    def work(run):
+        record = Record()
+        run.callbacks[:0] = more(run)
+        run.callbacks.insert(0, record)
+        loop.fit(run)
+        return run, record
+
+    settings = config(out=str(tmp_path / "run"), **changes)
+    return lockstep(size, settings, lambda rank: make_model("numpy"), (samples(96), samples(16)), work)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_that_is_told_ends_all_saved(tmp_path, rank):
+    def tell(run):
+        preempt(run)._heard(signal.SIGUSR2, None)
+
+    for run, record in ended(2, tmp_path, lambda run: [At(3, rank, tell)], eval_every=1):
+        assert run.state.requeue and run.state.stop == f"requeue: SIGUSR2 (rank {rank})"
+        assert run.state.cursor.step == 4, "the next vote"
+        assert record.saved_at == [4] and run.state.metrics_at == 2, "saved, not evaluated again"
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+def test_a_supervisors_wish_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setenv(causes.DIRECTORY, str(tmp_path))
+    monkeypatch.setattr(causes, "_marked", set())
+
+    def wish(run):
+        (tmp_path / causes.REQUEUE).touch()
+        preempt(run)._look_at = 0.0
+
+    for run, record in ended(2, tmp_path, lambda run: [At(2, 0, wish)]):
+        assert run.state.requeue and "supervisor" in run.state.stop
+        assert run.state.cursor.step == 2 and record.saved_at == [2], "an epoch's end: agreed on outside a step"
+
+
+def test_a_wish_from_before_the_first_step_trains_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv(causes.DIRECTORY, str(tmp_path))
+    (tmp_path / causes.REQUEUE).touch()
+    for run, record in ended(2, tmp_path, lambda run: []):
+        assert run.state.requeue and run.state.cursor.step == 0 and record.saved_at == []
+
+
+def test_a_known_limit_ends_it_before(tmp_path):
+    clocks = [Clock(), Clock(5.0)]  # the other rank's clock is wrong, and does not count
+
+    def more(run):
+        clock = clocks[run.control.rank]
+        one = preempt(run)
+        one.__init__(100.0, clock)
+        one._ends_at = 1100.0
+        return [Pass(clock, 10.0)]
+
+    for run, _ in ended(2, tmp_path, more):
+        assert run.state.requeue and "time limit" in run.state.stop
+        assert clocks[0].now + 10.0 < 1100.0, "with time to save"
+        assert 5 <= run.state.cursor.step <= 9
+
+
+def test_the_users_handler_is_called_and_comes_back(tmp_path):
+    heard = []
+    before = signal.signal(signal.SIGUSR2, lambda *args: heard.append(args))
+    try:
+        mine = signal.getsignal(signal.SIGUSR2)
+        trainer = Trainer(replace(config(out=str(tmp_path / "run"), eval_every=0), checkpoint=Checkpoint()))
+        result = trainer.fit(make_model("numpy"), samples(64),
+                             callbacks=[At(2, 0, lambda run: os.kill(os.getpid(), signal.SIGUSR2))])
+        assert signal.getsignal(signal.SIGUSR2) is mine and len(heard) == 1
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert result.requeue and result.steps <= 3 and result.stop.startswith("requeue: SIGUSR2")
+    assert not (tmp_path / "run" / "completed.json").exists() and not (tmp_path / "run" / "model").exists()
+    again = Trainer(replace(trainer.config, resume="auto", epochs=2))
+    assert not again.fit(make_model("numpy"), samples(64)).requeue
+    assert (tmp_path / "run" / "completed.json").exists()
+
+
+def test_without_any_of_it_a_run_ends_as_ever(tmp_path):
+    (run, _), = ended(1, tmp_path, lambda run: [], epochs=1)
+    assert not run.state.requeue and run.state.stop == "" and run.state.cursor.epoch == 1
+
+
+@pytest.mark.parametrize("text, seconds", [("", 0), ("90", 90), ("1.5", 1.5), ("00:10:00", 600), ("36:00:05", 129605),
+                                           ("1-12:00:00", 129600)])
+def test_limits(text, seconds):
+    assert seconds_of(text) == seconds
+    assert config(time_limit=text).check().time_limit_s() == seconds
+
+
+@pytest.mark.parametrize("text", ["-5", "10:00", "1h", "00:99:00", "nan", "１０"])
+def test_limits_that_are_none(text):
+    with pytest.raises(UserError, match="time_limit"):
+        config(time_limit=text).check()
+
+
+def test_what_is_kept_free_for_the_save():
+    assert reserve_s(3600, 0, 0) == 120 and reserve_s(600, 0, 0) == 30 and reserve_s(20, 0, 0) == 5
+    assert reserve_s(3600, 4.0, 0.5) == 15.0
+    assert reserve_s(30, 60.0, 0) == 15, "half the limit at most"

@@ -1,0 +1,222 @@
+"""The runner around `next_launch`, over a small program as launcher: real processes, signals and files, no MPI."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.config import Config
+from hvdtrain.faults import causes
+from hvdtrain.faults.supervisor import Candidate
+from hvdtrain.launch import history
+from hvdtrain.launch import supervise as supervising
+from hvdtrain.launch.group import Group
+from hvdtrain.launch.job import Job, next_number
+from hvdtrain.launch.spec import Host
+from hvdtrain.launch.supervise import Around, Supervisor, cause_of
+
+HERE = Host("localhost", 1)
+
+FAKE = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+from hvdtrain.faults import causes
+out, where, number = Path(sys.argv[1]), Path(os.environ["HVDLAUNCH_DIR"]), int(os.environ["HVDLAUNCH_ATTEMPT"])
+def complete():
+    (out / "completed.json").write_text("{}")
+def save(step):
+    (out / "checkpoints" / f"step-{step:08d}").mkdir(parents=True, exist_ok=True)
+    causes.progress(step, True)
+causes.mark("start"); causes.mark("imported"); causes.mark("loaded"); causes.mark("fit", 0)
+"""
+
+
+@pytest.fixture
+def supervisor(tmp_path):
+    """Make (supervisor, what it says) for a launcher that runs ``body`` after `FAKE`."""
+    def make(body, restarts=3, config=None, **around):
+        path = tmp_path / "launcher.py"
+        path.write_text(FAKE + textwrap.dedent(body))
+        out = tmp_path / "run"
+        out.mkdir(exist_ok=True)
+        said = []
+
+        def command(hosts, program, told):
+            root = Path(supervising.__file__).parents[2]
+            env = {**os.environ, "PYTHONPATH": str(root), **told}
+            return [sys.executable, str(path), str(out), *program], env
+
+        told = Around(command, lambda where: [Candidate(HERE, here=True)], lambda hosts: hosts, said.append, **around)
+        return Supervisor(Job(("words",), out, config, (HERE,)), restarts, told), said
+
+    return make
+
+
+def test_it_launches_again_until_the_record_is_there(supervisor, tmp_path):
+    one, said = supervisor("""
+        save(number * 10)
+        causes.mark("step", number * 10)
+        if number == 1: os.kill(os.getpid(), signal.SIGKILL)
+        if number == 2: causes.leave("exception", "ValueError: bad"); sys.exit(0)
+        time.sleep(0.4)
+        complete(); sys.exit(9)
+    """)
+    assert one.run() == 0, "the record counts, not the launcher's status"
+    rows = history.read(tmp_path / "run")
+    assert [(row["cause"], row["step_end"], row["checkpoint"]) for row in rows] == \
+        [("lost", 10, 10), ("exception", 20, 20), ("done", 30, 30)]
+    assert rows[1]["words"] == "ValueError: bad" and rows[0]["host"] == "localhost" and rows[0]["ranks"] == 1
+    assert {"notice", "kill", "start", "import", "load", "first step"} <= set(rows[0]["seconds"])
+    text = "\n".join(said)
+    assert "recovered in " in text and "2 restarts, 0 steps computed again" in text
+
+
+def test_a_status_of_0_without_the_record_is_no_success(supervisor, tmp_path):
+    one, _ = supervisor("sys.exit(0)", restarts=1, config=Config())
+    assert one.run() == 1
+    assert [row["cause"] for row in history.read(tmp_path / "run")] == ["lost", "lost"]
+
+
+def test_an_old_record_is_no_success(supervisor, tmp_path):
+    one, _ = supervisor("sys.exit(0)", restarts=0, config=Config())
+    (tmp_path / "run" / "completed.json").write_text("{}")
+    assert one.run() == 1
+    found, _ = supervisor("causes.leave('done', '')", restarts=0, config=Config())
+    assert found.run() == 0, "nothing was left to train"
+    assert next_number(tmp_path / "run") == 3
+
+
+def test_other_programs_succeed_by_every_ranks_word(supervisor):
+    assert supervisor("causes.leave('done', '')", restarts=0)[0].run() == 0
+    assert supervisor("causes.leave('done', ''); sys.exit(3)", restarts=0)[0].run() == 1
+
+
+@pytest.mark.parametrize("kind, status", [("user", 2), ("requeue", 75)])
+def test_what_no_restart_follows(supervisor, tmp_path, kind, status):
+    one, _ = supervisor(f"causes.leave({kind!r}, 'words')")
+    assert one.run() == status and len(history.read(tmp_path / "run")) == 1
+
+
+def test_a_launcher_that_stays_after_a_ranks_last_words_is_ended(supervisor, tmp_path, monkeypatch):
+    monkeypatch.setattr(supervising, "END_S", 0.3)
+    one, _ = supervisor("causes.leave('exception', 'ValueError: bad'); time.sleep(60)", restarts=0)
+    begin = time.monotonic()
+    assert one.run() == 1 and time.monotonic() - begin < 20
+    assert history.read(tmp_path / "run")[0]["cause"] == "exception"
+
+
+def test_a_launcher_that_stays_after_the_end_is_ended_and_it_is_a_success(supervisor, monkeypatch):
+    monkeypatch.setattr(supervising, "LEAVE_S", 0.3)
+    assert supervisor("complete(); time.sleep(60)", restarts=0)[0].run() == 0
+
+
+def test_a_job_that_does_not_begin_is_ended(supervisor, tmp_path):
+    one, _ = supervisor("for p in where.glob('marks*'): p.unlink()\ntime.sleep(60)", restarts=0, start_s=1.0)
+    assert one.run() == 1
+    row, = history.read(tmp_path / "run")
+    assert row["cause"] == "hang" and "no rank had begun" in row["words"]
+
+
+LISTENS = """
+    signal.signal(signal.SIGUSR2, lambda *a: (causes.leave('requeue', 'asked'), sys.exit(75)))
+    (out / "up").touch()
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_sigterm_saves_and_ends_with_75(supervisor, tmp_path, number):
+    one, said = supervisor(LISTENS)
+    with ended_by(tmp_path / "run" / "up", number):
+        assert one.run() == 75
+    assert (tmp_path / "run" / "attempts" / "001" / causes.REQUEUE).exists()
+    assert "asked to end" in "\n".join(said)
+
+
+def test_an_interrupt_ends_all_at_once(supervisor, tmp_path):
+    one, _ = supervisor("(out / 'up').touch(); time.sleep(60)")
+    with ended_by(tmp_path / "run" / "up", signal.SIGINT):
+        assert one.run() == 130
+    assert history.read(tmp_path / "run")[0]["cause"] == "interrupted"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def ended_by(path, number):
+    """Context in which this process gets a signal as soon as ``path`` is there."""
+    code = (f"import os, time\nwhile not os.path.exists({str(path)!r}): time.sleep(0.02)\n"
+            f"os.kill({os.getpid()}, {number:d})")
+    return subprocess.Popen([sys.executable, "-c", code])
+
+
+def test_children_that_ignore_sigterm_and_left_the_group_are_ended(tmp_path):
+    code = ("import os, signal, subprocess, sys, time\n"
+            "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+            "if len(sys.argv) < 2: subprocess.Popen([sys.executable, __file__, 'child'], start_new_session=True)\n"
+            "else: open(os.path.dirname(__file__) + '/up', 'w').close()\n"
+            "time.sleep(60)")
+    path = tmp_path / "stubborn.py"
+    path.write_text(code)
+    group = Group([sys.executable, str(path)], {**os.environ, causes.JOB: "t" * 8}, "t" * 8)
+    ends_at = time.monotonic() + 20
+    while not (tmp_path / "up").exists() and time.monotonic() < ends_at:
+        time.sleep(0.02)
+    assert len(group.processes()) == 2
+    group.end(grace_s=0.2)
+    assert group.processes() == [] and group.status() == -signal.SIGKILL
+
+
+def test_the_launcher_goes_with_a_supervisor_that_is_killed(tmp_path):
+    code = ("import os, sys, time\nfrom hvdtrain.launch.group import Group\n"
+            "group = Group(['sleep', '60'], {**os.environ, 'HVDLAUNCH_JOB': 'u' * 8}, 'u' * 8)\n"
+            "print(group._child.pid, flush=True)\ntime.sleep(60)")
+    root = str(Path(supervising.__file__).parents[2])
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
+                             env={**os.environ, "PYTHONPATH": root})
+    pid = int(child.stdout.readline())
+    child.kill()
+    child.wait()
+    ends_at = time.monotonic() + 10
+    while os.path.exists(f"/proc/{pid}/cmdline") and Path(f"/proc/{pid}/cmdline").read_bytes() and \
+            time.monotonic() < ends_at:
+        time.sleep(0.02)
+    assert not os.path.exists(f"/proc/{pid}/cmdline") or not Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def left(kind, rank, when):
+    """A cause as a rank leaves it."""
+    return {"kind": kind, "text": f"{kind} of {rank}", "rank": rank, "host": "a", "step": 1, "time": when}
+
+
+@pytest.mark.parametrize("rows, want", [
+    ([left("echo", 0, 1.0), left("exception", 1, 2.0)], ("exception", 1)),
+    ([left("exception", 1, 1.0), left("hang", 0, 2.0)], ("exception", 1)),
+    ([left("done", 0, 1.0), left("lost", 1, 2.0)], ("lost", 1)),
+    ([left("echo", 0, 1.0)], ("lost", -1)), ([], ("lost", -1))])
+def test_the_first_cause_counts(rows, want):
+    kind, _, rank, _ = cause_of(rows, False, 137, "", 0)
+    assert (kind, rank) == want
+
+
+def test_what_the_system_killed_for_memory():
+    assert cause_of([left("lost", 1, 1.0)], False, 137, "", 1)[0] == "oom"
+    assert cause_of([], False, 137, "", 1)[0] == "oom"
+    assert cause_of([left("user", 1, 1.0)], False, 2, "", 1)[0] == "user"
+
+
+def test_the_words_of_an_attempt(tmp_path):
+    two, one = (Host("a", 1), Host("b", 1)), (Host("b", 1),)
+    job = Job(("train",), tmp_path, Config(shares=[3, 1], precision="bf16:fp32", resume="elsewhere"), two, "elsewhere")
+    assert job.attempt(1, two, 0) == ("train", "--out", str(tmp_path))
+    again = job.attempt(2, one, 4)
+    assert again == ("train", "--out", str(tmp_path), "--resume", "elsewhere", "--micro_batch", "4", "--shares", "[1]",
+                     "--precision", "fp32")
+    (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
+    (tmp_path / "checkpoints" / ".step-00000009.x").mkdir(parents=True)
+    assert job.checkpoint() == 7 and job.attempt(2, two, 0)[-2:] == ("--resume", "auto")
+    assert job.micro_batch(2, 0) == 64 and Job(("x",), tmp_path, Config()).micro_batch(2, 0) == 32
+    assert Job(("x",), tmp_path, Config()).micro_batch(2, 8) == 8

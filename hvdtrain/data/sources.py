@@ -21,6 +21,7 @@ from hvdtrain.balance.memory import host_budget_bytes
 from hvdtrain.data import text as english
 from hvdtrain.data.sampler import at_least, epoch_order, random_bits
 from hvdtrain.data.stream import Arrays, Stream
+from hvdtrain.data.digits import table
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.resolve import load_callable
 
@@ -93,13 +94,8 @@ def digits(split: str, test_fraction: float = 0.2, seed: int = 0) -> Source:
     Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI, 1998, as scikit-learn
     ships it.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ModuleNotFoundError:
-        raise UserError("data: digits needs scikit-learn, which is not installed", "it beside numpy",
-                        "run pip install scikit-learn, or use data: synthetic") from None
-    raw = load_digits()
-    x, y = (raw.images / 16.0).astype(np.float32), raw.target.astype(np.int64)
+    raw = table()
+    x, y = (raw[:, :-1].reshape(-1, 8, 8) / 16.0).astype(np.float32), raw[:, -1].astype(np.int64)
     chosen = _split(y, test_fraction, seed) == (split == "test")
     return ArraySource((x[chosen], y[chosen]))
 

@@ -266,12 +266,21 @@ def _callbacks(run: Run, facts: LaunchFacts, more: Callable[[Run], list[Callback
         own.append(EarlyStop(config.early_stop))
     if config.compression == "auto":
         own.append(AutoCompression())
-    own += [load_callable(text, "callbacks")() for text in config.callbacks]
+    own += [_own_callback(text) for text in config.callbacks]
     own += [Jsonl(config.log_every), *progress.make(config.progress, facts.kind != "solo")]
     own += more(run) if more else ()
     if config.check_every and run.control.size > 1:
         own.append(Divergence(config.check_every))
     return [*own, Checkpoint(config.checkpoint)]
+
+
+def _own_callback(text: str) -> Callback:
+    """Make the callback that ``text`` names."""
+    made: Any = load_callable(text, "callbacks")()
+    if not (callable(getattr(made, "on", None)) and getattr(made, "where", None) in ("root", "all")):
+        raise UserError(f"callbacks: {text} gave a {type(made).__name__}", "a callback of hvdtrain, whose where is "
+                        "'root' or 'all'", "make it a subclass of hvdtrain.callbacks.base.Callback")
+    return made  # type: ignore[no-any-return]
 
 
 def _restore(run: Run) -> None:

@@ -254,7 +254,7 @@ class Config:
         schema.check_types(self)
         for name, value in schema.leaves(self):
             for number in _numbers(value):
-                if isinstance(number, (int, float)) and not (math.isfinite(number) and abs(number) <= MOST):
+                if isinstance(number, (int, float)) and not abs(number) <= MOST:  # NaN is not, nor what no float holds
                     raise UserError(f"{name} is {schema.shown(number)}", "a finite number below 2^53",
                                     f"correct {name}")
         for name, most in (("seed", 2**32 - 1), ("threads", 4096), ("control_timeout_s", 1e9),

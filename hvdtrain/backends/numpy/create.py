@@ -29,7 +29,10 @@ def make_parts(spec: Any, config: Config, control: Any, wire: Collectives, steps
                         "correct optimizer.name")
     amp.check(precision.own)
     model = spec.model
-    params = Params(model, config.lr, float(config.optimizer.args.get("momentum", 0.0)))
+    momentum = config.optimizer.args.get("momentum", 0.0)
+    if not isinstance(momentum, (int, float)) or not 0 <= momentum < 1:
+        raise UserError(f"optimizer.args.momentum is {momentum!r}", "a number from 0 to below 1", "correct it")
+    params = Params(model, config.lr, float(momentum))
     optimizer = params.optimizer(params.tensors)
     return Parts(model, [], Stage(model), params, optimizer, Buffers(model, Transport(wire, Ops())), Evaluator(model),
                  State(model, optimizer), [], precision, LossScale())

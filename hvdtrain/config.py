@@ -117,10 +117,19 @@ class Rebalance:
 class Checkpoint:
     """When and how a run is saved."""
 
+    every: Literal["auto", "off"] = _key(
+        "auto", "", "auto: after the first minute, and then so often that saves cost less than 3 % of the time; off: "
+        "only as the keys below say; they turn auto off")
     every_steps: int = _key(0, "steps", "save every so many steps; 0: off")
     every_s: float = _key(0.0, "s", "save when so many seconds have passed since the last; 0: off")
+    mtbf_s: float = _key(
+        0.0, "s", "mean time between failures, from which auto finds the interval that loses least (Young, Daly); 0: "
+        "not known")
     at_end: bool = _key(True, "", "save when the run ends")
     keep: int = _key(3, "checkpoints", "how many of the newest are kept")
+    on_failure: Literal["warn", "stop"] = _key(
+        "warn", "", "a checkpoint that cannot be written: warn: is told and counted, and training goes on; stop: ends "
+        "the run. The last one always does")
 
 
 @dataclass(frozen=True)
@@ -278,6 +287,7 @@ class Config:
         _at_least("checkpoint.keep", self.checkpoint.keep, 1)
         _at_least("checkpoint.every_steps", self.checkpoint.every_steps, 0)
         _at_least("checkpoint.every_s", self.checkpoint.every_s, 0)
+        _at_least("checkpoint.mtbf_s", self.checkpoint.mtbf_s, 0)
         _at_least("schedule.warmup_steps", self.schedule.warmup_steps, 0)
         _at_least("schedule.linear_scaling_base", self.schedule.linear_scaling_base, 0)
         _at_least("early_stop.patience", self.early_stop.patience, 1)

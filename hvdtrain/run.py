@@ -11,7 +11,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,9 @@ from hvdtrain.faults import pulse
 from hvdtrain.model import Spec
 from hvdtrain.parts import Parts
 from hvdtrain.protocols import Callback, Collectives, Control, DataParallel, Schedule
-from hvdtrain.protocols.state import Saver
+
+if TYPE_CHECKING:
+    from hvdtrain.checkpoint.saving import Saving
 
 
 _UNREAD = (OSError, ValueError, AttributeError)
@@ -189,8 +191,8 @@ class Run:
     """Descriptor by which rank 0 keeps other jobs out of ``out`` while it trains; -1: none."""
     begun: bool = False
     """Whether a fit has begun to write into ``out``; not while it may still be refused (`hvdtrain.outdir.begin`)."""
-    saver: Saver | None = None
-    """Writes the run's checkpoints; rank 0's, made with the first one."""
+    saver: Saving | None = None
+    """Saves the run; made with the first save."""
     callbacks: list[Callback] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     state: State = field(default_factory=State)
@@ -271,6 +273,12 @@ class Run:
         """Exchange what the ranks have to tell each other; collective, entered where a vote says that one has."""
         own, self.state.words = self.state.words, []
         self.state.told = [word for words in self.control.gather(own) for word in words]
+
+    def hear_last(self) -> None:
+        """Tell each other what no vote has told, at the end of a fit; collective."""
+        if self.control.agree(bool(self.state.words)):
+            self.hear()
+            self.emit_told()
 
     def emit_told(self) -> None:
         """Emit TOLD where something was told since the last time."""

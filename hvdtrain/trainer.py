@@ -19,6 +19,7 @@ from hvdtrain.assemble import assemble, eval_feed
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.callbacks.history import History
 from hvdtrain.checkpoint import session
+from hvdtrain.checkpoint.contents import check_finite
 from hvdtrain.cluster import exit as exits
 from hvdtrain.cluster import quiet
 from hvdtrain.cluster import exit_calls
@@ -242,7 +243,7 @@ def export(run: Run) -> list[str]:
         if run.control.rank != 0:
             return []
         directory = run.out / "model"
-        session.check_finite(run.parts.state.state()[0]["model"], trained(run.parts))
+        check_finite(run.parts.state.state()[0]["model"], trained(run.parts))
         try:
             directory.mkdir(parents=True, exist_ok=True)  # also where the run's directory was deleted meanwhile
             return run.parts.state.export(directory)

@@ -38,6 +38,12 @@ def host_budget_bytes(local_size: int, proc: str = "/proc", cgroup: str = "/sys/
     return 0 if held is None or left is None else held + int(HOST_PART * left / max(1, local_size))
 
 
+def host_room_bytes(local_size: int, proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int | None:
+    """Bytes that this process may take more: its part of what its host has left; None if unknown."""
+    left = _available(proc, cgroup)
+    return None if left is None else int(HOST_PART * left / max(1, local_size))
+
+
 def host_peak_bytes(work: Callable[[], None], proc: str = "/proc") -> int:
     """Run ``work``; most bytes that this process held meanwhile, 0 where the kernel does not reset its high-water mark.
 

@@ -1,4 +1,7 @@
-"""Decides when a checkpoint is due and has it written: every N steps, every so many seconds, at the end."""
+"""Decides when a checkpoint is due and has it written: by its cost, every N steps or seconds, at the end.
+
+Writing goes on beside training (`hvdtrain.checkpoint.saving`); what came of it is told to all ranks at the next vote.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,16 @@ import time
 from typing import TYPE_CHECKING
 
 from hvdtrain.callbacks.base import Callback
-from hvdtrain.checkpoint.session import save
+from hvdtrain.checkpoint.interval import FIRST_S, interval_s
+from hvdtrain.checkpoint.session import begin, save
 from hvdtrain.config import Checkpoint as Settings
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
     from hvdtrain.run import Run
+
+TOPIC = "save"
+"""Of what the ranks tell each other: the step whose checkpoint was not written, a space, and why."""
 
 
 class Checkpoint(Callback):
@@ -30,34 +37,73 @@ class Checkpoint(Callback):
         self._clock = time.monotonic()
 
     def step_end(self, run: Run) -> None:
-        """Ask for a checkpoint where one is due."""
+        """Ask for a checkpoint where one is due, and tell what came of the last one."""
+        self._hear(run)
         s = self._settings  # steps are the same on all ranks; the clock is rank 0's, whose wish goes through the vote
         if s.every_steps and run.state.cursor.step % s.every_steps == 0:
             run.state.save_due = True
-        if s.every_s and run.control.rank == 0 and time.monotonic() - self._clock >= s.every_s:
+        if run.control.rank == 0 and self._waits_s(run) <= time.monotonic() - self._clock:
             run.want_save()
 
+    def _waits_s(self, run: Run) -> float:
+        """Return the seconds between two saves, by rank 0's clock; infinite where it does not decide."""
+        s = self._settings
+        if s.every_s:
+            return s.every_s
+        if s.every == "off" or s.every_steps:
+            return float("inf")
+        if run.saver is None:
+            return FIRST_S
+        if run.saver.cost_s is None or run.saver.busy():
+            return float("inf")
+        return interval_s(run.saver.cost_s, run.saver.spent.last_took_s, s.mtbf_s)
+
     def checkpoint(self, run: Run) -> None:
-        """Save; a failure is told once and counted, and the run goes on, since the checkpoints before are whole."""
+        """Save what the step left; training goes on meanwhile."""
         self._clock = time.monotonic()
         run.state.wants_save = False  # wished for again between the vote and this save
-        error = save(run)
-        if error and not self._failed:
-            run.note(f"step {run.state.cursor.step}: checkpoint not written ({error}); training goes on, "
-                     "earlier ones are kept, and further failures are counted")
-        if error:
-            self._failed, self._in_a_row = self._failed + 1, self._in_a_row + 1
-        elif self._in_a_row:
-            self._written_again(run)
+        begin(run)
 
-    def _written_again(self, run: Run) -> None:
+    def told(self, run: Run) -> None:
+        """Say the first time that a checkpoint could not be written, and count it, or end the run, as configured.
+
+        The run can go on, since the checkpoints before are whole.
+        """
+        for word in run.state.told:
+            if word.topic == TOPIC:
+                step, _, error = word.text.partition(" ")
+                self._not_written(run, int(step), error)
+
+    def _hear(self, run: Run) -> None:
+        """Tell all ranks what this one could not write; say that it is written again."""
+        for outcome in run.saver.settled() if run.saver is not None else ():
+            if outcome.error:
+                run.tell_all(TOPIC, f"{outcome.step} {outcome.error}")
+            elif self._in_a_row and run.control.rank == 0:
+                self._written_again(run, outcome.step)
+
+    def _not_written(self, run: Run, step: int, error: str) -> None:
+        if self._settings.on_failure == "stop":
+            raise UserError(f"the checkpoint of step {step} could not be written: {error}",
+                            "a writable directory with room", "free space and resume from the checkpoint before; "
+                            "with checkpoint.on_failure: warn the run goes on without it")
+        if not self._failed:
+            run.note(f"step {step}: checkpoint not written ({error}); training goes on, "
+                     "earlier ones are kept, and further failures are counted")
+        self._failed, self._in_a_row = self._failed + 1, self._in_a_row + 1
+
+    def _written_again(self, run: Run, step: int) -> None:
         """Say the first time that a checkpoint was written after some that were not."""
         if not self._told_again:
-            run.note(f"step {run.state.cursor.step}: checkpoints are written again, after {self._in_a_row} that failed")
+            run.note(f"step {step}: checkpoints are written again, after {self._in_a_row} that failed")
         self._in_a_row, self._told_again = 0, True
 
     def fit_end(self, run: Run) -> None:
         """Save for the last time, where a failure is an error; say how many have failed."""
+        if run.saver is not None:
+            run.saver.wait()
+        self._hear(run)
+        run.hear_last()
         if self._failed:
             last = f", the last {self._in_a_row} in a row" if self._in_a_row else ""
             run.note(f"{self._failed} checkpoints could not be written{last}")
@@ -66,3 +112,10 @@ class Checkpoint(Callback):
             if error:
                 raise UserError(f"the last checkpoint could not be written: {error}", "a writable directory with room",
                                 "free space and resume from the checkpoint before")
+        elif run.saver is not None:
+            run.saver.end()
+
+    def close(self, run: Run) -> None:
+        """Leave no save under way, also after an error."""
+        if run.saver is not None:
+            run.saver.close()

@@ -1,34 +1,28 @@
 """Saves a run as a checkpoint and loads one into it, on all ranks at once.
 
-Owns what belongs into a checkpoint, which one is resumed, and what is said about it. Only rank 0 touches the disk, so
-no shared file system is presumed. `transfer` moves the state between ranks, `store` and its neighbours write it.
+Owns what belongs into a checkpoint, which one is resumed, and what is said about it. `saving` copies the state and has
+it written, `passage` and `transfer` move it between ranks, `store` and its neighbours write it.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection
-from itertools import chain
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hvdtrain import __version__
 from hvdtrain.checkpoint import CheckpointStore, Snapshot, read_snapshot
-from hvdtrain.checkpoint.adapters import REPLICATED, Own, Replicated
-from hvdtrain.checkpoint.savers.inline import InlineSaver
-from hvdtrain.checkpoint.transfer import Groups, collect, spread
+from hvdtrain.checkpoint.contents import json_able, parts_of
+from hvdtrain.checkpoint.saving import DIRECTORY, Saving
+from hvdtrain.checkpoint.transfer import spread
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.errors import UserError
-from hvdtrain.faults.finite import finite, has_nan, spoken, trained
-from hvdtrain.outdir import CONFIG, ensure_out, keep_config
+from hvdtrain.outdir import ensure_out
 from hvdtrain.protocols import Callback
-from hvdtrain.protocols.state import Stateful
-from hvdtrain.run import Run, say
+from hvdtrain.run import Run
 
-DIRECTORY = "checkpoints"
 MOST_NAMES = 8
 """Damaged checkpoints that are named."""
 QUIET = frozenset({"out", "resume", "progress", "log_every", "epochs", "max_steps", "threads", "control_timeout_s",
@@ -41,70 +35,31 @@ QUIET = frozenset({"out", "resume", "progress", "log_every", "epochs", "max_step
 
 def save(run: Run) -> str:
     """Write the run's state as a checkpoint; return "" or why it could not be written, on every rank. Collective."""
-    ensure_out(run)
-    run.made = []  # it is to stay, also where a fit is refused later
-    run.parts.buffers.sync()
-    for callback in run.callbacks:
-        if callback.where == "all" or run.control.rank == 0:
-            callback.saving(run)
-    shared, own = _parts(run)
-    try:
-        tensors = collect(run.control, chain(shared.shards(), own.shards()))
-    except UserError as problem:
-        return str(problem)
-    return run.control.bcast(_write(run, tensors, shared.rest()) if run.control.rank == 0 else "")
-
-
-def _parts(run: Run) -> tuple[Stateful, Stateful]:
-    """The state that all ranks hold alike, and this rank's own."""
-    state, rank = run.parts.state, run.control.rank
-    return Replicated(rank, state.state, state.load), Own(rank, run.rank_state, run.load_rank)
-
-
-def _write(run: Run, tensors: Groups, rest: dict[str, Any]) -> str:
-    """Have the run's saver write a snapshot; return "" or why it was not written. Rank 0 only."""
-    saver = run.saver = run.saver or InlineSaver(run.out / DIRECTORY, run.config.checkpoint.keep, say)
-    try:
-        saver.save(run.state.cursor.step, _snapshot(run, tensors, rest))
-    except UserError as problem:
-        return str(problem)
-    error = "; ".join(outcome.error for outcome in saver.settled() if outcome.error)
-    with contextlib.suppress(OSError):  # the checkpoint holds the configuration too
-        if not error and not (run.out / CONFIG).exists():  # saved without a fit, or after the directory was deleted
-            keep_config(run)
+    begin(run)
+    error = finish(run)
+    assert run.saver is not None
+    run.saver.end()
     return error
 
 
-def _snapshot(run: Run, tensors: Groups, rest: dict[str, Any]) -> Snapshot:
-    groups: Groups = {**{group: {} for group in REPLICATED}, **tensors}  # a group without arrays has its file too
-    check_finite(groups["model"], trained(run.parts))
-    meta = {
-        "hvdtrain": __version__, "framework": run.spec.framework, "model": run.spec.name,
-        "world_size": run.control.size, "cursor": run.state.cursor.to_dict(), "step_rest": rest,
-        "config": _json(run.config.to_dict()), "samples": run.feed.samples,
-        "callbacks": [[type(c).__name__, c.state_dict()] for c in run.callbacks],
-    }
-    return Snapshot(groups, meta)
+def begin(run: Run) -> None:
+    """Copy the run's state and have it written while the run goes on; collective.
 
-
-def check_finite(model: dict[str, np.ndarray], names: Collection[str]) -> None:
-    """Raise `UserError` naming the first array that is not finite: such weights are never written.
-
-    ``names``: of the trainable parameters. What is not trained may be infinite, as an attention mask is, not NaN.
+    What comes of it is told by `finish` or, on the rank that has met an error, by ``run.saver.settled()``.
     """
-    for name, array in model.items():
-        if not finite(name, array) and (spoken(name) in names or has_nan(name, array)):
-            raise UserError(f"parameter {name} is not finite", "finite weights",
-                            "go back to the newest checkpoint; lower lr, set clip_norm or nan_guard: skip")
+    ensure_out(run)
+    run.made = []  # it is to stay, also where a fit is refused later
+    if run.saver is None:
+        run.saver = Saving(run)
+    run.saver.begin()
 
 
-def _json(value: Any) -> Any:
-    """Return ``value`` with the repr in place of what JSON cannot hold, such as an object in a free-form ``args``."""
-    if isinstance(value, dict):
-        return {str(k): _json(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json(v) for v in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
+def finish(run: Run) -> str:
+    """Wait for the save that is under way; return "" or what went wrong since last asked, on every rank. Collective."""
+    if run.saver is None:
+        return ""
+    run.saver.wait()
+    return run.control.bcast("; ".join(outcome.error for outcome in run.saver.settled() if outcome.error))
 
 
 def find(resume: str, out: Path | None, log: Callable[[str], None]) -> Snapshot | None:
@@ -148,10 +103,12 @@ def restore(run: Run, snapshot: Snapshot | None) -> None:
     Random generators and compressor state return bit by bit where the number of ranks is the same; with another
     number every rank keeps its fresh ones, seeded by (seed, rank).
     """
+    if run.saver is not None:
+        run.saver.wait()
     meta = run.control.bcast(dict(snapshot.meta) if snapshot else None)
     alike = meta["world_size"] == run.control.size
     groups = spread(run.control, snapshot.tensors if snapshot else {}, alike)
-    shared, own = _parts(run)
+    shared, own = parts_of(run)
 
     def read(group: str) -> dict[str, np.ndarray]:
         return groups.get(group, {})
@@ -209,7 +166,7 @@ def _flat(keys: dict[str, Any]) -> dict[str, Any]:
 
 def _tell_changes(run: Run, before: dict[str, Any]) -> None:
     """Name the keys that change the curve and differ from the run that is resumed."""
-    now, before = _flat(_json(run.config.to_dict())), _flat(before)
+    now, before = _flat(json_able(run.config.to_dict())), _flat(before)
     changed = [k for k in now if k not in QUIET and before.get(k) != now[k]]
     if changed:
         words = ", ".join(f"{k} {before.get(k)} -> {now[k]}" for k in changed)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.cluster.channel import Mail, MailChannel, MpiChannel
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.launcher import LaunchFacts
 from hvdtrain.cluster.patience import wait_for
@@ -76,6 +77,10 @@ class SoloControl:
 
     def barrier(self, tag: str, timeout_s: float | None = None) -> None:
         """Return at once."""
+
+    def channel(self, longest_sleep_s: float = 200e-6) -> MailChannel:
+        """Return a channel of one rank, which may send to itself."""
+        return MailChannel(Mail(), longest_sleep_s=longest_sleep_s)
 
     def abort(self, code: int) -> None:
         """Raise SystemExit(``code``): with nobody else to end, ending this process in order is enough."""
@@ -167,6 +172,13 @@ class MpiControl:
         """Return once every rank is here; raises `WaitTimeout` with ``tag`` after ``timeout_s``."""
         self._wait(self._comm.Ibarrier(), f"barrier {tag!r}", timeout_s=timeout_s)
 
+    def channel(self, longest_sleep_s: float = 200e-6) -> MpiChannel | None:
+        """Return a channel over a duplicate of the communicator; None where MPI lets one thread in only. Collective."""
+        if _mpi().Query_thread() < _mpi().THREAD_MULTIPLE:
+            return None
+        with deadline(self.timeout_s, "duplicating MPI's communicator for a channel"):
+            return MpiChannel(self._comm.Dup(), self.timeout_s, longest_sleep_s)
+
     def abort(self, code: int) -> None:
         """End every rank at once through MPI_Abort; mpirun's exit status becomes ``code`` (1 for 0)."""
         pulse.leaving()
@@ -239,6 +251,10 @@ class ObjectControl:
     def barrier(self, tag: str, timeout_s: float | None = None) -> None:
         """Return once every rank is here; the process ends with ``tag`` in its message after ``timeout_s``."""
         self._gather(None, f"barrier {tag!r}", self.timeout_s if timeout_s is None else timeout_s)
+
+    def channel(self, longest_sleep_s: float = 200e-6) -> None:
+        """Return None: Horovod has no message from one rank to another."""
+        return None
 
     def abort(self, code: int) -> None:
         """End this process at once with ``code``; horovodrun then ends the others."""

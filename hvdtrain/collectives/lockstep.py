@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.cluster.channel import Mail, MailChannel
 from hvdtrain.cluster.control import sum_rows
 from hvdtrain.collectives.null import Done
 from hvdtrain.errors import PeerFailed, WaitTimeout
@@ -205,6 +206,11 @@ class LockstepControl:
     def barrier(self, tag: str, timeout_s: float | None = None) -> None:
         """Return once every rank is here with the same ``tag``."""
         self._meeting.meet(self.rank, ("barrier", tag), None, lambda rows: rows, timeout_s)
+
+    def channel(self, longest_sleep_s: float = 200e-6) -> MailChannel:
+        """Return a channel between the threads; collective."""
+        mail = self._meeting.meet(self.rank, ("channel",), None, lambda rows: [Mail()] * self.size)
+        return MailChannel(mail, self.rank, self.size, self.timeout_s, longest_sleep_s)
 
     def abort(self, code: int) -> None:
         """Raise SystemExit(``code``) on this rank, which releases the others."""

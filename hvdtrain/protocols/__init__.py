@@ -13,9 +13,9 @@ from hvdtrain.protocols.model_state import Buffers, Evaluator, ModelState, Trans
 from hvdtrain.protocols.ops import Cell, Ops
 from hvdtrain.protocols.params import Optimizer, Params, ParamSpec
 from hvdtrain.protocols.stage import Done, GradientSink, ModelSpec, Schedule, Stage
-from hvdtrain.protocols.wire import AllGather, AllReduce, AllToAll, Collectives, Exchange, Handle, Request
+from hvdtrain.protocols.wire import AllGather, AllReduce, AllToAll, Channel, Collectives, Exchange, Handle, Request
 
-__all__ = ["AllGather", "AllReduce", "AllToAll", "Array", "Batch", "Buffers", "Callback", "Cell", "Collectives",
-           "Compressor", "Control", "DataParallel", "Done", "Evaluator", "Exchange", "GradientSink", "Handle",
-           "Launcher", "ModelSpec", "ModelState", "Ops", "Optimizer", "Pair", "ParamSpec", "Params", "Request",
-           "Schedule", "Stage", "Transform"]
+__all__ = ["AllGather", "AllReduce", "AllToAll", "Array", "Batch", "Buffers", "Callback", "Cell", "Channel",
+           "Collectives", "Compressor", "Control", "DataParallel", "Done", "Evaluator", "Exchange", "GradientSink",
+           "Handle", "Launcher", "ModelSpec", "ModelState", "Ops", "Optimizer", "Pair", "ParamSpec", "Params",
+           "Request", "Schedule", "Stage", "Transform"]

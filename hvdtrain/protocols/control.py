@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hvdtrain.protocols.wire import Channel
+
 
 class Control(Protocol):
     """Moves small Python objects and decisions between the ranks of a job.
@@ -48,6 +50,13 @@ class Control(Protocol):
 
     def barrier(self, tag: str, timeout_s: float | None = None) -> None:
         """Return once every rank is here; ``tag`` names the place in the error of a wait that ran out."""
+        ...
+
+    def channel(self, longest_sleep_s: float = 200e-6) -> Channel | None:
+        """Open a channel between these ranks that threads may use; None where nothing here carries one. Collective.
+
+        ``longest_sleep_s``: how long a wait in it sleeps between two looks at most.
+        """
         ...
 
     def abort(self, code: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdtrain.protocols.arrays import Batch
+from hvdtrain.protocols.state import Place
 
 
 class Buffers(Protocol):
@@ -46,8 +47,12 @@ class Evaluator(Protocol):
 class ModelState(Protocol):
     """What a checkpoint holds of model and optimizer."""
 
-    def state(self) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
-        """Return (groups of named arrays: "model", "optimizer"; JSON-able rest), the same on every rank."""
+    def state(self, place: Place | None = None) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
+        """Return (groups of named arrays: "model", "optimizer"; JSON-able rest), the same on every rank.
+
+        The arrays are copies, in the memory that ``place`` gives for them, or new ones. Where it gives None for one,
+        that may be a view of what is trained, good until the next step.
+        """
         ...
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:

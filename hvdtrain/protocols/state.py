@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from hvdtrain.checkpoint.snapshot import Snapshot
-
 Read = Callable[[str], Mapping[str, np.ndarray]]
 """``read(group)``: the arrays of a checkpoint's group by name; empty where it has none for this rank."""
+
+
+Place = Callable[[str, str, tuple[int, ...], Any], np.ndarray | None]
+"""``place(group, name, shape, dtype)``: memory of that shape that an array is to be copied into, or None for a view."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +34,11 @@ class Shard:
 class Stateful(Protocol):
     """A part of a run whose state belongs into a checkpoint."""
 
-    def shards(self) -> Iterable[Shard]:
+    def shards(self, place: Place | None = None) -> Iterable[Shard]:
         """Yield what this rank has to give; over all ranks every element comes exactly once.
 
         State that all ranks hold alike comes from rank 0. Enters no collective: one rank is asked after the other.
+        ``place``: where the values are copied to; those for which it gives None may be views, good until the next step.
         """
         ...
 
@@ -50,23 +52,31 @@ class Stateful(Protocol):
 
 
 class Outcome(NamedTuple):
-    """What came of saving the state of a step: ``error`` is "" or why it was not written."""
+    """What came of saving the state of a step on a rank: ``error`` is "" or why it was not written.
+
+    ``took_s``: from its begin to its end. ``cpu_s``: processor seconds of the thread that worked on it.
+    """
 
     step: int
     error: str
+    took_s: float = 0.0
+    cpu_s: float = 0.0
 
 
 class Saver(Protocol):
-    """Writes checkpoints on rank 0. Enters no collective; its outcomes are told to the other ranks by the caller."""
+    """Does a rank's part of a checkpoint once its state is copied. Enters no collective.
 
-    def save(self, step: int, snapshot: Snapshot) -> None:
-        """Write ``snapshot``, now or later; trouble with the disk is an outcome, not an exception."""
+    Rank 0's outcomes count; the caller tells them to the other ranks.
+    """
+
+    def save(self, step: int, work: Callable[[], None]) -> None:
+        """Call ``work``, now or in a thread; an exception that it raises is an outcome."""
         ...
 
     def settled(self) -> list[Outcome]:
-        """Return what has been written or given up since the last call, oldest first."""
+        """Return what has been done or given up since the last call, oldest first."""
         ...
 
-    def wait(self) -> None:
-        """Return once nothing is left to write."""
+    def wait(self, timeout_s: float) -> bool:
+        """Return once nothing is left to do; False where ``timeout_s`` have passed before."""
         ...

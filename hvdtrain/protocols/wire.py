@@ -64,6 +64,35 @@ class Collectives(Protocol):
         ...
 
 
+class Channel(Protocol):
+    """Moves arrays from one rank to another, beside all collectives: other ranks and threads take no part in it.
+
+    Both sides name a ``tag`` from 0 to 16383; messages of one sender, receiver and tag come in the order in which
+    they were sent. Each wait is bounded by ``timeout_s`` and ends with `WaitTimeout`; a message that is not what its
+    receiver expects is a RuntimeError there. Threads may use one channel at once, each its own tags.
+    """
+
+    rank: int
+    size: int
+    timeout_s: float
+
+    def send(self, x: np.ndarray, to: int, tag: int) -> Handle:
+        """Begin to send the contiguous ``x``, which stays as it is until the handle is done."""
+        ...
+
+    def receive(self, like: np.ndarray, source: int, tag: int) -> Handle:
+        """Begin to receive into the contiguous ``like``, whose dtype and shape the message must have."""
+        ...
+
+    def close(self) -> None:
+        """End every wait of this rank, in whatever thread, with `hvdtrain.cluster.channel.ChannelClosed`."""
+        ...
+
+    def free(self) -> None:
+        """Close the channel and give back what it holds; collective, when no message is under way."""
+        ...
+
+
 @dataclass(frozen=True)
 class AllReduce:
     """Ask the driver of a compressor's generator for a sum over ranks of ``flat_N``, or another reduction ``op``."""

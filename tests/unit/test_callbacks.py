@@ -17,6 +17,7 @@ from hvdtrain.config import EarlyStop as EarlyStopSettings
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.errors import UserError
 from hvdtrain.events import Event
+from hvdtrain.protocols.state import Outcome
 from hvdtrain.run import Phases, State
 
 
@@ -208,19 +209,49 @@ def test_early_stop_on_an_unknown_metric(run):
 @pytest.fixture
 def saved(monkeypatch):
     """Steps at which a checkpoint was written; `error` is what writing answers, "disk full" at steps in `bad`."""
-    steps = SimpleNamespace(steps=[], error="", bad=())
+    steps = SimpleNamespace(steps=[], error="", bad=(), saver=FakeSaver())
 
     def save(run):
         steps.steps.append(run.state.cursor.step)
         return "disk full" if run.state.cursor.step in steps.bad else steps.error
 
+    def begin(run):
+        run.saver = steps.saver
+        run.saver.outcomes.append(Outcome(run.state.cursor.step, save(run)))
+
     monkeypatch.setattr(checkpoint_module, "save", save)
+    monkeypatch.setattr(checkpoint_module, "begin", begin)
     return steps
 
 
+class FakeSaver:
+    """Has written as soon as it was asked to; a save costs ``cost_s`` and takes twice as long."""
+
+    def __init__(self):
+        self.outcomes, self.cost_s, self.under_way = [], None, False
+        self.spent = SimpleNamespace(last_took_s=0.0)
+
+    def settled(self):
+        outcomes, self.outcomes = self.outcomes, []
+        return outcomes
+
+    def busy(self):
+        return self.under_way
+
+    def wait(self):
+        """Nothing is under way."""
+
+    def end(self):
+        """There is nothing to give back."""
+
+
 def drive(run, callback):
-    """What the loop does with a due checkpoint: on the vote's outcome."""
+    """What the loop does with a due checkpoint and with what ranks have to tell: on the vote's outcome."""
+    run.callbacks = [callback]
     for _ in walk(run, callback):
+        if run.state.words:
+            run.hear()
+            run.emit_told()
         due, run.state.save_due = run.state.save_due or run.state.wants_save, False
         run.state.wants_save = False
         if due:
@@ -262,11 +293,52 @@ def test_a_checkpoint_that_fails_is_told_and_the_last_one_is_an_error(run, saved
 
 
 def test_checkpoints_that_fail_are_said_once_and_counted(run, saved, capsys):
-    saved.bad = {1, 2, 3, 5, 8}
-    drive(run, Checkpoint(CheckpointSettings(every_steps=1)))
-    assert len(saved.steps) == 11 and run.notes == [
+    saved.bad = {1, 2, 3, 5, 8, 10}
+    drive(run, Checkpoint(CheckpointSettings(every_steps=1, at_end=False)))
+    assert len(saved.steps) == 10 and run.notes == [
         "step 1: checkpoint not written (disk full); training goes on, earlier ones are kept, and further failures are "
-        "counted", "step 4: checkpoints are written again, after 3 that failed", "5 checkpoints could not be written"]
+        "counted", "step 4: checkpoints are written again, after 3 that failed",
+        "6 checkpoints could not be written, the last 1 in a row"]
+
+
+def test_a_checkpoint_that_fails_ends_the_run_where_that_is_asked_for(run, saved):
+    saved.bad = {3}
+    with pytest.raises(UserError, match="the checkpoint of step 3 could not be written: disk full"):
+        drive(run, Checkpoint(CheckpointSettings(every_steps=1, on_failure="stop")))
+    assert run.state.cursor.step == 4 and run.notes == []  # told at the vote after the one that asked for it
+
+
+def by_the_clock(run, monkeypatch, callback, saver, seconds, **cost):
+    """Save a run of one step a second for ``seconds``; returns when."""
+    clock, at = [0.0], []
+    monkeypatch.setattr("hvdtrain.callbacks.checkpoint.time.monotonic", lambda: clock[0])
+    callback.fit_start(run)
+    for step in range(1, seconds + 1):
+        run.state.cursor = Cursor(step=step, epoch_step=step)
+        clock[0] += 1.0
+        callback.on(Event.STEP_END, run)
+        if run.state.wants_save:
+            run.state.wants_save = False
+            callback.on(Event.CHECKPOINT, run)
+            saver.cost_s, saver.spent.last_took_s = cost["cost_s"], cost["took_s"]
+            at.append(step)
+    return at
+
+
+@pytest.mark.parametrize("settings, cost, at", [
+    ({}, (0.01, 1.0), [60, 120, 180, 240, 300]), ({}, (3.0, 5.0), [60, 160, 260]), ({}, (0.1, 80.0), [60, 180, 300]),
+    ({"mtbf_s": 5000.0}, (1.0, 1.0), [60, 160, 260]), ({"mtbf_s": 450.0}, (1.0, 1.0), [*range(60, 301, 34)]),
+    ({"every": "off"}, (1.0, 1.0), []), ({"every_s": 150.0}, (9.0, 9.0), [150, 300]),
+    ({"every_steps": 1000}, (1.0, 1.0), [])])
+def test_without_further_keys_a_run_is_saved_as_often_as_it_costs_little(run, saved, monkeypatch, settings, cost, at):
+    callback = Checkpoint(CheckpointSettings(at_end=False, **settings))
+    assert by_the_clock(run, monkeypatch, callback, saved.saver, 300, cost_s=cost[0], took_s=cost[1]) == at
+
+
+def test_no_save_is_wished_for_while_one_is_under_way(run, saved, monkeypatch):
+    saved.saver.under_way = True
+    callback = Checkpoint(CheckpointSettings(at_end=False))
+    assert by_the_clock(run, monkeypatch, callback, saved.saver, 300, cost_s=0.01, took_s=1.0) == [60]
 
 
 def test_a_run_without_a_step_is_not_saved(run, saved):

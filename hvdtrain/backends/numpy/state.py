@@ -13,6 +13,7 @@ from hvdtrain.backends.numpy.params import Sgd
 from hvdtrain.exchange.transport import Transport
 from hvdtrain.pairs import Totals, means
 from hvdtrain.protocols import Batch
+from hvdtrain.protocols.state import Place
 
 
 class Buffers:
@@ -56,17 +57,26 @@ class Evaluator:
         return means(totals)
 
 
+def _copied(group: str, name: str, array: np.ndarray, place: Place | None) -> np.ndarray:
+    memory = np.empty(array.shape, array.dtype) if place is None else place(group, name, array.shape, array.dtype)
+    if memory is None:
+        return array
+    memory[...] = array
+    return memory
+
+
 class State:
     """`hvdtrain.protocols.ModelState`: parameters and velocities."""
 
     def __init__(self, model: Model, optimizer: Sgd) -> None:
         self._model, self._optimizer = model, optimizer
 
-    def state(self) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
+    def state(self, place: Place | None = None) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
         """Copies."""
         params = self._model.params
-        return {"model": {n: p.copy() for n, p in params.items()},
-                "optimizer": {n: v.copy() for n, v in zip(params, self._optimizer.velocity)}}, {}
+        groups = {"model": params, "optimizer": dict(zip(params, self._optimizer.velocity))}
+        return {group: {n: _copied(group, n, a, place) for n, a in arrays.items()}
+                for group, arrays in groups.items()}, {}
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
         """Undo `state`."""

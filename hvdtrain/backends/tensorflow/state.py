@@ -21,6 +21,7 @@ from hvdtrain import rng
 from hvdtrain.backends.tensorflow.transforms.precision import own_types
 from hvdtrain.errors import UserError
 from hvdtrain.precision.scaler import LossScale
+from hvdtrain.protocols.state import Place
 
 if TYPE_CHECKING:
     from hvdtrain.backends.tensorflow.buffers import Buffers
@@ -33,6 +34,16 @@ def to_numpy(variable: Any) -> np.ndarray:
     """A copy on the host of a Keras variable or a tensor."""
     array = np.asarray((variable.value if isinstance(variable, keras.Variable) else variable).numpy())
     return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+
+
+def view(variable: Any) -> np.ndarray:
+    """What `to_numpy` returns, without a copy where it is in host memory; good until the variable changes."""
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    value = value.read_value() if isinstance(value, tf.Variable) else value
+    try:
+        return np.asarray(memoryview(value))
+    except (ValueError, TypeError, BufferError):  # a type that Python's buffers lack, such as bfloat16
+        return to_numpy(value)
 
 
 def assign(variable: Any, array: np.ndarray) -> None:
@@ -52,9 +63,18 @@ def named(variables: Sequence[Any]) -> dict[str, Any]:
     return {f"{i:05d}/{v.path}": v for i, v in enumerate(variables)}
 
 
-def arrays(variables: Sequence[Any]) -> dict[str, np.ndarray]:
-    """`named`, as arrays."""
-    return {name: to_numpy(v) for name, v in named(variables).items()}
+def arrays(variables: Sequence[Any], group: str = "", place: Place | None = None) -> dict[str, np.ndarray]:
+    """`named`, as copies, in the memory that ``place`` gives; not copied where it gives None."""
+    if place is None:
+        return {name: to_numpy(v) for name, v in named(variables).items()}
+    out = {}
+    for name, variable in named(variables).items():
+        value = view(variable)
+        memory = place(group, name, value.shape, value.dtype)
+        if memory is not None:
+            np.copyto(memory, value)
+        out[name] = value if memory is None else memory
+    return out
 
 
 def load(what: str, variables: Sequence[Any], got: dict[str, np.ndarray]) -> None:
@@ -101,10 +121,11 @@ class ModelState:
     def __init__(self, model: keras.Model, opt: Optimization, scale: LossScale, buffers: Buffers) -> None:
         self._model, self._opt, self._scale, self._buffers = model, opt, scale, buffers
 
-    def state(self) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
+    def state(self, place: Place | None = None) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
         """Return groups "model" and "optimizer" (with its count of updates); optimizer, base rate and loss scale."""
         own = self._opt.optimizer
-        groups = {"model": arrays(self._model.weights), "optimizer": arrays(own.variables)}
+        groups = {"model": arrays(self._model.weights, "model", place),
+                  "optimizer": arrays(own.variables, "optimizer", place)}
         return groups, {"optimizer": type(own).__name__, "base_lr": self._opt.base_lr, **self._scale.state()}
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:

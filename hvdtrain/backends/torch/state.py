@@ -5,6 +5,7 @@ bfloat16, which numpy lacks, travels as its bits in uint16, and its name says so
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from hvdtrain import rng
 from hvdtrain.backends.torch.optimizer import TorchOptimizer
 from hvdtrain.errors import UserError
 from hvdtrain.precision.scaler import LossScale
+from hvdtrain.protocols.state import Place
 
 if TYPE_CHECKING:
     from hvdtrain.backends.torch.buffers import Buffers
@@ -25,16 +27,29 @@ if TYPE_CHECKING:
 _BFLOAT16 = "#bfloat16"
 
 
-def to_arrays(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Copies on the host by name; the name of a bfloat16 tensor gets the suffix ``#bfloat16``, its array is uint16."""
+def to_arrays(tensors: dict[str, torch.Tensor], group: str = "", place: Place | None = None) -> dict[str, np.ndarray]:
+    """Copies on the host by name; the name of a bfloat16 tensor gets the suffix ``#bfloat16``, its array is uint16.
+
+    ``place``: where to copy to; a tensor for which it gives None is not copied, if it is in host memory.
+    """
     out = {}
     for name, tensor in tensors.items():
-        host = tensor.detach().cpu()
-        if host.dtype == torch.bfloat16:
-            out[name + _BFLOAT16] = host.contiguous().view(torch.int16).numpy().view(np.uint16).copy()
+        bits = tensor.dtype == torch.bfloat16
+        source = tensor.detach().view(torch.int16) if bits else tensor.detach()
+        full, dtype = name + _BFLOAT16 if bits else name, np.dtype(np.uint16) if bits else _numpy_type(tensor.dtype)
+        shape = tuple(tensor.shape)
+        memory = np.empty(shape, dtype) if place is None else place(group, full, shape, dtype)
+        if memory is None:
+            memory = source.cpu().numpy().view(dtype)
         else:
-            out[name] = host.numpy().copy()
+            torch.from_numpy(memory.view(np.int16) if bits else memory).copy_(source)  # once, also from a device
+        out[full] = memory
     return out
+
+
+@functools.cache
+def _numpy_type(dtype: torch.dtype) -> np.dtype:
+    return torch.empty(0, dtype=dtype).numpy().dtype
 
 
 def from_arrays(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
@@ -49,9 +64,9 @@ def from_arrays(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return out
 
 
-def model_arrays(model: torch.nn.Module) -> dict[str, np.ndarray]:
+def model_arrays(model: torch.nn.Module, place: Place | None = None) -> dict[str, np.ndarray]:
     """Parameters and persistent buffers by name."""
-    return to_arrays(model.state_dict())
+    return to_arrays(model.state_dict(), "model", place)
 
 
 def load_model(model: torch.nn.Module, arrays: dict[str, np.ndarray]) -> None:
@@ -76,7 +91,7 @@ def check_names(what: str, own: Any, got: Any) -> None:
                         f"the {len(own)} tensors of this {what}", "resume with the model and optimizer of that run")
 
 
-def optimizer_arrays(opt: TorchOptimizer, names: list[str]) -> dict[str, np.ndarray]:
+def optimizer_arrays(opt: TorchOptimizer, names: list[str], place: Place | None = None) -> dict[str, np.ndarray]:
     """Every tensor of the optimizer's state as ``parameter/key``; plain numbers become 0-d arrays."""
     tensors = {}
     for index, entries in opt.optimizer.state_dict()["state"].items():
@@ -84,7 +99,7 @@ def optimizer_arrays(opt: TorchOptimizer, names: list[str]) -> dict[str, np.ndar
             if value is not None:
                 tensor = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.asarray(value))
                 tensors[f"{names[int(index)]}/{key}"] = tensor
-    return to_arrays(tensors)
+    return to_arrays(tensors, "optimizer", place)
 
 
 def check_optimizer(names: list[str], arrays: dict[str, np.ndarray]) -> None:
@@ -137,9 +152,10 @@ class TorchState:
         self.model, self.names, self.optimizer = model, list(names), optimizer
         self._buffers, self._scale, self._generators = buffers, scale, generators
 
-    def state(self) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
+    def state(self, place: Place | None = None) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
         """Return the groups "model" and "optimizer", and the numbers of optimizer, schedule and loss scale."""
-        groups = {"model": model_arrays(self.model), "optimizer": optimizer_arrays(self.optimizer, self.names)}
+        groups = {"model": model_arrays(self.model, place),
+                  "optimizer": optimizer_arrays(self.optimizer, self.names, place)}
         return groups, {**self.optimizer.scalars(), **self._scale.state()}
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:

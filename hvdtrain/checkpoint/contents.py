@@ -1,0 +1,64 @@
+"""What belongs into a checkpoint of a run, and what is never written.
+
+Moves nothing and writes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from hvdtrain import __version__
+from hvdtrain.checkpoint.adapters import REPLICATED, Own, Replicated
+from hvdtrain.checkpoint.snapshot import Snapshot
+from hvdtrain.checkpoint.transfer import Groups
+from hvdtrain.errors import UserError
+from hvdtrain.faults.finite import finite, has_nan, spoken
+from hvdtrain.protocols.state import Stateful
+from hvdtrain.run import Run
+
+
+def parts_of(run: Run) -> tuple[Stateful, Stateful]:
+    """Return the state that all ranks hold alike, and this rank's own."""
+    state, rank = run.parts.state, run.control.rank
+    return Replicated(rank, state.state, state.load), Own(rank, run.rank_state, run.load_rank)
+
+
+def meta_of(run: Run, rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the run's small state at this very step, JSON-able; nothing that the run does later changes it."""
+    return copy.deepcopy({
+        "hvdtrain": __version__, "framework": run.spec.framework, "model": run.spec.name,
+        "world_size": run.control.size, "cursor": run.state.cursor.to_dict(), "step_rest": dict(rest),
+        "config": json_able(run.config.to_dict()), "samples": run.feed.samples,
+        "callbacks": [[type(c).__name__, c.state_dict()] for c in run.callbacks],
+    })
+
+
+def snapshot_of(tensors: Groups, meta: dict[str, Any], trainable: Collection[str]) -> Snapshot:
+    """Return what is written; `UserError` where the model is not finite (`check_finite`)."""
+    groups: Groups = {**{group: {} for group in REPLICATED}, **tensors}  # a group without arrays has its file too
+    check_finite(groups["model"], trainable)
+    return Snapshot(groups, meta)
+
+
+def check_finite(model: dict[str, np.ndarray], names: Collection[str]) -> None:
+    """Raise `UserError` naming the first array that is not finite: such weights are never written.
+
+    ``names``: of the trainable parameters. What is not trained may be infinite, as an attention mask is, not NaN.
+    """
+    for name, array in model.items():
+        if not finite(name, array) and (spoken(name) in names or has_nan(name, array)):
+            raise UserError(f"parameter {name} is not finite", "finite weights",
+                            "go back to the newest checkpoint; lower lr, set clip_norm or nan_guard: skip")
+
+
+def json_able(value: Any) -> Any:
+    """Return ``value`` with the repr in place of what JSON cannot hold, such as an object in a free-form ``args``."""
+    if isinstance(value, dict):
+        return {str(k): json_able(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_able(v) for v in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)

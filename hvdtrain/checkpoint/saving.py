@@ -1,0 +1,217 @@
+"""A run's saves: each rank copies its state, training goes on, threads bring it to rank 0, which writes it.
+
+Owns one save at a time, the memory of its copies, its channel, and the count of what saves cost. Where no thread can
+send (no MPI, or one that lets one thread in only) the state is collected while the run waits and only the writing is
+left to a thread; where host memory has no room for a copy, the run waits for all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from hvdtrain.checkpoint.assembly import Assembly
+from hvdtrain.checkpoint.contents import meta_of, parts_of, snapshot_of
+from hvdtrain.checkpoint.copies import Copies, NoRoom, view
+from hvdtrain.checkpoint.passage import give, take
+from hvdtrain.checkpoint.savers.background import BackgroundSaver
+from hvdtrain.checkpoint.savers.inline import InlineSaver
+from hvdtrain.checkpoint.store import CheckpointStore
+from hvdtrain.checkpoint.transfer import Groups, collect
+from hvdtrain.errors import UserError, WaitTimeout
+from hvdtrain.faults import pulse
+from hvdtrain.faults.finite import trained
+from hvdtrain.outdir import CONFIG, keep_config
+from hvdtrain.protocols import Channel
+from hvdtrain.protocols.state import Outcome, Saver, Shard
+from hvdtrain.run import Run, say
+
+DIRECTORY = "checkpoints"
+
+LONGEST_SLEEP_S = 2e-3
+"""How long a thread sleeps at most between two looks for a message: nobody waits for it."""
+
+GRACE_S = 3.0
+"""How long a run that ends by an error waits for a save that is under way."""
+
+
+@dataclass
+class Spent:
+    """What saves have cost this rank: ``blocked_s`` of training, ``cpu_s`` of threads, and the same of the ``last``."""
+
+    saves: int = 0
+    blocked_s: float = 0.0
+    cpu_s: float = 0.0
+    last_blocked_s: float = 0.0
+    last_cpu_s: float = 0.0
+    last_took_s: float = 0.0
+
+
+class Saving:
+    """Saves one run; made when the run is saved first. ``spent``: what that has cost this rank.
+
+    ``cost_s``: on rank 0, what the latest save that is over has cost the slowest rank; None before there is one.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.spent = Spent()
+        self.cost_s: float | None = None
+        self._run, self._step, self._said = run, -1, False
+        self._store = CheckpointStore(run.out / DIRECTORY, run.config.checkpoint.keep)
+        self._copies = Copies(run.control.local_size)
+        self._background, self._inline = BackgroundSaver(), InlineSaver()
+        self._channel: Channel | None = None
+        self._opened = False
+        self._others_s = 0.0
+
+    def begin(self) -> None:
+        """Copy the state of the step that has ended and have it written; collective.
+
+        Waits for the save before this one, if that is under way.
+        """
+        began = time.perf_counter()
+        run, control = self._run, self._run.control
+        self._step = run.state.cursor.step
+        pulse.at("saving", self._step)
+        self.wait()
+        if not self._opened and control.size > 1:
+            self._channel = control.channel(LONGEST_SLEEP_S)
+        self._opened = True
+        run.parts.buffers.sync()
+        for callback in run.callbacks:
+            if callback.where == "all" or control.rank == 0:
+                callback.saving(run)
+        if control.size > 1 and self._channel is None:
+            self._collect(began)
+        else:
+            self._copy(began)
+
+    def _collect(self, began: float) -> None:
+        """Bring the state to rank 0 while the run waits, and leave it to a thread to write it. Collective."""
+        run = self._run
+        shared, own = parts_of(run)
+        try:
+            tensors = collect(run.control, chain(shared.shards(), own.shards()))
+        except UserError as problem:  # every rank's; rank 0 tells it
+            self._start(self._inline, partial(_fail, [str(problem)] if run.control.rank == 0 else []), began)
+            return
+        meta = meta_of(run, shared.rest()) if run.control.rank == 0 else {}
+        work = partial(self._write, tensors, meta) if run.control.rank == 0 else partial(_fail, [])
+        self._start(self._background, work, began)
+
+    def _copy(self, began: float) -> None:
+        """Copy this rank's shards and leave the rest to a thread. Enters no collective."""
+        run, rank = self._run, self._run.control.rank
+        saver: Saver = self._background
+        shards: list[Shard] = []
+        meta: dict[str, Any] = {}
+        error = ""
+        shared, own = parts_of(run)
+        try:
+            self._copies.begin()
+            try:
+                shards = [*shared.shards(self._copies.place), *own.shards(self._copies.place)]
+            except NoRoom as lack:
+                self._copies.forget()
+                self._say_no_room(lack)
+                saver, shards = self._inline, [*shared.shards(view), *own.shards(view)]
+            meta = meta_of(run, shared.rest()) if rank == 0 else {}
+        except UserError as problem:
+            error, shards = str(problem), []
+            if run.control.size > 1:
+                error = f"rank {rank} on host {run.control.node}: {problem}"
+        self._start(saver, partial(self._gather if rank == 0 else self._give, shards, meta, error), began)
+
+    def _start(self, saver: Saver, work: Any, began: float) -> None:
+        """Hand the work over; the time until then, or to its end where it is inline, is the run's."""
+        self.spent.saves += 1
+        self.spent.last_blocked_s = time.perf_counter() - began  # which the work tells rank 0
+        saver.save(self._step, work)
+        self.spent.last_blocked_s = time.perf_counter() - began
+        self.spent.blocked_s += self.spent.last_blocked_s
+
+    def _give(self, shards: list[Shard], meta: dict[str, Any], error: str) -> None:
+        """Send this rank's shards to rank 0, or why there are none; with what saving costs here."""
+        assert self._channel is not None
+        note = {"step": self._step, "error": error, "blocked_s": self.spent.last_blocked_s,
+                "cpu_s": self.spent.last_cpu_s}
+        give(self._channel, note, shards)
+
+    def _gather(self, shards: list[Shard], meta: dict[str, Any], error: str) -> None:
+        """Receive the other ranks' shards and write all; rank 0's part."""
+        together, errors, step = Assembly(), [error] if error else [], self._step
+        costs_s = [0.0]
+        for shard in shards:
+            together.add(shard)
+        for source in range(1, self._run.control.size):  # all of them, also after an error: the next save begins anew
+            assert self._channel is not None
+            note = take(self._channel, source, together)
+            if note["step"] != step:
+                raise RuntimeError(f"rank {source} sent its state of step {note['step']} in the save of step {step}")
+            errors += [note["error"]] if note["error"] else []
+            costs_s.append(note["blocked_s"] + note["cpu_s"])
+        self._others_s = max(costs_s)
+        _fail(errors)
+        self._write(together.finish(), meta)
+
+    def _write(self, tensors: Groups, meta: dict[str, Any]) -> None:
+        run = self._run
+        self._store.save(snapshot_of(tensors, meta, trained(run.parts)), int(meta["cursor"]["step"]), log=say)
+        with contextlib.suppress(OSError):  # the checkpoint holds the configuration too
+            if not (run.out / CONFIG).exists():  # saved without a fit, or after the directory was deleted
+                keep_config(run)
+
+    def _say_no_room(self, lack: NoRoom) -> None:
+        if not self._said:
+            self._said = True
+            self._run.note(f"rank {self._run.control.rank} on host {self._run.control.node}: host memory has no room "
+                           f"for a copy of the state ({lack.needed_bytes / 2**20:.0f} MiB and more, "
+                           f"{lack.room_bytes / 2**20:.0f} MiB can be had), so training waits while it is saved")
+
+    def settled(self) -> list[Outcome]:
+        """Return what has been written or given up since the last call, oldest first.
+
+        Rank 0 meets every error; another rank only what keeps it from sending.
+        """
+        outcomes = [*self._inline.settled(), *self._background.settled()]
+        for outcome in outcomes:
+            self.spent.cpu_s += outcome.cpu_s
+            self.spent.last_cpu_s, self.spent.last_took_s = outcome.cpu_s, outcome.took_s
+            self.cost_s = max(self._others_s, self.spent.last_blocked_s + outcome.cpu_s)
+        return outcomes
+
+    def busy(self) -> bool:
+        """Return whether a save is under way on this rank."""
+        return not self._background.wait(0)
+
+    def wait(self) -> None:
+        """Return when nothing is left to write or to send; `WaitTimeout` where that takes too long."""
+        limit_s = self._run.config.control_timeout_s
+        if not self._background.wait(limit_s):
+            control = self._run.control
+            raise WaitTimeout(f"rank {control.rank} on host {control.node} waited {limit_s:g} s for the save of step "
+                              f"{self._step} to end. {pulse.missing()}".rstrip())
+
+    def end(self) -> None:
+        """Give back memory and channel when the last save is over; the next one has its own. Collective."""
+        self.wait()
+        self._copies.forget()
+        if self._channel is not None:
+            self._channel.free()
+        self._channel, self._opened = None, False
+
+    def close(self) -> None:
+        """Finish a save that is under way, soon, or drop it: a run that ends by an error enters no collective."""
+        if not self._background.wait(GRACE_S) and self._channel is not None:
+            self._channel.close()
+            self._background.wait(1.0)
+
+
+def _fail(errors: list[str]) -> None:
+    """Raise the first of ``errors``, if there is one."""
+    if errors:
+        raise UserError(errors[0].rstrip("."))

@@ -32,6 +32,8 @@ def fit(run: Run) -> None:
         try:
             _fit(run)
         finally:
+            if run.saver is not None:
+                run.saver.close()
             release(run)
 
 

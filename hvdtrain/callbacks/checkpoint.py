@@ -114,8 +114,3 @@ class Checkpoint(Callback):
                                 "free space and resume from the checkpoint before")
         elif run.saver is not None:
             run.saver.end()
-
-    def close(self, run: Run) -> None:
-        """Leave no save under way, also after an error."""
-        if run.saver is not None:
-            run.saver.close()

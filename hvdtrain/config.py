@@ -127,6 +127,9 @@ class Checkpoint:
         "not known")
     at_end: bool = _key(True, "", "save when the run ends")
     keep: int = _key(3, "checkpoints", "how many of the newest are kept")
+    layout: Literal["gathered", "sharded"] = _key(
+        "gathered", "", "gathered: rank 0 writes all, so that no other rank needs the disk; sharded: each rank writes "
+        "its part, on a file system that all ranks share. Either is read by any number of ranks")
     on_failure: Literal["warn", "stop"] = _key(
         "warn", "", "a checkpoint that cannot be written: warn: is told and counted, and training goes on; stop: ends "
         "the run. The last one always does")

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.checkpoint.transfer import own_group, whole_shards
-from hvdtrain.protocols.state import Place, Read, Shard
+from hvdtrain.protocols.state import Place, Read, Shard, Window
 
 Arrays = dict[str, np.ndarray]
 
 REPLICATED = ("model", "optimizer")
 """The groups that every rank holds alike."""
+
+
+LEAST_CUT_BYTES = 1 << 16
+"""Tensors below this size are written whole by one rank."""
 
 
 class Replicated:
@@ -40,6 +46,51 @@ class Replicated:
         return ""
 
 
+class Cut:
+    """State that every rank holds alike, of which each gives its part of every tensor (`part`)."""
+
+    def __init__(self, rank: int, size: int,
+                 state: Callable[[Place | None], tuple[dict[str, Arrays], dict[str, Any]]]) -> None:
+        self._rank, self._size, self._state = rank, size, state
+        self._rest: dict[str, Any] = {}
+
+    def shards(self, place: Place | None = None) -> Iterator[Shard]:
+        """Yield this rank's part of each array that it has one of; ``place`` is asked for its memory alone."""
+        cuts: dict[tuple[str, str], tuple[tuple[int, ...], int, int]] = {}
+        copied: set[tuple[str, str]] = set()
+
+        def window(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> Window | None:
+            mine = part(group, name, math.prod(shape), np.dtype(dtype).itemsize, self._rank, self._size)
+            if mine is None:
+                return Window(0, np.empty(0, dtype))
+            cuts[group, name] = (shape, *mine)
+            memory = None if place is None else place(group, name, (mine[1] - mine[0],), dtype)
+            if memory is None:
+                return None
+            assert not isinstance(memory, Window)
+            copied.add((group, name))
+            return Window(mine[0], memory)
+
+        groups, self._rest = self._state(window)
+        for (group, name), (shape, begin, end) in cuts.items():
+            flat = np.ascontiguousarray(groups[group][name]).reshape(-1)
+            yield Shard(group, name, shape, begin, flat if (group, name) in copied else flat[begin:end])
+
+    def rest(self) -> dict[str, Any]:
+        """Return what came with the latest `shards`."""
+        return self._rest
+
+
+def part(group: str, name: str, n: int, itemsize: int, rank: int, size: int) -> tuple[int, int] | None:
+    """Return which elements [begin, end) of a tensor of ``n`` that all ranks hold alike a rank writes. Pure.
+
+    An equal part of each, so that no rank has to know the other tensors; small ones go whole to one rank. None: none.
+    """
+    if n * itemsize < LEAST_CUT_BYTES or n < size:
+        return (0, n) if zlib.crc32(f"{group}/{name}".encode()) % size == rank else None
+    return n * rank // size, n * (rank + 1) // size
+
+
 class Own:
     """State that each rank holds for itself, such as its random generators; nothing of it is shared."""
 
@@ -51,7 +102,7 @@ class Own:
         arrays = self._state()
         for name, array in arrays.items():
             memory = None if place is None else place(self._group, name, array.shape, array.dtype)
-            if memory is not None:
+            if isinstance(memory, np.ndarray):
                 memory[...] = array
                 arrays[name] = memory
         yield from whole_shards({self._group: arrays}, [self._group])

@@ -12,13 +12,21 @@ from typing import Any
 import numpy as np
 
 from hvdtrain import __version__
-from hvdtrain.checkpoint.adapters import REPLICATED, Own, Replicated
+from hvdtrain.checkpoint.adapters import REPLICATED, Cut, Own, Replicated
 from hvdtrain.checkpoint.snapshot import Snapshot
 from hvdtrain.checkpoint.transfer import Groups
 from hvdtrain.errors import UserError
 from hvdtrain.faults.finite import finite, has_nan, spoken
-from hvdtrain.protocols.state import Stateful
+from hvdtrain.protocols.state import Given, Stateful
 from hvdtrain.run import Run
+
+
+def given_by(run: Run) -> tuple[Given, Given]:
+    """Return what this rank gives to a checkpoint: of the state that all hold alike, and its own."""
+    shared, own = parts_of(run)
+    if run.config.checkpoint.layout == "sharded":
+        return Cut(run.control.rank, run.control.size, run.parts.state.state), own
+    return shared, own
 
 
 def parts_of(run: Run) -> tuple[Stateful, Stateful]:
@@ -29,11 +37,12 @@ def parts_of(run: Run) -> tuple[Stateful, Stateful]:
 
 def meta_of(run: Run, rest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the run's small state at this very step, JSON-able; nothing that the run does later changes it."""
+    sharded = {"layout": "sharded"} if run.config.checkpoint.layout == "sharded" else {}
     return copy.deepcopy({
         "hvdtrain": __version__, "framework": run.spec.framework, "model": run.spec.name,
         "world_size": run.control.size, "cursor": run.state.cursor.to_dict(), "step_rest": dict(rest),
         "config": json_able(run.config.to_dict()), "samples": run.feed.samples,
-        "callbacks": [[type(c).__name__, c.state_dict()] for c in run.callbacks],
+        "callbacks": [[type(c).__name__, c.state_dict()] for c in run.callbacks], **sharded,
     })
 
 

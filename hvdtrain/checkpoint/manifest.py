@@ -18,12 +18,15 @@ from hvdtrain.errors import UserError
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "hvdtrain-checkpoint"
-VERSION = 1
+VERSION, SHARDED = 1, 2
+"""Versions of the format: files that hold whole tensors, and files that hold shards of them."""
+
 MAX_MANIFEST_BYTES = 64 * 2**20
 """Above this size a manifest is neither written nor read."""
 
 _SEAL = "manifest_sha256"
-_KEYS = ("format", "version", "step", "files", "dtypes", "meta", _SEAL)
+_KEYS = {VERSION: ("format", "version", "step", "files", "dtypes", "meta", _SEAL),
+         SHARDED: ("format", "version", "step", "files", "shards", "dtypes", "meta", _SEAL)}
 _GROUP = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.ASCII)
 _FILE = re.compile(r"([a-z0-9][a-z0-9_-]{0,63})\.safetensors", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -43,11 +46,16 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one checkpoint holds: ``files`` by name, and the JSON-able ``meta``."""
+    """What one checkpoint holds: ``files`` by name, and the JSON-able ``meta``.
+
+    ``shards``: empty where each file holds the whole tensors of a group; else for each file what its flat arrays are,
+    by their names there, "GROUP/NAME": the place of the first element in the tensor, and the tensor's shape.
+    """
 
     step: int
     files: dict[str, FileEntry]
     meta: dict[str, Any] = field(default_factory=dict)
+    shards: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
 
 
 def file_name(group: str) -> str:
@@ -72,12 +80,13 @@ def encode(manifest: Manifest) -> bytes:
     _check_plain(manifest.meta, "meta")
     document = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": SHARDED if manifest.shards else VERSION,
         "step": manifest.step,
         "files": {
             name: {"bytes": entry.size_bytes, "sha256": entry.sha256}
             for name, entry in manifest.files.items()
         },
+        **({"shards": manifest.shards} if manifest.shards else {}),
         "dtypes": {},  # unused, and part of the format
         "meta": manifest.meta,
     }
@@ -97,14 +106,15 @@ def decode(data: bytes, where: str) -> Manifest:
     document = _parse(data, where)
     if document.get("format") != FORMAT:
         raise _foreign(f"{where} has format {_short(document.get('format'))}", f"format {FORMAT!r}")
-    if document.get("version") != VERSION:
+    if type(document.get("version")) is not int or document["version"] not in _KEYS:
         raise CheckpointError(
             got=f"{where} has format version {_short(document.get('version'))}",
-            expected=f"version {VERSION}, the one this hvdtrain reads",
+            expected=f"version {VERSION} or {SHARDED}, which this hvdtrain reads",
             do="load it with the hvdtrain release that wrote it",
         )
-    if tuple(document) != _KEYS:
-        raise _damaged(f"{where} has the keys {_short(list(document))}", f"the keys {list(_KEYS)}")
+    keys = _KEYS[document["version"]]
+    if tuple(document) != keys:
+        raise _damaged(f"{where} has the keys {_short(list(document))}", f"the keys {list(keys)}")
     seal = document.pop(_SEAL)
     digest = _digest(document)
     if seal != digest:
@@ -113,7 +123,7 @@ def decode(data: bytes, where: str) -> Manifest:
         raise _damaged(f"{where} was changed in its spelling", "the bytes that hvdtrain wrote")
     _check_shape(document, where)
     files = {name: FileEntry(entry["bytes"], entry["sha256"]) for name, entry in document["files"].items()}
-    return Manifest(document["step"], files, document["meta"])
+    return Manifest(document["step"], files, document["meta"], document.get("shards", {}))
 
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:
@@ -143,6 +153,23 @@ def _check_shape(document: dict[str, Any], where: str) -> None:
         fine = isinstance(entry, dict) and tuple(entry) == ("bytes", "sha256") and _is_count(entry["bytes"])
         if not (fine and isinstance(entry["sha256"], str) and _SHA256.fullmatch(entry["sha256"])):
             raise _foreign(f"{where} lists {name} as {_short(entry)}", "its size in bytes and its SHA-256")
+    _check_shards(document, where)
+
+
+def _check_shards(document: dict[str, Any], where: str) -> None:
+    shards = document.get("shards")
+    if document["version"] == VERSION:
+        return
+    if not isinstance(shards, dict) or list(shards) != list(document["files"]) or not shards:
+        raise _foreign(f"{where} says of other files than it lists which shards they hold", "the same files")
+    for name, entries in shards.items():
+        if not isinstance(entries, dict):
+            raise _foreign(f"{where} lists the shards of {name} as {_short(entries)}", "places and shapes by name")
+        for key, entry in entries.items():
+            fine = isinstance(entry, list) and len(entry) == 2 and _is_count(entry[0]) and isinstance(entry[1], list)
+            if not (fine and all(_is_count(n) for n in entry[1]) and _GROUP.fullmatch(key.partition("/")[0])):
+                raise _foreign(f"{where} lists the shard {_short(key)} as {_short(entry)}",
+                               "a name GROUP/NAME with a place and a shape")
 
 
 def _check_plain(value: Any, path: str) -> None:

@@ -14,13 +14,15 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from hvdtrain.checkpoint import together
 from hvdtrain.checkpoint.assembly import Assembly
-from hvdtrain.checkpoint.contents import meta_of, parts_of, snapshot_of
+from hvdtrain.checkpoint.contents import given_by, meta_of, parts_of, snapshot_of
 from hvdtrain.checkpoint.copies import Copies, NoRoom, view
-from hvdtrain.checkpoint.passage import give, take
+from hvdtrain.checkpoint.passage import give, hear, take, tell
 from hvdtrain.checkpoint.savers.background import BackgroundSaver
 from hvdtrain.checkpoint.savers.inline import InlineSaver
 from hvdtrain.checkpoint.store import CheckpointStore
+from hvdtrain.checkpoint.together import Note
 from hvdtrain.checkpoint.transfer import Groups, collect
 from hvdtrain.errors import UserError, WaitTimeout
 from hvdtrain.faults import pulse
@@ -85,7 +87,7 @@ class Saving:
         for callback in run.callbacks:
             if callback.where == "all" or control.rank == 0:
                 callback.saving(run)
-        if control.size > 1 and self._channel is None:
+        if control.size > 1 and self._channel is None and run.config.checkpoint.layout == "gathered":
             self._collect(began)
         else:
             self._copy(began)
@@ -104,13 +106,16 @@ class Saving:
         self._start(self._background, work, began)
 
     def _copy(self, began: float) -> None:
-        """Copy this rank's shards and leave the rest to a thread. Enters no collective."""
+        """Copy this rank's shards and leave the rest to a thread.
+
+        Enters no collective, unless the ranks are to write without a channel to tell each other.
+        """
         run, rank = self._run, self._run.control.rank
         saver: Saver = self._background
         shards: list[Shard] = []
         meta: dict[str, Any] = {}
         error = ""
-        shared, own = parts_of(run)
+        shared, own = given_by(run)
         try:
             self._copies.begin()
             try:
@@ -124,6 +129,10 @@ class Saving:
             error, shards = str(problem), []
             if run.control.size > 1:
                 error = f"rank {rank} on host {run.control.node}: {problem}"
+        if run.config.checkpoint.layout == "sharded":
+            sharing = partial(self._share, shards, meta, error)
+            self._start(self._inline if run.control.size > 1 and self._channel is None else saver, sharing, began)
+            return
         self._start(saver, partial(self._gather if rank == 0 else self._give, shards, meta, error), began)
 
     def _start(self, saver: Saver, work: Any, began: float) -> None:
@@ -143,27 +152,58 @@ class Saving:
 
     def _gather(self, shards: list[Shard], meta: dict[str, Any], error: str) -> None:
         """Receive the other ranks' shards and write all; rank 0's part."""
-        together, errors, step = Assembly(), [error] if error else [], self._step
+        assembly, errors, step = Assembly(), [error] if error else [], self._step
         costs_s = [0.0]
         for shard in shards:
-            together.add(shard)
+            assembly.add(shard)
         for source in range(1, self._run.control.size):  # all of them, also after an error: the next save begins anew
             assert self._channel is not None
-            note = take(self._channel, source, together)
+            note = take(self._channel, source, assembly)
             if note["step"] != step:
                 raise RuntimeError(f"rank {source} sent its state of step {note['step']} in the save of step {step}")
             errors += [note["error"]] if note["error"] else []
             costs_s.append(note["blocked_s"] + note["cpu_s"])
         self._others_s = max(costs_s)
         _fail(errors)
-        self._write(together.finish(), meta)
+        self._write(assembly.finish(), meta)
+
+    def _share(self, shards: list[Shard], meta: dict[str, Any], error: str) -> None:
+        """Write this rank's shards into one checkpoint with the other ranks'. Collective where there is no channel."""
+        control, channel = self._run.control, self._channel
+        rank, others = control.rank, range(1, control.size)
+        order: Note = {}
+        if rank == 0:
+            order = together.order(self._store, self._step, together.needed(shards, control.size))
+        if channel is None:
+            order = control.bcast(order)
+        elif rank == 0:
+            for other in others:
+                tell(channel, order, other)
+        else:
+            order = hear(channel, 0)
+        note = together.answer(order, rank, shards, error, trained(self._run.parts))
+        note["cost_s"] = self.spent.last_blocked_s + self.spent.last_cpu_s
+        if channel is None:
+            notes = control.gather(note)
+        elif rank == 0:
+            notes = [note, *(hear(channel, other) for other in others)]
+        else:
+            tell(channel, note, 0)
+        if rank == 0:
+            self._others_s = max(one["cost_s"] for one in notes[1:] or [{"cost_s": 0.0}])
+            together.publish(self._store, order, notes, meta, say)
+            self._keep_config()
 
     def _write(self, tensors: Groups, meta: dict[str, Any]) -> None:
-        run = self._run
-        self._store.save(snapshot_of(tensors, meta, trained(run.parts)), int(meta["cursor"]["step"]), log=say)
+        snapshot = snapshot_of(tensors, meta, trained(self._run.parts))
+        self._store.save(snapshot, int(meta["cursor"]["step"]), log=say)
+        self._keep_config()
+
+    def _keep_config(self) -> None:
+        """Write the run's configuration where it lacks: saved without a fit, or after the directory was deleted."""
         with contextlib.suppress(OSError):  # the checkpoint holds the configuration too
-            if not (run.out / CONFIG).exists():  # saved without a fit, or after the directory was deleted
-                keep_config(run)
+            if not (self._run.out / CONFIG).exists():
+                keep_config(self._run)
 
     def _say_no_room(self, lack: NoRoom) -> None:
         if not self._said:

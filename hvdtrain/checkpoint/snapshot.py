@@ -29,9 +29,10 @@ from hvdtrain.checkpoint.manifest import (
     file_name,
     group_name,
 )
+from hvdtrain.checkpoint.sharded import whole
 from hvdtrain.checkpoint.tensors import Layout, layout, read_tensors
 
-_BLOCK_BYTES = 4096
+BLOCK_BYTES = 4096
 _DAMAGED = "use another checkpoint: this one is damaged"
 
 
@@ -60,11 +61,8 @@ def write_snapshot(directory: Path, snapshot: Snapshot, *, step: int = 0) -> Pat
     # Placeholders of full length: meta is checked, and the manifest's size known, before anything is written.
     planned = {name: FileEntry(plan.size_bytes, "0" * 64) for name, plan in layouts.items()}
     manifest_bytes = len(encode(Manifest(step, planned, dict(snapshot.meta))))
-    _refuse_to_replace(directory)
-    files.make_directories(directory.parent)
     sizes = [manifest_bytes, *(entry.size_bytes for entry in planned.values())]
-    files.require_space(directory.parent, sum(size + _BLOCK_BYTES for size in sizes))
-    temp = files.make_temp(directory.parent)
+    temp = open_new(directory, sum(size + BLOCK_BYTES for size in sizes))
     try:
         _fill(temp, snapshot, step, layouts)
         files.publish(temp, directory)
@@ -72,6 +70,14 @@ def write_snapshot(directory: Path, snapshot: Snapshot, *, step: int = 0) -> Pat
         files.remove_quietly(temp)
         raise
     return directory
+
+
+def open_new(directory: Path, needed_bytes: int) -> Path:
+    """Make the hidden directory in which the checkpoint ``directory`` is written. OSError, CheckpointError."""
+    _refuse_to_replace(directory)
+    files.make_directories(directory.parent)
+    files.require_space(directory.parent, needed_bytes)
+    return files.make_temp(directory.parent)
 
 
 def read_snapshot(directory: Path) -> Snapshot:
@@ -83,6 +89,8 @@ def read_snapshot(directory: Path) -> Snapshot:
     for name, entry in manifest.files.items():
         _check_content(directory / name, entry)
         tensors[str(group_name(name))] = read_tensors(directory / name)
+    if manifest.shards:
+        tensors = whole(tensors, manifest, directory)
     return Snapshot(tensors, manifest.meta)
 
 

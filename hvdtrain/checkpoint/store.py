@@ -66,16 +66,24 @@ class CheckpointStore:
         removing old ones is only logged, since the save itself is done. Checkpoints of a later step (the run
         started over from an earlier one) and damaged or foreign directories are never removed.
         """
+        self.begin()
+        saved = write_snapshot(self.path_of(step), snapshot, step=step)
+        self.saved(step, log)
+        return saved
+
+    def begin(self) -> None:
+        """Clear up after writers that died, before a checkpoint is written."""
         if self.root.is_dir():
             self._settle()
-        saved = write_snapshot(self.path_of(step), snapshot, step=step)
+
+    def saved(self, step: int, log: Log = silent) -> None:
+        """Remove checkpoints before the one of ``step``, which was just written, down to ``keep``."""
         try:
             self._sweep()
             self._prune(step)
             self._say_newer(step, log)
         except (OSError, CheckpointError) as error:
             log(f"the checkpoint of step {step} is saved, but older ones could not be removed: {error}")
-        return saved
 
     def list(self) -> StoredList:
         """Checkpoints with a good manifest, oldest step first; clocks and directory names do not count."""

@@ -12,8 +12,19 @@ Read = Callable[[str], Mapping[str, np.ndarray]]
 """``read(group)``: the arrays of a checkpoint's group by name; empty where it has none for this rank."""
 
 
-Place = Callable[[str, str, tuple[int, ...], Any], np.ndarray | None]
-"""``place(group, name, shape, dtype)``: memory of that shape that an array is to be copied into, or None for a view."""
+class Window(NamedTuple):
+    """Memory (n,) for elements [begin, begin + n) of an array in row-major order."""
+
+    begin: int
+    values: np.ndarray
+
+
+Place = Callable[[str, str, tuple[int, ...], Any], np.ndarray | Window | None]
+"""``place(group, name, shape, dtype)``: what an array is to be copied into.
+
+Memory of its shape; or a `Window` where only those elements are asked for, and what comes back is its ``values``; or
+None for a view.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +42,8 @@ class Shard:
     values: np.ndarray
 
 
-class Stateful(Protocol):
-    """A part of a run whose state belongs into a checkpoint."""
+class Given(Protocol):
+    """What a rank gives to a checkpoint."""
 
     def shards(self, place: Place | None = None) -> Iterable[Shard]:
         """Yield what this rank has to give; over all ranks every element comes exactly once.
@@ -45,6 +56,10 @@ class Stateful(Protocol):
     def rest(self) -> dict[str, Any]:
         """Return the JSON-able rest of the state; asked of rank 0 only, after its `shards`."""
         ...
+
+
+class Stateful(Given, Protocol):
+    """A part of a run whose state belongs into a checkpoint and comes back from one."""
 
     def load(self, read: Read, rest: Mapping[str, Any]) -> str:
         """Undo `shards` and `rest`; return in words what did not fit and starts anew, or ""."""

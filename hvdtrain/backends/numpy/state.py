@@ -13,7 +13,7 @@ from hvdtrain.backends.numpy.params import Sgd
 from hvdtrain.exchange.transport import Transport
 from hvdtrain.pairs import Totals, means
 from hvdtrain.protocols import Batch
-from hvdtrain.protocols.state import Place
+from hvdtrain.protocols.state import Place, Window
 
 
 class Buffers:
@@ -59,6 +59,9 @@ class Evaluator:
 
 def _copied(group: str, name: str, array: np.ndarray, place: Place | None) -> np.ndarray:
     memory = np.empty(array.shape, array.dtype) if place is None else place(group, name, array.shape, array.dtype)
+    if isinstance(memory, Window):
+        begin, memory = memory
+        array = array.reshape(-1)[begin:begin + memory.size]
     if memory is None:
         return array
     memory[...] = array

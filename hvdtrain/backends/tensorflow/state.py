@@ -21,7 +21,7 @@ from hvdtrain import rng
 from hvdtrain.backends.tensorflow.transforms.precision import own_types
 from hvdtrain.errors import UserError
 from hvdtrain.precision.scaler import LossScale
-from hvdtrain.protocols.state import Place
+from hvdtrain.protocols.state import Place, Window
 
 if TYPE_CHECKING:
     from hvdtrain.backends.tensorflow.buffers import Buffers
@@ -71,6 +71,9 @@ def arrays(variables: Sequence[Any], group: str = "", place: Place | None = None
     for name, variable in named(variables).items():
         value = view(variable)
         memory = place(group, name, value.shape, value.dtype)
+        if isinstance(memory, Window):
+            begin, memory = memory
+            value = value.reshape(-1)[begin:begin + memory.size]
         if memory is not None:
             np.copyto(memory, value)
         out[name] = value if memory is None else memory

@@ -17,7 +17,7 @@ from hvdtrain import rng
 from hvdtrain.backends.torch.optimizer import TorchOptimizer
 from hvdtrain.errors import UserError
 from hvdtrain.precision.scaler import LossScale
-from hvdtrain.protocols.state import Place
+from hvdtrain.protocols.state import Place, Window
 
 if TYPE_CHECKING:
     from hvdtrain.backends.torch.buffers import Buffers
@@ -39,6 +39,9 @@ def to_arrays(tensors: dict[str, torch.Tensor], group: str = "", place: Place | 
         full, dtype = name + _BFLOAT16 if bits else name, np.dtype(np.uint16) if bits else _numpy_type(tensor.dtype)
         shape = tuple(tensor.shape)
         memory = np.empty(shape, dtype) if place is None else place(group, full, shape, dtype)
+        if isinstance(memory, Window):
+            begin, memory = memory
+            source = source.reshape(-1)[begin:begin + memory.size]
         if memory is None:
             memory = source.cpu().numpy().view(dtype)
         else:

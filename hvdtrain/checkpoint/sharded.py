@@ -1,0 +1,95 @@
+"""A checkpoint that every rank writes its part of, on a file system that all of them share.
+
+Owns the files of the shards, the order in which a checkpoint is made of them, and how they become whole tensors again.
+Who tells whom is `saving`'s: one rank calls `open_new` and `seal`, each calls `write_shard` in between.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdtrain.checkpoint import files
+from hvdtrain.checkpoint.assembly import Assembly
+from hvdtrain.checkpoint.manifest import (MANIFEST_NAME, CheckpointError, FileEntry, Manifest, encode, file_name,
+                                          group_name)
+from hvdtrain.checkpoint.tensors import layout
+from hvdtrain.protocols.state import Shard
+
+LOOK_S = 3.0
+"""How long a file of another rank may take to be seen: network file systems keep in mind that a name was not there."""
+
+
+class Written(NamedTuple):
+    """One rank's file: its name, size and hash, and what its arrays are, as `Manifest` holds it."""
+
+    name: str
+    entry: FileEntry
+    shards: dict[str, list[Any]]
+
+
+def shard_file(rank: int) -> str:
+    """Name of the file that a rank writes."""
+    return file_name(f"shard-{rank:04d}")
+
+
+def write_shard(temp: Path, rank: int, shards: Sequence[Shard]) -> Written:
+    """Write a rank's shards into the directory ``temp`` as one durable file. OSError, `CheckpointError`."""
+    name = shard_file(rank)
+    arrays = {f"{shard.group}/{shard.name}": shard.values.reshape(-1) for shard in shards}
+    entry = files.write_durably(temp / name, layout(arrays, f"shard-{rank:04d}").pieces())
+    return Written(name, entry, {f"{shard.group}/{shard.name}": [shard.begin, list(shard.shape)] for shard in shards})
+
+
+def seal(temp: Path, directory: Path, step: int, written: Sequence[Written], meta: Mapping[str, Any]) -> None:
+    """Make ``temp``, which holds all files of ``written``, the checkpoint ``directory``. OSError, `CheckpointError`.
+
+    Each file must be there in its size: a rank that sees another file system has written it elsewhere.
+    """
+    for one in written:
+        _require(temp / one.name, one.entry.size_bytes)
+    manifest = Manifest(step, {one.name: one.entry for one in written}, dict(meta),
+                        {one.name: one.shards for one in written})
+    files.write_durably(temp / MANIFEST_NAME, [memoryview(encode(manifest))])
+    files.fsync_directory(temp)
+    files.publish(temp, directory)
+
+
+def whole(tensors: Mapping[str, Mapping[str, np.ndarray]], manifest: Manifest,
+          where: Path) -> dict[str, dict[str, np.ndarray]]:
+    """Put the arrays of a checkpoint's files together to whole tensors by group. `CheckpointError`."""
+    together = Assembly()
+    for file, entries in manifest.shards.items():
+        arrays = tensors[str(group_name(file))]
+        if set(arrays) != set(entries):
+            raise CheckpointError(f"{where / file} holds other arrays than its manifest lists", "the same",
+                                  "use another checkpoint: this one is damaged")
+        for key, (begin, shape) in entries.items():
+            group, _, name = key.partition("/")
+            together.add(Shard(group, name, tuple(shape), begin, arrays[key]))
+    return together.finish()
+
+
+def sees(path: Path, n_bytes: int = -1) -> bool:
+    """Return whether a file is seen here, of ``n_bytes`` if that is 0 or more, within `LOOK_S`."""
+    ends_at = time.monotonic() + LOOK_S
+    while True:
+        try:
+            if os.lstat(path).st_size == n_bytes or n_bytes < 0:
+                return True
+        except OSError:
+            pass
+        if time.monotonic() > ends_at:
+            return False
+        time.sleep(0.05)
+
+
+def _require(path: Path, n_bytes: int) -> None:
+    if not sees(path, n_bytes):
+        raise CheckpointError(f"{path} is not there as its rank wrote it, {n_bytes} bytes", "one file system, the same "
+                              "for all ranks", "set checkpoint.layout: gathered")

@@ -32,6 +32,7 @@ def record(run: Any) -> dict[str, Any]:
         "loss": _number(s.loss),
         "metrics": {k: _number(v) for k, v in s.metrics.items()},
         "meter": _meter(run.reading),
+        "saves": _saves(run),
         "phases_ms": {name: round(1e3 * seconds / steps, 3) for name, seconds in phases.seconds.items()},
         "stop": s.stop,
         "ledger": run.ledger,
@@ -55,6 +56,8 @@ def rows(run: Any) -> list[tuple[str, str]]:
     if run.reading is not None:
         table += _efficiency(run)
     table.append(("time a step", ", ".join(f"{name} {ms:.1f}" for name, ms in r["phases_ms"].items()) + " ms"))
+    if r["saves"]:
+        table.append(("checkpoints", _saved(r["saves"])))
     table.append(("files", str(run.out)))
     return table + [("note", note) for note in r["notes"]]
 
@@ -77,6 +80,21 @@ def _ledger(found: dict[str, Any]) -> list[tuple[str, str]]:
     said += [f"{found['skipped']} in steps without an update"] if found.get("skipped") else []
     said += [f"epochs {', '.join(map(str, found['unchecked']))} not checked"] if found.get("unchecked") else []
     return [("samples", "; ".join(said))] if said else []
+
+
+def _saves(run: Any) -> dict[str, Any] | None:
+    """What the saves have cost rank 0, in seconds; None without any."""
+    if run.saver is None or not run.saver.spent.saves:
+        return None
+    spent = run.saver.spent
+    return {"saves": spent.saves, "blocked_s": round(spent.blocked_s, 6), "threads_cpu_s": round(spent.cpu_s, 6),
+            "longest_s": round(spent.longest_s, 6)}
+
+
+def _saved(saves: dict[str, Any]) -> str:
+    blocked_ms, cpu_ms = (1e3 * saves[key] / saves["saves"] for key in ("blocked_s", "threads_cpu_s"))
+    return (f"{saves['saves']} saved; a save held training up for {blocked_ms:.1f} ms and took {cpu_ms:.1f} ms of a "
+            "thread beside it")
 
 
 def _efficiency(run: Any) -> list[tuple[str, str]]:

@@ -9,10 +9,13 @@ import time
 from typing import TYPE_CHECKING
 
 from hvdtrain.callbacks.base import Callback
+from hvdtrain.checkpoint import disk
 from hvdtrain.checkpoint.interval import FIRST_S, interval_s
 from hvdtrain.checkpoint.session import begin, save
+from hvdtrain.checkpoint.together import check_shared
 from hvdtrain.config import Checkpoint as Settings
 from hvdtrain.errors import UserError
+from hvdtrain.run import say
 
 if TYPE_CHECKING:
     from hvdtrain.run import Run
@@ -33,8 +36,18 @@ class Checkpoint(Callback):
         self._clock = time.monotonic()
 
     def fit_start(self, run: Run) -> None:
-        """Count seconds from here."""
+        """Count seconds from here, and say what the run's checkpoints will take of the disk."""
         self._clock = time.monotonic()
+        if self._settings.layout == "sharded" and run.control.size > 1:
+            check_shared(run.control, run.out)
+        if run.control.rank == 0 and disk.often(self._settings) and run.state.cursor.epoch < run.config.epochs:
+            own = sum(array.nbytes for array in run.rank_state().values())
+            one_bytes = run.parts.state.state_bytes() + run.control.size * own
+            free = disk.free_bytes(run.out)
+            if run.config.progress != "off":
+                say(disk.line(self._settings, one_bytes, free))
+            if warning := disk.warning(self._settings, one_bytes, free):
+                run.note(warning)
 
     def step_end(self, run: Run) -> None:
         """Ask for a checkpoint where one is due, and tell what came of the last one."""
@@ -86,7 +99,7 @@ class Checkpoint(Callback):
         if self._settings.on_failure == "stop":
             raise UserError(f"the checkpoint of step {step} could not be written: {error}",
                             "a writable directory with room", "free space and resume from the checkpoint before; "
-                            "with checkpoint.on_failure: warn the run goes on without it")
+                            "with checkpoint.on_failure: warn the run goes on without it").of_kind("disk")
         if not self._failed:
             run.note(f"step {step}: checkpoint not written ({error}); training goes on, "
                      "earlier ones are kept, and further failures are counted")
@@ -98,6 +111,13 @@ class Checkpoint(Callback):
             run.note(f"step {step}: checkpoints are written again, after {self._in_a_row} that failed")
         self._in_a_row, self._told_again = 0, True
 
+    def _needs_last(self, run: Run) -> bool:
+        """Return whether a save at the end is asked for; a run that is to go on elsewhere has just been saved."""
+        step = run.state.cursor.step
+        if run.state.requeue:
+            return step > 0 and not run.control.bcast(run.saver is not None and run.saver.spent.written == step)
+        return self._settings.at_end and step > 0
+
     def fit_end(self, run: Run) -> None:
         """Save for the last time, where a failure is an error; say how many have failed."""
         if run.saver is not None:
@@ -107,10 +127,10 @@ class Checkpoint(Callback):
         if self._failed:
             last = f", the last {self._in_a_row} in a row" if self._in_a_row else ""
             run.note(f"{self._failed} checkpoints could not be written{last}")
-        if run.begun and self._settings.at_end and run.state.cursor.step > 0:
+        if run.begun and self._needs_last(run):
             error = save(run)
             if error:
                 raise UserError(f"the last checkpoint could not be written: {error}", "a writable directory with room",
-                                "free space and resume from the checkpoint before")
+                                "free space and resume from the checkpoint before").of_kind("disk")
         elif run.saver is not None:
             run.saver.end()

@@ -117,7 +117,8 @@ class Preempt(Callback):
             return ""
         limit_s = self._limit_s or max(0.0, self._ends_at - now)
         left_s = self._ends_at - now
-        if left_s > reserve_s(limit_s, self._longest_save_s, self._longest_step_s) + LOOK_S:
+        save_s = max(self._longest_save_s, run.saver.spent.longest_s if run.saver is not None else 0.0)
+        if left_s > reserve_s(limit_s, save_s, self._longest_step_s) + LOOK_S:
             return ""
         return f"{max(0.0, left_s):.0f} s are left of the time limit"
 

@@ -43,7 +43,10 @@ GRACE_S = 3.0
 
 @dataclass
 class Spent:
-    """What saves have cost this rank: ``blocked_s`` of training, ``cpu_s`` of threads, and the same of the ``last``."""
+    """What saves have cost this rank: ``blocked_s`` of training, ``cpu_s`` of threads, and the same of the ``last``.
+
+    ``longest_s``: from the begin of a save to its end.
+    """
 
     saves: int = 0
     blocked_s: float = 0.0
@@ -51,6 +54,9 @@ class Spent:
     last_blocked_s: float = 0.0
     last_cpu_s: float = 0.0
     last_took_s: float = 0.0
+    longest_s: float = 0.0
+    written: int = -1
+    """Step of the latest checkpoint that was written; rank 0 knows."""
 
 
 class Saving:
@@ -221,6 +227,8 @@ class Saving:
         for outcome in outcomes:
             self.spent.cpu_s += outcome.cpu_s
             self.spent.last_cpu_s, self.spent.last_took_s = outcome.cpu_s, outcome.took_s
+            self.spent.longest_s = max(self.spent.longest_s, self.spent.last_blocked_s + outcome.took_s)
+            self.spent.written = self.spent.written if outcome.error else outcome.step
             self.cost_s = max(self._others_s, self.spent.last_blocked_s + outcome.cpu_s)
         return outcomes
 

@@ -6,6 +6,7 @@ failed. Does not carry them: `saving` does, over a channel or, where there is no
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,41 @@ from typing import Any
 from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.contents import check_finite
 from hvdtrain.checkpoint.manifest import FileEntry
-from hvdtrain.checkpoint.sharded import Written, seal, write_shard
+from hvdtrain.checkpoint.sharded import Written, seal, sees, write_shard
 from hvdtrain.checkpoint.snapshot import BLOCK_BYTES, open_new
 from hvdtrain.checkpoint.store import CheckpointStore
+from hvdtrain.cluster.exit import agreed
 from hvdtrain.errors import UserError
+from hvdtrain.protocols import Control
 from hvdtrain.protocols.state import Shard
 
 Note = dict[str, Any]
+
+
+def check_shared(control: Control, out: Path) -> None:
+    """Raise `UserError` on every rank unless all ranks see the directory ``out`` of rank 0. Collective.
+
+    Rank 0 puts a file there for as long as the others look.
+    """
+    def put() -> str:
+        if control.rank != 0:
+            return ""
+        try:
+            return str(files.make_temp(Path(os.path.abspath(out))))
+        except OSError as error:
+            raise UserError(f"checkpoint.layout sharded: {error}", "a writable directory",
+                            "choose another --out") from None
+
+    token = control.bcast(agreed(control, put, "looking for a shared file system"))
+    try:
+        blind = [rank for rank, seen in enumerate(control.gather(sees(Path(token)))) if not seen]
+    finally:
+        if control.rank == 0:
+            files.remove_quietly(Path(token))
+    if blind:
+        raise UserError(f"checkpoint.layout is sharded, and rank(s) {', '.join(map(str, blind))} do not see {out} as "
+                        "rank 0 has it", "a directory on a file system that all ranks share",
+                        "choose such an --out, or set checkpoint.layout: gathered")
 
 
 def order(store: CheckpointStore, step: int, needed_bytes: int) -> Note:

@@ -78,7 +78,7 @@ def make_parser() -> Any:
     docs = {k.name: k.doc + (f" [{k.unit}]" if k.unit else "") for k in schema.keys(Config)}
     for action in parser._actions:
         if action.dest in docs:
-            action.help = docs[action.dest].replace("%", "%%")
+            action.help = docs[action.dest]
     return parser
 
 

@@ -55,6 +55,10 @@ class ModelState(Protocol):
         """
         ...
 
+    def state_bytes(self) -> int:
+        """Return about how many bytes `state` has once the optimizer has made its part, which some do in step 1."""
+        ...
+
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
         """Undo `state`; what does not fit raises `UserError` and changes nothing."""
         ...

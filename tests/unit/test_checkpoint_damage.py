@@ -196,7 +196,7 @@ def test_a_missing_path_a_text_file_and_an_empty_or_foreign_directory_are_named(
         (b"[1]", "holds a JSON list"),
         (b"{}", "has format None; expected format 'hvdtrain-checkpoint'"),
         (b'{"format": "pt"}', "has format 'pt'"),
-        (b'{"format": "hvdtrain-checkpoint", "version": 2}', "has format version 2; expected version 1"),
+        (b'{"format": "hvdtrain-checkpoint", "version": 3}', "has format version 3; expected version 1 or 2"),
         (b'{"format": "hvdtrain-checkpoint", "version": 1}', "has the keys ['format', 'version']"),
     ],
 )

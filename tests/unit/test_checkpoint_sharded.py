@@ -16,6 +16,7 @@ from hvdtrain.checkpoint.adapters import part
 from hvdtrain.checkpoint.manifest import FileEntry, Manifest, decode, encode
 from hvdtrain.collectives.lockstep import LockstepControl
 from hvdtrain.config import Checkpoint, Named
+from hvdtrain.errors import UserError
 
 DATA = samples(48)
 
@@ -146,6 +147,26 @@ def test_a_disk_that_fails_on_one_rank_fails_the_checkpoint_of_all(tmp_path, mon
     root = tmp_path / "checkpoints"
     assert [one.step for one in CheckpointStore(root, 1).list()] == [4, 12]
     assert [name for name in os.listdir(root) if name.startswith(".")] == []
+
+
+def test_a_file_system_that_is_not_shared_is_refused_on_all_ranks(tmp_path, monkeypatch):
+    """Rank 2 looks at a disk of its own."""
+    monkeypatch.setattr("hvdtrain.checkpoint.sharded.LOOK_S", 0.1)
+    lstat = os.lstat
+
+    def other_disk(path, **more):
+        if threading.current_thread().name == "lockstep-2" and ".hvdtrain-tmp" in str(path):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+        return lstat(path, **more)
+
+    monkeypatch.setattr("hvdtrain.checkpoint.sharded.os.lstat", other_disk)
+
+    def work(run):
+        with pytest.raises(UserError, match=r"rank\(s\) 2 do not see .* as rank 0 has it"):
+            fitted(run)
+
+    lockstep(3, setting(tmp_path / "run"), lambda rank: make_model("numpy"), DATA, work)
+    assert not (tmp_path / "run").exists()
 
 
 def test_without_a_channel_the_ranks_write_their_parts_all_the_same(tmp_path, monkeypatch):

@@ -101,7 +101,7 @@ def test_damaged_and_foreign_ones_are_skipped_each_with_its_reason(store):
     for step in (1, 2, 3, 4, 5):
         store.save(make(step), step)
     os.truncate(store.path_of(5) / "model.safetensors", 20)
-    (store.path_of(4) / "manifest.json").write_text('{"format": "hvdtrain-checkpoint", "version": 2}')
+    (store.path_of(4) / "manifest.json").write_text('{"format": "hvdtrain-checkpoint", "version": 3}')
     flip(store.path_of(3) / "model.safetensors")
     (store.root / "step-00000006").mkdir()
     (store.root / "step-00000006" / "model.bin").write_bytes(b"x")
@@ -119,7 +119,7 @@ def test_damaged_and_foreign_ones_are_skipped_each_with_its_reason(store):
         ("step-00000007", "is empty"),
         ("step-00000006", "holds no manifest.json"),
         ("step-00000005", "model.safetensors is truncated: 20 bytes"),
-        ("step-00000004", "has format version 2"),
+        ("step-00000004", "has format version 3"),
         ("step-00000003", "was changed: it hashes to"),
     ]
     assert len(said) == len(expected)

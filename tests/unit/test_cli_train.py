@@ -330,7 +330,7 @@ FILES = {
     "data:": ["data is empty (null)", "a section with name, args, shuffle, prefetch"],
     "data: 5": ["data is 5", "a section"],
     "optimizer: 5": ["optimizer is 5", "a name, or a section with name, args"],
-    "checkpoint: often": ["checkpoint is 'often'", "expected a section with every_steps"],
+    "checkpoint: often": ["checkpoint is 'often'", "expected a section with every, every_steps"],
     "optimizer: {nmae: SGD}": ["'optimizer.nmae'", "did you mean 'optimizer.name'"],
     "exchange: {bucket_md: 3}": ["'exchange.bucket_md'", "did you mean 'exchange.bucket_mb'"],
     "bucket_mb: 3": ["'bucket_mb'", "did you mean 'exchange.bucket_mb'"],

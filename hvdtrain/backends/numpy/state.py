@@ -81,6 +81,10 @@ class State:
         return {group: {n: _copied(group, n, a, place) for n, a in arrays.items()}
                 for group, arrays in groups.items()}, {}
 
+    def state_bytes(self) -> int:
+        """Parameters and velocities."""
+        return 2 * sum(p.nbytes for p in self._model.params.values())
+
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
         """Undo `state`."""
         for (name, p), v in zip(self._model.params.items(), self._optimizer.velocity):

@@ -7,6 +7,7 @@ bfloat16, which numpy lacks, travels as its bits in uint16.
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -130,6 +131,11 @@ class ModelState:
         groups = {"model": arrays(self._model.weights, "model", place),
                   "optimizer": arrays(own.variables, "optimizer", place)}
         return groups, {"optimizer": type(own).__name__, "base_lr": self._opt.base_lr, **self._scale.state()}
+
+    def state_bytes(self) -> int:
+        """Return the bytes of all variables, which a Keras optimizer has from the start."""
+        held = (*self._model.weights, *self._opt.optimizer.variables)
+        return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in held)
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
         """Undo `state`; a base rate that is configured otherwise now takes effect."""

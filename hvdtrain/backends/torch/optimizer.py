@@ -335,6 +335,15 @@ def slot_share(config: Config) -> float:
     return sum(v.numel() * v.element_size() for v in held) / (param.numel() * param.element_size())
 
 
+def state_bytes(opt: TorchOptimizer) -> int:
+    """Return the bytes of an optimizer's state; before its first step those that it is going to have."""
+    held = sum(v.numel() * v.element_size() for entries in opt.optimizer.state.values()
+               for v in entries.values() if isinstance(v, torch.Tensor))
+    if held or opt._adopted is not None:
+        return held
+    return int(slot_share(opt._config) * sum(t.numel() * t.element_size() for t in opt.tensors))
+
+
 def check_slots(optimizer: torch.optim.Optimizer) -> None:
     """Assert that every tensor an optimizer keeps for a parameter, its step counter aside, is where that is."""
     for param, entries in optimizer.state.items():

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hvdtrain import rng
-from hvdtrain.backends.torch.optimizer import TorchOptimizer
+from hvdtrain.backends.torch.optimizer import TorchOptimizer, state_bytes
 from hvdtrain.errors import UserError
 from hvdtrain.precision.scaler import LossScale
 from hvdtrain.protocols.state import Place, Window
@@ -160,6 +160,11 @@ class TorchState:
         groups = {"model": model_arrays(self.model, place),
                   "optimizer": optimizer_arrays(self.optimizer, self.names, place)}
         return groups, {**self.optimizer.scalars(), **self._scale.state()}
+
+    def state_bytes(self) -> int:
+        """Return the bytes of model and optimizer; of one that has none yet those that a small tensor gets."""
+        model = sum(t.numel() * t.element_size() for t in self.model.state_dict().values())
+        return model + state_bytes(self.optimizer)
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
         """Undo `state`; a checkpoint that does not fit changes nothing."""

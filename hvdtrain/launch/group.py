@@ -23,6 +23,9 @@ from hvdtrain.launch.environment import valid_name
 GRACE_S = 3.0
 """From SIGTERM to SIGKILL: a launcher that is told ends its ranks, on other hosts too, in about half a second."""
 
+ALONE_S = 1.0
+"""What is left after the launcher's end has so long to end by itself."""
+
 KILLED_S = 10.0
 """Longest wait for processes that were killed to be gone (one in a system call that hangs stays)."""
 
@@ -69,8 +72,13 @@ class Group:
         return [pid for pid in _numbers() if pid != os.getpid() and self._mark in _environment(pid)]
 
     def end(self, grace_s: float = GRACE_S) -> float:
-        """End all processes: SIGTERM, ``grace_s``, SIGKILL; return the seconds it took."""
+        """End all processes: SIGTERM, ``grace_s``, SIGKILL; return the seconds it took.
+
+        After the launcher's own end the rest has `ALONE_S` first: watchers then write down which rank was lost.
+        """
         begin = time.monotonic()
+        while self._child.poll() is not None and self.processes() and time.monotonic() < begin + ALONE_S:
+            time.sleep(TICK_S)
         for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILLED_S)):
             if self._all_gone():
                 break

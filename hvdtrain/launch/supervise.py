@@ -121,6 +121,11 @@ class Supervisor:
         with self.signals.taken():
             while isinstance(decision, Launch):
                 self._pause(decision.wait_s)
+                asked = self._asked()
+                if asked is not None:
+                    self.around.say(asked.why)
+                    decision = asked
+                    break
                 self.micro_batch = decision.micro_batch or self.micro_batch
                 seen = self._attempt(decision, before)
                 hosts = self.around.candidates(seen.where)  # before the verdict: it brings causes from other hosts
@@ -140,15 +145,22 @@ class Supervisor:
 
     def _decide(self, hosts: Sequence[Candidate]) -> Launch | End:
         last, ends_at = self.attempts[-1], self.around.ends_at
-        if self.signals.interrupt and last.kind != "done":
-            return End(EXIT_INTERRUPTED, "interrupted")
-        if self.signals.requeue and last.kind not in ("done", "user", "requeue"):
-            return End(EXIT_REQUEUE, f"asked to end, and an attempt ended by itself before it was saved ({last.kind}): "
-                       "to go on in another job from the newest checkpoint")
+        asked = self._asked()
+        if asked is not None and last.kind not in ("done", "user", "requeue"):
+            return asked
         decision = next_launch(self.attempts, hosts, self.restarts)
         if isinstance(decision, Launch) and ends_at and time.time() + decision.wait_s >= ends_at:
             return End(EXIT_REQUEUE, f"{last.kind}, and the time limit is reached: to go on in another job")
         return decision
+
+    def _asked(self) -> End | None:
+        """The end that a signal asks for, where no attempt is there to be saved; None without one."""
+        if self.signals.interrupt:
+            return End(EXIT_INTERRUPTED, "interrupted")
+        if not self.signals.requeue:
+            return None
+        what = f"; the attempt ended before it was saved ({self.attempts[-1].kind})" if self.attempts else ""
+        return End(EXIT_REQUEUE, f"asked to end{what}: to go on in another job from the newest checkpoint")
 
     def _pause(self, seconds: float) -> None:
         ends_at = time.monotonic() + seconds
@@ -203,6 +215,7 @@ class Supervisor:
             if seen.why:
                 return
         seen.ended = time.time()
+        self._report(seen, before)
 
     def _bound(self, seen: Watched) -> tuple[float, str]:
         """How long the launcher may go on after what the ranks have left, and what that is; (0, "") for no bound."""

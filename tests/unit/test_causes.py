@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-from hvdtrain.errors import UserError, WaitTimeout
+from hvdtrain.cluster import exit as exits
+from hvdtrain.cluster.launcher import SOLO
+from hvdtrain.collectives.lockstep import LockstepWorld
+from hvdtrain.errors import PeerFailed, UserError, WaitTimeout
 from hvdtrain.faults import causes, marks
 
 
@@ -100,3 +103,36 @@ def test_the_parts_of_a_start(folder):
     assert marks.start_parts(100.0, rows[:1]) == {"start": 0.5}
     assert marks.in_words({"notice": 1.0, **parts}) == \
         "6.2 s: notice 1.0, start 0.5, import 3.0, load 1.5, first step 0.2"
+
+
+def stop(error):
+    """A main that ends with ``error``, an exception or a status."""
+    def main():
+        if isinstance(error, BaseException):
+            raise error
+        return error
+
+    return main
+
+
+@pytest.mark.parametrize("error, kind, status", [
+    (0, "done", 0), (None, "done", 0), (75, "requeue", 75), (3, "exception", 3), (SystemExit(0), "done", 0),
+    (SystemExit(75), "requeue", 75), (SystemExit(4), "exception", 4), (UserError("no", "yes", "mend it"), "user", 2),
+    (ValueError("bad"), "exception", 1), (PeerFailed("another rank went away"), "echo", 1), (MemoryError(), "oom", 1)])
+def test_every_end_of_a_command_leaves_its_cause(folder, error, kind, status, capfd):
+    assert exits.run_guarded(stop(error), SOLO) == status
+    row, = causes.read(folder)
+    assert row["kind"] == kind, capfd.readouterr()
+
+
+def test_an_agreed_mistake_keeps_its_kind():
+    def work(control, wire):
+        def write():
+            if control.rank == 1:
+                raise UserError("disk full", "room", "free some").of_kind("disk")
+
+        with pytest.raises(UserError, match="rank 1") as caught:
+            exits.agreed(control, write, "the save")
+        return causes.kind_of(caught.value)
+
+    assert LockstepWorld(2).run(work, timeout_s=20.0) == ["disk", "disk"]

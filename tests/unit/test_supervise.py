@@ -146,6 +146,15 @@ def test_an_interrupt_ends_all_at_once(supervisor, tmp_path):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_signal_while_it_waits_starts_nothing_more(supervisor, tmp_path, monkeypatch):
+    monkeypatch.setattr("hvdtrain.faults.supervisor.FIRST_WAIT_S", 30.0)
+    one, _ = supervisor("(out / 'up').touch() if number == 2 else None; sys.exit(1)", restarts=5, config=Config())
+    begin = time.monotonic()
+    with ended_by(tmp_path / "run" / "up", signal.SIGTERM):
+        assert one.run() == 75
+    assert time.monotonic() - begin < 20 and len(history.read(tmp_path / "run")) == 2
+
+
 def ended_by(path, number):
     """Context in which this process gets a signal as soon as ``path`` is there."""
     code = (f"import os, time\nwhile not os.path.exists({str(path)!r}): time.sleep(0.02)\n"

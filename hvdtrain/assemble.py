@@ -21,6 +21,7 @@ from hvdtrain import backends, data_parallel, first_sample, placed, rng, transfo
 from hvdtrain.alike import check_alike
 from hvdtrain.balance.emulate import Slowed
 from hvdtrain.callbacks import progress
+from hvdtrain.callbacks.audit import Audit
 from hvdtrain.callbacks.auto_compression import AutoCompression
 from hvdtrain.callbacks.balance import Balance
 from hvdtrain.callbacks.checkpoint import Checkpoint
@@ -271,6 +272,8 @@ def _callbacks(run: Run, facts: LaunchFacts, more: Callable[[Run], list[Callback
     own += more(run) if more else ()
     if config.check_every and run.control.size > 1:
         own.append(Divergence(config.check_every))
+    if config.audit and run.control.size > 1:
+        own.append(Audit(config.audit))
     return [*own, Checkpoint(config.checkpoint)]
 
 

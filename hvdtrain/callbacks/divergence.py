@@ -17,6 +17,7 @@ from hvdtrain import backends
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.data_parallel.replicate import Replicate
 from hvdtrain.faults.divergence import Bits, Rows, judge
+from hvdtrain.faults.finite import spoken
 from hvdtrain.faults.fingerprint import Fingerprints, Prints
 from hvdtrain.faults.kinds import kinds
 
@@ -98,7 +99,7 @@ class Divergence(Callback):
         specs, step = run.parts.params.specs, run.state.cursor.step
         sums_PV, norms_PV = np.array([p.sums for p in prints_P]), np.array([p.norms for p in prints_P])
         bits = Bits(np.array([p.bits for p in prints_P], np.uint64), self._kinds) if self._exact else None
-        found = judge(Rows(sums_PV, sums_PV, norms_PV), [s.name for s in specs], step,
+        found = judge(Rows(sums_PV, sums_PV, norms_PV), [spoken(s.name) for s in specs], step,
                       max(_eps(s.dtype) for s in specs), bits=bits, updates=step - self._begin,
                       cause=lambda *_: self._cause(step))
         if found is not None:

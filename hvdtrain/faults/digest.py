@@ -41,8 +41,8 @@ def signed_sum(x: np.ndarray) -> float:
     flat = np.asarray(x).reshape(-1)
     rows = -(-flat.size // COLUMNS)
     padded = np.zeros(rows * COLUMNS)
-    padded[:flat.size] = flat
     with np.errstate(invalid="ignore", over="ignore"):
+        padded[:flat.size] = flat
         by_row = padded.reshape(rows, COLUMNS) @ _signs(COLUMNS, 1)
         return float(by_row @ _signs(rows, 2))
 

@@ -17,6 +17,11 @@ VECTOR_MB = 16.0
 BITS16 = ("bfloat16", "float16")
 
 
+def vectors_of(specs: list[ParamSpec], by_block: bool) -> list[Bucket]:
+    """Return what tensors are looked at in, the same on every rank. ``by_block``: the model is on several devices."""
+    return plan_buckets(specs, VECTOR_MB, "weights", by_block)
+
+
 @dataclass(frozen=True)
 class Prints:
     """Of V tensors: ``bits`` of their bytes, sums under pseudo-random signs, norms."""
@@ -29,34 +34,38 @@ class Prints:
 class Fingerprints:
     """Of the tensors ``specs``; ``flat(bucket)`` returns those of a bucket as one vector (n,) of ``ops``.
 
-    ``by_block``: the model lies on several devices.
+    ``by_block``: the model lies on several devices. ``buckets``: the vectors.
     """
 
     def __init__(self, specs: list[ParamSpec], flat: Callable[[Bucket], Array], ops: Ops, by_block: bool) -> None:
         self._specs, self._flat, self._ops = specs, flat, ops
-        self._buckets = plan_buckets(specs, VECTOR_MB, "weights", by_block)
+        self.buckets = vectors_of(specs, by_block)
 
     def digests(self) -> list[int]:
         """Return a digest of each vector: all are equal where all tensors have the same bits."""
-        return [digest(self._host(bucket, self._flat(bucket))) for bucket in self._buckets]
+        return [digest(self._host(bucket, self._flat(bucket))) for bucket in self.buckets]
 
     def prints(self) -> Prints:
         """Return the fingerprints of each tensor, in the order of ``specs``."""
         bits, sums, norms = [0] * len(self._specs), [0.0] * len(self._specs), [0.0] * len(self._specs)
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             flat_N = self._flat(bucket)
-            for i, part in self._parts(bucket, self._host(bucket, flat_N)):
+            for i, part in self.parts(bucket, self._host(bucket, flat_N)):
                 bits[i] = digest(part)
-            wide = self._ops.cast(flat_N, "float32") if bucket.dtype in BITS16 else flat_N
-            for i, part in self._parts(bucket, self._ops.to_host(wide)):
+            for i, part in self.parts(bucket, self.values(bucket, flat_N)):
                 sums[i], norms[i] = signed_sum(part), norm(part)
         return Prints(bits, sums, norms)
+
+    def values(self, bucket: Bucket, flat_N: Array | None = None) -> np.ndarray:
+        """Return a bucket's elements (n,) on the host, 16-bit types as float32."""
+        flat_N = self._flat(bucket) if flat_N is None else flat_N
+        return self._ops.to_host(self._ops.cast(flat_N, "float32") if bucket.dtype in BITS16 else flat_N)
 
     def _host(self, bucket: Bucket, flat_N: Array) -> np.ndarray:
         """The vector on the host, bfloat16 as its bits."""
         return self._ops.to_host(self._ops.bitcast(flat_N, "int16") if bucket.dtype == "bfloat16" else flat_N)
 
-    def _parts(self, bucket: Bucket, host_N: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """(index of a tensor, its elements) of a bucket."""
+    def parts(self, bucket: Bucket, host_N: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (index of a tensor, its elements) of a bucket's vector."""
         for i, offset in zip(bucket.params, bucket.offsets):
             yield i, host_N[offset:offset + self._specs[i].n]

@@ -119,6 +119,14 @@ class Stage(Protocol):
         """
         ...
 
+    def alone(self, batch: Batch) -> list[Array]:
+        """Compute a micro-batch's gradient once more, for itself; return that of each parameter, in its own shape.
+
+        With the factor of the loss and in the types that training has. Like `trial` it exchanges nothing and leaves
+        nothing behind but the result; parameters that the loss does not depend on have zeros.
+        """
+        ...
+
     def device_s(self) -> float | None:
         """Return the seconds that the device computed for the latest step it has ended; None: ask the host's clock."""
         ...

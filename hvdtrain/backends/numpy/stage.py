@@ -68,6 +68,11 @@ class Stage:
         _, grads = self._model.gradient(batch[0], batch[1])
         return next((n for n in self._model.params if not np.isfinite(grads[n]).all()), "")
 
+    def alone(self, batch: Batch) -> list[np.ndarray]:
+        """The gradients of this batch, by parameter."""
+        _, grads = self._model.gradient(batch[0], batch[1])
+        return [grads[n] for n in self._model.params]
+
     def device_s(self) -> None:
         """The host's clock tells."""
 

@@ -223,20 +223,23 @@ class Stage:
 
     def trial(self, batch: Batch) -> None:
         """Compute a batch's gradient for its time alone, in a graph of its own without an exchange."""
-        self._once(batch)
+        self.alone(batch)
 
     def culprit(self, batch: Batch) -> str:
         """Return the first variable that this batch gives a gradient which is not finite, or ""."""
         names = iter(state.named(self.model.trainable_variables))
-        return next((n for n, g in zip(names, self._once(batch)) if not bool(tf.reduce_all(tf.math.is_finite(g)))), "")
+        return next((n for n, g in zip(names, self.alone(batch)) if not bool(tf.reduce_all(tf.math.is_finite(g)))), "")
 
-    def _once(self, batch: Batch) -> list[tf.Tensor]:
-        """This rank's own gradients of a batch, after which all is as it was."""
+    def alone(self, batch: Batch) -> list[tf.Tensor]:
+        """Return this rank's own gradients of a batch by variable, after which all is as it was.
+
+        The loss is scaled as in training, and the gradients are unscaled again.
+        """
         if self._trial is None:
             self._trial = Trial(self.model, lambda parts: self._run(
                 "alone", parts, 1.0, lambda batch, scale, n: self._gradients.local(batch, scale, n)[2], exact=False))
         with self.class_numbers.checked(tuple(batch)), sync_batchnorm.local_statistics(self._across):
-            return self._trial(batch)
+            return self._gradients.unscaled(self._trial(batch))
 
     def device_s(self) -> None:
         """Nothing: a call of a graph returns when its results are there."""

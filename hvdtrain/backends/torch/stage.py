@@ -126,21 +126,31 @@ class TorchStage:
 
     def culprit(self, batch: Batch) -> str:
         """Return the first parameter that this batch gives a gradient which is not finite, or ""."""
-        for param in self._params.tensors:  # they hold the sums of all ranks, to which backward would add
-            param.grad = None
-        if self._sync and len(batch[0]) == 1:  # one rank's own statistics need more than one value
-            batch = tuple(np.repeat(array, 2, axis=0) for array in batch)
-        with self._once(batch):
+        with self._anew(batch):
             found = first_not_finite(self._params.tensors)
         return "" if found is None else self._params.names[found]
 
+    def alone(self, batch: Batch) -> list[torch.Tensor]:
+        """Return the gradients of this batch by parameter, of the loss scaled as in training and unscaled again."""
+        factor = self._precision.factor
+        with self._anew(batch, factor):
+            return [torch.zeros_like(p) if p.grad is None else p.grad.div_(factor) for p in self._params.tensors]
+
+    def _anew(self, batch: Batch, factor: float = 1.0) -> contextlib.AbstractContextManager[None]:
+        """`_once` after a step, when gradients hold the sums of all ranks, to which backward would add."""
+        for param in self._params.tensors:
+            param.grad = None
+        if self._sync and len(batch[0]) == 1:  # one rank's own statistics need more than one value
+            batch = tuple(np.repeat(array, 2, axis=0) for array in batch)
+        return self._once(batch, factor)
+
     @contextlib.contextmanager
-    def _once(self, batch: Batch) -> Iterator[None]:
+    def _once(self, batch: Batch, factor: float = 1.0) -> Iterator[None]:
         """Compute the gradients of a batch, there within the body; afterwards all is as it was."""
         alone = self._sync.local_statistics() if self._sync else contextlib.nullcontext()
         with untouched(self._model, self._params.tensors, self.generators), alone:
             loss_sum, _ = self.forward(batch)
-            (loss_sum / max(1, len(batch[0]))).backward()  # type: ignore[no-untyped-call]
+            (loss_sum * (factor / max(1, len(batch[0])))).backward()
             devices_of.synchronize(self.devices)
             yield
 

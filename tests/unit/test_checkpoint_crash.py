@@ -229,45 +229,80 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[5])
-from test_checkpoint_crash import make
+KILLED_AT_EVERY_CALL = """
+import os, signal, sys, threading, time
+sys.path.insert(0, sys.argv[3])
+import numpy as np
+from test_checkpoint_crash import CRASH_CALLS, make, prepared
 from hvdtrain.checkpoint import CheckpointStore
-root, step, nth, way = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-count = 0
-def wrap(real):
-    def call(*args, **kwargs):
-        global count
-        count += 1
-        if count == nth:
-            os._exit(9) if way == "exit" else os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **kwargs)
-    return call
-for name in ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir"):
-    setattr(os, name, wrap(getattr(os, name)))
-CheckpointStore(root, keep=1).save(make(2), step)
-os._exit(0)
+base, (step, beside) = sys.argv[1], map(int, sys.argv[2].split(","))
+
+def dies_at(nth):
+    count, lock = 0, threading.Lock()
+    def wrap(real):
+        def call(*args, **kwargs):
+            nonlocal count
+            with lock:
+                count += 1
+                if count == nth:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                    time.sleep(60)
+            return real(*args, **kwargs)
+        return call
+    for name in CRASH_CALLS:
+        setattr(os, name, wrap(os.fstat if name == "fsync" else getattr(os, name)))
+
+def child(root, nth):
+    store = prepared(root)
+    dies_at(nth)
+    if not beside:
+        store.save(make(2), step)
+        return
+    saver = threading.Thread(target=store.save, args=(make(2), step))
+    saver.start()
+    while saver.is_alive():
+        np.ones((30, 30)) @ np.ones((30, 30))
+    saver.join()
+
+from pathlib import Path
+os.fsync = os.fstat
+nth, status = 0, -1
+while status != 0:
+    nth += 1
+    pid = os.fork()
+    if pid == 0:
+        try:
+            child(Path(base) / str(nth), nth)
+        except BaseException as error:
+            os.write(2, repr(error).encode())
+            os._exit(3)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    if status not in (0, signal.SIGKILL):
+        sys.exit(f"call {nth}: {status}")
+print(nth)
 """
 
+CRASH_CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace", "unlink", "rmdir", "close")
 
+
+@pytest.mark.parametrize("beside", [0, 1], ids=["the run waits", "in a thread beside the run"])
 @pytest.mark.parametrize("scene", SCENES)
-def test_a_killed_process_leaves_old_or_new(tmp_path, scene):
-    codes = set()
-    deaths = {1: "exit", 9: "exit", 12: "kill", 16: "kill", 999: "exit"}
-    for nth, way in deaths.items():
+def test_a_process_killed_before_any_call_leaves_old_or_new(tmp_path, scene, beside):
+    """SIGKILL before the nth call that changes the disk, for all n; the n that is beyond the last one ends well."""
+    done = run(KILLED_AT_EVERY_CALL, str(tmp_path), f"{SCENES[scene]},{beside}", str(Path(__file__).parent))
+    assert done.returncode == 0, done.stderr
+    calls, seen = int(done.stdout), set()
+    assert calls > 25
+    for nth in range(1, calls + 1):
         root, said = tmp_path / str(nth), []
-        prepared(root)
-        arguments = [str(root), str(SCENES[scene]), str(nth), way, str(Path(__file__).parent)]
-        done = run(KILLED, *arguments)
-        assert done.returncode in (0, 9, -9), done.stderr
-        codes.add(done.returncode)
         store = CheckpointStore(root, keep=1)
         outcome = bits(store.latest_whole(said.append)[1])
-        assert outcome == NEW if done.returncode == 0 else outcome in (OLD, NEW)
+        assert outcome == NEW if nth == calls else outcome in (OLD, NEW), f"call {nth}: a mix"
+        seen.add("old" if outcome == OLD else "new")
         store.save(make(3), 3)
-        assert (visible(root), hidden(root), said) == (["step-00000003"], [], [])
-    assert codes == {0, 9, -9}
+        assert (visible(root), hidden(root), said) == (["step-00000003"], [], []), f"call {nth}"
+    assert seen == {"old", "new"}
 
 
 def test_a_disk_that_fills_up_keeps_the_previous_one(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ COMMANDS = {
     "checkpoints": "list a run's checkpoints, verify or remove them, write the weights of one as a file",
     "doctor": "show what would stop or slow a run here or on the hosts of a list, with the commands that mend it",
     "verify": "show that a model trains alike on 1, 2, 3, ... ranks (law 2)",
+    "chaos": "break a supervised training on purpose, again and again, and show that nothing was lost",
     "migrate": "show how a script of Horovod, tf.distribute, Keras, DDP or Accelerate moves here: a diff, or code",
     "convert": "carry weights and optimizer state between a PyTorch model and its Keras twin, both ways",
     "build": "build, install and check Horovod for the frameworks and the MPI found here",

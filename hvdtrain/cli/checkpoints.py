@@ -52,8 +52,7 @@ class Row:
 
 def main(argv: list[str]) -> int:
     """Do what ``argv`` says; 0, or 1 where ``--verify`` found a checkpoint that is not whole."""
-    args = _parser().parse_args(argv)
-    _check(args)
+    args = arguments(argv)
     root = root_of(args.run)
     if args.export:
         return _export(root, args)
@@ -64,6 +63,13 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{root} holds no checkpoints", "a run that has saved", "name another run")
     table.show(str(root), HEADERS, [row.cells() for row in rows])
     return int(args.verify and any(row.damaged for row in rows))
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the options; `UserError` for those that do not go together."""
+    args = _parser().parse_args(argv)
+    _check(args)
+    return args
 
 
 def root_of(run: str) -> Path:
@@ -136,7 +142,7 @@ def _described(path: Path, manifest: Manifest) -> Row:
         raise CheckpointError(f"{path} cannot be read ({error})", "a checkpoint", "see its permissions") from None
     size = manifest_bytes + sum(entry.size_bytes for entry in manifest.files.values())
     return Row(path, "", manifest.step, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written)), size,
-               str(meta.get("layout", "gathered")), str(meta.get("world_size", "")))
+               "sharded" if manifest.shards else "gathered", str(meta.get("world_size", "")))
 
 
 def _prune(root: Path, keep: int) -> int:

@@ -49,18 +49,18 @@ def main(argv: list[str]) -> int:
                                         ("tolerance", given, given >= 0, "a number of 0 or more")):
         if not fits:
             raise UserError(f"--{name} is {value:g}", expected, f"correct --{name}")
-    if not _names_optimizer(rest, os.environ):
+    if not names_optimizer(rest, os.environ):
         rest = [*DEFAULTS, *rest]
     with orderly_signals(), tempfile.TemporaryDirectory(prefix="hvdtrain-verify-") as temp:
         cases: list[Case] = [(n, None) for n in ranks]
         cases += [(n, uneven(n)) for n in ranks if n > 1 and args.uneven]
         outs = [_train(case, Path(temp), args, rest) for case in cases]
-        reference = _weights(outs[0])
-        rows = [Row.of(case, reference, _weights(out)) for case, out in zip(cases[1:], outs[1:])]
-        limit, caveats = Tolerance(curve.LEAST if args.tolerance is None else args.tolerance), _caveats(outs)
+        reference = weights_of(outs[0])
+        rows = [Row.of(case, reference, weights_of(out)) for case, out in zip(cases[1:], outs[1:])]
+        limit, caveats = Tolerance(curve.LEAST if args.tolerance is None else args.tolerance), caveats_of(outs)
         if args.tolerance is None and _asks_why([row.difference for row in rows], caveats):
-            limit = curve.tolerance(reference, lambda parts: _weights(
-                _train(cases[0], Path(temp), args, rest, parts)), _parts(rest))
+            limit = curve.tolerance(reference, lambda parts: weights_of(
+                _train(cases[0], Path(temp), args, rest, parts)), parts_of(rest))
         return _report(cases[0][0], rows, limit, args.steps, caveats)
 
 
@@ -90,7 +90,7 @@ class Row:
                 f"beyond {limit:.1g}" if beyond else "same bits" if self.bits else "same curve"]
 
 
-def _names_optimizer(rest: Sequence[str], env: Mapping[str, str]) -> bool:
+def names_optimizer(rest: Sequence[str], env: Mapping[str, str]) -> bool:
     """Whether the user's options, or a config file that may, choose the optimizer."""
     return any(a.startswith(("--optimizer", "--config")) for a in rest) or any(
         v.startswith(("HVDTRAIN_OPTIMIZER", "HVDTRAIN_CONFIG")) for v in env)
@@ -138,7 +138,7 @@ def _ranks(text: str) -> list[int]:
     return ranks
 
 
-def _parts(rest: Sequence[str]) -> int:
+def parts_of(rest: Sequence[str]) -> int:
     """Micro-batches that the user's options cut a batch of one rank into; 1 where they say no number."""
     config = train.parse(list(rest))
     assert config is not None
@@ -175,13 +175,13 @@ def completed(what: str, ranks: int, options: Sequence[str], out: Path, timeout_
     return out
 
 
-def _weights(out: Path) -> dict[str, np.ndarray]:
+def weights_of(out: Path) -> dict[str, np.ndarray]:
     from safetensors.numpy import load_file
 
     return load_file(str(out / "model" / "model.safetensors"))
 
 
-def _caveats(outs: Sequence[Path]) -> list[str]:
+def caveats_of(outs: Sequence[Path]) -> list[str]:
     """What the runs said depends on the number of ranks."""
     notes = [note for out in outs for note in json.loads((out / COMPLETED).read_text()).get("notes", ())]
     return list(dict.fromkeys(note for note in notes if note.startswith("not independent")))

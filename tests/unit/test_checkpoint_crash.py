@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 
 from hvdtrain.checkpoint import CheckpointStore, Snapshot, read_snapshot, write_snapshot
+from hvdtrain.checkpoint.together import answer, order, publish
+from hvdtrain.protocols.state import Shard
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -233,9 +235,9 @@ KILLED_AT_EVERY_CALL = """
 import os, signal, sys, threading, time
 sys.path.insert(0, sys.argv[3])
 import numpy as np
-from test_checkpoint_crash import CRASH_CALLS, make, prepared
-from hvdtrain.checkpoint import CheckpointStore
-base, (step, beside) = sys.argv[1], map(int, sys.argv[2].split(","))
+from test_checkpoint_crash import CRASH_CALLS, make, prepared, save_sharded
+from hvdtrain.checkpoint.savers.background import BackgroundSaver
+base, (step, beside), layout = sys.argv[1], map(int, sys.argv[2].split(",")), sys.argv[4]
 
 def dies_at(nth):
     count, lock = 0, threading.Lock()
@@ -255,14 +257,20 @@ def dies_at(nth):
 def child(root, nth):
     store = prepared(root)
     dies_at(nth)
+    if layout == "sharded":
+        work = lambda: save_sharded(store, make(2), step)
+    else:
+        work = lambda: store.save(make(2), step)
     if not beside:
-        store.save(make(2), step)
+        work()
         return
-    saver = threading.Thread(target=store.save, args=(make(2), step))
-    saver.start()
-    while saver.is_alive():
+    saver = BackgroundSaver()
+    saver.save(step, work)
+    while not saver.wait(0):
         np.ones((30, 30)) @ np.ones((30, 30))
-    saver.join()
+    outcome, = saver.settled()
+    if outcome.error:
+        raise RuntimeError(outcome.error)
 
 from pathlib import Path
 os.fsync = os.fstat
@@ -286,11 +294,24 @@ print(nth)
 CRASH_CALLS = ("mkdir", "open", "write", "fsync", "rename", "replace", "unlink", "rmdir", "close")
 
 
+def save_sharded(store: CheckpointStore, snapshot: Snapshot, step: int) -> None:
+    """Write a snapshot as two ranks do where each writes its own shards: halves of every tensor."""
+    note, size = order(store, step, 0), 2
+    answers = []
+    for rank in range(size):
+        shards = [Shard(group, name, a.shape, low, a.reshape(-1)[low:high])
+                  for group, arrays in snapshot.tensors.items() for name, a in arrays.items()
+                  for low, high in [(a.size * rank // size, a.size * (rank + 1) // size)]]
+        answers.append(answer(note, rank, shards, "", ()))
+    publish(store, note, answers, snapshot.meta, lambda text: None)
+
+
+@pytest.mark.parametrize("layout", ["gathered", "sharded"])
 @pytest.mark.parametrize("beside", [0, 1], ids=["the run waits", "in a thread beside the run"])
 @pytest.mark.parametrize("scene", SCENES)
-def test_a_process_killed_before_any_call_leaves_old_or_new(tmp_path, scene, beside):
+def test_a_process_killed_before_any_call_leaves_old_or_new(tmp_path, scene, beside, layout):
     """SIGKILL before the nth call that changes the disk, for all n; the n that is beyond the last one ends well."""
-    done = run(KILLED_AT_EVERY_CALL, str(tmp_path), f"{SCENES[scene]},{beside}", str(Path(__file__).parent))
+    done = run(KILLED_AT_EVERY_CALL, str(tmp_path), f"{SCENES[scene]},{beside}", str(Path(__file__).parent), layout)
     assert done.returncode == 0, done.stderr
     calls, seen = int(done.stdout), set()
     assert calls > 25

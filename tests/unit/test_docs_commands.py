@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cli import COMMANDS, train, verify
+from hvdtrain.cli import COMMANDS, chaos, checkpoints, launch, train, verify
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -40,7 +40,7 @@ def test_a_command_of_the_docs_exists(page, line):
         assert all(w in targets for w in words[1:] if "=" not in w), f"{page}: {line}"
         return
     if "hvdtrain" not in words:
-        scripts = [w for w in words if w.endswith(".py") or w == "tests/run"]
+        scripts = [w.partition("::")[0] for w in words if ".py" in w or w == "tests/run"]
         beside = (ROOT, (ROOT / page).parent)
         assert scripts and all(s == "script.py" or any((at / s).exists() for at in beside) for s in scripts), page
         return
@@ -49,6 +49,12 @@ def test_a_command_of_the_docs_exists(page, line):
         return
     command, options = (rest[0], rest[1:]) if rest and not rest[0].startswith("-") else ("train", rest)
     assert command in COMMANDS, f"{page}: {line}"
+    if command == "checkpoints":
+        assert checkpoints.arguments(options).run
+    if command == "chaos" and options[-1] != "...":
+        assert chaos.read(options)[1] is not None
+    if command == "launch" and "..." not in options:
+        assert launch.parse(options)[1]
     if command == "verify":
         options = verify._parser().parse_known_args(options)[1]
     if command in ("train", "verify"):

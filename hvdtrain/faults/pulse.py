@@ -38,6 +38,9 @@ COMPUTING = ("backward and exchange", "vote", "update")
 STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "ended", "X": "ended", "D": "in an "
           "uninterruptible call of the system (a disk or a file server that does not answer)"}
 """What the letters of /proc/PID/stat mean that explain why a rank does not come; "" for one that runs or sleeps."""
+WAITING = "there waiting in"
+"""How `Seen.words` begins what a rank waits for."""
+
 OUT = ("stopped by a signal", "stopped by a debugger", "ended")
 
 
@@ -62,7 +65,7 @@ class Seen:
         at = f"step {self.step}, " if self.step >= 0 else ""
         parts = [f"rank {self.rank} on host {self.node}", self.state,
                  f"in {at}phase {self.phase or 'start'!r} since {self.phase_s:.0f} s",
-                 f"there waiting in {self.wait} since {self.wait_s:.0f} s" if self.wait else ""]
+                 f"{WAITING} {self.wait} since {self.wait_s:.0f} s" if self.wait else ""]
         return ", ".join(part for part in parts if part)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from hvdtrain.faults import causes
 from hvdtrain.faults.marks import in_words, start_parts
+from hvdtrain.faults.pulse import WAITING
 from hvdtrain.faults.supervisor import EXIT_INTERRUPTED, EXIT_REQUEUE, Attempt, Candidate, End, Launch, next_launch
 from hvdtrain.launch import history
 from hvdtrain.launch.group import Group
@@ -34,6 +35,9 @@ END_S = 20.0
 
 LEAVE_S = 120.0
 """From the completion record, or from the last rank's "done", to the end of the launcher."""
+
+TOGETHER_S = 2.0
+"""Ranks that were lost within this time may have been lost by one cause."""
 
 REQUEUE_S = 600.0
 """From the wish to save and end to the end of the launcher."""
@@ -292,7 +296,7 @@ def cause_of(left: Sequence[Mapping[str, Any]], succeeded: bool, status: int | N
         return "done", "", -1, ""
     told = sorted((row for row in left if row["kind"] not in ("done", "echo")), key=lambda row: row["time"])
     if told:
-        one = told[0]
+        one = _origin(told)
         kind, text = one["kind"], one["text"]
         if kind == "lost" and oom_kills > 0:
             kind, text = "oom", f"the system killed it for memory: {text}"
@@ -306,14 +310,35 @@ def cause_of(left: Sequence[Mapping[str, Any]], succeeded: bool, status: int | N
     return "lost", f"no rank told why it ended; the launcher's status was {status}", -1, ""
 
 
-def oom_kills() -> int:
-    """How many processes of this one's control group the system has killed for memory; 0 where it does not tell."""
-    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
-        with contextlib.suppress(OSError, ValueError):
-            for line in Path(path).read_text(encoding="utf-8").splitlines():
-                name, _, count = line.partition(" ")
-                if name == "oom_kill":
-                    return int(count)
+def _origin(told: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The cause that brought the others about: the first; but of ranks that were lost together, one that did not wait.
+
+    A launcher kills the others as soon as it misses one, so that watchers see all of them go, in any order; who waited
+    for others then, as `pulse.Seen.words` says, is not who was missing.
+    """
+    together = [row for row in told if row["kind"] == "lost" and row["time"] <= told[0]["time"] + TOGETHER_S]
+    if told[0]["kind"] != "lost":
+        return told[0]
+    return next((row for row in together if WAITING not in row["text"]), told[0])
+
+
+def oom_kills(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """How many processes of this one's control group the system has killed for memory; 0 where it does not tell.
+
+    The ranks on this host are of the same group, unless somebody moves them.
+    """
+    try:
+        lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return 0
+    for _, kinds, path in (line for line in lines if len(line) == 3):
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        folder, name = (root / "memory", "memory.oom_control") if kinds else (root, "memory.events")
+        for place in (folder / path.lstrip("/"), folder):  # in a container the group's own path is its root
+            with contextlib.suppress(OSError, ValueError):
+                counts = dict(line.split() for line in (place / name).read_text(encoding="utf-8").splitlines())
+                return int(counts["oom_kill"]) if "oom_kill" in counts else 0
     return 0
 
 

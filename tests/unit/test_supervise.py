@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.config import Config
-from hvdtrain.faults import causes
+from hvdtrain.faults import causes, pulse
 from hvdtrain.faults.supervisor import Candidate
 from hvdtrain.launch import history
 from hvdtrain.launch import supervise as supervising
@@ -211,10 +211,31 @@ def test_the_first_cause_counts(rows, want):
     assert (kind, rank) == want
 
 
+def test_of_ranks_lost_together_the_one_that_did_not_wait_is_named():
+    waited = {**left("lost", 0, 1.0), "text": f"rank 0, ended, {pulse.WAITING} a vote since 0 s"}
+    assert cause_of([waited, left("lost", 1, 1.5)], False, 1, "", 0)[2] == 1
+    assert cause_of([waited, left("lost", 1, 9.0)], False, 1, "", 0)[2] == 0, "much later: another trouble"
+    assert cause_of([waited], False, 1, "", 0)[2] == 0
+
+
 def test_what_the_system_killed_for_memory():
     assert cause_of([left("lost", 1, 1.0)], False, 137, "", 1)[0] == "oom"
     assert cause_of([], False, 137, "", 1)[0] == "oom"
     assert cause_of([left("user", 1, 1.0)], False, 2, "", 1)[0] == "user"
+
+
+@pytest.mark.parametrize("group, file, text", [
+    ("0::/jobs/7", "jobs/7/memory.events", "low 0\nhigh 0\nmax 12\noom 3\noom_kill 2\n"),
+    ("0::/jobs/7", "memory.events", "oom 3\noom_kill 2\n"),
+    ("5:cpu:/x\n4:memory:/jobs/7", "memory/jobs/7/memory.oom_control", "oom_kill_disable 0\noom_kill 2\n")])
+def test_the_systems_count_of_kills_for_memory(tmp_path, group, file, text):
+    (tmp_path / "own").write_text(group + "\n")
+    path = tmp_path / "root" / file
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert supervising.oom_kills(tmp_path / "root", tmp_path / "own") == 2
+    assert supervising.oom_kills(tmp_path / "elsewhere", tmp_path / "own") == 0
+    assert supervising.oom_kills(tmp_path / "root", tmp_path / "nothing") == 0
 
 
 def test_the_words_of_an_attempt(tmp_path):

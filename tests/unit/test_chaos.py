@@ -14,7 +14,7 @@ import pytest
 from hvdtrain import curve
 from hvdtrain.build.children import Child
 from hvdtrain.chaos import inject, judge, look
-from hvdtrain.chaos.campaign import Leg, Outcome
+from hvdtrain.chaos.campaign import Campaign, Leg, Outcome
 from hvdtrain.chaos.plan import (DISK, FLIP, FREEZE, KILL, LAUNCHER, MOST_STARTS, RANK, SAVE, START, STEP, SUPERVISOR,
                                  Amounts, Fault, draw, spread)
 from hvdtrain.checkpoint import CheckpointStore, Snapshot
@@ -272,6 +272,84 @@ def test_the_table_has_a_row_for_each_kind():
                     ["kill of the supervisor, in a save", "1", "1", "1", "2.0", "2.0", "1", "1"],
                     ["kill, between", "3", "2", "2", "2.0", "3.0", "3", "5"]]
     assert all(len(row) == len(judge.HEADERS) for row in rows)
+
+
+class StubJob:
+    """Stands in for the supervised training: ``ends`` with a status at once, or goes on with processes that sleep."""
+
+    def __init__(self, tmp_path, ends=None, trains=True):
+        self.out, self.mark, self.ends, self.trains = tmp_path, "", ends, trains
+        self.children, self.worlds, self.attempt = [], [], 0
+
+    def at(self, out):
+        self.out = out
+        out.mkdir(parents=True, exist_ok=True)
+
+    def hosts(self, ranks):
+        self.worlds.append(ranks)
+
+    def start(self, ranks, shares):
+        self.mark = "there"
+
+    def ranks(self):
+        """One rank, started again where it has ended; it has finished more steps each time that it is asked."""
+        if not self.trains:
+            return []
+        if not self.children or self.children[-1].poll() is not None:
+            self.children.append(subprocess.Popen(["sleep", "60"]))
+            self.attempt += 1
+        folder = self.out / "attempts" / f"{self.attempt:03d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "step").write_text(f"{7 + 20 * self.attempt:<20d} {time.time():<20.6f}\n")
+        pid = self.children[-1].pid
+        return [look.Rank(pid, 0, os.getpid(), look._stat(pid)[2], folder)]
+
+    def status(self):
+        if len(self.children) > 3 and not (self.out / "completed.json").exists():
+            (self.out / "completed.json").write_text(json.dumps({"steps": 40, "ledger": LEDGER}))
+        return 0 if len(self.children) > 3 else self.ends if self.mark else 0
+
+    def said(self, since=0):
+        return b"its last words"
+
+    said_bytes = resumed = lambda self, *_: 0
+    left = refused = lambda self: set()
+
+    def end(self):
+        for child in self.children:
+            child.kill()
+            child.wait()
+
+
+def campaign(job, tmp_path, hang_s=5.0):
+    return Campaign(job, tmp_path / "runs", 3, hang_s, inject.LimitedFiles(), lambda text: None)
+
+
+KILLS = [Fault(i, KILL, STEP, RANK, 0.5, 0.0, 1 + i, (1,) * (1 + i)) for i in range(3)]
+
+
+def test_every_fault_is_brought_about_and_the_training_is_seen_to_go_on(tmp_path):
+    job = StubJob(tmp_path)
+    found = campaign(job, tmp_path)
+    found.run(KILLS, 2, (1, 1))
+    assert found.trouble == "" and [o.hit for o in found.outcomes] == [True] * 3
+    assert [o.recovered for o in found.outcomes] == [True] * 3 and len(found.legs) == 1
+    assert job.worlds == [1, 2, 3], "the ranks of the next attempt are said before the harm is done"
+    events = [json.loads(line)["event"] for line in (tmp_path / "faults.jsonl").read_text().splitlines()]
+    assert events == ["fault", "went on"] * 3
+
+
+def test_a_supervisor_that_gives_up_ends_the_campaign(tmp_path):
+    found = campaign(StubJob(tmp_path, ends=1), tmp_path)
+    found.run(KILLS, 2, (1, 1))
+    assert "ended by itself with status 1" in found.trouble and "its last words" in found.trouble
+
+
+def test_a_training_that_does_not_move_is_a_hang(tmp_path):
+    found = campaign(StubJob(tmp_path, trains=False), tmp_path, hang_s=0.3)
+    found.run(KILLS, 2, (1, 1))
+    assert found.trouble.startswith("a hang: nothing has moved for 0.3 s; no rank lives")
+    assert bad(judge.findings(found.outcomes, 3, found.trouble, found.legs, REFERENCE))
 
 
 @pytest.mark.parametrize(("argv", "said"), [

@@ -126,8 +126,8 @@ class Audit(Callback):
         if unsteady:
             place = rows[unsteady[0]][0][1]
         elif exact:
-            prints_P = [rows[r][2] for r in turned]
-            place = next((i for i, (a, b) in enumerate(zip(*prints_P)) if a != b), place)
+            first = next((i for i, (a, b) in enumerate(zip(*(rows[r][2] for r in turned))) if a != b), place)
+            place, far = first, far if first == place else 0.0
         guilty, third = ((unsteady[0],), None) if unsteady else self._third(run, turned, case, again)
         raise self._found(run, turned, guilty, third, place, far, bool(unsteady))
 

@@ -62,5 +62,7 @@ def _factors() -> tuple[np.ndarray, tuple[int, int]]:
     return drawn[:COLUMNS], (int(drawn[-2]), int(drawn[-1]))
 
 
+@lru_cache(maxsize=256)
 def _signs(n: int, salt: int) -> np.ndarray:
+    """n signs, the same wherever they are drawn; kept, since there are few sizes and drawing takes longer."""
     return 1.0 - 2.0 * np.random.Generator(np.random.Philox(salt)).integers(0, 2, n)

@@ -264,6 +264,9 @@ class Supervisor:
         begin = next((row["step"] for row in marks if row["name"] == "fit" and isinstance(row.get("step"), int)), -1)
         succeeded = job.succeeded(seen.stamp, -1 if seen.status is None else seen.status, ranks, left)
         kind, text, rank, host = cause_of(left, succeeded, seen.status, seen.why, oom_kills() - seen.oom_kills)
+        silent = silent_hosts(hosts, left)
+        if kind == "lost" and WAITING in text and len(silent) == 1:  # a host is gone whole, and others waited
+            rank, host, text = -1, silent[0], f"no rank there told why it ended; {text}"
         if not succeeded and last_sign:
             seen.parts["notice"] = round(max(0.0, seen.ended - last_sign), 3)
         seen.parts.update(start_parts(seen.began, marks))
@@ -308,6 +311,16 @@ def cause_of(left: Sequence[Mapping[str, Any]], succeeded: bool, status: int | N
     if ended_for:
         return "hang", ended_for, -1, ""
     return "lost", f"no rank told why it ended; the launcher's status was {status}", -1, ""
+
+
+def silent_hosts(hosts: Sequence[Host], left: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of the hosts of whose ranks none has left a cause. Pure."""
+    told, first, silent = {row["rank"] for row in left}, 0, []
+    for host in hosts:
+        if not told & set(range(first, first + host.slots)):
+            silent.append(host.name)
+        first += host.slots
+    return silent
 
 
 def _origin(told: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -218,6 +218,20 @@ def test_of_ranks_lost_together_the_one_that_did_not_wait_is_named():
     assert cause_of([waited], False, 1, "", 0)[2] == 0
 
 
+def test_hosts_of_which_nobody_spoke():
+    hosts = (Host("a", 2), Host("b", 1), Host("c", 2))
+    assert supervising.silent_hosts(hosts, [left("lost", 1, 1.0), left("lost", 4, 1.0)]) == ["b"]
+    assert supervising.silent_hosts(hosts, []) == ["a", "b", "c"]
+
+
+def test_a_host_that_is_gone_whole_is_named_and_not_the_rank_that_waited_for_it(supervisor, tmp_path):
+    one, _ = supervisor(f"causes.leave('lost', 'rank 0, ended, {pulse.WAITING} a vote', rank=0)", restarts=0)
+    one.around.candidates = lambda where: [Candidate(HERE, here=True), Candidate(Host("far", 1))]
+    one.run()
+    row, = history.read(tmp_path / "run")
+    assert (row["cause"], row["rank"], row["host"]) == ("lost", -1, "far")
+
+
 def test_what_the_system_killed_for_memory():
     assert cause_of([left("lost", 1, 1.0)], False, 137, "", 1)[0] == "oom"
     assert cause_of([], False, 137, "", 1)[0] == "oom"

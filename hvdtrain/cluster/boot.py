@@ -25,6 +25,7 @@ from hvdtrain.cluster.topology import affinity, cpu_quota
 from hvdtrain.config import Exchange
 from hvdtrain.errors import UserError
 from hvdtrain.faults import causes, pulse, watch
+from hvdtrain.faults.watch.meet import meet
 from hvdtrain.protocols import Control
 
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
@@ -95,6 +96,7 @@ def _start_control(facts: LaunchFacts, timeout_s: float, horovod: Any) -> None:
     if control.size > 1:
         set_owner(f"rank {control.rank} on host {control.node}", control.abort)
         pulse.start(control)
+        meet(control)
     exits.install_hooks(facts)
 
 

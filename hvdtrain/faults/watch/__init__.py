@@ -79,10 +79,10 @@ def _tell_bound(bound_s: float) -> None:
 
 
 def tell(data: bytes, fds: list[int] | None = None) -> bool:
-    """Send a message to the watcher; return whether there is one."""
+    """Send a message to the watcher, nothing for b""; return whether there is one."""
     connection = _state.get("socket") if _state.get("pid") == os.getpid() else None
     try:
-        if connection is not None:
+        if connection is not None and data:
             socket.send_fds(connection, [data], fds or [])
         return connection is not None
     except OSError:

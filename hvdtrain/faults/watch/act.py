@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.faults.watch import stacks_signal, system
 
 if TYPE_CHECKING:
-    from hvdtrain.faults.pulse import Page
     from hvdtrain.faults.watch.judge import Verdict
 
 GRACE_S = 3.0
@@ -30,7 +29,7 @@ MOST_STACKS, MOST_BYTES = 2, 20_000
 def report(verdict: Verdict, accused: Sequence[Any], ranks: Sequence[Any], bound_s: float) -> None:
     """Say the verdict and the stacks that can be had, in one message, on the stderr of one of ``ranks``."""
     who = "; ".join(rank.was for rank in accused)
-    lines = [f"{who}: {_why(verdict, bound_s)} The job is ended."]
+    lines = [f"{who}: {why(verdict, bound_s)} The job is ended."]
     # One that is stopped could write its stacks only if it were let go on, and might end the run as if all were well.
     able = [rank for rank in ranks if rank.page and not rank.gone and not (verdict.stopped and rank in accused)]
     for rank in sorted(able, key=lambda r: (r not in accused, r.rank))[:MOST_STACKS]:
@@ -40,7 +39,8 @@ def report(verdict: Verdict, accused: Sequence[Any], ranks: Sequence[Any], bound
     say("\n".join(lines), [rank.stderr for rank in sorted(ranks, key=lambda r: (r.gone, r in accused, r.rank))])
 
 
-def _why(verdict: Verdict, bound_s: float) -> str:
+def why(verdict: Verdict, bound_s: float) -> str:
+    """Return what a rank is accused of, as a sentence."""
     if verdict.kind == "lost":
         return "its process has ended without a word."
     how = "frozen" if verdict.stopped else "hangs: every other rank has waited for it"
@@ -88,13 +88,11 @@ def say(text: str, targets: Iterable[int]) -> None:
         signal.signal(signal.SIGALRM, usual)
 
 
-def leave_cause(kind: str, text: str, rank: int, page: Page | None) -> None:
+def leave_cause(kind: str, text: str, rank: int, step: int, host: str) -> None:
     """Leave the cause in the run's folder for a rank that cannot; nothing without a supervisor."""
-    try:
-        from hvdtrain.faults import causes  # type: ignore[attr-defined]
-    except ImportError:
-        return
-    causes.leave(kind, text, rank=rank, step=page.see("R").step if page else -1)
+    from hvdtrain.faults import causes  # here: it takes a while to load, and is hardly ever needed
+
+    causes.leave(kind, text, rank=rank, step=step, host=host)
 
 
 def end(pids: Iterable[int]) -> None:

@@ -101,17 +101,27 @@ class Judge:
 
     bound_s: float
     pause_s: float
+    moment_s: float = TOGETHER_S
+    """How long a rank is gone before it counts as lost: more where another host's word may be due."""
     _last: float | None = None
     _clocks: dict[int, _Clock] = field(default_factory=dict)
 
     def look(self, now: float, sights: Sequence[Sight], others: Others = Others()) -> Verdict | None:
         """Return the verdict, if there is one. ``now``: seconds of a clock that does not go back."""
-        passed_s = 0.0 if self._last is None else min(max(now - self._last, 0.0), 2 * self.pause_s)
+        passed_s = self.passed(now)
         self._last = now
         for sight in sights:
             self._clocks.setdefault(sight.rank, _Clock())
         return (self._lost(now, sights) or self._frozen(passed_s, sights, others)
                 or self._hung(passed_s, sights, others))
+
+    def passed(self, now: float) -> float:
+        """Return the seconds since the last look, as far as they count."""
+        return 0.0 if self._last is None else min(max(now - self._last, 0.0), 2 * self.pause_s)
+
+    def pending(self, now: float) -> bool:
+        """Whether a rank is gone that is not yet judged."""
+        return any(c.gone_at is not None and now - c.gone_at < self.moment_s for c in self._clocks.values())
 
     def _lost(self, now: float, sights: Sequence[Sight]) -> Verdict | None:
         """Ranks that are gone without a word while others go on."""
@@ -122,7 +132,7 @@ class Judge:
             clock = self._clocks[rank]
             clock.gone_at = now if clock.gone_at is None else clock.gone_at
         times = [at for rank in gone if (at := self._clocks[rank].gone_at) is not None]
-        if not times or now - min(times) < TOGETHER_S:
+        if not times or now - min(times) < self.moment_s:
             return None
         if len(gone) == len(sights) > 1 and max(times) - min(times) <= TOGETHER_S:
             return None

@@ -24,9 +24,10 @@ if __name__ == "__main__":
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.faults.pulse import Page
 from hvdtrain.faults.watch import system
-from hvdtrain.faults.watch.act import GRACE_S, end, leave_cause, report, say
-from hvdtrain.faults.watch.judge import TOGETHER_S, Judge, Sight, Verdict
-from hvdtrain.faults.watch.messages import BOUND, HELLO, SIZE, Message, marks
+from hvdtrain.faults.watch.act import GRACE_S, end, leave_cause, report, say, why
+from hvdtrain.faults.watch.beats import BEAT, BYE, END, Beats, Counts, Host
+from hvdtrain.faults.watch.judge import TOGETHER_S, Judge, Others, Sight, Verdict
+from hvdtrain.faults.watch.messages import BOUND, HELLO, HOST, READY, SECRET, SIZE, Message, marks
 
 LOOKS, LEAST_PAUSE_S, LONGEST_PAUSE_S = 20, 0.05, 0.5
 """Looks within the bound, and the limits of the pause between two."""
@@ -36,6 +37,8 @@ EMPTY_S = 10.0
 """How long a watcher without ranks waits for the first."""
 OUTSIDE_S = 0.7
 """How long a host's only rank is gone before it counts as lost: another host may have ended the job."""
+FAREWELLS, FAREWELL_S = 3, 0.01
+"""How often the other hosts are told that this one leaves, as a datagram may be lost, and the pause in between."""
 LAST_S = 10.0
 """After everything was killed: how long a process may take to go that the system does not let go."""
 
@@ -77,6 +80,7 @@ class Watcher:
     ranks: dict[int, Rank] = field(default_factory=dict)
     strangers: dict[int, Rank] = field(default_factory=dict)
     """Ranks that have not come yet, by number."""
+    size: int = 0
     local_size: int = 0
     came: bool = False
     """Whether a rank has come, even if it was gone by then."""
@@ -93,6 +97,10 @@ class Watcher:
         self.marks = marks(os.environ, self.facts)
         self.judge = Judge(self.bound_s, self.pause_s)
         self.began = self.scanned = time.monotonic()
+        self.beats: Beats | None = None
+        self.secret, self.number = b"", 0
+        self.hosts: dict[int, Host] = {}
+        self.counts = Counts()
 
     @property
     def pause_s(self) -> float:
@@ -100,22 +108,27 @@ class Watcher:
         return min(max(self.bound_s / LOOKS, LEAST_PAUSE_S), LONGEST_PAUSE_S) if self.bound_s else LONGEST_PAUSE_S
 
     def run(self) -> None:
-        """Look until no rank is left."""
-        while True:
-            events = self.poll.poll(self.pause_s * 1000)
-            self._hear([fd for fd, _ in events])
-            now = time.monotonic()
-            alive = [rank for rank in self.ranks.values() if not rank.gone]
-            if self.ends_at is not None:
-                if self._ended(now, alive):
-                    return
-                continue
-            if self.orphaned_at is not None and self._orphaned(now, alive):
-                continue
-            if self.bound_s:
-                self._look(now)
-            if not alive and self.ends_at is None and self._over(now):
-                return
+        """Look until no rank is left, then tell the other hosts."""
+        while not self._turn():
+            pass
+        if self.beats is not None:
+            for _ in range(FAREWELLS):
+                self.beats.send(self.counts, BYE if self.counts.leaving and self.ends_at is None else END)
+                time.sleep(FAREWELL_S)
+
+    def _turn(self) -> bool:
+        """Wait for news or a pause, look once; return whether nothing is left to be done."""
+        events = self.poll.poll((TOGETHER_S if self.judge.pending(time.monotonic()) else self.pause_s) * 1000)
+        self._hear([fd for fd, _ in events])
+        now = time.monotonic()
+        alive = [rank for rank in self.ranks.values() if not rank.gone]
+        if self.ends_at is not None:
+            return self._ended(now, alive)
+        if self.orphaned_at is not None and self._orphaned(now, alive):
+            return False
+        if self.bound_s:
+            self._look(now)
+        return not alive and self.ends_at is None and not self.judge.pending(now) and self._over(now)
 
     def _over(self, now: float) -> bool:
         """Whether no rank is left to be watched."""
@@ -130,6 +143,8 @@ class Watcher:
                 connection, _ = self.listener.accept()
                 self.connections[connection.fileno()] = connection
                 self.poll.register(connection, select.POLLIN)
+            elif self.beats is not None and fd == self.beats.wire.fileno():
+                self.beats.receive()
             elif fd in self.connections:
                 self._read(self.connections[fd])
             elif fd in self.launchers:
@@ -164,6 +179,16 @@ class Watcher:
             self._welcome(message, pid, fds)
         elif message.kind == BOUND:
             self._bound(message.value)
+        elif message.kind == SECRET:
+            self.secret, self.number = message.blob, message.numbers[0]
+        elif message.kind == HOST:
+            number, port, _, rank = message.numbers
+            name = message.blob.rstrip(b"\0").decode(errors="replace")
+            self.hosts[number] = Host(name, rank, [(address, port) for address in message.text.split(",")])
+        elif message.kind == READY and len(fds) == 1 and self.secret:
+            self.beats = Beats(socket.socket(fileno=fds[0]), self.secret, self.number, self.hosts)
+            self.judge.moment_s = OUTSIDE_S
+            self.poll.register(self.beats.wire, select.POLLIN)
 
     def _bound(self, bound_s: float) -> None:
         self.bound_s = bound_s
@@ -171,7 +196,7 @@ class Watcher:
 
     def _welcome(self, message: Message, pid: int, fds: list[int]) -> None:
         """Begin to watch a rank."""
-        number, _, _, self.local_size = message.numbers
+        number, self.size, _, self.local_size = message.numbers
         page, stacks, stderr = fds
         self.came = True
         try:
@@ -212,14 +237,35 @@ class Watcher:
         self._scan(now)
         strangers = [rank.sight() for rank in self.strangers.values()]
         sights = [rank.sight() for rank in self.ranks.values()] + [sight for sight in strangers if not sight.gone]
-        found = self.judge.look(now, sights)
-        newly = any(sight.gone and not sight.leaving for sight in sights)
-        if found is None and newly:  # wait for a moment whether the others go too
-            time.sleep(TOGETHER_S)
-            sights = [rank.sight() for rank in self.ranks.values()]
-            found = self.judge.look(time.monotonic(), sights)
-        if found is not None:
+        others = self._tell_hosts(now, sights)
+        if self.ends_at is not None:
+            return
+        found = self.judge.look(now, sights, others)
+        if found is not None and not (found.kind == "lost" and self.beats and self.beats.leaving()):
             self._act(found)
+
+    def _tell_hosts(self, now: float, sights: list[Sight]) -> Others:
+        """Tell the other hosts what is seen here, and return what they see; act if one is silent, or ends the job."""
+        if self.beats is None:
+            return Others(known=len(sights) >= self.size)
+        counts = Counts(len(sights), sum(s.waits for s in sights), sum(s.stopped for s in sights),
+                        sum(s.leaving for s in sights))
+        if self.beats.due(now, self.bound_s) or counts.leaving > self.counts.leaving:
+            self.beats.send(counts, BEAT)
+        self.counts = counts
+        self.beats.pass_time(self.judge.passed(now))
+        silent = self.beats.silent(self.bound_s)
+        if silent and not counts.leaving == counts.ranks:
+            who = ", ".join(host.name for host in silent)
+            text = (f"host {who}: unreachable from host {self.node} for {silent[0].silent_s:.0f} s "
+                    f"(heartbeat_timeout_s {self.bound_s:g}). The job is ended.")
+            say(text, [rank.stderr for rank in self.ranks.values()])
+            for host in silent:
+                leave_cause("unreachable", text, host.rank, -1, host.name)
+            self.ends_at = now
+        elif self.beats.ended:
+            self.ends_at = now + GRACE_S
+        return self.beats.others()
 
     def _act(self, verdict: Verdict) -> None:
         """Say it, leave the cause, and end the job."""
@@ -227,7 +273,8 @@ class Watcher:
         report(verdict, [everyone[r] for r in verdict.ranks], list(self.ranks.values()), self.bound_s)
         for number in verdict.ranks:
             rank = everyone[number]
-            leave_cause(verdict.kind, rank.was, number, rank.page)
+            step = rank.page.see("R").step if rank.page else -1
+            leave_cause(verdict.kind, f"{rank.was}: {why(verdict, self.bound_s)}", number, step, self.node)
             if not rank.gone:
                 end([rank.pid])
         self.ends_at = time.monotonic() + GRACE_S

@@ -51,7 +51,8 @@ def link(word):
 
 script, folder = sys.argv[1:]
 words = ["-H", os.environ["TWO_HOSTS_LIST"], *shlex.split(os.environ["TWO_HOSTS_MPIRUN_ARGS"])]
-job = subprocess.Popen(["mpirun", *words, "-np", "2", sys.executable, script, folder], stderr=subprocess.PIPE, text=True)
+job = subprocess.Popen(["mpirun", *words, "-np", "2", sys.executable, script, folder], text=True,
+                       stderr=subprocess.PIPE)
 assert wait(lambda: rank(1)[1] >= 3, 60)
 link("down")
 time.sleep(2)

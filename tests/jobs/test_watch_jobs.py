@@ -1,12 +1,13 @@
 """What ends a job whose rank, launcher or host is gone: within the bound, with one message, and with nothing left."""
 
 import json
-import os
 import re
 
 import pytest
 from runner import mpirun
-from test_two_hosts import TWO_HOSTS, possible, two_hosts  # noqa: F401  (a fixture)
+from test_two_hosts import possible, two_hosts  # noqa: F401  (a fixture)
+
+from hvdtrain.faults.watch.system import stat
 
 TRAIN = """
 import json, os, signal, sys, time
@@ -31,59 +32,83 @@ Trainer(Config(epochs=100, global_batch=8, progress="off", out=f"{{sys.argv[1]}}
         ).fit(Model((12, 16, 5)), (x, y), callbacks=[Slow()])
 """
 
+HOST = """
+import json, os, socket, sys, time
+from hvdtrain.cluster.launcher import LaunchFacts
+from hvdtrain.faults import pulse, watch
+from hvdtrain.faults.watch.meet import meet
+
+rank, folder, bound_s = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+
+class Control:
+    size, local_rank, node = 2, 0, socket.gethostname()
+
+    def gather(self, row):
+        with open(f"{folder}/row{rank}.new", "w") as file:
+            json.dump([x.hex() if isinstance(x, bytes) else x for x in row], file)
+        os.rename(f"{folder}/row{rank}.new", f"{folder}/row{rank}")
+        while not all(os.path.exists(f"{folder}/row{r}") for r in range(2)):
+            time.sleep(0.02)
+        rows = [json.load(open(f"{folder}/row{r}")) for r in range(2)]
+        return [(*row[:3], bytes.fromhex(row[3])) for row in rows]
+
+Control.rank = rank
+watch.start(LaunchFacts("gloo", rank, 2, 0, 1, "horovodrun --gloo"), bound_s)
+meet(Control())
+pulse.at("data", 7)
+while True:
+    time.sleep(0.1)
+"""
+
 CUT = """
 import json, os, shlex, subprocess, sys, time
 
-def rank(r):
-    try:
-        return json.load(open(f"{folder}/rank{r}"))
-    except (OSError, ValueError):
-        return [0, -1]
-
-def wait(true, seconds):
-    ends_at = time.monotonic() + seconds
-    while not true() and time.monotonic() < ends_at:
-        time.sleep(0.05)
-    return true()
+script, folder = sys.argv[1:]
+words = shlex.split(os.environ["TWO_HOSTS_MPIRUN_ARGS"])
+agent = words[words.index("plm_rsh_agent") + 1]
+os.environ |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": folder, "HOROVOD_GLOO_RENDEZVOUS_PORT": "1"}
 
 def link(word):
     subprocess.run(["ip", "link", "set", "eth0", word], check=True)
 
-script, folder = sys.argv[1:]
-words = ["-H", os.environ["TWO_HOSTS_LIST"], *shlex.split(os.environ["TWO_HOSTS_MPIRUN_ARGS"])]
-job = subprocess.Popen(["mpirun", *words, "-np", "2", sys.executable, script, folder], text=True,
-                       stderr=subprocess.PIPE)
-assert wait(lambda: rank(1)[1] >= 3, 60)
+hosts = [subprocess.Popen([agent, f"host{r}", shlex.join(["exec", sys.executable, script, str(r), folder, "3"])],
+                          stderr=subprocess.PIPE, text=True) for r in range(2)]
+time.sleep(3)
 link("down")
-time.sleep(2)
+time.sleep(1.5)
 link("up")
-at = rank(1)[1]
-survived = wait(lambda: rank(1)[1] >= at + 5, 20)
-pids = [rank(r)[0] for r in range(2)]
+time.sleep(4)
+survived = [host.poll() is None for host in hosts]
 link("down")
-began = time.monotonic()
-ended = wait(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), 20)
-seconds = time.monotonic() - began
-try:
-    text = job.communicate(timeout=10)[1]
-except subprocess.TimeoutExpired:
-    job.kill()
-    text = "mpirun went on\\n" + job.communicate()[1]
-print(json.dumps([survived, ended, seconds, job.returncode, text]))
+said, began = [], time.monotonic()
+for host in hosts:
+    try:
+        said.append(host.communicate(timeout=15)[1])
+    except subprocess.TimeoutExpired:
+        host.kill()
+        said.append("it went on; " + host.communicate()[1])
+print(json.dumps([survived, said, time.monotonic() - began, [host.returncode for host in hosts]]))
 """
 
 
 @pytest.mark.usefixtures("possible")
-def test_a_host_that_is_cut_off_is_named_and_a_short_outage_survives(script, tmp_path):
-    train = tmp_path / "train.py"
-    train.write_text(TRAIN.format(at_step_3="pass", bound_s=5.0))
-    job = two_hosts("none", "python", script(CUT), str(train), str(tmp_path))
+def test_hosts_that_are_cut_off_name_each_other_and_a_short_outage_survives(script, tmp_path):
+    host = tmp_path / "host.py"
+    host.write_text(HOST)
+    job = two_hosts("none", "python", script(CUT), str(host), str(tmp_path))
     assert job.returncode == 0, job.text
-    survived, ended, seconds, status, text = json.loads(job.stdout.splitlines()[-1])
-    assert survived, "training did not go on after 2 s without a link"
-    assert ended and 4 < seconds < 15, (seconds, text)
-    assert re.search(r"hvdtrain: host host1: unreachable from host host0 for 5 s", text), text
-    assert status not in (0, None) and text.count("hvdtrain: ") == 1, text
+    survived, said, seconds, status = json.loads(job.stdout.splitlines()[-1])
+    assert survived == [True, True], "1.5 s without a link ended them"
+    for r in range(2):
+        assert re.fullmatch(rf"hvdtrain: host host{1 - r}: unreachable from host host{r} for 3 s \(heartbeat_timeout_s "
+                            r"3\). The job is ended.\n", said[r]), said
+    assert status == [-9, -9] and 1 < seconds < 12 and not job.orphans
+
+
+def alive(pid):
+    """Whether there is such a process, and not only its number, which waits for its parent."""
+    found = stat(pid)
+    return found is not None and found.state != "Z"
 
 
 def test_a_job_whose_launcher_is_killed_leaves_nothing(script, tmp_path):
@@ -91,5 +116,5 @@ def test_a_job_whose_launcher_is_killed_leaves_nothing(script, tmp_path):
     job = mpirun(2, [script(text), str(tmp_path)], settle_s=5.0)
     assert job.returncode == -9 and not job.orphans, job
     own = [json.loads((tmp_path / f"rank{r}").read_text())[0] for r in range(2)]
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in own)
+    assert len(own) == 2 and not any(alive(pid) for pid in own)
     assert "Traceback" not in job.text

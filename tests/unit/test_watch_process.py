@@ -105,8 +105,10 @@ def jobs():
     """Every kind of job at once, each with what befalls it."""
     names = {"frozen": "runs", "killed": "runs", "orphaned": "runs", "suspended": "runs", "paused": "runs",
              "early": "early", "leaves": "leaves", "unwatched": "runs"}
-    made = {name: Job(how, 0.0 if name == "unwatched" else BOUND_S) for name, how in names.items()}
+    made: dict[str, Job] = {}
     try:
+        for name, how in names.items():
+            made[name] = Job(how, 0.0 if name == "unwatched" else BOUND_S)
         for name in ("frozen", "killed", "orphaned", "suspended", "paused"):
             assert watched(made[name]), name
         made["suspended"].send(signal.SIGSTOP, 0, 1)

@@ -233,7 +233,7 @@ class Config:
         "where they differ; auto: every 200, seldomer where that took more than 0.3 % of the time; 0: never")
     audit: int = _key(
         0, "steps", "every so many steps compute a micro-batch on another rank too, and end the run where a device "
-        "computes wrongly; 100 takes about 1 % of the time; 0: off")
+        "computes wrongly; 100 takes 1 to 1.5 % of the time; 0: off")
     checkpoint: Checkpoint = _key(Checkpoint(), "", "")
     time_limit: str = _key(
         "", "", "wall limit of this job, in seconds or as 04:00:00, counted from its start: the run ends before it, "

@@ -145,7 +145,7 @@ def train_options(workload: Workload, framework: str, max_steps: int, compressio
         recipe += ["--schedule.name", name, f"--schedule.args.{length}", str(steps)]
     recipe += workload.special.get(compression, ())
     return [*recipe, *rest, "--compression", compression, "--seed", str(seed), "--eval_every", "0",
-            "--checkpoint.at_end", "false", "--progress", "off"]
+            "--checkpoint.every", "off", "--checkpoint.at_end", "false", "--progress", "off"]
 
 
 def parsed(options: Sequence[str]) -> Config:

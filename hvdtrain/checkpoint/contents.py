@@ -38,12 +38,12 @@ def parts_of(run: Run) -> tuple[Stateful, Stateful]:
 def meta_of(run: Run, rest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the run's small state at this very step, JSON-able; nothing that the run does later changes it."""
     sharded = {"layout": "sharded"} if run.config.checkpoint.layout == "sharded" else {}
-    return copy.deepcopy({
+    return {
         "hvdtrain": __version__, "framework": run.spec.framework, "model": run.spec.name,
-        "world_size": run.control.size, "cursor": run.state.cursor.to_dict(), "step_rest": dict(rest),
+        "world_size": run.control.size, "cursor": run.state.cursor.to_dict(), "step_rest": copy.deepcopy(dict(rest)),
         "config": json_able(run.config.to_dict()), "samples": run.feed.samples,
-        "callbacks": [[type(c).__name__, c.state_dict()] for c in run.callbacks], **sharded,
-    })
+        "callbacks": [[type(c).__name__, copy.deepcopy(c.state_dict())] for c in run.callbacks], **sharded,
+    }
 
 
 def snapshot_of(tensors: Groups, meta: dict[str, Any], trainable: Collection[str]) -> Snapshot:

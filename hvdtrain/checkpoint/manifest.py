@@ -90,8 +90,8 @@ def encode(manifest: Manifest) -> bytes:
         "dtypes": {},  # unused, and part of the format
         "meta": manifest.meta,
     }
-    document[_SEAL] = _digest(document)
-    data = _spell(document)
+    text = _spell(document)
+    data = _sealed(text, hashlib.sha256(text).hexdigest())
     if len(data) > MAX_MANIFEST_BYTES:
         raise CheckpointError(
             got=f"a manifest of {len(data)} bytes",
@@ -116,10 +116,11 @@ def decode(data: bytes, where: str) -> Manifest:
     if tuple(document) != keys:
         raise _damaged(f"{where} has the keys {_short(list(document))}", f"the keys {list(keys)}")
     seal = document.pop(_SEAL)
-    digest = _digest(document)
+    text = _spell(document)
+    digest = hashlib.sha256(text).hexdigest()
     if seal != digest:
         raise _damaged(f"{where} was changed: it hashes to {digest}", f"{_short(seal)} as noted in it")
-    if _spell({**document, _SEAL: seal}) != data:
+    if _sealed(text, digest) != data:
         raise _damaged(f"{where} was changed in its spelling", "the bytes that hvdtrain wrote")
     _check_shape(document, where)
     files = {name: FileEntry(entry["bytes"], entry["sha256"]) for name, entry in document["files"].items()}
@@ -205,8 +206,11 @@ def _spell(document: dict[str, Any]) -> bytes:
     return json.dumps(document, ensure_ascii=True, indent=1).encode("ascii") + b"\n"
 
 
-def _digest(document: dict[str, Any]) -> str:
-    return hashlib.sha256(_spell(document)).hexdigest()
+def _sealed(text: bytes, digest: str) -> bytes:
+    """The bytes of a spelled document with its seal as its last key, without spelling all of it again."""
+    end = b"\n}\n"
+    assert text.endswith(end)
+    return text[:-len(end)] + f',\n "{_SEAL}": "{digest}"'.encode("ascii") + end
 
 
 def _short(value: Any) -> str:

@@ -62,19 +62,23 @@ class Spent:
 class Saving:
     """Saves one run; made when the run is saved first. ``spent``: what that has cost this rank.
 
+    ``saver``: does what is left when the state is copied; a thread, unless it is given.
+
     ``cost_s``: on rank 0, what the latest save that is over has cost the slowest rank; None before there is one.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, saver: Saver | None = None) -> None:
         self.spent = Spent()
         self.cost_s: float | None = None
         self._run, self._step, self._said = run, -1, False
         self._store = CheckpointStore(run.out / DIRECTORY, run.config.checkpoint.keep)
         self._copies = Copies(run.control.local_size)
-        self._background, self._inline = BackgroundSaver(), InlineSaver()
+        self._background: Saver = saver or BackgroundSaver()
+        self._inline = InlineSaver()
         self._channel: Channel | None = None
         self._opened = False
         self._others_s = 0.0
+        self._trainable: set[str] = set()
 
     def begin(self) -> None:
         """Copy the state of the step that has ended and have it written; collective.
@@ -88,6 +92,7 @@ class Saving:
         self.wait()
         if not self._opened and control.size > 1:
             self._channel = control.channel(LONGEST_SLEEP_S)
+        self._trainable = self._trainable or trained(run.parts)
         self._opened = True
         run.parts.buffers.sync()
         for callback in run.callbacks:
@@ -187,7 +192,7 @@ class Saving:
                 tell(channel, order, other)
         else:
             order = hear(channel, 0)
-        note = together.answer(order, rank, shards, error, trained(self._run.parts))
+        note = together.answer(order, rank, shards, error, self._trainable)
         note["cost_s"] = self.spent.last_blocked_s + self.spent.last_cpu_s
         if channel is None:
             notes = control.gather(note)
@@ -201,7 +206,7 @@ class Saving:
             self._keep_config()
 
     def _write(self, tensors: Groups, meta: dict[str, Any]) -> None:
-        snapshot = snapshot_of(tensors, meta, trained(self._run.parts))
+        snapshot = snapshot_of(tensors, meta, self._trainable)
         self._store.save(snapshot, int(meta["cursor"]["step"]), log=say)
         self._keep_config()
 
@@ -247,6 +252,7 @@ class Saving:
     def end(self) -> None:
         """Give back memory and channel when the last save is over; the next one has its own. Collective."""
         self.wait()
+        self._background.end()
         self._copies.forget()
         if self._channel is not None:
             self._channel.free()
@@ -257,6 +263,7 @@ class Saving:
         if not self._background.wait(GRACE_S) and self._channel is not None:
             self._channel.close()
             self._background.wait(1.0)
+        self._background.end()
 
 
 def _fail(errors: list[str]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdtrain.checkpoint import files
-from hvdtrain.checkpoint.manifest import CheckpointError
+from hvdtrain.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Manifest
 from hvdtrain.checkpoint.snapshot import Snapshot, check_listing, inspect, read_snapshot, write_snapshot
 from hvdtrain.errors import UserError
 
@@ -54,6 +54,7 @@ class CheckpointStore:
         self.root = Path(os.path.abspath(root))
         self.keep = keep
         self._said_newer = False
+        self._inspected: dict[Path, tuple[tuple[int, int, int], Manifest]] = {}
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of a step lies."""
@@ -128,8 +129,32 @@ class CheckpointStore:
             ) from None
         places = [(name, False, self.root / name) for name in names]
         places += [(left.target, True, left.path) for left in self._leftovers("aside")]
-        found = [_candidate(name, hidden, path) for name, hidden, path in places if _STEP.fullmatch(name)]
+        found = [self._candidate(name, hidden, path) for name, hidden, path in places if _STEP.fullmatch(name)]
         return tuple(sorted(found, key=lambda one: (one.step, not one.hidden, one.path.name), reverse=True))
+
+    def _candidate(self, name: str, hidden: bool, path: Path) -> Candidate:
+        try:
+            return Candidate(self._inspect(path).step, hidden, path, None)
+        except CheckpointError as error:
+            return Candidate(int(name.removeprefix("step-")), hidden, path, error)
+
+    def _inspect(self, path: Path) -> Manifest:
+        """Read a manifest, unless it is still the file that was read before. CheckpointError."""
+        try:
+            status = os.lstat(path / MANIFEST_NAME)
+        except OSError:
+            return inspect(path)
+        now = status.st_ino, status.st_size, status.st_mtime_ns
+        if self._inspected.get(path, (None,))[0] != now:
+            self._inspected[path] = now, inspect(path)
+        return self._inspected[path][1]
+
+    def _looks_whole(self, path: Path) -> bool:
+        try:
+            check_listing(path, self._inspect(path))
+        except CheckpointError:
+            return False
+        return True
 
     def _leftovers(self, kind: str) -> tuple[files.Leftover, ...]:
         found = files.leftovers(self.root) if self.root.is_dir() else []
@@ -155,8 +180,9 @@ class CheckpointStore:
 
     def _prune(self, saved_step: int) -> None:
         """Keep the checkpoint just saved and the ``keep - 1`` before it that look whole."""
-        older = [stored for stored in self.list() if stored.step < saved_step and _looks_whole(stored.path)]
+        older = [stored for stored in self.list() if stored.step < saved_step and self._looks_whole(stored.path)]
         for stored in older[: max(0, len(older) - (self.keep - 1))]:
+            self._inspected.pop(stored.path, None)
             files.discard(stored.path)
 
     def _say_newer(self, saved_step: int, log: Log) -> None:
@@ -167,18 +193,3 @@ class CheckpointStore:
                 f"{self.root} already holds a checkpoint of step {newest}, later than step {saved_step} that "
                 "was just saved; resuming the latest would take it. Move it away if this run starts over"
             )
-
-
-def _candidate(name: str, hidden: bool, path: Path) -> Candidate:
-    try:
-        return Candidate(inspect(path).step, hidden, path, None)
-    except CheckpointError as error:
-        return Candidate(int(name.removeprefix("step-")), hidden, path, error)
-
-
-def _looks_whole(path: Path) -> bool:
-    try:
-        check_listing(path, inspect(path))
-    except CheckpointError:
-        return False
-    return True

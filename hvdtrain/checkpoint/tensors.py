@@ -21,6 +21,9 @@ from hvdtrain.checkpoint.manifest import CheckpointError
 MAX_HEADER_BYTES = 100_000_000
 """The cap that safetensors readers put on a header."""
 
+PIECE_BYTES = 1 << 20
+"""Size from which an array is written by itself."""
+
 _CODES = {
     "float64": "F64",
     "float32": "F32",
@@ -50,10 +53,22 @@ class Layout:
         return len(self.header) + sum(array.nbytes for array in self.arrays)
 
     def pieces(self) -> Iterator[memoryview]:
-        """The file's bytes in order; an array is copied, for its turn, only if not C-contiguous."""
-        yield memoryview(self.header)
+        """The file's bytes in order; small arrays come together, as one copy, so that a file is written in few calls.
+
+        A large one is copied, for its turn, only if not C-contiguous.
+        """
+        small = bytearray(self.header)
         for array in self.arrays:
-            yield array.reshape(-1).view(np.uint8).data
+            data = array.reshape(-1).view(np.uint8).data
+            if len(data) >= PIECE_BYTES or len(small) >= PIECE_BYTES:
+                yield memoryview(small)
+                small = bytearray()
+            if len(data) >= PIECE_BYTES:
+                yield data
+            else:
+                small += data
+        if small:
+            yield memoryview(small)
 
 
 def layout(tensors: Mapping[str, np.ndarray], group: str, codes: Mapping[str, str] | None = None) -> Layout:

@@ -150,7 +150,7 @@ def _train(case: Case, temp: Path, args: argparse.Namespace, rest: Sequence[str]
     n, shares = case
     out = temp / (f"np{n}" + ("-uneven" if shares else "") + (f"-{parts}-parts" if parts else ""))
     command = [*rest, "--max_steps", str(args.steps), "--epochs", "1000000", "--eval_every", "0",
-               "--checkpoint.at_end", "false", "--progress", "off"]
+               "--checkpoint.every", "off", "--checkpoint.at_end", "false", "--progress", "off"]
     if shares:
         command += ["--shares", str(list(shares))]
     if parts:

@@ -95,3 +95,7 @@ class Saver(Protocol):
     def wait(self, timeout_s: float) -> bool:
         """Return once nothing is left to do; False where ``timeout_s`` have passed before."""
         ...
+
+    def end(self) -> None:
+        """Give back what is kept from save to save."""
+        ...

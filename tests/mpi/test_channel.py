@@ -45,10 +45,21 @@ def test_what_is_longer_or_other_than_expected_is_an_error_and_not_a_mix(control
             channel.receive(np.zeros(4), (control.rank - 1) % control.size, tag).wait()
     control.barrier("all have seen it")
     assert all(handle.done() for handle in handles)
+    control.barrier("all through")
+    channel.free()
 
 
 def test_a_message_that_does_not_come_is_named(control):
     channel = control.channel()
     channel.timeout_s = 0.1
+    late = channel.receive(np.zeros(4), (control.rank + 1) % control.size, 5)
     with pytest.raises(WaitTimeout, match=rf"rank {control.rank} .* waited 0.1 s in a message of tag 5 from rank"):
-        channel.receive(np.zeros(4), (control.rank + 1) % control.size, 5).wait()
+        late.wait()
+    control.barrier("all have waited")
+    channel.timeout_s = 30.0
+    sent = channel.send(np.full(4, control.rank), (control.rank - 1) % control.size, 5)
+    with pytest.raises(RuntimeError, match="sent a message of tag 5"):  # of whole numbers
+        late.wait()
+    sent.wait()
+    control.barrier("all through")
+    channel.free()

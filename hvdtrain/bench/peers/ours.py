@@ -77,7 +77,7 @@ def _config(setup: Setup, wire: str, compression: str, balance: str) -> Any:
                   exchange=exchange(setup.exchange, setup.powersgd_rank),
                   balance=balance, emulate_speed=list(setup.emulate_speed),  # type: ignore[arg-type]
                   rebalance=section(Rebalance, "--rebalance", ("probe_cache=false", *setup.rebalance)),
-                  checkpoint=Checkpoint(at_end=False), progress="off", threads=setup.threads,
+                  checkpoint=Checkpoint(every="off", at_end=False), progress="off", threads=setup.threads,
                   control_timeout_s=IDLE_S, out=str(Path(setup.scratch, f"hvdtrain-{wire}-{compression}-{balance}")))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -11,46 +12,58 @@ from hvdtrain.protocols.state import Outcome
 
 
 class BackgroundSaver:
-    """Implements `hvdtrain.protocols.state.Saver`: one thread for each save, one save at a time.
+    """Implements `hvdtrain.protocols.state.Saver`: one thread, started with the first save, and one save at a time.
 
     The thread is a daemon, so that a disk or a rank that does not answer keeps no process alive; what it has written by
-    then is no checkpoint yet, and the next save sweeps it up.
+    then is no checkpoint yet, and the next save sweeps it up. It is kept from save to save: to start one costs the run
+    milliseconds, in which it waits for Python's lock.
     """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._settled: list[Outcome] = []
-        self._lock = threading.Lock()
+        self._orders: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._settled: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
 
     def save(self, step: int, work: Callable[[], None]) -> None:
         """Start ``work``; every exception that it raises is an outcome, since nobody else would see it."""
-        assert self._thread is None or not self._thread.is_alive(), "the last save is still under way"
-        self._thread = threading.Thread(target=self._run, args=(step, work), name=f"hvdtrain-save-{step}", daemon=True)
-        self._thread.start()
+        assert self._idle.is_set(), "the last save is still under way"
+        self._idle.clear()
+        self._orders.put((step, work))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="hvdtrain-save", daemon=True)
+            self._thread.start()
 
     def settled(self) -> list[Outcome]:
         """Return the outcomes since the last call."""
-        if not self._settled:
-            return []
-        with self._lock:
-            outcomes, self._settled = self._settled, []
-        return outcomes
+        return [self._settled.get() for _ in range(self._settled.qsize())]
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether the thread has ended, within ``timeout_s``."""
-        if self._thread is None:
-            return True
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        """Return whether nothing is left to do, within ``timeout_s``."""
+        return self._idle.wait(timeout_s)
 
-    def _run(self, step: int, work: Callable[[], None]) -> None:
-        begin, cpu = time.perf_counter(), time.thread_time()
-        error = ""
-        try:
-            work()
-        except (OSError, UserError) as problem:
-            error = str(problem)
-        except BaseException as problem:  # noqa: BLE001  (see `save`)
-            error = f"{type(problem).__name__}: {problem}"
-        with self._lock:
-            self._settled.append(Outcome(step, error, time.perf_counter() - begin, time.thread_time() - cpu))
+    def end(self) -> None:
+        """Let the thread go, which ends when what it does is done; a later save has its own."""
+        if self._thread is not None:
+            self._orders.put(None)
+            self._thread = None
+
+    def _serve(self) -> None:
+        while (order := self._orders.get()) is not None:
+            self._settled.put(_done(*order))
+            del order  # it holds copies of the state
+            self._idle.set()
+
+
+def _done(step: int, work: Callable[[], None]) -> Outcome:
+    """Call ``work`` and tell what came of it."""
+    begin, cpu = time.perf_counter(), time.thread_time()
+    error = ""
+    try:
+        work()
+    except (OSError, UserError) as problem:
+        error = str(problem)
+    except BaseException as problem:  # noqa: BLE001  (see `BackgroundSaver.save`)
+        error = f"{type(problem).__name__}: {problem}"
+    return Outcome(step, error, time.perf_counter() - begin, time.thread_time() - cpu)

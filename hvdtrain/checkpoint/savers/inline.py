@@ -32,3 +32,6 @@ class InlineSaver:
     def wait(self, timeout_s: float) -> bool:
         """Return True at once: a save is over when `save` returns."""
         return True
+
+    def end(self) -> None:
+        """There is no thread."""

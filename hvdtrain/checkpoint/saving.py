@@ -87,9 +87,9 @@ class Saving:
         """
         began = time.perf_counter()
         run, control = self._run, self._run.control
-        self._step = run.state.cursor.step
-        pulse.at("saving", self._step)
+        pulse.at("saving", run.state.cursor.step)
         self.wait()
+        self._step = run.state.cursor.step  # not before: a thread at work has a step of its own
         if not self._opened and control.size > 1:
             self._channel = control.channel(LONGEST_SLEEP_S)
         self._trainable = self._trainable or trained(run.parts)
@@ -141,10 +141,11 @@ class Saving:
             if run.control.size > 1:
                 error = f"rank {rank} on host {run.control.node}: {problem}"
         if run.config.checkpoint.layout == "sharded":
-            sharing = partial(self._share, shards, meta, error)
+            sharing = partial(self._share, self._step, shards, meta, error)
             self._start(self._inline if run.control.size > 1 and self._channel is None else saver, sharing, began)
             return
-        self._start(saver, partial(self._gather if rank == 0 else self._give, shards, meta, error), began)
+        work = self._gather if rank == 0 else self._give
+        self._start(saver, partial(work, self._step, shards, meta, error), began)
 
     def _start(self, saver: Saver, work: Any, began: float) -> None:
         """Hand the work over; the time until then, or to its end where it is inline, is the run's."""
@@ -154,16 +155,16 @@ class Saving:
         self.spent.last_blocked_s = time.perf_counter() - began
         self.spent.blocked_s += self.spent.last_blocked_s
 
-    def _give(self, shards: list[Shard], meta: dict[str, Any], error: str) -> None:
+    def _give(self, step: int, shards: list[Shard], meta: dict[str, Any], error: str) -> None:
         """Send this rank's shards to rank 0, or why there are none; with what saving costs here."""
         assert self._channel is not None
-        note = {"step": self._step, "error": error, "blocked_s": self.spent.last_blocked_s,
+        note = {"step": step, "error": error, "blocked_s": self.spent.last_blocked_s,
                 "cpu_s": self.spent.last_cpu_s}
         give(self._channel, note, shards)
 
-    def _gather(self, shards: list[Shard], meta: dict[str, Any], error: str) -> None:
+    def _gather(self, step: int, shards: list[Shard], meta: dict[str, Any], error: str) -> None:
         """Receive the other ranks' shards and write all; rank 0's part."""
-        assembly, errors, step = Assembly(), [error] if error else [], self._step
+        assembly, errors = Assembly(), [error] if error else []
         costs_s = [0.0]
         for shard in shards:
             assembly.add(shard)
@@ -178,13 +179,13 @@ class Saving:
         _fail(errors)
         self._write(assembly.finish(), meta)
 
-    def _share(self, shards: list[Shard], meta: dict[str, Any], error: str) -> None:
+    def _share(self, step: int, shards: list[Shard], meta: dict[str, Any], error: str) -> None:
         """Write this rank's shards into one checkpoint with the other ranks'. Collective where there is no channel."""
         control, channel = self._run.control, self._channel
         rank, others = control.rank, range(1, control.size)
         order: Note = {}
         if rank == 0:
-            order = together.order(self._store, self._step, together.needed(shards, control.size))
+            order = together.order(self._store, step, together.needed(shards, control.size))
         if channel is None:
             order = control.bcast(order)
         elif rank == 0:

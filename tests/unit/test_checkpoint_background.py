@@ -116,6 +116,22 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
         "step-00000004", "step-00000008", "step-00000012"]
 
 
+def test_the_next_save_does_not_change_the_one_that_is_under_way(tmp_path, monkeypatch):
+    """Threads that come to their turn only when the run wants to save again: the steps stay apart."""
+    real = saving.Saving._gather
+
+    def late(self, *args):
+        time.sleep(0.03)
+        real(self, *args)
+
+    monkeypatch.setattr(saving.Saving, "_gather", late)
+    every = Checkpoint(every_steps=1, at_end=False, keep=20)
+    notes = lockstep(2, settings(tmp_path, max_steps=6, checkpoint=every), lambda rank: make_model("numpy"), DATA,
+                     lambda run: fitted(run).notes)
+    assert not any("not written" in note for said in notes for note in said)
+    assert [one.step for one in CheckpointStore(tmp_path / "checkpoints", 1).list()] == [1, 2, 3, 4, 5, 6]
+
+
 # --- disks that fail -----------------------------------------------------------------------------------------------
 
 FAULTS = {"EIO": OSError(errno.EIO, "Input/output error"), "ENOSPC": OSError(errno.ENOSPC, "No space left on device"),

@@ -40,7 +40,8 @@ def to_numpy(variable: Any) -> np.ndarray:
 def view(variable: Any) -> np.ndarray:
     """What `to_numpy` returns, without a copy where it is in host memory; good until the variable changes."""
     value = variable.value if isinstance(variable, keras.Variable) else variable
-    value = value.read_value() if isinstance(value, tf.Variable) else value
+    if isinstance(value, tf.Variable):  # what read_value does, without the three quarters of its time that are Python
+        value = tf.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype)
     try:
         return np.asarray(memoryview(value))
     except (ValueError, TypeError, BufferError):  # a type that Python's buffers lack, such as bfloat16

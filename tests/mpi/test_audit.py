@@ -46,6 +46,8 @@ def images(framework):
 
 @pytest.mark.parametrize("settings", [{}, {"accumulate": 2, "precision": "bf16"}], ids=["fp32", "bf16"])
 def test_dropout_and_batchnorm_are_recomputed_alike(framework, settings, control, tmp_path):
+    if settings and control.size > 2:
+        pytest.skip("types do not depend on the number of ranks: tried on 2")
     out = control.bcast(str(tmp_path / "run"))
     setting = config(global_batch=13 * control.size, max_steps=12, audit=1, check_every=4, out=out, **settings)
     run = fitted(assemble(setting, convolutions(framework), images(framework), control))

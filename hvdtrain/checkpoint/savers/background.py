@@ -47,6 +47,8 @@ class BackgroundSaver:
         """Let the thread go, which ends when what it does is done; a later save has its own."""
         if self._thread is not None:
             self._orders.put(None)
+            if self._idle.is_set():
+                self._thread.join(1.0)
             self._thread = None
 
     def _serve(self) -> None:

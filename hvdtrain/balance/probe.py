@@ -112,13 +112,13 @@ def _held(run: Any, tools: Tools, limit: int) -> _Held:
     batches: dict[int, Any] = {}
     peaks: list[int] = []
     for b in sizes:
-        batch = tools.sample(b)
         try:
+            batch = tools.sample(b)
             peaks.append(_peak(device.kind, tools, batch))
         except Exception as error:
-            if not tools.out_of_memory(error):
+            if not isinstance(error, MemoryError) and not tools.out_of_memory(error):
                 raise
-            break
+            break  # MemoryError: the host has no room for so many samples, whatever the device holds
         batches[b] = batch
     if not batches:
         raise UserError(f"{device.name} is out of memory with a micro-batch of {sizes[0]} on rank {rank}",

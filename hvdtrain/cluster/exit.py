@@ -69,6 +69,7 @@ def run_guarded(main: Callable[[], int | None], facts: LaunchFacts) -> int:
         causes.leave({0: "done", EXIT_REQUEUE: "requeue"}.get(status, "exception"), f"exit status {status}")
     except BrokenPipeError:  # nobody reads any more (| head): not a failure, and nobody to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        causes.leave("exception", "nobody read the output any more")
         return _leave("", EXIT_CRASH, facts)
     except BaseException as error:  # noqa: BLE001  (this is where every exception ends)
         return end(error, facts)

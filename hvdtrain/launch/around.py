@@ -59,7 +59,8 @@ class Launching:
         for note in notes:
             if note not in self.said:
                 self.said.add(note)
-                print(f"note: {note}", file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads any more
+                    print(f"note: {note}", file=sys.stderr, flush=True)
         return spec
 
     def command(self, hosts: tuple[Host, ...], program: tuple[str, ...],

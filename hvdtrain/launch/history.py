@@ -6,6 +6,7 @@ Owns the fields of a line and their words. A line that cannot be written is told
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,10 @@ def lost(one: Attempt) -> int:
 def append(out: Path, record: Mapping[str, Any]) -> str:
     """Add a line to the run's history; return "" or why it could not be written."""
     try:
-        with (out / NAME).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        with (out / NAME).open("a+b") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+            torn = file.read(1) not in (b"", b"\n")  # a line that was cut off must not swallow this one
+            file.write(b"\n" * torn + json.dumps(record).encode() + b"\n")
     except OSError as error:
         return f"{out / NAME} could not be written: {error.strerror}"
     return ""
@@ -49,7 +52,7 @@ def append(out: Path, record: Mapping[str, Any]) -> str:
 def read(out: Path) -> list[dict[str, Any]]:
     """Return the records of a run's history; [] without one. A line that was cut off is left out."""
     try:
-        lines = (out / NAME).read_text(encoding="utf-8").splitlines()
+        lines = (out / NAME).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
     found = []

@@ -98,12 +98,12 @@ class Job:
     def succeeded(self, before: Stamp, status: int, ranks: int, left: Sequence[dict[str, Any]]) -> bool:
         """Whether an attempt has ended well. ``before``: the stamp when it began; ``left``: its ranks' causes.
 
-        By completed.json, new or found complete by rank 0. A program that is not ours and writes none has ended well
-        where every rank left "done" and the launcher saw nothing else.
+        By completed.json, new or, of ``train``, found complete by rank 0. A program that is not ours and writes none
+        has ended well where every rank left "done", as Python's end does by itself, and the launcher saw nothing else.
         """
         now = self.stamp()
         done = {row["rank"] for row in left if row["kind"] == "done"}
-        if now != (0, 0) and (now != before or 0 in done):
+        if now != (0, 0) and (now != before or self.config is not None and 0 in done):
             return True
         return self.config is None and status == 0 and bool(done) and len(done) >= max(1, ranks)
 

@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ END_S = 20.0
 """From a rank's cause to the end of its launcher: what takes longer is ended."""
 
 LEAVE_S = 120.0
-"""From the completion record, or from the last rank's "done", to the end of the launcher."""
+"""From the completion record of ``train``, or from the last rank's "done", to the end of the launcher."""
 
 TOGETHER_S = 2.0
 """Ranks that were lost within this time may have been lost by one cause."""
@@ -91,9 +92,10 @@ class Signals:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Listen while the body runs; the handlers before return after it."""
+        """Listen while the body runs; the handlers before return after it. What is ignored (nohup) stays so."""
+        numbers = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
         before = {number: signal.signal(number, self._heard)
-                  for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)}
+                  for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
         try:
             yield
         finally:
@@ -194,7 +196,7 @@ class Supervisor:
 
     def _watch(self, seen: Watched, group: Group, before: Watched | None) -> None:
         """Wait until the launcher ends or must be ended. Every wait here has a bound but that for training itself."""
-        look_at, asked_at, final_at = 0.0, 0.0, 0.0
+        look_at, asked_at, final_at, begin = 0.0, 0.0, 0.0, time.monotonic()
         while group.status() is None:
             time.sleep(TICK_S)
             now = time.monotonic()
@@ -214,7 +216,7 @@ class Supervisor:
                 seen.why = f"it had not saved and ended {REQUEUE_S:g} s after it was asked to"
             elif bound_s and now - final_at > bound_s:
                 seen.why = f"its launcher had not ended {bound_s:g} s after {why}"
-            elif self.around.start_s and time.time() - seen.began > self.around.start_s and not _begun(seen.where):
+            elif self.around.start_s and now - begin > self.around.start_s and not _begun(seen.where):
                 seen.why = f"no rank had begun {self.around.start_s:g} s after the launch"
             if seen.why:
                 return
@@ -228,7 +230,9 @@ class Supervisor:
         if bad:
             return END_S, f"a rank's last words ({bad[0]['kind']})"
         ranks = sum(host.slots for host in seen.launch.hosts)
-        if ranks and len(left) >= ranks or self.job.stamp() not in ((0, 0), seen.stamp):
+        # A program of the user's may have more to do after its fit.
+        complete = self.job.config is not None and self.job.stamp() not in ((0, 0), seen.stamp)
+        if ranks and len(left) >= ranks or complete:
             return LEAVE_S, "the end of the run"
         return 0.0, ""
 
@@ -241,7 +245,8 @@ class Supervisor:
         with contextlib.suppress(OSError):
             (seen.where / causes.REQUEUE).touch()
         listening = [row for row in causes.read_marks(seen.where) if row["name"] == "fit"]
-        told = [group.tell_rank(row["pid"], signal.SIGUSR2) for row in listening if isinstance(row.get("pid"), int)]
+        told = [group.tell_rank(row["pid"], signal.SIGUSR2) for row in listening
+                if isinstance(row.get("pid"), int) and row.get("host") == socket.gethostname()]
         if not any(told) and self.around.forwards and (listening or self.job.config is None):
             group.tell(signal.SIGUSR2)
 
@@ -263,6 +268,7 @@ class Supervisor:
         end, last_sign = causes.read_progress(seen.where)
         begin = next((row["step"] for row in marks if row["name"] == "fit" and isinstance(row.get("step"), int)), -1)
         succeeded = job.succeeded(seen.stamp, -1 if seen.status is None else seen.status, ranks, left)
+        succeeded = succeeded or self._knows_nothing_of_us(seen)
         kind, text, rank, host = cause_of(left, succeeded, seen.status, seen.why, oom_kills() - seen.oom_kills)
         silent = silent_hosts(hosts, left)
         if kind == "lost" and WAITING in text and len(silent) == 1:  # a host is gone whole, and others waited
@@ -274,6 +280,14 @@ class Supervisor:
         micro = job.micro_batch(ranks, self.micro_batch)
         return Attempt(seen.number, kind, text, rank, self._named(host, rank, hosts), hosts, begin, end,
                        job.checkpoint(), micro, seen.launch.left_out)
+
+    def _knows_nothing_of_us(self, seen: Watched) -> bool:
+        """Whether a program without hvdtrain, of which no rank ever speaks, has ended well: on this host alone.
+
+        Where a host was lost, a launcher's 0 means nothing.
+        """
+        near = {host.name for host in seen.launch.hosts} <= set(self.around.own_names)
+        return self.job.config is None and seen.status == 0 and not seen.why and near and not _begun(seen.where)
 
     def _named(self, host: str, rank: int, hosts: tuple[Host, ...]) -> str:
         """The name that a host has in the launch, from what it calls itself, or from the rank's place there."""

@@ -91,6 +91,26 @@ def test_an_old_record_is_no_success(supervisor, tmp_path):
     assert next_number(tmp_path / "run") == 3
 
 
+def test_an_old_record_is_no_success_of_another_program_that_fails(supervisor, tmp_path):
+    one, _ = supervisor("causes.leave('done', ''); sys.exit(3)", restarts=0)  # what Python's end leaves for any status
+    (tmp_path / "run" / "completed.json").write_text("{}")
+    assert one.run() == 1
+
+
+def test_a_program_may_work_on_after_its_fit(supervisor, tmp_path, monkeypatch):
+    monkeypatch.setattr(supervising, "LEAVE_S", 0.1)
+    one, _ = supervisor("complete(); time.sleep(1.5); (out / 'scores').touch(); causes.leave('done', '')", restarts=0)
+    assert one.run() == 0 and (tmp_path / "run" / "scores").exists()
+
+
+def test_a_program_without_a_word_of_ours_runs_once(supervisor, tmp_path):
+    silent = "for p in where.glob('marks*'): p.unlink()\nsys.exit({})"
+    assert supervisor(silent.format(0), own_names=("localhost",))[0].run() == 0
+    assert len(history.read(tmp_path / "run")) == 1
+    assert supervisor(silent.format(3), restarts=0, own_names=("localhost",))[0].run() == 1
+    assert supervisor(silent.format(0), restarts=0, own_names=("another",))[0].run() == 1, "a lost host, 0 all the same"
+
+
 def test_other_programs_succeed_by_every_ranks_word(supervisor):
     assert supervisor("causes.leave('done', '')", restarts=0)[0].run() == 0
     assert supervisor("causes.leave('done', ''); sys.exit(3)", restarts=0)[0].run() == 1
@@ -112,7 +132,7 @@ def test_a_launcher_that_stays_after_a_ranks_last_words_is_ended(supervisor, tmp
 
 def test_a_launcher_that_stays_after_the_end_is_ended_and_it_is_a_success(supervisor, monkeypatch):
     monkeypatch.setattr(supervising, "LEAVE_S", 0.3)
-    assert supervisor("complete(); time.sleep(60)", restarts=0)[0].run() == 0
+    assert supervisor("complete(); time.sleep(60)", restarts=0, config=Config())[0].run() == 0
 
 
 def test_a_job_that_does_not_begin_is_ended(supervisor, tmp_path):
@@ -136,6 +156,23 @@ def test_sigterm_saves_and_ends_with_75(supervisor, tmp_path, number):
         assert one.run() == 75
     assert (tmp_path / "run" / "attempts" / "001" / causes.REQUEUE).exists()
     assert "asked to end" in "\n".join(said)
+
+
+def test_what_nohup_ignores_stays_ignored(supervisor, tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        one, _ = supervisor("(out / 'up').touch(); time.sleep(1); complete()")
+        with ended_by(tmp_path / "run" / "up", signal.SIGHUP):
+            assert one.run() == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_torn_history_swallows_no_record(supervisor, tmp_path):
+    one, _ = supervisor("complete()")
+    (tmp_path / "run" / history.NAME).write_bytes(b'{"attempt": 1}\n\xff{"atte')
+    assert one.run() == 0
+    assert [row["attempt"] for row in history.read(tmp_path / "run")] == [1, 1]
 
 
 def test_an_interrupt_ends_all_at_once(supervisor, tmp_path):

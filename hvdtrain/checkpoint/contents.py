@@ -22,9 +22,13 @@ from hvdtrain.run import Run
 
 
 def given_by(run: Run) -> tuple[Given, Given]:
-    """Return what this rank gives to a checkpoint: of the state that all hold alike, and its own."""
+    """Return what this rank gives to a checkpoint: of the state that all hold alike, and its own.
+
+    Copies that another data_parallel keeps are one model only where they meet, their optimizers' state maybe never:
+    parts of several would be no model at all, so rank 0 gives the whole of its own.
+    """
     shared, own = parts_of(run)
-    if run.config.checkpoint.layout == "sharded":
+    if run.config.checkpoint.layout == "sharded" and run.config.data_parallel == "replicate":
         return Cut(run.control.rank, run.control.size, run.parts.state.state), own
     return shared, own
 

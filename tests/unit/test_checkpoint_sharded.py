@@ -177,6 +177,30 @@ def test_without_a_channel_the_ranks_write_their_parts_all_the_same(tmp_path, mo
             == tensors_of(tmp_path / "gathered/checkpoints/step-00000012"))
 
 
+APART = """
+from hvdtrain.data_parallel.alone import Alone
+
+
+class Apart(Alone):
+    def meets(self, step):
+        return False
+
+
+def make(setup):
+    return Apart(setup.parts.optimizer, setup.ops)
+"""
+
+
+def test_copies_that_train_apart_are_not_mixed(tmp_path):
+    """Between two meetings of a local SGD, of which only its author knows, rank 0's copy is what is saved."""
+    (tmp_path / "apart.py").write_text(APART)
+    run = setting(tmp_path / "run", data_parallel=f"{tmp_path / 'apart.py'}:make", check_every=0)
+    runs = lockstep(2, run, lambda rank: make_model("numpy"), DATA, fitted)
+    got = read_snapshot(tmp_path / "run/checkpoints/step-00000012").tensors["model"]
+    own = [{name: np.array_equal(got[name], p) for name, p in run.spec.model.params.items()} for run in runs]
+    assert all(own[0].values()) and not any(own[1].values())
+
+
 @pytest.mark.parametrize("shards", [
     {}, {"a.safetensors": {"model/w": [0]}}, {"a.safetensors": {"model/w": [-1, [2]]}}, {"a.safetensors": 3},
     {"a.safetensors": {"model/w": [0, 2]}}, {"a.safetensors": {"../w": [0, [2]]}}, {"b.safetensors": {}}])

@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdtrain import backends
 from hvdtrain.callbacks.base import Callback
-from hvdtrain.faults.audit_pairs import Pair, pairs
+from hvdtrain.faults.audit_pairs import Pair, comparable, left_out, pairs
 from hvdtrain.faults.finite import spoken
 from hvdtrain.faults.fingerprint import vectors_of
 from hvdtrain.faults.kinds import kinds
@@ -49,6 +49,13 @@ class Audit(Callback):
         types = run.parts.precision.names
         self._kinds = [f"{kind}, {name}" for kind, name in zip(kinds(run), types)]
         self._eps = [resolution(device.kind, name) for device, name in zip(run.devices, types)]
+        self._narrow = [name != "fp32" for name in types]
+        out = left_out(self._kinds, self._narrow)
+        self._ranks = [rank for rank in range(run.control.size) if rank not in out]
+        if out:
+            words = ", ".join(f"{rank} ({types[rank]})" for rank in out)
+            run.note(f"audit leaves out rank{'s' if len(out) > 1 else ''} {words}: results in 16 bits can be compared "
+                     "with those of a rank of the same kind and precision alone")
         self._last = run.state.cursor.step // self._every
         self._begin_s = time.monotonic()
 
@@ -60,10 +67,11 @@ class Audit(Callback):
         if turn == self._last and not self._doubts:
             return
         began_s = time.perf_counter()
-        plan = pairs(self._kinds, turn) if turn != self._last else list(self._doubts)
-        self.audits += turn != self._last
+        plan = self._plan(turn) if turn != self._last else list(self._doubts)
+        self.audits += turn != self._last and bool(plan)
         self._last = turn
-        self._audit(run, plan)
+        if plan:
+            self._audit(run, plan)
         self._own_s += time.perf_counter() - began_s
 
     def fit_end(self, run: Any) -> None:
@@ -72,6 +80,11 @@ class Audit(Callback):
             part = 100 * self._own_s / max(1e-9, time.monotonic() - self._begin_s)
             run.note(f"{self.audits} audits of a micro-batch on another rank found nothing and took {part:.2g} % of "
                      "the time")
+
+    def _plan(self, turn: int) -> list[Pair]:
+        """Return the pairs of a turn, among the ranks that can be audited."""
+        found = pairs([self._kinds[rank] for rank in self._ranks], turn)
+        return comparable([(self._ranks[a], self._ranks[b]) for a, b in found], self._kinds, self._narrow)
 
     # --- one audit ---------------------------------------------------------------------------------------------------
 

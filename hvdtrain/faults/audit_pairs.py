@@ -48,3 +48,25 @@ def pairs(kinds: Sequence[str], turn: int) -> list[Pair]:
     series, at = divmod(turn // 2, len(others))
     found = [pair for pair in found if others[at] not in pair]
     return [*found, (alone[0], others[at]) if series % 2 else (others[at], alone[0])]
+
+
+def comparable(found: Sequence[Pair], kinds: Sequence[str], narrow: Sequence[bool]) -> list[Pair]:
+    """Return the pairs whose results tell anything: of one kind, or of two that both compute in their own types.
+
+    ``narrow``: which ranks compute in 16 bits. A small gradient is nothing but rounding there, and a ReLU is often on
+    the other side of zero, so that a rank of another kind, or in another type, is rightly as far away as a faulty one.
+    """
+    return [(a, b) for a, b in found if kinds[a] == kinds[b] or not (narrow[a] or narrow[b])]
+
+
+def left_out(kinds: Sequence[str], narrow: Sequence[bool]) -> list[int]:
+    """Return the ranks that no turn has in a pair that is `comparable`.
+
+    >>> left_out(["cpu, fp32", "cpu, bf16"], [False, True]), left_out(["a", "b", "c, bf16"], [False, False, True])
+    ([0, 1], [2])
+    """
+    if not any(narrow) or len(set(kinds)) == 1:
+        return []
+    met = {rank for turn in range(2 * len(kinds)) for pair in comparable(pairs(kinds, turn), kinds, narrow)
+           for rank in pair}
+    return [rank for rank in range(len(kinds)) if rank not in met]

@@ -124,6 +124,23 @@ def test_unlike_devices_may_round_and_no_more(monkeypatch, tmp_path):
     assert count[True] >= 5, count
 
 
+@pytest.mark.parametrize("precision, audits", [("fp32:bf16", 0), ("fp32:fp32:fp16", 12), ("bf16:bf16:fp32", 12)])
+def test_ranks_in_other_types_accuse_nobody(precision, audits, tmp_path):
+    """The gradient of a bias before a BatchNorm is nothing but rounding: in 16 bits as large as any other."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+    def made(rank):
+        torch.manual_seed(1)
+        layers = torch.nn.Linear(12, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Linear(16, 5)
+        return torch.nn.Sequential(*layers)
+
+    size = precision.count(":") + 1
+    runs = trained(size, model=made, steps=12, global_batch=16, precision=precision, check_every=0, out=str(tmp_path))
+    told = next(note for note in runs[0].notes if note.startswith("audit leaves out"))
+    assert ("ranks 0 (fp32), 1 (bf16)" if size == 2 else f"rank 2 ({precision.split(':')[2]})") in told
+    assert audit(runs[0]).audits == audits and set(audit(runs[0]).good) == ({0, 1} if audits else set())
+
+
 def test_a_model_that_draws_by_itself_is_not_audited(tmp_path):
     def made(rank):
         own, draw = numpy_model(None), np.random.default_rng(rank)

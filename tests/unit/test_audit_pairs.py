@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from hvdtrain.faults.audit_pairs import pairs, tournament
+from hvdtrain.faults.audit_pairs import comparable, left_out, pairs, tournament
 
 
 @pytest.mark.parametrize("size", range(2, 10))
@@ -39,3 +39,11 @@ def test_ranks_of_one_kind_meet_and_nobody_is_left_out(kinds):
 def test_the_only_rank_of_its_kind_meets_every_other():
     assert {tuple(sorted(p)) for t in range(8) for p in pairs("abbb", t) if 0 in p} == {(0, 1), (0, 2), (0, 3)}
     assert tournament([], 3) == tournament([4], 0) == []
+
+
+def test_results_in_16_bits_are_compared_among_like_ranks_alone():
+    kinds, narrow = ["cpu, fp32", "gpu, fp32", "gpu, bf16", "gpu, bf16"], [False, False, True, True]
+    every = [(0, 1), (2, 3), (0, 2), (3, 1)]
+    assert comparable(every, kinds, narrow) == [(0, 1), (2, 3)] and comparable(every, kinds, [False] * 4) == every
+    assert left_out(kinds, narrow) == [] and left_out(kinds[:3], narrow[:3]) == [2]
+    assert left_out(kinds[1:3], narrow[1:3]) == [0, 1] and left_out(["bf16"] * 2, [True] * 2) == left_out([], []) == []

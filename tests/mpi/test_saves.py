@@ -1,0 +1,91 @@
+"""Saves beside training over MPI: whole runs of each framework, both layouts, resumed by other numbers of ranks."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from small_runs import bits, config, fitted, make_model, samples
+
+from hvdtrain.assemble import assemble
+from hvdtrain.callbacks.base import Callback
+from hvdtrain.checkpoint import adapters, files, read_snapshot
+from hvdtrain.checkpoint.saving import Saving
+from hvdtrain.checkpoint.savers.background import BackgroundSaver
+from hvdtrain.checkpoint.savers.inline import InlineSaver
+from hvdtrain.config import Checkpoint, Named
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
+DATA = samples(48)
+
+
+class Slow(Callback):
+    """Notes at the end of each step whether this rank's part of a save is under way."""
+
+    where = "all"
+
+    def __init__(self) -> None:
+        self.busy = 0
+
+    def step_end(self, run):
+        self.busy += run.saver is not None and run.saver.busy()
+
+
+def state_of(out, step):
+    """The whole state by group and place, and the manifest's facts without the configuration."""
+    snapshot = read_snapshot(out / f"checkpoints/step-{step:08d}")
+    facts = {key: value for key, value in snapshot.meta.items() if key not in ("config", "layout")}
+    arrays = {group: [a.tobytes() for _, a in sorted(named.items())] for group, named in snapshot.tensors.items()}
+    return arrays, facts
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """A disk on which a file takes long enough for training to go on."""
+    write, pause = files.write_durably, threading.Event()
+    monkeypatch.setattr(files, "write_durably", lambda path, pieces: pause.wait(0.02) or write(path, pieces))
+    monkeypatch.setattr(adapters, "LEAST_CUT_BYTES", 64)
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_saves_beside_training_have_the_bits_of_saves_that_are_waited_for(control, tmp_path, monkeypatch, slow_disk,
+                                                                          framework):
+    out = control.bcast(tmp_path)
+    settings = config(global_batch=12, max_steps=8, optimizer=Named("Adam"))
+    busy = {}
+    for name, layout, saver in (("beside", "gathered", BackgroundSaver), ("shards", "sharded", BackgroundSaver),
+                                ("waited", "gathered", InlineSaver)):
+        monkeypatch.setattr("hvdtrain.checkpoint.saving.BackgroundSaver", saver)
+        keys = Checkpoint(every_steps=2, keep=9, layout=layout)
+        run = assemble(replace(settings, out=str(out / name), checkpoint=keys), make_model(framework), DATA)
+        watch = Slow()
+        run.callbacks[:0] = [watch]
+        fitted(run)
+        assert isinstance(run.saver, Saving) and run.saver.spent.saves == 5
+        busy[name] = control.gather(watch.busy)[0]
+    assert busy["beside"] > 0 and busy["shards"] > 0 and busy["waited"] == 0
+    if control.rank == 0:
+        for step in (2, 4, 6, 8):
+            beside, shards, waited = (state_of(out / name, step) for name in ("beside", "shards", "waited"))
+            assert beside == waited and shards == waited
+    control.barrier("compared")
+    again = replace(settings, out=str(out / "shards"), resume="auto", max_steps=10, checkpoint=Checkpoint())
+    run = fitted(assemble(again, make_model(framework, seed=3), DATA))
+    assert run.state.cursor.step == 10 and len(set(control.gather(bits(run)))) == 1
+
+
+def test_a_failed_write_is_told_on_every_rank_at_the_next_vote(control, tmp_path, monkeypatch):
+    out = control.bcast(tmp_path)
+
+    def full(path, pieces):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "write_durably", full)
+    settings = config(global_batch=12, max_steps=9, out=str(out / "run"),
+                      checkpoint=Checkpoint(every_steps=4, at_end=False))
+    run = fitted(assemble(settings, make_model("numpy"), DATA))
+    assert any("step 4: checkpoint not written ([Errno 28] No space left on device)" in note for note in run.notes)
+    assert "2 checkpoints could not be written, the last 2 in a row" in run.notes
+    assert np.isfinite(run.state.loss)

@@ -35,14 +35,19 @@ pulse.at("step_end of Mine", 40 + rank)
 os.write(1, f"{rank} {os.getpid()}\\n".encode())
 if sys.argv[1] == "leaves":
     sys.exit(3 * rank)
+if sys.argv[1] == "wrapped":
+    time.sleep(1 + 2 * (1 - rank))
+    os.write(1, f"{rank} has saved\\n".encode())
+    sys.exit()
 while True:
     time.sleep(0.1)
 """
 
 LAUNCHER = """
 import os, subprocess, sys
-ranks = [subprocess.Popen([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], env=os.environ | {"HOROVOD_RANK": str(r)})
-         for r in range(2)]
+wrap = ["bash", "-c", '"$@"; exit $?', "wrapper"] if sys.argv[2] == "wrapped" else []
+ranks = [subprocess.Popen([*wrap, sys.executable, "-c", sys.argv[1], *sys.argv[2:]],
+                          env=os.environ | {"HOROVOD_RANK": str(r)}) for r in range(2)]
 sys.exit(max(rank.wait() for rank in ranks) and 1)
 """
 
@@ -104,7 +109,7 @@ def watched(job: Job) -> bool:
 def jobs():
     """Every kind of job at once, each with what befalls it."""
     names = {"frozen": "runs", "killed": "runs", "orphaned": "runs", "suspended": "runs", "paused": "runs",
-             "early": "early", "leaves": "leaves", "unwatched": "runs"}
+             "early": "early", "leaves": "leaves", "wrapped": "wrapped", "unwatched": "runs"}
     made: dict[str, Job] = {}
     try:
         for name, how in names.items():
@@ -150,6 +155,12 @@ def test_a_rank_that_is_frozen_before_it_comes_is_found(jobs):
 
 def test_the_watcher_goes_without_a_word_with_ranks_that_leave(jobs):
     assert jobs["leaves"].ended() == "" and jobs["leaves"].launcher.returncode == 1
+
+
+def test_a_rank_outlives_the_wrapper_of_another(jobs):
+    job = jobs["wrapped"]
+    said, wrong = job.launcher.communicate(timeout=25.0)
+    assert "0 has saved" in said and wrong == "" and job.launcher.returncode == 0
 
 
 def test_neither_a_short_pause_nor_a_suspended_job_is_ended(jobs):

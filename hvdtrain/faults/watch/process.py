@@ -148,9 +148,11 @@ class Watcher:
             elif fd in self.connections:
                 self._read(self.connections[fd])
             elif fd in self.launchers:
-                self.orphaned_at = time.monotonic()
+                ended = self.launchers.pop(fd)
                 self._drop(fd)
-                del self.launchers[fd]
+                # A wrapper of one rank (a script, a launcher's helper) ends in order with it, and others go on.
+                if any(ended in rank.launchers and self._is_alive(rank.pid) for rank in self.ranks.values()):
+                    self.orphaned_at = time.monotonic()
             else:
                 for rank in self.ranks.values():
                     if rank.pidfd == fd:

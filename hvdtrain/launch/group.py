@@ -18,6 +18,7 @@ from pathlib import Path
 
 from hvdtrain.errors import UserError
 from hvdtrain.faults import causes
+from hvdtrain.faults.watch.system import catches
 from hvdtrain.launch.environment import valid_name
 
 GRACE_S = 3.0
@@ -59,8 +60,11 @@ class Group:
             self._child.send_signal(number)
 
     def tell_rank(self, pid: int, number: int) -> bool:
-        """Send a rank on this host a signal, if ``pid`` is one of this attempt's processes; whether it was."""
-        if pid not in self.processes():
+        """Send a rank on this host a signal, if ``pid`` is one of this attempt's processes and has a handler for it.
+
+        Return whether it was sent.
+        """
+        if pid not in self.processes() or not catches(pid, number):
             return False
         with contextlib.suppress(OSError):
             os.kill(pid, number)

@@ -239,7 +239,8 @@ class Supervisor:
     def _ask(self, seen: Watched, group: Group) -> None:
         """Have the ranks save and end with status 75: by a file, and by SIGUSR2 to those that listen.
 
-        A rank that does not listen yet, or runs a program of the user's without a handler, would die of the signal.
+        A rank that does not listen yet, or no longer, or runs a program of the user's without a handler, would die of
+        the signal.
         """
         self.around.say("asked to end: the ranks save, and end with status 75")
         with contextlib.suppress(OSError):
@@ -247,7 +248,7 @@ class Supervisor:
         listening = [row for row in causes.read_marks(seen.where) if row["name"] == "fit"]
         told = [group.tell_rank(row["pid"], signal.SIGUSR2) for row in listening
                 if isinstance(row.get("pid"), int) and row.get("host") == socket.gethostname()]
-        if not any(told) and self.around.forwards and (listening or self.job.config is None):
+        if not any(told) and self.around.forwards and not listening and self.job.config is None:
             group.tell(signal.SIGUSR2)
 
     def _report(self, seen: Watched, before: Watched | None) -> None:
@@ -268,7 +269,7 @@ class Supervisor:
         end, last_sign = causes.read_progress(seen.where)
         begin = next((row["step"] for row in marks if row["name"] == "fit" and isinstance(row.get("step"), int)), -1)
         succeeded = job.succeeded(seen.stamp, -1 if seen.status is None else seen.status, ranks, left)
-        succeeded = succeeded or self._knows_nothing_of_us(seen)
+        succeeded = succeeded and not self._cut_short(seen, left, ranks) or self._knows_nothing_of_us(seen)
         kind, text, rank, host = cause_of(left, succeeded, seen.status, seen.why, oom_kills() - seen.oom_kills)
         silent = silent_hosts(hosts, left)
         if kind == "lost" and WAITING in text and len(silent) == 1:  # a host is gone whole, and others waited
@@ -280,6 +281,10 @@ class Supervisor:
         micro = job.micro_batch(ranks, self.micro_batch)
         return Attempt(seen.number, kind, text, rank, self._named(host, rank, hosts), hosts, begin, end,
                        job.checkpoint(), micro, seen.launch.left_out)
+
+    def _cut_short(self, seen: Watched, left: Sequence[Mapping[str, Any]], ranks: int) -> bool:
+        """Whether a program of the user's was ended while it worked on after its fit."""
+        return self.job.config is None and bool(seen.why) and sum(row["kind"] == "done" for row in left) < max(1, ranks)
 
     def _knows_nothing_of_us(self, seen: Watched) -> bool:
         """Whether a program without hvdtrain, of which no rank ever speaks, has ended well: on this host alone.

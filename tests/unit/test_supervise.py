@@ -158,6 +158,21 @@ def test_sigterm_saves_and_ends_with_75(supervisor, tmp_path, number):
     assert "asked to end" in "\n".join(said)
 
 
+AFTER_FIT = "complete(); (out / 'up').touch(); time.sleep(1.5); (out / 'scores').touch(); causes.leave('done', '')"
+
+
+def test_a_program_that_works_on_after_its_fit_does_not_die_of_the_wish_to_save(supervisor, tmp_path):
+    one, _ = supervisor(AFTER_FIT, forwards=True)
+    with ended_by(tmp_path / "run" / "up", signal.SIGTERM):
+        assert one.run() == 0 and (tmp_path / "run" / "scores").exists()
+
+
+def test_a_program_that_is_interrupted_after_its_fit_is_not_complete(supervisor, tmp_path):
+    one, _ = supervisor(AFTER_FIT)
+    with ended_by(tmp_path / "run" / "up", signal.SIGINT):
+        assert one.run() == 130 and not (tmp_path / "run" / "scores").exists()
+
+
 def test_what_nohup_ignores_stays_ignored(supervisor, tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

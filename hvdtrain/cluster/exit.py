@@ -73,6 +73,9 @@ def run_guarded(main: Callable[[], int | None], facts: LaunchFacts) -> int:
         return _leave("", EXIT_CRASH, facts)
     except BaseException as error:  # noqa: BLE001  (this is where every exception ends)
         return end(error, facts)
+    if status == EXIT_REQUEUE and threading.current_thread() is threading.main_thread():
+        # A launcher ends the others as soon as one has left with a status: theirs must stay this one.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return _leave("", status, facts)
 
 

@@ -100,7 +100,12 @@ def leave_error(error: BaseException, *, echo: bool = False) -> bool:
 def leave_done_at_exit() -> None:
     """Have this rank leave "done" when Python ends without another cause; for scripts that nothing of ours wraps."""
     if folder() is not None:
-        atexit.register(leave, "done", "")
+        atexit.register(_done, os.getpid())
+
+
+def _done(pid: int) -> None:
+    if pid == os.getpid():  # a forked child's end is not the rank's
+        leave("done", "")
 
 
 def mark(name: str, step: int = -1) -> None:

@@ -272,8 +272,11 @@ def heard(step: int) -> None:
 
 
 def leaving() -> None:
-    """Publish that this process ends, or ends the job, and says itself why; nothing where there is no page."""
-    if _own is not None:
+    """Publish that this process ends, or ends the job, and says itself why; nothing where there is no page.
+
+    Nothing in a forked child either, which shares its parent's page.
+    """
+    if _own is not None and (_made is None or _made.pid == os.getpid()):
         _own.own.memory[_LEAVING] = 1
 
 

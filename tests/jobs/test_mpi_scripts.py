@@ -180,6 +180,24 @@ def test_the_batch_script_passes_sigusr2_on_and_requeues_what_was_saved(tmp_path
     assert (tmp_path / "told").read_text().splitlines()[-2:] == ["requeue", "7"]
 
 
+@pytest.mark.parametrize("status, complete, again", [(143, False, True), (2, False, False), (143, True, False)])
+def test_the_batch_script_requeues_what_srun_ended_when_the_first_rank_had_left(tmp_path, slurm, status, complete,
+                                                                                again):
+    srun = tmp_path / "srun"
+    srun.write_text(srun.read_text().replace("exit 75", f"exit {status}"))
+    if complete:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "completed.json").touch()
+    (tmp_path / "wait").touch()
+    child = subprocess.Popen(["bash", str(SCRIPTS / "run.sbatch")], cwd=tmp_path, env=slurm)
+    ends_at = time.monotonic() + 30
+    while not (tmp_path / "up").exists() and time.monotonic() < ends_at:
+        time.sleep(0.02)
+    child.send_signal(signal.SIGUSR2)
+    assert child.wait(timeout=30) == status
+    assert ("requeue" in (tmp_path / "told").read_text().splitlines()) == again
+
+
 def test_the_batch_scripts_directives_come_before_any_command():
     lines = (SCRIPTS / "run.sbatch").read_text().splitlines()
     assert [line.startswith("#SBATCH") for line in lines[1:10]] == [True] * 9

@@ -1,6 +1,8 @@
 """What a rank leaves behind for a supervisor: written once, whole, and without ever raising."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -136,3 +138,39 @@ def test_an_agreed_mistake_keeps_its_kind():
         return causes.kind_of(caught.value)
 
     assert LockstepWorld(2).run(work, timeout_s=20.0) == ["disk", "disk"]
+
+
+FORKS = """
+import atexit, os, sys
+from hvdtrain.faults import causes, pulse
+
+pulse.page()
+atexit.register(pulse.leaving)
+causes.leave_done_at_exit()
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+os.waitpid(child, 0)
+print(pulse._own.own.pace().leaving, causes.leave("exception", "ValueError: bad"))
+"""
+
+
+def test_a_forked_childs_end_is_not_the_ranks(folder):
+    child = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=30)
+    assert child.stdout == "False True\n", child.stderr
+    assert [row["kind"] for row in causes.read(folder)] == ["exception"]
+
+
+SAVED = """
+import os, signal, sys
+from hvdtrain.cluster.exit import run_guarded
+from hvdtrain.cluster.launcher import SOLO
+
+status = run_guarded(lambda: 75, SOLO)
+os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(status)
+"""
+
+
+def test_a_launcher_that_ends_who_is_saved_does_not_change_the_status():
+    assert subprocess.run([sys.executable, "-c", SAVED], timeout=30).returncode == 75

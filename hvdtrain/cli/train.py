@@ -165,6 +165,8 @@ def _files(paths: list[str | None]) -> dict[str, Any]:
     whole: dict[str, Any] = {}
     for path in paths:
         found = recipe.read(path or "")
+        if type(found.get("time_limit")) in (int, float):  # YAML reads 1:30:00, too, as a number of seconds
+            found["time_limit"] = str(found["time_limit"])
         _check_tree(found, Config, "", f"in {path}")
         for name, value in found.items():
             before = whole.get(name, {})

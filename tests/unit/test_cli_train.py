@@ -68,6 +68,12 @@ def test_the_process_environment_is_read(monkeypatch):
     assert seen.global_batch == 48 and seen.data == Data("synthetic", {"samples": 7}, shuffle=False)
 
 
+@pytest.mark.parametrize("text, seconds", [("3600", 3600), ("1:30:00", 5400), ("04:00:00", 14400), ("90.5", 90.5)])
+def test_a_files_time_limit_may_look_like_a_number(write, text, seconds):
+    config = parse(["--config", write(f"time_limit: {text}")], {})
+    assert config is not None and config.time_limit_s() == seconds
+
+
 def test_several_files_are_laid_over_each_other_key_by_key(write):
     first = write("lr: 0.5\nseed: 4\ndata: {name: synthetic, prefetch: 0}\nmodel_args: {a: 1}\n", "a.yaml")
     second = write("lr: 0.7\ndata: {shuffle: false}\nmodel_args: {b: 2}\n", "b.yaml")

@@ -194,6 +194,20 @@ def test_a_thousand_clean_steps_on_uneven_ranks(tmp_path):
     assert guard(runs[0])._good == 1000
 
 
+def test_roundings_of_a_first_fit_are_forgiven_in_a_second(monkeypatch, tmp_path):
+    """5 roundings of 16 after 40 updates, where sqrt(40) are: as many as unlike devices may have."""
+    monkeypatch.setattr(room, "kinds", lambda run: ["cpu a", "cpu b"])
+
+    def work(run):
+        run.callbacks.insert(0, Write([1], 30, by=5.5 * 80 * 2.0**-52))
+        fitted(run)
+        run.config, run.state.stop = replace(run.config, max_steps=50), ""
+        return fitted(run).state.cursor.step
+
+    setting = config(global_batch=8, max_steps=40, check_every=5, out=str(tmp_path / "run"))
+    assert lockstep(2, setting, lambda rank: make_model("numpy"), samples(64), work) == [50, 50]
+
+
 def test_auto_compares_as_often_as_it_may_cost(tmp_path):
     def rows(own_s, gather_s, step_s):
         return [(None, own_s, gather_s, step_s), (None, own_s / 2, 2 * gather_s, step_s)]

@@ -78,6 +78,7 @@ class Saving:
         self._channel: Channel | None = None
         self._opened = False
         self._others_s = 0.0
+        self._untold: list[Outcome] = []
         self._trainable: set[str] = set()
 
     def begin(self) -> None:
@@ -229,6 +230,18 @@ class Saving:
 
         Rank 0 meets every error; another rank only what keeps it from sending.
         """
+        outcomes, self._untold = [*self._untold, *self._settle()], []
+        return outcomes
+
+    def latest(self) -> str:
+        """Return "" or why the latest save, which is over, wrote nothing; what came of those before stays `settled`'s.
+        """
+        outcomes = self.settled()
+        own = next(outcome for outcome in reversed(outcomes) if outcome.step == self._step)
+        self._untold = [outcome for outcome in outcomes if outcome is not own]
+        return own.error
+
+    def _settle(self) -> list[Outcome]:
         outcomes = [*self._inline.settled(), *self._background.settled()]
         for outcome in outcomes:
             self.spent.cpu_s += outcome.cpu_s

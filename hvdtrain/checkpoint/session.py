@@ -55,11 +55,14 @@ def begin(run: Run) -> None:
 
 
 def finish(run: Run) -> str:
-    """Wait for the save that is under way; return "" or what went wrong since last asked, on every rank. Collective."""
+    """Wait for the save that was begun last; return "" or why it was not written, on every rank. Collective.
+
+    What came of saves before it is still `Saving.settled`'s to tell.
+    """
     if run.saver is None:
         return ""
     run.saver.wait()
-    return run.control.bcast("; ".join(outcome.error for outcome in run.saver.settled() if outcome.error))
+    return run.control.bcast(run.saver.latest())
 
 
 def find(resume: str, out: Path | None, log: Callable[[str], None]) -> Snapshot | None:

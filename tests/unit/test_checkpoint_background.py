@@ -173,6 +173,28 @@ class Breaks(Callback):
             self.disk.bad = 4 <= run.state.cursor.step < 8
 
 
+def test_a_save_that_a_callback_asks_for_is_not_blamed_for_the_one_before(tmp_path, monkeypatch):
+    disk, told = Disk(monkeypatch, "write", "EIO"), []
+
+    class Saves(Callback):
+        where = "all"
+
+        def step_end(self, run):
+            if run.saver is not None:
+                run.saver.wait()
+            if run.control.rank == 0:
+                disk.bad = run.state.cursor.step == 4
+            if run.state.cursor.step == 5:
+                told.append(session.save(run))
+
+    def work(run):
+        run.callbacks[:0] = [Saves()]
+        return fitted(run).notes
+
+    notes = lockstep(2, settings(tmp_path), lambda rank: make_model("numpy"), DATA, work)
+    assert told == ["", ""] and all(any("step 4: checkpoint not written (" in n for n in said) for said in notes)
+
+
 @pytest.mark.parametrize("call, fault, nth", [
     ("write", "EIO", 1), ("write", "ENOSPC", 3), ("write", "short", 2), ("fsync", "EIO", 1), ("fsync", "EIO", 4),
     ("close", "ENOSPC", 1), ("rename", "EIO", 1), ("mkdir", "ENOSPC", 1), ("write", "bug", 2), ("write", "memory", 1)])

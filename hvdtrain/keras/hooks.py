@@ -15,12 +15,14 @@ for other optimizers:
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from typing import Any
 
 import keras
 
 from hvdtrain.errors import UserError
+from hvdtrain.faults import pulse
 from hvdtrain.keras import shardable
 from hvdtrain.keras.data import Shard
 from hvdtrain.keras.exchange import Exchange, exchange_of
@@ -118,8 +120,11 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
 
 def _guarded(model: Any, function: Any, exchange: Exchange) -> Any:
     """``function`` of one or more steps, and the comparison where it is due after them."""
+    calls = itertools.count()
+
     @functools.wraps(function)
     def train(iterator: Any) -> Any:
+        pulse.at("fit", next(calls) * model.steps_per_execution)
         with exchange.guard.driven(), failures():
             out = function(iterator)
         exchange.guard.between_steps(model.steps_per_execution / exchange.settings.passes)

@@ -16,6 +16,7 @@ from hvdtrain.cluster import boot
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.config import Config, Exchange
 from hvdtrain.errors import UserError
+from hvdtrain.faults import pulse
 from hvdtrain.protocols import Control
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
 
@@ -75,6 +76,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     world = _world(control, hvd, dynamic)
     _open(world, sets)
     _worlds.append(world)
+    pulse.at("the script, after hvd.init()")
 
 
 def _start() -> tuple[Control, Any]:

@@ -72,3 +72,32 @@ def test_a_rank_that_stands_still_while_leaving(script):
     job = mpirun(2, [script(LEAVE.format(timeout_s=1.0))], timeout_s=40)
     assert job.returncode not in (0, None), job
     assert not job.orphans
+
+
+FIT = """
+import os, signal
+import numpy as np
+import keras
+import hvdtrain.keras as hvd
+
+hvd.init()
+
+class Freeze(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if hvd.rank() == 1 and batch == 5:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+x, y = np.random.default_rng(hvd.rank()).standard_normal((64, 12)).astype("f"), np.arange(64) % 5
+model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(5, activation="softmax")])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="sparse_categorical_crossentropy")
+model.fit(x, y, batch_size=8, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), Freeze()])
+"""
+
+
+def test_a_rank_that_stands_still_in_plain_fit(script):
+    pytest.importorskip("tensorflow")
+    job = mpirun(2, [script(FIT)], timeout_s=90, env={"HVDTRAIN_HEARTBEAT_TIMEOUT_S": "2"})
+    assert job.returncode not in (0, None), job
+    assert re.search(r"rank 1 on host \S+, stopped by a signal, in step 5, phase 'fit' since \d s: frozen for 2 s",
+                     job.text), job.text
+    assert "Stacks of rank 0" in job.text and not job.orphans, job.text

@@ -168,9 +168,13 @@ def test_a_program_that_works_on_after_its_fit_does_not_die_of_the_wish_to_save(
 
 
 def test_a_program_that_is_interrupted_after_its_fit_is_not_complete(supervisor, tmp_path):
-    one, _ = supervisor(AFTER_FIT)
-    with ended_by(tmp_path / "run" / "up", signal.SIGINT):
-        assert one.run() == 130 and not (tmp_path / "run" / "scores").exists()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        one, _ = supervisor(AFTER_FIT)
+        with ended_by(tmp_path / "run" / "up", signal.SIGINT):
+            assert one.run() == 130 and not (tmp_path / "run" / "scores").exists()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_what_nohup_ignores_stays_ignored(supervisor, tmp_path):
@@ -191,11 +195,15 @@ def test_a_torn_history_swallows_no_record(supervisor, tmp_path):
 
 
 def test_an_interrupt_ends_all_at_once(supervisor, tmp_path):
-    one, _ = supervisor("(out / 'up').touch(); time.sleep(60)")
-    with ended_by(tmp_path / "run" / "up", signal.SIGINT):
-        assert one.run() == 130
-    assert history.read(tmp_path / "run")[0]["cause"] == "interrupted"
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    try:
+        one, _ = supervisor("(out / 'up').touch(); time.sleep(60)")
+        with ended_by(tmp_path / "run" / "up", signal.SIGINT):
+            assert one.run() == 130
+        assert history.read(tmp_path / "run")[0]["cause"] == "interrupted"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_signal_while_it_waits_starts_nothing_more(supervisor, tmp_path, monkeypatch):

@@ -23,6 +23,19 @@ TOPIC = "requeue"
 LOOK_S = 1.0
 """How often the supervisor's wish and the clock are looked at."""
 
+_early: list[int] = []
+"""What `heed` has heard."""
+
+
+def heed() -> None:
+    """Keep a SIGUSR2 that comes from here on for the fit to come, where it would end this process; main thread only.
+
+    For a program that is ours from its start to its end: one that is starting, or writes its model, must not die of it.
+    """
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR2, lambda number, frame: _early.append(number))
+        signal.siginterrupt(signal.SIGUSR2, False)  # nothing that starts waits in vain, or fails, for it
+
 
 class Preempt(Callback):
     """Runs on all ranks, each of which may be the one that is told. ``limit_s``: the wall limit, 0 without one.
@@ -102,7 +115,7 @@ class Preempt(Callback):
         """Tell all ranks, once, that the run is to end."""
         if self._asked:
             return
-        why = "SIGUSR2" if self._signalled else ""
+        why = "SIGUSR2" if self._signalled or _early else ""
         now = self._clock()
         if not why and now >= self._look_at:
             self._look_at = now + LOOK_S

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdtrain import placed, recipe, schema
+from hvdtrain.callbacks.preempt import heed
 from hvdtrain.config import Config
 from hvdtrain.cluster.exit import EXIT_REQUEUE
 from hvdtrain.errors import UserError, closest, nearest
@@ -30,6 +31,7 @@ Option = tuple[str, str | None, str]
 def main(argv: list[str]) -> int:
     """Train as ``argv`` says; return 0, or 75 where the run was saved because its job is about to end."""
     causes.mark("start")
+    heed()
     config = parse(argv)
     if config is None:
         return 0

@@ -8,8 +8,10 @@ import pytest
 from small_runs import Record, config, lockstep, make_model, samples
 
 from hvdtrain import Trainer, loop
+from hvdtrain.callbacks import preempt as preempting
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.callbacks.preempt import Preempt
+from hvdtrain.cli import train
 from hvdtrain.config import Checkpoint
 from hvdtrain.errors import UserError
 from hvdtrain.faults import causes
@@ -133,6 +135,18 @@ def test_the_users_handler_is_called_and_comes_back(tmp_path):
     again = Trainer(replace(trainer.config, resume="auto", epochs=2))
     assert not again.fit(make_model("numpy"), samples(64)).requeue
     assert (tmp_path / "run" / "completed.json").exists()
+
+
+def test_train_keeps_a_signal_that_comes_before_its_fit(tmp_path, monkeypatch):
+    before = signal.getsignal(signal.SIGUSR2)
+    monkeypatch.setattr(preempting, "_early", [])
+    try:
+        assert train.main(["--print_config"]) == 0
+        os.kill(os.getpid(), signal.SIGUSR2)
+        (run, record), = ended(1, tmp_path, lambda run: [], epochs=1)
+        assert run.state.requeue and run.state.cursor.step == 0 and record.saved_at == []
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_without_any_of_it_a_run_ends_as_ever(tmp_path):

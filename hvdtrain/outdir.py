@@ -8,6 +8,7 @@ after a node was lost. What a directory held before stays as it is until `begin`
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -156,7 +157,13 @@ def _given(config: Config) -> Path:
 
 
 def _unusable(error: OSError) -> UserError:
-    return UserError(f"the run's directory cannot be made: {error}", "a writable place", "choose another --out")
+    return UserError(f"the run's directory cannot be made: {error}", "a writable place",
+                     "choose another --out").of_kind(kind_of(error))
+
+
+def kind_of(error: OSError) -> str:
+    """Return the cause that a supervisor sees: a "disk" that may have room again, or a "user"'s mistake."""
+    return "disk" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE) else "user"
 
 
 def _give_back(run: Any) -> None:

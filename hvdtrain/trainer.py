@@ -29,7 +29,7 @@ from hvdtrain.config import Config
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.faults import causes, pulse
 from hvdtrain.faults.finite import trained
-from hvdtrain.outdir import write_completed
+from hvdtrain.outdir import kind_of, write_completed
 from hvdtrain.run import Run
 
 
@@ -249,7 +249,7 @@ def export(run: Run) -> list[str]:
             return run.parts.state.export(directory)
         except OSError as error:
             raise UserError(f"the final model could not be written: {error}", "a writable directory with room",
-                            "free space; the last checkpoint holds the weights") from None
+                            "free space; the last checkpoint holds the weights").of_kind(kind_of(error)) from None
     return run.control.bcast(agreed(run.control, write, "export"))
 
 
@@ -261,6 +261,7 @@ def _complete(run: Run) -> None:
                 write_completed(run.out, summary.record(run))
         except OSError as error:
             raise UserError(f"the model is written, but not the record that the run is complete: {error}",
-                            "a writable directory with room", "free space and add --resume auto") from None
+                            "a writable directory with room",
+                            "free space and add --resume auto").of_kind(kind_of(error)) from None
 
     agreed(run.control, write, "the completion record")

@@ -1,5 +1,6 @@
 """The run's directory: a new one each time, never overwritten, whole records."""
 
+import errno
 import json
 import os
 import stat
@@ -268,3 +269,14 @@ def test_a_record_that_cannot_be_written_leaves_the_old_one_and_no_litter(monkey
         outdir.write_completed(path, {"steps": 4})
     assert json.loads((path / "completed.json").read_text()) == {"steps": 3}
     assert sorted(p.name for p in path.iterdir()) == ["completed.json", "config.yaml"]
+
+
+@pytest.mark.parametrize("number, kind", [(errno.ENOSPC, "disk"), (errno.EDQUOT, "disk"), (errno.EACCES, "user")])
+def test_a_full_disk_is_no_mistake_that_ends_a_supervision(tmp_path, monkeypatch, number, kind):
+    def full(*args, **options):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(UserError, match="cannot be made") as caught:
+        outdir.choose(Config(out=str(tmp_path / "new")), "cnn")
+    assert caught.value.kind == kind

@@ -18,7 +18,7 @@ from typing import Any
 from hvdtrain.chaos import inject, look
 from hvdtrain.chaos.aim import Aim, Attempt
 from hvdtrain.chaos.job import Job
-from hvdtrain.chaos.plan import DISK, FLIP, FREEZE, KILL, LAUNCHER, SUPERVISOR, Fault
+from hvdtrain.chaos.plan import DISK, FLIP, FREEZE, KILL, LAUNCHER, SUPERVISOR, SURVIVED, Fault
 
 MOST_TRIES = 8
 """Times that a fault is tried which hits no live rank."""
@@ -71,7 +71,7 @@ class _Pending:
 
 @dataclass
 class Campaign:
-    """``every``: steps between saves. ``hang_s``: bound of every wait for a sign of life."""
+    """``every``: steps between saves. ``hang_s``: bound of every wait for a sign of life. ``name``: its trainings'."""
 
     job: Job
     runs: Path
@@ -79,6 +79,7 @@ class Campaign:
     hang_s: float
     disk: inject.Disk
     say: Callable[[str], None]
+    name: str = "run"
     outcomes: list[Outcome] = field(default_factory=list)
     legs: list[Leg] = field(default_factory=list)
     trouble: str = ""
@@ -92,7 +93,7 @@ class Campaign:
 
     def run(self, plan: Sequence[Fault], ranks: int, shares: Sequence[int]) -> None:
         """Do every fault of ``plan``, the first attempt having ``ranks`` and ``shares``; then wait for the end."""
-        self.job.at(self.runs / "run-1")
+        self.job.at(self.runs / f"{self.name}-1")
         world = (ranks, tuple(shares))
         try:
             for fault in plan:
@@ -121,7 +122,7 @@ class Campaign:
             outcome.hit = self._harm(fault, attempt)
             outcome.missed += not outcome.hit
             self._write("fault", outcome)
-            if outcome.hit and fault.kind != DISK:
+            if outcome.hit and fault.kind not in SURVIVED:
                 self._aim.forget(attempt)
                 self._pending.append(pending)
 
@@ -222,7 +223,7 @@ class Campaign:
         """See to it that a supervisor works on a training that is not complete."""
         if look.completed(self.job.out) is not None:
             self._complete()
-            self.job.at(self.runs / f"run-{len(self.legs) + 1}")
+            self.job.at(self.runs / f"{self.name}-{len(self.legs) + 1}")
             self._ended_supervisor = True
         if self.job.status() is None and self.job.mark:
             return

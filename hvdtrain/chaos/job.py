@@ -22,12 +22,13 @@ _NOT_USED = re.compile(rb"checkpoint (step-\d+) is not used")
 class Job:
     """``launch --restarts`` of one run, again and again.
 
-    ``words``: the training's options without --out. ``launch``: options of the launch but its hosts. ``hostfile`` is
-    written anew before each attempt: the supervisor reads it at each restart.
+    ``words``: the training's options without --out. ``launch``: options of the launch but its hosts. ``before``: what
+    runs the supervisor. ``hostfile`` is written anew before each attempt: the supervisor reads it at each restart.
     """
 
-    def __init__(self, work: Path, host: str, launch: Sequence[str], words: Sequence[str]) -> None:
-        self._host, self._launch, self._words = host, list(launch), list(words)
+    def __init__(self, work: Path, host: str, launch: Sequence[str], words: Sequence[str],
+                 before: Sequence[str] = ()) -> None:
+        self._host, self._launch, self._words, self._before = host, list(launch), list(words), list(before)
         self._work, self.out, self.log = work, work / "run", work / "run.log"
         self._hosts = work / "hosts"
         self._child: Child | None = None
@@ -41,15 +42,19 @@ class Job:
     def hosts(self, ranks: int) -> None:
         """Say how many ranks the next attempt has, in one rename, since a supervisor may be reading."""
         temp = self._hosts.with_suffix(".new")
-        temp.write_text(f"{self._host} slots={ranks}\n")
+        temp.write_text(self.listed(ranks))
         os.replace(temp, self._hosts)
+
+    def listed(self, ranks: int) -> str:
+        """The host file for so many ranks."""
+        return f"{self._host} slots={ranks}\n"
 
     def start(self, ranks: int, shares: Sequence[int]) -> None:
         """Start a supervisor; the one before has ended."""
         self.end()
         self.hosts(ranks)
         even = len(set(shares)) <= 1
-        command = [sys.executable, "-m", "hvdtrain", "launch", "--restarts", str(RESTARTS), "--hostfile",
+        command = [*self._before, sys.executable, "-m", "hvdtrain", "launch", "--restarts", str(RESTARTS), "--hostfile",
                    str(self._hosts), *self._launch, "--", "train", *self._words, "--out", str(self.out),
                    "--resume", "auto", *(() if even else ("--shares", ":".join(map(str, shares))))]
         with self.log.open("ab") as log:

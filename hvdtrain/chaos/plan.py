@@ -12,6 +12,10 @@ from dataclasses import dataclass
 
 MOST_STARTS = 2
 KILL, FREEZE, DISK, FLIP = "kill", "freeze", "disk full", "bit flip"
+CUT, OUTAGE = "network cut", "network cut, mended in time"
+SURVIVED = (DISK, OUTAGE)
+"""Kinds that the attempt which meets them must get over, without a restart."""
+
 START, SAVE, STEP = "start", "save", "step"
 RANK, LAUNCHER, SUPERVISOR = "rank", "launcher", "supervisor"
 LARGEST_SHARE = 3

@@ -17,7 +17,7 @@ from pathlib import Path
 from hvdtrain import curve
 from hvdtrain.bench import table
 from hvdtrain.build.children import orderly_signals
-from hvdtrain.chaos import judge
+from hvdtrain.chaos import cuts, judge
 from hvdtrain.chaos.campaign import Campaign
 from hvdtrain.chaos.job import Job
 from hvdtrain.chaos.plan import Amounts, draw
@@ -53,14 +53,16 @@ def main(argv: list[str]) -> int:
     args, words = read(argv)
     amounts = Amounts(args.kills, args.freezes, args.disk_full, args.flips)
     host, most = _hosts(args)
-    steps = args.steps or min(max(LEAST_STEPS, STEPS_A_FAULT * amounts.total), MOST_STEPS)
+    if args.cuts:
+        cuts.check(args.out)
+    total = amounts.total + args.cuts
+    steps = args.steps or min(max(LEAST_STEPS, STEPS_A_FAULT * total), MOST_STEPS)
     work = _work(args.out)
     options = [*words, "--max_steps", str(steps), "--epochs", "1000000", "--progress", "off",
                "--checkpoint.every_steps", str(args.every_steps), "--checkpoint.keep", str(KEEP),
                "--heartbeat_timeout_s", str(HEARTBEAT_S)]
     plan = draw(amounts, most, args.hold_ranks, args.seed)
-    shares = (1,) * most
-    say(f"chaos: {amounts.total} faults, seed {args.seed}, {steps} steps, "
+    say(f"chaos: {total} faults, seed {args.seed}, {steps} steps, "
         + (f"{most} ranks at all times" if args.hold_ranks else f"1 to {most} ranks") + f"; files in {work}")
     with orderly_signals():
         quiet = [*words, "--max_steps", str(steps), "--epochs", "1000000", "--progress", "off"]
@@ -69,17 +71,24 @@ def main(argv: list[str]) -> int:
                                      BOUNDS)
         room = DISK_BYTES + DISK_ROOM * _checkpoint_bytes(reference)
         (work / "runs").mkdir()
+        campaigns: list[Campaign] = []
         with disk(work / "runs", bool(args.disk_full), room) as full:
             if args.disk_full:
                 say(f"chaos: a full disk is {full.words}")
-            job = Job(work, host, [*(("--oversubscribe",) if most > 1 else ()), *args.launch_args], options)
-            campaign = Campaign(job, work / "runs", args.every_steps, args.hang, full, say)
-            campaign.run(plan, most, shares)
-            return _report(args, campaign, len(plan), reference, quiet, work)
+            if plan:
+                job = Job(work, host, [*(("--oversubscribe",) if most > 1 else ()), *args.launch_args], options)
+                campaigns.append(Campaign(job, work / "runs", args.every_steps, args.hang, full, say))
+                campaigns[-1].run(plan, most, (1,) * most)
+            if args.cuts:
+                say(f"chaos: {args.cuts} cuts of the network between two hosts made of this machine, one rank on each")
+                campaigns.append(cuts.campaign(work / "cuts", args.launch_args, options, args.every_steps, args.hang,
+                                               HEARTBEAT_S, say))
+                campaigns[-1].run(cuts.draw_cuts(args.cuts, args.seed), len(cuts.HOSTS), (1,) * len(cuts.HOSTS))
+            return _report(args, campaigns, total, reference, quiet, work)
 
 
-def _report(args: argparse.Namespace, campaign: Campaign, planned: int, reference: Path, quiet: Sequence[str],
-            work: Path) -> int:
+def _report(args: argparse.Namespace, campaigns: Sequence[Campaign], planned: int, reference: Path,
+            quiet: Sequence[str], work: Path) -> int:
     """Say what happened and what came of it; 1 if anything was lost."""
     record = json.loads((reference / COMPLETED).read_text())
     weights = verify.weights_of(reference)
@@ -92,10 +101,18 @@ def _report(args: argparse.Namespace, campaign: Campaign, planned: int, referenc
         return verify.weights_of(verify.completed(f"the undisturbed run in {parts} parts", 1, cut, work
                                                   / f"undisturbed-{parts}-parts", args.timeout, BOUNDS))
 
-    found = judge.findings(campaign.outcomes, planned, campaign.trouble, campaign.legs, record)
-    caveats = verify.caveats_of([reference, *(leg.out for leg in campaign.legs)])
-    found += judge.same_weights(campaign.legs, weights, verify.weights_of, args.hold_ranks, limit, caveats)
-    table.show("faults", judge.HEADERS, judge.table(campaign.outcomes))
+    outcomes = [outcome for campaign in campaigns for outcome in campaign.outcomes]
+    legs = [leg for campaign in campaigns for leg in campaign.legs]
+    trouble = "; ".join(campaign.trouble for campaign in campaigns if campaign.trouble)
+    found = judge.findings(outcomes, planned, trouble, legs, record)
+    caveats = verify.caveats_of([reference, *(leg.out for leg in legs)])
+    for campaign in campaigns:
+        bits = args.hold_ranks
+        if isinstance(campaign, cuts.CutCampaign):
+            found += cuts.findings(campaign.cuts)
+            bits = False  # a host that was lost twice is left out once: ranks are not held
+        found += judge.same_weights(campaign.legs, weights, verify.weights_of, bits, limit, caveats)
+    table.show("faults", judge.HEADERS, judge.table(outcomes))
     for finding in found:
         say(("      " if finding.good else "LOST  ") + finding.words)
     lost = [finding for finding in found if not finding.good]
@@ -141,10 +158,10 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     words = list(argv[at + 1:])
     if not words or words[0] != "train":
         raise UserError("no training stands after --", "-- train and its options", "write: chaos --kills 20 -- train")
-    for name in ("kills", "freezes", "disk_full", "flips", "steps"):
+    for name in ("kills", "freezes", "disk_full", "flips", "cuts", "steps"):
         if getattr(args, name) < 0:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}", "0 or more", "correct it")
-    if args.kills + args.freezes + args.disk_full + args.flips < 1:
+    if args.kills + args.freezes + args.disk_full + args.flips + args.cuts < 1:
         raise UserError("no fault is asked for", "one at least", "add --kills 20")
     if args.every_steps < 1 or not args.hang > 0 or not args.timeout > 0:
         raise UserError(f"--every-steps is {args.every_steps}, --hang {args.hang:g}, --timeout {args.timeout:g}",
@@ -163,12 +180,15 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m hvdtrain chaos", allow_abbrev=False, usage="%(prog)s [options] -- train ...",
         description="Train under launch --restarts, on ranks and shares that change, and break it again and again: "
                     "kill ranks (half of the kills in saves and while it starts), launcher or supervisor, freeze "
-                    "ranks, fill the disk, change bits of checkpoints. Then compare with a run that nobody disturbed. "
-                    "Status 0 only if nothing was lost.")
+                    "ranks, fill the disk, change bits of checkpoints, cut the network. Then compare with a run that "
+                    "nobody disturbed. Status 0 only if nothing was lost.")
     parser.add_argument("--kills", type=int, default=0, help="SIGKILLs (default 0)")
     parser.add_argument("--freezes", type=int, default=0, help="ranks stopped for good by SIGSTOP")
     parser.add_argument("--disk-full", type=int, default=0, help="times that no checkpoint can be written for a while")
     parser.add_argument("--flips", type=int, default=0, help="bits changed in the newest checkpoint")
+    parser.add_argument("--cuts", type=int, default=0,
+                        help="cuts of the network between two hosts, by turns for good and mended in time, in a "
+                             "training of their own; needs root, which makes the hosts of this machine")
     parser.add_argument("--seed", type=int, default=0, help="of the plan (default 0)")
     parser.add_argument("-H", "--hosts", action="append", default=[], help="this host and its ranks: localhost:3")
     parser.add_argument("-np", "--np", type=int, default=0, help="most ranks (default 2)")

@@ -17,6 +17,7 @@ from hvdtrain.checkpoint.contents import json_able, parts_of
 from hvdtrain.checkpoint.saving import DIRECTORY, Saving
 from hvdtrain.checkpoint.transfer import spread
 from hvdtrain.cluster.exit import agreed
+from hvdtrain.config import Config
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.errors import UserError
 from hvdtrain.outdir import ensure_out
@@ -26,7 +27,7 @@ from hvdtrain.run import Run
 MOST_NAMES = 8
 """Damaged checkpoints that are named."""
 QUIET = frozenset({"out", "resume", "progress", "log_every", "epochs", "max_steps", "threads", "control_timeout_s",
-                   "heartbeat_timeout_s",
+                   "heartbeat_timeout_s", "time_limit", "check_every", "audit",
                    "checkpoint", "collectives", "exchange.bucket_mb", "exchange.fusion_threshold_mb",
                    "exchange.cycle_time_ms", "exchange.autotune", "exchange.hierarchical", "exchange.auto_margin",
                    "balance", "rebalance", "emulate_speed", "exchange_device", "callbacks"})
@@ -168,8 +169,12 @@ def _flat(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tell_changes(run: Run, before: dict[str, Any]) -> None:
-    """Name the keys that change the curve and differ from the run that is resumed."""
-    now, before = _flat(json_able(run.config.to_dict())), _flat(before)
+    """Name the keys that change the curve and differ from the run that is resumed.
+
+    A key that is newer than the checkpoint was at its default.
+    """
+    now, usual = (_flat(json_able(config.to_dict())) for config in (run.config, Config()))
+    before = {**usual, **_flat(before)}
     changed = [k for k in now if k not in QUIET and before.get(k) != now[k]]
     if changed:
         words = ", ".join(f"{k} {before.get(k)} -> {now[k]}" for k in changed)

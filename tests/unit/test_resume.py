@@ -9,7 +9,7 @@ from small_runs import CLASSES, FEATURES, FRAMEWORKS, config, fitted, make_model
 from hvdtrain.assemble import assemble
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.collectives.lockstep import LockstepWorld
-from hvdtrain.config import Checkpoint, EarlyStop, Named
+from hvdtrain.config import Checkpoint, Data, EarlyStop, Named
 from hvdtrain.errors import UserError
 from hvdtrain.trainer import Trainer
 
@@ -235,3 +235,14 @@ def test_a_model_with_an_infinite_mask_is_saved_exported_and_resumed(framework, 
     first = Trainer(settings(tmp_path, epochs=1)).fit(masked(framework), DATA)
     assert (tmp_path / "model").is_dir() and first.steps == 5
     assert Trainer(settings(tmp_path, resume="auto")).fit(masked(framework), DATA).steps == 10
+
+
+def test_settings_that_are_newer_than_a_checkpoint_were_at_their_defaults(tmp_path):
+    """Nor is a word said of those that leave the curve alone."""
+    first_checkpoint.write(tmp_path, "numpy")
+    same = settings(tmp_path, resume="auto", data=Data(), optimizer=Named("SGD", {"momentum": 0.9}), audit=3,
+                    check_every=7, time_limit="01:00:00")
+    told = [note for note in solo(same, make_model("numpy"), DATA).notes if "other settings" in note]
+    assert told == ["resumed with other settings than before: eval_every 1 -> 0"]
+    other = solo(replace(same, eval_every=1, clip_norm=3.0), make_model("numpy"), DATA)
+    assert "resumed with other settings than before: clip_norm 0.0 -> 3.0" in other.notes

@@ -68,3 +68,8 @@ class Copies:
 
 def view(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> None:
     """Ask for no copy; implements `hvdtrain.protocols.state.Place`."""
+
+
+def fresh(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Give new memory for every copy; implements `hvdtrain.protocols.state.Place`."""
+    return np.empty(shape, dtype)

@@ -17,7 +17,7 @@ from typing import Any
 from hvdtrain.checkpoint import together
 from hvdtrain.checkpoint.assembly import Assembly
 from hvdtrain.checkpoint.contents import given_by, meta_of, parts_of, snapshot_of
-from hvdtrain.checkpoint.copies import Copies, NoRoom, view
+from hvdtrain.checkpoint.copies import Copies, NoRoom, fresh, view
 from hvdtrain.checkpoint.passage import give, hear, take, tell
 from hvdtrain.checkpoint.savers.background import BackgroundSaver
 from hvdtrain.checkpoint.savers.inline import InlineSaver
@@ -109,7 +109,7 @@ class Saving:
         run = self._run
         shared, own = parts_of(run)
         try:
-            tensors = collect(run.control, chain(shared.shards(), own.shards()))
+            tensors = collect(run.control, chain(shared.shards(), own.shards(fresh)))
         except UserError as problem:  # every rank's; rank 0 tells it
             self._start(self._inline, partial(_fail, [str(problem)] if run.control.rank == 0 else []), began)
             return

@@ -15,6 +15,7 @@ from hvdtrain.checkpoint import CheckpointStore, files, read_snapshot, saving, s
 from hvdtrain.checkpoint.copies import Copies, NoRoom
 from hvdtrain.checkpoint.savers.background import BackgroundSaver
 from hvdtrain.checkpoint.savers.inline import InlineSaver
+from hvdtrain.collectives.lockstep import LockstepControl
 from hvdtrain.config import Checkpoint, Named
 from hvdtrain.errors import UserError, WaitTimeout
 
@@ -79,6 +80,32 @@ def test_ranks_send_their_own_beside_training(tmp_path, monkeypatch, slow_disk, 
     beside = run(tmp_path / "beside")
     monkeypatch.setattr(saving, "BackgroundSaver", Inline)
     assert len(beside) == 6 and beside == run(tmp_path / "waited")
+
+
+@pytest.mark.parametrize("channel", [True, False])
+def test_what_a_users_exchange_remembers_is_written_as_it_was(tmp_path, monkeypatch, slow_disk, channel):
+    """It may hand out its own array, which the next steps change; also where no thread can send (horovodrun --gloo)."""
+    if not channel:
+        monkeypatch.setattr(LockstepControl, "channel", lambda self, longest_sleep_s: None)
+
+    class Counts(Callback):
+        where = "all"
+
+        def __init__(self):
+            self.steps = np.zeros(1000)
+
+        def step_end(self, run):
+            run.dp.saved = lambda: {"steps": self.steps}
+            self.steps += 1
+
+    def work(run):
+        run.callbacks[:0] = [Counts()]
+        return fitted(run)
+
+    lockstep(2, settings(tmp_path), lambda rank: make_model("numpy"), DATA, work)
+    for step in range(2, 13, 2):
+        tensors = read_snapshot(tmp_path / f"checkpoints/step-{step:08d}").tensors
+        assert all((tensors[f"rank-{rank:04d}"]["steps"] == step).all() for rank in range(2)), step
 
 
 class Watch(Callback):

@@ -68,10 +68,9 @@ class Audit(Callback):
             return
         began_s = time.perf_counter()
         plan = self._plan(turn) if turn != self._last else list(self._doubts)
-        self.audits += turn != self._last and bool(plan)
-        self._last = turn
-        if plan:
-            self._audit(run, plan)
+        new, self._last = turn != self._last, turn
+        if plan and self._audit(run, plan):
+            self.audits += new
         self._own_s += time.perf_counter() - began_s
 
     def fit_end(self, run: Any) -> None:
@@ -88,8 +87,8 @@ class Audit(Callback):
 
     # --- one audit ---------------------------------------------------------------------------------------------------
 
-    def _audit(self, run: Any, plan: list[Pair]) -> None:
-        """Have both ranks of each pair compute one case; collective."""
+    def _audit(self, run: Any, plan: list[Pair]) -> bool:
+        """Have both ranks of each pair compute one case; return whether any had one that can travel. Collective."""
         control, rank = run.control, run.control.rank
         case = case_of(run.batch.micros, run.parts.state.rank_state) if any(rank in pair for pair in plan) else None
         headers = control.gather(None if case is None else case.header())
@@ -107,6 +106,7 @@ class Audit(Callback):
                 self._agreed(run, pair)
             else:
                 self._look(run, pair, turned[pair], exact, case, own)
+        return bool(plan)
 
     def _agreed(self, run: Any, pair: Pair) -> None:
         self.good |= dict.fromkeys(pair, run.state.cursor.step)

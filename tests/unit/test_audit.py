@@ -198,6 +198,12 @@ def test_distances():
     assert resolution("cpu", "fp32") < resolution("cuda", "fp32") < resolution("cuda", "bf16")
 
 
+def test_audits_that_had_nothing_to_compare_are_not_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(room, "case_of", lambda *args: None)  # as of arrays of text
+    runs = trained(2, steps=6, out=str(tmp_path))
+    assert audit(runs[0]).audits == 0 and not any("found nothing" in note for note in runs[0].notes)
+
+
 def test_what_cannot_travel_is_not_audited():
     assert case_of([(np.array(["a"]),)], dict) is None and case_of([], dict) is None
     assert case_of([(np.zeros((0, 2)),), (np.ones((3, 2)),)], dict).arrays[0].shape == (3, 2)

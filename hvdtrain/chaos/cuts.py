@@ -23,7 +23,7 @@ from typing import Any
 import hvdtrain
 from hvdtrain.chaos import inject, look
 from hvdtrain.chaos.aim import Attempt
-from hvdtrain.chaos.campaign import Campaign
+from hvdtrain.chaos.campaign import Campaign, Lost
 from hvdtrain.chaos.job import Job
 from hvdtrain.chaos.judge import Finding
 from hvdtrain.chaos.look import Rank
@@ -165,10 +165,11 @@ class Link:
         if os.fstat(network).st_ino == os.stat("/proc/self/ns/net").st_ino:
             raise ValueError("a link of this machine's own network would be cut")
 
-    def set(self, word: str) -> None:
-        """Take it "down" or put it "up"; it is done on return."""
-        subprocess.run(["nsenter", f"--net=/proc/self/fd/{self._network}", "ip", "link", "set", LINK, word],
-                       pass_fds=(self._network,), capture_output=True, check=True, timeout=30)
+    def set(self, word: str) -> bool:
+        """Take it "down" or put it "up"; whether that is done: it goes with the other host, whose job may be over."""
+        done = subprocess.run(["nsenter", f"--net=/proc/self/fd/{self._network}", "ip", "link", "set", LINK, word],
+                              pass_fds=(self._network,), capture_output=True, check=False, timeout=30)
+        return done.returncode == 0
 
 
 @contextlib.contextmanager
@@ -204,11 +205,13 @@ class CutCampaign(Campaign):
                 self._aim.forget(attempt)
                 return False
             link = Link(open_ones[int(fault.pick * len(open_ones))])
-            link.set("down")
+            if not link.set("down"):
+                return False
             try:
                 return self._short(fault, attempt, link) if fault.kind == OUTAGE else self._for_good(attempt)
             finally:
-                link.set("up")
+                if not link.set("up") and look.completed(self.job.out) is None:
+                    raise Lost("the link that was cut could not be put up again")
 
     def _for_good(self, attempt: Attempt) -> bool:
         """Wait until no rank of the attempt lives on either side; whether it was not complete before."""

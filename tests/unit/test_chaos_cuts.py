@@ -1,5 +1,6 @@
 """`chaos --cuts`: the plan of the cuts, the verdict on each, and where none can be made; no network is cut here."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 
 from hvdtrain.chaos import cuts, inject, judge, look
 from hvdtrain.chaos.aim import Attempt
-from hvdtrain.chaos.campaign import Outcome
+from hvdtrain.chaos.campaign import Lost, Outcome
 from hvdtrain.chaos.plan import CUT, OUTAGE, RANK, STEP, Fault
 from hvdtrain.cli import chaos
 from hvdtrain.errors import UserError
@@ -97,6 +98,34 @@ def test_an_attempt_without_the_other_host_is_ended_and_is_no_hit(alone, tmp_pat
     found.outcomes.append(Outcome(fault))
     assert look.alive(alone) and not found._harm(fault, Attempt([alone], look.Eye(tmp_path), time.monotonic()))
     assert not look.alive(alone) and not found.cuts
+
+
+@pytest.mark.parametrize(("works", "complete", "hit"), [
+    (("down", "up"), False, True),
+    ((), False, False), (("down",), True, False), (("down",), False, None),
+])
+def test_a_link_that_went_with_its_job_is_no_fault_of_the_run(works, complete, hit, alone, tmp_path, monkeypatch):
+    """``works``: what can be done to the link; ``hit`` None: the run is lost, since no attempt can follow."""
+    class Job:
+        out = tmp_path
+        ranks = staticmethod(lambda: [])
+
+    @contextlib.contextmanager
+    def both(ranks):
+        yield [1, 2]
+
+    monkeypatch.setattr(cuts, "networks", both)
+    monkeypatch.setattr(cuts, "Link", lambda network: type("L", (), {"set": lambda self, word: word in works})())
+    if complete:
+        (tmp_path / "completed.json").write_text("{}")
+    found = cuts.CutCampaign(Job(), tmp_path, 3, 5.0, inject.LimitedFiles(), lambda text: None, "cuts")
+    fault = cuts.draw_cuts(1, 0)[0]
+    attempt = Attempt([alone], look.Eye(tmp_path), time.monotonic())
+    if hit is None:
+        with pytest.raises(Lost, match="put up again"):
+            found._harm(fault, attempt)
+    else:
+        assert found._harm(fault, attempt) == hit and len(found.cuts) == hit
 
 
 def test_the_table_has_both_kinds():

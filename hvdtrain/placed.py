@@ -120,18 +120,20 @@ def spelled_out(config: Config, topology: Topology, devices: Sequence[DeviceFact
     """
     places = [Place(topology.host_of(rank).node, device.kind, device.name) for rank, device in enumerate(devices)]
 
-    def values(key: str, given: Any, rest: Any = None) -> Any:
+    def values(key: str, given: Any, empty: Any, rest: Any = None) -> Any:
         if not isinstance(given, Mapping):
             return given
+        if not given:
+            return empty
         away = absent(given, places)
         made = by_rank(key, given, places, rest)
         if away:
             notes.append(f"{key}: {', '.join(map(repr, away))} mean{'s' if len(away) == 1 else ''} no rank of this run")
         return made
 
-    precision = values("precision", config.precision)
-    limits = values("rebalance.max_micro_batch", config.rebalance.max_micro_batch, 0)
-    return replace(config, shares=values("shares", config.shares),
+    precision = values("precision", config.precision, "fp32")
+    limits = values("rebalance.max_micro_batch", config.rebalance.max_micro_batch, [], 0)
+    return replace(config, shares=values("shares", config.shares, []),
                    precision=precision if isinstance(precision, str) else ":".join(precision),
                    rebalance=replace(config.rebalance, max_micro_batch=limits))
 

@@ -76,6 +76,11 @@ def test_all_three_settings_follow_the_ranks_that_there_are():
     assert spelled(plain, A100, OLD) == (plain, [])
 
 
+def test_no_names_at_all_are_no_setting():
+    made, notes = spelled(config(shares={}, precision={}, rebalance=Rebalance(max_micro_batch={})), H200, OLD)
+    assert (made.shares, made.precision, made.rebalance.max_micro_batch, notes) == ([], "fp32", [], [])
+
+
 def test_auto_may_be_one_of_several_by_name():
     from hvdtrain.precision.policy import resolve
 

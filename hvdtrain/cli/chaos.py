@@ -7,6 +7,7 @@ from a seed, `hvdtrain.chaos.campaign` brings them about.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import tempfile
@@ -93,6 +94,7 @@ def _report(args: argparse.Namespace, campaigns: Sequence[Campaign], planned: in
     record = json.loads((reference / COMPLETED).read_text())
     weights = verify.weights_of(reference)
 
+    @functools.cache  # it trains once more, in a directory of its own
     def limit() -> curve.Tolerance:
         return curve.tolerance(weights, in_parts, verify.parts_of(quiet))
 

@@ -6,11 +6,12 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from hvdtrain.chaos import cuts, inject, judge, look
 from hvdtrain.chaos.aim import Attempt
-from hvdtrain.chaos.campaign import Lost, Outcome
+from hvdtrain.chaos.campaign import Leg, Lost, Outcome
 from hvdtrain.chaos.plan import CUT, OUTAGE, RANK, STEP, Fault
 from hvdtrain.cli import chaos
 from hvdtrain.errors import UserError
@@ -132,6 +133,24 @@ def test_the_table_has_both_kinds():
     rows = judge.table([Outcome(fault, True, STEP, True, 2.0, 1) for fault in cuts.draw_cuts(2, 0)])
     assert [row[:4] for row in rows] == [["network cut", "1", "1", "1"],
                                          ["network cut, mended in time", "1", "1", "1"]]
+
+
+def test_what_rounding_is_allowed_is_measured_once_for_all_trainings(monkeypatch, tmp_path):
+    """Two campaigns whose weights are not the undisturbed run's to the bit; nothing is good here but the weights."""
+    (tmp_path / "undisturbed").mkdir()
+    (tmp_path / "undisturbed" / "completed.json").write_text('{"steps": 3, "ledger": {}}')
+    trained, said = [], []
+    monkeypatch.setattr(chaos.verify, "weights_of", lambda out: {"w": np.full(3, 1.0 + 1e-6 * (out.name == "leg"))})
+    monkeypatch.setattr(chaos.verify, "completed", lambda _name, _ranks, _words, out, *_: trained.append(out) or out)
+    monkeypatch.setattr(chaos.verify, "caveats_of", lambda outs: [])
+    monkeypatch.setattr(chaos.verify, "parts_of", lambda words: 1)
+    monkeypatch.setattr(chaos, "say", said.append)
+    leg = Leg(tmp_path / "leg", {"steps": 3}, set(), set())
+    both = [type("C", (), {"outcomes": [], "legs": [leg], "trouble": ""})() for _ in range(2)]
+    args = chaos.read(["--cuts", "1", "--", "train"])[0]
+    assert chaos._report(args, both, 0, tmp_path / "undisturbed", [], tmp_path) == 1
+    assert sum("is rounding" in words for words in said) == 2
+    assert trained and len(trained) == len(set(trained))
 
 
 def test_where_no_hosts_can_be_made_nothing_runs(monkeypatch, tmp_path):

@@ -28,6 +28,7 @@ def looks(rows, n=60, others=Others(), pause_s=PAUSE_S):
 
 def test_a_stopped_rank_is_named_at_the_bound():
     assert looks([WAITS, STOPPED]) == (Verdict("hang", (1,), BOUND_S, stopped=True), BOUND_S)
+    assert looks([STOPPED]) == (Verdict("hang", (1,), BOUND_S, stopped=True), BOUND_S)
 
 
 @pytest.mark.parametrize("phase", ["start", "saving", "evaluation", "data", "step_end of Mine", "vote", "end"])

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.cluster.launcher import LaunchFacts
+from hvdtrain.faults import watch
 from hvdtrain.faults.watch.system import stat
 
 BOUND_S = 1.0
@@ -178,3 +180,15 @@ def test_the_states_of_a_process():
     own = stat(os.getpid())
     assert own is not None and own.parent == os.getppid() and own.state == "R" and own.cpu_s > 0
     assert stat(2**22 + 1) is None
+
+
+@pytest.mark.parametrize("size, supervised, joins", [(1, False, 0), (1, True, 1), (2, False, 1)])
+def test_a_lone_rank_is_watched_for_a_supervisor_alone(monkeypatch, tmp_path, size, supervised, joins):
+    joined = []
+    monkeypatch.setattr(watch, "_state", {})
+    monkeypatch.setattr(watch, "_join", lambda facts, bound_s: joined.append(bound_s))
+    monkeypatch.delenv("HVDLAUNCH_DIR", raising=False)
+    if supervised:
+        monkeypatch.setenv("HVDLAUNCH_DIR", str(tmp_path))
+    watch.start(LaunchFacts("mpi", 0, size, 0, size, "Open MPI mpirun"), 7.0)
+    assert joined == [7.0] * joins

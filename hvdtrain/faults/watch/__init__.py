@@ -53,10 +53,13 @@ def start(facts: LaunchFacts, bound_s: float | None = None) -> None:
     """Have this rank watched: find the watcher of this host or start it, and hand it what it needs. Sends no message.
 
     ``bound_s``: longest time for which a rank may stand still; 0: watch nothing; None: as the environment says. A later
-    call changes it. Does nothing in a job of one process. Raises nothing: a job that is not watched runs all the same.
+    call changes it. Does nothing in a job of one process, for which nobody waits, but for a supervisor that could start
+    it again. Raises nothing: a job that is not watched runs all the same.
     """
+    from hvdtrain.faults.causes import DIRECTORY
+
     bound_s = bound_of(os.environ) if bound_s is None else bound_s
-    if facts.kind == "solo" or facts.size == 1:
+    if facts.kind == "solo" or facts.size == 1 and DIRECTORY not in os.environ:
         return
     if _state.get("pid") == os.getpid():
         if bound_s != _state["bound_s"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -94,7 +95,11 @@ def torch_threads_put_back():
 
 @pytest.fixture(autouse=True)
 def no_leaked_hooks():
-    """Put the exception hooks back."""
+    """Put the exception hooks and the handlers of signals back: a process that ends with 75 ignores SIGTERM."""
     before = sys.excepthook, threading.excepthook
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)}
     yield
     sys.excepthook, threading.excepthook = before
+    for number, handler in handlers.items():
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)

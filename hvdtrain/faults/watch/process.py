@@ -58,6 +58,13 @@ class Rank:
     was: str = ""
     """Words about where it was, when it was seen last."""
 
+    def go(self) -> None:
+        """Note its end. After one in order its stderr is let go: horovodrun waits until nobody has it any more."""
+        self.gone = True
+        if self.page is not None and self.page.pace().leaving and self.stderr >= 0:
+            os.close(self.stderr)
+            self.stderr = -1
+
     def sight(self) -> Sight:
         """Look at it."""
         stat = None if self.gone else system.stat(self.pid)
@@ -156,7 +163,7 @@ class Watcher:
             else:
                 for rank in self.ranks.values():
                     if rank.pidfd == fd:
-                        rank.gone = True
+                        rank.go()
                 self._drop(fd)
 
     def _drop(self, fd: int) -> None:
@@ -198,6 +205,8 @@ class Watcher:
 
     def _welcome(self, message: Message, pid: int, fds: list[int]) -> None:
         """Begin to watch a rank."""
+        if not self.came:  # from here on there are the ranks' own: horovodrun waits until nobody has the first one's
+            os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), 2)
         number, self.size, _, self.local_size = message.numbers
         page, stacks, stderr = fds
         self.came = True

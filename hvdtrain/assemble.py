@@ -270,9 +270,10 @@ def _callbacks(run: Run, facts: LaunchFacts, more: Callable[[Run], list[Callback
     own += [_own_callback(text) for text in config.callbacks]
     own += [Jsonl(config.log_every), *progress.make(config.progress, facts.kind != "solo")]
     own += more(run) if more else ()
-    if config.check_every and run.control.size > 1:
+    one_model = run.control.size > 1 and run.collectives.name != "null"  # null: every rank trains its own
+    if config.check_every and one_model:
         own.append(Divergence(config.check_every))
-    if config.audit and run.control.size > 1:
+    if config.audit and one_model:
         own.append(Audit(config.audit))
     return [*own, Checkpoint(config.checkpoint)]
 

@@ -10,9 +10,12 @@ import test_extensions
 from small_runs import CUTS, FRAMEWORKS, Recut, config, fitted, lockstep, make_model, replans, samples
 
 from hvdtrain import backends
+from hvdtrain.assemble import assemble
 from hvdtrain.callbacks import divergence as room
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.callbacks.divergence import Divergence, stride
+from hvdtrain.collectives.lockstep import LockstepWorld
+from hvdtrain.collectives.null import NullCollectives
 from hvdtrain.config import Exchange, Named
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import plan_buckets
@@ -260,3 +263,14 @@ def test_the_difference_of_signed_sums_is_about_the_distance():
             ratios.append(((signed_sum(x + far) - signed_sum(x)) / norm(far)) ** 2)
     assert 0.5 < np.mean(ratios) < 2
     assert np.isnan(signed_sum(np.array([1.0, np.nan]))) and np.isnan(norm(np.array([np.nan])))
+
+
+def test_ranks_that_exchange_nothing_on_purpose_are_not_compared(tmp_path):
+    def work(control, wire):
+        own = NullCollectives(control.rank, control.size)
+        run = fitted(assemble(setting, make_model("numpy"), samples(64), control, own))
+        return {type(callback).__name__ for callback in run.callbacks}
+
+    setting = config(global_batch=8, max_steps=12, out=str(tmp_path), audit=2)
+    for names in LockstepWorld(2).run(work, timeout_s=30.0):
+        assert not names & {"Divergence", "Audit"}, names

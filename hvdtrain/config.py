@@ -99,6 +99,21 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class DataParallel:
+    """How the ranks' copies of the model stay one model."""
+
+    name: str = _key(
+        "replicate", "", "replicate: every rank holds all state and makes every update; zero: each holds and updates a "
+        "part of it (ZeRO); or module:callable (path/file.py:callable) that makes another way")
+    stage: int | Literal["auto"] = _key(
+        2, "", "of zero, what is divided over the ranks; 1: the optimizer's state; 2: summed gradients too; auto: as "
+        "little as the memory plan says is needed, which may be nothing")
+    shards: list[float] = _key(
+        [], "", "of zero, relative part of the state for each rank, such as [3, 1]; empty: by the memory that each "
+        "rank has free")
+
+
+@dataclass(frozen=True)
 class Rebalance:
     """How shares are made (balance static and auto) and made anew (auto)."""
 
@@ -213,9 +228,7 @@ class Config:
         "module:callable (path/file.py:callable) that makes another way; auto: measures, and picks one only where it "
         "saves time")
     exchange: Exchange = _key(Exchange(), "", "")
-    data_parallel: str = _key(
-        "replicate", "", "how the ranks' copies of the model stay one model; replicate: gradients are summed in every "
-        "step; or module:callable (path/file.py:callable) that makes another way")
+    data_parallel: DataParallel = _key(DataParallel(), "", "")
     transforms: list[str] = _key(
         [], "", "module:callable (path/file.py:callable) of further changes to how the model computes, installed for "
         "the time of a run")
@@ -288,6 +301,7 @@ class Config:
         seconds_of(self.time_limit)
         self._check_balance()
         self._check_compression()
+        self._check_data_parallel()
         _at_least("data.prefetch", self.data.prefetch, 0)
         _at_least("check_every", 0 if self.check_every == "auto" else self.check_every, 0)
         _at_least("checkpoint.keep", self.checkpoint.keep, 1)
@@ -332,6 +346,17 @@ class Config:
         if ":" not in self.compression and self.compression not in known:
             raise UserError(f"compression is {self.compression!r}", f"{nearest(self.compression, known)}, one of "
                             f"{', '.join(known)}, or module:callable", "correct compression")
+
+    def _check_data_parallel(self) -> None:
+        """Raise `UserError` for a stage or shards that cannot be."""
+        stage, shards = self.data_parallel.stage, self.data_parallel.shards
+        if stage not in (1, 2, "auto"):
+            what = "parameters divided too" if stage == 3 else "no such stage"
+            raise UserError(f"data_parallel.stage is {stage} ({what})", "1, 2 or auto: every rank keeps the parameters",
+                            "where they do not fit, split the model over devices (model_parallel)")
+        if shards and (min(shards) < 0 or not 0 < sum(shards) < math.inf):
+            raise UserError(f"data_parallel.shards is {shards}", "numbers of 0 or more, at least one above 0",
+                            "for example data_parallel.shards: [3, 1]")
 
     def _check_balance(self) -> None:
         """Raise `UserError` for what cannot be among the keys of unlike ranks."""

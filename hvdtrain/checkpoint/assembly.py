@@ -7,23 +7,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from hvdtrain.checkpoint.manifest import CheckpointError
-from hvdtrain.protocols.state import Shard
-
-
-class Head(NamedTuple):
-    """A `Shard` without its values: what its receiver has to know before they come. ``n``: number of values."""
-
-    group: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    begin: int
-    n: int
+from hvdtrain.protocols.state import Head, Shard
 
 
 def head(shard: Shard) -> Head:

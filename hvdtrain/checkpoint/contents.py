@@ -15,6 +15,7 @@ from hvdtrain import __version__
 from hvdtrain.checkpoint.adapters import REPLICATED, Cut, Own, Replicated
 from hvdtrain.checkpoint.snapshot import Snapshot
 from hvdtrain.checkpoint.transfer import Groups
+from hvdtrain.data_parallel.replicate import Replicate
 from hvdtrain.errors import UserError
 from hvdtrain.faults.finite import finite, has_nan, spoken
 from hvdtrain.protocols.state import Given, Stateful
@@ -28,7 +29,7 @@ def given_by(run: Run) -> tuple[Given, Given]:
     parts of several would be no model at all, so rank 0 gives the whole of its own.
     """
     shared, own = parts_of(run)
-    if run.config.checkpoint.layout == "sharded" and run.config.data_parallel == "replicate":
+    if run.config.checkpoint.layout == "sharded" and isinstance(run.dp, Replicate):
         return Cut(run.control.rank, run.control.size, run.parts.state.state), own
     return shared, own
 

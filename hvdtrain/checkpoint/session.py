@@ -163,7 +163,15 @@ def _states(run: Run, kept: list[list[Any]] | dict[str, dict[str, Any]]) -> list
 
 
 def _flat(keys: dict[str, Any]) -> dict[str, Any]:
-    """Return ``keys`` with those of the section "exchange" as keys of their own, some of which are quiet."""
+    """Return ``keys`` with those of the section "exchange" as keys of their own, some of which are quiet.
+
+    Of data_parallel the name alone: how zero divides leaves the curve alone, as zero itself does. Version 0.1.0 kept it
+    as a text.
+    """
+    if "data_parallel" in keys:
+        way = keys["data_parallel"]
+        name = way["name"] if isinstance(way, dict) else way
+        keys = {**keys, "data_parallel": "replicate" if name == "zero" else name}
     section = keys.get("exchange") or {}
     return {**{k: v for k, v in keys.items() if k != "exchange"}, **{f"exchange.{k}": v for k, v in section.items()}}
 

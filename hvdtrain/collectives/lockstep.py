@@ -258,14 +258,30 @@ class LockstepCollectives:
         assert flat_N.size % self.size == 0, f"reducescatter of {flat_N.size} elements over {self.size} ranks"
         return self._meet("reducescatter", flat_N, name, lambda rows: np.split(_sum(rows), self.size))
 
+    def reducescatterv(self, flat_N: np.ndarray, sizes_P: Sequence[int], name: str) -> Done:
+        """This rank's part of the sum over ranks: (N,) -> (sizes_P[rank],)."""
+        assert flat_N.size == sum(sizes_P), f"reducescatterv of {flat_N.size} elements into {list(sizes_P)}"
+        ends = np.cumsum(sizes_P)[:-1]
+        return self._meet("reducescatterv", flat_N, name, lambda rows: np.split(_sum(rows), ends), sizes_P)
+
+    def allgatherv(self, part_K: np.ndarray, sizes_P: Sequence[int], name: str) -> Done:
+        """The ranks' parts one after the other: (sizes_P[rank],) -> (N,)."""
+        assert part_K.size == sizes_P[self.rank], f"allgatherv of {part_K.size} elements as one of {list(sizes_P)}"
+        return self._meet("allgatherv", part_K, name, lambda rows: [np.concatenate(rows)] * self.size, sizes_P)
+
+    def flight(self, n: int, dtype: str) -> None:
+        """No memory of its own."""
+        return None
+
     def broadcast(self, x_N: np.ndarray, name: str, root: int = 0) -> Done:
         """``root``'s vector on every rank: (N,) -> (N,)."""
-        return self._meet("broadcast", x_N, name, lambda rows: [rows[root]] * self.size, root)
+        return self._meet("broadcast", x_N, name, lambda rows: [rows[root]] * self.size, root=root)
 
     def _meet(self, kind: str, x: np.ndarray, name: str, combine: Callable[[list[Any]], list[Any]],
-              root: int = 0) -> Done:
-        self._sent[self.rank] += ring_bytes(kind, x.nbytes, self.size, self.rank, root)
-        key = (kind, name, x.shape, x.dtype.name, *([f"root {root}"] if kind == "broadcast" else []))
+              sizes_P: Sequence[int] = (), root: int = 0) -> Done:
+        self._sent[self.rank] += ring_bytes(kind.removesuffix("v"), x.nbytes, self.size, self.rank, root)
+        shape = tuple(sizes_P) or x.shape
+        key = (kind, name, shape, x.dtype.name, *([f"root {root}"] if kind == "broadcast" else []))
         return Done(np.array(self._meeting.meet(self.rank, key, np.array(x), combine)))
 
 

@@ -7,6 +7,7 @@ shapes and wrong values: what a run costs without its exchange.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,20 @@ class NullCollectives:
         assert n % self.size == 0, f"reducescatter of {n} elements over {self.size} ranks"
         part = n // self.size
         return Done(flat_N[self.rank * part:(self.rank + 1) * part])
+
+    def reducescatterv(self, flat_N: Array, sizes_P: Sequence[int], name: str) -> Done:
+        """(N,) -> this rank's part of its own (sizes_P[rank],)."""
+        begin = sum(sizes_P[:self.rank])
+        return Done(flat_N[begin:begin + sizes_P[self.rank]])
+
+    def allgatherv(self, part_K: Array, sizes_P: Sequence[int], name: str) -> Done:
+        """(N,) -> the same (N,), of one rank."""
+        assert self.size == 1, "parts of others cannot be made up"
+        return Done(part_K)
+
+    def flight(self, n: int, dtype: str) -> None:
+        """No memory of its own."""
+        return None
 
     def broadcast(self, x_N: Array, name: str, root: int = 0) -> Done:
         """(N,) -> the same (N,), whoever ``root`` is."""

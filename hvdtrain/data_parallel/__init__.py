@@ -37,7 +37,7 @@ def create(setup: Setup) -> DataParallel:
 
     Errors: `UserError` for a name that is none, and for what does not go together.
     """
-    name, compression = setup.config.data_parallel, setup.config.compression
+    name, compression = setup.config.data_parallel.name, setup.config.compression
     if compression == "auto" and name != "replicate":
         raise UserError(f"compression auto with data_parallel {name}", "replicate, whose compressor it changes",
                         "name a compression, or leave data_parallel out")
@@ -45,6 +45,6 @@ def create(setup: Setup) -> DataParallel:
     if not hasattr(made, "update"):
         raise UserError(f"data_parallel {name} returned a {type(made).__name__}", "a DataParallel, such as "
                         "hvdtrain.data_parallel.replicate.Replicate", "return one from its callable")
-    if name == "replicate" and isinstance(made, Alone):
+    if name in ("replicate", "zero") and isinstance(made, Alone):
         made.fuses = True
     return made

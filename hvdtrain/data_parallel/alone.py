@@ -27,6 +27,7 @@ class Alone:
     """
 
     caveats: tuple[str, ...] = ()
+    retains = True
     in_graph = True
     compression = "none"
     looks = True

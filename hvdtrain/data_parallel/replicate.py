@@ -54,6 +54,7 @@ class Replicate:
     """
 
     caveats: tuple[str, ...] = ()
+    retains = True
     looks = True
     """False only in the bench that tells what looking at gradients costs."""
 

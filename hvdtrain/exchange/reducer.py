@@ -105,6 +105,23 @@ class Reducer:
             self._running[i] = _Transfer(self.wires[i], generator, f"{group_name or bucket.group}.b{i}")
             self._started += 1
 
+    def take(self, index: int) -> Array:
+        """Complete one bucket by itself, all before it being complete, and return its sum; `close` ends the step."""
+        transfer = self._running[index]
+        while not transfer.done:
+            transfer.advance()
+        total_N, state = transfer.result
+        transfer.result = None, state
+        return total_N
+
+    def close(self) -> None:
+        """End a step whose buckets were all taken by `take`."""
+        assert self._started == len(self.buckets), f"{self._started} of {len(self.buckets)} buckets were handed over"
+        try:
+            self.state.write([transfer.result[1] for _, transfer in sorted(self._running.items())])
+        finally:
+            self._reset()
+
     def finish(self, finite_only: bool = False) -> list[Array]:
         """Complete every bucket and return the sums, by bucket; every bucket must have been handed over.
 

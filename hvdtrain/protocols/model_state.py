@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from hvdtrain.protocols.arrays import Batch
-from hvdtrain.protocols.state import Place
+from hvdtrain.protocols.params import Optimizer
+from hvdtrain.protocols.state import Head, Place, Shard
 
 
 class Buffers(Protocol):
@@ -61,6 +62,32 @@ class ModelState(Protocol):
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
         """Undo `state`; what does not fit raises `UserError` and changes nothing."""
+        ...
+
+    def take(self, optimizer: Optimizer, spans: Sequence[tuple[int, int]]) -> None:
+        """Keep the state of ``optimizer``, which is over ``spans`` of the tensors (`Params.sliced`), from now on.
+
+        `state` and `load` then are of the group "model" alone, and of the JSON-able rest.
+        """
+        ...
+
+    def slices(self, place: Place | None = None) -> Iterator[Shard]:
+        """Yield what this rank owns of the group "optimizer" after `take`, by the names and shapes of an unsharded run.
+
+        Over all ranks every element comes exactly once. What belongs to a whole tensor or to the optimizer (counts of
+        steps) comes from the owner of the tensor's first element, or from rank 0. ``place`` as in `state`.
+        """
+        ...
+
+    def wanted(self, heads: Sequence[Head]) -> list[tuple[str, int, int]]:
+        """Return what this rank needs of a checkpoint's group "optimizer" after `take`: (name, begin, end).
+
+        ``heads``: what the group holds, without values. Errors: `UserError` for state of other tensors than these.
+        """
+        ...
+
+    def load_slices(self, values: Mapping[str, np.ndarray]) -> None:
+        """Undo `slices`: ``values`` has the (end - begin,) elements of each entry of `wanted`, by name."""
         ...
 
     def rank_state(self) -> dict[str, np.ndarray]:

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from hvdtrain.protocols.arrays import Array
+from hvdtrain.protocols.wire import Collectives
 
 
 class Cell(Protocol):
@@ -115,6 +116,13 @@ class Ops(Protocol):
 
     def cell(self, value: Array) -> Cell:
         """Make a cell that holds ``value``, on this backend's device; outside of any graph that is being traced."""
+        ...
+
+    def during_backward(self, wire: Collectives) -> Collectives:
+        """Return collectives over ``wire`` that a sink may call while backward runs.
+
+        ``wire`` itself, or, where backward is a graph and ``wire`` is not, one that is called as nodes of it.
+        """
         ...
 
     def to_host(self, x: Array) -> np.ndarray:

@@ -98,8 +98,8 @@ class Params(Protocol):
         """
         ...
 
-    def flat(self, bucket: Bucket) -> Array:
-        """Return a copy of the tensors of ``bucket`` as one vector (n,)."""
+    def flat(self, bucket: Bucket, begin: int = 0, end: int | None = None) -> Array:
+        """Return a copy of the tensors of ``bucket`` as one vector (n,), or of its elements [begin, end) alone."""
         ...
 
     def write(self, bucket: Bucket, flat_N: Array) -> None:
@@ -110,5 +110,16 @@ class Params(Protocol):
         """Return an optimizer of the run's kind over ``vectors`` in place of the tensors, with state of its own.
 
         Each vector (n,) is updated in place by `Optimizer.step` from one gradient (n,), without buckets.
+        """
+        ...
+
+    def sliced(self, spans: Sequence[tuple[int, int]]) -> Optimizer:
+        """Return the run's optimizer over a slice of each tensor, in place of the one over all of them.
+
+        ``spans``: one for each of ``specs``, its row-major elements [begin, end); (0, 0): none of it. `Optimizer.step`
+        takes, without buckets, a gradient (end - begin,) for each, and updates those elements where they lie in the
+        tensors. State is made for the slices alone and what the optimizer over whole tensors holds of them is taken
+        over; that one gives its memory back. `slots` yields vectors (end - begin,).
+        Errors: `UserError` naming an optimizer, or a setting of it, that is not ``elementwise``.
         """
         ...

@@ -19,8 +19,12 @@ class GradientSink(Protocol):
     ``buckets``: what it takes them in, by index; none at all where nothing is sent: then each parameter's gradient is
     handed over in its own shape, by the parameter's index. ``in_graph``: it may be called while a graph is traced;
     the graph's results are then handed over by `ran`. ``variant``: graphs that were traced under another one are not
-    to be run (a compressor that warms up sends other amounts).
+    to be run (a compressor that warms up sends other amounts). ``retains``: gradients stay in the memory of their
+    buckets until the update, which reads them there; where False a bucket that was put is the sink's, its memory is
+    asked for anew in every step, and whoever made the gradients in it forgets them.
     """
+
+    retains: bool
 
     @property
     def buckets(self) -> list[Bucket]:

@@ -42,6 +42,17 @@ class Shard:
     values: np.ndarray
 
 
+class Head(NamedTuple):
+    """A `Shard` without its values: what its receiver has to know before they come. ``n``: number of values."""
+
+    group: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    begin: int
+    n: int
+
+
 class Given(Protocol):
     """What a rank gives to a checkpoint."""
 

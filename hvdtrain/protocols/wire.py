@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,6 +43,14 @@ class Collectives(Protocol):
         """
         ...
 
+    def flight(self, n: int, dtype: str) -> np.ndarray | None:
+        """(n,) of the one vector in flight that `reducescatterv` sums without a copy, or None without such memory.
+
+        The same memory in every call: to be asked for again once the handle of the vector before is done. What it holds
+        is left open. Collective where it has to grow.
+        """
+        ...
+
     def allreduce(self, flat_N: Array, name: str, op: str = "sum") -> Handle:
         """Combine over ranks, by sum or by another of ``reductions``: (N,) -> (N,)."""
         ...
@@ -57,6 +65,21 @@ class Collectives(Protocol):
 
     def reducescatter(self, flat_N: Array, name: str) -> Handle:
         """This rank's 1/P of the sum over ranks: (N,) -> (N/P,); N is a multiple of P."""
+        ...
+
+    def reducescatterv(self, flat_N: Array, sizes_P: Sequence[int], name: str) -> Handle:
+        """This rank's part of the sum over ranks: (N,) -> (sizes_P[rank],); N is the sum of ``sizes_P``.
+
+        Parts lie in the order of the ranks; some may be empty. Added in the order of the ranks, in float32 at least,
+        so that every wire gives the same bits.
+        """
+        ...
+
+    def allgatherv(self, part_K: Array, sizes_P: Sequence[int], name: str) -> Handle:
+        """The ranks' parts one after the other: (sizes_P[rank],) -> (N,).
+
+        What it returns may be memory of the wire's own, good until the next call of this wire.
+        """
         ...
 
     def broadcast(self, x_N: Array, name: str, root: int = 0) -> Handle:

@@ -33,7 +33,8 @@ def test_every_key_has_a_row_with_type_and_meaning(generate):
 
 
 def test_every_number_that_measures_something_has_a_unit():
-    bare = {"shares", "seed", "lr", "clip_norm", "early_stop.min_delta"}  # relative, or without a dimension
+    # relative, or without a dimension
+    bare = {"shares", "data_parallel.shards", "seed", "lr", "clip_norm", "early_stop.min_delta"}
     for key in schema.keys(Config):
         if key.hint in (int, float) or key.hint == list[float]:
             assert bool(key.unit) != (key.name in bare), key.name

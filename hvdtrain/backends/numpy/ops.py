@@ -12,6 +12,7 @@ import numpy as np
 from hvdtrain.exchange.cell import Held
 from hvdtrain.exchange.compressors.base import DEPENDENT
 from hvdtrain.exchange.compressors.candidates import LEAST, sample
+from hvdtrain.protocols import Collectives
 
 
 class Ops:
@@ -155,6 +156,10 @@ class Ops:
     def cell(self, value: np.ndarray) -> Held:
         """A cell that holds ``value``."""
         return Held(value)
+
+    def during_backward(self, wire: Collectives) -> Collectives:
+        """The wire itself."""
+        return wire
 
     def to_host(self, x: np.ndarray) -> np.ndarray:
         """``x`` itself."""

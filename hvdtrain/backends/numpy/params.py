@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from hvdtrain.backends.numpy.model import Model
+from hvdtrain.data_parallel.shards import in_bucket
 from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.protocols import ParamSpec
 
@@ -76,9 +77,11 @@ class Params:
         """One line for each parameter."""
         return [f"parameter {s.name} {s.dtype}{list(s.shape)}" for s in self.specs]
 
-    def flat(self, bucket: Bucket) -> np.ndarray:
-        """The tensors of ``bucket`` as (n,)."""
-        return np.concatenate([self.tensors[i].reshape(-1) for i in bucket.params])
+    def flat(self, bucket: Bucket, begin: int = 0, end: int | None = None) -> np.ndarray:
+        """The tensors of ``bucket`` as (n,), or its elements [begin, end)."""
+        pieces = [self.tensors[i].reshape(-1)[a:b]
+                  for i, (a, b) in in_bucket(bucket, begin, bucket.n if end is None else end)]
+        return np.concatenate(pieces) if pieces else np.empty(0, bucket.dtype)
 
     def write(self, bucket: Bucket, flat_N: np.ndarray) -> None:
         """Undo `flat`."""
@@ -89,6 +92,10 @@ class Params:
     def optimizer(self, vectors: Sequence[np.ndarray]) -> Sgd:
         """SGD over ``vectors``."""
         return Sgd(vectors, *self._rule)
+
+    def sliced(self, spans: Sequence[tuple[int, int]]) -> Sgd:
+        """SGD over views of the tensors."""
+        return Sgd([p.reshape(-1)[begin:end] for p, (begin, end) in zip(self.tensors, spans)], *self._rule)
 
 
 def cut(grads: Sequence[np.ndarray], buckets: Sequence[Bucket]) -> list[np.ndarray]:

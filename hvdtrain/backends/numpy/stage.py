@@ -20,7 +20,7 @@ class Stage:
 
     def connect(self, sink: GradientSink) -> None:
         """Allocate the buckets."""
-        self._flats = [sink.buffer(b) for b in sink.buckets]
+        self._flats = [sink.buffer(b) for b in sink.buckets if sink.retains]
 
     def disconnect(self) -> None:
         """Nothing: the model knows nothing of a run."""
@@ -52,7 +52,8 @@ class Stage:
         if not sink.buckets:
             for i, grad in enumerate(grads):
                 sink.put(i, grad)
-        for bucket, flat_N in zip(sink.buckets, self._flats):
+        for bucket in sink.buckets:
+            flat_N = self._flats[bucket.index] if sink.retains else sink.buffer(bucket)
             flat_N[:] = np.concatenate([grads[i].reshape(-1) for i in bucket.params])
             sink.put(bucket.index, flat_N)
 

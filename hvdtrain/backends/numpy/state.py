@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hvdtrain.backends.numpy.params import Sgd
 from hvdtrain.exchange.transport import Transport
 from hvdtrain.pairs import Totals, means
 from hvdtrain.protocols import Batch
-from hvdtrain.protocols.state import Place, Window
+from hvdtrain.protocols.state import Head, Place, Shard, Window
 
 
 class Buffers:
@@ -73,23 +74,49 @@ class State:
 
     def __init__(self, model: Model, optimizer: Sgd) -> None:
         self._model, self._optimizer = model, optimizer
+        self._spans: Sequence[tuple[int, int]] | None = None
 
     def state(self, place: Place | None = None) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
         """Copies."""
         params = self._model.params
-        groups = {"model": params, "optimizer": dict(zip(params, self._optimizer.velocity))}
+        groups = {"model": params}
+        if self._spans is None:
+            groups["optimizer"] = dict(zip(params, self._optimizer.velocity))
         return {group: {n: _copied(group, n, a, place) for n, a in arrays.items()}
                 for group, arrays in groups.items()}, {}
 
     def state_bytes(self) -> int:
         """Parameters and velocities."""
-        return 2 * sum(p.nbytes for p in self._model.params.values())
+        return sum(p.nbytes for p in (*self._model.params.values(), *self._optimizer.velocity))
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
         """Undo `state`."""
-        for (name, p), v in zip(self._model.params.items(), self._optimizer.velocity):
+        for name, p in self._model.params.items():
             p[...] = groups["model"][name]
+        for name, v in zip(self._model.params, self._optimizer.velocity if self._spans is None else ()):
             v[...] = groups["optimizer"][name]
+
+    def take(self, optimizer: Any, spans: Sequence[tuple[int, int]]) -> None:
+        """Keep the velocities of slices."""
+        self._optimizer, self._spans = optimizer, spans
+
+    def slices(self, place: Place | None = None) -> Iterator[Shard]:
+        """This rank's velocities."""
+        assert self._spans is not None
+        for (name, p), v, (begin, end) in zip(self._model.params.items(), self._optimizer.velocity, self._spans):
+            if begin < end:
+                yield Shard("optimizer", name, p.shape, begin, _copied("optimizer", name, v, place))
+
+    def wanted(self, heads: Sequence[Head]) -> list[tuple[str, int, int]]:
+        """Those of its slices."""
+        assert self._spans is not None
+        return [(name, *span) for name, span in zip(self._model.params, self._spans) if span[0] < span[1]]
+
+    def load_slices(self, values: Mapping[str, np.ndarray]) -> None:
+        """Undo `slices`."""
+        for name, v in zip(self._model.params, self._optimizer.velocity):
+            if name in values:
+                v[...] = values[name]
 
     def rank_state(self) -> dict[str, np.ndarray]:
         """Random generators."""

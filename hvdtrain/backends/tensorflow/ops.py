@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvdtrain.backends.tensorflow import host
 from hvdtrain.exchange.compressors.base import DEPENDENT
 from hvdtrain.exchange.compressors.candidates import LEAST, sample
-from hvdtrain.protocols import Array
+from hvdtrain.protocols import Array, Collectives
 
 
 class Ops:
@@ -129,6 +129,10 @@ class Ops:
     def compiled(self, fn: Any) -> Any:
         """``fn`` as one graph, which is how an exchange runs here."""
         return tf.function(fn, jit_compile=False, autograph=False)
+
+    def during_backward(self, wire: Collectives) -> Collectives:
+        """The wire itself."""
+        return wire
 
     def to_host(self, x: Array) -> np.ndarray:
         """A copy: a collective may write into what it is given, and a tensor never changes."""

@@ -11,6 +11,7 @@ from hvdtrain.backends.torch import placement
 from hvdtrain.exchange.cell import Held
 from hvdtrain.exchange.compressors.base import DEPENDENT
 from hvdtrain.exchange.compressors.candidates import LEAST, sample
+from hvdtrain.protocols import Collectives
 
 Array = torch.Tensor
 
@@ -114,6 +115,10 @@ class Ops:
 
     def cell(self, value: Array) -> Held:
         return Held(value.to(self.device))
+
+    def during_backward(self, wire: Collectives) -> Collectives:
+        """The wire itself."""
+        return wire
 
     def to_host(self, x: Array) -> np.ndarray:
         """Numpy view of a CPU tensor; a copy of one on another device."""

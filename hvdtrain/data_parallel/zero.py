@@ -1,0 +1,255 @@
+"""ZeRO: every rank holds all parameters, and keeps and updates a part of the rest (Rajbhandari et al. 2020, SC20,
+arXiv 1910.02054).
+
+Owns what happens to a step's gradients in order: each bucket's sum is cut into one part for each rank, a rank updates
+the parameters of its parts, and the parts come together again. Stage 1 divides the optimizer's state; stage 2 also the
+summed gradients: a bucket is summed as soon as backward has filled it, and its memory goes to the next one. How large
+the parts are is `hvdtrain.data_parallel.shards`'.
+
+Bytes a parameter in float32 with Adam, over N ranks: 16 in `replicate`, 8 + 8/N in stage 1, 4 + 12/N in stage 2.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hvdtrain.data_parallel import Setup, replicate, room, shards
+from hvdtrain.errors import UserError
+from hvdtrain.exchange.attach import buckets_of, check, compression_of
+from hvdtrain.exchange.compressors import create
+from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.exchange.squares import sum_squares
+from hvdtrain.exchange.weighting import loss_scale
+from hvdtrain.parts import Parts
+from hvdtrain.protocols import Array, Collectives, Control, DataParallel, Handle
+
+if TYPE_CHECKING:
+    from hvdtrain.data.feed import StepBatch
+    from hvdtrain.exchange.buckets import Bucket
+
+IN_FLIGHT = 2
+"""Buckets of updated parameters that are on the wire at once."""
+
+
+def make(setup: Setup) -> DataParallel:
+    """Divide the state by the ranks' free memory, or as ``data_parallel.shards`` says; collective.
+
+    Errors: `UserError` for an optimizer that needs whole tensors, and for what `replicate` refuses.
+    """
+    config, wire = setup.config, setup.collectives
+    stage = config.data_parallel.stage
+    if wire.size == 1:
+        setup.notes.append("data_parallel zero divides nothing: there is one rank")
+        return replicate.make(setup)
+    if wire.name == "null":
+        raise UserError("data_parallel zero with collectives null, which exchange nothing", "a wire: every rank "
+                        "updates only its part of the parameters", "set collectives: auto, or data_parallel: replicate")
+    if stage == "auto":
+        stage = room.stage_needed(setup)
+        if stage == 0:
+            return replicate.make(setup)
+    name = compression_of(setup)
+    check(setup, name)
+    parts_P = config.data_parallel.shards or room.parts_of(setup)
+    if len(parts_P) != wire.size:
+        raise UserError(f"data_parallel.shards has {len(parts_P)} entries for {wire.size} ranks", "one per rank",
+                        f"give {wire.size} numbers")
+    buckets = buckets_of(setup)
+    sizes_BP = [shards.sizes(b.n, parts_P) for b in buckets]
+    spans = shards.spans(buckets, sizes_BP, wire.rank, len(setup.parts.params.specs))
+    during = setup.ops.during_backward(wire) if stage == 2 else wire
+    reducer = Reducer(buckets, create(name, config), during, setup.ops, setup.parts.ops_of_place)
+    reducer.state.undoable = config.nan_guard == "skip" or setup.parts.scale.on or not during.in_graph
+    setup.parts.optimizer = setup.parts.params.sliced(spans)
+    setup.parts.state.take(setup.parts.optimizer, spans)
+    several = config.accumulate > 1 or config.micro_batch > 0
+    if stage == 2 and several:
+        setup.notes.append("data_parallel.stage 2: gradients stay whole, as in stage 1, while a rank accumulates them "
+                           "over micro-batches")
+    if name != "none":
+        setup.notes.append(f"gradients are approximated by {reducer.compressor.describe()}")
+    return Zero(stage, reducer, wire, setup.control, setup.parts, sizes_BP, config.clip_norm)
+
+
+class Zero:
+    """`hvdtrain.protocols.DataParallel` whose ranks own parts of every bucket, ``sizes_BP`` elements each.
+
+    ``stage``: 1 or 2. ``reducer``: has the wire that gradients travel by; ``wire``: that of parameters. ``parts.
+    optimizer``: is over this rank's slices. ``clip_norm``: global norm to clip to, 0: none. ``gather_s``: seconds that
+    the latest update took to bring the parameters together.
+    """
+
+    caveats: tuple[str, ...] = ()
+    look_first = False
+
+    def __init__(self, stage: int, reducer: Reducer, wire: Collectives, control: Control, parts: Parts,
+                 sizes_BP: Sequence[Sequence[int]], clip_norm: float = 0.0) -> None:
+        self.stage, self.reducer, self.wire, self.clip_norm = stage, reducer, wire, clip_norm
+        self.retains = stage == 1
+        self.buckets: list[Bucket] = reducer.buckets
+        self.in_graph: bool = reducer.collectives.in_graph
+        self.gather_s = 0.0
+        self.sizes_BP = [list(sizes_P) for sizes_P in sizes_BP]
+        self._control, self._parts = control, parts
+        first_B = [sum(sizes_P[:wire.rank]) for sizes_P in sizes_BP]
+        self._own_B = [(first, first + sizes_P[wire.rank]) for first, sizes_P in zip(first_B, sizes_BP)]
+        self._inside_B = [shards.in_bucket(b, *own) for b, own in zip(self.buckets, self._own_B)]
+        self._open: dict[int, Handle] = {}
+        self._waiting: dict[int, Array] = {}
+        self._slices: dict[int, Array] = {}
+        self._squares: float | None = None
+
+    @property
+    def variant(self) -> int:
+        """The compressor's stage of warm-up."""
+        return self.reducer.stage
+
+    @property
+    def compression(self) -> str:
+        """The compressor's name."""
+        return self.reducer.compressor.name
+
+    def describe(self) -> str:
+        """The compressor with its settings."""
+        return self.reducer.compressor.describe()
+
+    def begin(self, step: int) -> None:
+        """Open a step."""
+        self.reducer.begin()
+        self._open, self._waiting, self._slices, self._squares = {}, {}, {}, None
+
+    def discard(self) -> None:
+        """Take compressor state back to `begin`; no rank has updated anything."""
+        self.reducer.state.discard()
+
+    def scale(self, batch: StepBatch) -> float:
+        """1 / W of the whole batch, or of this rank's part for a compressor that wants each rank's own mean."""
+        return loss_scale(batch.own_weight if self.reducer.compressor.own_mean else batch.weight)
+
+    def meets(self, step: int) -> bool:
+        """True: in every step."""
+        return True
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def buffer(self, bucket: Bucket) -> Array:
+        """Memory (n,) to make a bucket's gradient in; in stage 2 that of the one in flight, where the wire has it."""
+        if self.retains or self.compression != "none" or not self.reducer.collectives.host:
+            return self.reducer.buffer(bucket)
+        ops = self.reducer.wires[bucket.index].ops
+        return ops.buffer(bucket.n, bucket.dtype, self.wire.flight(bucket.n, bucket.dtype))
+
+    def put(self, index: int, x: Array) -> None:
+        """Put a full bucket on the wire, after those before it; in stage 2 wait for it where the wire blocks."""
+        self._waiting[index] = x
+        while len(self._slices) + len(self._open) in self._waiting:
+            i = len(self._slices) + len(self._open)
+            x = self._waiting.pop(i)
+            if self.compression != "none":
+                self.reducer.start(i, x)
+                self._slices[i] = self._cut(i, self.reducer.take(i))
+                continue
+            wire = self.reducer.wires[i]
+            name = f"{self.buckets[i].group}.b{i}.part"
+            handle = wire.collectives.reducescatterv(wire.outgoing(x), self.sizes_BP[i], name)
+            if self.retains or wire.collectives.overlaps or wire.collectives.in_graph:
+                self._open[i] = handle
+            else:
+                self._slices[i] = wire.arrived(handle.wait())
+
+    def collect(self) -> list[Array]:
+        """This rank's part of each bucket's sum."""
+        assert not self._waiting, f"buckets {sorted(self._waiting)} wait for one that was not handed over"
+        for i, handle in sorted(self._open.items()):
+            self._slices[i] = self.reducer.wires[i].arrived(handle.wait())
+        self._open = {}
+        if self.compression != "none":
+            self.reducer.close()
+        slices, self._slices = self._slices, {}
+        return [slices[b.index] for b in self.buckets]
+
+    def _cut(self, i: int, sum_N: Array) -> Array:
+        """This rank's part of a bucket that was summed as a whole."""
+        begin, end = self._own_B[i]
+        return sum_N[begin:end] + 0 if self.stage == 2 else sum_N[begin:end]  # a view would keep the whole
+
+    def look(self, loss_sum: Array, sums: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
+        """The squares of this rank's parts, float64 (1,), in the graph."""
+        ops = self.reducer.ops
+        return ops.reshape(sum_squares(ops, sums), (1,)), sums
+
+    def ran(self, sums: Sequence[Array], numbers: Sequence[float]) -> None:
+        """Take a graph's parts and their squares."""
+        self._slices, self._squares = dict(enumerate(sums)), float(numbers[0])
+
+    def squares(self, grads: Sequence[Array]) -> float:
+        """Of this rank's parts, also where the device computes by itself: an owner must not decide alone."""
+        return float(sum_squares(self.reducer.ops, grads)) if self._squares is None else self._squares
+
+    # --- update ------------------------------------------------------------------------------------------------------
+
+    def update(self, step: int, grads: Sequence[Array]) -> tuple[bool, float]:
+        """Update this rank's slices and bring all parameters together; the vote has found all gradients finite."""
+        norm, grads = math.nan, list(grads)
+        if self.clip_norm > 0 or self.look_first:
+            norm = global_norm([float(sum_squares(self.reducer.ops, [x])) for x in grads], self._control)
+            if not math.isfinite(norm):
+                return False, norm
+            if 0 < self.clip_norm < norm:
+                grads = [x * (self.clip_norm / norm) for x in grads]
+        slices = {i: x[:0] for b, x in zip(self.buckets, grads) for i in b.params}
+        for inside, x in zip(self._inside_B, grads):
+            at = 0
+            for i, (begin, end) in inside:
+                slices[i], at = x[at:at + end - begin], at + end - begin
+        finite, _ = self._parts.optimizer.step([slices[i] for i in sorted(slices)], [], 0.0, False)
+        assert finite, "an owner left out an update that all ranks have agreed on"
+        began = time.perf_counter()
+        self._gather()
+        self.gather_s = time.perf_counter() - began
+        return True, norm
+
+    def _gather(self) -> None:
+        """Bring the parameters that each rank has updated to all others, bucket by bucket."""
+        params = self._parts.params
+        open_: dict[int, Handle] = {}
+        ahead = IN_FLIGHT if self.wire.overlaps else 1
+        for i in range(len(self.buckets) + ahead - 1):
+            if i < len(self.buckets):
+                wire, bucket = self.reducer.wires[i], self.buckets[i]
+                own_K = wire.outgoing(params.flat(bucket, *self._own_B[i]))
+                open_[i] = self.wire.allgatherv(own_K, self.sizes_BP[i], f"{bucket.group}.b{i}.params")
+            done = i - ahead + 1
+            if done >= 0:
+                params.write(self.buckets[done], self.reducer.wires[done].arrived(open_.pop(done).wait()))
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """Compressor state."""
+        return self.reducer.state.saved()
+
+    def restore(self, own: dict[str, np.ndarray]) -> str:
+        """Undo `saved`; state of other buckets or another compressor starts anew, which is said."""
+        return self.reducer.state.restore(own)
+
+    def restart(self) -> None:
+        """Forget compressor state."""
+        self.reducer.state.restart()
+
+
+def global_norm(squares_B: Sequence[float], control: Control) -> float:
+    """Return the norm of the whole gradient from the squares of this rank's part of each bucket; collective.
+
+    Added in float64 bucket by bucket and, within one, in the order of the ranks: all ranks find the same number. NaN
+    where one of them is.
+    """
+    total = 0.0
+    for square in np.array(control.gather(list(squares_B)), np.float64).T.reshape(-1).tolist():
+        total += square
+    return math.sqrt(total) if total >= 0 else math.nan

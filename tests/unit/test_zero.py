@@ -1,0 +1,65 @@
+"""ZeRO in numpy over ranks as threads: the unsharded run's bits, whatever the parts, and what each rank keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from small_runs import CUTS, bits, config, fitted, lockstep, make_model, samples, weights
+
+from hvdtrain.config import DataParallel, Exchange, Named
+from hvdtrain.data_parallel.zero import Zero
+from hvdtrain.errors import UserError
+
+MOMENTUM = config(global_batch=24, max_steps=6, optimizer=Named("SGD", {"momentum": 0.9}),
+                  exchange=Exchange(bucket_mb=0.0005))
+DATA = samples(96)
+
+
+def trained(size, settings, out):
+    return lockstep(size, replace(settings, out=str(out)), lambda rank: make_model("numpy"), DATA, fitted)
+
+
+@pytest.mark.parametrize("stage", (1, 2))
+@pytest.mark.parametrize("size", (2, 3, 4))
+def test_it_gives_the_bits_of_the_unsharded_run(size, stage, tmp_path):
+    for i, shares in enumerate(CUTS[size]):
+        settings = replace(MOMENTUM, shares=shares)
+        want = bits(trained(size, settings, tmp_path / f"whole{i}")[0])
+        for j, shards in enumerate(([], list(range(size, 0, -1)), [1] + [0] * (size - 1))):
+            runs = trained(size, replace(settings, data_parallel=DataParallel("zero", stage, shards)),
+                           tmp_path / f"zero{i}{j}")
+            assert {bits(run) for run in runs} == {want}
+            assert all(isinstance(run.dp, Zero) for run in runs)
+
+
+def test_each_rank_keeps_the_state_of_its_part_alone(tmp_path):
+    runs = trained(3, replace(MOMENTUM, data_parallel=DataParallel("zero", 2, [2, 1, 1])), tmp_path / "run")
+    held = [sum(array.size for _, _, array in run.parts.optimizer.slots()) for run in runs]
+    total = sum(array.size for array in weights(runs[0]))
+    assert sum(held) == total and held[0] == pytest.approx(total / 2, rel=0.2)  # edges are multiples of 16
+
+
+def test_the_norm_is_clipped_as_a_whole(tmp_path):
+    settings = replace(MOMENTUM, clip_norm=0.05)
+    want = weights(trained(3, settings, tmp_path / "whole")[0])
+    runs = trained(3, replace(settings, data_parallel=DataParallel("zero", 2, [5, 0, 2])), tmp_path / "zero")
+    assert len({bits(run) for run in runs}) == 1
+    for a, b in zip(weights(runs[0]), want):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_accumulated_gradients_keep_their_bits(tmp_path):
+    settings = replace(MOMENTUM, accumulate=3, shares=[3, 1])
+    want = bits(trained(2, settings, tmp_path / "whole")[0])
+    runs = trained(2, replace(settings, data_parallel=DataParallel("zero", 2)), tmp_path / "zero")
+    assert {bits(run) for run in runs} == {want}
+    assert any("gradients stay whole" in note for note in runs[0].notes)
+
+
+def test_what_cannot_be_is_refused(tmp_path):
+    with pytest.raises(UserError, match="parameters divided too.*model_parallel"):
+        replace(MOMENTUM, data_parallel=DataParallel("zero", 3)).check()
+    with pytest.raises(UserError, match="shards has 3 entries for 2 ranks"):
+        trained(2, replace(MOMENTUM, data_parallel=DataParallel("zero", 2, [1, 1, 1])), tmp_path / "run")

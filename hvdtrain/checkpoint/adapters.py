@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.checkpoint.transfer import own_group, whole_shards
-from hvdtrain.protocols.state import Place, Read, Shard, Window
+from hvdtrain.protocols import ModelState
+from hvdtrain.protocols.state import Given, Head, Place, Read, Shard, Window
 
 Arrays = dict[str, np.ndarray]
 
@@ -79,6 +80,34 @@ class Cut:
     def rest(self) -> dict[str, Any]:
         """Return what came with the latest `shards`."""
         return self._rest
+
+
+class Divided:
+    """State of which every rank holds the model, and only its slices of the optimizer's part (`ModelState.take`).
+
+    ``model``: gives the model, whole or cut.
+    """
+
+    def __init__(self, model: Given, state: ModelState) -> None:
+        self._model, self._state = model, state
+
+    def shards(self, place: Place | None = None) -> Iterator[Shard]:
+        """Yield what ``model`` gives here, then this rank's slices."""
+        yield from self._model.shards(place)
+        yield from self._state.slices(place)
+
+    def rest(self) -> dict[str, Any]:
+        """Return what came with the model."""
+        return self._model.rest()
+
+    def load(self, read: Read, rest: Mapping[str, Any]) -> str:
+        """Undo `shards` and `rest`, from state of any number of ranks, divided or not; return ""."""
+        arrays = read("optimizer")
+        heads = [Head("optimizer", name, a.shape, a.dtype.str, 0, a.size) for name, a in arrays.items()]
+        windows = self._state.wanted(heads)
+        self._state.load({"model": dict(read("model")), "optimizer": {}}, dict(rest))
+        self._state.load_slices({name: arrays[name].reshape(-1)[begin:end] for name, begin, end in windows})
+        return ""
 
 
 def part(group: str, name: str, n: int, itemsize: int, rank: int, size: int) -> tuple[int, int] | None:

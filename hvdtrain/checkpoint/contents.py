@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from hvdtrain import __version__
-from hvdtrain.checkpoint.adapters import REPLICATED, Cut, Own, Replicated
+from hvdtrain.checkpoint.adapters import REPLICATED, Cut, Divided, Own, Replicated
 from hvdtrain.checkpoint.snapshot import Snapshot
 from hvdtrain.checkpoint.transfer import Groups
 from hvdtrain.data_parallel.replicate import Replicate
+from hvdtrain.data_parallel.zero import Zero
 from hvdtrain.errors import UserError
 from hvdtrain.faults.finite import finite, has_nan, spoken
 from hvdtrain.protocols.state import Given, Stateful
@@ -23,21 +24,23 @@ from hvdtrain.run import Run
 
 
 def given_by(run: Run) -> tuple[Given, Given]:
-    """Return what this rank gives to a checkpoint: of the state that all hold alike, and its own.
+    """Return what this rank gives to a checkpoint: of the state of the model and its optimizer, and its own.
 
     Copies that another data_parallel keeps are one model only where they meet, their optimizers' state maybe never:
     parts of several would be no model at all, so rank 0 gives the whole of its own.
     """
     shared, own = parts_of(run)
-    if run.config.checkpoint.layout == "sharded" and isinstance(run.dp, Replicate):
-        return Cut(run.control.rank, run.control.size, run.parts.state.state), own
+    if run.config.checkpoint.layout == "sharded" and isinstance(run.dp, (Replicate, Zero)):
+        cut, state = Cut(run.control.rank, run.control.size, run.parts.state.state), run.parts.state
+        return (Divided(cut, state) if isinstance(run.dp, Zero) else cut), own
     return shared, own
 
 
 def parts_of(run: Run) -> tuple[Stateful, Stateful]:
-    """Return the state that all ranks hold alike, and this rank's own."""
+    """Return the state of the model and its optimizer, and this rank's own."""
     state, rank = run.parts.state, run.control.rank
-    return Replicated(rank, state.state, state.load), Own(rank, run.rank_state, run.load_rank)
+    whole = Replicated(rank, state.state, state.load)
+    return Divided(whole, state) if isinstance(run.dp, Zero) else whole, Own(rank, run.rank_state, run.load_rank)
 
 
 def meta_of(run: Run, rest: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,81 @@
+"""Checkpoints of runs whose optimizer state is divided: saved by owners, resumed by any ranks, the bits of one run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from small_runs import bits, config, fitted, lockstep, make_model, samples
+
+from hvdtrain.checkpoint import read_snapshot
+from hvdtrain.collectives.lockstep import LockstepControl
+from hvdtrain.config import Checkpoint, DataParallel, Exchange, Named
+
+DATA = samples(96)
+SHARDS = {1: [], 2: [1, 3], 3: [5, 0, 2], 4: [1, 2, 4, 0]}
+MOMENTUM = config(global_batch=24, max_steps=8, optimizer=Named("SGD", {"momentum": 0.9}), seed=3,
+                  exchange=Exchange(bucket_mb=0.0005))
+
+
+def way(name, size, stage=2):
+    """The setting data_parallel for so many ranks, with unequal parts."""
+    return DataParallel("zero", stage, SHARDS[size]) if name == "zero" else DataParallel()
+
+
+def trained(size, out, layout="gathered", **changes):
+    """The runs by rank; a checkpoint after step 4 and at the end."""
+    settings = replace(MOMENTUM, out=str(out), checkpoint=Checkpoint(every_steps=4, keep=9, layout=layout), **changes)
+    return lockstep(size, settings, lambda rank: make_model("numpy", rank), DATA, fitted)
+
+
+def state_of(path):
+    """Model and optimizer: (shape, dtype, bytes) by group and name."""
+    tensors = read_snapshot(path).tensors
+    return {group: {name: (a.shape, a.dtype, a.tobytes()) for name, a in tensors[group].items()}
+            for group in ("model", "optimizer")}
+
+
+@pytest.fixture(params=["channel", "no channel"])
+def channel(request, monkeypatch):
+    """A wire for threads, or none, as with horovodrun --gloo."""
+    if request.param == "no channel":
+        monkeypatch.setattr(LockstepControl, "channel", lambda self, longest_sleep_s: None)
+
+
+@pytest.mark.parametrize("size, layout", [(2, "gathered"), (3, "gathered"), (4, "gathered"), (3, "sharded")])
+def test_owners_write_the_state_that_an_unsharded_run_writes(tmp_path, channel, size, layout):
+    trained(size, tmp_path / "whole")
+    trained(size, tmp_path / "zero", layout, data_parallel=way("zero", size))
+    for step in (4, 8):
+        name = f"checkpoints/step-{step:08d}"
+        assert state_of(tmp_path / "zero" / name) == state_of(tmp_path / "whole" / name)
+        if layout == "gathered":
+            for group in ("model", "optimizer"):
+                one, other = (tmp_path / run / name / f"{group}.safetensors" for run in ("zero", "whole"))
+                assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("before, after, layout", [("zero", "zero", "gathered"), ("zero", "replicate", "gathered"),
+                                                   ("replicate", "zero", "gathered"), ("zero", "zero", "sharded")])
+def test_any_ranks_go_on_with_the_bits_of_a_run_that_never_stopped(tmp_path, size, before, after, layout):
+    """Three ranks stop after step 4; what goes on at other ranks equals, to the bit, replicas that do the same."""
+    for name, first, then in (("got", before, after), ("want", "replicate", "replicate")):
+        trained(3, tmp_path / name, layout, max_steps=4, data_parallel=way(first, 3))
+        runs = trained(size, tmp_path / name, layout, resume="auto", data_parallel=way(then, size, stage=1))
+        assert {run.state.cursor.step for run in runs} == {8} and len({bits(run) for run in runs}) == 1
+    got, want = (state_of(tmp_path / name / "checkpoints/step-00000008") for name in ("got", "want"))
+    assert got == want
+
+
+@pytest.mark.parametrize("first, then", [(1, 2), (2, 1)])
+def test_a_run_that_stops_and_goes_on_has_the_bits_of_one_that_does_not(tmp_path, first, then):
+    want = bits(trained(3, tmp_path / "whole")[0])
+    trained(3, tmp_path / "run", max_steps=4, data_parallel=way("zero", 3, first))
+    other = DataParallel("zero", then, [0, 1, 1])
+    runs = trained(3, tmp_path / "run", resume="auto", data_parallel=other)
+    assert {bits(run) for run in runs} == {want}
+    held = [sum(a.size for _, _, a in run.parts.optimizer.slots()) for run in runs]
+    assert held[0] == 0 and abs(held[1] - held[2]) <= 32 * len(runs[0].dp.buckets)
+    assert np.isfinite(runs[0].state.loss)

@@ -118,7 +118,7 @@ class Maker:
     def params(self) -> TorchParams:
         """The tensors, and how an optimizer over them is made."""
         make = partial(TorchOptimizer, self.config, steps_per_epoch=self.steps_per_epoch, scale=self.scale)
-        return TorchParams(self.model, self.blocks(), self.placement.places(), lambda tensors: make(tensors))
+        return TorchParams(self.model, self.blocks(), self.placement.places(), make)
 
     def evaluator(self) -> TorchEvaluator:
         """Metrics of the task."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,65 +27,87 @@ from hvdtrain.protocols import GradientSink
 class _Filling:
     """A bucket, its memory, and what of the backward at hand it still waits for.
 
-    ``taken``: the parameters' gradients are ``views`` of ``flat_N`` in this step.
+    ``taken``: the parameters' gradients are ``views`` of ``flat_N`` in this step. ``full``: they are all there. Where a
+    sink keeps no gradients ``flat_N`` is None: the bucket's memory is the sink's then, and asked for by `moved`.
     """
 
-    def __init__(self, bucket: Bucket, flat_N: torch.Tensor, params: TorchParams) -> None:
-        self.bucket, self.flat_N = bucket, flat_N
-        self.views = params.views(bucket, flat_N)
+    def __init__(self, bucket: Bucket, flat_N: torch.Tensor | None, params: TorchParams) -> None:
+        self.bucket, self.flat_N, self._params = bucket, flat_N, params
+        self.views = [] if flat_N is None else params.views(bucket, flat_N)
         self.tensors = [params.tensors[i] for i in bucket.params]
         self.missing: set[int] = set()
-        self.taken = self.handed_over = False
+        self.taken = self.full = self.handed_over = False
 
     def take_in(self) -> None:
         """Copy each param.grad into its slice of the bucket and point param.grad there; zeros where there is none.
 
         A gradient that a task replaced (``model.zero_grad()``) comes in the same way.
         """
+        self._copy(self.views)
+        for param, view in zip(self.tensors, self.views):
+            param.grad = view
+        self.taken = True
+
+    def moved(self, flat_N: torch.Tensor) -> None:
+        """Copy each param.grad into its slice of ``flat_N`` (n,), zeros where there is none, and drop it."""
+        self._copy(self._params.views(self.bucket, flat_N))
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget the gradients."""
+        for param in self.tensors:
+            param.grad = None
+
+    def _copy(self, views: Sequence[torch.Tensor]) -> None:
         copied: list[torch.Tensor] = []
         into: list[torch.Tensor] = []
-        for param, view in zip(self.tensors, self.views):
+        for param, view in zip(self.tensors, views):
             grad = param.grad
-            if grad is view:
-                continue
             if grad is None:
                 view.zero_()
-            else:
+            elif grad is not view:
                 copied.append(grad)
                 into.append(view)
-            param.grad = view
         if copied:
             with torch.no_grad():
                 torch._foreach_copy_(into, copied)
-        self.taken = True
 
 
 class Gradients:
     """The gradients of ``params``, summed over the micro-batches of a step and handed to a sink.
 
-    ``place``: puts zeros that a sink has made on the device of their bucket. Without buckets gradients stay where
-    autograd puts them.
+    ``place``: puts memory of a sink on the device of its bucket. ``early``: buckets are handed over while backward
+    runs, where False after it. Without buckets gradients stay where autograd puts them.
+
+    A sink that does not retain them takes one bucket after the other, in their order, from memory that may be the same
+    for all: a bucket that is full before its turn keeps its gradients where autograd has put them. As every rank has
+    the same order and what one rank hands over waits for no other bucket of its own, ranks may wait for each other in
+    there: the one that is behind goes on by itself.
     """
 
-    def __init__(self, params: TorchParams, place: Callable[[torch.Tensor, Bucket], torch.Tensor]) -> None:
-        self._params, self._place = params, place
+    def __init__(self, params: TorchParams, place: Callable[[torch.Tensor, Bucket], torch.Tensor],
+                 early: bool = True) -> None:
+        self._params, self._place, self._early = params, place, early
         self._fillings: list[_Filling] = []
         self._hooks: list[Any] = []
         self._sink: GradientSink | None = None
         self._open = self._final = False
+        self._retains = True
         self._factor = 1.0
         self._lock = threading.Lock()
 
     def connect(self, sink: GradientSink) -> None:
-        """Allocate the buckets of ``sink`` and hook the parameters; memory of equal buckets is kept."""
+        """Hook the parameters, and allocate the buckets of ``sink`` where they stay; memory of equal ones is kept."""
         self.disconnect()
-        kept = {f.bucket: f.flat_N for f in self._fillings}
-        self._sink = sink
+        kept = {f.bucket: f.flat_N for f in self._fillings if f.flat_N is not None}
+        self._sink, self._retains = sink, sink.retains
         self._fillings = []
         for bucket in sink.buckets:
-            flat_N = kept[bucket] if bucket in kept else self._place(sink.buffer(bucket), bucket)
+            flat_N = None
+            if sink.retains:
+                flat_N = kept[bucket] if bucket in kept else self._place(sink.buffer(bucket), bucket)
             self._fillings.append(_Filling(bucket, flat_N, self._params))
-        for filling in self._fillings[:-1]:
+        for filling in self._fillings[:-1] if self._retains or self._early else []:
             for index, param in zip(filling.bucket.params, filling.tensors):
                 self._hooks.append(param.register_post_accumulate_grad_hook(self._hook(filling, index)))
 
@@ -100,13 +122,14 @@ class Gradients:
         for param in self._params.tensors:
             param.grad = None
         for filling in self._fillings:
-            filling.taken = filling.handed_over = False
+            filling.taken = filling.full = filling.handed_over = False
 
     def backward(self, loss: torch.Tensor, factor: float, final: bool) -> None:
         """Add the gradient of ``loss``, and if ``final`` hand over the gradient of ``loss / factor``."""
         self._factor, self._final = factor, final
         for filling in self._fillings:
-            filling.missing = set() if filling.taken and not final else set(filling.bucket.params)
+            watched = final or self._retains and not filling.taken
+            filling.missing = set(filling.bucket.params) if watched else set()
         self._open = True
         try:
             loss.backward()
@@ -115,9 +138,9 @@ class Gradients:
         if not self._fillings and final:
             self._hand_over_singly()
         for filling in self._fillings:  # what no hook has seen full: unused parameters, the last bucket
-            if final and not filling.handed_over:
-                self._hand_over(filling)
-            elif not filling.taken:
+            if final and not filling.full:
+                self._filled(filling)
+            elif self._retains and not filling.taken:
                 filling.take_in()
 
     def nothing(self, poison: bool = False) -> None:
@@ -132,10 +155,14 @@ class Gradients:
         for filling in self._fillings:
             if filling.handed_over:
                 continue
-            filling.flat_N.fill_(value)
+            filling.drop()
+            flat_N = filling.flat_N
+            if flat_N is None:
+                flat_N = self._place(self._sink.buffer(filling.bucket), filling.bucket)
+            flat_N.fill_(value)
             for param, view in zip(filling.tensors, filling.views):
                 param.grad = view
-            self._hand_over(filling)
+            self._put(filling, flat_N)
 
     def _hook(self, filling: _Filling, index: int) -> Callable[[torch.Tensor], None]:
         def made(param: torch.Tensor) -> None:
@@ -151,20 +178,33 @@ class Gradients:
             filling.missing.remove(index)
             if not filling.missing:
                 if self._final:
-                    self._hand_over(filling)
+                    self._filled(filling)
                 else:
                     filling.take_in()
         return made
 
-    def _hand_over(self, filling: _Filling) -> None:
-        """Give a full bucket to the sink, in it the gradient of the loss as it is."""
+    def _filled(self, filling: _Filling) -> None:
+        """Give a full bucket to the sink, in it the gradient of the loss as it is, or see to it that its turn comes."""
         assert self._sink is not None
-        filling.take_in()
+        filling.full = True
+        if filling.flat_N is not None:
+            filling.take_in()
+            with self._lock:  # of a split model each device has a thread in backward
+                self._put(filling, filling.flat_N)
+            return
+        with self._lock:
+            while (due := next((f for f in self._fillings if not f.handed_over), None)) is not None and due.full:
+                flat_N = self._place(self._sink.buffer(due.bucket), due.bucket)
+                due.moved(flat_N)
+                self._put(due, flat_N)
+
+    def _put(self, filling: _Filling, flat_N: torch.Tensor) -> None:
+        """Give the sink a bucket's gradient ``flat_N`` (n,), of the scaled loss so far."""
+        assert self._sink is not None
         filling.handed_over = True
         if self._factor != 1.0:
-            filling.flat_N.mul_(1.0 / self._factor)
-        with self._lock:  # of a split model each device has a thread in backward
-            self._sink.put(filling.bucket.index, filling.flat_N)
+            flat_N.mul_(1.0 / self._factor)
+        self._sink.put(filling.bucket.index, flat_N)
 
     def _hand_over_singly(self) -> None:
         """Give each gradient to the sink; a parameter without one has a zero one, as it has with several ranks."""

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from hvdtrain.backends.torch import placement
+from hvdtrain.backends.torch.slices import Slices
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.precision.scaler import LossScale
 
 
-_KERNELS = ("fused", "foreach", "capturable")
+KERNELS = ("fused", "foreach", "capturable")
 """Entries of an optimizer's groups that say how an update is computed, not what it is."""
 
 ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam,
@@ -25,32 +26,35 @@ ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim
 
 
 class TorchOptimizer:
-    """Implements `hvdtrain.protocols.Optimizer` over ``tensors``: the run's parameters, or flat vectors.
+    """Implements `hvdtrain.protocols.Optimizer` over ``tensors``: the run's parameters, flat vectors, or ``slices``'.
 
     An update's rate is the schedule's times min(1, (t + 1) / warmup_steps) for update t (Goyal et al. 2017, arXiv
     1706.02677). ``scale``: while it is on, every update looks at the norm. ``adopted``: the optimizer of a compiled
-    Keras model (`hvdtrain.backends.torch.keras.optim`), in place of config's; its rate is its own, scaled.
+    Keras model (`hvdtrain.backends.torch.keras.optim`), in place of config's; its rate is its own, scaled. Over slices
+    no update is left out here, as other ranks make theirs: whether there is one has been decided before.
     """
 
     def __init__(self, config: Config, tensors: Sequence[torch.Tensor], steps_per_epoch: int,
-                 scale: LossScale | None = None, adopted: Any = None) -> None:
+                 scale: LossScale | None = None, adopted: Any = None, slices: Slices | None = None) -> None:
         schedule = config.schedule
-        self.tensors = list(tensors)
+        self.tensors, self._slices = list(tensors), slices
         self._warmup = schedule.warmup_steps
         self._interval = schedule.interval
         self.updates = 0
         base = schedule.linear_scaling_base
         self.base_lr = config.lr * (config.global_batch / base if base else 1.0)
-        self._adopted = adopted
+        self.adopted = adopted
         if adopted is not None:
             self.base_lr = adopted.rate
-        self.optimizer = _optimizer(config, self.tensors, self.base_lr) if adopted is None else adopted
+        updated = self.tensors if slices is None else slices.owned
+        self.optimizer = _optimizer(config, updated, self.base_lr) if adopted is None else adopted
         self.schedule = _schedule(config, self.optimizer)
         groups = self.optimizer.param_groups  # some schedules (OneCycleLR) have rates of their own
         self._obeys_lr = all(group.get("initial_lr", group["lr"]) == self.base_lr for group in groups)
         self._config, self._scale = config, scale or LossScale()
         self._device = self.tensors[0].device
-        self.looks = any(t.device.type == "cuda" for t in self.tensors)
+        self._on_gpu = any(t.device.type == "cuda" for t in self.tensors)
+        self.looks = self._on_gpu and slices is None
         self._left_out: torch.Tensor | None = None
         self.elementwise = type(self.optimizer) in ELEMENTWISE if adopted is None else bool(adopted.elementwise)
 
@@ -60,7 +64,7 @@ class TorchOptimizer:
              look: bool) -> tuple[bool, float]:
         """Clip by the global norm and update; return (finite, norm), as `hvdtrain.protocols.Optimizer` says."""
         norm = math.nan
-        if clip_norm > 0 or look or self._scale.on:
+        if self._slices is None and (clip_norm > 0 or look or self._scale.on):
             norms = [torch.linalg.vector_norm(g).float().to(self._device) for g in grads]
             norm = float(torch.linalg.vector_norm(torch.stack(norms)))
             if not math.isfinite(norm):
@@ -93,6 +97,8 @@ class TorchOptimizer:
 
     def _update(self) -> None:
         """Make one update at the rate of now, then let a per-step schedule move."""
+        if self._slices is not None:
+            self._slices.link()
         self._follow()
         factor, groups = self._factor(), self.optimizer.param_groups
         for group in groups:  # a model may have been given another memory order since the optimizer was made
@@ -103,6 +109,8 @@ class TorchOptimizer:
         for group, rate in zip(groups, rates):
             group["lr"] = rate * factor
         self.optimizer.step()
+        if self._slices is not None:
+            self._slices.written()
         for group, rate in zip(groups, rates):
             group["lr"] = rate
         self.updates += 1
@@ -115,7 +123,7 @@ class TorchOptimizer:
         Returns False where the optimizer cannot: only PyTorch's fused kernels read such a flag on the device.
         """
         groups = self.optimizer.param_groups
-        if self._adopted is not None or not all(group.get("fused") for group in groups):
+        if self.adopted is not None or not all(group.get("fused") for group in groups):
             return False
         setattr(self.optimizer, "found_inf", not_finite.float())  # noqa: B010  (torch declares it nowhere)
         return True
@@ -137,8 +145,8 @@ class TorchOptimizer:
 
     def _follow(self) -> None:
         """Take over the rate of an adopted optimizer, which its owner or a schedule of Keras may have moved."""
-        if self._adopted is not None:
-            self._adopted.follow()
+        if self.adopted is not None:
+            self.adopted.follow()
 
     def learning_rate(self) -> float:
         """Return the rate of the next update."""
@@ -156,8 +164,8 @@ class TorchOptimizer:
 
     def plain_sgd(self) -> bool:
         """Return whether an update is rate x gradient (weight decay aside)."""
-        if self._adopted is not None:
-            return bool(self._adopted.plain_sgd())
+        if self.adopted is not None:
+            return bool(self.adopted.plain_sgd())
         groups = self.optimizer.param_groups
         return type(self.optimizer) is torch.optim.SGD and all(group["momentum"] == 0 for group in groups)
 
@@ -168,15 +176,15 @@ class TorchOptimizer:
         """
         if self.optimizer.state or self.plain_sgd():
             return 0
-        probed = [t for t in self.tensors if t.device == placement.device() or not self.looks]
+        probed = [t for t in self.tensors if t.device == placement.device() or not self._on_gpu]
         return 2 * sum(t.numel() * t.element_size() for t in probed)
 
     def describe(self) -> dict[str, str]:
         """In words, for the summary."""
         s = self._config.schedule
-        words = {"optimizer": f"{self._kind()}, lr {self.base_lr:g}"}
-        if self._adopted is not None:
-            words |= self._adopted.describe()
+        words = {"optimizer": f"{self.kind()}, lr {self.base_lr:g}"}
+        if self.adopted is not None:
+            words |= self.adopted.describe()
         if self.schedule is not None:
             words["schedule"] = f"{type(self.schedule).__name__} per {s.interval}"
         if s.warmup_steps:
@@ -188,21 +196,21 @@ class TorchOptimizer:
 
     def made_of(self) -> str:
         """Return what has to be the same on every rank, as a line."""
-        if self._adopted is None:
-            return f"optimizer {self._kind()}"
-        words = [self._adopted.name, *self._adopted.describe().values(), f"rate {self.learning_rate():g}"]
+        if self.adopted is None:
+            return f"optimizer {self.kind()}"
+        words = [self.adopted.name, *self.adopted.describe().values(), f"rate {self.learning_rate():g}"]
         return f"optimizer {' '.join(words)}"
 
-    def _kind(self) -> str:
+    def kind(self) -> str:
         """The optimizer's class."""
-        return type(self.optimizer).__name__ if self._adopted is None else f"Keras' {self._adopted.name}"
+        return type(self.optimizer).__name__ if self.adopted is None else f"Keras' {self.adopted.name}"
 
     def scalars(self) -> dict[str, Any]:
         """JSON-able state beside the optimizer's tensors: all of a group, as schedules also move betas and momentum."""
         groups = [_plain({k: v for k, v in g.items() if k != "params"}) for g in self.optimizer.param_groups]
         schedule = {} if self.schedule is None else _plain(self.schedule.state_dict())
         return {
-            "optimizer": self._kind(),
+            "optimizer": self.kind(),
             "updates": self.updates,
             "base_lr": self.base_lr,
             "groups": groups,
@@ -211,7 +219,7 @@ class TorchOptimizer:
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise `UserError` if `scalars` of another optimizer are given."""
-        own, then = self._kind(), state["optimizer"]
+        own, then = self.kind(), state["optimizer"]
         if then != own:
             raise UserError(f"the checkpoint was made with {then}", f"{own}, as configured now",
                             f"{_again(then)}, or start anew")
@@ -226,7 +234,7 @@ class TorchOptimizer:
             self.schedule.load_state_dict({**self.schedule.state_dict(), **state["schedule"]})
         for group, saved in zip(self.optimizer.param_groups, state["groups"]):
             group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in saved.items()
-                          if k not in _KERNELS})
+                          if k not in KERNELS})
         before = state.get("base_lr", self.base_lr)
         if before != self.base_lr and self._obeys_lr:
             self._rescale(self.base_lr / before)
@@ -255,7 +263,7 @@ def _plain(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _optimizer(config: Config, params: Sequence[torch.Tensor], lr: float) -> torch.optim.Optimizer:
-    """An optimizer of torch.optim by name, any case; auto is Adam."""
+    """An optimizer of torch.optim by name, any case; auto is Adam. Without ``params`` its one group is empty."""
     classes = {n.lower(): c for n, c in vars(torch.optim).items()
                if isinstance(c, type) and issubclass(c, torch.optim.Optimizer) and c is not torch.optim.Optimizer}
     name = "adam" if config.optimizer.name == "auto" else config.optimizer.name.lower()
@@ -272,7 +280,7 @@ def _optimizer(config: Config, params: Sequence[torch.Tensor], lr: float) -> tor
         make: Any = classes[name]  # each has a signature of its own
         own = config.optimizer.args
         _refuse_fused(params, own)
-        return make(params, lr=lr, **_fused(make, params, own), **own)
+        return make([{"params": list(params)}], lr=lr, **_fused(make, params, own), **own)
     except (TypeError, ValueError) as error:
         raise UserError(f"optimizer {classes[name].__name__} refused args {config.optimizer.args}: {error}",
                         "keyword arguments it knows", "correct optimizer.args") from None
@@ -339,7 +347,7 @@ def state_bytes(opt: TorchOptimizer) -> int:
     """Return the bytes of an optimizer's state; before its first step those that it is going to have."""
     held = sum(v.numel() * v.element_size() for entries in opt.optimizer.state.values()
                for v in entries.values() if isinstance(v, torch.Tensor))
-    if held or opt._adopted is not None:
+    if held or opt.adopted is not None:
         return held
     return int(slot_share(opt._config) * sum(t.numel() * t.element_size() for t in opt.tensors))
 

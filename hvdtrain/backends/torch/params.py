@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from hvdtrain.backends.torch import audit
-from hvdtrain.backends.torch.optimizer import TorchOptimizer
+from hvdtrain.backends.torch.optimizer import ELEMENTWISE, KERNELS, TorchOptimizer
+from hvdtrain.backends.torch.slices import Slices, take_over
+from hvdtrain.data_parallel.shards import in_bucket
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.protocols import ParamSpec
 
-Make = Callable[[Sequence[torch.Tensor]], TorchOptimizer]
+
+class Make(Protocol):
+    """Makes an optimizer of the run's kind over tensors, or over ``slices`` whose ``tensors`` they are."""
+
+    def __call__(self, tensors: Sequence[torch.Tensor], *, slices: Slices | None = None) -> TorchOptimizer:
+        """Return it, with state of its own."""
+        ...
 
 
 class TorchParams:
@@ -42,9 +50,13 @@ class TorchParams:
         return [flat_N[offset:offset + self.specs[i].n].view(shape)
                 for i, offset, shape in zip(bucket.params, bucket.offsets, bucket.shapes)]
 
-    def flat(self, bucket: Bucket) -> torch.Tensor:
-        """Return a copy of the tensors of ``bucket`` as one vector (n,) on their device."""
-        return torch.cat([self.tensors[i].detach().reshape(-1) for i in bucket.params])
+    def flat(self, bucket: Bucket, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """Return a copy of the tensors of ``bucket`` as one vector (n,) on their device, or of elements [begin, end).
+        """
+        inside = in_bucket(bucket, begin, bucket.n if end is None else end)
+        if not inside:
+            return self.tensors[bucket.params[0]].new_empty(0)
+        return torch.cat([self.tensors[i].detach().reshape(-1)[a:b] for i, (a, b) in inside])
 
     @torch.no_grad()
     def write(self, bucket: Bucket, flat_N: torch.Tensor) -> None:
@@ -61,6 +73,20 @@ class TorchParams:
             return self._run_optimizer
         return self._make([torch.nn.Parameter(vector.detach()) for vector in vectors])
 
+    def sliced(self, spans: Sequence[tuple[int, int]]) -> TorchOptimizer:
+        """Return the run's optimizer over a slice of each tensor; the one over whole tensors gives its state back."""
+        whole = self._run_optimizer
+        assert whole is not None, "there is an optimizer to take over from"
+        _refuse_slices(whole)
+        slices = Slices(self.tensors, spans)
+        made = self._run_optimizer = self._make(slices.tensors, slices=slices)
+        for group, before in zip(made.optimizer.param_groups, whole.optimizer.param_groups):
+            group.update({key: before[key] for key in KERNELS if key in before})  # other kernels round otherwise
+        if whole.updates:
+            made.load_scalars(whole.scalars())
+        take_over(slices, made.optimizer.state, whole.tensors, whole.optimizer.state)
+        return made
+
 
 def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     """Return the parameters of ``model`` that are trained, by name; `UserError` where there is none."""
@@ -68,6 +94,19 @@ def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     if not named:
         raise UserError("the model has no trainable parameter", "at least one with requires_grad", "unfreeze one")
     return named
+
+
+def _refuse_slices(whole: TorchOptimizer) -> None:
+    """Raise `UserError` unless an update of parts of tensors is the update of the tensors."""
+    if whole.elementwise:
+        return
+    if whole.adopted is None:
+        what, usual = whole.kind(), ", ".join(sorted(c.__name__ for c in ELEMENTWISE))
+    else:
+        what, usual = whole.kind() + whole.adopted.unlike(), "without clipnorm, use_ema and excluded variables"
+    raise UserError(f"data_parallel zero with optimizer {what}, which looks at whole tensors",
+                    f"one that updates each element by itself: {usual}",
+                    "take such a one (clip_norm clips by the norm of all parameters), or data_parallel: replicate")
 
 
 def _block_of(blocks: Sequence[Any]) -> dict[int, int]:

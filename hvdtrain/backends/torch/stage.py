@@ -35,7 +35,8 @@ class TorchStage:
         self._model, self._task, self._params, self._buffers = model, task, params, buffers
         self._placement, self._precision, self._sync, self.generators = placement, precision, sync, generators
         self._rank, self._caveats = rank, caveats
-        self._gradients = Gradients(params, placement.on_its_device)
+        # Synchronised layers wait for other ranks in backward: what else does so there could come in another order.
+        self._gradients = Gradients(params, placement.on_its_device, early=sync is None)
         self._stand_in = StandIn()
         self.asynchronous = placement.on_gpu
         self.waited_s = self._waited_in_step_s = 0.0

@@ -6,7 +6,7 @@ bfloat16, which numpy lacks, travels as its bits in uint16, and its name says so
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from hvdtrain import rng
 from hvdtrain.backends.torch.optimizer import TorchOptimizer, state_bytes
 from hvdtrain.errors import UserError
 from hvdtrain.precision.scaler import LossScale
-from hvdtrain.protocols.state import Place, Window
+from hvdtrain.protocols.state import Head, Place, Shard, Window
 
 if TYPE_CHECKING:
     from hvdtrain.backends.torch.buffers import Buffers
@@ -105,7 +105,7 @@ def optimizer_arrays(opt: TorchOptimizer, names: list[str], place: Place | None 
     return to_arrays(tensors, "optimizer", place)
 
 
-def check_optimizer(names: list[str], arrays: dict[str, np.ndarray]) -> None:
+def check_optimizer(names: list[str], arrays: Iterable[str]) -> None:
     """Raise `UserError` for the state of a parameter that this model does not have."""
     for name in {full.rpartition("/")[0] for full in arrays} - set(names):
         raise UserError(f"the checkpoint's optimizer has state for {name!r}", "parameters of this model only",
@@ -113,7 +113,7 @@ def check_optimizer(names: list[str], arrays: dict[str, np.ndarray]) -> None:
 
 
 def load_optimizer(opt: TorchOptimizer, names: list[str], arrays: dict[str, np.ndarray]) -> None:
-    """Undo `optimizer_arrays`."""
+    """Undo `optimizer_arrays`; ``names``: of the tensors that the optimizer updates, in its order."""
     index = {name: i for i, name in enumerate(names)}
     state: dict[int, dict[str, Any]] = {}
     for full, tensor in from_arrays(arrays).items():
@@ -121,8 +121,9 @@ def load_optimizer(opt: TorchOptimizer, names: list[str], arrays: dict[str, np.n
         state.setdefault(index[name], {})[key] = tensor
     whole = opt.optimizer.state_dict()
     opt.optimizer.load_state_dict({"state": state, "param_groups": whole["param_groups"]})
+    params = [param for group in opt.optimizer.param_groups for param in group["params"]]
     for i, entries in state.items():
-        placed = opt.optimizer.state[opt.tensors[i]]  # on its device, but cast to the parameter's dtype
+        placed = opt.optimizer.state[params[i]]  # on its device, but cast to the parameter's dtype
         for key, tensor in entries.items():
             if placed[key].dtype != tensor.dtype:
                 placed[key] = tensor.to(placed[key].device)
@@ -154,11 +155,15 @@ class TorchState:
                  scale: LossScale, generators: Generators) -> None:
         self.model, self.names, self.optimizer = model, list(names), optimizer
         self._buffers, self._scale, self._generators = buffers, scale, generators
+        self._spans: list[tuple[int, int]] = []
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._counts: set[str] = set()
 
     def state(self, place: Place | None = None) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
         """Return the groups "model" and "optimizer", and the numbers of optimizer, schedule and loss scale."""
-        groups = {"model": model_arrays(self.model, place),
-                  "optimizer": optimizer_arrays(self.optimizer, self.names, place)}
+        groups = {"model": model_arrays(self.model, place)}
+        if not self._spans:
+            groups["optimizer"] = optimizer_arrays(self.optimizer, self.names, place)
         return groups, {**self.optimizer.scalars(), **self._scale.state()}
 
     def state_bytes(self) -> int:
@@ -169,12 +174,61 @@ class TorchState:
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
         """Undo `state`; a checkpoint that does not fit changes nothing."""
         self.optimizer.check(rest)
-        check_optimizer(self.names, groups["optimizer"])
+        if not self._spans:
+            check_optimizer(self.names, groups["optimizer"])
         load_model(self.model, groups["model"])
         self._buffers.loaded()
-        load_optimizer(self.optimizer, self.names, groups["optimizer"])
+        if not self._spans:
+            load_optimizer(self.optimizer, self.names, groups["optimizer"])
         self.optimizer.load_scalars(rest)
         self._scale.load(rest)
+
+    # --- under ZeRO --------------------------------------------------------------------------------------------------
+
+    def take(self, optimizer: Any, spans: Sequence[tuple[int, int]]) -> None:
+        """Keep the state of ``optimizer``, a `TorchOptimizer` over ``spans`` of the parameters, from now on."""
+        self.optimizer, self._spans = optimizer, list(spans)
+        shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+        self._shapes = {name: shapes[name] for name in self.names}
+
+    def slices(self, place: Place | None = None) -> Iterator[Shard]:
+        """Yield this rank's part of the optimizer's state; a count of steps comes with its parameter's begin."""
+        for name, tensor, (begin, end) in zip(self.names, self.optimizer.tensors, self._spans):
+            entries = self.optimizer.optimizer.state.get(tensor, {}) if begin < end else {}
+            for key, value in entries.items():
+                if value is None:
+                    continue
+                held = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.asarray(value))
+                each = held.shape == tensor.shape
+                if each or begin == 0:
+                    shape = self._shapes[name] if each else tuple(held.shape)
+                    for full, values_n in to_arrays({f"{name}/{key}": held.reshape(-1)}, "optimizer", place).items():
+                        yield Shard("optimizer", full, shape, begin, values_n)
+
+    def wanted(self, heads: Sequence[Head]) -> list[tuple[str, int, int]]:
+        """Return what this rank needs of a checkpoint's optimizer state: (name, begin, end)."""
+        shapes = {head.name: tuple(head.shape) for head in heads}
+        check_optimizer(self.names, shapes)
+        spans = dict(zip(self.names, self._spans))
+        found = []
+        for full, shape in shapes.items():
+            name = full.rpartition("/")[0]
+            begin, end = spans[name]
+            if shape not in (self._shapes[name], ()):
+                raise UserError(f"checkpoint tensor {full} has shape {shape}",
+                                f"{self._shapes[name]}, as in this model",
+                                "resume with the model and model_args of that run")
+            if begin < end:
+                each = shape == self._shapes[name]
+                found.append((full, begin, end) if each else (full, 0, 1))
+                self._counts |= set() if each else {full}
+        return found
+
+    def load_slices(self, values: Mapping[str, np.ndarray]) -> None:
+        """Undo `slices`."""
+        own = [name for name, (begin, end) in zip(self.names, self._spans) if begin < end]
+        load_optimizer(self.optimizer, own, {full: values_n.reshape(()) if full in self._counts else values_n
+                                             for full, values_n in values.items()})
 
     def rank_state(self) -> dict[str, np.ndarray]:
         """Return this rank's random generators."""

@@ -27,6 +27,7 @@ from hvdtrain.backends.torch.keras.optim import compiled_optimizer
 from hvdtrain.backends.torch.keras.state import KerasState
 from hvdtrain.backends.torch.optimizer import TorchOptimizer
 from hvdtrain.backends.torch.params import TorchParams
+from hvdtrain.backends.torch.slices import Slices
 from hvdtrain.backends.torch.transforms import precision as widths
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
@@ -76,11 +77,11 @@ class KerasMaker(Maker):
         """Tensors that are compared between ranks without Keras' counters."""
         make = partial(TorchOptimizer, self.config, steps_per_epoch=self.steps_per_epoch, scale=self.scale)
 
-        def make_for(tensors: Sequence[torch.Tensor]) -> TorchOptimizer:
+        def make_for(tensors: Sequence[torch.Tensor], *, slices: Slices | None = None) -> TorchOptimizer:
             own = [p for _, p in self.model.named_parameters() if p.requires_grad]
             same = len(own) == len(tensors) and all(map(lambda a, b: a is b, own, tensors))
             adopted = self._adopted if self._adopted is None or same else self._adopted.over(tensors)
-            return make(tensors, adopted=adopted)
+            return make(tensors, adopted=adopted, slices=slices)
 
         return KerasParams(self.model, [], self.placement.places(), make_for)
 

@@ -17,6 +17,7 @@ import numpy as np
 from hvdtrain.cluster.channel import Mail, MailChannel
 from hvdtrain.cluster.control import sum_rows
 from hvdtrain.collectives.null import Done
+from hvdtrain.collectives.parts import add_rows
 from hvdtrain.errors import PeerFailed, WaitTimeout
 
 Key = tuple[Any, ...]
@@ -286,8 +287,7 @@ class LockstepCollectives:
 
 
 def _sum(rows: list[np.ndarray]) -> np.ndarray:
-    """Sum in rank order, in the arrays' own dtype."""
-    total = rows[0].copy()
-    for row in rows[1:]:
-        total += row
+    """Sum in rank order, float16 in float32."""
+    total = np.empty_like(rows[0])
+    add_rows([row.reshape(-1) for row in rows], total.reshape(-1))
     return total

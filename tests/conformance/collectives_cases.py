@@ -86,6 +86,85 @@ def check_reducescatter(wire, make, host):
         np.testing.assert_array_equal(got, P * np.arange(3 * r, 3 * r + 3) + turn * P * (P - 1) / 2)
 
 
+def cuts(n, P):
+    """Parts of n elements: alike, unlike, of which some are empty, all of it one rank's."""
+    alike = [n * (r + 1) // P - n * r // P for r in range(P)]
+    halves = [k // 2 for k in alike[1:]]
+    found = [alike, [n - sum(halves), *halves], [0] * (P - 1) + [n], [n] + [0] * (P - 1)]
+    assert all(sum(sizes) == n and len(sizes) == P for sizes in found)
+    return found
+
+
+def in_order(rows, wire):
+    """The sum of the ranks' rows in the order that the wire promises: of ranks, within each host where it has hosts."""
+    def add(xs):
+        wide = [x.astype(np.float32) if x.dtype == np.float16 else x for x in xs]
+        total = wide[0].copy()
+        for x in wide[1:]:
+            total += x
+        return total
+
+    return add([add([rows[r] for r in ranks]) for ranks in getattr(wire, "hosts", [range(wire.size)])])
+
+
+def mixed(rank, n, turn, dtype):
+    """Values whose order matters when they are added."""
+    rng = np.random.default_rng([rank, n, turn])
+    size = 10.0 ** rng.integers(-2 if dtype == "float16" else -6, 3 if dtype == "float16" else 6, n)
+    return (rng.standard_normal(n) * size).astype(dtype)
+
+
+def check_reducescatterv(wire, make, host):
+    P, r = wire.size, wire.rank
+    for n in (0, 1, 3, 40):
+        for i, sizes in enumerate(cuts(n, P)):
+            for turn in (1, 2):
+                got = host(wire.reducescatterv(make(mixed(r, n, turn, "float32")), sizes, f"case.partv.{n}.{i}").wait())
+                want = in_order([mixed(q, n, turn, "float32") for q in range(P)], wire)
+                assert got.shape == (sizes[r],) and got.dtype == np.float32
+                np.testing.assert_array_equal(got, want[sum(sizes[:r]):][:sizes[r]])
+
+
+def check_reducescatterv_bits(wire, make, host):
+    """Of longer vectors and every type that sums; a result outlives the next call."""
+    P, r, n = wire.size, wire.rank, 70_001
+    for dtype in sorted(wire.dtypes & {"float16", "float32", "float64", "int32"}):
+        last = None
+        for i, sizes in enumerate(cuts(n, P)):
+            rows = [mixed(q, n, i, dtype) for q in range(P)]
+            own = slice(sum(sizes[:r]), sum(sizes[:r + 1]))
+            want = in_order(rows, wire)[own].astype(dtype)
+            result = wire.reducescatterv(make(rows[r]), sizes, f"case.partv.{dtype}").wait()
+            assert last is None or np.array_equal(host(last[0]), last[1])
+            assert host(result).dtype.name == dtype
+            np.testing.assert_array_equal(host(result), want)
+            last = result, want
+
+
+def check_allgatherv(wire, make, host):
+    P, r = wire.size, wire.rank
+    for n in (0, 1, 3, 40, 1000):
+        for i, sizes in enumerate(cuts(n, P)):
+            for dtype in ("float32", "float16", "int64"):
+                for turn in (1, 2):
+                    whole = (np.arange(n) * turn % 1009).astype(dtype)
+                    own = whole[sum(sizes[:r]):sum(sizes[:r + 1])].copy()
+                    got = host(wire.allgatherv(make(own), sizes, f"case.wholev.{n}.{i}.{dtype}").wait())
+                    assert got.dtype.name == dtype and got.shape == (n,)
+                    np.testing.assert_array_equal(got, whole)
+
+
+def check_parts_in_turn(wire, make, host):
+    """As a step does it: parts of several vectors' sums, one after the other, each then brought together."""
+    P, r = wire.size, wire.rank
+    for turn in range(6):
+        n = 3000 + 7 * (turn % 3)
+        sizes = cuts(n, P)[turn % 4]
+        part = wire.reducescatterv(make(np.full(n, r + turn, np.float32)), sizes, f"case.turn.{n}.part").wait()
+        got = host(wire.allgatherv(part, sizes, f"case.turn.{n}.whole").wait())
+        np.testing.assert_array_equal(got, np.full(n, P * turn + P * (P - 1) / 2))
+
+
 def check_broadcast(wire, make, host):
     for root in range(wire.size):
         for turn in (1, 2):

@@ -41,6 +41,8 @@ def test_nothing_to_send(wire):
     assert wire.alltoall(np.zeros((wire.size, 0), np.float32), "none").wait().shape == (wire.size, 0)
     assert wire.reducescatter(none, "none").wait().shape == (0,)
     assert wire.broadcast(none, "none").wait().shape == (0,)
+    assert wire.reducescatterv(none, [0] * wire.size, "none").wait().shape == (0,)
+    assert wire.allgatherv(none, [0] * wire.size, "none").wait().shape == (0,)
 
 
 def test_read_only_and_strided_arguments_are_left_alone(wire):
@@ -61,6 +63,15 @@ def test_allreduce_is_in_place_where_it_can_be(wire):
 def test_waiting_twice_gives_the_same(wire):
     handle = wire.allreduce(np.ones(3, np.float32), "twice")
     assert handle.wait() is handle.wait()
+
+
+def test_parts_that_ranks_cut_unlike_are_refused(wire):
+    P, odd = wire.size, wire.rank == wire.size - 1
+    sizes = [1] * P if not odd else [2, 0, *[1] * (P - 2)]
+    for handle in (wire.reducescatterv(np.zeros(P, np.float32), sizes, "grad.0"),
+                   wire.allgatherv(np.zeros(sizes[wire.rank], np.float32), sizes, "grad.0")):
+        with pytest.raises(RuntimeError, match=rf"rank 0 entered .*'grad.0'.*; rank {P - 1} entered .*\(2, 0"):
+            handle.wait()
 
 
 @pytest.mark.parametrize("what", ["name", "shape", "dtype", "kind", "root"])

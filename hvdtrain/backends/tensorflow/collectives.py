@@ -74,6 +74,9 @@ class HorovodCollectives:
     def buffer(self, n: int, dtype: str) -> None:
         return None
 
+    def flight(self, n: int, dtype: str) -> None:
+        return None
+
     def allreduce(self, flat_N: tf.Tensor, name: str, op: str = "sum") -> _Result:
         how = getattr(self._ops, KINDS[op])
         return self._call(lambda name, x: self._ops._allreduce(x, name=name, op=how, **self._among), name, op, flat_N)
@@ -104,6 +107,24 @@ class HorovodCollectives:
         sum_op = self._ops.Sum
         return self._call(lambda name, x: self._ops._reducescatter(x, name=name, op=sum_op, **self._among), name,
                           "scatter", x)
+
+    def reducescatterv(self, flat_N: tf.Tensor, sizes_P: Sequence[int], name: str) -> _Result:
+        """This rank's part of the sum: every rank sends each other its part and adds what it gets in rank order.
+
+        Holds P times its part meanwhile.
+        """
+        assert flat_N.shape[0] == sum(sizes_P), f"reducescatterv of {flat_N.shape[0]} elements into {list(sizes_P)}"
+        if not sum(sizes_P):  # on every rank, which all know
+            return _Result(flat_N)
+        rows, _ = self.alltoall_rows(flat_N, tf.constant(list(sizes_P), tf.int32), name).wait()
+        # Fails where ranks disagree about the parts, and so sent other numbers of elements.
+        return _Result(_sum_rows(tf.reshape(rows, [self.size, sizes_P[self.rank]])))
+
+    def allgatherv(self, part_K: tf.Tensor, sizes_P: Sequence[int], name: str) -> _Result:
+        assert part_K.shape[0] == sizes_P[self.rank], f"allgatherv of {part_K.shape[0]} as one of {list(sizes_P)}"
+        if not sum(sizes_P):
+            return _Result(part_K)
+        return _Result(tf.ensure_shape(self.gather_rows(part_K, name).wait(), [sum(sizes_P)]))
 
     def broadcast(self, x_N: tf.Tensor, name: str, root: int = 0) -> _Result:
         return self._call(lambda name, x: self._ops.broadcast(x, root, name=name, **self._among), name,
@@ -164,6 +185,17 @@ def _named(out: Any, name: str) -> Any:
     node = (out[0] if isinstance(out, tuple) else out).op.name
     assert node.rpartition("/")[2] == name, f"the graph named a collective {node!r} instead of {name!r}"
     return out
+
+
+def _sum_rows(rows_PK: tf.Tensor) -> tf.Tensor:
+    """The sum of the rows in their order, float16 in float32."""
+    wide_PK = tf.cast(rows_PK, tf.float32) if rows_PK.dtype == tf.float16 else rows_PK
+    rows = tf.unstack(wide_PK)
+    total_K = rows[0]
+    for row_K in rows[1:]:
+        with tf.control_dependencies([total_K]):  # else TensorFlow makes one AddN of them, which adds in eights
+            total_K = total_K + row_K
+    return tf.cast(total_K, rows_PK.dtype)
 
 
 class peer_failures:

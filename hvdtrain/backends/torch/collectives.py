@@ -6,16 +6,17 @@ puts the former under gradients of a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from hvdtrain.backends.torch.staged import StagedCollectives
 from hvdtrain.cluster.deadline import deadline
+from hvdtrain.collectives.null import Done
 from hvdtrain.errors import PeerFailed
 from hvdtrain.faults import pulse
-from hvdtrain.protocols import Collectives
+from hvdtrain.protocols import Collectives, Handle
 
 
 class _Pending:
@@ -35,6 +36,24 @@ class _Pending:
         if isinstance(out, tuple):  # alltoall also gives the received splits
             out = out[0]
         return out if self._shape is None else out.reshape(self._shape)
+
+
+class _Parts:
+    """Every rank's rows of this one's part, on their way; summed in the order of the ranks once they are here."""
+
+    def __init__(self, pending: _Pending, rank: int, size: int, k: int) -> None:
+        self._pending, self._rank, self._size, self._k = pending, rank, size, k
+
+    def wait(self) -> torch.Tensor:
+        rows = self._pending.wait()
+        if rows.numel() != self._size * self._k:
+            raise RuntimeError(f"ranks disagree about their parts: rank {self._rank} received {rows.numel()} elements "
+                               f"in place of {self._size} x {self._k}")
+        rows_PK = rows.reshape(self._size, self._k)
+        total_K = rows_PK[0].to(torch.float32) if rows.dtype == torch.float16 else rows_PK[0].clone()
+        for row_K in rows_PK[1:]:
+            total_K += row_K
+        return total_K.to(rows.dtype)
 
 
 class HorovodCollectives:
@@ -58,6 +77,9 @@ class HorovodCollectives:
     def buffer(self, n: int, dtype: str) -> None:
         return None
 
+    def flight(self, n: int, dtype: str) -> None:
+        return None
+
     def allreduce(self, flat_N: torch.Tensor, name: str, op: str = "sum") -> _Pending:
         reduction = self._hvd.Adasum if op == "adasum" else self._hvd.Sum
         return self._pending("allreduce", name, self._hvd.allreduce_async_(flat_N, name=name, op=reduction))
@@ -72,6 +94,25 @@ class HorovodCollectives:
     def reducescatter(self, flat_N: torch.Tensor, name: str) -> _Pending:
         handle = self._hvd.reducescatter_async(flat_N, name=name, op=self._hvd.Sum)
         return self._pending("reducescatter", name, handle)
+
+    def reducescatterv(self, flat_N: torch.Tensor, sizes_P: Sequence[int], name: str) -> Handle:
+        """This rank's part of the sum: every rank sends each other its part and adds what it gets in rank order.
+
+        Horovod's own reduce-scatter cuts evenly, and adds in an order of its own. Holds P times its part meanwhile.
+        """
+        assert flat_N.numel() == sum(sizes_P), f"reducescatterv of {flat_N.numel()} elements into {list(sizes_P)}"
+        if not flat_N.numel():  # on every rank, which all know
+            return Done(flat_N)
+        splits_P = torch.tensor(sizes_P, dtype=torch.int32)
+        handle = self._hvd.alltoall_async(flat_N.contiguous(), splits=splits_P, name=name)
+        return _Parts(self._pending("reducescatterv", name, handle), self.rank, self.size, sizes_P[self.rank])
+
+    def allgatherv(self, part_K: torch.Tensor, sizes_P: Sequence[int], name: str) -> Handle:
+        assert part_K.numel() == sizes_P[self.rank], f"allgatherv of {part_K.numel()} as one of {list(sizes_P)}"
+        if not sum(sizes_P):
+            return Done(part_K)
+        handle = self._hvd.allgather_async(part_K.contiguous(), name=name)
+        return self._pending("allgatherv", name, handle, (sum(sizes_P),))
 
     def broadcast(self, x_N: torch.Tensor, name: str, root: int = 0) -> _Pending:
         return self._pending("broadcast", name, self._hvd.broadcast_async(x_N, root, name=name))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -224,6 +224,17 @@ def _error_of(work: Callable[[], None]) -> BaseException | None:
     return None
 
 
+class _Own:
+    """A handle whose numpy result outlives the next call of its wire: a transfer's is read while others go on."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def wait(self) -> Any:
+        found = self._handle.wait()
+        return found if isinstance(found, torch.Tensor) else found.copy()
+
+
 class StagedCollectives:
     """`hvdtrain.protocols.Collectives` for tensors of a GPU, over ``inner`` collectives of host memory.
 
@@ -248,6 +259,9 @@ class StagedCollectives:
     def buffer(self, n: int, dtype: str) -> None:
         """No memory of its own for buckets: they lie on the device."""
 
+    def flight(self, n: int, dtype: str) -> None:
+        """No memory of its own."""
+
     def allreduce(self, flat_N: torch.Tensor, name: str, op: str = "sum") -> Handle:
         """Combine over ranks: (N,) -> (N,), in place."""
         return self._issue("allreduce", name, flat_N, lambda h: self._inner.allreduce(h, name, op), in_place=True)
@@ -264,22 +278,35 @@ class StagedCollectives:
         """This rank's 1/P of the sum over ranks: (N,) -> (N/P,); N is a multiple of P."""
         return self._issue("reducescatter", name, flat_N, lambda h: self._inner.reducescatter(h, name))
 
+    def reducescatterv(self, flat_N: torch.Tensor, sizes_P: Sequence[int], name: str) -> Handle:
+        """This rank's part of the sum over ranks, added in rank order: (N,) -> (sizes_P[rank],)."""
+        return self._issue("reducescatterv", name, flat_N, lambda h: self._inner.reducescatterv(h, sizes_P, name),
+                           key="parts")
+
+    def allgatherv(self, part_K: torch.Tensor, sizes_P: Sequence[int], name: str) -> Handle:
+        """The ranks' parts one after the other: (sizes_P[rank],) -> (N,)."""
+        return self._issue("allgatherv", name, part_K, lambda h: _Own(self._inner.allgatherv(h, sizes_P, name)),
+                           key="parts")
+
     def broadcast(self, x_N: torch.Tensor, name: str, root: int = 0) -> Handle:
         """``root``'s vector on every rank: (N,) -> (N,). Its memory is not kept: a start sends each parameter once."""
         return self._issue("broadcast", name, x_N, lambda h: self._inner.broadcast(h, name, root), keep=False)
 
     def _issue(self, kind: str, name: str, x: torch.Tensor, call: Callable[[Any], Handle], in_place: bool = False,
-               keep: bool = True) -> Handle:
-        """Start the tensor's way and queue its collective behind those before it."""
+               keep: bool = True, key: str = "") -> Handle:
+        """Start the tensor's way and queue its collective behind those before it.
+
+        ``keep``: its host memory, for the next of this kind and name, or of one ``key`` for several names.
+        """
         if self._pipe is None:
             self._pipe = _Pipe()
             weakref.finalize(self, self._pipe.issued.put, None).atexit = False  # the threads end with their owner
         x = x.detach()
         own = x.contiguous()
-        key: Key | None = (f"{kind} {name}", x.dtype, x.numel()) if keep else None
+        borrowed: Key | None = (key or f"{kind} {name}", x.dtype, x.numel()) if keep else None
         as_numpy = self._inner.host
         what = f"{kind} {name!r} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} over host memory"
-        transfer = _Transfer(self._lane_of(x.device), own, key, lambda h: call(h.numpy() if as_numpy else h),
+        transfer = _Transfer(self._lane_of(x.device), own, borrowed, lambda h: call(h.numpy() if as_numpy else h),
                              in_place, (self.timeout_s, what))
         self._pipe.issued.put(transfer)
         return transfer

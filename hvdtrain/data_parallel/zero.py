@@ -24,6 +24,7 @@ from hvdtrain.exchange.attach import buckets_of, check, compression_of
 from hvdtrain.exchange.compressors import create
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.exchange.squares import sum_squares
+from hvdtrain.exchange.transport import Transport
 from hvdtrain.exchange.weighting import loss_scale
 from hvdtrain.parts import Parts
 from hvdtrain.protocols import Array, Collectives, Control, DataParallel, Handle
@@ -96,6 +97,7 @@ class Zero:
         self.gather_s = 0.0
         self.sizes_BP = [list(sizes_P) for sizes_P in sizes_BP]
         self._control, self._parts = control, parts
+        self._wires = [Transport(wire, own.ops) for own in reducer.wires]
         first_B = [sum(sizes_P[:wire.rank]) for sizes_P in sizes_BP]
         self._own_B = [(first, first + sizes_P[wire.rank]) for first, sizes_P in zip(first_B, sizes_BP)]
         self._inside_B = [shards.in_bucket(b, *own) for b, own in zip(self.buckets, self._own_B)]
@@ -221,12 +223,12 @@ class Zero:
         ahead = IN_FLIGHT if self.wire.overlaps else 1
         for i in range(len(self.buckets) + ahead - 1):
             if i < len(self.buckets):
-                wire, bucket = self.reducer.wires[i], self.buckets[i]
+                wire, bucket = self._wires[i], self.buckets[i]
                 own_K = wire.outgoing(params.flat(bucket, *self._own_B[i]))
                 open_[i] = self.wire.allgatherv(own_K, self.sizes_BP[i], f"{bucket.group}.b{i}.params")
             done = i - ahead + 1
             if done >= 0:
-                params.write(self.buckets[done], self.reducer.wires[done].arrived(open_.pop(done).wait()))
+                params.write(self.buckets[done], self._wires[done].arrived(open_.pop(done).wait()))
 
     # --- state -------------------------------------------------------------------------------------------------------
 

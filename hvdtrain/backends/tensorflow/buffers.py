@@ -14,7 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.optim import Optimization
-from hvdtrain.backends.tensorflow.state import assign, to_numpy
+from hvdtrain.backends.tensorflow.optim_state import give_back, take_over
+from hvdtrain.backends.tensorflow.state import assign, named, to_numpy
 from hvdtrain.exchange.transport import Transport
 
 CHUNK_BYTES = 1 << 28
@@ -54,14 +55,25 @@ class Buffers:
     def share(self) -> None:
         """Give every rank rank 0's weights, optimizer state and base rate, bit by bit; seed generators stay.
 
-        They travel as bytes, so that every dtype can. The ranks' variables are alike, which was compared before.
+        They travel as bytes, so that every dtype can. The ranks' variables are alike, which was compared before. Where
+        slices take the place of the whole optimizer, each rank takes its own of rank 0's state, a variable at a time.
         """
+        opt = self._opt
+        opt.build()
         if self._transport.size == 1:
             return
-        opt = self._opt
         base_lr = tf.Variable(np.nan if opt.base_lr is None else opt.base_lr, trainable=False, dtype=tf.float64)
-        self._from_root([*self._model.weights, *opt.optimizer.variables, base_lr], "initial")
+        alike = [v for place, v in enumerate(opt.optimizer.variables) if place not in (opt.slices or ())]
+        self._from_root([*self._model.weights, *alike, base_lr], "initial")
         opt.base_lr = None if np.isnan(base_lr.numpy()) else float(base_lr.numpy())
+        if opt.slices is not None:
+            text = np.frombuffer("\n".join(named(opt.optimizer.variables)).encode(), np.uint8)
+            n = int(self._shared(np.array([text.size]), "initial.names.length")[0])
+            opt.names = self._shared(np.resize(text, n), "initial.names").tobytes().decode().split("\n")
+        former, opt.former = opt.former, None
+        if former is not None:
+            take_over(opt, (self._shared(to_numpy(v), f"former.{i}") for i, v in enumerate(former.variables)))
+            give_back(former)
 
     def sync(self) -> None:
         """Average floating non-trainable weights (BatchNorm statistics) over ranks, each by its samples; collective.
@@ -111,13 +123,18 @@ class Buffers:
         if not held:
             return
         own = np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in held])
-        parts = []
-        for i, begin in enumerate(range(0, own.size, CHUNK_BYTES)):
-            sent = tf.constant(own[begin:begin + CHUNK_BYTES])
-            parts.append(np.array(self._transport.broadcast(sent, f"{name}.{i}", root)))
         ends = np.cumsum([a.nbytes for a in held])
-        for variable, like, part in zip(variables, held, np.split(np.concatenate(parts), ends[:-1])):
+        for variable, like, part in zip(variables, held, np.split(self._shared(own, name, root), ends[:-1])):
             assign(variable, part.view(like.dtype).reshape(like.shape))
+
+    def _shared(self, own: np.ndarray, name: str, root: int = 0) -> np.ndarray:
+        """The array of rank ``root``, which has the shape and dtype of ``own``."""
+        flat = np.ascontiguousarray(own).reshape(-1).view(np.uint8)
+        parts = []
+        for i, begin in enumerate(range(0, flat.size, CHUNK_BYTES)):
+            sent = tf.constant(flat[begin:begin + CHUNK_BYTES])
+            parts.append(np.array(self._transport.broadcast(sent, f"{name}.{i}", root)))
+        return np.concatenate(parts).view(own.dtype).reshape(own.shape) if parts else own
 
 
 class Kept:

@@ -99,7 +99,8 @@ class _Making:
         self._mixed.install(model)  # a split is measured in the types that it will compute in
         self._task, self._class_numbers = Task(self._spec, self._config), ClassNumbers(self._spec, self._config)
         self._evaluator = Evaluator(Evaluation(self._spec, self._config, self._task), self._class_numbers)
-        self.opt = Optimization(self._config, model, self._steps)
+        divided = self._config.data_parallel.name == "zero" and self._wire.size > 1 and self._config.model_parallel == 1
+        self.opt = Optimization(self._config, model, self._steps, whole=not divided)
         sync_batchnorm.release(model)
         placement.seed_model(state.seed_states(model), self._rank)
 
@@ -122,7 +123,7 @@ class _Making:
         transforms = in_order(placement=Placement(split) if split else None, precision=self._mixed,
                               sync_batchnorm=across)
         return Parts(model, blocks, stage, params, optimizer, buffers, self._evaluator,
-                     ModelState(model, self.opt, scale, buffers), transforms, self._precision, scale,
+                     ModelState(model, self.opt, scale, buffers, self._rank), transforms, self._precision, scale,
                      [Ops(device) for device in split.plan.devices] if split else ())
 
     def _blocks(self) -> tuple[Any, ...]:

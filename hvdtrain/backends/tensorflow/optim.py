@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 from keras.optimizers import schedules
@@ -52,14 +52,30 @@ class WarmUp(schedules.LearningRateSchedule):
         return cls(**{**config, "base": schedules.deserialize(base) if isinstance(base, dict) else base})
 
 
+class Slice(NamedTuple):
+    """Row-major elements [begin, end) of the model's variable ``number``, which has ``shape``."""
+
+    number: int
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+
+
 class Optimization:
     """The optimizer of a run, built for the model's trainable variables.
 
     ``base_lr``: the configured or compiled rate times the linear scaling; None where a schedule of the user's rules.
+    ``whole``: it is built at once; else by `build`, unless one over slices of the variables takes its place
+    (`hvdtrain.backends.tensorflow.sliced`). Then ``slices`` tells by number of the optimizer's variables what each is
+    of, where it is not the same on every rank; ``former``: the optimizer over whole variables, if it had state;
+    ``names``: rank 0's of the optimizer's variables, since Keras counts names within a process.
     """
 
-    def __init__(self, config: Config, model: keras.Model, steps_per_epoch: int) -> None:
-        self._config = config
+    def __init__(self, config: Config, model: keras.Model, steps_per_epoch: int, whole: bool = True) -> None:
+        self._config, self._model = config, model
+        self.slices: dict[int, Slice] | None = None
+        self.former: keras.optimizers.Optimizer | None = None
+        self.names: list[str] = []
         own = model.optimizer if getattr(model, "compiled", False) else None
         self._compiled = config.optimizer.name == "auto" and own is not None
         base = config.schedule.linear_scaling_base
@@ -68,10 +84,26 @@ class Optimization:
         _refuse_epochs(config.schedule)
         self.optimizer = self._adopt(model) if self._compiled else self._create()
         _refuse(self.optimizer)
-        built_for = [id(v) for v in getattr(self.optimizer, "_trainable_variables", [])]
-        if not self.optimizer.built or built_for != [id(v) for v in model.trainable_variables]:
-            self.optimizer.build(model.trainable_variables)  # not twice: its history would be lost
+        self._adopted = self.optimizer
+        if whole:
+            self.build()
         setup_of(model).optimizer = self.optimizer
+
+    def built(self) -> bool:
+        """Return whether the optimizer over whole variables has its state."""
+        built_for = [id(v) for v in getattr(self.optimizer, "_trainable_variables", [])]
+        return self.optimizer.built and built_for == [id(v) for v in self._model.trainable_variables]
+
+    def build(self) -> None:
+        """Give the optimizer its state, where it has none and no slices take its place."""
+        if self.slices is None and not self.built():
+            self.optimizer.build(self._model.trainable_variables)  # not twice: its history would be lost
+
+    def replace(self, made: keras.optimizers.Optimizer, slices: dict[int, Slice], shown: Any) -> None:
+        """Put ``made``, an optimizer over slices, in the optimizer's place; callbacks see ``shown`` as the model's."""
+        self.former = self.optimizer if self.built() else None
+        self.optimizer, self.slices = made, slices
+        setup_of(self._model).optimizer = shown
 
     def _create(self) -> keras.optimizers.Optimizer:
         """An optimizer of keras.optimizers by name, any case; auto is Adam."""
@@ -149,8 +181,8 @@ class Optimization:
                 and not math.isclose(stored_base_lr, self.base_lr, rel_tol=1e-6):
             factor = self.base_lr / stored_base_lr if stored_base_lr else 0.0
             self.optimizer.learning_rate = float(held.numpy()) * factor if factor else self.base_lr
-        if _PUT in vars(self.optimizer):
-            vars(self.optimizer)[_PUT] = (vars(self.optimizer)[_PUT][0], float(held.numpy()))
+        if _PUT in vars(self._adopted):
+            vars(self._adopted)[_PUT] = (vars(self._adopted)[_PUT][0], float(held.numpy()))
 
     def made_of(self) -> str:
         """The optimizer's class and its schedule, to compare between ranks."""

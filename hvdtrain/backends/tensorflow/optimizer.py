@@ -183,7 +183,7 @@ class SplitOptimizer(Optimizer):
         grads = _by_variable([x * tf.cast(factor, x.dtype) for x in tensors], buckets)
         # Keras sums over the replicas of tf.distribute, of which there is one, in an operation that takes all gradients
         # and so brings them all to one device.
-        with _instead(self.own, "_all_reduce_sum_gradients", lambda pairs: pairs):
+        with instead(self.own, "_all_reduce_sum_gradients", lambda pairs: pairs):
             return self._apply(grads)
 
     def _beside(self, tensors: Sequence[tf.Tensor], buckets: Sequence[Bucket]) -> list[tf.Tensor]:
@@ -244,15 +244,18 @@ def fused(own: Any) -> Iterator[None]:
                                               momentum=tf.cast(own.momentum, variable.dtype),
                                               use_nesterov=bool(own.nesterov))
 
-    with _instead(own, "update_step", update_step):
+    with instead(own, "update_step", update_step):
         yield
 
 
 @contextlib.contextmanager
-def _instead(thing: Any, name: str, value: Any) -> Iterator[None]:
-    """``thing.name`` is ``value``; Keras would track an attribute that is set plainly."""
+def instead(thing: Any, name: str, value: Any) -> Iterator[None]:
+    """Make ``thing.name`` be ``value`` within; Keras would track an attribute that is set plainly."""
+    before = vars(thing).get(name, thing)
     object.__setattr__(thing, name, value)
     try:
         yield
     finally:
         object.__delattr__(thing, name)
+        if before is not thing:
+            object.__setattr__(thing, name, before)

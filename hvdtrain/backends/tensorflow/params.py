@@ -7,13 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.tensorflow import state
+from hvdtrain.backends.tensorflow import host, state
 from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.optimizer import Optimizer
+from hvdtrain.backends.tensorflow.sliced import Sliced
 from hvdtrain.backends.tensorflow.split import Split
+from hvdtrain.data_parallel.shards import in_bucket
+from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.precision.scaler import LossScale
 from hvdtrain.protocols import ParamSpec
@@ -27,7 +31,7 @@ class Params:
 
     def __init__(self, model: keras.Model, opt: Optimization, scale: LossScale, blocks: Sequence[Any] = (),
                  split: Split | None = None) -> None:
-        self._model, self._opt, self._scale = model, opt, scale
+        self._model, self._opt, self._scale, self._split = model, opt, scale, split
         self.variables = list(model.trainable_variables)
         owner: dict[int, int] = {}
         for number, layer in enumerate(blocks):
@@ -50,13 +54,21 @@ class Params:
                 f"optimizer {self._opt.made_of()}",
                 *(line("variable of the optimizer", v) for v in self._opt.optimizer.variables)]
 
-    def flat(self, bucket: Bucket) -> tf.Tensor:
-        """Return a copy of the variables of ``bucket`` as one vector (n,)."""
-        return tf.identity(Ops().pack([self.variables[i].value.read_value() for i in bucket.params]))
+    def flat(self, bucket: Bucket, begin: int = 0, end: int | None = None) -> tf.Tensor:
+        """Return a copy of the variables of ``bucket`` as one vector (n,), or of its elements [begin, end) alone."""
+        pieces = []
+        for i, (a, b) in in_bucket(bucket, begin, bucket.n if end is None else end):
+            flat_N = tf.reshape(self.variables[i].value.read_value(), [-1])
+            pieces.append(flat_N if b - a == self.specs[i].n else tf.slice(flat_N, [a], [b - a]))
+        return tf.identity(Ops().pack(pieces)) if pieces else tf.zeros([0], bucket.dtype)
 
     def write(self, bucket: Bucket, flat_N: tf.Tensor) -> None:
         """Undo `flat`."""
-        for i, x in zip(bucket.params, Ops().unpack(tf.convert_to_tensor(flat_N), bucket.shapes)):
+        if isinstance(flat_N, np.ndarray):  # a wire's own memory, which the next call fills anew
+            own_N = host.zeros(bucket.n, bucket.dtype)
+            np.copyto(own_N, flat_N)
+            flat_N = host.view(own_N)
+        for i, x in zip(bucket.params, Ops().unpack(flat_N, bucket.shapes)):
             self.variables[i].assign(x)
 
     def optimizer(self, vectors: Sequence[tf.Variable]) -> Optimizer:
@@ -72,6 +84,13 @@ class Params:
         variables = [_as_keras(vector) for vector in vectors]
         made.optimizer.build(variables)
         return Optimizer(made, variables, self._scale)
+
+    def sliced(self, spans: Sequence[tuple[int, int]]) -> Sliced:
+        """Return the run's optimizer over a slice of each variable; see `hvdtrain.protocols.Params`."""
+        if self._split:
+            raise UserError("data_parallel zero with model_parallel and Keras on TensorFlow", "one of the two",
+                            "set model_parallel: 1, or data_parallel: replicate")
+        return Sliced(self._opt, self.variables, self._scale, spans)
 
 
 def _as_keras(vector: tf.Variable) -> keras.Variable:

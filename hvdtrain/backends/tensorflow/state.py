@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from hvdtrain import rng
 from hvdtrain.backends.tensorflow.transforms.precision import own_types
 from hvdtrain.errors import UserError
 from hvdtrain.precision.scaler import LossScale
-from hvdtrain.protocols.state import Place, Window
+from hvdtrain.protocols.state import Head, Place, Shard, Window
 
 if TYPE_CHECKING:
     from hvdtrain.backends.tensorflow.buffers import Buffers
@@ -69,36 +69,47 @@ def arrays(variables: Sequence[Any], group: str = "", place: Place | None = None
     """`named`, as copies, in the memory that ``place`` gives; not copied where it gives None."""
     if place is None:
         return {name: to_numpy(v) for name, v in named(variables).items()}
-    out = {}
-    for name, variable in named(variables).items():
-        value = view(variable)
-        memory = place(group, name, value.shape, value.dtype)
-        if isinstance(memory, Window):
-            begin, memory = memory
-            value = value.reshape(-1)[begin:begin + memory.size]
-        if memory is not None:
-            np.copyto(memory, value)
-        out[name] = value if memory is None else memory
-    return out
+    return {name: copied(view(variable), group, name, place) for name, variable in named(variables).items()}
+
+
+def copied(value: np.ndarray, group: str, name: str, place: Place | None) -> np.ndarray:
+    """Return a copy of ``value`` in the memory that ``place`` gives, or new memory; ``value`` where it gives None."""
+    memory = np.empty(value.shape, value.dtype) if place is None else place(group, name, value.shape, value.dtype)
+    if isinstance(memory, Window):
+        begin, memory = memory
+        value = value.reshape(-1)[begin:begin + memory.size]
+    if memory is None:
+        return value
+    np.copyto(memory, value)
+    return memory
+
+
+def matched(what: str, own: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Return the name in a checkpoint of each own one, from the names and shapes of both, of which places decide.
+
+    Errors: `UserError` that names the first that does not fit.
+    """
+    names = sorted(given)
+    plain = [without_counters(name) for name in own]
+    if plain != [without_counters(name) for name in names]:
+        missing = [n for n in own if without_counters(n) not in {without_counters(g) for g in names}]
+        extra = [g for g in names if without_counters(g) not in set(plain)]
+        raise UserError(f"the checkpoint's {what} lacks {missing[:3]} and has {extra[:3]} besides",
+                        f"the {len(own)} variables of this {what}", "resume with the model and optimizer of that run")
+    for name, other in zip(own, names):
+        if own[name] != given[other]:
+            raise UserError(f"checkpoint variable {name} has shape {given[other]}", f"{own[name]}, as in this {what}",
+                            "resume with the model and model_args of that run")
+    return dict(zip(own, names))
 
 
 def load(what: str, variables: Sequence[Any], got: dict[str, np.ndarray]) -> None:
     """Assign arrays to ``variables`` after all of them were checked; `UserError` names the first that does not fit."""
     own = named(variables)
-    given = dict(sorted(got.items()))
-    plain = [without_counters(name) for name in own]
-    if plain != [without_counters(name) for name in given]:
-        missing = [n for n in own if without_counters(n) not in {without_counters(g) for g in given}]
-        extra = [g for g in given if without_counters(g) not in set(plain)]
-        raise UserError(f"the checkpoint's {what} lacks {missing[:3]} and has {extra[:3]} besides",
-                        f"the {len(own)} variables of this {what}", "resume with the model and optimizer of that run")
-    for (name, variable), array in zip(own.items(), given.values()):
-        if tuple(variable.shape) != tuple(array.shape):
-            raise UserError(f"checkpoint variable {name} has shape {tuple(array.shape)}",
-                            f"{tuple(variable.shape)}, as in this {what}",
-                            "resume with the model and model_args of that run")
-    for variable, array in zip(own.values(), given.values()):
-        assign(variable, array)
+    names = matched(what, {name: tuple(v.shape) for name, v in own.items()},
+                    {name: tuple(array.shape) for name, array in got.items()})
+    for name, variable in own.items():
+        assign(variable, got[names[name]])
 
 
 def seed_states(model: keras.Model) -> dict[str, Any]:
@@ -121,20 +132,24 @@ def load_random(model: keras.Model, own: dict[str, np.ndarray]) -> None:
 
 
 class ModelState:
-    """Implements `hvdtrain.protocols.ModelState`."""
+    """Implements `hvdtrain.protocols.ModelState`. ``rank``: rank 0 gives what no owner of a slice does."""
 
-    def __init__(self, model: keras.Model, opt: Optimization, scale: LossScale, buffers: Buffers) -> None:
-        self._model, self._opt, self._scale, self._buffers = model, opt, scale, buffers
+    def __init__(self, model: keras.Model, opt: Optimization, scale: LossScale, buffers: Buffers,
+                 rank: int = 0) -> None:
+        self._model, self._opt, self._scale, self._buffers, self._rank = model, opt, scale, buffers, rank
+        self._names: dict[str, str] = {}
+        self._base_lr: list[float | None] = []
 
     def state(self, place: Place | None = None) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
         """Return groups "model" and "optimizer" (with its count of updates); optimizer, base rate and loss scale."""
         own = self._opt.optimizer
-        groups = {"model": arrays(self._model.weights, "model", place),
-                  "optimizer": arrays(own.variables, "optimizer", place)}
+        groups = {"model": arrays(self._model.weights, "model", place)}
+        if self._opt.slices is None:
+            groups["optimizer"] = arrays(own.variables, "optimizer", place)
         return groups, {"optimizer": type(own).__name__, "base_lr": self._opt.base_lr, **self._scale.state()}
 
     def state_bytes(self) -> int:
-        """Return the bytes of all variables, which a Keras optimizer has from the start."""
+        """Return the bytes of all variables, which a Keras optimizer has from the start; of slices, this rank's."""
         held = (*self._model.weights, *self._opt.optimizer.variables)
         return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in held)
 
@@ -145,10 +160,52 @@ class ModelState:
             raise UserError(f"the checkpoint was made with {rest['optimizer']}", own,
                             "resume with the optimizer of that run")
         load("model", self._model.weights, groups["model"])
-        load("optimizer", self._opt.optimizer.variables, groups["optimizer"])
-        self._opt.resume(rest.get("base_lr"))
+        if self._opt.slices is None:
+            load("optimizer", self._opt.optimizer.variables, groups["optimizer"])
+            self._opt.resume(rest.get("base_lr"))
+        else:
+            self._base_lr = [rest.get("base_lr")]  # the rate comes with the slices
         self._scale.load(rest)
         self._buffers.restart()
+
+    def take(self, optimizer: Any, spans: Sequence[tuple[int, int]]) -> None:
+        """Nothing: the optimizer over slices has taken the place of the whole one."""
+        assert self._opt.slices is not None and optimizer.spans == list(spans)
+
+    def _slices(self) -> Iterator[tuple[str, Any, tuple[int, ...], int, int]]:
+        """(name, variable, whole shape, begin, end) of each of the optimizer's variables."""
+        assert self._opt.slices is not None
+        variables = self._opt.optimizer.variables
+        for place, (name, variable) in enumerate(zip(self._opt.names or named(variables), variables)):
+            part = self._opt.slices.get(place)
+            whole = tuple(variable.shape)
+            yield (name, variable, whole, 0, math.prod(whole)) if part is None else (
+                name, variable, part.shape, part.begin, part.end)
+
+    def slices(self, place: Place | None = None) -> Iterator[Shard]:
+        """Yield this rank's part of the group "optimizer", of rank 0 with what all ranks have alike."""
+        owned = self._opt.slices or {}
+        for number, (name, variable, shape, begin, end) in enumerate(self._slices()):
+            if begin < end and (number in owned or self._rank == 0):
+                own = view(variable).reshape(-1)
+                yield Shard("optimizer", name, shape, begin, copied(own, "optimizer", name, place))
+
+    def wanted(self, heads: Sequence[Head]) -> list[tuple[str, int, int]]:
+        """Return the names of a checkpoint, and which elements of each this rank needs."""
+        own = list(self._slices())
+        self._names = matched("optimizer", {name: shape for name, _, shape, _, _ in own},
+                              {head.name: tuple(head.shape) for head in heads})
+        return [(self._names[name], begin, end) for name, _, _, begin, end in own if begin < end]
+
+    def load_slices(self, values: Mapping[str, np.ndarray]) -> None:
+        """Undo `slices`; a base rate that is configured otherwise than in what was loaded takes effect."""
+        for name, variable, _, _, _ in self._slices():
+            array = values.get(self._names.get(name, name))
+            if array is not None:
+                assign(variable, array.reshape(tuple(variable.shape)))
+        for base_lr in self._base_lr:
+            self._opt.resume(base_lr)
+        self._base_lr = []
 
     def rank_state(self) -> dict[str, np.ndarray]:
         """Return this rank's random generators."""

@@ -1,0 +1,188 @@
+"""The run's Keras optimizer over a slice of each variable (`hvdtrain.data_parallel.zero`).
+
+Owns how a slice is updated in the midst of its variable. Keras is shown a variable of its own for each of the model's,
+as long as the slice and of the same name, so that the state which it makes lines up one to one with that of a whole
+optimizer. Such a variable is filled just before its update and emptied after it, one after another: the only lasting
+memory is the state of the slices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.backends.tensorflow import host, state
+from hvdtrain.backends.tensorflow.optim import Optimization, Slice
+from hvdtrain.backends.tensorflow.optim_state import alike, share, take_over
+from hvdtrain.backends.tensorflow.optimizer import ELEMENTWISE, PLAIN, Optimizer, fused, instead
+from hvdtrain.errors import UserError
+from hvdtrain.exchange.buckets import Bucket
+from hvdtrain.precision.scaler import LossScale
+
+Block = tuple[tuple[int, int], ...]
+"""(begin, end) along each dimension of a tensor."""
+
+
+class Sliced(Optimizer):
+    """Implements `hvdtrain.protocols.Optimizer` over row-major elements ``spans`` of the model's ``variables``.
+
+    ``opt``: the run's optimizer over whole variables, whose place that over the slices takes. Its rate stays the one
+    variable, whoever changes it.
+    Errors: `UserError` naming an optimizer, a setting or a variable that needs whole tensors.
+    """
+
+    def __init__(self, opt: Optimization, variables: Sequence[keras.Variable], scale: LossScale,
+                 spans: Sequence[tuple[int, int]]) -> None:
+        check_elementwise(opt.optimizer, variables)
+        self.whole, self.spans = list(variables), list(spans)
+        slices = [_slice_of(v, end - begin) for v, (begin, end) in zip(variables, spans)]
+        _replace(opt, self.whole, slices, self.spans)
+        super().__init__(opt, slices, scale)
+        self.traced = None
+        self._update: Callable[..., Any] | None = None
+
+    def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool) -> tuple[bool, float]:
+        """Update the slices from a gradient (end - begin,) for each; what is finite and clipped is decided before."""
+        assert not buckets and not clip_norm, "slices come singly, and their owner knows no norm of the whole"
+        tensors = [_tensor(x) for x in grads]
+        if self._update is None:
+            self._update = tf.function(lambda *xs: self._apply(xs), **PLAIN).get_concrete_function(*tensors)
+        self._update(*tensors)
+        return True, math.nan
+
+    def _apply(self, grads: Sequence[tf.Tensor]) -> tf.Tensor:
+        own, done = self.own, [tf.no_op()]
+        number = {v.value._unique_id: i for i, v in enumerate(self._variables)}
+        with fused(own):
+            plain, decay = own.update_step, own._apply_weight_decay
+
+            def update_step(grad: tf.Tensor, variable: tf.Variable, rate: Any) -> None:
+                i = number[variable._unique_id]
+                begin, end = self.spans[i]
+                if begin == end:
+                    return
+                target = self.whole[i].value
+                with tf.control_dependencies(done):
+                    flat_N = tf.reshape(target.read_value(), [-1])
+                    variable.assign(tf.slice(flat_N, [begin], [end - begin]), read_value=False)
+                decay([self._variables[i]])
+                plain(grad, variable, rate)
+                write(target, begin, end, tf.ensure_shape(variable.read_value(), [end - begin]))
+                done[:] = [variable.assign(tf.zeros([0], variable.dtype), read_value=False)]
+
+            with instead(own, "update_step", update_step), instead(own, "_apply_weight_decay", lambda vs: None), \
+                    instead(own, "_all_reduce_sum_gradients", lambda pairs: pairs):
+                own.apply(list(grads), self._variables)
+        return tf.constant(True)
+
+
+def check_elementwise(own: Any, variables: Sequence[keras.Variable]) -> None:
+    """Raise `UserError` unless Keras' optimizer ``own`` updates each element by itself."""
+    name = type(own).__name__
+    do = f"use one of {', '.join(sorted(ELEMENTWISE))}, or set data_parallel: replicate"
+    if name not in ELEMENTWISE or type(own) is not getattr(keras.optimizers, name, None):
+        raise UserError(f"data_parallel zero with {name}, which needs whole tensors or is not known here",
+                        "an optimizer that updates each element by itself", do)
+    for key in ("clipnorm", "global_clipnorm"):
+        if getattr(own, key):
+            raise UserError(f"data_parallel zero with {key} of {name}, which needs the norm of whole tensors",
+                            "the run's own clip_norm, which is taken over all ranks",
+                            f"leave {key} out and set clip_norm, or set data_parallel: replicate")
+    if own.use_ema:
+        raise UserError(f"data_parallel zero with use_ema of {name}, whose averages are of whole tensors",
+                        "an optimizer without it", "leave use_ema out, or set data_parallel: replicate")
+    for v in variables:
+        if v.constraint is not None or getattr(v, "overwrite_with_gradient", False):
+            what = "a constraint" if v.constraint is not None else "a gradient that replaces it"
+            raise UserError(f"data_parallel zero with {what} on {v.path}, which needs the whole tensor",
+                            "variables that are updated element by element",
+                            "leave it out, or set data_parallel: replicate")
+
+
+def blocks(shape: Sequence[int], begin: int, end: int) -> list[Block]:
+    """Return the fewest blocks of a row-major tensor that its elements [begin, end) consist of, in their order. Pure.
+
+    >>> blocks((4, 10), 5, 30)
+    [((0, 1), (5, 10)), ((1, 3), (0, 10))]
+    """
+    if len(shape) <= 1:
+        return [((begin, end),) if shape else ()]
+    inner = math.prod(shape[1:])
+    first, last = begin // inner, end // inner
+    found: list[Block] = []
+    if begin % inner:
+        stop = min(end, (first + 1) * inner)
+        found += [((first, first + 1), *b) for b in blocks(shape[1:], begin - first * inner, stop - first * inner)]
+        begin, first = stop, first + 1
+    if first < last and begin < end:
+        found.append(((first, last), *((0, n) for n in shape[1:])))
+        begin = last * inner
+    if begin < end:
+        found += [((last, last + 1), *b) for b in blocks(shape[1:], begin - last * inner, end - last * inner)]
+    return found
+
+
+def write(variable: tf.Variable, begin: int, end: int, values_N: tf.Tensor) -> None:
+    """Replace the row-major elements [begin, end) of a variable, where they lie, by (end - begin,) values."""
+    shape = variable.shape.as_list()
+    if end - begin == math.prod(shape):
+        variable.assign(tf.reshape(values_N, shape), read_value=False)
+        return
+    at = 0
+    for block in blocks(shape, begin, end):
+        lengths = [stop - start for start, stop in block]
+        part = tf.slice(values_N, [at], [math.prod(lengths)])
+        tf.raw_ops.ResourceStridedSliceAssign(
+            ref=variable.handle, begin=[start for start, _ in block], end=[stop for _, stop in block],
+            strides=[1] * len(block), value=tf.reshape(part, lengths))
+        at += math.prod(lengths)
+
+
+def _replace(opt: Optimization, wholes: Sequence[keras.Variable], slices: Sequence[keras.Variable],
+             spans: Sequence[tuple[int, int]]) -> None:
+    """Put an optimizer over ``slices`` in the place of that over ``wholes``, and take over what that one holds."""
+    own = opt.optimizer
+    made, owner = alike(own), {}
+    numbers = {id(v): i for i, v in enumerate(slices)}
+    add = made.add_variable_from_reference
+
+    def add_variable_from_reference(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        owner[len(made.variables)] = numbers[id(reference_variable)]
+        return add(reference_variable, *args, **kwargs)
+
+    with instead(made, "add_variable_from_reference", add_variable_from_reference):
+        made.build(list(slices))
+    excluded = getattr(own, "_exclude_from_weight_decay", None)
+    if excluded is not None:
+        made.exclude_from_weight_decay(
+            [part for part, whole in zip(slices, wholes) if own._var_key(whole) in excluded])
+        made._exclude_from_weight_decay_pattern = own._exclude_from_weight_decay_pattern
+    found = {place: Slice(i, *spans[i], tuple(wholes[i].shape)) for place, i in owner.items()}
+    shown = alike(own)  # the rate and the count without state, so that a model which a callback saves can be loaded
+    share(shown, "_iterations", made._iterations)
+    opt.replace(made, found, shown)
+    if opt.former is not None:
+        take_over(opt, [state.view(v) for v in opt.former.variables])
+
+
+def _slice_of(variable: keras.Variable, n: int) -> keras.Variable:
+    """A Keras variable (n,) of the name of ``variable``, which holds nothing."""
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    made = keras.Variable(tf.zeros([0], dtype), dtype=dtype)
+    with tf.device(variable.value.device):
+        made._value = tf.Variable(tf.zeros([0], dtype), shape=tf.TensorShape([None]),
+                                  name=variable.value.name.rpartition(":")[0] or None)
+    made._shape, made._name, made._path = (n,), variable.name, variable.path
+    return made
+
+
+def _tensor(x: Any) -> tf.Tensor:
+    """A gradient as a tensor, which reads a numpy array where it lies if it can."""
+    if not isinstance(x, np.ndarray):
+        return x
+    return host.view(x) if x.flags.writeable else tf.convert_to_tensor(x)

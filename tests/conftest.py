@@ -16,6 +16,9 @@ from pathlib import Path
 
 import pytest
 
+# Ranks as threads share TensorFlow's pool, and a node that waits for other ranks holds one of its threads.
+os.environ.setdefault("TF_NUM_INTEROP_THREADS", "8")
+
 pytest.register_assert_rewrite("step_cases", "step_kit")
 for shared in ("conformance", "fixtures"):  # cases and small runs that several folders share
     sys.path.insert(0, str(Path(__file__).parent / shared))

@@ -19,6 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.named import NamedCalls
+from hvdtrain.backends.tensorflow.nodes import raised
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.errors import PeerFailed
 from hvdtrain.faults import pulse
@@ -199,12 +200,16 @@ def _sum_rows(rows_PK: tf.Tensor) -> tf.Tensor:
 
 
 class peer_failures:
-    """Turns TensorFlow's report of a collective that another rank left into `PeerFailed`."""
+    """Turns TensorFlow's report of a collective that another rank left into `PeerFailed`, that of a node of Python into
+    what happened in it."""
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        own = raised(error.message) if isinstance(error, tf.errors.OpError) else None
+        if own is not None:
+            raise own from None
         if isinstance(error, tf.errors.OpError) and "Horovod" in error.message:
             said = next((line for line in error.message.splitlines() if "Horovod" in line), error.message)
             raise PeerFailed(f"Horovod could not complete a collective: {said.strip()}") from error

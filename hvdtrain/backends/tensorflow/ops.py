@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import host
+from hvdtrain.backends.tensorflow.nodes import HostNodes
 from hvdtrain.exchange.compressors.base import DEPENDENT
 from hvdtrain.exchange.compressors.candidates import LEAST, sample
 from hvdtrain.protocols import Array, Collectives
@@ -131,8 +132,8 @@ class Ops:
         return tf.function(fn, jit_compile=False, autograph=False)
 
     def during_backward(self, wire: Collectives) -> Collectives:
-        """The wire itself."""
-        return wire
+        """The wire itself, or, where it is outside of graphs, one whose calls are nodes of them."""
+        return wire if wire.in_graph else HostNodes(wire)
 
     def to_host(self, x: Array) -> np.ndarray:
         """A copy: a collective may write into what it is given, and a tensor never changes."""

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.tensorflow import host, state
+from hvdtrain.backends.tensorflow import state
 from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.optimizer import Optimizer
@@ -64,11 +63,7 @@ class Params:
 
     def write(self, bucket: Bucket, flat_N: tf.Tensor) -> None:
         """Undo `flat`."""
-        if isinstance(flat_N, np.ndarray):  # a wire's own memory, which the next call fills anew
-            own_N = host.zeros(bucket.n, bucket.dtype)
-            np.copyto(own_N, flat_N)
-            flat_N = host.view(own_N)
-        for i, x in zip(bucket.params, Ops().unpack(flat_N, bucket.shapes)):
+        for i, x in zip(bucket.params, Ops().unpack(tf.convert_to_tensor(flat_N), bucket.shapes)):
             self.variables[i].assign(x)
 
     def optimizer(self, vectors: Sequence[tf.Variable]) -> Optimizer:

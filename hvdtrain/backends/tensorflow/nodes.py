@@ -1,0 +1,111 @@
+"""Collectives over a wire of host memory as nodes of a graph that is being traced (`Ops.during_backward`).
+
+Owns the nodes, their order, and what becomes of an error in one. Each is a call of Python that holds one of
+TensorFlow's threads until the wire is done, so a bucket's gradient is summed and forgotten while backward goes on. They
+run in the order in which they are traced, which is the same on every rank: such a wire pairs calls by their order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.collectives.null import Done
+from hvdtrain.protocols import Collectives, Handle
+
+MOST = 64
+"""Errors that are kept for whoever runs the graph to find."""
+
+_numbers = itertools.count()
+_errors: OrderedDict[str, BaseException] = OrderedDict()
+
+
+class Failed(RuntimeError):
+    """What a node raises for TensorFlow to quote: by its words `raised` finds what has happened."""
+
+
+def raised(message: str) -> BaseException | None:
+    """Return the exception of the node that TensorFlow's ``message`` is about; None where it is about something else.
+    """
+    return next((_errors.pop(words) for words in list(_errors) if words in message), None)
+
+
+class HostNodes:
+    """Implements `hvdtrain.protocols.Collectives` while a graph is traced, over ``wire``, which is not in graphs.
+
+    ``overlaps``: the rest of backward goes on while a node waits, on TensorFlow's other threads.
+    """
+
+    overlaps, in_graph, host = True, True, False
+
+    def __init__(self, wire: Collectives) -> None:
+        assert wire.host and not wire.in_graph, wire.name
+        self._wire = wire
+        self.name, self.rank, self.size = wire.name, wire.rank, wire.size
+        self.dtypes, self.reductions = wire.dtypes, wire.reductions
+        self._latest: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def buffer(self, n: int, dtype: str) -> None:
+        """No memory of its own: a graph makes its vectors itself."""
+
+    def flight(self, n: int, dtype: str) -> None:
+        """None, as `buffer`."""
+
+    def allreduce(self, flat_N: tf.Tensor, name: str, op: str = "sum") -> Handle:
+        """Combine over ranks: (N,) -> (N,)."""
+        return self._node(lambda x: self._wire.allreduce(np.array(x), name, op), flat_N, name, flat_N.shape)
+
+    def allgather(self, x_K: tf.Tensor, name: str) -> Handle:
+        """Every rank's vector, by rank: (K,) -> (P, K)."""
+        return self._node(lambda x: self._wire.allgather(x, name), x_K, name, [self.size, *x_K.shape])
+
+    def alltoall(self, x_PK: tf.Tensor, name: str) -> Handle:
+        """Row p goes to rank p: (P, K) -> (P, K)."""
+        return self._node(lambda x: self._wire.alltoall(x, name), x_PK, name, x_PK.shape)
+
+    def reducescatter(self, flat_N: tf.Tensor, name: str) -> Handle:
+        """This rank's 1/P of the sum: (N,) -> (N/P,)."""
+        return self._node(lambda x: self._wire.reducescatter(x, name), flat_N, name, [flat_N.shape[0] // self.size])
+
+    def reducescatterv(self, flat_N: tf.Tensor, sizes_P: Sequence[int], name: str) -> Handle:
+        """This rank's part of the sum: (N,) -> (sizes_P[rank],); by way of the wire's vector in flight, if any."""
+        def run(x: np.ndarray) -> Handle:
+            flight_N = self._wire.flight(x.size, x.dtype.name)
+            if flight_N is not None:
+                np.copyto(flight_N, x)
+            return self._wire.reducescatterv(x if flight_N is None else flight_N, sizes_P, name)
+
+        return self._node(run, flat_N, name, [sizes_P[self.rank]])
+
+    def allgatherv(self, part_K: tf.Tensor, sizes_P: Sequence[int], name: str) -> Handle:
+        """The ranks' parts one after the other: (sizes_P[rank],) -> (N,)."""
+        return self._node(lambda x: self._wire.allgatherv(x, sizes_P, name), part_K, name, [sum(sizes_P)])
+
+    def broadcast(self, x_N: tf.Tensor, name: str, root: int = 0) -> Handle:
+        """``root``'s vector: (N,) -> (N,)."""
+        return self._node(lambda x: self._wire.broadcast(np.array(x), name, root), x_N, name, x_N.shape)
+
+    def _node(self, call: Callable[[np.ndarray], Handle], x: tf.Tensor, name: str, shape: Any) -> Done:
+        def run(x: np.ndarray) -> np.ndarray:
+            try:
+                return np.array(call(x).wait(), x.dtype)  # not the wire's own memory, which the next node overwrites
+            except BaseException as error:
+                words = f"hvdtrain's collective {next(_numbers)} ({name})"
+                _errors[words] = error
+                while len(_errors) > MOST:
+                    _errors.popitem(last=False)
+                raise Failed(words) from error
+
+        graph = tf.compat.v1.get_default_graph()
+        before = self._latest.get(graph)
+        with tf.control_dependencies([] if before is None else [before]):
+            result = tf.numpy_function(run, [x], x.dtype, name=name)
+        if tf.inside_function():
+            self._latest[graph] = result.op
+        return Done(tf.ensure_shape(result, shape))

@@ -27,9 +27,9 @@ class Slowed:
 
     def run(self, micro: Batch, scale: float, final: bool, sink: GradientSink) -> Pair:
         """The stage's own, stretched."""
-        begin = time.perf_counter()
+        begin, waited_s = time.perf_counter(), sink.waited_s
         pair = self._stage.run(micro, scale, final, sink)
-        self._sleep(time.perf_counter() - begin - self._stage.waited_s)
+        self._sleep(time.perf_counter() - begin - self._stage.waited_s - (sink.waited_s - waited_s))
         return pair
 
     def trial(self, batch: Batch) -> None:

@@ -28,6 +28,7 @@ class Alone:
 
     caveats: tuple[str, ...] = ()
     retains = True
+    waited_s = 0.0
     in_graph = True
     compression = "none"
     looks = True

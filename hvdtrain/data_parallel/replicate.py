@@ -55,6 +55,7 @@ class Replicate:
 
     caveats: tuple[str, ...] = ()
     retains = True
+    waited_s = 0.0
     looks = True
     """False only in the bench that tells what looking at gradients costs."""
 

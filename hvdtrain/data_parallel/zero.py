@@ -94,7 +94,7 @@ class Zero:
         self.retains = stage == 1
         self.buckets: list[Bucket] = reducer.buckets
         self.in_graph: bool = reducer.collectives.in_graph
-        self.gather_s = 0.0
+        self.gather_s = self.waited_s = 0.0
         self.sizes_BP = [list(sizes_P) for sizes_P in sizes_BP]
         self._control, self._parts = control, parts
         self._wires = [Transport(wire, own.ops) for own in reducer.wires]
@@ -124,6 +124,7 @@ class Zero:
         """Open a step."""
         self.reducer.begin()
         self._open, self._waiting, self._slices, self._squares = {}, {}, {}, None
+        self.waited_s = 0.0
 
     def discard(self) -> None:
         """Take compressor state back to `begin`; no rank has updated anything."""
@@ -151,10 +152,11 @@ class Zero:
         self._waiting[index] = x
         while len(self._slices) + len(self._open) in self._waiting:
             i = len(self._slices) + len(self._open)
-            x = self._waiting.pop(i)
+            x, began = self._waiting.pop(i), time.perf_counter()
             if self.compression != "none":
                 self.reducer.start(i, x)
                 self._slices[i] = self._cut(i, self.reducer.take(i))
+                self.waited_s += 0.0 if self.in_graph else time.perf_counter() - began
                 continue
             wire = self.reducer.wires[i]
             name = f"{self.buckets[i].group}.b{i}.part"
@@ -163,6 +165,7 @@ class Zero:
                 self._open[i] = handle
             else:
                 self._slices[i] = wire.arrived(handle.wait())
+            self.waited_s += 0.0 if self.in_graph else time.perf_counter() - began
 
     def collect(self) -> list[Array]:
         """This rank's part of each bucket's sum."""

@@ -27,6 +27,7 @@ class Accumulate:
         if not batch.micros:
             stage.nothing(sink)
             waited_s += stage.waited_s
+        waited_s += sink.waited_s
         begin = time.perf_counter()
         grads = sink.collect()
         return Done(grads, totals, waited_s + time.perf_counter() - begin)

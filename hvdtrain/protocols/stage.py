@@ -21,10 +21,12 @@ class GradientSink(Protocol):
     the graph's results are then handed over by `ran`. ``variant``: graphs that were traced under another one are not
     to be run (a compressor that warms up sends other amounts). ``retains``: gradients stay in the memory of their
     buckets until the update, which reads them there; where False a bucket that was put is the sink's, its memory is
-    asked for anew in every step, and whoever made the gradients in it forgets them.
+    asked for anew in every step, and whoever made the gradients in it forgets them. ``waited_s``: seconds that the
+    calls of `put` in the step at hand have waited for other ranks, which are none of the stage's computing.
     """
 
     retains: bool
+    waited_s: float
 
     @property
     def buckets(self) -> list[Bucket]:

@@ -63,3 +63,16 @@ def test_what_cannot_be_is_refused(tmp_path):
         replace(MOMENTUM, data_parallel=DataParallel("zero", 3)).check()
     with pytest.raises(UserError, match="shards has 3 entries for 2 ranks"):
         trained(2, replace(MOMENTUM, data_parallel=DataParallel("zero", 2, [1, 1, 1])), tmp_path / "run")
+
+
+def test_time_that_backward_waits_for_other_ranks_is_no_computing(tmp_path):
+    """The rank that another one waits for in the midst of backward must not count as the slow one."""
+    settings = replace(MOMENTUM, data_parallel=DataParallel("zero", 2), emulate_speed=[1.0, 0.01], max_steps=4)
+
+    def waited(run):
+        fitted(run)
+        return run.phases.seconds["compute"], run.phases.seconds["wait"]
+
+    (fast_s, wait_s), (slow_s, _) = lockstep(2, replace(settings, out=str(tmp_path / "run")),
+                                             lambda rank: make_model("numpy"), DATA, waited)
+    assert fast_s < slow_s and wait_s > 0

@@ -46,24 +46,24 @@ def windows(sizes_P: Sequence[int], most: int) -> Iterator[tuple[int, list[int]]
 def add_rows(rows: Sequence[np.ndarray], out_K: np.ndarray) -> None:
     """Write the sum of the ranks' rows (K,), added in their order, to ``out_K``; float16 is added in float32.
 
-    Each element is rounded as often and in the same order as in any other sum in rank order: the same bits.
+    ``out_K`` may be one of the rows. Each element is rounded as often and in the same order as in
+    any other sum in rank order: the same bits.
     """
-    half = out_K.dtype == np.float16
+    tile = np.empty(min(TILE, out_K.size), np.float32 if out_K.dtype == np.float16 else out_K.dtype)
     # A warning made an error would stop this rank alone; who looks at the sums tells what is not finite.
     with np.errstate(all="ignore"):
         for begin in range(0, out_K.size, TILE):
             end = min(begin + TILE, out_K.size)
-            sum_T = rows[0][begin:end].astype(np.float32) if half else out_K[begin:end]
-            rest = rows[1:]
-            if not half and rest:
-                np.add(rows[0][begin:end], rest[0][begin:end], out=sum_T)
-                rest = rest[1:]
-            elif not half:
-                sum_T[:] = rows[0][begin:end]
+            sum_T = tile[:end - begin]
+            if len(rows) == 1 or tile.dtype != out_K.dtype:
+                np.copyto(sum_T, rows[0][begin:end])
+                rest = rows[1:]
+            else:
+                np.add(rows[0][begin:end], rows[1][begin:end], out=sum_T)
+                rest = rows[2:]
             for row_K in rest:
                 sum_T += row_K[begin:end]
-            if half:
-                out_K[begin:end] = sum_T
+            out_K[begin:end] = sum_T
 
 
 class Scratch:

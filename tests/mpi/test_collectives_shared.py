@@ -4,9 +4,9 @@ import gc
 
 import numpy as np
 import pytest
-from collectives_cases import CASES, as_is, name_of
+from collectives_cases import CASES, as_is, cuts, mixed, name_of
 
-from hvdtrain.collectives import shared
+from hvdtrain.collectives import segments, shared
 from hvdtrain.collectives.shared import SharedCollectives, SharedUnavailable
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -59,6 +59,51 @@ def test_the_squares_of_a_sum_are_told(request, comm, wire, value, at):
         assert not np.isfinite(squares) and wire.looked() == (0, 0.0)
 
 
+@pytest.fixture(params=[True, False], ids=["checked", "unchecked"])
+def vectors(request, comm, wire):
+    """The wire with and without the check of calls, which is a meeting of the ranks too."""
+    wire._check, before = request.param, wire._check
+    yield wire
+    wire._check = before
+
+
+@pytest.mark.parametrize("dtype", sorted(shared.SUMMED))
+@pytest.mark.parametrize("where", ["flight", "buffer", "elsewhere"])
+def test_a_part_has_the_bits_of_the_whole_sum(vectors, where, dtype):
+    """On one host, and on two where a sum of two has one order; vectors in flight are shorter and longer in turn."""
+    wire, P, r = vectors, vectors.size, vectors.rank
+    for turn, n in enumerate((1000, 3 * shared.TILE + 7, 40, 3 * shared.TILE + 7)):
+        for i, sizes in enumerate(cuts(n, P)):
+            values = mixed(r, n, turn + i, dtype)
+            whole = wire.allreduce(values.copy(), f"whole {n}").wait()
+            make = {"flight": wire.flight, "buffer": wire.buffer, "elsewhere": np.empty}[where]
+            own = make(n, dtype)
+            own[:] = values
+            part = wire.reducescatterv(own, sizes, f"part {n}").wait()
+            first = sum(sizes[:r])
+            own[:first], own[first + sizes[r]:] = -1, -1  # of the vector nothing but this part is read any more
+            if where == "flight":
+                own[:] = -1
+            if len(wire.hosts) < 3:
+                np.testing.assert_array_equal(part, whole[first:first + sizes[r]])
+            assert (where == "buffer") == np.shares_memory(part, own) or not sizes[r]
+            together = wire.allgatherv(part, sizes, f"together {n}").wait()
+            if len(wire.hosts) < 3:
+                np.testing.assert_array_equal(together, whole)
+
+
+def test_there_is_one_vector_in_flight_for_each_type(wire):
+    first = wire.flight(3000, "float32")
+    assert np.shares_memory(wire.flight(2000, "float32"), first) and wire.flight(4, "float64").dtype == np.float64
+    assert wire.flight(4, "float16") is None and wire.flight(0, "float32") is None
+
+
+def test_what_came_together_is_shared_by_the_ranks_of_a_host(wire):
+    sizes = cuts(5000, wire.size)[0]
+    kept = [wire.allgatherv(np.full(sizes[wire.rank], float(wire.rank)), sizes, "kept").wait() for _ in range(2)]
+    assert np.shares_memory(*kept)
+
+
 def test_each_rank_hands_over_any_of_its_slots(wire):
     """What it did not choose stays; a mean is the sum over the ranks."""
     slots = wire.buffers(1000, "float32", 3)
@@ -92,7 +137,7 @@ def test_no_buffer_for_what_is_not_summed_here(wire):
 
 def test_ranks_that_cannot_share_say_so_together(comm, monkeypatch):
     if comm.Get_rank() == comm.Get_size() - 1:
-        monkeypatch.setattr(shared.mmap, "mmap", refuse)
+        monkeypatch.setattr(segments.mmap, "mmap", refuse)
     with pytest.raises(SharedUnavailable, match="a rank cannot open the memory of another: not allowed"):
         SharedCollectives(comm, timeout_s=60)
 

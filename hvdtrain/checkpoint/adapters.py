@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from hvdtrain.checkpoint.stream import FIRST
 from hvdtrain.checkpoint.transfer import own_group, whole_shards
 from hvdtrain.protocols import ModelState
-from hvdtrain.protocols.state import Given, Head, Place, Read, Shard, Window
+from hvdtrain.protocols.state import Given, Head, Place, Read, Shard, Want, Window
 
 Arrays = dict[str, np.ndarray]
-
-REPLICATED = ("model", "optimizer")
-"""The groups that every rank holds alike."""
-
 
 LEAST_CUT_BYTES = 1 << 16
 """Tensors below this size are written whole by one rank."""
@@ -41,9 +38,13 @@ class Replicated:
         """Return what came with the latest `shards`."""
         return self._rest
 
+    def wants(self, heads: Sequence[Head]) -> list[Want]:
+        """Return all of it."""
+        return [_all_of(one) for one in heads if one.group in FIRST]
+
     def load(self, read: Read, rest: Mapping[str, Any]) -> str:
         """Undo `shards` and `rest`; return ""."""
-        self._load({group: dict(read(group)) for group in REPLICATED}, dict(rest))
+        self._load({group: dict(read(group)) for group in FIRST}, dict(rest))
         return ""
 
 
@@ -100,14 +101,20 @@ class Divided:
         """Return what came with the model."""
         return self._model.rest()
 
+    def wants(self, heads: Sequence[Head]) -> list[Want]:
+        """Return the model, and this rank's slices of the optimizer's state, divided or not."""
+        windows = self._state.wanted([one for one in heads if one.group == "optimizer"])
+        return [_all_of(one) for one in heads if one.group == "model"] + [Want("optimizer", *w) for w in windows]
+
     def load(self, read: Read, rest: Mapping[str, Any]) -> str:
-        """Undo `shards` and `rest`, from state of any number of ranks, divided or not; return ""."""
-        arrays = read("optimizer")
-        heads = [Head("optimizer", name, a.shape, a.dtype.str, 0, a.size) for name, a in arrays.items()]
-        windows = self._state.wanted(heads)
+        """Undo `shards` and `rest`, of any number of ranks; return ""."""
         self._state.load({"model": dict(read("model")), "optimizer": {}}, dict(rest))
-        self._state.load_slices({name: arrays[name].reshape(-1)[begin:end] for name, begin, end in windows})
+        self._state.load_slices({name: array.reshape(-1) for name, array in read("optimizer").items()})
         return ""
+
+
+def _all_of(one: Head) -> Want:
+    return Want(one.group, one.name, 0, one.n)
 
 
 def part(group: str, name: str, n: int, itemsize: int, rank: int, size: int) -> tuple[int, int] | None:
@@ -139,6 +146,10 @@ class Own:
     def rest(self) -> dict[str, Any]:
         """Return {}: all of it is arrays."""
         return {}
+
+    def wants(self, heads: Sequence[Head]) -> list[Want]:
+        """Return all that is kept of this rank."""
+        return [_all_of(one) for one in heads if one.group == self._group]
 
     def load(self, read: Read, rest: Mapping[str, Any]) -> str:
         """Undo `shards`; return in words what did not fit and starts anew, or ""."""

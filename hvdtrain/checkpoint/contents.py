@@ -6,20 +6,18 @@ Moves nothing and writes nothing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvdtrain import __version__
-from hvdtrain.checkpoint.adapters import REPLICATED, Cut, Divided, Own, Replicated
-from hvdtrain.checkpoint.snapshot import Snapshot
-from hvdtrain.checkpoint.transfer import Groups
+from hvdtrain.checkpoint.adapters import Cut, Divided, Own, Replicated
 from hvdtrain.data_parallel.replicate import Replicate
 from hvdtrain.data_parallel.zero import Zero
 from hvdtrain.errors import UserError
 from hvdtrain.faults.finite import finite, has_nan, spoken
-from hvdtrain.protocols.state import Given, Stateful
+from hvdtrain.protocols.state import Given, Shard, Stateful
 from hvdtrain.run import Run
 
 
@@ -54,14 +52,14 @@ def meta_of(run: Run, rest: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def snapshot_of(tensors: Groups, meta: dict[str, Any], trainable: Collection[str]) -> Snapshot:
-    """Return what is written; `UserError` where the model is not finite (`check_finite`)."""
-    groups: Groups = {**{group: {} for group in REPLICATED}, **tensors}  # a group without arrays has its file too
-    check_finite(groups["model"], trainable)
-    return Snapshot(groups, meta)
+def check_shards(shards: Sequence[Shard], trainable: Collection[str]) -> None:
+    """Raise what `check_finite` raises of the model's shards among ``shards``."""
+    for shard in shards:
+        if shard.group == "model":
+            check_finite({shard.name: shard.values}, trainable)
 
 
-def check_finite(model: dict[str, np.ndarray], names: Collection[str]) -> None:
+def check_finite(model: Mapping[str, np.ndarray], names: Collection[str]) -> None:
     """Raise `UserError` naming the first array that is not finite: such weights are never written.
 
     ``names``: of the trainable parameters. What is not trained may be infinite, as an attention mask is, not NaN.

@@ -65,12 +65,32 @@ def write_durably(path: Path, pieces: Iterable[memoryview]) -> FileEntry:
 
 def read_chunks(path: Path) -> Iterator[bytes]:
     """Yield the bytes of a regular file; OSError for a link, a pipe or a device."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = open_to_read(path)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
         while chunk := os.read(descriptor, CHUNK_BYTES):
             yield chunk
+    finally:
+        os.close(descriptor)
+
+
+def open_to_read(path: Path) -> int:
+    """Open a regular file; OSError for a link, a pipe or a device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
+
+
+def read_into(path: Path, offset: int, memory: memoryview) -> None:
+    """Fill ``memory`` with the bytes of a file from ``offset`` on. OSError, also where the file ends before."""
+    descriptor = open_to_read(path)
+    try:
+        while len(memory):
+            n = os.preadv(descriptor, [memory[:CHUNK_BYTES]], offset)
+            if n <= 0:
+                raise OSError(errno.EIO, "the file is shorter than it was", str(path))
+            memory, offset = memory[n:], offset + n
     finally:
         os.close(descriptor)
 

@@ -1,35 +1,37 @@
 """A run's saves: each rank copies its state, training goes on, threads bring it to rank 0, which writes it.
 
-Owns one save at a time, the memory of its copies, its channel, and the count of what saves cost. Where no thread can
-send (no MPI, or one that lets one thread in only) the state is collected while the run waits and only the writing is
-left to a thread; where host memory has no room for a copy, the run waits for all of it.
+Owns one save at a time, the memory of its copies, its channel, and the count of what saves cost. Rank 0 writes each
+piece as it comes, and holds no more of the others' state. Where no thread can send (no MPI, or one that lets one thread
+in only) the run waits meanwhile, unless what comes is a single piece: then only for that. Where host memory has no room
+for a copy, the run waits for all of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
-from hvdtrain.checkpoint import together
-from hvdtrain.checkpoint.assembly import Assembly
-from hvdtrain.checkpoint.contents import given_by, meta_of, parts_of, snapshot_of
-from hvdtrain.checkpoint.copies import Copies, NoRoom, fresh, view
+from hvdtrain.checkpoint import stream, together
+from hvdtrain.checkpoint.contents import check_shards, given_by, meta_of
+from hvdtrain.checkpoint.copies import Copies, NoRoom, view
 from hvdtrain.checkpoint.passage import give, hear, take, tell
 from hvdtrain.checkpoint.savers.background import BackgroundSaver
 from hvdtrain.checkpoint.savers.inline import InlineSaver
 from hvdtrain.checkpoint.store import CheckpointStore
+from hvdtrain.checkpoint.stream import Stream, head, held, in_order, n_bytes
 from hvdtrain.checkpoint.together import Note
-from hvdtrain.checkpoint.transfer import Groups, collect
+from hvdtrain.checkpoint.transfer import arriving
 from hvdtrain.errors import UserError, WaitTimeout
 from hvdtrain.faults import pulse
 from hvdtrain.faults.finite import trained
 from hvdtrain.outdir import CONFIG, keep_config
 from hvdtrain.protocols import Channel
-from hvdtrain.protocols.state import Outcome, Saver, Shard
+from hvdtrain.protocols.state import Head, Outcome, Saver, Shard
 from hvdtrain.run import Run, say
 
 DIRECTORY = "checkpoints"
@@ -99,54 +101,62 @@ class Saving:
         for callback in run.callbacks:
             if callback.where == "all" or control.rank == 0:
                 callback.saving(run)
-        if control.size > 1 and self._channel is None and run.config.checkpoint.layout == "gathered":
-            self._collect(began)
-        else:
-            self._copy(began)
-
-    def _collect(self, began: float) -> None:
-        """Bring the state to rank 0 while the run waits, and leave it to a thread to write it. Collective."""
-        run = self._run
-        shared, own = parts_of(run)
-        try:
-            tensors = collect(run.control, chain(shared.shards(), own.shards(fresh)))
-        except UserError as problem:  # every rank's; rank 0 tells it
-            self._start(self._inline, partial(_fail, [str(problem)] if run.control.rank == 0 else []), began)
-            return
-        meta = meta_of(run, shared.rest()) if run.control.rank == 0 else {}
-        work = partial(self._write, tensors, meta) if run.control.rank == 0 else partial(_fail, [])
-        self._start(self._background, work, began)
+        self._copy(began)
 
     def _copy(self, began: float) -> None:
         """Copy this rank's shards and leave the rest to a thread.
 
-        Enters no collective, unless the ranks are to write without a channel to tell each other.
+        Enters no collective, unless there is no channel between the ranks.
         """
         run, rank = self._run, self._run.control.rank
         saver: Saver = self._background
         shards: list[Shard] = []
         meta: dict[str, Any] = {}
         error = ""
+        meets = run.control.size > 1 and self._channel is None
+        gathered = run.config.checkpoint.layout == "gathered"
         shared, own = given_by(run)
+        place = view if meets and gathered and rank > 0 else self._copies.place  # it has gone when the run goes on
         try:
             self._copies.begin()
             try:
-                shards = [*shared.shards(self._copies.place), *own.shards(self._copies.place)]
+                shards = in_order([*shared.shards(place), *own.shards(place)])
             except NoRoom as lack:
                 self._copies.forget()
                 self._say_no_room(lack)
-                saver, shards = self._inline, [*shared.shards(view), *own.shards(view)]
+                saver, shards = self._inline, in_order([*shared.shards(view), *own.shards(view)])
             meta = meta_of(run, shared.rest()) if rank == 0 else {}
         except UserError as problem:
-            error, shards = str(problem), []
-            if run.control.size > 1:
-                error = f"rank {rank} on host {run.control.node}: {problem}"
-        if run.config.checkpoint.layout == "sharded":
+            error, shards = self._named(problem), []
+        if not gathered:
             sharing = partial(self._share, self._step, shards, meta, error)
-            self._start(self._inline if run.control.size > 1 and self._channel is None else saver, sharing, began)
-            return
-        work = self._gather if rank == 0 else self._give
-        self._start(saver, partial(work, self._step, shards, meta, error), began)
+            self._start(self._inline if meets else saver, sharing, began)
+        elif meets:
+            self._meet(saver, shards, meta, error, began)
+        else:
+            work = self._gather if rank == 0 else self._give
+            self._start(saver, partial(work, self._step, shards, meta, error), began)
+
+    def _meet(self, saver: Saver, shards: list[Shard], meta: dict[str, Any], error: str, began: float) -> None:
+        """Bring all shards to rank 0 without a channel, which writes them as they come. Collective."""
+        control, error = self._run.control, error or self._unfit(shards)
+        rows = control.gather((error, [tuple(head(shard)) for shard in ([] if error else shards)]))
+        heads_P = [[Head(*row) for row in heads] for _, heads in rows]
+        pieces_P = arriving(control, heads_P, shards)
+        content: Stream | None = None
+        work: Callable[[], None]
+        try:
+            _fail([text for text, _ in rows if text])
+            if sum(n_bytes(one) for heads in heads_P[1:] for one in heads) <= stream.PIECE_BYTES:
+                pieces_P[1:] = [iter(list(pieces)) for pieces in pieces_P[1:]]  # so that the run need not wait longer
+            else:
+                saver = self._inline
+            content = Stream(heads_P, pieces_P, meta)
+        except UserError as problem:  # every rank's; rank 0 tells it
+            work = partial(_fail, [str(problem)] if control.rank == 0 else [])
+        else:
+            work = partial(self._write, content) if control.rank == 0 else content.drain
+        self._start(saver if content else self._inline, work, began)
 
     def _start(self, saver: Saver, work: Any, began: float) -> None:
         """Hand the work over; the time until then, or to its end where it is inline, is the run's."""
@@ -159,26 +169,47 @@ class Saving:
     def _give(self, step: int, shards: list[Shard], meta: dict[str, Any], error: str) -> None:
         """Send this rank's shards to rank 0, or why there are none; with what saving costs here."""
         assert self._channel is not None
+        error = error or self._unfit(shards)
         note = {"step": step, "error": error, "blocked_s": self.spent.last_blocked_s,
                 "cpu_s": self.spent.last_cpu_s}
-        give(self._channel, note, shards)
+        give(self._channel, note, [] if error else shards)
 
     def _gather(self, step: int, shards: list[Shard], meta: dict[str, Any], error: str) -> None:
-        """Receive the other ranks' shards and write all; rank 0's part."""
-        assembly, errors = Assembly(), [error] if error else []
-        costs_s = [0.0]
-        for shard in shards:
-            assembly.add(shard)
-        for source in range(1, self._run.control.size):  # all of them, also after an error: the next save begins anew
+        """Write rank 0's shards and the other ranks', as they come; rank 0's part."""
+        error = error or self._unfit(shards)
+        errors, costs_s = [error] if error else [], [0.0]
+        heads_P, pieces_P = [[head(shard) for shard in shards]], [held(shards)]
+        for source in range(1, self._run.control.size):
             assert self._channel is not None
-            note = take(self._channel, source, assembly)
+            note, heads, pieces = take(self._channel, source)
             if note["step"] != step:
                 raise RuntimeError(f"rank {source} sent its state of step {note['step']} in the save of step {step}")
             errors += [note["error"]] if note["error"] else []
             costs_s.append(note["blocked_s"] + note["cpu_s"])
+            heads_P.append(heads)
+            pieces_P.append(pieces)
         self._others_s = max(costs_s)
-        _fail(errors)
-        self._write(assembly.finish(), meta)
+        try:
+            _fail(errors)
+            content = Stream(heads_P, pieces_P, meta)
+        except UserError:
+            for pieces in pieces_P[1:]:  # all of them, also after an error: the next save begins anew
+                deque(pieces, 0)
+            raise
+        self._write(content)
+
+    def _unfit(self, shards: list[Shard]) -> str:
+        """Return "" or why these shards must not be written."""
+        try:
+            check_shards(shards, self._trainable)
+        except UserError as problem:
+            return self._named(problem) if self._run.control.rank else str(problem)
+        return ""
+
+    def _named(self, problem: UserError) -> str:
+        """A problem in words, with the rank that has it."""
+        control = self._run.control
+        return f"rank {control.rank} on host {control.node}: {problem}" if control.size > 1 else str(problem)
 
     def _share(self, step: int, shards: list[Shard], meta: dict[str, Any], error: str) -> None:
         """Write this rank's shards into one checkpoint with the other ranks'. Collective where there is no channel."""
@@ -207,9 +238,12 @@ class Saving:
             together.publish(self._store, order, notes, meta, say)
             self._keep_config()
 
-    def _write(self, tensors: Groups, meta: dict[str, Any]) -> None:
-        snapshot = snapshot_of(tensors, meta, self._trainable)
-        self._store.save(snapshot, int(meta["cursor"]["step"]), log=say)
+    def _write(self, content: Stream) -> None:
+        try:
+            self._store.save(content, int(content.meta["cursor"]["step"]), log=say)
+        except Exception:
+            content.drain()
+            raise
         self._keep_config()
 
     def _keep_config(self) -> None:

@@ -12,16 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.checkpoint import CheckpointStore, Snapshot, read_snapshot
+from hvdtrain.checkpoint import CheckpointStore, Kept, read_snapshot
 from hvdtrain.checkpoint.contents import json_able, parts_of
 from hvdtrain.checkpoint.saving import DIRECTORY, Saving
-from hvdtrain.checkpoint.transfer import spread
+from hvdtrain.checkpoint.transfer import fetch
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.config import Config
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.errors import UserError
 from hvdtrain.outdir import ensure_out
 from hvdtrain.protocols import Callback
+from hvdtrain.protocols.state import Head, Want
 from hvdtrain.run import Run
 
 MOST_NAMES = 8
@@ -66,8 +67,8 @@ def finish(run: Run) -> str:
     return run.control.bcast(run.saver.latest())
 
 
-def find(resume: str, out: Path | None, log: Callable[[str], None]) -> Snapshot | None:
-    """Read the snapshot that ``resume`` ("auto" or a path) means; None where auto finds none. Rank 0 only.
+def find(resume: str, out: Path | None, log: Callable[[str], None]) -> Kept | None:
+    """Verify and open the checkpoint that ``resume`` ("auto" or a path) means; None where auto finds none. Rank 0 only.
 
     A path may be one checkpoint, a run's directory or its checkpoints directory. Damaged checkpoints are told to
     ``log`` and the newest whole one is used. Errors: `UserError` where all are damaged, and for a path without any.
@@ -86,8 +87,8 @@ def find(resume: str, out: Path | None, log: Callable[[str], None]) -> Snapshot 
     return read_snapshot(path)
 
 
-def _newest_whole(root: Path, log: Callable[[str], None]) -> Snapshot | None:
-    """Read the newest whole checkpoint under ``root``; None where there is none, `UserError` where all are damaged."""
+def _newest_whole(root: Path, log: Callable[[str], None]) -> Kept | None:
+    """Open the newest whole checkpoint under ``root``; None where there is none, `UserError` where all are damaged."""
     store = CheckpointStore(root, 1)
     found = store.latest_whole(log)
     if found is not None:
@@ -101,26 +102,32 @@ def _newest_whole(root: Path, log: Callable[[str], None]) -> Snapshot | None:
                     "at least one that is whole", "leave out --resume to start anew, in another directory")
 
 
-def restore(run: Run, snapshot: Snapshot | None) -> None:
-    """Load rank 0's ``snapshot`` (elsewhere None) on every rank. Collective.
+def restore(run: Run, kept: Kept | None) -> None:
+    """Load the checkpoint that rank 0 has open (elsewhere None) on every rank. Collective.
 
     Random generators and compressor state return bit by bit where the number of ranks is the same; with another
-    number every rank keeps its fresh ones, seeded by (seed, rank).
+    number every rank keeps its fresh ones, seeded by (seed, rank). A checkpoint that does not fit changes nothing.
     """
     if run.saver is not None:
         run.saver.wait()
-    meta = run.control.bcast(dict(snapshot.meta) if snapshot else None)
+    meta = run.control.bcast(dict(kept.meta) if kept else None)
     alike = meta["world_size"] == run.control.size
-    groups = spread(run.control, snapshot.tensors if snapshot else {}, alike)
     shared, own = parts_of(run)
+    rows = run.control.bcast([tuple(one) for group in kept.tensors.values() for one in group.heads()] if kept else [])
+    heads = [Head(*row) for row in rows]
+
+    def wants() -> list[Want]:
+        if meta.get("framework") != run.spec.framework:
+            raise UserError(f"the checkpoint is of a {meta.get('framework')} model",
+                            f"one of {run.spec.framework}, as this model", "resume with the model of that run")
+        return [*shared.wants(heads), *(own.wants(heads) if alike else ())]
+
+    groups = fetch(run.control, kept, agreed(run.control, wants, "restore"), heads)
 
     def read(group: str) -> dict[str, np.ndarray]:
         return groups.get(group, {})
 
     def load() -> str:
-        if meta.get("framework") != run.spec.framework:
-            raise UserError(f"the checkpoint is of a {meta.get('framework')} model",
-                            f"one of {run.spec.framework}, as this model", "resume with the model of that run")
         unfit = shared.load(read, meta["step_rest"])
         for callback, state in _states(run, meta["callbacks"]):
             callback.load_state_dict(state)

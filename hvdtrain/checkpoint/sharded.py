@@ -1,6 +1,6 @@
 """A checkpoint that every rank writes its part of, on a file system that all of them share.
 
-Owns the files of the shards, the order in which a checkpoint is made of them, and how they become whole tensors again.
+Owns the files of the shards, and the order in which a checkpoint is made of them; `reading` makes them whole again.
 Who tells whom is `saving`'s: one rank calls `open_new` and `seal`, each calls `write_shard` in between.
 """
 
@@ -15,10 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.checkpoint import files
-from hvdtrain.checkpoint.assembly import Assembly
-from hvdtrain.checkpoint.manifest import (MANIFEST_NAME, CheckpointError, FileEntry, Manifest, encode, file_name,
-                                          group_name)
-from hvdtrain.checkpoint.tensors import layout
+from hvdtrain.checkpoint.manifest import MANIFEST_NAME, CheckpointError, FileEntry, Manifest, encode, file_name
+from hvdtrain.checkpoint.tensors import Spec, layout, portable
 from hvdtrain.protocols.state import Shard
 
 LOOK_S = 3.0
@@ -40,9 +38,12 @@ def shard_file(rank: int) -> str:
 
 def write_shard(temp: Path, rank: int, shards: Sequence[Shard]) -> Written:
     """Write a rank's shards into the directory ``temp`` as one durable file. OSError, `CheckpointError`."""
-    name = shard_file(rank)
-    arrays = {f"{shard.group}/{shard.name}": shard.values.reshape(-1) for shard in shards}
-    entry = files.write_durably(temp / name, layout(arrays, f"shard-{rank:04d}").pieces())
+    name, group = shard_file(rank), f"shard-{rank:04d}"
+    arrays = {key: portable(key, shard.values.reshape(-1), group)
+              for shard in shards for key in [f"{shard.group}/{shard.name}"]}
+    plan = layout({key: Spec(array.dtype, array.shape) for key, array in arrays.items()}, group)
+    blocks = (arrays[key].view(np.uint8).data for key in plan.names)
+    entry = files.write_durably(temp / name, plan.pieces(blocks))
     return Written(name, entry, {f"{shard.group}/{shard.name}": [shard.begin, list(shard.shape)] for shard in shards})
 
 
@@ -58,21 +59,6 @@ def seal(temp: Path, directory: Path, step: int, written: Sequence[Written], met
     files.write_durably(temp / MANIFEST_NAME, [memoryview(encode(manifest))])
     files.fsync_directory(temp)
     files.publish(temp, directory)
-
-
-def whole(tensors: Mapping[str, Mapping[str, np.ndarray]], manifest: Manifest,
-          where: Path) -> dict[str, dict[str, np.ndarray]]:
-    """Put the arrays of a checkpoint's files together to whole tensors by group. `CheckpointError`."""
-    together = Assembly()
-    for file, entries in manifest.shards.items():
-        arrays = tensors[str(group_name(file))]
-        if set(arrays) != set(entries):
-            raise CheckpointError(f"{where / file} holds other arrays than its manifest lists", "the same",
-                                  "use another checkpoint: this one is damaged")
-        for key, (begin, shape) in entries.items():
-            group, _, name = key.partition("/")
-            together.add(Shard(group, name, tuple(shape), begin, arrays[key]))
-    return together.finish()
 
 
 def sees(path: Path, n_bytes: int = -1) -> bool:

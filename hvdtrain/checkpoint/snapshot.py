@@ -10,7 +10,7 @@ import hashlib
 import operator
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ from hvdtrain.checkpoint.manifest import (
     file_name,
     group_name,
 )
-from hvdtrain.checkpoint.sharded import whole
-from hvdtrain.checkpoint.tensors import Layout, layout, read_tensors
+from hvdtrain.checkpoint.reading import Kept, opened
+from hvdtrain.checkpoint.tensors import Content, Layout, Spec, layout, portable
 
 BLOCK_BYTES = 4096
 _DAMAGED = "use another checkpoint: this one is damaged"
@@ -38,7 +38,7 @@ _DAMAGED = "use another checkpoint: this one is damaged"
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The state of a run: ``tensors[group][name]`` arrays of any shape, and JSON-able ``meta``.
+    """State in memory: ``tensors[group][name]`` arrays of any shape, and JSON-able ``meta``. Implements `Content`.
 
     Arrays come back with the same dtype, shape and bits, in native byte order and C order, names sorted. In
     ``meta`` a tuple comes back as a list; keys must be text.
@@ -47,9 +47,22 @@ class Snapshot:
     tensors: Mapping[str, Mapping[str, np.ndarray]]
     meta: Mapping[str, Any] = field(default_factory=dict)
 
+    def specs(self) -> dict[str, dict[str, Spec]]:
+        """What arrays there are, by group and name."""
+        found: dict[str, dict[str, Spec]] = {}
+        for group, named in self.tensors.items():
+            ready = {name: portable(name, array, group) for name, array in named.items()}
+            found[group] = {name: Spec(array.dtype, array.shape) for name, array in ready.items()}
+        return found
 
-def write_snapshot(directory: Path, snapshot: Snapshot, *, step: int = 0) -> Path:
-    """Write a snapshot as the checkpoint ``directory``, which appears, or is replaced, whole or not at all.
+    def blocks(self, group: str, names: Sequence[str]) -> Iterator[memoryview]:
+        """Yield the bytes of arrays; of one that is not C-contiguous, a copy for its turn."""
+        for name in names:
+            yield portable(name, self.tensors[group][name], group).reshape(-1).view(np.uint8).data
+
+
+def write_snapshot(directory: Path, content: Content, *, step: int = 0) -> Path:
+    """Write state as the checkpoint ``directory``, which appears, or is replaced, whole or not at all.
 
     Every file is fsynced, then their directory, which is renamed into place, then the parent. Raises OSError
     (disk full, I/O error, permission) with nothing left behind and an older checkpoint of that name kept;
@@ -57,14 +70,14 @@ def write_snapshot(directory: Path, snapshot: Snapshot, *, step: int = 0) -> Pat
     """
     directory = Path(os.path.abspath(directory))
     step = _step(step)
-    layouts = {file_name(group): layout(tensors, group) for group, tensors in snapshot.tensors.items()}
+    layouts = {group: layout(specs, group) for group, specs in content.specs().items()}
     # Placeholders of full length: meta is checked, and the manifest's size known, before anything is written.
-    planned = {name: FileEntry(plan.size_bytes, "0" * 64) for name, plan in layouts.items()}
-    manifest_bytes = len(encode(Manifest(step, planned, dict(snapshot.meta))))
+    planned = {file_name(group): FileEntry(plan.size_bytes, "0" * 64) for group, plan in layouts.items()}
+    manifest_bytes = len(encode(Manifest(step, planned, dict(content.meta))))
     sizes = [manifest_bytes, *(entry.size_bytes for entry in planned.values())]
     temp = open_new(directory, sum(size + BLOCK_BYTES for size in sizes))
     try:
-        _fill(temp, snapshot, step, layouts)
+        _fill(temp, content, step, layouts)
         files.publish(temp, directory)
     except BaseException:
         files.remove_quietly(temp)
@@ -80,18 +93,20 @@ def open_new(directory: Path, needed_bytes: int) -> Path:
     return files.make_temp(directory.parent)
 
 
-def read_snapshot(directory: Path) -> Snapshot:
-    """Read a checkpoint; CheckpointError unless its files, and no others, are there to the bit as written."""
+def read_snapshot(directory: Path) -> Kept:
+    """Verify a checkpoint, whose arrays are then read as they are asked for.
+
+    CheckpointError unless its files, and no others, are there to the bit as written.
+    """
     directory = Path(directory)
     manifest = inspect(directory)
     check_listing(directory, manifest)
-    tensors = {}
     for name, entry in manifest.files.items():
         _check_content(directory / name, entry)
-        tensors[str(group_name(name))] = read_tensors(directory / name)
-    if manifest.shards:
-        tensors = whole(tensors, manifest, directory)
-    return Snapshot(tensors, manifest.meta)
+    try:
+        return opened(directory, manifest)
+    except OSError as error:
+        raise _unreadable(directory, error) from None
 
 
 def inspect(directory: Path) -> Manifest:
@@ -151,9 +166,12 @@ def check_listing(directory: Path, manifest: Manifest) -> None:
             )
 
 
-def _fill(temp: Path, snapshot: Snapshot, step: int, layouts: Mapping[str, Layout]) -> None:
-    entries = {name: files.write_durably(temp / name, plan.pieces()) for name, plan in layouts.items()}
-    data = encode(Manifest(step, entries, dict(snapshot.meta)))
+def _fill(temp: Path, content: Content, step: int, layouts: Mapping[str, Layout]) -> None:
+    entries = {}
+    for group, plan in layouts.items():
+        name = file_name(group)
+        entries[name] = files.write_durably(temp / name, plan.pieces(content.blocks(group, plan.names)))
+    data = encode(Manifest(step, entries, dict(content.meta)))
     files.write_durably(temp / MANIFEST_NAME, [memoryview(data)])
     files.fsync_directory(temp)
 

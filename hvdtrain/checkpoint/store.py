@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Manifest
-from hvdtrain.checkpoint.snapshot import Snapshot, check_listing, inspect, read_snapshot, write_snapshot
+from hvdtrain.checkpoint.reading import Kept
+from hvdtrain.checkpoint.snapshot import check_listing, inspect, read_snapshot, write_snapshot
+from hvdtrain.checkpoint.tensors import Content
 from hvdtrain.errors import UserError
 
 _STEP = re.compile(r"step-(\d{1,18})", re.ASCII)
@@ -60,7 +62,7 @@ class CheckpointStore:
         """Where the checkpoint of a step lies."""
         return self.root / f"step-{step:08d}"
 
-    def save(self, snapshot: Snapshot, step: int, log: Log = silent) -> Path:
+    def save(self, content: Content, step: int, log: Log = silent) -> Path:
         """Write a checkpoint, then remove older ones down to ``keep``; returns its path.
 
         Raises what ``write_snapshot`` raises, and older checkpoints are then untouched. Trouble while
@@ -68,7 +70,7 @@ class CheckpointStore:
         started over from an earlier one) and damaged or foreign directories are never removed.
         """
         self.begin()
-        saved = write_snapshot(self.path_of(step), snapshot, step=step)
+        saved = write_snapshot(self.path_of(step), content, step=step)
         self.saved(step, log)
         return saved
 
@@ -99,8 +101,8 @@ class CheckpointStore:
         """List all that is called like a checkpoint, whole, damaged or moved aside, newest step first."""
         return self._candidates()
 
-    def latest_whole(self, log: Log) -> tuple[Path, Snapshot] | None:
-        """Read the newest checkpoint that is whole, saying of each newer one why it is not; None if none is.
+    def latest_whole(self, log: Log) -> tuple[Path, Kept] | None:
+        """Verify and open the newest checkpoint that is whole, saying of each newer one why it is not; None if none is.
 
         Changes nothing on disk. The path is a hidden one where a crash fell between the two renames of a
         replaced step. CheckpointError only where ``root`` itself cannot be listed.

@@ -1,28 +1,33 @@
 """One group of named arrays as one safetensors file.
 
-Owns the layout of a file to be written, array by array, so that saving needs no second copy of the state;
-reading is the safetensors library's own. Neither writes nor verifies: ``files`` and ``snapshot`` do.
+Owns the header of a file, written and read, and the order of the arrays in it. Values are written from blocks that
+somebody hands over one after the other, and are read where and when they are asked for (`reading`), so that neither
+needs the whole. Neither writes nor verifies: ``files`` and ``snapshot`` do.
 
-Not left to ``safetensors.numpy.save``, which builds the whole file in memory and takes the bytes of a
-transposed array in the wrong order without a word (seen in 0.8.0).
+Not left to the safetensors library: its ``save`` builds the whole file in memory and takes the bytes of a transposed
+array in the wrong order without a word (seen in 0.8.0), and it does not tell where in a file an array lies.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.manifest import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
 """The cap that safetensors readers put on a header."""
 
-PIECE_BYTES = 1 << 20
-"""Size from which an array is written by itself."""
+BLOCK_BYTES = 1 << 20
+"""Size from which a block is written by itself."""
 
 _CODES = {
     "float64": "F64",
@@ -40,30 +45,55 @@ _CODES = {
 }
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A file to be written: its header, then ``arrays`` end to end, each little-endian."""
+_DTYPES = {code: np.dtype(name).newbyteorder("<") for name, code in _CODES.items()}
 
-    header: bytes
-    arrays: tuple[np.ndarray, ...]
+
+class Spec(NamedTuple):
+    """What an array is, without its values."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
 
     @property
-    def size_bytes(self) -> int:
-        """Size of the whole file."""
-        return len(self.header) + sum(array.nbytes for array in self.arrays)
+    def n_bytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
-    def pieces(self) -> Iterator[memoryview]:
-        """The file's bytes in order; small arrays come together, as one copy, so that a file is written in few calls.
 
-        A large one is copied, for its turn, only if not C-contiguous.
+class Content(Protocol):
+    """What a checkpoint is written from."""
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """The JSON-able small state."""
+        ...
+
+    def specs(self) -> Mapping[str, Mapping[str, Spec]]:
+        """Return what arrays there are, by group and name. `CheckpointError` for one that no file can hold."""
+        ...
+
+    def blocks(self, group: str, names: Sequence[str]) -> Iterator[memoryview]:
+        """Yield the bytes of arrays of ``group``, end to end, little-endian, each good until the next is asked for."""
+        ...
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A file to be written: its header, then the arrays ``names`` end to end."""
+
+    header: bytes
+    names: tuple[str, ...]
+    size_bytes: int
+
+    def pieces(self, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
+        """The file's bytes in order; small blocks come together, as one copy, so that a file is written in few calls.
         """
         small = bytearray(self.header)
-        for array in self.arrays:
-            data = array.reshape(-1).view(np.uint8).data
-            if len(data) >= PIECE_BYTES or len(small) >= PIECE_BYTES:
+        for data in blocks:
+            if len(data) >= BLOCK_BYTES or len(small) >= BLOCK_BYTES:
                 yield memoryview(small)
                 small = bytearray()
-            if len(data) >= PIECE_BYTES:
+            if len(data) >= BLOCK_BYTES:
                 yield data
             else:
                 small += data
@@ -71,23 +101,23 @@ class Layout:
             yield memoryview(small)
 
 
-def layout(tensors: Mapping[str, np.ndarray], group: str, codes: Mapping[str, str] | None = None) -> Layout:
+def layout(specs: Mapping[str, Spec], group: str, codes: Mapping[str, str] | None = None) -> Layout:
     """Plan the file of ``group``; CheckpointError for a name or a dtype that the file cannot hold exactly.
 
     ``codes``: the dtype that the file states for the arrays of these names, of the same size as theirs: bfloat16, which
     numpy lacks, as the "BF16" that an array of uint16 holds the bits of.
     """
     codes = codes or {}
-    ready = {name: _portable(name, array, group) for name, array in tensors.items()}
+    for name, spec in specs.items():
+        check(name, spec.dtype, group)
     # Widest first keeps every array aligned to its own item size.
-    order = sorted(ready, key=lambda name: (-ready[name].itemsize, name))
+    order = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
     entries, offset = {}, 0
     for name in order:
-        array = ready[name]
-        end = offset + array.nbytes
+        end = offset + specs[name].n_bytes
         entries[name] = {
-            "dtype": codes.get(name, _CODES[array.dtype.name]),
-            "shape": list(array.shape),
+            "dtype": codes.get(name, _CODES[specs[name].dtype.name]),
+            "shape": list(specs[name].shape),
             "data_offsets": [offset, end],
         }
         offset = end
@@ -99,40 +129,75 @@ def layout(tensors: Mapping[str, np.ndarray], group: str, codes: Mapping[str, st
             expected=f"at most {MAX_HEADER_BYTES}",
             do="split the group, or shorten the names",
         )
-    return Layout(len(text).to_bytes(8, "little") + text, tuple(ready[name] for name in order))
+    return Layout(len(text).to_bytes(8, "little") + text, tuple(order), 8 + len(text) + offset)
 
 
-def read_tensors(path: Path) -> dict[str, np.ndarray]:
-    """Load every array of a file, ordered by name; CheckpointError where it is no safetensors file."""
-    from safetensors import SafetensorError, safe_open
+def read_header(path: Path) -> dict[str, tuple[Spec, int]]:
+    """Return what arrays a file holds, and at which byte each begins, by name; CheckpointError: no safetensors file.
 
+    OSError where it cannot be read.
+    """
+    descriptor = files.open_to_read(path)
     try:
-        with safe_open(str(path), framework="np") as file:
-            return {name: file.get_tensor(name) for name in sorted(file.keys())}
-    except (SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            got=f"{path} is not a safetensors file that can be read ({error})",
-            expected="the arrays of one group",
-            do="use another checkpoint",
-        ) from None
+        size = os.fstat(descriptor).st_size
+        n = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        if not 0 < n <= min(MAX_HEADER_BYTES, size - 8):
+            raise _foreign(path, f"its header has {n} bytes")
+        text = os.pread(descriptor, n, 8)
+    finally:
+        os.close(descriptor)
+    try:
+        entries = json.loads(text)
+        found = {name: _entry(entries[name], 8 + n) for name in sorted(entries) if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _foreign(path, f"{type(error).__name__}: {error}") from None
+    for name, (spec, begin) in found.items():
+        if begin + spec.n_bytes > size:
+            raise _foreign(path, f"{name!r} ends behind its end")
+    return found
 
 
-def _portable(name: str, array: np.ndarray, group: str) -> np.ndarray:
-    _check_name(name, group)
+def _entry(entry: dict[str, Any], first: int) -> tuple[Spec, int]:
+    """What a header says of one array, whose values are counted from ``first``; ValueError where that cannot be."""
+    (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
+    if not all(type(n) is int and n >= 0 for n in (begin, end, *shape)):
+        raise ValueError("a shape or a place that is no whole number of at least 0")
+    spec = Spec(_DTYPES[entry["dtype"]], shape)
+    if end - begin != spec.n_bytes:
+        raise ValueError(f"{end - begin} bytes for {spec.dtype}{list(shape)}")
+    return spec, first + begin
+
+
+def _foreign(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        got=f"{path} is not a safetensors file that can be read ({reason[:200]})",
+        expected="the arrays of one group",
+        do="use another checkpoint",
+    )
+
+
+def portable(name: str, array: np.ndarray, group: str) -> np.ndarray:
+    """Return ``array``, of little-endian values in C order; CheckpointError for what a file cannot hold exactly."""
     if not isinstance(array, (np.ndarray, np.generic)):
         raise CheckpointError(
             got=f"{name!r} of group {group!r} is a {type(array).__name__}",
             expected="a numpy array",
             do="convert it, for example tensor.detach().cpu().numpy()",
         )
-    array = np.asarray(array)
-    if array.dtype.name not in _CODES:
+    array = np.asarray(array, order="C")
+    check(name, array.dtype, group)
+    return array.astype(array.dtype.newbyteorder("<"), copy=False)
+
+
+def check(name: str, dtype: np.dtype, group: str) -> None:
+    """Raise CheckpointError for a name or a dtype that a file cannot hold exactly."""
+    _check_name(name, group)
+    if dtype.name not in _CODES:
         raise CheckpointError(
-            got=f"{name!r} of group {group!r} has dtype {array.dtype}",
+            got=f"{name!r} of group {group!r} has dtype {dtype}",
             expected="one of " + ", ".join(_CODES),
             do="convert it; bfloat16 travels as its bits in uint16",
         )
-    return array.astype(array.dtype.newbyteorder("<"), copy=False)
 
 
 def _check_name(name: str, group: str) -> None:

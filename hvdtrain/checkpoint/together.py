@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint import files
-from hvdtrain.checkpoint.contents import check_finite
+from hvdtrain.checkpoint.contents import check_shards
 from hvdtrain.checkpoint.manifest import FileEntry
 from hvdtrain.checkpoint.sharded import Written, seal, sees, write_shard
 from hvdtrain.checkpoint.snapshot import BLOCK_BYTES, open_new
@@ -68,7 +68,7 @@ def answer(order: Note, rank: int, shards: Sequence[Shard], error: str, trainabl
     if error or order["error"]:
         return note
     try:
-        check_finite({shard.name: shard.values for shard in shards if shard.group == "model"}, trainable)
+        check_shards(shards, trainable)
         written = write_shard(Path(order["temp"]), rank, shards)
         note |= {"file": written.name, "bytes": written.entry.size_bytes, "sha256": written.entry.sha256,
                  "shards": written.shards}

@@ -1,27 +1,26 @@
-"""The ranks' state on its way to the rank that writes a checkpoint, and from the rank that has read one.
+"""State on its way between ranks by the control plane: to the rank that writes it, and from the rank that has read it.
 
-Owns who sends when, and how much at once: one rank after another, in rounds of at most `ROUND_BYTES`, in each of which
-all ranks meet, so that a rank waits for one round and never for all of another rank's state. Nobody but its receiver
-keeps a rank's state.
+Owns who sends when, and how much at once: rounds of at most `PIECE_BYTES`, in which all ranks meet, so that a rank
+waits for one round and never for all of another rank's state. Nobody but its receiver keeps a rank's state, and rank 0,
+which reads the files, no more than what travels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from hvdtrain.checkpoint.assembly import Assembly, head
+from hvdtrain.checkpoint import stream
+from hvdtrain.checkpoint.reading import Kept
+from hvdtrain.checkpoint.stream import held, packed, pieces_of, unpacked
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.protocols import Control
-from hvdtrain.protocols.state import Shard
-
-ROUND_BYTES = 64 << 20
-"""Most bytes of values in a round; also the longest message, which without MPI every rank receives for a moment."""
+from hvdtrain.protocols.state import Head, Shard, Want
 
 ROUND_SHARDS = 4096
-"""Most shards in a round, whose names and shapes all ranks are told."""
+"""Most windows in a round."""
 
 Groups = dict[str, dict[str, np.ndarray]]
 
@@ -31,31 +30,6 @@ def own_group(rank: int) -> str:
     return f"rank-{rank:04d}"
 
 
-def collect(control: Control, shards: Iterable[Shard]) -> Groups:
-    """Return the arrays that all ranks' ``shards`` make up, by group and name, on rank 0; {} elsewhere. Collective.
-
-    Errors, on every rank: the `UserError` that a rank raised while it gave its shards, or one that names what of a
-    tensor is missing or came twice.
-    """
-    together = Assembly()
-    for source in range(control.size):
-        _move(control, shards if control.rank == source else (), source, 0, together)
-    return agreed(control, together.finish, "saving")
-
-
-def spread(control: Control, tensors: Mapping[str, Mapping[str, np.ndarray]], own: bool) -> Groups:
-    """Return what this rank needs of rank 0's ``tensors``; collective.
-
-    That is every group but the ranks' own and, where ``own`` (the same on every rank), its own.
-    """
-    mine, groups = Assembly(), [own_group(rank) for rank in range(control.size)] if own else []
-    shared = [group for group in tensors if not group.startswith("rank-")]
-    _move(control, whole_shards(tensors, shared), 0, None, mine)
-    for rank, group in enumerate(groups):
-        _move(control, whole_shards(tensors, [group]), 0, rank, mine)
-    return mine.finish()
-
-
 def whole_shards(tensors: Mapping[str, Mapping[str, np.ndarray]], groups: Iterable[str]) -> Iterator[Shard]:
     """Yield each array of ``groups``, as far as there are such, as one shard."""
     for group in groups:
@@ -63,42 +37,72 @@ def whole_shards(tensors: Mapping[str, Mapping[str, np.ndarray]], groups: Iterab
             yield Shard(group, name, array.shape, 0, np.ascontiguousarray(array).reshape(-1))
 
 
-def _move(control: Control, shards: Iterable[Shard], source: int, target: int | None, into: Assembly) -> None:
-    """Add ``source``'s shards to ``into`` on ``target``, or on every rank where that is None; collective."""
-    rounds = _rounds(shards, cut=source != target)
-    takes = target is None or control.rank == target
-    while True:
-        own = agreed(control, lambda: next(rounds, []), "saving" if target == 0 else "restore")
-        heads = control.gather([head(shard) for shard in own])[source]
-        if not heads:
-            return
-        arrays = [shard.values for shard in own]
-        if takes and control.rank == source:
-            for shard in own:
-                into.add(shard)
-        elif takes:
-            arrays = [into.place(one) for one in heads]
-        if source != target:
-            control.send(arrays, source, target)
+def arriving(control: Control, heads_P: Sequence[Sequence[Head]],
+             shards: Sequence[Shard]) -> list[Iterator[np.ndarray]]:
+    """Return what brings each rank's values to rank 0, piece by piece, as `passage.take` does; here a collective.
+
+    All ranks take the same pieces in the same order; other ranks than 0 have no use for them. ``shards``: this rank's,
+    of ``heads_P[control.rank]``.
+    """
+    messages = packed(shards)
+
+    def moved(source: int) -> Iterator[np.ndarray]:
+        def move(memory: np.ndarray) -> np.ndarray:
+            data = next(messages) if control.rank == source else memory
+            control.send([data] if control.rank in (0, source) else [], source, 0)
+            return data
+
+        return unpacked(heads_P[source], move)
+
+    own = held(shards) if control.rank == 0 else unpacked(heads_P[0], lambda memory: memory)
+    return [own, *(moved(source) for source in range(1, control.size))]
 
 
-def _rounds(shards: Iterable[Shard], cut: bool) -> Iterator[list[Shard]]:
-    """Pack shards into lists of at most `ROUND_BYTES`; larger ones are cut, or come alone where not ``cut``."""
-    packed: list[Shard] = []
-    n_bytes = 0
-    for shard in shards:
-        for piece in _pieces(shard) if cut else [shard]:
-            if packed and (n_bytes + piece.values.nbytes > ROUND_BYTES or len(packed) == ROUND_SHARDS):
+def fetch(control: Control, kept: Kept | None, wants: Sequence[Want], heads: Sequence[Head]) -> Groups:
+    """Return what this rank ``wants`` of the checkpoint that rank 0 has open (elsewhere None); collective.
+
+    What is wanted of ``heads`` as a whole has its shape, a window is (n,). What all ranks want they receive together.
+    Errors: `UserError` on every rank where rank 0 cannot read.
+    """
+    wants_P = [[Want(*want) for want in row] for row in control.gather([tuple(want) for want in wants])]
+    alike = set(wants_P[0]).intersection(*wants_P[1:])
+    plan: list[tuple[int | None, list[Want]]] = [(None, [want for want in wants_P[0] if want in alike])]
+    plan += [(rank, [want for want in row if want not in alike]) for rank, row in enumerate(wants_P)]
+    held_as = {(one.group, one.name): one for one in heads}
+    mine = {want[:2]: np.empty(want.end - want.begin, held_as[want[:2]].dtype) for want in wants}
+    for target, items in plan:
+        for row in _rounds(items, held_as):
+            takes = target in (None, control.rank)
+            places = [mine[want[:2]][low:high] if takes else np.empty(high - low, held_as[want[:2]].dtype)
+                      for want, low, high in row if takes or control.rank == 0]
+            agreed(control, lambda: _read(kept, row, places), "restore")  # noqa: B023  (called at once)
+            if target != 0:
+                control.send(places, 0, target)
+    groups: Groups = {}
+    for (group, name), flat in mine.items():
+        shape = held_as[group, name].shape
+        groups.setdefault(group, {})[name] = flat.reshape(shape) if flat.size == math.prod(shape) else flat
+    return groups
+
+
+def _read(kept: Kept | None, row: Sequence[tuple[Want, int, int]], places: Sequence[np.ndarray]) -> None:
+    """Read a round from the files; rank 0's part."""
+    for (want, low, _), place in zip(row, places if kept else ()):
+        assert kept is not None
+        kept.tensors[want.group].read(want.name, want.begin + low, place)
+
+
+def _rounds(wants: Sequence[Want], heads: Mapping[tuple[str, str], Head]) -> Iterator[list[tuple[Want, int, int]]]:
+    """Pack windows, cut where they are larger, into rounds of at most `PIECE_BYTES`: (window, elements of it)."""
+    packed: list[tuple[Want, int, int]] = []
+    so_far = 0
+    for want in wants:
+        itemsize = np.dtype(heads[want[:2]].dtype).itemsize
+        for low, high in pieces_of((want.end - want.begin) * itemsize, itemsize):
+            if packed and (so_far + high - low > stream.PIECE_BYTES or len(packed) == ROUND_SHARDS):
                 yield packed
-                packed, n_bytes = [], 0
-            packed.append(piece)
-            n_bytes += piece.values.nbytes
+                packed, so_far = [], 0
+            packed.append((want, low // itemsize, high // itemsize))
+            so_far += high - low
     if packed:
         yield packed
-
-
-def _pieces(shard: Shard) -> Iterator[Shard]:
-    """Cut a shard into pieces of at most `ROUND_BYTES`; at least one, also of a shard without values."""
-    most = max(1, ROUND_BYTES // shard.values.itemsize)
-    for at in range(0, max(1, shard.values.size), most):
-        yield replace(shard, begin=shard.begin + at, values=shard.values[at:at + most])

@@ -14,55 +14,58 @@ import numpy as np
 
 from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.manifest import CheckpointError
-from hvdtrain.checkpoint.snapshot import Snapshot
-from hvdtrain.checkpoint.tensors import layout
+from hvdtrain.checkpoint.tensors import Content, Spec, layout
 
 FILE = "model.safetensors"
 _BFLOAT16 = "#bfloat16"
 
-Named = tuple[dict[str, np.ndarray], dict[str, str]]
-"""Arrays by name; for those that hold the bits of another type, its name in safetensors."""
+Named = tuple[dict[str, str], dict[str, str]]
+"""Names in a checkpoint by those in the model; for arrays that hold the bits of another type, its safetensors name."""
 
 
-def named(model: Mapping[str, np.ndarray], framework: str) -> Named:
-    """Return the arrays of a checkpoint's group "model" under their names in ``framework``'s own model. Pure."""
+def named(model: Mapping[str, Spec], framework: str) -> Named:
+    """Return what the arrays of a checkpoint's group "model" are called in ``framework``'s own model. Pure."""
     return _keras(model) if framework == "tensorflow" else _torch(model)
 
 
-def write(snapshot: Snapshot, target: Path) -> int:
-    """Write a snapshot's weights as the file ``target``, whole or not at all; return how many tensors. OSError.
+def write(content: Content, target: Path) -> int:
+    """Write a checkpoint's weights, piece by piece, as the file ``target``, whole or not at all.
+
+    Returns how many tensors they are. OSError.
 
     CheckpointError where ``target`` is there already.
     """
-    arrays, codes = named(snapshot.tensors.get("model", {}), str(snapshot.meta.get("framework", "")))
+    specs = content.specs().get("model", {})
+    places, codes = named(specs, str(content.meta.get("framework", "")))
     if os.path.lexists(target):
         raise CheckpointError(f"{target} is there already", "a new name, so that nothing is overwritten",
                               "choose another name")
     files.make_directories(target.parent)
     temp = files.make_temp(target.parent)
     try:
-        files.write_durably(temp / FILE, layout(arrays, "model", codes).pieces())
+        plan = layout({name: specs[place] for name, place in places.items()}, "model", codes)
+        files.write_durably(temp / FILE, plan.pieces(content.blocks("model", [places[name] for name in plan.names])))
         os.chmod(temp / FILE, 0o644)
         os.rename(temp / FILE, target)
         files.fsync_directory(target.parent)
     finally:
         files.remove_quietly(temp)
-    return len(arrays)
+    return len(places)
 
 
-def _torch(model: Mapping[str, np.ndarray]) -> Named:
-    arrays = {name.removesuffix(_BFLOAT16): array for name, array in model.items()}
-    return arrays, {name.removesuffix(_BFLOAT16): "BF16" for name in model if name.endswith(_BFLOAT16)}
+def _torch(model: Mapping[str, Spec]) -> Named:
+    places = {name.removesuffix(_BFLOAT16): name for name in model}
+    return places, {name: "BF16" for name, place in places.items() if place.endswith(_BFLOAT16)}
 
 
-def _keras(model: Mapping[str, np.ndarray]) -> Named:
+def _keras(model: Mapping[str, Spec]) -> Named:
     """00003/cnn/conv/kernel as cnn/conv/kernel; of paths that come several times the later ones with #1, #2."""
-    arrays: dict[str, np.ndarray] = {}
-    for placed in sorted(model):
-        path = placed.partition("/")[2]
+    places: dict[str, str] = {}
+    for place in sorted(model):
+        path = place.partition("/")[2]
         name, n = path, 1
-        while name in arrays:
+        while name in places:
             name, n = f"{path}#{n}", n + 1
-        arrays[name] = model[placed]
+        places[name] = place
     # No variable of Keras is of whole numbers of 16 bits without a sign: they are bfloat16's bits.
-    return arrays, {name: "BF16" for name, array in arrays.items() if array.dtype == np.uint16}
+    return places, {name: "BF16" for name, place in places.items() if model[place].dtype == np.uint16}

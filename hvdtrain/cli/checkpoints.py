@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.bench import table
-from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Manifest, Snapshot, files, read_snapshot, weights
+from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Kept, Manifest, files, read_snapshot, weights
 from hvdtrain.checkpoint.manifest import MANIFEST_NAME
 from hvdtrain.checkpoint.snapshot import check_listing, inspect
 from hvdtrain.checkpoint.store import Candidate
@@ -211,7 +211,7 @@ def _export(root: Path, args: argparse.Namespace) -> int:
     return 0
 
 
-def chosen(root: Path, step: int | None) -> tuple[Path, Snapshot]:
+def chosen(root: Path, step: int | None) -> tuple[Path, Kept]:
     """The checkpoint of ``step``, or the newest whole one for None; `UserError` where there is none or it is damaged.
 
     Of a newer one that is damaged it is said why it is not taken.

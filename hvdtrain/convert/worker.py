@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain import backends, recipe, rng
-from hvdtrain.checkpoint import Snapshot, read_snapshot, write_snapshot
+from hvdtrain.checkpoint import Kept, Snapshot, read_snapshot, write_snapshot
 from hvdtrain.cluster import exit_calls
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.collectives.null import NullCollectives
@@ -105,7 +105,7 @@ def write(request: Request, exchange: Path, made: Path) -> dict[str, Any]:
     return report | {"optimizer": f"{name} {args}", "step": meta["run"]["cursor"]["step"], "slots": sorted(slots)}
 
 
-def _save(request: Request, side: Any, parts: Parts, config: Config, found: Snapshot, made: Path) -> None:
+def _save(request: Request, side: Any, parts: Parts, config: Config, found: Kept, made: Path) -> None:
     """The run's directory: one checkpoint, as the run itself would write it, and its configuration."""
     run = found.meta["run"]
     groups, rest = parts.state.state()
@@ -127,7 +127,7 @@ def _training_remarks(pairs: Pairs) -> list[str]:
     return found
 
 
-def _checked(request: Request, pairs: Pairs, side: Any, spec: Spec, found: Snapshot) -> dict[str, Any]:
+def _checked(request: Request, pairs: Pairs, side: Any, spec: Spec, found: Kept) -> dict[str, Any]:
     """Compare outputs; `UserError` where they are apart."""
     x = _in_order(found, "input")
     may = "; ".join(hints(pairs)) or "the layers' settings or activations differ, or the order of operations"
@@ -196,7 +196,7 @@ def _numbered(arrays: list[np.ndarray]) -> dict[str, np.ndarray]:
     return {f"{i:03d}": array for i, array in enumerate(arrays)}
 
 
-def _in_order(found: Snapshot, group: str) -> list[np.ndarray]:
+def _in_order(found: Kept, group: str) -> list[np.ndarray]:
     """Undo `_numbered`."""
     return [array for _, array in sorted(found.tensors[group].items())]
 

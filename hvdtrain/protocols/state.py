@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 Read = Callable[[str], Mapping[str, np.ndarray]]
-"""``read(group)``: the arrays of a checkpoint's group by name; empty where it has none for this rank."""
+"""``read(group)``: what this rank wants of a checkpoint's group, by name: whole arrays in their shape, windows (n,)."""
 
 
 class Window(NamedTuple):
@@ -53,6 +53,15 @@ class Head(NamedTuple):
     n: int
 
 
+class Want(NamedTuple):
+    """Elements [begin, end) of an array of a checkpoint, in row-major order, that a rank needs to load it."""
+
+    group: str
+    name: str
+    begin: int
+    end: int
+
+
 class Given(Protocol):
     """What a rank gives to a checkpoint."""
 
@@ -71,6 +80,10 @@ class Given(Protocol):
 
 class Stateful(Given, Protocol):
     """A part of a run whose state belongs into a checkpoint and comes back from one."""
+
+    def wants(self, heads: Sequence[Head]) -> list[Want]:
+        """Return what `load` needs of a checkpoint that holds ``heads``. Errors: `UserError` where it does not fit."""
+        ...
 
     def load(self, read: Read, rest: Mapping[str, Any]) -> str:
         """Undo `shards` and `rest`; return in words what did not fit and starts anew, or ""."""

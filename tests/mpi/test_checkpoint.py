@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,38 +11,75 @@ from small_runs import CLASSES, FEATURES, config, fitted, samples
 
 from hvdtrain.assemble import assemble
 from hvdtrain.backends.numpy.model import Model
-from hvdtrain.checkpoint import session
-from hvdtrain.checkpoint.transfer import collect, own_group
+from hvdtrain.checkpoint import read_snapshot, session, weights, write_snapshot
+from hvdtrain.checkpoint.passage import give, take
+from hvdtrain.checkpoint.stream import PIECE_BYTES, Stream, head, held, in_order
+from hvdtrain.checkpoint.transfer import arriving, fetch
 from hvdtrain.config import Exchange
-from hvdtrain.errors import UserError
-from hvdtrain.protocols.state import Shard
+from hvdtrain.protocols.state import Head, Shard, Want
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 MIB = 2**20
+OWN_MIB = 40
 
 
-def test_only_the_writer_holds_the_state_of_others(control):
-    own = Shard(own_group(control.rank), "residual", (20 * MIB,), 0, np.full(20 * MIB, control.rank, np.uint8))
-    control.barrier("made")
+def peak_of(work):
+    """What ``work`` returns, and the most MiB that it held at once beside what was there."""
     tracemalloc.start()
-    tensors = collect(control, [own])
-    peak = tracemalloc.get_traced_memory()[1] / MIB
-    tracemalloc.stop()
-    peaks = control.gather(peak)
-    others = 20 * (control.size - 1)
-    assert others <= peaks[0] < others + 2 and max(peaks[1:]) < 2, peaks
-    assert all((tensors[own_group(r)]["residual"] == r).all() for r in range(control.size if control.rank == 0 else 0))
+    try:
+        value = work()
+        return value, tracemalloc.get_traced_memory()[1] / MIB
+    finally:
+        tracemalloc.stop()
 
 
-def test_a_rank_that_cannot_give_its_state_is_every_ranks_error(control):
-    def shards():
-        yield Shard(own_group(control.rank), "seed", (3,), 0, np.zeros(3))
-        if control.rank == control.size - 1:
-            raise UserError("the device is lost", "a device", "look at it")
+@pytest.mark.parametrize("way", ["channel", "control plane"])
+def test_no_rank_ever_holds_the_whole_state(control, tmp_path, way):
+    """Each rank has 40 MiB of one tensor. Saved, loaded and exported by pieces of 16 MiB, of which few are at hand."""
+    out, rank, size = Path(control.bcast(str(tmp_path))) / "a", control.rank, control.size
+    n, channel = OWN_MIB * MIB // 4, control.channel()
+    values = np.arange(rank * n, (rank + 1) * n, dtype=np.float32)
+    shards = in_order([Shard("model", "w", (size * n,), rank * n, values)])
+    control.barrier("made")
 
-    with pytest.raises(UserError, match=rf"rank {control.size - 1} on host \S+: the device is lost"):
-        collect(control, shards())
-    assert control.agree(True)
+    def save():
+        if way == "channel" and rank:
+            give(channel, {}, shards)
+            return
+        if way == "channel":
+            came = [({}, [head(one) for one in shards], held(shards)), *(take(channel, r) for r in range(1, size))]
+            content = Stream([heads for _, heads, _ in came], [pieces for *_, pieces in came], {"framework": "torch"})
+        else:
+            heads_P = [[Head(*one) for one in row] for row in control.gather([tuple(head(one)) for one in shards])]
+            content = Stream(heads_P, arriving(control, heads_P, shards), {"framework": "torch"})
+        if rank == 0:
+            write_snapshot(out, content)
+        else:
+            content.drain()
+
+    def load():
+        kept = read_snapshot(out) if rank == 0 else None
+        heads = [Head("model", "w", (size * n,), "<f4", 0, size * n)]
+        return fetch(control, kept, [Want("model", "w", rank * n, (rank + 1) * n)], heads)
+
+    def export():
+        return weights.write(read_snapshot(out), out.parent / "w.safetensors") if rank == 0 else 0
+
+    few = 2.5 * PIECE_BYTES / MIB
+    _, saved = peak_of(save)
+    control.barrier("saved")
+    back, loaded = peak_of(load)
+    _, exported = peak_of(export)
+    assert (back["model"]["w"] == values).all()
+    peaks = control.gather((saved, loaded - OWN_MIB, exported))
+    assert max(max(row) for row in peaks) < few < size * OWN_MIB, peaks
+    if rank == 0:
+        written = read_snapshot(out).tensors["model"]["w"]
+        assert (written == np.arange(size * n, dtype=np.float32)).all()
+        assert (out.parent / "w.safetensors").read_bytes()[-written.nbytes:] == written.tobytes()
+    control.barrier("looked")
+    if channel is not None:
+        channel.free()
 
 
 def test_each_rank_gets_its_residuals_and_generators_back(control, tmp_path):

@@ -6,18 +6,20 @@ import numpy as np
 import pytest
 from small_runs import config, fitted, lockstep, make_model, samples
 
-from hvdtrain.checkpoint import read_snapshot, session, transfer
-from hvdtrain.checkpoint.transfer import collect, own_group, spread, whole_shards
-from hvdtrain.collectives.lockstep import LockstepWorld
-from hvdtrain.config import Checkpoint
+from hvdtrain.checkpoint import Snapshot, files, read_snapshot, session, stream, write_snapshot
+from hvdtrain.checkpoint.stream import Stream, head, in_order
+from hvdtrain.checkpoint.transfer import arriving, fetch, own_group, whole_shards
+from hvdtrain.collectives.lockstep import LockstepControl, LockstepWorld
+from hvdtrain.config import Checkpoint, DataParallel
 from hvdtrain.errors import UserError
-from hvdtrain.protocols.state import Shard
+from hvdtrain.protocols.state import Head, Want
 
 
 @pytest.fixture(autouse=True)
 def small_rounds(monkeypatch):
     """Rounds of 100 bytes, so that tensors are cut."""
-    monkeypatch.setattr(transfer, "ROUND_BYTES", 100)
+    monkeypatch.setattr(stream, "PIECE_BYTES", 100)
+    monkeypatch.setattr(stream, "PACKED_BYTES", 40)
 
 
 class Watched:
@@ -61,77 +63,74 @@ def same(got, want):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_state_goes_to_the_writer_alone_and_each_rank_gets_its_own_back(size):
+def test_state_goes_to_the_writer_alone_and_each_rank_gets_what_it_wants(tmp_path, size):
     Watched.received, Watched.largest = {}, 0
 
     def work(control, wire):
         control = Watched(control)
-        tensors = collect(control, state(control.rank))
-        assert (tensors == {}) == (control.rank > 0)
+        shards = in_order(state(control.rank))
+        heads_P = [[Head(*one) for one in row] for row in control.gather([tuple(head(shard)) for shard in shards])]
+        content = Stream(heads_P, arriving(control, heads_P, shards), {"a": 1})
         if control.rank == 0:
-            assert list(tensors) == ["model", *(own_group(r) for r in range(size))]
-            for rank in range(size):
-                same(tensors[own_group(rank)], own(rank))
+            write_snapshot(tmp_path / "a", content)
+        else:
+            content.drain()
+        control.barrier("written")
         given = dict(Watched.received)
-        control.barrier("collected")
-        back = spread(control, tensors, own=True)
+        control.barrier("counted")
+        kept = read_snapshot(tmp_path / "a") if control.rank == 0 else None
+        rows = control.bcast([tuple(one) for group in kept.tensors.values() for one in group.heads()] if kept else [])
+        heads = [Head(*row) for row in rows]
+        wants = [Want("model", "w", 0, 60), *(Want(one.group, one.name, 0, one.n) for one in heads
+                                              if one.group == own_group(control.rank))]
+        back = fetch(control, kept, wants, heads)
         assert set(back) == {"model", own_group(control.rank)}
         same(back[own_group(control.rank)], own(control.rank))
         same(back["model"], {"w": np.arange(60.0).reshape(5, 12)})
-        assert set(spread(control, tensors, own=False)) == {"model"}
-        return given
+        control.barrier("received")
+        received = dict(Watched.received)
+        control.barrier("counted again")
+        low, high = 20 * control.rank, 20 * control.rank + 20
+        window = fetch(control, kept, [Want("model", "w", low, high)], heads)
+        same(window["model"], {"w": np.arange(60.0)[low:high]})
+        return given, received
 
     n_own = [sum(a.nbytes for a in own(rank).values()) for rank in range(size)]
-    for given in LockstepWorld(size).run(work):
-        assert set(given) <= {0}
-    assert Watched.received.get(0, 0) == sum(n_own[1:]) and Watched.largest <= 100
-    assert all(Watched.received[rank] == n_own[rank] + 2 * 480 for rank in range(1, size))
+    for given, received in LockstepWorld(size).run(work):
+        assert set(given) <= {0} and given.get(0, 0) == sum(n_own[1:])
+        assert all(received[rank] == n_own[rank] + 480 for rank in range(1, size))
+    assert Watched.largest <= 100
+    tensors = read_snapshot(tmp_path / "a").tensors
+    assert list(tensors) == ["model", "optimizer", *(own_group(rank) for rank in range(size))]
+    for rank in range(size):
+        same(tensors[own_group(rank)], own(rank))
 
 
-def test_a_tensor_may_be_cut_over_the_ranks():
+def test_a_file_that_cannot_be_read_is_everyones_error(tmp_path):
+    path = write_snapshot(tmp_path / "a", Snapshot({"model": {"w": np.arange(60.0)}}))
+
     def work(control, wire):
-        values = np.arange(40.0)[control.rank * 10:][:10]
-        return collect(control, [Shard("optimizer", "m", (8, 5), control.rank * 10, values)])
-
-    found = LockstepWorld(4).run(work)
-    same(found[0]["optimizer"], {"m": np.arange(40.0).reshape(8, 5)})
-
-
-def test_a_tensor_that_two_ranks_give_is_refused_on_all():
-    def work(control, wire):
-        with pytest.raises(UserError, match="'m' of group 'optimizer': some of the elements 0 to 12 came twice"):
-            collect(control, [Shard("optimizer", "m", (8, 5), 0, np.arange(40.0))])
+        kept = read_snapshot(path) if control.rank == 0 else None
+        control.barrier("open")
+        if control.rank == 0:
+            (path / "model.safetensors").unlink()
+        with pytest.raises(UserError, match="rank 0 on host lockstep: .*model.safetensors cannot be read"):
+            fetch(control, kept, [Want("model", "w", 0, 60)], [Head("model", "w", (60,), "<f8", 0, 60)])
+        assert control.gather(control.rank) == [0, 1]  # all are in step again
 
     LockstepWorld(2).run(work)
 
 
-@pytest.mark.parametrize("odd, after", [(0, 0), (1, 0), (2, 3)])
-def test_a_rank_that_fails_while_it_gives_its_state_is_everyones_error(odd, after):
-    def failing(rank):
-        for count, shard in enumerate(state(rank)):
-            if rank == odd and count == after:
-                raise UserError("the device is lost", "a device", "look at it")
-            yield shard
-
-    def work(control, wire):
-        with pytest.raises(UserError, match=f"rank {odd} on host lockstep: the device is lost"):
-            collect(control, failing(control.rank))
-        assert control.gather(control.rank) == [0, 1, 2]  # all are in step again
-
-    LockstepWorld(3).run(work, timeout_s=10)
-
-
-def test_a_rank_that_crashes_while_it_gives_its_state_ends_the_others():
-    def work(control, wire):
-        collect(control, ([][0] for _ in range(2)) if control.rank == 1 else state(control.rank))
-
-    with pytest.raises(IndexError):
-        LockstepWorld(3).run(work, timeout_s=10)
-
-
 # --- whole runs ----------------------------------------------------------------------------------------------------
 
-def test_a_save_that_one_rank_cannot_give_its_state_for_fails_on_all_and_the_run_goes_on(tmp_path):
+@pytest.fixture(params=["channel", "no channel"])
+def channel(request, monkeypatch):
+    """A wire for threads, or none, as with horovodrun --gloo."""
+    if request.param == "no channel":
+        monkeypatch.setattr(LockstepControl, "channel", lambda self, longest_sleep_s: None)
+
+
+def test_a_save_that_one_rank_cannot_give_its_state_for_fails_on_all_and_the_run_goes_on(tmp_path, channel):
     def work(run):
         give = run.rank_state
 
@@ -148,6 +147,26 @@ def test_a_save_that_one_rank_cannot_give_its_state_for_fails_on_all_and_the_run
     for notes in lockstep(2, settings, lambda rank: make_model("numpy"), samples(40), work):
         assert any("step 2: checkpoint not written (rank 1 on host lockstep: the device is lost" in n for n in notes)
     assert [p.name for p in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000004"]
+
+
+@pytest.mark.parametrize("fails_at", [1, 3])
+def test_a_disk_that_fails_in_the_middle_leaves_all_ranks_in_step(tmp_path, monkeypatch, channel, fails_at):
+    """Pieces of 100 bytes, so that the others are in the middle of theirs."""
+    real, count = files.write_durably, [0]
+
+    def write(path, pieces):
+        count[0] += 1
+        if count[0] == fails_at:
+            next(iter(pieces))
+            raise OSError(28, "No space left on device")
+        return real(path, pieces)
+
+    monkeypatch.setattr(files, "write_durably", write)
+    settings = config(global_batch=8, max_steps=6, out=str(tmp_path), checkpoint=Checkpoint(every_steps=2),
+                      data_parallel=DataParallel("zero", 2))
+    runs = lockstep(3, settings, lambda rank: make_model("numpy"), samples(40), fitted)
+    assert all(any("step 2: checkpoint not written ([Errno 28]" in n for n in run.notes) for run in runs)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
 
 
 def test_a_checkpoint_has_the_files_it_always_had(tmp_path):

@@ -14,6 +14,7 @@ from small_runs import config, make_model, samples
 
 from hvdtrain import Trainer
 from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Snapshot, weights
+from hvdtrain.checkpoint.tensors import Spec
 from hvdtrain.cli import checkpoints
 from hvdtrain.config import Checkpoint
 from hvdtrain.errors import UserError
@@ -201,9 +202,10 @@ def test_bfloat16_is_written_as_such(tmp_path):
 
 
 def test_a_path_that_comes_twice_is_told_apart_as_the_export_does():
-    arrays, _ = weights.named({f"{i:05d}/dense/kernel": np.full(2, i) for i in range(3)}, "tensorflow")
-    assert {name: int(a[0]) for name, a in arrays.items()} == {
-        "dense/kernel": 0, "dense/kernel#1": 1, "dense/kernel#2": 2}
+    spec = Spec(np.dtype("float32"), (2,))
+    places, _ = weights.named({f"{i:05d}/dense/kernel": spec for i in range(3)}, "tensorflow")
+    assert places == {"dense/kernel": "00000/dense/kernel", "dense/kernel#1": "00001/dense/kernel",
+                      "dense/kernel#2": "00002/dense/kernel"}
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])

@@ -1,0 +1,207 @@
+"""The ranks' shards as the files that they make up: in what order and in what pieces they come, and whether all came.
+
+Owns the order, which every rank finds by itself from its own shards, the size of pieces, and the check that every
+element comes exactly once. Moves nothing: `passage` and `transfer` bring the pieces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdtrain.checkpoint.manifest import CheckpointError
+from hvdtrain.checkpoint.tensors import Spec, portable
+from hvdtrain.protocols.state import Head, Shard
+
+PIECE_BYTES = 16 << 20
+"""Most bytes of values that travel at once, those of a bucket of the default size."""
+
+PACKED_BYTES = 1 << 20
+"""Values below this size travel together, up to about as many bytes; larger ones by themselves, without a copy."""
+
+FIRST = ("model", "optimizer")
+"""The groups that come first, and have a file also where they are empty; the others follow by name."""
+
+Piece = tuple[int, int, int]
+"""Bytes [low, high) of the values of a shard, by its number."""
+
+
+def head(shard: Shard) -> Head:
+    """The head of a shard."""
+    return Head(shard.group, shard.name, shard.shape, shard.values.dtype.str, shard.begin, shard.values.size)
+
+
+def in_order(shards: Iterable[Shard]) -> list[Shard]:
+    """Return shards in the order of the files, their values little-endian. `CheckpointError`: no file can hold one."""
+    ready = [replace(one, values=portable(one.name, one.values, one.group).reshape(-1)) for one in shards]
+    return sorted(ready, key=lambda shard: _place(head(shard)))
+
+
+def n_bytes(one: Head) -> int:
+    """Bytes of a shard's values."""
+    return one.n * np.dtype(one.dtype).itemsize
+
+
+def pieces_of(size: int, unit: int = 1) -> list[tuple[int, int]]:
+    """Return the pieces [low, high) of so many bytes: at least one, each of at most `PIECE_BYTES`, in whole units."""
+    most = max(1, PIECE_BYTES // unit) * unit
+    return [(low, min(size, low + most)) for low in range(0, max(1, size), most)]
+
+
+def messages(heads: Sequence[Head]) -> Iterator[list[Piece]]:
+    """Yield the pieces that travel together, message by message; the same at both ends."""
+    together: list[Piece] = []
+    so_far = 0
+    for i, one in enumerate(heads):
+        pieces = [(i, *piece) for piece in pieces_of(n_bytes(one))]
+        alone = n_bytes(one) >= PACKED_BYTES or len(pieces) > 1
+        if together and (alone or so_far + n_bytes(one) > PACKED_BYTES):
+            yield together
+            together, so_far = [], 0
+        if alone:
+            yield from ([piece] for piece in pieces)
+        else:
+            together, so_far = together + pieces, so_far + n_bytes(one)
+    if together:
+        yield together
+
+
+def packed(shards: Sequence[Shard]) -> Iterator[np.ndarray]:
+    """Yield the messages uint8 (n,) that carry shards; those without a value are left out."""
+    for message in messages([head(shard) for shard in shards]):
+        parts = [_bytes(shards[i].values)[low:high] for i, low, high in message]
+        data = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if data.size:
+            yield data
+
+
+def unpacked(heads: Sequence[Head], receive: Callable[[np.ndarray], np.ndarray]) -> Iterator[np.ndarray]:
+    """Undo `packed`: yield the pieces uint8 (n,) of shards; ``receive`` fills memory (n,) with the next message."""
+    for message in messages(heads):
+        size = sum(high - low for _, low, high in message)
+        data = np.empty(size, np.uint8)
+        data, ends = receive(data) if size else data, accumulate(high - low for _, low, high in message)
+        left = deque(data[end - high + low:end] for end, (_, low, high) in zip(ends, message))
+        del data  # a rank whose turn comes later would keep its last message meanwhile
+        while left:
+            yield left.popleft()
+
+
+def held(shards: Sequence[Shard]) -> Iterator[np.ndarray]:
+    """Yield the pieces of shards that are in this rank's memory, without a copy."""
+    for shard in shards:
+        data = _bytes(shard.values)
+        yield from (data[low:high] for low, high in pieces_of(data.size))
+
+
+class Part(NamedTuple):
+    """A shard of a tensor, and which of several sources has it."""
+
+    source: int
+    head: Head
+
+
+@dataclass
+class Tensor:
+    """A tensor, and its parts in order, which are all of it."""
+
+    spec: Spec
+    parts: list[Part]
+
+
+def tensors_of(heads_P: Sequence[Sequence[Head]]) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors that the sources' shards make up, by group and name, in the order of the files. Pure.
+
+    Errors: `CheckpointError` unless each element of each comes exactly once.
+    """
+    parts = [Part(source, one) for source, heads in enumerate(heads_P) for one in heads]
+    tensors: dict[str, dict[str, Tensor]] = {}
+    ends: dict[tuple[str, str], int] = {}
+    faults = []
+    for part in sorted(parts, key=lambda part: (part.head.group, part.head.name, part.head.begin, part.head.n)):
+        one, named = part.head, tensors.setdefault(part.head.group, {})
+        tensor = named.setdefault(one.name, Tensor(Spec(np.dtype(one.dtype), tuple(one.shape)), []))
+        fault = _fault(tensor.spec, one, ends.get((one.group, one.name), 0))
+        if fault:
+            faults.append(f"{one.name!r} of group {one.group!r}: {fault}")
+            continue
+        tensor.parts.append(part)
+        ends[one.group, one.name] = max(ends.get((one.group, one.name), 0), one.begin + one.n)
+    for group, named in tensors.items():
+        for name, tensor in named.items():
+            n, came = math.prod(tensor.spec.shape), sum(part.head.n for part in tensor.parts)
+            if came < n:
+                faults.append(f"{name!r} of group {group!r}: {n - came} of {n} elements are missing")
+    if faults:
+        raise CheckpointError(got=f"the ranks' shards do not make whole tensors; {'; '.join(faults[:3])}",
+                              expected="every element from exactly one rank", do="correct what gave these shards")
+    order = {_place(part.head._replace(begin=0, n=0)): part.head for part in parts}
+    found: dict[str, dict[str, Tensor]] = {}
+    for _, one in sorted(order.items()):
+        found.setdefault(one.group, {})[one.name] = tensors[one.group][one.name]
+    return found
+
+
+class Stream:
+    """All ranks' shards as the content of a checkpoint, of which nobody holds more than the pieces at hand.
+
+    Implements `hvdtrain.checkpoint.tensors.Content`. ``heads_P``: of each rank's shards, `in_order`; ``pieces_P``: what
+    brings their values, piece by piece. Errors: what `tensors_of` raises.
+    """
+
+    def __init__(self, heads_P: Sequence[Sequence[Head]], pieces_P: Sequence[Iterator[np.ndarray]],
+                 meta: Mapping[str, Any]) -> None:
+        self.meta = meta
+        self._tensors = {**{group: {} for group in FIRST}, **tensors_of(heads_P)}
+        self._left = self._run(pieces_P)
+
+    def specs(self) -> dict[str, dict[str, Spec]]:
+        """The tensors' dtypes and shapes."""
+        return {group: {name: tensor.spec for name, tensor in named.items()} for group, named in self._tensors.items()}
+
+    def blocks(self, group: str, names: Sequence[str]) -> Iterator[memoryview]:
+        """Yield the values of a group; the groups are asked for one after the other, as `specs` has them."""
+        assert list(names) == list(self._tensors[group]), "the files' order is another than the stream's"
+        parts = [part for tensor in self._tensors[group].values() for part in tensor.parts]
+        for _ in range(sum(len(pieces_of(n_bytes(part.head))) for part in parts)):
+            yield next(self._left).data
+
+    def drain(self) -> None:
+        """Let what is left come and go: a rank that has begun to send sends all."""
+        for _ in self._left:
+            pass
+
+    def _run(self, pieces_P: Sequence[Iterator[np.ndarray]]) -> Iterator[np.ndarray]:
+        for named in self._tensors.values():
+            for tensor in named.values():
+                for source, one in tensor.parts:
+                    for _ in pieces_of(n_bytes(one)):
+                        yield next(pieces_P[source])
+
+
+def _place(one: Head) -> tuple[int, str, int, str, int, int]:
+    """Where a shard stands among those of a checkpoint: by group, then as `tensors.layout` orders a file."""
+    first = FIRST.index(one.group) if one.group in FIRST else len(FIRST)
+    return first, one.group, -np.dtype(one.dtype).itemsize, one.name, one.begin, one.n
+
+
+def _fault(spec: Spec, one: Head, end: int) -> str:
+    """What keeps a shard from being a further part of a tensor that is there up to ``end``, in words, or ""."""
+    n, dtype = math.prod(spec.shape), np.dtype(one.dtype)
+    if (tuple(one.shape), dtype) != (spec.shape, spec.dtype):
+        return f"it came as {spec.dtype}{list(spec.shape)} and as {dtype}{list(one.shape)}"
+    if not 0 <= one.begin <= one.begin + one.n <= n:
+        return f"elements {one.begin} to {one.begin + one.n} of {n}"
+    if one.begin < end and one.n:
+        return f"some of the elements {one.begin} to {one.begin + one.n} came twice"
+    return ""
+
+
+def _bytes(values: np.ndarray) -> np.ndarray:
+    return values.reshape(-1).view(np.uint8)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs import bits, config, fitted, lockstep, make_model, samples
+from small_runs import FRAMEWORKS, bits, config, fitted, lockstep, make_model, samples
 
 from hvdtrain.checkpoint import read_snapshot
 from hvdtrain.collectives.lockstep import LockstepControl
@@ -23,16 +23,18 @@ def way(name, size, stage=2):
     return DataParallel("zero", stage, SHARDS[size]) if name == "zero" else DataParallel()
 
 
-def trained(size, out, layout="gathered", **changes):
+def trained(size, out, layout="gathered", framework="numpy", **changes):
     """The runs by rank; a checkpoint after step 4 and at the end."""
     settings = replace(MOMENTUM, out=str(out), checkpoint=Checkpoint(every_steps=4, keep=9, layout=layout), **changes)
-    return lockstep(size, settings, lambda rank: make_model("numpy", rank), DATA, fitted)
+    if framework != "numpy":
+        settings = replace(settings, optimizer=Named("Adam"), lr=0.01)
+    return lockstep(size, settings, lambda rank: make_model(framework, rank), DATA, fitted)
 
 
 def state_of(path):
-    """Model and optimizer: (shape, dtype, bytes) by group and name."""
+    """Model and optimizer: (shape, dtype, bytes) by group, in order: Keras counts its models within a process."""
     tensors = read_snapshot(path).tensors
-    return {group: {name: (a.shape, a.dtype, a.tobytes()) for name, a in tensors[group].items()}
+    return {group: [(a.shape, a.dtype, a.tobytes()) for _, a in sorted(tensors[group].items())]
             for group in ("model", "optimizer")}
 
 
@@ -67,6 +69,18 @@ def test_any_ranks_go_on_with_the_bits_of_a_run_that_never_stopped(tmp_path, siz
         assert {run.state.cursor.step for run in runs} == {8} and len({bits(run) for run in runs}) == 1
     got, want = (state_of(tmp_path / name / "checkpoints/step-00000008") for name in ("got", "want"))
     assert got == want
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("before, after", [("zero", "zero"), ("zero", "replicate"), ("replicate", "zero")])
+def test_adams_state_goes_from_owners_to_owners_in_each_framework(tmp_path, framework, before, after):
+    for name, first, then in (("got", before, after), ("want", "replicate", "replicate")):
+        trained(3, tmp_path / name, max_steps=4, data_parallel=way(first, 3), framework=framework)
+        runs = trained(2, tmp_path / name, resume="auto", data_parallel=way(then, 2), framework=framework)
+        assert len({bits(run) for run in runs}) == 1 and runs[0].state.cursor.step == 8
+    for step in (4, 8):
+        got, want = (state_of(tmp_path / name / f"checkpoints/step-{step:08d}") for name in ("got", "want"))
+        assert got == want, step
 
 
 @pytest.mark.parametrize("first, then", [(1, 2), (2, 1)])

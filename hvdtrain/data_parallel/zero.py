@@ -72,6 +72,9 @@ def make(setup: Setup) -> DataParallel:
     if stage == 2 and several:
         setup.notes.append("data_parallel.stage 2: gradients stay whole, as in stage 1, while a rank accumulates them "
                            "over micro-batches")
+    elif stage == 2 and config.sync_batchnorm and not during.in_graph:
+        setup.notes.append("data_parallel.stage 2: gradients stay whole, as in stage 1, until backward ends, with "
+                           "sync_batchnorm, whose layers wait for other ranks in backward")
     if name != "none":
         setup.notes.append(f"gradients are approximated by {reducer.compressor.describe()}")
     return Zero(stage, reducer, wire, setup.control, setup.parts, sizes_BP, config.clip_norm)

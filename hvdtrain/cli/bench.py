@@ -13,6 +13,7 @@ BENCHES = {
     "mixed": "ranks of unlike speed: part of the sum of their solo speeds that hvdtrain and its peers reach",
     "finite": "CPU time that looking whether summed gradients are finite costs; under mpirun, or alone",
     "saves": "what checkpoints cost the training that they are taken of; under mpirun, or alone",
+    "memory": "most memory that a rank holds while it trains, unsharded and under ZeRO; starts a job for each",
     "compressors": "time, bytes and error of the gradient compressors; one process, no wire needed",
     "accuracy": "what a compressor does to a model's accuracy at the same number of steps",
 }

@@ -20,11 +20,12 @@ if HERE:
     import torch
     from keras_kit import KerasKit
     from one_step import OneStep
-    from small_runs import apart
+    from small_runs import apart, config, fitted, lockstep, samples, weights
     from step_cases import *  # noqa: F401,F403
     from torch_tools import TorchKit, one_thread  # noqa: F401
 
-    from hvdtrain.config import Config
+    from hvdtrain.config import Config, DataParallel, Named
+    from hvdtrain.errors import UserError
     from hvdtrain.exchange.buckets import plan_buckets
 
     class KerasOnTorch(KerasKit):
@@ -60,6 +61,21 @@ if HERE:
         assert parts.optimizer.elementwise == other.elementwise == elementwise
         assert torch.equal(torch.cat(vectors), parts.params.flat(bucket)) == elementwise
         assert not torch.equal(parts.params.flat(bucket), whole)
+
+    def test_zero_divides_an_optimizer_of_pytorch_and_refuses_the_compiled_one(tmp_path):
+        def job(name, way):
+            settings = config(global_batch=24, max_steps=6, optimizer=Named(name), lr=0.01, data_parallel=way,
+                              metrics=[], out=str(tmp_path / f"{name}-{way.name}"))
+            models = [KerasOnTorch().model() for _ in range(2)]
+            for model in models:
+                model.compile(optimizer="adam", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            return lockstep(2, settings, lambda rank: models[rank], samples(48), fitted)
+
+        whole, divided = (job("Adam", way) for way in (DataParallel(), DataParallel("zero", 2, [2, 1])))
+        for got in divided:
+            assert apart(weights(got), weights(whole[0])) == 0
+        with pytest.raises(UserError, match="Adam that a Keras model on PyTorch was compiled with.*optimizer.name"):
+            job("auto", DataParallel("zero", 2))
 else:
     def test_the_cases_pass_in_a_process_whose_keras_computes_with_torch():
         for name in ("torch", "keras"):

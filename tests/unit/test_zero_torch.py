@@ -111,6 +111,38 @@ def test_whole_state_that_is_there_from_the_start_is_given_back(tmp_path):
             p.numel() for p in run.parts.params.tensors)
 
 
+def bytes_of_states(run):
+    """Bytes that a rank keeps from backward to update: parameters, gradients and the optimizer's state."""
+    params, dp, found = run.parts.params.tensors, run.dp, []
+    update = dp.update
+
+    def spy(step, grads):
+        own = [p.grad for p in params if p.grad is not None] or grads  # stage 2 has but this rank's part by now
+        found.append(sum(g.numel() * g.element_size() for g in own))
+        return update(step, grads)
+
+    dp.update = spy
+    fitted(run)
+    state = sum(v.numel() * v.element_size() for entries in run.parts.optimizer.optimizer.state.values()
+                for v in entries.values())
+    own = sum(p.numel() * p.element_size() for p in params)
+    return (own + max(found) + state) / sum(p.numel() for p in params)
+
+
+@pytest.mark.parametrize("stage, n, formula", [(0, 4, 16), (1, 2, 8 + 8 / 2), (1, 4, 8 + 8 / 4), (2, 2, 4 + 12 / 2),
+                                               (2, 4, 4 + 12 / 4)])
+def test_states_take_the_bytes_of_the_formula(stage, n, formula, tmp_path):
+    def model(rank):
+        return torch.nn.Sequential(torch.nn.Linear(12, 500), torch.nn.ReLU(), torch.nn.Linear(500, 500),
+                                   torch.nn.ReLU(), torch.nn.Linear(500, 5))
+
+    settings = replace(UNFUSED, optimizer=Named("Adam"), max_steps=2, exchange=Exchange(bucket_mb=0.1),
+                       out=str(tmp_path))
+    settings = zero(settings, stage, [1] * n) if stage else settings
+    found = lockstep(n, settings, model, DATA, bytes_of_states)
+    assert found == pytest.approx([formula] * n, rel=0.02)
+
+
 # --- state -----------------------------------------------------------------------------------------------------------
 
 def whole_state(runs):

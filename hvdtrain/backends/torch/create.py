@@ -41,6 +41,10 @@ from hvdtrain.protocols import Batch, Collectives, Control
 from hvdtrain.transforms import in_order
 
 
+LARGE_BYTES = 1 << 26
+"""Parameters from which ZeRO gives memory back at once rather than keep it for the next step."""
+
+
 def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,
                precision: Precision = FP32, sample: Callable[[int], Batch] | None = None, data: Any = None) -> Parts:
     """Parts of ``spec.model``, on this rank's device or split over several; collective where it is split.
@@ -49,7 +53,9 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
     model that has no variables yet, or lazy layers of PyTorch.
     """
     if placement.device().type == "cpu":
-        heap.keep_freed()
+        # Under ZeRO gradients come and go among those that stay: of a large model their gaps would be much.
+        short = config.data_parallel.name == "zero" and _nbytes(spec.model) >= LARGE_BYTES
+        (heap.map_large if short else heap.keep_freed)()
 
     def begin() -> Maker:
         if not keras.is_keras(spec.model):
@@ -131,6 +137,13 @@ class Maker:
     def caveats(self) -> list[str]:
         """Layers whose result depends on how a batch is cut."""
         return audit.caveats(self.model, self.sync is not None)
+
+
+def _nbytes(model: Any) -> int:
+    """Bytes of the parameters that are there; 0 for a model of Keras, which may have none yet."""
+    if not isinstance(model, torch.nn.Module):
+        return 0
+    return sum(p.numel() * p.element_size() for p in model.parameters() if not is_lazy(p))
 
 
 def _build(spec: Any, sample: Callable[[int], Batch] | None) -> None:

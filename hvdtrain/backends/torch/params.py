@@ -98,15 +98,15 @@ def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
 
 def _refuse_slices(whole: TorchOptimizer) -> None:
     """Raise `UserError` unless an update of parts of tensors is the update of the tensors."""
-    if whole.elementwise:
-        return
-    if whole.adopted is None:
-        what, usual = whole.kind(), ", ".join(sorted(c.__name__ for c in ELEMENTWISE))
-    else:
-        what, usual = whole.kind() + whole.adopted.unlike(), "without clipnorm, use_ema and excluded variables"
-    raise UserError(f"data_parallel zero with optimizer {what}, which looks at whole tensors",
-                    f"one that updates each element by itself: {usual}",
-                    "take such a one (clip_norm clips by the norm of all parameters), or data_parallel: replicate")
+    if whole.adopted is not None:
+        raise UserError(f"data_parallel zero with the {whole.adopted.name} that a Keras model on PyTorch was compiled "
+                        "with", "an optimizer of torch.optim, whose state is divided",
+                        "set optimizer.name (for example adam), data_parallel: replicate, or KERAS_BACKEND=tensorflow")
+    if not whole.elementwise:
+        usual = ", ".join(sorted(c.__name__ for c in ELEMENTWISE))
+        raise UserError(f"data_parallel zero with optimizer {whole.kind()}, which looks at whole tensors",
+                        f"one that updates each element by itself: {usual}",
+                        "take such a one, or data_parallel: replicate")
 
 
 def _block_of(blocks: Sequence[Any]) -> dict[int, int]:

@@ -76,17 +76,11 @@ class Adopted(torch.optim.Optimizer):
     def elementwise(self) -> bool:
         """Whether an element's update depends on that element alone."""
         own = self.own
-        kept = type(own).__module__.startswith("keras.src.backend.")  # the same rule, by Keras for this backend
-        return not self.unlike() and (isinstance(own, ELEMENTWISE) if kept else type(own) in ELEMENTWISE)
-
-    def unlike(self) -> str:
-        """Return the settings that treat tensors each by itself, such as " with clipnorm", or ""."""
-        own = self.own
         excluded = getattr(own, "_exclude_from_weight_decay", None) or getattr(
             own, "_exclude_from_weight_decay_pattern", None)
-        found = [name for name in ("clipnorm", "global_clipnorm", "use_ema") if getattr(own, name)]
-        found += ["exclude_from_weight_decay"] if excluded else []
-        return f" with {' and '.join(found)}" if found else ""
+        unlike = own.clipnorm or own.global_clipnorm or own.use_ema or excluded  # what treats tensors each by itself
+        kept = type(own).__module__.startswith("keras.src.backend.")  # the same rule, by Keras for this backend
+        return not unlike and (isinstance(own, ELEMENTWISE) if kept else type(own) in ELEMENTWISE)
 
     def over(self, vectors: Sequence[torch.Tensor]) -> Adopted:
         """Return an optimizer of the same kind for ``vectors``, parameters (n,) that it updates in place."""

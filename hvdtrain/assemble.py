@@ -48,6 +48,7 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.errors import UserError
 from hvdtrain.faults import causes
 from hvdtrain.faults.finite import check_trainable
+from hvdtrain.memory_plan import imported
 from hvdtrain.model import Spec, build_spec, spec_of
 from hvdtrain.outdir import COMPLETED, find_out
 from hvdtrain.pipeline.accumulate import Accumulate
@@ -76,6 +77,7 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     spec = _model(config, model, facts, control)
     backend = backends.load(spec.framework)
     causes.mark("imported")
+    imported.mark()
     if control is None:  # horovodrun --gloo has no MPI: the control plane goes over Horovod, which needs the framework
         control = _gloo_control(spec.framework, config, facts)
     topology = survey(control)
@@ -162,6 +164,7 @@ def _prepare(config: Config, threads: int) -> None:
         backend = backends.load(name)
         backend.setup(threads, config.deterministic, _devices(config))
         backend.seed(config.seed, 0)
+        imported.mark()
 
 
 def _devices(config: Config) -> int:

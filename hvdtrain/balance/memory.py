@@ -44,6 +44,16 @@ def host_room_bytes(local_size: int, proc: str = "/proc", cgroup: str = "/sys/fs
     return None if left is None else int(HOST_PART * left / max(1, local_size))
 
 
+def resident_bytes(proc: str = "/proc") -> int:
+    """Bytes of memory that this process holds now; 0 if unknown."""
+    return _status(proc, "VmRSS") or 0
+
+
+def peak_resident_bytes(proc: str = "/proc") -> int:
+    """Most bytes that this process has held, since `host_peak_bytes` was last called if it was; 0 if unknown."""
+    return _status(proc, "VmHWM") or 0
+
+
 def host_peak_bytes(work: Callable[[], None], proc: str = "/proc") -> int:
     """Run ``work``; most bytes that this process held meanwhile, 0 where the kernel does not reset its high-water mark.
 

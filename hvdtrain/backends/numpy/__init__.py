@@ -1,15 +1,18 @@
 """The numpy reference backend: what the other backends are compared with and what the lockstep tests train."""
 
 from collections.abc import Callable
+from typing import Any
 
 from hvdtrain.backends.numpy.ops import Ops
 from hvdtrain.backends.numpy.create import make_parts
 from hvdtrain.cluster.devices import DeviceFacts, cpu_facts
+from hvdtrain.exchange.buckets import itemsize
+from hvdtrain.memory_plan.facts import Model, Slots
 from hvdtrain.protocols import Collectives
 
 __all__ = ["Ops", "adapt_data", "collectives", "device_facts", "in_host_memory",
-           "hold_bytes", "make_parts", "out_of_memory", "peak_bytes", "seed", "setup", "stage",
-           "try_samples"]
+           "hold_bytes", "make_parts", "model_bytes", "out_of_memory", "peak_bytes", "seed", "setup", "stage",
+           "state_now", "traced", "try_samples"]
 
 
 def adapt_data(obj: object, seed: int = 0) -> None:
@@ -43,6 +46,21 @@ def peak_bytes(work: Callable[[], None]) -> int:
     """Run ``work``; 0, as there is no device memory."""
     work()
     return 0
+
+
+def model_bytes(parts: Any) -> Model:
+    """Return the model's tensors, each with a velocity."""
+    specs = parts.params.specs
+    return Model(specs, 0, [Slots(itemsize(spec.dtype)) for spec in specs], framework="numpy")
+
+
+def state_now(parts: Any) -> int:
+    """Return the bytes of the velocities, which are made with the optimizer."""
+    return sum(array.nbytes for _, _, array in parts.optimizer.slots())
+
+
+def traced(parts: object, batch: object) -> None:
+    """Nothing: a pass is measured by what the process holds."""
 
 
 def setup(threads: int, deterministic: bool, devices: int = 1) -> None:

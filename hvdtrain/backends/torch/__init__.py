@@ -4,9 +4,10 @@ from hvdtrain.backends.torch.create import make_parts  # before the function `st
 from hvdtrain.backends.torch.collectives import collectives, stage
 from hvdtrain.backends.torch.data import adapt as adapt_data
 from hvdtrain.backends.torch.first_sample import try_samples
+from hvdtrain.backends.torch.footprint import model_bytes, state_now, traced
 from hvdtrain.backends.torch.ops import Ops
 from hvdtrain.backends.torch.placement import device_facts, in_host_memory, seed, setup
 from hvdtrain.backends.torch.trial import hold_bytes, out_of_memory, peak_bytes
 
-__all__ = ["Ops", "adapt_data", "collectives", "device_facts", "in_host_memory",
-           "hold_bytes", "make_parts", "out_of_memory", "peak_bytes", "seed", "setup", "stage", "try_samples"]
+__all__ = ["Ops", "adapt_data", "collectives", "device_facts", "in_host_memory", "hold_bytes", "make_parts",
+           "model_bytes", "out_of_memory", "peak_bytes", "seed", "setup", "stage", "state_now", "traced", "try_samples"]

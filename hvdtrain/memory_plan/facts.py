@@ -1,0 +1,110 @@
+"""What is known of a model and of a rank before it trains: a few numbers, from which `forecast` counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hvdtrain.exchange.buckets import Bucket, itemsize
+from hvdtrain.memory_plan.trace import Line
+from hvdtrain.protocols import ParamSpec
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What an optimizer keeps of one parameter: bytes for each of its elements, and bytes whatever its size."""
+
+    per_element: float
+    fixed: int = 0
+
+    def bytes(self, n: int) -> int:
+        """Return the bytes for a slice of ``n`` elements; none for an empty one."""
+        return round(self.per_element * n) + self.fixed if n else 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model with its optimizer, on one rank's device.
+
+    ``specs``: its trainable tensors. ``other_bytes``: frozen parameters and buffers. ``slots``: of each of ``specs``;
+    ``common_bytes``: what the optimizer holds once. ``elementwise``: its state can be cut anywhere. ``kept``: which
+    framework rules where gradients lie (`forecast`): "torch" or "tensorflow", "numpy".
+    """
+
+    specs: Sequence[ParamSpec]
+    other_bytes: int
+    slots: Sequence[Slots]
+    common_bytes: int = 0
+    elementwise: bool = True
+    framework: str = "torch"
+
+    @property
+    def param_bytes(self) -> list[int]:
+        """Of each trainable tensor."""
+        return [spec.n * itemsize(spec.dtype) for spec in self.specs]
+
+    def state_bytes(self, spans: Sequence[tuple[int, int]] | None = None) -> int:
+        """Return the bytes of optimizer state for whole tensors, or for one slice [begin, end) of each."""
+        lengths = [spec.n for spec in self.specs] if spans is None else [end - begin for begin, end in spans]
+        return sum(slot.bytes(n) for slot, n in zip(self.slots, lengths)) + self.common_bytes
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a few samples have told of this rank.
+
+    ``line``: bytes of a pass (`hvdtrain.memory_plan.trace`); None: nothing was measured. ``with_gradients``: they were
+    counted in it. ``scratch``: bytes beyond the line for each sample, and at least: kernels' own memory.
+    ``held_bytes``: what the process holds beside counted tensors: framework, program, data.
+    """
+
+    line: Line | None = None
+    with_gradients: bool = False
+    scratch: tuple[float, float] = (0.0, 0.0)
+    held_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of ``size``: ``local`` of them share its host. ``free_bytes``: what it may take in all; None: unknown.
+
+    ``micro_batch``: samples of its largest micro-batch. ``micros``: how many a step has.
+    ``batch_bytes``: bytes of the samples of a step; ``ahead``: how many steps' samples lie in memory.
+    ``saves``: it holds a copy of what a checkpoint holds.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local: int = 1
+    free_bytes: int | None = None
+    micro_batch: int = 1
+    micros: int = 1
+    batch_bytes: int = 0
+    ahead: int = 1
+    saves: bool = False
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the copies of the model stay one: ``stage`` 0 (every rank holds all), 1 or 2 of ZeRO.
+
+    ``buckets``: none where nothing is sent. ``parts_P``: of the state, by rank, in ZeRO. ``wire``: its name.
+    ``remembered``: bytes that the compressor keeps; ``compression``: its name.
+    """
+
+    stage: int = 0
+    buckets: Sequence[Bucket] = ()
+    parts_P: Sequence[float] = ()
+    wire: str = "null"
+    compression: str = "none"
+    remembered: int = 0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All of it."""
+
+    model: Model
+    rank: Rank = field(default_factory=Rank)
+    way: Way = field(default_factory=Way)
+    measured: Measured = field(default_factory=Measured)

@@ -1,0 +1,163 @@
+"""Finds out on each rank what `forecast` counts with: the model's tensors, a few samples' pass, the room there is.
+
+Owns the measuring. It enters no collective but where that is said, and leaves nothing behind (`Stage.trial`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.balance import memory
+from hvdtrain.cluster import heap
+from hvdtrain.data.feed import Feed
+from hvdtrain.exchange.buckets import plan_buckets
+from hvdtrain.memory_plan import imported
+from hvdtrain.memory_plan.facts import Facts, Measured, Model, Rank, Way
+from hvdtrain.memory_plan.trace import Line, Trace, first_copies, line
+from hvdtrain.protocols import Batch
+
+PARTS = (8, 4)
+"""A micro-batch is measured by an eighth and by a quarter of its samples."""
+
+LEAST_SAMPLES = (2, 4)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is looked at: a run's parts, or a setup's, before it trains. ``device``: this rank's `DeviceFacts`."""
+
+    config: Any
+    control: Any
+    topology: Any
+    wire: Any
+    parts: Any
+    backend: Any
+    feed: Feed
+    device: Any
+
+    @property
+    def local(self) -> int:
+        """Ranks of this host, which share its memory."""
+        return len(self.topology.host_of(self.control.rank).ranks)
+
+
+def scene_of(run: Any, backend: Any) -> Scene:
+    """Return the scene of an assembled run."""
+    return Scene(run.spelled, run.control, run.topology, run.collectives, run.parts, backend, run.feed,
+                 run.devices[run.control.rank])
+
+
+def rank_of(scene: Scene) -> Rank:
+    """Return what is known of this rank without computing anything."""
+    largest, micros, samples = _cut(scene.feed, scene.config)
+    batch = scene.feed.sample(1)
+    own = sum(np.asarray(array).nbytes for array in batch) // max(1, len(batch[0])) * samples
+    prefetch = scene.config.data.prefetch
+    checkpoint = scene.config.checkpoint
+    saves = checkpoint.every != "off" or checkpoint.every_steps > 0 or checkpoint.every_s > 0
+    return Rank(scene.control.rank, scene.control.size, scene.local, free_bytes(scene), largest, micros, own,
+                prefetch + 2 if prefetch else 1, saves and scene.control.rank == 0)
+
+
+def _cut(feed: Feed, config: Any) -> tuple[int, int, int]:
+    """(samples of this rank's largest micro-batch, micro-batches of a step, samples of a step)."""
+    n = feed.global_batch if feed.samples is None else min(feed.global_batch, feed.samples)
+    cut = feed.cut_at(0)
+    count = int(np.diff(cut.offsets(n))[feed.rank])
+    bounds = cut.bounds(count, feed.rank)
+    several = config.accumulate > 1 or config.micro_batch > 0
+    return max((b - a for a, b in bounds), default=0), max(len(bounds), 2 if several else 1), count
+
+
+def free_bytes(scene: Scene) -> int | None:
+    """Return what this rank may hold in all, above what its imports take; None where that is unknown."""
+    if scene.device.kind != "cpu":
+        return int(memory.DEVICE_PART * scene.device.memory_bytes) or None
+    room = memory.host_room_bytes(scene.local)
+    return None if room is None else max(0, memory.resident_bytes() - imported.bytes_()) + room
+
+
+def way_of(scene: Scene, dp: Any) -> Way:
+    """Return how the copies of the model stay one in ``dp``."""
+    buckets = list(getattr(dp, "buckets", ()))
+    if not buckets:
+        return Way(wire=scene.wire.name)
+    state = dp.reducer.state
+    remembered = sum(_nbytes(cell.read()) for cells in state.cells for cell in cells.values())
+    stage = getattr(dp, "stage", 0)
+    parts_P = [1.0] * scene.wire.size
+    if stage:
+        totals = np.sum(dp.sizes_BP, axis=0)
+        parts_P = (totals / max(1, totals.sum())).tolist()
+    return Way(stage, buckets, parts_P, scene.wire.name, dp.compression, remembered * (2 if state.undoable else 1))
+
+
+def buckets_for(scene: Scene) -> Any:
+    """Return the buckets that an exchange would have, of a run that has none yet."""
+    size_mb = scene.config.exchange.bucket_mb
+    return plan_buckets(scene.parts.params.specs, 16.0 if size_mb == "auto" else size_mb,
+                        aligned=scene.wire.host and scene.config.compression == "none")
+
+
+def _nbytes(array: Any) -> int:
+    found = getattr(array, "nbytes", None)
+    return int(found) if found is not None else int(np.prod(array.shape)) * int(array.dtype.size)
+
+
+def facts_of(scene: Scene, way: Way, measured: Measured | None = None) -> Facts:
+    """Return this rank's facts; without ``measured`` no more than follows from the model's tensors."""
+    return Facts(scene.backend.model_bytes(scene.parts), rank_of(scene), way, measured or Measured())
+
+
+def measure(scene: Scene, model: Model, way: Way) -> Measured:
+    """Compute a few samples' gradients and return what they took; less than a step's work, and no collective."""
+    trial, sample, held = scene.parts.stage.trial, scene.feed.sample, _held(scene, model, way)
+    sizes = _sizes(max(1, _cut(scene.feed, scene.config)[0]))
+    trial(sample(sizes[0]))  # compiles, and takes what is taken once
+    found = [scene.backend.traced(scene.parts, sample(n)) for n in sizes]
+    peaks = [_peak(scene, trial, sample(n)) for n in sizes]
+    own = max(0, _now(scene) - held)
+    peaks = [max(0, peak - held - own) for peak in peaks]
+    if any(trace is None for trace in found):
+        traces = [Trace(n, np.array([peak], np.int64), ()) for n, peak in zip(sizes, peaks)]
+        return Measured(line(traces[0], traces[-1]), True, held_bytes=own)
+    through = line(found[0], found[-1])
+    return Measured(through, False, _scratch(through, model, sizes, peaks), own)
+
+
+def _sizes(micro_batch: int) -> list[int]:
+    """Samples to measure with, ascending: two numbers, or one where a micro-batch has no more."""
+    return sorted({min(micro_batch, max(least, micro_batch // part)) for part, least in zip(PARTS, LEAST_SAMPLES)})
+
+
+def _scratch(through: Line, model: Model, sizes: list[int], peaks: list[int]) -> tuple[float, float]:
+    """Bytes that a pass takes beyond its tensors: (for each sample, at least)."""
+    grads_E = first_copies(through.made, len(through.base_E), model.param_bytes, ())
+    beyond = [max(0, peak - through.peak(n, grads_E)) for n, peak in zip(sizes, peaks)]
+    slope = (beyond[-1] - beyond[0]) / (sizes[-1] - sizes[0]) if len(sizes) > 1 else 0.0
+    return max(0.0, slope), float(max(beyond))
+
+
+def _held(scene: Scene, model: Model, way: Way) -> int:
+    """Bytes of tensors that this process holds now and that are counted by kind, and those of its imports."""
+    lasting = sum(b.nbytes for b in way.buckets) if way.wire != "shared" or way.compression != "none" else 0
+    base = imported.bytes_() if scene.device.kind == "cpu" else 0
+    return base + sum(model.param_bytes) + model.other_bytes + scene.backend.state_now(scene.parts) + lasting
+
+
+def _now(scene: Scene) -> int:
+    if scene.device.kind != "cpu":
+        return int(scene.backend.peak_bytes(lambda: None))
+    heap.give_back()
+    return memory.resident_bytes()
+
+
+def _peak(scene: Scene, trial: Callable[[Batch], None], batch: Batch) -> int:
+    def work() -> None:
+        trial(batch)
+
+    return memory.host_peak_bytes(work) if scene.device.kind == "cpu" else int(scene.backend.peak_bytes(work))

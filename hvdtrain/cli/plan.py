@@ -1,14 +1,23 @@
 """``python -m hvdtrain plan``: probe every rank's speed with this model and print who would compute what.
 
-Takes the options of ``train``, and is started as the training would be, under the same launcher.
+With ``--memory``: how many bytes each rank would hold, and what would make it less. Takes the options of ``train``, and
+is started as the training would be, under the same launcher.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-USAGE = """usage: python -m hvdtrain plan [options of train]
+from hvdtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from hvdtrain.memory_plan.plan import Plan
+
+USAGE = """usage: python -m hvdtrain plan [--memory [--json FILE] [--check]] [options of train]
 
 Probes how fast every rank of this job computes the model, and prints the part of the global batch that each would get
 (balance: static). Trains nothing and writes no run. Start it as the training would be, for example:
@@ -16,8 +25,17 @@ Probes how fast every rank of this job computes the model, and prints the part o
   mpirun -np 4 python -m hvdtrain plan --model torch_models.resnet:build --global_batch 256
 
 Measures anew; --rebalance.max_micro_batch 64,64,16,16 sets ceilings of memory by hand.
+
+--memory prints in place of it how many bytes each rank would hold, by what they are for, whether that fits, and what
+would make it less, best first, each with what to add to the command. Optimizer state is counted to the byte; a few
+samples are measured.
+--json FILE also writes the memory plan there. --check then trains three steps, without saves, and prints what was
+measured beside the plan.
+
 python -m hvdtrain train --help tells all options.
 """
+
+CHECK_STEPS = 3
 
 
 def main(argv: list[str]) -> int:
@@ -27,17 +45,91 @@ def main(argv: list[str]) -> int:
         return 0
     from hvdtrain.cli.train import parse
 
+    argv, memory, check, target = _own_options(argv)
     config = parse(argv)
     if config is None:
         return 0
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from hvdtrain.cluster import exit_calls
+
+    with exit_calls.told():
+        if memory:
+            _memory(config, check, target)
+        else:
+            _shares(config)
+    return 0
+
+
+def _own_options(argv: list[str]) -> tuple[list[str], bool, bool, str]:
+    """(the options of train, --memory, --check, the file of --json)."""
+    rest, found, target = [], set(), ""
+    words = iter(argv)
+    for word in words:
+        if word in ("--memory", "--check"):
+            found.add(word)
+        elif word == "--json":
+            target = next(words, "")
+            if not target:
+                raise UserError("--json has no value", "a file to write", "write --json FILE")
+        else:
+            rest.append(word)
+    if (target or "--check" in found) and "--memory" not in found:
+        raise UserError("--json and --check without --memory", "a memory plan, which they are for", "add --memory")
+    return rest, "--memory" in found, "--check" in found, target
+
+
+def _shares(config: Any) -> None:
+    """Print who would compute what."""
     from hvdtrain.assemble import assemble
     from hvdtrain.callbacks.balance import Balance
     from hvdtrain.callbacks.meter import Meter
-    from hvdtrain.cluster import exit_calls
 
     options = replace(config.rebalance, probe_cache=False)
-    with exit_calls.told():
-        run = assemble(replace(config, balance="static", shares=[], resume="", rebalance=options))
-        Balance(Meter(1)).plan(run)
-    return 0
+    run = assemble(replace(config, balance="static", shares=[], resume="", rebalance=options))
+    Balance(Meter(1)).plan(run)
+
+
+def _memory(config: Any, check: bool, target: str) -> None:
+    """Print how much memory training would take."""
+    from hvdtrain import backends
+    from hvdtrain.assemble import assemble
+    from hvdtrain.cluster.exit import agreed
+    from hvdtrain.memory_plan import plan as plans
+    from hvdtrain.memory_plan import survey
+
+    if check:  # three steps hold no copies for a checkpoint
+        config = replace(config, checkpoint=replace(config.checkpoint, every="off", every_steps=0, every_s=0.0))
+    run = assemble(replace(config, balance="off", resume=""))
+    scene = survey.scene_of(run, backends.load(run.spec.framework))
+    way = survey.way_of(scene, run.dp)
+    facts = agreed(run.control, lambda: plans.facts_now(scene, way, True), "memory")
+    plan = plans.agreed_plan(scene, facts)
+    if run.control.rank == 0:
+        show(plan, run.control.size > 1)
+    agreed(run.control, lambda: _written(plan, target if run.control.rank == 0 else ""), "--json")
+    if check:
+        from hvdtrain.memory_plan.check import checked
+
+        checked(run, plan, CHECK_STEPS)
+    run.leave()
+
+
+def _written(plan: Plan, target: str) -> None:
+    """Write the plan as JSON; `UserError` where that cannot be."""
+    try:
+        if target:
+            Path(target).write_text(json.dumps(plan.to_dict(), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the memory plan could not be written: {error}", "a writable file", "correct --json") from None
+
+
+def show(plan: Plan, launched: bool) -> None:
+    """Print a plan's tables; on rank 0."""
+    from hvdtrain.bench import table
+    from hvdtrain.memory_plan.plan import COLUMNS, OPTION_COLUMNS
+
+    table.show("memory of each rank, above what the framework's import takes", COLUMNS, plan.rows(), launched=launched)
+    if plan.options:
+        table.show("what would take less, best first", OPTION_COLUMNS, plan.option_rows(), launched=launched)
+    else:
+        table.note("nothing that is known here would take less")

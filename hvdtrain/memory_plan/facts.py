@@ -27,8 +27,7 @@ class Model:
     """A model with its optimizer, on one rank's device.
 
     ``specs``: its trainable tensors. ``other_bytes``: frozen parameters and buffers. ``slots``: of each of ``specs``;
-    ``common_bytes``: what the optimizer holds once. ``elementwise``: its state can be cut anywhere. ``kept``: which
-    framework rules where gradients lie (`forecast`): "torch" or "tensorflow", "numpy".
+    ``common_bytes``: what the optimizer holds once. ``elementwise``: its state can be cut anywhere.
     """
 
     specs: Sequence[ParamSpec]
@@ -70,7 +69,7 @@ class Rank:
 
     ``micro_batch``: samples of its largest micro-batch. ``micros``: how many a step has.
     ``batch_bytes``: bytes of the samples of a step; ``ahead``: how many steps' samples lie in memory.
-    ``saves``: it holds a copy of what a checkpoint holds.
+    ``saves``: the run writes checkpoints beside training, for which state is copied.
     """
 
     rank: int = 0

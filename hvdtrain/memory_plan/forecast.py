@@ -19,11 +19,11 @@ from hvdtrain.memory_plan.facts import Facts
 from hvdtrain.memory_plan.kinds import Footprint
 from hvdtrain.memory_plan.trace import first_copies
 
-MARGIN = 0.03
+MARGIN = 0.06
 """Part of what is allocated and freed in a step that fragmentation of the heap takes beside it."""
 
-SCRATCH = {"torch": 2.0, "tensorflow": 3.0, "numpy": 1.0}
-"""Copies of the largest tensor that an update makes on its way."""
+SCRATCH = {"torch": 5.0, "tensorflow": 4.0, "numpy": 1.0}
+"""Copies of the largest tensor that an update makes on its way, and what fragmentation of the heap makes of them."""
 
 
 def forecast(facts: Facts) -> Footprint:
@@ -43,9 +43,11 @@ def forecast(facts: Facts) -> Footprint:
         largest = max(own_B, default=0)
     update = int(SCRATCH[model.framework] * largest)
     scratch = int(max(measured.scratch[0] * rank.micro_batch, measured.scratch[1]))
-    turnover = max(step + scratch, update)
-    workspace = (turnover - step + int(MARGIN * turnover) + measured.held_bytes + rank.batch_bytes * rank.ahead)
-    copies = parameters + state if rank.saves else 0
+    workspace = (scratch + update + int(MARGIN * (step + scratch)) + measured.held_bytes
+                 + rank.batch_bytes * rank.ahead)
+    copies = 0
+    if rank.saves:  # rank 0 copies what all hold alike; what is divided each owner copies
+        copies = (parameters + state) if rank.rank == 0 else state if way.stage else 0
     return Footprint(parameters, gradients, state, step, _buckets(facts, divided), workspace + max(0, copies - step))
 
 
@@ -70,7 +72,8 @@ def _pass(facts: Facts, own_B: Sequence[int], divided: bool) -> int:
     return max(0, line.peak(rank.micro_batch, held_E))
 
 
-def _done(made: Sequence[tuple[int, int]], n_events: int, buckets: Sequence[Bucket], own_B: Sequence[int]) -> np.ndarray:
+def _done(made: Sequence[tuple[int, int]], n_events: int, buckets: Sequence[Bucket],
+          own_B: Sequence[int]) -> np.ndarray:
     """int64 (E,): bytes of this rank's slices of the buckets that have been summed by each moment."""
     held_E = np.zeros(n_events + 1, np.int64)
     at = {i: event for event, i in made}

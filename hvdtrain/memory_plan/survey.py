@@ -60,7 +60,7 @@ def rank_of(scene: Scene) -> Rank:
     checkpoint = scene.config.checkpoint
     saves = checkpoint.every != "off" or checkpoint.every_steps > 0 or checkpoint.every_s > 0
     return Rank(scene.control.rank, scene.control.size, scene.local, free_bytes(scene), largest, micros, own,
-                prefetch + 2 if prefetch else 1, saves and scene.control.rank == 0)
+                prefetch + 2 if prefetch else 1, saves)
 
 
 def _cut(feed: Feed, config: Any) -> tuple[int, int, int]:
@@ -144,7 +144,8 @@ def _scratch(through: Line, model: Model, sizes: list[int], peaks: list[int]) ->
 
 def _held(scene: Scene, model: Model, way: Way) -> int:
     """Bytes of tensors that this process holds now and that are counted by kind, and those of its imports."""
-    lasting = sum(b.nbytes for b in way.buckets) if way.wire != "shared" or way.compression != "none" else 0
+    own = way.stage < 2 and (way.wire != "shared" or way.compression != "none")
+    lasting = sum(b.nbytes for b in way.buckets) if own else 0  # shared memory that nobody has written takes none
     base = imported.bytes_() if scene.device.kind == "cpu" else 0
     return base + sum(model.param_bytes) + model.other_bytes + scene.backend.state_now(scene.parts) + lasting
 

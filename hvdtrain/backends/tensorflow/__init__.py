@@ -4,12 +4,14 @@ from hvdtrain.backends.tensorflow.collectives import collectives, stage
 from hvdtrain.backends.tensorflow.create import make_parts
 from hvdtrain.backends.tensorflow.data import adapt as adapt_data
 from hvdtrain.backends.tensorflow.first_sample import try_samples
+from hvdtrain.backends.tensorflow.footprint import model_bytes, state_now, traced
 from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.backends.tensorflow.placement import building, device_facts, in_host_memory, seed, setup
-from hvdtrain.backends.tensorflow.trial import hold_bytes, out_of_memory, peak_bytes
+from hvdtrain.backends.tensorflow.trial import hold_bytes, out_of_memory, peak_bytes, peak_so_far
 
 SYNCS_OVER_HOST = False
 """Whether BatchNorm's moments can be taken over a wire outside of TensorFlow's graphs."""
 
-__all__ = ["Ops", "SYNCS_OVER_HOST", "adapt_data", "building", "collectives", "device_facts", "in_host_memory",
-           "hold_bytes", "make_parts", "out_of_memory", "peak_bytes", "seed", "setup", "stage", "try_samples"]
+__all__ = ["Ops", "SYNCS_OVER_HOST", "adapt_data", "building", "collectives", "device_facts", "hold_bytes",
+           "in_host_memory", "make_parts", "model_bytes", "out_of_memory", "peak_bytes", "peak_so_far", "seed", "setup",
+           "stage", "state_now", "traced", "try_samples"]

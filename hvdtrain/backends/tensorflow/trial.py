@@ -55,3 +55,9 @@ def peak_bytes(work: Callable[[], None]) -> int:
     tf.config.experimental.reset_memory_stats("GPU:0")
     work()
     return int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
+
+
+def peak_so_far() -> int:
+    """Most bytes that the device has held at once in this process; 0 on a CPU."""
+    gpus = tf.config.list_physical_devices("GPU")
+    return int(tf.config.experimental.get_memory_info("GPU:0")["peak"]) if gpus else 0

@@ -45,9 +45,9 @@ def slots_of(optimizer: TorchOptimizer, tensors: Sequence[torch.Tensor]) -> list
     By one update of tensors of the same shapes that have no memory (PyTorch's meta device). A compiled Keras model's
     optimizer has made its own.
     """
-    state = optimizer.optimizer.state
-    if optimizer._adopted is None:
-        tensors, state = _updated(optimizer, tensors)
+    if optimizer.adopted is not None:
+        return [_slots(t, optimizer.optimizer.state.get(t, {})) for t in optimizer.tensors]
+    tensors, state = _updated(optimizer, tensors)
     return [_slots(t, state.get(t, {})) for t in tensors]
 
 

@@ -56,3 +56,8 @@ def peak_bytes(work: Callable[[], None]) -> int:
     work()
     torch.cuda.synchronize()
     return int(torch.cuda.max_memory_reserved())
+
+
+def peak_so_far() -> int:
+    """Most bytes that the device has held at once in this process; 0 on a CPU."""
+    return int(torch.cuda.max_memory_reserved()) if torch.cuda.is_available() else 0

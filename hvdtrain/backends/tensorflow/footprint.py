@@ -1,0 +1,63 @@
+"""What a Keras model holds while it trains: its variables, and its optimizer's without making them for all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from hvdtrain.backends.tensorflow.optimizer import Optimizer
+from hvdtrain.exchange.buckets import itemsize
+from hvdtrain.memory_plan.facts import Model, Slots
+from hvdtrain.parts import Parts
+
+SMALL = 3
+"""Elements of the vectors that stand in for variables."""
+
+
+def model_bytes(parts: Parts) -> Model:
+    """Return what is known of a model and its optimizer before the first step."""
+    params, optimizer = parts.params, parts.optimizer
+    assert isinstance(optimizer, Optimizer)
+    own = {id(v) for v in parts.model.trainable_variables}
+    others = [v for v in parts.model.variables if id(v) not in own]
+    slot, common = Slots(0.0), state_now(parts)  # state of other shapes than the variables': as it was made
+    if optimizer.elementwise:
+        slot, common = _by_vectors(optimizer.own)
+    return Model(params.specs, sum(map(_nbytes, others)), [slot] * len(params.specs), common, optimizer.elementwise,
+                 "tensorflow")
+
+
+def _by_vectors(own: Any) -> tuple[Slots, int]:
+    """(what an optimizer like ``own`` keeps of each variable, bytes that it keeps once), by two small vectors."""
+    made = [type(own).from_config(own.get_config()) for _ in range(2)]
+    held = []
+    for n_variables, optimizer in enumerate(made, 1):
+        optimizer.build([keras.Variable(keras.ops.zeros((SMALL,))) for _ in range(n_variables)])
+        held.append(optimizer.variables)
+    one, two = held
+    shaped = sum(itemsize(_dtype(v)) for v in one if tuple(v.shape) == (SMALL,))
+    fixed = sum(_nbytes(v) for v in two) - sum(_nbytes(v) for v in one) - shaped * SMALL
+    common = sum(_nbytes(v) for v in one) - shaped * SMALL - fixed
+    return Slots(float(shaped), fixed), common
+
+
+def state_now(parts: Parts) -> int:
+    """Return the bytes of the optimizer's state that are there already."""
+    assert isinstance(parts.optimizer, Optimizer)
+    return sum(map(_nbytes, parts.optimizer.own.variables))
+
+
+def traced(parts: Parts, batch: object) -> None:
+    """Nothing: a graph's memory is its executor's affair, and is measured."""
+
+
+def _dtype(variable: Any) -> str:
+    return str(keras.backend.standardize_dtype(variable.dtype))
+
+
+def _nbytes(variable: Any) -> int:
+    n = 1
+    for length in variable.shape:
+        n *= int(length)
+    return n * itemsize(_dtype(variable))

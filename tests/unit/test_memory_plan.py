@@ -1,0 +1,123 @@
+"""The arithmetic of the memory plan: states by the formula, a pass by its trace, options in their order, words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hvdtrain.config import Config
+from hvdtrain.exchange.buckets import plan_buckets
+from hvdtrain.memory_plan import options
+from hvdtrain.memory_plan.facts import Facts, Measured, Model, Rank, Slots, Way
+from hvdtrain.memory_plan.forecast import forecast
+from hvdtrain.memory_plan.kinds import Footprint
+from hvdtrain.memory_plan.options import Option
+from hvdtrain.memory_plan.plan import Plan
+from hvdtrain.memory_plan.trace import Trace, first_copies, line
+from hvdtrain.protocols import ParamSpec
+
+SPECS = [ParamSpec(f"layer{i}", (512, 512), "float32") for i in range(8)]
+N = sum(spec.n for spec in SPECS)
+ADAM = Model(SPECS, 0, [Slots(8.0)] * len(SPECS))
+
+
+def facts(stage=0, size=4, rank=0, parts=None, **more):
+    way = Way(stage, plan_buckets(SPECS, 2.0), parts or [1.0] * size, "mpi") if size > 1 else Way()
+    return Facts(ADAM, Rank(rank, size, size, 10**9, micro_batch=32), way, **more)
+
+
+@pytest.mark.parametrize("size", (2, 4, 8))
+def test_states_of_adam_follow_the_formula(size):
+    for stage, formula in ((0, 16), (1, 8 + 8 / size), (2, 4 + 12 / size)):
+        held = [forecast(facts(stage, size, rank)).states for rank in range(size)]
+        assert all(one == pytest.approx(formula * N, rel=0.02) for one in held)
+        if stage == 2:
+            assert sum(held) == (4 * size + 12) * N
+
+
+def test_parts_by_room_give_a_rank_what_it_has_room_for():
+    held = [forecast(facts(2, 2, rank, [3.0, 1.0])).state for rank in range(2)]
+    assert held[0] == pytest.approx(3 * held[1], rel=0.02) and sum(held) == 8 * N
+
+
+def test_a_rank_alone_has_no_buckets():
+    alone = forecast(facts(size=1))
+    assert alone.buckets == 0 and alone.states == 16 * N
+
+
+def test_accumulated_gradients_stay_whole_in_stage_2():
+    whole = facts(2)
+    assert forecast(whole).gradients == N
+    assert forecast(replace(whole, rank=replace(whole.rank, micros=2))).gradients == 4 * N
+
+
+def test_a_slice_that_is_empty_has_no_state():
+    assert Slots(8.0, 4).bytes(0) == 0 and Slots(8.0, 4).bytes(3) == 28
+
+
+def test_two_small_passes_tell_each_moment_of_a_large_one():
+    made = ((2, 1), (3, 0))
+    small, large = (Trace(n, np.array([10 * n, 30 * n + 5, 8 * n]), made) for n in (2, 4))
+    through = line(small, large)
+    assert through.live_E(100).tolist() == [1000, 3005, 800] and through.peak(100) == 3005
+    other = line(small, Trace(4, np.array([1, 2, 3, 200]), made))  # took other operations: by the peaks alone
+    assert other.peak(4) == 200 and other.peak(2) == 65
+    assert line(large, large).peak(8) == 250
+
+
+def test_gradients_wait_until_their_bucket_is_full():
+    made = ((1, 2), (2, 1), (3, 0))
+    assert first_copies(made, 5, [4, 2, 1], []).tolist() == [0, 1, 3, 7, 7]
+    assert first_copies(made, 5, [4, 2, 1], [[2, 1], [0]]).tolist() == [0, 1, 3, 4, 4]
+    assert first_copies(made, 5, [4, 2, 1], [[2, 1, 0]]).tolist() == [0, 1, 3, 7, 7]  # the last one waits for the end
+
+
+def test_a_pass_counts_what_waits_beside_what_is_alive():
+    trace = Trace(32, np.array([100, 50, 20]), tuple((i % 3, i) for i in range(8)))
+    measured = Measured(line(trace, trace))
+    alone, several = (forecast(facts(size=size, measured=measured)) for size in (1, 4))
+    assert alone.gradients == 4 * N and alone.activations <= 100
+    assert several.activations > 100
+
+
+def test_options_are_told_best_first():
+    now = facts()
+    buckets = plan_buckets(SPECS, 2.0)
+    found = list(options.changes(now, Config(), buckets, [1.0] * 4))
+    assert [c.name for c in found] == ["zero stage 1", "zero stage 2", "accumulation", "bf16"]
+    needs = tuple(forecast(facts(rank=rank)) for rank in range(4))
+    made = [Option(c.name, c.line, c.cost, tuple(forecast(c.apply(facts(rank=r))) for r in range(4))) for c in found]
+    assert [o.name for o in options.ranked(made, needs, [None] * 4)] == ["zero stage 2", "zero stage 1"]
+    room = made[0].needs_P[0].total
+    stage_1 = replace(made[0], needs_P=(replace(made[0].needs_P[0], workspace=10**9),) * 4)
+    assert [o.name for o in options.ranked([stage_1, made[1]], (Footprint(workspace=10**10),) * 4, [room] * 4)] == [
+        "zero stage 2", "zero stage 1"]
+
+
+def test_what_cannot_be_is_not_offered():
+    def names(which, config=None, **more):
+        return [c.name for c in options.changes(which, config or Config(), plan_buckets(SPECS, 2.0), [1.0] * 4, **more)]
+
+    whole_tensors = replace(facts(), model=replace(ADAM, elementwise=False))
+    assert "zero stage 2" not in names(whole_tensors)
+    assert names(facts(size=1)) == ["accumulation", "bf16"]
+    assert "zero stage 1" not in names(facts(1)) and "zero stage 2" in names(facts(1))
+    one_sample = replace(facts(), rank=Rank(0, 4, 4, None, micro_batch=1))
+    assert "accumulation" not in names(one_sample)
+    assert "bf16" not in names(facts(), Config(precision="bf16"))
+    assert "split" not in names(facts(), has_blocks=True)
+    assert "split" in names(facts(), has_blocks=True, device="cuda")
+
+
+def test_a_plan_near_the_limit_says_what_to_type():
+    need = Footprint(parameters=4 * 10**9, state=8 * 10**9)
+    half = Option("zero stage 2", "--data_parallel zero", "gathers 4 GB of parameters a step",
+                  (Footprint(4 * 10**9),) * 2)
+    plan = Plan((need, need), (13 * 10**9, 20 * 10**9), (half,))
+    assert plan.sentence() == ("memory: rank 0 will hold about 12 GB of the 13 GB that it may take; zero stage 2 would "
+                               "take 4 GB (gathers 4 GB of parameters a step): add --data_parallel zero")
+    assert Plan((need,), (16 * 10**9,)).sentence() == "" and Plan((need,), (None,)).sentence() == ""
+    assert [row[-1] for row in Plan((need, need), (10**9, None)).rows()] == ["no", "unknown"]
+    assert plan.to_dict()["options"][0]["saves"] == 8 * 10**9

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hvdtrain.data_parallel import shards
 from hvdtrain.exchange.buckets import Bucket, itemsize
 from hvdtrain.memory_plan.trace import Line
 from hvdtrain.protocols import ParamSpec
@@ -87,7 +88,8 @@ class Rank:
 class Way:
     """How the copies of the model stay one: ``stage`` 0 (every rank holds all), 1 or 2 of ZeRO.
 
-    ``buckets``: none where nothing is sent. ``parts_P``: of the state, by rank, in ZeRO. ``wire``: its name.
+    ``buckets``: none where nothing is sent. ``parts_P``: of the state, by rank, in ZeRO; ``sizes_BP``: elements of each
+    bucket by rank where they are cut already. ``wire``: its name.
     ``remembered``: bytes that the compressor keeps; ``compression``: its name.
     """
 
@@ -97,6 +99,11 @@ class Way:
     wire: str = "null"
     compression: str = "none"
     remembered: int = 0
+    sizes_BP: Sequence[Sequence[int]] = ()
+
+    def cut(self) -> Sequence[Sequence[int]]:
+        """Return how many elements of each bucket each rank owns in ZeRO."""
+        return self.sizes_BP or [shards.sizes(b.n, self.parts_P) for b in self.buckets]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from hvdtrain.memory_plan.trace import first_copies
 MARGIN = 0.06
 """Part of what is allocated and freed in a step that fragmentation of the heap takes beside it."""
 
-SCRATCH = {"torch": 5.0, "tensorflow": 4.0, "numpy": 1.0}
+SCRATCH = {"torch": 5.0, "tensorflow": 3.0, "numpy": 1.0}
 """Copies of the largest tensor that an update makes on its way, and what fragmentation of the heap makes of them."""
 
 
@@ -31,7 +31,7 @@ def forecast(facts: Facts) -> Footprint:
     model, rank, way, measured = facts.model, facts.rank, facts.way, facts.measured
     param_bytes = model.param_bytes
     parameters = sum(param_bytes) + model.other_bytes
-    sizes_BP = [shards.sizes(b.n, way.parts_P) for b in way.buckets] if way.stage else []
+    sizes_BP = way.cut() if way.stage else []
     spans = shards.spans(way.buckets, sizes_BP, rank.rank, len(model.specs)) if way.stage else None
     own_B = [sizes_P[rank.rank] * (b.nbytes // max(1, b.n)) for b, sizes_P in zip(way.buckets, sizes_BP)]
     state = model.state_bytes(spans)
@@ -41,7 +41,8 @@ def forecast(facts: Facts) -> Footprint:
     largest = max(param_bytes, default=0)
     if way.stage:
         largest = max(own_B, default=0)
-    update = int(SCRATCH[model.framework] * largest)
+    in_graph = model.framework == "tensorflow" and not way.buckets  # backward lets go of what the update has read
+    update = 0 if in_graph else int(SCRATCH[model.framework] * largest)
     scratch = int(max(measured.scratch[0] * rank.micro_batch, measured.scratch[1]))
     workspace = (scratch + update + int(MARGIN * (step + scratch)) + measured.held_bytes
                  + rank.batch_bytes * rank.ahead)

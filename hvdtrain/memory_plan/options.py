@@ -90,7 +90,7 @@ def _zero(facts: Facts, config: Any, buckets: Sequence[Bucket], parts_P: Sequenc
 
 def _with_stage(stage: int, buckets: Sequence[Bucket], parts_P: Sequence[float]) -> Callable[[Facts], Facts]:
     def apply(facts: Facts) -> Facts:
-        return replace(facts, way=replace(facts.way, stage=stage, buckets=buckets, parts_P=parts_P))
+        return replace(facts, way=replace(facts.way, stage=stage, buckets=buckets, parts_P=parts_P, sizes_BP=()))
     return apply
 
 

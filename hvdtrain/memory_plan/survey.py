@@ -89,11 +89,8 @@ def way_of(scene: Scene, dp: Any) -> Way:
     state = dp.reducer.state
     remembered = sum(_nbytes(cell.read()) for cells in state.cells for cell in cells.values())
     stage = getattr(dp, "stage", 0)
-    parts_P = [1.0] * scene.wire.size
-    if stage:
-        totals = np.sum(dp.sizes_BP, axis=0)
-        parts_P = (totals / max(1, totals.sum())).tolist()
-    return Way(stage, buckets, parts_P, scene.wire.name, dp.compression, remembered * (2 if state.undoable else 1))
+    return Way(stage, buckets, [1.0] * scene.wire.size, scene.wire.name, dp.compression,
+               remembered * (2 if state.undoable else 1), dp.sizes_BP if stage else ())
 
 
 def buckets_for(scene: Scene) -> Any:
@@ -117,14 +114,16 @@ def measure(scene: Scene, model: Model, way: Way) -> Measured:
     """Compute a few samples' gradients and return what they took; less than a step's work, and no collective."""
     trial, sample, held = scene.parts.stage.trial, scene.feed.sample, _held(scene, model, way)
     sizes = _sizes(max(1, _cut(scene.feed, scene.config)[0]))
-    trial(sample(sizes[0]))  # compiles, and takes what is taken once
+    before = _now(scene)
+    trial(sample(min(LEAST_SAMPLES[0], sizes[0])))  # compiles, and takes what is taken once
+    own = max(0, _now(scene) - held)  # now: TensorFlow gives nothing back of what a larger pass has taken
     found = [scene.backend.traced(scene.parts, sample(n)) for n in sizes]
     peaks = [_peak(scene, trial, sample(n)) for n in sizes]
-    own = max(0, _now(scene) - held)
     peaks = [max(0, peak - held - own) for peak in peaks]
     if any(trace is None for trace in found):
         traces = [Trace(n, np.array([peak], np.int64), ()) for n, peak in zip(sizes, peaks)]
-        return Measured(line(traces[0], traces[-1]), True, held_bytes=own)
+        again = max(0, own + held - before)  # the training's own graph is made beside that of a trial
+        return Measured(line(traces[0], traces[-1]), True, held_bytes=own + again)
     through = line(found[0], found[-1])
     return Measured(through, False, _scratch(through, model, sizes, peaks), own)
 

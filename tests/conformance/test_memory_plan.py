@@ -1,0 +1,73 @@
+"""The memory plan's states against the real tensors after two steps: to the byte, whole and divided, both frameworks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from small_runs import FRAMEWORKS, config, lockstep, make_model, samples, solo
+
+from hvdtrain import backends, loop
+from hvdtrain.config import DataParallel, Exchange, Named
+from hvdtrain.memory_plan import plan, survey
+from hvdtrain.memory_plan.forecast import forecast
+
+DATA = samples(96)
+OPTIMIZERS = {"torch": [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adam", {}), ("Adam", {"amsgrad": True}),
+                        ("RMSprop", {"centered": True}), ("Adagrad", {}), ("NAdam", {})],
+              "tensorflow": [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adam", {}), ("Adam", {"amsgrad": True}),
+                             ("RMSprop", {"centered": True}), ("Adagrad", {}), ("Nadam", {}), ("Lion", {})]}
+CASES = [(framework, *case) for framework in FRAMEWORKS for case in OPTIMIZERS[framework]]
+
+
+def counted(run):
+    """(bytes of state that the plan tells before the first step, bytes that are there after two)."""
+    backend = backends.load(run.spec.framework)
+    scene = survey.scene_of(run, backend)
+    told = forecast(survey.facts_of(scene, survey.way_of(scene, run.dp))).state
+    loop.fit(run)
+    return told, backend.state_now(run.parts)
+
+
+@pytest.mark.parametrize("framework, name, args", CASES)
+def test_state_is_told_to_the_byte(framework, name, args, tmp_path):
+    settings = config(optimizer=Named(name, args), max_steps=2, out=str(tmp_path), lr=0.001)
+    told, held = counted(solo(settings, make_model(framework), DATA))
+    assert told == held
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("stage", (1, 2))
+def test_divided_state_is_told_to_the_byte(framework, stage, tmp_path):
+    settings = config(optimizer=Named("Adam"), max_steps=2, global_batch=24, out=str(tmp_path),
+                      exchange=Exchange(bucket_mb=0.0005), data_parallel=DataParallel("zero", stage, [2, 1]))
+    found = lockstep(2, settings, lambda rank: make_model(framework), DATA, counted)
+    assert all(told == held for told, held in found) and found[0][0] > found[1][0]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_measuring_leaves_no_trace_and_tells_a_pass(framework, tmp_path):
+    def trained(measures):
+        run = solo(config(max_steps=3, out=str(tmp_path / str(measures)), optimizer=Named("Adam")),
+                   make_model(framework), DATA)
+        if measures:
+            scene = survey.scene_of(run, backends.load(framework))
+            found = plan.made(scene, run.dp)
+            assert found.needs_P[0].workspace > 0 and found.free_P[0]
+        loop.fit(run)
+        return run.state.loss
+
+    assert trained(True) == trained(False)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_all_ranks_come_to_one_plan(framework, tmp_path):
+    settings = replace(config(global_batch=24, out=str(tmp_path)), shares=[3, 1])
+
+    def work(run):
+        return plan.made(survey.scene_of(run, backends.load(framework)), run.dp, measures=False)
+
+    one, other = lockstep(2, settings, lambda rank: make_model(framework), DATA, work)
+    assert one == other
+    assert [row[0] for row in one.rows()] == ["0", "1"]

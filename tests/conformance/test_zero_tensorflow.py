@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs import bits, config, fitted, lockstep, make_model, samples
+from small_runs import bits, config, fitted, lockstep, make_model, samples, weights
 
 from hvdtrain.config import DataParallel, Exchange, Named
+from hvdtrain.errors import UserError
 from hvdtrain.protocols.state import Head
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
@@ -62,3 +63,115 @@ def test_the_state_of_slices_is_that_of_the_unsharded_run(tmp_path):
         state.load_slices({name: whole[name].reshape(-1)[begin:end] for name, begin, end in wanted})
         for got, want in zip(state.slices(), before, strict=True):
             np.testing.assert_array_equal(got.values, want)
+
+
+def both(size, settings, out, **zero):
+    """A run of rank 0 unsharded, and those of all ranks under zero."""
+    return (trained(size, settings, out / "whole")[0],
+            trained(size, replace(settings, data_parallel=DataParallel("zero", **zero)), out / "zero"))
+
+
+@pytest.mark.parametrize("size, shares, shards", [(2, [0, 1], [1, 3]), (3, [5, 0, 2], [1, 0, 0]),
+                                                  (4, [1, 2, 4, 0], [1, 1, 1, 1])])
+def test_shares_and_parts_are_independent(size, shares, shards, tmp_path):
+    settings = replace(RUN, optimizer=Named("AdamW", {"weight_decay": 0.1}), shares=shares, max_steps=3)
+    whole, runs = both(size, settings, tmp_path, stage=2, shards=shards)
+    assert {bits(run) for run in runs} == {bits(whole)}
+    held = [sum(slot.shape[0] for name, _, slot in run.parts.optimizer.slots()) for run in runs]
+    total = 2 * sum(spec.n for spec in runs[0].parts.params.specs)
+    assert sum(held) == total and all(h == 0 for h, part in zip(held, shards) if part == 0)
+    for run in runs:  # no slice of a parameter stays, and no whole state was made
+        assert all(v.value.numpy().size == 0 for v in run.parts.optimizer._variables)
+        assert run.parts.optimizer.opt.optimizer is run.parts.optimizer.own
+
+
+@pytest.mark.parametrize("changes", [{"accumulate": 3}, {"micro_batch": 4}, {"nan_guard": "skip"},
+                                     {"precision": "fp16"}, {"compression": "fp16"}, {"precision": "bf16"}],
+                         ids=lambda c: "-".join(c))
+def test_what_goes_together_gives_the_bits_of_the_unsharded_run(changes, tmp_path):
+    data = DATA
+    if "nan_guard" in changes:
+        data = DATA[0].copy(), DATA[1]
+        data[0][7] = np.nan
+    settings = replace(RUN, optimizer=Named("Adam"), max_steps=4, **changes)
+    runs = {way: lockstep(2, replace(settings, data_parallel=DataParallel(way, 2), out=str(tmp_path / way)),
+                          lambda rank: make_model("tensorflow"), data, fitted) for way in ("replicate", "zero")}
+    assert {bits(run) for run in runs["zero"]} == {bits(runs["replicate"][0])}
+    if "nan_guard" in changes:
+        assert int(runs["zero"][1].parts.optimizer.own.iterations.numpy()) == 3  # the step was left out by all
+
+
+def test_the_norm_is_clipped_as_a_whole(tmp_path):
+    whole, runs = both(3, replace(RUN, optimizer=Named("Adam"), clip_norm=0.05, max_steps=3), tmp_path, stage=2,
+                       shards=[5, 0, 2])
+    assert len({bits(run) for run in runs}) == 1
+    for a, b in zip(weights(runs[0]), weights(whole)):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("named, said", [
+    (Named("Adafactor"), "Adafactor, which needs whole tensors"), (Named("Lamb"), "Lamb"), (Named("Muon"), "Muon"),
+    (Named("Adam", {"clipnorm": 1.0}), "clipnorm.*clip_norm"), (Named("SGD", {"use_ema": True}), "use_ema"),
+    (Named("SGD", {"global_clipnorm": 1.0}), "global_clipnorm.*set clip_norm")], ids=str)
+def test_what_needs_whole_tensors_is_refused(named, said, tmp_path):
+    with pytest.raises(UserError, match=said):
+        trained(2, replace(RUN, optimizer=named, data_parallel=DataParallel("zero", 2)), tmp_path)
+
+
+def compiled(optimizer, constraint=None):
+    import keras
+
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(16, activation="tanh"),
+                              keras.layers.Dense(5, name="last", kernel_constraint=constraint)])
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def of_compiled(way, out, optimizer, prepare=lambda model, rank: None, work=fitted, **changes):
+    models = [compiled(optimizer()) for _ in range(2)]
+    for rank, model in enumerate(models):
+        prepare(model, rank)
+    settings = replace(RUN, optimizer=Named("auto"), metrics=[], max_steps=3, out=str(out / way),
+                       data_parallel=DataParallel(way, 2), **changes)
+    return lockstep(2, settings, lambda rank: models[rank], DATA, work)
+
+
+def test_constraints_are_refused(tmp_path):
+    with pytest.raises(UserError, match="constraint on .*last/kernel"):
+        lockstep(2, replace(RUN, out=str(tmp_path), data_parallel=DataParallel("zero", 2)),
+                 lambda rank: compiled("sgd", "non_neg"), DATA, fitted)
+
+
+def test_variables_left_out_of_weight_decay_stay_so(tmp_path):
+    import keras
+
+    def prepare(model, rank):
+        model.optimizer.exclude_from_weight_decay([model.layers[0].kernel], ["bias"])
+
+    found = {way: of_compiled(way, tmp_path, lambda: keras.optimizers.AdamW(0.01, weight_decay=0.5), prepare)
+             for way in ("replicate", "zero")}
+    decayed = of_compiled("replicate", tmp_path / "all", lambda: keras.optimizers.AdamW(0.01, weight_decay=0.5))
+    assert bits(found["zero"][1]) == bits(found["replicate"][0]) != bits(decayed[0])
+
+
+def test_the_state_of_an_earlier_fit_is_taken_over_from_rank_0(tmp_path):
+    """The user's optimizer then holds none; the rate that a callback sets is the run's."""
+    import keras
+
+    def prepare(model, rank):
+        for _ in range(2 if rank == 0 else 1):
+            model.train_on_batch(DATA[0][:32], DATA[1][:32])
+
+    found = {way: of_compiled(way, tmp_path, lambda: keras.optimizers.Adam(0.01), prepare)
+             for way in ("replicate", "zero")}
+    assert {bits(run) for run in found["zero"]} == {bits(found["replicate"][0])}
+    for run in found["zero"]:
+        own = run.spec.model.optimizer
+        assert not own.built and len(own.variables) == 2 and int(own.iterations) == 0
+        assert int(run.parts.optimizer.own.iterations) == 5
+        own.learning_rate = 0.25
+        assert run.parts.optimizer.learning_rate() == 0.25
+        own.build(run.spec.model.trainable_variables)
+        assert len(own.variables) == 10
+    assert "holds no state of the run" in found["zero"][0].parts.describe()["optimizer"]

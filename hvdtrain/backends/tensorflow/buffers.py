@@ -6,6 +6,7 @@ what the forward of a step did.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ from hvdtrain.exchange.transport import Transport
 
 CHUNK_BYTES = 1 << 28
 """Largest single broadcast: MPI counts elements in 31 bits."""
+
+PACK_BYTES = 1 << 24
+"""Variables share a broadcast up to so many bytes; each takes several copies of them meanwhile."""
 
 
 class Buffers:
@@ -118,14 +122,19 @@ class Buffers:
             variable.assign(tf.cast(mean, variable.dtype))
 
     def _from_root(self, variables: Sequence[Any], name: str, root: int = 0) -> None:
-        """Give ``variables`` the values of rank ``root``, as bytes."""
-        held = [to_numpy(v) for v in variables]
-        if not held:
-            return
-        own = np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in held])
-        ends = np.cumsum([a.nbytes for a in held])
-        for variable, like, part in zip(variables, held, np.split(self._shared(own, name, root), ends[:-1])):
-            assign(variable, part.view(like.dtype).reshape(like.shape))
+        """Give ``variables`` the values of rank ``root``, as bytes, several small ones in one broadcast."""
+        sizes = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables]
+        begin = 0
+        for end in range(1, len(sizes) + 1):
+            if end < len(sizes) and sum(sizes[begin:end + 1]) <= PACK_BYTES:
+                continue
+            held = [to_numpy(v) for v in variables[begin:end]]
+            own = np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in held])
+            ends = np.cumsum([a.nbytes for a in held])
+            for variable, like, part in zip(variables[begin:end], held,
+                                            np.split(self._shared(own, f"{name}.{begin}", root), ends[:-1])):
+                assign(variable, part.view(like.dtype).reshape(like.shape))
+            begin = end
 
     def _shared(self, own: np.ndarray, name: str, root: int = 0) -> np.ndarray:
         """The array of rank ``root``, which has the shape and dtype of ``own``."""
@@ -133,8 +142,10 @@ class Buffers:
         parts = []
         for i, begin in enumerate(range(0, flat.size, CHUNK_BYTES)):
             sent = tf.constant(flat[begin:begin + CHUNK_BYTES])
-            parts.append(np.array(self._transport.broadcast(sent, f"{name}.{i}", root)))
-        return np.concatenate(parts).view(own.dtype).reshape(own.shape) if parts else own
+            parts.append(np.asarray(self._transport.broadcast(sent, f"{name}.{i}", root)))
+        if not parts:
+            return own
+        return np.array(parts[0] if len(parts) == 1 else np.concatenate(parts)).view(own.dtype).reshape(own.shape)
 
 
 class Kept:

@@ -65,6 +65,7 @@ class Optimization:
     """The optimizer of a run, built for the model's trainable variables.
 
     ``base_lr``: the configured or compiled rate times the linear scaling; None where a schedule of the user's rules.
+    ``compiled``: it is the one that the model was compiled with.
     ``whole``: it is built at once; else by `build`, unless one over slices of the variables takes its place
     (`hvdtrain.backends.tensorflow.sliced`). Then ``slices`` tells by number of the optimizer's variables what each is
     of, where it is not the same on every rank; ``former``: the optimizer over whole variables, if it had state;
@@ -77,12 +78,12 @@ class Optimization:
         self.former: keras.optimizers.Optimizer | None = None
         self.names: list[str] = []
         own = model.optimizer if getattr(model, "compiled", False) else None
-        self._compiled = config.optimizer.name == "auto" and own is not None
+        self.compiled = config.optimizer.name == "auto" and own is not None
         base = config.schedule.linear_scaling_base
         self._scale = config.global_batch / base if base else 1.0
         self.base_lr: float | None = None
         _refuse_epochs(config.schedule)
-        self.optimizer = self._adopt(model) if self._compiled else self._create()
+        self.optimizer = self._adopt(model) if self.compiled else self._create()
         _refuse(self.optimizer)
         self._adopted = self.optimizer
         if whole:
@@ -206,7 +207,7 @@ class Optimization:
         while isinstance(held, WarmUp):
             held = held.base
         scheduled = isinstance(held, schedules.LearningRateSchedule)
-        source = " (as compiled)" if self._compiled else ""
+        source = " (as compiled)" if self.compiled else ""
         rate: Any = getattr(held, "initial_learning_rate", None) if scheduled else float(held)
         if s.warmup_steps and not scheduled:
             rate = rate * self._scale

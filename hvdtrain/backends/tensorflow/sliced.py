@@ -55,6 +55,13 @@ class Sliced(Optimizer):
         self._update(*tensors)
         return True, math.nan
 
+    def describe(self) -> dict[str, str]:
+        """Return optimizer, rate and schedule in words, and that a compiled optimizer does not get the state."""
+        words = self.opt.describe()
+        if self.opt.compiled:
+            words["optimizer"] += "; the compiled one itself holds no state of the run"
+        return words
+
     def _apply(self, grads: Sequence[tf.Tensor]) -> tf.Tensor:
         own, done = self.own, [tf.no_op()]
         number = {v.value._unique_id: i for i, v in enumerate(self._variables)}

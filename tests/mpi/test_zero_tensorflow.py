@@ -1,0 +1,60 @@
+"""ZeRO with Keras on TensorFlow over each wire: one model on all ranks, the unsharded run's, also when it goes on."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from small_runs import CUTS, apart, bits, config, fitted, make_model, samples, weights
+
+from hvdtrain.assemble import assemble
+from hvdtrain.backends import imported
+from hvdtrain.cluster import boot
+from hvdtrain.config import Checkpoint, DataParallel, Exchange, Named
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
+pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+
+@pytest.fixture(params=["shared", "mpi", "horovod"])
+def wire(request):
+    if request.param == "horovod" and boot.horovod_reason("tensorflow"):
+        pytest.skip(boot.horovod_reason("tensorflow"))
+    return request.param
+
+
+@pytest.fixture
+def trained(control, wire, tmp_path):
+    """A run to its end under `DataParallel` of these arguments, in a directory of its own."""
+    out, count = control.bcast(str(tmp_path / "run")), itertools.count()
+
+    def run(*way, **changes):
+        settings = config(global_batch=23, max_steps=4, lr=0.01, optimizer=Named("AdamW", {"weight_decay": 0.1}),
+                          shares=CUTS[control.size][-1], collectives=wire, exchange=Exchange(bucket_mb=0.0005),
+                          out=f"{out}-{next(count)}", data_parallel=DataParallel(*way))
+        return fitted(assemble(replace(settings, **changes), make_model("tensorflow"), samples(60)))
+    return run
+
+
+def check(control, wire, run, whole):
+    """Equal to the bit where both add in the order of the ranks."""
+    own = bits(run)
+    assert set(control.gather(own)) == {own} and run.collectives.name == wire
+    if wire == "shared" or control.size == 2:
+        assert own == bits(whole)
+    assert apart(weights(run), weights(whole)) < 1e-5
+
+
+@pytest.mark.parametrize("stage", (1, 2))
+def test_it_gives_the_unsharded_run_s_model(control, wire, trained, stage):
+    whole, shards = trained(), list(range(control.size))
+    check(control, wire, trained("zero", stage, shards), whole)
+    assert "tensorflow" in imported()
+
+
+def test_a_run_goes_on_with_other_parts_and_unsharded(control, wire, trained):
+    whole, kept = trained(), Checkpoint(at_end=True)
+    first = trained("zero", 2, max_steps=2, checkpoint=kept)
+    for way in ((), ("zero", 1, [1] + [0] * (control.size - 1))):
+        check(control, wire, trained(*way, resume=str(first.out)), whole)

@@ -32,6 +32,7 @@ def record(run: Any) -> dict[str, Any]:
         "loss": _number(s.loss),
         "metrics": {k: _number(v) for k, v in s.metrics.items()},
         "meter": _meter(run.reading),
+        "zero": _zero(run.dp),
         "saves": _saves(run),
         "phases_ms": {name: round(1e3 * seconds / steps, 3) for name, seconds in phases.seconds.items()},
         "stop": s.stop,
@@ -56,6 +57,9 @@ def rows(run: Any) -> list[tuple[str, str]]:
     if run.reading is not None:
         table += _efficiency(run)
     table.append(("time a step", ", ".join(f"{name} {ms:.1f}" for name, ms in r["phases_ms"].items()) + " ms"))
+    if r["zero"]:
+        table.append(("zero", f"stage {r['zero']['stage']}, parameters gathered in {r['zero']['gather_ms']:.1f} ms a "
+                      "step, a part of update"))
     if r["saves"]:
         table.append(("checkpoints", _saved(r["saves"])))
     table.append(("files", str(run.out)))
@@ -80,6 +84,13 @@ def _ledger(found: dict[str, Any]) -> list[tuple[str, str]]:
     said += [f"{found['skipped']} in steps without an update"] if found.get("skipped") else []
     said += [f"epochs {', '.join(map(str, found['unchecked']))} not checked"] if found.get("unchecked") else []
     return [("samples", "; ".join(said))] if said else []
+
+
+def _zero(dp: Any) -> dict[str, Any] | None:
+    """The stage of ZeRO, and the mean milliseconds in which a step's parameters came together; None without it."""
+    if not getattr(dp, "gathers", 0):
+        return None
+    return {"stage": dp.stage, "gather_ms": round(1e3 * dp.gathered_s / dp.gathers, 3)}
 
 
 def _saves(run: Any) -> dict[str, Any] | None:

@@ -98,7 +98,7 @@ def summary(measured: Measured) -> dict[str, dict[str, Any]]:
             "median_ms": median(ms), "samples_per_s": median(measured.rates(name)),
             "percent": percents and median(percents), "percent_min": percents and min(percents),
             "percent_max": percents and max(percents),
-            "to_hvdtrain": standings.ratio(measured.times, name, standings.BASE) if own else None,
+            "to_hvdtrain": standings.ratio(measured.times, name, standings.base(measured.times)) if own else None,
             "samples": list(measured.samples[name][-1]) if measured.samples.get(name) else None,
             "windows_percent": recovery and recovery[0], "steps_to_target": recovery and recovery[1]}
     return found

@@ -13,8 +13,8 @@ from typing import Any
 from hvdtrain.bench.peers import Contender
 from hvdtrain.bench.timing import spread
 
-BASE = "hvdtrain"
-"""The one contender that "x hvdtrain" is relative to: as it comes, uncompressed."""
+BASES = ("hvdtrain", "hvdtrain/whole")
+"""What "x hvdtrain" is relative to, the first that takes part: as it comes, uncompressed; with Adam."""
 
 HEADERS = ("contender", "wire", "ms a step", "quartiles", "x hvdtrain", "x best peer", "quartiles", "best peer")
 TOLERANCE = 1e-3
@@ -35,10 +35,15 @@ def summarise(times: Times, contenders: Sequence[Contender], ranks: int) -> dict
     for name, ms in times.items():
         best = best_peer(times, known[name], contenders, ranks)
         found[name] = {"median_ms": median(ms), "quartiles_ms": quartiles(ms), "min_ms": min(ms), "max_ms": max(ms),
-                       "to_hvdtrain": ratio(times, name, BASE), "best_peer": best,
+                       "to_hvdtrain": ratio(times, name, base(times)), "best_peer": best,
                        "to_best_peer": ratio(times, name, best),
                        "to_best_peer_quartiles": quartiles(ratios(times, name, best))}
     return found
+
+
+def base(times: Times) -> str | None:
+    """The contender that others are compared with as hvdtrain; None where it takes no part."""
+    return next((name for name in BASES if name in times), None)
 
 
 def best_peer(times: Times, own: Contender, contenders: Sequence[Contender], ranks: int) -> str | None:

@@ -48,8 +48,9 @@ def _parser() -> options.Parser:
     add("--peers", action="store_true", help="measure hvdtrain against all peers of the framework: "
         + "; ".join(f"{f}: {', '.join(peers.peers(f))}" for f in FILES) + " (plain: in 1 process only)")
     add("--contenders", default="", metavar="A,B,...", help="just these: peers, hvdtrain[-COLLECTIVES]"
-        "[+COMPRESSION] such as hvdtrain-mpi, hvdtrain+powersgd, hvdtrain+auto, or plain-each: on each rank at once a "
-        "plain loop of its own, without any exchange")
+        "[+COMPRESSION] such as hvdtrain-mpi, hvdtrain+powersgd, hvdtrain+auto; hvdtrain/whole, "
+        "hvdtrain/zero1, hvdtrain/zero2: Adam whose state is whole on each rank or divided; or plain-each: on each "
+        "rank at once a plain loop of its own, without any exchange")
     add("--check", action="store_true", help="do not measure: take the same 3 steps in each contender and compare")
     return parser
 
@@ -147,7 +148,7 @@ def _tell(args: argparse.Namespace, plan: Plan, raced: Race) -> None:
         summary = {name: {**s, "wire": raced.about[name]["wire"], "notes": notes[name]} for name, s in found.items()}
         record.append(args.jsonl, race.facts(args, "step", plan, about) | {
             "kind": "summary", "wire": "", "contenders": summary, "rounds_done": raced.rounds,
-            "base": standings.BASE if standings.BASE in times else None, "left_out": plan.left_out,
+            "base": standings.base(times), "left_out": plan.left_out,
             "missing": [c.name for c in plan.contenders if c.name not in times]})
 
 

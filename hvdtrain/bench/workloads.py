@@ -62,6 +62,8 @@ def part(arrays: tuple[np.ndarray, ...], batch: int, rank: int, size: int) -> li
 WORKLOADS = {w.name: w for w in (
     Workload("mlp", "1024-2048-2048-1536-10 perceptron, 9.46M parameters", "mlp", 64, (1024,),
              args={"in_features": 1024, "hidden": [2048, 2048, 1536], "classes": 10}),
+    Workload("deep", "1024-12x2208-2208-10 perceptron, 60.8M parameters of at most 4.9M a layer", "mlp", 64, (1024,),
+             args={"in_features": 1024, "hidden": [2208] * 13, "classes": 10}),
     Workload("resnet", "small ResNet for 32x32x3 images, 0.27M parameters", "resnet", 32, (32, 32, 3)),
     Workload("gpt", "decoder, 4 blocks of width 256, 64 tokens, 3.22M parameters", "gpt", 8, (64,), vocab=96,
              args={"vocab": 96, "context": 64, "width": 256, "depth": 4}),

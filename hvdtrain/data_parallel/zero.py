@@ -21,6 +21,7 @@ import numpy as np
 from hvdtrain.data_parallel import Setup, replicate, room, shards
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.attach import buckets_of, check, compression_of
+from hvdtrain.exchange.buckets import itemsize
 from hvdtrain.exchange.compressors import create
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.exchange.squares import sum_squares
@@ -56,12 +57,14 @@ def make(setup: Setup) -> DataParallel:
             return replicate.make(setup)
     name = compression_of(setup)
     check(setup, name)
-    parts_P = config.data_parallel.shards or room.parts_of(setup)
+    given = config.data_parallel.shards
+    parts_P, why = (given, "as data_parallel.shards says") if given else room.parts_of(setup)
     if len(parts_P) != wire.size:
         raise UserError(f"data_parallel.shards has {len(parts_P)} entries for {wire.size} ranks", "one per rank",
                         f"give {wire.size} numbers")
     buckets = buckets_of(setup)
     sizes_BP = [shards.sizes(b.n, parts_P) for b in buckets]
+    setup.notes.append(room.owners(sizes_BP, [itemsize(b.dtype) for b in buckets], why))
     spans = shards.spans(buckets, sizes_BP, wire.rank, len(setup.parts.params.specs))
     during = setup.ops.during_backward(wire) if stage == 2 else wire
     reducer = Reducer(buckets, create(name, config), during, setup.ops, setup.parts.ops_of_place)
@@ -85,7 +88,7 @@ class Zero:
 
     ``stage``: 1 or 2. ``reducer``: has the wire that gradients travel by; ``wire``: that of parameters. ``parts.
     optimizer``: is over this rank's slices. ``clip_norm``: global norm to clip to, 0: none. ``gather_s``: seconds that
-    the latest update took to bring the parameters together.
+    the latest update took to bring the parameters together; ``gathered_s``: those of all ``gathers`` so far.
     """
 
     caveats: tuple[str, ...] = ()
@@ -97,7 +100,8 @@ class Zero:
         self.retains = stage == 1
         self.buckets: list[Bucket] = reducer.buckets
         self.in_graph: bool = reducer.collectives.in_graph
-        self.gather_s = self.waited_s = 0.0
+        self.gather_s = self.gathered_s = self.waited_s = 0.0
+        self.gathers = 0
         self.sizes_BP = [list(sizes_P) for sizes_P in sizes_BP]
         self._control, self._parts = control, parts
         self._wires = [Transport(wire, own.ops) for own in reducer.wires]
@@ -220,6 +224,7 @@ class Zero:
         began = time.perf_counter()
         self._gather()
         self.gather_s = time.perf_counter() - began
+        self.gathered_s, self.gathers = self.gathered_s + self.gather_s, self.gathers + 1
         return True, norm
 
     def _gather(self) -> None:

@@ -125,6 +125,10 @@ class Ops(Protocol):
         """
         ...
 
+    def free_bytes(self) -> int | None:
+        """Return the bytes that this rank's device has left, 0 where it cannot be told; None: it is host memory."""
+        ...
+
     def to_host(self, x: Array) -> np.ndarray:
         """As numpy; may share memory with ``x``."""
         ...

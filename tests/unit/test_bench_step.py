@@ -74,6 +74,16 @@ def test_every_name_that_is_chosen_exists(framework):
         assert [contender(name, framework).name for name in names] == list(names)
 
 
+def test_adam_is_raced_with_its_state_whole_and_divided():
+    names = ["hvdtrain/whole", "hvdtrain/zero1", "hvdtrain-mpi/zero2"]
+    assert [contender(name, "torch").options["adam"] for name in names] == ["whole", "zero1", "zero2"]
+    found = standings.summarise({"hvdtrain/whole": [10.0, 20.0], "hvdtrain/zero1": [5.0, 30.0]},
+                                [contender(name, "torch") for name in names[:2]], 2)
+    assert found["hvdtrain/zero1"]["to_hvdtrain"] == 1.0
+    with pytest.raises(UserError, match="there is no contender 'hvdtrain/zero3'"):
+        contender("hvdtrain/zero3", "torch")
+
+
 def test_the_parts_of_our_names():
     found = contender("hvdtrain-horovod+powersgd", "torch")
     assert found.options == {"wire": "horovod", "compression": "powersgd"} and found.needs == "horovod"

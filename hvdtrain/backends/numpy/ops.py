@@ -161,6 +161,10 @@ class Ops:
         """The wire itself."""
         return wire
 
+    def free_bytes(self) -> None:
+        """Host memory."""
+        return None
+
     def to_host(self, x: np.ndarray) -> np.ndarray:
         """``x`` itself."""
         return np.asarray(x)

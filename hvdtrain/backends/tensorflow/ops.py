@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import host
+from hvdtrain.backends.tensorflow.placement import free_bytes
 from hvdtrain.backends.tensorflow.nodes import HostNodes
 from hvdtrain.exchange.compressors.base import DEPENDENT
 from hvdtrain.exchange.compressors.candidates import LEAST, sample
@@ -134,6 +135,10 @@ class Ops:
     def during_backward(self, wire: Collectives) -> Collectives:
         """The wire itself, or, where it is outside of graphs, one whose calls are nodes of them."""
         return wire if wire.in_graph else HostNodes(wire)
+
+    def free_bytes(self) -> int | None:
+        """What the first GPU has beside this process' tensors; None on the CPU."""
+        return free_bytes()
 
     def to_host(self, x: Array) -> np.ndarray:
         """A copy: a collective may write into what it is given, and a tensor never changes."""

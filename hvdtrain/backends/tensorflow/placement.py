@@ -37,6 +37,19 @@ def device_facts() -> DeviceFacts:
     return DeviceFacts("cuda", name, f"sm_{capability[0]}{capability[1]}", own_memory_bytes())
 
 
+def free_bytes() -> int | None:
+    """Bytes of this rank's first GPU beside what its tensors take, 0 where it cannot be told; None of a CPU.
+
+    What other processes take of that GPU is not known here.
+    """
+    if in_host_memory():
+        return None
+    try:
+        return max(0, own_memory_bytes() - int(tf.config.experimental.get_memory_info("GPU:0")["current"]))
+    except (ValueError, RuntimeError):  # a device that does not tell
+        return 0
+
+
 def setup(threads: int, deterministic: bool, devices: int = 1) -> bool:
     """Set the compute threads of this process (0: TensorFlow's choice) and, if asked, deterministic kernels.
 

@@ -120,6 +120,10 @@ class Ops:
         """The wire itself."""
         return wire
 
+    def free_bytes(self) -> int | None:
+        """What CUDA has left and what PyTorch keeps unused; None on the CPU."""
+        return placement.free_bytes(self.device)
+
     def to_host(self, x: Array) -> np.ndarray:
         """Numpy view of a CPU tensor; a copy of one on another device."""
         return x.detach().cpu().numpy()

@@ -43,6 +43,14 @@ def memory_bytes(where: torch.device) -> int:
     return int(torch.cuda.mem_get_info(where)[0]) if where.type == "cuda" else cpu_facts().memory_bytes
 
 
+def free_bytes(where: torch.device) -> int | None:
+    """Bytes that this process can still take of a GPU, with what it holds and does not use; None of a CPU."""
+    if where.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
+    return int(torch.cuda.mem_get_info(where)[0]) + unused
+
+
 def synchronize(where: Iterable[torch.device]) -> None:
     """Return when all of these devices have done what was queued for them."""
     for one in set(where):

@@ -151,7 +151,8 @@ _PEERS: dict[str, list[Contender]] = {
         Contender("plain-each", "plain_tensorflow", peer=False, exchanges=False),
     ],
 }
-_OURS = re.compile(r"hvdtrain(?:-(?P<wire>[a-z]+))?(?:\+(?P<compression>[a-z0-9]+))?(?:@(?P<balance>[a-z]+))?")
+_OURS = re.compile(r"hvdtrain(?:-(?P<wire>[a-z]+))?(?:\+(?P<compression>[a-z0-9]+))?(?:@(?P<balance>[a-z]+))?"
+                   r"(?:/(?P<adam>whole|zero1|zero2))?")
 
 
 def peers(framework: str) -> list[str]:
@@ -160,8 +161,8 @@ def peers(framework: str) -> list[str]:
 
 
 def contender(name: str, framework: str) -> Contender:
-    """The contender called ``name``: a peer, or ``hvdtrain[-WIRE][+COMPRESSION][@BALANCE]``; `UserError` for any
-    other."""
+    """The contender called ``name``: a peer, or ``hvdtrain[-WIRE][+COMPRESSION][@BALANCE][/whole|/zero1|/zero2]``;
+    `UserError` for any other."""
     ours = _OURS.fullmatch(name)
     if ours:
         wire, compression, balance = ours["wire"] or "auto", ours["compression"] or "none", ours["balance"] or "off"
@@ -172,11 +173,12 @@ def contender(name: str, framework: str) -> Contender:
                 raise UserError(f"contender {name}: there are no {what} {value!r}", nearest(value, choices),
                                 "correct --contenders")
         unlike = {} if balance == "off" else {"balance": balance}
+        unlike |= {"adam": ours["adam"]} if ours["adam"] else {}
         return Contender(name, "ours", {"wire": wire, "compression": compression, **unlike},
                          "horovod" if wire == "horovod" else "", peer=False)
     found = next((c for c in _PEERS[framework] if c.name == name), None)
     if found is None:
-        known = ["hvdtrain", "hvdtrain-WIRE", "hvdtrain+COMPRESSION", "hvdtrain@BALANCE",
+        known = ["hvdtrain", "hvdtrain-WIRE", "hvdtrain+COMPRESSION", "hvdtrain@BALANCE", "hvdtrain/zero1",
                  *(c.name for c in _PEERS[framework])]
         raise UserError(f"there is no contender {name!r} for {framework}", nearest(name, known), "correct --contenders")
     return found

@@ -18,9 +18,10 @@ from hvdtrain.errors import UserError, nearest
 
 
 def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance: str = "off",
-            looks: bool = True) -> Prepared:
+            looks: bool = True, adam: str = "") -> Prepared:
     """``wire``: the configuration's ``collectives``; ``compression``, ``balance``: its keys of that name.
 
+    ``adam``: "whole", "zero1" or "zero2": Adam in place of SGD, its state on each rank or divided in that stage.
     ``looks``: whether summed gradients are looked at, as always but in the bench that tells what it costs.
     """
     from hvdtrain import loop
@@ -28,7 +29,7 @@ def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance
     from hvdtrain.events import Event
     from hvdtrain.outdir import starting
 
-    run = assemble(_config(setup, wire, compression, balance), data=setup.arrays)
+    run = assemble(_config(setup, wire, compression, balance, adam), data=setup.arrays)
     if not looks:
         for part in (run.dp, run.collectives):
             setattr(part, "looks", False)  # noqa: B010  (of the wires only those that look have it)
@@ -66,19 +67,23 @@ def _live(run: Any) -> Iterator[Any]:
         run.state.cursor = run.state.cursor.next_epoch()
 
 
-def _config(setup: Setup, wire: str, compression: str, balance: str) -> Any:
+def _config(setup: Setup, wire: str, compression: str, balance: str, adam: str) -> Any:
     """The run's configuration: what all contenders share, nothing else changed from its default."""
-    from hvdtrain.config import Checkpoint, Config, Data, Named
+    from hvdtrain.config import Checkpoint, Config, Data, DataParallel, Named
+
+    optimizer = Named("Adam") if adam else Named("SGD", {"momentum": MOMENTUM})
+    divided = DataParallel("zero", int(adam[-1])) if adam.startswith("zero") else DataParallel()
 
     return Config(model=setup.workload.model(setup.framework), model_args=setup.workload.args,
                   data=Data(shuffle=False, prefetch=0), global_batch=setup.batch * setup.control.size,
-                  seed=setup.seed, lr=LR, optimizer=Named("SGD", {"momentum": MOMENTUM}), epochs=10**9,
-                  collectives=wire, compression=compression,  # type: ignore[arg-type]
+                  seed=setup.seed, lr=LR, optimizer=optimizer, epochs=10**9,
+                  data_parallel=divided, collectives=wire, compression=compression,  # type: ignore[arg-type]
                   exchange=exchange(setup.exchange, setup.powersgd_rank),
                   balance=balance, emulate_speed=list(setup.emulate_speed),  # type: ignore[arg-type]
                   rebalance=section(Rebalance, "--rebalance", ("probe_cache=false", *setup.rebalance)),
                   checkpoint=Checkpoint(every="off", at_end=False), progress="off", threads=setup.threads,
-                  control_timeout_s=IDLE_S, out=str(Path(setup.scratch, f"hvdtrain-{wire}-{compression}-{balance}")))
+                  control_timeout_s=IDLE_S,
+                  out=str(Path(setup.scratch, f"hvdtrain-{wire}-{compression}-{balance}-{adam}")))
 
 
 def exchange(settings: Sequence[str], powersgd_rank: int) -> Exchange:

@@ -127,6 +127,22 @@ def test_gradients_that_only_some_ranks_have(tmp_path):
     one_curve(tmp_path / "more", replace(ADAM, accumulate=2, shares=[1, 2, 0]), model=sometimes)
 
 
+class Forgetful(torch.nn.Module):
+    """Drops all gradients before it computes: of several micro-batches the last one's is left."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make_model("torch")
+
+    def forward(self, x):
+        self.zero_grad()
+        return self.inner(x)
+
+
+def test_a_model_that_drops_its_gradients(tmp_path):
+    one_curve(tmp_path, replace(ADAM, accumulate=2), model=lambda rank: Forgetful())
+
+
 def test_a_model_may_be_moved_in_memory_between_fits(tmp_path):
     """As ``model.to(memory_format=...)`` does: an owner updates the parameters where they are."""
     def moved(run):

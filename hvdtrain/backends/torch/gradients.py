@@ -53,6 +53,13 @@ class _Filling:
         self._copy(self._params.views(self.bucket, flat_N))
         self.drop()
 
+    def lying_flat(self) -> torch.Tensor | None:
+        """The gradient of the only parameter as (n,) where it lies, or None where it is to be copied."""
+        grad, dtype = self.tensors[0].grad, self.tensors[0].dtype
+        if len(self.tensors) > 1 or grad is None or grad.is_sparse or grad.dtype != dtype or not grad.is_contiguous():
+            return None
+        return grad.view(-1)
+
     def drop(self) -> None:
         """Forget the gradients."""
         for param in self.tensors:
@@ -80,9 +87,10 @@ class Gradients:
     runs, where False after it. Without buckets gradients stay where autograd puts them.
 
     A sink that does not retain them takes one bucket after the other, in their order, from memory that may be the same
-    for all: a bucket that is full before its turn keeps its gradients where autograd has put them. As every rank has
-    the same order and what one rank hands over waits for no other bucket of its own, ranks may wait for each other in
-    there: the one that is behind goes on by itself.
+    for all: a bucket that is full before its turn keeps its gradients where autograd has put them, and a large tensor,
+    which has a bucket of its own, is handed over as it lies there. As every rank has the same order and what one rank
+    hands over waits for no other bucket of its own, ranks may wait for each other in there: the one that is behind goes
+    on by itself.
     """
 
     def __init__(self, params: TorchParams, place: Callable[[torch.Tensor, Bucket], torch.Tensor],
@@ -158,7 +166,7 @@ class Gradients:
             filling.drop()
             flat_N = filling.flat_N
             if flat_N is None:
-                flat_N = self._place(self._sink.buffer(filling.bucket), filling.bucket)
+                flat_N = self._memory(filling)
             flat_N.fill_(value)
             for param, view in zip(filling.tensors, filling.views):
                 param.grad = view
@@ -194,9 +202,19 @@ class Gradients:
             return
         with self._lock:
             while (due := next((f for f in self._fillings if not f.handed_over), None)) is not None and due.full:
-                flat_N = self._place(self._sink.buffer(due.bucket), due.bucket)
-                due.moved(flat_N)
+                flat_N = due.lying_flat() if self._factor == 1.0 else None  # a hook of the user's may keep gradients
+                if flat_N is None:
+                    flat_N = self._memory(due)
+                    due.moved(flat_N)
+                due.drop()
                 self._put(due, flat_N)
+
+    def _memory(self, filling: _Filling) -> torch.Tensor:
+        """Memory (n,) of the sink for a bucket; of a bucket of one parameter its own, as other ranks' gradients lie."""
+        assert self._sink is not None
+        if len(filling.tensors) == 1:
+            return torch.empty_like(filling.tensors[0], memory_format=torch.contiguous_format).detach().view(-1)
+        return self._place(self._sink.buffer(filling.bucket), filling.bucket)
 
     def _put(self, filling: _Filling, flat_N: torch.Tensor) -> None:
         """Give the sink a bucket's gradient ``flat_N`` (n,), of the scaled loss so far."""

@@ -16,7 +16,7 @@ from small_runs import (CLASSES, CUTS, FEATURES, FRAMEWORKS, Recut, apart, confi
 
 from hvdtrain import curve as curve_of
 from hvdtrain.collectives.null import Done
-from hvdtrain.config import Named
+from hvdtrain.config import DataParallel, Exchange, Named
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.sampler import epoch_order
 
@@ -57,6 +57,22 @@ def test_the_curve_is_one_in_float32(framework, size, tmp_path):
         for got in lockstep(size, settings(name, shares=shares), lambda rank: make_model(framework), samples(N), curve):
             assert apart(got[0], want) < 1e-5
             assert got[1] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("framework", ["numpy", *FRAMEWORKS])
+def test_the_curve_is_one_where_owners_update_their_parts(framework, stage, tmp_path):
+    """data_parallel zero: parts of the state follow neither the ranks' shares nor their number."""
+    make_model(framework)
+    small = settings(tmp_path / "1", exchange=Exchange(bucket_mb=0.0005))
+    ((want, loss, _),) = lockstep(1, small, lambda rank: make_model(framework), samples(N), curve)
+    for size in (2, 3, 4):
+        for i, shares in enumerate(CUTS[size][-1:]):
+            way = DataParallel("zero", stage, [i, *range(1, size)])
+            sized = replace(small, out=str(tmp_path / f"{size}{i}"), shares=shares, data_parallel=way)
+            for got in lockstep(size, sized, lambda rank: make_model(framework), samples(N), curve):
+                assert apart(got[0], want) < (1e-12 if framework == "numpy" else 1e-5)
+                assert got[1] == pytest.approx(loss, rel=1e-5)
 
 
 def replanned(run):

@@ -14,6 +14,9 @@ from collections.abc import Callable
 KEPT_BYTES = 1 << 30
 """Free memory that stays in the process before the heap is cut, and size from which a block is mapped by itself."""
 
+LARGE_BYTES = 1 << 26
+"""Parameters from which ZeRO gives memory back at once rather than keep it for the next step."""
+
 MAPPED_BYTES = 1 << 20
 """Size from which a block goes back to the system at once where memory is short."""
 

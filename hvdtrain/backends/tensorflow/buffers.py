@@ -6,7 +6,6 @@ what the forward of a step did.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.optim_state import give_back, take_over
-from hvdtrain.backends.tensorflow.state import assign, named, to_numpy
+from hvdtrain.backends.tensorflow.state import assign, named, nbytes, to_numpy
 from hvdtrain.exchange.transport import Transport
 
 CHUNK_BYTES = 1 << 28
@@ -123,7 +122,7 @@ class Buffers:
 
     def _from_root(self, variables: Sequence[Any], name: str, root: int = 0) -> None:
         """Give ``variables`` the values of rank ``root``, as bytes, several small ones in one broadcast."""
-        sizes = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables]
+        sizes = [nbytes([v]) for v in variables]
         begin = 0
         for end in range(1, len(sizes) + 1):
             if end < len(sizes) and sum(sizes[begin:end + 1]) <= PACK_BYTES:

@@ -24,6 +24,7 @@ from hvdtrain.backends.tensorflow.task import ClassNumbers, Task
 from hvdtrain.backends.tensorflow.transforms import sync_batchnorm
 from hvdtrain.backends.tensorflow.transforms.placement import Placement
 from hvdtrain.backends.tensorflow.transforms.precision import MixedPrecision
+from hvdtrain.cluster import heap
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
@@ -101,6 +102,8 @@ class _Making:
         self._evaluator = Evaluator(Evaluation(self._spec, self._config, self._task), self._class_numbers)
         divided = self._config.data_parallel.name == "zero" and self._wire.size > 1 and self._config.model_parallel == 1
         self.opt = Optimization(self._config, model, self._steps, whole=not divided)
+        if divided and not placement.on_gpu(model) and state.nbytes(model.trainable_variables) >= heap.LARGE_BYTES:
+            heap.map_large()  # gradients come and go among what stays: of a large model their gaps would be much
         sync_batchnorm.release(model)
         placement.seed_model(state.seed_states(model), self._rank)
 

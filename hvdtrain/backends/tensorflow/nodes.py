@@ -3,11 +3,16 @@
 Owns the nodes, their order, and what becomes of an error in one. Each is a call of Python that holds one of
 TensorFlow's threads until the wire is done, so a bucket's gradient is summed and forgotten while backward goes on. They
 run in the order in which they are traced, which is the same on every rank: such a wire pairs calls by their order.
+
+Where TensorFlow has one such thread, backward stands still meanwhile; otherwise it may run ahead of a rank that is late
+by the gradients that are left.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,6 +29,7 @@ MOST = 64
 
 _numbers = itertools.count()
 _errors: OrderedDict[str, BaseException] = OrderedDict()
+_of_graph: weakref.WeakKeyDictionary[Any, HostNodes] = weakref.WeakKeyDictionary()
 
 
 class Failed(RuntimeError):
@@ -34,6 +40,24 @@ def raised(message: str) -> BaseException | None:
     """Return the exception of the node that TensorFlow's ``message`` is about; None where it is about something else.
     """
     return next((_errors.pop(words) for words in list(_errors) if words in message), None)
+
+
+def stood_s(ready_s: tf.Tensor, after: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return the seconds, float64 (), that the nodes of the graph being traced made its other work stand still.
+
+    Up to the time ``ready_s`` (of `tf.timestamp`), and once ``after`` are there. 0 where there are no such nodes.
+    """
+    nodes = _of_graph.get(tf.compat.v1.get_default_graph())
+    if nodes is None:
+        return tf.zeros([], tf.float64)
+    with tf.control_dependencies(after):
+        return tf.ensure_shape(tf.numpy_function(nodes.take_stood, [ready_s], tf.float64), [])
+
+
+def _threads() -> int:
+    """How many nodes TensorFlow runs at once."""
+    set_here = tf.config.threading.get_inter_op_parallelism_threads()
+    return set_here or int(os.environ.get("TF_NUM_INTEROP_THREADS", 0)) or os.cpu_count() or 1
 
 
 class HostNodes:
@@ -50,6 +74,7 @@ class HostNodes:
         self.name, self.rank, self.size = wire.name, wire.rank, wire.size
         self.dtypes, self.reductions = wire.dtypes, wire.reductions
         self._latest: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._spans: list[tuple[float, float]] = []
 
     def buffer(self, n: int, dtype: str) -> None:
         """No memory of its own: a graph makes its vectors itself."""
@@ -91,8 +116,15 @@ class HostNodes:
         """``root``'s vector: (N,) -> (N,)."""
         return self._node(lambda x: self._wire.broadcast(np.array(x), name, root), x_N, name, x_N.shape)
 
+    def take_stood(self, ready_s: np.ndarray) -> np.float64:
+        """Return the seconds before ``ready_s`` that nodes took of a graph that could do nothing else; forget them."""
+        spans, self._spans = self._spans, []
+        alone = _threads() == 1
+        return np.float64(sum(max(0.0, min(end, float(ready_s)) - begin) for begin, end in spans) if alone else 0.0)
+
     def _node(self, call: Callable[[np.ndarray], Handle], x: tf.Tensor, name: str, shape: Any) -> Done:
         def run(x: np.ndarray) -> np.ndarray:
+            begin = time.time()
             try:
                 return np.array(call(x).wait(), x.dtype)  # not the wire's own memory, which the next node overwrites
             except BaseException as error:
@@ -101,11 +133,13 @@ class HostNodes:
                 while len(_errors) > MOST:
                     _errors.popitem(last=False)
                 raise Failed(words) from error
+            finally:
+                self._spans.append((begin, time.time()))
 
         graph = tf.compat.v1.get_default_graph()
         before = self._latest.get(graph)
         with tf.control_dependencies([] if before is None else [before]):
             result = tf.numpy_function(run, [x], x.dtype, name=name)
         if tf.inside_function():
-            self._latest[graph] = result.op
+            self._latest[graph], _of_graph[graph] = result.op, self
         return Done(tf.ensure_shape(result, shape))

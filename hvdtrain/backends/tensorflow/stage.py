@@ -24,6 +24,7 @@ from hvdtrain.backends.tensorflow.buffers import Buffers
 from hvdtrain.backends.tensorflow.calls import PLAIN, Calls
 from hvdtrain.backends.tensorflow.collectives import peer_failures
 from hvdtrain.backends.tensorflow.gradients import Gradients
+from hvdtrain.backends.tensorflow.nodes import stood_s
 from hvdtrain.backends.tensorflow.task import ClassNumbers, Task
 from hvdtrain.backends.tensorflow.transforms import sync_batchnorm
 from hvdtrain.backends.tensorflow.trial import Trial
@@ -195,6 +196,7 @@ class Stage:
         if sink.buckets:
             with tf.control_dependencies(sums):
                 waited_s = tf.maximum(tf.timestamp() - ready_s, 0.0)
+            waited_s += stood_s(ready_s, sums)
         numbers, wanted = sink.look(loss_sum, sums)
         return tf.concat([pair, [waited_s], numbers], 0), list(wanted)
 

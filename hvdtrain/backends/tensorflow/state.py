@@ -55,6 +55,11 @@ def assign(variable: Any, array: np.ndarray) -> None:
     variable.assign(array)
 
 
+def nbytes(variables: Sequence[Any]) -> int:
+    """The bytes of what ``variables`` hold."""
+    return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)
+
+
 def without_counters(name: str) -> str:
     """A variable's path without Keras' counters: ``dense/kernel`` for ``dense_7/kernel``."""
     return _COUNTER.sub("", name)
@@ -150,8 +155,7 @@ class ModelState:
 
     def state_bytes(self) -> int:
         """Return the bytes of all variables, which a Keras optimizer has from the start; of slices, this rank's."""
-        held = (*self._model.weights, *self._opt.optimizer.variables)
-        return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in held)
+        return nbytes((*self._model.weights, *self._opt.optimizer.variables))
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
         """Undo `state`; a base rate that is configured otherwise now takes effect."""

@@ -41,10 +41,6 @@ from hvdtrain.protocols import Batch, Collectives, Control
 from hvdtrain.transforms import in_order
 
 
-LARGE_BYTES = 1 << 26
-"""Parameters from which ZeRO gives memory back at once rather than keep it for the next step."""
-
-
 def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,
                precision: Precision = FP32, sample: Callable[[int], Batch] | None = None, data: Any = None) -> Parts:
     """Parts of ``spec.model``, on this rank's device or split over several; collective where it is split.
@@ -54,7 +50,7 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
     """
     if placement.device().type == "cpu":
         # Under ZeRO gradients come and go among those that stay: of a large model their gaps would be much.
-        short = config.data_parallel.name == "zero" and _nbytes(spec.model) >= LARGE_BYTES
+        short = config.data_parallel.name == "zero" and _nbytes(spec.model) >= heap.LARGE_BYTES
         (heap.map_large if short else heap.keep_freed)()
 
     def begin() -> Maker:

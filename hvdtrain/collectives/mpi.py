@@ -62,7 +62,7 @@ class MpiCollectives:
         self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
         self.timeout_s, self.chunk = timeout_s, chunk
         self._comm, self._check = comm, check
-        self._received, self._gathered = Scratch(), Scratch()
+        self._lent = Scratch()  # one for all calls: what the last one returned is good until the next
 
     def buffer(self, n: int, dtype: str) -> np.ndarray | None:
         """No memory of its own."""
@@ -137,7 +137,7 @@ class MpiCollectives:
             at = 0
             for begin, pieces_P in windows(sizes_P, self.chunk):
                 k = pieces_P[self.rank]
-                rows_PK = self._received.vector(self.size * k, own_N.dtype).reshape(self.size, k)
+                rows_PK = self._lent.vector(self.size * k, own_N.dtype).reshape(self.size, k)
                 self._comm.Alltoallv(_parts(own_N[begin:begin + sum(pieces_P)], pieces_P),
                                      _parts(rows_PK, [k] * self.size))
                 add_rows(list(rows_PK), total_K[at:at + k])
@@ -152,7 +152,7 @@ class MpiCollectives:
 
         def run() -> np.ndarray:
             own_K = np.ascontiguousarray(part_K)
-            all_N = self._gathered.vector(sum(sizes_P), own_K.dtype)
+            all_N = self._lent.vector(sum(sizes_P), own_K.dtype)
             at = 0
             for begin, pieces_P in windows(sizes_P, self.chunk):
                 k = pieces_P[self.rank]

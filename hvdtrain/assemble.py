@@ -29,6 +29,7 @@ from hvdtrain.callbacks.divergence import Divergence
 from hvdtrain.callbacks.early_stop import EarlyStop
 from hvdtrain.callbacks.jsonl import Jsonl
 from hvdtrain.callbacks.ledger import Ledger
+from hvdtrain.callbacks.memory import Memory
 from hvdtrain.callbacks.meter import Meter
 from hvdtrain.callbacks.nan_guard import NanGuard
 from hvdtrain.callbacks.preempt import Preempt
@@ -49,6 +50,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.faults import causes
 from hvdtrain.faults.finite import check_trainable
 from hvdtrain.memory_plan import imported
+from hvdtrain.memory_plan.survey import scene_of
 from hvdtrain.model import Spec, build_spec, spec_of
 from hvdtrain.outdir import COMPLETED, find_out
 from hvdtrain.pipeline.accumulate import Accumulate
@@ -116,7 +118,8 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
     check_alike(control, run.group, parts.params.made_of())
     first_sample.check(run, backend)
     run.dp = agreed(control, lambda: data_parallel.create(data_parallel.Setup(
-        run.spelled, control, run.topology, run.group, run.collectives, backend.Ops(), parts, run.notes)), "exchange")
+        run.spelled, control, run.topology, run.group, run.collectives, backend.Ops(), parts, run.notes,
+        scene_of(run, backend))), "exchange")
     agreed(control, run.join, "exchange")
     parts.buffers.share()
     run.callbacks = _callbacks(run, facts, more)
@@ -260,7 +263,7 @@ def _callbacks(run: Run, facts: LaunchFacts, more: Callable[[Run], list[Callback
     """
     config = run.config
     own: list[Any] = [*([Supervised()] if causes.folder() else []), Preempt(config.time_limit_s()),
-                      NanGuard(config.nan_guard, config.max_skipped), Throughput(), Ledger()]
+                      NanGuard(config.nan_guard, config.max_skipped), Throughput(), Ledger(), Memory()]
     meter = Meter(config.rebalance.every_steps)
     if run.control.size > 1:
         own.append(meter)

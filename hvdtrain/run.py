@@ -187,6 +187,8 @@ class Run:
     """Whether the latest step made its update; on an asynchronous device the step before, where the loss decides."""
     ledger: dict[str, Any] = field(default_factory=dict)
     """What `hvdtrain.callbacks.ledger` has found so far."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What `hvdtrain.callbacks.memory` has reckoned and measured, by rank."""
     lock: int = -1
     """Descriptor by which rank 0 keeps other jobs out of ``out`` while it trains; -1: none."""
     begun: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import IO, Any, cast
 
+from hvdtrain.memory_plan.kinds import shown
 from hvdtrain.run import Stdout, say
 
 
@@ -37,6 +38,7 @@ def record(run: Any) -> dict[str, Any]:
         "phases_ms": {name: round(1e3 * seconds / steps, 3) for name, seconds in phases.seconds.items()},
         "stop": s.stop,
         "ledger": run.ledger,
+        "memory": run.memory,
         "notes": run.notes,
         "step": run.parts.describe(),
     }
@@ -62,6 +64,7 @@ def rows(run: Any) -> list[tuple[str, str]]:
                       "step, a part of update"))
     if r["saves"]:
         table.append(("checkpoints", _saved(r["saves"])))
+    table += _memory(r["memory"])
     table.append(("files", str(run.out)))
     return table + [("note", note) for note in r["notes"]]
 
@@ -91,6 +94,17 @@ def _zero(dp: Any) -> dict[str, Any] | None:
     if not getattr(dp, "gathers", 0):
         return None
     return {"stage": dp.stage, "gather_ms": round(1e3 * dp.gathered_s / dp.gathers, 3)}
+
+
+def _memory(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """The most that rank 0 and the worst rank have held, beside what was reckoned; nothing where it is unknown."""
+    peaks, states = found.get("peak", []), found.get("state", [])
+    if not any(peaks) or len(peaks) != len(states):
+        return []
+    worst = max(range(len(peaks)), key=lambda r: peaks[r])
+    said = [f"rank {r} at most {shown(peaks[r])}, of it {shown(states[r])} parameters, gradients and optimizer as "
+            "reckoned" for r in dict.fromkeys((0, worst)) if peaks[r]]
+    return [("memory", "; ".join(said))]
 
 
 def _saves(run: Any) -> dict[str, Any] | None:

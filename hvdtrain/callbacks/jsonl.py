@@ -37,7 +37,8 @@ class Jsonl(Callback):
     def fit_start(self, run: Any) -> None:
         """Configuration, world and notes."""
         self.record(run, "start", world_size=run.control.size, hosts=run.topology.describe(), notes=run.notes,
-                    framework=run.spec.framework, wire=run.collectives.name, config=run.config.to_dict())
+                    framework=run.spec.framework, wire=run.collectives.name, memory=run.memory,
+                    config=run.config.to_dict())
 
     def epoch_start(self, run: Any) -> None:
         """Write what has waited for the run to begin."""
@@ -66,7 +67,7 @@ class Jsonl(Callback):
         """Where the time went, why and where it ended."""
         self._meter(run)
         self.record(run, "end", epoch=run.state.cursor.epoch, stop=run.state.stop, metrics=run.state.metrics,
-                    ledger=run.ledger)
+                    ledger=run.ledger, memory=run.memory)
 
     def _meter(self, run: Any) -> None:
         """The ranks' times over the run."""

@@ -7,6 +7,7 @@ Another way is one more file, here or anywhere (``module:callable`` or ``path/fi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from hvdtrain.cluster.group import Group
 from hvdtrain.cluster.topology import Topology
@@ -20,7 +21,10 @@ from hvdtrain.slots import load_slot
 
 @dataclass(frozen=True)
 class Setup:
-    """What ``make`` gets. ``group``: the ranks that hold copies. ``notes``: remarks for the summary, to be added to."""
+    """What ``make`` gets. ``group``: the ranks that hold copies. ``notes``: remarks for the summary, to be added to.
+
+    ``scene``: what the memory plan looks at (`hvdtrain.memory_plan.survey.Scene`).
+    """
 
     config: Config
     control: Control
@@ -30,6 +34,7 @@ class Setup:
     ops: Ops
     parts: Parts
     notes: list[str]
+    scene: Any = None
 
 
 def create(setup: Setup) -> DataParallel:

@@ -6,11 +6,16 @@ Owns those two decisions, which all ranks take alike from the same numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hvdtrain.balance import memory
+from hvdtrain.cluster.exit import agreed
 from hvdtrain.data_parallel import shards
-from hvdtrain.errors import UserError
+from hvdtrain.exchange.attach import compression_of
+from hvdtrain.memory_plan.facts import Facts, Way
+from hvdtrain.memory_plan.forecast import forecast
+from hvdtrain.memory_plan.kinds import shown
 
 if TYPE_CHECKING:
     from hvdtrain.data_parallel import Setup
@@ -80,5 +85,49 @@ def listed(numbers: Sequence[float]) -> str:
 
 
 def stage_needed(setup: Setup) -> int:
-    """Return 0, 1 or 2: as little as lets the model fit, which the notes say why; collective."""
-    raise UserError("data_parallel.stage auto", "1 or 2: what would fit is not known yet", "set data_parallel.stage: 2")
+    """Return 0, 1 or 2: as little as lets the model fit, which the notes say why; collective.
+
+    A few samples are measured. Where no stage fits it is the one that comes nearest.
+    """
+    from hvdtrain.memory_plan import plan, survey  # which read this package
+
+    scene, control = setup.scene, setup.control
+    if not setup.parts.optimizer.elementwise:
+        setup.notes.append("data_parallel.stage auto divides nothing: the optimizer looks at whole tensors")
+        return 0
+
+    def look() -> Facts:
+        model = scene.backend.model_bytes(scene.parts)
+        return Facts(model, survey.rank_of(scene), Way(), survey.measure(scene, model, Way()))
+
+    facts = agreed(control, look, "memory")
+    free_P = control.gather(facts.rank.free_bytes)
+    parts_P = setup.config.data_parallel.shards or plan.parts_by(free_P)
+    way = Way(0, survey.buckets_for(scene), parts_P, scene.wire.name, compression_of(setup))
+    needs_PS = control.gather([forecast(replace(facts, way=replace(way, stage=stage))).total for stage in (0, 1, 2)])
+    stage, words = least_stage(needs_PS, free_P)
+    setup.notes.append(words)
+    return stage
+
+
+def least_stage(needs_PS: Sequence[Sequence[int]], free_P: Sequence[int | None]) -> tuple[int, str]:
+    """Return the least of stages 0, 1, 2 that every rank has room for, and why in words; pure.
+
+    ``needs_PS``: bytes of each rank by stage. ``free_P``: what each may hold; None, which is unknown, is room enough.
+
+    >>> least_stage([[15_200, 9_000, 6_400], [15_200, 9_000, 6_400]], [11_900, 20_000])[0]
+    1
+    """
+    loads_S = [[need_S[s] / free if free else 0.0 for need_S, free in zip(needs_PS, free_P)] for s in range(3)]
+    fitting = [s for s in range(3) if max(loads_S[s]) <= 1]
+    stage = fitting[0] if fitting else min(range(3), key=lambda s: max(loads_S[s]))
+    rank = max(range(len(free_P)), key=lambda r: (loads_S[0][r], needs_PS[r][0]))
+    free = free_P[rank]
+    room = "whose room is unknown" if free is None else f"which has {shown(free)} free"
+    words = f"unsharded needs {shown(needs_PS[rank][0])} on rank {rank}, {room}"
+    if stage == 0:
+        return 0, f"data_parallel.stage auto divides nothing: {words}"
+    tight = max(range(len(free_P)), key=lambda r: loads_S[stage][r])
+    where = "" if tight == rank else f" on rank {tight}, which has {shown(free_P[tight] or 0)} free"
+    fits = "" if fitting else ": no stage fits, and this one comes nearest"
+    return stage, f"zero stage {stage}: {words}; stage {stage} needs {shown(needs_PS[tight][stage])}{where}{fits}"

@@ -6,7 +6,7 @@ Owns how ranks come to one plan. Counting is `forecast`'s, measuring `survey`'s.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hvdtrain.data_parallel import shards
@@ -96,19 +96,22 @@ def facts_now(scene: Scene, way: Any, measures: bool) -> Facts:
     return Facts(facts.model, facts.rank, facts.way, survey.measure(scene, facts.model, way))
 
 
-def agreed_plan(scene: Scene, facts: Facts) -> Plan:
-    """Return the plan of all ranks' ``facts``; collective."""
+def agreed_plan(scene: Scene, facts: Facts, always: bool = True) -> Plan:
+    """Return the plan of all ranks' ``facts``; collective. Unless ``always``, options are found near the limit alone."""
     control = scene.control
-    free_P = control.gather(facts.rank.free_bytes)
+    rows = control.gather((forecast(facts), facts.rank.free_bytes))
+    free_P = [free for _, free in rows]
+    plan = Plan(tuple(need for need, _ in rows), tuple(free_P))
+    if not always and plan.load(plan.tightest()) < CLOSE:
+        return plan
     parts_P = parts_by(free_P)
     found = list(options.changes(facts, scene.config, facts.way.buckets or survey.buckets_for(scene), parts_P,
                                  bool(scene.parts.blocks), scene.device.kind))
     names_P = control.gather([change.name for change in found])  # a rank with one sample cannot halve it
     found = [change for change in found if all(change.name in names for names in names_P)]
-    rows_P = control.gather([forecast(facts), *options.tried(facts, found)])
-    now_P = tuple(row[0] for row in rows_P)
-    offered = [Option(c.name, c.line, c.cost, tuple(row[i + 1] for row in rows_P)) for i, c in enumerate(found)]
-    return Plan(now_P, tuple(free_P), tuple(options.ranked(offered, now_P, free_P)))
+    rows_P = control.gather(options.tried(facts, found))
+    offered = [Option(c.name, c.line, c.cost, tuple(row[i] for row in rows_P)) for i, c in enumerate(found)]
+    return replace(plan, options=tuple(options.ranked(offered, plan.needs_P, free_P)))
 
 
 def parts_by(free_P: Sequence[int | None]) -> list[float]:

@@ -47,8 +47,11 @@ def slots_of(optimizer: TorchOptimizer, tensors: Sequence[torch.Tensor]) -> list
     """
     if optimizer.adopted is not None:
         return [_slots(t, optimizer.optimizer.state.get(t, {})) for t in optimizer.tensors]
-    tensors, state = _updated(optimizer, tensors)
-    return [_slots(t, state.get(t, {})) for t in tensors]
+    if optimizer.elementwise:  # one element of each type tells of all
+        tensors = [torch.empty(1, dtype=t.dtype) for t in tensors]
+    standing, state = _updated(optimizer, tensors)
+    slots = {id(t): _slots(t, state.get(t, {})) for t in standing}
+    return [slots[id(t)] for t in standing]
 
 
 def _updated(optimizer: TorchOptimizer, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:

@@ -1,0 +1,43 @@
+"""data_parallel.stage auto: as little is divided as lets every rank fit, and the notes say why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from small_runs import config, lockstep, make_model, samples
+
+from hvdtrain.config import DataParallel, Exchange, Named
+from hvdtrain.data_parallel.room import least_stage
+from hvdtrain.data_parallel.zero import Zero
+from hvdtrain.memory_plan import survey
+
+GB = 10**9
+NEEDS = [15_200 * 10**6, 9_000 * 10**6, 6_400 * 10**6]
+SETTINGS = config(global_batch=24, max_steps=1, optimizer=Named("SGD", {"momentum": 0.9}),
+                  exchange=Exchange(bucket_mb=0.0005), data_parallel=DataParallel("zero", "auto"))
+
+
+@pytest.mark.parametrize("free, stage, words", [
+    ([11.9, 20], 1, "zero stage 1: unsharded needs 15.2 GB on rank 0, which has 11.9 GB free; stage 1 needs 9 GB"),
+    ([20, 7], 2, "zero stage 2: unsharded needs 15.2 GB on rank 1, which has 7 GB free; stage 2 needs 6.4 GB"),
+    ([20, 16], 0, "data_parallel.stage auto divides nothing: unsharded needs 15.2 GB on rank 1, which has 16 GB free"),
+    ([5, 20], 2, "zero stage 2: unsharded needs 15.2 GB on rank 0, which has 5 GB free; stage 2 needs 6.4 GB: no "
+     "stage fits, and this one comes nearest"),
+    ([None, None], 0, "data_parallel.stage auto divides nothing: unsharded needs 15.2 GB on rank 0, whose room is "
+     "unknown"),
+])
+def test_the_least_stage_that_fits_is_taken(free, stage, words):
+    assert least_stage([NEEDS] * 2, [None if f is None else int(f * GB) for f in free]) == (stage, words)
+
+
+@pytest.mark.parametrize("room, zero", ((10**12, False), (1, True)))
+def test_all_ranks_divide_alike_by_the_room_there_is(room, zero, monkeypatch, tmp_path):
+    monkeypatch.setattr(survey, "free_bytes", lambda scene: room if scene.control.rank else 10**12)
+
+    def work(run):
+        return isinstance(run.dp, Zero), [n for n in run.notes if "unsharded needs" in n]
+
+    found = lockstep(2, replace(SETTINGS, out=str(tmp_path)), lambda rank: make_model("numpy"), samples(96), work)
+    assert [is_zero for is_zero, _ in found] == [zero] * 2 and found[0] == found[1]
+    assert len(found[0][1]) == 1

@@ -97,7 +97,10 @@ def facts_now(scene: Scene, way: Any, measures: bool) -> Facts:
 
 
 def agreed_plan(scene: Scene, facts: Facts, always: bool = True) -> Plan:
-    """Return the plan of all ranks' ``facts``; collective. Unless ``always``, options are found near the limit alone."""
+    """Return the plan of all ranks' ``facts``; collective.
+
+    Unless ``always``, options are looked for near the limit alone.
+    """
     control = scene.control
     rows = control.gather((forecast(facts), facts.rank.free_bytes))
     free_P = [free for _, free in rows]

@@ -89,7 +89,7 @@ def stage_needed(setup: Setup) -> int:
 
     A few samples are measured. Where no stage fits it is the one that comes nearest.
     """
-    from hvdtrain.memory_plan import plan, survey  # which read this package
+    from hvdtrain.memory_plan import survey  # which reads this package
 
     scene, control = setup.scene, setup.control
     if not setup.parts.optimizer.elementwise:
@@ -102,7 +102,7 @@ def stage_needed(setup: Setup) -> int:
 
     facts = agreed(control, look, "memory")
     free_P = control.gather(facts.rank.free_bytes)
-    parts_P = setup.config.data_parallel.shards or plan.parts_by(free_P)
+    parts_P = setup.config.data_parallel.shards or parts_of(setup)[0]
     way = Way(0, survey.buckets_for(scene), parts_P, scene.wire.name, compression_of(setup))
     needs_PS = control.gather([forecast(replace(facts, way=replace(way, stage=stage))).total for stage in (0, 1, 2)])
     stage, words = least_stage(needs_PS, free_P)

@@ -87,7 +87,7 @@ def listed(numbers: Sequence[float]) -> str:
 def stage_needed(setup: Setup) -> int:
     """Return 0, 1 or 2: as little as lets the model fit, which the notes say why; collective.
 
-    A few samples are measured. Where no stage fits it is the one that comes nearest.
+    A few samples are measured. Where no stage fits it is the one of 1 and 2 that comes nearer.
     """
     from hvdtrain.memory_plan import survey  # which reads this package
 
@@ -120,7 +120,7 @@ def least_stage(needs_PS: Sequence[Sequence[int]], free_P: Sequence[int | None])
     """
     loads_S = [[need_S[s] / free if free else 0.0 for need_S, free in zip(needs_PS, free_P)] for s in range(3)]
     fitting = [s for s in range(3) if max(loads_S[s]) <= 1]
-    stage = fitting[0] if fitting else min(range(3), key=lambda s: max(loads_S[s]))
+    stage = fitting[0] if fitting else min((2, 1), key=lambda s: max(loads_S[s]))
     rank = max(range(len(free_P)), key=lambda r: (loads_S[0][r], needs_PS[r][0]))
     free = free_P[rank]
     room = "whose room is unknown" if free is None else f"which has {shown(free)} free"

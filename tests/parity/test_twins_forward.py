@@ -20,17 +20,20 @@ from twins import copy_torch_to_keras, pairs  # noqa: E402
 import tf_models.cnn  # noqa: E402
 import tf_models.gpt  # noqa: E402
 import tf_models.device_split  # noqa: E402
+import tf_models.lstm  # noqa: E402
 import tf_models.mlp  # noqa: E402
 import tf_models.resnet  # noqa: E402
 import torch_models.cnn  # noqa: E402
 import torch_models.gpt  # noqa: E402
 import torch_models.device_split  # noqa: E402
+import torch_models.lstm  # noqa: E402
 import torch_models.mlp  # noqa: E402
 import torch_models.resnet  # noqa: E402
 
 TWINS = {"mlp": (torch_models.mlp, tf_models.mlp), "cnn": (torch_models.cnn, tf_models.cnn),
          "resnet": (torch_models.resnet, tf_models.resnet), "gpt": (torch_models.gpt, tf_models.gpt),
-         "device_split": (torch_models.device_split, tf_models.device_split)}
+         "device_split": (torch_models.device_split, tf_models.device_split),
+         "lstm": (torch_models.lstm, tf_models.lstm)}
 
 # Family, arguments, shape of one sample (None: that of `example`).
 VARIANTS = {
@@ -50,6 +53,8 @@ VARIANTS = {
     "gpt-short": ("gpt", {"vocab": 20, "context": 9, "width": 24, "depth": 2, "heads": 3, "dropout": 0.5},
                   (7,)),
     "device_split": ("device_split", {"in_features": 20, "hidden": 12}, (20,)),
+    "lstm": ("lstm", {}, None),
+    "lstm-narrow": ("lstm", {"features": 3, "width": 12, "depth": 1, "classes": 4}, (6, 3)),
 }
 EACH_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 EACH_FAMILY = pytest.mark.parametrize("family", TWINS)
@@ -276,6 +281,7 @@ INVALID = [
     ("resnet", {"in_shape": 32}), ("resnet", {"width": 0}), ("resnet", {"depth": 1.0}), ("resnet", {"classes": 0}),
     ("resnet", {"norm": "none"}),
     ("gpt", {"vocab": 0}), ("gpt", {"context": "64"}), ("gpt", {"width": 130}), ("gpt", {"depth": 0}),
+    ("lstm", {"features": 0}), ("lstm", {"width": 1.5}), ("lstm", {"depth": 0}), ("lstm", {"classes": -2}),
     ("gpt", {"heads": 0}), ("gpt", {"dropout": 1.0}), ("gpt", {"dropout": -0.1}), ("gpt", {"dropout": "0.1"}),
 ]
 
@@ -308,7 +314,7 @@ def test_inputs_of_another_shape_are_refused():
 @EACH_FAMILY
 def test_keras_twin_comes_back_from_its_native_file(family, tmp_path):
     variant = {"mlp": "mlp-gelu", "cnn": "cnn-batch", "resnet": "resnet-batch", "gpt": "gpt-short",
-               "device_split": "device_split"}[family]
+               "device_split": "device_split", "lstm": "lstm-narrow"}[family]
     _, _, _, keras_model = twins(variant)
     x, _ = samples(variant)
     keras_model.save(tmp_path / "model.keras")
@@ -320,7 +326,7 @@ def test_keras_twin_comes_back_from_its_native_file(family, tmp_path):
                                              (tf_models, {"torch", "torch_models"})])
 def test_model_files_import_one_framework_and_nothing_distributed(package, others):
     name = package.__name__
-    code = (f"import sys, {name}.mlp, {name}.cnn, {name}.resnet, {name}.gpt, {name}.device_split\n"
+    code = (f"import sys, {name}.mlp, {name}.cnn, {name}.resnet, {name}.gpt, {name}.device_split, {name}.lstm\n"
             f"print(sorted(set(sys.modules) & {others | {'hvdtrain', 'horovod', 'mpi4py'}}))")
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(package.__file__).parents[1],
                           capture_output=True, text=True, timeout=60)

@@ -228,3 +228,34 @@ def test_the_state_of_an_earlier_fit_is_taken_over_from_rank_0(tmp_path):
         own.build(run.spec.model.trainable_variables)
         assert len(own.variables) == 10
     assert "holds no state of the run" in found["zero"][0].parts.describe()["optimizer"]
+
+
+def test_callbacks_see_the_rate_and_the_count_and_set_the_rate(tmp_path):
+    import keras
+
+    from hvdtrain.keras.bridge import Bridge
+
+    seen, files = [], []
+
+    class Sets(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(int(self.model.optimizer.iterations))
+            self.model.optimizer.learning_rate = 0.01 / seen[-1]
+
+        def on_train_end(self, logs=None):
+            files.append(tmp_path / f"{len(files)}.keras")
+            self.model.save(files[-1])
+
+    def work(run):
+        run.callbacks.append(Bridge([Sets()], run))
+        return fitted(run)
+
+    found = {way: of_compiled(way, tmp_path, lambda: keras.optimizers.Adam(0.01), work=work)
+             for way in ("replicate", "zero")}
+    assert {bits(run) for run in found["zero"]} == {bits(found["replicate"][0])}
+    assert sorted(seen) == sorted([1, 2, 3] * 4)
+    for run in found["zero"]:
+        assert float(run.spec.model.optimizer.learning_rate) == pytest.approx(0.01 / 3)
+        assert run.parts.optimizer.learning_rate() == pytest.approx(0.01 / 3)
+    with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):  # saved without state
+        keras.models.load_model(files[-1]).train_on_batch(*(a[:8] for a in DATA))

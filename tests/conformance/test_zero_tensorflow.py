@@ -83,7 +83,7 @@ def test_slices_are_updated_to_the_bits_of_whole_tensors(name):
     assert names[0] == names[1]
 
 
-@pytest.mark.parametrize("name, stage", [("Nesterov", 1), ("Adam", 1), ("Adam", 2), ("Lion", 2)])
+@pytest.mark.parametrize("name, stage", [("Nesterov", 1), ("Adam", 2)])
 def test_it_gives_the_bits_of_the_unsharded_run(name, stage, tmp_path):
     settings = replace(RUN, optimizer=Named(CLASSES.get(name, name), OPTIMIZERS[name]), shares=[3, 1], max_steps=3)
     whole, runs = both(2, settings, tmp_path, stage=stage, shards=[2, 1])
@@ -124,8 +124,7 @@ def both(size, settings, out, **zero):
             trained(size, replace(settings, data_parallel=DataParallel("zero", **zero)), out / "zero"))
 
 
-@pytest.mark.parametrize("size, shares, shards", [(2, [0, 1], [1, 3]), (3, [5, 0, 2], [1, 0, 0]),
-                                                  (4, [1, 2, 4, 0], [1, 1, 1, 1])])
+@pytest.mark.parametrize("size, shares, shards", [(2, [0, 1], [1, 0]), (4, [1, 2, 4, 0], [1, 3, 0, 1])])
 def test_shares_and_parts_are_independent(size, shares, shards, tmp_path):
     settings = replace(RUN, optimizer=Named("AdamW", {"weight_decay": 0.1}), shares=shares, max_steps=3)
     whole, runs = both(size, settings, tmp_path, stage=2, shards=shards)

@@ -239,7 +239,10 @@ class Zero:
                 open_[i] = self.wire.allgatherv(own_K, self.sizes_BP[i], f"{bucket.group}.b{i}.params")
             done = i - ahead + 1
             if done >= 0:
-                params.write(self.buckets[done], self._wires[done].arrived(open_.pop(done).wait()))
+                bucket, whole_N = self.buckets[done], open_.pop(done).wait()
+                if self.wire.host:  # read where it lies: it is the wire's own until its next call
+                    whole_N = self._wires[done].ops.buffer(bucket.n, bucket.dtype, whole_N)
+                params.write(bucket, whole_N)
 
     # --- state -------------------------------------------------------------------------------------------------------
 

@@ -199,3 +199,21 @@ def test_what_an_optimizer_keeps_of_a_gradient_stays():
         close([v.numpy() for v in step.optimizer.own.last], kept, 0)
 
     LockstepWorld(2).run(one_rank)
+
+
+def test_memory_that_is_written_from_is_not_kept_and_what_others_hold_stays():
+    """As the wire's own memory, which its next call overwrites."""
+    params = attached(mlp()).parts.params
+    buckets = plan_buckets(params.specs, 0.0005)
+    held = [(v.value.read_value(), v.numpy()) for v in params.variables]
+    written = []
+    for bucket in buckets:
+        memory = Ops().buffer(bucket.n, bucket.dtype)
+        memory[:] = np.random.default_rng(bucket.index).standard_normal(bucket.n)
+        written.append(memory.copy())
+        params.write(bucket, memory)
+        memory[:] = -1.0
+    for bucket, want in zip(buckets, written):
+        np.testing.assert_array_equal(params.flat(bucket).numpy(), want)
+    for tensor, before in held:
+        np.testing.assert_array_equal(tensor.numpy(), before)

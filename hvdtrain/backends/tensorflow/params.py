@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from hvdtrain.backends.tensorflow import state
+from hvdtrain.backends.tensorflow import host, state
 from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.optimizer import Optimizer
@@ -62,7 +64,11 @@ class Params:
         return tf.identity(Ops().pack(pieces)) if pieces else tf.zeros([0], bucket.dtype)
 
     def write(self, bucket: Bucket, flat_N: tf.Tensor) -> None:
-        """Undo `flat`."""
+        """Undo `flat`. What lies in host memory is copied into the variables, else they would keep that memory."""
+        if isinstance(flat_N, np.ndarray):
+            for i, begin, shape in zip(bucket.params, bucket.offsets, bucket.shapes):
+                _overwrite(self.variables[i].value, flat_N[begin:begin + math.prod(shape)].reshape(shape))
+            return
         for i, x in zip(bucket.params, Ops().unpack(tf.convert_to_tensor(flat_N), bucket.shapes)):
             self.variables[i].assign(x)
 
@@ -86,6 +92,16 @@ class Params:
             raise UserError("data_parallel zero with model_parallel and Keras on TensorFlow", "one of the two",
                             "set model_parallel: 1, or data_parallel: replicate")
         return Sliced(self._opt, self.variables, self._scale, spans)
+
+
+def _overwrite(variable: tf.Variable, values: np.ndarray) -> None:
+    """Copy ``values`` into the memory of a variable; one that somebody else reads, such as a save, is left to them."""
+    if not values.ndim:
+        variable.assign(tf.convert_to_tensor(values))
+        return
+    tf.raw_ops.ResourceStridedSliceAssign(
+        ref=variable.handle, begin=[0] * values.ndim, end=list(values.shape), strides=[1] * values.ndim,
+        value=host.view(values))
 
 
 def _as_keras(vector: tf.Variable) -> keras.Variable:

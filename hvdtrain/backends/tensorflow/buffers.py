@@ -21,7 +21,7 @@ from hvdtrain.exchange.transport import Transport
 CHUNK_BYTES = 1 << 28
 """Largest single broadcast: MPI counts elements in 31 bits."""
 
-PACK_BYTES = 1 << 24
+PACK_BYTES = 1 << 22
 """Variables share a broadcast up to so many bytes; each takes several copies of them meanwhile."""
 
 

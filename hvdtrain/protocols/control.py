@@ -35,7 +35,7 @@ class Control(Protocol):
         """Overwrite ``target``'s ``arrays`` with ``source``'s, or every rank's where that is None; no pickling.
 
         ``arrays``: contiguous (n,), as many and as long on both; elsewhere not looked at. Together they should be
-        small (`hvdtrain.checkpoint.transfer.ROUND_BYTES`): without MPI all ranks receive them, and all but
+        small (`hvdtrain.checkpoint.stream.PIECE_BYTES`): without MPI all ranks receive them, and all but
         ``target`` drop them.
         """
         ...

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.checkpoint import disk
+from hvdtrain.checkpoint.copies import view
 from hvdtrain.checkpoint.interval import FIRST_S, interval_s
 from hvdtrain.checkpoint.session import begin, save
 from hvdtrain.checkpoint.together import check_shared
 from hvdtrain.config import Checkpoint as Settings
+from hvdtrain.data_parallel.zero import Zero
 from hvdtrain.errors import UserError
 from hvdtrain.run import say
 
@@ -40,9 +42,13 @@ class Checkpoint(Callback):
         self._clock = time.monotonic()
         if self._settings.layout == "sharded" and run.control.size > 1:
             check_shared(run.control, run.out)
+        held = run.control.gather(run.parts.state.state_bytes()) if isinstance(run.dp, Zero) else []
         if run.control.rank == 0 and disk.often(self._settings) and run.state.cursor.epoch < run.config.epochs:
             own = sum(array.nbytes for array in run.rank_state().values())
             one_bytes = run.parts.state.state_bytes() + run.control.size * own
+            if held:  # of which each counts the whole model and its own slices
+                model = run.parts.state.state(view)[0]["model"]
+                one_bytes += sum(held[1:]) - (len(held) - 1) * sum(array.nbytes for array in model.values())
             free = disk.free_bytes(run.out)
             if run.config.progress != "off":
                 say(disk.line(self._settings, one_bytes, free))

@@ -93,3 +93,11 @@ def test_a_run_that_stops_and_goes_on_has_the_bits_of_one_that_does_not(tmp_path
     held = [sum(a.size for _, _, a in run.parts.optimizer.slots()) for run in runs]
     assert held[0] == 0 and abs(held[1] - held[2]) <= 32 * len(runs[0].dp.buckets)
     assert np.isfinite(runs[0].state.loss)
+
+
+def test_what_checkpoints_take_of_the_disk_counts_all_owners_slices(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("hvdtrain.checkpoint.disk.warning", lambda settings, one_bytes, free: said.append(one_bytes))
+    for name in ("replicate", "zero"):
+        trained(3, tmp_path / name, data_parallel=way(name, 3))
+    assert len(said) == 2 and said[0] == said[1] > 0

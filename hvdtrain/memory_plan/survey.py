@@ -25,6 +25,9 @@ PARTS = (8, 4)
 
 LEAST_SAMPLES = (2, 4)
 
+GRAPH_PART = 0.6
+"""Part of what a first small pass takes for good that another graph takes again; the rest is the framework's start."""
+
 
 @dataclass(frozen=True)
 class Scene:
@@ -122,7 +125,7 @@ def measure(scene: Scene, model: Model, way: Way) -> Measured:
     peaks = [max(0, peak - held - own) for peak in peaks]
     if any(trace is None for trace in found):
         traces = [Trace(n, np.array([peak], np.int64), ()) for n, peak in zip(sizes, peaks)]
-        again = max(0, own + held - before)  # the training's own graph is made beside that of a trial
+        again = int(GRAPH_PART * max(0, own + held - before))  # training's own graph is made beside that of a trial
         return Measured(line(traces[0], traces[-1]), True, held_bytes=own + again)
     through = line(found[0], found[-1])
     return Measured(through, False, _scratch(through, model, sizes, peaks), own)

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs import FRAMEWORKS, bits, config, fitted, lockstep, make_model, samples
+from small_runs import CLASSES, FEATURES, FRAMEWORKS, HIDDEN, bits, config, fitted, lockstep, make_model, samples
 
 from hvdtrain.checkpoint import read_snapshot
 from hvdtrain.collectives.lockstep import LockstepControl
 from hvdtrain.config import Checkpoint, DataParallel, Exchange, Named
+from hvdtrain.convert import places, worker
+from hvdtrain.convert.request import Request, completed
 
 DATA = samples(96)
 SHARDS = {1: [], 2: [1, 3], 3: [5, 0, 2], 4: [1, 2, 4, 0]}
@@ -81,6 +83,27 @@ def test_adams_state_goes_from_owners_to_owners_in_each_framework(tmp_path, fram
     for step in (4, 8):
         got, want = (state_of(tmp_path / name / f"checkpoints/step-{step:08d}") for name in ("got", "want"))
         assert got == want, step
+
+
+@pytest.mark.parametrize("framework, other", [("torch", "tf_models"), ("tensorflow", "torch_models")])
+def test_convert_makes_the_same_run_of_the_other_framework_from_divided_state(tmp_path, framework, other):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+    folder = {"torch": "torch_models", "tensorflow": "tf_models"}[framework]
+    shape = {"in_features": FEATURES, "hidden": [HIDDEN], "classes": CLASSES, "activation": "tanh"}
+    made = {}
+    for name in ("zero", "replicate"):
+        trained(3, tmp_path / name, max_steps=4, data_parallel=way(name, 3), framework=framework,
+                model=f"{folder}.mlp:build", model_args=shape)
+        new = tmp_path / f"{name}-new"
+        new.mkdir()
+        asked = completed(Request(places.source_of(str(tmp_path / name), print), places.target_of(str(new)),
+                                  twin=f"{other}.mlp:build", input_shape=[FEATURES]))
+        worker.read(asked, tmp_path / f"{name}-exchange")
+        report = worker.write(asked, tmp_path / f"{name}-exchange", new)
+        assert report["slots"] == ["m", "v"] and report["apart"] <= 1e-5
+        made[name] = state_of(new / "checkpoints/step-00000004")
+    assert made["zero"] == made["replicate"]
 
 
 @pytest.mark.parametrize("first, then", [(1, 2), (2, 1)])

@@ -197,8 +197,9 @@ def with_a_number(seed=0):
     return model
 
 
-@pytest.mark.parametrize("name, args", [("Adam", {}), ("NAdam", {}), ("SGD", {"momentum": 0.9}), ("SGD", {})],
-                         ids=["Adam", "NAdam", "momentum", "sgd"])
+@pytest.mark.parametrize("name, args", [("Adam", {}), ("NAdam", {}), ("Adagrad", {}), ("SGD", {"momentum": 0.9}),
+                                        ("SGD", {})],
+                         ids=["Adam", "NAdam", "Adagrad", "momentum", "sgd"])
 def test_slices_make_the_state_of_an_unsharded_run_and_go_on_anywhere(name, args, tmp_path):
     settings = replace(UNFUSED, optimizer=Named(name, args), lr=0.01,
                        schedule=Schedule("ExponentialLR", {"gamma": 0.9}))

@@ -60,7 +60,8 @@ def take_over(slices: Slices, state: dict[torch.Tensor, dict[str, Any]], wholes:
         for key, value in whole_state.get(whole, {}).items():
             own = state[tensor].get(key)
             if isinstance(value, torch.Tensor):
-                value = value.reshape(-1)[begin:end] if value.shape == whole.shape else value
+                each = own.shape == tensor.shape if isinstance(own, torch.Tensor) else value.shape == whole.shape
+                value = value.reshape(-1)[begin:end] if each else value  # a count of a 0-d parameter has its shape too
                 if isinstance(own, torch.Tensor):  # which its owner may hold elsewhere too
                     own.copy_(value)
                     continue

@@ -9,19 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from hvdtrain.data_parallel import Setup
 from hvdtrain.data_parallel.alone import Alone
+from hvdtrain.data_parallel.reducing import Reducing
 from hvdtrain.exchange.attach import buckets_of, check, compression_of
 from hvdtrain.exchange.compressors import create
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.exchange.squares import own_parts, sum_squares
-from hvdtrain.exchange.weighting import loss_scale
 from hvdtrain.protocols import Array, Compressor, DataParallel, Optimizer
 
 if TYPE_CHECKING:
-    from hvdtrain.data.feed import StepBatch
     from hvdtrain.exchange.buckets import Bucket
 
 
@@ -47,38 +44,22 @@ def make(setup: Setup) -> DataParallel:
     return Replicate(reducer, optimizer, config.clip_norm, look)
 
 
-class Replicate:
+class Replicate(Reducing):
     """`hvdtrain.protocols.DataParallel` that sums every bucket by ``reducer`` in every step.
 
     ``clip_norm``: global norm to clip to, 0: none. ``look``: the update is to tell the norm.
     """
 
-    caveats: tuple[str, ...] = ()
     retains = True
     waited_s = 0.0
     looks = True
     """False only in the bench that tells what looking at gradients costs."""
 
     def __init__(self, reducer: Reducer, optimizer: Optimizer, clip_norm: float = 0.0, look: bool = False) -> None:
-        self.reducer, self.optimizer, self.clip_norm, self.look_first = reducer, optimizer, clip_norm, look
-        self.buckets: list[Bucket] = reducer.buckets
-        self.in_graph: bool = reducer.collectives.in_graph
+        super().__init__(reducer)
+        self.optimizer, self.clip_norm, self.look_first = optimizer, clip_norm, look
         self._sums: list[Array] | None = None
         self._squares: float | None = None
-
-    @property
-    def variant(self) -> int:
-        """The compressor's stage of warm-up."""
-        return self.reducer.stage
-
-    @property
-    def compression(self) -> str:
-        """The compressor's name."""
-        return self.reducer.compressor.name
-
-    def describe(self) -> str:
-        """The compressor with its settings."""
-        return self.reducer.compressor.describe()
 
     def use(self, compressor: Compressor) -> None:
         """Exchange by another compressor, with fresh state, from the next step on; every rank calls it between steps.
@@ -93,18 +74,6 @@ class Replicate:
         """Open a step of the reducer."""
         self.reducer.begin()
         self._sums = self._squares = None
-
-    def discard(self) -> None:
-        """Take compressor state back to `begin`."""
-        self.reducer.state.discard()
-
-    def scale(self, batch: StepBatch) -> float:
-        """1 / W of the whole batch, or of this rank's part for a compressor that wants each rank's own mean."""
-        return loss_scale(batch.own_weight if self.reducer.compressor.own_mean else batch.weight)
-
-    def meets(self, step: int) -> bool:
-        """True: in every step."""
-        return True
 
     def buffer(self, bucket: Bucket) -> Array:
         """Zeros (n,), in memory of the wire's own where it sums that without a copy."""
@@ -140,15 +109,3 @@ class Replicate:
     def update(self, step: int, grads: Sequence[Array]) -> tuple[bool, float]:
         """Update from the sums, which have the same bits on every rank: so all take one decision without a vote."""
         return self.optimizer.step(grads, self.buckets, self.clip_norm, self.look_first)
-
-    def saved(self) -> dict[str, np.ndarray]:
-        """Compressor state."""
-        return self.reducer.state.saved()
-
-    def restore(self, own: dict[str, np.ndarray]) -> str:
-        """Undo `saved`; state of other buckets or another compressor starts anew, which is said."""
-        return self.reducer.state.restore(own)
-
-    def restart(self) -> None:
-        """Forget compressor state."""
-        self.reducer.state.restart()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hvdtrain.data_parallel import Setup, replicate, room, shards
+from hvdtrain.data_parallel.reducing import Reducing
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.attach import buckets_of, check, compression_of
 from hvdtrain.exchange.buckets import itemsize
@@ -26,12 +27,10 @@ from hvdtrain.exchange.compressors import create
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.exchange.squares import sum_squares
 from hvdtrain.exchange.transport import Transport
-from hvdtrain.exchange.weighting import loss_scale
 from hvdtrain.parts import Parts
 from hvdtrain.protocols import Array, Collectives, Control, DataParallel, Handle
 
 if TYPE_CHECKING:
-    from hvdtrain.data.feed import StepBatch
     from hvdtrain.exchange.buckets import Bucket
 
 IN_FLIGHT = 2
@@ -83,7 +82,7 @@ def make(setup: Setup) -> DataParallel:
     return Zero(stage, reducer, wire, setup.control, setup.parts, sizes_BP, config.clip_norm)
 
 
-class Zero:
+class Zero(Reducing):
     """`hvdtrain.protocols.DataParallel` whose ranks own parts of every bucket, ``sizes_BP`` elements each.
 
     ``stage``: 1 or 2. ``reducer``: has the wire that gradients travel by; ``wire``: that of parameters. ``parts.
@@ -91,15 +90,12 @@ class Zero:
     the latest update took to bring the parameters together; ``gathered_s``: those of all ``gathers`` so far.
     """
 
-    caveats: tuple[str, ...] = ()
     look_first = False
 
     def __init__(self, stage: int, reducer: Reducer, wire: Collectives, control: Control, parts: Parts,
                  sizes_BP: Sequence[Sequence[int]], clip_norm: float = 0.0) -> None:
-        self.stage, self.reducer, self.wire, self.clip_norm = stage, reducer, wire, clip_norm
-        self.retains = stage == 1
-        self.buckets: list[Bucket] = reducer.buckets
-        self.in_graph: bool = reducer.collectives.in_graph
+        super().__init__(reducer)
+        self.stage, self.wire, self.clip_norm, self.retains = stage, wire, clip_norm, stage == 1
         self.gather_s = self.gathered_s = self.waited_s = 0.0
         self.gathers = 0
         self.sizes_BP = [list(sizes_P) for sizes_P in sizes_BP]
@@ -113,37 +109,11 @@ class Zero:
         self._slices: dict[int, Array] = {}
         self._squares: float | None = None
 
-    @property
-    def variant(self) -> int:
-        """The compressor's stage of warm-up."""
-        return self.reducer.stage
-
-    @property
-    def compression(self) -> str:
-        """The compressor's name."""
-        return self.reducer.compressor.name
-
-    def describe(self) -> str:
-        """The compressor with its settings."""
-        return self.reducer.compressor.describe()
-
     def begin(self, step: int) -> None:
         """Open a step."""
         self.reducer.begin()
         self._open, self._waiting, self._slices, self._squares = {}, {}, {}, None
         self.waited_s = 0.0
-
-    def discard(self) -> None:
-        """Take compressor state back to `begin`; no rank has updated anything."""
-        self.reducer.state.discard()
-
-    def scale(self, batch: StepBatch) -> float:
-        """1 / W of the whole batch, or of this rank's part for a compressor that wants each rank's own mean."""
-        return loss_scale(batch.own_weight if self.reducer.compressor.own_mean else batch.weight)
-
-    def meets(self, step: int) -> bool:
-        """True: in every step."""
-        return True
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
@@ -243,20 +213,6 @@ class Zero:
                 if self.wire.host:  # read where it lies: it is the wire's own until its next call
                     whole_N = self._wires[done].ops.buffer(bucket.n, bucket.dtype, whole_N)
                 params.write(bucket, whole_N)
-
-    # --- state -------------------------------------------------------------------------------------------------------
-
-    def saved(self) -> dict[str, np.ndarray]:
-        """Compressor state."""
-        return self.reducer.state.saved()
-
-    def restore(self, own: dict[str, np.ndarray]) -> str:
-        """Undo `saved`; state of other buckets or another compressor starts anew, which is said."""
-        return self.reducer.state.restore(own)
-
-    def restart(self) -> None:
-        """Forget compressor state."""
-        self.reducer.state.restart()
 
 
 def global_norm(squares_B: Sequence[float], control: Control) -> float:

@@ -50,17 +50,17 @@ def make(setup: Setup) -> DataParallel:
     if wire.name == "null":
         raise UserError("data_parallel zero with collectives null, which exchange nothing", "a wire: every rank "
                         "updates only its part of the parameters", "set collectives: auto, or data_parallel: replicate")
+    given = config.data_parallel.shards
+    if given and len(given) != wire.size:
+        raise UserError(f"data_parallel.shards has {len(given)} entries for {wire.size} ranks", "one per rank",
+                        f"give {wire.size} numbers")
     if stage == "auto":
         stage = room.stage_needed(setup)
         if stage == 0:
             return replicate.make(setup)
     name = compression_of(setup)
     check(setup, name)
-    given = config.data_parallel.shards
     parts_P, why = (given, "as data_parallel.shards says") if given else room.parts_of(setup)
-    if len(parts_P) != wire.size:
-        raise UserError(f"data_parallel.shards has {len(parts_P)} entries for {wire.size} ranks", "one per rank",
-                        f"give {wire.size} numbers")
     buckets = buckets_of(setup)
     sizes_BP = [shards.sizes(b.n, parts_P) for b in buckets]
     setup.notes.append(room.owners(sizes_BP, [itemsize(b.dtype) for b in buckets], why))

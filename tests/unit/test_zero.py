@@ -61,8 +61,9 @@ def test_accumulated_gradients_keep_their_bits(tmp_path):
 def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(UserError, match="parameters divided too.*model_parallel"):
         replace(MOMENTUM, data_parallel=DataParallel("zero", 3)).check()
-    with pytest.raises(UserError, match="shards has 3 entries for 2 ranks"):
-        trained(2, replace(MOMENTUM, data_parallel=DataParallel("zero", 2, [1, 1, 1])), tmp_path / "run")
+    for stage, given in ((2, [1, 1, 1]), ("auto", [1])):
+        with pytest.raises(UserError, match=f"shards has {len(given)} entries for 2 ranks"):
+            trained(2, replace(MOMENTUM, data_parallel=DataParallel("zero", stage, given)), tmp_path / "run")
 
 
 def test_time_that_backward_waits_for_other_ranks_is_no_computing(tmp_path):

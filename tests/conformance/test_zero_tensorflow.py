@@ -258,3 +258,20 @@ def test_callbacks_see_the_rate_and_the_count_and_set_the_rate(tmp_path):
         assert run.parts.optimizer.learning_rate() == pytest.approx(0.01 / 3)
     with pytest.warns(UserWarning, match="Skipping variable loading for optimizer"):  # saved without state
         keras.models.load_model(files[-1]).train_on_batch(*(a[:8] for a in DATA))
+
+
+@pytest.mark.parametrize("prepare, args, divisible", [
+    (lambda model: model.optimizer.exclude_from_weight_decay([model.layers[0].kernel]), {"weight_decay": 0.1}, True),
+    (lambda model: None, {"use_ema": True}, False), (lambda model: None, {"clipvalue": 0.1}, True),
+    (lambda model: None, {"clipnorm": 0.1}, False)], ids=("exclusions", "use_ema", "clipvalue", "clipnorm"))
+def test_plans_hold_an_optimizer_divisible_where_zero_does(prepare, args, divisible):
+    """So that no line is offered that is then refused, and none left out that would do."""
+    import keras
+
+    from hvdtrain.backends.tensorflow.optim import Optimization
+    from hvdtrain.backends.tensorflow.optimizer import Optimizer
+
+    model = compiled(keras.optimizers.AdamW(0.01, **args))
+    prepare(model)
+    opt = Optimization(replace(RUN, optimizer=Named("auto")), model, 1)
+    assert Optimizer(opt, model.trainable_variables, None).elementwise is divisible

@@ -19,6 +19,7 @@ from hvdtrain.backends.tensorflow.host import readable, view
 from hvdtrain.backends.tensorflow.ops import HostVector, Ops
 from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.split import Split
+from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.precision.scaler import LossScale
 
@@ -46,7 +47,7 @@ class Optimizer:
         self._limit: tuple[float, Any] = (math.nan, None)
         self.traced: Callable[..., tf.Tensor] | None = self._traced
         self.own = opt.optimizer
-        self.elementwise = _elementwise(self.own) and all(v.constraint is None for v in self._variables)
+        self.elementwise = _elementwise(self.own, self._variables)
 
     def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool) -> tuple[bool, float]:
         """Clip by the global norm and update; see `hvdtrain.protocols.Optimizer`."""
@@ -197,10 +198,36 @@ class SplitOptimizer(Optimizer):
         return moved
 
 
-def _elementwise(own: Any) -> bool:
-    """Whether Keras' optimizer ``own`` updates flat slices to the bits of whole variables."""
-    known = type(own) is getattr(keras.optimizers, type(own).__name__, None) and type(own).__name__ in ELEMENTWISE
-    return known and not (own.clipnorm or own.global_clipnorm or getattr(own, "_exclude_from_weight_decay", None))
+def _elementwise(own: Any, variables: Sequence[keras.Variable]) -> bool:
+    """Whether slices of ``variables`` can be updated in their place."""
+    try:
+        check_elementwise(own, variables)
+    except UserError:
+        return False
+    return True
+
+
+def check_elementwise(own: Any, variables: Sequence[keras.Variable]) -> None:
+    """Raise `UserError` unless Keras' optimizer ``own`` updates each element by itself."""
+    name = type(own).__name__
+    do = f"use one of {', '.join(sorted(ELEMENTWISE))}, or set data_parallel: replicate"
+    if name not in ELEMENTWISE or type(own) is not getattr(keras.optimizers, name, None):
+        raise UserError(f"data_parallel zero with {name}, which needs whole tensors or is not known here",
+                        "an optimizer that updates each element by itself", do)
+    for key in ("clipnorm", "global_clipnorm"):
+        if getattr(own, key):
+            raise UserError(f"data_parallel zero with {key} of {name}, which needs the norm of whole tensors",
+                            "the run's own clip_norm, which is taken over all ranks",
+                            f"leave {key} out and set clip_norm, or set data_parallel: replicate")
+    if own.use_ema:
+        raise UserError(f"data_parallel zero with use_ema of {name}, whose averages are of whole tensors",
+                        "an optimizer without it", "leave use_ema out, or set data_parallel: replicate")
+    for v in variables:
+        if v.constraint is not None or getattr(v, "overwrite_with_gradient", False):
+            what = "a constraint" if v.constraint is not None else "a gradient that replaces it"
+            raise UserError(f"data_parallel zero with {what} on {v.path}, which needs the whole tensor",
+                            "variables that are updated element by element",
+                            "leave it out, or set data_parallel: replicate")
 
 
 def squares(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -19,8 +19,7 @@ import tensorflow as tf
 from hvdtrain.backends.tensorflow import host, state
 from hvdtrain.backends.tensorflow.optim import Optimization, Slice
 from hvdtrain.backends.tensorflow.optim_state import alike, share, take_over
-from hvdtrain.backends.tensorflow.optimizer import ELEMENTWISE, PLAIN, Optimizer, fused, instead
-from hvdtrain.errors import UserError
+from hvdtrain.backends.tensorflow.optimizer import PLAIN, Optimizer, check_elementwise, fused, instead
 from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.precision.scaler import LossScale
 
@@ -86,29 +85,6 @@ class Sliced(Optimizer):
                     instead(own, "_all_reduce_sum_gradients", lambda pairs: pairs):
                 own.apply(list(grads), self._variables)
         return tf.constant(True)
-
-
-def check_elementwise(own: Any, variables: Sequence[keras.Variable]) -> None:
-    """Raise `UserError` unless Keras' optimizer ``own`` updates each element by itself."""
-    name = type(own).__name__
-    do = f"use one of {', '.join(sorted(ELEMENTWISE))}, or set data_parallel: replicate"
-    if name not in ELEMENTWISE or type(own) is not getattr(keras.optimizers, name, None):
-        raise UserError(f"data_parallel zero with {name}, which needs whole tensors or is not known here",
-                        "an optimizer that updates each element by itself", do)
-    for key in ("clipnorm", "global_clipnorm"):
-        if getattr(own, key):
-            raise UserError(f"data_parallel zero with {key} of {name}, which needs the norm of whole tensors",
-                            "the run's own clip_norm, which is taken over all ranks",
-                            f"leave {key} out and set clip_norm, or set data_parallel: replicate")
-    if own.use_ema:
-        raise UserError(f"data_parallel zero with use_ema of {name}, whose averages are of whole tensors",
-                        "an optimizer without it", "leave use_ema out, or set data_parallel: replicate")
-    for v in variables:
-        if v.constraint is not None or getattr(v, "overwrite_with_gradient", False):
-            what = "a constraint" if v.constraint is not None else "a gradient that replaces it"
-            raise UserError(f"data_parallel zero with {what} on {v.path}, which needs the whole tensor",
-                            "variables that are updated element by element",
-                            "leave it out, or set data_parallel: replicate")
 
 
 def blocks(shape: Sequence[int], begin: int, end: int) -> list[Block]:

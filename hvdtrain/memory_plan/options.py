@@ -83,7 +83,8 @@ def _zero(facts: Facts, config: Any, buckets: Sequence[Bucket], parts_P: Sequenc
     for stage in range(facts.way.stage + 1, 3):
         if stage == 2 and facts.rank.micros > 1:
             continue  # gradients stay whole while they are accumulated
-        line = "--data_parallel zero" if stage == 2 else "--data_parallel.name zero --data_parallel.stage 1"
+        said = config.data_parallel.stage == stage  # a bare name leaves a stage that is set elsewhere as it is
+        line = "--data_parallel zero" if said else f"--data_parallel.name zero --data_parallel.stage {stage}"
         yield Change(f"zero stage {stage}", line, f"gathers {gathered} of parameters a step", _with_stage(
             stage, buckets, parts_P))
 

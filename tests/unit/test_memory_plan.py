@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hvdtrain.config import Config
+from hvdtrain.config import Config, DataParallel
 from hvdtrain.exchange.buckets import plan_buckets
 from hvdtrain.memory_plan import options
 from hvdtrain.memory_plan.facts import Facts, Measured, Model, Rank, Slots, Way
@@ -109,6 +109,16 @@ def test_what_cannot_be_is_not_offered():
     assert "bf16" not in names(facts(), Config(precision="bf16"))
     assert "split" not in names(facts(), has_blocks=True)
     assert "split" in names(facts(), has_blocks=True, device="cuda")
+
+
+def test_a_line_names_the_stage_where_a_bare_name_would_leave_another():
+    def lines(stage, way):
+        config = Config(data_parallel=DataParallel("zero" if way else "replicate", stage))
+        return {c.name: c.line for c in options.changes(facts(way), config, plan_buckets(SPECS, 2.0), [1.0] * 4)}
+
+    assert lines(2, 0)["zero stage 2"] == "--data_parallel zero"
+    for stage, way in ((1, 1), ("auto", 1), ("auto", 0)):
+        assert lines(stage, way)["zero stage 2"] == "--data_parallel.name zero --data_parallel.stage 2"
 
 
 def test_a_plan_near_the_limit_says_what_to_type():

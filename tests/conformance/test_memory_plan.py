@@ -71,3 +71,15 @@ def test_all_ranks_come_to_one_plan(framework, tmp_path):
     one, other = lockstep(2, settings, lambda rank: make_model(framework), DATA, work)
     assert one == other
     assert [row[0] for row in one.rows()] == ["0", "1"]
+
+
+def test_options_have_the_parts_that_the_settings_give(tmp_path):
+    settings = replace(config(global_batch=24, out=str(tmp_path), optimizer=Named("Adam")), shares=[3, 1],
+                       data_parallel=DataParallel("replicate", 2, [0, 1]))
+
+    def work(run):
+        return plan.made(survey.scene_of(run, backends.load("torch")), run.dp, measures=False)
+
+    one = lockstep(2, settings, lambda rank: make_model("torch"), DATA, work)[0]
+    states = {option.name: [need.state for need in option.needs_P] for option in one.options}
+    assert states["zero stage 2"] == [0, one.needs_P[1].state]

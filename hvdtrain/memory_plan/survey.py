@@ -57,8 +57,8 @@ def scene_of(run: Any, backend: Any) -> Scene:
 def rank_of(scene: Scene) -> Rank:
     """Return what is known of this rank without computing anything."""
     largest, micros, samples = _cut(scene.feed, scene.config)
-    batch = scene.feed.sample(1)
-    own = sum(np.asarray(array).nbytes for array in batch) // max(1, len(batch[0])) * samples
+    batch = scene.feed.read_before() if scene.feed.samples else ()  # a stream is not opened for a count
+    own = sum(np.asarray(array)[:1].nbytes for array in batch) * samples
     prefetch = scene.config.data.prefetch
     checkpoint = scene.config.checkpoint
     saves = checkpoint.every != "off" or checkpoint.every_steps > 0 or checkpoint.every_s > 0

@@ -9,8 +9,10 @@ import pytest
 from small_runs import FRAMEWORKS, config, lockstep, make_model, samples, solo
 
 from hvdtrain import backends, loop
+from hvdtrain.callbacks.base import Callback
 from hvdtrain.config import DataParallel, Exchange, Named
 from hvdtrain.memory_plan import plan, survey
+from hvdtrain.memory_plan.check import checked
 from hvdtrain.memory_plan.forecast import forecast
 
 DATA = samples(96)
@@ -83,3 +85,21 @@ def test_options_have_the_parts_that_the_settings_give(tmp_path):
     one = lockstep(2, settings, lambda rank: make_model("torch"), DATA, work)[0]
     states = {option.name: [need.state for need in option.needs_P] for option in one.options}
     assert states["zero stage 2"] == [0, one.needs_P[1].state]
+
+
+def test_steps_that_check_a_plan_are_no_fit(tmp_path, capsys):
+    """Callbacks, which count on a fit's begin, are not called: neither its own nor a user's."""
+    class Counts(Callback):
+        where = "all"
+
+        def fit_start(self, run):
+            self.begun = run.state.cursor.step
+
+        def step_end(self, run):
+            assert run.state.cursor.step > self.begun
+
+    run = solo(config(global_batch=24, out=str(tmp_path / "run"), progress="plain"), make_model("torch"), DATA)
+    run.callbacks.append(Counts())
+    checked(run, plan.made(survey.scene_of(run, backends.load("torch")), run.dp, measures=False), 2)
+    assert "measured in 2 steps" in capsys.readouterr().out and run.state.cursor.step == 2
+    assert not (tmp_path / "run").exists()

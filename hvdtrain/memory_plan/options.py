@@ -79,6 +79,9 @@ def _zero(facts: Facts, config: Any, buckets: Sequence[Bucket], parts_P: Sequenc
     elementwise, size = facts.model.elementwise, facts.rank.size
     if size < 2 or not elementwise or config.data_parallel.name not in ("replicate", "zero"):
         return
+    split_keras = config.model_parallel > 1 and facts.model.framework == "tensorflow"
+    if split_keras or config.compression == "auto" or facts.way.wire == "null":  # which ZeRO refuses
+        return
     gathered = shown(sum(b.nbytes for b in buckets))
     for stage in range(facts.way.stage + 1, 3):
         if stage == 2 and facts.rank.micros > 1:

@@ -104,6 +104,11 @@ def test_what_cannot_be_is_not_offered():
     assert "zero stage 2" not in names(whole_tensors)
     assert names(facts(size=1)) == ["accumulation", "bf16"]
     assert "zero stage 1" not in names(facts(1)) and "zero stage 2" in names(facts(1))
+    keras = replace(facts(), model=replace(ADAM, framework="tensorflow"))
+    for refused in (names(facts(), Config(compression="auto")), names(keras, Config(model_parallel=2)),
+                    names(replace(facts(), way=replace(facts().way, wire="null")))):
+        assert not any("zero" in name for name in refused)
+    assert "zero stage 2" in names(facts(), Config(model_parallel=2)) and "zero stage 2" in names(keras)
     one_sample = replace(facts(), rank=Rank(0, 4, 4, None, micro_batch=1))
     assert "accumulation" not in names(one_sample)
     assert "bf16" not in names(facts(), Config(precision="bf16"))

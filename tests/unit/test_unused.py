@@ -6,7 +6,7 @@ import pytest
 from small_runs import config, lockstep, make_model, samples
 
 from hvdtrain import schema, unused
-from hvdtrain.config import Config, Data, EarlyStop, Exchange, Named, Rebalance, Schedule
+from hvdtrain.config import Config, Data, DataParallel, EarlyStop, Exchange, Named, Rebalance, Schedule
 from hvdtrain.unused import Setup, notes
 
 TOPK = {"topk_ratio": 0.1, "topk_momentum": 0.5, "topk_warmup_steps": 3}
@@ -20,6 +20,7 @@ IDLE = [
      ["exchange.powersgd_rank", "exchange.auto_margin"]),
     ({"exchange": Exchange(adasum=True, bucket_mb="auto")}, ["exchange.bucket_mb"]),
     ({"max_skipped": 3}, ["max_skipped"]),
+    ({"data_parallel": DataParallel(stage=1, shards=[3, 1])}, ["data_parallel.stage", "data_parallel.shards"]),
     ({"loss_scale": 2.0, "precision": "bf16:fp32"}, ["loss_scale"]),
     ({"split_micro_batches": 3}, ["split_micro_batches"]),
     ({"rebalance": Rebalance(margin=0.1, lasting=3, probe_s=1.0, probe_cache=False, max_micro_batch=[3])},
@@ -29,6 +30,7 @@ IDLE = [
 ]
 BUSY = [
     {},
+    {"data_parallel": DataParallel("zero", 1, [3, 1])},
     {"schedule": Schedule("StepLR", {"step_size": 3}, "epoch"), "early_stop": EarlyStop("loss", "max", 2, 0.1)},
     {"schedule": Schedule(warmup_steps=3, linear_scaling_base=32), "nan_guard": "skip", "max_skipped": 3},
     {"exchange": Exchange(powersgd_rank=2, auto_margin=0.1, bucket_mb=3.0, cycle_time_ms=1.0, **TOPK),

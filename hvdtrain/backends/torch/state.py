@@ -217,7 +217,7 @@ class TorchState:
             if shape not in (self._shapes[name], ()):
                 raise UserError(f"checkpoint tensor {full} has shape {shape}",
                                 f"{self._shapes[name]}, as in this model",
-                                "resume with the model and model_args of that run")
+                                "resume with the model, model_args and optimizer of that run")
             if begin < end:
                 each = shape == self._shapes[name]
                 found.append((full, begin, end) if each else (full, 0, 1))

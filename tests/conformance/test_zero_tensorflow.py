@@ -275,3 +275,26 @@ def test_plans_hold_an_optimizer_divisible_where_zero_does(prepare, args, divisi
     prepare(model)
     opt = Optimization(replace(RUN, optimizer=Named("auto")), model, 1)
     assert Optimizer(opt, model.trainable_variables, None).elementwise is divisible
+
+
+@pytest.mark.parametrize("rate", ("schedule", "function"))
+def test_rates_that_cannot_be_told_as_text_go_along(rate, tmp_path):
+    """A user's own schedule need not be registered with Keras, nor have a get_config, to train at all or divided."""
+    import keras
+
+    from hvdtrain.backends.tensorflow.state import without_counters
+
+    class Falling(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return 0.01 / (1 + keras.ops.cast(step, "float32"))
+
+    def optimizer():
+        return keras.optimizers.Adam(Falling() if rate == "schedule" else lambda: 0.01)
+
+    found = {way: of_compiled(way, tmp_path, optimizer) for way in ("replicate", "zero")}
+    assert {bits(run) for run in found["zero"]} == {bits(found["replicate"][0])}
+    whole, zero = (found[way][0] for way in ("replicate", "zero"))
+    names = [[without_counters(v.path) for v in run.parts.optimizer.own.variables] for run in (whole, zero)]
+    assert names[0] == names[1] and "adam/learning_rate" not in names[0]
+    held = 2 * sum(4 * spec.n for spec in whole.parts.params.specs)
+    assert whole.memory["state"][0] == held + sum(v.value.numpy().nbytes for v in whole.parts.optimizer.own.variables)

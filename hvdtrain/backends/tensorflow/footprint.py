@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from hvdtrain.backends.tensorflow.optim_state import alike
 from hvdtrain.backends.tensorflow.optimizer import Optimizer
 from hvdtrain.exchange.buckets import itemsize
 from hvdtrain.memory_plan.facts import Model, Slots
@@ -30,7 +31,7 @@ def model_bytes(parts: Parts) -> Model:
 
 def _by_vectors(own: Any) -> tuple[Slots, int]:
     """(what an optimizer like ``own`` keeps of each variable, bytes that it keeps once), by two small vectors."""
-    made = [type(own).from_config(own.get_config()) for _ in range(2)]
+    made = [alike(own) for _ in range(2)]
     held = []
     for n_variables, optimizer in enumerate(made, 1):
         optimizer.build([keras.Variable(keras.ops.zeros((SMALL,))) for _ in range(n_variables)])

@@ -5,9 +5,11 @@ With optimizer.name auto a compiled model keeps its own optimizer and rate; `lr`
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -267,3 +269,16 @@ def _refuse(optimizer: Any) -> None:
     if getattr(optimizer, "gradient_accumulation_steps", None):
         raise UserError("the optimizer accumulates gradients (gradient_accumulation_steps)", "one that does not",
                         "set accumulate in the configuration, which every rank shares")
+
+
+@contextlib.contextmanager
+def instead(thing: Any, name: str, value: Any) -> Iterator[None]:
+    """Make ``thing.name`` be ``value`` within; Keras would track an attribute that is set plainly."""
+    before = vars(thing).get(name, thing)
+    object.__setattr__(thing, name, value)
+    try:
+        yield
+    finally:
+        object.__delattr__(thing, name)
+        if before is not thing:
+            object.__setattr__(thing, name, before)

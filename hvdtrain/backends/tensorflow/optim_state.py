@@ -7,9 +7,10 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import state
-from hvdtrain.backends.tensorflow.optim import Optimization
+from hvdtrain.backends.tensorflow.optim import Optimization, instead
 
 
 def take_over(opt: Optimization, arrays: Iterable[np.ndarray]) -> None:
@@ -36,8 +37,10 @@ def give_back(own: keras.optimizers.Optimizer) -> None:
 
 def alike(own: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Return an optimizer of the kind and settings of ``own`` with the same rate, also where callbacks change it."""
-    made = type(own).from_config(own.get_config())
+    with instead(own, "_learning_rate", tf.zeros([])):  # a schedule or function of a user's need not be told as text
+        made = type(own).from_config(own.get_config())
     if callable(own._learning_rate):
+        made._untrack_variable(made._learning_rate)
         object.__setattr__(made, "_learning_rate", own._learning_rate)
     else:
         share(made, "_learning_rate", own._learning_rate)

@@ -17,7 +17,7 @@ import tensorflow as tf
 from hvdtrain.backends.tensorflow.following import follow
 from hvdtrain.backends.tensorflow.host import readable, view
 from hvdtrain.backends.tensorflow.ops import HostVector, Ops
-from hvdtrain.backends.tensorflow.optim import Optimization
+from hvdtrain.backends.tensorflow.optim import Optimization, instead
 from hvdtrain.backends.tensorflow.split import Split
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket
@@ -273,16 +273,3 @@ def fused(own: Any) -> Iterator[None]:
 
     with instead(own, "update_step", update_step):
         yield
-
-
-@contextlib.contextmanager
-def instead(thing: Any, name: str, value: Any) -> Iterator[None]:
-    """Make ``thing.name`` be ``value`` within; Keras would track an attribute that is set plainly."""
-    before = vars(thing).get(name, thing)
-    object.__setattr__(thing, name, value)
-    try:
-        yield
-    finally:
-        object.__delattr__(thing, name)
-        if before is not thing:
-            object.__setattr__(thing, name, before)

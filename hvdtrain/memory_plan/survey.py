@@ -89,11 +89,13 @@ def way_of(scene: Scene, dp: Any) -> Way:
     buckets = list(getattr(dp, "buckets", ()))
     if not buckets:
         return Way(wire=scene.wire.name)
-    state = dp.reducer.state
-    remembered = sum(_nbytes(cell.read()) for cells in state.cells for cell in cells.values())
-    stage = getattr(dp, "stage", 0)
-    return Way(stage, buckets, [1.0] * scene.wire.size, scene.wire.name, dp.compression,
-               remembered * (2 if state.undoable else 1), dp.sizes_BP if stage else ())
+    sizes_BP, remembered = getattr(dp, "sizes_BP", ()), 0
+    if hasattr(dp, "reducer"):  # a user's way may have neither
+        state = dp.reducer.state
+        remembered = sum(_nbytes(cell.read()) for cells in state.cells for cell in cells.values())
+        remembered *= 2 if state.undoable else 1
+    return Way(dp.stage if sizes_BP else 0, buckets, [1.0] * scene.wire.size, scene.wire.name, dp.compression,
+               remembered, sizes_BP)
 
 
 def buckets_for(scene: Scene) -> Any:

@@ -103,3 +103,24 @@ def test_steps_that_check_a_plan_are_no_fit(tmp_path, capsys):
     checked(run, plan.made(survey.scene_of(run, backends.load("torch")), run.dp, measures=False), 2)
     assert "measured in 2 steps" in capsys.readouterr().out and run.state.cursor.step == 2
     assert not (tmp_path / "run").exists()
+
+
+def test_a_users_way_of_keeping_copies_alike_is_counted_as_whole(tmp_path):
+    """It has what the protocol asks for, and no reducer or stage of ours."""
+    class Own:
+        def __init__(self, inner):
+            self.inner, self.stage = inner, "mine"
+
+        def __getattr__(self, name):
+            if name in ("reducer", "sizes_BP"):
+                raise AttributeError(name)
+            return getattr(self.inner, name)
+
+    def work(run):
+        want = survey.way_of(survey.scene_of(run, backends.load("torch")), run.dp)
+        run.dp = Own(run.dp)
+        assert want.buckets and survey.way_of(survey.scene_of(run, backends.load("torch")), run.dp) == want
+        return loop.fit(run)
+
+    lockstep(2, config(global_batch=24, max_steps=2, out=str(tmp_path / "run")), lambda rank: make_model("torch"), DATA,
+             work)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from small_runs import FRAMEWORKS, config, lockstep, make_model, samples, solo
@@ -14,6 +15,7 @@ from hvdtrain.config import DataParallel, Exchange, Named
 from hvdtrain.memory_plan import plan, survey
 from hvdtrain.memory_plan.check import checked
 from hvdtrain.memory_plan.forecast import forecast
+from hvdtrain.protocols import ParamSpec
 
 DATA = samples(96)
 OPTIMIZERS = {"torch": [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adam", {}), ("Adam", {"amsgrad": True}),
@@ -124,3 +126,18 @@ def test_a_users_way_of_keeping_copies_alike_is_counted_as_whole(tmp_path):
 
     lockstep(2, config(global_batch=24, max_steps=2, out=str(tmp_path / "run")), lambda rank: make_model("torch"), DATA,
              work)
+
+
+def test_zero_is_not_offered_for_the_optimizer_that_keras_on_pytorch_compiled():
+    """It is refused there, whatever its rule is."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    from hvdtrain.backends.torch.footprint import model_bytes
+
+    model = torch.nn.Linear(3, 2)
+    tensors = list(model.parameters())
+    parts = SimpleNamespace(
+        model=model, params=SimpleNamespace(specs=[ParamSpec("w", (2, 3), "float32"), ParamSpec("b", (2,), "float32")],
+                                            tensors=tensors),
+        optimizer=SimpleNamespace(adopted=object(), elementwise=True, tensors=tensors,
+                                  optimizer=SimpleNamespace(state={})))
+    assert not model_bytes(parts).elementwise

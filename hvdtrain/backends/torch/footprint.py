@@ -29,7 +29,7 @@ def model_bytes(parts: Parts) -> Model:
     others = [t for t in (*parts.model.parameters(), *parts.model.buffers()) if id(t) not in own]
     optimizer: Any = parts.optimizer
     return Model(params.specs, sum(t.nbytes for t in others), slots_of(optimizer, params.tensors),
-                 elementwise=optimizer.elementwise)
+                 elementwise=optimizer.elementwise and optimizer.adopted is None)  # that of Keras is not divided
 
 
 def state_now(parts: Parts) -> int:

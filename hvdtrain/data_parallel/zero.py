@@ -205,14 +205,15 @@ class Zero(Reducing):
         for i in range(len(self.buckets) + ahead - 1):
             if i < len(self.buckets):
                 wire, bucket = self._wires[i], self.buckets[i]
-                own_K = wire.outgoing(params.flat(bucket, *self._own_B[i]))
-                open_[i] = self.wire.allgatherv(own_K, self.sizes_BP[i], f"{bucket.group}.b{i}.params")
+                # Held by nobody else: a framework copies a tensor that is written to while it is looked at.
+                open_[i] = self.wire.allgatherv(wire.outgoing(params.flat(bucket, *self._own_B[i])), self.sizes_BP[i],
+                                                f"{bucket.group}.b{i}.params")
             done = i - ahead + 1
             if done >= 0:
                 bucket, whole_N = self.buckets[done], open_.pop(done).wait()
                 if self.wire.host:  # read where it lies: it is the wire's own until its next call
                     whole_N = self._wires[done].ops.buffer(bucket.n, bucket.dtype, whole_N)
-                params.write(bucket, whole_N)
+                params.write(bucket, whole_N, self._own_B[done])
 
 
 def global_norm(squares_B: Sequence[float], control: Control) -> float:

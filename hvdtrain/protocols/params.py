@@ -99,11 +99,12 @@ class Params(Protocol):
         ...
 
     def flat(self, bucket: Bucket, begin: int = 0, end: int | None = None) -> Array:
-        """Return a copy of the tensors of ``bucket`` as one vector (n,), or of its elements [begin, end) alone."""
+        """Return a copy of the tensors of ``bucket`` as one vector (n,); of its elements [begin, end), where those are
+        asked for, maybe a view, good until they change."""
         ...
 
-    def write(self, bucket: Bucket, flat_N: Array) -> None:
-        """Undo `flat`."""
+    def write(self, bucket: Bucket, flat_N: Array, known: tuple[int, int] = (0, 0)) -> None:
+        """Undo `flat`; elements [begin, end) of ``known`` are in the tensors already and may be left out."""
         ...
 
     def optimizer(self, vectors: Sequence[Array]) -> Optimizer:

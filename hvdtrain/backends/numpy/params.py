@@ -83,11 +83,12 @@ class Params:
                   for i, (a, b) in in_bucket(bucket, begin, bucket.n if end is None else end)]
         return np.concatenate(pieces) if pieces else np.empty(0, bucket.dtype)
 
-    def write(self, bucket: Bucket, flat_N: np.ndarray) -> None:
-        """Undo `flat`."""
-        for i, offset in zip(bucket.params, bucket.offsets):
-            p = self.tensors[i]
-            p[...] = flat_N[offset:offset + p.size].reshape(p.shape)
+    def write(self, bucket: Bucket, flat_N: np.ndarray, known: tuple[int, int] = (0, 0)) -> None:
+        """Undo `flat`, but for the elements ``known``."""
+        for first, last in ((0, known[0]), (known[1], bucket.n)):
+            for i, (a, b) in in_bucket(bucket, first, last):
+                self.tensors[i].reshape(-1)[a:b] = flat_N[first:first + b - a]
+                first += b - a
 
     def optimizer(self, vectors: Sequence[np.ndarray]) -> Sgd:
         """SGD over ``vectors``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import host, state
-from hvdtrain.backends.tensorflow.ops import Ops
+from hvdtrain.backends.tensorflow.ops import HostVector, Ops
 from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.optimizer import Optimizer
 from hvdtrain.backends.tensorflow.sliced import Sliced
@@ -22,6 +21,9 @@ from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.precision.scaler import LossScale
 from hvdtrain.protocols import ParamSpec
+
+VIEWED = ("float32", "float64")
+"""Types that are looked at in host memory: Python's buffers lack bfloat16."""
 
 
 class Params:
@@ -56,21 +58,34 @@ class Params:
                 *(line("variable of the optimizer", v) for v in self._opt.optimizer.variables)]
 
     def flat(self, bucket: Bucket, begin: int = 0, end: int | None = None) -> tf.Tensor:
-        """Return a copy of the variables of ``bucket`` as one vector (n,), or of its elements [begin, end) alone."""
+        """Return a copy of the variables of ``bucket`` as one vector (n,).
+
+        Of elements [begin, end), where those are asked for, a view in host memory if they lie in one variable there.
+        Whoever holds on to it makes a later `write` copy the variable.
+        """
         pieces = []
-        for i, (a, b) in in_bucket(bucket, begin, bucket.n if end is None else end):
+        inside = in_bucket(bucket, begin, bucket.n if end is None else end)
+        if end is not None and len(inside) == 1 and bucket.dtype in VIEWED:
+            i, (a, b) = inside[0]
+            return state.view(self.variables[i]).reshape(-1)[a:b].view(HostVector)
+        for i, (a, b) in inside:
             flat_N = tf.reshape(self.variables[i].value.read_value(), [-1])
             pieces.append(flat_N if b - a == self.specs[i].n else tf.slice(flat_N, [a], [b - a]))
         return tf.identity(Ops().pack(pieces)) if pieces else tf.zeros([0], bucket.dtype)
 
-    def write(self, bucket: Bucket, flat_N: tf.Tensor) -> None:
-        """Undo `flat`. What lies in host memory is copied into the variables, else they would keep that memory."""
-        if isinstance(flat_N, np.ndarray):
-            for i, begin, shape in zip(bucket.params, bucket.offsets, bucket.shapes):
-                _overwrite(self.variables[i].value, flat_N[begin:begin + math.prod(shape)].reshape(shape))
-            return
-        for i, x in zip(bucket.params, Ops().unpack(tf.convert_to_tensor(flat_N), bucket.shapes)):
-            self.variables[i].assign(x)
+    def write(self, bucket: Bucket, flat_N: tf.Tensor, known: tuple[int, int] = (0, 0)) -> None:
+        """Undo `flat`, but for variables that lie within ``known``: to write a whole one is faster than a part of it.
+
+        What lies in host memory is copied into the variables, else they would keep that memory.
+        """
+        for i, begin, shape in zip(bucket.params, bucket.offsets, bucket.shapes):
+            end = begin + self.specs[i].n
+            if known[0] <= begin and end <= known[1]:
+                continue
+            if isinstance(flat_N, np.ndarray):
+                _overwrite(self.variables[i].value, flat_N[begin:end].reshape(shape))
+            else:
+                self.variables[i].assign(tf.reshape(flat_N[begin:end], shape))
 
     def optimizer(self, vectors: Sequence[tf.Variable]) -> Optimizer:
         """Return an optimizer of the run's kind over ``vectors``, variables (n,), with state of its own.

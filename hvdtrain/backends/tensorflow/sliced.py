@@ -23,6 +23,10 @@ from hvdtrain.backends.tensorflow.optimizer import PLAIN, Optimizer, check_eleme
 from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.precision.scaler import LossScale
 
+SLOW = 1 << 16
+"""Elements from which a part of a variable is written by making the variable anew: TensorFlow's assignment to a slice
+takes 1.6 ms a MiB, to copy takes 0.25."""
+
 Block = tuple[tuple[int, int], ...]
 """(begin, end) along each dimension of a tensor."""
 
@@ -115,6 +119,10 @@ def write(variable: tf.Variable, begin: int, end: int, values_N: tf.Tensor) -> N
     shape = variable.shape.as_list()
     if end - begin == math.prod(shape):
         variable.assign(tf.reshape(values_N, shape), read_value=False)
+        return
+    if end - begin >= SLOW:
+        flat_N = tf.reshape(variable.read_value(), [-1])
+        variable.assign(tf.reshape(tf.concat([flat_N[:begin], values_N, flat_N[end:]], 0), shape), read_value=False)
         return
     at = 0
     for block in blocks(shape, begin, end):

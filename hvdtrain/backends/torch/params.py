@@ -51,17 +51,36 @@ class TorchParams:
                 for i, offset, shape in zip(bucket.params, bucket.offsets, bucket.shapes)]
 
     def flat(self, bucket: Bucket, begin: int = 0, end: int | None = None) -> torch.Tensor:
-        """Return a copy of the tensors of ``bucket`` as one vector (n,) on their device, or of elements [begin, end).
+        """Return a copy of the tensors of ``bucket`` as one vector (n,) on their device.
+
+        Of elements [begin, end), where those are asked for, a view if they lie in one tensor.
         """
         inside = in_bucket(bucket, begin, bucket.n if end is None else end)
         if not inside:
             return self.tensors[bucket.params[0]].new_empty(0)
+        if end is not None and len(inside) == 1:
+            i, (a, b) = inside[0]
+            return self.tensors[i].detach().reshape(-1)[a:b]
         return torch.cat([self.tensors[i].detach().reshape(-1)[a:b] for i, (a, b) in inside])
 
     @torch.no_grad()
-    def write(self, bucket: Bucket, flat_N: torch.Tensor) -> None:
-        """Undo `flat`."""
-        torch._foreach_copy_([self.tensors[i].detach() for i in bucket.params], self.views(bucket, flat_N))
+    def write(self, bucket: Bucket, flat_N: torch.Tensor, known: tuple[int, int] = (0, 0)) -> None:
+        """Undo `flat`, but for the elements ``known`` of tensors that lie row by row."""
+        into: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for i, offset, view in zip(bucket.params, bucket.offsets, self.views(bucket, flat_N)):
+            tensor, n = self.tensors[i].detach(), self.specs[i].n
+            begin, end = (min(max(edge - offset, 0), n) for edge in known)
+            if begin == end or not tensor.is_contiguous():
+                into.append(tensor)
+                values.append(view)
+                continue
+            for part in (slice(0, begin), slice(end, n)):
+                if part.start < part.stop:
+                    into.append(tensor.view(-1)[part])
+                    values.append(view.view(-1)[part])
+        if into:
+            torch._foreach_copy_(into, values)
 
     def optimizer(self, vectors: Sequence[torch.Tensor] | None = None) -> TorchOptimizer:
         """Return an optimizer of the run's kind over the tensors, or over ``vectors`` (n,), which it updates in place.

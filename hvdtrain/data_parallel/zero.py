@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hvdtrain.exchange.buckets import Bucket
 
 IN_FLIGHT = 2
-"""Buckets of updated parameters that are on the wire at once."""
+"""Buckets that are on the wire at once: of updated parameters, and in stage 2 of gradients."""
 
 
 def make(setup: Setup) -> DataParallel:
@@ -137,23 +137,24 @@ class Zero(Reducing):
                 continue
             wire = self.reducer.wires[i]
             name = f"{self.buckets[i].group}.b{i}.part"
-            handle = wire.collectives.reducescatterv(wire.outgoing(x), self.sizes_BP[i], name)
-            if self.retains or wire.collectives.overlaps or wire.collectives.in_graph:
-                self._open[i] = handle
-            else:
-                self._slices[i] = wire.arrived(handle.wait())
+            self._open[i] = wire.collectives.reducescatterv(wire.outgoing(x), self.sizes_BP[i], name)
+            if not self.retains and not wire.collectives.in_graph:
+                self._arrive(IN_FLIGHT if wire.collectives.overlaps else 0)
             self.waited_s += 0.0 if self.in_graph else time.perf_counter() - began
 
     def collect(self) -> list[Array]:
         """This rank's part of each bucket's sum."""
         assert not self._waiting, f"buckets {sorted(self._waiting)} wait for one that was not handed over"
-        for i, handle in sorted(self._open.items()):
-            self._slices[i] = self.reducer.wires[i].arrived(handle.wait())
-        self._open = {}
+        self._arrive(0)
         if self.compression != "none" and self._squares is None:  # a graph that has run has closed it by itself
             self.reducer.close()
         slices, self._slices = self._slices, {}
         return [slices[b.index] for b in self.buckets]
+
+    def _arrive(self, left: int) -> None:
+        """Take in the oldest sums until ``left`` are under way, as long as which a wire holds their buckets."""
+        for i in sorted(self._open)[:max(0, len(self._open) - left)]:
+            self._slices[i] = self.reducer.wires[i].arrived(self._open.pop(i).wait())
 
     def _cut(self, i: int, sum_N: Array) -> Array:
         """This rank's part of a bucket that was summed as a whole."""

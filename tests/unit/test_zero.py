@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from small_runs import CUTS, bits, config, fitted, lockstep, make_model, samples, weights
 
+from hvdtrain.collectives.lockstep import LockstepCollectives
 from hvdtrain.config import DataParallel, Exchange, Named
 from hvdtrain.data_parallel.zero import Zero
 from hvdtrain.errors import UserError
@@ -56,6 +57,29 @@ def test_accumulated_gradients_keep_their_bits(tmp_path):
     runs = trained(2, replace(settings, data_parallel=DataParallel("zero", 2)), tmp_path / "zero")
     assert {bits(run) for run in runs} == {want}
     assert any("gradients stay whole" in note for note in runs[0].notes)
+
+
+@pytest.mark.parametrize("stage, most", [(1, None), (2, 2)])
+def test_stage_2_has_two_buckets_under_way_where_the_wire_works_beside_backward(stage, most, tmp_path, monkeypatch):
+    """Such a wire holds a bucket's memory until its sum is taken."""
+    begin, open_, found = LockstepCollectives.reducescatterv, [set(), set()], []
+
+    class Handle:
+        def __init__(self, wire, handle):
+            self.mine, self.handle = open_[wire.rank], handle
+            self.mine.add(self)
+            found.append(len(self.mine))
+
+        def wait(self):
+            self.mine.remove(self)
+            return self.handle.wait()
+
+    monkeypatch.setattr(LockstepCollectives, "overlaps", True)
+    monkeypatch.setattr(LockstepCollectives, "reducescatterv", lambda wire, *of: Handle(wire, begin(wire, *of)))
+    runs = trained(2, replace(MOMENTUM, data_parallel=DataParallel("zero", stage)), tmp_path / "run")
+    n = len(runs[0].dp.buckets)
+    assert n > 3 and max(found) == (n if most is None else most + 1)  # one more while it is handed over
+    assert {bits(run) for run in runs} == {bits(trained(2, MOMENTUM, tmp_path / "whole")[0])}
 
 
 def test_what_cannot_be_is_refused(tmp_path):

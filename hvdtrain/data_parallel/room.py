@@ -118,7 +118,8 @@ def least_stage(needs_PS: Sequence[Sequence[int]], free_P: Sequence[int | None])
     >>> least_stage([[15_200, 9_000, 6_400], [15_200, 9_000, 6_400]], [11_900, 20_000])[0]
     1
     """
-    loads_S = [[need_S[s] / free if free else 0.0 for need_S, free in zip(needs_PS, free_P)] for s in range(3)]
+    loads_S = [[0.0 if free is None else need_S[s] / max(1, free) for need_S, free in zip(needs_PS, free_P)]
+               for s in range(3)]
     fitting = [s for s in range(3) if max(loads_S[s]) <= 1]
     stage = fitting[0] if fitting else min((2, 1), key=lambda s: max(loads_S[s]))
     rank = max(range(len(free_P)), key=lambda r: (loads_S[0][r], needs_PS[r][0]))

@@ -37,7 +37,7 @@ class Plan:
     def load(self, rank: int) -> float:
         """Return the part of a rank's room that it takes; 0 where that is unknown."""
         free = self.free_P[rank]
-        return self.needs_P[rank].total / free if free else 0.0
+        return 0.0 if free is None else self.needs_P[rank].total / max(1, free)
 
     def tightest(self) -> int:
         """Return the rank that is nearest to its limit, of equal ones the one that holds most."""

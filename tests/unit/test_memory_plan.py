@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.config import Config, DataParallel
+from hvdtrain.data_parallel.room import least_stage
 from hvdtrain.exchange.buckets import plan_buckets
 from hvdtrain.memory_plan import options
 from hvdtrain.memory_plan.facts import Facts, Measured, Model, Rank, Slots, Way
@@ -136,3 +137,9 @@ def test_a_plan_near_the_limit_says_what_to_type():
     assert Plan((need,), (16 * 10**9,)).sentence() == "" and Plan((need,), (None,)).sentence() == ""
     assert [row[-1] for row in Plan((need, need), (10**9, None)).rows()] == ["no", "unknown"]
     assert plan.to_dict()["options"][0]["saves"] == 8 * 10**9
+
+
+def test_no_room_at_all_is_not_an_unknown_one():
+    need = Footprint(parameters=100)
+    assert Plan((need, need), (0, None)).tightest() == 0 and Plan((need,), (0,)).sentence()
+    assert least_stage([[9, 6, 4]], [0])[0] == 2 and least_stage([[9, 6, 4]], [None])[0] == 0

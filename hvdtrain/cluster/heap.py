@@ -15,13 +15,18 @@ KEPT_BYTES = 1 << 30
 """Free memory that stays in the process before the heap is cut, and size from which a block is mapped by itself."""
 
 LARGE_BYTES = 1 << 26
-"""Parameters from which ZeRO gives memory back at once rather than keep it for the next step."""
+"""Parameters from which ZeRO lays memory out by `map_large` before it keeps what steps free."""
 
 MAPPED_BYTES = 1 << 20
-"""Size from which a block goes back to the system at once where memory is short."""
+"""Size from which a block is mapped by itself meanwhile."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """What malloc.h calls M_TRIM_THRESHOLD and M_MMAP_THRESHOLD."""
+
+LARGEST_KEPT_BYTES = 1 << 24
+"""Size from which a block of a large model under ZeRO is always mapped by itself."""
+
+_mapping = False
 
 _OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
@@ -36,16 +41,32 @@ def keep_freed() -> bool:
     return bool(mallopt(_TRIM_THRESHOLD, KEPT_BYTES) and mallopt(_MMAP_THRESHOLD, KEPT_BYTES))
 
 
-def map_large() -> bool:
-    """Give blocks of `MAPPED_BYTES` and more back as soon as they are freed; return whether that took effect.
+def map_large(settles: bool = False) -> bool:
+    """Map blocks of `MAPPED_BYTES` and more by themselves; return whether that took effect.
 
-    Undoes `keep_freed`: what a step frees between blocks that stay is else no use to larger ones. Costs the system's
-    clearing of pages, about 0.25 ms a MiB.
+    ``settles``: until `settled`. Undoes `keep_freed`, for as long as blocks are made that stay (an optimizer's state in its first step) among such
+    that go (gradients): what is freed between blocks that stay is no use to larger ones. It costs the system's clearing
+    of pages, about 0.25 ms a MiB.
     """
+    global _mapping
     if any(name in os.environ for name in _OWN):
         return False
     mallopt = _glibc("mallopt")
-    return bool(mallopt(_TRIM_THRESHOLD, MAPPED_BYTES) and mallopt(_MMAP_THRESHOLD, MAPPED_BYTES))
+    done = bool(mallopt(_TRIM_THRESHOLD, MAPPED_BYTES) and mallopt(_MMAP_THRESHOLD, MAPPED_BYTES))
+    _mapping = done and settles
+    return done
+
+
+def settled() -> bool:
+    """Keep what is freed from now on, where `map_large` has taken effect; return whether it had.
+
+    What stays has been made by now, each block in a place of its own. Not blocks of `LARGEST_KEPT_BYTES` and more: a
+    small block in the gap that one left would keep the next one out of it.
+    """
+    global _mapping
+    found, _mapping = _mapping, False
+    mallopt = _glibc("mallopt")
+    return found and bool(mallopt(_TRIM_THRESHOLD, KEPT_BYTES) and mallopt(_MMAP_THRESHOLD, LARGEST_KEPT_BYTES))
 
 
 def give_back() -> None:

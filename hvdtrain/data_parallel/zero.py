@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hvdtrain.cluster import heap
 from hvdtrain.data_parallel import Setup, replicate, room, shards
 from hvdtrain.data_parallel.reducing import Reducing
 from hvdtrain.errors import UserError
@@ -32,6 +33,9 @@ from hvdtrain.protocols import Array, Collectives, Control, DataParallel, Handle
 
 if TYPE_CHECKING:
     from hvdtrain.exchange.buckets import Bucket
+
+LAID_OUT = 2
+"""Updates after which all that stays has been made."""
 
 IN_FLIGHT = 2
 """Buckets that are on the wire at once: of updated parameters, and in stage 2 of gradients."""
@@ -114,6 +118,8 @@ class Zero(Reducing):
         self.reducer.begin()
         self._open, self._waiting, self._slices, self._squares = {}, {}, {}, None
         self.waited_s = 0.0
+        if self.gathers == LAID_OUT:
+            heap.settled()
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 

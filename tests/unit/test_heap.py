@@ -10,7 +10,11 @@ CODE = """
 import resource, sys
 import numpy as np
 from hvdtrain.cluster import heap
-print({"keep": heap.keep_freed, "map": heap.map_large}.get(sys.argv[1], lambda: None)())
+def settle():
+    return heap.map_large(settles=True) and heap.settled()
+
+does = {"keep": heap.keep_freed, "map": heap.map_large, "settle": settle}
+print(does.get(sys.argv[1], lambda: None)())
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -44,4 +48,5 @@ def test_steps_that_free_what_they_made_find_it_again():
     assert took == "True" and faults < 500 and pages > 4096, "it can be given back"
     assert ran("leave")[1] > 5 * (faults + 100), "32 MiB a step from the system"
     assert ran("keep", MALLOC_TRIM_THRESHOLD_="131072")[0] == "False", "the environment's own setting stays"
+    assert ran("settle")[0] == "True" and ran("settle")[1] < 500, "smaller ones are kept once all has its place"
     assert ran("map")[0] == "True" and ran("map")[1] > 5 * (faults + 100), "large blocks go back at once"

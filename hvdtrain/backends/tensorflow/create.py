@@ -103,7 +103,9 @@ class _Making:
         divided = self._config.data_parallel.name == "zero" and self._wire.size > 1 and self._config.model_parallel == 1
         self.opt = Optimization(self._config, model, self._steps, whole=not divided)
         if divided and not placement.on_gpu(model) and state.nbytes(model.trainable_variables) >= heap.LARGE_BYTES:
-            heap.map_large()  # gradients come and go among what stays: of a large model their gaps would be much
+            # Gradients come and go among what stays: of a large model their gaps would be much. For good: TensorFlow
+            # makes parameters anew in every update, so that nothing ever has a place of its own.
+            heap.map_large()
         sync_batchnorm.release(model)
         placement.seed_model(state.seed_states(model), self._rank)
 

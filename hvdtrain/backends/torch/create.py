@@ -51,7 +51,10 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
     if placement.device().type == "cpu":
         # Under ZeRO gradients come and go among those that stay: of a large model their gaps would be much.
         short = config.data_parallel.name == "zero" and _nbytes(spec.model) >= heap.LARGE_BYTES
-        (heap.map_large if short else heap.keep_freed)()
+        if short:
+            heap.map_large(settles=True)
+        else:
+            heap.keep_freed()
 
     def begin() -> Maker:
         if not keras.is_keras(spec.model):

@@ -44,9 +44,9 @@ def keep_freed() -> bool:
 def map_large(settles: bool = False) -> bool:
     """Map blocks of `MAPPED_BYTES` and more by themselves; return whether that took effect.
 
-    ``settles``: until `settled`. Undoes `keep_freed`, for as long as blocks are made that stay (an optimizer's state in its first step) among such
-    that go (gradients): what is freed between blocks that stay is no use to larger ones. It costs the system's clearing
-    of pages, about 0.25 ms a MiB.
+    ``settles``: until `settled`. Undoes `keep_freed`, for as long as blocks are made that stay (an optimizer's state in
+    its first step) among such that go (gradients): what is freed between blocks that stay is no use to larger ones. It
+    costs the system's clearing of pages, about 0.25 ms a MiB.
     """
     global _mapping
     if any(name in os.environ for name in _OWN):

@@ -54,13 +54,14 @@ class Job:
             return []
         ranks = sum(host.slots for host in self.first)
         lists = {"shares": self.config.shares, "emulate_speed": self.config.emulate_speed,
-                 "rebalance.max_micro_batch": self.config.rebalance.max_micro_batch}
+                 "rebalance.max_micro_batch": self.config.rebalance.max_micro_batch,
+                 "data_parallel.shards": self.config.data_parallel.shards}
         more: list[str] = []
         for name, values in lists.items():
             # Settings by host or by kind of device need no fitting: they are mappings.
             if isinstance(values, (list, tuple)) and len(values) == ranks:
                 fitted = refit([repr(value) for value in values], self.first, hosts)
-                if name == "shares" and not any(float(value) for value in fitted):
+                if name in ("shares", "data_parallel.shards") and not any(float(value) for value in fitted):
                     fitted = ["1"] * len(fitted)  # only ranks without a part are left: equal parts
                 more += [f"--{name}", f"[{', '.join(fitted)}]"]
         given = self.config.precision

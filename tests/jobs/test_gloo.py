@@ -12,13 +12,11 @@ from hvdtrain.cluster.boot import horovod_reason
 SCRIPT = """
 import os, sys
 import numpy as np
-from hvdtrain.checkpoint.transfer import collect, own_group, spread
 from hvdtrain.cluster import boot
 from hvdtrain.cluster.exit import agreed, run_guarded
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.config import Exchange
 from hvdtrain.errors import UserError
-from hvdtrain.protocols.state import Shard
 
 facts = launch_facts(os.environ)
 
@@ -35,11 +33,11 @@ def main():
         assert control.sum(np.array([rank, 1.5])).tolist() == [P * (P - 1) / 2, 1.5 * P]
         assert control.agree(rank == 1) and not control.agree(False)
         control.barrier("turn")
-    own = Shard(own_group(rank), "seed", (2, 3), 0, np.full(6, rank, np.float32))
-    tensors = collect(control, [own])
-    assert len(tensors) == (P if rank == 0 else 0)
-    back = spread(control, tensors, own=True)
-    assert list(back) == [own.group] and (back[own.group]["seed"] == np.full((2, 3), rank)).all()
+    arrays = [np.full(6, rank, np.float32), np.full(4, rank, np.int64)]
+    control.send(arrays, 1, 0)
+    assert all((array == 1).all() for array in arrays)
+    control.send([arrays[0] * 0 + 7] if rank == 0 else arrays[:1], 0)
+    assert rank == 0 or (arrays[0] == 7).all()
     assert "mpi4py" not in sys.modules
     {late}
     control.barrier("end")

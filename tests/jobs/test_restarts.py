@@ -19,14 +19,18 @@ from hvdtrain.launch import history
 AS_ROOT = ["--allow-run-as-root"] if os.geteuid() == 0 else []
 
 ONCE = """
-import os, signal
+import os, signal, time
 from hvdtrain.callbacks.base import Callback
 
 class Once(Callback):
+    # after step 7, but not before the checkpoint of step 5 is written, which a thread does beside the steps
     where = "all"
 
     def step_end(self, run):
         if run.control.rank == 1 and run.state.cursor.step == 7 and os.environ["HVDLAUNCH_ATTEMPT"] == "1":
+            ends_at = time.monotonic() + 20
+            while not (run.out / "checkpoints" / "step-00000005").exists() and time.monotonic() < ends_at:
+                time.sleep(0.02)
             os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -23,10 +23,6 @@ from hvdtrain.backends.tensorflow.optimizer import PLAIN, Optimizer, check_eleme
 from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.precision.scaler import LossScale
 
-SLOW = 1 << 16
-"""Elements from which a part of a variable is written by making the variable anew: TensorFlow's assignment to a slice
-takes 1.6 ms a MiB, to copy takes 0.25."""
-
 Block = tuple[tuple[int, int], ...]
 """(begin, end) along each dimension of a tensor."""
 
@@ -82,8 +78,9 @@ class Sliced(Optimizer):
                     variable.assign(tf.slice(flat_N, [begin], [end - begin]), read_value=False)
                 decay([self._variables[i]])
                 plain(grad, variable, rate)
-                write(target, begin, end, tf.ensure_shape(variable.read_value(), [end - begin]))
-                done[:] = [variable.assign(tf.zeros([0], variable.dtype), read_value=False)]
+                written = write(target, begin, end, tf.ensure_shape(variable.read_value(), [end - begin]))
+                # The next one waits for both, else what was made for several would be there at once.
+                done[:] = [*written, variable.assign(tf.zeros([0], variable.dtype), read_value=False)]
 
             with instead(own, "update_step", update_step), instead(own, "_apply_weight_decay", lambda vs: None), \
                     instead(own, "_all_reduce_sum_gradients", lambda pairs: pairs):
@@ -114,24 +111,23 @@ def blocks(shape: Sequence[int], begin: int, end: int) -> list[Block]:
     return found
 
 
-def write(variable: tf.Variable, begin: int, end: int, values_N: tf.Tensor) -> None:
-    """Replace the row-major elements [begin, end) of a variable, where they lie, by (end - begin,) values."""
+def write(variable: tf.Variable, begin: int, end: int, values_N: tf.Tensor) -> list[Any]:
+    """Replace the row-major elements [begin, end) of a variable, where they lie, by (end - begin,) values.
+
+    Returns the operations. To make the variable anew would take a sixth of the time and hold 7 bytes a parameter more.
+    """
     shape = variable.shape.as_list()
     if end - begin == math.prod(shape):
-        variable.assign(tf.reshape(values_N, shape), read_value=False)
-        return
-    if end - begin >= SLOW:
-        flat_N = tf.reshape(variable.read_value(), [-1])
-        variable.assign(tf.reshape(tf.concat([flat_N[:begin], values_N, flat_N[end:]], 0), shape), read_value=False)
-        return
-    at = 0
+        return [variable.assign(tf.reshape(values_N, shape), read_value=False)]
+    at, written = 0, []
     for block in blocks(shape, begin, end):
         lengths = [stop - start for start, stop in block]
         part = tf.slice(values_N, [at], [math.prod(lengths)])
-        tf.raw_ops.ResourceStridedSliceAssign(
+        written.append(tf.raw_ops.ResourceStridedSliceAssign(
             ref=variable.handle, begin=[start for start, _ in block], end=[stop for _, stop in block],
-            strides=[1] * len(block), value=tf.reshape(part, lengths))
+            strides=[1] * len(block), value=tf.reshape(part, lengths)))
         at += math.prod(lengths)
+    return written
 
 
 def _replace(opt: Optimization, wholes: Sequence[keras.Variable], slices: Sequence[keras.Variable],

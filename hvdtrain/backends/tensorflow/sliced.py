@@ -114,7 +114,7 @@ def blocks(shape: Sequence[int], begin: int, end: int) -> list[Block]:
 def write(variable: tf.Variable, begin: int, end: int, values_N: tf.Tensor) -> list[Any]:
     """Replace the row-major elements [begin, end) of a variable, where they lie, by (end - begin,) values.
 
-    Returns the operations. To make the variable anew takes less time, and was measured to hold 7 bytes a parameter more.
+    Returns the operations. To make the variable anew takes less time and was measured to hold 7 bytes a parameter more.
     """
     shape = variable.shape.as_list()
     if end - begin == math.prod(shape):

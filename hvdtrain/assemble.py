@@ -52,11 +52,14 @@ from hvdtrain.faults.finite import check_trainable
 from hvdtrain.memory_plan import imported
 from hvdtrain.memory_plan.survey import scene_of
 from hvdtrain.model import Spec, build_spec, spec_of
+from hvdtrain.out_of_memory.recovery import Recovery
+from hvdtrain.out_of_memory.schedule import Recovering
 from hvdtrain.outdir import COMPLETED, find_out
 from hvdtrain.pipeline.accumulate import Accumulate
 from hvdtrain.precision import policy
 from hvdtrain.precision.policy import Precision
-from hvdtrain.protocols import Callback, Collectives, Control
+from hvdtrain.protocols import Callback, Collectives, Control, Schedule
+from hvdtrain.remat.settle import settle
 from hvdtrain.resolve import load_callable
 from hvdtrain.run import Run
 
@@ -101,8 +104,12 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
         parts.stage = Slowed(parts.stage, config.emulate_speed[control.rank])
     parts.transforms += agreed(control, lambda: transforms.own(config), "transforms")
     group = world(control.size, control.rank)
-    run = Run(config, control, group, topology, wire, spec, parts, Accumulate(parts.stage), feed, test_feed,
-              spelled, devices, notes=notes)
+    recovery = Recovery(backend.out_of_memory) if config.on_oom == "shrink" else None
+    schedule: Schedule = Accumulate(parts.stage)
+    if recovery is not None:
+        schedule = Recovering(schedule, parts.stage, recovery)
+    run = Run(config, control, group, topology, wire, spec, parts, schedule, feed, test_feed,
+              spelled, devices, notes=notes, recovery=recovery)
     try:
         _complete(run, facts, backend, more)
     except BaseException:
@@ -120,6 +127,7 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
     run.dp = agreed(control, lambda: data_parallel.create(data_parallel.Setup(
         run.spelled, control, run.topology, run.group, run.collectives, backend.Ops(), parts, run.notes,
         scene_of(run, backend))), "exchange")
+    agreed(control, lambda: settle(run, backend), "remat")
     agreed(control, run.join, "exchange")
     parts.buffers.share()
     run.callbacks = _callbacks(run, facts, more)
@@ -240,7 +248,7 @@ def _eval_feed(config: Config, control: Control, data: Any) -> Feed:
 def _cut(config: Config, control: Control) -> dict[str, Any]:
     """What training and evaluation cut alike."""
     return {"rank": control.rank, "size": control.size, "control": control, "shares": list(config.shares) or None,
-            "seed": config.seed, "micro_batch": config.micro_batch, "prefetch": config.data.prefetch}
+            "seed": config.seed, "micro_batch": config.micro_batch_limit, "prefetch": config.data.prefetch}
 
 
 def eval_feed(run: Run, data: Any) -> Feed:

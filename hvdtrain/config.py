@@ -1,7 +1,8 @@
 """The whole configuration as typed, frozen dataclasses: every key, unit and default.
 
-Owns names, defaults and the checks that need no cluster. Does not parse: `hvdtrain.cli.train` does, with
-jsonargparse (YAML file < environment < command line). The docs table in docs/config.md is made from this file.
+Owns the keys of the top level and the checks that need no cluster; `hvdtrain.sections` has the others. Does not parse:
+`hvdtrain.cli.train` does, with jsonargparse (YAML file < environment < command line). The docs table in docs/config.md
+is made from these files.
 """
 
 from __future__ import annotations
@@ -10,11 +11,21 @@ import dataclasses
 import hashlib
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from hvdtrain import placed, schema
 from hvdtrain.errors import UserError, nearest
+from hvdtrain.remat import names as remat_names
+from hvdtrain.sections import key as _key
+from hvdtrain.sections import Checkpoint as Checkpoint
+from hvdtrain.sections import Data as Data
+from hvdtrain.sections import DataParallel as DataParallel
+from hvdtrain.sections import EarlyStop as EarlyStop
+from hvdtrain.sections import Exchange as Exchange
+from hvdtrain.sections import Named as Named
+from hvdtrain.sections import Rebalance as Rebalance
+from hvdtrain.sections import Schedule as Schedule
 from hvdtrain.wall_limit import seconds_of
 
 
@@ -29,135 +40,6 @@ LEAST_HEARTBEAT_S = 2.0
 """Shortest time after which a rank counts as frozen (`hvdtrain.faults.watch`)."""
 
 PRECISIONS = ("fp32", "bf16", "fp16", "auto")
-
-
-def _key(default: Any, unit: str, doc: str) -> Any:
-    """A field with its unit and meaning, for docs/config.md."""
-    meta = {"unit": unit, "doc": doc}
-    if isinstance(default, (dict, list)):
-        return field(default_factory=lambda: type(default)(default), metadata=meta)
-    if dataclasses.is_dataclass(default):  # its own copy for each, since its args can be written to
-        return field(default_factory=type(default), metadata=meta)
-    return field(default=default, metadata=meta)
-
-
-@dataclass(frozen=True)
-class Data:
-    """Where samples come from and how a global batch is cut."""
-
-    name: str = _key(
-        "digits", "", "digits, text, synthetic, a .npz file, or module:callable (also path/file.py:callable)")
-    args: dict = _key({}, "", "keyword arguments of the source")
-    shuffle: bool = _key(True, "", "permute the samples anew each epoch, from (seed, epoch)")
-    prefetch: int = _key(2, "batches", "batches fetched ahead by one background thread; 0 fetches in line, "
-                         "which a dataset that draws random numbers needs for bit-equal resume")
-
-
-@dataclass(frozen=True)
-class Named:
-    """Something of the framework's own, by its name there, with keyword arguments."""
-
-    name: str = _key("auto", "", "the framework's own name, any case; auto picks a default")
-    args: dict = _key({}, "", "keyword arguments")
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How the learning rate moves."""
-
-    name: str = _key("none", "", "torch.optim.lr_scheduler or keras.optimizers.schedules class name; none: constant")
-    args: dict = _key({}, "", "keyword arguments")
-    interval: Literal["step", "epoch"] = _key(
-        "step", "",
-        "what a torch scheduler counts; Keras schedules count steps")
-    warmup_steps: int = _key(0, "steps", "grow the rate linearly from rate/steps to the rate; 0: off")
-    linear_scaling_base: int = _key(
-        0, "samples",
-        "multiply the rate by global_batch / this (Goyal et al. 2017); 0: off")
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """How gradients are summed over ranks."""
-
-    bucket_mb: float | Literal["auto"] = _key(
-        16.0, "MiB",
-        "size of a flat bucket of gradients, one collective each (fusion); auto: by a short sweep at start")
-    fusion_threshold_mb: float = _key(
-        -1.0, "MiB",
-        "Horovod's own fusion buffer (HOROVOD_FUSION_THRESHOLD); -1: Horovod's default")
-    cycle_time_ms: float = _key(-1.0, "ms", "Horovod's cycle time (HOROVOD_CYCLE_TIME); -1: Horovod's default")
-    autotune: bool = _key(False, "", "let Horovod tune its fusion buffer and cycle time while training "
-                          "(HOROVOD_AUTOTUNE)")
-    hierarchical: bool = _key(False, "", "sum within each host first, then across hosts")
-    adasum: bool = _key(False, "", "combine the ranks' gradients by Adasum instead of their mean, through Horovod")
-    powersgd_rank: int = _key(4, "columns", "columns of the two factors that powersgd sends for each matrix")
-    topk_ratio: float = _key(0.01, "share", "part of the gradient's entries that topk sends")
-    topk_momentum: float = _key(0.0, "factor", "momentum that topk corrects for, with an SGD without any; 0: off")
-    topk_warmup_steps: int = _key(0, "steps", "steps over which topk comes down to its ratio, in stages; 0: off")
-    auto_margin: float = _key(0.05, "share", "part of a step that a compressor has to save for compression auto")
-
-
-@dataclass(frozen=True)
-class DataParallel:
-    """How the ranks' copies of the model stay one model."""
-
-    name: str = _key(
-        "replicate", "", "replicate: every rank holds all state and makes every update; zero: each holds and updates a "
-        "part of it (ZeRO); or module:callable (path/file.py:callable) that makes another way")
-    stage: int | Literal["auto"] = _key(
-        2, "", "of zero, what is divided over the ranks; 1: the optimizer's state; 2: summed gradients too; auto: as "
-        "little as the memory plan says is needed, which may be nothing")
-    shards: list[float] = _key(
-        [], "", "of zero, relative part of the state for each rank, such as [3, 1]; empty: by the memory that each "
-        "rank has free")
-
-
-@dataclass(frozen=True)
-class Rebalance:
-    """How shares are made (balance static and auto) and made anew (auto)."""
-
-    every_steps: int = _key(5, "steps", "steps of a window that ranks' own times are compared over")
-    margin: float = _key(0.05, "share", "part of a step that a new plan has to save")
-    lasting: int = _key(2, "windows", "windows in a row in which it would")
-    probe_s: float = _key(2.0, "s", "about how long the probe measures at the start")
-    probe_cache: bool = _key(True, "", "reuse what was measured before on this device with this model, if one "
-                             "measurement confirms it")
-    max_micro_batch: list[int] | dict[str, int] = _key(
-        [], "samples", "largest micro-batch that the memory of each rank holds, one number per rank or by host or "
-        "device such as H200=512,old=64, 0 for no limit; empty: found by the probe")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """When and how a run is saved."""
-
-    every: Literal["auto", "off"] = _key(
-        "auto", "", "auto: after the first minute, and then so often that saves cost less than 3 % of the time; off: "
-        "only as the keys below say; they turn auto off")
-    every_steps: int = _key(0, "steps", "save every so many steps; 0: off")
-    every_s: float = _key(0.0, "s", "save when so many seconds have passed since the last; 0: off")
-    mtbf_s: float = _key(
-        0.0, "s", "mean time between failures, from which auto finds the interval that loses least (Young, Daly); 0: "
-        "not known")
-    at_end: bool = _key(True, "", "save when the run ends")
-    keep: int = _key(3, "checkpoints", "how many of the newest are kept")
-    layout: Literal["gathered", "sharded"] = _key(
-        "gathered", "", "gathered: rank 0 writes all, so that no other rank needs the disk; sharded: each rank writes "
-        "its part, on a file system that all ranks share. Either is read by any number of ranks")
-    on_failure: Literal["warn", "stop"] = _key(
-        "warn", "", "a checkpoint that cannot be written: warn: is told and counted, and training goes on; stop: ends "
-        "the run. The last one always does")
-
-
-@dataclass(frozen=True)
-class EarlyStop:
-    """Stop when a metric no longer gets better."""
-
-    metric: str = _key("", "", "evaluation metric to watch, for example loss or accuracy; empty: off")
-    mode: Literal["min", "max"] = _key("min", "", "whether smaller or larger is better")
-    patience: int = _key(5, "evaluations", "evaluations without a better value before the run stops")
-    min_delta: float = _key(0.0, "", "smallest change that counts as better")
 
 
 @dataclass(frozen=True)
@@ -186,7 +68,19 @@ class Config:
         [], "factor", "for tests: ranks' speeds as parts of their own, such as [1, 0.4]; below 1 a rank's computing "
         "is stretched by waiting")
     accumulate: int = _key(1, "micro-batches", "micro-batches each rank cuts its part into")
-    micro_batch: int = _key(0, "samples", "largest micro-batch; more are made where a part exceeds it; 0: no limit")
+    micro_batch: int | Literal["auto"] = _key(
+        0, "samples", "largest micro-batch; more are made where a part exceeds it; 0: no limit; auto: the largest that "
+        "each rank's memory holds, found at the start")
+    remat: Literal["off", "auto"] | list[str] | str = _key(
+        "off", "", "which named blocks of the model forget what they computed and compute it again in backward "
+        "(activation checkpointing): off; auto: of each rank the cheapest that make it fit its memory; every:K: each "
+        "K-th; or their names, with commas between or as a list. The gradients are the same to the bit")
+    on_oom: Literal["shrink", "stop"] = _key(
+        "shrink", "", "shrink: a rank that runs out of memory makes its micro-batches smaller, alone, and all ranks "
+        "repeat the step; stop: the run ends")
+    compile: Literal["off", "auto"] = _key(
+        "off", "", "auto: time the model compiled (torch.compile of each block, XLA in TensorFlow) and in "
+        "channels_last on real batches at the start, and keep what is fastest")
     seed: int = _key(0, "", "seeds the data order, the initial weights and the ranks' random generators")
     lr: float = _key(2e-3, "", "base learning rate")
     optimizer: Named = _key(
@@ -290,7 +184,7 @@ class Config:
             if getattr(self, name) > most:
                 raise UserError(f"{name} is {getattr(self, name)}", f"{most:.10g} at most", f"correct {name}")
         _at_least("global_batch", self.global_batch, 1)
-        for name in ("audit", "epochs", "max_steps", "micro_batch", "eval_every", "threads", "seed",
+        for name in ("audit", "epochs", "max_steps", "eval_every", "threads", "seed",
                      "split_micro_batches", "devices_per_rank"):
             _at_least(name, getattr(self, name), 0)
         for name in ("accumulate", "log_every", "max_skipped", "model_parallel"):
@@ -359,7 +253,9 @@ class Config:
                             "for example data_parallel.shards: [3, 1]")
 
     def _check_balance(self) -> None:
-        """Raise `UserError` for what cannot be among the keys of unlike ranks."""
+        """Raise `UserError` for what cannot be among the keys of unlike ranks and of their memory."""
+        remat_names.check_text(self.remat)
+        _at_least("micro_batch", self.micro_batch_limit, 0)
         rebalance = self.rebalance
         for name, value, least in (("every_steps", rebalance.every_steps, 1), ("lasting", rebalance.lasting, 1),
                                    ("margin", rebalance.margin, 0), ("probe_s", rebalance.probe_s, 0)):
@@ -384,6 +280,16 @@ class Config:
     def precisions(self) -> list[str]:
         """The types that ``precision`` names, of ranks or of hosts and devices."""
         return self.precision.split(":") if isinstance(self.precision, str) else list(self.precision.values())
+
+    @property
+    def micro_batch_limit(self) -> int:
+        """Samples of the largest micro-batch as far as it is configured; 0: no limit is."""
+        return 0 if self.micro_batch == "auto" else self.micro_batch
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether a rank may have several micro-batches in a step from the start."""
+        return self.accumulate > 1 or self.micro_batch != 0 or self.balance != "off"
 
     def time_limit_s(self) -> float:
         """Seconds of ``time_limit``; 0 where none is known."""

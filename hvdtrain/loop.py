@@ -19,6 +19,7 @@ from hvdtrain.events import Event
 from hvdtrain.exchange.weighting import check_weight
 from hvdtrain.faults import pulse
 from hvdtrain.faults.finite import blame
+from hvdtrain.out_of_memory.recovery import repeats
 from hvdtrain.outdir import release, starting
 from hvdtrain.protocols import Done
 
@@ -88,10 +89,23 @@ def _epoch(run: Run) -> None:
 
 
 def train_step(run: Run, batch: StepBatch) -> None:
-    """One global batch: compute, exchange, vote, update."""
-    parts, dp, state = run.parts, run.dp, run.state
+    """One global batch: compute, exchange, vote, update; again where a rank ran out of memory over it."""
     run.batch = batch
     run.emit(Event.STEP_START)
+    while not _stepped(run, batch):
+        run.emit_told()
+    state = run.state
+    state.cursor = batch.cursor_after
+    _stop_at_max_steps(run)
+    run.emit_told()
+    run.emit(Event.STEP_END)
+    _checkpoint_due(run)
+
+
+def _stepped(run: Run, batch: StepBatch) -> bool:
+    """Whether the step is over; False where all is as before it, to be repeated."""
+    parts, dp, state = run.parts, run.dp, run.state
+    run.batch = batch = batch if run.recovery is None else run.recovery.cut(batch)
     begin = time.perf_counter()
     pulse.at("backward and exchange", state.cursor.step)
     dp.begin(state.cursor.step)
@@ -101,7 +115,14 @@ def train_step(run: Run, batch: StepBatch) -> None:
     computed = time.perf_counter()
     pulse.at("vote")
     meets = dp.meets(state.cursor.step)
+    if done.lost:
+        assert run.recovery is not None
+        run.tell_all(run.recovery.topic, done.lost)
     bad = _vote(run, batch, done) if meets else _by_myself(run, done)
+    if bad and (repeats(run) if meets else done.lost):
+        _undo(run)
+        run.phases.add("wait", time.perf_counter() - computed + done.waited_s)
+        return False
     voted = time.perf_counter()
     pulse.at("update")
     if not bad:
@@ -125,11 +146,14 @@ def train_step(run: Run, batch: StepBatch) -> None:
             _tell_not_finite(run, batch, bad)
         state.poisoned = not meets  # told at the next vote (law 6)
     state.met = meets and (not bad or state.met)
-    state.cursor = batch.cursor_after
-    _stop_at_max_steps(run)
-    run.emit_told()
-    run.emit(Event.STEP_END)
-    _checkpoint_due(run)
+    return True
+
+
+def _undo(run: Run) -> None:
+    """Bring back what the step at hand has changed on this rank: buffers, compressor state, random generators."""
+    run.parts.buffers.discard()
+    run.dp.discard()
+    run.parts.stage.rewind()
 
 
 def _checkpoint_due(run: Run) -> None:
@@ -168,7 +192,7 @@ def _vote(run: Run, batch: StepBatch, done: Done) -> list[int]:
     loss_sum, weight = run.local_loss(done.totals)
     # A loss that is read one step late must not condemn the step at hand: there the check of its gradient decides.
     late = asynchronous and (run.config.nan_guard == "skip" or parts.scale.on)
-    bad = (not math.isfinite(loss_sum) and not late) or parts.optimizer.skipped() or state.poisoned
+    bad = (not math.isfinite(loss_sum) and not late) or parts.optimizer.skipped() or state.poisoned or bool(done.lost)
     state.poisoned = False
     squares = run.dp.squares(done.grads)
     wishes = [bool(state.wants_stop), state.wants_save, bool(state.words)]
@@ -199,7 +223,7 @@ def _by_myself(run: Run, done: Done) -> list[int]:
     """
     loss_sum, weight = run.local_loss(done.totals)
     run.state.loss = loss_sum / weight if weight else math.nan
-    finite = math.isfinite(loss_sum) and math.isfinite(run.dp.squares(done.grads))
+    finite = not done.lost and math.isfinite(loss_sum) and math.isfinite(run.dp.squares(done.grads))
     return [] if finite else [run.control.rank]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdtrain.precision.policy import Precision
 from hvdtrain.precision.scaler import LossScale
-from hvdtrain.protocols import Buffers, Evaluator, ModelState, Ops, Optimizer, Params, Stage, Transform
+from hvdtrain.protocols import Buffers, Evaluator, ModelState, Ops, Optimizer, Params, Remat, Stage, Transform
 
 
 @dataclass
@@ -17,7 +17,8 @@ class Parts:
     """The parts. ``precision``: what every rank computes in; ``scale``: the loss scale.
 
     ``transforms``: in the order in which they are installed (`hvdtrain.transforms.ORDER`). ``ops_of_place``: of a model
-    that is split, the array operations of each device.
+    that is split, the array operations of each device. ``remat``: the one of ``transforms`` that recomputes blocks,
+    None for a model without any.
     """
 
     model: Any
@@ -32,6 +33,7 @@ class Parts:
     precision: Precision
     scale: LossScale
     ops_of_place: Sequence[Ops] = ()
+    remat: Remat | None = None
     _installed: list[Transform] = field(default_factory=list)
 
     def install(self, collective: bool = True) -> None:

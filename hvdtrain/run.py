@@ -27,6 +27,7 @@ from hvdtrain.events import Event
 from hvdtrain.exchange.compressors import create
 from hvdtrain.faults import pulse
 from hvdtrain.model import Spec
+from hvdtrain.out_of_memory.recovery import Recovery
 from hvdtrain.parts import Parts
 from hvdtrain.protocols import Callback, Collectives, Control, DataParallel, Schedule
 
@@ -193,6 +194,8 @@ class Run:
     """Descriptor by which rank 0 keeps other jobs out of ``out`` while it trains; -1: none."""
     begun: bool = False
     """Whether a fit has begun to write into ``out``; not while it may still be refused (`hvdtrain.outdir.begin`)."""
+    recovery: Recovery | None = None
+    """What this rank does when it runs out of memory; None: the run ends."""
     saver: Saving | None = None
     """Saves the run; made with the first save."""
     callbacks: list[Callback] = field(default_factory=list)

@@ -47,7 +47,7 @@ def probe(run: Any, backend: Any) -> list[Speed]:
     tools = Tools(run.parts.stage.trial, lambda n: run.feed.sample(n, cursor), backend.out_of_memory,
                   backend.peak_bytes)
     given = run.spelled.rebalance.max_micro_batch
-    limit = least(config.micro_batch, given[control.rank] if given else 0)
+    limit = least(config.micro_batch_limit, given[control.rank] if given else 0)
     remembers = config.rebalance.probe_cache
     with deadline(config.control_timeout_s, "the probe of balance"):
         held = agreed(control, lambda: _held(run, tools, limit), "probe")

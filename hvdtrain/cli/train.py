@@ -169,6 +169,7 @@ def _files(paths: list[str | None]) -> dict[str, Any]:
         found = recipe.read(path or "")
         if type(found.get("time_limit")) in (int, float):  # YAML reads 1:30:00, too, as a number of seconds
             found["time_limit"] = str(found["time_limit"])
+        _say_off(found, Config)
         _check_tree(found, Config, "", f"in {path}")
         for name, value in found.items():
             before = whole.get(name, {})
@@ -178,6 +179,16 @@ def _files(paths: list[str | None]) -> dict[str, Any]:
             else:
                 whole[name] = {**before, **value} if name in schema.sections(Config) else value
     return whole
+
+
+def _say_off(found: dict[str, Any], cls: type) -> None:
+    """Put "off" where YAML has read a bare ``off`` as false and the key's words are off and others."""
+    hints = {k.name: k.hint for k in schema.keys(cls)}
+    for name, value in found.items():
+        if value is False and schema.fits("off", hints.get(name, bool)):
+            found[name] = "off"
+        elif isinstance(value, dict) and name in schema.sections(cls):
+            _say_off(value, schema.sections(cls)[name])
 
 
 def _another(before: Any, name: str) -> bool:

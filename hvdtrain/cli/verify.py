@@ -142,7 +142,7 @@ def parts_of(rest: Sequence[str]) -> int:
     """Micro-batches that the user's options cut a batch of one rank into; 1 where they say no number."""
     config = train.parse(list(rest))
     assert config is not None
-    return max(config.accumulate, -(-config.global_batch // config.micro_batch) if config.micro_batch else 1)
+    return max(config.accumulate, -(-config.global_batch // (config.micro_batch_limit or config.global_batch)))
 
 
 def _train(case: Case, temp: Path, args: argparse.Namespace, rest: Sequence[str], parts: int = 0) -> Path:

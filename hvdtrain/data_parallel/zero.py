@@ -74,7 +74,7 @@ def make(setup: Setup) -> DataParallel:
     reducer.state.undoable = config.nan_guard == "skip" or setup.parts.scale.on or not during.in_graph
     setup.parts.optimizer = setup.parts.params.sliced(spans)
     setup.parts.state.take(setup.parts.optimizer, spans)
-    several = config.accumulate > 1 or config.micro_batch > 0
+    several = config.accumulate > 1 or config.micro_batch != 0
     if stage == 2 and several:
         setup.notes.append("data_parallel.stage 2: gradients stay whole, as in stage 1, while a rank accumulates them "
                            "over micro-batches")

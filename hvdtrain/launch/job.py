@@ -85,7 +85,7 @@ class Job:
         part = self.config.global_batch if self.config.shares or self.config.balance != "off" else \
             -(-self.config.global_batch // max(1, ranks))
         part = -(-part // self.config.accumulate)
-        sizes = [size for size in (smaller, self.config.micro_batch, part) if size]
+        sizes = [size for size in (smaller, self.config.micro_batch_limit, part) if size]
         return min(sizes, default=0)
 
     def stamp(self) -> Stamp:

@@ -72,7 +72,7 @@ def _cut(feed: Feed, config: Any) -> tuple[int, int, int]:
     cut = feed.cut_at(0)
     count = int(np.diff(cut.offsets(n))[feed.rank])
     bounds = cut.bounds(count, feed.rank)
-    several = config.accumulate > 1 or config.micro_batch > 0
+    several = config.accumulate > 1 or config.micro_batch != 0
     return max((b - a for a, b in bounds), default=0), max(len(bounds), 2 if several else 1), count
 
 

@@ -91,8 +91,8 @@ def part_samples(config: Config, rank: int, size: int) -> int:
     shares = config.shares or [1.0] * size
     own = config.global_batch * shares[rank] / sum(shares)
     micro = own / config.accumulate
-    if config.micro_batch:
-        micro = min(micro, config.micro_batch)
+    if config.micro_batch_limit:
+        micro = min(micro, config.micro_batch_limit)
     return max(1, -(-int(-(-micro // 1)) // micros_of(config)))
 
 

@@ -12,10 +12,12 @@ from hvdtrain.protocols.data_parallel import DataParallel
 from hvdtrain.protocols.model_state import Buffers, Evaluator, ModelState, Transform
 from hvdtrain.protocols.ops import Cell, Ops
 from hvdtrain.protocols.params import Optimizer, Params, ParamSpec
+from hvdtrain.protocols.remat import BlockCost, Remat
 from hvdtrain.protocols.stage import Done, GradientSink, ModelSpec, Schedule, Stage
 from hvdtrain.protocols.wire import AllGather, AllReduce, AllToAll, Channel, Collectives, Exchange, Handle, Request
 
-__all__ = ["AllGather", "AllReduce", "AllToAll", "Array", "Batch", "Buffers", "Callback", "Cell", "Channel",
+__all__ = ["AllGather", "AllReduce", "AllToAll", "Array", "Batch", "BlockCost", "Buffers", "Callback", "Cell",
+           "Channel",
            "Collectives", "Compressor", "Control", "DataParallel", "Done", "Evaluator", "Exchange", "GradientSink",
            "Handle", "Launcher", "ModelSpec", "ModelState", "Ops", "Optimizer", "Pair", "ParamSpec", "Params",
-           "Request", "Schedule", "Stage", "Transform"]
+           "Remat", "Request", "Schedule", "Stage", "Transform"]

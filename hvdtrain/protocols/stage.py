@@ -91,6 +91,13 @@ class Stage(Protocol):
         """Open a step: forget the gradients of the step before, and keep the buffers for `Buffers.discard`."""
         ...
 
+    def rewind(self) -> None:
+        """Put every random generator back to where `begin` found it: the step at hand is repeated.
+
+        `Buffers.discard` puts the buffers back. What `run` has left behind is forgotten by the next `begin`.
+        """
+        ...
+
     def run(self, micro: Batch, scale: float, final: bool, sink: GradientSink) -> Pair:
         """Add the gradient of ``loss_sum * scale``; return ``(loss_sum, weight)`` of this micro-batch, unscaled.
 
@@ -151,12 +158,14 @@ class Done:
     """What a step's gradients ended with on this rank.
 
     ``grads``: as `GradientSink.collect` returns them. ``totals``: (loss_sum, weight) of each micro-batch, maybe still
-    on the device. ``waited_s``: seconds waited for other ranks.
+    on the device. ``waited_s``: seconds waited for other ranks. ``lost``: "", or why this rank has handed over poison
+    in place of its gradients, in words: no rank makes the update.
     """
 
     grads: list[Array]
     totals: list[Pair]
     waited_s: float
+    lost: str = ""
 
 
 class Schedule(Protocol):

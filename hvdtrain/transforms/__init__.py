@@ -2,7 +2,8 @@
 
 `ORDER` is the order in which they are installed; they are removed in the opposite one. A user's own come last. Each is
 told what the one before it has left: a model is placed before its layers get compute types, and those before BatchNorm
-takes its moments over ranks, in the type that a layer computes in.
+takes its moments over ranks, in the type that a layer computes in. What is compiled is all of that, and what is
+recomputed in backward is a block as it computes in the end, compiled or not.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from hvdtrain.config import Config
 from hvdtrain.protocols import Transform
 from hvdtrain.resolve import load_callable
 
-ORDER = ("placement", "precision", "sync_batchnorm")
+ORDER = ("placement", "precision", "sync_batchnorm", "compile", "remat")
 """Names of files in each backend's ``transforms`` folder."""
 
 

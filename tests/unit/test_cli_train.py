@@ -486,3 +486,10 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path):
 def test_the_parser_knows_exactly_the_keys():
     known = {a.dest for a in make_parser()._actions} - {"help", "config", "print_config", *schema.sections(Config)}
     assert known == {k.name for k in schema.keys(Config)}
+
+
+def test_a_bare_off_in_a_file_is_the_word(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("balance: off\nremat: off\ncheckpoint: {every: off}\ndata: {shuffle: off}\n")
+    found = parse(["--config", str(path)])
+    assert (found.balance, found.remat, found.checkpoint.every, found.data.shuffle) == ("off", "off", "off", False)

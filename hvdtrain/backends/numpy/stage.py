@@ -30,6 +30,9 @@ class Stage:
         for grad in self._grads.values():
             grad[...] = 0
 
+    def rewind(self) -> None:
+        """Nothing: the model draws no random numbers."""
+
     def run(self, micro: Batch, scale: float, final: bool, sink: GradientSink) -> Pair:
         """Add a micro-batch's gradient; hand all of it over with the ``final`` one."""
         loss_sum = 0.0

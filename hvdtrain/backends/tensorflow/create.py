@@ -112,8 +112,7 @@ class _Making:
     def parts(self, split: Split | None) -> Parts:
         """Return the parts, of a model that is spread by ``split`` or whole."""
         model, config, scale = self._spec.model, self._config, self._scale
-        several = config.accumulate > 1 or config.micro_batch > 0 or config.balance != "off"
-        across = sync_batchnorm.Across(self._wire, several) if config.sync_batchnorm else None
+        across = sync_batchnorm.Across(self._wire, config.in_parts) if config.sync_batchnorm else None
         if across and split and sync_batchnorm.norms(model):
             raise UserError("sync_batchnorm with model_parallel, whose parts of a micro-batch each have statistics",
                             "one of the two", "set sync_batchnorm: false, or model_parallel: 1")

@@ -63,7 +63,7 @@ def _needs(chain: Chain, optimizer: Any, config: Config, ranks: int) -> Needs:
     """Bytes beside parameters, from the optimizer's own state."""
     weights = sum(_bytes(v) for v in chain.model.weights)
     slots = sum(_bytes(v) for v in optimizer.variables)
-    sums = int(config.accumulate > 1 or config.micro_batch > 0 or config.balance != "off")
+    sums = int(config.in_parts)
     return Needs(1.0 + sums + int(ranks > 1), slots / max(1, weights), micros_of(config))
 
 

@@ -54,7 +54,9 @@ class Stage:
         self._sink: GradientSink | None = None
         self._zeros: dict[int, Callable[..., Any]] = {}
         self._memory: list[Any] = []
+        self._in_place = False
         self._several = False
+        self._random: dict[str, np.ndarray] = {}
         self._trial: Trial | None = None
 
     def connect(self, sink: GradientSink) -> None:
@@ -63,6 +65,8 @@ class Stage:
             self._calls, self._sink, self._zeros = Calls(), sink, {}
             # Every rank asks for this memory or none, whatever it computes on: the wire may make it in common.
             self._memory = [] if sink.in_graph else [sink.buffer(b) for b in sink.buckets]
+            # Gradients are copied, one by one, to where the wire sums them.
+            self._in_place = bool(self._memory) and all(isinstance(x, np.ndarray) for x in self._memory)
         self._connected = True
 
     def disconnect(self) -> None:
@@ -75,9 +79,14 @@ class Stage:
 
     def begin(self) -> None:
         """Open a step."""
+        self._random = state.random_arrays(self.model)
         self._gradients.rescale(self._loss_scale())
         self._several, self.waited_s = False, 0.0
         self._buffers.begin()
+
+    def rewind(self) -> None:
+        """Put the random generators back to where `begin` found them."""
+        state.load_random(self.model, self._random)
 
     def run(self, micro: Batch, scale: float, final: bool, sink: GradientSink) -> Pair:
         """Add the gradient of ``loss_sum * scale``; the graph of the ``final`` micro-batch exchanges too, if it can."""
@@ -167,11 +176,6 @@ class Stage:
             sink.put(bucket.index, flat_N)
         for i, x in enumerate(() if self._in_place else tensors):
             sink.put(i, x)
-
-    @property
-    def _in_place(self) -> bool:
-        """Whether gradients are copied, one by one, to where the wire sums them."""
-        return bool(self._memory) and all(isinstance(x, np.ndarray) for x in self._memory)
 
     def _hand_over(self, sink: GradientSink, pair: tf.Tensor, loss_sum: tf.Tensor,
                    grads: list[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:

@@ -94,8 +94,7 @@ class Maker:
         self.placement = Placement(spec, config)
         audit.check_model(self.model)
         self.transport = Transport(wire, Ops())
-        self.in_parts = config.accumulate > 1 or config.micro_batch > 0 or config.balance != "off"
-        self.sync = SyncBatchNorm(self.model, self.transport, self.in_parts) if config.sync_batchnorm else None
+        self.sync = SyncBatchNorm(self.model, self.transport, config.in_parts) if config.sync_batchnorm else None
         set_modes(self.model, {m: False for m in self.model.modules() if self.model.training and not m.training})
         trainable(self.model)
         self.scale = LossScale(config.loss_scale, precision.scaled)

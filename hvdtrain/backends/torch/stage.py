@@ -35,6 +35,7 @@ class TorchStage:
         self._model, self._task, self._params, self._buffers = model, task, params, buffers
         self._placement, self._precision, self._sync, self.generators = placement, precision, sync, generators
         self._rank, self._caveats = rank, caveats
+        self._random: dict[str, np.ndarray] = {}
         # Synchronised layers wait for other ranks in backward: what else does so there could come in another order.
         self._gradients = Gradients(params, placement.on_its_device, early=sync is None)
         self._stand_in = StandIn()
@@ -58,12 +59,17 @@ class TorchStage:
         self._gradients.disconnect()
 
     def begin(self) -> None:
-        """Forget the gradients of the step before, and remember the buffers."""
+        """Forget the gradients of the step before, and remember the buffers and random generators."""
+        self._random = self.generators.state()
         self._buffers.keep()
         self._waited_in_step_s = 0.0
         if self._clock:
             self._clock.start()
         self._gradients.forget()
+
+    def rewind(self) -> None:
+        """Put the random generators back to where `begin` found them."""
+        self.generators.load(self._random)
 
     def run(self, micro: Batch, scale: float, final: bool, sink: GradientSink) -> Pair:
         """Add the gradient of ``loss_sum * scale``; hooks hand over the gradients of the ``final`` micro-batch."""

@@ -1,0 +1,38 @@
+"""A schedule whose rank may run out of memory in the middle of a step, and still enters what the others wait in."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from hvdtrain.out_of_memory.recovery import Recovery
+from hvdtrain.protocols import Done, GradientSink, Schedule, Stage
+
+if TYPE_CHECKING:
+    from hvdtrain.data.feed import StepBatch
+
+
+class Recovering:
+    """`hvdtrain.protocols.Schedule` around ``schedule`` over ``stage``.
+
+    A rank that ran out hands over poison for every bucket that it has not handed over yet, in their order, so that no
+    rank waits for it: between the error and the vote lies no collective that the other ranks do not enter too.
+    """
+
+    def __init__(self, schedule: Schedule, stage: Stage, recovery: Recovery) -> None:
+        self._schedule, self._stage, self._recovery = schedule, stage, recovery
+
+    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> Done:
+        """Sum the gradients of ``batch``, or give poison and say in ``lost`` why."""
+        try:
+            return self._schedule.gradients(batch, scale, sink)
+        except Exception as error:
+            if not self._recovery.out_of_memory(error):
+                raise
+        # Out of the handler: the error's frames, which hold the step's tensors, are gone by now.
+        why = self._recovery.ran_out(batch)
+        self._stage.nothing(sink, poison=True)
+        begin = time.perf_counter()
+        grads = sink.collect()
+        waited_s = self._stage.waited_s + sink.waited_s + time.perf_counter() - begin
+        return Done(grads, [], waited_s, why)

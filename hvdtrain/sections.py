@@ -1,0 +1,139 @@
+"""The sections of the configuration as typed, frozen dataclasses: their keys, units and defaults.
+
+Owns names and defaults; `hvdtrain.config` has the keys of the top level and the checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def key(default: Any, unit: str, doc: str) -> Any:
+    """A field with its unit and meaning, for docs/config.md."""
+    meta = {"unit": unit, "doc": doc}
+    if isinstance(default, (dict, list)):
+        return field(default_factory=lambda: type(default)(default), metadata=meta)
+    if dataclasses.is_dataclass(default):  # its own copy for each, since its args can be written to
+        return field(default_factory=type(default), metadata=meta)
+    return field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where samples come from and how a global batch is cut."""
+
+    name: str = key(
+        "digits", "", "digits, text, synthetic, a .npz file, or module:callable (also path/file.py:callable)")
+    args: dict = key({}, "", "keyword arguments of the source")
+    shuffle: bool = key(True, "", "permute the samples anew each epoch, from (seed, epoch)")
+    prefetch: int = key(2, "batches", "batches fetched ahead by one background thread; 0 fetches in line, "
+                        "which a dataset that draws random numbers needs for bit-equal resume")
+
+
+@dataclass(frozen=True)
+class Named:
+    """Something of the framework's own, by its name there, with keyword arguments."""
+
+    name: str = key("auto", "", "the framework's own name, any case; auto picks a default")
+    args: dict = key({}, "", "keyword arguments")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the learning rate moves."""
+
+    name: str = key("none", "", "torch.optim.lr_scheduler or keras.optimizers.schedules class name; none: constant")
+    args: dict = key({}, "", "keyword arguments")
+    interval: Literal["step", "epoch"] = key(
+        "step", "",
+        "what a torch scheduler counts; Keras schedules count steps")
+    warmup_steps: int = key(0, "steps", "grow the rate linearly from rate/steps to the rate; 0: off")
+    linear_scaling_base: int = key(
+        0, "samples",
+        "multiply the rate by global_batch / this (Goyal et al. 2017); 0: off")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How gradients are summed over ranks."""
+
+    bucket_mb: float | Literal["auto"] = key(
+        16.0, "MiB",
+        "size of a flat bucket of gradients, one collective each (fusion); auto: by a short sweep at start")
+    fusion_threshold_mb: float = key(
+        -1.0, "MiB",
+        "Horovod's own fusion buffer (HOROVOD_FUSION_THRESHOLD); -1: Horovod's default")
+    cycle_time_ms: float = key(-1.0, "ms", "Horovod's cycle time (HOROVOD_CYCLE_TIME); -1: Horovod's default")
+    autotune: bool = key(False, "", "let Horovod tune its fusion buffer and cycle time while training "
+                         "(HOROVOD_AUTOTUNE)")
+    hierarchical: bool = key(False, "", "sum within each host first, then across hosts")
+    adasum: bool = key(False, "", "combine the ranks' gradients by Adasum instead of their mean, through Horovod")
+    powersgd_rank: int = key(4, "columns", "columns of the two factors that powersgd sends for each matrix")
+    topk_ratio: float = key(0.01, "share", "part of the gradient's entries that topk sends")
+    topk_momentum: float = key(0.0, "factor", "momentum that topk corrects for, with an SGD without any; 0: off")
+    topk_warmup_steps: int = key(0, "steps", "steps over which topk comes down to its ratio, in stages; 0: off")
+    auto_margin: float = key(0.05, "share", "part of a step that a compressor has to save for compression auto")
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """How the ranks' copies of the model stay one model."""
+
+    name: str = key(
+        "replicate", "", "replicate: every rank holds all state and makes every update; zero: each holds and updates a "
+        "part of it (ZeRO); or module:callable (path/file.py:callable) that makes another way")
+    stage: int | Literal["auto"] = key(
+        2, "", "of zero, what is divided over the ranks; 1: the optimizer's state; 2: summed gradients too; auto: as "
+        "little as the memory plan says is needed, which may be nothing")
+    shards: list[float] = key(
+        [], "", "of zero, relative part of the state for each rank, such as [3, 1]; empty: by the memory that each "
+        "rank has free")
+
+
+@dataclass(frozen=True)
+class Rebalance:
+    """How shares are made (balance static and auto) and made anew (auto)."""
+
+    every_steps: int = key(5, "steps", "steps of a window that ranks' own times are compared over")
+    margin: float = key(0.05, "share", "part of a step that a new plan has to save")
+    lasting: int = key(2, "windows", "windows in a row in which it would")
+    probe_s: float = key(2.0, "s", "about how long the probe measures at the start")
+    probe_cache: bool = key(True, "", "reuse what was measured before on this device with this model, if one "
+                            "measurement confirms it")
+    max_micro_batch: list[int] | dict[str, int] = key(
+        [], "samples", "largest micro-batch that the memory of each rank holds, one number per rank or by host or "
+        "device such as H200=512,old=64, 0 for no limit; empty: found by the probe")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """When and how a run is saved."""
+
+    every: Literal["auto", "off"] = key(
+        "auto", "", "auto: after the first minute, and then so often that saves cost less than 3 % of the time; off: "
+        "only as the keys below say; they turn auto off")
+    every_steps: int = key(0, "steps", "save every so many steps; 0: off")
+    every_s: float = key(0.0, "s", "save when so many seconds have passed since the last; 0: off")
+    mtbf_s: float = key(
+        0.0, "s", "mean time between failures, from which auto finds the interval that loses least (Young, Daly); 0: "
+        "not known")
+    at_end: bool = key(True, "", "save when the run ends")
+    keep: int = key(3, "checkpoints", "how many of the newest are kept")
+    layout: Literal["gathered", "sharded"] = key(
+        "gathered", "", "gathered: rank 0 writes all, so that no other rank needs the disk; sharded: each rank writes "
+        "its part, on a file system that all ranks share. Either is read by any number of ranks")
+    on_failure: Literal["warn", "stop"] = key(
+        "warn", "", "a checkpoint that cannot be written: warn: is told and counted, and training goes on; stop: ends "
+        "the run. The last one always does")
+
+
+@dataclass(frozen=True)
+class EarlyStop:
+    """Stop when a metric no longer gets better."""
+
+    metric: str = key("", "", "evaluation metric to watch, for example loss or accuracy; empty: off")
+    mode: Literal["min", "max"] = key("min", "", "whether smaller or larger is better")
+    patience: int = key(5, "evaluations", "evaluations without a better value before the run stops")
+    min_delta: float = key(0.0, "", "smallest change that counts as better")

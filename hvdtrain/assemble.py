@@ -32,6 +32,7 @@ from hvdtrain.callbacks.ledger import Ledger
 from hvdtrain.callbacks.memory import Memory
 from hvdtrain.callbacks.meter import Meter
 from hvdtrain.callbacks.nan_guard import NanGuard
+from hvdtrain.callbacks.out_of_memory import OutOfMemory
 from hvdtrain.callbacks.preempt import Preempt
 from hvdtrain.callbacks.supervised import Supervised
 from hvdtrain.callbacks.throughput import Throughput
@@ -104,10 +105,8 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
         parts.stage = Slowed(parts.stage, config.emulate_speed[control.rank])
     parts.transforms += agreed(control, lambda: transforms.own(config), "transforms")
     group = world(control.size, control.rank)
-    recovery = Recovery(backend.out_of_memory) if config.on_oom == "shrink" else None
-    schedule: Schedule = Accumulate(parts.stage)
-    if recovery is not None:
-        schedule = Recovering(schedule, parts.stage, recovery)
+    recovery = _recovery(config, backend, control, notes)
+    schedule: Schedule = Recovering(Accumulate(parts.stage), parts.stage, recovery)
     run = Run(config, control, group, topology, wire, spec, parts, schedule, feed, test_feed,
               spelled, devices, notes=notes, recovery=recovery)
     try:
@@ -213,6 +212,16 @@ def _check_world(config: Config, control: Control) -> None:
                             f"give {control.size} numbers")
 
 
+def _recovery(config: Config, backend: Any, control: Control, notes: list[str]) -> Recovery:
+    """What a rank does that runs out of memory."""
+    shrinks, because = config.on_oom == "shrink", "on_oom is stop"
+    if shrinks and config.sync_batchnorm and control.size > 1:
+        because = "with sync_batchnorm layers wait for other ranks within a micro-batch"
+        notes.append(f"on_oom: a rank that runs out of memory in training ends the run, since {because}")
+    return Recovery(backend.out_of_memory, backend.free_cached, shrinks and because == "on_oom is stop", shrinks,
+                    because)
+
+
 def _precision(config: Config, control: Control, devices: list[DeviceFacts], notes: list[str]) -> Precision:
     """What every rank computes in; all ranks know all devices, so all come to the same or raise alike."""
     assert isinstance(config.precision, str)  # names have been spelled out
@@ -271,7 +280,8 @@ def _callbacks(run: Run, facts: LaunchFacts, more: Callable[[Run], list[Callback
     """
     config = run.config
     own: list[Any] = [*([Supervised()] if causes.folder() else []), Preempt(config.time_limit_s()),
-                      NanGuard(config.nan_guard, config.max_skipped), Throughput(), Ledger(), Memory()]
+                      NanGuard(config.nan_guard, config.max_skipped), Throughput(), Ledger(), Memory(),
+                      OutOfMemory()]
     meter = Meter(config.rebalance.every_steps)
     if run.control.size > 1:
         own.append(meter)

@@ -19,7 +19,8 @@ from hvdtrain.events import Event
 from hvdtrain.exchange.weighting import check_weight
 from hvdtrain.faults import pulse
 from hvdtrain.faults.finite import blame
-from hvdtrain.out_of_memory.recovery import repeats
+from hvdtrain.out_of_memory.evaluating import Evaluating
+from hvdtrain.out_of_memory.recovery import mended, repeats
 from hvdtrain.outdir import release, starting
 from hvdtrain.protocols import Done
 
@@ -105,7 +106,7 @@ def train_step(run: Run, batch: StepBatch) -> None:
 def _stepped(run: Run, batch: StepBatch) -> bool:
     """Whether the step is over; False where all is as before it, to be repeated."""
     parts, dp, state = run.parts, run.dp, run.state
-    run.batch = batch = batch if run.recovery is None else run.recovery.cut(batch)
+    run.batch = batch = run.recovery.cut(batch)
     begin = time.perf_counter()
     pulse.at("backward and exchange", state.cursor.step)
     dp.begin(state.cursor.step)
@@ -115,18 +116,19 @@ def _stepped(run: Run, batch: StepBatch) -> bool:
     computed = time.perf_counter()
     pulse.at("vote")
     meets = dp.meets(state.cursor.step)
-    if done.lost:
-        assert run.recovery is not None
-        run.tell_all(run.recovery.topic, done.lost)
+    if done.lost is not None:
+        run.recovery.tell(run, done.lost, meets)
     bad = _vote(run, batch, done) if meets else _by_myself(run, done)
-    if bad and (repeats(run) if meets else done.lost):
+    if bad and (repeats(run) if meets else done.lost is not None):
         _undo(run)
-        run.phases.add("wait", time.perf_counter() - computed + done.waited_s)
+        run.phases.lose(time.perf_counter() - begin)
         return False
+    state.poisoned = state.poisoned and not meets
     voted = time.perf_counter()
     pulse.at("update")
     if not bad:
-        finite, norm = dp.update(state.cursor.step, done.grads)
+        with run.recovery.once("the update"):
+            finite, norm = dp.update(state.cursor.step, done.grads)
         bad = [] if finite else list(range(run.control.size))
         state.grad_norm = state.grad_norm if math.isnan(norm) else norm
     updated = time.perf_counter()
@@ -150,10 +152,14 @@ def _stepped(run: Run, batch: StepBatch) -> bool:
 
 
 def _undo(run: Run) -> None:
-    """Bring back what the step at hand has changed on this rank: buffers, compressor state, random generators."""
+    """Bring back what the step at hand has changed on this rank: buffers, compressor state, random generators.
+
+    What was heard of the step before, on an asynchronous device, is to be heard again. The loss scale stays as it is.
+    """
     run.parts.buffers.discard()
     run.dp.discard()
     run.parts.stage.rewind()
+    run.unread_loss()
 
 
 def _checkpoint_due(run: Run) -> None:
@@ -192,9 +198,10 @@ def _vote(run: Run, batch: StepBatch, done: Done) -> list[int]:
     loss_sum, weight = run.local_loss(done.totals)
     # A loss that is read one step late must not condemn the step at hand: there the check of its gradient decides.
     late = asynchronous and (run.config.nan_guard == "skip" or parts.scale.on)
-    bad = (not math.isfinite(loss_sum) and not late) or parts.optimizer.skipped() or state.poisoned or bool(done.lost)
-    state.poisoned = False
-    squares = run.dp.squares(done.grads)
+    state.poisoned = parts.optimizer.skipped() or state.poisoned  # still so where the step is repeated
+    lost = done.lost is not None
+    bad = (not math.isfinite(loss_sum) and not late) or state.poisoned or lost
+    squares = math.nan if lost else run.dp.squares(done.grads)
     wishes = [bool(state.wants_stop), state.wants_save, bool(state.words)]
     mine = [0.0 if bad else loss_sum, weight, bad, *wishes, squares]
     loss, total, n_bad, n_stop, n_save, n_words, squares = run.control.sum(np.array(mine, dtype=np.float64))
@@ -223,7 +230,7 @@ def _by_myself(run: Run, done: Done) -> list[int]:
     """
     loss_sum, weight = run.local_loss(done.totals)
     run.state.loss = loss_sum / weight if weight else math.nan
-    finite = not done.lost and math.isfinite(loss_sum) and math.isfinite(run.dp.squares(done.grads))
+    finite = done.lost is None and math.isfinite(loss_sum) and math.isfinite(run.dp.squares(done.grads))
     return [] if finite else [run.control.rank]
 
 
@@ -239,11 +246,13 @@ def measure(run: Run, feed: Feed) -> dict[str, float]:
     evaluator = run.parts.evaluator
     pulse.at("evaluation", run.state.cursor.step)
     run.parts.buffers.sync()
+    adding = Evaluating(evaluator, run.recovery, run.state.cursor.step)
     with contextlib.closing(feed.eval_epoch()) as batches:
         for batch in batches:
-            for micro in batch.micros:
-                evaluator.add(micro)
-    everyone = run.control.gather(evaluator.totals())
+            adding.add(batch)
+    rows = run.control.gather((evaluator.totals(), adding.shortages))
+    mended(run, [shortages for _, shortages in rows])
+    everyone = [totals for totals, _ in rows]
     names = list(dict.fromkeys(name for totals in everyone for name in totals))
     summed = {name: sum(t[name] for t in everyone if name in t) for name in names}
     return evaluator.results(summed)

@@ -61,9 +61,9 @@ class Totals:
         self._sums: dict[str, np.ndarray] = {}
 
     def add(self, pairs: Mapping[str, Pair]) -> None:
-        """Add one batch's pairs of numbers or scalar tensors."""
-        for name, (total, weight) in pairs.items():
-            self._sums[name] = self._sums.get(name, 0.0) + np.array([float(total), float(weight)])
+        """Add one batch's pairs of numbers or scalar tensors; all of them, or none where reading one fails."""
+        self._sums |= {name: self._sums.get(name, 0.0) + np.array([float(total), float(weight)])
+                       for name, (total, weight) in pairs.items()}
 
     def take(self) -> dict[str, np.ndarray]:
         """Return the sums by name; they start anew."""

@@ -6,6 +6,7 @@ Owns the two that every run has; a backend adds its framework's.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 
@@ -29,6 +30,19 @@ def restore(state: dict[str, np.ndarray]) -> None:
     random.setstate((int(version), words, None if np.isnan(gauss) else float(gauss)))
     pos, has_gauss, cached = state["numpy.rest"]
     np.random.set_state(("MT19937", state["numpy.key"], int(pos), int(has_gauss), float(cached)))
+
+
+def mark() -> Callable[[], None]:
+    """Note where both generators are; the function returned puts them back there.
+
+    Cheaper than `capture`, for every step.
+    """
+    own, numpys = random.getstate(), np.random.get_state(legacy=False)
+
+    def back() -> None:
+        random.setstate(own)
+        np.random.set_state(numpys)
+    return back
 
 
 def seed(seed: int, rank: int) -> None:

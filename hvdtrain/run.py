@@ -118,7 +118,7 @@ class State:
 
 
 class Phases:
-    """Seconds of this rank by phase: data, compute, wait (for gradients and votes), update."""
+    """Seconds of this rank by phase: data, compute, wait (for gradients and votes, and steps repeated), update."""
 
     NAMES = ("data", "compute", "wait", "update")
 
@@ -135,6 +135,11 @@ class Phases:
     def add(self, name: str, seconds: float) -> None:
         """Add to one phase."""
         self.seconds[name] += max(0.0, seconds)
+
+    def lose(self, seconds: float) -> None:
+        """Add what a step took that is to be repeated, on every rank: nobody computes slower for it."""
+        self.add("wait", seconds)
+        self.step_s += seconds
 
     def step(self, seconds: float, samples: int, own: int = 0, micros: int = 0) -> None:
         """Count one step of all ranks' ``samples``, of which this rank had ``own`` in ``micros`` micro-batches."""
@@ -194,8 +199,11 @@ class Run:
     """Descriptor by which rank 0 keeps other jobs out of ``out`` while it trains; -1: none."""
     begun: bool = False
     """Whether a fit has begun to write into ``out``; not while it may still be refused (`hvdtrain.outdir.begin`)."""
-    recovery: Recovery | None = None
-    """What this rank does when it runs out of memory; None: the run ends."""
+    recovery: Recovery = field(default_factory=lambda: Recovery(lambda error: False, shrinks=False))
+    """What this rank does when it runs out of memory."""
+    shortages: list[dict[str, Any]] = field(default_factory=list)
+    """Each time that a rank ran out of memory: ``rank`` and the fields of `hvdtrain.out_of_memory.shortage.Shortage`.
+    """
     saver: Saving | None = None
     """Saves the run; made with the first save."""
     callbacks: list[Callback] = field(default_factory=list)
@@ -203,6 +211,7 @@ class Run:
     state: State = field(default_factory=State)
     phases: Phases = field(default_factory=Phases)
     _pending: Any = None
+    _read: Any = None
     _joined: bool = False
 
     def emit(self, event: Event) -> None:
@@ -219,8 +228,13 @@ class Run:
         On an asynchronous device those of the step before, which are there without waiting for the device.
         """
         if self.parts.stage.asynchronous:
+            self._read = self._pending
             totals, self._pending = self._pending or [], totals
         return sum(float(loss) for loss, _ in totals), sum(float(weight) for _, weight in totals)
+
+    def unread_loss(self) -> None:
+        """Undo `local_loss` of a step that is to be repeated: the step before is to be read then."""
+        self._pending = self._read
 
     def note(self, text: str) -> None:
         """Keep a remark for the summary and the log, and print it on rank 0 now."""
@@ -284,6 +298,11 @@ class Run:
         if self.control.agree(bool(self.state.words)):
             self.hear()
             self.emit_told()
+
+    def deliver(self, rows: list[tuple[int, str, str]]) -> None:
+        """Emit TOLD for (rank, topic, text) that every rank knows already."""
+        self.state.told = [Word(*row) for row in rows]
+        self.emit_told()
 
     def emit_told(self) -> None:
         """Emit TOLD where something was told since the last time."""

@@ -39,6 +39,7 @@ def record(run: Any) -> dict[str, Any]:
         "stop": s.stop,
         "ledger": run.ledger,
         "memory": run.memory,
+        "out_of_memory": {"times": len(run.shortages), "micro_batch": run.recovery.ceilings, "each": run.shortages},
         "notes": run.notes,
         "step": run.parts.describe(),
     }
@@ -64,7 +65,7 @@ def rows(run: Any) -> list[tuple[str, str]]:
                       "step, a part of update"))
     if r["saves"]:
         table.append(("checkpoints", _saved(r["saves"])))
-    table += _memory(r["memory"])
+    table += _memory(r["memory"]) + _shortages(r["out_of_memory"])
     table.append(("files", str(run.out)))
     return table + [("note", note) for note in r["notes"]]
 
@@ -105,6 +106,16 @@ def _memory(found: dict[str, Any]) -> list[tuple[str, str]]:
     said = [f"rank {r} at most {shown(peaks[r])}, of it {shown(states[r])} parameters, gradients and optimizer as "
             "reckoned" for r in dict.fromkeys((0, worst)) if peaks[r]]
     return [("memory", "; ".join(said))]
+
+
+def _shortages(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """How often ranks ran out of memory and which take smaller micro-batches since, in words; nothing where none did.
+    """
+    if not found["times"]:
+        return []
+    smaller = [f"rank {rank} takes at most {limit} in a micro-batch" for rank, limit in
+               sorted(found["micro_batch"].items())]
+    return [("out of memory", "; ".join([f"{found['times']} times", *smaller]))]
 
 
 def _saves(run: Any) -> dict[str, Any] | None:

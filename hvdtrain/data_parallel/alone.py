@@ -74,6 +74,10 @@ class Alone:
         """Take the gradient of parameter ``index``, in its own shape."""
         self._grads[index] = x
 
+    def owed(self) -> list[int]:
+        """Nothing."""
+        return []
+
     def collect(self) -> list[Array]:
         """The gradients by parameter."""
         return [self._grads[i] for i in sorted(self._grads)]

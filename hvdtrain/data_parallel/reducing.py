@@ -53,6 +53,10 @@ class Reducing:
         """True: in every step."""
         return True
 
+    def owed(self) -> list[int] | None:
+        """What the reducer has not begun."""
+        return self.reducer.owed()
+
     def saved(self) -> dict[str, np.ndarray]:
         """Compressor state."""
         return self.reducer.state.saved()

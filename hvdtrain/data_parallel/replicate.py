@@ -38,7 +38,8 @@ def make(setup: Setup) -> DataParallel:
         return Alone(optimizer, setup.ops, config.clip_norm, look)
     reducer = Reducer(buckets_of(setup), create(name, config), setup.collectives, setup.ops, setup.parts.ops_of_place)
     # In a graph the copy that undoing needs costs a pass over the state; elsewhere the old arrays are merely kept.
-    reducer.state.undoable = config.nan_guard == "skip" or setup.parts.scale.on or not setup.collectives.in_graph
+    reducer.state.undoable = (config.nan_guard == "skip" or setup.parts.scale.on or not setup.collectives.in_graph
+                              or config.on_oom == "shrink")
     if name not in ("none", "adasum"):
         setup.notes.append(f"gradients are approximated by {reducer.compressor.describe()}")
     return Replicate(reducer, optimizer, config.clip_norm, look)

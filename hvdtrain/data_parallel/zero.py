@@ -71,7 +71,8 @@ def make(setup: Setup) -> DataParallel:
     spans = shards.spans(buckets, sizes_BP, wire.rank, len(setup.parts.params.specs))
     during = setup.ops.during_backward(wire) if stage == 2 else wire
     reducer = Reducer(buckets, create(name, config), during, setup.ops, setup.parts.ops_of_place)
-    reducer.state.undoable = config.nan_guard == "skip" or setup.parts.scale.on or not during.in_graph
+    reducer.state.undoable = (config.nan_guard == "skip" or setup.parts.scale.on or not during.in_graph
+                              or config.on_oom == "shrink")
     setup.parts.optimizer = setup.parts.params.sliced(spans)
     setup.parts.state.take(setup.parts.optimizer, spans)
     several = config.accumulate > 1 or config.micro_batch != 0
@@ -112,12 +113,13 @@ class Zero(Reducing):
         self._waiting: dict[int, Array] = {}
         self._slices: dict[int, Array] = {}
         self._squares: float | None = None
+        self._broken = False
 
     def begin(self, step: int) -> None:
         """Open a step."""
         self.reducer.begin()
         self._open, self._waiting, self._slices, self._squares = {}, {}, {}, None
-        self.waited_s = 0.0
+        self.waited_s, self._broken = 0.0, False
         if self.gathers == LAID_OUT:
             heap.settled()
 
@@ -142,16 +144,26 @@ class Zero(Reducing):
                 self.waited_s += 0.0 if self.in_graph else time.perf_counter() - began
                 continue
             wire = self.reducer.wires[i]
-            name = f"{self.buckets[i].group}.b{i}.part"
-            self._open[i] = wire.collectives.reducescatterv(wire.outgoing(x), self.sizes_BP[i], name)
+            name, sent = f"{self.buckets[i].group}.b{i}.part", wire.outgoing(x)
+            self._broken = True  # unless this comes through
+            self._open[i] = wire.collectives.reducescatterv(sent, self.sizes_BP[i], name)
             if not self.retains and not wire.collectives.in_graph:
                 self._arrive(IN_FLIGHT if wire.collectives.overlaps else 0)
+            self._broken = False
             self.waited_s += 0.0 if self.in_graph else time.perf_counter() - began
+
+    def owed(self) -> list[int] | None:
+        """Those after the last that is on the wire, or was."""
+        self._waiting.clear()
+        done = len(self._slices) + len(self._open)
+        return None if self._broken or self.reducer.owed() is None else list(range(done, len(self.buckets)))
 
     def collect(self) -> list[Array]:
         """This rank's part of each bucket's sum."""
         assert not self._waiting, f"buckets {sorted(self._waiting)} wait for one that was not handed over"
+        self._broken = True  # as in `put`
         self._arrive(0)
+        self._broken = False
         if self.compression != "none" and self._squares is None:  # a graph that has run has closed it by itself
             self.reducer.close()
         slices, self._slices = self._slices, {}

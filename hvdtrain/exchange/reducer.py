@@ -7,7 +7,8 @@ handle's ``wait`` then returns a symbolic tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hvdtrain.errors import UserError
@@ -57,7 +58,7 @@ class Reducer:
 
     def _reset(self) -> None:
         self._full: dict[int, Array] = {}
-        self._started = 0
+        self._started, self._broken = 0, False
         self._running: dict[int, _Transfer] = {}
 
     def buffer(self, bucket: Bucket) -> Array:
@@ -70,8 +71,9 @@ class Reducer:
         return self.ops.buffer(bucket.n, bucket.dtype, self.collectives.buffer(bucket.n, bucket.dtype))
 
     def begin(self) -> None:
-        """Open a step."""
+        """Open a step; what an earlier one has left behind that broke off is forgotten."""
         self.stage = self.state.begin()
+        self._reset()
         self._looked()  # what was summed between steps does not count
 
     def squares(self, sums: Sequence[Array]) -> float:
@@ -90,6 +92,15 @@ class Reducer:
         looked = getattr(self.collectives, "looked", None)
         return looked() if looked else (0, 0.0)
 
+    def owed(self) -> list[int] | None:
+        """Return the buckets whose exchange has not begun, to be started from now on; None where one has broken off.
+
+        The latter is so once an error has come through `start` after the bucket's first request was made, or through
+        `take`, `close` or `finish`.
+        """
+        self._full.clear()
+        return None if self._broken else list(range(self._started, len(self.buckets)))
+
     def start(self, index: int, flat_N: Array, group_name: str = "") -> None:
         """Hand over a full bucket; its exchange begins as soon as those before it have begun.
 
@@ -102,14 +113,21 @@ class Reducer:
             bucket, full_N = self.buckets[i], self._full.pop(i)
             generator = _nothing(full_N) if not bucket.n else self.compressor.exchange(
                 self.wires[i].ops, full_N, self.state.of(i), bucket, self.collectives.size, self.stage)
-            self._running[i] = _Transfer(self.wires[i], generator, f"{group_name or bucket.group}.b{i}")
+            transfer = _Transfer(self.wires[i], generator, f"{group_name or bucket.group}.b{i}")
+            try:
+                transfer.begin()
+            except BaseException:
+                self._broken = transfer.asked
+                raise
+            self._running[i] = transfer
             self._started += 1
 
     def take(self, index: int) -> Array:
         """Complete one bucket by itself, all before it being complete, and return its sum; `close` ends the step."""
         transfer = self._running[index]
-        while not transfer.done:
-            transfer.advance()
+        with self._breaking():
+            while not transfer.done:
+                transfer.advance()
         total_N, state = transfer.result
         transfer.result = None, state
         return total_N
@@ -117,10 +135,19 @@ class Reducer:
     def close(self) -> None:
         """End a step whose buckets were all taken by `take`."""
         assert self._started == len(self.buckets), f"{self._started} of {len(self.buckets)} buckets were handed over"
-        try:
+        with self._breaking():
             self.state.write([transfer.result[1] for _, transfer in sorted(self._running.items())])
-        finally:
+        self._reset()
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Keep in mind if an error comes through the body: no one knows then what other ranks still wait for."""
+        try:
+            yield
+        except BaseException:
             self._reset()
+            self._broken = True
+            raise
 
     def finish(self, finite_only: bool = False) -> list[Array]:
         """Complete every bucket and return the sums, by bucket; every bucket must have been handed over.
@@ -128,7 +155,7 @@ class Reducer:
         ``finite_only``: the state of a bucket whose sum is not finite stays as it was.
         """
         assert self._started == len(self.buckets), f"{self._started} of {len(self.buckets)} buckets were handed over"
-        try:
+        with self._breaking():
             while any(not t.done for t in self._running.values()):
                 for i in range(len(self.buckets)):
                     self._running[i].advance()
@@ -136,8 +163,7 @@ class Reducer:
             sums = [total_N for total_N, _ in results]
             self.state.write([self.state.if_finite(i, *result) if finite_only else result[1]
                               for i, result in enumerate(results)])
-        finally:
-            self._reset()
+        self._reset()
         return sums
 
 
@@ -148,14 +174,17 @@ def _nothing(flat_N: Array) -> Exchange:
 
 
 class _Transfer:
-    """One bucket's generator and its open request."""
+    """One bucket's generator and its open request; ``asked``: it has made one."""
 
     def __init__(self, wire: Transport, generator: Exchange, name: str) -> None:
         self._wire, self._generator, self._name = wire, generator, name
         self._round = 0
         self._handle: Handle | None = None
-        self.done = False
+        self.done = self.asked = False
         self.result: tuple[Array, dict[str, Array]] = (None, {})
+
+    def begin(self) -> None:
+        """Compute up to the first request, and make it."""
         self._resume(None)
 
     def advance(self) -> None:
@@ -170,5 +199,6 @@ class _Transfer:
         except StopIteration as stop:
             self.result, self.done, self._handle = stop.value, True, None
             return
+        self.asked = True
         self._handle = self._wire.issue(request, f"{self._name}.r{self._round}")
         self._round += 1

@@ -1,67 +1,135 @@
-"""What a rank does about its memory from step to step: its limit, and whether the step at hand is to be repeated.
+"""What a rank does about its memory from step to step: its ceilings, and whether the step at hand is to be repeated.
 
-Owns the rule: the first time at a size memory is cleaned up and the same size is tried again, since fragments may have
-been in the way; then the micro-batch is halved, on this rank alone. It never grows again within a run.
+Owns the decisions and the errors that end a run. How micro-batches are cut is `recut`'s, what happens between the error
+and the vote is `schedule`'s.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from hvdtrain.cluster import heap
 from hvdtrain.errors import UserError
+from hvdtrain.out_of_memory import advice
 from hvdtrain.out_of_memory.recut import largest, recut
+from hvdtrain.out_of_memory.shortage import ALONE, REPEAT, Ceiling, Shortage, among, first_line
 
 if TYPE_CHECKING:
     from hvdtrain.data.feed import StepBatch
     from hvdtrain.run import Run
 
-TOPIC = "out of memory"
-"""What a rank tells the others under that ran out and wants the step repeated (`hvdtrain.run.Word`)."""
-
-NO_WAY_ON = "no way on from out of memory"
-"""And that has no smaller size to try."""
+LESS = ("give it less to hold: a smaller micro_batch, remat: auto, data_parallel: zero or model_parallel; see "
+        "python -m hvdtrain plan --memory")
 
 
 class Recovery:
-    """``limit``: samples of this rank's largest micro-batch, 0 while it never ran out. ``topic``: what the latest time
-    that it ran out is told under.
+    """``out_of_memory``: whether an exception says so. ``free``: gives back what a framework keeps for itself.
+    ``shrinks``: whether training goes on with smaller micro-batches; ``in_evaluation``: whether evaluation does;
+    ``because``: why not.
 
-    ``out_of_memory``: whether an exception says so; it frees what a framework has cached, too.
+    ``ceilings``: rank -> samples of its largest micro-batch in training, of those that ran out; the same on every rank
+    once the shortage has been told.
     """
 
-    def __init__(self, out_of_memory: Callable[[BaseException], bool]) -> None:
-        self.out_of_memory = out_of_memory
-        self.limit = 0
-        self.topic = TOPIC
-        self._retried = 0
+    def __init__(self, out_of_memory: Callable[[BaseException], bool], free: Callable[[], None] = lambda: None,
+                 shrinks: bool = True, in_evaluation: bool = True, because: str = "on_oom is stop") -> None:
+        self.out_of_memory, self._free, self.because = out_of_memory, free, because
+        self.shrinks, self.in_evaluation = shrinks, in_evaluation
+        self.training, self.evaluation = Ceiling(), Ceiling()
+        self.ceilings: dict[int, int] = {}
+
+    @property
+    def limit(self) -> int:
+        """Samples of this rank's largest micro-batch in training; 0: it never ran out."""
+        return self.training.limit
 
     def cut(self, batch: StepBatch) -> StepBatch:
         """Return ``batch`` as this rank can hold it."""
         return recut(batch, self.limit)
 
-    def ran_out(self, batch: StepBatch) -> str:
-        """Decide how ``batch`` is tried again; return that in words for the other ranks, which wait."""
+    def answers(self, error: BaseException) -> bool:
+        """Return whether ``error`` in a forward or backward is one to go on from, as far as the size is concerned.
+
+        So is a `UserError` under a smaller micro-batch than configured: BatchNorm takes no single sample, say.
+        """
+        return self.out_of_memory(error) or self.limit > 0 and isinstance(error, UserError)
+
+    def clean_up(self) -> None:
+        """Give memory back that nothing needs. The error that told of its lack must be forgotten by now, with the
+        frames that hold the step's tensors."""
         gc.collect()
+        self._free()
+        heap.give_back()
+
+    def ran_out(self, batch: StepBatch, why: str, fits: bool = True) -> Shortage:
+        """Decide how ``batch`` is tried again. Without ``fits`` no smaller size would do."""
         size = largest(batch)
-        if size != self._retried:
-            self._retried = size
-            return f"with a micro-batch of {size}; the step is tried again at that size"
-        if size <= 1:
-            self.topic = NO_WAY_ON
-            return "with a micro-batch of one sample"
-        self.limit = -(-size // 2)
-        return f"with a micro-batch of {size}; it goes on with {self.limit}"
+        then = self.training.lower(size) if fits else -1
+        return Shortage(batch.cursor_before.step, "training", size, then, why)
+
+    @contextlib.contextmanager
+    def once(self, what: str) -> Iterator[None]:
+        """Turn a lack of memory within the body, which cannot be repeated, into `no_repeat`."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, UserError) or not self.out_of_memory(error):
+                raise
+            raise no_repeat(what, first_line(error)) from error
+
+    def tell(self, run: Run, shortage: Shortage, meets: bool) -> None:
+        """Have all ranks hear of it, at the vote of this step where they meet in it.
+
+        Errors: `UserError` where they do not, and no smaller size is left.
+        """
+        if not meets and shortage.then < 0:
+            raise advice.at_its_least(run.control.rank, shortage, "")
+        run.tell_all(REPEAT if meets else ALONE, shortage.spelled())
+
+    def heard(self, run: Run) -> list[tuple[int, Shortage]]:
+        """Take note of what ranks have just told; return it, by rank."""
+        found = list(among(run.state.told, REPEAT, ALONE))
+        for rank, shortage in found:
+            if shortage.phase == "training" and 0 <= shortage.then < shortage.size:
+                self.ceilings[rank] = shortage.then
+        return found
+
+
+def no_repeat(what: str, why: str) -> UserError:
+    """Return the error of a rank that runs out where its step cannot be repeated; a supervisor may restart."""
+    return UserError(f"out of memory in {what}, which cannot be repeated ({why})",
+                     "room for it", LESS).of_kind("oom")
+
+
+def stopped(size: int, phase: str, why: str, because: str) -> UserError:
+    """Return the error of a rank that runs out where the run is to end with that."""
+    return UserError(f"out of memory in {phase} with micro-batches of {size} ({why})",
+                     f"room for them, since {because}", LESS).of_kind("oom")
 
 
 def repeats(run: Run) -> bool:
-    """Return whether a rank has just told that it ran out of memory: then every rank repeats the step.
+    """Return whether a rank has told at the vote just held that it ran out of memory: then all repeat the step.
 
-    Errors: `UserError`, the same on every rank, where one of them has no smaller size to try.
+    Errors: `UserError`, the same on every rank, where one of them has no smaller size to try. Collective then.
     """
-    lost = next((word for word in run.state.told if word.topic == NO_WAY_ON), None)
+    found = list(among(run.state.told, REPEAT))
+    lost = next(((rank, shortage) for rank, shortage in found if shortage.then < 0), None)
     if lost is not None:
-        raise UserError(f"rank {lost.rank} is out of memory {lost.text}", "memory for the model and one sample",
-                        "use remat: auto, data_parallel: zero, or model_parallel")
-    return any(word.topic == TOPIC for word in run.state.told)
+        raise advice.at_its_least(*lost, advice.of_plan(run))
+    return bool(found)
+
+
+def mended(run: Run, shortages_P: Sequence[Sequence[Shortage]]) -> None:
+    """Tell the callbacks of what happened in an evaluation, by rank; every rank calls it alike.
+
+    Errors: `UserError`, the same on every rank, where one of them has no smaller size to try. Collective then.
+    """
+    lost = [(rank, shortage) for rank, shortages in enumerate(shortages_P) for shortage in shortages
+            if shortage.then < 0]
+    if lost:
+        raise advice.at_its_least(*lost[0], advice.of_plan(run))
+    run.deliver([(rank, ALONE, shortage.spelled()) for rank, shortages in enumerate(shortages_P)
+                 for shortage in shortages])

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from hvdtrain.data.feed import StepBatch
 from hvdtrain.data.sampler import micro_batches
+from hvdtrain.protocols import Batch
 
 
 def largest(batch: StepBatch) -> int:
     """Return the samples of its largest micro-batch; 0 without any."""
     return max((len(micro[0]) for micro in batch.micros), default=0)
+
+
+def parts(micro: Batch, limit: int) -> list[Batch]:
+    """Return ``micro``, arrays (b, ...), in nearly equal parts of at most ``limit`` samples (0: any), in its order.
+
+    The parts are views: memory is what lacks.
+    """
+    if not limit or len(micro[0]) <= limit:
+        return [micro]
+    return [tuple(array[a:b] for array in micro) for a, b in micro_batches(len(micro[0]), 1, limit)]
 
 
 def recut(batch: StepBatch, limit: int) -> StepBatch:
@@ -22,6 +31,4 @@ def recut(batch: StepBatch, limit: int) -> StepBatch:
     """
     if not limit or largest(batch) <= limit:
         return batch
-    whole = [np.concatenate(arrays) for arrays in zip(*batch.micros)]
-    bounds = micro_batches(batch.n_local, 1, limit)
-    return replace(batch, micros=[tuple(array[a:b] for array in whole) for a, b in bounds])
+    return replace(batch, micros=[part for micro in batch.micros for part in parts(micro, limit)])

@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from hvdtrain.out_of_memory.recovery import Recovery
+from hvdtrain.errors import UserError
+from hvdtrain.out_of_memory.recovery import Recovery, no_repeat, stopped
+from hvdtrain.out_of_memory.recut import largest
+from hvdtrain.out_of_memory.shortage import first_line
 from hvdtrain.protocols import Done, GradientSink, Schedule, Stage
 
 if TYPE_CHECKING:
@@ -15,24 +18,36 @@ if TYPE_CHECKING:
 class Recovering:
     """`hvdtrain.protocols.Schedule` around ``schedule`` over ``stage``.
 
-    A rank that ran out hands over poison for every bucket that it has not handed over yet, in their order, so that no
-    rank waits for it: between the error and the vote lies no collective that the other ranks do not enter too.
+    A rank that ran out hands over poison for every bucket whose exchange it has not begun yet, in their order, so that
+    no rank waits for it: between the error and the vote lies no collective that the other ranks do not enter too.
     """
 
     def __init__(self, schedule: Schedule, stage: Stage, recovery: Recovery) -> None:
         self._schedule, self._stage, self._recovery = schedule, stage, recovery
 
     def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> Done:
-        """Sum the gradients of ``batch``, or give poison and say in ``lost`` why."""
+        """Sum the gradients of ``batch``, or give poison and say in ``lost`` why.
+
+        Errors: `UserError`, on this rank alone, where memory lacks and the step cannot be repeated: the exchange of a
+        bucket broke off midway, memory lacks for the poison too, or the run is to end with that.
+        """
+        recovery = self._recovery
         try:
             return self._schedule.gradients(batch, scale, sink)
         except Exception as error:
-            if not self._recovery.out_of_memory(error):
+            if not recovery.answers(error):
                 raise
+            why, fits = first_line(error), not isinstance(error, UserError)
+            if not recovery.shrinks:
+                raise stopped(largest(batch), "training", why, recovery.because) from error
         # Out of the handler: the error's frames, which hold the step's tensors, are gone by now.
-        why = self._recovery.ran_out(batch)
-        self._stage.nothing(sink, poison=True)
-        begin = time.perf_counter()
-        grads = sink.collect()
+        recovery.clean_up()
+        if sink.owed() is None:
+            raise no_repeat("the exchange of gradients", why)
+        lost = recovery.ran_out(batch, why, fits)
+        with recovery.once("what ends a step that is to be repeated"):
+            self._stage.nothing(sink, poison=True)
+            begin = time.perf_counter()
+            grads = sink.collect()
         waited_s = self._stage.waited_s + sink.waited_s + time.perf_counter() - begin
-        return Done(grads, [], waited_s, why)
+        return Done(grads, [], waited_s, lost)

@@ -11,6 +11,7 @@ from hvdtrain.protocols.arrays import Array, Batch, Pair
 if TYPE_CHECKING:
     from hvdtrain.data.feed import StepBatch
     from hvdtrain.exchange.buckets import Bucket
+    from hvdtrain.out_of_memory.shortage import Shortage
 
 
 class GradientSink(Protocol):
@@ -49,6 +50,14 @@ class GradientSink(Protocol):
 
     def put(self, index: int, x: Array) -> None:
         """Hand over the whole gradient of a bucket (or parameter), in any order; its sum may begin at once."""
+        ...
+
+    def owed(self) -> list[int] | None:
+        """Return the buckets whose exchange this rank has not begun in the step at hand, to be put from now on.
+
+        What was put for them and has not left yet is forgotten. None where an exchange broke off midway, so that it is
+        not known what other ranks still wait for. [] where nothing is sent.
+        """
         ...
 
     def collect(self) -> list[Array]:
@@ -110,7 +119,8 @@ class Stage(Protocol):
         """Hand over zeros: this rank has no sample of the step. With ``poison`` NaN, so that no rank makes an update.
 
         It enters every collective that the other ranks enter in their `run`, under the same names, from outside of a
-        graph or in one of its own: what a rank does that cannot finish its `run`.
+        graph or in one of its own: what a rank does that cannot finish its `run`. With ``poison`` only those that it
+        still owes (`GradientSink.owed`), and it makes no memory of the size of a gradient where nothing is sent.
         """
         ...
 
@@ -158,14 +168,14 @@ class Done:
     """What a step's gradients ended with on this rank.
 
     ``grads``: as `GradientSink.collect` returns them. ``totals``: (loss_sum, weight) of each micro-batch, maybe still
-    on the device. ``waited_s``: seconds waited for other ranks. ``lost``: "", or why this rank has handed over poison
-    in place of its gradients, in words: no rank makes the update.
+    on the device. ``waited_s``: seconds waited for other ranks. ``lost``: None, or the lack of memory for which this
+    rank has handed over poison in place of its gradients: no rank makes the update.
     """
 
     grads: list[Array]
     totals: list[Pair]
     waited_s: float
-    lost: str = ""
+    lost: Shortage | None = None
 
 
 class Schedule(Protocol):

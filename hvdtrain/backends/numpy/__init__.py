@@ -10,9 +10,9 @@ from hvdtrain.exchange.buckets import itemsize
 from hvdtrain.memory_plan.facts import Model, Slots
 from hvdtrain.protocols import Collectives
 
-__all__ = ["Ops", "adapt_data", "collectives", "device_facts", "in_host_memory",
-           "hold_bytes", "make_parts", "model_bytes", "out_of_memory", "peak_bytes", "seed", "setup", "stage",
-           "state_now", "traced", "try_samples"]
+__all__ = ["Ops", "adapt_data", "collectives", "device_facts", "in_host_memory", "free_cached", "hold_bytes",
+           "make_parts", "model_bytes", "out_of_memory", "peak_bytes", "seed", "setup", "stage", "state_now", "traced",
+           "try_samples"]
 
 
 def adapt_data(obj: object, seed: int = 0) -> None:
@@ -31,6 +31,10 @@ def device_facts() -> DeviceFacts:
 def in_host_memory() -> bool:
     """Always."""
     return True
+
+
+def free_cached() -> None:
+    """Nothing: numpy keeps no memory for itself."""
 
 
 def hold_bytes(n: int) -> None:

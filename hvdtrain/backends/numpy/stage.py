@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from hvdtrain.backends.numpy.model import Model
@@ -48,14 +50,14 @@ class Stage:
         """Hand over zeros, or NaN."""
         for grad in self._grads.values():
             grad[...] = np.nan if poison else 0
-        self._hand_over(sink)
+        self._hand_over(sink, sink.owed() or () if poison else None)
 
-    def _hand_over(self, sink: GradientSink) -> None:
+    def _hand_over(self, sink: GradientSink, owed: Collection[int] | None = None) -> None:
         grads = list(self._grads.values())
         if not sink.buckets:
-            for i, grad in enumerate(grads):
+            for i, grad in enumerate(grads if owed is None else ()):
                 sink.put(i, grad)
-        for bucket in sink.buckets:
+        for bucket in sink.buckets if owed is None else [sink.buckets[i] for i in owed]:
             flat_N = self._flats[bucket.index] if sink.retains else sink.buffer(bucket)
             flat_N[:] = np.concatenate([grads[i].reshape(-1) for i in bucket.params])
             sink.put(bucket.index, flat_N)

@@ -38,6 +38,10 @@ class Trial:
             state.load_random(self._model, random)
 
 
+def free_cached() -> None:
+    """Nothing: TensorFlow gives nothing back before the process ends."""
+
+
 def hold_bytes(n: int) -> None:
     """Nothing: Keras has made the optimizer's state before."""
 

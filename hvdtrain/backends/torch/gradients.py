@@ -151,26 +151,38 @@ class Gradients:
             elif self._retains and not filling.taken:
                 filling.take_in()
 
-    def nothing(self, poison: bool = False) -> None:
-        """Hand over zeros, or NaN where ``poison`` is set, so that no rank updates."""
-        value = math.nan if poison else 0.0
+    def nothing(self) -> None:
+        """Hand over zeros."""
         assert self._sink is not None
         self._factor = 1.0
         if not self._fillings:
             for param in self._params.tensors:
-                param.grad = torch.full_like(param, value)
+                param.grad = torch.zeros_like(param)
             self._hand_over_singly()
         for filling in self._fillings:
-            if filling.handed_over:
-                continue
-            filling.drop()
-            flat_N = filling.flat_N
-            if flat_N is None:
-                flat_N = self._memory(filling)
-            flat_N.fill_(value)
+            self._fill(filling, 0.0)
             for param, view in zip(filling.tensors, filling.views):
                 param.grad = view
-            self._put(filling, flat_N)
+
+    def poison(self) -> None:
+        """Hand over NaN for each bucket that the sink has not begun to exchange, so that no rank updates.
+
+        After an error in the middle of a backward, of which a thread of another device may still be at work here.
+        """
+        assert self._sink is not None
+        with self._lock:
+            self._factor, self._final = 1.0, False
+            owed = self._sink.owed() or ()
+            for param in self._params.tensors:  # memory is what lacks
+                param.grad = None
+            for index in owed:
+                self._fill(self._fillings[index], math.nan)
+
+    def _fill(self, filling: _Filling, value: float) -> None:
+        """Hand over a bucket that is full of ``value``."""
+        filling.drop()
+        flat_N = self._memory(filling) if filling.flat_N is None else filling.flat_N
+        self._put(filling, flat_N.fill_(value))
 
     def _hook(self, filling: _Filling, index: int) -> Callable[[torch.Tensor], None]:
         def made(param: torch.Tensor) -> None:
@@ -198,16 +210,22 @@ class Gradients:
         if filling.flat_N is not None:
             filling.take_in()
             with self._lock:  # of a split model each device has a thread in backward
-                self._put(filling, filling.flat_N)
+                if self._final:
+                    self._put(filling, filling.flat_N)
             return
         with self._lock:
-            while (due := next((f for f in self._fillings if not f.handed_over), None)) is not None and due.full:
+            while self._final and (due := self._due()) is not None:
                 flat_N = due.lying_flat() if self._factor == 1.0 else None  # a hook of the user's may keep gradients
                 if flat_N is None:
                     flat_N = self._memory(due)
                     due.moved(flat_N)
                 due.drop()
                 self._put(due, flat_N)
+
+    def _due(self) -> _Filling | None:
+        """The next bucket in order, once it is full."""
+        due = next((f for f in self._fillings if not f.handed_over), None)
+        return due if due is not None and due.full else None
 
     def _memory(self, filling: _Filling) -> torch.Tensor:
         """Memory (n,) of the sink for a bucket; of a bucket of one parameter its own, as other ranks' gradients lie."""

@@ -35,7 +35,7 @@ class TorchStage:
         self._model, self._task, self._params, self._buffers = model, task, params, buffers
         self._placement, self._precision, self._sync, self.generators = placement, precision, sync, generators
         self._rank, self._caveats = rank, caveats
-        self._random: dict[str, np.ndarray] = {}
+        self._back: Callable[[], None] = lambda: None
         # Synchronised layers wait for other ranks in backward: what else does so there could come in another order.
         self._gradients = Gradients(params, placement.on_its_device, early=sync is None)
         self._stand_in = StandIn()
@@ -60,7 +60,7 @@ class TorchStage:
 
     def begin(self) -> None:
         """Forget the gradients of the step before, and remember the buffers and random generators."""
-        self._random = self.generators.state()
+        self._back = self.generators.mark()
         self._buffers.keep()
         self._waited_in_step_s = 0.0
         if self._clock:
@@ -69,7 +69,7 @@ class TorchStage:
 
     def rewind(self) -> None:
         """Put the random generators back to where `begin` found them."""
-        self.generators.load(self._random)
+        self._back()
 
     def run(self, micro: Batch, scale: float, final: bool, sink: GradientSink) -> Pair:
         """Add the gradient of ``loss_sum * scale``; hooks hand over the gradients of the ``final`` micro-batch."""
@@ -116,7 +116,10 @@ class TorchStage:
     def nothing(self, sink: GradientSink, poison: bool = False) -> None:
         """Hand over zeros, or NaN with ``poison``, in place of what has not been handed over yet."""
         self.waited_s = 0.0
-        self._gradients.nothing(poison)
+        if poison:
+            self._gradients.poison()
+        else:
+            self._gradients.nothing()
         if self._clock:
             self._clock.stop()
 

@@ -6,12 +6,25 @@ Owns what has to be put back: buffers (BatchNorm statistics), random generators,
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from hvdtrain.backends.torch.buffers import remember
 from hvdtrain.backends.torch.generators import Generators
+
+
+LIBRARIES = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|\bout of memory\b|"
+    r"(CUBLAS|CUDNN|CUSPARSE|CUSOLVER)_STATUS_(\w+_)?ALLOC(ATION)?_FAILED|CUFFT_ALLOC_FAILED|"
+    # cuDNN where memory for its workspace lacks: no convolution fits any more
+    r"CUDNN_STATUS_NOT_SUPPORTED|unable to find an engine to execute this computation|"
+    r"Unable to find a valid cuDNN algorithm", re.IGNORECASE)
+"""What a RuntimeError says where memory does not suffice."""
+
+WIRES = re.compile(r"nccl|horovod|gloo|\bMPI_", re.IGNORECASE)
+"""What an error of a wire says."""
 
 
 @contextlib.contextmanager
@@ -38,12 +51,23 @@ def hold_bytes(n: int) -> torch.Tensor | None:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that the device's memory did not suffice; frees what was cached for another try."""
+    """Whether ``error`` says that memory of the device or the host did not suffice; frees what was cached.
+
+    Beside PyTorch's own class these are RuntimeErrors of the CPU's allocator and of libraries that make memory for
+    themselves (`LIBRARIES`). What a wire says of its own memory is none: its ranks are no longer at one place.
+    """
     found = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error))
-    if found and torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        isinstance(error, RuntimeError) and bool(LIBRARIES.search(str(error))) and not WIRES.search(
+            f"{type(error).__name__} {error}"))
+    if found:
+        free_cached()
     return found
+
+
+def free_cached() -> None:
+    """Give memory back to the device that PyTorch keeps for tensors to come."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def peak_bytes(work: Callable[[], None]) -> int:

@@ -1,0 +1,37 @@
+"""Says and records where a rank ran out of memory, and what it did about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdtrain.callbacks.base import Callback
+
+
+class OutOfMemory(Callback):
+    """Writes ``run.shortages``: a record for each time, the same on every rank, and into the log of those that keep
+    one."""
+
+    where = "all"
+
+    def __init__(self) -> None:
+        self._bends_told = False
+
+    def told(self, run: Any) -> None:
+        """Note what ranks have just told; the first time that one takes smaller micro-batches also what that bends."""
+        for rank, shortage in run.recovery.heard(run):
+            run.shortages.append({"rank": rank, **shortage._asdict()})
+            run.note(f"step {shortage.step}: rank {rank} {shortage.words()}")
+            self._record(run, run.shortages[-1])
+            smaller = shortage.phase == "training" and 0 <= shortage.then < shortage.size
+            caveats = run.parts.caveats() if smaller and not self._bends_told else []
+            if caveats:
+                self._bends_told = True
+                run.note(f"the gradient depends on how a batch is cut, which is another from step {shortage.step} on: "
+                         + "; ".join(caveats))
+
+    def _record(self, run: Any, fields: dict[str, Any]) -> None:
+        """A record in the run's log, by the callbacks that keep one; on rank 0."""
+        for callback in run.callbacks if run.control.rank == 0 else ():
+            record = getattr(callback, "record", None)
+            if record is not None:
+                record(run, "out_of_memory", **{k: v for k, v in fields.items() if k != "step"}, at_step=fields["step"])

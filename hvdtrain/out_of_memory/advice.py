@@ -1,0 +1,68 @@
+"""The last words of a run whose memory does not hold one sample: what would help, with the bytes that it saves.
+
+The bytes are the memory plan's (`hvdtrain.memory_plan.options`), of recomputed blocks what `Remat.costs` measures.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain import backends
+from hvdtrain.errors import UserError
+from hvdtrain.memory_plan import plan as plans
+from hvdtrain.memory_plan import survey
+from hvdtrain.memory_plan.kinds import shown
+from hvdtrain.out_of_memory.shortage import Shortage
+
+if TYPE_CHECKING:
+    from hvdtrain.memory_plan.facts import Facts
+    from hvdtrain.memory_plan.survey import Scene
+    from hvdtrain.run import Run
+
+MOST = 4
+"""Ways out that are named."""
+
+
+def at_its_least(rank: int, shortage: Shortage, ways: str) -> UserError:
+    """Return the error of ``rank``, which has no smaller size to try; ``ways``: what would help, "" where unknown."""
+    held = f"a micro-batch of {shortage.size}" if shortage.size else "no sample of the step"
+    in_general = "recompute blocks (remat: auto), divide the state (data_parallel: zero), or split the model over " \
+                 "devices (model_parallel)"
+    return UserError(f"rank {rank} is out of memory in {shortage.phase} with {held} ({shortage.why})",
+                     "memory for the model and one sample" if shortage.size <= 1 else "a smaller micro-batch that fits",
+                     ways or in_general)
+
+
+def of_plan(run: Run) -> str:
+    """Return what would take less memory on the rank that holds most, best first, with bytes; collective.
+
+    "" where nothing is known to help.
+    """
+    scene = survey.scene_of(run, backends.load(run.spec.framework))
+    plan = plans.agreed_plan(scene, _facts(scene, run.dp))
+    ways = [f"{o.line} saves about {shown(o.saved(plan.needs_P))} ({o.name})" for o in plan.options
+            if not o.line.startswith("--accumulate")]  # the micro-batches are at their least already
+    saved = max(run.control.gather(_recomputed(run)))
+    if saved > 0 and not any("remat" in way for way in ways):
+        ways.insert(0, f"--remat auto saves up to {shown(saved)} of a sample's activations")
+    return "add to the command what helps: " + "; ".join(ways[:MOST]) if ways else ""
+
+
+def _facts(scene: Scene, dp: Any) -> Facts:
+    """This rank's facts, measured where memory suffices for that."""
+    way = survey.way_of(scene, dp)
+    try:
+        return plans.facts_now(scene, way, True)
+    except Exception:  # noqa: BLE001  (memory is what lacks: what follows from the tensors alone is known anyway)
+        return plans.facts_now(scene, way, False)
+
+
+def _recomputed(run: Run) -> int:
+    """Bytes of activations of one sample that recomputing every block would save here; 0 where that is unknown."""
+    remat = run.parts.remat
+    if remat is None or remat.chosen:
+        return 0
+    try:
+        return sum(max(0, cost.saved_bytes) for cost in remat.costs(run.feed.sample(1)))
+    except Exception:  # noqa: BLE001  (as above)
+        return 0

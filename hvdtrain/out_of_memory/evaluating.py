@@ -1,0 +1,57 @@
+"""Evaluation on a rank that may run out of memory: its micro-batch again in smaller parts, for exact metrics."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from hvdtrain.out_of_memory.recovery import Recovery, stopped
+from hvdtrain.out_of_memory.recut import parts
+from hvdtrain.out_of_memory.shortage import Shortage, first_line
+from hvdtrain.protocols import Batch, Evaluator
+
+if TYPE_CHECKING:
+    from hvdtrain.data.feed import StepBatch
+
+
+class Evaluating:
+    """Adds batches to ``evaluator``'s totals at step ``step``. ``shortages``: those met so far, in their order.
+
+    ``lost``: no smaller size is left. The rank adds nothing more then, but goes on through the data with all others.
+    """
+
+    def __init__(self, evaluator: Evaluator, recovery: Recovery, step: int) -> None:
+        self._evaluator, self._recovery, self._step = evaluator, recovery, step
+        self.shortages: list[Shortage] = []
+        self.lost = False
+
+    def add(self, batch: StepBatch) -> None:
+        """Add this rank's part of one global batch, in parts that fit.
+
+        Errors: `UserError`, on this rank alone, where the run is to end when memory lacks.
+        """
+        due: deque[Batch] = deque(batch.micros)
+        while due and not self.lost:
+            first, *rest = parts(due.popleft(), self._recovery.evaluation.limit)
+            due.extendleft(reversed(rest))
+            why = self._tried(first)
+            if not why:
+                continue
+            self._recovery.clean_up()
+            size = len(first[0])
+            then = self._recovery.evaluation.lower(size)
+            self.shortages.append(Shortage(self._step, "evaluation", size, then, why))
+            self.lost = then < 0
+            due.appendleft(first)
+
+    def _tried(self, micro: Batch) -> str:
+        """"" where ``micro`` was added, else why memory lacked; then none of it was added."""
+        try:
+            self._evaluator.add(micro)
+            return ""
+        except Exception as error:
+            if not self._recovery.out_of_memory(error):
+                raise
+            if not self._recovery.in_evaluation:
+                raise stopped(len(micro[0]), "evaluation", first_line(error), self._recovery.because) from error
+            return first_line(error)

@@ -4,7 +4,7 @@ import copy
 import gc
 import io
 import weakref
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -312,7 +312,7 @@ def two():
 
 def test_caveats():
     def words(norm, **changes):
-        step = attached(mlp(extra=[norm]), SimpleNamespace(**{**vars(SYNC), **changes}), two())
+        step = attached(mlp(extra=[norm]), replace(SYNC, **changes), two())
         return " ".join(step.caveats())
 
     assert words(nn.BatchNorm1d(16)) == ""

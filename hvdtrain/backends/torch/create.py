@@ -26,6 +26,7 @@ from hvdtrain.backends.torch.state import TorchState
 from hvdtrain.backends.torch.task import Metrics, make_task
 from hvdtrain.backends.torch.transforms.placement import Placement
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision
+from hvdtrain.backends.torch.transforms.remat import Remat
 from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm
 from hvdtrain.cluster import heap
 from hvdtrain.cluster.exit import agreed
@@ -111,9 +112,19 @@ class Maker:
         buffers = Buffers(self.model, self.transport)
         stage = TorchStage(self.model, self.task, params, buffers, self.placement, self.precision, self.sync,
                            self.generators, self.rank, self.caveats)
-        transforms = in_order(placement=self.placement, precision=self.precision, sync_batchnorm=self.sync)
+        remat = self.remat()
+        transforms = in_order(placement=self.placement, precision=self.precision, sync_batchnorm=self.sync, remat=remat)
         return Parts(self.model, self.blocks(), stage, params, optimizer, buffers, self.evaluator(),
-                     self.state(params, optimizer, buffers), transforms, self.policy, self.scale, self.placement.ops())
+                     self.state(params, optimizer, buffers), transforms, self.policy, self.scale, self.placement.ops(),
+                     remat)
+
+    def remat(self) -> Remat | None:
+        """What recomputes blocks of the model; None where it has none with a name."""
+        sequence = list(self.model.named_children()) if isinstance(self.model, torch.nn.Sequential) else []
+        named = sequence if self.spec.blocks is None else self.spec.blocks(self.model)
+        if not named:
+            return None
+        return Remat([(str(name), block) for name, block in named], self.placement.devices, self.sync)
 
     def blocks(self) -> list[torch.nn.Module]:
         """The blocks that the model file names, or none."""

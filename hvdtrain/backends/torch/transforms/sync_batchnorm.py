@@ -19,14 +19,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hvdtrain.backends.torch.recompute.frame import Tape
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.transport import Transport
+
+Moments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Mean and variance by channel, number of values."""
 
 _PLAIN = (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward)
 
@@ -37,7 +41,8 @@ class SyncBatchNorm:
     ``waited_s``: seconds that they waited for other ranks since `begin`. ``local``: statistics over own samples only,
     without a wire. ``factor``: what this rank multiplies its loss by (a loss scale): ranks sum the gradient of the
     loss as it is. ``present``: whether this rank has samples; else what it computes on counts for nothing
-    (`hvdtrain.data.empty`). ``in_parts``: a rank may cut its samples of a step into several micro-batches.
+    (`hvdtrain.data.empty`). ``in_parts``: a rank may cut its samples of a step into several micro-batches. ``tapes``:
+    where statistics are recorded for blocks that are computed again (`hvdtrain.backends.torch.recompute`).
     """
 
     collective = True
@@ -47,6 +52,7 @@ class SyncBatchNorm:
         self.local = False
         self.factor = 1.0
         self.present = True
+        self.tapes: list[Tape] = []
         self._model, self._transport, self._in_parts = model, transport, in_parts
         release(model)
         if transport.size > 1:
@@ -89,6 +95,14 @@ class SyncBatchNorm:
             yield
         finally:
             self.local = before
+
+    def moments(self, take: Callable[[], Moments]) -> Moments:
+        """Return what ``take`` asks the other ranks for, or, in a block that is computed again, what it got before."""
+        again = next((i for i in reversed(range(len(self.tapes))) if self.tapes[i].replays), -1)
+        found: Moments = take() if again < 0 else self.tapes[again].next()
+        for tape in self.tapes[again + 1:]:
+            tape.items.append(found)
+        return found
 
     def gather(self, x_K: torch.Tensor, name: str) -> torch.Tensor:
         """Return every rank's vector: (K,) -> (P, K)."""
@@ -145,7 +159,7 @@ class Synchronised(_BatchNorm):
             return _BatchNorm.forward(self, x)
         self._check_input_dim(x)
         with torch.autocast(x.device.type, enabled=False):
-            mean_C, var_C, n = self._statistics(x.detach())
+            mean_C, var_C, n = self.across.moments(lambda: self._statistics(x.detach()))
             self._track(mean_C, var_C, n)
             wide = torch.promote_types(x.dtype, torch.float32)
             invstd_C = torch.rsqrt(var_C + self.eps).to(wide)

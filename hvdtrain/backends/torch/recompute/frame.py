@@ -1,0 +1,216 @@
+"""One forward pass of a block that keeps nothing but its inputs, and that pass once more when backward needs the rest.
+
+PyTorch lets a pass hand over the tensors that it saves for backward and asks for each when it is needed
+(`torch.autograd.graph.saved_tensors_hooks`). The graph of the first pass is the one that backward walks: the second
+fills in the same tensors, in the order in which they are saved, so gradients are made by the same operations in the
+same order. The second pass ends with the last tensor that is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hvdtrain.backends.torch.recompute.memory import Memory, Modules
+from hvdtrain.backends.torch.recompute.random import Generators
+from hvdtrain.errors import UserError
+
+LOCK = threading.RLock()
+"""Held while a block is computed again: of a split model each device has a thread in backward, and the random
+generators are those of the process."""
+
+
+class Ended(BaseException):
+    """Not an error: the second pass has made all that is needed. No block's own ``except Exception`` may catch it."""
+
+
+class Saved:
+    """Stands for a tensor that a forward pass has saved for backward; what it stood for, once that is made again.
+
+    It lives as long as the operation whose backward needs it, and so does ``value``.
+    """
+
+    __slots__ = ("frame", "like", "value", "__weakref__")
+
+    def __init__(self, frame: Frame, like: tuple[Any, ...]) -> None:
+        self.frame, self.like = frame, like
+        self.value: torch.Tensor | None = None
+
+
+class Block:
+    """A block and how it computes.
+
+    ``compute``: its forward pass. ``tapes``: what joint statistics of several ranks are recorded on, innermost last.
+    ``writes``: whether it writes to its inputs, which are copied then. ``learnt``: whether one pass has told that.
+    """
+
+    def __init__(self, name: str, module: torch.nn.Module, compute: Callable[..., Any], generators: Generators,
+                 kinds: list[str], tapes: list[Tape]) -> None:
+        self.name, self.compute, self.generators, self.kinds, self.tapes = name, compute, generators, kinds, tapes
+        self.modules = Modules(module)
+        self.writes = self.learnt = False
+
+    def refused(self, why: str) -> UserError:
+        """Return the error of a block that turns out not to compute the same again."""
+        return UserError(f"remat: block {self.name} {why}", "a block that computes the same again from its inputs, "
+                         "buffers and the random generators of Python, numpy and PyTorch", "leave it out of remat")
+
+
+class Tape:
+    """What a forward pass learnt from other ranks, in order, for the pass that may not ask them again."""
+
+    def __init__(self, items: list[Any] | None = None) -> None:
+        self.items: list[Any] = [] if items is None else items
+        self.replays, self._at = items is not None, 0
+
+    def next(self) -> Any:
+        """Return what came at this place of the first pass."""
+        self._at += 1
+        return self.items[self._at - 1]
+
+
+class Frame:
+    """One call of ``block``."""
+
+    def __init__(self, block: Block, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._block = block
+        copies = block.writes or not block.learnt
+        self._inputs = tree_map(_copy if copies else _itself, (args, named))
+        self._watched = [(t, t._version) for t in tree_tensors((args, named))]
+        self._random = block.generators.take()
+        self._memory = Memory(block.modules)
+        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+                          for kind in block.kinds]
+        self._tape = Tape()
+        self._saved: list[weakref.ref[Saved]] = []
+
+    def run(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Compute the block, the first time."""
+        block = self._block
+        block.tapes.append(self._tape)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._hand_over, _ask_for):
+                out = block.compute(*args, **named)
+        finally:
+            block.tapes.remove(self._tape)
+        self._random = block.generators.drawn_from(self._random)
+        self._memory.settle()
+        self._settle_inputs(args, named)
+        return out
+
+    def _settle_inputs(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Keep the inputs themselves unless the block has written to them."""
+        block = self._block
+        wrote = any(t._version != version for t, version in self._watched)
+        if wrote and block.learnt and not block.writes:
+            raise block.refused("writes to its input, and did not before")
+        block.writes, block.learnt = block.writes or wrote, True
+        if not block.writes:
+            # The copies of containers stay: a block may fill a list or dict that it is given.
+            originals = iter([t for t, _ in self._watched])
+            self._inputs = tree_map(lambda t: next(originals), self._inputs)
+        else:
+            self._watched = []
+
+    def _hand_over(self, tensor: torch.Tensor) -> Saved:
+        saved = Saved(self, (tensor.shape, tensor.dtype, tensor.device))
+        self._saved.append(weakref.ref(saved))
+        return saved
+
+    def value(self, saved: Saved) -> torch.Tensor:
+        """Return the tensor that ``saved`` stands for."""
+        if saved.value is None:
+            with LOCK:
+                self._again()
+        if saved.value is None:
+            raise self._block.refused("saved fewer tensors when it was computed again")
+        return saved.value
+
+    def _again(self) -> None:
+        """Compute the block once more, as far as what is still needed."""
+        needed = [i for i, ref in enumerate(self._saved) if (saved := ref()) is not None and saved.value is None]
+        if not needed:
+            return
+        if any(t._version != version for t, version in self._watched):
+            raise self._block.refused("was given an input that was written to afterwards")
+        block, tape = self._block, Tape(self._tape.items)
+        now = block.generators.take() if self._random else {}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._memory.put_back())
+            stack.callback(block.generators.put, {name: now[name] for name in self._random})
+            block.generators.put(self._random)
+            block.tapes.append(tape)
+            stack.callback(block.tapes.remove, tape)
+            for kind, dtype, enabled in self._autocast:
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._filler(needed[-1]), _itself))
+            with contextlib.suppress(Ended):
+                args, named = tree_map(_written if block.writes else _alias, self._inputs)
+                block.compute(*args, **named)
+
+    def _filler(self, last: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what takes the tensors of the second pass, and ends it after number ``last``."""
+        at = -1
+
+        def fill(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal at
+            at += 1
+            saved = self._saved[at]() if at < len(self._saved) else None
+            value = tensor.detach()
+            if saved is not None:
+                if saved.like != (value.shape, value.dtype, value.device):
+                    raise self._block.refused("saved other tensors when it was computed again")
+                saved.value = value
+            if at == last:
+                raise Ended
+            return value
+        return fill
+
+
+def _ask_for(saved: Saved) -> torch.Tensor:
+    return saved.frame.value(saved)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values for the second pass, so that hooks that it gives to its input are not the input's."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _written(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that may be written to: not a leaf."""
+    return _alias(tensor).clone()
+
+
+def tree_map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return ``value`` with new lists, tuples and dicts, and every tensor changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) in (tuple, list):
+        return type(value)(tree_map(change, v) for v in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(tree_map(change, v) for v in value))
+    if type(value) is dict:
+        return {k: tree_map(change, v) for k, v in value.items()}
+    return value
+
+
+def tree_tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of ``value`` in the order of `tree_map`."""
+    found: list[torch.Tensor] = []
+    tree_map(lambda t: found.append(t) or t, value)  # type: ignore[func-returns-value]
+    return found

@@ -1,0 +1,133 @@
+"""What modules hold that a forward pass may change: buffers and attributes, as they were when it began.
+
+Owns the copies, and the time within which they stand in for what is there now. Buffers are replaced by copies, not
+written to: what a forward pass then does to them is lost with the copies, and autograd counts no write to the model's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hvdtrain.errors import UserError
+
+LARGE = 1 << 16
+"""Elements of a buffer that is copied only where it has been seen to change."""
+FEW = 64
+"""Entries of an attribute's containers up to which they are copied."""
+
+_OWN = frozenset(vars(torch.nn.Module())) | {"forward"}
+"""Attributes that every module has; ``forward``: what transforms put there."""
+_GONE = object()
+_CONTAINERS = (list, dict, set, deque)
+
+
+class Modules:
+    """The modules of a block, and which of their large buffers change in a forward pass (``written``)."""
+
+    def __init__(self, block: torch.nn.Module) -> None:
+        self.named = [(f"{name}." if name else "", module) for name, module in block.named_modules()]
+        self.written = {id(module) for _, module in self.named if isinstance(module, _BatchNorm)}
+        self.learnt = False
+
+
+class Memory:
+    """Buffers and attributes of a block from one moment on; `settle` keeps what has changed since then."""
+
+    def __init__(self, modules: Modules) -> None:
+        self._modules = modules
+        self._buffers: list[tuple[str, dict[str, Any], str, torch.Tensor, int, torch.Tensor | None]] = []
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for prefix, module in modules.named:
+            own = vars(module)
+            self._attributes.append((own, {k: copied(v) for k, v in own.items() if k not in _OWN}))
+            for name, buffer in own["_buffers"].items():
+                if buffer is not None:
+                    small = buffer.numel() < LARGE or id(module) in modules.written or not modules.learnt
+                    copy = buffer.detach().clone() if small else None
+                    self._buffers.append((prefix + name, own["_buffers"], name, buffer, buffer._version, copy))
+
+    def settle(self) -> None:
+        """Keep the copies of what the forward pass has changed, and forget the others.
+
+        Errors: `UserError` for a large buffer that changes for the first time.
+        """
+        kept = []
+        for entry in self._buffers:
+            title, holder, name, buffer, version, copy = entry
+            now = holder.get(name)
+            if now is buffer and buffer._version == version and (copy is None or _same(copy, buffer)):
+                continue
+            if copy is None:
+                raise UserError(f"buffer {title} changes in a forward pass, and did not before",
+                                "buffers that change in all passes or in none", "leave its block out of remat")
+            if buffer.numel() >= LARGE:
+                self._modules.written |= {id(m) for _, m in self._modules.named if m._buffers is holder}
+            kept.append(entry)
+        self._buffers = kept
+        self._modules.learnt = True
+        self._attributes = [(own, changed) for own, before in self._attributes if (changed := _changed(own, before))]
+
+    @contextlib.contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Within it, buffers and attributes are what they were; after it, what they are now."""
+        buffers = [(holder, name, holder[name]) for _, holder, name, _, _, copy in self._buffers if copy is not None]
+        attributes = [(own, {k: own.get(k, _GONE) for k in before}) for own, before in self._attributes]
+        try:
+            for _, holder, name, _, _, copy in self._buffers:
+                if copy is not None:
+                    holder[name] = copy.clone()
+            for own, before in self._attributes:
+                _assign(own, {k: copied(v) for k, v in before.items()})
+            yield
+        finally:
+            for holder, name, buffer in buffers:
+                holder[name] = buffer
+            for own, now in attributes:
+                _assign(own, now)
+
+
+def _same(copy: torch.Tensor, buffer: torch.Tensor) -> bool:
+    """Whether a buffer is what it was; of a GPU nobody asks, as the answer would have to wait for it."""
+    return copy.device.type == "cpu" and torch.equal(copy, buffer)
+
+
+def _assign(own: dict[str, Any], values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if value is _GONE:
+            own.pop(name, None)
+        else:
+            own[name] = value
+
+
+def _changed(own: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``before`` that are others now, and those that were not there."""
+    found = {k: v for k, v in before.items() if k not in own or not _alike(v, own[k])}
+    if len(own) - len(before) + len(found) > 0:
+        found |= {k: _GONE for k in own if k not in before and k not in _OWN}
+    return found
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of lists, dicts and sets with at most `FEW` entries, and of such in them; anything else itself."""
+    if type(value) not in _CONTAINERS or len(value) > FEW:
+        return value
+    if isinstance(value, dict):
+        return {k: copied(v) for k, v in value.items()}
+    return type(value)(copied(v) for v in value)
+
+
+def _alike(copy: Any, value: Any) -> bool:
+    """Whether ``value`` is what `copied` made ``copy`` of, unchanged."""
+    if copy is value:
+        return True
+    if type(copy) is not type(value) or type(copy) not in _CONTAINERS or len(copy) != len(value):
+        return False
+    if isinstance(copy, dict):
+        return all(k in value and _alike(v, value[k]) for k, v in copy.items())
+    return all(map(_alike, copy, value))

@@ -30,6 +30,7 @@ from hvdtrain.callbacks.early_stop import EarlyStop
 from hvdtrain.callbacks.jsonl import Jsonl
 from hvdtrain.callbacks.ledger import Ledger
 from hvdtrain.callbacks.memory import Memory
+from hvdtrain.callbacks.memory_fit import MemoryFit
 from hvdtrain.callbacks.meter import Meter
 from hvdtrain.callbacks.nan_guard import NanGuard
 from hvdtrain.callbacks.out_of_memory import OutOfMemory
@@ -280,8 +281,8 @@ def _callbacks(run: Run, facts: LaunchFacts, more: Callable[[Run], list[Callback
     """
     config = run.config
     own: list[Any] = [*([Supervised()] if causes.folder() else []), Preempt(config.time_limit_s()),
-                      NanGuard(config.nan_guard, config.max_skipped), Throughput(), Ledger(), Memory(),
-                      OutOfMemory()]
+                      NanGuard(config.nan_guard, config.max_skipped), Throughput(), Ledger(), Memory(), OutOfMemory(),
+                      MemoryFit()]
     meter = Meter(config.rebalance.every_steps)
     if run.control.size > 1:
         own.append(meter)

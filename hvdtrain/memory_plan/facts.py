@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hvdtrain.data_parallel import shards
 from hvdtrain.exchange.buckets import Bucket, itemsize
 from hvdtrain.memory_plan.trace import Line
-from hvdtrain.protocols import ParamSpec
+from hvdtrain.protocols import BlockCost, ParamSpec
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,17 @@ class Measured:
     ``line``: bytes of a pass (`hvdtrain.memory_plan.trace`); None: nothing was measured. ``with_gradients``: they were
     counted in it. ``scratch``: bytes beyond the line for each sample, and at least: kernels' own memory.
     ``held_bytes``: what the process holds beside counted tensors: framework, program, data.
+    ``blocks``: what recomputing each block saves and costs with ``block_samples``; none of them was recomputed in the
+    line. ``spared``: bytes by which recomputing makes a pass less.
     """
 
     line: Line | None = None
     with_gradients: bool = False
     scratch: tuple[float, float] = (0.0, 0.0)
     held_bytes: int = 0
+    blocks: tuple[BlockCost, ...] = ()
+    block_samples: int = 1
+    spared: int = 0
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def forecast(facts: Facts) -> Footprint:
     state = model.state_bytes(spans)
     divided = way.stage == 2 and rank.micros == 1
     gradients = sum(own_B) if divided else sum(param_bytes)
-    step = _pass(facts, own_B, divided)
+    step = max(0, _pass(facts, own_B, divided) - measured.spared)
     largest = max(param_bytes, default=0)
     if way.stage:
         largest = max(own_B, default=0)

@@ -93,7 +93,7 @@ def facts_now(scene: Scene, way: Any, measures: bool) -> Facts:
     facts = survey.facts_of(scene, way)
     if not measures:
         return facts
-    return Facts(facts.model, facts.rank, facts.way, survey.measure(scene, facts.model, way))
+    return Facts(facts.model, facts.rank, facts.way, survey.measure(scene, facts.model, way, True))
 
 
 def agreed_plan(scene: Scene, facts: Facts, always: bool = True) -> Plan:

@@ -5,20 +5,21 @@ Owns the measuring. It enters no collective but where that is said, and leaves n
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.balance import memory
 from hvdtrain.cluster import heap
+from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.feed import Feed
 from hvdtrain.exchange.buckets import plan_buckets
 from hvdtrain.memory_plan import imported
 from hvdtrain.memory_plan.facts import Facts, Measured, Model, Rank, Way
 from hvdtrain.memory_plan.trace import Line, Trace, first_copies, line
-from hvdtrain.protocols import Batch
+from hvdtrain.protocols import Batch, BlockCost
 
 PARTS = (8, 4)
 """A micro-batch is measured by an eighth and by a quarter of its samples."""
@@ -31,7 +32,10 @@ GRAPH_PART = 0.6
 
 @dataclass(frozen=True)
 class Scene:
-    """What is looked at: a run's parts, or a setup's, before it trains. ``device``: this rank's `DeviceFacts`."""
+    """What is looked at: a run's parts, or a setup's, before it trains. ``device``: this rank's `DeviceFacts`.
+
+    ``cursor``: where the run stands.
+    """
 
     config: Any
     control: Any
@@ -41,6 +45,11 @@ class Scene:
     backend: Any
     feed: Feed
     device: Any
+    cursor: Cursor = Cursor()
+
+    def sample(self, n: int) -> Batch:
+        """Return ``n`` samples to try the model on; of a stream those that the run comes to next, which are kept."""
+        return self.feed.sample(n, self.cursor)
 
     @property
     def local(self) -> int:
@@ -51,7 +60,7 @@ class Scene:
 def scene_of(run: Any, backend: Any) -> Scene:
     """Return the scene of an assembled run."""
     return Scene(run.spelled, run.control, run.topology, run.collectives, run.parts, backend, run.feed,
-                 run.devices[run.control.rank])
+                 run.devices[run.control.rank], run.state.cursor)
 
 
 def rank_of(scene: Scene) -> Rank:
@@ -82,6 +91,13 @@ def free_bytes(scene: Scene) -> int | None:
         return int(memory.DEVICE_PART * scene.device.memory_bytes) or None
     room = memory.host_room_bytes(scene.local)
     return None if room is None else max(0, memory.resident_bytes() - imported.bytes_()) + room
+
+
+def room_bytes(scene: Scene) -> int | None:
+    """Return what this rank may take beyond what it holds now; None where that is unknown."""
+    free = free_bytes(scene)
+    base = imported.bytes_() if scene.device.kind == "cpu" else 0
+    return None if free is None else max(0, free + base - _now(scene))
 
 
 def way_of(scene: Scene, dp: Any) -> Way:
@@ -115,27 +131,71 @@ def facts_of(scene: Scene, way: Way, measured: Measured | None = None) -> Facts:
     return Facts(scene.backend.model_bytes(scene.parts), rank_of(scene), way, measured or Measured())
 
 
-def measure(scene: Scene, model: Model, way: Way) -> Measured:
-    """Compute a few samples' gradients and return what they took; less than a step's work, and no collective."""
-    trial, sample, held = scene.parts.stage.trial, scene.feed.sample, _held(scene, model, way)
-    sizes = _sizes(max(1, _cut(scene.feed, scene.config)[0]))
+def measure(scene: Scene, model: Model, way: Way, with_blocks: bool = False) -> Measured:
+    """Compute a few samples' gradients and return what they took; less than a step's work, and no collective.
+
+    ``with_blocks``: what recomputing each block would save, too, unless some are recomputed already.
+
+    No more samples are tried than there seems to be room for by the first two. Where a device runs out of memory all
+    the same, half as many are. Errors: what the backend calls out of memory, where one sample is too many.
+    """
+    held = _held(scene, model, way)
+    most = max(1, _cut(scene.feed, scene.config)[0])
+    first = min(LEAST_SAMPLES[0], most)
     before = _now(scene)
-    trial(sample(min(LEAST_SAMPLES[0], sizes[0])))  # compiles, and takes what is taken once
+    peak = _peak(scene, first)  # compiles, and takes what is taken once
     own = max(0, _now(scene) - held)  # now: TensorFlow gives nothing back of what a larger pass has taken
-    found = [scene.backend.traced(scene.parts, sample(n)) for n in sizes]
-    peaks = [_peak(scene, trial, sample(n)) for n in sizes]
-    peaks = [max(0, peak - held - own) for peak in peaks]
+    again = int(GRAPH_PART * max(0, own + held - before))  # training's own graph is made beside that of a trial
+    sizes = _sizes(most, _at_most(scene, first, peak - before))
+    while True:
+        try:
+            found = _measured(scene, model, sizes, held + own, own, again)
+            blocks = _blocks(scene, sizes[-1]) if with_blocks else ()
+            return replace(found, blocks=blocks, block_samples=sizes[-1])
+        except Exception as error:
+            if not scene.backend.out_of_memory(error) or sizes == [1]:
+                raise
+        sizes = _sizes(most, max(1, sizes[-1] // 2))
+
+
+def _measured(scene: Scene, model: Model, sizes: list[int], held: int, own: int, again: int) -> Measured:
+    """What passes of ``sizes`` samples took beyond ``held`` bytes."""
+    found = [scene.backend.traced(scene.parts, scene.sample(n)) for n in sizes]
+    peaks = [max(0, _peak(scene, n) - held) for n in sizes]
     if any(trace is None for trace in found):
         traces = [Trace(n, np.array([peak], np.int64), ()) for n, peak in zip(sizes, peaks)]
-        again = int(GRAPH_PART * max(0, own + held - before))  # training's own graph is made beside that of a trial
         return Measured(line(traces[0], traces[-1]), True, held_bytes=own + again)
     through = line(found[0], found[-1])
     return Measured(through, False, _scratch(through, model, sizes, peaks), own)
 
 
-def _sizes(micro_batch: int) -> list[int]:
-    """Samples to measure with, ascending: two numbers, or one where a micro-batch has no more."""
-    return sorted({min(micro_batch, max(least, micro_batch // part)) for part, least in zip(PARTS, LEAST_SAMPLES)})
+def _blocks(scene: Scene, n: int) -> tuple[BlockCost, ...]:
+    """What recomputing each block would save and cost with ``n`` samples; none where some are recomputed already."""
+    remat = scene.parts.remat
+    return () if remat is None or remat.chosen else tuple(remat.costs(scene.sample(n)))
+
+
+def pass_bytes(scene: Scene, n: int) -> int:
+    """Return the most bytes that a pass of ``n`` samples holds: of its tensors where they are counted, else of all
+    there is in this process; to be compared with another pass.
+    """
+    trace = scene.backend.traced(scene.parts, scene.sample(n))
+    return _peak(scene, n) if trace is None else int(trace.live_E.max(initial=0))
+
+
+def _sizes(micro_batch: int, most: int) -> list[int]:
+    """Samples to measure with, ascending, ``most`` at most: two numbers, or one where a micro-batch has no more."""
+    found = {min(micro_batch, max(least, micro_batch // part)) for part, least in zip(PARTS, LEAST_SAMPLES)}
+    return sorted(found if max(found) <= most else {max(1, most // 2), most})
+
+
+def _at_most(scene: Scene, samples: int, rise: int) -> int:
+    """Samples that there is room for, where ``samples`` took ``rise`` bytes more; that counts what is taken once too.
+    """
+    left = room_bytes(scene)
+    if left is None or rise <= 0:
+        return sys.maxsize
+    return max(1, int(samples * left / rise))
 
 
 def _scratch(through: Line, model: Model, sizes: list[int], peaks: list[int]) -> tuple[float, float]:
@@ -161,8 +221,11 @@ def _now(scene: Scene) -> int:
     return memory.resident_bytes()
 
 
-def _peak(scene: Scene, trial: Callable[[Batch], None], batch: Batch) -> int:
+def _peak(scene: Scene, n: int) -> int:
+    """Most bytes that this process holds while it computes ``n`` samples' gradients."""
+    batch = scene.sample(n)
+
     def work() -> None:
-        trial(batch)
+        scene.parts.stage.trial(batch)
 
     return memory.host_peak_bytes(work) if scene.device.kind == "cpu" else int(scene.backend.peak_bytes(work))

@@ -1,0 +1,114 @@
+"""`micro_batch: auto` and `remat: auto`: fits each rank's part of a step to its memory before the first step.
+
+Owns the course of it on all ranks: when it is measured, what they agree on, what a checkpoint keeps, what is told. What
+one rank decides is `hvdtrain.memory_fit`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hvdtrain import backends
+from hvdtrain.callbacks.balance import grid
+from hvdtrain.callbacks.base import Callback
+from hvdtrain.cluster.deadline import deadline
+from hvdtrain.cluster.exit import agreed
+from hvdtrain.memory_fit import words
+from hvdtrain.memory_fit.settle import Own, Settling
+from hvdtrain.memory_plan import survey
+from hvdtrain.run import say
+
+
+class MemoryFit(Callback):
+    """Runs on all ranks, before balance, whose probe finds the blocks recomputed that were chosen."""
+
+    where = "all"
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Any] = {}
+        self._state: dict[str, Any] = {}
+
+    def fit_start(self, run: Any) -> None:
+        """Measure, decide and cut; once. Collective."""
+        config = run.config
+        micro, remat = config.micro_batch == "auto", config.remat == "auto"
+        if remat and run.parts.remat is None:
+            run.note("remat auto: the model has no named blocks, so nothing is recomputed")
+            remat = False
+        if self._state or not (micro or remat):
+            return
+        owns_P = self._settled(run, micro, remat)
+        if micro:
+            self._cut(run, owns_P)
+        self._state = {"samples": [own.samples for own in owns_P], "micro": [own.fit.micro_batch for own in owns_P]}
+        run.memory = {**run.memory, "fit": [own.to_dict() for own in owns_P]}
+        self._tell(run, owns_P, micro, remat)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Micro-batches, so that a resumed run sums in the same order."""
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep it for `fit_start`."""
+        self._kept = state
+
+    def _settled(self, run: Any, micro: bool, remat: bool) -> list[Own]:
+        """What each rank does, by rank; chosen by now."""
+        control, config = run.control, run.config
+        scene = survey.scene_of(run, backends.load(run.spec.framework))
+        way = survey.way_of(scene, run.dp)
+        random = run.parts.state.rank_state()  # datasets and models draw random numbers
+        try:
+            with deadline(config.control_timeout_s, "the fitting of micro-batches to memory"):
+                settling = agreed(control, lambda: Settling(scene, way, micro, remat, config.micro_batch_limit),
+                                  "memory")
+                parts = self._parts_before(run, settling, micro)
+                own = agreed(control, lambda: settling.decide(parts), "memory")
+                parts_P = control.gather(own.fit.parts)
+                if run.feed.even_micros and parts_P != [max(parts_P)] * len(parts_P):
+                    own = agreed(control, lambda: settling.decide(max(parts_P)), "memory")
+        finally:
+            run.parts.state.load_rank(random)
+        found: list[Own] = control.gather(own)
+        return found
+
+    def _parts_before(self, run: Any, settling: Settling, micro: bool) -> int:
+        """The number of micro-batches that this rank had before the run was saved, where it still fits; else 0."""
+        rank = run.control.rank
+        alike = run.control.gather(settling.samples) == self._kept.get("samples")
+        before = self._kept["micro"][rank] if alike and micro else 0
+        if not before or not settling.keeps(before):
+            return 0
+        return int(-(-settling.samples // before))
+
+    def _cut(self, run: Any, owns_P: list[Own]) -> None:
+        """Cut training and evaluation into the ranks' micro-batches; balance cuts by ceilings of its own."""
+        if run.config.balance != "off" and run.control.size > 1:
+            return
+        step = run.state.cursor.step
+        cut = run.feed.cut_at(step)
+        most = max(own.fit.parts for own in owns_P)
+        even = (most,) * len(owns_P) if run.feed.even_micros else cut.accumulate_P
+        cut = replace(cut, accumulate_P=even, micro_batch_P=tuple(own.fit.micro_batch for own in owns_P))
+        run.feed.recut(cut, step)
+        if run.eval_feed is not None:
+            run.eval_feed.recut(cut, 0)
+
+    def _tell(self, run: Any, owns_P: list[Own], micro: bool, remat: bool) -> None:
+        """A sentence for each rank that differs, and the table of the one that recomputes most."""
+        keys = " and ".join([*(["micro_batch auto"] if micro else []), *(["remat auto"] if remat else [])])
+        alike = words.alike(owns_P)
+        for rank, own in enumerate(owns_P[:1] if alike else owns_P[:words.MOST_NAMED]):
+            also = ", and all others alike" if alike and len(owns_P) > 1 else ""
+            run.note(f"{keys}: {words.note(rank, own, micro, remat)}{also}")
+        worst = max(range(len(owns_P)), key=lambda r: len(owns_P[r].fit.choice.names))
+        rows = words.table(owns_P[worst])
+        if rows and run.control.rank == 0 and run.config.progress != "off":
+            say(f"blocks of rank {worst}, for a micro-batch of {owns_P[worst].fit.micro_batch}")
+            for line in grid(words.COLUMNS, rows):
+                say(line)
+        for callback in run.callbacks if run.control.rank == 0 else ():
+            record = getattr(callback, "record", None)
+            if record is not None:
+                record(run, "memory_fit", ranks=[own.to_dict() for own in owns_P])

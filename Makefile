@@ -34,7 +34,7 @@ AS_ROOT := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 endif
 HOROVODRUN := PATH="$(abspath $(VENV))/bin:$$PATH" $(AS_ROOT) $(VENV)/bin/horovodrun -np $(NP) -H localhost:$(NP) $(abspath $(VENV))/bin/python -m hvdtrain
 
-.PHONY: help quickstart setup test lint clean check-tools
+.PHONY: help quickstart setup test lint clean check-tools gpu-check gpu-wheels
 .DEFAULT_GOAL := help
 
 help:
@@ -42,6 +42,8 @@ help:
 	@echo 'make setup        the set-up alone: $(VENV), frameworks, MPI, Horovod (a second time: seconds)'
 	@echo 'make test         every test, in one process and under MPI'
 	@echo 'make lint         flake8 and mypy'
+	@echo 'make gpu-check    check this machine'\''s GPU from the source tree; what is not installed comes from WHEELS=FOLDER'
+	@echo 'make gpu-wheels   fill WHEELS=FOLDER for a machine without a network'
 	@echo 'make clean        remove $(VENV) and what tests and tools left (the wheel cache stays)'
 	@echo 'variables: FRAMEWORKS="$(FRAMEWORKS)" PYTHON=$(PYTHON) DEVICE=$(DEVICE) VENV=$(VENV) NP=$(NP)'
 
@@ -90,6 +92,16 @@ test: setup
 lint: setup
 	$(PY) -m flake8 hvdtrain tests $(wildcard torch_models tf_models)
 	$(PY) -m mypy
+
+# Needs no set-up: any Python starts it, and it looks for one that has PyTorch (PYTHON= names one).
+ANY_PYTHON = $(shell command -v "$(PYTHON)" 2>/dev/null || command -v python3)
+NAMED = $(if $(filter command environment,$(firstword $(origin PYTHON))),--python "$(PYTHON)")
+gpu-check:
+	@"$(ANY_PYTHON)" tests/gpu/check.py $(NAMED) $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(ROWS),--rows "$(ROWS)") $(if $(OUT),--out "$(OUT)")
+
+# PYTHONS="3.12,3.11": interpreters of the other machine; MACHINE=aarch64: its processor.
+gpu-wheels:
+	@"$(if $(wildcard $(PY)),$(PY),$(ANY_PYTHON))" tests/gpu/wheelhouse.py "$(or $(WHEELS),runs/wheels)" $(if $(PYTHONS),--pythons "$(PYTHONS)") $(if $(MACHINE),--machine "$(MACHINE)")
 
 clean:
 	rm -rf "$(VENV)" build dist *.egg-info .coverage .coverage.* .mypy_cache .pytest_cache .hypothesis

@@ -22,6 +22,7 @@ from hvdtrain.alike import check_alike
 from hvdtrain.balance.emulate import Slowed
 from hvdtrain.callbacks import progress
 from hvdtrain.callbacks.audit import Audit
+from hvdtrain.callbacks.auto_compile import AutoCompile
 from hvdtrain.callbacks.auto_compression import AutoCompression
 from hvdtrain.callbacks.balance import Balance
 from hvdtrain.callbacks.checkpoint import Checkpoint
@@ -283,6 +284,8 @@ def _callbacks(run: Run, facts: LaunchFacts, more: Callable[[Run], list[Callback
     own: list[Any] = [*([Supervised()] if causes.folder() else []), Preempt(config.time_limit_s()),
                       NanGuard(config.nan_guard, config.max_skipped), Throughput(), Ledger(), Memory(), OutOfMemory(),
                       MemoryFit()]
+    if config.compile == "auto":
+        own.insert(0, AutoCompile())
     meter = Meter(config.rebalance.every_steps)
     if run.control.size > 1:
         own.append(meter)

@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdtrain.precision.policy import Precision
 from hvdtrain.precision.scaler import LossScale
-from hvdtrain.protocols import Buffers, Evaluator, ModelState, Ops, Optimizer, Params, Remat, Stage, Transform
+from hvdtrain.protocols import Buffers, Compile, Evaluator, ModelState, Ops, Optimizer, Params, Remat, Stage, Transform
 
 
 @dataclass
@@ -18,7 +18,7 @@ class Parts:
 
     ``transforms``: in the order in which they are installed (`hvdtrain.transforms.ORDER`). ``ops_of_place``: of a model
     that is split, the array operations of each device. ``remat``: the one of ``transforms`` that recomputes blocks,
-    None for a model without any.
+    None for a model without any. ``compile``: the one that computes in other ways, where the configuration asks for it.
     """
 
     model: Any
@@ -34,6 +34,7 @@ class Parts:
     scale: LossScale
     ops_of_place: Sequence[Ops] = ()
     remat: Remat | None = None
+    compile: Compile | None = None
     _installed: list[Transform] = field(default_factory=list)
 
     def install(self, collective: bool = True) -> None:

@@ -6,6 +6,7 @@ Owns the contracts only. Shapes: N elements of a flat vector, P ranks of a group
 
 from hvdtrain.protocols.around import Callback, Launcher
 from hvdtrain.protocols.arrays import Array, Batch, Pair
+from hvdtrain.protocols.compile import Compile
 from hvdtrain.protocols.compressor import Compressor
 from hvdtrain.protocols.control import Control
 from hvdtrain.protocols.data_parallel import DataParallel
@@ -17,7 +18,6 @@ from hvdtrain.protocols.stage import Done, GradientSink, ModelSpec, Schedule, St
 from hvdtrain.protocols.wire import AllGather, AllReduce, AllToAll, Channel, Collectives, Exchange, Handle, Request
 
 __all__ = ["AllGather", "AllReduce", "AllToAll", "Array", "Batch", "BlockCost", "Buffers", "Callback", "Cell",
-           "Channel",
-           "Collectives", "Compressor", "Control", "DataParallel", "Done", "Evaluator", "Exchange", "GradientSink",
-           "Handle", "Launcher", "ModelSpec", "ModelState", "Ops", "Optimizer", "Pair", "ParamSpec", "Params",
-           "Remat", "Request", "Schedule", "Stage", "Transform"]
+           "Channel", "Collectives", "Compile", "Compressor", "Control", "DataParallel", "Done", "Evaluator",
+           "Exchange", "GradientSink", "Handle", "Launcher", "ModelSpec", "ModelState", "Ops", "Optimizer", "Pair",
+           "ParamSpec", "Params", "Remat", "Request", "Schedule", "Stage", "Transform"]

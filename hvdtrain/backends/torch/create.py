@@ -24,6 +24,7 @@ from hvdtrain.backends.torch.params import TorchParams, trainable
 from hvdtrain.backends.torch.stage import TorchStage
 from hvdtrain.backends.torch.state import TorchState
 from hvdtrain.backends.torch.task import Metrics, make_task
+from hvdtrain.backends.torch.transforms.compile import TorchCompile
 from hvdtrain.backends.torch.transforms.placement import Placement
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision
 from hvdtrain.backends.torch.transforms.remat import Remat
@@ -113,10 +114,12 @@ class Maker:
         stage = TorchStage(self.model, self.task, params, buffers, self.placement, self.precision, self.sync,
                            self.generators, self.rank, self.caveats)
         remat = self.remat()
-        transforms = in_order(placement=self.placement, precision=self.precision, sync_batchnorm=self.sync, remat=remat)
+        compile = self.compile() if self.config.compile == "auto" else None
+        transforms = in_order(placement=self.placement, precision=self.precision, sync_batchnorm=self.sync,
+                              compile=compile, remat=remat)
         return Parts(self.model, self.blocks(), stage, params, optimizer, buffers, self.evaluator(),
                      self.state(params, optimizer, buffers), transforms, self.policy, self.scale, self.placement.ops(),
-                     remat)
+                     remat, compile)
 
     def remat(self) -> Remat | None:
         """What recomputes blocks of the model; None where it has none with a name."""
@@ -129,6 +132,12 @@ class Maker:
     def blocks(self) -> list[torch.nn.Module]:
         """The blocks that the model file names, or none."""
         return [] if self.spec.blocks is None else [block for _, block in self.spec.blocks(self.model)]
+
+    def compile(self) -> TorchCompile:
+        """How the model could be computed in other ways."""
+        named = [] if self.spec.blocks is None else self.spec.blocks(self.model)
+        waits = self.sync is not None and self.transport.size > 1
+        return TorchCompile(self.model, named, self.placement.home.type, waits)
 
     def params(self) -> TorchParams:
         """The tensors, and how an optimizer over them is made."""

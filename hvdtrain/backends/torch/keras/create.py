@@ -29,6 +29,7 @@ from hvdtrain.backends.torch.optimizer import TorchOptimizer
 from hvdtrain.backends.torch.params import TorchParams
 from hvdtrain.backends.torch.slices import Slices
 from hvdtrain.backends.torch.transforms import precision as widths
+from hvdtrain.backends.torch.transforms.compile import TorchCompile
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.keras.compiled import build, setup_of
@@ -84,6 +85,11 @@ class KerasMaker(Maker):
             return make(tensors, adopted=adopted, slices=slices)
 
         return KerasParams(self.model, [], self.placement.places(), make_for)
+
+    def compile(self) -> TorchCompile:
+        """Nothing: Keras' layers are no modules that could be compiled one by one."""
+        return TorchCompile(self.model, [], self.placement.home.type, why="Keras' layers on PyTorch are computed as "
+                            "they are; KERAS_BACKEND=tensorflow compiles them")
 
     def evaluator(self) -> KerasEvaluator:
         """Keras' metrics."""

@@ -263,7 +263,7 @@ def test_real_code_draws_the_same_masks(faster, monkeypatch, tmp_path):
     monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "0")  # PyTorch sets it for what it has compiled
     block = nn.Sequential(nn.Linear(12, 5), nn.GELU(), nn.Dropout(0.5))
     monkeypatch.setattr(transform, "units", lambda model, named: [("0", model[0])])
-    run = fitted(solo(settings(), make(copy.deepcopy(block)), data()))
+    run = fitted(solo(settings(control_timeout_s=300.0), make(copy.deepcopy(block)), data()))
     noted(run, "compiled is used: ")
     after = torch.get_rng_state()
     plain = fitted(solo(config(global_batch=16, max_steps=4), make(copy.deepcopy(block)), data()))

@@ -55,6 +55,7 @@ from hvdtrain.faults.finite import check_trainable
 from hvdtrain.memory_plan import imported
 from hvdtrain.memory_plan.survey import scene_of
 from hvdtrain.model import Spec, build_spec, spec_of
+from hvdtrain.out_of_memory.guard import Guard
 from hvdtrain.out_of_memory.recovery import Recovery
 from hvdtrain.out_of_memory.schedule import Recovering
 from hvdtrain.outdir import COMPLETED, find_out
@@ -108,7 +109,9 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     parts.transforms += agreed(control, lambda: transforms.own(config), "transforms")
     group = world(control.size, control.rank)
     recovery = _recovery(config, backend, control, notes)
-    schedule: Schedule = Recovering(Accumulate(parts.stage), parts.stage, recovery)
+    if devices[control.rank].kind == "cpu":
+        recovery.guard = Guard(len(topology.host_of(control.rank).ranks))
+    schedule: Schedule = Recovering(Accumulate(parts.stage, recovery.guard), parts.stage, recovery)
     run = Run(config, control, group, topology, wire, spec, parts, schedule, feed, test_feed,
               spelled, devices, notes=notes, recovery=recovery)
     try:

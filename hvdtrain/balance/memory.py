@@ -34,13 +34,13 @@ def ceiling(sizes: tuple[int, int], peaks_bytes: tuple[int, int], budget_bytes: 
 
 def host_budget_bytes(local_size: int, proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int:
     """Bytes that this process may hold in all: what it has, and its part of what its host has left; 0 if unknown."""
-    held, left = _status(proc, "VmRSS"), _available(proc, cgroup)
+    held, left = _status(proc, "VmRSS"), left_bytes(proc, cgroup)
     return 0 if held is None or left is None else held + int(HOST_PART * left / max(1, local_size))
 
 
 def host_room_bytes(local_size: int, proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int | None:
     """Bytes that this process may take more: its part of what its host has left; None if unknown."""
-    left = _available(proc, cgroup)
+    left = left_bytes(proc, cgroup)
     return None if left is None else int(HOST_PART * left / max(1, local_size))
 
 
@@ -76,27 +76,80 @@ def _status(proc: str, name: str) -> int | None:
     return None
 
 
-def _available(proc: str, cgroup: str) -> int | None:
-    """Bytes that can still be had: of the host, or of the control group where that allows less."""
+def left_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int | None:
+    """Bytes that this process and its neighbours can still have before the kernel refuses or ends one; None if unknown.
+
+    The host's, or what a control group or a limit of this process (ulimit) allows where that is less.
+    """
     with contextlib.suppress(OSError):
         found = re.search(r"^MemAvailable:\s+(\d+) kB", Path(proc, "meminfo").read_text(), re.MULTILINE)
         if found:
-            return max(0, min([int(found[1]) * 1024, *_groups_left(proc, cgroup)]))
+            return max(0, min([int(found[1]) * 1024, *_groups_left(proc, cgroup), *_own_left(proc)]))
     return None
+
+
+def limited(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> bool:
+    """Whether a control group or a limit of this process allows less than the host has in all."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^MemTotal:\s+(\d+) kB", Path(proc, "meminfo").read_text(), re.MULTILINE)
+        total = int(found[1]) * 1024 if found else 0
+        return any(limit < total for limit in [*_own_limits(proc).values(),
+                                               *(limit for limit, _ in _groups_limits(proc, cgroup))])
+    return False
+
+
+def _own_left(proc: str) -> list[int]:
+    """What the limits of this process (RLIMIT_AS, RLIMIT_DATA) leave it."""
+    return [limit - (_status(proc, used) or 0) for used, limit in _own_limits(proc).items()]
+
+
+def _own_limits(proc: str) -> dict[str, int]:
+    """Limits of this process, by the field of /proc/self/status that counts towards each; none that is unlimited."""
+    found = {}
+    with contextlib.suppress(OSError):
+        text = Path(proc, "self/limits").read_text()
+        for name, used in (("Max address space", "VmSize"), ("Max data size", "VmData")):
+            soft = re.search(rf"^{name}\s+(\d+)\s", text, re.MULTILINE)
+            if soft:
+                found[used] = int(soft[1])
+    return found
 
 
 def _groups_left(proc: str, cgroup: str) -> list[int]:
     """What each memory control group around this process leaves, of those that limit (versions 2 and 1)."""
-    left: list[int] = []
-    for path, limit, used in _groups(proc):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
-            left.append(int(Path(cgroup, path, limit).read_text()) - int(Path(cgroup, path, used).read_text()))
-    return left
+    return [limit - used for limit, used in _groups_limits(proc, cgroup)]
 
 
-def _groups(proc: str) -> list[tuple[str, str, str]]:
-    """(folder, file of its limit, file of its use) of this process's memory groups, from the outermost to its own."""
-    two, one = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+def _groups_limits(proc: str, cgroup: str) -> list[tuple[int, int]]:
+    """(limit, bytes used) of each memory control group around this process that has one.
+
+    Pages of files that nobody has touched for long count as used there, and go when memory is wanted.
+    """
+    found: list[tuple[int, int]] = []
+    for path, limits, used, idle in _groups(proc):
+        with contextlib.suppress(OSError, ValueError):
+            now = int(Path(cgroup, path, used).read_text()) - _idle(Path(cgroup, path, "memory.stat"), idle)
+            for limit in limits:
+                with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+                    found.append((int(Path(cgroup, path, limit).read_text()), max(0, now)))
+    return found
+
+
+def _idle(stat: Path, name: str) -> int:
+    """A number of a control group's statistics; 0 where it is not told."""
+    with contextlib.suppress(OSError):
+        found = re.search(rf"^{name} (\d+)$", stat.read_text(), re.MULTILINE)
+        return int(found[1]) if found else 0
+    return 0
+
+
+def _groups(proc: str) -> list[tuple[str, tuple[str, ...], str, str]]:
+    """(folder, files of limits, file of use, name of what can go) of this process's groups, the outermost first.
+
+    memory.high ends nothing, but slows down what goes beyond it so much that it is a limit, too.
+    """
+    two = (("memory.max", "memory.high"), "memory.current", "inactive_file")
+    one = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
     found = [("", *two), ("memory", *one)]
     with contextlib.suppress(OSError):
         for line in Path(proc, "self/cgroup").read_text().splitlines():

@@ -10,13 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from hvdtrain import backends
+from hvdtrain.balance import memory
 from hvdtrain.callbacks.balance import grid
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.memory_fit import words
-from hvdtrain.memory_fit.settle import Own, Settling
-from hvdtrain.memory_plan import survey
+from hvdtrain.memory_fit.settle import Own, Settling, reckoned
+from hvdtrain.memory_plan import imported, survey
 from hvdtrain.run import say
 
 
@@ -36,7 +37,10 @@ class MemoryFit(Callback):
         if remat and run.parts.remat is None:
             run.note("remat auto: the model has no named blocks, so nothing is recomputed")
             remat = False
-        if self._state or not (micro or remat):
+        if self._state:
+            return
+        if not (micro or remat):
+            self._reckon(run)
             return
         owns_P = self._settled(run, micro, remat)
         if micro:
@@ -70,8 +74,27 @@ class MemoryFit(Callback):
                     own = agreed(control, lambda: settling.decide(max(parts_P)), "memory")
         finally:
             run.parts.state.load_rank(random)
+        if run.recovery.guard is not None:
+            spared = own.fit.need - own.fit.choice.peak
+            run.recovery.guard.reckoned = lambda n: imported.bytes_() + settling.need(n) - (
+                spared * n // max(1, own.fit.micro_batch))
         found: list[Own] = control.gather(own)
         return found
+
+    def _reckon(self, run: Any) -> None:
+        """Find out what a step takes where the kernel would end a process that takes too much; collective."""
+        if not run.control.agree(run.recovery.guard is not None and memory.limited()):
+            return
+        scene = survey.scene_of(run, backends.load(run.spec.framework))
+        way = survey.way_of(scene, run.dp)
+        random = run.parts.state.rank_state()
+        try:
+            with deadline(run.config.control_timeout_s, "the look at a micro-batch's memory"):
+                found = agreed(run.control, lambda: reckoned(scene, way) if run.recovery.guard else None, "memory")
+        finally:
+            run.parts.state.load_rank(random)
+        if run.recovery.guard is not None:
+            run.recovery.guard.reckoned = found
 
     def _parts_before(self, run: Any, settling: Settling, micro: bool) -> int:
         """The number of micro-batches that this rank had before the run was saved, where it still fits; else 0."""

@@ -93,19 +93,29 @@ def _memory(config: Any, check: bool, target: str) -> None:
     """Print how much memory training would take."""
     from hvdtrain import backends
     from hvdtrain.assemble import assemble
+    from hvdtrain.bench import table
+    from hvdtrain.callbacks.memory_fit import MemoryFit
     from hvdtrain.cluster.exit import agreed
+    from hvdtrain.memory_fit import blocks
     from hvdtrain.memory_plan import plan as plans
     from hvdtrain.memory_plan import survey
 
     if check:  # three steps hold no copies for a checkpoint
         config = replace(config, checkpoint=replace(config.checkpoint, every="off", every_steps=0, every_s=0.0))
     run = assemble(replace(config, balance="off", resume=""))
+    MemoryFit().fit_start(run)
     scene = survey.scene_of(run, backends.load(run.spec.framework))
     way = survey.way_of(scene, run.dp)
     facts = agreed(run.control, lambda: plans.facts_now(scene, way, True), "memory")
     plan = plans.agreed_plan(scene, facts)
+    measured = facts.measured
+    rows = agreed(run.control, lambda: blocks.rows(scene, measured.blocks, measured.block_samples)
+                  if measured.blocks else [], "memory")
     if run.control.rank == 0:
         show(plan, run.control.size > 1)
+        if rows:
+            table.show(f"blocks recomputed in a trial of {measured.block_samples} samples on rank 0", blocks.COLUMNS,
+                       rows, launched=run.control.size > 1)
     agreed(run.control, lambda: _written(plan, target if run.control.rank == 0 else ""), "--json")
     if check:
         from hvdtrain.memory_plan.check import checked

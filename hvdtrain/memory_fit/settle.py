@@ -6,14 +6,15 @@ Owns the measuring and the rank's own decision; enters no collective. The decisi
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hvdtrain.balance.line import Line, fit
 from hvdtrain.memory_fit.choose import Fit, Room, choose, in_parts
-from hvdtrain.memory_plan import survey
+from hvdtrain.memory_plan import imported, recompute, survey
 from hvdtrain.memory_plan.facts import Way
-from hvdtrain.memory_plan.forecast import MARGIN, forecast
+from hvdtrain.memory_plan.forecast import forecast
 from hvdtrain.memory_plan.survey import Scene
 from hvdtrain.protocols import BlockCost
 from hvdtrain.remat import knapsack
@@ -105,9 +106,7 @@ class Settling:
         return choose(room, n, self._least_parts, most)
 
     def _costs(self, micro_batch: int) -> list[BlockCost]:
-        measured = self._facts.measured
-        return knapsack.scaled(measured.blocks, micro_batch / measured.block_samples,
-                               MARGIN[self._facts.model.framework])
+        return recompute.costs(self._facts, micro_batch)
 
     def _tried(self, fit: Fit) -> Own:
         """Choose the fit's blocks, and see in a small trial what they save."""
@@ -142,6 +141,18 @@ class Settling:
         most = self._facts.measured.block_samples
         sizes = sorted({max(1, most // 2), most})
         return fit(sizes, [_seconds(self._scene, n) for n in sizes])
+
+
+def reckoned(scene: Scene, way: Way) -> Callable[[int], int] | None:
+    """Return what this process holds at most, by the samples of a micro-batch, as it is before anything is recomputed.
+
+    None where there is ample room, so that nothing more than a small pass has to be measured.
+    """
+    facts = survey.facts_of(scene, way)
+    if survey.roughly_fits(scene, facts):
+        return None
+    facts = replace(facts, measured=survey.measure(scene, facts.model, way))
+    return lambda n: imported.bytes_() + forecast(replace(facts, rank=replace(facts.rank, micro_batch=n))).total
 
 
 def _samples(scene: Scene, cap: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hvdtrain.exchange.buckets import Bucket
+from hvdtrain.memory_plan import recompute
 from hvdtrain.memory_plan.facts import Facts
 from hvdtrain.memory_plan.forecast import forecast
 from hvdtrain.memory_plan.kinds import Footprint, shown
@@ -66,12 +67,29 @@ def changes(facts: Facts, config: Any, buckets: Sequence[Bucket], parts_P: Seque
         yield Change("accumulation", f"--accumulate {twice}", f"twice as many micro-batches ({twice} of half the size)",
                      lambda f: replace(f, rank=replace(f.rank, micro_batch=-(-f.rank.micro_batch // 2),
                                                        micros=2 * f.rank.micros)))
+    yield from _remat(facts, config)
     if config.precision == "fp32" and facts.model.framework != "numpy":
         yield Change("bf16", "--precision bf16", "rounds activations to bf16 (8 bits of 24); how much it saves is "
                      f"reckoned, not measured: {100 * (1 - BF16_PART):.0f} % of activations", _bf16)
     if has_blocks and config.model_parallel == 1 and device != "cpu":
         yield Change("split", "--model_parallel 2", "two devices for each rank, which wait for each other in part of "
                      "each step", _split)
+
+
+def _remat(facts: Facts, config: Any) -> Iterator[Change]:
+    """Blocks that are computed once more: the cheapest that fit; all, where this rank fits without."""
+    blocks = facts.measured.blocks
+    if config.remat != "off" or not any(cost.saved_bytes > 0 for cost in blocks):
+        return
+    choice = recompute.choice(facts, facts.rank.free_bytes)
+    yield Change("remat auto", "--remat auto", f"computes {len(choice.names)} of {len(blocks)} blocks once more: "
+                 f"{1e3 * choice.seconds:.3g} ms a micro-batch", lambda f: recompute.spared(
+                     f, recompute.choice(f, f.rank.free_bytes)))
+    if not choice.names:
+        most = recompute.choice(facts, 0)
+        yield Change("remat", f"--remat {','.join(most.names)}" if len(most.names) < len(blocks) else "--remat every:1",
+                     f"computes {len(most.names)} of {len(blocks)} blocks once more: {1e3 * most.seconds:.3g} ms a "
+                     "micro-batch", lambda f: recompute.spared(f, recompute.choice(f, 0)))
 
 
 def _zero(facts: Facts, config: Any, buckets: Sequence[Bucket], parts_P: Sequence[float]) -> Iterator[Change]:

@@ -175,6 +175,18 @@ def _blocks(scene: Scene, n: int) -> tuple[BlockCost, ...]:
     return () if remat is None or remat.chosen else tuple(remat.costs(scene.sample(n)))
 
 
+def roughly_fits(scene: Scene, facts: Facts) -> bool:
+    """Return whether a micro-batch certainly fits, by one small pass whose first-time costs count for each sample."""
+    most, left = facts.rank.micro_batch, room_bytes(scene)
+    if left is None or not most:
+        return True
+    first, before = min(LEAST_SAMPLES[0], most), _now(scene)
+    rise = max(0, _peak(scene, first) - before)
+    model = facts.model
+    to_come = sum(model.param_bytes) + model.state_bytes() - scene.backend.state_now(scene.parts)
+    return rise * most // first + to_come <= left
+
+
 def pass_bytes(scene: Scene, n: int) -> int:
     """Return the most bytes that a pass of ``n`` samples holds: of its tensors where they are counted, else of all
     there is in this process; to be compared with another pass.

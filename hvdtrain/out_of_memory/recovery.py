@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from hvdtrain.cluster import heap
 from hvdtrain.errors import UserError
 from hvdtrain.out_of_memory import advice
+from hvdtrain.out_of_memory.guard import Guard
 from hvdtrain.out_of_memory.recut import largest, recut
 from hvdtrain.out_of_memory.shortage import ALONE, REPEAT, Ceiling, Shortage, among, first_line
 
@@ -30,6 +31,7 @@ class Recovery:
     ``shrinks``: whether training goes on with smaller micro-batches; ``in_evaluation``: whether evaluation does;
     ``because``: why not.
 
+    ``guard``: looks before each micro-batch whether a host has room for it; None on devices, which refuse themselves.
     ``ceilings``: rank -> samples of its largest micro-batch in training, of those that ran out; the same on every rank
     once the shortage has been told.
     """
@@ -40,6 +42,7 @@ class Recovery:
         self.shrinks, self.in_evaluation = shrinks, in_evaluation
         self.training, self.evaluation = Ceiling(), Ceiling()
         self.ceilings: dict[int, int] = {}
+        self.guard: Guard | None = None
 
     @property
     def limit(self) -> int:

@@ -9,21 +9,29 @@ from hvdtrain.protocols import Done, GradientSink, Stage
 
 if TYPE_CHECKING:
     from hvdtrain.data.feed import StepBatch
+    from hvdtrain.out_of_memory.guard import Guard
 
 
 class Accumulate:
-    """`hvdtrain.protocols.Schedule` over a ``stage`` that is the whole model."""
+    """`hvdtrain.protocols.Schedule` over a ``stage`` that is the whole model.
 
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
+    ``guard``: raises `MemoryError` in place of a micro-batch that there is no memory for.
+    """
+
+    def __init__(self, stage: Stage, guard: Guard | None = None) -> None:
+        self.stage, self._guard = stage, guard
 
     def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> Done:
         """Sum the micro-batches' gradients; a rank without any hands over zeros."""
-        stage, totals, waited_s = self.stage, [], 0.0
+        stage, guard, totals, waited_s = self.stage, self._guard, [], 0.0
         stage.begin()
         for i, micro in enumerate(batch.micros, 1):
+            if guard is not None:
+                guard.check(len(micro[0]))
             totals.append(stage.run(micro, scale, i == len(batch.micros), sink))
             waited_s += stage.waited_s
+            if guard is not None:
+                guard.ran(len(micro[0]))
         if not batch.micros:
             stage.nothing(sink)
             waited_s += stage.waited_s

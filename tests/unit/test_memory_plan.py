@@ -17,7 +17,7 @@ from hvdtrain.memory_plan.kinds import Footprint
 from hvdtrain.memory_plan.options import Option
 from hvdtrain.memory_plan.plan import Plan
 from hvdtrain.memory_plan.trace import Trace, first_copies, line
-from hvdtrain.protocols import ParamSpec
+from hvdtrain.protocols import BlockCost, ParamSpec
 
 SPECS = [ParamSpec(f"layer{i}", (512, 512), "float32") for i in range(8)]
 N = sum(spec.n for spec in SPECS)
@@ -143,3 +143,21 @@ def test_no_room_at_all_is_not_an_unknown_one():
     need = Footprint(parameters=100)
     assert Plan((need, need), (0, None)).tightest() == 0 and Plan((need,), (0,)).sentence()
     assert least_stage([[9, 6, 4]], [0])[0] == 2 and least_stage([[9, 6, 4]], [None])[0] == 0
+
+
+def test_recomputing_is_offered_with_its_bytes_and_its_time():
+    trace = Trace(32, np.array([0, 600 * 10**6, 0]), ())
+    blocks = tuple(BlockCost(f"b{i}", 40 * 10**6, 2e-3) for i in range(3))  # of 8 samples
+    measured = Measured(line(trace, trace), True, blocks=blocks, block_samples=8)
+    whole = facts(size=1, measured=measured)
+    need = forecast(whole).total
+    for free, names in ((need, ["remat auto", "remat"]), (need - 10**6, ["remat auto"])):
+        one = replace(whole, rank=replace(whole.rank, free_bytes=free))
+        found = {c.name: c for c in options.changes(one, Config(), (), [1.0]) if "remat" in c.name}
+        assert list(found) == names
+        saved = need - forecast(found["remat auto"].apply(one)).total
+        assert saved == pytest.approx(0 if free == need else 1.17 * 160e6)
+    assert found["remat auto"].cost == "computes 1 of 3 blocks once more: 8 ms a micro-batch"
+    most = [c for c in options.changes(whole, Config(), (), [1.0]) if c.name == "remat"][0]
+    assert most.line == "--remat b0,b1" and need - forecast(most.apply(whole)).total == pytest.approx(1.17 * 320e6)
+    assert not any("remat" in c.name for c in options.changes(whole, Config(remat="every:2"), (), [1.0]))

@@ -33,18 +33,20 @@ def at_its_least(rank: int, shortage: Shortage, ways: str) -> UserError:
                      ways or in_general)
 
 
-def of_plan(run: Run) -> str:
-    """Return what would take less memory on the rank that holds most, best first, with bytes; collective.
+def of_plan(run: Run, rank: int) -> str:
+    """Return what would take less memory, with the bytes that it saves ``rank``, most first; collective.
 
     "" where nothing is known to help.
     """
     scene = survey.scene_of(run, backends.load(run.spec.framework))
     plan = plans.agreed_plan(scene, _facts(scene, run.dp))
-    ways = [f"{o.line} saves about {shown(o.saved(plan.needs_P))} ({o.name})" for o in plan.options
-            if not o.line.startswith("--accumulate")]  # the micro-batches are at their least already
-    saved = max(run.control.gather(_recomputed(run)))
-    if saved > 0 and not any("remat" in way for way in ways):
-        ways.insert(0, f"--remat auto saves up to {shown(saved)} of a sample's activations")
+    found = [(plan.needs_P[rank].total - o.needs_P[rank].total, o.line, o.name) for o in plan.options
+             if not o.line.startswith("--accumulate")]  # the micro-batches are at their least already
+    recomputed = run.control.gather(_recomputed(run))[rank]
+    if not any("remat" in line for _, line, _ in found):
+        found.append((recomputed, "--remat auto", "activations of one sample"))
+    ways = [f"{line} saves about {shown(saved)} ({name})" for saved, line, name in sorted(found, reverse=True)
+            if saved > 0]
     return "add to the command what helps: " + "; ".join(ways[:MOST]) if ways else ""
 
 

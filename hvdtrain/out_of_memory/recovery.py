@@ -121,7 +121,7 @@ def repeats(run: Run) -> bool:
     found = list(among(run.state.told, REPEAT))
     lost = next(((rank, shortage) for rank, shortage in found if shortage.then < 0), None)
     if lost is not None:
-        raise advice.at_its_least(*lost, advice.of_plan(run))
+        raise advice.at_its_least(*lost, advice.of_plan(run, lost[0]))
     return bool(found)
 
 
@@ -133,6 +133,6 @@ def mended(run: Run, shortages_P: Sequence[Sequence[Shortage]]) -> None:
     lost = [(rank, shortage) for rank, shortages in enumerate(shortages_P) for shortage in shortages
             if shortage.then < 0]
     if lost:
-        raise advice.at_its_least(*lost[0], advice.of_plan(run))
+        raise advice.at_its_least(*lost[0], advice.of_plan(run, lost[0][0]))
     run.deliver([(rank, ALONE, shortage.spelled()) for rank, shortages in enumerate(shortages_P)
                  for shortage in shortages])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +11,12 @@ import numpy as np
 import pytest
 from small_runs import CUTS, apart, bits, config, fitted, lockstep, make_model, samples, weights
 
+from hvdtrain import summary
+from hvdtrain.config import DataParallel
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.feed import StepBatch
 from hvdtrain.errors import UserError
+from hvdtrain.out_of_memory.recovery import no_repeat, stopped
 from hvdtrain.out_of_memory.recut import recut
 
 SETTINGS = replace(config(), max_steps=6, global_batch=24)
@@ -70,3 +75,165 @@ def test_the_run_ends_with_the_error_where_it_is_to_stop():
     with pytest.raises(UserError, match="out of memory in training with micro-batches of 24"):
         lockstep(1, replace(SETTINGS, on_oom="stop"), lambda r: make_model("numpy"), DATA,
                  lambda run: failing(run, 0, {2}))
+
+
+def said(size: int, work: Any, **changes: Any) -> list[str]:
+    """What the ranks' runs end with, each its own; "" for one that was cut off."""
+    ends = [""] * size
+
+    def rank(run: Any) -> None:
+        try:
+            work(run)
+        except UserError as error:
+            ends[run.control.rank] = str(error)
+            raise
+
+    with contextlib.suppress(UserError):
+        lockstep(size, replace(SETTINGS, **changes), lambda r: make_model("numpy"), DATA, rank)
+    return ends
+
+
+def raising(*_: Any) -> None:
+    raise MemoryError("of a test")
+
+
+def replaced(run: Any, owner: Any, name: str, by: Any = raising) -> Any:
+    """Train with ``owner.name`` replaced on rank 1."""
+    if run.control.rank == 1:
+        setattr(owner, name, by)
+    return fitted(run)
+
+
+def test_what_cannot_be_repeated_ends_the_run_with_one_message_of_a_kind_that_a_supervisor_restarts():
+    ends = {
+        "the update": said(2, lambda run: replaced(run, run.dp, "update")),
+        "the exchange of gradients": said(2, lambda run: replaced(run, run.dp.reducer.wires[0], "arrived")),
+        "what ends a step that is to be repeated": said(2, lambda run: replaced(
+            run, run.parts.stage, "run", lambda *_: setattr(run.dp, "put", raising) or raising())),
+    }
+    for what, (other, own) in ends.items():
+        assert own.startswith(f"out of memory in {what}, which cannot be repeated (MemoryError: of a test)"), ends
+        assert not other, other
+    assert no_repeat("x", "y").kind == "oom" and stopped(1, "training", "x", "y").kind == "oom"
+
+
+def test_a_rank_told_to_stop_or_with_sync_batchnorm_says_so():
+    _, own = said(2, lambda run: failing(run, 1, {2}), on_oom="stop")
+    assert own.startswith("out of memory in training with micro-batches of 12") and "on_oom is stop" in own
+    run = lockstep(2, replace(SETTINGS, sync_batchnorm=True), lambda r: make_model("numpy"), DATA, lambda run: run)[1]
+    assert not run.recovery.shrinks and run.recovery.in_evaluation
+    assert any(note.startswith("on_oom: a rank that runs out of memory in training ends the run") for note in run.notes)
+
+
+def test_evaluation_is_exact_in_smaller_parts_and_ends_on_all_ranks_where_none_is_left():
+    data = (samples(96), samples(50, 1))
+    settings = replace(SETTINGS, eval_every=1)
+
+    def evaluated(fails: set[int], size: int = 2) -> list[Any]:
+        def work(run: Any) -> Any:
+            own, count = run.parts.evaluator.add, iter(range(10_000))
+            sizes: list[int] = []
+
+            def add(batch: Any) -> None:
+                sizes.append(len(batch[0]))
+                if run.control.rank == 1 and next(count) in fails:
+                    raise MemoryError
+                own(batch)
+
+            run.parts.evaluator.add = add
+            try:
+                return fitted(run), sizes
+            except UserError as error:
+                return str(error), sizes
+
+        return lockstep(size, settings, lambda r: make_model("numpy"), data, work)
+
+    (plain, _), _ = evaluated(set())
+    (run, others), (_, sizes) = evaluated({1, 2, 4, 5})
+    assert run.state.metrics == pytest.approx(plain.state.metrics, rel=1e-12) and bits(run) == bits(plain)
+    assert set(others) == {12, 1} and sizes[:6] == [12, 12, 12, 6, 6, 6] and 3 in sizes
+    assert [each["then"] for each in run.shortages] == [12, 6, 6, 3] and not run.recovery.ceilings
+    ends = [end for end, _ in evaluated(set(range(1000)))]
+    assert ends[0] == ends[1] and "rank 1 is out of memory in evaluation with a micro-batch of 1" in ends[0]
+
+
+def test_a_loss_that_is_not_finite_is_found_when_the_step_is_repeated():
+    x, y = samples(96)
+    x = x.copy()
+    x[::24] = np.nan
+    runs = lockstep(2, replace(SETTINGS, nan_guard="skip", max_skipped=100), lambda r: make_model("numpy"), (x, y),
+                    lambda run: failing(run, 1, {0, 1, 2}))
+    assert len(runs[0].shortages) == 3 and runs[0].state.cursor.step == 6
+    assert any("not finite" in note for note in runs[0].notes)
+    plain = lockstep(2, replace(SETTINGS, nan_guard="skip", max_skipped=100), lambda r: make_model("numpy"), (x, y),
+                     lambda run: fitted(run))
+    skipped = [[note for note in each[0].notes if "not finite" in note] for each in (runs, plain)]
+    assert skipped[0] == skipped[1]
+
+
+SELDOM = """
+from hvdtrain.data_parallel.alone import Alone
+
+
+class Seldom(Alone):
+    def meets(self, step):
+        return step % 3 == 2
+
+
+def make(setup):
+    return Seldom(setup.parts.optimizer, setup.ops)
+"""
+
+
+def test_a_rank_repeats_by_itself_a_step_in_which_the_copies_do_not_meet(tmp_path):
+    (tmp_path / "seldom.py").write_text(SELDOM)
+    settings = replace(SETTINGS, data_parallel=DataParallel(f"{tmp_path / 'seldom.py'}:make"), check_every=0)
+    plain, runs = (lockstep(2, settings, lambda r: make_model("numpy"), DATA,
+                            lambda run, at=at: failing(run, 1, at)) for at in (set(), {0, 3}))
+    told = [[(each["rank"], each["step"], each["then"]) for each in run.shortages] for run in runs]
+    assert told[0] == told[1] == [(1, 0, 12), (1, 2, 6)]  # the second in a step in which they do
+    assert bits(runs[0]) == bits(plain[0]) and apart(weights(runs[1]), weights(plain[1])) < 1e-5
+
+
+def test_two_ranks_at_once_and_a_rank_without_samples():
+    def both(run: Any) -> Any:
+        return failing(run, run.control.rank, {3})
+
+    def idle(run: Any) -> Any:
+        if run.control.rank == 1:
+            own, count = run.parts.stage.nothing, iter(range(10_000))
+            run.parts.stage.nothing = lambda sink, poison=False: (
+                raising() if not poison and next(count) == 2 else own(sink, poison))
+        return fitted(run)
+
+    plain = {shares: lockstep(2, replace(SETTINGS, shares=shares), lambda r: make_model("numpy"), DATA, fitted)
+             for shares in ((1, 1), (1, 0))}
+    for work, shares, ranks in ((both, (1, 1), {0, 1}), (idle, (1, 0), {1})):
+        runs = lockstep(2, replace(SETTINGS, shares=shares), lambda r: make_model("numpy"), DATA, work)
+        assert {each["rank"] for each in runs[0].shortages} == ranks and len(runs[0].shortages) == len(ranks)
+        assert {bits(run) for run in runs} == {bits(run) for run in plain[shares]}
+
+
+def test_what_happened_is_in_notes_log_and_summary(tmp_path):
+    settings = replace(SETTINGS, out=str(tmp_path / "run"))
+    run, _ = lockstep(2, settings, lambda r: make_model("numpy"), DATA, lambda run: failing(run, 1, {2, 3}))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    told = [row for row in rows if row["event"] == "out_of_memory"]
+    assert [(row["rank"], row["at_step"], row["size"], row["then"]) for row in told] == [(1, 2, 12, 12), (1, 2, 12, 6)]
+    assert summary.record(run)["out_of_memory"]["times"] == 2 and run.recovery.ceilings == {1: 6}
+    assert ("out of memory", "2 times; rank 1 takes at most 6 in a micro-batch") in summary.rows(run)
+    assert "step 2: rank 1 ran out of memory in training with micro-batches of 12; it goes on with 6" in run.notes
+    assert run.ledger["samples"] == 96 and run.phases.samples == 6 * 24  # each sample counts once
+
+
+def test_the_step_before_is_read_again_where_a_device_tells_late():
+    class Late:
+        asynchronous = True
+
+    run = lockstep(1, SETTINGS, lambda r: make_model("numpy"), DATA, lambda run: run)[0]
+    run.parts.stage = Late()
+    assert run.local_loss([(1.0, 2.0)]) == (0, 0)
+    assert run.local_loss([(30.0, 3.0)]) == (1.0, 2.0)  # of a step that is to be repeated
+    run.unread_loss()
+    assert run.local_loss([(3.0, 3.0)]) == (1.0, 2.0)
+    assert run.local_loss([]) == (3.0, 3.0)

@@ -3,6 +3,7 @@
 The twin holds the same samples, so the joined batch is known. Ranks that differ: tests/mpi/test_sync_batchnorm.py.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -318,7 +319,7 @@ def test_a_rank_without_samples_adds_nothing():
 
 def test_caveats():
     def words(norm, **changes):
-        config = SimpleNamespace(**{**vars(SYNC), **changes})
+        config = replace(SYNC, **changes)
         return " ".join(attached(mlp(extra=[norm]), config, Twins()).caveats())
 
     assert words(keras.layers.BatchNormalization()) == ""

@@ -17,6 +17,7 @@ from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.optimizer import Optimizer, SplitOptimizer
 from hvdtrain.backends.tensorflow.params import Params
+from hvdtrain.backends.tensorflow.recompute_costs import Costs
 from hvdtrain.backends.tensorflow.split import Split, measured
 from hvdtrain.backends.tensorflow.stage import Stage
 from hvdtrain.backends.tensorflow.state import ModelState
@@ -24,6 +25,7 @@ from hvdtrain.backends.tensorflow.task import ClassNumbers, Task
 from hvdtrain.backends.tensorflow.transforms import sync_batchnorm
 from hvdtrain.backends.tensorflow.transforms.placement import Placement
 from hvdtrain.backends.tensorflow.transforms.precision import MixedPrecision
+from hvdtrain.backends.tensorflow.transforms.remat import Remat, named_blocks
 from hvdtrain.cluster import heap
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.config import Config
@@ -92,8 +94,10 @@ class _Making:
     def begin(self, sample: Callable[[int], Batch] | None) -> None:
         """Build model and optimizer, and move the model's random generators to this rank's own stream."""
         placement.require_tensorflow()
+        placement.keep_sums()
         model: keras.Model = self._spec.model
         compiled.build(self._spec, sample)
+        self._sample = sample or self._spec.example
         if not model.trainable_variables:
             raise UserError("the model has no trainable variable", "at least one", "set trainable on a layer")
         self._mixed = MixedPrecision(self._precision, self._scale)
@@ -121,14 +125,18 @@ class _Making:
         optimizer = SplitOptimizer(self.opt, params.variables, scale, split) if split else Optimizer(
             self.opt, params.variables, scale)
         buffers = Buffers(model, self.opt, Transport(self._wire, Ops()))
-        gradients = Gradients(model, self._task, self._rank in self._precision.scaled, split)
+        named = named_blocks(self._spec)
+        remat = Remat(named, self._sample) if named else None
+        gradients = Gradients(model, self._task, self._rank in self._precision.scaled, split, remat)
+        if remat:
+            remat.measures = Costs(model, gradients, across)
         stage = Stage(model, self._task, self._class_numbers, buffers, gradients, lambda: scale.of(self._rank), across,
                       config.balance != "auto", loss_name(self._spec, config))
         transforms = in_order(placement=Placement(split) if split else None, precision=self._mixed,
-                              sync_batchnorm=across)
+                              sync_batchnorm=across, remat=remat)
         return Parts(model, blocks, stage, params, optimizer, buffers, self._evaluator,
                      ModelState(model, self.opt, scale, buffers, self._rank), transforms, self._precision, scale,
-                     [Ops(device) for device in split.plan.devices] if split else ())
+                     [Ops(device) for device in split.plan.devices] if split else (), remat)
 
     def _blocks(self) -> tuple[Any, ...]:
         """The layers that the model file names as its model's blocks; none where it does not."""

@@ -12,10 +12,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.backends.tensorflow import recompute
 from hvdtrain.backends.tensorflow.following import follow
 from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.backends.tensorflow.split import Split
 from hvdtrain.backends.tensorflow.task import Task
+from hvdtrain.backends.tensorflow.transforms.remat import Remat
 from hvdtrain.exchange.buckets import Bucket
 
 
@@ -27,8 +29,9 @@ class Gradients:
     the collective while it optimises the graph. Hence `zero` is a variable.
     """
 
-    def __init__(self, model: keras.Model, task: Task, scaled: bool = False, split: Split | None = None) -> None:
-        self._model, self._task, self.split = model, task, split
+    def __init__(self, model: keras.Model, task: Task, scaled: bool = False, split: Split | None = None,
+                 remat: Remat | None = None) -> None:
+        self._model, self.task, self.split, self._remat = model, task, split, remat
         self._variables = [v.value for v in model.trainable_variables]
         self._sums: list[tf.Variable] = []
         self._loss_sum = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="loss_sum")
@@ -57,16 +60,28 @@ class Gradients:
     def local(self, batch: tuple[Any, ...], scale: tf.Tensor,
               parts: int = 1) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
         """Return (loss_sum, weight, gradients of ``loss_sum * scale`` by variable)."""
+        with recompute.recording() as forward:
+            loss_sum, weight, grads = self.traced(batch, scale, parts)
+        recompute.rewrite(forward, self.recomputed)
+        return loss_sum, weight, [self._dense(g, v) for g, v in zip(grads, self._variables)]
+
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """The blocks that backward recomputes in graphs that are traced now."""
+        return self._remat.chosen if self._remat else ()
+
+    def traced(self, batch: tuple[Any, ...], scale: tf.Tensor, parts: int) -> tuple[tf.Tensor, tf.Tensor, list[Any]]:
+        """`local` as TensorFlow makes it: nothing is recomputed, and gradients may be sparse or None."""
         self.times = None
         if self.split:
             follow()
-            loss_sum, weight, grads, self.times = self.split.pipeline.gradients(self._task, batch, scale, parts)
-        else:
-            with tf.GradientTape() as tape:
-                loss_sum, weight = self._task(self._model, batch, True)
-                scaled = loss_sum * tf.cast(scale, loss_sum.dtype)
-            grads = tape.gradient(scaled, self._variables)
-        return loss_sum, weight, [self._dense(g, v) for g, v in zip(grads, self._variables)]
+            loss_sum, weight, grads, self.times = self.split.pipeline.gradients(self.task, batch, scale, parts)
+            return loss_sum, weight, grads
+        with tf.GradientTape() as tape:
+            loss_sum, weight = self.task(self._model, batch, True)
+            scaled = loss_sum * tf.cast(scale, loss_sum.dtype)
+        recompute.backward_begins()
+        return loss_sum, weight, tape.gradient(scaled, self._variables)
 
     def _dense(self, grad: Any, variable: tf.Variable) -> tf.Tensor:
         if grad is None:  # the loss does not depend on it; on another rank it may

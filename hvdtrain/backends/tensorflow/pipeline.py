@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from hvdtrain.backends.tensorflow import recompute
 from hvdtrain.backends.tensorflow.chain import Chain
 from hvdtrain.backends.tensorflow.placement import HOST
 from hvdtrain.backends.tensorflow.task import Task
@@ -65,6 +66,7 @@ class Pipeline:
                     scaled = loss_sum * tf.cast(scale, loss_sum.dtype)
             losses.append((loss_sum, weight))
             backs.append((tape, scaled, stand_in))
+        recompute.backward_begins()
         for m in reversed(range(parts)):
             trace.backward(m, *backs[m])
         with tf.device(self.devices[-1]):

@@ -76,6 +76,27 @@ def setup(threads: int, deterministic: bool, devices: int = 1) -> bool:
     return True
 
 
+def keep_sums() -> None:
+    """Have gradients that are summed stay as they are traced, on hosts without a GPU.
+
+    TensorFlow's memory optimizer otherwise takes sums of three and more tensors apart where it believes that a graph
+    needs most of a device's memory, so that a gradient's bits depend on what else is in memory: on the blocks that are
+    recomputed, say. It believes a CPU to have 256 MiB.
+    """
+    from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
+    from tensorflow.python.eager import context
+
+    if tf.config.list_physical_devices("GPU"):  # there it also moves to the host what has no room
+        return
+    own = context.context()
+    config = tf.compat.v1.ConfigProto()
+    if own._config is not None:
+        config.CopyFrom(own._config)
+    config.graph_options.rewrite_options.memory_optimization = RewriterConfig.NO_MEM_OPT
+    own._config = config
+    tf.config.optimizer.set_experimental_options({})  # it forgets the options that calls have had
+
+
 def building(devices: int) -> Any:
     """The scope in which a model for so many devices is built: host memory, where no one device may hold all of it."""
     return tf.device(HOST) if devices > 1 else contextlib.nullcontext()

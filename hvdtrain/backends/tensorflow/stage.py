@@ -216,8 +216,8 @@ class Stage:
             return results, self._gradients.times if split else None
 
         with peer_failures():
-            results, times = self._calls.call((kind, n_parts), trace, leaves, scale * self._gradients.loss_scale,
-                                              exact and self._exact)
+            results, times = self._calls.call((kind, n_parts, self._gradients.recomputed), trace, leaves,
+                                              scale * self._gradients.loss_scale, exact and self._exact)
         if split and kind != "alone":
             split.took(n_parts, times)
         return results

@@ -61,7 +61,7 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
     def begin() -> Maker:
         if not keras.is_keras(spec.model):
             _build(spec, sample)
-            return Maker(spec, config, control.rank, wire, steps_per_epoch, precision)
+            return Maker(spec, config, control.rank, wire, steps_per_epoch, precision, sample)
         if config.model_parallel > 1:
             raise UserError(f"model_parallel {config.model_parallel} with a Keras model on PyTorch",
                             "a model whose framework splits it", "set model_parallel: 1, or KERAS_BACKEND=tensorflow")
@@ -90,7 +90,8 @@ class Maker:
     """
 
     def __init__(self, spec: Any, config: Config, rank: int, wire: Collectives, steps_per_epoch: int,
-                 precision: Precision) -> None:
+                 precision: Precision, sample: Callable[[int], Batch] | None = None) -> None:
+        self.sample = sample or spec.example
         self.spec, self.config, self.rank, self.steps_per_epoch = spec, config, rank, steps_per_epoch
         self.model: torch.nn.Module = spec.model
         self.placement = Placement(spec, config)
@@ -113,7 +114,7 @@ class Maker:
         buffers = Buffers(self.model, self.transport)
         stage = TorchStage(self.model, self.task, params, buffers, self.placement, self.precision, self.sync,
                            self.generators, self.rank, self.caveats)
-        remat = self.remat()
+        remat = self.remat(stage)
         compile = self.compile() if self.config.compile == "auto" else None
         transforms = in_order(placement=self.placement, precision=self.precision, sync_batchnorm=self.sync,
                               compile=compile, remat=remat)
@@ -121,13 +122,13 @@ class Maker:
                      self.state(params, optimizer, buffers), transforms, self.policy, self.scale, self.placement.ops(),
                      remat, compile)
 
-    def remat(self) -> Remat | None:
+    def remat(self, stage: TorchStage) -> Remat | None:
         """What recomputes blocks of the model; None where it has none with a name."""
         sequence = list(self.model.named_children()) if isinstance(self.model, torch.nn.Sequential) else []
         named = sequence if self.spec.blocks is None else self.spec.blocks(self.model)
         if not named:
             return None
-        return Remat([(str(name), block) for name, block in named], self.placement.devices, self.sync)
+        return Remat(self.model, [(str(name), block) for name, block in named], stage, self.sync, self.sample)
 
     def blocks(self) -> list[torch.nn.Module]:
         """The blocks that the model file names, or none."""

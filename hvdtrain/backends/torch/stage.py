@@ -131,7 +131,7 @@ class TorchStage:
 
     def trial(self, batch: Batch) -> None:
         """Compute a batch's gradient for its time alone."""
-        with self._once(batch):
+        with self.once(batch):
             pass
 
     def culprit(self, batch: Batch) -> str:
@@ -147,15 +147,15 @@ class TorchStage:
             return [torch.zeros_like(p) if p.grad is None else p.grad.div_(factor) for p in self._params.tensors]
 
     def _anew(self, batch: Batch, factor: float = 1.0) -> contextlib.AbstractContextManager[None]:
-        """`_once` after a step, when gradients hold the sums of all ranks, to which backward would add."""
+        """`once` after a step, when gradients hold the sums of all ranks, to which backward would add."""
         for param in self._params.tensors:
             param.grad = None
         if self._sync and len(batch[0]) == 1:  # one rank's own statistics need more than one value
             batch = tuple(np.repeat(array, 2, axis=0) for array in batch)
-        return self._once(batch, factor)
+        return self.once(batch, factor)
 
     @contextlib.contextmanager
-    def _once(self, batch: Batch, factor: float = 1.0) -> Iterator[None]:
+    def once(self, batch: Batch, factor: float = 1.0) -> Iterator[None]:
         """Compute the gradients of a batch, there within the body; afterwards all is as it was."""
         alone = self._sync.local_statistics() if self._sync else contextlib.nullcontext()
         with untouched(self._model, self._params.tensors, self.generators), alone:

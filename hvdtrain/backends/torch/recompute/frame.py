@@ -25,6 +25,10 @@ LOCK = threading.RLock()
 generators are those of the process."""
 
 
+NEAR = 8
+"""Most tensors that one operation saves."""
+
+
 class Ended(BaseException):
     """Not an error: the second pass has made all that is needed. No block's own ``except Exception`` may catch it."""
 
@@ -32,14 +36,16 @@ class Ended(BaseException):
 class Saved:
     """Stands for a tensor that a forward pass has saved for backward; what it stood for, once that is made again.
 
-    It lives as long as the operation whose backward needs it, and so does ``value``.
+    It lives as long as the operation whose backward needs it, and so does ``value``. ``first``: what it stood for at
+    the end of the first pass, kept while the block is tried.
     """
 
-    __slots__ = ("frame", "like", "value", "__weakref__")
+    __slots__ = ("frame", "like", "value", "first", "__weakref__")
 
     def __init__(self, frame: Frame, like: tuple[Any, ...]) -> None:
         self.frame, self.like = frame, like
         self.value: torch.Tensor | None = None
+        self.first: torch.Tensor | None = None
 
 
 class Block:
@@ -47,18 +53,67 @@ class Block:
 
     ``compute``: its forward pass. ``tapes``: what joint statistics of several ranks are recorded on, innermost last.
     ``writes``: whether it writes to its inputs, which are copied then. ``learnt``: whether one pass has told that.
+    ``late``: which of the tensors that it saves, by number, are written to by the operation that saves them; None while
+    nobody has looked (`Check`): then a second pass goes on to its end.
     """
 
-    def __init__(self, name: str, module: torch.nn.Module, compute: Callable[..., Any], generators: Generators,
-                 kinds: list[str], tapes: list[Tape]) -> None:
-        self.name, self.compute, self.generators, self.kinds, self.tapes = name, compute, generators, kinds, tapes
+    def __init__(self, name: str, module: torch.nn.Module, generators: Generators, kinds: list[str],
+                 tapes: list[Tape]) -> None:
+        self.name, self.generators, self.kinds, self.tapes = name, generators, kinds, tapes
+        self.compute: Callable[..., Any] = module.forward
         self.modules = Modules(module)
         self.writes = self.learnt = False
+        self.late: set[int] | None = None
+        self.check: Check | None = None
+        self.clock = Clock()
 
     def refused(self, why: str) -> UserError:
         """Return the error of a block that turns out not to compute the same again."""
         return UserError(f"remat: block {self.name} {why}", "a block that computes the same again from its inputs, "
                          "buffers and the random generators of Python, numpy and PyTorch", "leave it out of remat")
+
+
+class Check:
+    """What is noticed while blocks are tried: those that are called, and those that save other bits the second time."""
+
+    def __init__(self) -> None:
+        self.called: set[str] = set()
+        self.differ: set[str] = set()
+        self._begun: dict[Saved, torch.Tensor] = {}
+
+    def begin(self, saved: Saved, tensor: torch.Tensor) -> None:
+        """Look at a tensor as it is when it is saved."""
+        saved.first = tensor.detach()
+        self._begun[saved] = saved.first.clone()
+
+    def first(self, block: Block, all_saved: list[weakref.ref[Saved]]) -> None:
+        """Look at all of them at the end of the first pass: torch.rrelu fills in its noise when that is saved."""
+        self.called.add(block.name)
+        block.late = block.late or set()
+        for number, ref in enumerate(all_saved):
+            saved = ref()
+            begun = None if saved is None else self._begun.pop(saved, None)
+            if saved is not None and saved.first is not None and begun is not None:
+                if not same_bits(begun, saved.first):
+                    block.late.add(number)
+                    saved.first = saved.first.clone()
+
+    def second(self, block: Block, all_saved: list[weakref.ref[Saved]]) -> None:
+        """Compare. Memory of bytes, such as an LSTM's workspace, has gaps that nobody writes to or reads."""
+        for saved in (ref() for ref in all_saved):
+            if saved is not None and saved.value is not None and saved.first is not None:
+                if saved.value.dtype != torch.uint8 and not same_bits(saved.first, saved.value):
+                    self.differ.add(block.name)
+
+
+class Clock:
+    """Hears when a block is computed again."""
+
+    def start(self) -> None:
+        """It begins."""
+
+    def stop(self, block: Block) -> None:
+        """It ends."""
 
 
 class Tape:
@@ -101,6 +156,8 @@ class Frame:
         self._random = block.generators.drawn_from(self._random)
         self._memory.settle()
         self._settle_inputs(args, named)
+        if block.check:
+            block.check.first(block, self._saved)
         return out
 
     def _settle_inputs(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -119,6 +176,8 @@ class Frame:
 
     def _hand_over(self, tensor: torch.Tensor) -> Saved:
         saved = Saved(self, (tensor.shape, tensor.dtype, tensor.device))
+        if self._block.check:
+            self._block.check.begin(saved, tensor)
         self._saved.append(weakref.ref(saved))
         return saved
 
@@ -141,6 +200,8 @@ class Frame:
         block, tape = self._block, Tape(self._tape.items)
         now = block.generators.take() if self._random else {}
         with contextlib.ExitStack() as stack:
+            block.clock.start()
+            stack.callback(block.clock.stop, block)
             stack.enter_context(self._memory.put_back())
             stack.callback(block.generators.put, {name: now[name] for name in self._random})
             block.generators.put(self._random)
@@ -154,9 +215,17 @@ class Frame:
             with contextlib.suppress(Ended):
                 args, named = tree_map(_written if block.writes else _alias, self._inputs)
                 block.compute(*args, **named)
+            if block.check:
+                block.check.second(block, self._saved)
 
     def _filler(self, last: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return what takes the tensors of the second pass, and ends it after number ``last``."""
+        """Return what takes the tensors of the second pass, and ends it after number ``last``.
+
+        The operation that saves that one has not computed by then, which is as well unless it also writes to it.
+        """
+        late = self._block.late
+        if late is None or any(last - NEAR < number <= last for number in late):
+            last = len(self._saved)
         at = -1
 
         def fill(tensor: torch.Tensor) -> torch.Tensor:
@@ -194,6 +263,21 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 def _written(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that may be written to: not a leaf."""
     return _alias(tensor).clone()
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same to the bit."""
+    if (one.shape, one.dtype, one.device, one.layout) != (other.shape, other.dtype, other.device, other.layout):
+        return False
+    if one.layout != torch.strided or one.is_quantized:
+        return bool(torch.equal(one, other))
+    a, b = (flat_bytes(t) for t in (one, other))
+    return bool(torch.equal(a, b))
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a strided tensor (n,)."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def tree_map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -7,6 +7,7 @@ written to: what a forward pass then does to them is lost with the copies, and a
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -28,12 +29,25 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 class Modules:
-    """The modules of a block, and which of their large buffers change in a forward pass (``written``)."""
+    """The modules of a block, and which of their large buffers change in a forward pass (``written``).
+
+    Among ``named`` are objects of a user's own classes that the modules have as attributes: they may count as well.
+    """
 
     def __init__(self, block: torch.nn.Module) -> None:
-        self.named = [(f"{name}." if name else "", module) for name, module in block.named_modules()]
+        self.named: list[tuple[str, Any]] = [(f"{n}." if n else "", module) for n, module in block.named_modules()]
         self.written = {id(module) for _, module in self.named if isinstance(module, _BatchNorm)}
         self.learnt = False
+        self.named += {id(value): (f"{prefix}{name}.", value) for prefix, module in self.named
+                       for name, value in vars(module).items() if _plain(value)}.values()
+
+
+def _plain(value: Any) -> bool:
+    """Whether a value is an object of a class that is neither Python's nor a framework's, with attributes."""
+    home = type(value).__module__.partition(".")[0]
+    others = home in sys.stdlib_module_names or home in ("torch", "numpy", "keras")
+    return (hasattr(value, "__dict__") and not others
+            and not isinstance(value, (torch.nn.Module, torch.Tensor, type)))
 
 
 class Memory:
@@ -46,7 +60,7 @@ class Memory:
         for prefix, module in modules.named:
             own = vars(module)
             self._attributes.append((own, {k: copied(v) for k, v in own.items() if k not in _OWN}))
-            for name, buffer in own["_buffers"].items():
+            for name, buffer in own.get("_buffers", {}).items() if isinstance(module, torch.nn.Module) else ():
                 if buffer is not None:
                     small = buffer.numel() < LARGE or id(module) in modules.written or not modules.learnt
                     copy = buffer.detach().clone() if small else None
@@ -67,7 +81,7 @@ class Memory:
                 raise UserError(f"buffer {title} changes in a forward pass, and did not before",
                                 "buffers that change in all passes or in none", "leave its block out of remat")
             if buffer.numel() >= LARGE:
-                self._modules.written |= {id(m) for _, m in self._modules.named if m._buffers is holder}
+                self._modules.written |= {id(m) for _, m in self._modules.named if vars(m).get("_buffers") is holder}
             kept.append(entry)
         self._buffers = kept
         self._modules.learnt = True
@@ -90,6 +104,23 @@ class Memory:
                 holder[name] = buffer
             for own, now in attributes:
                 _assign(own, now)
+
+
+@contextlib.contextmanager
+def attributes_kept(modules: Modules) -> Iterator[None]:
+    """After it, attributes of ``modules`` are what they were before it."""
+    before = [(vars(m), {k: copied(v) for k, v in vars(m).items() if k not in _OWN}) for _, m in modules.named]
+    try:
+        yield
+    finally:
+        for own, values in before:
+            _assign(own, _changed(own, values))
+
+
+def attributes(modules: Modules) -> dict[str, Any]:
+    """Return copies of the attributes that users gave to ``modules``, by name."""
+    return {prefix + k: copied(v.detach().clone() if isinstance(v, torch.Tensor) else v)
+            for prefix, m in modules.named for k, v in vars(m).items() if k not in _OWN}
 
 
 def _same(copy: torch.Tensor, buffer: torch.Tensor) -> bool:

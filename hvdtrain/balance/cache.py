@@ -19,6 +19,9 @@ from typing import Any
 LARGEST = 65536
 """Bytes of a file that is read at all."""
 
+MORE_ROOM = 0.05
+"""Part by which a rank's room may have grown without its old ceiling being forgotten."""
+
 
 def key(run: Any, sample: Any) -> str:
     """A checksum of what a time depends on: model, samples, device and its place, versions, threads, precision.
@@ -53,7 +56,31 @@ def load(name: str) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
 
 def save(name: str, sizes: Sequence[int], seconds: Sequence[float]) -> None:
     """Keep the times under ``name``; the file appears whole or not at all."""
-    record = {"sizes": list(sizes), "seconds": list(seconds)}
+    _write(name, {"sizes": list(sizes), "seconds": list(seconds)})
+
+
+def ceiling(name: str, holds: str, room_bytes: int) -> int:
+    """Return the largest micro-batch since an earlier run ran out of memory; 0 where none did, or in vain.
+
+    ``holds``: what the run is made of that takes memory, in words. ``room_bytes``: what this rank may hold; where that
+    is more than it was then, the micro-batch may be larger too.
+    """
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        path = _folder() / f"{name}-memory.json"
+        if path.stat().st_size <= LARGEST:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            samples, room = found["micro_batch"], found["room_bytes"]
+            alike = found["holds"] == holds and type(samples) is int and samples > 0
+            return samples if alike and room_bytes <= (1 + MORE_ROOM) * room else 0
+    return 0
+
+
+def save_ceiling(name: str, holds: str, room_bytes: int, micro_batch: int) -> None:
+    """Keep what `ceiling` tells later runs."""
+    _write(f"{name}-memory", {"micro_batch": micro_batch, "holds": holds, "room_bytes": room_bytes})
+
+
+def _write(name: str, record: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         folder = _folder()
         folder.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from hvdtrain.balance.speed import Speed, least
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.errors import UserError
+from hvdtrain.memory_fit import learnt
 
 CONFIRMS = 0.15
 """A remembered time is confirmed by a measurement that differs from it by less than this part."""
@@ -47,9 +48,10 @@ def probe(run: Any, backend: Any) -> list[Speed]:
     tools = Tools(run.parts.stage.trial, lambda n: run.feed.sample(n, cursor), backend.out_of_memory,
                   backend.peak_bytes)
     given = run.spelled.rebalance.max_micro_batch
-    limit = least(config.micro_batch_limit, given[control.rank] if given else 0)
     remembers = config.rebalance.probe_cache
     with deadline(config.control_timeout_s, "the probe of balance"):
+        ran_out = agreed(control, lambda: learnt.ceiling(run, tools.sample(1)) if remembers else 0, "probe")
+        limit = least(config.micro_batch_limit, given[control.rank] if given else 0, ran_out)
         held = agreed(control, lambda: _held(run, tools, limit), "probe")
         key = agreed(control, lambda: cache.key(run, tools.sample(1)), "probe") if remembers else ""
         known = cache.load(key) if remembers else None

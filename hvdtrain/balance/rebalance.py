@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.balance.line import Line
-from hvdtrain.balance.plan import Ceilings, Part, Plan, plan, predicted
+from hvdtrain.balance.plan import Ceilings, Part, Plan, of_shares, plan, predicted
 
 TRUST = 4
 """Windows that the probe's line is worth."""
@@ -148,6 +148,14 @@ class Rebalancer:
         if len(self._held) < MOST_HELD and not any(found.same(held) for held in self._held):
             self._held.append(found)
         return found
+
+    def lower(self, ceilings_P: Sequence[int]) -> Plan:
+        """Take lower ceilings; return the plan in force under them: the same samples, in more micro-batches."""
+        self.ceilings_P = list(ceilings_P)
+        self.plan = of_shares(self.lines_P, self.n, self.plan.samples_P, self.ceilings_P, self.least_parts,
+                              self.same_parts)
+        self._held = [self.plan]  # what was followed before is beyond them, or may be
+        return self.plan
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: lines, factors with the windows behind them, the plan and the brake."""

@@ -57,7 +57,7 @@ class Balance(Callback):
     def step_end(self, run: Any) -> None:
         """At the end of a window: advise, and in auto plan anew where that is worth it."""
         window, rebalancer = run.window, self._rebalancer
-        if window is None or rebalancer is None:
+        if rebalancer is None or self._lowered(run) or window is None:
             return
         if not self._advised:
             self._advise(run, min(row.wait_s for row in window.reading.rows))
@@ -124,6 +124,23 @@ class Balance(Callback):
                     for c, device, s, part in zip(ceilings, run.devices, speeds, made.parts)]
         found = [Speed(s.line, c, s.sizes, s.seconds, s.remembered) for s, c in zip(speeds, ceilings)]
         return _controller(config, lines, ceilings, made), found
+
+    def _lowered(self, run: Any) -> bool:
+        """Whether a rank ran out of memory below its ceiling: it is lowered, here and in the plan in force.
+
+        Its share stays, until `balance: auto` finds that its micro-batches have become slow.
+        """
+        assert self._rebalancer is not None
+        known = self._rebalancer.ceilings_P or [0] * run.control.size
+        found = [least(c or 0, run.recovery.ceilings.get(rank, 0)) for rank, c in enumerate(known)]
+        if found == [c or 0 for c in known]:
+            return False
+        at = run.state.cursor.step + run.feed.ahead
+        self._follow(run, self._rebalancer.lower(found), at)
+        ranks = [f"rank {r} holds {new}" for r, (old, new) in enumerate(zip(known, found)) if new != (old or 0)]
+        run.note(f"balance {run.config.balance}: {', '.join(ranks)} samples in a micro-batch from step {at} on")
+        self._log(run, "ceilings", from_step=at, ceilings=found)
+        return True
 
     def _follow(self, run: Any, made: plans.Plan, step: int) -> None:
         """Cut training and evaluation by ``made`` from step ``step`` on."""

@@ -11,11 +11,12 @@ from typing import Any
 
 from hvdtrain import backends
 from hvdtrain.balance import memory
+from hvdtrain.balance.speed import least
 from hvdtrain.callbacks.balance import grid
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.exit import agreed
-from hvdtrain.memory_fit import words
+from hvdtrain.memory_fit import learnt, words
 from hvdtrain.memory_fit.settle import Own, Settling, reckoned
 from hvdtrain.memory_plan import imported, survey
 from hvdtrain.run import say
@@ -29,10 +30,12 @@ class MemoryFit(Callback):
     def __init__(self) -> None:
         self._kept: dict[str, Any] = {}
         self._state: dict[str, Any] = {}
+        self._learnt = 0
 
     def fit_start(self, run: Any) -> None:
         """Measure, decide and cut; once. Collective."""
         config = run.config
+        self._learnt = 0
         micro, remat = config.micro_batch == "auto", config.remat == "auto"
         if remat and run.parts.remat is None:
             run.note("remat auto: the model has no named blocks, so nothing is recomputed")
@@ -49,6 +52,16 @@ class MemoryFit(Callback):
         run.memory = {**run.memory, "fit": [own.to_dict() for own in owns_P]}
         self._tell(run, owns_P, micro, remat)
 
+    def told(self, run: Any) -> None:
+        """Remember the sizes that ranks go on with which ran out of memory."""
+        found = run.recovery.ceilings
+        if "micro" in self._state:
+            self._state["micro"] = [least(n, found.get(rank, 0)) for rank, n in enumerate(self._state["micro"])]
+        own = found.get(run.control.rank, 0)
+        if own and own != self._learnt and run.batch is not None and run.batch.micros:
+            self._learnt = own
+            learnt.keep(run, tuple(array[:1] for array in run.batch.micros[0]), own)
+
     def state_dict(self) -> dict[str, Any]:
         """Micro-batches, so that a resumed run sums in the same order."""
         return self._state
@@ -59,14 +72,12 @@ class MemoryFit(Callback):
 
     def _settled(self, run: Any, micro: bool, remat: bool) -> list[Own]:
         """What each rank does, by rank; chosen by now."""
-        control, config = run.control, run.config
+        control = run.control
         scene = survey.scene_of(run, backends.load(run.spec.framework))
-        way = survey.way_of(scene, run.dp)
         random = run.parts.state.rank_state()  # datasets and models draw random numbers
         try:
-            with deadline(config.control_timeout_s, "the fitting of micro-batches to memory"):
-                settling = agreed(control, lambda: Settling(scene, way, micro, remat, config.micro_batch_limit),
-                                  "memory")
+            with deadline(run.config.control_timeout_s, "the fitting of micro-batches to memory"):
+                settling = agreed(control, lambda: self._settling(run, scene, micro, remat), "memory")
                 parts = self._parts_before(run, settling, micro)
                 own = agreed(control, lambda: settling.decide(parts), "memory")
                 parts_P = control.gather(own.fit.parts)
@@ -80,6 +91,10 @@ class MemoryFit(Callback):
                 spared * n // max(1, own.fit.micro_batch))
         found: list[Own] = control.gather(own)
         return found
+
+    def _settling(self, run: Any, scene: Any, micro: bool, remat: bool) -> Settling:
+        cap = least(run.config.micro_batch_limit, learnt.ceiling(run, scene.sample(1)) if micro else 0)
+        return Settling(scene, survey.way_of(scene, run.dp), micro, remat, cap)
 
     def _reckon(self, run: Any) -> None:
         """Find out what a step takes where the kernel would end a process that takes too much; collective."""

@@ -167,6 +167,17 @@ def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
     assert cache.load("a") is None
 
 
+def test_a_ceiling_is_known_to_runs_with_no_more_room(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache.ceiling("a", "adam", 1000) == 0
+    cache.save_ceiling("a", "adam", 1000, 12)
+    cache.save("a", *TIMES)
+    assert cache.ceiling("a", "adam", 1040) == 12 and cache.load("a") == TIMES
+    assert cache.ceiling("a", "adam", 2000) == cache.ceiling("a", "sgd", 1000) == 0
+    (tmp_path / "hvdtrain" / "probe" / "a-memory.json").write_text('{"micro_batch": "12"}')
+    assert cache.ceiling("a", "adam", 1000) == 0
+
+
 # --- memory ------------------------------------------------------------------------------------------------
 
 def test_the_ceiling_is_on_the_line_through_two_peaks():

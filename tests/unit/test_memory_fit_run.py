@@ -13,6 +13,9 @@ import pytest
 from small_runs import apart, bits, config, lockstep, make_model, samples, weights
 
 from hvdtrain import loop
+from hvdtrain.balance.line import Line as Seconds
+from hvdtrain.balance.speed import Speed
+from hvdtrain.callbacks import balance
 from hvdtrain.config import Checkpoint, Named
 from hvdtrain.memory_fit import settle
 from hvdtrain.memory_plan import survey
@@ -63,7 +66,7 @@ class FakeRemat:
 
 
 @pytest.fixture
-def fitting(monkeypatch):
+def fitting(monkeypatch, tmp_path):
     """``run(settings, rooms_in_samples, ...)``: what each of that many ranks did, whose room is so many samples'."""
     def measure(scene: Any, model: Any, way: Any, with_blocks: bool = False) -> Measured:
         n = min(4, scene.feed.global_batch)
@@ -72,8 +75,10 @@ def fitting(monkeypatch):
         return Measured(Line(np.zeros(1), np.full(1, PER_SAMPLE), ()), True, blocks=blocks, block_samples=n)
 
     monkeypatch.setattr(survey, "measure", measure)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def fit(settings: Any, rooms: list[float], data: Any = DATA, remats: Any = None, work: Any = None) -> list[Any]:
+    def fit(settings: Any, rooms: list[float], data: Any = DATA, remats: Any = None, work: Any = None,
+            holds: int = 99) -> list[Any]:
         monkeypatch.setattr(survey, "free_bytes", lambda scene:  # fragmentation takes 6 % of a pass
                             int(1.06 * PER_SAMPLE * (rooms[scene.control.rank] + 0.5)))
 
@@ -84,6 +89,8 @@ def fitting(monkeypatch):
             own = run.parts.stage.run
 
             def counted(micro: Any, *rest: Any) -> Any:
+                if run.control.rank == 0 and len(micro[0]) > holds:
+                    raise MemoryError
                 sizes.append(len(micro[0]))
                 return own(micro, *rest)
 
@@ -173,3 +180,25 @@ def test_a_resumed_run_goes_on_with_its_micro_batches_while_they_fit(fitting, tm
 def test_a_model_without_blocks_is_told(fitting, tmp_path):
     (_, _, run), = fitting(replace(SETTINGS, remat="auto", out=str(tmp_path)), [1])
     assert any("no named blocks" in note for note in run.notes)
+
+
+def test_a_size_that_ran_out_is_not_tried_by_the_next_run(fitting, tmp_path):
+    """The plan was wrong: the first rank holds 3 samples, whatever was reckoned."""
+    auto = replace(SETTINGS, micro_batch="auto", on_oom="shrink", out=str(tmp_path / "first"))
+    found = fitting(auto, [100, 100], holds=3)
+    assert found[0][1][0] == 3 and found[1][1][0] == 12, "12 and 6 ran out"
+    assert found[0][2].recovery.ceilings == {0: 3}
+    again = fitting(replace(auto, out=str(tmp_path / "again")), [100, 100], holds=3)
+    assert [set(sizes) for _, sizes, _ in again] == [{3}, {12}] and not again[0][2].recovery.ceilings
+    assert apart(again[0][0], found[0][0]) < 1e-12
+    other = replace(auto, optimizer=Named("SGD"), out=str(tmp_path / "other"))
+    assert fitting(other, [100, 100])[0][1][0] == 12, "it holds other state"
+
+
+def test_balance_plans_with_the_ceiling_of_a_rank_that_ran_out(fitting, tmp_path, monkeypatch):
+    line = Seconds(0.001, 0.001)
+    monkeypatch.setattr(balance, "probe", lambda run, backend: [Speed(line, 0, (8,), (1.0,))] * 2)
+    settings = replace(SETTINGS, balance="static", on_oom="shrink", out=str(tmp_path / "run"))
+    found = fitting(settings, [100, 100], holds=3, work=lambda run: run.feed.cut_at(run.state.cursor.step))
+    assert found[0][0].micro_batch_P == (3, 12) and found[0][0].shares_P == (12, 12), "its share stays"
+    assert any("rank 0 holds 3 samples in a micro-batch" in note for note in found[1][2].notes)

@@ -6,16 +6,18 @@ what the forward of a step did.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.backends.tensorflow.entered import PLAIN, Mark
 from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.optim_state import give_back, take_over
-from hvdtrain.backends.tensorflow.state import assign, named, nbytes, to_numpy
+from hvdtrain.backends.tensorflow.state import assign, named, nbytes, seed_states, to_numpy
 from hvdtrain.exchange.transport import Transport
 
 CHUNK_BYTES = 1 << 28
@@ -34,7 +36,7 @@ class Buffers:
 
     def __init__(self, model: keras.Model, opt: Optimization, transport: Transport) -> None:
         self._model, self._opt, self._transport = model, opt, transport
-        self.kept = Kept(model)
+        self.kept = Kept(statistics(model))
         self._n_seen = self._n_seen_before = 0
 
     def begin(self) -> None:
@@ -147,28 +149,51 @@ class Buffers:
         return np.array(parts[0] if len(parts) == 1 else np.concatenate(parts)).view(own.dtype).reshape(own.shape)
 
 
+def _written_in_forward(model: keras.Model) -> list[keras.Variable]:
+    return list({id(v): v for layer in model._flatten_layers() for v in layer._non_trainable_variables}.values())
+
+
+def _is_floating(variable: keras.Variable) -> bool:
+    return "float" in keras.backend.standardize_dtype(variable.dtype)
+
+
+def statistics(model: keras.Model) -> list[keras.Variable]:
+    """Return the floating variables that layers update in their forward; frozen parameters are not among them."""
+    return [v for v in _written_in_forward(model) if _is_floating(v)]
+
+
+def counts(model: keras.Model) -> list[keras.Variable]:
+    """Return the states of random generators and all else that is not floating and that a forward may change."""
+    counted = [v for v in _written_in_forward(model) if not _is_floating(v)]
+    return [*counted, *seed_states(model).values()]
+
+
 class Kept:
-    """Copies of the floating variables that layers update in their forward, to undo a step that is skipped.
+    """Copies of ``variables``, to undo what a step did to them. Without any nothing is kept and nothing is done."""
 
-    Frozen parameters are not among them. Without such variables nothing is kept and nothing is done.
-    """
-
-    def __init__(self, model: keras.Model) -> None:
-        found = {id(v): v for layer in model._flatten_layers() for v in layer._non_trainable_variables}
+    def __init__(self, variables: Iterable[keras.Variable]) -> None:
         groups: dict[tuple[Any, str], list[tf.Variable]] = {}
-        for v in found.values():
-            if "float" in keras.backend.standardize_dtype(v.dtype):
-                groups.setdefault((v.value.dtype, v.value.device), []).append(v.value)
+        for v in variables:
+            groups.setdefault((v.value.dtype, v.value.device), []).append(v.value)
         # One vector for each type and device: as many small variables would take longer than what they hold.
         self._groups = [(own, _vector(own, device)) for (_, device), own in groups.items()]
+        self._copies, self._known = Mark() if groups else None, 0
         self._held = False
         self._keep, self._put_back = _once(self.copy), _once(self._copy_back)
 
-    def copy(self) -> None:
-        """Copy them as they are now; also while a graph is traced, which is followed by `hold` at each run."""
+    def copy(self) -> list[tf.Operation]:
+        """Copy them as they are now; also while a graph is traced, which is followed by `hold` at each run.
+
+        Returns, there, what whatever changes them has to depend on.
+        """
+        copied = []
         for own, vector in self._groups:
             with tf.device(vector.device):
-                vector.assign(tf.concat([tf.reshape(v.read_value(), [-1]) for v in own], 0), read_value=False)
+                flat = tf.concat([tf.reshape(v.read_value(), [-1]) for v in own], 0)
+                copied.append(vector.assign(flat, read_value=False))
+        if self._copies is None:
+            return []
+        return [self._copies.after(copied if tf.inside_function() else [])]
 
     def _copy_back(self) -> None:
         for own, vector in self._groups:
@@ -181,11 +206,18 @@ class Kept:
         """Copy them as they are now, in one call."""
         if self._groups:
             self._keep()
-            self._held = True
+            self.hold()
 
     def hold(self) -> None:
         """Take note that a graph with `copy` in it has run."""
         self._held = bool(self._groups)
+        self._known += 1
+
+    def failed(self) -> None:
+        """Take note that a graph with `copy` in it has failed, which may have come to it."""
+        if self._copies is not None:
+            found = self._copies.count()
+            self._held, self._known = found > self._known, found
 
     def forget(self) -> None:
         """Hold nothing."""
@@ -197,12 +229,28 @@ class Kept:
             self._put_back()
 
 
+@contextlib.contextmanager
+def holding(kept: Sequence[Kept]) -> Iterator[None]:
+    """Run a graph with `Kept.copy` of ``kept`` in it; one that fails holds what it had copied by then."""
+    try:
+        yield
+    except BaseException:
+        for each in kept:
+            each.failed()
+        raise
+    for each in kept:
+        each.hold()
+
+
 def _vector(own: Sequence[tf.Variable], device: str) -> tf.Variable:
     n = sum(v.shape.num_elements() for v in own)
     with tf.init_scope(), tf.device(device):
         return tf.Variable(tf.zeros([n], own[0].dtype), trainable=False)
 
 
-def _once(graph: Callable[[], None]) -> Callable[[], None]:
+def _once(graph: Callable[[], Any]) -> Callable[[], None]:
     """``graph`` as one call; eager assignments of each variable would take milliseconds in a deep model."""
-    return tf.function(graph, input_signature=[], jit_compile=False, autograph=False)
+    def once() -> None:
+        graph()
+
+    return tf.function(once, input_signature=[], **PLAIN)

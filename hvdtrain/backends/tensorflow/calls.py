@@ -14,18 +14,21 @@ from typing import Any
 
 import tensorflow as tf
 
-PLAIN = {"jit_compile": False, "autograph": False}
-"""No XLA, which has no kernels for the collectives; no AutoGraph, as in `keras.Model.fit`."""
+from hvdtrain.backends.tensorflow.entered import Graph
 
 MOST_SIZES = 8
 """Numbers of samples with a graph of their own, for each kind of graph: one takes a second or more to trace."""
 
 
 class Calls:
-    """Graphs ``trace(scale, *leaves)``, traced when they are first called."""
+    """Graphs ``trace(scale, *leaves)``, traced when they are first called.
+
+    ``failed``: the graph whose latest run ended with an error; None after one that did not.
+    """
 
     def __init__(self) -> None:
-        self._graphs: dict[tuple[Hashable, int | None], Callable[..., Any]] = {}
+        self.failed: Graph | None = None
+        self._graphs: dict[tuple[Hashable, int | None], Graph] = {}
         self._sizes: dict[Hashable, list[int]] = {}
         self._scale: tuple[float, Any] = (0.0, None)
 
@@ -41,11 +44,17 @@ class Calls:
         if graph is None:
             # Every leaf counts the samples in its first dimension.
             specs = [tf.TensorSpec([size, *x.shape[1:]], x.dtype) for x in leaves]
-            function = tf.function(trace, input_signature=[tf.TensorSpec([], tf.float64), *specs], **PLAIN)
-            graph = self._graphs[kind, size] = function.get_concrete_function()
+            graph = self._graphs[kind, size] = Graph(trace, [tf.TensorSpec([], tf.float64), *specs])
         if self._scale[1] is None or self._scale[0] != scale:
             self._scale = scale, tf.constant(scale, tf.float64)
-        return graph(self._scale[1], *leaves)
+        return self.run(graph, self._scale[1], *leaves)
+
+    def run(self, graph: Graph, *tensors: tf.Tensor) -> Any:
+        """Run a graph."""
+        self.failed = graph
+        results = graph(*tensors)
+        self.failed = None
+        return results
 
     def sizes(self) -> set[int]:
         """Return the numbers of samples that have a graph of their own."""

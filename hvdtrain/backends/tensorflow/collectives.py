@@ -18,6 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.backends.tensorflow import entered
 from hvdtrain.backends.tensorflow.named import NamedCalls
 from hvdtrain.backends.tensorflow.nodes import raised
 from hvdtrain.cluster.deadline import deadline
@@ -169,7 +170,11 @@ class HorovodCollectives:
             with self._placed():
                 return _named(operate(name, *xs), name)
 
-        return _Result(placed(name, *xs)) if tf.inside_function() else self._run(placed, name, kind, xs)
+        if not tf.inside_function():
+            return self._run(placed, name, kind, xs)
+        out = placed(name, *xs)
+        entered.note_after(out, lambda value: self._run(placed, name, kind, entered.poison(xs, value)), self._place)
+        return _Result(out)
 
     def _run(self, operate: Callable[..., Any], name: str, kind: Hashable, xs: Sequence[tf.Tensor]) -> _Result:
         what = f"Horovod's {kind[0] if isinstance(kind, tuple) else kind} {name!r}"

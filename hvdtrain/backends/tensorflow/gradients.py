@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import recompute
+from hvdtrain.backends.tensorflow.buffers import Kept
 from hvdtrain.backends.tensorflow.following import follow
 from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.backends.tensorflow.split import Split
@@ -57,10 +58,14 @@ class Gradients:
 
     # --- while a graph is traced -------------------------------------------------------------------------------------
 
-    def local(self, batch: tuple[Any, ...], scale: tf.Tensor,
-              parts: int = 1) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
-        """Return (loss_sum, weight, gradients of ``loss_sum * scale`` by variable)."""
-        with recompute.recording() as forward:
+    def local(self, batch: tuple[Any, ...], scale: tf.Tensor, parts: int = 1,
+              kept: Sequence[Kept] = ()) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        """Return (loss_sum, weight, gradients of ``loss_sum * scale`` by variable).
+
+        ``kept``: copied before, so that nothing that the forward changes is lost where a copy fails.
+        """
+        copied = [copy for each in kept for copy in each.copy()]
+        with recompute.recording() as forward, tf.control_dependencies(copied):
             loss_sum, weight, grads = self.traced(batch, scale, parts)
         recompute.rewrite(forward, self.recomputed)
         return loss_sum, weight, [self._dense(g, v) for g, v in zip(grads, self._variables)]

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.backends.tensorflow import entered
 from hvdtrain.collectives.null import Done
 from hvdtrain.protocols import Collectives, Handle
 
@@ -84,7 +85,7 @@ class HostNodes:
 
     def allreduce(self, flat_N: tf.Tensor, name: str, op: str = "sum") -> Handle:
         """Combine over ranks: (N,) -> (N,)."""
-        return self._node(lambda x: self._wire.allreduce(np.array(x), name, op), flat_N, name, flat_N.shape)
+        return self._node(lambda x: self._wire.allreduce(x, name, op), flat_N, name, flat_N.shape, np.array)
 
     def allgather(self, x_K: tf.Tensor, name: str) -> Handle:
         """Every rank's vector, by rank: (K,) -> (P, K)."""
@@ -100,13 +101,15 @@ class HostNodes:
 
     def reducescatterv(self, flat_N: tf.Tensor, sizes_P: Sequence[int], name: str) -> Handle:
         """This rank's part of the sum: (N,) -> (sizes_P[rank],); by way of the wire's vector in flight, if any."""
-        def run(x: np.ndarray) -> Handle:
+        def aside(x: np.ndarray) -> np.ndarray:
             flight_N = self._wire.flight(x.size, x.dtype.name)
-            if flight_N is not None:
-                np.copyto(flight_N, x)
-            return self._wire.reducescatterv(x if flight_N is None else flight_N, sizes_P, name)
+            if flight_N is None:
+                return x
+            np.copyto(flight_N, x)
+            return flight_N
 
-        return self._node(run, flat_N, name, [sizes_P[self.rank]])
+        return self._node(lambda x: self._wire.reducescatterv(x, sizes_P, name), flat_N, name, [sizes_P[self.rank]],
+                          aside)
 
     def allgatherv(self, part_K: tf.Tensor, sizes_P: Sequence[int], name: str) -> Handle:
         """The ranks' parts one after the other: (sizes_P[rank],) -> (N,)."""
@@ -114,7 +117,7 @@ class HostNodes:
 
     def broadcast(self, x_N: tf.Tensor, name: str, root: int = 0) -> Handle:
         """``root``'s vector: (N,) -> (N,)."""
-        return self._node(lambda x: self._wire.broadcast(np.array(x), name, root), x_N, name, x_N.shape)
+        return self._node(lambda x: self._wire.broadcast(x, name, root), x_N, name, x_N.shape, np.array)
 
     def take_stood(self, ready_s: np.ndarray) -> np.float64:
         """Return the seconds before ``ready_s`` that nodes took of a graph that could do nothing else; forget them."""
@@ -122,11 +125,17 @@ class HostNodes:
         alone = _threads() == 1
         return np.float64(sum(max(0.0, min(end, float(ready_s)) - begin) for begin, end in spans) if alone else 0.0)
 
-    def _node(self, call: Callable[[np.ndarray], Handle], x: tf.Tensor, name: str, shape: Any) -> Done:
+    def _node(self, call: Callable[[np.ndarray], Handle], x: tf.Tensor, name: str, shape: Any,
+              prepare: Callable[[np.ndarray], np.ndarray] = lambda x: x) -> Done:
+        """Add ``call(prepare(x)).wait()`` to the graph, with a result of ``shape``."""
+        node = _Node(lambda x: call(prepare(x)).wait(), x.shape, x.dtype)
+
         def run(x: np.ndarray) -> np.ndarray:
             begin = time.time()
             try:
-                return np.array(call(x).wait(), x.dtype)  # not the wire's own memory, which the next node overwrites
+                x = prepare(x)
+                node.runs += 1
+                return np.array(_whole(call, x), x.dtype)  # not the wire's own memory, which the next node overwrites
             except BaseException as error:
                 words = f"hvdtrain's collective {next(_numbers)} ({name})"
                 _errors[words] = error
@@ -139,7 +148,39 @@ class HostNodes:
         graph = tf.compat.v1.get_default_graph()
         before = self._latest.get(graph)
         with tf.control_dependencies([] if before is None else [before]):
-            result = tf.numpy_function(run, [x], x.dtype, name=name)
+            # Stateful nodes wait for whatever else is stateful in the graph, such as the clock at the end of backward.
+            result = tf.numpy_function(run, [x], x.dtype, stateful=False, name=name)
         if tf.inside_function():
             self._latest[graph], _of_graph[graph] = result.op, self
+            entered.note(node)
         return Done(tf.ensure_shape(result, shape))
+
+
+class _Node:
+    """Implements `hvdtrain.backends.tensorflow.entered.Collective`. ``call``: enters and ends it, from an array."""
+
+    def __init__(self, call: Callable[[np.ndarray], Any], shape: tf.TensorShape, dtype: tf.DType) -> None:
+        self._call, self._shape, self._dtype = call, shape, dtype
+        self.runs = 0
+
+    def entered(self) -> int:
+        """Return how often its node came to the wire."""
+        return self.runs
+
+    def settle(self, runs: int) -> None:
+        """Begin anew from ``runs``."""
+        self.runs = runs
+
+    def enter(self, value: float) -> None:
+        """Enter it with an array full of ``value``, of 0 where that is of integers."""
+        full = value if self._dtype.is_floating else 0
+        self._call(np.full(self._shape.as_list(), full, self._dtype.as_numpy_dtype))
+
+
+def _whole(call: Callable[[np.ndarray], Handle], x: np.ndarray) -> np.ndarray:
+    """The result of a collective. One that runs out of memory in its middle cannot be entered again: no lack of memory
+    that a step is repeated for."""
+    try:
+        return call(x).wait()
+    except MemoryError as error:
+        raise RuntimeError(f"out of memory in the middle of a collective: {error}") from error

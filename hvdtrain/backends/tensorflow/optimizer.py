@@ -14,6 +14,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.backends.tensorflow import entered
+from hvdtrain.backends.tensorflow.entered import PLAIN
 from hvdtrain.backends.tensorflow.following import follow
 from hvdtrain.backends.tensorflow.host import readable, view
 from hvdtrain.backends.tensorflow.ops import HostVector, Ops
@@ -22,9 +24,6 @@ from hvdtrain.backends.tensorflow.split import Split
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.precision.scaler import LossScale
-
-PLAIN = {"jit_compile": False, "autograph": False}
-"""No XLA, which has no kernels for the collectives; no AutoGraph, as in `keras.Model.fit`."""
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Lion"}
 """Classes of keras.optimizers that update each element by itself."""
@@ -99,7 +98,15 @@ class Optimizer:
             factor = tf.where(norm > limit, limit / norm, 1.0)
             return self._apply([x * tf.cast(factor, x.dtype) for x in grads])
 
-        return tf.cond(good, update, lambda: tf.constant(False))
+        if not entered.noting():  # a graph of its own, whose errors end the run
+            return tf.cond(good, update, lambda: tf.constant(False))
+        own = entered.Update.here()
+
+        def counted() -> tf.Tensor:
+            with tf.control_dependencies([own.begin()]):
+                return update()
+
+        return tf.cond(good, counted, lambda: tf.constant(False))
 
     def _traced(self, grads: Sequence[tf.Tensor], loss_sum: tf.Tensor, clip_norm: float = 0.0) -> tf.Tensor:
         """Update in the graph that is being traced unless loss or gradient are not finite.

@@ -19,7 +19,8 @@ import tensorflow as tf
 from hvdtrain.backends.tensorflow import host, state
 from hvdtrain.backends.tensorflow.optim import Optimization, Slice, instead
 from hvdtrain.backends.tensorflow.optim_state import alike, share, take_over
-from hvdtrain.backends.tensorflow.optimizer import PLAIN, Optimizer, check_elementwise, fused
+from hvdtrain.backends.tensorflow.entered import PLAIN
+from hvdtrain.backends.tensorflow.optimizer import Optimizer, check_elementwise, fused
 from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.precision.scaler import LossScale
 

@@ -19,10 +19,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain import rng
 from hvdtrain.backends.tensorflow import host, placement, state
-from hvdtrain.backends.tensorflow.buffers import Buffers
-from hvdtrain.backends.tensorflow.calls import PLAIN, Calls
+from hvdtrain.backends.tensorflow.buffers import Buffers, Kept, counts, holding
+from hvdtrain.backends.tensorflow.calls import Calls
 from hvdtrain.backends.tensorflow.collectives import peer_failures
+from hvdtrain.backends.tensorflow.entered import Graph
 from hvdtrain.backends.tensorflow.gradients import Gradients
 from hvdtrain.backends.tensorflow.nodes import stood_s
 from hvdtrain.backends.tensorflow.task import ClassNumbers, Task
@@ -52,11 +54,14 @@ class Stage:
         self._like: Batch = ()
         self._calls, self._connected = Calls(), False
         self._sink: GradientSink | None = None
-        self._zeros: dict[int, Callable[..., Any]] = {}
+        self._zeros: dict[int, Graph] = {}
         self._memory: list[Any] = []
         self._in_place = False
         self._several = False
+        self._handed = 0
         self._random: dict[str, np.ndarray] = {}
+        self._drawn = Kept(counts(model))
+        self._kept = (buffers.kept, self._drawn)
         self._trial: Trial | None = None
 
     def connect(self, sink: GradientSink) -> None:
@@ -79,14 +84,17 @@ class Stage:
 
     def begin(self) -> None:
         """Open a step."""
-        self._random = state.random_arrays(self.model)
+        self._random = rng.capture()
         self._gradients.rescale(self._loss_scale())
-        self._several, self.waited_s = False, 0.0
+        self._several, self._handed, self.waited_s = False, 0, 0.0
+        self._calls.failed = None
         self._buffers.begin()
+        self._drawn.forget()
 
     def rewind(self) -> None:
-        """Put the random generators back to where `begin` found them."""
-        state.load_random(self.model, self._random)
+        """Put the random generators, and what a forward counts, back to where `begin` found them."""
+        rng.restore(self._random)
+        self._drawn.put_back()
 
     def run(self, micro: Batch, scale: float, final: bool, sink: GradientSink) -> Pair:
         """Add the gradient of ``loss_sum * scale``; the graph of the ``final`` micro-batch exchanges too, if it can."""
@@ -111,45 +119,46 @@ class Stage:
         self._gradients.allocate()
 
         def trace(parts: tuple[Any, ...], scale: tf.Tensor, n_parts: int) -> tf.Tensor:
-            if first:
-                self._buffers.kept.copy()
-            loss_sum, weight, grads = self._gradients.local(parts, scale, n_parts)
+            loss_sum, weight, grads = self._gradients.local(parts, scale, n_parts, self._kept if first else ())
             self._gradients.add(loss_sum, grads, first)
             return _pair(loss_sum, weight)
 
-        pair = self._run("first" if first else "more", batch, scale, trace)
-        if first:
-            self._buffers.kept.hold()
+        with holding(self._kept if first else ()):
+            pair = self._run("first" if first else "more", batch, scale, trace)
         return tuple(tf.unstack(pair)) if self.asynchronous else tuple(pair.numpy().tolist())
 
     def _final(self, batch: tuple[Any, ...], scale: float, sink: GradientSink) -> Pair:
         several, self._several = self._several, False
 
         def trace(parts: tuple[Any, ...], scale: tf.Tensor, n_parts: int) -> Any:
-            if not several:
-                self._buffers.kept.copy()
-            loss_sum, weight, grads = self._gradients.local(parts, scale, n_parts)
+            kept = () if several else self._kept
+            loss_sum, weight, grads = self._gradients.local(parts, scale, n_parts, kept)
             total, sums = self._gradients.completed(loss_sum, grads) if several else (loss_sum, grads)
             return self._hand_over(sink, _pair(loss_sum, weight), total, sums)
 
         kind = "last" if several else "only"
-        report, tensors = self._run((kind, sink.variant), batch, scale, trace)
-        if not several:
-            self._buffers.kept.hold()
+        with holding(() if several else self._kept):
+            report, tensors = self._run((kind, sink.variant), batch, scale, trace)
         loss_sum, weight, *rest = report.numpy().tolist()
         self._arrived(sink, tensors, rest)
         return loss_sum, weight
 
     def nothing(self, sink: GradientSink, poison: bool = False) -> None:
-        """Hand over zeros, or NaN."""
-        value = math.nan if poison else 0.0
+        """Hand over zeros, or NaN; after a graph that failed only what it has not entered."""
+        value, failed = math.nan if poison else 0.0, self._calls.failed
+        if failed is not None and failed.collectives():
+            with peer_failures():
+                failed.enter_rest(value)
+            self.waited_s = 0.0
+            sink.ran([tf.zeros([0], b.dtype) for b in sink.buckets], [math.nan, 0.0])
+            return
         if self._across and self._across.active:  # the other ranks' layers wait for this one too
             self._across.begin(self._loss_scale(), False)
             self._final(self._stand_in.instead(self._like), value, sink)
             self.waited_s += self._across.waited_s()
             return
         if self._in_place:
-            for bucket, flat_N in zip(sink.buckets, self._memory):
+            for bucket, flat_N in [*zip(sink.buckets, self._memory)][self._handed:]:
                 flat_N[...] = value
                 sink.put(bucket.index, flat_N)
             self.waited_s = 0.0
@@ -159,9 +168,9 @@ class Stage:
             def trace(value: tf.Tensor) -> Any:
                 return self._hand_over(sink, tf.zeros([2], tf.float64), value, self._gradients.all(value))
 
-            self._zeros[key] = tf.function(trace, input_signature=[tf.TensorSpec([], tf.float32)], **PLAIN)
+            self._zeros[key] = Graph(trace, [tf.TensorSpec([], tf.float32)])
         with peer_failures():
-            report, tensors = self._zeros[key](tf.constant(value))
+            report, tensors = self._calls.run(self._zeros[key], tf.constant(value))
         self._arrived(sink, tensors, report.numpy().tolist()[2:])
 
     def _arrived(self, sink: GradientSink, tensors: Sequence[tf.Tensor], rest: list[float]) -> None:
@@ -173,8 +182,10 @@ class Stage:
         self.waited_s = 0.0
         for bucket, flat_N in zip(sink.buckets, self._memory if self._in_place else ()):
             host.fill(flat_N, bucket, [tensors[i] for i in bucket.params])
+            self._handed += 1
             sink.put(bucket.index, flat_N)
-        for i, x in enumerate(() if self._in_place else tensors):
+        for i, x in list(enumerate(() if self._in_place else tensors))[self._handed:]:
+            self._handed += 1
             sink.put(i, x)
 
     def _hand_over(self, sink: GradientSink, pair: tf.Tensor, loss_sum: tf.Tensor,

@@ -1,0 +1,71 @@
+"""A rank of Keras on TensorFlow that runs out of memory while others wait in the sums of its step, over each wire."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from small_runs import apart, config, fitted, samples
+
+from hvdtrain.assemble import assemble
+from hvdtrain.cluster import boot
+from hvdtrain.config import DataParallel, Exchange, Named
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
+pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+from fragile_keras import Faults, model  # noqa: E402
+
+from hvdtrain.backends.tensorflow.entered import Graph  # noqa: E402
+
+SETTINGS = config(global_batch=24, max_steps=4, lr=0.01, accumulate=2, optimizer=Named("Adam"),
+                  exchange=Exchange(bucket_mb=0.0005))
+PLACES = [(layer, way, at) for layer in ("low", "high") for way in ("forward", "backward") for at in (0, 5)]
+"""In the first micro-batch of a step, and in one that exchanges."""
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """How many collectives of how many a graph that failed had not entered, for each time."""
+    found = []
+
+    def counted(graph, value, own=Graph.enter_rest):
+        found.append((sum(each.entered() != graph.runs for each in graph._collectives), len(graph._collectives)))
+        own(graph, value)
+
+    monkeypatch.setattr(Graph, "enter_rest", counted)
+    return found
+
+
+def trained(control, settings, at):
+    """A run whose last rank runs out of memory at these places, and tries again at its size each time."""
+    faults = Faults(at if control.rank == control.size - 1 else ())
+    run = assemble(settings, model(faults), samples(96))
+    run.recovery.ran_out = lambda batch: "again"
+    fitted(run)
+    assert faults.happened == len(faults.at)
+    return run
+
+
+def state(run):
+    """Weights with statistics, and random generators, of this rank."""
+    return [*run.parts.state.state()[0]["model"].values(),
+            *(a for name, a in sorted(run.parts.state.rank_state().items()) if name.startswith("seed."))]
+
+
+@pytest.mark.parametrize("wire, changes", [
+    ("horovod", {}), ("horovod", {"compression": "topk"}), ("horovod", {"data_parallel": DataParallel("zero", 2)}),
+    ("shared", {"data_parallel": DataParallel("zero", 2)})], ids=lambda v: v if isinstance(v, str) else "-".join(v))
+def test_others_get_what_they_wait_for_and_the_step_is_repeated(control, wire, changes, left, tmp_path):
+    if wire == "horovod" and boot.horovod_reason("tensorflow"):
+        pytest.skip(boot.horovod_reason("tensorflow"))
+    out = control.bcast(str(tmp_path))
+    settings = replace(SETTINGS, collectives=wire, out=f"{out}/plain", **changes)
+    want = trained(control, settings, ())
+    assert not left
+    got = trained(control, replace(settings, out=f"{out}/disturbed"), PLACES)
+    assert apart(state(got), state(want)) < (1e-5 if control.size > 2 else 1e-30)
+    if control.rank == control.size - 1:  # of a graph that failed late a part had been summed by then
+        assert any(0 < n < total for n, total in left), left
+    else:
+        assert not left

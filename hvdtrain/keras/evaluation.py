@@ -45,6 +45,10 @@ class Evaluation:
             x, y, weight = states.zeros_like_one(compiled.split(self._spec.model, batch))
             self._states.build(y, compiled.widened(self._spec.model(x, training=False)), weight)
 
+    def variables(self) -> list[Any]:
+        """Return what holds the totals of Keras' metrics, once `build` has made it."""
+        return [v for metric in self._states.named.values() for v in metric.variables]
+
     def measure(self, batch: Sequence[Any]) -> dict[str, Pair]:
         """Run the model in inference, add a batch to Keras' metrics, and return what is (sum, weight) for `count`."""
         model = self._spec.model

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs import config, fitted, lockstep, samples
+from small_runs import apart, bits, config, fitted, lockstep, samples, weights
 
 from hvdtrain.config import DataParallel, Exchange, Named
 
@@ -14,9 +14,24 @@ pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 from fragile_keras import Faults, model  # noqa: E402
 
+from hvdtrain.backends.tensorflow.entered import Graph, UpdateBroken  # noqa: E402
+
 SETTINGS = config(global_batch=24, max_steps=3, lr=0.01, accumulate=2, optimizer=Named("Adam"),
                   exchange=Exchange(bucket_mb=0.0005))
 DATA = samples(72)
+
+
+@pytest.fixture
+def entered(monkeypatch):
+    """For each graph that failed how many of its collectives it had entered, and how many it has."""
+    found = []
+
+    def counted(graph, value, own=Graph.enter_rest):
+        found.append((sum(each.entered() == graph.runs for each in graph._collectives), len(graph._collectives)))
+        own(graph, value)
+
+    monkeypatch.setattr(Graph, "enter_rest", counted)
+    return found
 
 
 def trained(settings, faults, exact=False, shrinks=True):
@@ -24,7 +39,7 @@ def trained(settings, faults, exact=False, shrinks=True):
     at the size that it has."""
     def work(run):
         if not shrinks:
-            run.recovery.ran_out = lambda batch: "again"
+            run.recovery.training.lower = lambda size: size
         return fitted(run)
 
     runs = lockstep(len(faults), settings, lambda rank: model(faults[rank], exact=exact), DATA, work)
@@ -47,8 +62,8 @@ def all_state(run):
 PLACES = [(layer, way, at) for layer in ("low", "high") for way in ("forward", "backward") for at in (0, 3)]
 
 
-@pytest.mark.parametrize("ranks, zero", [(1, 0), (2, 0), (2, 1), (2, 2), (3, 2)])
-def test_a_repeated_step_leaves_no_trace(ranks, zero):
+@pytest.mark.parametrize("ranks, zero", [(1, 0), (2, 1), (3, 2)])
+def test_a_repeated_step_leaves_no_trace(ranks, zero, entered):
     """In the first micro-batch of a step and in the last, below and above what has been summed already."""
     settings = replace(SETTINGS, data_parallel=DataParallel("zero", zero) if zero else DataParallel())
     want = [all_state(run) for run in undisturbed(settings, ranks)]
@@ -58,3 +73,44 @@ def test_a_repeated_step_leaves_no_trace(ranks, zero):
     for run, arrays in zip(got, want, strict=True):
         for a, b in zip(all_state(run), arrays, strict=True):
             np.testing.assert_array_equal(a, b)
+    assert any(0 < n < total for n, total in entered) == (zero == 2)  # a part had been summed by then
+
+
+def test_halves_of_a_micro_batch_give_the_same_gradient(tmp_path):
+    settings = replace(SETTINGS, eval_every=1, epochs=1, max_steps=0, optimizer=Named("SGD"),
+                       data_parallel=DataParallel("zero", 2))
+    data = DATA, samples(30)
+
+    def ran(faults, out):
+        settings_of = replace(settings, out=str(tmp_path / out))
+        return lockstep(2, settings_of, lambda rank: model(faults[rank], exact=True), data, fitted)
+
+    faults = [Faults(), Faults([("high", "backward", 1), ("low", "forward", 3), ("high", "evaluation", 0),
+                                ("low", "evaluation", 2)])]
+    want, got = ran([Faults(), Faults()], "undisturbed"), ran(faults, "disturbed")
+    assert faults[1].happened == len(faults[1].at) and got[1].recovery.limit and got[1].recovery.evaluation.limit
+    assert not got[0].recovery.limit and {bits(run) for run in got} == {bits(got[0])} != {bits(want[0])}
+    assert apart(weights(got[0]), weights(want[0])) < 1e-6
+    assert got[0].state.metrics == pytest.approx(want[0].state.metrics, rel=1e-6)
+
+
+def test_an_update_that_fails_in_its_middle_ends_the_run(tmp_path):
+    import keras
+    import tensorflow as tf
+
+    class Breaking(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, rate):
+            def run(x):
+                if self.breaks and len(x) == 5:  # the bias of the last layer, after others
+                    raise MemoryError("update")
+                return x
+
+            super().update_step(tf.ensure_shape(tf.numpy_function(run, [gradient], tf.float32), variable.shape),
+                                variable, rate)
+
+    made = model(Faults())
+    made.compile(Breaking(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    made.optimizer.breaks = True
+    settings = replace(SETTINGS, optimizer=Named("auto"), metrics=[], out=str(tmp_path))
+    with pytest.raises(UpdateBroken, match="cannot be repeated"):
+        lockstep(1, settings, lambda rank: made, DATA, fitted)

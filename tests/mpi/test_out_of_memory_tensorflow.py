@@ -41,7 +41,7 @@ def trained(control, settings, at):
     """A run whose last rank runs out of memory at these places, and tries again at its size each time."""
     faults = Faults(at if control.rank == control.size - 1 else ())
     run = assemble(settings, model(faults), samples(96))
-    run.recovery.ran_out = lambda batch: "again"
+    run.recovery.training.lower = lambda size: size
     fitted(run)
     assert faults.happened == len(faults.at)
     return run

@@ -58,7 +58,6 @@ class Stage:
         self._memory: list[Any] = []
         self._in_place = False
         self._several = False
-        self._handed = 0
         self._random: dict[str, np.ndarray] = {}
         self._drawn = Kept(counts(model))
         self._kept = (buffers.kept, self._drawn)
@@ -86,7 +85,7 @@ class Stage:
         """Open a step."""
         self._random = rng.capture()
         self._gradients.rescale(self._loss_scale())
-        self._several, self._handed, self.waited_s = False, 0, 0.0
+        self._several, self.waited_s = False, 0.0
         self._calls.failed = None
         self._buffers.begin()
         self._drawn.forget()
@@ -144,34 +143,36 @@ class Stage:
         return loss_sum, weight
 
     def nothing(self, sink: GradientSink, poison: bool = False) -> None:
-        """Hand over zeros, or NaN; after a graph that failed only what it has not entered."""
-        value, failed = math.nan if poison else 0.0, self._calls.failed
-        if failed is not None and failed.collectives():
+        """Hand over zeros, or NaN for what this rank owes: after a graph that failed, what that has not entered."""
+        self.waited_s = 0.0
+        failed, value = self._calls.failed, math.nan if poison else 0.0
+        if poison and sink.in_graph and (not sink.buckets or failed is not None and failed.collectives()):
             with peer_failures():
-                failed.enter_rest(value)
-            self.waited_s = 0.0
-            sink.ran([tf.zeros([0], b.dtype) for b in sink.buckets], [math.nan, 0.0])
-            return
-        if self._across and self._across.active:  # the other ranks' layers wait for this one too
+                failed.enter_rest(value) if failed is not None else None
+            sink.ran([tf.zeros([0], b.dtype) for b in sink.buckets], [value, 0.0])
+        elif self._across and self._across.active:  # the other ranks' layers wait for this one too
             self._across.begin(self._loss_scale(), False)
             self._final(self._stand_in.instead(self._like), value, sink)
             self.waited_s += self._across.waited_s()
-            return
-        if self._in_place:
-            for bucket, flat_N in [*zip(sink.buckets, self._memory)][self._handed:]:
-                flat_N[...] = value
-                sink.put(bucket.index, flat_N)
-            self.waited_s = 0.0
-            return
-        key = sink.variant
-        if key not in self._zeros:
-            def trace(value: tf.Tensor) -> Any:
-                return self._hand_over(sink, tf.zeros([2], tf.float64), value, self._gradients.all(value))
+        elif sink.in_graph:
+            if sink.variant not in self._zeros:
+                def trace(value: tf.Tensor) -> Any:
+                    return self._hand_over(sink, tf.zeros([2], tf.float64), value, self._gradients.all(value))
 
-            self._zeros[key] = Graph(trace, [tf.TensorSpec([], tf.float32)])
-        with peer_failures():
-            report, tensors = self._calls.run(self._zeros[key], tf.constant(value))
-        self._arrived(sink, tensors, report.numpy().tolist()[2:])
+                self._zeros[sink.variant] = Graph(trace, [tf.TensorSpec([], tf.float32)])
+            with peer_failures():
+                report, tensors = self._calls.run(self._zeros[sink.variant], tf.constant(value))
+            self._arrived(sink, tensors, report.numpy().tolist()[2:])
+        else:
+            owed = set(sink.owed() or ()) if poison else {b.index for b in sink.buckets}
+            for bucket, memory_N in zip(sink.buckets, self._memory):
+                if bucket.index in owed:
+                    if self._in_place:
+                        memory_N[...] = value
+                    else:
+                        with self._gradients.at(bucket.place):
+                            memory_N = tf.fill([bucket.n], tf.cast(value, bucket.dtype))
+                    sink.put(bucket.index, memory_N)
 
     def _arrived(self, sink: GradientSink, tensors: Sequence[tf.Tensor], rest: list[float]) -> None:
         """Hand over what a graph has returned: sums, or this rank's own gradients."""
@@ -182,10 +183,8 @@ class Stage:
         self.waited_s = 0.0
         for bucket, flat_N in zip(sink.buckets, self._memory if self._in_place else ()):
             host.fill(flat_N, bucket, [tensors[i] for i in bucket.params])
-            self._handed += 1
             sink.put(bucket.index, flat_N)
-        for i, x in list(enumerate(() if self._in_place else tensors))[self._handed:]:
-            self._handed += 1
+        for i, x in enumerate(() if self._in_place else tensors):
             sink.put(i, x)
 
     def _hand_over(self, sink: GradientSink, pair: tf.Tensor, loss_sum: tf.Tensor,

@@ -5,10 +5,18 @@ Owns the two that every run has; a backend adds its framework's.
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
+
+
+_WORDS = 625 * 4
+"""Bytes of a Mersenne twister's state: its words and the place among them."""
+
+_latest: tuple[bytes, dict[str, Any]] | None = None
 
 
 def capture() -> dict[str, np.ndarray]:
@@ -25,6 +33,8 @@ def capture() -> dict[str, np.ndarray]:
 
 def restore(state: dict[str, np.ndarray]) -> None:
     """Undo `capture`."""
+    global _latest
+    _latest = None
     version, gauss = state["python.rest"]
     words = tuple(int(w) for w in state["python.words"])
     random.setstate((int(version), words, None if np.isnan(gauss) else float(gauss)))
@@ -35,14 +45,29 @@ def restore(state: dict[str, np.ndarray]) -> None:
 def mark() -> Callable[[], None]:
     """Note where both generators are; the function returned puts them back there.
 
-    Cheaper than `capture`, for every step.
+    For every step: it takes some 8 us where nothing draws from numpy's, `capture` 55.
     """
-    own, numpys = random.getstate(), np.random.get_state(legacy=False)
+    own, numpys = random.getstate(), _numpys()
 
     def back() -> None:
         random.setstate(own)
         np.random.set_state(numpys)
     return back
+
+
+def _numpys() -> dict[str, Any]:
+    """The state of numpy's global generator. Its 624 words are read anew only if their memory has changed.
+
+    That tells of every draw, unless the generator has a normal number in store, which leaves no trace when it is taken.
+    """
+    global _latest
+    generator = np.random.mtrand._rand._bit_generator
+    if type(generator) is not np.random.MT19937:
+        return cast(dict[str, Any], np.random.get_state(legacy=False))
+    words = ctypes.string_at(generator.ctypes.state_address, _WORDS)
+    if _latest is None or _latest[0] != words or _latest[1]["has_gauss"]:
+        _latest = words, cast(dict[str, Any], np.random.get_state(legacy=False))
+    return _latest[1]
 
 
 def seed(seed: int, rank: int) -> None:

@@ -42,6 +42,21 @@ def test_a_restored_generator_continues(warm):
     assert draw() == after
 
 
+@pytest.mark.parametrize("between", [lambda: None, np.random.randn, np.random.rand, random.random, draw,
+                                     lambda: np.random.seed(3)])
+def test_a_mark_leads_back_to_where_it_was_made(between):
+    """Whatever is drawn between two marks, a normal number in store included."""
+    rng.seed(5, 0)
+    for _ in range(4):
+        for _ in range(3):
+            back = rng.mark()
+            after = draw()
+            back()
+            assert draw() == after
+            back()
+        between()
+
+
 def test_streams_depend_on_seed_and_rank():
     seen = []
     for seed, rank in ((0, 0), (0, 1), (1, 0), (2**32 - 1, 0), (2**32 - 1, 4000)):

@@ -12,6 +12,7 @@
                 forward, backward of loss_sum / W      # W: global weight of batch t
             exchange the gradients (sum)               # begins during the last backward
             vote: loss, gradient finite? stop? save? anything to tell?   # one small sum, the same on every rank
+            if a rank ran out of memory: TOLD, and again from forward, as if nothing had been
             if a loss or the summed gradient is not finite: NON_FINITE, no update
             clip, update
                                                        # an overflow in fp16: no update, a lower loss scale, no event

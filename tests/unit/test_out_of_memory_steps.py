@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import weakref
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from small_runs import CUTS, apart, bits, config, fitted, lockstep, make_model, samples, weights
+from small_runs import CUTS, Record, apart, bits, config, fitted, lockstep, make_model, samples, weights
 
 from hvdtrain import summary
 from hvdtrain.config import DataParallel
@@ -237,3 +238,46 @@ def test_the_step_before_is_read_again_where_a_device_tells_late():
     run.unread_loss()
     assert run.local_loss([(3.0, 3.0)]) == (1.0, 2.0)
     assert run.local_loss([]) == (3.0, 3.0)
+
+
+def test_what_the_failed_pass_held_is_free_before_anything_is_asked_for_anew():
+    class Activations:
+        pass
+
+    held: list[Any] = []
+    seen: list[bool] = []
+
+    def work(run: Any) -> Any:
+        def step(*_: Any) -> Any:
+            mine = Activations()
+            mine.itself = mine  # only the garbage collector ends it
+            held.append(weakref.ref(mine))
+            raise MemoryError(mine)
+
+        run.parts.stage.run, own = step, run.parts.stage.run
+        nothing = run.parts.stage.nothing
+
+        def poison(*args: Any, **named: Any) -> None:
+            seen.append(held[0]() is None)
+            run.parts.stage.run = own
+            nothing(*args, **named)
+
+        run.parts.stage.nothing = poison
+        return fitted(run)
+
+    lockstep(1, SETTINGS, lambda r: make_model("numpy"), DATA, work)
+    assert seen == [True]
+
+
+def test_a_checkpoint_asked_for_in_a_step_that_is_repeated_is_written_once_with_its_end(tmp_path):
+    class Ask(Record):
+        def step_start(self, run: Any) -> None:
+            if run.control.rank == 0 and run.state.cursor.step == 2:
+                run.want_save()
+
+    def work(run: Any) -> Any:
+        run.callbacks.insert(0, Ask())
+        return failing(run, 1, {2, 3}), run.callbacks[0].saved_at
+
+    rows = lockstep(2, replace(SETTINGS, out=str(tmp_path / "run")), lambda r: make_model("numpy"), DATA, work)
+    assert [saved for _, saved in rows] == [[3], [3]] and len(rows[0][0].shortages) == 2

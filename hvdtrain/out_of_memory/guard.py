@@ -28,7 +28,7 @@ class Guard:
                  left: Callable[[], int | None] = memory.left_bytes) -> None:
         self.reckoned: Callable[[int], int] | None = None
         self._local, self._held, self._peak, self._left = local, held, peak, left
-        self._base = self._most = self._ran = 0
+        self._base = self._before = self._most = self._ran = 0
         self._looked = float("-inf")
 
     def check(self, samples: int) -> None:
@@ -39,9 +39,9 @@ class Guard:
         self._looked = now
         held, left = self._held(), self._left()
         if not self._ran:
-            self._base = held
+            self._base, self._before = held, self._peak()
         else:
-            self._most = max(self._most, self._peak())  # the optimizer's state came with the first update
+            self._most = max(self._most, self._taken(self._ran))  # the optimizer's state came with the first update
         wanted = self.wanted(samples) - held
         if left is not None and wanted > left // self._local:
             ranks = f" for {self._local} ranks" if self._local > 1 else ""
@@ -51,7 +51,15 @@ class Guard:
     def ran(self, samples: int) -> None:
         """Take note of what a micro-batch has taken that `check` let pass."""
         if samples > self._ran:
-            self._most, self._ran = self._peak(), samples
+            self._most, self._ran = self._taken(samples), samples
+
+    def _taken(self, samples: int) -> int:
+        """Return the most bytes that were held since the first look, with micro-batches of so many samples.
+
+        A peak from before, of the reading of data say, hides all below it; then what is held and was reckoned counts.
+        """
+        peak = self._peak()
+        return peak if peak > self._before else max(self._held(), self.reckoned(samples) if self.reckoned else 0)
 
     def wanted(self, samples: int) -> int:
         """Return the bytes that this process will hold at most; 0 where nobody knows."""

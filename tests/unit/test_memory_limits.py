@@ -138,6 +138,24 @@ def test_what_a_process_has_held_once_it_can_hold_again(monkeypatch):
         one.check(8)
 
 
+def test_what_a_process_held_before_it_trained_is_not_what_a_micro_batch_takes(monkeypatch):
+    from hvdtrain.out_of_memory import guard as room
+
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(room.time, "monotonic", lambda: clock.now)
+    one, now = guard(left=500)
+    now.peak = 5000  # data were read
+    for _ in range(3):
+        clock.now += 1
+        one.check(8)
+        one.ran(8)
+    one.reckoned = lambda n: 1000 + 100 * n
+    one.ran(9)
+    clock.now += 1
+    with pytest.raises(MemoryError):
+        one.check(9)
+
+
 def test_a_rank_whose_host_has_no_room_goes_on_with_smaller_micro_batches(tmp_path):
     """Room for 4 samples; the group ends nobody, since nothing larger is computed."""
     def work(run: Any) -> Any:

@@ -131,8 +131,7 @@ class Block:
         constant: set[str] = set()  # folded once, whoever reads it
         self.free: set[str] = set()
         for op in self.ops:
-            if op.type == "Const" or op.inputs and all(t.op.type == "Const" or t.op.name in constant
-                                                       for t in op.inputs):
+            if op.type != "Placeholder" and all(t.op.type == "Const" or t.op.name in constant for t in op.inputs):
                 constant.add(op.name)
             elif repeatable(op):
                 self.free |= {t.name for t in op.outputs
@@ -181,6 +180,7 @@ def rewrite(found: Recording, names: Iterable[str]) -> None:
     followers = _Followers(found.graph.get_operations())
     backward = {op.name for op in found.graph.get_operations()[found.n_forward:]}
     before: dict[str, list[Any]] = {}
+    there: list[Any] = []
     for block in chosen:
         readers = {op.name: op for op, _, _ in block.uses}
         after = followers.of(readers.values())
@@ -190,51 +190,62 @@ def rewrite(found: Recording, names: Iterable[str]) -> None:
         waits |= {op.name: op for op in before.get(device, ())}
         waits = {name: op for name, op in waits.items() if name not in after and name not in readers}
         if waits:
-            _copy(found.graph, block, list(waits.values()), followers)
+            there += _copy(found.graph, block, list(waits.values()), followers)
             before[device] = list(readers.values())
+    with tf.device("CPU:0"), tf.control_dependencies(there):
+        tf.timestamp("remat/there")  # has a state, so that the graph runs it and what it waits for
 
 
-def _copy(graph: Any, block: Block, waits: Sequence[Any], followers: _Followers) -> None:
-    """Copy what backward reads of ``block``, to be computed after ``waits``."""
+def _copy(graph: Any, block: Block, waits: Sequence[Any], followers: _Followers) -> list[Any]:
+    """Copy what backward reads of ``block``, to be computed after ``waits``; return what has to run as well."""
     made: dict[str, Any] = {}
+    held: dict[str, Any] = {}
     with graph.as_default(), tf.control_dependencies(None), tf.name_scope(f"remat/{block.name}"):
-        seen = [_seen(t) for t in block.tensors()]
-        with tf.control_dependencies([*waits, *seen]):
+        with tf.control_dependencies(waits):
             start = tf.no_op("start")
-        for op in (*waits, *seen):
+        for op in waits:
             followers.add(op, start)
+
+        def hold(t: Any) -> Any:
+            """``t``, once ``start`` has run. Not the reading operation waits: then it would not be fused as before."""
+            if t.name not in held:
+                with tf.control_dependencies([start]):
+                    held[t.name] = _identity(t, "held")
+                followers.add(start, held[t.name].op)
+            return held[t.name]
+
         for op in block.needed():
             inputs = [made.get(t.name, t) for t in op.inputs]
-            first = not any(t.name in made for t in op.inputs)
-            with tf.control_dependencies([start] if first else []):
-                copy = graph._create_op_internal(
-                    op.type, inputs, [t.dtype for t in op.outputs], name=op.name.rpartition("/")[2],
-                    attrs=dict(op.node_def.attr), op_def=op.op_def, compute_device=False)
+            if not any(t.name in made for t in op.inputs):
+                i = _first(op)
+                inputs[i] = hold(inputs[i])
+            copy = graph._create_op_internal(
+                op.type, inputs, [t.dtype for t in op.outputs], name=op.name.rpartition("/")[2],
+                attrs=dict(op.node_def.attr), op_def=op.op_def, compute_device=False)
             copy._set_device(op.device)
             for old, new in zip(op.outputs, copy.outputs):
                 new.set_shape(old.shape)
                 made[old.name] = new
-            for given in [t.op for t in inputs] + [start] * first:
-                followers.add(given, copy)
-        for t in block.tensors():
-            for op in [op for op, _, read in block.uses if read.name == t.name][:1]:
-                again = _seen(made[t.name])
-                op._add_control_input(again)
-                followers.add(again, op)
-                followers.add(made[t.name].op, again)
-    for op, i, t in block.uses:
-        op._update_input(i, made[t.name])
-        followers.add(made[t.name].op, op)
+            for t in inputs:
+                followers.add(t.op, copy)
+        for op, i, t in block.uses:
+            op._update_input(i, made[t.name])
+            followers.add(made[t.name].op, op)
+        # The optimizer shall not treat as read once what was read by forward and backward: it would fuse it with what
+        # comes after it, into an operation that rounds otherwise.
+        return [_identity(each, "seen").op for t in block.tensors() for each in (t, made[t.name])]
 
 
-def _seen(tensor: Any) -> Any:
-    """An operation that reads ``tensor`` and does nothing: the optimizer shall not treat it as read only once.
+def _identity(tensor: Any, name: str) -> Any:
+    same = tf.raw_ops.Identity(input=tensor, name=name)
+    same.op._set_device(tensor.op.device)
+    return same
 
-    It would fuse what backward reads with what comes after it, into an operation that rounds otherwise.
-    """
-    seen = tf.raw_ops.Identity(input=tensor, name="seen").op
-    seen._set_device(tensor.op.device)
-    return seen
+
+def _first(op: Any) -> int:
+    """The input of ``op`` that is held back: no constant, and no variable where there is something else."""
+    ranks = [(source(t).op.type == "Const", source(t).op.type in _READS) for t in op.inputs]
+    return ranks.index(min(ranks))
 
 
 class _Followers:
@@ -276,43 +287,6 @@ def nbytes(tensors: Iterable[Any]) -> int:
 
 
 def repeatable(op: Any) -> bool:
-    """Whether ``op`` gives the same again: it has no state, or is a loop or condition that only reads parameters."""
-    if op.type in _KEPT or op.type.startswith("Horovod"):  # Horovod does not mark its operations
-        return False
-    if not op.op_def.is_stateful:
-        return True
-    functions = _functions(op.node_def.attr)
-    return bool(functions) and not any(_written(t) for t in op.inputs if t.dtype == tf.resource) and all(
-        _reads_only(op.graph, name) for name in functions)
-
-
-def _functions(attributes: Any) -> list[str]:
-    """The names of functions among an operation's attributes."""
-    found = [a.func.name for a in attributes.values() if a.HasField("func")]
-    return found + [f.name for a in attributes.values() if a.HasField("list") for f in a.list.func]
-
-
-def _written(handle: Any) -> bool:
-    """Whether an operation of the graph writes to the variable of ``handle``."""
-    return any(op.type.startswith(("Assign", "Resource")) and op.type not in _READS for op in handle.consumers())
-
-
-def _reads_only(graph: Any, name: str) -> bool:
-    """Whether a function's operations have no state but parameters that they read."""
-    definition = graph._get_function(name)
-    if definition is None:
-        return False
-    for node in definition.cached_definition.node_def:
-        if node.op in _READS or node.op in ("Placeholder", "Const"):
-            continue
-        inner = _functions(node.attr)
-        if not (all(_reads_only(graph, f) for f in inner) if inner else not _stateful(node.op)):
-            return False
-    return True
-
-
-def _stateful(op_type: str) -> bool:
-    from tensorflow.python.framework import op_def_registry
-
-    known = op_def_registry.get(op_type)
-    return known is None or known.is_stateful or op_type in _KEPT or op_type.startswith("Horovod")
+    """Whether ``op`` gives the same again: it has no state, nor has what it calls (a loop that reads variables has)."""
+    # Horovod does not mark its operations.
+    return not (op.op_def.is_stateful or op.type in _KEPT or op.type.startswith("Horovod"))

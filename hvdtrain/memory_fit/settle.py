@@ -64,12 +64,13 @@ class Settling:
         self._remat = scene.parts.remat if remat else None
         if self._remat is not None:
             self._remat.choose(())
-        facts = survey.facts_of(scene, way)
-        measured = survey.measure(scene, facts.model, way, self._remat is not None)
-        self._facts = replace(facts, measured=measured)
         self.samples, self._least_parts = _samples(scene, cap)
-        both = micro and self._remat is not None
-        self._room = Room(self.need, facts.rank.free_bytes, self._costs, self._line() if both else Line(0.0, 1e-9))
+        self._facts = facts = survey.facts_of(scene, way)
+        if self.samples:  # else there is nothing to compute, and BatchNorm could not with one sample
+            measured = survey.measure(scene, facts.model, way, self._remat is not None)
+            self._facts = replace(facts, measured=measured)
+        timed = micro and self._remat is not None and self.samples > 0
+        self._room = Room(self.need, facts.rank.free_bytes, self._costs, self._line() if timed else Line(0.0, 1e-9))
 
     def need(self, micro_batch: int) -> int:
         """Return the bytes that this rank holds in all with nothing recomputed."""

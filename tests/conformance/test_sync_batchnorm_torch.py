@@ -321,3 +321,16 @@ def test_caveats():
     for norm in (nn.BatchNorm1d(16), nn.SyncBatchNorm(16)):  # torch's own is not: there is no torch.distributed
         assert "own samples, without sync_batchnorm: true" in words(norm, sync_batchnorm=False)
     assert words(nn.LayerNorm(16), accumulate=2) == ""
+
+
+@pytest.mark.parametrize("shares, n, sync", [([0, 1], 8, False), ([1, 1], 2, True)], ids=["no sample", "one sample"])
+def test_ranks_with_hardly_a_sample_measure_what_a_step_takes(shares, n, sync):
+    changes = {"max_steps": 2, "global_batch": n, "shares": shares, "sync_batchnorm": sync}
+
+    def trained(**more):
+        torch.manual_seed(0)
+        models = [nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Linear(16, 5)) for _ in shares]
+        return [arrays(run) for run in lockstep(2, config(**changes, **more), models.__getitem__, samples(24), fitted)]
+
+    for own, plain in zip(trained(micro_batch="auto", remat="auto"), trained()):
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(own, plain))

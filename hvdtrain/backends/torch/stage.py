@@ -150,13 +150,13 @@ class TorchStage:
         """`once` after a step, when gradients hold the sums of all ranks, to which backward would add."""
         for param in self._params.tensors:
             param.grad = None
-        if self._sync and len(batch[0]) == 1:  # one rank's own statistics need more than one value
-            batch = tuple(np.repeat(array, 2, axis=0) for array in batch)
         return self.once(batch, factor)
 
     @contextlib.contextmanager
     def once(self, batch: Batch, factor: float = 1.0) -> Iterator[None]:
         """Compute the gradients of a batch, there within the body; afterwards all is as it was."""
+        if self._sync and len(batch[0]) == 1:  # one rank's own statistics need more than one value
+            batch = tuple(np.repeat(array, 2, axis=0) for array in batch)
         alone = self._sync.local_statistics() if self._sync else contextlib.nullcontext()
         with untouched(self._model, self._params.tensors, self.generators), alone:
             loss_sum, _ = self.forward(batch)

@@ -77,24 +77,32 @@ def _status(proc: str, name: str) -> int | None:
 
 
 def left_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int | None:
-    """Bytes that this process and its neighbours can still have before the kernel refuses or ends one; None if unknown.
+    """Bytes that this process can still have; None if unknown.
 
     The host's, or what a control group or a limit of this process (ulimit) allows where that is less.
+    """
+    left = left_alive_bytes(proc, cgroup)
+    return left if left is None else max(0, min([left, *_own_left(proc)]))
+
+
+def left_alive_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int | None:
+    """Bytes that this process and its neighbours can still have before the kernel ends one of them; None if unknown.
+
+    Limits of a process itself are not among what leaves that: beyond them it is refused memory, and lives.
     """
     with contextlib.suppress(OSError):
         found = re.search(r"^MemAvailable:\s+(\d+) kB", Path(proc, "meminfo").read_text(), re.MULTILINE)
         if found:
-            return max(0, min([int(found[1]) * 1024, *_groups_left(proc, cgroup), *_own_left(proc)]))
+            return max(0, min([int(found[1]) * 1024, *_groups_left(proc, cgroup)]))
     return None
 
 
 def limited(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> bool:
-    """Whether a control group or a limit of this process allows less than the host has in all."""
+    """Whether a control group allows less than the host has in all, so that the kernel ends what takes more."""
     with contextlib.suppress(OSError):
         found = re.search(r"^MemTotal:\s+(\d+) kB", Path(proc, "meminfo").read_text(), re.MULTILINE)
         total = int(found[1]) * 1024 if found else 0
-        return any(limit < total for limit in [*_own_limits(proc).values(),
-                                               *(limit for limit, _ in _groups_limits(proc, cgroup))])
+        return any(limit < total for limit, _ in _groups_limits(proc, cgroup))
     return False
 
 

@@ -1,7 +1,7 @@
 """Refuses a micro-batch that this host has no room for: the kernel would not, and end the process in its midst.
 
 Owns the comparison before each micro-batch: what the process will hold at most, as reckoned at the start and then as
-seen, less what it holds already, against what its host, its control groups and its limits leave.
+seen, less what it holds already, against what its host and its control groups leave.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Guard:
 
     def __init__(self, local: int = 1, held: Callable[[], int] = memory.resident_bytes,
                  peak: Callable[[], int] = memory.peak_resident_bytes,
-                 left: Callable[[], int | None] = memory.left_bytes) -> None:
+                 left: Callable[[], int | None] = memory.left_alive_bytes) -> None:
         self.reckoned: Callable[[int], int] | None = None
         self._local, self._held, self._peak, self._left = local, held, peak, left
         self._base = self._before = self._most = self._ran = 0
@@ -41,6 +41,7 @@ class Guard:
         if not self._ran:
             self._base, self._before = held, self._peak()
         else:
+            self._base = min(self._base, held)  # what was measured at the start may have left something behind
             self._most = max(self._most, self._taken(self._ran))  # the optimizer's state came with the first update
         wanted = self.wanted(samples) - held
         if left is not None and wanted > left // self._local:

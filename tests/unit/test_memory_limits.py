@@ -90,7 +90,8 @@ def test_limits_of_the_process_itself_count(tmp_path):
     limits = machine.proc / "self" / "limits"
     limits.write_text("Limit  Soft Limit  Hard Limit  Units\nMax data size    unlimited   unlimited  bytes\n"
                       f"Max address space    {800 * KB}    unlimited   bytes\n")
-    assert machine.left == 300 * KB and machine.limited
+    assert machine.left == 300 * KB and not machine.limited, "it is refused memory, and lives"
+    assert memory.left_alive_bytes(str(machine.proc), str(machine.groups)) == HOST * KB
     limits.write_text(f"Max data size    {70 * KB}   {90 * KB}  bytes\nMax address space  unlimited unlimited bytes\n")
     assert machine.left == 10 * KB
 

@@ -47,9 +47,9 @@ def base(times: Times) -> str | None:
 
 
 def best_peer(times: Times, own: Contender, contenders: Sequence[Contender], ranks: int) -> str | None:
-    """The peer with the smallest median among those of the same compression and number of ranks."""
+    """The peer with the smallest median among those of the same compression and ranks, compiled as it is."""
     alike = [c.name for c in contenders if c.name in times and c.peer and c.compression == own.compression != ""
-             and c.ranks(ranks) == own.ranks(ranks)]
+             and c.compiled == own.compiled and c.ranks(ranks) == own.ranks(ranks)]
     return min(alike, key=lambda name: median(times[name]), default=None)
 
 

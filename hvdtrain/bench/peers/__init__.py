@@ -110,6 +110,11 @@ class Contender:
         """Whether it sums gradients as they are, so that all such contenders take the same steps."""
         return self.compression == "none"
 
+    @property
+    def compiled(self) -> bool:
+        """Whether it is compiled, or tries to be: it is compared with peers that are."""
+        return bool(self.options.get("compiled") or self.options.get("compile"))
+
     def ranks(self, asked: int) -> int:
         """Processes of its job where ``asked`` are asked for."""
         return 1 if self.alone else asked
@@ -133,11 +138,13 @@ _PEERS: dict[str, list[Contender]] = {
         Contender("ddp", "ddp"),
         Contender("ddp+fp16", "ddp", {"hook": "fp16"}),
         Contender("ddp+powersgd", "ddp", {"hook": "powersgd"}),
+        Contender("ddp-compiled", "ddp", {"compiled": True}),
         Contender("accelerate", "accelerate", needs="accelerate"),
         Contender("fabric", "fabric", needs="lightning_fabric"),
         Contender("horovod", "horovod_torch", needs="horovod", env=AS_IT_COMES),
         Contender("horovod-tuned", "horovod_torch", needs="horovod"),
         Contender("plain", "plain_torch", alone=True),
+        Contender("plain-compiled", "plain_torch", {"compiled": True}, alone=True),
         Contender("plain-each", "plain_torch", peer=False, exchanges=False),
     ],
     "tensorflow": [
@@ -148,21 +155,22 @@ _PEERS: dict[str, list[Contender]] = {
         Contender("keras-fit-unguarded", "keras_fit", {"check_every": 0}, needs="horovod", peer=False),
         Contender("keras-fit-guarding", "keras_fit", {"check_every": 1}, needs="horovod", peer=False),
         Contender("plain", "plain_tensorflow", alone=True),
+        Contender("plain-compiled", "plain_tensorflow", {"compiled": True}, alone=True),
         Contender("plain-each", "plain_tensorflow", peer=False, exchanges=False),
     ],
 }
 _OURS = re.compile(r"hvdtrain(?:-(?P<wire>[a-z]+))?(?:\+(?P<compression>[a-z0-9]+))?(?:@(?P<balance>[a-z]+))?"
-                   r"(?:/(?P<adam>whole|zero1|zero2))?")
+                   r"(?:/(?P<adam>whole|zero1|zero2|compiled))?")
 
 
 def peers(framework: str) -> list[str]:
-    """Names of the peers of ``framework``, without our own that stand beside them."""
-    return [contender.name for contender in _PEERS[framework] if contender.peer]
+    """Names of the peers of ``framework``, without our own that stand beside them, and without compiled ones."""
+    return [contender.name for contender in _PEERS[framework] if contender.peer and not contender.compiled]
 
 
 def contender(name: str, framework: str) -> Contender:
-    """The contender called ``name``: a peer, or ``hvdtrain[-WIRE][+COMPRESSION][@BALANCE][/whole|/zero1|/zero2]``;
-    `UserError` for any other."""
+    """The contender called ``name``: a peer, or ``hvdtrain[-WIRE][+COMPRESSION][@BALANCE][/KIND]``, KIND whole, zero1,
+    zero2 or compiled; `UserError` for any other."""
     ours = _OURS.fullmatch(name)
     if ours:
         wire, compression, balance = ours["wire"] or "auto", ours["compression"] or "none", ours["balance"] or "off"
@@ -173,13 +181,14 @@ def contender(name: str, framework: str) -> Contender:
                 raise UserError(f"contender {name}: there are no {what} {value!r}", nearest(value, choices),
                                 "correct --contenders")
         unlike = {} if balance == "off" else {"balance": balance}
-        unlike |= {"adam": ours["adam"]} if ours["adam"] else {}
+        if ours["adam"]:
+            unlike |= {"compile": "auto"} if ours["adam"] == "compiled" else {"adam": ours["adam"]}
         return Contender(name, "ours", {"wire": wire, "compression": compression, **unlike},
                          "horovod" if wire == "horovod" else "", peer=False)
     found = next((c for c in _PEERS[framework] if c.name == name), None)
     if found is None:
         known = ["hvdtrain", "hvdtrain-WIRE", "hvdtrain+COMPRESSION", "hvdtrain@BALANCE", "hvdtrain/zero1",
-                 *(c.name for c in _PEERS[framework])]
+                 "hvdtrain/compiled", *(c.name for c in _PEERS[framework])]
         raise UserError(f"there is no contender {name!r} for {framework}", nearest(name, known), "correct --contenders")
     return found
 

@@ -11,15 +11,17 @@ FIRST_STEP = 2
 """First step that PowerSGD compresses: the least that the hook takes with error feedback and warm start."""
 
 
-def prepare(setup: Setup, hook: str = "none") -> Prepared:
-    """``hook``: none, fp16 or powersgd."""
+def prepare(setup: Setup, hook: str = "none", compiled: bool = False) -> Prepared:
+    """``hook``: none, fp16 or powersgd. ``compiled``: by torch.compile, as its documentation shows it."""
+    import torch
     from torch.nn.parallel import DistributedDataParallel
 
     model, loss, device = common.build(setup)
     wire = common.process_group(setup, device)
     wrapped = DistributedDataParallel(model)
     _HOOKS[hook](wrapped, setup)
-    return common.prepared(setup, wrapped, loss, device, common.optimizer(wrapped), wire)
+    called = torch.compile(wrapped) if compiled else wrapped
+    return common.prepared(setup, called, loss, device, common.optimizer(wrapped), wire)
 
 
 def _none(model: Any, setup: Setup) -> None:

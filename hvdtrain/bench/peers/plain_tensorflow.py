@@ -8,13 +8,13 @@ from hvdtrain.bench.peers import Prepared, Setup
 from hvdtrain.bench.peers import tensorflow_common as common
 
 
-def prepare(setup: Setup) -> Prepared:
-    """Tape, gradients, SGD, in one `tf.function`."""
+def prepare(setup: Setup, compiled: bool = False) -> Prepared:
+    """Tape, gradients, SGD, in one `tf.function`; ``compiled``: by XLA."""
     import tensorflow as tf
 
     model, loss, optimizer = common.build(setup, setup.begin)
 
-    @tf.function(jit_compile=False)
+    @tf.function(jit_compile=compiled)
     def train(batch: Any) -> Any:
         with tf.GradientTape() as tape:
             value = loss(model, batch)

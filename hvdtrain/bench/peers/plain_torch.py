@@ -7,7 +7,10 @@ from hvdtrain.bench.peers import Prepared, Setup
 from hvdtrain.bench.peers import torch_common as common
 
 
-def prepare(setup: Setup) -> Prepared:
-    """Model, loss, SGD."""
+def prepare(setup: Setup, compiled: bool = False) -> Prepared:
+    """Model, loss, SGD. ``compiled``: the whole model by torch.compile."""
+    import torch
+
     model, loss, device = common.build(setup)
-    return common.prepared(setup, model, loss, device, common.optimizer(model), "none")
+    called = torch.compile(model) if compiled else model
+    return common.prepared(setup, called, loss, device, common.optimizer(model), "none")

@@ -84,6 +84,15 @@ def test_adam_is_raced_with_its_state_whole_and_divided():
         contender("hvdtrain/zero3", "torch")
 
 
+def test_what_is_compiled_is_compared_with_compiled_peers():
+    assert contender("hvdtrain/compiled", "torch").options["compile"] == "auto"
+    names = ["hvdtrain", "hvdtrain/compiled", "ddp", "ddp-compiled"]
+    found = standings.summarise(dict(zip(names, ([8.0], [6.0], [9.0], [7.0]))),
+                                [contender(name, "torch") for name in names], 2)
+    assert [found[name]["best_peer"] for name in names[:2]] == ["ddp", "ddp-compiled"]
+    assert contender("plain-compiled", "tensorflow").compiled and "ddp-compiled" not in peers.peers("torch")
+
+
 def test_the_parts_of_our_names():
     found = contender("hvdtrain-horovod+powersgd", "torch")
     assert found.options == {"wire": "horovod", "compression": "powersgd"} and found.needs == "horovod"

@@ -25,6 +25,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
+os.environ.setdefault("TF_NUM_INTEROP_THREADS", "8")  # ranks as threads share TensorFlow's pool, and nodes wait in it
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from shortages import drawn, wrong  # noqa: E402
 

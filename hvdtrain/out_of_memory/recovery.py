@@ -56,9 +56,9 @@ class Recovery:
     def answers(self, error: BaseException) -> bool:
         """Return whether ``error`` in a forward or backward is one to go on from, as far as the size is concerned.
 
-        So is a `UserError` under a smaller micro-batch than configured: BatchNorm takes no single sample, say.
+        So is a `UserError` under a micro-batch that is smaller for want of memory: BatchNorm takes no single sample.
         """
-        return self.out_of_memory(error) or self.limit > 0 and isinstance(error, UserError)
+        return self.out_of_memory(error) or self.training.lowered and isinstance(error, UserError)
 
     def clean_up(self) -> None:
         """Give memory back that nothing needs. The error that told of its lack must be forgotten by now, with the

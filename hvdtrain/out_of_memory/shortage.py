@@ -53,7 +53,7 @@ class Shortage(NamedTuple):
 
 
 class Ceiling:
-    """The largest micro-batch that a rank tries: ``limit`` samples, 0: any.
+    """The largest micro-batch that a rank tries: ``limit`` samples, 0: any. ``lowered``: a shortage has set it.
 
     The first time at a size the same is tried again, since fragments of memory may have been in the way; then half of
     it. It never rises within a run.
@@ -61,6 +61,7 @@ class Ceiling:
 
     def __init__(self) -> None:
         self.limit = 0
+        self.lowered = False
         self._tried = -1
 
     def lower(self, size: int) -> int:
@@ -70,7 +71,7 @@ class Ceiling:
             return size
         if size <= 1:
             return -1
-        self.limit = -(-size // 2)
+        self.limit, self.lowered = -(-size // 2), True
         return self.limit
 
 

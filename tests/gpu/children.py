@@ -61,10 +61,13 @@ def end(child: subprocess.Popen[bytes], mark: str) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(GRACE_S)
     _signal_group(child.pid, signal.SIGKILL)
-    for pid in marked(mark):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
     child.wait()
+    until = time.monotonic() + GRACE_S
+    while (left := marked(mark)) and time.monotonic() < until:  # a killed process takes a moment to go
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 def _signal_group(pid: int, number: int) -> None:

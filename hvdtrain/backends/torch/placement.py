@@ -40,15 +40,26 @@ def devices(n: int) -> list[torch.device]:
 
 def memory_bytes(where: torch.device) -> int:
     """Bytes that a device has to give now."""
-    return int(torch.cuda.mem_get_info(where)[0]) if where.type == "cuda" else cpu_facts().memory_bytes
+    return _left_bytes(where) if where.type == "cuda" else cpu_facts().memory_bytes
 
 
 def free_bytes(where: torch.device) -> int | None:
     """Bytes that this process can still take of a GPU, with what it holds and does not use; None of a CPU."""
     if where.type != "cuda":
         return None
-    unused = torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
-    return int(torch.cuda.mem_get_info(where)[0]) + unused
+    return _left_bytes(where) + torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
+
+
+def _left_bytes(where: torch.device) -> int:
+    """Bytes that nobody has of a GPU, as far as PyTorch may take them in this process."""
+    free, total = torch.cuda.mem_get_info(where)
+    return max(0, min(int(free), _granted(where, total) - torch.cuda.memory_reserved(where)))
+
+
+def _granted(where: torch.device, total: int) -> int:
+    """Bytes of a GPU's ``total`` that `torch.cuda.set_per_process_memory_fraction` lets this process take."""
+    ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # older PyTorch does not tell
+    return total if ask is None else int(total * min(1.0, ask(where)))
 
 
 def synchronize(where: Iterable[torch.device]) -> None:
@@ -85,13 +96,14 @@ def in_host_memory() -> bool:
 
 
 def device_facts() -> DeviceFacts:
-    """What `device` is."""
+    """What `device` is, with the memory that this process may take of it."""
     if device().type == "cpu":
         return cpu_facts()
     found = torch.cuda.get_device_properties(0)
+    memory = _granted(device(), found.total_memory)
     if torch.version.hip:
-        return DeviceFacts("rocm", found.name, getattr(found, "gcnArchName", ""), found.total_memory)
-    return DeviceFacts("cuda", found.name, f"sm_{found.major}{found.minor}", found.total_memory)
+        return DeviceFacts("rocm", found.name, getattr(found, "gcnArchName", ""), memory)
+    return DeviceFacts("cuda", found.name, f"sm_{found.major}{found.minor}", memory)
 
 
 def setup(threads: int, deterministic: bool, devices: int = 1) -> None:
@@ -101,6 +113,8 @@ def setup(threads: int, deterministic: bool, devices: int = 1) -> None:
     """
     torch.set_num_threads(threads)
     if deterministic:
+        # Without it PyTorch refuses every matrix product on a GPU then; read when the first one is made.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
 

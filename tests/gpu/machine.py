@@ -181,7 +181,7 @@ def _find_modules(machine: Machine, wheels: Path | None) -> None:
     facts = _read(answer([machine.python, "-c", _LIGHT, *names], LOOK_S, machine.env)[0])
     machine.facts["modules"] = facts.get("modules", [])
     source = f"in {wheels}" if wheels else "(WHEELS= names no folder)"
-    for name in ("numpy", "safetensors", "yaml", "jsonargparse", "mpi4py"):
+    for name in ("numpy", "safetensors", "yaml", "rich", "jsonargparse", "mpi4py"):
         if name not in machine.facts["modules"]:
             machine.lacks["mpi" if name == "mpi4py" else name] = f"{name} is not installed, nor a wheel of it {source}"
 

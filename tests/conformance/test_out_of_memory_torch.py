@@ -12,8 +12,11 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from shortages import DATA, Injected, Setting, drawn, wrong  # noqa: E402
 from small_runs import CLASSES, FEATURES, HIDDEN, bits, fitted, lockstep  # noqa: E402
+from split_models import deep  # noqa: E402
 
 from hvdtrain import backends, rng  # noqa: E402
+from hvdtrain.backends.torch import placement  # noqa: E402
+from hvdtrain.config import DataParallel  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
 
 nn = torch.nn
@@ -62,6 +65,16 @@ def test_masks_noise_and_statistics_are_those_of_an_undisturbed_run(place, remat
     (smaller,) = trained(make, range(5, 7), place, remat=remat)
     said = [note for note in smaller.notes if note.startswith("the gradient depends on how a batch is cut")]
     assert len(said) == 1 and "BatchNorm" in said[0] and "ropout" in said[0]
+
+
+@pytest.mark.parametrize("changes", [{"model_parallel": 2}, {"precision": "fp16"},
+                                     {"model_parallel": 2, "data_parallel": DataParallel("zero", 2)}])
+def test_split_models_and_scaled_losses_repeat_to_the_bit(changes, monkeypatch):
+    """A repeat leaves the loss scale as it is."""
+    monkeypatch.setattr(placement, "devices", lambda n: [torch.device("cpu")] * n)
+    plain, runs = (trained(deep, fails, size=2, **changes) for fails in (range(0), range(6, 7)))
+    assert [len(run.shortages) for run in runs] == [1, 1] and {bits(run) for run in runs} == {bits(plain[0])}
+    assert [run.parts.scale.state() for run in runs] == [run.parts.scale.state() for run in plain]
 
 
 def test_statistics_that_one_sample_does_not_have_end_the_run_on_all_ranks():

@@ -113,7 +113,11 @@ def _held(run: Any, tools: Tools, limit: int) -> _Held:
     sizes = sizes_of(share, config.global_batch, limit)
     batches: dict[int, Any] = {}
     peaks: list[int] = []
+    local = len(run.topology.host_of(rank).ranks)
     for b in sizes:
+        if device.kind == "cpu" and _beyond(b, tuple(batches), peaks, memory.host_budget_bytes(local)):
+            sizes = list(batches)  # the kernel would not refuse it, but end the process
+            break
         try:
             batch = tools.sample(b)
             peaks.append(_peak(device.kind, tools, batch))
@@ -127,10 +131,16 @@ def _held(run: Any, tools: Tools, limit: int) -> _Held:
                         "memory for the model and a few samples", "use a smaller model, or precision: bf16")
     if len(batches) < len(sizes):
         return _Held(batches, max(batches))
-    local = len(run.topology.host_of(rank).ranks)
     budget = (memory.host_budget_bytes(local) if device.kind == "cpu" else memory.DEVICE_PART * device.memory_bytes)
     room = memory.ceiling((sizes[0], sizes[-1]), (peaks[0], peaks[-1]), budget - run.parts.optimizer.bytes_to_come())
     return _Held(batches, least(limit, room))
+
+
+def _beyond(size: int, tried: Sequence[int], peaks: Sequence[int], budget_bytes: int) -> bool:
+    """Whether two smaller micro-batches show that ``size`` would take more than the budget."""
+    if len(tried) < 2 or not budget_bytes or not all(peaks):
+        return False
+    return size > memory.ceiling((tried[0], tried[-1]), (peaks[0], peaks[-1]), budget_bytes) > 0
 
 
 def _peak(kind: str, tools: Tools, batch: Any) -> int:

@@ -63,6 +63,16 @@ def test_the_line_and_the_ceiling_are_found(monkeypatch):
     assert probe.probe(run_of(device, monkeypatch, global_batch=32), device.backend())[0].ceiling == 50
 
 
+def test_a_size_that_would_have_the_kernel_end_the_process_is_not_tried(monkeypatch):
+    device = Device(Line(0.01, 0.001), kind="cpu")
+    monkeypatch.setattr(memory, "host_peak_bytes", device.peak)
+    for budget, sizes, ceiling in ((800, (32, 64), 70), (5000, (32, 64, 128), 490)):
+        monkeypatch.setattr(memory, "host_budget_bytes", lambda local, budget=budget: budget)
+        monkeypatch.setattr(probe, "sizes_of", lambda share, n, limit: [32, 64, 128])
+        (speed,) = probe.probe(run_of(device, monkeypatch, global_batch=64), device.backend())
+        assert speed.sizes == sizes and speed.ceiling == ceiling
+
+
 def test_out_of_memory_is_met_and_backed_off(monkeypatch):
     device = Device(Line(0.01, 0.001), room=40)
     (speed,) = probe.probe(run_of(device, monkeypatch), device.backend())

@@ -122,5 +122,5 @@ def test_words_of_libraries_that_mean_a_lack_of_memory():
 
 def test_cases_end_as_undisturbed_runs():
     """Some of the campaign of `tests/fuzz/shortages.py`."""
-    found = {case: said for case in drawn(16, 15, ("torch", "numpy")) if (said := wrong(case))}
+    found = {case: said for case in drawn(10, 15, ("torch", "numpy")) if (said := wrong(case))}
     assert not found

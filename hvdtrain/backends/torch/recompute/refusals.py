@@ -37,10 +37,10 @@ def _compiled(module: Any) -> bool:
 
 
 def _hook(module: torch.nn.Module) -> str:
-    """The name of a hook that is not torch's own (old spectral and weight norms are hooks); "" without one."""
+    """The name of a user's hook; "" without one. Old spectral and weight norms are hooks, and channels_last is."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     for hook in hooks:
         home = getattr(hook, "__module__", None) or type(hook).__module__
-        if home.partition(".")[0] != "torch":
+        if home.partition(".")[0] not in ("torch", "hvdtrain"):
             return str(getattr(hook, "__qualname__", type(hook).__name__))
     return ""

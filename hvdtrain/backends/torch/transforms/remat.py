@@ -106,6 +106,8 @@ class Remat:
     def _take_off(self) -> None:
         for placed in self._placed.values():
             own = vars(placed.module)
+            if own.get("forward") is not placed:
+                continue  # somebody else has put another one there
             if placed.beneath is None:
                 del own["forward"]
             else:

@@ -23,6 +23,7 @@ from hvdtrain.backends.tensorflow.stage import Stage
 from hvdtrain.backends.tensorflow.state import ModelState
 from hvdtrain.backends.tensorflow.task import ClassNumbers, Task
 from hvdtrain.backends.tensorflow.transforms import sync_batchnorm
+from hvdtrain.backends.tensorflow.transforms.compile import XlaCompile
 from hvdtrain.backends.tensorflow.transforms.placement import Placement
 from hvdtrain.backends.tensorflow.transforms.precision import MixedPrecision
 from hvdtrain.backends.tensorflow.transforms.remat import Remat, named_blocks
@@ -130,13 +131,30 @@ class _Making:
         gradients = Gradients(model, self._task, self._rank in self._precision.scaled, split, remat)
         if remat:
             remat.measures = Costs(model, gradients, across)
+        compile = self._compile(remat) if config.compile == "auto" else None
+        gradients.compile = compile
         stage = Stage(model, self._task, self._class_numbers, buffers, gradients, lambda: scale.of(self._rank), across,
                       config.balance != "auto", loss_name(self._spec, config))
         transforms = in_order(placement=Placement(split) if split else None, precision=self._mixed,
-                              sync_batchnorm=across, remat=remat)
+                              sync_batchnorm=across, compile=compile, remat=remat)
         return Parts(model, blocks, stage, params, optimizer, buffers, self._evaluator,
                      ModelState(model, self.opt, scale, buffers, self._rank), transforms, self._precision, scale,
-                     [Ops(device) for device in split.plan.devices] if split else (), remat)
+                     [Ops(device) for device in split.plan.devices] if split else (), remat,
+                     compile)
+
+    def _compile(self, remat: Remat | None) -> XlaCompile:
+        """Computing through XLA, with why not where that is known before."""
+        config = self._config
+        why = ""
+        if config.model_parallel > 1:
+            why = "XLA compiles for one device, and model_parallel splits the model over several"
+        elif config.sync_batchnorm and self._wire.size > 1:
+            why = "sync_batchnorm sums over ranks in the middle of the model, for which XLA has no code"
+        elif config.balance == "auto":
+            why = "balance: auto changes the size of a micro-batch, for each of which XLA would compile anew"
+        elif state.seed_states(self._spec.model):
+            why = "XLA draws other masks than TensorFlow: the curve of a model with dropout would be another one"
+        return XlaCompile(why, remat)
 
     def _blocks(self) -> tuple[Any, ...]:
         """The layers that the model file names as its model's blocks; none where it does not."""

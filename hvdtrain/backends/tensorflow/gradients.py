@@ -6,7 +6,7 @@ Owns the operations, and the variables that keep a sum between calls. When which
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -18,6 +18,7 @@ from hvdtrain.backends.tensorflow.following import follow
 from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.backends.tensorflow.split import Split
 from hvdtrain.backends.tensorflow.task import Task
+from hvdtrain.backends.tensorflow.transforms.compile import XlaCompile
 from hvdtrain.backends.tensorflow.transforms.remat import Remat
 from hvdtrain.exchange.buckets import Bucket
 
@@ -39,6 +40,8 @@ class Gradients:
         self._zero = tf.Variable(0.0, trainable=False, name="zero")
         self._unscale = tf.Variable(1.0, trainable=False, name="unscale") if scaled else None
         self.loss_scale = 1.0
+        self.compile: XlaCompile | None = None
+        self._xla: Callable[..., Any] | None = None
         self.times: tf.Tensor | None = None
         """When the slots of a split model's pipeline end, of the graph that was traced last."""
 
@@ -65,10 +68,27 @@ class Gradients:
         ``kept``: copied before, so that nothing that the forward changes is lost where a copy fails.
         """
         copied = [copy for each in kept for copy in each.copy()]
+        leaves = tf.nest.flatten(batch)
+        if self.compiles(leaves[0].shape[0]):
+            with tf.control_dependencies(copied):
+                return self._by_xla(batch)(scale, *leaves)
         with recompute.recording() as forward, tf.control_dependencies(copied):
             loss_sum, weight, grads = self.traced(batch, scale, parts)
         recompute.rewrite(forward, self.recomputed)
         return loss_sum, weight, [self._dense(g, v) for g, v in zip(grads, self._variables)]
+
+    def compiles(self, samples: int | None) -> bool:
+        """Return whether a graph for so many samples computes by XLA; None: for any number."""
+        return samples is not None and self.compile is not None and self.compile.compiles(samples)
+
+    def _by_xla(self, like: tuple[Any, ...]) -> Callable[..., Any]:
+        """What XLA compiles, one function for all graphs of a step, so that each size is compiled once."""
+        def compute(scale: tf.Tensor, *leaves: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+            loss_sum, weight, grads = self.traced(tf.nest.pack_sequence_as(like, leaves), scale, 1)
+            return loss_sum, weight, [self._dense(g, v) for g, v in zip(grads, self._variables)]
+
+        self._xla = self._xla or tf.function(compute, jit_compile=True, autograph=False)
+        return self._xla
 
     @property
     def recomputed(self) -> tuple[str, ...]:

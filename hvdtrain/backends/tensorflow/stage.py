@@ -225,9 +225,10 @@ class Stage:
             results = graph(tf.nest.pack_sequence_as(batch, parts), scale, n_parts)
             return results, self._gradients.times if split else None
 
+        xla = self._gradients.compiles(int(leaves[0].shape[0]))
         with peer_failures():
-            results, times = self._calls.call((kind, n_parts, self._gradients.recomputed), trace, leaves,
-                                              scale * self._gradients.loss_scale, exact and self._exact)
+            results, times = self._calls.call((kind, n_parts, self._gradients.recomputed, xla), trace, leaves,
+                                              scale * self._gradients.loss_scale, xla or exact and self._exact)
         if split and kind != "alone":
             split.took(n_parts, times)
         return results

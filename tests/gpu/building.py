@@ -76,6 +76,7 @@ def build(here: machines.Machine, wheels: Path | None, aside: Path, out: Path, l
     for name in map(wheelhouse.normal, (*wheelhouse.HOROVOD, "pycparser")):
         if name in have and wheelhouse.MODULE_OF[name] not in here.facts["modules"]:
             wheelhouse.unpack(have[name], aside / "packages")
+    _show_mpi(here, env)
     for argv in ([here.python, "-m", "venv", "--without-pip", str(home)],
                  [str(python), "-c", _SEE, here.python],
                  [str(python), "-m", "hvdtrain", "build", "--frameworks", "torch", "--no-verify"]):
@@ -85,7 +86,17 @@ def build(here: machines.Machine, wheels: Path | None, aside: Path, out: Path, l
             took = "took too long" if ended.code is None else f"failed with exit status {ended.code}"
             here.lacks["horovod"] = f"building Horovod {took}; {' '.join(ended.last_lines(1))[:200]}"
             return
+    _show_mpi(here, here.env)
     here.facts["python"] = str(python)
     here.facts["modules"] = [*here.facts["modules"], "horovod"]
     here.lacks.pop("horovod")
     machines.find_horovod(here)
+
+
+def _show_mpi(here: machines.Machine, env: dict[str, str]) -> None:
+    """Have another environment's interpreter find the MPI that may lie in the environment of the first."""
+    home = Path(here.mpirun[0]).parent
+    env["PATH"] = os.pathsep.join([str(home), env.get("PATH", os.defpath)])
+    library = home.parent / "lib" / "libmpi.so.40"
+    if library.exists():
+        env.setdefault("MPI4PY_LIBMPI", str(library))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -114,4 +115,5 @@ def in_words(here: machines.Machine) -> list[str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, on whose way a row's job is ended
     sys.exit(main(sys.argv[1:]))

@@ -168,6 +168,7 @@ def environment(env: Mapping[str, str], site: Path, facts: Mapping[str, Any]) ->
              "PYTHONDONTWRITEBYTECODE": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1",
              # Containers often forbid one process to read another's memory; Open MPI 4 then warns at every message.
              "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}
+    kept["GPU_CHECK_ON"] = "1" if facts.get("gpus") else "0"
     if not facts.get("gpus"):
         kept["CUDA_VISIBLE_DEVICES"] = ""
     if os.geteuid() == 0:

@@ -16,6 +16,7 @@ import pytest
 HOME = Path(__file__).resolve().parent.parent / "gpu"
 sys.path.insert(0, str(HOME))
 
+import building  # noqa: E402
 import check  # noqa: E402
 import children  # noqa: E402
 import machine as machines  # noqa: E402
@@ -217,8 +218,26 @@ def test_children_see_the_tree_first_and_nothing_of_an_outer_launcher(tmp_path):
     env = machines.environment(outer, tmp_path, {"gpus": []})
     assert env["PYTHONPATH"] == f"{wheelhouse.ROOT}{os.pathsep}{tmp_path}" and env["LANG"] == "C"
     assert not [name for name in env if name.startswith(("OMPI_COMM", "HVDTRAIN_"))]
-    assert env["CUDA_VISIBLE_DEVICES"] == ""
-    assert "CUDA_VISIBLE_DEVICES" not in machines.environment({}, tmp_path, {"gpus": [{}]})
+    assert (env["CUDA_VISIBLE_DEVICES"], env["GPU_CHECK_ON"]) == ("", "0")
+    env = machines.environment({}, tmp_path, {"gpus": [{}]})
+    assert "CUDA_VISIBLE_DEVICES" not in env and env["GPU_CHECK_ON"] == "1"
+
+
+def test_horovod_is_built_only_with_all_that_it_takes(tmp_path, monkeypatch):
+    here = machines.Machine({"python": sys.executable}, env=dict(os.environ), lacks={"gpu": "none", "horovod": "none"})
+    assert building.lacking(here, tmp_path) == "no GPU to build it for"
+    del here.lacks["gpu"]
+    monkeypatch.setattr(building.shutil, "which", lambda name: None if name == "cmake" else f"/usr/bin/{name}")
+    monkeypatch.setattr(building, "nccl_home", lambda here: "")
+    building.build(here, tmp_path, tmp_path, tmp_path, 300.0)
+    assert here.lacks["horovod"].endswith("not built: no cmake and no NCCL with its header and no Horovod's source in "
+                                          "WHEELS=")
+    (tmp_path / "horovod-0.28.1.tar.gz").touch()
+    monkeypatch.setattr(building, "nccl_home", lambda here: "/usr")
+    monkeypatch.setattr(building.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert building.lacking(here, tmp_path) == ""
+    building.build(here, tmp_path, tmp_path, tmp_path, 30.0)
+    assert "30 s are left, too few to build it" in here.lacks["horovod"]
 
 
 def test_a_machine_without_pytorch_skips_every_row(tmp_path, capsys):

@@ -120,7 +120,7 @@ def remat(control: Control) -> dict[str, Any]:
             raise kit.Skipped("this tree's PyTorch recomputes no blocks yet")
         models.append(model)
         peaks.append(work[1])
-    far = kit.same(control, models[1], models[0], net(), tolerance=1e-6)
+    far = kit.same(control, models[1], models[0], net(), tolerance=kit.TOLERANCE if kit.ON_GPU else 1e-6)
     told = "the same bits" if far == 0 else f"weights within {far:.0e}"
     if kit.ON_GPU:
         assert peaks[1] < 0.8 * peaks[0], f"peaks are {peaks} bytes"

@@ -56,16 +56,19 @@ def test_ranks_that_recompute_end_with_the_bits_of_those_that_do_not(changes, ma
     assert left(2, replace(settings, remat="every:1"), lambda rank: make("torch")) == plain
 
 
-def test_split_models(cpus):
+@pytest.mark.parametrize("size, changes", [
+    (2, {"split_micro_batches": 4}), (2, {"split_micro_batches": 1, "sync_batchnorm": True}),
+    (1, {"split_micro_batches": 4, "precision": "bf16"})], ids=str)
+def test_split_models(cpus, size, changes):
     # The parts of a micro-batch are given, as BatchNorm takes its statistics over each.
-    settings = replace(BASE, model_parallel=2, split_micro_batches=4)
+    settings = replace(BASE, model_parallel=2, **changes)
 
     def build(rank):
         torch.manual_seed(1)
         act = nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True))
         return deep(norm=nn.BatchNorm1d(16), act=act)
 
-    assert left(2, replace(settings, remat="every:1"), build) == left(2, settings, build)
+    assert left(size, replace(settings, remat="every:1"), build) == left(size, settings, build)
 
 
 def test_blocks_are_named_and_one_that_is_not_exact_is_refused():

@@ -1,5 +1,6 @@
 """The PyTorch step's parts: losses, metrics, optimizers, schedules, and its state."""
 
+import random
 import warnings
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+from small_runs import bits, config, fitted, samples, solo  # noqa: E402
 from step_cases import goes_on  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_tools import (  # noqa: E402,F401
@@ -137,7 +139,7 @@ def test_an_epoch_schedule_moves_with_epochs():
 
 
 def test_optimizers_that_cannot_be():
-    for config, said in (
+    for settings, said in (
         (Config(optimizer=Named("adm")), "did you mean 'Adam'"),
         (Config(optimizer=Named("lbfgs")), "closure"),
         (Config(optimizer=Named("sgd", {"momentun": 1})), "momentun"),
@@ -147,7 +149,7 @@ def test_optimizers_that_cannot_be():
         (Config(schedule=Schedule("ReduceLROnPlateau")), "is not one of"),
     ):
         with pytest.raises(UserError, match=said):
-            attached(mlp(), config)
+            attached(mlp(), settings)
     frozen = mlp()
     for p in frozen.parameters():
         p.requires_grad_(False)
@@ -230,3 +232,32 @@ def test_read_only_arrays_train_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(attached(mlp()), [(x, y)], 1 / 32)
+
+
+# --- what a model holds beside its buffers ------------------------------------------------------------------------
+
+class Holds(nn.Module):
+    """Reads and moves generators of its own, a number, a tensor and an array that are no buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.torch, self.numpy = torch.Generator(), np.random.default_rng(1)
+        self.old, self.python = np.random.RandomState(1), random.Random(1)
+        self.calls, self.tensor, self.array = 0, torch.zeros(()), np.zeros(1)
+
+    def forward(self, x):
+        self.calls += 1
+        self.tensor += 1
+        self.array += 1
+        noise = self.numpy.random() + self.old.rand() + self.python.random() + self.array[0]
+        return x * (float(noise) + self.calls + self.tensor.item() + torch.rand(x.shape, generator=self.torch))
+
+
+def test_what_is_tried_before_the_first_step_moves_nothing_that_a_model_holds():
+    def trained(**more):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 16), Holds(), nn.Linear(16, 5))
+        return bits(fitted(solo(config(max_steps=2, global_batch=8, **more), model, samples(24))))
+
+    want = trained()
+    assert all(trained(**more) == want for more in ({"micro_batch": "auto"}, {"remat": "auto"}, {"remat": "0"}))

@@ -1,6 +1,7 @@
 """What a batch that is computed for its time and memory alone leaves behind: nothing.
 
-Owns what has to be put back: buffers (BatchNorm statistics), random generators, gradients. Exchanges nothing.
+Owns what has to be put back: buffers (BatchNorm statistics), a module's attributes (counters), random
+generators, gradients. Exchanges nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from hvdtrain.backends.torch.buffers import remember
 from hvdtrain.backends.torch.generators import Generators
+from hvdtrain.backends.torch.recompute.memory import Modules, attributes_kept
 
 
 LIBRARIES = re.compile(
@@ -29,10 +31,10 @@ WIRES = re.compile(r"nccl|horovod|gloo|\bMPI_", re.IGNORECASE)
 
 @contextlib.contextmanager
 def untouched(model: torch.nn.Module, params: Sequence[torch.Tensor], generators: Generators) -> Iterator[None]:
-    """After it, buffers and random generators are as they were before it, and there are no gradients."""
+    """After it, buffers, attributes and random generators are as they were before it, and there are no gradients."""
     put_back = remember(model)
     try:
-        with generators.kept():
+        with generators.kept(), attributes_kept(Modules(model)):
             yield
     finally:
         for param in params:

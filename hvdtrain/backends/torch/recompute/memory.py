@@ -7,11 +7,14 @@ written to: what a forward pass then does to them is lost with the copies, and a
 from __future__ import annotations
 
 import contextlib
+import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -39,7 +42,7 @@ class Modules:
         self.written = {id(module) for _, module in self.named if isinstance(module, _BatchNorm)}
         self.learnt = False
         self.named += {id(value): (f"{prefix}{name}.", value) for prefix, module in self.named
-                       for name, value in vars(module).items() if _plain(value)}.values()
+                       for name, value in vars(module).items() if name not in _OWN and _plain(value)}.values()
 
 
 def _plain(value: Any) -> bool:
@@ -108,13 +111,47 @@ class Memory:
 
 @contextlib.contextmanager
 def attributes_kept(modules: Modules) -> Iterator[None]:
-    """After it, attributes of ``modules`` are what they were before it."""
-    before = [(vars(m), {k: copied(v) for k, v in vars(m).items() if k not in _OWN}) for _, m in modules.named]
+    """After it, attributes of ``modules`` are what they were before it, random generators and small tensors too.
+
+    Of Keras' layers none is touched: what their first call makes belongs to them.
+    """
+    own = [vars(m) for _, m in modules.named if not _of_keras(m)]
+    before = [(values, {k: copied(v) for k, v in values.items() if k not in _OWN}) for values in own]
+    backs = [back for values in own for k, v in values.items() if k not in _OWN and (back := _way_back(v))]
     try:
         yield
     finally:
-        for own, values in before:
-            _assign(own, _changed(own, values))
+        for values, found in before:
+            _assign(values, _changed(values, found))
+        for back in backs:
+            back()
+
+
+def _of_keras(module: Any) -> bool:
+    return any(c.__module__.partition(".")[0] == "keras" for c in type(module).__mro__)
+
+
+def _way_back(value: Any) -> Callable[[], Any] | None:
+    """Return what gives a generator or a small tensor or array the state back that it has now; None for others."""
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, np.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if isinstance(value, np.ndarray) and value.size < LARGE and value.flags.writeable and value.dtype != object:
+        return partial(np.copyto, value, value.copy())
+    if isinstance(value, torch.Tensor) and value.numel() < LARGE and value.layout == torch.strided:
+        return partial(_write_back, value, value._version, value.detach().clone())
+    return None
+
+
+def _write_back(tensor: torch.Tensor, version: int, copy: torch.Tensor) -> None:
+    if tensor._version != version or not _same(copy, tensor):
+        with torch.no_grad():
+            tensor.detach().copy_(copy)
 
 
 def attributes(modules: Modules) -> dict[str, Any]:

@@ -159,6 +159,8 @@ def _undo(run: Run) -> None:
     run.parts.buffers.discard()
     run.dp.discard()
     run.parts.stage.rewind()
+    for take_back in run.recovery.taken_back:
+        take_back()
     run.unread_loss()
 
 

@@ -97,6 +97,8 @@ class Bridge(History):
 
     def step_start(self, run: Any) -> None:
         """``on_train_batch_begin``."""
+        if run.recovery.shrinks:
+            self._trained.keep()
         self._tell("on_train_batch_begin", run.state.cursor.epoch_step)
 
     def step_end(self, run: Any) -> None:

@@ -26,6 +26,7 @@ class TrainingMetrics:
         self._model, self._setup = model, setup_of(model)
         self._states: dict[str, np.ndarray] = {}
         self._losses: dict[str, Any] = {}
+        self._before: list[Any] = []
 
     def begin(self, run: Run) -> None:
         """Make the metrics by a sample of the data and have the task update them, where there are any."""
@@ -49,6 +50,20 @@ class TrainingMetrics:
         setup.metrics.build(*zeros_like_one((y, widened(outputs), weight)))
         self._take()
         setup.follow = self._follow
+        if self.take_back not in run.recovery.taken_back:
+            run.recovery.taken_back.append(self.take_back)
+
+    def keep(self) -> None:
+        """Remember the states as they are before a step; nothing waits for a device."""
+        self._before = [keras.ops.copy(v.value) for v in self._variables()] if self._setup.follow is not None else []
+
+    def take_back(self) -> None:
+        """Forget what has been counted since `keep`: the step is repeated."""
+        for variable, value in zip(self._variables(), self._before):
+            variable.assign(value)
+
+    def _variables(self) -> list[Any]:
+        return [v for metric in (*self._setup.metrics.named.values(), *self._losses.values()) for v in metric.variables]
 
     def restart(self) -> None:
         """Forget all batches: an epoch begins."""
@@ -78,7 +93,7 @@ class TrainingMetrics:
 
     def end(self) -> None:
         """Measure no more."""
-        self._setup.follow = None
+        self._setup.follow, self._before = None, []
 
     def _follow(self, y: Any, outputs: Any, sample_weight: Any = None, losses: dict[str, Any] | None = None) -> None:
         """Add a training batch as it passes; ``losses``: (sum, weight) of single outputs."""

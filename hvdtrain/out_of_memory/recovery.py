@@ -32,6 +32,7 @@ class Recovery:
     ``because``: why not.
 
     ``guard``: looks before each micro-batch whether a host has room for it; None on devices, which refuse themselves.
+    ``taken_back``: called where a step is repeated, for what callbacks have counted of it.
     ``ceilings``: rank -> samples of its largest micro-batch in training, of those that ran out; the same on every rank
     once the shortage has been told.
     """
@@ -43,6 +44,7 @@ class Recovery:
         self.training, self.evaluation = Ceiling(), Ceiling()
         self.ceilings: dict[int, int] = {}
         self.guard: Guard | None = None
+        self.taken_back: list[Callable[[], None]] = []
 
     @property
     def limit(self) -> int:

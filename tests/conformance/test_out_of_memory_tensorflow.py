@@ -97,6 +97,34 @@ def test_halves_of_a_micro_batch_give_the_same_gradient(tmp_path):
     assert got[0].state.metrics == pytest.approx(want[0].state.metrics, rel=1e-6)
 
 
+def test_metrics_of_training_batches_count_a_repeated_step_once():
+    import keras
+
+    from hvdtrain.keras.bridge import Bridge
+
+    def history(at):
+        faults = [Faults(), Faults(at)]
+
+        def made(rank):
+            own = model(faults[rank], exact=True)
+            own.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                        metrics=["accuracy"])
+            return own
+
+        def work(run):
+            run.callbacks.append(Bridge([], run))
+            return fitted(run).callbacks[-1].history
+
+        settings = replace(SETTINGS, optimizer=Named("auto"), metrics=[])
+        found, other = lockstep(2, settings, made, DATA, work)
+        assert faults[1].happened == len(at) and found == other
+        return found
+
+    want = history([])
+    got = history([("high", "backward", 1), ("low", "forward", 6), ("low", "forward", 7)])
+    assert got["accuracy"] == want["accuracy"] and got["loss"] == pytest.approx(want["loss"], rel=1e-6)
+
+
 def test_an_update_that_fails_in_its_middle_ends_the_run(tmp_path):
     import keras
     import tensorflow as tf

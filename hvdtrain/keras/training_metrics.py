@@ -36,6 +36,10 @@ class TrainingMetrics:
         if run.config.sync_batchnorm and run.control.size > 1:
             run.note("metrics of training batches are left out with sync_batchnorm, where stand-ins pass as samples")
             return
+        compile = run.parts.compile
+        if run.control.agree(compile is not None and bool(compile.chosen)):  # whose code was made without them
+            run.note("metrics of training batches are left out, as compile: auto computes them through XLA")
+            return
         try:
             batch = run.feed.sample(1, run.state.cursor)
         except UserError:  # a stream at its end

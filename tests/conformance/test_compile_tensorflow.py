@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 
 import pytest
-from small_runs import config, make_model, samples, solo
+from small_runs import config, fitted, make_model, samples, solo
 
-from hvdtrain.config import Config
+from hvdtrain.config import Config, Named
 
 pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
@@ -67,6 +67,24 @@ def test_what_xla_cannot_compile_is_told(tmp_path):
 def test_what_does_not_go_together_is_left_with_its_reason(changes, said, tmp_path):
     run, compile = made(tmp_path, **changes)
     assert said in compile.refusal("xla") and bool(said) == bool(compile.refusal("xla"))
+
+
+def test_metrics_of_training_batches_are_left_out_with_a_note(tmp_path, monkeypatch):
+    """XLA's code is made before the metrics are there: it would leave them at their start, which is no number."""
+    import keras
+
+    from hvdtrain.compile import choice
+    from hvdtrain.keras.bridge import Bridge
+
+    monkeypatch.setattr(choice, "MARGIN", -1000.0)  # kept however slow
+    model = make_model("tensorflow")
+    model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                  metrics=["accuracy"])
+    run = solo(replace(SETTINGS, optimizer=Named("auto"), max_steps=2, out=str(tmp_path)), model, samples(48))
+    run.callbacks.append(Bridge([], run))
+    fitted(run)
+    assert run.parts.compile.chosen == ("xla",)
+    assert set(run.callbacks[-1].history) == {"loss"} and any("training batches are left out" in n for n in run.notes)
 
 
 def test_nothing_of_it_is_there_unless_it_is_asked_for(tmp_path):

@@ -18,6 +18,7 @@ import numpy as np
 
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.data.feed import Feed
+from hvdtrain.errors import UserError
 from hvdtrain.misfit import out_of_memory, told
 from hvdtrain.protocols import Batch
 
@@ -68,7 +69,8 @@ def _run(run: Any, backend: Any, batch: Batch, training: bool) -> None:
         with told(run.spec.model, batch):
             backend.try_samples(run.parts, batch, training)
     except Exception as error:
-        if not (out_of_memory(error) or backend.out_of_memory(error)):
+        said = error.__cause__ if isinstance(error, UserError) and error.__cause__ else error
+        if not (out_of_memory(said) or backend.out_of_memory(said)):
             raise
 
 

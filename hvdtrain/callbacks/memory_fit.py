@@ -6,6 +6,7 @@ one rank decides is `hvdtrain.memory_fit`'s.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +17,15 @@ from hvdtrain.callbacks.balance import grid
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.exit import agreed
+from hvdtrain.errors import UserError
 from hvdtrain.memory_fit import learnt, words
 from hvdtrain.memory_fit.settle import Own, Settling, reckoned
 from hvdtrain.memory_plan import imported, survey
+from hvdtrain.out_of_memory import advice
+from hvdtrain.out_of_memory.shortage import Shortage, first_line
 from hvdtrain.run import say
+
+Reckoned = Callable[[int], int] | None
 
 
 class MemoryFit(Callback):
@@ -94,7 +100,7 @@ class MemoryFit(Callback):
 
     def _settling(self, run: Any, scene: Any, micro: bool, remat: bool) -> Settling:
         cap = least(run.config.micro_batch_limit, learnt.ceiling(run, scene.sample(1)) if micro else 0)
-        return Settling(scene, survey.way_of(scene, run.dp), micro, remat, cap)
+        return _least(run, lambda: Settling(scene, survey.way_of(scene, run.dp), micro, remat, cap))
 
     def _reckon(self, run: Any) -> None:
         """Find out what a step takes where the kernel would end a process that takes too much; collective."""
@@ -105,7 +111,7 @@ class MemoryFit(Callback):
         random = run.parts.state.rank_state()
         try:
             with deadline(run.config.control_timeout_s, "the look at a micro-batch's memory"):
-                found = agreed(run.control, lambda: reckoned(scene, way) if run.recovery.guard else None, "memory")
+                found = agreed(run.control, lambda: _looked(run, lambda: reckoned(scene, way)), "memory")
         finally:
             run.parts.state.load_rank(random)
         if run.recovery.guard is not None:
@@ -150,3 +156,26 @@ class MemoryFit(Callback):
             record = getattr(callback, "record", None)
             if record is not None:
                 record(run, "memory_fit", ranks=[own.to_dict() for own in owns_P])
+
+
+def _least(run: Any, settling: Callable[[], Settling]) -> Settling:
+    """What it returns; `UserError` where memory lacks even for the one sample that is tried last."""
+    try:
+        return settling()
+    except Exception as error:
+        if isinstance(error, UserError) or not run.recovery.out_of_memory(error):
+            raise
+        shortage = Shortage(run.state.cursor.step, "training", 1, -1, first_line(error))
+        raise advice.at_its_least(run.control.rank, shortage, "") from error
+
+
+def _looked(run: Any, look: Callable[[], Reckoned]) -> Reckoned:
+    """What it returns; None where memory lacks for the look itself: the first step then finds its own size."""
+    if run.recovery.guard is None:
+        return None
+    try:
+        return look()
+    except Exception as error:
+        if isinstance(error, UserError) or not run.recovery.out_of_memory(error):
+            raise
+    return None

@@ -141,9 +141,9 @@ def measure(scene: Scene, model: Model, way: Way, with_blocks: bool = False) -> 
     """
     held = _held(scene, model, way)
     most = max(1, _cut(scene.feed, scene.config)[0])
-    first = min(LEAST_SAMPLES[0], most)
     before = _now(scene)
-    peak = _peak(scene, first)  # compiles, and takes what is taken once
+    first, peak = _first_pass(scene, min(LEAST_SAMPLES[0], most))  # compiles, and takes what is taken once
+    most = most if first > 1 else 1
     own = max(0, _now(scene) - held)  # now: TensorFlow gives nothing back of what a larger pass has taken
     again = int(GRAPH_PART * max(0, own + held - before))  # training's own graph is made beside that of a trial
     sizes = _sizes(most, _at_most(scene, first, peak - before))
@@ -156,6 +156,16 @@ def measure(scene: Scene, model: Model, way: Way, with_blocks: bool = False) -> 
             if not scene.backend.out_of_memory(error) or sizes == [1]:
                 raise
         sizes = _sizes(most, max(1, sizes[-1] // 2))
+
+
+def _first_pass(scene: Scene, n: int) -> tuple[int, int]:
+    """(samples, most bytes held) of a pass of ``n`` samples, or of one where memory lacks for more."""
+    try:
+        return n, _peak(scene, n)
+    except Exception as error:
+        if n == 1 or not scene.backend.out_of_memory(error):
+            raise
+    return 1, _peak(scene, 1)
 
 
 def _measured(scene: Scene, model: Model, sizes: list[int], held: int, own: int, again: int) -> Measured:

@@ -15,6 +15,7 @@ from small_runs import CLASSES, FEATURES, HIDDEN, bits, fitted, lockstep  # noqa
 from split_models import deep  # noqa: E402
 
 from hvdtrain import backends, rng  # noqa: E402
+from hvdtrain.balance import memory  # noqa: E402
 from hvdtrain.backends.torch import placement  # noqa: E402
 from hvdtrain.config import DataParallel  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
@@ -124,3 +125,25 @@ def test_cases_end_as_undisturbed_runs():
     """Some of the campaign of `tests/fuzz/shortages.py`."""
     found = {case: said for case in drawn(10, 15, ("torch", "numpy")) if (said := wrong(case))}
     assert not found
+
+
+class Holds(nn.Module):
+    """Runs out of memory, as PyTorch's allocator of the CPU does, in training with more than ``most`` samples."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def forward(self, x: Any) -> Any:
+        if self.training and len(x) > self.most:
+            torch.empty(2**60, dtype=torch.uint8)
+        return x
+
+
+@pytest.mark.parametrize("limited, changes", [(False, {}), (False, {"micro_batch": "auto"}), (True, {})],
+                         ids=["plain", "auto", "a host with limits"])
+def test_what_is_tried_before_the_first_step_may_run_out_of_memory(limited, changes, monkeypatch):
+    monkeypatch.setattr(memory, "limited", lambda: limited)
+    trained(lambda: model(Holds(1)), range(0), **changes)
+    with pytest.raises(UserError, match="rank 0 is out of memory in training with a micro-batch of 1 "):
+        trained(lambda: model(Holds(0)), range(0), **changes)

@@ -94,7 +94,9 @@ class TorchCompile:
         return {"compile": " and ".join(self.chosen) or "nothing"}
 
     def caveats(self) -> list[str]:
-        """Return nothing: random masks are the same as uncompiled, and sums round as they do on any other device."""
+        """Return nothing: sums round as on any other device; masks are others in channels_last, but that does not
+        depend on how a batch is cut.
+        """
         return []
 
     def _hook(self, on: bool) -> None:

@@ -1,4 +1,5 @@
-"""``python -m hvdtrain bench memory``: how much memory a rank holds while it trains, unsharded and under ZeRO.
+"""``python -m hvdtrain bench memory``: how much memory a rank holds while it trains: unsharded, under ZeRO, with
+blocks recomputed.
 
 Starts a job for each way, since a process that has held much once may never give it all back, and each rank reads the
 kernel's account of itself (`hvdtrain.bench.memory_rank`). Two numbers are told, both above what the rank held after all
@@ -19,14 +20,15 @@ from typing import Any
 
 from hvdtrain.bench import options, record, table
 from hvdtrain.bench.jobs import Job, JobFailed
-from hvdtrain.bench.workloads import FILES
+from hvdtrain.bench.workloads import FILES, WORKLOADS
 from hvdtrain.build.children import orderly_signals
 from hvdtrain.errors import UserError
 from hvdtrain.run import say
 
 WAYS = {"replicate": ["--data_parallel", "replicate"],
         "zero1": ["--data_parallel.name", "zero", "--data_parallel.stage", "1"],
-        "zero2": ["--data_parallel.name", "zero", "--data_parallel.stage", "2"]}
+        "zero2": ["--data_parallel.name", "zero", "--data_parallel.stage", "2"],
+        "remat1": ["--remat", "every:1"], "remat2": ["--remat", "every:2"]}
 HEADERS = ("way", "rank", "peak RSS MiB", "bytes a parameter", "peak PSS MiB", "bytes a parameter", "formula",
            "PSS against replicate")
 MIB = 1 << 20
@@ -36,9 +38,9 @@ def formula(way: str, ranks: int) -> float:
     """Bytes a parameter in float32 with Adam: parameter, gradient and two moments.
 
     >>> [formula(way, 4) for way in WAYS]
-    [16.0, 10.0, 7.0]
+    [16.0, 10.0, 7.0, 16.0, 16.0]
     """
-    return {"replicate": 16.0, "zero1": 8 + 8 / ranks, "zero2": 4 + 12 / ranks}[way]
+    return {"zero1": 8 + 8 / ranks, "zero2": 4 + 12 / ranks}.get(way, 16.0)
 
 
 def main(argv: list[str]) -> int:
@@ -66,7 +68,8 @@ def main(argv: list[str]) -> int:
                 failed[way] = failure
             finally:
                 job.end(grace_s=0.0 if way in failed else 20.0)
-    table.show(f"memory of a rank above that after imports: {args.framework}, MLP, Adam, {args.ranks} ranks",
+    table.show(f"memory of a rank above that after imports: {args.framework}, {args.workload or 'MLP'}, Adam, "
+               f"{args.ranks} ranks",
                HEADERS, _rows(found, args.ranks), args.markdown)
     for way, about in found.items():
         if args.jsonl:
@@ -81,11 +84,14 @@ def _parser() -> options.Parser:
                             "started under mpirun: it starts a job for each way.")
     add = parser.add_argument
     add("--framework", type=options.one_of("--framework", FILES), default="torch")
-    add("--ways", type=options.some_of("--ways", WAYS), default=list(WAYS), metavar="A,B,...", help=", ".join(WAYS))
+    add("--ways", type=options.some_of("--ways", WAYS), default=list(WAYS)[:3], metavar="A,B,...",
+        help=", ".join(WAYS))
     add("--ranks", type=options.whole("--ranks", 1), default=4)
+    add("--workload", type=options.one_of("--workload", ("", *WORKLOADS)), default="",
+        help=f"of bench step, in place of the perceptron of --parameters: {', '.join(WORKLOADS)}")
     add("--parameters", type=options.whole("--parameters", 1000), default=60_000_000, help="of the model, about")
     add("--layer", type=options.whole("--layer", 100), default=5_000_000, help="most parameters of a layer")
-    add("--batch", type=options.whole("--batch", 1), default=8, help="samples of a rank")
+    add("--batch", type=options.whole("--batch", 0), default=0, help="samples of a rank; 0: 8, or the workload's")
     add("--steps", type=options.whole("--steps", 1), default=4)
     add("--threads", type=options.whole("--threads", 0), default=1, help="compute threads of a rank")
     add("--key", action="append", default=[], metavar="KEY=VALUE", help="a key of the configuration, such as "
@@ -100,7 +106,8 @@ def _parser() -> options.Parser:
 def _rank(args: argparse.Namespace, way: str, out: str) -> list[str]:
     """The command line of one rank, without what launches it. Pure."""
     words = [sys.executable, "-m", "hvdtrain.bench.memory_rank", "--framework", args.framework, "--out", out,
-             "--parameters", str(args.parameters), "--layer", str(args.layer), "--batch", str(args.batch),
+             "--workload", args.workload, "--parameters", str(args.parameters), "--layer", str(args.layer),
+             "--batch", str(args.batch or (WORKLOADS[args.workload].batch if args.workload else 8)),
              "--steps", str(args.steps), "--threads", str(args.threads), *WAYS[way]]
     for pair in args.key:
         key, _, value = pair.partition("=")

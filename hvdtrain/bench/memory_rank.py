@@ -18,10 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hvdtrain.bench.worker import MARK
-from hvdtrain.bench.workloads import FILES
+from hvdtrain.bench.workloads import FILES, WORKLOADS, Workload
 
 EVERY_S = 0.005
 """How long the watching thread sleeps between two looks."""
@@ -33,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
                                      "rank of one way; `python -m hvdtrain bench memory` starts it.")
     parser.add_argument("--framework", choices=sorted(FILES), required=True)
     parser.add_argument("--out", required=True)
+    parser.add_argument("--workload", default="")
     for name in ("--parameters", "--layer", "--batch", "--steps", "--threads"):
         parser.add_argument(name, type=int, required=True)
     args, keys = parser.parse_known_args(argv)
@@ -53,7 +52,7 @@ def _train(args: argparse.Namespace, keys: list[str], facts: Any) -> int:
     _fit(args, keys, control, [4])
     began = status("VmRSS"), smaps("Pss")
     with watched() as peak:
-        run = _fit(args, keys, control, layers(args.parameters, args.layer))
+        run = _fit(args, keys, control, layers(args.parameters, args.layer), args.workload)
     n_parameters = sum(spec.n for spec in run.parts.params.specs)
     mine = status("VmHWM") - began[0], peak[0] - began[1]
     rss, pss, late = zip(*control.gather((*mine, began[0] - imported)))
@@ -66,23 +65,23 @@ def _train(args: argparse.Namespace, keys: list[str], facts: Any) -> int:
     return 0
 
 
-def _fit(args: argparse.Namespace, keys: list[str], control: Any, hidden: list[int]) -> Any:
-    """Train a perceptron of these widths; return its run."""
+def _fit(args: argparse.Namespace, keys: list[str], control: Any, hidden: list[int], workload: str = "") -> Any:
+    """Train a perceptron of these widths, or a workload of ``bench step``; return its run."""
     from hvdtrain import loop
     from hvdtrain.assemble import assemble
     from hvdtrain.cli.train import parse
 
+    made = WORKLOADS.get(workload) or Workload("mlp", "", "mlp", args.batch, (hidden[0],), args={
+        "in_features": hidden[0], "hidden": hidden})
     config = parse([
-        *("--model", f"{FILES[args.framework]}.mlp:build"), *("--model_args.in_features", str(hidden[0])),
-        *("--model_args.hidden", json.dumps(hidden)), *("--global_batch", str(args.batch * control.size)),
+        *("--model", made.model(args.framework)), *("--model_args", json.dumps(made.args)),
+        *("--global_batch", str(args.batch * control.size)),
         *("--max_steps", str(args.steps)), *("--epochs", "1000000"), *("--eval_every", "0"), *("--progress", "off"),
         *("--checkpoint.at_end", "false"), *("--checkpoint.every", "off"), *("--data.prefetch", "0"),
         *("--optimizer.name", "Adam"), *("--metrics", "[]"), *("--out", f"{args.out}-{len(hidden)}"),
         *("--threads", str(args.threads)), *keys], os.environ)
     assert config is not None
-    rng, n = np.random.default_rng(0), 4 * args.batch * control.size
-    run = assemble(config, data=(rng.random((n, hidden[0]), dtype=np.float32), rng.integers(0, 10, n)),
-                   control=control)
+    run = assemble(config, data=made.arrays(4 * args.batch * control.size, 0), control=control)
     loop.fit(run)
     return run
 

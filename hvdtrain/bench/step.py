@@ -50,7 +50,7 @@ def _parser() -> options.Parser:
     add("--contenders", default="", metavar="A,B,...", help="just these: peers, hvdtrain[-COLLECTIVES]"
         "[+COMPRESSION] such as hvdtrain-mpi, hvdtrain+powersgd, hvdtrain+auto; hvdtrain/whole, "
         "hvdtrain/zero1, hvdtrain/zero2: Adam whose state is whole on each rank or divided; hvdtrain/compiled: compile "
-        "auto; or plain-each: on each "
+        "auto; hvdtrain/remat1, hvdtrain/remat2: all blocks, or every second, recomputed; or plain-each: on each "
         "rank at once a plain loop of its own, without any exchange")
     add("--check", action="store_true", help="do not measure: take the same 3 steps in each contender and compare")
     return parser

@@ -86,6 +86,7 @@ def test_adam_is_raced_with_its_state_whole_and_divided():
 
 def test_what_is_compiled_is_compared_with_compiled_peers():
     assert contender("hvdtrain/compiled", "torch").options["compile"] == "auto"
+    assert contender("hvdtrain/remat2", "torch").options["remat"] == "every:2"
     names = ["hvdtrain", "hvdtrain/compiled", "ddp", "ddp-compiled"]
     found = standings.summarise(dict(zip(names, ([8.0], [6.0], [9.0], [7.0]))),
                                 [contender(name, "torch") for name in names], 2)

@@ -160,7 +160,7 @@ _PEERS: dict[str, list[Contender]] = {
     ],
 }
 _OURS = re.compile(r"hvdtrain(?:-(?P<wire>[a-z]+))?(?:\+(?P<compression>[a-z0-9]+))?(?:@(?P<balance>[a-z]+))?"
-                   r"(?:/(?P<adam>whole|zero1|zero2|compiled))?")
+                   r"(?:/(?P<kind>whole|zero1|zero2|compiled|remat1|remat2))?")
 
 
 def peers(framework: str) -> list[str]:
@@ -170,7 +170,7 @@ def peers(framework: str) -> list[str]:
 
 def contender(name: str, framework: str) -> Contender:
     """The contender called ``name``: a peer, or ``hvdtrain[-WIRE][+COMPRESSION][@BALANCE][/KIND]``, KIND whole, zero1,
-    zero2 or compiled; `UserError` for any other."""
+    zero2, compiled, remat1 or remat2; `UserError` for any other."""
     ours = _OURS.fullmatch(name)
     if ours:
         wire, compression, balance = ours["wire"] or "auto", ours["compression"] or "none", ours["balance"] or "off"
@@ -181,14 +181,17 @@ def contender(name: str, framework: str) -> Contender:
                 raise UserError(f"contender {name}: there are no {what} {value!r}", nearest(value, choices),
                                 "correct --contenders")
         unlike = {} if balance == "off" else {"balance": balance}
-        if ours["adam"]:
-            unlike |= {"compile": "auto"} if ours["adam"] == "compiled" else {"adam": ours["adam"]}
+        kind = ours["kind"] or ""
+        if kind.startswith("remat"):
+            unlike["remat"] = f"every:{kind[-1]}"
+        elif kind:
+            unlike |= {"compile": "auto"} if kind == "compiled" else {"adam": kind}
         return Contender(name, "ours", {"wire": wire, "compression": compression, **unlike},
                          "horovod" if wire == "horovod" else "", peer=False)
     found = next((c for c in _PEERS[framework] if c.name == name), None)
     if found is None:
         known = ["hvdtrain", "hvdtrain-WIRE", "hvdtrain+COMPRESSION", "hvdtrain@BALANCE", "hvdtrain/zero1",
-                 "hvdtrain/compiled", *(c.name for c in _PEERS[framework])]
+                 "hvdtrain/compiled", "hvdtrain/remat2", *(c.name for c in _PEERS[framework])]
         raise UserError(f"there is no contender {name!r} for {framework}", nearest(name, known), "correct --contenders")
     return found
 

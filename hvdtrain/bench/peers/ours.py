@@ -18,8 +18,9 @@ from hvdtrain.errors import UserError, nearest
 
 
 def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance: str = "off",
-            looks: bool = True, adam: str = "", compile: str = "off") -> Prepared:
-    """``wire``: the configuration's ``collectives``; ``compression``, ``balance``, ``compile``: its keys of that name.
+            looks: bool = True, adam: str = "", compile: str = "off", remat: str = "off") -> Prepared:
+    """``wire``: the configuration's ``collectives``; ``compression``, ``balance``, ``compile``,
+    ``remat``: its keys of that name.
 
     ``adam``: "whole", "zero1" or "zero2": Adam in place of SGD, its state on each rank or divided in that stage.
     ``looks``: whether summed gradients are looked at, as always but in the bench that tells what it costs.
@@ -29,7 +30,7 @@ def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance
     from hvdtrain.events import Event
     from hvdtrain.outdir import starting
 
-    run = assemble(_config(setup, wire, compression, balance, adam, compile), data=setup.arrays)
+    run = assemble(_config(setup, wire, compression, balance, adam, compile, remat), data=setup.arrays)
     if not looks:
         for part in (run.dp, run.collectives):
             setattr(part, "looks", False)  # noqa: B010  (of the wires only those that look have it)
@@ -67,7 +68,7 @@ def _live(run: Any) -> Iterator[Any]:
         run.state.cursor = run.state.cursor.next_epoch()
 
 
-def _config(setup: Setup, wire: str, compression: str, balance: str, adam: str, compile: str) -> Any:
+def _config(setup: Setup, wire: str, compression: str, balance: str, adam: str, compile: str, remat: str) -> Any:
     """The run's configuration: what all contenders share, nothing else changed from its default."""
     from hvdtrain.config import Checkpoint, Config, Data, DataParallel, Named
 
@@ -82,8 +83,8 @@ def _config(setup: Setup, wire: str, compression: str, balance: str, adam: str, 
                   balance=balance, emulate_speed=list(setup.emulate_speed),  # type: ignore[arg-type]
                   rebalance=section(Rebalance, "--rebalance", ("probe_cache=false", *setup.rebalance)),
                   checkpoint=Checkpoint(every="off", at_end=False), progress="off", threads=setup.threads,
-                  control_timeout_s=IDLE_S, compile=compile,  # type: ignore[arg-type]
-                  out=str(Path(setup.scratch, f"hvdtrain-{wire}-{compression}-{balance}-{adam}-{compile}")))
+                  control_timeout_s=IDLE_S, compile=compile, remat=remat,  # type: ignore[arg-type]
+                  out=str(Path(setup.scratch, f"hvdtrain-{wire}-{compression}-{balance}-{adam}-{compile}-{remat}")))
 
 
 def exchange(settings: Sequence[str], powersgd_rank: int) -> Exchange:

@@ -17,6 +17,9 @@ from hvdtrain.remat.knapsack import Choice, cheapest
 WORTH = 0.05
 """Part of a step's time that recomputing has to save over smaller micro-batches."""
 
+HARDLY = 0.05
+"""Part of its memory for which a rank does not cut its micro-batches smaller, where the least is too much already."""
+
 ALL_UP_TO, GROWTH = 8, 1.25
 """Numbers of micro-batches that are tried with blocks recomputed: each of the first few, then by this factor."""
 
@@ -50,7 +53,7 @@ class Fit:
 def choose(room: Room, n: int, least_parts: int, most_parts: int) -> Fit:
     """Return how ``n`` samples of a step are best computed in ``least_parts`` to ``most_parts`` micro-batches.
 
-    Where nothing fits: the most micro-batches, with the blocks recomputed that come nearest.
+    Where nothing fits: what comes `nearest`, with the blocks recomputed that do most for it.
     """
     if n == 0:
         return Fit(0, least_parts, Choice((), 0, 0.0, True), 0)
@@ -67,7 +70,18 @@ def choose(room: Room, n: int, least_parts: int, most_parts: int) -> Fit:
         without = in_parts(room, n, plain)
         if best is None or _seconds(room, best, n) > (1 - WORTH) * _seconds(room, without, n):
             return without
-    return best or in_parts(room, n, most_parts)
+    return best or nearest(room, n, least_parts, most_parts)
+
+
+def nearest(room: Room, n: int, least_parts: int, most_parts: int) -> Fit:
+    """Return the fewest micro-batches that hold hardly more than the most would; pure.
+
+    Where what lasts is too much, or a process shows no rise with the samples because it has held more before, tiny
+    micro-batches would save nothing and take many times as long. What then runs out in earnest is halved in the run.
+    """
+    last = in_parts(room, n, most_parts)
+    found = (in_parts(room, n, parts) for parts in _some(least_parts, most_parts - 1))
+    return next((fit for fit in found if fit.choice.peak <= (1 + HARDLY) * last.choice.peak), last)
 
 
 def in_parts(room: Room, n: int, parts: int) -> Fit:

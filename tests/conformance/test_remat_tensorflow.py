@@ -151,6 +151,28 @@ def test_recomputed_blocks_train_to_the_same_bits(make, blocks, more):
     assert got == without and copied >= set(blocks)
 
 
+class Compiled(L.Layer):
+    """Calls a function of TensorFlow's."""
+
+    def __init__(self, **more):
+        super().__init__(**more)
+        self.inner = L.Dense(12)
+        self.function = tf.function(lambda x: tf.nn.gelu(self.inner(x)) * tf.sin(x), autograph=False)
+
+    def call(self, x):
+        return tf.tanh(self.function(x))
+
+
+def test_a_block_that_calls_a_function_of_tensorflows_is_refused_by_name():
+    """TensorFlow opens it after the graph is made, and merges what is in it with what reads it: the last bits differ.
+    """
+    step = attached(seq(lambda: Compiled(name="a"), lambda: L.Dense(12, "gelu", name="b"))(),
+                    sample=lambda n: batch(0, n))
+    remat = step.parts.remat
+    assert "tf.function" in remat.refusal("a") and [remat.refusal(name) for name in ("b", "out")] == ["", ""]
+    step.leave()
+
+
 class Asked(NullCollectives):
     """Two ranks with the same samples; counts what a graph asks of them when it runs."""
 

@@ -28,6 +28,7 @@ VIEWS = ("Identity", "Reshape", "Squeeze", "ExpandDims")
 """Operations whose result lies in the memory of their first input."""
 
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
+_FUNCTIONS = ("PartitionedCall", "StatefulPartitionedCall")
 _KEPT = ("Placeholder", "Const", "PyFuncStateless")
 
 _instead: list[Callable[[str, Callable[[], Any]], Any]] = []
@@ -55,6 +56,12 @@ class Recording:
     within: set[str] = field(default_factory=set)
     n_forward: int = -1
     depth: int = 0
+
+    def fused(self) -> set[str]:
+        """Return the blocks that call a function of TensorFlow's: it is opened after the graph is made, and what is
+        in it merged with what reads it."""
+        ops = self.graph.get_operations()
+        return {call.name for call in self.calls if any(op.type in _FUNCTIONS for op in ops[call.begin:call.end])}
 
 
 @contextlib.contextmanager

@@ -38,16 +38,20 @@ class Remat:
         self._layers, self._sample = dict(blocks), sample
         self._installed = False
         self._forward: recompute.Recording | None = None
+        self._fused: set[str] = set()
 
     def refusal(self, name: str) -> str:
         """Return why block ``name`` cannot be recomputed: a training forward pass does not call it where it can be."""
         if self._forward is None and self._sample is not None and self.measures is not None:
             with self._all_marked():
                 self._forward = self.measures.forward(self._sample(SAMPLES))
+                self._fused = self._forward.fused()
         if self._forward is None:
             return ""
         if name in self._forward.inner:
             return "it is called in a loop, in a condition or in a tf.function of the model's own"
+        if name in self._fused:
+            return "it calls a tf.function of the model's own, within which TensorFlow may round otherwise"
         called = {call.name for call in self._forward.calls} | self._forward.within
         return "" if name in called else "the model's forward pass in training does not call it"
 

@@ -109,7 +109,7 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     parts.transforms += agreed(control, lambda: transforms.own(config), "transforms")
     group = world(control.size, control.rank)
     recovery = _recovery(config, backend, control, notes)
-    if devices[control.rank].kind == "cpu":
+    if devices[control.rank].kind == "cpu" and recovery.shrinks:  # else it would end a run on a forecast
         recovery.guard = Guard(len(topology.host_of(control.rank).ranks))
     schedule: Schedule = Recovering(Accumulate(parts.stage, recovery.guard), parts.stage, recovery)
     run = Run(config, control, group, topology, wire, spec, parts, schedule, feed, test_feed,

@@ -36,6 +36,8 @@ class Recovering:
             return self._schedule.gradients(batch, scale, sink)
         except Exception as error:
             if not recovery.answers(error):
+                if error.__cause__ is not None and recovery.out_of_memory(error.__cause__):
+                    raise no_repeat("a step", first_line(error)) from error  # such as an update that is half made
                 raise
             why, fits = first_line(error), not isinstance(error, UserError)
             if not recovery.shrinks:

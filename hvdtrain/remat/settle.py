@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import UserError
-from hvdtrain.remat.names import wanted
+from hvdtrain.remat.names import WORDS, wanted
 
 if TYPE_CHECKING:
     from hvdtrain.run import Run
@@ -17,6 +17,9 @@ def settle(run: Run, backend: Any) -> None:
     Errors: `UserError` for names that the model does not have, and for a block that cannot be recomputed exactly.
     """
     text, remat = run.config.remat, run.parts.remat
+    of_keras = any(cls.__module__.startswith("keras.") for cls in type(run.spec.model).__mro__)
+    if of_keras and run.spec.framework == "torch":
+        _refuse_keras(text)
     names = wanted(text, [] if remat is None else remat.names)
     if remat is None or not names:
         return
@@ -26,3 +29,11 @@ def settle(run: Run, backend: Any) -> None:
             raise UserError(f"remat: block {name} cannot be recomputed exactly: {why}", "blocks without that",
                             "leave it out of remat, or set remat: auto, which does")
     remat.choose(names)
+
+
+def _refuse_keras(text: str | list[str]) -> None:
+    """Raise `UserError` for blocks of a Keras model that PyTorch computes: its seed generators are Keras' own."""
+    if text not in WORDS:
+        raise UserError(f"remat is {text!r} with a Keras model on PyTorch",
+                        "a model of PyTorch's own, or Keras on TensorFlow",
+                        "set remat: off, or KERAS_BACKEND=tensorflow")

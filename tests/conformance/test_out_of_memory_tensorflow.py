@@ -14,7 +14,8 @@ pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 from fragile_keras import Faults, model  # noqa: E402
 
-from hvdtrain.backends.tensorflow.entered import Graph, UpdateBroken  # noqa: E402
+from hvdtrain.backends.tensorflow.entered import Graph  # noqa: E402
+from hvdtrain.errors import UserError  # noqa: E402
 
 SETTINGS = config(global_batch=24, max_steps=3, lr=0.01, accumulate=2, optimizer=Named("Adam"),
                   exchange=Exchange(bucket_mb=0.0005))
@@ -143,5 +144,5 @@ def test_an_update_that_fails_in_its_middle_ends_the_run(tmp_path):
     made.compile(Breaking(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     made.optimizer.breaks = True
     settings = replace(SETTINGS, optimizer=Named("auto"), metrics=[], out=str(tmp_path))
-    with pytest.raises(UpdateBroken, match="cannot be repeated"):
+    with pytest.raises(UserError, match="out of memory in a step, which cannot be repeated"):
         lockstep(1, settings, lambda rank: made, DATA, fitted)

@@ -62,6 +62,11 @@ if HERE:
         assert torch.equal(torch.cat(vectors), parts.params.flat(bucket)) == elementwise
         assert not torch.equal(parts.params.flat(bucket), whole)
 
+    def test_recomputed_blocks_are_refused(tmp_path):
+        model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(5)])
+        with pytest.raises(UserError, match="remat is 'every:1' with a Keras model on PyTorch"):
+            lockstep(1, config(remat="every:1", out=str(tmp_path)), lambda rank: model, samples(8), fitted)
+
     def test_zero_divides_an_optimizer_of_pytorch_and_refuses_the_compiled_one(tmp_path):
         def job(name, way):
             settings = config(global_batch=24, max_steps=6, optimizer=Named(name), lr=0.01, data_parallel=way,

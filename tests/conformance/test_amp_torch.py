@@ -26,14 +26,14 @@ TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Seen(nn.Module):
-    """Passes on what it gets, and remembers its type."""
+    """Passes on what it gets, and adds its type to ``types``; a trial would put back a list that it held."""
 
-    def __init__(self):
+    def __init__(self, types):
         super().__init__()
-        self.types = []
+        self.add = types.append
 
     def forward(self, x):
-        self.types.append(x.dtype)
+        self.add(x.dtype)
         return x
 
 
@@ -46,16 +46,16 @@ def made(own, model, config=PLAIN, wire=None, bucket_mb=0.0005, **parts):
 @pytest.mark.parametrize("own", TYPES)
 @pytest.mark.parametrize("wire", [NullCollectives, TwoRanksInOne])
 def test_the_model_computes_narrow_and_the_gradient_is_float32_and_unscaled(own, wire):
-    seen = Seen()
-    step = made(own, mlp(extra=[seen]), wire=wire())
-    exact = made("fp32", mlp(extra=[Seen()]), wire=wire())
+    seen = []
+    step = made(own, mlp(extra=[Seen(seen)]), wire=wire())
+    exact = made("fp32", mlp(extra=[Seen([])]), wire=wire())
     for s in (step, exact):
         s.zero()
         for i, micro in enumerate(cut(batch(0), 20, 12)):
             loss, _ = s.forward_backward(micro, 1 / 32, i == 1)
             assert loss.dtype == torch.float32
         s.exchange()
-    assert seen.types == [TYPES[own]] * 2 and not torch.is_autocast_enabled("cpu")
+    assert seen == [TYPES[own]] * 2 and not torch.is_autocast_enabled("cpu")
     for p, q in zip(step.model.parameters(), exact.model.parameters()):
         assert p.grad.dtype == p.dtype == torch.float32
         assert 0 < (p.grad - q.grad).abs().max() < 2e-2 * q.grad.abs().max()
@@ -79,11 +79,11 @@ def test_a_bucket_with_unused_parameters_is_unscaled_once(wire):
 
 
 def test_evaluation_and_trials_compute_in_the_same_type():
-    seen = Seen()
-    step = made("bf16", mlp(extra=[seen]))
+    seen = []
+    step = made("bf16", mlp(extra=[Seen(seen)]))
     step.evaluate(batch(0))
     step.trial(batch(0))
-    assert seen.types == [torch.bfloat16] * 2 and set(step.eval_totals()) == {"loss", "accuracy"}
+    assert seen == [torch.bfloat16] * 2 and set(step.eval_totals()) == {"loss", "accuracy"}
 
 
 def test_losses_that_autocast_refuses_are_taken_in_float32():

@@ -150,5 +150,5 @@ def test_the_table_shows_each_device():
 
 
 def test_a_part_of_a_rank_without_a_share_is_one_sample():
-    assert plan.part_samples(SimpleNamespace(shares=[1, 0], global_batch=64, accumulate=1, micro_batch=0,
+    assert plan.part_samples(SimpleNamespace(shares=[1, 0], global_batch=64, accumulate=1, micro_batch_limit=0,
                                              split_micro_batches=4, model_parallel=2), 1, 2) == 1

@@ -67,8 +67,8 @@ WORKLOADS = {w.name: w for w in (
     Workload("resnet", "small ResNet for 32x32x3 images, 0.27M parameters", "resnet", 32, (32, 32, 3)),
     Workload("gpt", "decoder, 4 blocks of width 256, 64 tokens, 3.22M parameters", "gpt", 8, (64,), vocab=96,
              args={"vocab": 96, "context": 64, "width": 256, "depth": 4}),
-    Workload("gpt12", "decoder, 12 blocks of width 128, 128 tokens, dropout 0.1, 2.42M parameters", "gpt", 16, (128,),
-             vocab=96, args={"vocab": 96, "context": 128, "width": 128, "depth": 12, "dropout": 0.1}),
+    Workload("gpt12", "decoder, 12 blocks of width 128, 128 tokens, 2.42M parameters", "gpt", 16, (128,), vocab=96,
+             args={"vocab": 96, "context": 128, "width": 128, "depth": 12}),
     Workload("tiny", "64-32-10 perceptron: the cost of a step apart from its arithmetic", "mlp", 8, (64,),
              args={"in_features": 64, "hidden": [32], "classes": 10}),
 )}

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 FEATURES, CLASSES = 12, 5
 DIE = "TEST_DIE_AT"
-"""Environment variable "RANK:N": that rank's process is killed when it fetches its Nth batch of training data."""
+"""Environment variable "RANK:N:DIRECTORY": that rank's process is killed when it fetches its Nth batch of training
+data and the directory holds two checkpoints, which are written beside training."""
 
 
 def torch_model(dropout: float = 0.2) -> Any:
@@ -35,9 +38,6 @@ def keras_model(dropout: float = 0.2) -> Any:
 
 def torch_breaks(rank: int, marker: str) -> Any:
     """A model whose forward raises on one rank at its third call, having written the time to the file ``marker``."""
-    import time
-    from pathlib import Path
-
     import torch
 
     class Broken(torch.nn.Linear):
@@ -64,7 +64,8 @@ class Samples:
     def __init__(self, n: int, seed: int, mortal: bool) -> None:
         draw = np.random.default_rng([n, seed])
         self.x, self.y = draw.standard_normal((n, FEATURES)).astype(np.float32), draw.integers(0, CLASSES, n)
-        rank, _, count = os.environ.get(DIE, "").partition(":") if mortal else ("", "", "")
+        told = os.environ.get(DIE, "") if mortal else ""
+        rank, count, self.saves = told.split(":", 2) if told else ("", "", "")
         self.left = int(count) if rank and int(rank) == my_rank() else -1
 
     def __len__(self) -> int:
@@ -74,6 +75,9 @@ class Samples:
         """Return the samples ``indices_n``."""
         self.left -= 1
         if self.left == 0:
+            bound = time.monotonic() + 30
+            while len(list(Path(self.saves).glob("step-*"))) < 2 and time.monotonic() < bound:
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         return self.x[indices_n], self.y[indices_n]
 

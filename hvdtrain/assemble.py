@@ -17,10 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import backends, data_parallel, first_sample, placed, rng, transforms, unused
+from hvdtrain import backends, data_parallel, first_sample, placed, reports, rng, transforms, unused
 from hvdtrain.alike import check_alike
 from hvdtrain.balance.emulate import Slowed
-from hvdtrain.callbacks import progress
 from hvdtrain.callbacks.audit import Audit
 from hvdtrain.callbacks.auto_compile import AutoCompile
 from hvdtrain.callbacks.auto_compression import AutoCompression
@@ -28,7 +27,6 @@ from hvdtrain.callbacks.balance import Balance
 from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.callbacks.divergence import Divergence
 from hvdtrain.callbacks.early_stop import EarlyStop
-from hvdtrain.callbacks.jsonl import Jsonl
 from hvdtrain.callbacks.ledger import Ledger
 from hvdtrain.callbacks.memory import Memory
 from hvdtrain.callbacks.memory_fit import MemoryFit
@@ -36,6 +34,7 @@ from hvdtrain.callbacks.meter import Meter
 from hvdtrain.callbacks.nan_guard import NanGuard
 from hvdtrain.callbacks.out_of_memory import OutOfMemory
 from hvdtrain.callbacks.preempt import Preempt
+from hvdtrain.callbacks.recorder import Recorder
 from hvdtrain.callbacks.supervised import Supervised
 from hvdtrain.callbacks.throughput import Throughput
 from hvdtrain.checkpoint import session
@@ -63,6 +62,7 @@ from hvdtrain.pipeline.accumulate import Accumulate
 from hvdtrain.precision import policy
 from hvdtrain.precision.policy import Precision
 from hvdtrain.protocols import Callback, Collectives, Control, Schedule
+from hvdtrain.records.stream import Stream
 from hvdtrain.remat.settle import settle
 from hvdtrain.resolve import load_callable
 from hvdtrain.run import Run
@@ -134,7 +134,9 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
     agreed(control, lambda: settle(run, backend), "remat")
     agreed(control, run.join, "exchange")
     parts.buffers.share()
-    run.callbacks = _callbacks(run, facts, more)
+    run.callbacks = _callbacks(run, more)
+    if control.rank == 0:
+        run.records = Stream(partial(reports.make, run, facts.kind != "solo"))
     if control.size > 1:
         bent = (*parts.caveats(), *run.dp.caveats)
         run.notes += [f"not independent of the number of ranks: {caveat}" for caveat in bent]
@@ -278,7 +280,7 @@ def eval_feed(run: Run, data: Any) -> Feed:
     return feed
 
 
-def _callbacks(run: Run, facts: LaunchFacts, more: Callable[[Run], list[Callback]] | None) -> list[Callback]:
+def _callbacks(run: Run, more: Callable[[Run], list[Callback]] | None) -> list[Callback]:
     """Those that decide and measure before those that report; checkpoints last, so that they hold the others' state.
 
     The ranks' weights are compared after all that may change them, and before they are saved.
@@ -292,14 +294,15 @@ def _callbacks(run: Run, facts: LaunchFacts, more: Callable[[Run], list[Callback
     meter = Meter(config.rebalance.every_steps)
     if run.control.size > 1:
         own.append(meter)
+    compression = AutoCompression() if config.compression == "auto" else None
     if config.balance != "off":
-        own.append(Balance(meter))
+        own.append(Balance(meter, lambda: compression is not None and not compression.settled))
     if config.early_stop.metric:
         own.append(EarlyStop(config.early_stop))
-    if config.compression == "auto":
-        own.append(AutoCompression())
+    if compression is not None:
+        own.append(compression)
     own += [_own_callback(text) for text in config.callbacks]
-    own += [Jsonl(config.log_every), *progress.make(config.progress, facts.kind != "solo")]
+    own.append(Recorder(meter))
     own += more(run) if more else ()
     one_model = run.control.size > 1 and run.collectives.name != "null"  # null: every rank trains its own
     if config.check_every and one_model:

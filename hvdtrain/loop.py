@@ -32,6 +32,7 @@ def fit(run: Run) -> None:
     """Train ``run`` from its cursor to its last epoch or to an agreed stop; the model is its user's own again then."""
     with joined(run):
         try:
+            run.records.open()
             _fit(run)
         finally:
             if run.saver is not None:

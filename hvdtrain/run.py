@@ -30,6 +30,7 @@ from hvdtrain.model import Spec
 from hvdtrain.out_of_memory.recovery import Recovery
 from hvdtrain.parts import Parts
 from hvdtrain.protocols import Callback, Collectives, Control, DataParallel, Schedule
+from hvdtrain.records.stream import Stream
 
 if TYPE_CHECKING:
     from hvdtrain.checkpoint.saving import Saving
@@ -177,10 +178,8 @@ class Run:
     """What each rank computes on."""
     dp: DataParallel = field(init=False)
     """How the copies of the model stay one; `hvdtrain.assemble` sets it when the first sample has gone through."""
-    window: Any = None
-    """The `hvdtrain.callbacks.meter.Window` that ended with the latest step, else None."""
-    reading: Any = None
-    """The `hvdtrain.balance.meter.Reading` over the run so far, once there is one."""
+    records: Stream = field(default_factory=Stream)
+    """What has happened; on rank 0 reports read it."""
     solo_lines: list[Line] = field(default_factory=list)
     """How long each rank takes over a micro-batch, where balance knows it."""
     out: Path = Path()
@@ -239,8 +238,14 @@ class Run:
     def note(self, text: str) -> None:
         """Keep a remark for the summary and the log, and print it on rank 0 now."""
         self.notes.append(text)
+        self.record("note", text=text)
         if self.control.rank == 0:
             say(f"note: {text}")
+
+    def record(self, event: str, **values: Any) -> None:
+        """Tell the reports of rank 0 what has happened (`hvdtrain.records.schema`); enters no collective."""
+        if self.control.rank == 0:
+            self.records.write(self, event, values)
 
     def tell(self) -> None:
         """Print the remarks made before there was a run; on rank 0."""

@@ -32,7 +32,7 @@ def record(run: Any) -> dict[str, Any]:
         "samples_per_s": _number(phases.samples_per_s()),
         "loss": _number(s.loss),
         "metrics": {k: _number(v) for k, v in s.metrics.items()},
-        "meter": _meter(run.reading),
+        "meter": _meter(run),
         "zero": _zero(run.dp),
         "saves": _saves(run),
         "phases_ms": {name: round(1e3 * seconds / steps, 3) for name, seconds in phases.seconds.items()},
@@ -57,8 +57,8 @@ def rows(run: Any) -> list[tuple[str, str]]:
              ("train loss", f"{r['loss']:.4g}" if r["loss"] is not None else "none")]
     table += [(f"test {name}", f"{value:.4f}" if value is not None else "none") for name, value in r["metrics"].items()]
     table += _ledger(r["ledger"])
-    if run.reading is not None:
-        table += _efficiency(run)
+    if r["meter"]:
+        table += _efficiency(r["meter"])
     table.append(("time a step", ", ".join(f"{name} {ms:.1f}" for name, ms in r["phases_ms"].items()) + " ms"))
     if r["zero"]:
         table.append(("zero", f"stage {r['zero']['stage']}, parameters gathered in {r['zero']['gather_ms']:.1f} ms a "
@@ -70,14 +70,15 @@ def rows(run: Any) -> list[tuple[str, str]]:
     return table + [("note", note) for note in r["notes"]]
 
 
-def _meter(reading: Any) -> dict[str, Any] | None:
+def _meter(run: Any) -> dict[str, Any] | None:
     """The meter's reading over the run, JSON-able; None where there was none."""
-    if reading is None:
+    if "meter" not in run.records.latest:
         return None
-    ranks = [{name: _number(value) for name, value in vars(row).items()} for row in reading.rows]
-    return {"percent_of_solo": _number(reading.percent), "step_s": _number(reading.step_s),
-            "lost_percent": {cause: _number(value) for cause, value in reading.lost.items()}, "ranks": ranks,
-            "advice": reading.sentence}
+    found = run.records.latest["meter"].values
+    ranks = [{name: _number(value) for name, value in row.items()} for row in found["ranks"]]
+    return {"percent_of_solo": _number(found["percent_of_solo"]), "step_s": _number(found["step_s"]),
+            "lost_percent": {cause: _number(value) for cause, value in found["lost_percent"].items()}, "ranks": ranks,
+            "advice": found["advice"]}
 
 
 def _ledger(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -133,16 +134,16 @@ def _saved(saves: dict[str, Any]) -> str:
             "thread beside it")
 
 
-def _efficiency(run: Any) -> list[tuple[str, str]]:
+def _efficiency(found: dict[str, Any]) -> list[tuple[str, str]]:
     """The meter's rows: how much of the devices' speed was used, what was lost, each rank, what to do."""
-    reading = run.reading
-    lost = ", ".join(f"{WORDS[cause]} {percent:.1f} %" for cause, percent in reading.lost.items())
-    rows = [("efficiency", f"{reading.percent:.0f} % of the sum of solo speeds"), ("time lost", lost)]
-    for rank, row in list(enumerate(reading.rows))[:MOST_RANKS]:
-        rows.append((f"rank {rank}", f"{row.samples:.4g} samples, compute {1e3 * row.compute_s:.1f}, wait "
-                     f"{1e3 * row.wait_s:.1f}, input {1e3 * row.data_s:.1f}, update {1e3 * row.update_s:.1f} ms"))
-    more = [("", f"and {len(reading.rows) - MOST_RANKS} ranks more")] if len(reading.rows) > MOST_RANKS else []
-    return rows + more + [("advice", reading.sentence)]
+    lost = ", ".join(f"{WORDS[cause]} {percent:.1f} %" for cause, percent in found["lost_percent"].items())
+    rows = [("efficiency", f"{found['percent_of_solo']:.0f} % of the sum of solo speeds"), ("time lost", lost)]
+    for rank, row in list(enumerate(found["ranks"]))[:MOST_RANKS]:
+        rows.append((f"rank {rank}", f"{row['samples']:.4g} samples, compute {1e3 * row['compute_s']:.1f}, wait "
+                     f"{1e3 * row['wait_s']:.1f}, input {1e3 * row['data_s']:.1f}, update "
+                     f"{1e3 * row['update_s']:.1f} ms"))
+    more = len(found["ranks"]) - MOST_RANKS
+    return rows + ([("", f"and {more} ranks more")] if more > 0 else []) + [("advice", found["advice"])]
 
 
 def show(run: Any) -> None:

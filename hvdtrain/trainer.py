@@ -101,6 +101,7 @@ class Trainer:
         finally:
             for callback in run.callbacks:
                 getattr(callback, "close", _nothing)(run)
+            run.records.close(run)
         if run.begun and not run.state.requeue:
             export(run)
         if run.control.rank == 0:

@@ -34,6 +34,19 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def records_are_documented():
+    """Fail wherever a record is made that `hvdtrain.records.schema` does not tell of."""
+    from hvdtrain.records import schema, stream
+
+    def check(record):
+        assert not schema.problems(record)
+
+    stream.checks.append(check)
+    yield
+    stream.checks.remove(check)
+
+
 @pytest.fixture(autouse=True)
 def untuned_datasets():
     """Every `tf.data` iterator without its tuning thread: one that the garbage collector ends may hold the process for

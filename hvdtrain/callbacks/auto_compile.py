@@ -61,7 +61,7 @@ class AutoCompile(Callback):
             compile.use(tuple(self.chosen[own]))
             for text in words(option, rows, found):
                 run.note(f"compile auto: {text}")
-            _log(run, option, {kind: vars(one) for kind, one in found.items()})
+            run.record("compile", option=option, kinds={kind: vars(one) for kind, one in found.items()})
 
     def _keep(self, run: Run, names: list[str]) -> None:
         """Use what was chosen before the run was saved, so that it goes on as it was; collective."""
@@ -83,11 +83,3 @@ class AutoCompile(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo `state_dict`."""
         self.chosen = {kind: list(options) for kind, options in state["chosen"].items()}
-
-
-def _log(run: Run, option: str, found: dict[str, Any]) -> None:
-    """A record in the log of the run, by the callbacks that keep one; on rank 0."""
-    for callback in run.callbacks if run.control.rank == 0 else ():
-        record = getattr(callback, "record", None)
-        if record is not None:
-            record(run, "compile", option=option, kinds=found)

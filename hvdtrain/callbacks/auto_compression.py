@@ -95,9 +95,9 @@ class AutoCompression(Callback):
         if run.control.rank == 0 and config.progress != "off":
             for line in choice.table(rows, found.refused, decision.name, wire.size):
                 say(line)
-        _log(run, "decided", choice=decision.name, reason=decision.reason, base=asdict(base),
-             rows=[asdict(row) for row in rows], refused=found.refused, sweep_s=found.seconds,
-             links={kind: asdict(link) for kind, link in found.links.items()})
+        run.record("compression", stage="decided", choice=decision.name, reason=decision.reason, base=asdict(base),
+                   rows=[asdict(row) for row in rows], refused=found.refused, sweep_s=found.seconds,
+                   links={kind: asdict(link) for kind, link in found.links.items()})
         if decision.name == "none":
             self._settle(run, decision.reason)
             return
@@ -115,7 +115,7 @@ class AutoCompression(Callback):
         if not keep:
             self.choice = "none"
             run.use_compressor("none")
-        _log(run, "checked", choice=self.choice, reason=reason, measured_s=measured_s)
+        run.record("compression", stage="checked", choice=self.choice, reason=reason, measured_s=measured_s)
         self._settle(run, reason)
 
     def _settle(self, run: Any, reason: str) -> None:
@@ -170,11 +170,3 @@ def _clock(run: Any) -> tuple[float, float]:
 def _world(run: Any) -> str:
     """What a choice depends on, in words."""
     return f"{run.control.size} ranks, {run.topology.describe()}, {run.collectives.name}"
-
-
-def _log(run: Any, stage: str, **fields: Any) -> None:
-    """A record in the log of the run, by the callbacks that keep one; on rank 0."""
-    for callback in run.callbacks if run.control.rank == 0 else ():
-        record = getattr(callback, "record", None)
-        if record is not None:
-            record(run, "compression", stage=stage, **fields)

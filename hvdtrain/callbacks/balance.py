@@ -7,6 +7,7 @@ Every rank decides from the same numbers, and so alike (law 6).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain import backends
@@ -29,12 +30,13 @@ VERIFY_ROUNDS = 4
 
 
 class Balance(Callback):
-    """Runs on all ranks. ``meter``: whose windows it decides on."""
+    """Runs on all ranks. ``meter``: whose windows it decides on. ``holds``: others compare steps with the cut in force,
+    which a new plan would change."""
 
     where = "all"
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+    def __init__(self, meter: Meter, holds: Callable[[], bool] = lambda: False) -> None:
+        self._meter, self._holds = meter, holds
         self._rebalancer: Rebalancer | None = None
         self._world = ""
         self._kept: dict[str, Any] = {}
@@ -56,15 +58,15 @@ class Balance(Callback):
 
     def step_end(self, run: Any) -> None:
         """At the end of a window: advise, and in auto plan anew where that is worth it."""
-        window, rebalancer = run.window, self._rebalancer
+        window, rebalancer = self._meter.window, self._rebalancer
         if rebalancer is None or self._lowered(run) or window is None:
             return
         if not self._advised:
             self._advise(run, min(row.wait_s for row in window.reading.rows))
         if run.config.balance != "auto" or not window.own_s_P or window.ends <= self._in_force_from:
             return
-        if any(not getattr(callback, "settled", True) for callback in run.callbacks):
-            return  # compression auto compares steps, which a new plan would change
+        if self._holds():
+            return
         new = rebalancer.observe(window.own_s_P, window.samples_P, window.micros_P, window.latest_s_P)
         run.solo_lines = rebalancer.lines_P
         if new is None:
@@ -200,12 +202,9 @@ class Balance(Callback):
             run.note(f"balance: {words}")
 
     def _log(self, run: Any, stage: str, **fields: Any) -> None:
-        """A record in the run's log, by the callbacks that keep one; on rank 0."""
+        """Tell what was decided, and the plan in force."""
         assert self._rebalancer is not None
-        for callback in run.callbacks if run.control.rank == 0 else ():
-            record = getattr(callback, "record", None)
-            if record is not None:
-                record(run, "balance", stage=stage, samples=self._rebalancer.plan.samples_P, **fields)
+        run.record("balance", stage=stage, samples=self._rebalancer.plan.samples_P, **fields)
 
 
 def _work(config: Config, ceilings_P: plans.Ceilings = None) -> tuple[int, plans.Ceilings, int, bool]:

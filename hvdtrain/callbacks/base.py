@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import re
-import time
 from typing import Any
 
-from hvdtrain.errors import UserError
 from hvdtrain.events import Event
+from hvdtrain.turns import Turns
 
 
 class Callback:
@@ -20,7 +17,7 @@ class Callback:
 
     where = "root"
     every = ""
-    _last_turn = -math.inf
+    _turns: Turns | None = None
 
     def on(self, event: Event, run: Any) -> None:
         """Call the method of this event, if there is one and it is its turn."""
@@ -31,22 +28,10 @@ class Callback:
     def _turn(self, run: Any) -> bool:
         if not self.every:
             return True
-        count, _, unit = self.every.partition(" ")
-        if not re.fullmatch(r"\d+(\.\d+)?" if unit == "s" else r"\d+", count) or float(count) == 0:
-            unit = "?"
-        if unit == "step":
-            return run.state.cursor.step % int(count) == 0
-        if unit == "epoch":
-            left = run.feed.steps_left(run.state.cursor)
-            return left == 0 and (run.state.cursor.epoch + 1) % int(count) == 0
-        if unit == "s" and self.where == "root":
-            now = time.monotonic()
-            due = now - self._last_turn >= float(count)
-            if due:
-                self._last_turn = now
-            return due
-        raise UserError(f"{type(self).__name__}.every is {self.every!r} with where={self.where!r}",
-                        "'N step', 'N epoch', or, on root only, 'N s'", "correct it")
+        if self._turns is None:
+            self._turns = Turns(self.every, f"{type(self).__name__}.every is {self.every!r} with where={self.where!r}",
+                                self.where == "root")
+        return self._turns.ask(run)
 
     def saving(self, run: Any) -> None:
         """Bring together what `state_dict` will tell, before each save; collective with ``where`` "all"."""

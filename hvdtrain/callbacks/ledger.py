@@ -155,12 +155,8 @@ class Ledger(Callback):
                 "unchecked": list(self._unchecked), "partial": 0}
 
     def _record(self, run: Any, epoch: int, whole: bool, **more: Any) -> None:
-        """A record in the run's log, by the callbacks that keep one; on rank 0."""
-        for callback in run.callbacks if run.control.rank == 0 else ():
-            record = getattr(callback, "record", None)
-            if record is not None:
-                record(run, "ledger", epoch=epoch, whole=whole, skipped=self._skipped,
-                       ledger={"epochs": self._epochs}, **more)
+        """Tell what was counted of an epoch."""
+        run.record("ledger", epoch=epoch, whole=whole, skipped=self._skipped, ledger={"epochs": self._epochs}, **more)
 
 
 def _order(feed: Any) -> list[int]:

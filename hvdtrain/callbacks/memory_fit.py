@@ -152,10 +152,7 @@ class MemoryFit(Callback):
             say(f"blocks of rank {worst}, for a micro-batch of {owns_P[worst].fit.micro_batch}")
             for line in grid(words.COLUMNS, rows):
                 say(line)
-        for callback in run.callbacks if run.control.rank == 0 else ():
-            record = getattr(callback, "record", None)
-            if record is not None:
-                record(run, "memory_fit", ranks=[own.to_dict() for own in owns_P])
+        run.record("memory_fit", ranks=[own.to_dict() for own in owns_P])
 
 
 def _least(run: Any, settling: Callable[[], Settling]) -> Settling:

@@ -1,7 +1,7 @@
 """The meter: what part of the devices' speed the run uses, where the rest goes, live and for the summary.
 
 Owns the windows: which steps are compared, and the exchange of the ranks' times. The arithmetic and the words are
-`hvdtrain.balance.meter`'s. Callbacks after it find a window that has just ended in ``run.window``.
+`hvdtrain.balance.meter`'s. Those who decide on a window, or tell it, are given the meter.
 """
 
 from __future__ import annotations
@@ -67,11 +67,16 @@ class _Step:
 
 
 class Meter(Callback):
-    """Compares the ranks' times every ``every_steps`` steps, seldomer where these are very short."""
+    """Compares the ranks' times every ``every_steps`` steps, seldomer where these are very short.
+
+    ``window``: the one that ended with the latest step, else None. ``reading``: over the run so far, once there is one.
+    """
 
     where = "all"
 
     def __init__(self, every_steps: int) -> None:
+        self.window: Window | None = None
+        self.reading: Reading | None = None
         self._every = every_steps
         self._parts, self._part_steps = every_steps, 1  # of the window at hand, and steps in each of them
         self._restart_at, self._restart_parts = 0, every_steps
@@ -89,7 +94,7 @@ class Meter(Callback):
         """Take down the step; compare at the end of a window."""
         step = self._since_mark(run)
         self._mark(run)
-        run.window = None
+        self.window = None
         if self._skip > 0:
             self._skip -= 1
             return
@@ -137,9 +142,9 @@ class Meter(Callback):
         own_s_P, latest_s_P, samples_P, micros_P = seen if full else ((),) * 4
         self._sums_P = [[a + b for a, b in zip(old, new)] for old, new in zip(self._sums_P, window_P)] or [*window_P]
         self._counted += len(steps)
-        run.reading = _reading(run, self._sums_P, self._counted)
-        run.window = Window(run.state.cursor.step, own_s_P, latest_s_P, samples_P, micros_P,
-                            _reading(run, window_P, len(steps)))
+        self.reading = _reading(run, self._sums_P, self._counted)
+        self.window = Window(run.state.cursor.step, own_s_P, latest_s_P, samples_P, micros_P,
+                             _reading(run, window_P, len(steps)))
         longest_s = max(row[0] for row in window_P) / len(steps)
         if longest_s > 0:
             self._part_steps = max(1, math.ceil(LEAST_WINDOW_S / (self._every * longest_s)))

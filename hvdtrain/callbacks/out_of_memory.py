@@ -21,17 +21,11 @@ class OutOfMemory(Callback):
         for rank, shortage in run.recovery.heard(run):
             run.shortages.append({"rank": rank, **shortage._asdict()})
             run.note(f"step {shortage.step}: rank {rank} {shortage.words()}")
-            self._record(run, run.shortages[-1])
+            fields = run.shortages[-1]
+            run.record("out_of_memory", **{k: v for k, v in fields.items() if k != "step"}, at_step=fields["step"])
             smaller = shortage.phase == "training" and 0 <= shortage.then < shortage.size
             caveats = run.parts.caveats() if smaller and not self._bends_told else []
             if caveats:
                 self._bends_told = True
                 run.note(f"the gradient depends on how a batch is cut, which is another from step {shortage.step} on: "
                          + "; ".join(caveats))
-
-    def _record(self, run: Any, fields: dict[str, Any]) -> None:
-        """A record in the run's log, by the callbacks that keep one; on rank 0."""
-        for callback in run.callbacks if run.control.rank == 0 else ():
-            record = getattr(callback, "record", None)
-            if record is not None:
-                record(run, "out_of_memory", **{k: v for k, v in fields.items() if k != "step"}, at_step=fields["step"])

@@ -15,6 +15,7 @@ from hvdtrain.events import Event
 from hvdtrain.exchange.choice import Choice, Cost
 from hvdtrain.exchange.link import Link, Traffic
 from hvdtrain.exchange.sweep import Sweep
+from hvdtrain.records import stream
 
 STEPS = WARM_STEPS + WINDOW_STEPS
 
@@ -29,31 +30,18 @@ SWEPT = Sweep({"allreduce float32": Link(0.0, 1e-8)},
 """Of a step of 100 ms that waits 80: fp16 is predicted to take 70 ms, powersgd 42."""
 
 
-class Log:
-    """A callback that keeps the records of the log."""
-
-    where = "root"
-
-    def __init__(self):
-        self.records = []
-
-    def record(self, run, event, **fields):
-        self.records.append((event, fields))
-
-    def on(self, event, run):
-        pass
-
-
 class Script:
     """A run of two ranks of which one is here; `steps` makes steps of given milliseconds go by."""
 
     def __init__(self, tmp_path, monkeypatch, swept=SWEPT, rank=0, asynchronous=False, **settings):
-        self.auto, self.log, self.used, self.sweeps = AutoCompression(), Log(), [], 0
+        self.auto, self.used, self.sweeps = AutoCompression(), [], 0
         self.run = make_run(tmp_path, rank=rank, compression="auto", **settings)
         self.run.collectives = SimpleNamespace(name="wire", size=2, overlaps=True, in_graph=False)
         self.run.dp = SimpleNamespace(compression="none", reducer=SimpleNamespace(ops=None), buckets=[])
         self.run.parts.stage.asynchronous = asynchronous
-        self.run.callbacks = [self.auto, self.log]
+        self.run.callbacks = [self.auto]
+        self.records = []
+        monkeypatch.setattr(stream, "checks", [lambda record: self.records.append(record)])
         self.run.use_compressor = self.use
 
         def measure(*args):
@@ -106,8 +94,8 @@ def test_the_log_has_the_numbers(script):
     s = script()
     s.same(100)
     s.same(45)
-    (event, decided), (_, checked) = s.log.records
-    assert event == "compression" and decided["stage"] == "decided" and decided["choice"] == "powersgd"
+    decided, checked = (r.values for r in s.records if r.event == "compression")
+    assert decided["stage"] == "decided" and decided["choice"] == "powersgd"
     assert [row["name"] for row in decided["rows"]] == ["none", "fp16", "powersgd"]
     assert decided["base"] == {"step_s": pytest.approx(0.1), "wait_s": pytest.approx(0.08)}
     assert decided["refused"] == {"topk": "not here"} and decided["links"]["allreduce float32"]["alpha_s"] == 0
@@ -167,7 +155,7 @@ def test_a_warmup_of_topk_passes_before_the_check(script):
 def test_quiet_and_other_ranks_print_no_table(script, capsys):
     s = script(rank=1)
     s.same(100)
-    assert s.used == ["powersgd"] and not capsys.readouterr().out and not s.log.records and len(s.run.notes) == 1
+    assert s.used == ["powersgd"] and not capsys.readouterr().out and not s.records and len(s.run.notes) == 1
     s = script(progress="off")
     s.same(100)
     assert "not considered" not in capsys.readouterr().out

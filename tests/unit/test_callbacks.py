@@ -48,7 +48,7 @@ def test_every_thins_out_steps_only(run, every, seen):
 
 def test_every_so_many_seconds(run, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("hvdtrain.callbacks.base.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hvdtrain.turns.time.monotonic", lambda: clock[0])
 
     class Seer(Callback):
         every, count = "2.5 s", 0

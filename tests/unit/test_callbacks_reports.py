@@ -10,16 +10,16 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from fake_run import all_of, make_run, walk
+from fake_run import all_of, make_run, reporting, walk
 from small_runs import FRAMEWORKS, config, make_model, samples
 
 from hvdtrain import summary
-from hvdtrain.callbacks import progress
 from hvdtrain.callbacks.base import Callback
-from hvdtrain.callbacks.jsonl import Jsonl
 from hvdtrain.callbacks.throughput import Throughput
 from hvdtrain.config import Config
 from hvdtrain.events import Event
+from hvdtrain.reports import progress
+from hvdtrain.reports.jsonl import Jsonl
 from hvdtrain.run import Phases, say
 from hvdtrain.trainer import Trainer
 
@@ -32,7 +32,8 @@ def run(tmp_path):
 # --- jsonl ---------------------------------------------------------------------------------------------------------
 
 def test_jsonl(run, tmp_path):
-    log = Jsonl(4)
+    run.config = Config(log_every=4)
+    log = reporting(run, Jsonl(run))
     losses = [math.nan if step == 4 else 1.0 / step for step in range(1, 11)]
     for step in walk(run, log, losses=losses):
         if step == 4:
@@ -44,7 +45,7 @@ def test_jsonl(run, tmp_path):
     ]
     assert [(r["event"], r["step"]) for r in records] == [
         ("start", 0), ("step", 4), ("non_finite", 4), ("eval", 5), ("step", 8), ("eval", 10), ("end", 10)]
-    assert records[0]["config"] == Config().to_dict() and records[0]["world_size"] == 1
+    assert records[0]["config"] == run.config.to_dict() and records[0]["world_size"] == 1
     assert (
         records[1]["loss"] is None
         and records[4]["loss"] == 1 / 8
@@ -56,13 +57,14 @@ def test_jsonl(run, tmp_path):
 
 def test_jsonl_goes_on_where_a_run_was_resumed(run, tmp_path):
     (tmp_path / "log.jsonl").write_text('{"event": "start"}\n')
-    Jsonl(1).on(Event.FIT_END, run)
+    reporting(run, Jsonl(run)).on(Event.FIT_END, run)
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 2
 
 
 def read(path):
-    """The records of a log, each of them whole."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The records of a log but its remarks, each of them whole."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [record for record in records if record["event"] != "note"]
 
 
 @pytest.fixture
@@ -80,9 +82,10 @@ def disk(tmp_path):
 
 
 def test_a_full_disk_costs_no_record_and_tears_none(disk, capsys):
-    run, log = make_run(disk), Jsonl(1)
+    run = make_run(disk, log_every=1)
+    reporting(run, Jsonl(run))
     filler = disk / "filler"
-    log.record(run, "first")
+    run.record("first")
     for number in range(40):
         if number == 3:
             with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
@@ -90,27 +93,29 @@ def test_a_full_disk_costs_no_record_and_tears_none(disk, capsys):
                     pass
         if number == 35:
             filler.unlink()
-        log.record(run, "step", number=number, text="x" * 700)  # lines that do not end where the disk's pages do
+        run.record("mine", number=number, text="x" * 700)  # lines that do not end where the disk's pages do
         read(disk / "log.jsonl")
     assert [r.get("number") for r in read(disk / "log.jsonl")] == [None, *range(40)]
     said = capsys.readouterr().out
     assert said.count("log.jsonl cannot be written") == 1 == said.count("log.jsonl is written again")
-    log.close(run)
+    run.records.close(run)
     assert capsys.readouterr().out == ""
 
 
 def test_a_disk_that_is_read_only_for_a_while_costs_no_record(disk, capsys):
-    run, log = make_run(disk), Jsonl(1)
+    run = make_run(disk, log_every=1)
+    reporting(run, Jsonl(run))
     for number in range(6):
         if number in (2, 4):
             subprocess.run(["mount", "-o", f"remount,{'ro' if number == 2 else 'rw'}", disk], check=True)
-        log.record(run, "step", number=number)
+        run.record("mine", number=number)
     assert [r["number"] for r in read(disk / "log.jsonl")] == list(range(6))
     assert capsys.readouterr().out.count("Read-only file system") == 1
 
 
 def test_a_write_that_stops_in_the_middle_leaves_no_half_line(run, tmp_path, monkeypatch):
-    write, log = os.write, Jsonl(1)
+    write = os.write
+    reporting(run, Jsonl(run))
     room = [100]
 
     def fills_up(descriptor, data):
@@ -123,38 +128,40 @@ def test_a_write_that_stops_in_the_middle_leaves_no_half_line(run, tmp_path, mon
     with monkeypatch.context() as patch:
         patch.setattr("hvdtrain.checkpoint.files.os.write", fills_up)
         for number in range(4):
-            log.record(run, "step", number=number)
+            run.record("mine", number=number)
         assert room == [0] and len(read(tmp_path / "log.jsonl")) == 1
-    log.close(run)
+    run.records.close(run)
     assert [r["number"] for r in read(tmp_path / "log.jsonl")] == list(range(4))
 
 
 def test_a_line_that_a_crash_has_torn_stays_alone(run, tmp_path):
     (tmp_path / "log.jsonl").write_text('{"event": "start"}\n{"event": "st')
-    Jsonl(1).record(run, "end")
+    reporting(run, Jsonl(run))
+    run.record("end")
     first, torn, last = (tmp_path / "log.jsonl").read_text().splitlines()
     assert torn == '{"event": "st' and json.loads(last)["event"] == "end"
 
 
 def test_a_log_that_stays_unwritable_keeps_so_many_records_and_counts_the_rest(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("hvdtrain.callbacks.jsonl.MOST_WAITING", 5)
-    run, log = make_run(tmp_path / "gone"), Jsonl(1)
+    monkeypatch.setattr("hvdtrain.reports.jsonl.MOST_WAITING", 5)
+    run = make_run(tmp_path / "gone")
+    reporting(run, Jsonl(run))
     for number in range(8):
-        log.record(run, "step", number=number)
+        run.record("mine", number=number)
     (tmp_path / "gone").mkdir()
-    log.record(run, "step", number=8)
+    run.record("mine", number=8)
     assert [r["number"] for r in read(tmp_path / "gone" / "log.jsonl")] == [4, 5, 6, 7, 8]
     assert capsys.readouterr().out.count("log.jsonl cannot be written") == 1
-    log.close(run)
-    assert "4 records of log.jsonl could not be written and are lost" in capsys.readouterr().out
+    run.records.close(run)
+    assert "5 records of log.jsonl could not be written and are lost" in capsys.readouterr().out
 
 
 def test_a_record_that_is_not_json_ends_no_run(run, tmp_path, capsys):
-    log = Jsonl(1)
+    reporting(run, Jsonl(run))
     for _ in range(2):
-        log.record(run, "odd", table={(1, 2): 3})
-    log.record(run, "step")
-    assert [r["event"] for r in read(tmp_path / "log.jsonl")] == ["step"]
+        run.record("odd", table={(1, 2): 3})
+    run.record("mine")
+    assert [r["event"] for r in read(tmp_path / "log.jsonl")] == ["mine"]
     assert capsys.readouterr().out.count("a odd record is not JSON") == 1
 
 
@@ -206,7 +213,7 @@ def test_throughput_is_that_of_a_window(run, monkeypatch):
 )
 def test_progress_by_kind(monkeypatch, kind, terminal, launched, made):
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: terminal))
-    kinds = [type(c) for c in progress.make(kind, launched)]
+    kinds = [type(c) for c in progress.make(Config(progress=kind), launched)]
     monkeypatch.undo()
     assert kinds == made
 
@@ -223,17 +230,19 @@ def test_progress_by_kind(monkeypatch, kind, terminal, launched, made):
     ],
 )
 def test_steps_of_the_whole_run(tmp_path, steps, config, total):
-    assert progress._total(make_run(tmp_path, steps=steps, **config)) == total
+    run = make_run(tmp_path, steps=steps, **config)
+    reporting(run).on(Event.FIT_START, run)
+    assert run.records.latest["start"].values["steps"] == total
 
 
 @pytest.mark.parametrize("steps", [5, None])
 def test_lines(tmp_path, capsys, monkeypatch, steps):
     clock = [0.0]
-    monkeypatch.setattr("hvdtrain.callbacks.progress.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("hvdtrain.callbacks.base.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hvdtrain.reports.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hvdtrain.turns.time.monotonic", lambda: clock[0])
     run = make_run(tmp_path, steps=steps, epochs=2)
     run.state.samples_per_s = 1234.5
-    for _ in walk(run, progress.Lines(seconds=3.0)):
+    for _ in walk(run, reporting(run, progress.Lines(seconds=3.0))):
         clock[0] += 1.0
     lines = capsys.readouterr().out.splitlines()
     total = "/10" if steps else ""
@@ -248,7 +257,7 @@ def test_lines(tmp_path, capsys, monkeypatch, steps):
 @pytest.mark.parametrize("steps", [5, None])
 def test_bar(tmp_path, capsys, steps):
     run = make_run(tmp_path, steps=steps, epochs=2)
-    all_of(walk(run, progress.Bar()))
+    all_of(walk(run, reporting(run, progress.Bar())))
     assert "epoch 1  test loss 0.5000  accuracy 0.7500" in capsys.readouterr().out
 
 
@@ -279,8 +288,8 @@ def test_a_broken_stdout_ends_no_run(tmp_path, monkeypatch, made, stdout):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", STDOUTS[stdout])
     run = make_run(tmp_path, epochs=2)
-    progress.make("auto", False)
-    assert len(all_of(walk(run, made()))) == 10
+    progress.make(Config(), False)
+    assert len(all_of(walk(run, reporting(run, made())))) == 10
     monkeypatch.setattr(sys, "stdout", STDOUTS[stdout])
     summary.show(run)
     monkeypatch.setattr(sys, "stdout", STDOUTS[stdout])

@@ -1,0 +1,41 @@
+"""What a run tells about itself, and the seam of everything that shows or keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Record:
+    """One thing that happened: ``event`` at ``step`` and ``time_s`` (unix seconds), with ``values`` by name.
+
+    `hvdtrain.records.schema` has every event of the house with its values. Values are JSON-able; NaN and infinities
+    may be among them. Nobody changes them.
+    """
+
+    event: str
+    step: int
+    time_s: float
+    values: dict[str, Any]
+
+
+class Report(Protocol):
+    """Shows or keeps records; lives on rank 0 alone and enters no collective.
+
+    ``every``: which "step" records it takes, "10 step", "5 s" or "" for each; of other events it gets all.
+    ``at_once``: it takes records also before the run has begun and may still be refused, so it must leave nothing on
+    disk then; others get those when the run has begun. What it raises is said once, and it is asked no more: a report
+    never ends a run.
+    """
+
+    every: str
+    at_once: bool
+
+    def write(self, record: Record) -> None:
+        """Take one record; short, since training waits for it."""
+        ...
+
+    def close(self) -> None:
+        """Write what is still held: the fit has ended, well or not. Called once."""
+        ...

@@ -1,0 +1,1 @@
+"""What happened in a run, as one stream of records: the schema, who gets which."""

@@ -1,0 +1,104 @@
+"""Every event of log.jsonl with its values, their units and meaning; docs/records.md is made from it.
+
+A later version of the package only adds events and values, or raises `VERSION`. A callback of a user's own may record
+events of its own, under other names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hvdtrain.protocols import Record
+
+VERSION = 2
+"""Of log.jsonl, in its "start" records. Logs without one are version 1, which had fewer events and values."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event: when it is recorded, and its ``values``: name -> meaning with unit. ``often``: how often there is one.
+    """
+
+    doc: str
+    values: dict[str, str] = field(default_factory=dict)
+    often: str = ""
+
+
+def problems(record: Record) -> list[str]:
+    """Return in words where ``record`` is not as documented; [] also for an event of somebody else's."""
+    event = EVENTS.get(record.event)
+    if event is None:
+        return []
+    return [f"{record.event} has {name!r}, which is not documented" for name in record.values
+            if name not in event.values]
+
+
+EVENTS = {
+    "start": Event("A fit begins, also one that goes on with a run.", {
+        "schema": "version of this log",
+        "world_size": "ranks",
+        "hosts": "the hosts in words",
+        "notes": "remarks made before",
+        "framework": "torch, tensorflow or numpy",
+        "model": "the model's name",
+        "wire": "what carries gradients",
+        "memory": "reckoned bytes by rank, as in end",
+        "config": "the whole configuration",
+        "epochs": "epochs of the whole run",
+        "steps": "steps of the whole run; null: not known",
+        "pid": "process of rank 0",
+    }),
+    "note": Event("A remark, as it is printed.", {"text": "the remark"}),
+    "step": Event("A step has ended; step is how many have.", {
+        "epoch": "whole epochs before",
+        "samples": "samples of this epoch so far",
+        "loss": "mean over the global batch",
+        "grad_norm": "L2 norm of the summed gradient before clipping; null where it was not taken",
+        "lr": "learning rate",
+        "samples_per_s": "global samples per second over the last steps",
+        "phases_s": "rank 0's seconds so far: data, compute, wait, update",
+        "percent_of_solo": "percent of the sum of the ranks' solo speeds; null for one rank",
+    }, "every log_every steps"),
+    "non_finite": Event("A step without an update, since a loss or gradient was not finite.",
+                        {"ranks": "those that brought it in"}),
+    "eval": Event("The evaluation data was measured.", {
+        "epoch": "whole epochs before",
+        "metrics": "name -> value",
+        "samples_per_s": "of training before it",
+    }),
+    "checkpoint": Event("A checkpoint was due here."),
+    "ledger": Event("An epoch's samples were counted.", {
+        "epoch": "which", "whole": "whether each was seen exactly once", "skipped": "samples in steps without update",
+        "ledger": "totals so far", "got": "samples seen, where not whole", "want": "samples there are",
+        "words": "what is wrong",
+    }),
+    "balance": Event("Ranks get other parts of the batch.", {
+        "stage": "plan: at the start; replan; ceilings: a rank's memory holds less",
+        "samples": "samples of a step by rank",
+        "columns": "of rows", "rows": "the probe's table", "lines": "by rank [seconds per call, seconds per sample]",
+        "equal_s": "seconds of a step with equal parts", "plan_s": "seconds of a step with these",
+        "from_step": "first step with these parts", "ceilings": "rank -> most samples of a micro-batch",
+    }),
+    "compression": Event("Compression auto has decided or checked.", {
+        "stage": "decided or checked", "choice": "compressor", "reason": "in words", "base": "what was measured of a "
+        "step without one", "rows": "each compressor's reckoning", "refused": "those that cannot be used, and why",
+        "sweep_s": "seconds that measuring took", "links": "kind of collective -> its line", "measured_s": "seconds of "
+        "a step with the choice",
+    }),
+    "compile": Event("Compile auto has decided.", {"option": "what was tried", "kinds": "device -> times and choice"}),
+    "memory_fit": Event("Micro-batch and recomputed blocks were chosen by memory.", {"ranks": "by rank"}),
+    "out_of_memory": Event("A rank ran out of memory.", {
+        "rank": "which", "at_step": "in which step", "phase": "training or evaluation", "size": "samples of its "
+        "micro-batch", "then": "samples tried next; -1: no fewer are left", "why": "the error's words",
+    }),
+    "meter": Event("How the ranks' time was used, over the run; before end.", {
+        "percent_of_solo": "percent of the sum of solo speeds", "step_s": "mean seconds of a step",
+        "lost_percent": "cause -> percent of the ranks' time", "ranks": "by rank: samples and seconds of a mean step",
+        "advice": "what to do, in words",
+    }),
+    "end": Event("The fit is over.", {
+        "epoch": "whole epochs", "stop": "why it ended early; empty: it did not", "metrics": "of the last evaluation",
+        "ledger": "what was checked of the samples",
+        "memory": "by rank, bytes: state as reckoned, free at the start, peak as measured",
+    }),
+}

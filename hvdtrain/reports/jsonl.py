@@ -1,0 +1,109 @@
+"""The run's log as JSON lines: every record, for tools to read.
+
+A log never ends a run: what cannot be written (a full or read-only disk, a directory that is gone) is kept and tried
+again with the next record.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.checkpoint.files import write_all
+from hvdtrain.protocols import Record
+
+NAME = "log.jsonl"
+MOST_WAITING = 1000
+"""Records kept while they cannot be written; beyond these the oldest are lost."""
+
+
+class Jsonl:
+    """Appends to ``log.jsonl`` in the run's directory: ``event``, ``time`` (unix seconds), ``step``, and the values."""
+
+    at_once = False
+
+    def __init__(self, run: Any) -> None:
+        self.every = f"{run.config.log_every} step"
+        self._run = run
+        self._waiting: deque[bytes] = deque()
+        self._lost = 0
+        self._failed, self._told = False, {"failed": False, "again": False}
+
+    def write(self, record: Record) -> None:
+        """Append one record, now or when it can be."""
+        fields = {"event": record.event, "time": round(record.time_s, 3), "step": record.step, **record.values}
+        try:
+            line = json.dumps(_finite(fields), default=str)
+        except Exception as error:  # noqa: BLE001  (a callback's own objects and keys: any of their methods may fail)
+            self._lost += 1
+            self._tell("failed", f"a {record.event} record is not JSON ({error}); training goes on without it")
+            return
+        self._waiting.append(line.encode() + b"\n")
+        if len(self._waiting) > MOST_WAITING:
+            self._waiting.popleft()
+            self._lost += 1
+        self._append()
+
+    def close(self) -> None:
+        """Write what still waits; say what is lost."""
+        self._append()
+        missing, self._lost = self._lost + len(self._waiting), 0
+        self._waiting.clear()
+        if missing:
+            self._run.note(f"{missing} records of {NAME} could not be written and are lost")
+
+    def _append(self) -> None:
+        """Append the records that wait, oldest first, and keep those that do not go."""
+        if not self._waiting:
+            return
+        try:
+            append(self._run.out / NAME, self._waiting)
+        except OSError as error:
+            self._failed = True
+            self._tell("failed", f"{NAME} cannot be written ({error}); training goes on, and the last {MOST_WAITING} "
+                       "records are written when it can")
+            return
+        if self._failed:
+            self._failed = False
+            self._tell("again", f"{NAME} is written again")
+
+    def _tell(self, what: str, text: str) -> None:
+        """Say each kind of news once in a run."""
+        if not self._told[what]:
+            self._told[what] = True
+            self._run.note(text)
+
+
+def append(path: Path, lines: deque[bytes]) -> None:
+    """Move ``lines`` to the end of the file, each whole or not at all; OSError leaves the rest in ``lines``.
+
+    A line that a crash has torn is left as it is, and the first of ``lines`` starts on a fresh one.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        end = os.fstat(descriptor).st_size
+        fresh = b"" if end == 0 or os.pread(descriptor, 1, end - 1) == b"\n" else b"\n"
+        while lines:
+            line = fresh + lines[0]
+            try:
+                write_all(descriptor, memoryview(line))
+            except OSError:
+                os.ftruncate(descriptor, end)  # no half line
+                raise
+            end, fresh = end + len(line), b""
+            lines.popleft()
+    finally:
+        os.close(descriptor)
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinities as null: JSON has no word for them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -96,6 +96,45 @@ EVENTS = {
         "lost_percent": "cause -> percent of the ranks' time", "ranks": "by rank: samples and seconds of a mean step",
         "advice": "what to do, in words",
     }),
+    "seconds": Event("Where each rank's seconds went since the record of this kind before.", {
+        "from_step": "step after which they begin",
+        "window_s": "seconds by rank 0's clock",
+        "ranks": "by rank, cause -> seconds; causes: hvdtrain.timeline.CAUSES; together the rank's whole time",
+        "waits": "[rank, for whom, seconds] of a part of each rank's wait, the largest first",
+    }, "about every 5 s, and before end"),
+    "system": Event("What each rank's process and device hold and do.", {
+        "ranks": "by rank: rss_bytes, cpu_percent, threads; memory: kind -> bytes; of a GPU also allocated_bytes, "
+                 "reserved_bytes, fragmentation (part of reserved), utilisation_percent, sm_mhz, throttled (reasons), "
+                 "temperature_c, power_w; null: not known",
+        "mfu": "model FLOPs utilisation by rank, null where peak or FLOPs are not known",
+        "flops": "of one sample, forward and backward; null: not known", "peak_flops": "by rank, with its source",
+    }, "about every 5 s, and before end"),
+    "saved": Event("A checkpoint is on disk, or could not be written.", {
+        "at_step": "of the state in it", "took_s": "from its begin to its end", "blocked_s": "that training stood",
+        "bytes": "on disk", "error": "why not; empty: it is there",
+    }),
+    "clocks": Event("How far the hosts' clocks are apart.", {
+        "ranks": "by rank {offset_s, within_s}: ahead of rank 0's by offset_s, give or take within_s",
+    }),
+    "environment": Event("Where the run runs.", {
+        "versions": "package -> version", "python": "version", "mpi": "library", "launcher": "kind",
+        "hosts": "by host: node, ranks, cores, memory_bytes, cpu", "devices": "by rank in words",
+        "differs": "key -> value of the configuration where it differs from the default",
+        "resumed_from": "step; null: began anew", "attempt": "number under a supervisor; null: none",
+    }),
+    "whatif": Event("How fast the run would be without one of its ranks, as reckoned.", {
+        "ranks": "by rank: percent by which the rest would be faster (negative: slower); null: cannot be told",
+        "step_s": "mean seconds of a step now", "without_s": "by rank, of a step without it",
+    }),
+    "trace": Event("A trace was written.", {
+        "path": "file in the run's directory", "steps": "[first, last]", "within_s": "bound of the clocks",
+        "events": "in the file", "dropped": "that the size bound has cost", "bytes": "of the file",
+        "overlap_percent": "by rank, part of the exchange that ran beside backward",
+        "critical": "[[rank, what, seconds]] of the longest chain of a mean step",
+    }),
+    "failed": Event("The fit has ended by an error on rank 0, or on a rank that rank 0 heard of.", {
+        "error": "its type and text", "rank": "which",
+    }),
     "end": Event("The fit is over.", {
         "epoch": "whole epochs", "stop": "why it ended early; empty: it did not", "metrics": "of the last evaluation",
         "ledger": "what was checked of the samples",

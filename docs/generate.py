@@ -1,6 +1,7 @@
-"""Writes docs/config.md from the dataclasses in hvdtrain/config.py: ``python docs/generate.py``.
+"""Writes docs/config.md from the dataclasses in hvdtrain/config.py, and docs/records.md from
+hvdtrain/records/schema.py: ``python docs/generate.py``.
 
-Owns the page's layout and its example; names, types, units, defaults and meanings are read from the code.
+Owns the pages' layout and examples; names, types, units, defaults and meanings are read from the code.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the scri
 
 from hvdtrain import recipe, schema  # noqa: E402
 from hvdtrain.config import Config  # noqa: E402
+from hvdtrain.records.schema import EVENTS, VERSION  # noqa: E402
 
-PAGE = Path(__file__).with_name("config.md")
+PAGE, RECORDS = (Path(__file__).with_name(name) for name in ("config.md", "records.md"))
 
 EXAMPLE = """\
 # recipe.yaml: PyTorch's SGD with momentum on digits, warmed up, saved every 100 steps
@@ -93,6 +95,42 @@ SECTIONS = """
 HEAD = "| key | type | default | unit | meaning |\n|---|---|---|---|---|\n"
 
 
+RECORDS_INTRO = """\
+<!-- Made by docs/generate.py from hvdtrain/records/schema.py; change it there. -->
+# Records
+
+What happens in a run is told as records. Each has an `event`, the `step` (how many have ended), the `time` (unix
+seconds) and the values below. Rank 0 appends all of them to `log.jsonl` in the run's folder, one JSON object a line,
+a "step" every `log_every` steps; the progress on the screen, trackers and the report page read the same records.
+
+```
+{{"event": "step", "time": 1789999999.123, "step": 100, "epoch": 1, "samples": 3200, "loss": 0.251, "lr": 0.1, ...}}
+```
+
+- The format has a version, {version}, in every "start" record as `schema`; a log whose "start" has none is version 1,
+  which had fewer events and values. A later version only adds events and values, or counts one up. Read what you
+  know, and leave the rest.
+- A run that is resumed goes on with the same file: every "start" begins a fit, and steps may come twice after a
+  failure. A crash may tear the last line; the next record begins on a line of its own.
+- NaN and infinities are `null`. "by rank" is a list with an entry for each rank, in their order.
+- A callback of yours adds records with `run.record("name", key=value)`, on rank 0; anything that JSON can hold. What
+  the ranks know apart it gathers first.
+- A record that cannot be written (a full disk) waits, 1,000 at most, and never ends a run.
+
+"""
+
+
+def records() -> str:
+    """The whole text of docs/records.md."""
+    text = RECORDS_INTRO.format(version=VERSION)
+    for name, event in EVENTS.items():
+        text += f"## {name}\n{event.doc}" + (f" How often: {event.often}." if event.often else "") + "\n\n"
+        if event.values:
+            rows = (f"| `{key}` | {doc.replace('|', chr(92) + '|')} |\n" for key, doc in event.values.items())
+            text += "| value | meaning |\n|---|---|\n" + "".join(rows) + "\n"
+    return text.rstrip() + "\n"
+
+
 def page() -> str:
     """The whole text of docs/config.md."""
     every = schema.keys(Config)
@@ -118,3 +156,4 @@ def row(key: schema.Key) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    RECORDS.write_text(records(), encoding="utf-8")

@@ -26,6 +26,7 @@ from hvdtrain.cluster import exit_calls
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.config import Config
+from hvdtrain.ends.words import failure
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.faults import causes, pulse
 from hvdtrain.faults.finite import trained
@@ -96,8 +97,24 @@ class Trainer:
             raise UserError("this Trainer was made by evaluate(data) and has no training data",
                             "a Trainer of its own for fit", "make a new Trainer, or call fit before evaluate")
         run = self._assembled(model, data, callbacks, class_weight)
+        self._fit(run)
+        run.control.barrier("end of fit", self.config.control_timeout_s)
+        pulse.at("the script, after fit")
+        s = run.state
+        if s.requeue:
+            causes.leave("requeue", s.stop, step=s.cursor.step)
+        history = next((dict(c.history) for c in run.callbacks if isinstance(c, History)), {})
+        return Result(s.cursor.step, s.loss, dict(s.metrics), run.phases.samples_per_s(), run.out, s.stop, history,
+                      s.requeue)
+
+    @staticmethod
+    def _fit(run: Run) -> None:
+        """Train, then write the final model, the summary and the completion record; collective."""
         try:
             loop.fit(run)
+        except BaseException as error:
+            run.record("failed", **failure(error, run.control.rank))
+            raise
         finally:
             for callback in run.callbacks:
                 getattr(callback, "close", _nothing)(run)
@@ -108,14 +125,6 @@ class Trainer:
             summary.show(run)
         if run.begun and not run.state.requeue:
             _complete(run)
-        run.control.barrier("end of fit", self.config.control_timeout_s)
-        pulse.at("the script, after fit")
-        s = run.state
-        if s.requeue:
-            causes.leave("requeue", s.stop, step=s.cursor.step)
-        history = next((dict(c.history) for c in run.callbacks if isinstance(c, History)), {})
-        return Result(s.cursor.step, s.loss, dict(s.metrics), run.phases.samples_per_s(), run.out, s.stop, history,
-                      s.requeue)
 
     @exit_calls.told()
     def evaluate(self, *, model: Any = None, data: Any = None) -> dict[str, float]:

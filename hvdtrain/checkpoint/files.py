@@ -215,6 +215,13 @@ def write_all(descriptor: int, chunk: memoryview) -> None:
         chunk = chunk[written:]
 
 
+def tree_bytes(directory: Path) -> int:
+    """Return the bytes of the files in ``directory``; 0 where it is gone or cannot be read."""
+    with contextlib.suppress(OSError):
+        return sum(entry.stat().st_size for entry in os.scandir(directory) if entry.is_file())
+    return 0
+
+
 def _hidden_name(kind: str, target: str = "") -> str:
     name = f".hvdtrain-{kind}-{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
     return f"{name}-{target}" if target else name

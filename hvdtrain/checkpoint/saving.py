@@ -14,9 +14,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint import stream, together
+from hvdtrain.checkpoint import files, stream, together
 from hvdtrain.checkpoint.contents import check_shards, given_by, meta_of
 from hvdtrain.checkpoint.copies import Copies, NoRoom, view
 from hvdtrain.checkpoint.passage import give, hear, take, tell
@@ -80,6 +81,8 @@ class Saving:
         self._channel: Channel | None = None
         self._opened = False
         self._others_s = 0.0
+        self._copied_s: dict[int, float] = {}
+        self._blocked_s: dict[int, float] = {}
         self._untold: list[Outcome] = []
         self._trainable: set[str] = set()
 
@@ -162,8 +165,9 @@ class Saving:
         """Hand the work over; the time until then, or to its end where it is inline, is the run's."""
         self.spent.saves += 1
         self.spent.last_blocked_s = time.perf_counter() - began  # which the work tells rank 0
+        self._copied_s[self._step] = self.spent.last_blocked_s
         saver.save(self._step, work)
-        self.spent.last_blocked_s = time.perf_counter() - began
+        self.spent.last_blocked_s = self._blocked_s[self._step] = time.perf_counter() - began
         self.spent.blocked_s += self.spent.last_blocked_s
 
     def _give(self, step: int, shards: list[Shard], meta: dict[str, Any], error: str) -> None:
@@ -283,6 +287,9 @@ class Saving:
             self.spent.longest_s = max(self.spent.longest_s, self.spent.last_blocked_s + outcome.took_s)
             self.spent.written = self.spent.written if outcome.error else outcome.step
             self.cost_s = max(self._others_s, self.spent.last_blocked_s + outcome.cpu_s)
+            if self._run.control.rank == 0:  # which meets every error
+                _tell(self._run, outcome, self._copied_s.pop(outcome.step, 0.0),
+                      self._blocked_s.pop(outcome.step, 0.0), self._store.path_of(outcome.step))
         return outcomes
 
     def busy(self) -> bool:
@@ -312,6 +319,14 @@ class Saving:
             self._channel.close()
             self._background.wait(1.0)
         self._background.end()
+        self._untold = self.settled()  # so that a run that ends by an error has it in its log
+
+
+def _tell(run: Run, outcome: Outcome, copied_s: float, blocked_s: float, path: Path) -> None:
+    """Record what came of a save: training stood for ``blocked_s``, to copy the state for ``copied_s`` of it."""
+    took_s = max(blocked_s, copied_s + outcome.took_s)  # what was done inline is in both
+    run.record("saved", at_step=outcome.step, took_s=round(took_s, 6), blocked_s=round(blocked_s, 6),
+               bytes=0 if outcome.error else files.tree_bytes(path), error=outcome.error)
 
 
 def _fail(errors: list[str]) -> None:

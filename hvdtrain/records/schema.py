@@ -109,9 +109,9 @@ EVENTS = {
         "mfu": "model FLOPs utilisation by rank, null where peak or FLOPs are not known",
         "flops": "of one sample, forward and backward; null: not known", "peak_flops": "by rank, with its source",
     }, "about every 5 s, and before end"),
-    "saved": Event("A checkpoint is on disk, or could not be written.", {
-        "at_step": "of the state in it", "took_s": "from its begin to its end", "blocked_s": "that training stood",
-        "bytes": "on disk", "error": "why not; empty: it is there",
+    "saved": Event("A checkpoint is on disk, or could not be written; that of the end comes after \"end\".", {
+        "at_step": "of the state in it", "took_s": "from its begin to its end", "blocked_s": "seconds of it in which "
+        "rank 0 did not train", "bytes": "on disk", "error": "why not; empty: it is there",
     }),
     "clocks": Event("How far the hosts' clocks are apart.", {
         "ranks": "by rank {offset_s, within_s}: ahead of rank 0's by offset_s, give or take within_s",
@@ -132,8 +132,9 @@ EVENTS = {
         "overlap_percent": "by rank, part of the exchange that ran beside backward",
         "critical": "[[rank, what, seconds]] of the longest chain of a mean step",
     }),
-    "failed": Event("The fit has ended by an error on rank 0, or on a rank that rank 0 heard of.", {
-        "error": "its type and text", "rank": "which",
+    "failed": Event("The fit has ended by an error, or without a word.", {
+        "error": "its type and text, as rank 0 met it; where rank 0 was killed, a sentence that says so",
+        "rank": "the one that its text accuses, else 0",
     }),
     "end": Event("The fit is over.", {
         "epoch": "whole epochs", "stop": "why it ended early; empty: it did not", "metrics": "of the last evaluation",

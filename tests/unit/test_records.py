@@ -1,0 +1,46 @@
+"""The schema of records: docs/records.md is made from it, and somebody makes every event and value that it has."""
+
+import ast
+from pathlib import Path
+
+from test_docs_config import generate  # noqa: F401  (a fixture)
+
+from hvdtrain.protocols import Record
+from hvdtrain.records.schema import EVENTS, problems
+
+ROOT = Path(__file__).resolve().parents[2]
+COMING = {"seconds", "system", "environment", "clocks", "whatif", "trace"}
+"""Agreed, and made by nobody yet."""
+
+
+def made():
+    """Event -> (values named where it is made, whether some are made elsewhere), over all of the package."""
+    found = {}
+    for path in (ROOT / "hvdtrain").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "record"
+                    and node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str)):
+                names, more = found.get(node.args[0].value, (set(), False))
+                given = {keyword.arg for keyword in node.keywords}
+                found[node.args[0].value] = names | given - {None}, more or None in given
+    return found
+
+
+def test_the_page_of_records_is_up_to_date(generate):  # noqa: F811
+    page = (ROOT / "docs" / "records.md").read_text(encoding="utf-8")
+    assert page == generate.records(), "run python docs/generate.py"
+
+
+def test_somebody_makes_every_event_with_every_value_and_no_other():
+    found = made()
+    assert found.keys() <= EVENTS.keys(), "made but not documented"
+    assert EVENTS.keys() - found.keys() <= COMING, "documented and made by nobody"
+    for name, (values, more) in found.items():
+        assert values <= EVENTS[name].values.keys(), name
+        assert more or values == EVENTS[name].values.keys(), f"{name}: nobody writes all that is documented"
+
+
+def test_what_is_not_documented_is_told_and_events_of_others_are_theirs():
+    note = Record("note", 0, 0.0, {"text": "x", "colour": 1})
+    assert problems(note) == ["note has 'colour', which is not documented"]
+    assert problems(Record("mine", 0, 0.0, {"colour": 1})) == []

@@ -36,6 +36,7 @@ from hvdtrain.callbacks.out_of_memory import OutOfMemory
 from hvdtrain.callbacks.preempt import Preempt
 from hvdtrain.callbacks.recorder import Recorder
 from hvdtrain.callbacks.supervised import Supervised
+from hvdtrain.callbacks.system import System
 from hvdtrain.callbacks.throughput import Throughput
 from hvdtrain.checkpoint import session
 from hvdtrain.cluster import boot
@@ -302,7 +303,7 @@ def _callbacks(run: Run, more: Callable[[Run], list[Callback]] | None) -> list[C
     if compression is not None:
         own.append(compression)
     own += [_own_callback(text) for text in config.callbacks]
-    own.append(Recorder(meter))
+    own += [System(), Recorder(meter)]
     own += more(run) if more else ()
     one_model = run.control.size > 1 and run.collectives.name != "null"  # null: every rank trains its own
     if config.check_every and one_model:

@@ -207,18 +207,3 @@ def cpu_facts() -> DeviceFacts:
         found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
         memory_bytes = int(found[1]) * 1024 if found else 0
     return DeviceFacts("cpu", name, platform.machine(), memory_bytes)
-
-
-def own_memory_bytes() -> int:
-    """Memory of the first GPU that this process is shown, by NVIDIA's management library; 0 where it cannot tell."""
-    import os
-
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        shown = usable(os.environ, pynvml.nvmlDeviceGetCount())
-        find = pynvml.nvmlDeviceGetHandleByIndex if shown[0].isdigit() else pynvml.nvmlDeviceGetHandleByUUID
-        return int(pynvml.nvmlDeviceGetMemoryInfo(find(int(shown[0]) if shown[0].isdigit() else shown[0])).total)
-    except Exception:  # noqa: BLE001 a fact for a table: no driver, no library and no permission read alike
-        return 0

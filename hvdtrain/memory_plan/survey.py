@@ -105,13 +105,18 @@ def way_of(scene: Scene, dp: Any) -> Way:
     buckets = list(getattr(dp, "buckets", ()))
     if not buckets:
         return Way(wire=scene.wire.name)
-    sizes_BP, remembered = getattr(dp, "sizes_BP", ()), 0
-    if hasattr(dp, "reducer"):  # a user's way may have neither
-        state = dp.reducer.state
-        remembered = sum(_nbytes(cell.read()) for cells in state.cells for cell in cells.values())
-        remembered *= 2 if state.undoable else 1
+    sizes_BP = getattr(dp, "sizes_BP", ())  # a user's way may have neither these nor a reducer
     return Way(dp.stage if sizes_BP else 0, buckets, [1.0] * scene.wire.size, scene.wire.name, dp.compression,
-               remembered, sizes_BP)
+               remembered_bytes(dp), sizes_BP)
+
+
+def remembered_bytes(dp: Any) -> int:
+    """Return the bytes that the compressor of ``dp`` remembers from step to step."""
+    if not hasattr(dp, "reducer"):
+        return 0
+    state = dp.reducer.state
+    found = sum(_nbytes(cell.read()) for cells in state.cells for cell in cells.values())
+    return found * (2 if state.undoable else 1)
 
 
 def buckets_for(scene: Scene) -> Any:

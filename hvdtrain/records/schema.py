@@ -103,11 +103,15 @@ EVENTS = {
         "waits": "[rank, for whom, seconds] of a part of each rank's wait, the largest first",
     }, "about every 5 s, and before end"),
     "system": Event("What each rank's process and device hold and do.", {
-        "ranks": "by rank: rss_bytes, cpu_percent, threads; memory: kind -> bytes; of a GPU also allocated_bytes, "
-                 "reserved_bytes, fragmentation (part of reserved), utilisation_percent, sm_mhz, throttled (reasons), "
-                 "temperature_c, power_w; null: not known",
-        "mfu": "model FLOPs utilisation by rank, null where peak or FLOPs are not known",
-        "flops": "of one sample, forward and backward; null: not known", "peak_flops": "by rank, with its source",
+        "ranks": "by rank: rss_bytes, swap_bytes, cpu_percent (200: two busy cores), threads; memory: kind -> bytes "
+                 "(hvdtrain.memory_plan.kinds); of a GPU also allocated_bytes, reserved_bytes, peak_bytes, "
+                 "fragmentation (part of reserved), retries, utilisation_percent, sm_mhz, most_sm_mhz, throttled "
+                 "(reasons), temperature_c, power_w, used_bytes (of all processes); more_gpus: the same of a rank's "
+                 "further GPUs; null: not known",
+        "mfu": "model FLOPs utilisation by rank, 0 to 1, since the record before (at the end of the whole run); null "
+               "where peak or FLOPs are not known",
+        "flops": "of one sample, forward and backward, by rank; null: not known",
+        "peak_flops": "by rank, a second; null: not known", "peak_source": "by rank, in words; empty: not known",
     }, "about every 5 s, and before end"),
     "saved": Event("A checkpoint is on disk, or could not be written; that of the end comes after \"end\".", {
         "at_step": "of the state in it", "took_s": "from its begin to its end", "blocked_s": "seconds of it in which "
@@ -118,7 +122,8 @@ EVENTS = {
     }),
     "environment": Event("Where the run runs.", {
         "versions": "package -> version", "python": "version", "mpi": "library", "launcher": "kind",
-        "hosts": "by host: node, ranks, cores, memory_bytes, cpu", "devices": "by rank in words",
+        "hosts": "by host: node, ranks, cores, memory_bytes in all, cpu, system, driver (of its GPUs)",
+        "devices": "by rank in words",
         "differs": "key -> value of the configuration where it differs from the default",
         "resumed_from": "step; null: began anew", "attempt": "number under a supervisor; null: none",
     }),

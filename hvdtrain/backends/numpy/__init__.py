@@ -10,9 +10,9 @@ from hvdtrain.exchange.buckets import itemsize
 from hvdtrain.memory_plan.facts import Model, Slots
 from hvdtrain.protocols import Collectives
 
-__all__ = ["Ops", "adapt_data", "collectives", "device_facts", "in_host_memory", "free_cached", "hold_bytes",
-           "make_parts", "model_bytes", "out_of_memory", "peak_bytes", "seed", "setup", "stage", "state_now", "traced",
-           "try_samples"]
+__all__ = ["Ops", "adapt_data", "allocators", "collectives", "device_facts", "held", "in_host_memory", "free_cached",
+           "hold_bytes", "make_parts", "model_bytes", "out_of_memory", "peak_bytes", "seed", "setup", "stage",
+           "state_now", "traced", "try_samples"]
 
 
 def adapt_data(obj: object, seed: int = 0) -> None:
@@ -66,6 +66,17 @@ def model_bytes(parts: Any) -> Model:
 def state_now(parts: Any) -> int:
     """Return the bytes of the velocities, which are made with the optimizer."""
     return sum(array.nbytes for _, _, array in parts.optimizer.slots())
+
+
+def held(parts: Any) -> dict[str, int | None]:
+    """Return the bytes of parameters and velocities; gradients lie in their buckets."""
+    itself = sum(spec.n * itemsize(spec.dtype) for spec in parts.params.specs)
+    return {"parameters": itself, "gradients": None, "state": state_now(parts)}
+
+
+def allocators() -> list[dict[str, Any]]:
+    """Return [], as there is no device memory."""
+    return []
 
 
 def traced(parts: object, batch: object) -> None:

@@ -25,7 +25,7 @@ def model_bytes(parts: Parts) -> Model:
     slot, common = Slots(0.0), state_now(parts)  # state of other shapes than the variables': as it was made
     if optimizer.elementwise:
         slot, common = _by_vectors(optimizer.own)
-    return Model(params.specs, sum(map(_nbytes, others)), [slot] * len(params.specs), common, optimizer.elementwise,
+    return Model(params.specs, sum(map(nbytes, others)), [slot] * len(params.specs), common, optimizer.elementwise,
                  "tensorflow")
 
 
@@ -38,15 +38,15 @@ def _by_vectors(own: Any) -> tuple[Slots, int]:
         held.append(optimizer.variables)
     one, two = held
     shaped = sum(itemsize(_dtype(v)) for v in one if tuple(v.shape) == (SMALL,))
-    fixed = sum(_nbytes(v) for v in two) - sum(_nbytes(v) for v in one) - shaped * SMALL
-    common = sum(_nbytes(v) for v in one) - shaped * SMALL - fixed
+    fixed = sum(nbytes(v) for v in two) - sum(nbytes(v) for v in one) - shaped * SMALL
+    common = sum(nbytes(v) for v in one) - shaped * SMALL - fixed
     return Slots(float(shaped), fixed), common
 
 
 def state_now(parts: Parts) -> int:
     """Return the bytes of the optimizer's state that are there already."""
     assert isinstance(parts.optimizer, Optimizer)
-    return sum(map(_nbytes, parts.optimizer.own.variables))
+    return sum(map(nbytes, parts.optimizer.own.variables))
 
 
 def traced(parts: Parts, batch: object) -> None:
@@ -57,7 +57,8 @@ def _dtype(variable: Any) -> str:
     return str(keras.backend.standardize_dtype(variable.dtype))
 
 
-def _nbytes(variable: Any) -> int:
+def nbytes(variable: Any) -> int:
+    """Return the bytes of a Keras variable."""
     n = 1
     for length in variable.shape:
         n *= int(length)

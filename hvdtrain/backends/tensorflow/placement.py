@@ -9,8 +9,9 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.balance.memory import DEVICE_PART, host_budget_bytes
-from hvdtrain.cluster.devices import DeviceFacts, cpu_facts, own_memory_bytes
+from hvdtrain.cluster.devices import DeviceFacts, cpu_facts
 from hvdtrain.errors import UserError
+from hvdtrain.machine.nvml import total_bytes
 
 _STRIDE = 1_000_003
 """Distance of two ranks' seeds."""
@@ -33,8 +34,8 @@ def device_facts() -> DeviceFacts:
     name = str(details.get("device_name", "GPU"))
     capability = details.get("compute_capability")
     if capability is None:
-        return DeviceFacts("rocm", name, str(details.get("gcn_arch_name", "")), own_memory_bytes())
-    return DeviceFacts("cuda", name, f"sm_{capability[0]}{capability[1]}", own_memory_bytes())
+        return DeviceFacts("rocm", name, str(details.get("gcn_arch_name", "")), total_bytes())
+    return DeviceFacts("cuda", name, f"sm_{capability[0]}{capability[1]}", total_bytes())
 
 
 def free_bytes() -> int | None:
@@ -45,7 +46,7 @@ def free_bytes() -> int | None:
     if in_host_memory():
         return None
     try:
-        return max(0, own_memory_bytes() - int(tf.config.experimental.get_memory_info("GPU:0")["current"]))
+        return max(0, total_bytes() - int(tf.config.experimental.get_memory_info("GPU:0")["current"]))
     except (ValueError, RuntimeError):  # a device that does not tell
         return 0
 
@@ -137,7 +138,7 @@ def capacity_bytes(devices: tuple[str, ...], local_size: int) -> tuple[tuple[int
 
 def gpu_memory_bytes(index: int) -> int:
     """Memory of a GPU that this process sees; 0 where that cannot be told. The driver is asked for the first one."""
-    own = own_memory_bytes()
+    own = total_bytes()
     details = [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.list_physical_devices("GPU")]
     alike = details and details[index] == details[0]
     return own if alike or index == 0 else 0

@@ -35,6 +35,7 @@ from hvdtrain.callbacks.nan_guard import NanGuard
 from hvdtrain.callbacks.out_of_memory import OutOfMemory
 from hvdtrain.callbacks.preempt import Preempt
 from hvdtrain.callbacks.recorder import Recorder
+from hvdtrain.callbacks.seconds import Seconds
 from hvdtrain.callbacks.supervised import Supervised
 from hvdtrain.callbacks.system import System
 from hvdtrain.callbacks.throughput import Throughput
@@ -310,7 +311,7 @@ def _callbacks(run: Run, more: Callable[[Run], list[Callback]] | None) -> list[C
         own.append(Divergence(config.check_every))
     if config.audit and one_model:
         own.append(Audit(config.audit))
-    return [*own, Checkpoint(config.checkpoint)]
+    return [*own, Checkpoint(config.checkpoint), Seconds()]
 
 
 def _own_callback(text: str) -> Callback:

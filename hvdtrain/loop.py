@@ -23,6 +23,7 @@ from hvdtrain.out_of_memory.evaluating import Evaluating
 from hvdtrain.out_of_memory.recovery import mended, repeats
 from hvdtrain.outdir import release, starting
 from hvdtrain.protocols import Done
+from hvdtrain.timeline import active, span
 
 if TYPE_CHECKING:
     from hvdtrain.run import Run
@@ -30,13 +31,17 @@ if TYPE_CHECKING:
 
 def fit(run: Run) -> None:
     """Train ``run`` from its cursor to its last epoch or to an agreed stop; the model is its user's own again then."""
-    with joined(run):
+    with active(run.timeline), joined(run):
         try:
-            run.records.open()
+            with span("start", "start"):
+                run.timeline.begin()
+                run.records.open()
+                _start(run)
             _fit(run)
         finally:
             if run.saver is not None:
-                run.saver.close()
+                with span("the last save", "checkpoint"):
+                    run.saver.close()
             release(run)
 
 
@@ -50,12 +55,15 @@ def joined(run: Run) -> Iterator[None]:
         run.leave()
 
 
-def _fit(run: Run) -> None:
-    config, state = run.config, run.state
+def _start(run: Run) -> None:
     with starting(run):  # what may still refuse the run comes in here, and changes nothing on disk
         run.emit(Event.FIT_START)
         run.settle()  # a resumed run may have been at its end
         _stop_at_max_steps(run)
+
+
+def _fit(run: Run) -> None:
+    config, state = run.config, run.state
     while state.cursor.epoch < config.epochs and not run.stopping():
         run.emit(Event.EPOCH_START)
         _epoch(run)
@@ -83,7 +91,8 @@ def _epoch(run: Run) -> None:
         while not run.stopping():
             begin = time.perf_counter()
             pulse.at("data")
-            batch = next(batches, None)
+            with span("data", "input"):
+                batch = next(batches, None)
             run.phases.add("data", time.perf_counter() - begin)
             if batch is None:
                 return
@@ -92,7 +101,7 @@ def _epoch(run: Run) -> None:
 
 def train_step(run: Run, batch: StepBatch) -> None:
     """One global batch: compute, exchange, vote, update; again where a rank ran out of memory over it."""
-    run.batch = batch
+    run.batch, run.timeline.step = batch, run.state.cursor.step
     run.emit(Event.STEP_START)
     while not _stepped(run, batch):
         run.emit_told()
@@ -110,16 +119,18 @@ def _stepped(run: Run, batch: StepBatch) -> bool:
     run.batch = batch = run.recovery.cut(batch)
     begin = time.perf_counter()
     pulse.at("backward and exchange", state.cursor.step)
-    dp.begin(state.cursor.step)
     # The bound covers backward too: a wire inside TensorFlow's graph waits for the other ranks in there.
-    with deadline(run.config.control_timeout_s, f"backward and gradient exchange of step {state.cursor.step}"):
+    what = f"backward and gradient exchange of step {state.cursor.step}"
+    with deadline(run.config.control_timeout_s, what), span("gradients", "compute"):
+        dp.begin(state.cursor.step)
         done = run.schedule.gradients(batch, dp.scale(batch), dp)
     computed = time.perf_counter()
     pulse.at("vote")
     meets = dp.meets(state.cursor.step)
     if done.lost is not None:
         run.recovery.tell(run, done.lost, meets)
-    bad = _vote(run, batch, done) if meets else _by_myself(run, done)
+    with span("vote", "compute"):  # looks at the gradient, and waits for a device's loss
+        bad = _vote(run, batch, done) if meets else _by_myself(run, done)
     if bad and (repeats(run) if meets else done.lost is not None):
         _undo(run)
         run.phases.lose(time.perf_counter() - begin)
@@ -128,7 +139,7 @@ def _stepped(run: Run, batch: StepBatch) -> bool:
     voted = time.perf_counter()
     pulse.at("update")
     if not bad:
-        with run.recovery.once("the update"):
+        with run.recovery.once("the update"), span("update", "update"):
             finite, norm = dp.update(state.cursor.step, done.grads)
         bad = [] if finite else list(range(run.control.size))
         state.grad_norm = state.grad_norm if math.isnan(norm) else norm
@@ -168,7 +179,8 @@ def _undo(run: Run) -> None:
 def _checkpoint_due(run: Run) -> None:
     if run.state.save_due:
         run.state.save_due = False
-        run.emit(Event.CHECKPOINT)
+        with span("checkpoint", "checkpoint"):
+            run.emit(Event.CHECKPOINT)
     run.batch = None
 
 
@@ -246,6 +258,11 @@ def evaluate(run: Run) -> None:
 
 def measure(run: Run, feed: Feed) -> dict[str, float]:
     """Exact metrics over ``feed``: additive totals, summed over ranks in rank order. Collective."""
+    with span("evaluation", "evaluation"):
+        return _measured(run, feed)
+
+
+def _measured(run: Run, feed: Feed) -> dict[str, float]:
     evaluator = run.parts.evaluator
     pulse.at("evaluation", run.state.cursor.step)
     run.parts.buffers.sync()

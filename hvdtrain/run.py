@@ -31,6 +31,7 @@ from hvdtrain.out_of_memory.recovery import Recovery
 from hvdtrain.parts import Parts
 from hvdtrain.protocols import Callback, Collectives, Control, DataParallel, Schedule
 from hvdtrain.records.stream import Stream
+from hvdtrain.timeline import Timeline, span
 
 if TYPE_CHECKING:
     from hvdtrain.checkpoint.saving import Saving
@@ -180,6 +181,8 @@ class Run:
     """How the copies of the model stay one; `hvdtrain.assemble` sets it when the first sample has gone through."""
     records: Stream = field(default_factory=Stream)
     """What has happened; on rank 0 reports read it."""
+    timeline: Timeline = field(default_factory=Timeline)
+    """Where this rank's seconds go, since its process began."""
     solo_lines: list[Line] = field(default_factory=list)
     """How long each rank takes over a micro-batch, where balance knows it."""
     out: Path = Path()
@@ -218,8 +221,12 @@ class Run:
         for callback in self.callbacks:
             if callback.where == "all" or self.control.rank == 0:
                 if hasattr(callback, event.value):
-                    pulse.at(f"{event.value} of {type(callback).__name__}", self.state.cursor.step)
-                callback.on(event, self)
+                    name = f"{event.value} of {type(callback).__name__}"
+                    pulse.at(name, self.state.cursor.step)
+                    with span(name):
+                        callback.on(event, self)
+                else:
+                    callback.on(event, self)
 
     def local_loss(self, totals: list[tuple[Any, Any]]) -> tuple[float, float]:
         """This rank's (loss_sum, weight) of the step.

@@ -18,6 +18,7 @@ from hvdtrain.config import Checkpoint as Settings
 from hvdtrain.data_parallel.zero import Zero
 from hvdtrain.errors import UserError
 from hvdtrain.run import say
+from hvdtrain.timeline import span
 
 if TYPE_CHECKING:
     from hvdtrain.run import Run
@@ -126,6 +127,10 @@ class Checkpoint(Callback):
 
     def fit_end(self, run: Run) -> None:
         """Save for the last time, where a failure is an error; say how many have failed."""
+        with span("the last save", "checkpoint"):
+            self._finish(run)
+
+    def _finish(self, run: Run) -> None:
         if run.saver is not None:
             run.saver.wait()
         self._hear(run)

@@ -23,6 +23,7 @@ from hvdtrain.cluster.launcher import LaunchFacts
 from hvdtrain.cluster.patience import wait_for
 from hvdtrain.errors import WaitTimeout
 from hvdtrain.faults import pulse
+from hvdtrain.timeline import blocked
 
 INLINE = 4096
 """Bytes of the first message of `MpiControl.bcast`: a small object travels in one round."""
@@ -194,8 +195,12 @@ class MpiControl:
     def _wait(self, request: Any, what: str, *buffers: np.ndarray, timeout_s: float | None = None) -> None:
         """Wait for ``request``; `WaitTimeout` names ``what`` when the time is over."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        if request.Test():
-            return
+        with blocked(what):  # also one that is done at once: who comes last has waited for nobody
+            if request.Test():
+                return
+            self._poll(request, what, limit_s, buffers)
+
+    def _poll(self, request: Any, what: str, limit_s: float, buffers: tuple[np.ndarray, ...]) -> None:
         with pulse.waiting(f"{what} of the control plane"):
             if wait_for(request.Test, limit_s):
                 return
@@ -222,7 +227,8 @@ class ObjectControl:
 
     def bcast(self, obj: Any) -> Any:
         """Return rank 0's ``obj`` on every rank."""
-        with deadline(self.timeout_s, "bcast of the control plane"), pulse.waiting("bcast of the control plane"):
+        what = "bcast of the control plane"
+        with deadline(self.timeout_s, what), pulse.waiting(what), blocked("bcast"):
             return self._bcast(obj, name="hvdtrain.control.bcast")
 
     def gather(self, obj: Any) -> list[Any]:
@@ -263,7 +269,8 @@ class ObjectControl:
         os._exit(code or 1)
 
     def _gather(self, obj: Any, what: str, timeout_s: float) -> list[Any]:
-        with deadline(timeout_s, f"{what} of the control plane"), pulse.waiting(f"{what} of the control plane"):
+        told = f"{what} of the control plane"
+        with deadline(timeout_s, told), pulse.waiting(told), blocked(what):
             return self._allgather(obj, name="hvdtrain.control.gather")
 
 

@@ -19,6 +19,7 @@ from hvdtrain.cluster.control import sum_rows
 from hvdtrain.collectives.null import Done
 from hvdtrain.collectives.parts import add_rows
 from hvdtrain.errors import PeerFailed, WaitTimeout
+from hvdtrain.timeline import blocked
 
 Key = tuple[Any, ...]
 
@@ -99,7 +100,7 @@ class _Rendezvous:
         """Bring ``value``; the last to come combines all, by rank, to one result each. Returns this rank's."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         ends_at = time.monotonic() + limit_s
-        with self.changed:
+        with blocked(" ".join(str(part) for part in key[:2])), self.changed:
             self._raise_failure()
             self.brought[rank] = (key, value)
             mine = self.meeting

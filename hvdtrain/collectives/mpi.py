@@ -19,6 +19,7 @@ from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.patience import wait_for
 from hvdtrain.collectives.parts import Scratch, add_rows, begins, windows
 from hvdtrain.faults import pulse
+from hvdtrain.timeline import blocked
 
 
 LONGEST_SLEEP_S = 50e-6
@@ -180,7 +181,7 @@ class MpiCollectives:
         what = f"{kind} {name!r} {tuple(sizes_P) or x.shape} {x.dtype.name}"
 
         def bounded() -> np.ndarray:
-            with deadline(self.timeout_s, what), pulse.waiting(what):
+            with deadline(self.timeout_s, what), pulse.waiting(what), blocked(name):
                 if self._check:
                     self._compare(what)
                 return run()

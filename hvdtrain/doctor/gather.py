@@ -13,12 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import boot, clocks
 from hvdtrain.cluster.control import flush_streams
 from hvdtrain.cluster.launcher import LaunchFacts
 from hvdtrain.cluster.topology import affinity, cpu_quota
 from hvdtrain.config import Exchange
-from hvdtrain.doctor import clock, facts, mpi_checks, probes
+from hvdtrain.doctor import facts, mpi_checks, probes
 from hvdtrain.doctor.facts import FRAMEWORKS, PROBE_S, Facts
 from hvdtrain.doctor.problem import STOPS, Problem
 from hvdtrain.doctor.start import STAGE, Report, answer, last_words, run
@@ -84,7 +84,7 @@ def _gather(control: Control, env: Mapping[str, str]) -> list[Facts]:
     """The hosts' facts in order of their lowest rank; collective."""
     places = control.gather((control.node, facts.attempt(facts.boot_id), sorted(affinity()), cpu_quota()))
     keys = [place[:2] for place in places]
-    rounds = clock.measure(control)
+    rounds = clocks.measure(control)
     looks = keys.index(keys[control.rank]) == control.rank
     rows: list[list[Facts]] = control.gather([facts.collect(env)] if looks else [])
     found = []
@@ -93,7 +93,7 @@ def _gather(control: Control, env: Mapping[str, str]) -> list[Facts]:
             ranks = [r for r, key in enumerate(keys) if key == keys[rank]]
             cores = {core for r in ranks for core in places[r][2]}  # mpirun may have bound each rank to its own
             host |= {"ranks": ranks, "slots": len(ranks), "cores": min(len(cores), places[rank][3])}
-            host["clock"] = clock.offset(rounds, rank) if len(set(keys)) > 1 else None
+            host["clock"] = clocks.offset(rounds, rank) if len(set(keys)) > 1 else None
             if isinstance(host["launcher"], dict):
                 host["launcher"]["world"] = control.size
             found.append(host)

@@ -100,8 +100,9 @@ EVENTS = {
         "from_step": "step after which they begin",
         "window_s": "seconds by rank 0's clock",
         "ranks": "by rank, cause -> seconds; causes: hvdtrain.timeline.CAUSES; together the rank's whole time",
-        "waits": "[rank, for whom, seconds] of a part of each rank's wait, the largest first",
-    }, "about every 5 s, and before end"),
+        "waits": "[rank, for whom, seconds] of each rank's longest waits, the longest first; for itself: for whom is "
+                 "not known",
+    }, "about every 5 s, and last of all, after end"),
     "system": Event("What each rank's process and device hold and do.", {
         "ranks": "by rank: rss_bytes, swap_bytes, cpu_percent (200: two busy cores), threads; memory: kind -> bytes "
                  "(hvdtrain.memory_plan.kinds); of a GPU also allocated_bytes, reserved_bytes, peak_bytes, "

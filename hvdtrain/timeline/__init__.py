@@ -2,6 +2,7 @@
 
 A span outside of a run, or in a thread that nobody has named, does nothing. Spans of a run's own thread move its
 `hvdtrain.timeline.clock.Clock`; spans of any thread are handed to the recorder of a trace while one is being taken.
+`blocked` is the span around standing in an exchange with other ranks: all places where a rank waits for others have it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from hvdtrain.timeline import birth
 from hvdtrain.timeline.clock import CAUSES, Clock
+from hvdtrain.timeline.stood import Blocked, Stood
 
-__all__ = ["CAUSES", "Taker", "Timeline", "active", "current", "span"]
+__all__ = ["CAUSES", "Blocked", "Taker", "Timeline", "active", "blocked", "current", "span", "stamped"]
 
 _local = threading.local()
 
@@ -22,26 +25,42 @@ _local = threading.local()
 class Taker(Protocol):
     """Takes the spans of a trace."""
 
-    def take(self, name: str, lane: str, begin_s: float, end_s: float, args: dict[str, Any]) -> None:
-        """Keep what ``lane`` (a thread, a wire) did; seconds of `time.perf_counter`. Called from any thread."""
+    def take(self, name: str, lane: str, begin_s: float, end_s: float, args: dict[str, Any], cause: str = "") -> None:
+        """Keep what ``lane`` (a thread, a wire) did; seconds of `time.perf_counter`. Called from any thread.
+
+        ``cause``: one of `CAUSES`, "wait" for the time in an exchange; "": that of the span around it.
+        """
         ...
 
 
 class Timeline:
-    """One rank's: ``clock`` gives its seconds to causes, ``taker`` takes spans while a trace is being taken."""
+    """One rank's: ``clock`` gives its seconds to causes, ``taker`` takes spans while a trace is being taken.
+
+    ``stood``: the exchanges in which it stood. ``step``: the one at work, or the latest. A new one gives all that has
+    passed since its process began to "start", and goes on so until `begin`.
+    """
 
     def __init__(self) -> None:
         self.clock = Clock()
+        self.clock.add("start", birth.unclaimed_s())
+        self.clock.base("start")
         self.taker: Taker | None = None
+        self.stood = Stood()
+        self.step = 0
+
+    def begin(self) -> None:
+        """Let what nobody names be "other" from here on."""
+        self.clock.base("other")
 
 
 class _Lane:
     """A thread in a run; ``main``: the one whose seconds are counted."""
 
-    __slots__ = ("timeline", "name", "main")
+    __slots__ = ("timeline", "name", "main", "blocked")
 
     def __init__(self, timeline: Timeline, name: str, main: bool) -> None:
         self.timeline, self.name, self.main = timeline, name, main
+        self.blocked = False
 
 
 @contextlib.contextmanager
@@ -53,6 +72,8 @@ def active(timeline: Timeline, lane: str = "main") -> Iterator[None]:
         yield
     finally:
         _local.lane = before
+        if lane == "main":
+            birth.claim()
 
 
 def current() -> Timeline | None:
@@ -88,4 +109,53 @@ class span:  # noqa: N801  (read as a statement: with span("update"))
             lane.timeline.clock.pop()
         taker = lane.timeline.taker
         if taker is not None and self._begin:
-            taker.take(self.name, lane.name, self._begin, time.perf_counter(), self.args)
+            taker.take(self.name, lane.name, self._begin, time.perf_counter(), self.args, self.cause)
+
+
+class blocked:  # noqa: N801  (read as a statement: with blocked("vote"))
+    """Encloses standing in the exchange ``name``, for other ranks or for the wire; the same on every rank (law 5).
+
+    ``came_s``: when this rank had handed over its part (`time.perf_counter`), which may become known in the body; 0: on
+    entering the body. Within another `blocked`, and in threads other than the run's own, it is a `span` without cause.
+    """
+
+    __slots__ = ("name", "came_s", "_lane", "_begin", "_counts")
+
+    def __init__(self, name: str, came_s: float = 0.0) -> None:
+        self.name, self.came_s = name, came_s
+        self._lane: _Lane | None = None
+        self._begin, self._counts = 0.0, False
+
+    def __enter__(self) -> blocked:
+        lane = self._lane = getattr(_local, "lane", None)
+        if lane is not None:
+            self._counts = lane.main and not lane.blocked
+            if self._counts:
+                lane.blocked = True
+                lane.timeline.clock.push("wait")
+            self._begin = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        lane = self._lane
+        if lane is None:
+            return
+        timeline, end = lane.timeline, time.perf_counter()
+        if self._counts:
+            lane.blocked = False
+            timeline.clock.pop()
+            timeline.stood.add(Blocked(timeline.step, self.name, self.came_s or self._begin, self._begin, end))
+        if timeline.taker is not None:
+            timeline.taker.take(self.name, lane.name, self._begin, end, {}, "wait" if self._counts else "")
+
+
+def stamped(name: str, begin_s: float, end_s: float, seconds: float) -> None:
+    """Tell that within the call that has just returned this rank stood ``seconds`` in ``name``, up to ``end_s``.
+
+    ``begin_s``: when it had handed over all its parts and nothing was left to compute; both by `time.perf_counter`. For
+    exchanges inside a graph, which stamps them; they are no spans here.
+    """
+    lane: _Lane | None = getattr(_local, "lane", None)
+    if lane is not None and lane.main:
+        lane.timeline.clock.carve("wait", seconds)
+        lane.timeline.stood.add(Blocked(lane.timeline.step, name, begin_s, begin_s, max(begin_s, end_s)))

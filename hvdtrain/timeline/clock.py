@@ -1,36 +1,31 @@
-"""Gives every second of a rank to one cause: what is not named goes to "other", and nothing is found by subtraction.
-
-Stretches that end in waiting for other ranks are told with the name of what was waited in, so that all ranks' stretches
-of that name show who came last (`hvdtrain.timeline.whom`).
-"""
+"""Gives every second of a rank to one cause: what is not named goes to "other", and nothing is found by subtraction."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 CAUSES = ("start", "input", "compute", "wait", "wire", "update", "checkpoint", "evaluation", "other")
 """``wait``: for ranks that come later to an exchange; ``wire``: for the exchange itself, when all have come."""
 
 
-class Blocked(NamedTuple):
-    """This rank stood in the exchange ``name`` of ``step`` from ``begin_s`` to ``end_s`` (`time.perf_counter`)."""
-
-    step: int
-    name: str
-    begin_s: float
-    end_s: float
-
-
 class Clock:
-    """A stack of causes: seconds go to the one on top. One thread uses it."""
+    """A stack of causes: seconds go to the one on top. One thread uses it.
+
+    While a rank stands in an exchange its seconds go to "wait": which of them are "wire" is known when the ranks have
+    compared when each came (`hvdtrain.timeline.whom`).
+    """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
         self._seconds = dict.fromkeys(CAUSES, 0.0)
         self._stack = ["other"]
         self._since = now()
+
+    def base(self, cause: str) -> None:
+        """Give what comes to ``cause`` wherever nothing is on the stack."""
+        self._lap()
+        self._stack[0] = cause
 
     def push(self, cause: str) -> None:
         """Give what comes to ``cause``, one of `CAUSES`, until `pop`."""
@@ -44,6 +39,17 @@ class Clock:
 
     def add(self, cause: str, seconds: float) -> None:
         """Give seconds from before this clock began, such as those of the process' start."""
+        self._seconds[cause] += seconds
+
+    def carve(self, cause: str, seconds: float) -> None:
+        """Give ``seconds`` that somebody else has measured to ``cause``, in place of the cause on top just now.
+
+        A graph stamps how long it has waited within a call that is one piece of computing for this clock.
+        """
+        self._lap()
+        own = self._stack[-1]
+        seconds = min(max(0.0, seconds), self._seconds[own])
+        self._seconds[own] -= seconds
         self._seconds[cause] += seconds
 
     def seconds(self) -> dict[str, float]:

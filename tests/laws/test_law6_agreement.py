@@ -253,4 +253,4 @@ def test_the_log_tells_what_was_agreed(tmp_path):
     lockstep(2, setting, lambda rank: make_model("numpy"), samples(40), lambda run: seen(run, Wish([1], stop_at=5)))
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records if r["event"] == "step"] == [2, 4, 6]
-    assert records[-1]["event"] == "end" and records[-1]["stop"] == "rank 1 is done"
+    assert [r["event"] for r in records[-2:]] == ["end", "seconds"] and records[-2]["stop"] == "rank 1 is done"

@@ -13,7 +13,8 @@ from hvdtrain.build.facts import Framework
 from hvdtrain.cli import doctor
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.cluster.launcher import LaunchFacts
-from hvdtrain.doctor import clock, facts, gather, probes, start, table
+from hvdtrain.cluster import clocks
+from hvdtrain.doctor import facts, gather, probes, start, table
 from hvdtrain.doctor.checks import diagnose
 from hvdtrain.doctor.problem import SLOWS, STOPS, Problem
 from hvdtrain.errors import UserError
@@ -111,18 +112,18 @@ def test_the_true_offset_lies_within_the_bounds(ahead_s):
         sent = [turn + draw.random() * 1e-3, turn + draw.random() * 1e-3]
         got = [max(sent[0], sent[1] + draw.random() * 5e-3), max(sent[1], sent[0] + draw.random() * 5e-3)]
         rounds.append(([sent[0], sent[1] + ahead_s], [got[0], got[1] + ahead_s]))
-    least, most = clock.bounds(rounds, 1)
+    least, most = clocks.bounds(rounds, 1)
     assert least <= ahead_s <= most
-    told = clock.offset(rounds, 1)
+    told = clocks.offset(rounds, 1)
     assert abs(told["offset_s"] - ahead_s) <= told["within_s"] + 1e-6
     assert told["within_s"] < 1e-3, "the narrowest of the rounds is kept"
 
 
 def test_a_clock_alone_agrees_with_itself():
     ticks = iter(range(1000))
-    rounds = clock.measure(SoloControl("a"), now=lambda: float(next(ticks)))
-    assert len(rounds) == clock.ROUNDS and rounds[0] == ([0.0], [1.0])
-    assert clock.offset(rounds, 0) == {"offset_s": 0.0, "within_s": 1.0}
+    rounds = clocks.measure(SoloControl("a"), now=lambda: float(next(ticks)))
+    assert len(rounds) == clocks.ROUNDS and rounds[0] == ([0.0], [1.0])
+    assert clocks.offset(rounds, 0) == {"offset_s": 0.0, "within_s": 1.0}
 
 
 def test_a_report_comes_back_as_it_went():

@@ -29,7 +29,7 @@ class Kept:
     def __init__(self):
         self.spans = []
 
-    def take(self, name, lane, begin_s, end_s, args):
+    def take(self, name, lane, begin_s, end_s, args, cause=""):
         assert end_s >= begin_s > 0
         self.spans.append((name, lane, args))
 

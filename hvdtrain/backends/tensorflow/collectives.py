@@ -25,6 +25,7 @@ from hvdtrain.cluster.deadline import deadline
 from hvdtrain.errors import PeerFailed
 from hvdtrain.faults import pulse
 from hvdtrain.protocols import Collectives
+from hvdtrain.timeline import blocked
 
 
 KINDS = {"sum": "Sum", "adasum": "Adasum", "min": "Min", "max": "Max", "product": "Product", "mean": "Average"}
@@ -178,7 +179,7 @@ class HorovodCollectives:
 
     def _run(self, operate: Callable[..., Any], name: str, kind: Hashable, xs: Sequence[tf.Tensor]) -> _Result:
         what = f"Horovod's {kind[0] if isinstance(kind, tuple) else kind} {name!r}"
-        with peer_failures(), deadline(self.timeout_s, what), pulse.waiting(what):
+        with peer_failures(), deadline(self.timeout_s, what), pulse.waiting(what), blocked(name):
             return _Result(self._named.run(operate, [tf.convert_to_tensor(x) for x in xs], name, kind))
 
     def _placed(self) -> AbstractContextManager[Any]:

@@ -6,6 +6,7 @@ puts the former under gradients of a GPU.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,17 +18,20 @@ from hvdtrain.collectives.null import Done
 from hvdtrain.errors import PeerFailed
 from hvdtrain.faults import pulse
 from hvdtrain.protocols import Collectives, Handle
+from hvdtrain.timeline import blocked
 
 
 class _Pending:
-    """An asynchronous Horovod operation."""
+    """An asynchronous Horovod operation, under way since ``came_s``."""
 
-    def __init__(self, hvd: Any, handle: int, limit: tuple[float, str], shape: tuple[int, ...] | None = None) -> None:
-        self._hvd, self._handle, self._limit, self._shape = hvd, handle, limit, shape
+    def __init__(self, hvd: Any, handle: int, limit: tuple[float, str], name: str,
+                 shape: tuple[int, ...] | None = None) -> None:
+        self._hvd, self._handle, self._limit, self._name, self._shape = hvd, handle, limit, name, shape
+        self._came_s = time.perf_counter()
 
     def wait(self) -> torch.Tensor:
         try:
-            with deadline(*self._limit), pulse.waiting(self._limit[1]):
+            with deadline(*self._limit), pulse.waiting(self._limit[1]), blocked(self._name, self._came_s):
                 out = self._hvd.synchronize(self._handle)
         except Exception as error:
             if type(error).__name__ == "HorovodInternalError":
@@ -118,7 +122,7 @@ class HorovodCollectives:
         return self._pending("broadcast", name, self._hvd.broadcast_async(x_N, root, name=name))
 
     def _pending(self, kind: str, name: str, handle: int, shape: tuple[int, ...] | None = None) -> _Pending:
-        return _Pending(self._hvd, handle, (self.timeout_s, f"Horovod's {kind} {name!r}"), shape)
+        return _Pending(self._hvd, handle, (self.timeout_s, f"Horovod's {kind} {name!r}"), name, shape)
 
 
 def collectives(kind: str, control: Any, exchange: Any, start_horovod: Callable[..., Any],

@@ -16,6 +16,7 @@ with and without a GPU can be in one job.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -25,6 +26,7 @@ import torch
 
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.protocols import Collectives, Handle
+from hvdtrain.timeline import blocked
 
 Key = tuple[str, torch.dtype, int]
 
@@ -148,8 +150,9 @@ class _Transfer:
     """One collective under way; a `Handle`. ``ended`` is set once it has its result or its ``error``."""
 
     def __init__(self, lane: Here, x: torch.Tensor, key: Key | None, call: Callable[[torch.Tensor], Handle],
-                 in_place: bool, limit: tuple[float, str]) -> None:
-        self._lane, self._key, self._call, self._limit = lane, key, call, limit
+                 in_place: bool, limit: tuple[float, str], name: str) -> None:
+        self._lane, self._key, self._call, self._limit, self._name = lane, key, call, limit, name
+        self._came_s = 0.0
         self._into = x if in_place else None
         self._host, self._token = lane.leave(x, key)
         self._pending: Handle | None = None
@@ -160,6 +163,7 @@ class _Transfer:
     def send(self) -> None:
         """Put the collective on the wire once its argument is in host memory."""
         self._lane.landed(self._token)
+        self._came_s = time.perf_counter()
         self._pending = self._call(self._host)
 
     def receive(self) -> None:
@@ -175,8 +179,9 @@ class _Transfer:
 
     def wait(self) -> torch.Tensor:
         """The result; what the calling thread computes with it from here on is ordered behind its arrival."""
-        with deadline(*self._limit):
+        with deadline(*self._limit), blocked(self._name) as stood:
             self.ended.wait()
+            stood.came_s = self._came_s  # others wait for the device, too
         if self.error is not None:
             raise self.error
         assert self._out is not None
@@ -307,7 +312,7 @@ class StagedCollectives:
         as_numpy = self._inner.host
         what = f"{kind} {name!r} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} over host memory"
         transfer = _Transfer(self._lane_of(x.device), own, borrowed, lambda h: call(h.numpy() if as_numpy else h),
-                             in_place, (self.timeout_s, what))
+                             in_place, (self.timeout_s, what), name)
         self._pipe.issued.put(transfer)
         return transfer
 

@@ -124,10 +124,10 @@ EVENTS = {
         "differs": "key -> value of the configuration where it differs from the default",
         "resumed_from": "step; null: began anew", "attempt": "number under a supervisor; null: none",
     }),
-    "whatif": Event("How fast the run would be without one of its ranks, as reckoned.", {
-        "ranks": "by rank: percent by which the rest would be faster (negative: slower); null: cannot be told",
-        "step_s": "mean seconds of a step now", "without_s": "by rank, of a step without it",
-    }),
+    "whatif": Event("How fast the run would be without one of its ranks, as reckoned from the steps so far.", {
+        "ranks": "by rank: percent more samples a second of the rest (negative: fewer); null: cannot be told",
+        "step_s": "mean seconds of a step now", "without_s": "by rank, of a step without it; null as above",
+    }, "after 64, 128, 256, ... steps, and before end, where there are several ranks"),
     "trace": Event("A trace was written.", {
         "path": "file in the run's directory", "steps": "[first, last]", "within_s": "bound of the clocks",
         "events": "in the file", "dropped": "that the size bound has cost", "bytes": "of the file",

@@ -9,7 +9,7 @@ from hvdtrain.protocols import Record
 from hvdtrain.records.schema import EVENTS, problems
 
 ROOT = Path(__file__).resolve().parents[2]
-COMING = {"seconds", "clocks", "whatif", "trace"}
+COMING = {"seconds", "clocks", "trace"}
 """Agreed, and made by nobody yet."""
 
 

@@ -1,0 +1,93 @@
+"""A step without one of its ranks, as reckoned, against a made-up world in which that rank is really gone."""
+
+import json
+
+import numpy as np
+import pytest
+from small_runs import config, lockstep, make_model, samples
+
+from hvdtrain import loop
+from hvdtrain.balance.line import Line
+from hvdtrain.balance.plan import equal, plan
+from hvdtrain.balance.whatif import Steps, Work, counted, forecast, line_of
+
+N = 120
+"""Global batch, divisible by 2, 3 and 4 ranks."""
+
+LINES = [Line(2e-3, 0.2e-3), Line(1e-3, 0.2e-3), Line(3e-3, 0.25e-3), Line(2e-3, 0.5e-3)]
+UPDATE_S, WIRE_S = 1e-3, 2e-3
+
+
+def world(lines, samples_P, steps=200, seed=0, noise=0.05):
+    """Steps of ranks that take their lines' seconds, with noise, and wait for the slowest and then for the wire."""
+    draw = np.random.default_rng(seed)
+    size = len(lines)
+    work = np.array([line.seconds(m, 1) for line, m in zip(lines, samples_P)])
+    work = work * (1 + noise * draw.standard_normal((steps, size))).clip(0.5)
+    own = work + UPDATE_S
+    wire = WIRE_S * 2 * (size - 1) / size
+    wall = np.repeat(own.max(axis=1)[:, None] + wire, size, axis=1)
+    return Steps(wall, work, wall - own, np.tile(np.array(samples_P), (steps, 1)))
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("lines", [LINES, LINES[:3], LINES[:2], [LINES[0]] * 4], ids=["4", "3", "2", "4 alike"])
+def test_a_forecast_holds_when_the_rank_is_gone(lines, planned):
+    divide = plan if planned else equal
+    steps = world(lines, divide(lines, N).samples_P)
+    found = forecast(steps, Work(N, None if planned else [1.0] * len(lines)), lines)
+    assert found.step_s == pytest.approx(steps.wall.mean())
+    for gone in range(len(lines)):
+        rest = [line for r, line in enumerate(lines) if r != gone]
+        real_s = world(rest, divide(rest, N).samples_P, seed=1 + gone).wall.mean()
+        assert found.without_s_P[gone] == pytest.approx(real_s, rel=0.02), gone
+        assert found.percent_P[gone] == pytest.approx(100 * (found.step_s / real_s - 1), abs=2.5)
+
+
+def test_without_the_slowest_rank_the_others_are_faster_and_without_a_fast_one_slower():
+    found = forecast(world(LINES, [30] * 4), Work(N, [1.0] * 4), LINES)
+    assert found.percent_P[3] > 10 > -5 > found.percent_P[0]
+
+
+def test_shares_that_are_given_are_kept_among_those_that_stay():
+    steps = world(LINES, [40, 40, 20, 20])
+    found = forecast(steps, Work(N, [2, 2, 1, 1]), LINES)
+    real_s = world(LINES[:3], [48, 48, 24], seed=9).wall.mean()
+    assert found.without_s_P[3] == pytest.approx(real_s, rel=0.02)
+
+
+def test_a_short_last_step_tells_how_seconds_depend_on_samples():
+    work = np.array(([10e-3] * 9 + [6e-3]) * 4)
+    sizes = np.array(([32] * 9 + [12]) * 4)
+    line = line_of(work, sizes)
+    assert (line.a_s, line.c_s) == pytest.approx((3.6e-3, 0.2e-3))
+    assert line_of(work[:9], sizes[:9]) is None and line_of(work[:10], sizes[:10]) is None
+
+
+def test_steps_that_a_save_or_another_cut_sets_apart_do_not_count():
+    steps = world(LINES, [30] * 4, steps=50)
+    steps.wall[7] += 1.0  # a save: all ranks stood
+    steps.samples[:20] = [60, 20, 20, 20]  # before a new plan
+    steps.samples[40] = [5, 5, 5, 4]  # the last of an epoch
+    assert len(counted(steps).wall) == 29
+
+
+def test_what_was_not_seen_is_not_told():
+    few = world(LINES, [30] * 4, steps=5)
+    assert forecast(few, Work(N, [1.0] * 4), LINES) is None
+    idle = world(LINES, [60, 60, 0, 0])
+    assert forecast(idle, Work(N, [1, 1, 0, 0]), [None] * 4).without_s_P[3] is not None  # it never had any
+    assert forecast(idle, Work(N, None), [*LINES[:3], None]).without_s_P[0] is None
+    alone = forecast(idle, Work(N, [0, 0, 1, 1]), LINES)
+    assert alone.without_s_P[0] is not None and None not in alone.percent_P
+
+
+def test_a_run_of_several_ranks_records_it(tmp_path):
+    settings = config(out=str(tmp_path / "run"), global_batch=8, epochs=20, emulate_speed=[1.0, 0.2])
+    lockstep(2, settings, lambda rank: make_model("numpy"), samples(32), loop.fit)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["event"] == "whatif"] == [64, 80]
+    for row in rows:
+        if row["event"] == "whatif":
+            assert len(row["ranks"]) == len(row["without_s"]) == 2 and row["step_s"] > 0
+            assert row["ranks"] == pytest.approx([100 * (row["step_s"] / s - 1) for s in row["without_s"]])

@@ -23,7 +23,7 @@ space := $(empty) $(empty)
 CHOSEN := $(sort $(FRAMEWORKS))
 UNKNOWN := $(filter-out torch tensorflow,$(CHOSEN))
 STAMP := $(VENV)/.installed-$(subst $(space),-,$(strip $(CHOSEN)))-$(DEVICE)
-PINS := base mpi horovod dev $(addsuffix -$(DEVICE),$(CHOSEN))
+PINS := base mpi horovod dev trackers $(addsuffix -$(DEVICE),$(CHOSEN))
 PIN_FILES := $(PINS:%=requirements/%.txt)
 PIP := $(PY) -m pip --disable-pip-version-check
 QUICK := --timeout 15 --retries 1

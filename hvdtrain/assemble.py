@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import backends, data_parallel, first_sample, placed, reports, rng, transforms, unused
+from hvdtrain import backends, data_parallel, first_sample, placed, reports, rng, trackers, transforms, unused
 from hvdtrain.alike import check_alike
 from hvdtrain.balance.emulate import Slowed
 from hvdtrain.callbacks.audit import Audit
@@ -94,6 +94,7 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
         control = _gloo_control(spec.framework, config, facts)
     topology = survey(control)
     _check_world(config, control)
+    agreed(control, lambda: trackers.check_installed(config.trackers) if control.rank == 0 else None, "trackers")
     notes = list(getattr(control, "notes", []))
     devices = control.gather(backend.device_facts())
     spelled = placed.spelled_out(config, topology, devices, notes)

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hvdtrain import placed, schema
+from hvdtrain import placed, schema, trackers
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.remat import names as remat_names
 from hvdtrain.sections import key as _key
@@ -153,6 +153,9 @@ class Config:
     progress: Literal["auto", "rich", "plain", "off"] = _key(
         "auto", "",
         "auto: rich on a terminal where there is one process, plain lines elsewhere")
+    trackers: list[str] = _key(
+        [], "", "what else gets the records of rank 0: tensorboard, wandb, mlflow, csv, prometheus, or module:callable "
+        "(path/file.py:callable) that makes another")
     threads: int = _key(0, "threads", "compute threads of one rank; 0: its share of the host's cores")
     deterministic: bool = _key(False, "", "ask the framework for deterministic kernels (bit-equal resume on GPUs)")
     control_timeout_s: float = _key(
@@ -194,7 +197,7 @@ class Config:
                             "a device for each part of the model", f"set devices_per_rank: {self.model_parallel}")
         seconds_of(self.time_limit)
         self._check_balance()
-        self._check_compression()
+        self._check_names()
         self._check_data_parallel()
         _at_least("data.prefetch", self.data.prefetch, 0)
         _at_least("check_every", 0 if self.check_every == "auto" else self.check_every, 0)
@@ -232,14 +235,15 @@ class Config:
                             "for example shares: [3, 1]")
         return self
 
-    def _check_compression(self) -> None:
-        """Raise `UserError` for a compression that is neither built in nor spelt as a callable."""
+    def _check_names(self) -> None:
+        """Raise `UserError` for a compression or a tracker that is neither built in nor spelt as a callable."""
         from hvdtrain.exchange.compressors import names  # it reads this file's classes
 
         known = [*(name for name in names() if name != "adasum"), "auto"]  # adasum has a key of its own
         if ":" not in self.compression and self.compression not in known:
             raise UserError(f"compression is {self.compression!r}", f"{nearest(self.compression, known)}, one of "
                             f"{', '.join(known)}, or module:callable", "correct compression")
+        trackers.check(self.trackers)
 
     def _check_data_parallel(self) -> None:
         """Raise `UserError` for a stage or shards that cannot be."""

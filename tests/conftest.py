@@ -24,7 +24,8 @@ for shared in ("conformance", "fixtures"):  # cases and small runs that several 
     sys.path.insert(0, str(Path(__file__).parent / shared))
 
 MAY_CHANGE = ("PYTEST_", "COV_", "TF_", "TF2_", "KMP_", "KERAS_", "TORCH", "PYTORCH_", "GRPC_", "HYPOTHESIS_",
-              "HDF5_", "TPU_", "ENABLE_RUNTIME_UPTIME_TELEMETRY", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
+              "HDF5_", "TPU_", "MLFLOW_", "_MLFLOW_", "WANDB_", "ENABLE_RUNTIME_UPTIME_TELEMETRY",
+              "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
 """Prefixes of variables that pytest and the frameworks set by themselves, and what stays once Horovod has started."""
 
 

@@ -14,11 +14,12 @@ from hvdtrain.protocols.model_state import Buffers, Evaluator, ModelState, Trans
 from hvdtrain.protocols.ops import Cell, Ops
 from hvdtrain.protocols.params import Optimizer, Params, ParamSpec
 from hvdtrain.protocols.remat import BlockCost, Remat
-from hvdtrain.protocols.report import Record, Report
+from hvdtrain.protocols.report import Record, Report, Tracker
 from hvdtrain.protocols.stage import Done, GradientSink, ModelSpec, Schedule, Stage
 from hvdtrain.protocols.wire import AllGather, AllReduce, AllToAll, Channel, Collectives, Exchange, Handle, Request
 
 __all__ = ["AllGather", "AllReduce", "AllToAll", "Array", "Batch", "BlockCost", "Buffers", "Callback", "Cell",
            "Channel", "Collectives", "Compile", "Compressor", "Control", "DataParallel", "Done", "Evaluator",
            "Exchange", "GradientSink", "Handle", "Launcher", "ModelSpec", "ModelState", "Ops", "Optimizer", "Pair",
-           "ParamSpec", "Params", "Record", "Remat", "Report", "Request", "Schedule", "Stage", "Transform"]
+           "ParamSpec", "Params", "Record", "Remat", "Report", "Request", "Schedule", "Stage", "Tracker",
+           "Transform"]

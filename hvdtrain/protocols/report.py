@@ -39,3 +39,20 @@ class Report(Protocol):
     def close(self) -> None:
         """Write what is still held: the fit has ended, well or not. Called once."""
         ...
+
+
+class Tracker(Protocol):
+    """Hands records on to another tool, beside training: ``trackers: [path/file.py:callable]``, called with the run.
+
+    Made, used and closed in one thread of rank 0, after the run has begun, so ``run.out`` is there; only what does not
+    change in the run may be read from it. It gets a "step" record every ``log_every`` steps and all others. What it
+    raises is said once, and it gets nothing more: it never ends a run.
+    """
+
+    def write(self, record: Record) -> None:
+        """Take one record; `hvdtrain.records.numbers` reads numbers and settings out of it."""
+        ...
+
+    def close(self) -> None:
+        """Write what is still held: the fit has ended, well or not, or this tracker has failed. Called once."""
+        ...

@@ -88,4 +88,5 @@ class Stream:
 
     @staticmethod
     def _failed(run: Any, report: Report, error: Exception) -> None:
-        run.note(f"{type(report).__name__} fails ({type(error).__name__}: {error}); training goes on without it")
+        name = getattr(report, "name", type(report).__name__)
+        run.note(f"{name} fails ({type(error).__name__}: {error}); training goes on without it")

@@ -1,7 +1,8 @@
-"""A compressor, a transform, a callback and a way to keep copies alike, each added by one file outside the package."""
+"""A compressor, a transform, a callback, a tracker and a way to keep copies alike, each a file outside the package."""
 
 import contextlib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -173,6 +174,15 @@ def no_way(setup):
 def test_a_callback(mine, tmp_path):
     trained(tmp_path / "run", callbacks=[f"{mine}:Count"])
     assert (tmp_path / "run" / "count.json").read_text() == "6"
+
+
+def test_a_tracker(mine, tmp_path):
+    """The one that docs/trackers.md shows."""
+    page = (Path(__file__).parents[2] / "docs" / "trackers.md").read_text()
+    mine.write_text(page.partition("```python\n")[2].partition("```")[0])
+    trained(tmp_path / "run", trackers=[f"{mine}:Lines"], log_every=3)
+    names = [line.split()[:2] for line in (tmp_path / "run" / "lines.txt").read_text().splitlines()]
+    assert ["3", "train/loss"] in names and ["6", "train/loss"] in names and ["4", "train/loss"] not in names
 
 
 def test_a_way_to_keep_copies_alike(mine, tmp_path):

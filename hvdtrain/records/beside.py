@@ -1,0 +1,79 @@
+"""Hands records to a tracker in a thread of its own, so that training waits for no disk, server or library of it.
+
+Owns the queue, its bound and the end. What the tracker raises is raised to the stream with the next record, which says
+so once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+
+from hvdtrain.protocols import Record, Tracker
+
+MOST_WAITING = 1000
+"""Records that wait for a slow tracker; beyond these the newest are lost, and counted."""
+
+CLOSE_S = 30.0
+"""Longest time that the end of a fit waits for what is left to write."""
+
+
+class Beside:
+    """Gives records to the tracker that ``make`` returns; it is made, used and closed in one thread.
+
+    ``name``: what it is called where it fails. ``every``: which "step" records it takes. Nothing is made before the
+    first record, which comes when the run has begun.
+    """
+
+    at_once = False
+
+    def __init__(self, name: str, make: Callable[[], Tracker], every: str) -> None:
+        self.name, self.every = name, every
+        self._make = make
+        self._records: queue.Queue[Record | None] = queue.Queue(MOST_WAITING)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._lost = 0
+
+    def write(self, record: Record) -> None:
+        """Put one record into the queue; raise what the tracker has raised over one before."""
+        if self._error is not None:
+            raise self._error
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
+            self._thread.start()
+        try:
+            self._records.put_nowait(record)
+        except queue.Full:
+            self._lost += 1
+
+    def close(self) -> None:
+        """Wait for what is left, `CLOSE_S` at most; raise what went wrong."""
+        if self._thread is None:
+            return
+        with contextlib.suppress(queue.Full):
+            self._records.put(None, timeout=CLOSE_S)
+        self._thread.join(CLOSE_S)
+        if self._error is not None:
+            raise self._error
+        if self._thread.is_alive():
+            raise TimeoutError(f"it still writes {CLOSE_S:g} s after the end and is left behind")
+        if self._lost:
+            raise RuntimeError(f"it was too slow for {self._lost} records, which it lacks")
+
+    def _work(self) -> None:
+        """Make the tracker, feed it and close it; keep the first error, after which it gets nothing more."""
+        tracker: Tracker | None = None
+        try:
+            tracker = self._make()
+            while (record := self._records.get()) is not None:
+                tracker.write(record)
+        except BaseException as error:  # noqa: BLE001  (whatever a tracker's library raises, sys.exit too)
+            self._error = error
+        try:
+            if tracker is not None:
+                tracker.close()
+        except BaseException as error:  # noqa: BLE001
+            self._error = self._error or error

@@ -52,7 +52,7 @@ from hvdtrain.config import Config
 from hvdtrain.data import sources
 from hvdtrain.data.feed import Feed
 from hvdtrain.errors import UserError
-from hvdtrain.faults import causes
+from hvdtrain.faults import causes, pulse
 from hvdtrain.faults.finite import check_trainable
 from hvdtrain.memory_plan import imported
 from hvdtrain.memory_plan.survey import scene_of
@@ -160,6 +160,7 @@ def _model(config: Config, model: Any, facts: LaunchFacts, control: Control | No
         text = backends.built_in_model() if config.model == "auto" else config.model
         return build_spec(text, config.model_args, partial(_prepare, config, _threads(config, facts, control)),
                           partial(_building, config))
+    pulse.at("model")
     return make() if control is None else agreed(control, make, "model")
 
 

@@ -152,7 +152,8 @@ class Config:
     log_every: int = _key(10, "steps", "progress and log interval")
     progress: Literal["auto", "rich", "plain", "off"] = _key(
         "auto", "",
-        "auto: rich on a terminal where there is one process, plain lines elsewhere")
+        "auto: a line that moves on a terminal, under a launcher on the launcher's, else plain lines; what is silent "
+        "for over 3 s says what it does; off: neither")
     trackers: list[str] = _key(
         [], "", "what else gets the records of rank 0: tensorboard, wandb, mlflow, csv, prometheus, or module:callable "
         "(path/file.py:callable) that makes another")

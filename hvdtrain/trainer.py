@@ -31,6 +31,7 @@ from hvdtrain.errors import UserError, nearest
 from hvdtrain.faults import causes, pulse
 from hvdtrain.faults.finite import trained
 from hvdtrain.outdir import kind_of, write_completed
+from hvdtrain.progress import silence
 from hvdtrain.run import Run
 
 
@@ -82,6 +83,7 @@ class Trainer:
         self._evaluates_only = False
 
     @exit_calls.told()
+    @silence.told
     def fit(self, model: Any = None, data: Any = None, *, callbacks: Sequence[Any] = (),
             class_weight: dict[int, float] | None = None) -> Result:
         """Train, evaluate, write checkpoints and the final model; collective.
@@ -127,6 +129,7 @@ class Trainer:
             _complete(run)
 
     @exit_calls.told()
+    @silence.told
     def evaluate(self, *, model: Any = None, data: Any = None) -> dict[str, float]:
         """Exact weighted metrics over the evaluation data, however unevenly the ranks hold it; collective."""
         if self.run is None:
@@ -140,6 +143,7 @@ class Trainer:
             return loop.measure(run, feed)
 
     @exit_calls.told()
+    @silence.told
     def save(self) -> Path:
         """Write a checkpoint of the current state into the run's directory; collective. `UserError` if it fails."""
         run = self._assembled(None, None)
@@ -151,6 +155,7 @@ class Trainer:
         return run.out / session.DIRECTORY
 
     @exit_calls.told()
+    @silence.told
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Load a checkpoint, the newest whole one of a run's directory; collective."""
         run = self._assembled(None, None)

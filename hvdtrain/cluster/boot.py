@@ -276,6 +276,7 @@ def prepare_lone_mpi(env: MutableMapping[str, str], prefix: str = sys.prefix) ->
 
 def _start_mpi(facts: LaunchFacts, timeout_s: float) -> MpiControl:
     """MPI_Init, the check that launcher and library fit, and the communicators."""
+    pulse.at("MPI")
     with locked_deadline(timeout_s, f"MPI_Init under {facts.launcher}"):
         MPI = _import_mpi(facts.launcher)
     world = MPI.COMM_WORLD
@@ -389,6 +390,7 @@ def _running_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Co
         raise HorovodUnavailable(f"Horovod's {framework} part does not load ({line}); it was built for another "
                                  f"{framework} or MPI; {BUILD}") from error
     timeout_s = getattr(where, "timeout_s", 600.0)
+    pulse.at("Horovod")
     with deadline(timeout_s, "hvd.init"):
         _guarded_init(hvd.init, framework)
     if (hvd.rank(), hvd.size()) != (where.rank, where.size):

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from hvdtrain.protocols import Control
@@ -202,6 +202,23 @@ class Pulse:
 _own: Pulse | None = None
 
 
+class Listener(Protocol):
+    """Hears of this process' phases too, in a process that has no page as well; ``pid``: where it listens."""
+
+    pid: int
+
+    def at(self, phase: str, step: int | None) -> None:
+        """Hear of a phase; takes no time."""
+        ...
+
+    def close(self) -> None:
+        """Hear that the process ends, before its last words."""
+        ...
+
+
+listener: Listener | None = None
+
+
 @dataclass(frozen=True)
 class _Made:
     """A page of this process, under which path neighbours find it, and its token."""
@@ -258,11 +275,20 @@ def at(phase: str, step: int | None = None) -> None:
     """Publish a phase; nothing where no pulse was started."""
     if _own is not None:
         _own.at(phase, step)
+    if listener is not None:
+        listener.at(phase, step)
 
 
 def waiting(what: str) -> contextlib.AbstractContextManager[None]:
     """Publish a wait for other ranks while the body runs; nothing where no pulse was started."""
     return contextlib.nullcontext() if _own is None else _own.waiting(what)
+
+
+def own_wait() -> str:
+    """Return what this rank waits for other ranks in; "" where it does not wait, or no pulse was started."""
+    if _own is None or not _NUMBERS.unpack_from(_own.own.memory, _TOKEN)[2]:
+        return ""
+    return _text(_own.own.memory[_WAIT])
 
 
 def heard(step: int) -> None:
@@ -276,6 +302,8 @@ def leaving() -> None:
 
     Nothing in a forked child either, which shares its parent's page.
     """
+    if listener is not None and listener.pid == os.getpid():
+        listener.close()
     if _own is not None and (_made is None or _made.pid == os.getpid()):
         _own.own.memory[_LEAVING] = 1
 

@@ -1,27 +1,41 @@
-"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere; rank 0 only."""
+"""What a person sees of a run's steps: one line that moves on a terminal, plain lines elsewhere; rank 0 only.
+
+Owns what of the records is shown, and the time that is left. `hvdtrain.progress` owns the terminal and the line, and
+tells what a run does while it makes no steps.
+"""
 
 from __future__ import annotations
 
 import datetime
 import math
 import time
-from typing import IO, Any, cast
+from collections import deque
+from typing import Any
 
+from hvdtrain.progress import silence
+from hvdtrain.progress.layout import Standing
+from hvdtrain.progress.line import Line
+from hvdtrain.progress.terminal import line_terminal
 from hvdtrain.protocols import Record, Report
-from hvdtrain.run import Stdout, say
+from hvdtrain.run import say
+
+OVER_S = 60.0
+"""The time that is left is reckoned from the speed of so many seconds, evaluations and saves with it."""
 
 
 def make(config: Any, launched: bool) -> list[Report]:
-    """The progress reports for config ``progress``.
+    """Return the progress reports for config ``progress``.
 
-    ``auto`` draws a bar on a terminal where there is one process; ranks under a launcher print lines, because mpirun
-    gives them pseudo-terminals even where its own output goes to a file.
+    ``auto`` draws a line on a terminal: this process' own, or under a launcher (``launched``) the launcher's, since
+    mpirun gives ranks pseudo-terminals even where its own output goes to a file. Elsewhere it prints lines.
     """
     if config.progress == "off":
         return []
-    if config.progress == "rich" or (config.progress == "auto" and Stdout().isatty() and not launched):
-        return [Bar()]
-    return [Lines()]
+    watch = silence.current()
+    if watch is not None:
+        return [Lines()] if watch.line is None else [Bar(watch.line)]
+    terminal = line_terminal(config.progress, launched)
+    return [Lines()] if terminal is None else [Bar(Line(terminal))]
 
 
 def _rate(samples_per_s: float) -> str:
@@ -38,8 +52,29 @@ def _metrics(metrics: dict[str, float]) -> str:
 
 
 def say_parts(*parts: str) -> None:
-    """One line of those parts that are not empty."""
+    """Print one line of those parts that are not empty."""
     say("  ".join(part for part in parts if part))
+
+
+class Remaining:
+    """How long a run still takes, from its last `OVER_S` seconds; the first step, which traces and compiles, is left
+    out as soon as there is another one."""
+
+    def __init__(self, total: int | None) -> None:
+        self._total = total
+        self._marks: deque[tuple[float, int]] = deque()
+
+    def after(self, step: int) -> float | None:
+        """Return the seconds that are left after ``step``, which has just ended; None where that is not known yet."""
+        now = time.monotonic()
+        if not self._marks or now - self._marks[-1][0] >= OVER_S / 60:
+            self._marks.append((now, step))
+        while len(self._marks) > 2 and now - self._marks[1][0] >= OVER_S:
+            self._marks.popleft()
+        begin, first = self._marks[0]
+        if not self._total or step <= first:
+            return None
+        return (now - begin) / (step - first) * max(0, self._total - step)
 
 
 class _Shown:
@@ -50,6 +85,12 @@ class _Shown:
 
     def write(self, record: Record) -> None:
         """Show it, where there is a way to."""
+        watch = silence.current()
+        if watch is not None:
+            watch.shown()
+            first = watch.first_step() if record.event == "step" else ""
+            if first:
+                say(first)
         method = getattr(self, f"_{record.event}", None)
         if method is not None:
             method(record, record.values)
@@ -58,9 +99,9 @@ class _Shown:
         """Hold nothing."""
 
     def _start(self, record: Record, values: dict[str, Any]) -> None:
-        """Remember where and when this process began."""
-        self._begin, self._from = time.monotonic(), record.step
+        """Remember how far there is to go."""
         self._total, self._epochs = values["steps"], values["epochs"]
+        self._remaining = Remaining(self._total)
 
 
 class Lines(_Shown):
@@ -72,15 +113,10 @@ class Lines(_Shown):
     def _step(self, record: Record, v: dict[str, Any]) -> None:
         """Where the run is and when it should end."""
         where = f"step {record.step}" + (f"/{self._total}" if self._total else "")
+        left_s = self._remaining.after(record.step)
+        eta = "" if left_s is None else f"eta {datetime.timedelta(seconds=round(left_s))}"
         say_parts(where, f"epoch {v['epoch'] + 1}/{self._epochs}", f"loss {v['loss']:.4f}", f"lr {v['lr']:.3g}",
-                  _rate(v["samples_per_s"]), _used(v["percent_of_solo"]), self._eta(record.step))
-
-    def _eta(self, step: int) -> str:
-        done = step - self._from
-        if not self._total or done < 2:
-            return ""
-        left_s = (time.monotonic() - self._begin) / done * max(0, self._total - step)
-        return f"eta {datetime.timedelta(seconds=round(left_s))}"
+                  _rate(v["samples_per_s"]), _used(v["percent_of_solo"]), eta)
 
     def _eval(self, record: Record, v: dict[str, Any]) -> None:
         """Metrics of the evaluation data."""
@@ -89,37 +125,22 @@ class Lines(_Shown):
 
 
 class Bar(_Shown):
-    """A rich progress bar; evaluations are printed above it."""
+    """One line that moves, on ``line``'s terminal; evaluations are printed above it."""
 
-    every = "0.1 s"
+    every = "0.2 s"
 
-    def __init__(self) -> None:
-        self._bar: Any = None
-
-    def _start(self, record: Record, values: dict[str, Any]) -> None:
-        """Draw."""
-        from rich import progress
-        from rich.console import Console
-
-        super()._start(record, values)
-        self._bar = progress.Progress(
-            progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
-            progress.TextColumn("{task.fields[info]}"), progress.TimeRemainingColumn(), transient=True,
-            console=Console(file=cast(IO[str], Stdout())))
-        self._task = self._bar.add_task("train", total=self._total, completed=record.step, info="")
-        self._bar.start()
+    def __init__(self, line: Line) -> None:
+        self._line = line
 
     def _step(self, record: Record, v: dict[str, Any]) -> None:
         """Move."""
-        info = f"loss {v['loss']:.4f}  {_rate(v['samples_per_s'])}  {_used(v['percent_of_solo'])}".rstrip()
-        self._bar.update(self._task, completed=record.step, info=info,
-                         description=f"epoch {v['epoch'] + 1}/{self._epochs}")
+        self._line.show(Standing(record.step, self._total, v["epoch"], self._epochs, v["loss"], v["samples_per_s"],
+                                 v["percent_of_solo"], self._remaining.after(record.step)))
 
     def _eval(self, record: Record, v: dict[str, Any]) -> None:
-        """Print the metrics above the bar."""
-        self._bar.console.print(f"epoch {v['epoch']}  test {_metrics(v['metrics'])}", highlight=False, markup=False)
+        """Print the metrics above the line."""
+        say_parts(f"epoch {v['epoch']}/{self._epochs}", f"step {record.step}", f"test {_metrics(v['metrics'])}")
 
     def close(self) -> None:
-        """Remove the bar."""
-        if self._bar is not None:
-            self._bar.stop()
+        """Remove the line."""
+        self._line.show(None)

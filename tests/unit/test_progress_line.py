@@ -1,0 +1,191 @@
+"""The one line of progress: what it says at which width, where it may be drawn, and what it leaves on a screen."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import time
+from types import SimpleNamespace
+
+import pytest
+from screen import Screen
+
+from hvdtrain.progress import layout, terminal
+from hvdtrain.progress.layout import Standing
+from hvdtrain.progress.line import Line
+from hvdtrain.reports import progress
+from hvdtrain.run import say
+
+FULL = Standing(140, 300, 1, 3, 0.12345, 12345.6, 87.4, 83.0)
+
+
+def text(styled):
+    return "".join(part for part, _ in styled)
+
+
+def words(styled):
+    return re.split(r"\s{2,}", re.sub("━+", "━", text(styled)).strip())
+
+
+@pytest.mark.parametrize("columns, said", [
+    (120, ["epoch 2/3", "━", "140/300", "loss 0.1235", "12,346 samples/s", "87 % of solo", "eta 1:23"]),
+    (80, ["ep 2/3", "━", "140/300", "loss 0.1235", "12.3k/s", "87 % solo", "eta 1:23"]),
+    (60, ["ep 2/3", "━", "140/300", "loss 0.1235", "12.3k/s", "eta 1:23"]),
+    (45, ["━", "140/300", "loss 0.1235", "eta 1:23"]),
+    (30, ["140/300", "loss 0.1235", "eta 1:23"]),
+    (20, ["140/300", "loss 0.1235"]),
+    (4, ["140/"]),
+])
+def test_the_least_telling_gives_way_to_the_width(columns, said):
+    assert words(layout.line(FULL, columns)) == said
+
+
+@pytest.mark.parametrize("standing", [
+    FULL, Standing(0, 300, 0, 3), Standing(7, None, 0, 3, 1.0), Standing(300, 300, 3, 3, math.nan, 10.0),
+])
+@pytest.mark.parametrize("doing", ["", "evaluating  0:07"])
+@pytest.mark.parametrize("columns", [1, 10, 27, 79, 200])
+def test_the_line_fills_the_width_to_the_last_column(standing, doing, columns):
+    """What is written after it, such as another rank's last words, then begins on a line of its own."""
+    assert len(text(layout.line(standing, columns, doing))) == columns
+    assert len(text(layout.silent(doing, columns, 3))) == columns
+
+
+def test_the_line_of_a_run_that_evaluates():
+    assert words(layout.line(FULL, 60, "evaluating  0:07")) == ["epoch 2/3", "━", "140/300", "evaluating", "0:07"]
+    assert "epoch 3/3" in text(layout.line(Standing(300, 300, 3, 3), 60)), "there is no fourth of three epochs"
+
+
+@pytest.mark.parametrize("step, part", [(0, 0.0), (150, 0.5), (299, 0.98), (300, 1.0)])
+def test_the_bar_shows_the_part_that_is_done(step, part):
+    drawn = layout.line(Standing(step, 300, 0, 3), 100)
+    done, left = (sum(t.count("━") for t, style in drawn if style == named) for named in ("green", "bright_black"))
+    assert done / (done + left) == pytest.approx(part, abs=0.02)
+    assert (left == 0) == (step == 300), "a run at its last step looks as such, and no other"
+
+
+@pytest.mark.parametrize("number, said", [(0.5, "0.5"), (7, "7"), (987.4, "987"), (999.6, "1k"), (12345.6, "12.3k"),
+                                          (4.56e6, "4.56M"), (7.2e10, "72G")])
+def test_speeds_in_few_letters(number, said):
+    assert layout.short(number) == said
+
+
+@pytest.mark.parametrize("seconds, said", [(-1, "0:00"), (7.4, "0:07"), (754, "12:34"), (3723, "1:02:03")])
+def test_times_in_few_letters(seconds, said):
+    assert layout.clock(seconds) == said
+
+
+def test_the_time_that_is_left_follows_the_speed_of_now(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("hvdtrain.reports.progress.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    remaining = progress.Remaining(10_000)
+    clock[0] += 50.0  # the first step traces and compiles
+    assert remaining.after(1) is None
+    for step in range(2, 202):
+        clock[0] += 1.0
+        left_s = remaining.after(step)
+    assert left_s == pytest.approx(10_000 - 201, rel=0.01), "the first step is no measure"
+    for step in range(202, 402):
+        clock[0] += 0.5  # faster from here on
+        left_s = remaining.after(step)
+    assert left_s == pytest.approx((10_000 - 401) * 0.5, rel=0.02)
+    assert progress.Remaining(None).after(5) is None and progress.Remaining(5).after(1) is None
+
+
+@pytest.mark.parametrize("env, moves", [
+    ({"TERM": "xterm-256color"}, True), ({"TERM": "dumb"}, False), ({}, False), ({"TERM": "unknown"}, False),
+    ({"TERM": "xterm", "CI": "true"}, False), ({"TERM": "xterm", "CI": ""}, True),
+])
+def test_where_a_line_may_move(env, moves):
+    assert terminal.moves(env) is moves
+
+
+@pytest.fixture
+def tty():
+    """(our end, the other end, its path in /proc) of a pseudo-terminal of 60 columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    os.set_blocking(ours, False)
+    yield ours, theirs, f"/proc/{os.getpid()}/fd/{theirs}"
+    os.close(ours)
+    os.close(theirs)
+
+
+LAUNCHED = """
+import os, sys
+from hvdtrain.progress.terminal import of_launcher
+found = of_launcher(os.getppid())
+print(found.columns() if found else None, file=sys.stderr)
+"""
+
+
+def test_the_terminal_of_a_launcher(tmp_path, tty):
+    """Its own output decides, not that of the ranks, which here is a pipe in any case; a shell may lie between."""
+    children = []
+    for name, output in (("mpirun", tty[1]), ("horovodrun", subprocess.PIPE), ("make", tty[1])):
+        launcher = tmp_path / name
+        launcher.write_text(f"#!/bin/sh\nsh -c '\"$0\" -c \"$1\" | cat; :' {sys.executable} '{LAUNCHED}' | cat\n")
+        launcher.chmod(0o755)
+        children.append(subprocess.Popen([launcher], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE,
+                                         text=True))
+    assert [child.communicate(timeout=60)[1].strip() for child in children] == ["60", "None", "None"]
+
+
+def test_a_terminal_that_is_held_holds_nobody(tty, monkeypatch):
+    monkeypatch.setattr(terminal, "WAIT_S", 0.05)
+    opened = terminal.Opened(tty[2])
+    begin = time.monotonic()
+    for _ in range(6):
+        assert opened.write("x" * 20_000) == 20_000  # nobody reads: the terminal is soon full
+    opened.close()
+    opened.write("late")
+    assert time.monotonic() - begin < 10
+    assert b"late" not in os.read(tty[0], 1 << 20)
+
+
+def test_a_terminal_that_stops_who_writes_in_the_background_is_left_alone(tty):
+    settings = termios.tcgetattr(tty[1])
+    settings[3] |= termios.TOSTOP
+    termios.tcsetattr(tty[1], termios.TCSANOW, settings)
+    with pytest.raises(OSError):
+        terminal.Opened(tty[2])
+    with pytest.raises(OSError):
+        terminal.Opened("/dev/null")
+
+
+def test_what_is_printed_stays_above_the_line(tty, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Screen(60)
+
+    def seen():
+        screen.feed(os.read(tty[0], 1 << 16).decode())
+        return [line.rstrip() for line in screen.lines]
+
+    line = Line(terminal.Opened(tty[2]))
+    line.say("reading the data  0:04")
+    assert seen() == ["⠙ reading the data  0:04"]
+    say("note: one")
+    line.show(Standing(1, 10, 0, 2, 0.5))
+    say("epoch 1/2  test loss 0.25")
+    assert seen()[:2] == ["note: one", "epoch 1/2  test loss 0.25"]
+    assert re.fullmatch(r"epoch 1/2  ━+  1/10  loss 0.5000", seen_last(screen)) and len(screen.lines) == 3
+    os.write(tty[1], "another rank's words\r\n".encode())  # by somebody who knows of no line
+    line.show(Standing(2, 10, 0, 2, 0.5))
+    assert "another rank's words" in seen() and "2/10" in seen_last(screen)
+    line.close()
+    line.show(Standing(3, 10, 0, 2, 0.5))
+    line.say("late")
+    os.write(tty[1], b"the end\r\n")
+    assert [row for row in seen() if row][-1] == "the end"
+    assert not any("3/10" in row or "late" in row for row in screen.lines)
+
+
+def seen_last(screen):
+    return screen.lines[-1].rstrip()

@@ -12,6 +12,7 @@ COMMANDS = {
     "train": "train a model (the default: without arguments, the built-in recipe)",
     "plan": "probe every rank's speed and print the part of a batch that each would get",
     "launch": "start a job on the hosts of a list: the right command line for the MPI found here",
+    "report": "write the page about a run: what it did, how it ended, what it cost (one HTML file)",
     "checkpoints": "list a run's checkpoints, verify or remove them, write the weights of one as a file",
     "doctor": "show what would stop or slow a run here or on the hosts of a list, with the commands that mend it",
     "verify": "show that a model trains alike on 1, 2, 3, ... ranks (law 2)",

@@ -1,0 +1,96 @@
+"""Reads a run's log.jsonl, whole or torn, of any version and length.
+
+Owns how lines become records. Steps are kept as columns of numbers, since there may be millions; all else as it stands.
+A line that is no record (torn by a crash, or somebody else's) is counted and passed over.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.report.words import number, whole
+
+COLUMNS = ("loss", "grad_norm", "lr", "samples_per_s", "percent_of_solo", "epoch")
+"""What is kept of a "step" record, beside its step and time."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One record but a step's: ``order``: how many "start" records came before it, its own included."""
+
+    name: str
+    time_s: float
+    step: int
+    values: dict[str, Any]
+    order: int
+
+
+@dataclass
+class Log:
+    """A log: ``events`` in order; ``steps``: column -> numbers [N], with "step", "time" and "order" among them.
+
+    ``passed``: lines that were no records.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    steps: dict[str, np.ndarray] = field(default_factory=dict)
+    passed: int = 0
+    last_phases: dict[str, Any] = field(default_factory=dict)
+
+    def all(self, name: str) -> list[Event]:
+        """Return the events of that name."""
+        return [event for event in self.events if event.name == name]
+
+    def last(self, name: str) -> dict[str, Any]:
+        """Return the values of the latest event of that name; {} without one."""
+        return next((event.values for event in reversed(self.events) if event.name == name), {})
+
+
+def read(path: Path) -> Log:
+    """Read the log at ``path``; an empty one where there is none. OSError where it cannot be read."""
+    log = Log()
+    columns = {name: array("d") for name in ("step", "time", "order", *COLUMNS)}
+    order = 0
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        file = None
+    if file is not None:
+        with file:
+            for line in file:
+                record = _record(line)
+                if record is None:
+                    log.passed += bool(line.strip())
+                    continue
+                name, time_s, step = record.pop("event"), number(record.pop("time", None)), record.pop("step", None)
+                order += name == "start"
+                if name == "step":
+                    _keep(columns, record, whole(step, 0), time_s, order)
+                    log.last_phases = record.get("phases_s") or log.last_phases
+                else:
+                    log.events.append(Event(name, time_s, whole(step, 0), record, order))
+    log.steps = {name: np.frombuffer(kept, dtype=float) if kept else np.zeros(0) for name, kept in columns.items()}
+    return log
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record in a line; None where there is none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("event"), str) else None
+
+
+def _keep(columns: dict[str, array[float]], record: dict[str, Any], step: int, time_s: float, order: int) -> None:
+    columns["step"].append(step)
+    columns["time"].append(time_s)
+    columns["order"].append(order)
+    for name in COLUMNS:
+        columns[name].append(number(record.get(name)))

@@ -1,0 +1,80 @@
+"""What processes and devices did: load, memory of processes, GPUs' utilisation, clocks, temperature, MFU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hvdtrain.report.blocks import Charts, Section, Table
+from hvdtrain.report.facts import Facts
+from hvdtrain.report.figures.curve import Chart, Line, chart
+from hvdtrain.report.figures.scale import clock_words
+from hvdtrain.report.words import listed, number, percent, short, size
+
+MOST = 8
+SHOWN: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
+    ("cpu_percent", "Processor", "% of a core", short), ("rss_bytes", "Memory of the process", "", size),
+    ("utilisation_percent", "GPU utilisation", "%", short), ("reserved_bytes", "GPU memory reserved", "", size),
+    ("sm_mhz", "GPU clock", "MHz", short), ("temperature_c", "GPU temperature", "\N{DEGREE SIGN}C", short),
+    ("power_w", "GPU power", "W", short),
+)
+
+
+def make(facts: Facts) -> Section | None:
+    """Draw the curves of the "system" records, a line for each rank."""
+    events = [e for e in facts.log.all("system") if isinstance(e.values.get("ranks"), list)]
+    charts: list[Chart] = []
+    begin = facts.begin_s
+    for key, title, unit, words in SHOWN:
+        lines = _lines(events, key, begin)
+        drawn = chart(title, unit, lines, zero=True, x_words=clock_words, x_name="seconds", words=words)
+        if drawn is not None:
+            if key.endswith("bytes"):
+                drawn.y = _in_bytes(drawn)
+            charts.append(drawn)
+    utilised = _mfu(facts)
+    if not charts and utilised is None:
+        return None
+    more = max((len(e.values["ranks"]) for e in events), default=0) - MOST
+    lead = "Over the time since the run began, a line for each rank." + (
+        f" The first {MOST} ranks are drawn, {more} more are not." if more > 0 else "")
+    return Section("machines", "Processes and devices", lead if charts else "",
+                   [*([Charts(charts)] if charts else []), *([utilised] if utilised else [])])
+
+
+def _lines(events: list[Any], key: str, begin: float) -> list[Line]:
+    ranks = min(MOST, max((len(e.values["ranks"]) for e in events), default=0))
+    lines = []
+    for rank in range(ranks):
+        points = [(e.time_s - begin, number(row.get(key))) for e in events
+                  if rank < len(e.values["ranks"]) and isinstance(row := e.values["ranks"][rank], dict)]
+        if any(value == value for _, value in points):
+            lines.append(Line(f"rank {rank}", [x for x, _ in points], [y for _, y in points], f"k{rank % 8}"))
+    return lines
+
+
+def _in_bytes(drawn: Chart) -> Any:
+    """The axis with its ticks in bytes' words."""
+    from dataclasses import replace
+
+    axis = drawn.y
+    return replace(axis, ticks=tuple((at, size(axis.low + (axis.high - axis.low) * at / 100)) for at, _ in axis.ticks))
+
+
+def _mfu(facts: Facts) -> Table | None:
+    """Model FLOPs utilisation, where peak and FLOPs are known, with both."""
+    found = facts.log.last("system")
+    mfu, peaks, flops = found.get("mfu"), found.get("peak_flops"), number(found.get("flops"))
+    if not isinstance(mfu, list) or not any(number(one) == number(one) for one in mfu):
+        return None
+    rows = []
+    for rank, value in enumerate(mfu[:MOST]):
+        peak = peaks[rank] if isinstance(peaks, list) and rank < len(peaks) else None
+        rows.append([facts.who(rank), percent(100 * number(value), 1), f"{flops:.3g}", _peak(peak)])
+    return Table("Model FLOPs utilisation", ["", "MFU", "FLOPs of a sample", "peak FLOP/s"], rows)
+
+
+def _peak(peak: Any) -> str:
+    if isinstance(peak, (list, tuple)):
+        return listed([f"{one:.3g}" if isinstance(one, (int, float)) else str(one) for one in peak])
+    return f"{peak:.3g}" if isinstance(peak, (int, float)) else str(peak or "not known")

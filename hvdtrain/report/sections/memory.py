@@ -1,0 +1,95 @@
+"""Memory by kind and rank: what was reckoned beside what was measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdtrain.report.blocks import Bars, Section, Table
+from hvdtrain.report.facts import Facts
+from hvdtrain.report.figures.stack import Bar, bar
+from hvdtrain.report.words import number, percent, size
+
+MOST = 16
+KINDS = ("parameters", "gradients", "state", "optimizer", "buffers", "exchange", "activations", "workspace")
+COLORS = {kind: f"m{i}" for i, kind in enumerate(KINDS)}
+
+
+def make(facts: Facts) -> Section | None:
+    """Draw kinds by rank and the table of plan and measurement."""
+    memory = facts.log.last("end").get("memory") or facts.start.get("memory") or (facts.completed or {}).get("memory")
+    memory = memory if isinstance(memory, dict) else {}
+    rows = facts.log.last("system").get("ranks")
+    rows = [row if isinstance(row, dict) else {} for row in rows] if isinstance(rows, list) else []
+    blocks: list[Any] = []
+    kinds = [row.get("memory") for row in rows]
+    if any(isinstance(one, dict) and one for one in kinds):
+        blocks.append(_by_kind(facts, kinds, memory))
+    table = _planned(facts, memory, rows)
+    if table is not None:
+        blocks.append(table)
+    fitted = _fit(facts)
+    if fitted is not None:
+        blocks.append(fitted)
+    if not blocks:
+        return None
+    return Section("memory", "Memory", "", blocks)
+
+
+def _at(values: Any, rank: int) -> float:
+    return number(values[rank]) if isinstance(values, list) and rank < len(values) else float("nan")
+
+
+def _by_kind(facts: Facts, kinds: list[Any], memory: dict[str, Any]) -> Bars:
+    found = [{str(k): max(0.0, number(v)) for k, v in one.items() if number(v) > 0} if isinstance(one, dict) else {}
+             for one in kinds]
+    names = list(dict.fromkeys([k for k in KINDS if any(k in row for row in found)]
+                               + [k for row in found for k in row]))
+    colors = {name: COLORS.get(name, f"m{i % 8}") for i, name in enumerate(names)}
+    peaks = [_at(memory.get("peak"), r) for r in range(len(found))]
+    full = max([sum(row.values()) for row in found] + [p for p in peaks if p == p] + [1.0])
+    rows: list[Bar] = []
+    for rank, row in list(enumerate(found))[:MOST]:
+        words = {colors[k]: f"{facts.who(rank)}: {k} {size(v)}" for k, v in row.items()}
+        rows.append(bar(facts.who(rank), {colors[k]: row[k] for k in names if k in row}, full, words,
+                        size(sum(row.values())), mark=peaks[rank] if peaks[rank] == peaks[rank] else -1.0))
+    legend = [(colors[name], name, size(max(row.get(name, 0.0) for row in found))) for name in names]
+    hidden = len(found) - len(rows)
+    note = "Amounts beside the names: the most that a rank holds." + (
+        " The upright line is the measured peak." if any(p == p for p in peaks) else "") + (
+        f" {hidden} more ranks are not drawn." if hidden > 0 else "")
+    return Bars("By kind", rows, legend, note)
+
+
+def _planned(facts: Facts, memory: dict[str, Any], rows: list[dict[str, Any]]) -> Table | None:
+    """State as reckoned, the peak as measured, what was free, and what allocators hold in vain."""
+    ranks = max([len(v) for v in memory.values() if isinstance(v, list)] + [len(rows)], default=0)
+    heads = ["", "reckoned: parameters, gradients, optimizer", "measured: peak", "free at the start", "process (RSS)",
+             "allocated", "reserved", "fragmentation"]
+    table = []
+    for rank in range(min(ranks, MOST)):
+        row = rows[rank] if rank < len(rows) else {}
+        part = number(row.get("fragmentation"))
+        cells = [_at(memory.get("state"), rank), _at(memory.get("peak"), rank), _at(memory.get("free"), rank),
+                 number(row.get("rss_bytes")), number(row.get("allocated_bytes")), number(row.get("reserved_bytes"))]
+        table.append([facts.who(rank), *("" if cell != cell else size(cell) for cell in cells),
+                      "" if part != part else percent(100 * part)])
+    used = [0, *(i for i in range(1, len(heads)) if any(row[i] for row in table))]
+    if len(used) < 2:
+        return None
+    return Table("Plan and measurement", [heads[i] for i in used], [[row[i] for i in used] for row in table])
+
+
+def _fit(facts: Facts) -> Table | None:
+    """What micro_batch auto and remat auto chose."""
+    found = facts.log.last("memory_fit").get("ranks")
+    rows = []
+    for rank, row in enumerate(found if isinstance(found, list) else ()):
+        if isinstance(row, dict) and rank < MOST:
+            names = row.get("recomputed")
+            rows.append([facts.who(rank), str(row.get("micro_batch", "")), str(row.get("micro_batches", "")),
+                         size(number(row.get("need_then"))), size(number(row.get("free"))),
+                         str(len(names)) if isinstance(names, list) else ""])
+    if not rows:
+        return None
+    return Table("Micro-batches chosen by memory", ["", "samples at a time", "times a step", "needs", "free",
+                                                    "blocks recomputed"], rows)

@@ -1,0 +1,190 @@
+"""The story of a run in a few sentences: how it ended, what it cost, who held whom up, what went wrong, what to do.
+
+Owns the sentences and which of them are worth saying. Each is made from records alone and says what it does not know.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hvdtrain.report import advice, ending
+from hvdtrain.report.attempts import Attempt
+from hvdtrain.report.facts import Facts
+from hvdtrain.report.spent import USEFUL
+from hvdtrain.report.words import begin, count, cut, duration, listed, metric, number, percent, whole
+
+LITTLE = 3.0
+"""Percent of the ranks' time below which waiting is not worth a name."""
+
+CAUSE_WORDS = {
+    "start": "starting", "input": "waiting for data", "compute": "computing", "wait": "waiting for other ranks",
+    "wire": "exchanging gradients", "update": "updating", "checkpoint": "saving", "evaluation": "evaluating",
+    "other": "other work",
+}
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A question and its answer; ``tone`` "good", "bad", "warn" or "" ; ``points``: one line each below it."""
+
+    question: str
+    answer: str
+    tone: str = ""
+    points: list[str] = field(default_factory=list)
+
+
+def tell(facts: Facts) -> list[Chapter]:
+    """Return the story."""
+    return [_ended(facts), _cost(facts), _held_up(facts), _wrong(facts), _do(facts)]
+
+
+def _ended(facts: Facts) -> Chapter:
+    end = ending.of(facts)
+    told = [f"test {name} {metric(value)}" for name, value in facts.metrics.items()]
+    if facts.loss == facts.loss:
+        told.insert(0, f"training loss {metric(facts.loss)}")
+    tone = {"good": "good", "bad": "bad"}.get(end.tone, "")
+    after = f" Last measured: {listed(told)}." if told else ""
+    return Chapter("How it ended", end.words + after, tone)
+
+
+def _cost(facts: Facts) -> Chapter:
+    """Time, and what part of it trained."""
+    spent, ranks = facts.spent, sorted({one.ranks for one in facts.attempts if one.ranks})
+    span = f"{ranks[0]} to {ranks[-1]} ranks" if len(ranks) > 1 else count(ranks[0], "rank") if ranks else "its ranks"
+    said = f"{duration(facts.end_s - facts.begin_s)} on {span}"
+    if len(ranks) != 1 or ranks[0] > 1:
+        said += f", {duration(facts.rank_s)} of all ranks together"
+    points = []
+    if spent.basis == "seconds":
+        said += f". {percent(spent.part(*USEFUL))} of the recorded time trained"
+        rest = sorted(((c, spent.part(c)) for c in spent.total if c not in USEFUL), key=lambda one: -one[1])
+        top = [f"{CAUSE_WORDS.get(c, c)} {percent(p)}" for c, p in rest if p >= 1.0][:3]
+        said += f"; the rest went to {listed(top)}" if top else ""
+    elif spent.basis:
+        said += ". This log does not say where all seconds went"
+    down_s = sum(max(0.0, b.begin_s - a.end_s) for a, b in zip(facts.attempts, facts.attempts[1:]))
+    if facts.restarts:
+        text = f"{count(facts.restarts, 'restart')} cost {count(facts.lost_steps, 'step')} that were computed again"
+        start_s = sum(one.trained_s - one.begin_s for one in facts.attempts[1:] if one.trained_s >= one.begin_s)
+        points.append(f"{text}, {duration(down_s)} between attempts and {duration(start_s)} of starting anew")
+    return Chapter("What it cost", said + ".", "", points)
+
+
+def _held_up(facts: Facts) -> Chapter:
+    """Who was waited for, and what that cost."""
+    question, spent = "Who held whom up", facts.spent
+    if facts.ranks == 1 and max((one.ranks for one in facts.attempts), default=1) <= 1:
+        return Chapter(question, "Nobody: there was one rank.", "good")
+    wait = spent.part("wait")
+    if not spent.waits:
+        if spent.basis == "meter":
+            return Chapter(question, "The log gives mean steps only: who waited, but not for whom. The meter said: "
+                           f"{facts.log.last('meter').get('advice') or 'nothing'}.")
+        if spent.basis == "seconds" and wait < LITTLE:
+            return Chapter(
+                question, f"Nobody: ranks waited for one another for {percent(wait, 1)} of their time.", "good"
+            )
+        return Chapter(question, "Not known: the log names nobody.")
+    held, named_s = spent.held_up(), sum(spent.waits.values())
+    worst, worst_s = next(iter(held.items()))
+    if wait < LITTLE:
+        return Chapter(question, f"Hardly anybody: ranks waited for one another for {percent(wait, 1)} of their time, "
+                       f"most often for {facts.who(worst)}.", "good")
+    said = (
+        f"{begin(facts.who(worst))} held the others up: {percent(100 * worst_s / named_s)} of all waiting that has a "
+        f"name was for it, {duration(worst_s)} of the others' time. Waiting took {percent(wait)} of all ranks' time."
+    )
+    return Chapter(question, said, "warn", _about(facts, worst))
+
+
+def _about(facts: Facts, worst: int) -> list[str]:
+    """Why a rank may be awaited, and how it would be without it."""
+    points, total = [], facts.spent.ranks
+    own, others = total.get(worst), [row for rank, row in total.items() if rank != worst]
+    if own and others:
+        for cause in ("compute", "input", "checkpoint", "other"):
+            mean = sum(row.get(cause, 0.0) for row in others) / len(others)
+            more = own.get(cause, 0.0) - mean
+            if more > 0.1 * sum(own.values()):
+                points.append(
+                    f"It spent {duration(own[cause])} {CAUSE_WORDS[cause]}; the others {duration(mean)} on average"
+                )
+    gains = facts.log.last("whatif").get("ranks")
+    gain = number(gains[worst]) if isinstance(gains, list) and worst < len(gains) else float("nan")
+    if gain == gain:
+        faster = f"{percent(abs(gain))} {'faster' if gain >= 0 else 'slower'}"
+        points.append(f"Without rank {worst} the rest would be {faster}, as reckoned from the ranks' measured speeds")
+    return points
+
+
+def _wrong(facts: Facts) -> Chapter:
+    """Everything that should not have happened."""
+    log = facts.log
+    points = [_fault(facts, one) for one in facts.attempts
+              if not one.ended_well and (one.cause or one is not facts.attempts[-1] or not facts.alive)]
+    if len(points) > 5:
+        points = [
+            *points[:2],
+            f"{len(points) - 4} more such ends; the table of attempts below has them all",
+            *points[-2:],
+        ]
+    bad = log.all("non_finite")
+    if bad:
+        by = Counter(rank for event in bad for rank in event.values.get("ranks") or ())
+        who = f", brought in by {listed([f'rank {r}' for r, _ in by.most_common(3)])}" if by else ""
+        points.append(f"{count(len(bad), 'step')} without an update, because a loss or gradient was not finite{who}")
+    short = Counter(whole(event.values.get("rank")) for event in log.all("out_of_memory"))
+    points += [
+        f"{begin(facts.who(rank))} ran out of memory {count(n, 'time')}" for rank, n in short.most_common(3)
+    ]
+    for event in log.all("ledger"):
+        if event.values.get("whole") is False:
+            points.append(
+                f"Epoch {event.values.get('epoch')}: {cut(event.values.get('words') or 'not every sample came once')}"
+            )
+    unsaved = [event for event in log.all("saved") if event.values.get("error")]
+    if unsaved:
+        points.append(
+            f"{count(len(unsaved), 'checkpoint')} could not be written: {cut(unsaved[-1].values['error'], 160)}"
+        )
+    for event in log.all("system")[-1:]:
+        points += _throttled(facts, event.values.get("ranks"))
+    if log.passed:
+        points.append(
+            f"{count(log.passed, 'line')} of the log could not be read and {'is' if log.passed == 1 else 'are'} "
+            "left out here"
+        )
+    if not points:
+        return Chapter("What went wrong", "Nothing that was recorded.", "good")
+    ends = sum(not one.ended_well and bool(one.cause) for one in facts.attempts)
+    said = f"{count(ends, 'attempt')} ended badly." if ends else "It trained, but not without trouble."
+    return Chapter(
+        "What went wrong", said, "bad" if ends and facts.completed is None and not facts.alive else "warn", points
+    )
+
+
+def _fault(facts: Facts, one: Attempt) -> str:
+    """An attempt's bad end in a sentence."""
+    after = f"after {duration(one.end_s - one.begin_s)}"
+    where = f" at step {one.step_end:,}" if one.step_end >= 0 else " before its first step"
+    what = f"{one.fault}: {one.words}" if one.cause else "it ended without a word"
+    back = f" Went back to step {one.step_end - one.lost:,}." if one.lost else ""
+    return f"Attempt {one.number} ended{where} {after}: {cut(what, 260).rstrip('.')}.{back}"
+
+
+def _throttled(facts: Facts, rows: object) -> list[str]:
+    found = []
+    for rank, row in enumerate(rows if isinstance(rows, list) else ()):
+        reasons = row.get("throttled") if isinstance(row, dict) else None
+        if reasons and isinstance(reasons, list):
+            found.append(f"The GPU of {facts.who(rank)} was slowed down: {listed([str(one) for one in reasons])}")
+    return found[:4]
+
+
+def _do(facts: Facts) -> Chapter:
+    points = advice.give(facts)
+    if not points:
+        return Chapter("What to do", "Nothing: no cause costs enough to be worth a change.", "good")
+    return Chapter("What to do", points[0], "", points[1:])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvdtrain.memory_plan.kinds import KINDS
 from hvdtrain.report.blocks import Bars, Section, Table
 from hvdtrain.report.facts import Facts
 from hvdtrain.report.figures.stack import Bar, bar
 from hvdtrain.report.words import number, percent, size
 
 MOST = 16
-KINDS = ("parameters", "gradients", "state", "optimizer", "buffers", "exchange", "activations", "workspace")
+NAMES = {"state": "optimizer state", "buckets": "exchange"}
 COLORS = {kind: f"m{i}" for i, kind in enumerate(KINDS)}
 
 
@@ -49,10 +50,10 @@ def _by_kind(facts: Facts, kinds: list[Any], memory: dict[str, Any]) -> Bars:
     full = max([sum(row.values()) for row in found] + [p for p in peaks if p == p] + [1.0])
     rows: list[Bar] = []
     for rank, row in list(enumerate(found))[:MOST]:
-        words = {colors[k]: f"{facts.who(rank)}: {k} {size(v)}" for k, v in row.items()}
+        words = {colors[k]: f"{facts.who(rank)}: {NAMES.get(k, k)} {size(v)}" for k, v in row.items()}
         rows.append(bar(facts.who(rank), {colors[k]: row[k] for k in names if k in row}, full, words,
                         size(sum(row.values())), mark=peaks[rank] if peaks[rank] == peaks[rank] else -1.0))
-    legend = [(colors[name], name, size(max(row.get(name, 0.0) for row in found))) for name in names]
+    legend = [(colors[name], NAMES.get(name, name), size(max(row.get(name, 0.0) for row in found))) for name in names]
     hidden = len(found) - len(rows)
     note = "Amounts beside the names: the most that a rank holds." + (
         " The upright line is the measured peak." if any(p == p for p in peaks) else "") + (

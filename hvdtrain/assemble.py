@@ -39,6 +39,7 @@ from hvdtrain.callbacks.seconds import Seconds
 from hvdtrain.callbacks.supervised import Supervised
 from hvdtrain.callbacks.system import System
 from hvdtrain.callbacks.throughput import Throughput
+from hvdtrain.callbacks.trace import Trace
 from hvdtrain.callbacks.whatif import WhatIf
 from hvdtrain.checkpoint import session
 from hvdtrain.cluster import boot
@@ -307,6 +308,8 @@ def _callbacks(run: Run, more: Callable[[Run], list[Callback]] | None) -> list[C
     if compression is not None:
         own.append(compression)
     own += [_own_callback(text) for text in config.callbacks]
+    if config.trace.steps:
+        own.append(Trace(config.trace))
     one_model = run.control.size > 1 and run.collectives.name != "null"  # null: every rank trains its own
     own += [System(), *([WhatIf()] if one_model else []), Recorder(meter)]
     own += more(run) if more else ()

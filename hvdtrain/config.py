@@ -26,6 +26,8 @@ from hvdtrain.sections import Exchange as Exchange
 from hvdtrain.sections import Named as Named
 from hvdtrain.sections import Rebalance as Rebalance
 from hvdtrain.sections import Schedule as Schedule
+from hvdtrain.sections import Trace as Trace
+from hvdtrain.trace.window import window_of
 from hvdtrain.wall_limit import seconds_of
 
 
@@ -157,6 +159,7 @@ class Config:
     trackers: list[str] = _key(
         [], "", "what else gets the records of rank 0: tensorboard, wandb, mlflow, csv, prometheus, or module:callable "
         "(path/file.py:callable) that makes another")
+    trace: Trace = _key(Trace(), "", "")
     threads: int = _key(0, "threads", "compute threads of one rank; 0: its share of the host's cores")
     deterministic: bool = _key(False, "", "ask the framework for deterministic kernels (bit-equal resume on GPUs)")
     control_timeout_s: float = _key(
@@ -196,7 +199,7 @@ class Config:
         if 0 < self.devices_per_rank < self.model_parallel:
             raise UserError(f"devices_per_rank is {self.devices_per_rank} with model_parallel {self.model_parallel}",
                             "a device for each part of the model", f"set devices_per_rank: {self.model_parallel}")
-        seconds_of(self.time_limit)
+        self._check_texts()
         self._check_balance()
         self._check_names()
         self._check_data_parallel()
@@ -235,6 +238,11 @@ class Config:
             raise UserError(f"shares is {self.shares}", "numbers of 0 or more, at least one above 0",
                             "for example shares: [3, 1]")
         return self
+
+    def _check_texts(self) -> None:
+        """Raise `UserError` for a text that means no time, or no steps."""
+        seconds_of(self.time_limit)
+        window_of(self.trace.steps)
 
     def _check_names(self) -> None:
         """Raise `UserError` for a compression or a tracker that is neither built in nor spelt as a callable."""

@@ -137,3 +137,15 @@ class EarlyStop:
     mode: Literal["min", "max"] = key("min", "", "whether smaller or larger is better")
     patience: int = key(5, "evaluations", "evaluations without a better value before the run stops")
     min_delta: float = key(0.0, "", "smallest change that counts as better")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What all ranks did in some steps, as one file for Perfetto and chrome://tracing."""
+
+    steps: str = key(
+        "", "", "20:30: a trace of the steps after the first 20 until 30 have ended, in trace.json.gz in the run's "
+        "directory; empty: none")
+    profiler: bool = key(
+        False, "", "merge the events of the framework's own profiler (torch.profiler, tf.profiler) into it: operations "
+        "and kernels")

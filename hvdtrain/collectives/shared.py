@@ -117,7 +117,7 @@ class SharedCollectives(MpiCollectives):
             return own_N.copy()
 
         # Ranks that sum other vectors of one name and length would each read what the other has left behind.
-        return self._later("allreduce", f"{name} of memory {own[1].number}" if own else name, flat_N, run)
+        return self._later(f"allreduce of memory {own[1].number}" if own else "allreduce", name, flat_N, run)
 
     def _memory_of(self, flat_N: np.ndarray) -> tuple[np.ndarray, Layout, int] | None:
         """The memory of which ``flat_N`` is a vector of `buffers`, and which of them; None for any other."""
@@ -164,8 +164,8 @@ class SharedCollectives(MpiCollectives):
             self._meet()  # every rank has read this one's vector
             return total_K
 
-        where = f"{name} of memory {own[1].number}" if own else f"{name} in flight" if flies else name
-        return self._later("reducescatterv", where, flat_N, run, sizes_P)
+        where = f" of memory {own[1].number}" if own else " in flight" if flies else ""
+        return self._later(f"reducescatterv{where}", name, flat_N, run, sizes_P)
 
     def allgatherv(self, part_K: np.ndarray, sizes_P: Sequence[int], name: str) -> _Pending:
         """The ranks' parts one after the other: (sizes_P[rank],) -> (N,), which the ranks of a host share.

@@ -11,7 +11,11 @@ import threading
 from collections.abc import Generator
 from typing import Any, TypeVar
 
+from hvdtrain.timeline import active, current, span
+
 T = TypeVar("T")
+
+_END: Any = object()
 
 _JOIN_S = 10.0
 """Longest wait for the thread after its stop: it may be inside a user's fetch, which cannot be interrupted."""
@@ -29,12 +33,17 @@ def prefetched(items: Generator[T, None, None], ahead: int) -> Generator[T, None
         return
     ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=ahead)
     stop = threading.Event()
+    timeline = current()
 
     def work() -> None:
         last: tuple[str, Any] = ("end", None)
         try:
-            with contextlib.closing(items):
-                for item in items:
+            with contextlib.closing(items), active(timeline, "input") if timeline else contextlib.nullcontext():
+                while True:
+                    with span("fetch"):
+                        item = next(items, _END)
+                    if item is _END:
+                        break
                     ready.put(("item", item))
                     if stop.is_set():
                         return

@@ -12,11 +12,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.buckets import Bucket
+from hvdtrain.exchange.buckets import Bucket, itemsize
 from hvdtrain.exchange.compressor_state import CompressorState
 from hvdtrain.exchange.squares import own_parts, sum_squares
 from hvdtrain.exchange.transport import Transport
+from hvdtrain.exchange.watched import Asker, Watched
 from hvdtrain.protocols import Array, Collectives, Compressor, Exchange, Handle, Ops
+from hvdtrain.timeline import Taker, current
 
 
 class Reducer:
@@ -39,6 +41,8 @@ class Reducer:
         own = [ops_of_place[b.place] if ops_of_place else ops for b in self.buckets]
         self.state = CompressorState(compressor, self.buckets, own)
         self.wires = [Transport(collectives, ops) for ops in own]
+        self._taker: Taker | None = None
+        self._asker = Asker()
         self._reset()
 
     def _check(self) -> None:
@@ -60,6 +64,7 @@ class Reducer:
         self._full: dict[int, Array] = {}
         self._started, self._broken = 0, False
         self._running: dict[int, _Transfer] = {}
+        self._watched: dict[int, Watched] = {}
 
     def buffer(self, bucket: Bucket) -> Array:
         """Zeros to hold one bucket: memory of the collectives' own where they sum that without a copy.
@@ -74,6 +79,9 @@ class Reducer:
         """Open a step; what an earlier one has left behind that broke off is forgotten."""
         self.stage = self.state.begin()
         self._reset()
+        timeline = current()
+        # Graph nodes are called once, to be traced: what stamps them is the backend's.
+        self._taker = None if timeline is None or self.collectives.in_graph else timeline.taker
         self._looked()  # what was summed between steps does not count
 
     def squares(self, sums: Sequence[Array]) -> float:
@@ -108,12 +116,16 @@ class Reducer:
         """
         assert index not in self._full and index >= self._started, f"bucket {index} was handed over twice"
         self._full[index] = flat_N
+        if self._taker is not None:
+            bucket = self.buckets[index]
+            self._watched[index] = Watched(self._taker, bucket.n * itemsize(bucket.dtype), self.collectives.overlaps,
+                                           self._asker)
         while self._started in self._full:
             i = self._started
             bucket, full_N = self.buckets[i], self._full.pop(i)
             generator = _nothing(full_N) if not bucket.n else self.compressor.exchange(
                 self.wires[i].ops, full_N, self.state.of(i), bucket, self.collectives.size, self.stage)
-            transfer = _Transfer(self.wires[i], generator, f"{group_name or bucket.group}.b{i}")
+            transfer = _Transfer(self.wires[i], generator, f"{group_name or bucket.group}.b{i}", self._watched.get(i))
             try:
                 transfer.begin()
             except BaseException:
@@ -174,10 +186,10 @@ def _nothing(flat_N: Array) -> Exchange:
 
 
 class _Transfer:
-    """One bucket's generator and its open request; ``asked``: it has made one."""
+    """One bucket's generator and its open request; ``asked``: it has made one. ``watched``: tells a trace."""
 
-    def __init__(self, wire: Transport, generator: Exchange, name: str) -> None:
-        self._wire, self._generator, self._name = wire, generator, name
+    def __init__(self, wire: Transport, generator: Exchange, name: str, watched: Watched | None = None) -> None:
+        self._wire, self._generator, self._name, self._watched = wire, generator, name, watched
         self._round = 0
         self._handle: Handle | None = None
         self.done = self.asked = False
@@ -191,7 +203,12 @@ class _Transfer:
         """Wait for the open request and go on to the next, or to the result."""
         if not self.done:
             assert self._handle is not None
-            self._resume(self._wire.arrived(self._handle.wait()))
+            if self._watched is not None:
+                self._watched.waits()
+            value = self._handle.wait()
+            if self._watched is not None:
+                self._watched.taken()
+            self._resume(self._wire.arrived(value))
 
     def _resume(self, value: Any) -> None:
         try:
@@ -200,5 +217,8 @@ class _Transfer:
             self.result, self.done, self._handle = stop.value, True, None
             return
         self.asked = True
-        self._handle = self._wire.issue(request, f"{self._name}.r{self._round}")
+        name = f"{self._name}.r{self._round}"
+        self._handle = self._wire.issue(request, name)
+        if self._watched is not None:
+            self._watched.made(name, self._handle)
         self._round += 1

@@ -7,12 +7,13 @@ from hvdtrain.backends.tensorflow.first_sample import try_samples
 from hvdtrain.backends.tensorflow.footprint import model_bytes, state_now, traced
 from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.backends.tensorflow.placement import building, device_facts, in_host_memory, seed, setup
+from hvdtrain.backends.tensorflow.profiler import Profiler
 from hvdtrain.backends.tensorflow.trial import free_cached, hold_bytes, out_of_memory, peak_bytes, peak_so_far
 from hvdtrain.backends.tensorflow.usage import allocators, held
 
 SYNCS_OVER_HOST = False
 """Whether BatchNorm's moments can be taken over a wire outside of TensorFlow's graphs."""
 
-__all__ = ["Ops", "SYNCS_OVER_HOST", "adapt_data", "allocators", "building", "collectives", "device_facts",
+__all__ = ["Ops", "Profiler", "SYNCS_OVER_HOST", "adapt_data", "allocators", "building", "collectives", "device_facts",
            "free_cached", "held", "hold_bytes", "in_host_memory", "make_parts", "model_bytes", "out_of_memory",
            "peak_bytes", "peak_so_far", "seed", "setup", "stage", "state_now", "traced", "try_samples"]

@@ -41,6 +41,10 @@ class _Pending:
             out = out[0]
         return out if self._shape is None else out.reshape(self._shape)
 
+    def done(self) -> bool:
+        """Return whether the result is there, without waiting; for who looks on (`hvdtrain.exchange.watched`)."""
+        return bool(self._hvd.poll(self._handle))
+
 
 class _Parts:
     """Every rank's rows of this one's part, on their way; summed in the order of the ranks once they are here."""

@@ -20,6 +20,7 @@ from hvdtrain.backends.torch.trial import first_not_finite, untouched
 from hvdtrain.data.empty import StandIn
 from hvdtrain.errors import UserError
 from hvdtrain.protocols import Batch, GradientSink, Pair
+from hvdtrain.timeline import span
 
 
 class TorchStage:
@@ -82,8 +83,10 @@ class TorchStage:
                 self._stand_in.saw(micro)
             else:
                 micro, scale = self._stand_in.instead(micro), 0.0
-        loss_sum, weight = self.forward(micro)
-        self._gradients.backward(loss_sum * (scale * factor), factor, final)
+        with span("forward", samples=samples):
+            loss_sum, weight = self.forward(micro)
+        with span("backward"):
+            self._gradients.backward(loss_sum * (scale * factor), factor, final)
         if self._sync:
             self.waited_s = self._sync.waited_s
             self._waited_in_step_s += self.waited_s

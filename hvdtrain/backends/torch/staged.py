@@ -188,6 +188,10 @@ class _Transfer:
         self._lane.join(self._out, self._token)
         return self._out
 
+    def done(self) -> bool:
+        """Return whether the result is on its way back to the device, or the collective has failed."""
+        return self.ended.is_set()
+
 
 class _Pipe:
     """Two threads through which transfers pass in the order of issue.

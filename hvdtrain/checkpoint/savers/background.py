@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable
 
 from hvdtrain.errors import UserError
 from hvdtrain.protocols.state import Outcome
+from hvdtrain.timeline import Timeline, active, current, span
 
 
 class BackgroundSaver:
@@ -32,7 +34,7 @@ class BackgroundSaver:
         self._idle.clear()
         self._orders.put((step, work))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="hvdtrain-save", daemon=True)
+            self._thread = threading.Thread(target=self._serve, args=(current(),), name="hvdtrain-save", daemon=True)
             self._thread.start()
 
     def settled(self) -> list[Outcome]:
@@ -51,11 +53,13 @@ class BackgroundSaver:
                 self._thread.join(1.0)
             self._thread = None
 
-    def _serve(self) -> None:
-        while (order := self._orders.get()) is not None:
-            self._settled.put(_done(*order))
-            del order  # it holds copies of the state
-            self._idle.set()
+    def _serve(self, timeline: Timeline | None) -> None:
+        with active(timeline, "save") if timeline else contextlib.nullcontext():
+            while (order := self._orders.get()) is not None:
+                with span(f"save of step {order[0]}"):
+                    self._settled.put(_done(*order))
+                del order  # it holds copies of the state
+                self._idle.set()
 
 
 def _done(step: int, work: Callable[[], None]) -> Outcome:

@@ -1,0 +1,108 @@
+"""A trace of whole runs, ranks as threads: the window, what is in the file, and runs that do not come that far."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import config, fitted, lockstep, make_model, samples
+
+from hvdtrain.callbacks.base import Callback
+from hvdtrain.config import Checkpoint, Data, Exchange
+from hvdtrain.errors import UserError
+from hvdtrain.sections import Trace
+from hvdtrain.trace import chrome
+
+
+def run(tmp_path: Path, size: int = 2, steps: str = "3:6", max_steps: int = 8, work: Any = fitted, **more: Any) -> list:
+    """Runs of ``size`` ranks of 8 steps an epoch."""
+    settings = config(out=str(tmp_path), trace=Trace(steps), global_batch=16, max_steps=max_steps,
+                      exchange=Exchange(bucket_mb=0.0001), **more)
+    return lockstep(size, settings, lambda rank: make_model("numpy"), samples(128), work)
+
+
+def read(path: Path) -> tuple[dict, list[dict]]:
+    """What is in the file, and its events."""
+    with gzip.open(path / chrome.NAME, "rt") as file:
+        found = json.load(file)
+    return found["otherData"], [event for event in found["traceEvents"] if event["ph"] == "X"]
+
+
+def test_a_window_of_steps_of_all_ranks_is_in_one_file(tmp_path: Path) -> None:
+    first, _ = run(tmp_path, data=Data(prefetch=2))
+    about, events = read(tmp_path)
+    told = first.records.latest["trace"].values
+    assert told["steps"] == about["steps"] == [3, 6] and told["events"] == len(events) and told["dropped"] == 0
+    assert told["bytes"] == (tmp_path / chrome.NAME).stat().st_size and told["within_s"] == 0
+    for pid in (1, 2):
+        mine = [event for event in events if event["pid"] == pid]
+        assert [e["name"] for e in mine if re.fullmatch(r"step \d+", e["name"])] == ["step 4", "step 5", "step 6"]
+        names = {event["name"] for event in mine}
+        assert {"data", "gradients", "update", "fetch"} <= names
+        wire = [event for event in mine if event["name"].endswith(".b0.r0") and event["cat"] == "other"
+                and "bytes" in event.get("args", {})]
+        assert len(wire) == 2 * 3, "of each step its queueing and its time on the wire"
+    begin, end = min(e["ts"] for e in events), max(e["ts"] + e["dur"] for e in events)
+    assert begin == 0
+    chain = sum(seconds for _, _, seconds in told["critical"])
+    assert chain == pytest.approx((end - begin) / 1e6 / 3, rel=0.2)
+    assert len(told["overlap_percent"]) == 2
+    assert "trace of steps 3 to 6" in " ".join(first.notes)
+
+
+@pytest.mark.parametrize("steps,found", [("0:2", [0, 2]), ("6:20", [6, 8])])
+def test_a_window_may_begin_at_the_start_and_is_cut_by_the_end(tmp_path: Path, steps: str, found: list[int]) -> None:
+    run(tmp_path, 1, steps)
+    assert read(tmp_path)[0]["steps"] == found
+
+
+def test_a_window_that_the_run_does_not_reach_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="8 steps"):
+        run(tmp_path, 1, "8:10")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_goes_on_past_the_window_says_that_there_is_no_trace(tmp_path: Path) -> None:
+    run(tmp_path, 1, "1:2", 4, checkpoint=Checkpoint(at_end=True))
+    (tmp_path / chrome.NAME).unlink()
+    (again,) = run(tmp_path, 1, "1:2", 8, resume="auto")
+    assert any("no trace" in note for note in again.notes) and not (tmp_path / chrome.NAME).exists()
+
+
+def test_a_fit_that_ends_by_an_error_in_the_window_leaves_no_recorder(tmp_path: Path) -> None:
+    class Fail(Callback):
+        where = "all"
+
+        def step_end(self, run: Any) -> None:
+            if run.state.cursor.step == 4:
+                raise ZeroDivisionError
+
+    def work(run: Any) -> Any:
+        run.callbacks.append(Fail())
+        with pytest.raises(ZeroDivisionError):
+            fitted(run)
+        for callback in run.callbacks:
+            getattr(callback, "close", lambda run: None)(run)
+        return run.timeline.taker
+
+    assert run(tmp_path, 1, work=work) == [None]
+    assert not (tmp_path / chrome.NAME).exists()
+
+
+def test_a_disk_that_is_full_costs_the_trace_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **more: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(chrome.gzip, "open", full)
+    (found,) = run(tmp_path, 1)
+    assert found.state.cursor.step == 8 and any("trace was not written" in note for note in found.notes)
+
+
+def test_a_framework_without_a_profiler_is_told(tmp_path: Path) -> None:
+    settings = config(out=str(tmp_path), trace=Trace("1:2", profiler=True), global_batch=16, max_steps=3)
+    (found,) = lockstep(1, settings, lambda rank: make_model("numpy"), samples(128), fitted)
+    assert any("lacks events of the framework's profiler" in note for note in found.notes) and read(tmp_path)[1]

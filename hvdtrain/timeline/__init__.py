@@ -149,13 +149,18 @@ class blocked:  # noqa: N801  (read as a statement: with blocked("vote"))
             timeline.taker.take(self.name, lane.name, self._begin, end, {}, "wait" if self._counts else "")
 
 
-def stamped(name: str, begin_s: float, end_s: float, seconds: float) -> None:
-    """Tell that within the call that has just returned this rank stood ``seconds`` in ``name``, up to ``end_s``.
+def stamped(seconds: float, name: str = "", begin_s: float = 0.0, end_s: float = 0.0) -> None:
+    """Tell that within the call that has just returned this rank stood ``seconds`` in exchanges.
 
-    ``begin_s``: when it had handed over all its parts and nothing was left to compute; both by `time.perf_counter`. For
-    exchanges inside a graph, which stamps them; they are no spans here.
+    For those inside a graph, which stamps them. ``name``: of one with which the call ended; it had handed over all its
+    parts at ``begin_s`` and had nothing left to compute until ``end_s``, both by `time.perf_counter`.
     """
     lane: _Lane | None = getattr(_local, "lane", None)
-    if lane is not None and lane.main:
-        lane.timeline.clock.carve("wait", seconds)
-        lane.timeline.stood.add(Blocked(lane.timeline.step, name, begin_s, begin_s, max(begin_s, end_s)))
+    if lane is None or not lane.main:
+        return
+    timeline = lane.timeline
+    timeline.clock.carve("wait", seconds)
+    if name:
+        timeline.stood.add(Blocked(timeline.step, name, begin_s, begin_s, end_s))
+        if timeline.taker is not None:
+            timeline.taker.take(name, lane.name, begin_s, end_s, {}, "wait")

@@ -12,6 +12,7 @@ waited are measured inside it. Sums over a wire of the host are made after the g
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import rng
+from hvdtrain import rng, timeline
 from hvdtrain.backends.tensorflow import host, placement, state
 from hvdtrain.backends.tensorflow.buffers import Buffers, Kept, counts, holding
 from hvdtrain.backends.tensorflow.calls import Calls
@@ -32,6 +33,10 @@ from hvdtrain.backends.tensorflow.transforms import sync_batchnorm
 from hvdtrain.backends.tensorflow.trial import Trial
 from hvdtrain.data.empty import StandIn
 from hvdtrain.protocols import Batch, GradientSink, Pair
+
+
+STAMPS = 3
+"""Numbers of a graph's report that are about time: seconds waited, when the last gradient was ready, the last sum."""
 
 
 class Stage:
@@ -108,8 +113,14 @@ class Stage:
         with self.class_numbers.checked(batch):
             pair = self._final(batch, scale, sink) if final else self._add(batch, scale)
         if self._across:
-            self.waited_s += self._across.waited_s()
+            self._stood_in_layers(self._across)
         return pair if samples else (0.0, 0.0)
+
+    def _stood_in_layers(self, across: sync_batchnorm.Across) -> None:
+        """Count what the layers of the graph that has just run waited for other ranks."""
+        seconds = across.waited_s()
+        self.waited_s += seconds
+        timeline.stamped(seconds)
 
     def _add(self, batch: tuple[Any, ...], scale: float) -> Pair:
         """A micro-batch that is not the last one; its scalars are read when they are needed."""
@@ -153,7 +164,7 @@ class Stage:
         elif self._across and self._across.active:  # the other ranks' layers wait for this one too
             self._across.begin(self._loss_scale(), False)
             self._final(self._stand_in.instead(self._like), value, sink)
-            self.waited_s += self._across.waited_s()
+            self._stood_in_layers(self._across)
         elif sink.in_graph:
             if sink.variant not in self._zeros:
                 def trace(value: tf.Tensor) -> Any:
@@ -177,8 +188,11 @@ class Stage:
     def _arrived(self, sink: GradientSink, tensors: Sequence[tf.Tensor], rest: list[float]) -> None:
         """Hand over what a graph has returned: sums, or this rank's own gradients."""
         if sink.in_graph:
-            self.waited_s = rest[0]
-            sink.ran(tensors, rest[1:])
+            self.waited_s, ready_s, summed_s = rest[:STAMPS]
+            if sink.buckets:
+                ahead_s = time.time() - time.perf_counter()  # of the clock that stamps a graph
+                timeline.stamped(self.waited_s, "gradients", ready_s - ahead_s, summed_s - ahead_s)
+            sink.ran(tensors, rest[STAMPS:])
             return
         self.waited_s = 0.0
         for bucket, flat_N in zip(sink.buckets, self._memory if self._in_place else ()):
@@ -191,8 +205,9 @@ class Stage:
                    grads: list[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """While a graph is traced: (report, tensors).
 
-        ``report``: float64, the pair, the seconds from the last local gradient to the last sum, the sink's numbers. One
-        tensor, since each that is read costs the host a call. Without a sink in the graph it is the pair alone.
+        ``report``: float64, the pair, the seconds from the last local gradient to the last sum with the times of both,
+        the sink's numbers. One tensor, since each that is read costs the host a call. Without a sink in the graph it is
+        the pair alone.
         """
         grads = self._gradients.unscaled(grads)
         tensors = grads
@@ -200,7 +215,7 @@ class Stage:
             tensors = [self._gradients.packed(b, grads) for b in sink.buckets]
         if not sink.in_graph:
             return pair, tensors
-        waited_s = tf.zeros([], tf.float64)
+        waited_s = ready_s = summed_s = tf.zeros([], tf.float64)
         if sink.buckets:
             with tf.control_dependencies(tensors):
                 ready_s = tf.timestamp()
@@ -209,10 +224,10 @@ class Stage:
         sums = sink.collect()
         if sink.buckets:
             with tf.control_dependencies(sums):
-                waited_s = tf.maximum(tf.timestamp() - ready_s, 0.0)
-            waited_s += stood_s(ready_s, sums)
+                summed_s = tf.maximum(tf.timestamp(), ready_s)
+            waited_s = summed_s - ready_s + stood_s(ready_s, sums)
         numbers, wanted = sink.look(loss_sum, sums)
-        return tf.concat([pair, [waited_s], numbers], 0), list(wanted)
+        return tf.concat([pair, [waited_s, ready_s, summed_s], numbers], 0), list(wanted)
 
     def _run(self, kind: Any, batch: tuple[Any, ...], scale: float, graph: Callable[..., Any],
              exact: bool = True) -> Any:

@@ -8,6 +8,9 @@ from hvdtrain.report.words import cut, duration, percent
 WORTH = 5.0
 """Percent of the ranks' time that a cause has to cost before something is said to be done about it."""
 
+LONG_START_S = 60.0
+"""Seconds of a rank's start below which nothing is said about it."""
+
 ENDS = {
     "oom": "Give steps less memory: see python -m hvdtrain plan, remat auto, or a smaller micro_batch",
     "disk": "Make room on the run's disk, or keep fewer checkpoints (checkpoint.keep)",
@@ -37,10 +40,11 @@ def give(facts: Facts) -> list[str]:
                               "faster source")):
             part = spent.part(cause)
             said = any("data" in one for one in found) if cause == "input" else False
-            if part >= (4 * WORTH if cause == "start" else WORTH) and not said:
+            short = cause == "start" and spent.total["start"] < LONG_START_S * max(1, facts.ranks)
+            if part >= WORTH and not said and not short:
                 found.append(words.format(p=percent(part)))
     lost_s = sum(one.lost for one in facts.attempts) * _step_s(facts)
-    if lost_s > 0.05 * facts.busy_s:
+    if lost_s > max(2.0, 0.05 * facts.busy_s):
         found.append(f"Steps that had to be computed again took {duration(lost_s)}: save more often")
     return [cut(one, 300).rstrip(".") + "." for one in dict.fromkeys(found)]
 

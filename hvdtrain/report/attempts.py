@@ -69,11 +69,12 @@ def find(log: Log, history: Sequence[Mapping[str, Any]]) -> list[Attempt]:
         own.order, own.trained_s = event.order, event.time_s
         own.ranks = own.ranks or whole(event.values.get("world_size"), 0)
         own.step_begin = event.step
+    for one in found:
+        if one.order:
+            _fill(one, log)
     found.sort(key=lambda one: one.begin_s)
     for i, one in enumerate(found):
         one.number = i + 1
-        if one.order:
-            _fill(one, log)
         later = found[i + 1].step_begin if i + 1 < len(found) and found[i + 1].order else -1
         if not one.lost and later >= 0 and not one.ended_well:
             one.lost = max(0, one.step_end - later)
@@ -100,6 +101,10 @@ def _fill(one: Attempt, log: Log) -> None:
     times = [event.time_s for event in events] + ([float(log.steps["time"][steps][-1])] if steps.any() else [])
     one.seen_s = max((t for t in times if math.isfinite(t)), default=one.begin_s)
     one.end_s = max(one.end_s, one.seen_s)
+    first = next((event for event in events if event.name == "seconds"), None)
+    before_s = first.time_s - number(first.values.get("window_s")) if first is not None else math.nan
+    if before_s < one.begin_s and not one.parts:  # a first window begins with the process; no supervisor knows better
+        one.begin_s = before_s
     last = [event.step for event in events] + ([int(log.steps["step"][steps][-1])] if steps.any() else [])
     one.step_end = max(one.step_end, *last, one.step_begin)
     if not one.cause:

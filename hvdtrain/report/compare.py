@@ -72,13 +72,14 @@ def _sentence(runs: Sequence[Facts], names: Sequence[str]) -> str:
     """How the runs differ most plainly: in speed."""
     speeds = [_speed(one) for one in runs]
     known = [i for i, speed in enumerate(speeds) if speed > 0]
-    if len(known) < 2:
+    same = len({(one.start.get("model"), words_of(one.config.get("data"))) for one in runs}) == 1
+    if len(known) < 2 or not same:
         return f"{listed(names)}, side by side"
     best, worst = max(known, key=lambda i: speeds[i]), min(known, key=lambda i: speeds[i])
     ratio = speeds[best] / speeds[worst]
     if ratio < 1.02:
         return f"{listed(names)} are equally fast"
-    return f"{names[best]} is {ratio:.2f} times as fast as {names[worst]}"
+    return f"{names[best]} is {ratio:.3g} times as fast as {names[worst]}"
 
 
 def _numbers(runs: Sequence[Facts], names: Sequence[str]) -> Section:

@@ -51,6 +51,12 @@ class Spent:
         total = self.total
         return 100.0 * sum(total.get(cause, 0.0) for cause in causes) / self.all_s if self.all_s > 0 else math.nan
 
+    def after_start(self, *causes: str) -> float:
+        """Percent of the seconds after the start that went to ``causes``; NaN without any."""
+        total = self.total
+        rest = self.all_s - total.get("start", 0.0)
+        return 100.0 * sum(total.get(cause, 0.0) for cause in causes) / rest if rest > 0 else math.nan
+
     def held_up(self) -> dict[int, float]:
         """Seconds that the others waited for each rank, most first."""
         held: dict[int, float] = defaultdict(float)

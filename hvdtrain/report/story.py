@@ -6,7 +6,9 @@ Owns the sentences and which of them are worth saying. Each is made from records
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from hvdtrain.report import advice, ending
 from hvdtrain.report.attempts import Attempt
@@ -14,8 +16,8 @@ from hvdtrain.report.facts import Facts
 from hvdtrain.report.spent import USEFUL
 from hvdtrain.report.words import begin, count, cut, duration, listed, metric, number, percent, whole
 
-LITTLE = 3.0
-"""Percent of the ranks' time below which waiting is not worth a name."""
+LITTLE = 4.0
+"""Percent of the ranks' time after the start below which waiting is not worth a name."""
 
 CAUSE_WORDS = {
     "start": "starting", "input": "waiting for data", "compute": "computing", "wait": "waiting for other ranks",
@@ -24,32 +26,49 @@ CAUSE_WORDS = {
 }
 
 
+class Answer(NamedTuple):
+    """What is said, its tone ("good", "bad", "warn" or "") and one line each below it."""
+
+    answer: str
+    tone: str = ""
+    points: Sequence[str] = ()
+
+
 @dataclass(frozen=True)
 class Chapter:
-    """A question and its answer; ``tone`` "good", "bad", "warn" or "" ; ``points``: one line each below it."""
+    """A question and its `Answer`."""
 
     question: str
     answer: str
     tone: str = ""
-    points: list[str] = field(default_factory=list)
+    points: Sequence[str] = ()
 
 
 def tell(facts: Facts) -> list[Chapter]:
     """Return the story."""
-    return [_ended(facts), _cost(facts), _held_up(facts), _wrong(facts), _do(facts)]
+    return [_told(question, tell_it, facts) for question, tell_it in QUESTIONS.items()]
 
 
-def _ended(facts: Facts) -> Chapter:
+def _told(question: str, tell_it: Callable[[Facts], Answer], facts: Facts) -> Chapter:
+    """A chapter; where the records are too odd for it, one that says so: a page must come of any crash."""
+    try:
+        answer = tell_it(facts)
+    except Exception as error:  # noqa: BLE001  (records of any version and of others' making may hold anything)
+        answer = Answer(f"Not told by what the run's files hold ({type(error).__name__}: {error}).", "warn")
+    return Chapter(question, *answer)
+
+
+def _ended(facts: Facts) -> Answer:
     end = ending.of(facts)
     told = [f"test {name} {metric(value)}" for name, value in facts.metrics.items()]
     if facts.loss == facts.loss:
         told.insert(0, f"training loss {metric(facts.loss)}")
     tone = {"good": "good", "bad": "bad"}.get(end.tone, "")
     after = f" Last measured: {listed(told)}." if told else ""
-    return Chapter("How it ended", end.words + after, tone)
+    return Answer(end.words + after, tone)
 
 
-def _cost(facts: Facts) -> Chapter:
+def _cost(facts: Facts) -> Answer:
     """Time, and what part of it trained."""
     spent, ranks = facts.spent, sorted({one.ranks for one in facts.attempts if one.ranks})
     span = f"{ranks[0]} to {ranks[-1]} ranks" if len(ranks) > 1 else count(ranks[0], "rank") if ranks else "its ranks"
@@ -69,34 +88,37 @@ def _cost(facts: Facts) -> Chapter:
         text = f"{count(facts.restarts, 'restart')} cost {count(facts.lost_steps, 'step')} that were computed again"
         start_s = sum(one.trained_s - one.begin_s for one in facts.attempts[1:] if one.trained_s >= one.begin_s)
         points.append(f"{text}, {duration(down_s)} between attempts and {duration(start_s)} of starting anew")
-    return Chapter("What it cost", said + ".", "", points)
+    return Answer(said + ".", "", points)
 
 
-def _held_up(facts: Facts) -> Chapter:
+def _held_up(facts: Facts) -> Answer:
     """Who was waited for, and what that cost."""
-    question, spent = "Who held whom up", facts.spent
+    spent = facts.spent
     if facts.ranks == 1 and max((one.ranks for one in facts.attempts), default=1) <= 1:
-        return Chapter(question, "Nobody: there was one rank.", "good")
-    wait = spent.part("wait")
+        return Answer("Nobody: there was one rank.", "good")
+    wait = spent.after_start("wait")
     if not spent.waits:
         if spent.basis == "meter":
-            return Chapter(question, "The log gives mean steps only: who waited, but not for whom. The meter said: "
-                           f"{facts.log.last('meter').get('advice') or 'nothing'}.")
+            return Answer("The log gives mean steps only: who waited, but not for whom. The meter said: "
+                          f"{facts.log.last('meter').get('advice') or 'nothing'}.")
         if spent.basis == "seconds" and wait < LITTLE:
-            return Chapter(
-                question, f"Nobody: ranks waited for one another for {percent(wait, 1)} of their time.", "good"
-            )
-        return Chapter(question, "Not known: the log names nobody.")
+            return Answer(f"Nobody: ranks waited for one another for {percent(wait, 1)} of their time.", "good")
+        return Answer("Not known: the log names nobody.")
     held, named_s = spent.held_up(), sum(spent.waits.values())
     worst, worst_s = next(iter(held.items()))
+    share = worst_s / named_s
     if wait < LITTLE:
-        return Chapter(question, f"Hardly anybody: ranks waited for one another for {percent(wait, 1)} of their time, "
-                       f"most often for {facts.who(worst)}.", "good")
+        return Answer(f"Hardly anybody: ranks waited for one another for {percent(wait, 1)} of their time, "
+                      f"most often for {facts.who(worst)}.", "good")
+    took = f"Waiting took {percent(wait)} of all ranks' time after the start."
+    if share < max(0.5, min(0.7, 1.6 / max(1, facts.ranks))):
+        return Answer("No one rank: they waited for one another in turns, most for "
+                      f"{facts.who(worst)} ({percent(100 * share)} of it). {took}", "warn")
     said = (
-        f"{begin(facts.who(worst))} held the others up: {percent(100 * worst_s / named_s)} of all waiting that has a "
-        f"name was for it, {duration(worst_s)} of the others' time. Waiting took {percent(wait)} of all ranks' time."
+        f"{begin(facts.who(worst))} held the others up: {percent(100 * share)} of all waiting that has a name was for "
+        f"it, {duration(worst_s)} of the others' time. {took}"
     )
-    return Chapter(question, said, "warn", _about(facts, worst))
+    return Answer(said, "warn", _about(facts, worst))
 
 
 def _about(facts: Facts, worst: int) -> list[str]:
@@ -114,12 +136,13 @@ def _about(facts: Facts, worst: int) -> list[str]:
     gains = facts.log.last("whatif").get("ranks")
     gain = number(gains[worst]) if isinstance(gains, list) and worst < len(gains) else float("nan")
     if gain == gain:
-        faster = f"{percent(abs(gain))} {'faster' if gain >= 0 else 'slower'}"
-        points.append(f"Without rank {worst} the rest would be {faster}, as reckoned from the ranks' measured speeds")
+        said = (f"Without rank {worst} the rest would be {percent(gain)} faster" if gain > 0 else
+                f"It is worth its wait: without rank {worst} the rest would be {percent(-gain)} slower")
+        points.append(f"{said}, as reckoned from the ranks' measured steps")
     return points
 
 
-def _wrong(facts: Facts) -> Chapter:
+def _wrong(facts: Facts) -> Answer:
     """Everything that should not have happened."""
     log = facts.log
     points = [_fault(facts, one) for one in facts.attempts
@@ -157,12 +180,10 @@ def _wrong(facts: Facts) -> Chapter:
             "left out here"
         )
     if not points:
-        return Chapter("What went wrong", "Nothing that was recorded.", "good")
+        return Answer("Nothing that was recorded.", "good")
     ends = sum(not one.ended_well and bool(one.cause) for one in facts.attempts)
     said = f"{count(ends, 'attempt')} ended badly." if ends else "It trained, but not without trouble."
-    return Chapter(
-        "What went wrong", said, "bad" if ends and facts.completed is None and not facts.alive else "warn", points
-    )
+    return Answer(said, "bad" if ends and facts.completed is None and not facts.alive else "warn", points)
 
 
 def _fault(facts: Facts, one: Attempt) -> str:
@@ -183,8 +204,13 @@ def _throttled(facts: Facts, rows: object) -> list[str]:
     return found[:4]
 
 
-def _do(facts: Facts) -> Chapter:
+def _do(facts: Facts) -> Answer:
     points = advice.give(facts)
     if not points:
-        return Chapter("What to do", "Nothing: no cause costs enough to be worth a change.", "good")
-    return Chapter("What to do", points[0], "", points[1:])
+        return Answer("Nothing: no cause costs enough to be worth a change.", "good")
+    return Answer(points[0], "", points[1:])
+
+
+QUESTIONS = {"How it ended": _ended, "What it cost": _cost, "Who held whom up": _held_up, "What went wrong": _wrong,
+             "What to do": _do}
+"""The chapters, in order."""

@@ -80,6 +80,11 @@ def count(n: int, one: str, many: str = "") -> str:
     return f"{n:,} {one if n == 1 else many or one + 's'}"
 
 
+def times(n: int) -> str:
+    """Say how often: "once", "twice", "3 times"."""
+    return {1: "once", 2: "twice"}.get(n, f"{n:,} times")
+
+
 def percent(part: float, places: int = 0) -> str:
     """Say a percentage; "under 1 %" for what is there but rounds to nothing."""
     if not math.isfinite(part):

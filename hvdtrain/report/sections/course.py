@@ -36,7 +36,7 @@ def make(facts: Facts) -> Section | None:
              _decisions(facts, axis)]
     many = count(len(facts.attempts), "attempt")
     lead = f"{many}, from left to right as the clock went. Point at anything to read it."
-    block = Lanes([lane for lane in lanes if lane.spans or lane.ticks], axis.breaks(), axis.ticks(), LEGEND)
+    block = Lanes([lane for lane in lanes if lane.spans or lane.ticks], axis.breaks(), axis.ticks(), _legend(lanes))
     return Section("course", "The course of it", lead, [block])
 
 
@@ -68,6 +68,12 @@ def _attempts(facts: Facts, axis: TimeAxis) -> Lane:
             words = f"{one.fault}: {one.words}" if one.cause else "ended without a word"
             lane.ticks.append(Span(axis.at(end_s), 0.0, "failed", f"attempt {one.number}: {cut(words, 200)}"))
     return lane
+
+
+def _legend(lanes: Sequence[Lane]) -> list[tuple[str, str]]:
+    """The kinds that are there."""
+    there = {span.kind for lane in lanes for span in (*lane.spans, *lane.ticks)}
+    return [(kind, words) for kind, words in LEGEND if kind in there]
 
 
 def _span(lane: Lane, axis: TimeAxis, begin_s: float, end_s: float, kind: str, words: str, label: str = "") -> None:

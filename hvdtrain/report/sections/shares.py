@@ -8,7 +8,7 @@ from hvdtrain.report.blocks import Bars, Section, Stacked, Table
 from hvdtrain.report.facts import Facts
 from hvdtrain.report.figures.scale import along, steps_in_short
 from hvdtrain.report.figures.stack import Areas, areas, bar
-from hvdtrain.report.words import count, duration, number, percent, short
+from hvdtrain.report.words import duration, number, percent, short, times
 
 MOST = 24
 COLORS = 8
@@ -24,7 +24,8 @@ def make(facts: Facts) -> Section | None:
     lead = []
     if plans:
         changes = sum(a[1] != b[1] for a, b in zip(plans, plans[1:]))
-        lead.append(f"Shares were planned {count(len(plans), 'time')} and changed {count(changes, 'time')}.")
+        changed = f"changed {times(changes)}" if changes else "never changed"
+        lead.append(f"Shares were planned {times(len(plans))} and {changed}.")
         if len(plans) > 1:
             blocks.append(_over_steps(facts, plans))
         blocks.append(_latest(facts, plans[-1][1]))
@@ -50,6 +51,8 @@ def _gain(planned: dict[str, Any]) -> str:
     equal, plan = number(planned.get("equal_s")), number(planned.get("plan_s"))
     if not (equal > 0 and plan > 0):
         return ""
+    if plan > 0.995 * equal:
+        return f"Equal parts are as good as any: a step takes {duration(plan)} as reckoned."
     return (f"A step takes {duration(plan)} with these parts as reckoned, and {duration(equal)} with equal ones "
             f"({percent(100 * (1 - plan / equal))} less).")
 

@@ -29,6 +29,9 @@ PAUSE = 0.5
 """A step between whose end and the one before more than this part of a usual step was spent on other things (a save, an
 evaluation) does not count."""
 
+LONGEST = 5.0
+"""A step that took so many times as long as a usual one was another kind of step: the first, which traces a graph."""
+
 LEAST_OF_A_SIZE = 3
 """So many steps with a number of samples make a point of a rank's line; the first of them may trace a graph."""
 
@@ -120,7 +123,8 @@ def counted(steps: Steps) -> Steps:
     latest = steps.samples[whole][-1] if whole.any() else steps.samples[-1:]
     alike = (steps.samples == latest).all(axis=1)
     usual_s = float(np.median((steps.work + steps.wait)[alike])) if alike.any() else 0.0
-    return steps.some(alike & (steps.rest.min(axis=1) <= PAUSE * usual_s))
+    paused = steps.rest.min(axis=1) > PAUSE * usual_s
+    return steps.some(alike & ~paused & (steps.wall.max(axis=1) <= LONGEST * usual_s))
 
 
 def line_of(work_s: np.ndarray, samples: np.ndarray) -> Line | None:

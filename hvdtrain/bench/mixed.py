@@ -59,7 +59,7 @@ class Course:
 def main(argv: list[str]) -> int:
     """Measure; 0 if every contender did its part, 1 if one failed."""
     args = _parser().parse(argv)
-    course, refused = _course(args)
+    course, refused = course_of(args)
     plan = _plan(args, course, refused, os.environ)
     record.check(args.jsonl)
     with contextlib.ExitStack() as stack:
@@ -78,8 +78,8 @@ def _parser() -> options.Parser:
                      "compute threads of a rank; 0: its share of the cores here")
     parser.set_defaults(workload="resnet", threads=1, steps=10)
     add = parser.add_argument
-    add("--speeds", type=_speeds, default=(1.0, 0.4), metavar="S0,S1,...", help="speed of each rank, as part of its "
-        "threads' cores; 1: not slowed. One job has as many ranks")
+    add("--speeds", type=speeds_of_ranks, default=(1.0, 0.4), metavar="S0,S1,...",
+        help="speed of each rank, as part of its threads' cores; 1: not slowed. One job has as many ranks")
     add("--contenders", default="", metavar="A,B,...", help="peers, or hvdtrain[-COLLECTIVES][+COMPRESSION][@BALANCE]; "
         "else " + "; ".join(f"{f}: {', '.join(names)}" for f, names in CONTENDERS.items()))
     add("--move", type=options.whole("--move", 0), default=0, metavar="N",
@@ -93,7 +93,7 @@ def _parser() -> options.Parser:
     return parser
 
 
-def _speeds(text: str) -> tuple[float, ...]:
+def speeds_of_ranks(text: str) -> tuple[float, ...]:
     """A type: the speeds of two ranks or more."""
     one = options.number("--speeds", 0, 1)
     speeds = tuple(one(part) for part in text.split(","))
@@ -104,7 +104,7 @@ def _speeds(text: str) -> tuple[float, ...]:
 
 # --- what is run -----------------------------------------------------------------------------------------------------
 
-def _course(args: argparse.Namespace) -> tuple[Course, str]:
+def course_of(args: argparse.Namespace) -> tuple[Course, str]:
     """(the speeds, why ranks cannot be throttled here or ""); `UserError` where the options ask for what cannot be."""
     speeds = (1.0,) * len(args.speeds) if args.equal else args.speeds
     if 0 < args.move < parts.WINDOW:
@@ -243,7 +243,7 @@ def _tell(args: argparse.Namespace, plan: Plan, course: Course, raced: Race) -> 
     about = race.whole_job(raced.about, measured.times, len(course.speeds))
     speeds = ",".join(f"{speed:g}" for speed in course.speeds)
     title = (f"{args.workload} in {args.framework}, {about['parameters']:,} parameters, global batch "
-             f"{plan.batch * len(course.speeds)}, ranks of speed {speeds} ({_how(course)}), {plan.threads} "
+             f"{plan.batch * len(course.speeds)}, ranks of speed {speeds} ({how(course)}), {plan.threads} "
              f"thread{'s' if plan.threads > 1 else ''} each, {about['hosts']}; median of {raced.rounds} rounds of "
              f"{args.steps} steps")
     table.show(title, parts.HEADERS, parts.rows(found, {n: raced.about[n]["wire"] for n in measured.times}),
@@ -263,7 +263,7 @@ def _tell(args: argparse.Namespace, plan: Plan, course: Course, raced: Race) -> 
             "missing": [c.name for c in plan.contenders if c.name not in measured.times]})
 
 
-def _how(course: Course) -> str:
+def how(course: Course) -> str:
     """By what ranks are slowed, in words."""
     return "by waiting" if course.emulate else "by control groups" if course.groups else "not slowed"
 
@@ -271,4 +271,4 @@ def _how(course: Course) -> str:
 def _facts(args: argparse.Namespace, plan: Plan, course: Course, about: Mapping[str, Any]) -> dict[str, Any]:
     """What a record begins with."""
     return race.facts(args, "mixed", plan, about) | {
-        "speeds": list(course.speeds), "slowed": _how(course), "move": args.move, "rebalance": args.rebalance}
+        "speeds": list(course.speeds), "slowed": how(course), "move": args.move, "rebalance": args.rebalance}

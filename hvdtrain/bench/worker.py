@@ -1,8 +1,8 @@
 """One rank of one contender of `bench step` or `bench mixed`: builds its training job, then steps when told to.
 
 Owns the conversation with the parent. Rank 0 reads lines from its standard input ("go STEPS", "go STEPS UNTIMED",
-"quit") and answers with lines of JSON behind `MARK`; the other ranks hear of it through the control plane, outside what
-is timed.
+"whatif", "quit") and answers with lines of JSON behind `MARK`; the other ranks hear of it through the control plane,
+outside what is timed.
 """
 
 from __future__ import annotations
@@ -89,6 +89,9 @@ def _serve(args: argparse.Namespace, facts: Any) -> int:
         if order is None:
             return 0
         steps, untimed = order
+        if not steps:
+            say({"event": "whatif", **(prepared.whatif() if prepared.whatif else {})})
+            continue
         untimed = args.settle if untimed is None else untimed
         step_s = _timed(prepared, control, at, untimed, steps)
         at += untimed + steps
@@ -107,8 +110,13 @@ def _setup(args: argparse.Namespace, control: Any) -> Setup:
 
 
 def _order() -> tuple[int, int | None] | None:
-    """(steps to take next, untimed ones before them) from the parent; None: end, also where nobody asks any more."""
+    """(steps to take next, untimed ones before them) from the parent; None: end, also where nobody asks any more.
+
+    No steps: it asks what a step would take without each of the ranks.
+    """
     words = sys.stdin.readline().split()
+    if words == ["whatif"]:
+        return 0, None
     if len(words) not in (2, 3) or words[0] != "go" or int(words[1]) <= 0:
         return None
     return int(words[1]), int(words[2]) if len(words) == 3 else None

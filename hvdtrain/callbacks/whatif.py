@@ -58,15 +58,13 @@ class WhatIf(Callback):
 
     def fit_end(self, run: Any) -> None:
         """Look for the last time."""
-        cheap = 2 * TRIES * (run.phases.step_s / max(1, run.phases.steps)) + run.phases.first_s
-        line = None
-        if cheap < COSTS * (time.perf_counter() - self._begin):
-            line = self._measured(run)
+        costs_s = 2 * TRIES * (run.phases.step_s / max(1, run.phases.steps)) + run.phases.first_s
+        self._tell(run, self.look(run, costs_s < COSTS * (time.perf_counter() - self._begin)))
         self._micro = None
-        self._tell(run, self.look(run, line))
 
-    def look(self, run: Any, own: Line | None = None) -> Forecast | None:
-        """Reckon from the steps that are kept; ``own``: this rank's line, where it was measured. Collective."""
+    def look(self, run: Any, measures: bool = False) -> Forecast | None:
+        """Reckon from the steps that are kept; ``measures``: with this rank's line measured now. Collective."""
+        own = self._measured(run) if measures and not run.solo_lines else None
         rows_P = run.control.gather((list(self._rows), own and (own.a_s, own.c_s)))
         config = run.config
         if isinstance(run.dp, Zero) or min(len(rows) for rows, _ in rows_P) < 2:  # ranks wait in ZeRO's update too

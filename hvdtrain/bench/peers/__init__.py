@@ -64,7 +64,7 @@ class Prepared:
     ``step(i)``: one whole training step on batch i of the rank. ``loss()``: of the last step, the mean over this
     rank's samples (``global_loss``: over all ranks' samples already). ``params()``: the trainable parameters as numpy
     arrays. ``sync()``: wait for the device. ``samples()``: of this rank in the last step, where they are not always
-    the batch.
+    the batch. ``whatif()``: what hvdtrain reckons of a step without each rank; collective.
     """
 
     step: Callable[[int], Any]
@@ -75,6 +75,7 @@ class Prepared:
     global_loss: bool = False
     notes: list[str] = field(default_factory=list)
     samples: Callable[[], int] | None = None
+    whatif: Callable[[], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,15 @@ def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance
         n_local[0] = batch.n_local
 
     return Prepared(step, lambda: run.state.loss, lambda: _params(run), run.collectives.name, _sync(run),
-                    global_loss=True, notes=run.notes, samples=lambda: n_local[0])
+                    global_loss=True, notes=run.notes, samples=lambda: n_local[0], whatif=partial(_whatif, run))
+
+
+def _whatif(run: Any) -> dict[str, Any]:
+    """What the run reckons of a step without each of its ranks; {} where it cannot. Collective."""
+    from hvdtrain.callbacks.whatif import WhatIf
+
+    found = next((c.look(run, measures=True) for c in run.callbacks if isinstance(c, WhatIf)), None)
+    return {} if found is None else {"step_s": found.step_s, "without_s": found.without_s_P}
 
 
 def _fetched(run: Any, setup: Setup) -> Iterator[Any]:

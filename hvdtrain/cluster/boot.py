@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.cluster import exit as exits
+from hvdtrain.cluster import mpi_library
 from hvdtrain.cluster.control import MpiControl, ObjectControl, SoloControl
 from hvdtrain.cluster.deadline import deadline, locked_deadline, set_owner
 from hvdtrain.cluster.devices import BY_TASK, VISIBLE, count_gpus, overlap, sharing, usable, visible_devices
@@ -294,19 +295,9 @@ def _start_mpi(facts: LaunchFacts, timeout_s: float) -> MpiControl:
     return MpiControl(comm, timeout_s, local_rank, local_size)
 
 
-def mpi_library() -> str | None:
-    """Return the name and version of the MPI library that this process has started; None without MPI."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    return None if mpi is None else _first_line(mpi.Get_library_version())
-
-
-def _first_line(library: str) -> str:
-    return library.splitlines()[0].strip(" \0") if library.strip() else "unknown"
-
-
 def _mismatch(facts: LaunchFacts, size: int, library: str) -> str:
     """The sentence about a launcher of one MPI and a library of another. Pure."""
-    first = _first_line(library)
+    first = mpi_library.first_line(library)
     return (f"{facts.launcher} started {facts.size} processes, but mpi4py's MPI library ({first}) sees {size}: "
             "they are of different MPIs")
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import mpi_library
 from hvdtrain.cluster.devices import cpu_facts
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.config import Config
@@ -75,7 +75,7 @@ def environment(run: Any, facts_P: list[dict[str, Any]]) -> dict[str, Any]:
              for host in run.topology.hosts]
     step, attempt = run.state.cursor.step, os.environ.get(causes.ATTEMPT, "")
     facts = launch_facts(os.environ)
-    return {"versions": versions(), "python": platform.python_version(), "mpi": boot.mpi_library(),
+    return {"versions": versions(), "python": platform.python_version(), "mpi": mpi_library.running(),
             "launcher": facts.launcher or facts.kind, "hosts": hosts,
             "devices": [f"{device.name} ({device.arch})" if device.kind == "cpu" else
                         f"{device.name} ({device.kind} {device.arch}, {device.memory_bytes / 2**30:.0f} GiB)"

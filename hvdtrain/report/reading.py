@@ -72,7 +72,8 @@ def read(path: Path) -> Log:
                 order += name == "start"
                 if name == "step":
                     _keep(columns, record, whole(step, 0), time_s, order)
-                    log.last_phases = record.get("phases_s") or log.last_phases
+                    phases = record.get("phases_s")
+                    log.last_phases = phases if isinstance(phases, dict) else log.last_phases
                 else:
                     log.events.append(Event(name, time_s, whole(step, 0), record, order))
     log.steps = {name: np.frombuffer(kept, dtype=float) if kept else np.zeros(0) for name, kept in columns.items()}

@@ -75,8 +75,9 @@ def add_up(log: Log) -> Spent:
             for cause, seconds in row.items():
                 own[cause] = own.get(cause, 0.0) + seconds
         spent.windows.append((event.time_s, number(event.values.get("window_s")), summed(rows.values()), rows))
-        for row in event.values.get("waits") or ():
-            if isinstance(row, list) and len(row) == 3 and number(row[2]) > 0:
+        waits = event.values.get("waits")
+        for row in waits if isinstance(waits, list) else ():
+            if isinstance(row, list) and len(row) == 3 and min(map(number, row)) >= 0:
                 pair = (int(number(row[0])), int(number(row[1])))
                 if pair[0] != pair[1]:  # alike: it is not known for whom
                     spent.waits[pair] = spent.waits.get(pair, 0.0) + number(row[2])
@@ -118,5 +119,5 @@ def _of_older(spent: Spent, log: Log) -> None:
         }
     elif log.last_phases:
         spent.basis = "phases"
-        phases = by_rank([log.last_phases])[0]
+        phases = by_rank([log.last_phases]).get(0, {})
         spent.ranks = {0: {cause: phases.get(key, 0.0) for key, cause in OF_PHASES.items()}}

@@ -13,11 +13,11 @@ NOT_KNOWN = "not known"
 
 
 def number(value: Any) -> float:
-    """Return ``value`` as a float; NaN for what is no number, so that no odd log ends a page."""
+    """Return ``value`` as a float; NaN for what is no finite number, so that no odd log ends a page."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return math.nan
     try:
-        return float(value)
+        return float(value) if math.isfinite(value) else math.nan
     except OverflowError:
         return math.nan
 

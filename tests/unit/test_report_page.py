@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import http.client
+import json
+import os
+import random
+import threading
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 import told_runs
 
 from hvdtrain import report
-from hvdtrain.report import facts, page, story
+from hvdtrain.cli import report as cli
+from hvdtrain.errors import UserError
+from hvdtrain.records import schema
+from hvdtrain.report import ending, facts, page, story
+from hvdtrain.report.figures import curve, scale
+from hvdtrain.report.figures.timeline import TimeAxis
+from hvdtrain.report.sections import learning
+from hvdtrain.report.watch import server_of
 
 
 class Told(HTMLParser):
@@ -57,3 +70,184 @@ def test_a_page_tells_the_story_at_its_top(throttled):
 
 def test_every_part_is_on_the_page(throttled):
     assert [one.name for one in page.sections(facts.gather(throttled))] == list(page.ORDER)
+
+
+def test_a_log_that_a_crash_has_torn_is_read_as_far_as_it_goes(tmp_path):
+    log = told_runs.Log(tmp_path)
+    log.start(steps=400)
+    log.train(100)
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"event": "step", "step": 102, "lo')
+    said = chapters(tmp_path)
+    end = ending.of(facts.gather(tmp_path))
+    assert end.pill == "cut off" and end.headline.startswith("Cut off at step 100 of 400")
+    assert "1 line of the log could not be read" in said["What went wrong"]
+    assert "Go on with --resume auto" in said["What to do"] and "there is no checkpoint" in said["What to do"]
+
+
+def test_a_run_that_goes_on_says_so(tmp_path, monkeypatch):
+    log = told_runs.Log(tmp_path)
+    log.start(steps=400)
+    log.train(100)
+    monkeypatch.setattr(facts, "_holds", lambda pid, path: True)
+    found = facts.gather(tmp_path)
+    found.looked_s = log.now + 1.0
+    end = ending.of(found)
+    assert end.pill == "running" and "step 100 of 400" in end.headline and "to go at its pace" in end.words
+
+
+def test_only_the_process_that_holds_the_directory_is_a_running_run(tmp_path):
+    assert not facts._holds(os.getpid(), tmp_path)
+    handle = os.open(tmp_path, os.O_RDONLY)
+    try:
+        assert facts._holds(os.getpid(), tmp_path)
+    finally:
+        os.close(handle)
+
+
+def test_an_error_is_named_as_the_end(tmp_path):
+    log = told_runs.Log(tmp_path)
+    log.start(steps=400)
+    log.train(60)
+    log.record("failed", error="ValueError: a bad shape", rank=1)
+    end = ending.of(facts.gather(tmp_path))
+    assert end.pill == "failed" and "rank 1 on a: ValueError: a bad shape" in end.words
+    assert "Mend the error" in chapters(tmp_path)["What to do"]
+
+
+def test_a_log_of_the_first_version_gives_a_page_that_says_what_it_lacks(tmp_path):
+    lines = [{"event": "start", "time": 10.0, "step": 0, "world_size": 2, "hosts": "1 host: vm (ranks 0-1, 2 cores)",
+              "notes": [], "framework": "torch", "wire": "shared", "config": {"global_batch": 64}},
+             *({"event": "step", "time": 10.0 + i, "step": i, "loss": 2.0 / i, "lr": 0.1, "samples_per_s": None,
+                "phases_s": {"data": 0.1, "compute": 2.0, "wait": 1.0, "update": 0.3}} for i in range(1, 9)),
+             {"event": "end", "time": 20.0, "step": 8, "epoch": 1, "stop": "", "metrics": {"loss": 0.3}}]
+    (tmp_path / "log.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    told = Told(page.of_runs([tmp_path])).words
+    assert "could not be drawn" not in told and "phases of rank 0's steps only" in told
+    assert "Stopped at step 8" in told
+
+
+def test_a_page_is_made_of_what_is_left_of_a_run(tmp_path):
+    with pytest.raises(facts.ReportError, match="holds no run"):
+        report.write(tmp_path)
+    with pytest.raises(facts.ReportError, match="no directory"):
+        report.write(tmp_path / "gone")
+    (tmp_path / "config.yaml").write_text("global_batch: 128\n")
+    told = Told(report.write(tmp_path).read_text()).words
+    assert "Nothing was trained" in told and "global_batch" in told
+
+
+ODD = [None, "text", -1, 1e400, [], {}, [None], {"a": [1, {}]}, "<script>alert(1)</script>", True]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_odd_records_never_end_a_page_and_are_escaped(seed, tmp_path):
+    """Every documented value of every event holds something else than it should."""
+    choose = random.Random(seed)
+    with (tmp_path / "log.jsonl").open("w") as file:
+        for i in range(120):
+            name = choose.choice(list(schema.EVENTS))
+            values = {key: choose.choice(ODD) for key in schema.EVENTS[name].values}
+            file.write(
+                json.dumps(
+                    {"event": name, "time": choose.choice([i, None, "x"]), "step": choose.choice([i, None]), **values}
+                )
+                + "\n"
+            )
+    (tmp_path / "history.jsonl").write_text(
+        "".join(
+            json.dumps(
+                {
+                    key: choose.choice(ODD)
+                    for key in ("attempt", "cause", "words", "rank", "time", "seconds", "step_end")
+                }
+            )
+            + "\n"
+            for _ in range(4)
+        )
+    )
+    (tmp_path / "completed.json").write_text(choose.choice(["[]", "{", '{"notes": 3}', "{}"]))
+    text = page.of_runs([tmp_path])
+    assert "</html>" in text and "<script>alert" not in text
+
+
+def test_what_was_computed_again_is_not_in_the_curve_that_stands(throttled):
+    found = facts.gather(throttled)
+    steps, _ = learning.standing(found, "loss")
+    assert (np.diff(steps) > 0).all() and steps[-1] == 400
+    gone, = learning.superseded(found, "loss")
+    assert gone.faint and gone.x[0] == 162 and gone.x[-1] == 190
+
+
+def test_a_million_points_keep_their_peak():
+    y = np.zeros(1_000_000)
+    y[123_456], y[777_777] = 9.0, np.nan
+    x, mean, low, high = curve.thin(np.arange(1_000_000.0), y)
+    assert len(x) == curve.MOST and np.nanmax(high) == 9.0 and np.isfinite(mean).all()
+    text = json.dumps(curve.chart("t", "", [curve.Line("a", np.arange(1_000_000.0), y)]).paths)
+    assert len(text) < 20_000
+
+
+def test_runs_side_by_side_tell_what_was_set_otherwise(tmp_path, throttled):
+    other = tmp_path / "other"
+    log = told_runs.Log(other)
+    log.start(lr=0.5)
+    log.train(100, step_s=0.045)
+    path = report.write_of([throttled, other], tmp_path / "both.html")
+    told = Told(path.read_text())
+    assert told.loads == [] and "times as fast as throttled" in " ".join(told.words.split())
+    assert "What was set otherwise" in told.words and "balance" in told.words
+
+
+def test_a_long_pause_is_drawn_short():
+    axis = TimeAxis([(0.0, 100.0), (100_000.0, 100_100.0)])
+    assert axis.at(0) == 0 and axis.at(100) == pytest.approx(47.5) and axis.at(100_000) == pytest.approx(52.5)
+    assert axis.at(100_100) == pytest.approx(100) and axis.breaks()[0].words == "nothing ran for 1 d 03 h"
+    assert [words for _, words in axis.ticks()][:2] == ["0", "60 s"]
+
+
+@pytest.mark.parametrize(
+    "low, high, zero, log",
+    [
+        (0.1, 0.9, False, False),
+        (1e-4, 2.0, False, True),
+        (3.0, 3.0, False, False),
+        (-5.0, 1e9, True, False),
+        (0.0, 0.0, True, False),
+    ],
+)
+def test_axes_hold_their_values_and_have_round_ticks(low, high, zero, log):
+    axis = scale.fitting(low, high, zero)
+    assert axis.log == log and -1e-6 <= axis.at(low) <= axis.at(high) <= 100 + 1e-6 and 2 <= len(axis.ticks) <= 12
+
+
+def test_the_server_answers_this_machine_only():
+    server = server_of(lambda: "<html></html>")
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        def ask(path, host):
+            connection = http.client.HTTPConnection(*server.server_address, timeout=10)
+            connection.request("GET", path, headers={"Host": host})
+            status = connection.getresponse().status
+            connection.close()
+            return status
+
+        assert server.server_address[0] == "127.0.0.1"
+        assert [
+            ask("/", "127.0.0.1:80"),
+            ask("/body", "localhost"),
+            ask("/etc", "localhost"),
+            ask("/", "evil.example"),
+        ] == [200, 200, 404, 403]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_the_command_writes_the_page_and_refuses_what_is_no_run(throttled, tmp_path, capsys):
+    assert cli.main([str(throttled), "--out", str(tmp_path / "x.html")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "x.html")
+    with pytest.raises(UserError, match="cannot be written"):
+        cli.main([str(throttled), "--out", str(tmp_path / "gone" / "x.html")])

@@ -219,6 +219,7 @@ def _check_world(config: Config, control: Control) -> None:
         raise UserError(f"rank {other} read another configuration than rank 0", "the same on every rank",
                         "compare the config file, environment and arguments on their hosts")
     for name, given in (("shares", config.shares), ("emulate_speed", config.emulate_speed),
+                        ("peak_tflops", config.peak_tflops),
                         ("rebalance.max_micro_batch", config.rebalance.max_micro_batch)):
         if given and not isinstance(given, Mapping) and len(given) != control.size:
             raise UserError(f"{name} has {len(given)} entries for {control.size} ranks", "one per rank",

@@ -83,6 +83,9 @@ class Config:
     compile: Literal["off", "auto"] = _key(
         "off", "", "auto: time the model compiled (torch.compile of each block, XLA in TensorFlow) and in "
         "channels_last on real batches at the start, and keep what is fastest")
+    peak_tflops: list[float] | dict[str, float] = _key(
+        [], "TFLOPS", "what a device could compute a second in the type that the run multiplies in, by rank, or by "
+        "host or device such as A100=312, for its utilisation (MFU); empty: by the table of devices")
     seed: int = _key(0, "", "seeds the data order, the initial weights and the ranks' random generators")
     lr: float = _key(2e-3, "", "base learning rate")
     optimizer: Named = _key(
@@ -278,6 +281,8 @@ class Config:
         if self.balance != "off" and self.shares:
             raise UserError(f"balance {self.balance} with shares {self.shares}", "one of the two: balance finds shares",
                             "leave shares out, or set balance: off")
+        for number in _numbers(self.peak_tflops):
+            _at_least("peak_tflops", number, 0)
         if any(not 0.01 <= speed <= 1 for speed in self.emulate_speed):
             raise UserError(f"emulate_speed is {self.emulate_speed}", "numbers from 0.01 to 1 at most",
                             "for example emulate_speed: [1, 0.4]")

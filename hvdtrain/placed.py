@@ -1,7 +1,7 @@
 """Settings of ranks by the name of their host or device, so that they hold whatever ranks there are.
 
 Owns the text form ``fast=3,old=1``, what a name means, and the way from names to one value per rank; pure. Used for
-``shares``, ``precision`` and ``rebalance.max_micro_batch``.
+``shares``, ``precision``, ``rebalance.max_micro_batch`` and ``peak_tflops``.
 
 A name means a rank, the first of these that fits it counts: its host, by full or short name; its device's whole name;
 words of that name in a row, such as H200 in NVIDIA H200; its device's kind (cpu, cuda, rocm; gpu for either of the
@@ -134,6 +134,7 @@ def spelled_out(config: Config, topology: Topology, devices: Sequence[DeviceFact
     precision = values("precision", config.precision, "fp32")
     limits = values("rebalance.max_micro_batch", config.rebalance.max_micro_batch, [], 0)
     return replace(config, shares=values("shares", config.shares, []),
+                   peak_tflops=values("peak_tflops", config.peak_tflops, [], 0.0),
                    precision=precision if isinstance(precision, str) else ":".join(precision),
                    rebalance=replace(config.rebalance, max_micro_batch=limits))
 

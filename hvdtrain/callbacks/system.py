@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from hvdtrain.callbacks.base import Callback
+from hvdtrain.machine import flops
 from hvdtrain.machine.environment import environment, host_facts
 from hvdtrain.machine.reading import Reader
 
@@ -26,6 +27,7 @@ class System(Callback):
     def __init__(self, clock: Any = time.monotonic) -> None:
         self._clock = clock
         self._reader: Reader | None = None
+        self._usage: flops.Usage | None = None
         self._due_at = 0.0
 
     def fit_start(self, run: Any) -> None:
@@ -33,10 +35,13 @@ class System(Callback):
         facts_P = run.control.gather(host_facts(run.devices[run.control.rank].kind == "cuda"))
         run.record("environment", **environment(run, facts_P))
         self._reader = Reader(run)
+        self._usage = flops.Usage(run, lambda n: run.feed.sample(n, run.state.cursor))
         self._due_at = self._clock() + EVERY_S
 
     def step_end(self, run: Any) -> None:
-        """Ask all ranks for a reading when it is time; on rank 0."""
+        """Ask all ranks for a reading when it is time, on rank 0; leave the first steps out of the utilisation."""
+        assert self._usage is not None
+        self._usage.step_end(run)
         if run.control.rank == 0 and self._clock() >= self._due_at:
             self._due_at = self._clock() + EVERY_S
             run.tell_all(TOPIC, "")
@@ -48,10 +53,14 @@ class System(Callback):
 
     def fit_end(self, run: Any) -> None:
         """Read for the last time; collective."""
-        self._read(run)
+        self._read(run, over_all=True)
         self._reader = None
 
-    def _read(self, run: Any) -> None:
-        assert self._reader is not None
-        rows = run.control.gather(self._reader.reading(run))
-        run.record("system", ranks=rows)
+    def _read(self, run: Any, over_all: bool = False) -> None:
+        usage = self._usage
+        assert self._reader is not None and usage is not None
+        own = (self._reader.reading(run), usage.latest(run, over_all), usage.flops, usage.peak_flops, usage.source,
+               usage.why)
+        ranks, mfu, per_sample, peaks, sources, whys = zip(*run.control.gather(own))
+        run.record("system", ranks=list(ranks), mfu=list(mfu), flops=list(per_sample), peak_flops=list(peaks),
+                   peak_source=list(sources), flops_unknown=list(whys))

@@ -109,6 +109,12 @@ EVENTS = {
                  "fragmentation (part of reserved), retries, utilisation_percent, sm_mhz, most_sm_mhz, throttled "
                  "(reasons), temperature_c, power_w, used_bytes (of all processes); more_gpus: the same of a rank's "
                  "further GPUs; null: not known",
+        "mfu": "model FLOPs utilisation by rank, 0 to 1, since the record before, at the end since the first steps; "
+               "null where peak or FLOPs are not known",
+        "flops": "floating-point operations of one sample, forward and backward, by rank; null: not known",
+        "flops_unknown": "by rank why not; empty: they are known",
+        "peak_flops": "of the rank's devices, a second, by rank; null: not known",
+        "peak_source": "by rank where that comes from; empty: it is not known",
     }, "about every 5 s, and before end"),
     "saved": Event("A checkpoint is on disk, or could not be written; that of the end comes after \"end\".", {
         "at_step": "of the state in it", "took_s": "from its begin to its end", "blocked_s": "seconds of it in which "

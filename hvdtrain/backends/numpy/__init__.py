@@ -10,9 +10,9 @@ from hvdtrain.exchange.buckets import itemsize
 from hvdtrain.memory_plan.facts import Model, Slots
 from hvdtrain.protocols import Collectives
 
-__all__ = ["Ops", "adapt_data", "allocators", "collectives", "device_facts", "held", "in_host_memory", "free_cached",
-           "hold_bytes", "make_parts", "model_bytes", "out_of_memory", "peak_bytes", "seed", "setup", "stage",
-           "state_now", "traced", "try_samples"]
+__all__ = ["Ops", "adapt_data", "allocators", "collectives", "device_facts", "flops_of_graphs", "flops_of_pass",
+           "free_cached", "held", "hold_bytes", "in_host_memory", "make_parts", "model_bytes", "out_of_memory",
+           "peak_bytes", "product_type", "seed", "setup", "stage", "state_now", "traced", "try_samples"]
 
 
 def adapt_data(obj: object, seed: int = 0) -> None:
@@ -31,6 +31,21 @@ def device_facts() -> DeviceFacts:
 def in_host_memory() -> bool:
     """Always."""
     return True
+
+
+def flops_of_graphs(parts: object, dp: object) -> tuple[None, str]:
+    """Return nothing: there are no graphs."""
+    return None, ""
+
+
+def flops_of_pass(parts: object, batch: object) -> tuple[None, str]:
+    """Return nothing: nobody counts numpy's operations."""
+    return None, "numpy's operations are not counted"
+
+
+def product_type(parts: object) -> str:
+    """Return float32's name among peaks (`hvdtrain.machine.peaks`)."""
+    return "fp32"
 
 
 def free_cached() -> None:

@@ -86,6 +86,10 @@ class Stage:
         """Return the numbers of samples of a micro-batch that have a graph of their own; all others share one."""
         return self._calls.sizes()
 
+    def traced_for(self) -> list[tuple[int, Any]]:
+        """Return (samples of a micro-batch, graph of its forward and backward) that it has trained with."""
+        return self._calls.exact()
+
     def begin(self) -> None:
         """Open a step."""
         self._random = rng.capture()

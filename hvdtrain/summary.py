@@ -39,6 +39,7 @@ def record(run: Any) -> dict[str, Any]:
         "stop": s.stop,
         "ledger": run.ledger,
         "memory": run.memory,
+        "mfu": _mfu(run),
         "out_of_memory": {"times": len(run.shortages), "micro_batch": run.recovery.ceilings, "each": run.shortages},
         "notes": run.notes,
         "step": run.parts.describe(),
@@ -65,7 +66,7 @@ def rows(run: Any) -> list[tuple[str, str]]:
                       "step, a part of update"))
     if r["saves"]:
         table.append(("checkpoints", _saved(r["saves"])))
-    table += _memory(r["memory"]) + _shortages(r["out_of_memory"])
+    table += _utilisation(r["mfu"]) + _memory(r["memory"]) + _shortages(r["out_of_memory"])
     table.append(("files", str(run.out)))
     return table + [("note", note) for note in r["notes"]]
 
@@ -105,8 +106,40 @@ def _memory(found: dict[str, Any]) -> list[tuple[str, str]]:
         return []
     worst = max(range(len(peaks)), key=lambda r: peaks[r])
     said = [f"rank {r} at most {shown(peaks[r])}, of it {shown(states[r])} parameters, gradients and optimizer as "
-            "reckoned" for r in dict.fromkeys((0, worst)) if peaks[r]]
+            f"reckoned{_measured(found, r)}" for r in dict.fromkeys((0, worst)) if peaks[r]]
     return [("memory", "; ".join(said))]
+
+
+def _measured(found: dict[str, Any], rank: int) -> str:
+    """What of ``_memory``'s reckoning was found in the end, in words; "" where a kind of it cannot be told."""
+    measured = found.get("measured", [])
+    held = measured[rank] if rank < len(measured) else {}
+    kinds = [held.get(kind) for kind in ("parameters", "gradients", "state")]
+    return "" if None in kinds else f" ({shown(sum(n for n in kinds if n is not None))} found)"
+
+
+def _mfu(run: Any) -> dict[str, Any] | None:
+    """The utilisation of the ranks' devices over the run; None where no device's peak is known."""
+    if "system" not in run.records.latest:
+        return None
+    found = run.records.latest["system"].values
+    names = ("mfu", "flops", "flops_unknown", "peak_flops", "peak_source")
+    return {name: found[name] for name in names} if any(found["peak_flops"]) else None
+
+
+def _utilisation(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Each kind of device with its peak, the operations and what part of the peak the ranks on it used."""
+    said, sources = [], found["peak_source"] if found else []
+    for source in dict.fromkeys(filter(None, sources)):
+        ranks = [r for r, other in enumerate(sources) if other == source]
+        known = [(found["mfu"][r], r) for r in ranks if found["mfu"][r] is not None] if found else []
+        if found and known:
+            (least, slow), (most, fast) = min(known), max(known)
+            part = f"{most:.1%} on rank {fast}" + (f", {least:.1%} on rank {slow}" if slow != fast else "")
+            said.append(f"{part} of {source}; {found['flops'][fast] / 1e9:.4g} GFLOP a sample, forward and backward")
+        elif found:
+            said.append(f"not known, of {source}: {found['flops_unknown'][ranks[0]] or 'too few steps'}")
+    return [("mfu", "; ".join(said))] if said else []
 
 
 def _shortages(found: dict[str, Any]) -> list[tuple[str, str]]:

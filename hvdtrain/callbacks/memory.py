@@ -6,11 +6,13 @@ what they take is seen after the first steps, and `python -m hvdtrain plan --mem
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from hvdtrain import backends
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.cluster.exit import agreed
+from hvdtrain.machine import reading
 from hvdtrain.memory_plan import plan as plans
 from hvdtrain.memory_plan import survey, watch
 from hvdtrain.memory_plan.kinds import shown
@@ -20,7 +22,10 @@ LOOK_AFTER = 2
 
 
 class Memory(Callback):
-    """Writes ``run.memory``: bytes of "state", as reckoned by rank, and "peak", as measured by rank."""
+    """Writes ``run.memory``: bytes of "state", as reckoned by rank, and "peak", as measured by rank.
+
+    "reckoned" and "measured" are by rank and kind (`hvdtrain.memory_plan.kinds`), None where nothing is known.
+    """
 
     where = "all"
 
@@ -36,7 +41,8 @@ class Memory(Callback):
         facts = agreed(run.control, lambda: plans.facts_now(scene, way, False), "memory")
         self._free = facts.rank.free_bytes
         plan = plans.agreed_plan(scene, facts, always=False)
-        run.memory = {"state": [need.states for need in plan.needs_P], "free": list(plan.free_P)}
+        run.memory = {"state": [need.states for need in plan.needs_P], "free": list(plan.free_P),
+                      "reckoned": [{**asdict(need), "activations": None} for need in plan.needs_P]}
         said = plan.sentence()
         if said:
             run.note(f"{said} (activations not counted: see python -m hvdtrain plan --memory)")
@@ -58,5 +64,7 @@ class Memory(Callback):
                 run.note(f"memory: rank {word.rank} {word.text}")
 
     def fit_end(self, run: Any) -> None:
-        """Bring the ranks' peaks together. Collective."""
-        run.memory = {**run.memory, "peak": run.control.gather(watch.peak_bytes(run))}
+        """Bring the ranks' peaks together, and what they hold by kind. Collective."""
+        backend = backends.load(run.spec.framework)
+        rows = run.control.gather((watch.peak_bytes(run), reading.memory(run, backend, backend.allocators())))
+        run.memory = {**run.memory, "peak": [peak for peak, _ in rows], "measured": [held for _, held in rows]}

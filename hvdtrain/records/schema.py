@@ -147,6 +147,7 @@ EVENTS = {
     "end": Event("The fit is over.", {
         "epoch": "whole epochs", "stop": "why it ended early; empty: it did not", "metrics": "of the last evaluation",
         "ledger": "what was checked of the samples",
-        "memory": "by rank, bytes: state as reckoned, free at the start, peak as measured",
+        "memory": "by rank, bytes: state as reckoned, free at the start, peak as measured; reckoned at the start and "
+                  "measured at the end: kind -> bytes (hvdtrain.memory_plan.kinds), null: not known",
     }),
 }

@@ -56,10 +56,6 @@ class Calls:
         self.failed = None
         return results
 
-    def sizes(self) -> set[int]:
-        """Return the numbers of samples that have a graph of their own."""
-        return {size for _, size in self._graphs if size is not None}
-
     def exact(self) -> list[tuple[int, Any]]:
         """Return (samples, graph) of the graphs that are for one number of samples."""
         return [(size, graph.graph) for (_, size), graph in self._graphs.items() if size is not None]

@@ -82,10 +82,6 @@ class Stage:
         """Nothing is hooked into the model."""
         self._connected = False
 
-    def sizes(self) -> set[int]:
-        """Return the numbers of samples of a micro-batch that have a graph of their own; all others share one."""
-        return self._calls.sizes()
-
     def traced_for(self) -> list[tuple[int, Any]]:
         """Return (samples of a micro-batch, graph of its forward and backward) that it has trained with."""
         return self._calls.exact()

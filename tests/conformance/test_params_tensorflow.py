@@ -154,7 +154,7 @@ def test_the_first_sizes_get_graphs_of_their_own_and_all_others_share_one():
     for n in (32, 17, 32, 1, 2, 3, 4, 5, 6, 7, 8, 17, 9, 32):
         run(step, [batch(0, n)], 1 / 32)
     assert traced == [32, 17, 1, 2, 3, 4, 5, 6, None]
-    assert {n for n, _ in step.stage.traced_for()} == {32, 17, 1, 2, 3, 4, 5, 6}
+    assert {n for n, _ in step.stage.calls.exact()} == {32, 17, 1, 2, 3, 4, 5, 6}
 
 
 @pytest.mark.parametrize("micros", [1, 2])

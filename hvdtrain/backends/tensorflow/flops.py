@@ -47,7 +47,7 @@ def flops_of_graphs(parts: Parts, dp: Any) -> tuple[float | None, str]:
     if getattr(dp, "compression", "") == "powersgd":
         return None, "PowerSGD multiplies matrices in the same graph"
     stage: Any = parts.stage
-    found = stage.traced_for()
+    found = stage.calls.exact()
     if not found:
         return None, "no graph is for a known number of samples"
     samples, graph = max(found, key=lambda row: row[0])

@@ -44,7 +44,7 @@ class Stage:
 
     ``loss_scale``: returns this rank's factor of the loss. ``across``: what sums BatchNorm's moments over ranks, if
     anything does. ``exact``: the first sizes of a micro-batch get a graph each (`calls`). ``loss_words``: the loss for
-    the summary.
+    the summary. ``calls``: the graphs that it trains with.
     """
 
     def __init__(self, model: keras.Model, task: Task, class_numbers: ClassNumbers, buffers: Buffers,
@@ -57,7 +57,7 @@ class Stage:
         self.waited_s = 0.0
         self._stand_in = StandIn()
         self._like: Batch = ()
-        self._calls, self._connected = Calls(), False
+        self.calls, self._connected = Calls(), False
         self._sink: GradientSink | None = None
         self._zeros: dict[int, Graph] = {}
         self._memory: list[Any] = []
@@ -71,7 +71,7 @@ class Stage:
     def connect(self, sink: GradientSink) -> None:
         """Prepare the graphs for this sink; they are traced at the first batch, and kept while it stays the same."""
         if sink is not self._sink or self._connected:
-            self._calls, self._sink, self._zeros = Calls(), sink, {}
+            self.calls, self._sink, self._zeros = Calls(), sink, {}
             # Every rank asks for this memory or none, whatever it computes on: the wire may make it in common.
             self._memory = [] if sink.in_graph else [sink.buffer(b) for b in sink.buckets]
             # Gradients are copied, one by one, to where the wire sums them.
@@ -82,16 +82,12 @@ class Stage:
         """Nothing is hooked into the model."""
         self._connected = False
 
-    def traced_for(self) -> list[tuple[int, Any]]:
-        """Return (samples of a micro-batch, graph of its forward and backward) that it has trained with."""
-        return self._calls.exact()
-
     def begin(self) -> None:
         """Open a step."""
         self._random = rng.capture()
         self._gradients.rescale(self._loss_scale())
         self._several, self.waited_s = False, 0.0
-        self._calls.failed = None
+        self.calls.failed = None
         self._buffers.begin()
         self._drawn.forget()
 
@@ -156,7 +152,7 @@ class Stage:
     def nothing(self, sink: GradientSink, poison: bool = False) -> None:
         """Hand over zeros, or NaN for what this rank owes: after a graph that failed, what that has not entered."""
         self.waited_s = 0.0
-        failed, value = self._calls.failed, math.nan if poison else 0.0
+        failed, value = self.calls.failed, math.nan if poison else 0.0
         if poison and sink.in_graph and (not sink.buckets or failed is not None and failed.collectives()):
             with peer_failures():
                 failed.enter_rest(value) if failed is not None else None
@@ -172,7 +168,7 @@ class Stage:
 
                 self._zeros[sink.variant] = Graph(trace, [tf.TensorSpec([], tf.float32)])
             with peer_failures():
-                report, tensors = self._calls.run(self._zeros[sink.variant], tf.constant(value))
+                report, tensors = self.calls.run(self._zeros[sink.variant], tf.constant(value))
             self._arrived(sink, tensors, report.numpy().tolist()[2:])
         else:
             owed = set(sink.owed() or ()) if poison else {b.index for b in sink.buckets}
@@ -242,7 +238,7 @@ class Stage:
 
         xla = self._gradients.compiles(int(leaves[0].shape[0]))
         with peer_failures():
-            results, times = self._calls.call((kind, n_parts, self._gradients.recomputed, xla), trace, leaves,
+            results, times = self.calls.call((kind, n_parts, self._gradients.recomputed, xla), trace, leaves,
                                               scale * self._gradients.loss_scale, xla or exact and self._exact)
         if split and kind != "alone":
             split.took(n_parts, times)

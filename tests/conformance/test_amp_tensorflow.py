@@ -50,7 +50,7 @@ def test_a_changed_scale_needs_no_new_graph():
     for t in range(3):
         assert run(step, [batch(t)], 1 / 32)[0][0] and run(exact, [batch(t)], 1 / 32)[0][0]
         step.scale.update([0])
-    assert len(step.stage._calls._graphs) == 1 and step.scale.value == 128
+    assert len(step.stage.calls._graphs) == 1 and step.scale.value == 128
     close(weights(step), weights(exact), 1e-2)
 
 

@@ -31,7 +31,7 @@ def outcome(make, chosen, steps=2, sizes=(16, 16), **more):
     np.random.seed(5)
     step.parts.remat.choose(step.parts.remat.names if chosen is None else chosen)
     pairs = [step.run(cut(batch(t), *sizes), 1 / 32) for t in range(steps)]
-    graphs = [g.graph for g in step.stage._calls._graphs.values()]
+    graphs = [g.graph for g in step.stage.calls._graphs.values()]
     names = [[op.name for op in graph.get_operations()] for graph in graphs]
     random_states = [a.tobytes() for n, a in step.rank_state().items()]
     found = [a.tobytes() for a in step.weights()], pairs, random_states

@@ -170,7 +170,7 @@ def assert_places(step):
         assert where(held) == where(trainable)
     assert [short(a.device) for a in step.stage._gradients._sums] in ([], where(trainable))
     assert [short(t.backing_device) for t in step.grads] == where(trainable)
-    graph = next(f for f in step.stage._calls._graphs.values()).graph
+    graph = next(f for f in step.stage.calls._graphs.values()).graph
     seen = Counter()
     for op in graph.get_operations():
         scopes = [scope for scope in op.name.split("/") if not scope.startswith(("gradient_tape", "phase"))]
@@ -284,7 +284,7 @@ def case_fewer_samples_than_parts(folder):
         data = data_of(n, 1)
         close({"losses": train(parts, data)}, {"losses": train(whole, data)})
     close(arrays(parts), arrays(whole))
-    assert {kind[0][1] for kind, _ in parts.stage._calls._graphs} == {1, 2, 4}
+    assert {kind[0][1] for kind, _ in parts.stage.calls._graphs} == {1, 2, 4}
 
 
 def case_narrow_types(folder):

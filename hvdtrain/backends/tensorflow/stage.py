@@ -239,7 +239,7 @@ class Stage:
         xla = self._gradients.compiles(int(leaves[0].shape[0]))
         with peer_failures():
             results, times = self.calls.call((kind, n_parts, self._gradients.recomputed, xla), trace, leaves,
-                                              scale * self._gradients.loss_scale, xla or exact and self._exact)
+                                             scale * self._gradients.loss_scale, xla or exact and self._exact)
         if split and kind != "alone":
             split.took(n_parts, times)
         return results

@@ -18,6 +18,7 @@ from hvdtrain.cluster import clocks
 from hvdtrain.cluster.clocks import Ahead
 from hvdtrain.timeline import whom
 from hvdtrain.timeline.clock import CAUSES
+from hvdtrain.timeline.stood import Packed, packed
 
 EVERY_S = 5.0
 
@@ -49,6 +50,7 @@ class Seconds(Callback):
     def fit_start(self, run: Any) -> None:
         """Compare the machines' clocks."""
         self._from_step = run.state.cursor.step
+        run.timeline.stood.among(run.control.size)
         self._compare_clocks(run)
         self._record_clocks(run)
 
@@ -83,13 +85,13 @@ class Seconds(Callback):
             self._compare_clocks(run, LATER_ROUNDS)
         before, self._told = self._told, timeline.clock.seconds()
         spent = {cause: self._told[cause] - before[cause] for cause in CAUSES}
-        rows_P = run.control.gather((spent, timeline.stood.take()))
+        rows_P = run.control.gather((spent, packed(timeline.stood.take())))
         self._asked, self._last = False, time.monotonic()
         if run.control.rank == 0:
             self._record(run, [spent for spent, _ in rows_P], [stood for _, stood in rows_P])
         self._from_step = run.state.cursor.step
 
-    def _record(self, run: Any, spent_P: list[dict[str, float]], stood_P: Sequence[Any]) -> None:
+    def _record(self, run: Any, spent_P: list[dict[str, float]], stood_P: Sequence[Packed]) -> None:
         waits = whom.compare(stood_P, [spent["wait"] for spent in spent_P], [c.offset_s for c in self.clocks],
                              max(c.within_s for c in self.clocks))
         for rank, spent in enumerate(spent_P):

@@ -8,12 +8,13 @@ nobody: the same rule.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from hvdtrain.timeline.stood import Blocked
+from hvdtrain.timeline.stood import Packed
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,15 @@ def split(came_PN: np.ndarray, begin_PN: np.ndarray, end_PN: np.ndarray, within_
     return Waits(wait_PP, wire_P)
 
 
-def compare(rows_P: Sequence[Sequence[Blocked]], stood_P: Sequence[float], offsets_P: Sequence[float],
+def compare(stood: Sequence[Packed], stood_P: Sequence[float], offsets_P: Sequence[float],
             within_s: float = 0.0) -> Waits:
     """Match the ranks' exchanges by step, name and order, and split all that each rank stood, ``stood_P`` seconds.
 
-    ``offsets_P``: how far each rank's clock is ahead. Where only some of the exchanges were kept they stand for all; if
-    none of a rank's was, its seconds are told as waiting for itself: for whom is not known.
+    ``stood``: by rank. ``offsets_P``: how far each rank's clock is ahead. Where only some of the exchanges were kept
+    they stand for all; if none of a rank's was, its seconds are told as waiting for itself: for whom is not known.
     """
-    came_PN, begin_PN, end_PN = (np.asarray(x) - np.asarray(offsets_P)[:, None] for x in _matched(rows_P))
-    waits = split(came_PN, begin_PN, end_PN, within_s)
+    table_PN3 = _matched(stood) - np.asarray(offsets_P, np.float64)[:, None, None]
+    waits = split(table_PN3[..., 0], table_PN3[..., 1], table_PN3[..., 2], within_s)
     kept_P = waits.wait_PP.sum(axis=1) + waits.wire_P
     for rank, (kept_s, stood_s) in enumerate(zip(kept_P.tolist(), stood_P)):
         if kept_s > 0:
@@ -63,22 +64,22 @@ def compare(rows_P: Sequence[Sequence[Blocked]], stood_P: Sequence[float], offse
     return waits
 
 
-def _matched(rows_P: Sequence[Sequence[Blocked]]) -> list[np.ndarray]:
-    """came, begin and end, (P, N) each; a column is one exchange."""
-    keys_P = [[row[:2] for row in rows] for rows in rows_P]
-    if all(keys == keys_P[0] for keys in keys_P):  # law 5: every rank enters the same exchanges in the same order
-        table = np.array([[row[2:] for row in rows] for rows in rows_P], np.float64).reshape(len(rows_P), -1, 3)
-        return [table[:, :, i] for i in range(3)]
+def _matched(stood: Sequence[Packed]) -> np.ndarray:
+    """came, begin and end by rank and exchange, (P, N, 3); NaN where a rank took no part."""
+    first = stood[0]
+    if all(own.names == first.names and np.array_equal(own.keys_N2, first.keys_N2) for own in stood):
+        return np.stack([own.times_N3 for own in stood])  # law 5: the same exchanges in the same order
     column: dict[tuple[int, str, int], int] = {}
     places_P = []
-    for keys in keys_P:
-        counts: dict[tuple[int, str], int] = {}
+    for own in stood:
+        counts: Counter[tuple[int, str]] = Counter()
         places = []
-        for step, name in keys:
-            nth = counts[step, name] = counts.get((step, name), 0) + 1
-            places.append(column.setdefault((step, name, nth), len(column)))
+        for step, name in own.keys_N2.tolist():
+            key = (step, own.names[name])
+            counts[key] += 1
+            places.append(column.setdefault((*key, counts[key]), len(column)))
         places_P.append(places)
-    table = np.full((len(rows_P), len(column), 3), np.nan)
-    for own, rows, places in zip(table, rows_P, places_P):
-        own[places] = np.array([row[2:] for row in rows], np.float64).reshape(-1, 3)
-    return [table[:, :, i] for i in range(3)]
+    table_PN3 = np.full((len(stood), len(column), 3), np.nan)
+    for rows_N3, own, places in zip(table_PN3, stood, places_P):
+        rows_N3[places] = own.times_N3
+    return table_PN3

@@ -3,8 +3,12 @@
 import numpy as np
 import pytest
 
-from hvdtrain.timeline.stood import Blocked, Stood
-from hvdtrain.timeline.whom import compare
+from hvdtrain.timeline import whom
+from hvdtrain.timeline.stood import LEAST, MOST, Blocked, Stood, packed
+
+
+def compare(rows_P, stood_P, offsets_P):
+    return whom.compare([packed(rows) for rows in rows_P], stood_P, offsets_P)
 
 
 def at(step, name, came_s, end_s, begin_s=None):
@@ -67,3 +71,7 @@ def test_ranks_keep_the_same_steps_without_a_word():
         kept.append([row[:2] for row in stood.take()])
         assert stood.stride == 1 and not stood.rows
     assert kept[0] == kept[1] and len(kept[0]) <= 8 and {step for step, _ in kept[0]} == {0, 8, 16}
+    stood = Stood()
+    for ranks, most in ((1, MOST), (64, 512), (10000, LEAST)):
+        stood.among(ranks)
+        assert stood.most == most

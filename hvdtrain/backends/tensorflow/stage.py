@@ -109,14 +109,8 @@ class Stage:
         with self.class_numbers.checked(batch):
             pair = self._final(batch, scale, sink) if final else self._add(batch, scale)
         if self._across:
-            self._stood_in_layers(self._across)
+            self.waited_s += _stood_in(self._across)
         return pair if samples else (0.0, 0.0)
-
-    def _stood_in_layers(self, across: sync_batchnorm.Across) -> None:
-        """Count what the layers of the graph that has just run waited for other ranks."""
-        seconds = across.waited_s()
-        self.waited_s += seconds
-        timeline.stamped(seconds)
 
     def _add(self, batch: tuple[Any, ...], scale: float) -> Pair:
         """A micro-batch that is not the last one; its scalars are read when they are needed."""
@@ -160,7 +154,7 @@ class Stage:
         elif self._across and self._across.active:  # the other ranks' layers wait for this one too
             self._across.begin(self._loss_scale(), False)
             self._final(self._stand_in.instead(self._like), value, sink)
-            self._stood_in_layers(self._across)
+            self.waited_s += _stood_in(self._across)
         elif sink.in_graph:
             if sink.variant not in self._zeros:
                 def trace(value: tf.Tensor) -> Any:
@@ -284,6 +278,13 @@ class Stage:
         if state.seed_states(self.model):
             found.append("dropout draws differ with the number of ranks")
         return found
+
+
+def _stood_in(across: sync_batchnorm.Across) -> float:
+    """Seconds that the layers of the graph that has just run waited for other ranks."""
+    seconds = across.waited_s()
+    timeline.stamped(seconds)
+    return seconds
 
 
 def _pair(loss_sum: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:

@@ -49,7 +49,7 @@ class _Piece(NamedTuple):
 
 def clock(seconds: float) -> str:
     """Return "0:07", "12:34" or "1:02:03"."""
-    minutes, s = divmod(max(0, round(seconds)), 60)
+    minutes, s = divmod(max(0, int(seconds)), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 

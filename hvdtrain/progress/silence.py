@@ -24,8 +24,8 @@ from hvdtrain.run import say
 
 SILENT_S = 3.0
 LOOK_S = 0.5
-AGAIN_S = (3.0, 10.0, 30.0, 60.0)
-"""Seconds of a phase at which plain lines speak of it; then once a minute."""
+AGAIN_S = (10.0, 30.0, 60.0)
+"""Seconds of a phase at which plain lines speak of it again; then once a minute."""
 STEPS = 4.0
 """A step is spoken of when it takes so many times as long as the longest before it, and over `SILENT_S`."""
 NOTICED_S = 0.2
@@ -33,8 +33,8 @@ NOTICED_S = 0.2
 
 F = TypeVar("F", bound=Callable[..., Any])
 _current: Watch | None = None
-_before: list[float] = []
-"""When the first watch of this process began: what was before it is Python and the user's script."""
+_watched = False
+"""Whether this process had a watch already: what is before its first one is Python and the user's script."""
 
 
 def current() -> Watch | None:
@@ -56,7 +56,10 @@ def told(method: F) -> F:
 
 
 class Watch:
-    """Looks at one call. ``line``: drawn on where there is a terminal for it, else None."""
+    """Looks at one call. ``line``: drawn on where there is a terminal for it, else None.
+
+    ``before_s``: seconds of this process before, where nobody else counts them.
+    """
 
     def __init__(self, kind: str, launched: bool, now: Callable[[], float] = time.monotonic) -> None:
         terminal = line_terminal(kind, launched)
@@ -70,15 +73,14 @@ class Watch:
         self._said = ""
         self._said_from = self._next_s = 0.0
         self.pid = os.getpid()
+        self.before_s = 0.0
         self._end, self._lock = threading.Event(), threading.Lock()
 
     def __enter__(self) -> Watch:
-        global _current
+        global _current, _watched
         _current = pulse.listener = self
-        if not _before:
-            _before.append(time.time() - causes.started_at())
-        else:
-            _before[0] = 0.0
+        if not _watched:
+            _watched, self.before_s = True, time.time() - causes.started_at()
         pulse.at("start")
         threading.Thread(target=self._look, name="hvdtrain-progress", daemon=True).start()
         return self
@@ -130,7 +132,7 @@ class Watch:
         self._early.append((phase, now))
         if before not in words.STEP or phase in words.STEP:
             return
-        seconds: dict[str, float] = {"Python and the script": _before[0]} if _before and _before[0] else {}
+        seconds = {"Python and the script": self.before_s} if self.before_s else {}
         for (name, begin), (_, end) in zip(self._early, self._early[1:]):
             what = words.of(name, -1, True)
             seconds[what] = seconds.get(what, 0.0) + end - begin
@@ -165,13 +167,13 @@ class Watch:
         age_s = now - since
         if self._said and doing != self._said:
             say(f"{self._said}: took {since - self._said_from:.1f} s")
-            self._said = ""
+            self._said, self._shown, silent = "", now, False
         if self._said:
             silent = age_s >= self._next_s
         if silent and age_s >= 1.0:
-            say(f"{what}: {age_s:.0f} s so far")
+            say(f"{what}: {int(age_s)} s so far")
             self._said, self._said_from, self._shown = doing, since, now
-            self._next_s = next((s for s in AGAIN_S if s > age_s + 1), age_s + AGAIN_S[-1])
+            self._next_s = next((s for s in AGAIN_S if s > age_s), age_s + AGAIN_S[-1])
 
 
 class _Pace:
@@ -187,8 +189,8 @@ class _Pace:
         if step > self._step:
             if self.steps > 1:
                 self.longest_s = max(self.longest_s, (now - self._since) / (step - self._step))
+            self.moved = now if self.steps else 0.0  # the first number is that of a step to come
             self.steps += 1
-            self.moved = self._since = now
-            self._step = step
+            self._step, self._since = step, now
         elif not stepping:
             self._since = now

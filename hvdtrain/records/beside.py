@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 
+from hvdtrain.faults import pulse
 from hvdtrain.protocols import Record, Tracker
 
 MOST_WAITING = 1000
@@ -24,13 +26,13 @@ class Beside:
     """Gives records to the tracker that ``make`` returns; it is made, used and closed in one thread.
 
     ``name``: what it is called where it fails. ``every``: which "step" records it takes. Nothing is made before the
-    first record, which comes when the run has begun.
+    first record, which comes when the run has begun. ``close_s``: longest wait at the end.
     """
 
     at_once = False
 
-    def __init__(self, name: str, make: Callable[[], Tracker], every: str) -> None:
-        self.name, self.every = name, every
+    def __init__(self, name: str, make: Callable[[], Tracker], every: str, close_s: float = CLOSE_S) -> None:
+        self.name, self.every, self.close_s = name, every, close_s
         self._make = make
         self._records: queue.Queue[Record | None] = queue.Queue(MOST_WAITING)
         self._thread: threading.Thread | None = None
@@ -50,16 +52,18 @@ class Beside:
             self._lost += 1
 
     def close(self) -> None:
-        """Wait for what is left, `CLOSE_S` at most; raise what went wrong."""
+        """Wait for what is left, ``close_s`` at most; raise what went wrong."""
         if self._thread is None:
             return
+        pulse.at(f"the end of {self.name}")
+        ends_at = time.monotonic() + self.close_s
         with contextlib.suppress(queue.Full):
-            self._records.put(None, timeout=CLOSE_S)
-        self._thread.join(CLOSE_S)
+            self._records.put(None, timeout=self.close_s)
+        self._thread.join(max(0.0, ends_at - time.monotonic()))
         if self._error is not None:
             raise self._error
         if self._thread.is_alive():
-            raise TimeoutError(f"it still writes {CLOSE_S:g} s after the end and is left behind")
+            raise TimeoutError(f"it still writes {self.close_s:g} s after the end and is left behind")
         if self._lost:
             raise RuntimeError(f"it was too slow for {self._lost} records, which it lacks")
 

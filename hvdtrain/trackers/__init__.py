@@ -21,7 +21,7 @@ from typing import Any
 
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.protocols import Report, Tracker
-from hvdtrain.records.beside import Beside
+from hvdtrain.records.beside import CLOSE_S, Beside
 from hvdtrain.resolve import load_callable
 
 
@@ -74,7 +74,9 @@ def _beside(run: Any, text: str) -> Report:
     name, _, argument = text.partition(":")
     built_in = name in names()
     factory = partial(getattr(_module(name), name.title()), run, argument) if built_in else partial(_own, run, text)
-    return Beside(f"tracker {text}", factory, f"{run.config.log_every} step")
+    # The other ranks wait for rank 0 meanwhile, so all trackers together take half of what that may last at most.
+    close_s = min(CLOSE_S, run.config.control_timeout_s / (2 * len(run.config.trackers)))
+    return Beside(f"tracker {text}", factory, f"{run.config.log_every} step", close_s)
 
 
 def _own(run: Any, text: str) -> Tracker:

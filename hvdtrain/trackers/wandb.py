@@ -44,7 +44,7 @@ class Wandb:
         out, wandb = self._run.out, self._wandb
         mode = None if os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False) else "offline"
         quiet = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True,
-                               x_disable_machine_info=True, finish_timeout=CLOSE_S / 2)
+                               x_disable_machine_info=True, init_timeout=CLOSE_S / 2, finish_timeout=CLOSE_S / 2)
         own_id = kept(out / "wandb.id", lambda: uuid.uuid4().hex[:8])
         began = wandb.init(
             dir=str(out), id=own_id, resume="allow", mode=mode, settings=quiet, name=out.name,

@@ -301,10 +301,9 @@ def test_what_cannot_be_made_is_said_at_the_latest_at_the_end(tmp_path):
 
 def test_a_slow_tracker_holds_nobody_up(tmp_path, monkeypatch):
     monkeypatch.setattr(beside, "MOST_WAITING", 5)
-    monkeypatch.setattr(beside, "CLOSE_S", 0.2)
     goes_on = threading.Event()
     run, trouble = make_run(tmp_path), Trouble(waits_for=goes_on)
-    reporting(run, beside.Beside("tracker mine", lambda: trouble, "1 step"))
+    reporting(run, beside.Beside("tracker mine", lambda: trouble, "1 step", close_s=0.2))
     for number in range(20):
         run.record("mine", number=number)
     run.records.close(run)

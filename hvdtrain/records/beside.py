@@ -7,6 +7,7 @@ so once.
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -27,12 +28,14 @@ class Beside:
 
     ``name``: what it is called where it fails. ``every``: which "step" records it takes. Nothing is made before the
     first record, which comes when the run has begun. ``close_s``: longest wait at the end.
+    ``apart_s``: "step" records that follow one sooner than this are left out, since taking one costs that much.
     """
 
     at_once = False
 
-    def __init__(self, name: str, make: Callable[[], Tracker], every: str, close_s: float = CLOSE_S) -> None:
-        self.name, self.every, self.close_s = name, every, close_s
+    def __init__(self, name: str, make: Callable[[], Tracker], every: str, close_s: float = CLOSE_S,
+                 apart_s: float = 0.0) -> None:
+        self.name, self.every, self.close_s, self._apart_s, self._last_s = name, every, close_s, apart_s, -math.inf
         self._make = make
         self._records: queue.Queue[Record | None] = queue.Queue(MOST_WAITING)
         self._thread: threading.Thread | None = None
@@ -46,6 +49,10 @@ class Beside:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
             self._thread.start()
+        if record.event == "step":
+            if record.time_s - self._last_s < self._apart_s:
+                return
+            self._last_s = record.time_s
         try:
             self._records.put_nowait(record)
         except queue.Full:

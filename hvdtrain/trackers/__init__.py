@@ -3,8 +3,9 @@
 Owns the names that the key takes, and what is asked of them before a run starts. A file here has a class of its name
 (``Csv`` in csv.py), a `hvdtrain.protocols.Tracker` made from the run and what stands after a colon; ``MODULE`` and
 ``PACKAGE``, the module that it needs and what pip calls that ("" where the standard library will do); ``ARGUMENT``, a
-pattern of what may stand after a colon, and ``MEANS``, that in words. A file is imported only where its tracker is
-named, its package only when it has a record to take.
+pattern of what may stand after a colon, and ``MEANS``, that in words; ``APART_S``, the least seconds between two steps
+that it takes, by what one costs. A file is imported only where its tracker is named, its package only when it has a
+record to take.
 """
 
 from __future__ import annotations
@@ -72,11 +73,13 @@ def kept(path: Path, make: Callable[[], str]) -> str:
 
 def _beside(run: Any, text: str) -> Report:
     name, _, argument = text.partition(":")
-    built_in = name in names()
-    factory = partial(getattr(_module(name), name.title()), run, argument) if built_in else partial(_own, run, text)
+    if name in names():
+        factory, apart_s = partial(getattr(_module(name), name.title()), run, argument), _module(name).APART_S
+    else:
+        factory, apart_s = partial(_own, run, text), 0.0
     # The other ranks wait for rank 0 meanwhile, so all trackers together take half of what that may last at most.
     close_s = min(CLOSE_S, run.config.control_timeout_s / (2 * len(run.config.trackers)))
-    return Beside(f"tracker {text}", factory, f"{run.config.log_every} step", close_s)
+    return Beside(f"tracker {text}", factory, f"{run.config.log_every} step", close_s, apart_s)
 
 
 def _own(run: Any, text: str) -> Tracker:

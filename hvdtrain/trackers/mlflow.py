@@ -15,14 +15,15 @@ from hvdtrain.trackers import kept
 
 MODULE, PACKAGE = "mlflow", "mlflow-skinny"
 ARGUMENT, MEANS = ".*", ", or mlflow: and a folder or address"
+APART_S = 1.0  # a step costs 400 us of CPU, a request to a server more
 
 
 class Mlflow:
     """Logs to one run of an MLflow experiment."""
 
     def __init__(self, run: Any, uri: str) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder: else MLflow wants a data base
+        for switch in ("MLFLOW_DISABLE_TELEMETRY", "MLFLOW_ALLOW_FILE_STORE"):  # else it wants a data base
+            os.environ.setdefault(switch, "true")
         from mlflow import MlflowClient, entities
 
         uri = uri or os.environ.get("MLFLOW_TRACKING_URI", "") or (run.out / "mlruns").resolve().as_uri()
@@ -32,16 +33,15 @@ class Mlflow:
 
     def _made(self, run_name: str) -> str:
         """Make a run in the experiment; return its id."""
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "hvdtrain")
-        there = self._client.get_experiment_by_name(name)
+        there = self._client.get_experiment_by_name(name := os.environ.get("MLFLOW_EXPERIMENT_NAME", "hvdtrain"))
         within = there.experiment_id if there else self._client.create_experiment(name)
         return str(self._client.create_run(within, run_name=run_name).info.run_id)
 
     def write(self, record: Record) -> None:
         """Log the record's settings, or its numbers."""
         self._ended |= record.event == "end"
-        what, at_ms = self._entities, int(1000 * record.time_s)
-        self._log("metrics", [what.Metric(_key(name), x, at_ms, record.step) for name, x in numbers(record).items()])
+        what, at = self._entities, (int(1000 * record.time_s), record.step)
+        self._log("metrics", [what.Metric(_key(name), x, *at) for name, x in numbers(record).items()])
         if found := {_key(name): str(value)[:500] for name, value in settings(record).items()}:
             before = self._client.get_run(self._id).data.params
             self._log("params", [what.Param(name, text) for name, text in found.items() if name not in before])

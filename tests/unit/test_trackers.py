@@ -25,6 +25,8 @@ from hvdtrain.protocols import Record
 from hvdtrain.records import beside
 from hvdtrain.records.numbers import numbers, settings
 from hvdtrain.reports import gauges
+from hvdtrain.trackers.csv import Csv
+from hvdtrain.trackers.prometheus import Prometheus
 
 FILES = sorted(Path(trackers.__file__).parent.glob("[a-z]*.py"))
 
@@ -132,7 +134,7 @@ def test_csv_goes_on_after_a_crash_and_takes_new_columns(tmp_path):
     assert {"setting": "lr", "value": "0.002"} in table(folder / "settings.csv")
     with (folder / "train.csv").open("a") as file:
         file.write("1001.5,11,0.0,0.0")  # and then the process was killed
-    again = trackers.csv.Csv(run, "")
+    again = Csv(run, "")
     for step, values in ((11, {"loss": 0.25}), (12, {"loss": 0.2, "grad_norm": 2.0}), (13, {"loss": 0.125})):
         again.write(record("step", step, **values))
     rows = table(folder / "train.csv")
@@ -146,7 +148,8 @@ def exposed(text):
             for line in text.splitlines() if not line.startswith("#")}
 
 
-def test_prometheus_writes_a_text_file(tmp_path):
+def test_prometheus_writes_a_text_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("hvdtrain.trackers.prometheus.APART_S", 0.0)
     run = tracked(tmp_path, "prometheus", f"prometheus:{tmp_path}/other.prom")
     text = (tmp_path / "metrics.prom").read_text()
     assert text == (tmp_path / "other.prom").read_text()
@@ -163,7 +166,7 @@ def test_prometheus_answers_on_the_loopback_address_while_the_run_goes_on(tmp_pa
         free.bind((gauges.HOST, 0))
         port = free.getsockname()[1]
     run = make_run(tmp_path)
-    tracker = trackers.prometheus.Prometheus(run, str(port))
+    tracker = Prometheus(run, str(port))
     try:
         tracker.write(record("system", ranks=[{"rss_bytes": 7}, {"rss_bytes": 8}]))
         with urllib.request.urlopen(f"http://{gauges.HOST}:{port}/metrics", timeout=10) as answer:
@@ -172,7 +175,7 @@ def test_prometheus_answers_on_the_loopback_address_while_the_run_goes_on(tmp_pa
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"http://{gauges.HOST}:{port}/else", timeout=10)
         with pytest.raises(OSError, match="in use"):
-            trackers.prometheus.Prometheus(run, str(port))
+            Prometheus(run, str(port))
     finally:
         tracker.close()
     assert found[f'hvdtrain_system_rss_bytes{{run="{tmp_path.name}",rank="1"}}'] == 8
@@ -191,11 +194,10 @@ import json, sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from test_trackers import record, tracked
-from fake_run import make_run
-from hvdtrain import trackers
+from hvdtrain.trackers.tensorboard import Tensorboard
 out = Path(sys.argv[1])
 run = tracked(out, "tensorboard")
-again = trackers.tensorboard.Tensorboard(run, "")
+again = Tensorboard(run, "")
 again.write(record("start", 7))  # it resumes from a checkpoint of step 7
 again.write(record("step", 8, loss=0.5))
 again.close()
@@ -227,6 +229,7 @@ def test_mlflow_keeps_one_run_in_a_folder_over_a_resume(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("hvdtrain.trackers.mlflow.APART_S", 0.0)
     run = tracked(tmp_path, "mlflow")
     run.config = replace(run.config, lr=0.5)
     run.state.cursor = run.state.cursor.advance(8)
@@ -309,6 +312,15 @@ def test_a_slow_tracker_holds_nobody_up(tmp_path, monkeypatch):
     run.records.close(run)
     assert ["still writes 0.2 s after the end and is left behind" in note for note in run.notes] == [True]
     goes_on.set()
+
+
+def test_steps_that_come_too_soon_for_a_costly_tracker_are_left_out():
+    got = Trouble()
+    report = beside.Beside("tracker mine", lambda: got, "", apart_s=1.0)
+    for time_s, event in ((0.0, "step"), (0.5, "eval"), (0.6, "step"), (1.0, "step"), (1.5, "step"), (1.6, "end")):
+        report.write(Record(event, 1, time_s, {}))
+    report.close()
+    assert got.got == ["step", "eval", "step", "end"]
 
 
 def test_records_that_a_slow_tracker_lacks_are_counted(tmp_path, monkeypatch):

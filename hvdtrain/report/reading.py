@@ -54,9 +54,7 @@ class Log:
 
 def read(path: Path) -> Log:
     """Read the log at ``path``; an empty one where there is none. OSError where it cannot be read."""
-    log = Log()
-    columns = {name: array("d") for name in ("step", "time", "order", *COLUMNS)}
-    order = 0
+    log, rows, order = Log(), array("d"), 0
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -68,30 +66,29 @@ def read(path: Path) -> Log:
                 if record is None:
                     log.passed += bool(line.strip())
                     continue
-                name, time_s, step = record.pop("event"), number(record.pop("time", None)), record.pop("step", None)
+                name, time_s, step = (
+                    record.pop("event"),
+                    number(record.pop("time", None)),
+                    whole(record.pop("step", None), 0),
+                )
                 order += name == "start"
-                if name == "step":
-                    _keep(columns, record, whole(step, 0), time_s, order)
-                    phases = record.get("phases_s")
-                    log.last_phases = phases if isinstance(phases, dict) else log.last_phases
-                else:
-                    log.events.append(Event(name, time_s, whole(step, 0), record, order))
-    log.steps = {name: np.frombuffer(kept, dtype=float) if kept else np.zeros(0) for name, kept in columns.items()}
+                if name != "step":
+                    log.events.append(Event(name, time_s, step, record, order))
+                    continue
+                rows.extend((step, time_s, order))
+                rows.extend([one if type(one) is float else number(one) for one in map(record.get, COLUMNS)])
+                phases = record.get("phases_s")
+                log.last_phases = phases if isinstance(phases, dict) else log.last_phases
+    table = np.frombuffer(rows, dtype=float).reshape(-1, 3 + len(COLUMNS)) if rows else np.zeros((0, 3 + len(COLUMNS)))
+    table = np.where(np.isfinite(table), table, np.nan)
+    log.steps = {name: table[:, i] for i, name in enumerate(("step", "time", "order", *COLUMNS))}
     return log
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
     """The record in a line; None where there is none."""
     try:
-        record = json.loads(line)
+        record = json.loads(str(line, "utf-8"))
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("event"), str) else None
-
-
-def _keep(columns: dict[str, array[float]], record: dict[str, Any], step: int, time_s: float, order: int) -> None:
-    columns["step"].append(step)
-    columns["time"].append(time_s)
-    columns["order"].append(order)
-    for name in COLUMNS:
-        columns[name].append(number(record.get(name)))

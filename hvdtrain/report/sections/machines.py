@@ -9,7 +9,7 @@ from hvdtrain.report.blocks import Charts, Section, Table
 from hvdtrain.report.facts import Facts
 from hvdtrain.report.figures.curve import Chart, Line, chart
 from hvdtrain.report.figures.scale import clock_words
-from hvdtrain.report.words import listed, number, percent, short, size
+from hvdtrain.report.words import cut, number, percent, short, size
 
 MOST = 8
 SHOWN: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
@@ -62,19 +62,26 @@ def _in_bytes(drawn: Chart) -> Any:
 
 
 def _mfu(facts: Facts) -> Table | None:
-    """Model FLOPs utilisation, where peak and FLOPs are known, with both."""
+    """Model FLOPs utilisation, where peak and FLOPs are known, with both; where not, why."""
     found = facts.log.last("system")
-    mfu, peaks, flops = found.get("mfu"), found.get("peak_flops"), number(found.get("flops"))
+    mfu = found.get("mfu")
     if not isinstance(mfu, list) or not any(number(one) == number(one) for one in mfu):
         return None
     rows = []
     for rank, value in enumerate(mfu[:MOST]):
-        peak = peaks[rank] if isinstance(peaks, list) and rank < len(peaks) else None
-        rows.append([facts.who(rank), percent(100 * number(value), 1), f"{flops:.3g}", _peak(peak)])
-    return Table("Model FLOPs utilisation", ["", "MFU", "FLOPs of a sample", "peak FLOP/s"], rows)
+        flops, peak = _of(found, "flops", rank), _of(found, "peak_flops", rank)
+        why = _of(found, "flops_unknown", rank) or _of(found, "peak_source", rank) or ""
+        known = number(value) == number(value)
+        rows.append([facts.who(rank), percent(100 * number(value), 1) if known else "not known", _short(flops),
+                     _short(peak), cut(why, 120)])
+    return Table("Model FLOPs utilisation", ["", "MFU", "FLOPs of a sample", "peak FLOP/s", "by"], rows,
+                 words=frozenset({4}))
 
 
-def _peak(peak: Any) -> str:
-    if isinstance(peak, (list, tuple)):
-        return listed([f"{one:.3g}" if isinstance(one, (int, float)) else str(one) for one in peak])
-    return f"{peak:.3g}" if isinstance(peak, (int, float)) else str(peak or "not known")
+def _of(found: dict[str, Any], key: str, rank: int) -> Any:
+    values = found.get(key)
+    return values[rank] if isinstance(values, list) and rank < len(values) else None
+
+
+def _short(value: Any) -> str:
+    return f"{number(value):.3g}" if number(value) == number(value) else ""

@@ -22,9 +22,11 @@ def make(facts: Facts) -> Section | None:
     rows = facts.log.last("system").get("ranks")
     rows = [row if isinstance(row, dict) else {} for row in rows] if isinstance(rows, list) else []
     blocks: list[Any] = []
-    kinds = [row.get("memory") for row in rows]
-    if any(isinstance(one, dict) and one for one in kinds):
-        blocks.append(_by_kind(facts, kinds, memory))
+    reckoned, measured = _kinds(memory.get("reckoned")), _kinds(memory.get("measured"))
+    if not any(measured):
+        measured = _kinds([row.get("memory") for row in rows])
+    if any(reckoned) or any(measured):
+        blocks.append(_by_kind(facts, reckoned, measured, memory))
     table = _planned(facts, memory, rows)
     if table is not None:
         blocks.append(table)
@@ -40,24 +42,37 @@ def _at(values: Any, rank: int) -> float:
     return number(values[rank]) if isinstance(values, list) and rank < len(values) else float("nan")
 
 
-def _by_kind(facts: Facts, kinds: list[Any], memory: dict[str, Any]) -> Bars:
-    found = [{str(k): max(0.0, number(v)) for k, v in one.items() if number(v) > 0} if isinstance(one, dict) else {}
-             for one in kinds]
-    names = list(dict.fromkeys([k for k in KINDS if any(k in row for row in found)]
-                               + [k for row in found for k in row]))
+def _kinds(rows: Any) -> list[dict[str, float]]:
+    """By rank, kind -> bytes, of what is known."""
+    return [{str(k): number(v) for k, v in row.items() if number(v) > 0} if isinstance(row, dict) else {}
+            for row in rows] if isinstance(rows, list) else []
+
+
+def _by_kind(facts: Facts, reckoned: list[dict[str, float]], measured: list[dict[str, float]],
+             memory: dict[str, Any]) -> Bars:
+    """Two bars a rank, as far as both are known: what was reckoned above what was measured."""
+    ranks = max(len(reckoned), len(measured))
+    found = [row for row in (*reckoned, *measured) if row]
+    names = list(
+        dict.fromkeys([k for k in KINDS if any(k in row for row in found)] + [k for row in found for k in row])
+    )
     colors = {name: COLORS.get(name, f"m{i % 8}") for i, name in enumerate(names)}
-    peaks = [_at(memory.get("peak"), r) for r in range(len(found))]
+    peaks = [_at(memory.get("peak"), r) for r in range(ranks)]
     full = max([sum(row.values()) for row in found] + [p for p in peaks if p == p] + [1.0])
     rows: list[Bar] = []
-    for rank, row in list(enumerate(found))[:MOST]:
-        words = {colors[k]: f"{facts.who(rank)}: {NAMES.get(k, k)} {size(v)}" for k, v in row.items()}
-        rows.append(bar(facts.who(rank), {colors[k]: row[k] for k in names if k in row}, full, words,
-                        size(sum(row.values())), mark=peaks[rank] if peaks[rank] == peaks[rank] else -1.0))
+    for rank in range(min(ranks, MOST)):
+        for kinds, what in ((reckoned, "reckoned"), (measured, "measured")):
+            row = kinds[rank] if rank < len(kinds) else {}
+            if row:
+                label = f"{facts.who(rank)}, {what}" if any(reckoned) and any(measured) else facts.who(rank)
+                words = {colors[k]: f"{label}: {NAMES.get(k, k)} {size(v)}" for k, v in row.items()}
+                mark = peaks[rank] if what == "measured" and peaks[rank] == peaks[rank] else -1.0
+                rows.append(bar(label, {colors[k]: row[k] for k in names if k in row}, full, words,
+                                size(sum(row.values())), mark=mark))
     legend = [(colors[name], NAMES.get(name, name), size(max(row.get(name, 0.0) for row in found))) for name in names]
-    hidden = len(found) - len(rows)
     note = "Amounts beside the names: the most that a rank holds." + (
         " The upright line is the measured peak." if any(p == p for p in peaks) else "") + (
-        f" {hidden} more ranks are not drawn." if hidden > 0 else "")
+        f" {ranks - MOST} more ranks are not drawn." if ranks > MOST else "")
     return Bars("By kind", rows, legend, note)
 
 

@@ -274,7 +274,8 @@ class Supervisor:
         succeeded = job.succeeded(seen.stamp, -1 if seen.status is None else seen.status, ranks, left)
         succeeded = succeeded and not self._cut_short(seen, left, ranks) or self._knows_nothing_of_us(seen)
         kind, text, rank, host = cause_of(left, succeeded, seen.status, seen.why, oom_kills() - seen.oom_kills)
-        silent = silent_hosts(hosts, left)
+        # Of the host that this process lives on it is known that it is there.
+        silent = [name for name in silent_hosts(hosts, left) if name not in self.around.own_names]
         if kind == "lost" and WAITING in text and len(silent) == 1:  # a host is gone whole, and others waited
             rank, host, text = -1, silent[0], f"no rank there told why it ended; {text}"
         if not succeeded and last_sign:

@@ -99,6 +99,17 @@ def test_an_old_record_is_no_success_of_another_program_that_fails(supervisor, t
     assert one.run() == 1
 
 
+def test_the_host_of_the_supervisor_is_not_taken_for_lost(supervisor, tmp_path):
+    """Ranks of its host that the launcher kills leave no cause; who was lost waited for them, as for a slow rank."""
+    one, _ = supervisor("""
+        causes.leave("lost", "rank 2 on host b, ended, in step 9, there waiting in sum since 1 s", rank=2, host="b")
+        sys.exit(1)
+    """, restarts=0, own_names=("localhost",))
+    one.run()
+    (row,) = history.read(tmp_path / "run")
+    assert row["rank"] == 2 and row["words"].startswith("rank 2 on host b, ended")
+
+
 def test_a_program_may_work_on_after_its_fit(supervisor, tmp_path, monkeypatch):
     monkeypatch.setattr(supervising, "LEAVE_S", 0.1)
     one, _ = supervisor("complete(); time.sleep(1.5); (out / 'scores').touch(); causes.leave('done', '')", restarts=0)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import TextIO
 
 SPARSE_EVERY_S = 30.0
+SILENT_S = 3.0
+"""What takes no longer is not shown, but for the build itself."""
 _PERCENT = re.compile(r"^\s*\[\s*(\d{1,3})%\]")
 _PHASES = (
     (re.compile(r"^\s*\[\s*\d{1,3}%\] Linking"), "link"),
@@ -48,12 +50,13 @@ def clock(seconds: float) -> str:
 
 class Display:
     """Shows a Progress on ``stream``: rewritten once a second on a terminal, every 30 s or new phase
-    elsewhere.
+    elsewhere; nothing before ``after_s``.
     """
 
-    def __init__(self, what: str, stream: TextIO | None = None) -> None:
+    def __init__(self, what: str, stream: TextIO | None = None, after_s: float = 0.0) -> None:
         self.what, self.stream = what, stream or sys.stdout
         self.live = self.stream.isatty()
+        self.after_s = after_s
         self.started = time.monotonic()
         self.last_s, self.last_text = -SPARSE_EVERY_S, ""
 
@@ -64,6 +67,8 @@ class Display:
     def show(self, progress: Progress) -> None:
         """Say where the build is, if it is time to say so."""
         passed = self.elapsed_s()
+        if passed < self.after_s:
+            return
         text = f"{self.what}: {progress.phase}" + (f" {progress.percent}%" if progress.percent else "")
         if self.live:
             self.stream.write(f"\r\x1b[2K{text}  {clock(passed)}")
@@ -72,6 +77,12 @@ class Display:
             if text != self.last_text or passed - self.last_s >= 2 * SPARSE_EVERY_S:
                 print(f"{text}  {clock(passed)}", file=self.stream, flush=True)
                 self.last_s, self.last_text = passed, text
+
+    def clear(self) -> None:
+        """Take the moving line away."""
+        if self.live and self.elapsed_s() >= self.after_s:
+            self.stream.write("\r\x1b[2K")
+            self.stream.flush()
 
     def end(self, how: str) -> None:
         """Close the moving line with the outcome and the time."""

@@ -64,7 +64,11 @@ def logged(what: str, argv: list[str], log: Path, env: dict[str, str], timeout_s
                 if display is not None:
                     display.show(progress)
                 if time.monotonic() > ends_at:
-                    raise ChildFailed(what, f"took more than {timeout_s:.0f} s", log)
+                    break
             code = child.process.returncode
+        if display is not None:
+            display.clear()
+    if code is None:
+        raise ChildFailed(what, f"took more than {timeout_s:.0f} s", log)
     if code != 0:
         raise ChildFailed(what, f"failed with exit status {code}", log)

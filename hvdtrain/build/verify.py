@@ -16,6 +16,7 @@ from pathlib import Path
 from hvdtrain.build.detect import search_path
 from hvdtrain.build.facts import Mpi
 from hvdtrain.build.plan import Plan
+from hvdtrain.build.progress import SILENT_S, Display
 from hvdtrain.build.run import ChildFailed, logged
 
 RANKS = 2
@@ -111,7 +112,8 @@ def checks(plan: Plan, python: str, horovodrun: str, root: bool) -> list[Check]:
 def run(check: Check, log: Path, env: dict[str, str]) -> str:
     """Run one check and return where the sum was computed ("cpu" or "cuda"); raises ChildFailed."""
     before = log.stat().st_size if log.exists() else 0
-    logged(f"the check ({check.name})", list(check.argv), log, env | dict(check.env), CHECK_TIMEOUT_S)
+    logged(f"the check ({check.name})", list(check.argv), log, env | dict(check.env), CHECK_TIMEOUT_S,
+           Display(f"checking {check.name}", after_s=SILENT_S))
     with log.open(errors="replace") as handle:
         handle.seek(before)
         said = re.findall(r"hvdtrain-sum-ok (cpu|cuda)", handle.read())

@@ -15,7 +15,7 @@ from pathlib import Path
 from hvdtrain.build import cache, patches, toolkit
 from hvdtrain.build.detect import search_path
 from hvdtrain.build.plan import HOROVOD_VERSION, SDIST_SHA256, Plan
-from hvdtrain.build.progress import Display
+from hvdtrain.build.progress import SILENT_S, Display
 from hvdtrain.build.run import logged
 from hvdtrain.errors import UserError
 
@@ -69,7 +69,8 @@ def fetch_source(env: dict[str, str], log: Path) -> Path:
     with cache.workspace() as work:
         argv = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation",
                 "--no-cache-dir", "--no-binary", "horovod", "-d", str(work), f"horovod=={HOROVOD_VERSION}"]
-        logged("fetching the source", argv, log, env, DOWNLOAD_TIMEOUT_S)
+        logged("fetching the source", argv, log, env, DOWNLOAD_TIMEOUT_S,
+               Display("fetching the source", after_s=SILENT_S))
         got = sha256_of(work / name)
         if got != SDIST_SHA256:
             raise UserError(f"got a {name} whose SHA-256 is {got}", SDIST_SHA256,
@@ -122,4 +123,5 @@ def install(wheel: Path, log: Path, env: dict[str, str]) -> None:
     """Install the wheel into this environment, replacing any Horovod that is there, and nothing else."""
     argv = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--force-reinstall",
             "--no-cache-dir", str(wheel)]
-    logged("installing the wheel", argv, log, env, DOWNLOAD_TIMEOUT_S)
+    logged("installing the wheel", argv, log, env, DOWNLOAD_TIMEOUT_S,
+           Display("installing the wheel", after_s=SILENT_S))

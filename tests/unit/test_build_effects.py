@@ -103,6 +103,22 @@ def test_a_terminal_gets_one_moving_line_and_a_file_gets_few(stream: io.StringIO
     assert clock(187.4) == "3:07"
 
 
+@pytest.mark.parametrize("stream", [io.StringIO(), _Terminal()])
+def test_what_is_quickly_done_is_not_shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> None:
+    clock_s = [0.0]
+    monkeypatch.setattr("hvdtrain.build.progress.time.monotonic", lambda: clock_s[0])
+    display = Display("installing the wheel", stream, after_s=3.0)
+    for clock_s[0] in (1.0, 2.0):
+        display.show(Progress())
+        display.clear()
+    assert stream.getvalue() == ""
+    clock_s[0] = 4.0
+    display.show(Progress())
+    assert "installing the wheel: start  0:04" in stream.getvalue()
+    display.clear()
+    assert stream.getvalue().endswith("\r\x1b[2K" if stream.isatty() else "0:04\n")
+
+
 def test_a_wheel_appears_whole_and_replaces_an_older_one(own_cache: Path) -> None:
     assert cache.find("key") is None
     for content in (b"old", b"new"):

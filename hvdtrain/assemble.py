@@ -139,6 +139,8 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
     agreed(control, lambda: settle(run, backend), "remat")
     agreed(control, run.join, "exchange")
     parts.buffers.share()
+    if run.devices[control.rank].kind == "cuda":
+        run.timeline.marks = backend.ranges()
     run.callbacks = _callbacks(run, more)
     if control.rank == 0:
         run.records = Stream(partial(reports.make, run, facts.kind != "solo"))

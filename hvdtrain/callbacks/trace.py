@@ -51,7 +51,12 @@ class Trace(Callback):
         self._clock_names = run.control.gather(gather.clock_name())
 
     def step_start(self, run: Any) -> None:
-        """Begin here where no step has ended before: the run starts, or goes on, within the window."""
+        """Begin here where no step has ended before: the run starts, or goes on, within the window.
+
+        A step before it what is traced for the window alone (TensorFlow's graphs) is made ready.
+        """
+        if run.state.cursor.step == self.window.first - 1:
+            run.timeline.closely = True
         if self._taken is None and not self._done and self.window.first <= run.state.cursor.step < self.window.last:
             self._start(run)
 
@@ -76,7 +81,7 @@ class Trace(Callback):
 
     def close(self, run: Any) -> None:
         """Take no more, after an error too."""
-        run.timeline.taker, self._taken = None, None
+        run.timeline.taker, run.timeline.closely, self._taken = None, False, None
         if self._profiler is not None:
             with suppress(Exception):  # the fit has ended, and may have by an error of the device
                 self._profiler.stop()
@@ -94,13 +99,13 @@ class Trace(Callback):
             run.control.barrier("start of the profilers")  # which takes them unlike times
         self._taken = Taken(chrome.room(run.control.size))
         self._step_began_s = time.perf_counter()
-        run.timeline.taker = self._taken
+        run.timeline.taker, run.timeline.closely = self._taken, True
 
     def _finish(self, run: Any) -> None:
         """Bring all together on rank 0, and write it there; collective."""
         taken, self._taken, self._done = self._taken, None, True
         assert taken is not None
-        run.timeline.taker = None
+        run.timeline.taker, run.timeline.closely = None, False
         own, dropped = longest(self._profiles(), chrome.room(run.control.size) - len(taken.spans))
         after = gather.clocks(run.control, self._clock_names)
         rows = gather.to_root(run.control, [*taken.spans, *own], {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from hvdtrain.timeline import birth
@@ -36,8 +36,10 @@ class Taker(Protocol):
 class Timeline:
     """One rank's: ``clock`` gives its seconds to causes, ``taker`` takes spans while a trace is being taken.
 
-    ``stood``: the exchanges in which it stood. ``step``: the one at work, or the latest. A new one gives all that has
-    passed since its process began to "start", and goes on so until `begin`.
+    ``stood``: the exchanges in which it stood. ``step``: the one at work, or the latest. ``closely``: what can tell a
+    trace more, at a cost, is to do so. ``marks``: begin and end a range in the eyes of a device's profiler, called
+    around each span of the run's own thread. A new one gives all that has passed since its process began to "start",
+    and goes on so until `begin`.
     """
 
     def __init__(self) -> None:
@@ -45,6 +47,8 @@ class Timeline:
         self.clock.add("start", birth.unclaimed_s())
         self.clock.base("start")
         self.taker: Taker | None = None
+        self.closely = False
+        self.marks: tuple[Callable[[str], Any], Callable[[], Any]] | None = None
         self.stood = Stood()
         self.step = 0
 
@@ -85,16 +89,20 @@ def current() -> Timeline | None:
 class span:  # noqa: N801  (read as a statement: with span("update"))
     """Encloses a piece of work called ``name``; ``cause``: what its seconds are spent on, "" for that around it."""
 
-    __slots__ = ("name", "cause", "args", "_lane", "_begin")
+    __slots__ = ("name", "cause", "args", "_lane", "_begin", "_marks")
 
     def __init__(self, name: str, cause: str = "", **args: Any) -> None:
         self.name, self.cause, self.args = name, cause, args
         self._lane: _Lane | None = None
         self._begin = 0.0
+        self._marks: tuple[Callable[[str], Any], Callable[[], Any]] | None = None
 
     def __enter__(self) -> span:
         lane = self._lane = getattr(_local, "lane", None)
         if lane is not None:
+            if lane.timeline.marks is not None and lane.main:
+                self._marks = lane.timeline.marks
+                self._marks[0](self.name)
             if self.cause and lane.main:
                 lane.timeline.clock.push(self.cause)
             if lane.timeline.taker is not None:
@@ -110,6 +118,8 @@ class span:  # noqa: N801  (read as a statement: with span("update"))
         taker = lane.timeline.taker
         if taker is not None and self._begin:
             taker.take(self.name, lane.name, self._begin, time.perf_counter(), self.args, self.cause)
+        if self._marks is not None:
+            self._marks[1]()
 
 
 class blocked:  # noqa: N801  (read as a statement: with blocked("vote"))
@@ -119,16 +129,20 @@ class blocked:  # noqa: N801  (read as a statement: with blocked("vote"))
     entering the body. Within another `blocked`, and in threads other than the run's own, it is a `span` without cause.
     """
 
-    __slots__ = ("name", "came_s", "_lane", "_begin", "_counts")
+    __slots__ = ("name", "came_s", "_lane", "_begin", "_counts", "_marks")
 
     def __init__(self, name: str, came_s: float = 0.0) -> None:
         self.name, self.came_s = name, came_s
         self._lane: _Lane | None = None
         self._begin, self._counts = 0.0, False
+        self._marks: tuple[Callable[[str], Any], Callable[[], Any]] | None = None
 
     def __enter__(self) -> blocked:
         lane = self._lane = getattr(_local, "lane", None)
         if lane is not None:
+            if lane.timeline.marks is not None and lane.main:
+                self._marks = lane.timeline.marks
+                self._marks[0](self.name)
             self._counts = lane.main and not lane.blocked
             if self._counts:
                 lane.blocked = True
@@ -147,6 +161,8 @@ class blocked:  # noqa: N801  (read as a statement: with blocked("vote"))
             timeline.stood.add(Blocked(timeline.step, self.name, self.came_s or self._begin, self._begin, end))
         if timeline.taker is not None:
             timeline.taker.take(self.name, lane.name, self._begin, end, {}, "wait" if self._counts else "")
+        if self._marks is not None:
+            self._marks[1]()
 
 
 def stamped(seconds: float, name: str = "", begin_s: float = 0.0, end_s: float = 0.0) -> None:

@@ -186,12 +186,12 @@ def critical(courses: Sequence[Course], steps: int) -> list[tuple[int, str, floa
         piece = courses[rank].pieces[i]
         last = last_of(courses, piece.key) if piece.key is not None else None
         if last is None or last == (rank, t) or jumps > len(courses):
-            chain.append((rank, piece.what, t - piece.begin_s))
+            chain.append((rank, _told(piece), t - piece.begin_s))
             t, jumps = piece.begin_s, 0
             continue
         since = min(max(last[1], begins[last[0]][0]), t)
         if since < t:
-            chain.append((last[0], piece.what, t - since))
+            chain.append((last[0], _told(piece), t - since))
         jumps = 0 if since < t else jumps + 1
         rank, t = last[0], since
     summed: dict[tuple[int, str], float] = {}
@@ -199,3 +199,7 @@ def critical(courses: Sequence[Course], steps: int) -> list[tuple[int, str, floa
         summed[who, what] = summed.get((who, what), 0.0) + seconds
     total_s = sum(summed.values())
     return [(who, what, seconds / steps) for (who, what), seconds in summed.items() if seconds > LEAST_SHARE * total_s]
+
+
+def _told(piece: Piece) -> str:
+    return piece.what if piece.key is None else f"exchange {piece.what}"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from small_runs import bits, config, fitted, make_model, samples
+from small_runs import FRAMEWORKS, bits, config, fitted, make_model, samples
 from test_training import usable
 
 from hvdtrain.assemble import assemble
@@ -19,7 +19,8 @@ from hvdtrain.trace import chrome
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 
 
-@pytest.mark.parametrize("framework,wire", [("torch", "horovod"), ("torch", "shared"), ("tensorflow", "shared")])
+@pytest.mark.parametrize("wire", ["horovod", "shared"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_buckets_are_seen_on_the_wire_and_beside_the_frameworks_own_events(control, tmp_path, framework, wire):
     usable(wire, framework)
     out = Path(control.bcast(str(tmp_path)))

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from small_runs import config, fitted, lockstep, make_model, samples
 
+from hvdtrain import backends
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.config import Checkpoint, Data, Exchange
 from hvdtrain.errors import UserError
 from hvdtrain.sections import Trace
+from hvdtrain.timeline import Timeline, active, blocked, span
 from hvdtrain.trace import chrome
 
 
@@ -106,3 +108,30 @@ def test_a_framework_without_a_profiler_is_told(tmp_path: Path) -> None:
     settings = config(out=str(tmp_path), trace=Trace("1:2", profiler=True), global_batch=16, max_steps=3)
     (found,) = lockstep(1, settings, lambda rank: make_model("numpy"), samples(128), fitted)
     assert any("lacks events of the framework's profiler" in note for note in found.notes) and read(tmp_path)[1]
+
+
+def test_spans_of_the_runs_own_thread_are_ranges_of_a_devices_profiler() -> None:
+    own, seen, depth = Timeline(), [], [0]
+
+    def push(name: str) -> None:
+        depth[0] += 1
+        seen.append(name)
+
+    def pop() -> None:
+        depth[0] -= 1
+
+    with active(own), span("before"):
+        own.marks = push, pop
+        with span("update", "update"), blocked("vote"):
+            assert depth[0] == 2
+        own.marks = None
+    with active(own, "input"), span("fetch"):
+        pass
+    assert seen == ["update", "vote"] and depth[0] == 0
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_a_framework_has_two_calls_for_ranges_or_none(framework: str) -> None:
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    found = backends.load(framework).ranges()
+    assert found is None or len(found) == 2 and all(callable(call) for call in found)

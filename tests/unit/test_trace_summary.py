@@ -45,8 +45,8 @@ def test_the_chain_goes_to_the_rank_that_came_last() -> None:
     assert sum(s for _, _, s in chain) == pytest.approx(5.0)
     # The update of the first step is followed by rank 1's gradients, so there the chain goes through rank 1's own.
     assert {(r, what): pytest.approx(s) for r, what, s in chain} == {
-        (1, "gradients"): 0.5, (1, "backward"): 2.5, (1, "b0"): 0.5, (0, "vote"): 0.1, (1, "update"): 0.7,
-        (0, "update"): 0.7}
+        (1, "gradients"): 0.5, (1, "backward"): 2.5, (1, "exchange b0"): 0.5, (0, "exchange vote"): 0.1,
+        (1, "update"): 0.7, (0, "update"): 0.7}
 
 
 def test_an_exchange_counts_from_when_the_last_rank_has_handed_over() -> None:
@@ -70,7 +70,7 @@ def test_a_clock_that_is_ahead_leads_nobody_astray() -> None:
     first = [Span("gradients", "main", 10, 11, "compute"), _blocked("b0", 11, 14)]
     second = [Span("gradients", "main", 1000, 1003, "compute"), _blocked("b0", 1003, 1004)]
     courses = [course_of(RankTrace("a", SAME, first)), course_of(RankTrace("b", ahead, second))]
-    assert critical(courses, 1) == [(1, "gradients", pytest.approx(3.0)), (1, "b0", pytest.approx(1.0))]
+    assert critical(courses, 1) == [(1, "gradients", pytest.approx(3.0)), (1, "exchange b0", pytest.approx(1.0))]
 
 
 def test_a_chain_ends_where_times_contradict_each_other() -> None:

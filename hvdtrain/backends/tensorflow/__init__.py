@@ -8,7 +8,7 @@ from hvdtrain.backends.tensorflow.flops import flops_of_graphs, flops_of_pass, p
 from hvdtrain.backends.tensorflow.footprint import model_bytes, state_now, traced
 from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.backends.tensorflow.placement import building, device_facts, in_host_memory, seed, setup
-from hvdtrain.backends.tensorflow.profiler import Profiler
+from hvdtrain.backends.tensorflow.profiler import Profiler, ranges
 from hvdtrain.backends.tensorflow.trial import free_cached, hold_bytes, out_of_memory, peak_bytes, peak_so_far
 from hvdtrain.backends.tensorflow.usage import allocators, held
 
@@ -17,5 +17,5 @@ SYNCS_OVER_HOST = False
 
 __all__ = ["Ops", "Profiler", "SYNCS_OVER_HOST", "adapt_data", "allocators", "building", "collectives", "device_facts",
            "flops_of_graphs", "flops_of_pass", "free_cached", "held", "hold_bytes", "in_host_memory", "make_parts",
-           "model_bytes", "out_of_memory", "peak_bytes", "peak_so_far", "product_type", "seed", "setup", "stage",
-           "state_now", "traced", "try_samples"]
+           "model_bytes", "out_of_memory", "peak_bytes", "peak_so_far", "product_type", "ranges", "seed", "setup",
+           "stage", "state_now", "traced", "try_samples"]

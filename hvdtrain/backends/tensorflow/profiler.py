@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,19 @@ class Profiler:
         shift_s, self.within_s = self._marks.shift([begin_s for name, _, begin_s, _, _ in found if name == _MARK])
         return [Span(name, lane, begin_s + shift_s, end_s + shift_s, cause)
                 for name, lane, begin_s, end_s, cause in found if name != _MARK]
+
+
+def ranges() -> tuple[Callable[[str], Any], Callable[[], Any]] | None:
+    """Return what begins and ends an NVTX range, which Nsight Systems shows; None without CUDA's library for it.
+
+    TensorFlow has none of its own; CUDA's toolkit has, and pip's nvidia-nvtx.
+    """
+    try:
+        library = ctypes.CDLL(ctypes.util.find_library("nvToolsExt") or "libnvToolsExt.so.1")
+    except OSError:
+        return None
+    library.nvtxRangePushA.argtypes = [ctypes.c_char_p]
+    return lambda name: library.nvtxRangePushA(name.encode()), library.nvtxRangePop
 
 
 def _events(path: Path) -> list[tuple[str, str, float, float, str]]:

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain import rng, timeline
-from hvdtrain.backends.tensorflow import host, placement, state
+from hvdtrain.backends.tensorflow import host, placement, stamps, state
 from hvdtrain.backends.tensorflow.buffers import Buffers, Kept, counts, holding
 from hvdtrain.backends.tensorflow.calls import Calls
 from hvdtrain.backends.tensorflow.collectives import peer_failures
@@ -129,17 +129,22 @@ class Stage:
 
     def _final(self, batch: tuple[Any, ...], scale: float, sink: GradientSink) -> Pair:
         several, self._several = self._several, False
+        closely = sink.in_graph and stamps.wanted()
 
         def trace(parts: tuple[Any, ...], scale: tf.Tensor, n_parts: int) -> Any:
             kept = () if several else self._kept
             loss_sum, weight, grads = self._gradients.local(parts, scale, n_parts, kept)
             total, sums = self._gradients.completed(loss_sum, grads) if several else (loss_sum, grads)
-            return self._hand_over(sink, _pair(loss_sum, weight), total, sums)
+            return self._hand_over(sink, _pair(loss_sum, weight), total, sums, closely)
 
         kind = "last" if several else "only"
         with holding(() if several else self._kept):
-            report, tensors = self._run((kind, sink.variant), batch, scale, trace)
+            report, tensors = self._run((kind, sink.variant, closely), batch, scale, trace)
         loss_sum, weight, *rest = report.numpy().tolist()
+        if closely and sink.buckets:
+            n_stamps = 2 * len(sink.buckets)
+            stamps.tell(sink.buckets, rest[-n_stamps:])
+            del rest[-n_stamps:]
         self._arrived(sink, tensors, rest)
         return loss_sum, weight
 
@@ -192,12 +197,12 @@ class Stage:
             sink.put(i, x)
 
     def _hand_over(self, sink: GradientSink, pair: tf.Tensor, loss_sum: tf.Tensor,
-                   grads: list[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
+                   grads: list[tf.Tensor], closely: bool = False) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """While a graph is traced: (report, tensors).
 
         ``report``: float64, the pair, the seconds from the last local gradient to the last sum with the times of both,
-        the sink's numbers. One tensor, since each that is read costs the host a call. Without a sink in the graph it is
-        the pair alone.
+        the sink's numbers; ``closely``: when each bucket was full, and when summed. One tensor, since each that is read
+        costs the host a call. Without a sink in the graph it is the pair alone.
         """
         grads = self._gradients.unscaled(grads)
         tensors = grads
@@ -217,7 +222,8 @@ class Stage:
                 summed_s = tf.maximum(tf.timestamp(), ready_s)
             waited_s = summed_s - ready_s + stood_s(ready_s, sums)
         numbers, wanted = sink.look(loss_sum, sums)
-        return tf.concat([pair, [waited_s, ready_s, summed_s], numbers], 0), list(wanted)
+        told = [stamps.after(x) for x in (*tensors, *sums)] if closely else []
+        return tf.concat([pair, [waited_s, ready_s, summed_s], numbers, *([told] if told else [])], 0), list(wanted)
 
     def _run(self, kind: Any, batch: tuple[Any, ...], scale: float, graph: Callable[..., Any],
              exact: bool = True) -> Any:

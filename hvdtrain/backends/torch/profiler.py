@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,6 +41,11 @@ class Profiler:
                                                     if name == _MARK and cause != KERNEL])
         return [Span(name, lane, begin / 1e6 + shift_s, end / 1e6 + shift_s, cause)
                 for name, lane, begin, end, cause in found if name not in (_MARK, _WARM)]
+
+
+def ranges() -> tuple[Callable[[str], Any], Callable[[], Any]]:
+    """Return what begins and ends an NVTX range, which Nsight Systems shows beside the kernels of a GPU."""
+    return torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
 
 
 def _lane(event: Any) -> str:

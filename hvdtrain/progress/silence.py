@@ -108,6 +108,8 @@ class Watch:
         if phase != before[0]:
             now = self._clock()
             self._at = (phase, before[1] if step is None else step, now)
+            if self._said:
+                self._ended(now)
             if self._early is not None:
                 self._early_at(before[0], phase, now)
 
@@ -138,6 +140,16 @@ class Watch:
             seconds[what] = seconds.get(what, 0.0) + end - begin
         self._first, self._early = list(seconds.items()), None
 
+    def _ended(self, now: float) -> None:
+        """Say what a phase that was spoken of has taken; of the way to the first step `first_step` tells."""
+        if words.of(self._at[0], self._at[1], self._pace.steps <= 1) == self._said:
+            return
+        with self._lock:
+            if self._early is None and not self._end.is_set():
+                say(f"{self._said}: took {now - self._said_from:.1f} s")
+                self._shown = now
+            self._said = ""
+
     def _look(self) -> None:
         while not self._end.wait(LOOK_S):
             with self._lock:
@@ -165,15 +177,15 @@ class Watch:
     def _plain(self, doing: str, what: str, since: float, now: float, silent: bool) -> None:
         """Print a line, if it is time for one."""
         age_s = now - since
-        if self._said and doing != self._said:
-            say(f"{self._said}: took {since - self._said_from:.1f} s")
-            self._said, self._shown, silent = "", now, False
         if self._said:
             silent = age_s >= self._next_s
         if silent and age_s >= 1.0:
             say(f"{what}: {int(age_s)} s so far")
-            self._said, self._said_from, self._shown = doing, since, now
+            self._said_from = self._said_from if self._said else since
+            self._said, self._shown = doing, now
             self._next_s = next((s for s in AGAIN_S if s > age_s), age_s + AGAIN_S[-1])
+            if self._at[2] != since:  # the run's thread has gone on meanwhile, and saw nothing said
+                self._said = ""
 
 
 class _Pace:

@@ -150,7 +150,7 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
     run.tell()
     _restore(run)
     causes.mark("loaded")
-    agreed(control, lambda: check_trainable(parts), "model")
+    agreed(control, lambda: check_trainable(parts), "checking the model")
     if feed.even_micros:
         agreed(control, lambda: parts.stage.spare(feed.sample(1, run.state.cursor)), "data")
 

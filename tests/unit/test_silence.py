@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -140,6 +141,13 @@ def test_a_quick_start_is_not_worth_a_line(told):
 def test_callbacks_that_take_long_have_words(module, name):
     assert hasattr(module, name), "the words are those of a class that is there"
     assert name not in words.of(f"fit_start of {name}", 0, True)
+
+
+def test_every_word_is_for_a_phase_that_somebody_publishes():
+    package = Path(silence.__file__).parents[1]
+    sources = [path.read_text() for path in package.rglob("*.py") if path.name != "words.py"]
+    calls = [source for source in sources if "pulse.at(" in source or "agreed(" in source]
+    assert [name for name in words._PHASES if not any(f'"{name}"' in source for source in calls)] == []
 
 
 class Trains:

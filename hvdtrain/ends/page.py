@@ -57,12 +57,12 @@ class Survivor:
         """Say what it is to do; the last word that it gets."""
         child, self._child = self._child, None
         if child is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
                 assert child.stdin is not None
                 child.stdin.write(word)
                 child.stdin.close()
-            if word == survivor.QUIT:
-                child.wait(QUIT_S)
+                if word == survivor.QUIT:
+                    child.wait(QUIT_S)
 
     def close(self) -> None:
         """Go on: the end of the records is not that of the run."""

@@ -85,6 +85,8 @@ class Stream:
                 self._failed(run, report, error)
 
     def _give(self, run: Any, report: Report, record: Record) -> None:
+        if all(other is not report for other, _ in self._reports):
+            return  # it failed over the note that another has failed, and that was said
         try:
             report.write(record)
         except Exception as error:  # noqa: BLE001  (whatever a tracker's library raises)

@@ -77,8 +77,9 @@ def put(path: Path, text: str) -> None:
 def _render(template: str, live: bool, **values: Any) -> str:
     from hvdtrain import __version__
 
-    return str(_environment().get_template(template).render(live=live, version=__version__, made=moment(time.time()),
+    text = str(_environment().get_template(template).render(live=live, version=__version__, made=moment(time.time()),
                                                             **values))
+    return text.encode("utf-8", "replace").decode()  # a name of a file that is no UTF-8 becomes lone surrogates
 
 
 @lru_cache

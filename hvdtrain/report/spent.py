@@ -77,7 +77,7 @@ def add_up(log: Log) -> Spent:
         spent.windows.append((event.time_s, number(event.values.get("window_s")), summed(rows.values()), rows))
         waits = event.values.get("waits")
         for row in waits if isinstance(waits, list) else ():
-            if isinstance(row, list) and len(row) == 3 and min(map(number, row)) >= 0:
+            if isinstance(row, list) and len(row) == 3 and all(number(one) >= 0 for one in row):
                 pair = (int(number(row[0])), int(number(row[1])))
                 if pair[0] != pair[1]:  # alike: it is not known for whom
                     spent.waits[pair] = spent.waits.get(pair, 0.0) + number(row[2])

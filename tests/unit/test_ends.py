@@ -129,6 +129,18 @@ def test_a_page_that_cannot_be_written_ends_nothing(tmp_path, monkeypatch, capsy
     assert "note: report.html could not be written (ValueError: no ink)" in capsys.readouterr().out
 
 
+def test_a_process_beside_that_does_not_go_costs_a_run_nothing_but_the_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "QUIT_S", 0.1)
+    beside = page.Survivor(None)
+    beside._child = child = subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE, bufsize=0)
+    try:
+        beside.tell(survivor.QUIT)
+        assert child.poll() is None
+    finally:
+        child.kill()
+        child.wait()
+
+
 def test_a_run_that_is_refused_leaves_no_page(tmp_path):
     class Refuses(Callback):
         def fit_start(self, run):

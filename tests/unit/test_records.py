@@ -2,11 +2,13 @@
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 from test_docs_config import generate  # noqa: F401  (a fixture)
 
 from hvdtrain.protocols import Record
 from hvdtrain.records.schema import EVENTS, problems
+from hvdtrain.records.stream import Stream
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,3 +43,24 @@ def test_what_is_not_documented_is_told_and_events_of_others_are_theirs():
     note = Record("note", 0, 0.0, {"text": "x", "colour": 1})
     assert problems(note) == ["note has 'colour', which is not documented"]
     assert problems(Record("mine", 0, 0.0, {"colour": 1})) == []
+
+
+def test_a_report_that_fails_over_the_note_about_another_is_told_once(capsys):
+    class Fails:
+        every, at_once = "1 step", True
+
+        def __init__(self, name):
+            self.name = name
+
+        def write(self, record):
+            raise OSError("gone")
+
+        def close(self):
+            pass
+
+    run = SimpleNamespace(begun=True, state=SimpleNamespace(cursor=SimpleNamespace(step=0)), notes=[])
+    stream = Stream(lambda: [Fails("first"), Fails("second")])
+    run.note = lambda text: (run.notes.append(text), stream.write(run, "note", {"text": text}))
+    stream.open()
+    stream.write(run, "note", {"text": "anything"})
+    assert sorted(note.split()[0] for note in run.notes) == ["first", "second"]

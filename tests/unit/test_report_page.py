@@ -85,6 +85,21 @@ def test_a_log_that_a_crash_has_torn_is_read_as_far_as_it_goes(tmp_path):
     assert "Go on with --resume auto" in said["What to do"] and "there is no checkpoint" in said["What to do"]
 
 
+def test_a_text_that_is_no_unicode_ends_no_page(tmp_path):
+    """Python reads the name of a file that is no UTF-8 as lone surrogates, which JSON keeps."""
+    log = told_runs.Log(tmp_path)
+    log.start(steps=400)
+    log.record("note", text="no room in /data/\udcff/run")
+    assert "no room in /data/?/run" in report.write(tmp_path).read_text(encoding="utf-8")
+
+
+def test_a_wait_without_its_seconds_is_left_out(tmp_path):
+    log = told_runs.Log(tmp_path)
+    log.start(steps=400)
+    log.record("seconds", from_step=0, window_s=5.0, ranks=[], waits=[[0, None, 2.0], [0, 1, None], [0, 1, 2.0]])
+    assert facts.gather(tmp_path).spent.waits == {(0, 1): 2.0}
+
+
 def test_a_run_that_goes_on_says_so(tmp_path, monkeypatch):
     log = told_runs.Log(tmp_path)
     log.start(steps=400)

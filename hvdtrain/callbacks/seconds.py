@@ -95,7 +95,9 @@ class Seconds(Callback):
         waits = whom.compare(stood_P, [spent["wait"] for spent in spent_P], [c.offset_s for c in self.clocks],
                              max(c.within_s for c in self.clocks))
         for rank, spent in enumerate(spent_P):
-            spent["wait"], spent["wire"] = float(waits.wait_PP[rank].sum()), float(waits.wire_P[rank])
+            spent["wait"] = float(waits.wait_PP[rank].sum())
+            spent["wire"] += float(waits.wire_P[rank])  # beside what went in messages from rank to rank
+            spent["compute"] += float(waits.own_P[rank])
         run.record("seconds", from_step=self._from_step, window_s=sum(spent_P[0].values()),
                    ranks=[{cause: round(s, 6) for cause, s in spent.items()} for spent in spent_P],
                    waits=longest(waits.wait_PP))

@@ -20,6 +20,7 @@ import numpy as np
 from hvdtrain.cluster.patience import wait_for
 from hvdtrain.errors import WaitTimeout
 from hvdtrain.faults import pulse
+from hvdtrain.timeline import span
 
 CHUNK = 1 << 29
 """Largest piece of a message in bytes; MPI 3.1 counts are 31 bits."""
@@ -72,7 +73,7 @@ class _Wait:
         """Return the array; `WaitTimeout` names the wait when the channel's time is over."""
         channel = self._channel
         if not self.done():
-            with pulse.waiting(self._what):
+            with pulse.waiting(self._what), span("message", "wire"):
                 if not wait_for(self.done, channel.timeout_s, channel.longest_sleep_s):
                     raise WaitTimeout(f"rank {channel.rank} on host {channel.node} waited {channel.timeout_s:g} s in "
                                       f"{self._what}. {pulse.missing()}".rstrip())

@@ -31,6 +31,14 @@ def test_what_a_rank_hands_over_early_is_not_waited_for_while_it_computes():
     np.testing.assert_allclose(found.wire_P, [2, 1])
 
 
+def test_a_rank_computes_until_its_own_device_has_handed_over():
+    rows = [[at(0, "b0", 4.0, 7.0, begin_s=1.0)], [at(0, "b0", 6.0, 7.0, begin_s=2.0)]]
+    found = compare(rows, [6.0, 5.0], [0.0, 0.0])
+    np.testing.assert_allclose(found.own_P, [3, 4])
+    np.testing.assert_allclose(found.wait_PP, [[0, 2], [0, 0]])
+    np.testing.assert_allclose(found.wire_P, [1, 1])
+
+
 def test_nobody_waited_for_one_that_came_after_the_end():
     rows = [[at(0, "bcast", 1.0, 1.5)], [at(0, "bcast", 8.0, 8.25)]]
     found = compare(rows, [0.5, 0.25], [0.0, 0.0])

@@ -100,7 +100,8 @@ def _fill(one: Attempt, log: Log) -> None:
     steps = log.steps["order"] == one.order
     times = [event.time_s for event in events] + ([float(log.steps["time"][steps][-1])] if steps.any() else [])
     one.seen_s = max((t for t in times if math.isfinite(t)), default=one.begin_s)
-    one.end_s = max(one.end_s, one.seen_s)
+    if not one.decision:  # else a supervisor has seen it end
+        one.end_s = max(one.end_s, one.seen_s)
     first = next((event for event in events if event.name == "seconds"), None)
     before_s = first.time_s - number(first.values.get("window_s")) if first is not None else math.nan
     if before_s < one.begin_s and not one.parts:  # a first window begins with the process; no supervisor knows better

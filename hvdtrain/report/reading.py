@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,10 @@ from hvdtrain.report.words import number, whole
 
 COLUMNS = ("loss", "grad_norm", "lr", "samples_per_s", "percent_of_solo", "epoch")
 """What is kept of a "step" record, beside its step and time."""
+
+
+BEFORE_START = ("environment", "clocks", "note", "memory_fit", "compile", "balance")
+"""Events that a fit may have recorded before its "start"."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,9 @@ def read(path: Path) -> Log:
                     number(record.pop("time", None)),
                     whole(record.pop("step", None), 0),
                 )
-                order += name == "start"
+                if name == "start":
+                    order += 1
+                    _belongs(log.events, step, order)
                 if name != "step":
                     log.events.append(Event(name, time_s, step, record, order))
                     continue
@@ -83,6 +89,14 @@ def read(path: Path) -> Log:
     table = np.where(np.isfinite(table), table, np.nan)
     log.steps = {name: table[:, i] for i, name in enumerate(("step", "time", "order", *COLUMNS))}
     return log
+
+
+def _belongs(events: list[Event], step: int, order: int) -> None:
+    """Give what a new process has recorded before its "start", at the step it goes on from, to its own attempt."""
+    for i in range(len(events) - 1, -1, -1):
+        if events[i].name not in BEFORE_START or events[i].step != step:
+            return
+        events[i] = replace(events[i], order=order)
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

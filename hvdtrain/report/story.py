@@ -64,7 +64,7 @@ def _ended(facts: Facts) -> Answer:
     if facts.loss == facts.loss:
         told.insert(0, f"training loss {metric(facts.loss)}")
     tone = {"good": "good", "bad": "bad"}.get(end.tone, "")
-    after = f" Last measured: {listed(told)}." if told else ""
+    after = f" Last measured: {listed(told)}.".replace("-", "\N{NON-BREAKING HYPHEN}") if told else ""
     return Answer(end.words + after, tone)
 
 
@@ -145,8 +145,9 @@ def _about(facts: Facts, worst: int) -> list[str]:
 def _wrong(facts: Facts) -> Answer:
     """Everything that should not have happened."""
     log = facts.log
-    points = [_fault(facts, one) for one in facts.attempts
-              if not one.ended_well and (one.cause or one is not facts.attempts[-1] or not facts.alive)]
+    ends = [one for one in facts.attempts
+            if not one.ended_well and (one.cause or one is not facts.attempts[-1] or not facts.alive)]
+    points = [_fault(one) for one in ends] if len(ends) != 1 else _last_words(ends[0])
     if len(points) > 5:
         points = [
             *points[:2],
@@ -179,14 +180,31 @@ def _wrong(facts: Facts) -> Answer:
             f"{count(log.passed, 'line')} of the log could not be read and {'is' if log.passed == 1 else 'are'} "
             "left out here"
         )
-    if not points:
+    if not points and not ends:
         return Answer("Nothing that was recorded.", "good")
-    ends = sum(not one.ended_well and bool(one.cause) for one in facts.attempts)
-    said = f"{count(ends, 'attempt')} ended badly." if ends else "It trained, but not without trouble."
+    said = f"{count(len(ends), 'attempt')} ended badly." if ends else "It trained, but not without trouble."
+    if len(ends) == 1:
+        said = _bad_end(facts, ends[0])
     return Answer(said, "bad" if ends and facts.completed is None and not facts.alive else "warn", points)
 
 
-def _fault(facts: Facts, one: Attempt) -> str:
+def _bad_end(facts: Facts, one: Attempt) -> str:
+    """The one bad end of a run, and whether it went on, in plain words."""
+    where = f"At step {one.step_end:,}" if one.step_end >= 0 else "Before the first step"
+    who = f" ({facts.who(one.rank)})" if one.rank >= 0 else ""
+    what = f"ended badly: {one.fault}" if one.cause else "ended without a word"
+    on = "."
+    if one is not facts.attempts[-1]:
+        on = f", and the run was started again, from step {max(0, one.step_end - one.lost):,}."
+    return f"{where} attempt {one.number} {what}{who}{on}"
+
+
+def _last_words(one: Attempt) -> list[str]:
+    """What was heard of the one attempt that ended badly."""
+    return [f"Its last words, after {duration(one.end_s - one.begin_s)}: {one.words.rstrip('.')}."] if one.words else []
+
+
+def _fault(one: Attempt) -> str:
     """An attempt's bad end in a sentence."""
     after = f"after {duration(one.end_s - one.begin_s)}"
     where = f" at step {one.step_end:,}" if one.step_end >= 0 else " before its first step"

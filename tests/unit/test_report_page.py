@@ -62,7 +62,11 @@ def test_a_page_tells_the_story_at_its_top(throttled):
     assert "30 steps that were computed again" in said["What it cost"]
     assert said["Who held whom up"].startswith("Rank 3 on b held the others up: 98 %")
     assert "Without rank 3 the rest would be 7 % faster" in said["Who held whom up"]
-    assert "killed (SIGKILL)" in said["What went wrong"] and "Went back to step 160" in said["What went wrong"]
+    assert "killed (SIGKILL)" in said["What went wrong"]
+    assert (
+        "At step 190 attempt 1 ended badly" in said["What went wrong"]
+        and "again, from step 160" in said["What went wrong"]
+    )
     assert "look for other work on its host" in said["What to do"]
     for words in said.values():
         assert words.split(".")[0] in told.words
@@ -266,3 +270,15 @@ def test_the_command_writes_the_page_and_refuses_what_is_no_run(throttled, tmp_p
     assert capsys.readouterr().out.strip() == str(tmp_path / "x.html")
     with pytest.raises(UserError, match="cannot be written"):
         cli.main([str(throttled), "--out", str(tmp_path / "gone" / "x.html")])
+
+
+def test_what_a_restarted_process_records_before_its_start_is_its_own(tmp_path):
+    log = told_runs.Log(tmp_path)
+    log.start()
+    log.train(60)
+    log.now, log.step = log.now + 20.0, 40
+    log.record("environment", attempt=2)
+    log.start()
+    log.train(80)
+    first, second = facts.gather(tmp_path).attempts
+    assert first.end_s < second.begin_s and (first.step_end, first.lost, second.step_begin) == (60, 20, 40)

@@ -76,7 +76,7 @@ def chart(title: str, unit: str, lines: Sequence[Line], *, zero: bool = False, m
             )
     named = {line.name: line.color for line in lines if not line.faint and line.name}
     drawn.legend = list(named.items()) if len(named) > 1 else []
-    drawn.note = "logarithmic" if y_axis.log else ""
+    drawn.note = "log scale" if y_axis.log else ""
     drawn.cursor = {"x0": x_axis.low, "x1": x_axis.high, "xn": x_name, "s": series}
     return drawn
 

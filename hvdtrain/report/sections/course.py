@@ -116,7 +116,11 @@ def quiet(facts: Facts) -> list[tuple[float, float]]:
         own = facts.log.steps["order"] == one.order
         times = np.sort(np.concatenate([facts.log.steps["time"][own],
                                         [e.time_s for e in facts.log.events if e.order == one.order]]))
+        times = times[np.isfinite(times)]
         end_s = facts.end_s if facts.alive and one is facts.attempts[-1] else one.end_s
+        end_s = (
+            times[-1] if len(times) and one.ended_well else end_s
+        )  # then only its processes end after its last words
         gaps = np.diff([*times, max(end_s, times[-1])]) if len(times) else np.zeros(0)
         usual = float(np.median(gaps[gaps > 0])) if (gaps > 0).any() else 0.0
         long = np.nonzero(gaps > max(LEAST_QUIET_S, QUIET * usual))[0] if len(times) > 4 else ()

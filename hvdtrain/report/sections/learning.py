@@ -34,7 +34,7 @@ def make(facts: Facts) -> Section | None:
                                 x_axis=axis, last=_latest(points[1])))
     for name, title, unit, zero in (("samples_per_s", "Speed", "samples/s", True),
                                     ("percent_of_solo", "Of the sum of solo speeds", "%", True),
-                                    ("grad_norm", "Gradient norm", "L2, before clipping", False),
+                                    ("grad_norm", "Gradient norm", "L2", False),
                                     ("lr", "Learning rate", "", True)):
         x, y = standing(facts, name)
         color = {"samples_per_s": "k2", "percent_of_solo": "k2"}.get(name, "k3")

@@ -25,7 +25,7 @@ def make(facts: Facts) -> Section | None:
     events = [e for e in facts.log.all("system") if isinstance(e.values.get("ranks"), list)]
     charts: list[Chart] = []
     begin = facts.begin_s
-    for key, title, unit, words in SHOWN:
+    for key, title, unit, words in SHOWN if len(events) > 1 else ():
         lines = _lines(events, key, begin)
         drawn = chart(title, unit, lines, zero=True, x_words=clock_words, x_name="seconds", words=words)
         if drawn is not None:

@@ -64,7 +64,7 @@ def _by_kind(facts: Facts, reckoned: list[dict[str, float]], measured: list[dict
         for kinds, what in ((reckoned, "reckoned"), (measured, "measured")):
             row = kinds[rank] if rank < len(kinds) else {}
             if row:
-                label = f"{facts.who(rank)}, {what}" if any(reckoned) and any(measured) else facts.who(rank)
+                label = f"rank {rank}, {what}" if any(reckoned) and any(measured) else facts.who(rank)
                 words = {colors[k]: f"{label}: {NAMES.get(k, k)} {size(v)}" for k, v in row.items()}
                 mark = peaks[rank] if what == "measured" and peaks[rank] == peaks[rank] else -1.0
                 rows.append(bar(label, {colors[k]: row[k] for k in names if k in row}, full, words,

@@ -48,7 +48,7 @@ def make(facts: Facts) -> Section | None:
         if facts.rank_s > 0 and missing > 0.02 * facts.rank_s:
             lead += (
                 f" {duration(missing)} of the ranks' time ({percent(100 * missing / facts.rank_s)}) is in no record: "
-                "what came before a crash, and the ends of processes."
+                "what a crash took along, launchers, and the ends of processes."
             )
     return Section("seconds", "Where the time went", lead, blocks)
 

@@ -22,6 +22,7 @@ def make(facts: Facts) -> Section | None:
     dropped = int(max(0.0, number(found.get("dropped")))) if number(found.get("dropped")) >= 0 else 0
     lines = [f"{found.get('path')}{window}: {count(int(max(0, number(found.get('events')) or 0)), 'event')}, "
              f"{size(number(found.get('bytes')))}. Open it at ui.perfetto.dev or in chrome://tracing.",
+             "The ranks share one clock." if number(found.get("within_s")) == 0 else
              f"The ranks' clocks in it agree within {duration(number(found.get('within_s')))}."]
     if dropped:
         lines.append(f"{count(dropped, 'event')} did not fit its size and are missing.")

@@ -23,5 +23,9 @@ def make(facts: Facts) -> Section | None:
         "waits",
         "Who waited for whom",
         lead,
-        [Shades("Seconds waited", table, "waited", "for rank", "A dark column is a rank that holds others up.")],
+        [
+            Shades(
+                "Seconds waited", table, "waited", "for rank", "A column of strong colour: a rank that holds others up."
+            )
+        ],
     )

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 FILES = {
     "exchange": ("wires", "staged", "compressors", "horovod", "nccl"),
     "training": ("start", "training", "precision", "batchnorm", "zero", "checkpoint", "split", "command"),
-    "memory": ("remat", "oom", "balance", "micro_batch"),
+    "memory": ("remat", "oom", "balance", "micro_batch", "readings"),
     "speed": ("compile_auto", "gpt_100m"),
 }
 """The files in jobs/, and the rows that have their functions there."""

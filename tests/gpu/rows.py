@@ -37,6 +37,7 @@ ROWS: tuple[Row, ...] = (
     Row("oom", "one rank runs out of memory: only its micro-batch shrinks, the weights stay", limit_s=90.0),
     Row("balance", "unlike memory on one GPU: ceilings are kept, the weights stay", limit_s=90.0),
     Row("micro_batch", "micro_batch auto: the largest that fits, on each rank by itself", limit_s=90.0),
+    Row("readings", "what is read of each rank's memory and GPU, and how much of its peak is used"),
     Row("split", "a model on a GPU and the CPU of one rank: the weights of plain PyTorch", ranks=1, needs=("gpu",)),
     Row("command", "python -m hvdtrain train with a recipe", needs=("jsonargparse",)),
     Row("compile_auto", "compile auto: the choice, and the weights of the uncompiled model", limit_s=150.0, ranks=1),

@@ -137,3 +137,27 @@ def _trained(control: Control, settings: Config, model: nn.Module, data: Any) ->
     run = kit.fitted(settings, model, data).run
     assert run is not None
     return run.parts.remat, int(torch.cuda.max_memory_allocated()) if kit.ON_GPU else 0
+
+
+def readings(control: Control) -> dict[str, Any]:
+    """Read each rank's process, memory by kind and GPU at the end of a training; sums must be possible ones."""
+    model, data = kit.decoder(), kit.tokens(64)
+    keys = {} if kit.ON_GPU else {"peak_tflops": [1.0] * control.size}  # no table has CPUs
+    run = kit.fitted(kit.config(control, 16, **keys), model, data).run
+    assert run is not None
+    if control.rank != 0:
+        return {}
+    found = run.records.latest["system"].values
+    parameters = sum(p.nbytes for p in model.parameters())
+    for read in found["ranks"]:
+        assert read["rss_bytes"] > 1e7 and read["memory"]["parameters"] >= parameters
+        if kit.ON_GPU:
+            assert parameters < read["allocated_bytes"] <= read["reserved_bytes"] and 0 <= read["fragmentation"] < 1
+            assert read["memory"]["activations"] > 0
+    assert all(n is not None and n > 6 * 32 * 0.5 * parameters / 4 for n in found["flops"]), found["flops_unknown"]
+    first = found["ranks"][0]
+    names = ("utilisation_percent", "sm_mhz", "throttled", "temperature_c", "power_w")
+    told = ", ".join(f"{name} {first.get(name)}" for name in names) if kit.ON_GPU else "a CPU"
+    used = [None if part is None else round(part, 4) for part in found["mfu"]]
+    return {"detail": f"{told}; MFU by rank {used} of {found['peak_source'][0] or 'a peak that is not known'}",
+            "numbers": {"mfu": found["mfu"], "flops": found["flops"], "memory": first["memory"]}}

@@ -104,7 +104,8 @@ EVENTS = {
                  "not known",
     }, "about every 5 s, and last of all, after end"),
     "system": Event("What each rank's process and device hold and do.", {
-        "ranks": "by rank: rss_bytes, swap_bytes, cpu_percent (200: two busy cores), threads; memory: kind -> bytes "
+        "ranks": "by rank: rss_bytes, swap_bytes, cpu_percent (200: two busy cores), quota_percent (of the periods "
+                 "of a processor quota those in which it was used up), threads; memory: kind -> bytes "
                  "(hvdtrain.memory_plan.kinds); of a GPU also allocated_bytes, reserved_bytes, peak_bytes, "
                  "fragmentation (part of reserved), retries, utilisation_percent, sm_mhz, most_sm_mhz, throttled "
                  "(reasons), temperature_c, power_w, used_bytes (of all processes); more_gpus: the same of a rank's "

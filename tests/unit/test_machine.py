@@ -23,8 +23,25 @@ def test_a_process_is_read_from_the_kernel(tmp_path):
     (tmp_path / "self/status").write_text(STATUS)
     walls, busy = iter([0.0, 2.0, 2.0]), iter([1.0, 4.0, 4.0])
     read = process.Process(str(tmp_path), lambda: next(walls), lambda: next(busy))
-    assert read.reading() == {"rss_bytes": 2 << 20, "swap_bytes": 0, "threads": 7, "cpu_percent": 150.0}
+    assert read.reading() == {"rss_bytes": 2 << 20, "swap_bytes": 0, "threads": 7, "cpu_percent": 150.0,
+                              "quota_percent": None}
     assert read.reading()["cpu_percent"] is None  # no time has passed
+
+
+@pytest.mark.parametrize("group, folder", [("0::/a/b", "a"), ("3:cpu,cpuacct:/a", "cpu,cpuacct/a"),
+                                           ("4:memory:/a\n0::/", ".")], ids=["version 2", "version 1", "no quota"])
+def test_a_quota_that_is_used_up_is_told(tmp_path, group, folder):
+    """The outer group has the quota; the inner one of version 2 counts no periods."""
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text(group + "\n")
+    (tmp_path / folder / "b").mkdir(parents=True)
+    (tmp_path / folder / "b/cpu.stat").write_text("usage_usec 5\n")
+    stat, counts = tmp_path / folder / "cpu.stat", folder != "."
+    stat.write_text("nr_periods 100\nnr_throttled 50\n" if counts else "usage_usec 9\n")
+    read = process.Process(str(tmp_path), cgroup=str(tmp_path))
+    assert read.reading()["quota_percent"] is None  # no period has passed
+    stat.write_text("nr_periods 300\nnr_throttled 200\n" if counts else "usage_usec 10\n")
+    assert read.reading()["quota_percent"] == (75.0 if counts else None)
 
 
 def test_what_a_kernel_does_not_tell_is_none(tmp_path):

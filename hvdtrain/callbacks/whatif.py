@@ -6,8 +6,10 @@ run one small tuple.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ FIRST = 64
 COSTS = 0.005
 """Measuring how a rank's seconds depend on its samples may take this part of the run's time, else it is left out."""
 
-TRIES = 3
+TRIES = 5
 
 
 class WhatIf(Callback):
@@ -58,7 +60,7 @@ class WhatIf(Callback):
 
     def fit_end(self, run: Any) -> None:
         """Look for the last time."""
-        costs_s = 2 * TRIES * (run.phases.step_s / max(1, run.phases.steps)) + run.phases.first_s
+        costs_s = 2.5 * (TRIES + 1) * (run.phases.step_s / max(1, run.phases.steps)) + run.phases.first_s
         self._tell(run, self.look(run, costs_s < COSTS * (time.perf_counter() - self._begin)))
         self._micro = None
 
@@ -79,27 +81,36 @@ class WhatIf(Callback):
         return forecast(Steps(wall, work_s, wait, samples.astype(np.int64)), work, run.solo_lines or lines)
 
     def _measured(self, run: Any) -> Line | None:
-        """This rank's line, from a micro-batch and half of it; None where that is not to be had here."""
+        """This rank's line, from its micro-batch and one as large as it would be, or half; None where it is not to be
+        had here.
+        """
         config, micro = run.config, self._micro
         n = len(micro[0]) if micro is not None else 0
         if n < 4 or config.compile != "off" or config.sync_batchnorm:
             return None
-        kept, points = run.parts.state.rank_state(), []
+        # A line beyond what was measured is a guess; but a device may not hold more than it does.
+        on_host = run.devices[run.control.rank].kind == "cpu"
+        sizes = (n, n + -(-n // (run.control.size - 1))) if on_host else (n // 2, n)
+        kept = run.parts.state.rank_state()
         try:
-            for size in (n // 2, n):
-                batch = tuple(part[:size] for part in micro)
+            batches = [tuple(part[np.arange(size) % n] for part in micro) for size in sizes]
+            for batch in batches:  # which traces and allocates
                 run.parts.stage.trial(batch)
-                begin = time.perf_counter()
-                for _ in range(TRIES):
-                    run.parts.stage.trial(batch)
-                points.append((time.perf_counter() - begin) / TRIES)
-        except Exception:  # noqa: BLE001  (what cannot be halved is not; the run is over but for its end)
+            seconds = [[_timed(run.parts.stage.trial, batch) for batch in batches] for _ in range(TRIES)]
+        except Exception:  # noqa: BLE001  (what cannot be tried is not; the run is over but for its end)
             return None
         finally:
             run.parts.state.load_rank(kept)
-        return fit((n // 2, n), points)
+        return fit(sizes, [statistics.median(times) for times in zip(*seconds)])
 
     @staticmethod
     def _tell(run: Any, found: Forecast | None) -> None:
         if found is not None:
             run.record("whatif", ranks=list(found.percent_P), step_s=found.step_s, without_s=list(found.without_s_P))
+
+
+def _timed(work: Callable[[Any], None], batch: Any) -> float:
+    """Seconds of ``work(batch)``."""
+    begin = time.perf_counter()
+    work(batch)
+    return time.perf_counter() - begin

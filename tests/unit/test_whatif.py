@@ -10,6 +10,7 @@ from hvdtrain import loop
 from hvdtrain.balance.line import Line
 from hvdtrain.balance.plan import equal, plan
 from hvdtrain.balance.whatif import Steps, Work, counted, forecast, line_of
+from hvdtrain.callbacks.whatif import WhatIf
 
 N = 120
 """Global batch, divisible by 2, 3 and 4 ranks."""
@@ -92,3 +93,20 @@ def test_a_run_of_several_ranks_records_it(tmp_path):
         if row["event"] == "whatif":
             assert len(row["ranks"]) == len(row["without_s"]) == 2 and row["step_s"] > 0
             assert row["ranks"] == pytest.approx([100 * (row["step_s"] / s - 1) for s in row["without_s"]])
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_a_rank_measures_its_line_and_leaves_the_model_as_it_was(framework, tmp_path):
+    settings = config(out=str(tmp_path / "run"), global_batch=16, epochs=2)
+
+    def measured(run):
+        loop.fit(run)
+        callback = next(c for c in run.callbacks if isinstance(c, WhatIf))
+        callback._micro = (samples(8)[0], samples(8)[1])
+        before = run.parts.state.state()[0]["model"]
+        line = callback._measured(run)
+        after = run.parts.state.state()[0]["model"]
+        return line, all(np.array_equal(before[name], after[name]) for name in before)
+
+    for line, same in lockstep(2, settings, lambda rank: make_model(framework), samples(32), measured):
+        assert same and line.a_s >= 0 and line.c_s > 0

@@ -52,7 +52,7 @@ class WhatIf(Callback):
         seconds = run.phases.seconds
         self._rows.append((time.perf_counter(), seconds["data"] + seconds["compute"], seconds["wait"],
                            run.phases.own_samples))
-        if run.state.cursor.step >= self._look_at:
+        if 0 < self._look_at <= run.state.cursor.step:  # 0: no fit has begun
             self._look_at += self._look_at
             self._tell(run, self.look(run))
         if run.batch is not None and run.batch.micros:

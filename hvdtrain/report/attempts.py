@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvdtrain.ends.words import SILENT
 from hvdtrain.report.reading import Event, Log
 from hvdtrain.report.words import cut, number, whole
 
@@ -17,7 +18,7 @@ FAULTS = {
     "user": "a mistake in what was given", "exception": "an exception", "oom": "memory ran out",
     "non_finite": "the loss was not finite", "disk": "the disk", "lost": "a rank was lost", "hang": "a rank hung",
     "unreachable": "a host did not answer", "interrupted": "it was interrupted", "requeue": "its job's time was over",
-    "echo": "another rank's end", "done": "it was done",
+    "echo": "another rank's end", "done": "it was done", "silent": "rank 0 fell silent",
 }
 """Kinds of causes (`hvdtrain.faults.causes`) in words."""
 
@@ -119,6 +120,11 @@ def _why(one: Attempt, events: Sequence[Event]) -> None:
             one.cause, one.words = "done", cut(event.values.get("stop") or "")
             return
         if event.name == "failed":
-            one.cause, one.words = "exception", cut(event.values.get("error") or "")
+            one.cause, one.words = _kind(error := str(event.values.get("error") or "")), cut(error)
             one.rank = whole(event.values.get("rank"))
             return
+
+
+def _kind(error: str) -> str:
+    """The kind of cause that the words of a "failed" record tell; one of `FAULTS`."""
+    return "silent" if error == SILENT else "interrupted" if error.startswith("KeyboardInterrupt") else "exception"

@@ -46,7 +46,7 @@ def of(facts: Facts) -> Ending:
                       f"why. It was heard of last {duration(facts.looked_s - facts.end_s)} before this page was made.")
     who = f" {facts.who(last.rank)}:" if last.rank >= 0 else ""
     return Ending(BAD, "failed", f"Failed at step {_where(facts)} after {took}{through}",
-                  f"{last.fault[:1].upper()}{last.fault[1:]} ended it.{who} {last.words}".rstrip(" :"))
+                  f"It failed: {last.fault}.{who} {last.words}".rstrip(" :.") + ".")
 
 
 def _where(facts: Facts) -> str:

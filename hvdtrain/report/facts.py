@@ -92,7 +92,9 @@ class Facts:
     @cached_property
     def step(self) -> int:
         """Steps that stand: where the run has come to."""
-        return next((one.step_end for one in reversed(self.attempts) if one.step_end >= 0), -1)
+        found = next((one.step_end for one in reversed(self.attempts) if one.step_end >= 0), -1)
+        logged = self.log.steps["step"]  # of a log whose begin is gone there are no attempts
+        return found if self.attempts else max(whole((self.completed or {}).get("steps")), *map(int, logged[-1:]), -1)
 
     @cached_property
     def steps(self) -> int:

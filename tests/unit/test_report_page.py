@@ -15,6 +15,7 @@ import told_runs
 
 from hvdtrain import report
 from hvdtrain.cli import report as cli
+from hvdtrain.ends.words import SILENT
 from hvdtrain.errors import UserError
 from hvdtrain.records import schema
 from hvdtrain.report import ending, facts, page, story
@@ -95,6 +96,28 @@ def test_a_text_that_is_no_unicode_ends_no_page(tmp_path):
     log.start(steps=400)
     log.record("note", text="no room in /data/\udcff/run")
     assert "no room in /data/?/run" in report.write(tmp_path).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("error, told", [
+    (SILENT, "It failed: rank 0 fell silent."), ("KeyboardInterrupt", "It failed: it was interrupted."),
+    ("ValueError: no such thing.", "It failed: an exception. rank 0: ValueError: no such thing."),
+])
+def test_an_end_is_called_what_it_was(error, told, tmp_path):
+    log = told_runs.Log(tmp_path)
+    log.record("start", world_size=1, steps=400)
+    log.record("failed", error=error, rank=0)
+    said = chapters(tmp_path)
+    assert said["How it ended"].startswith(told) and ".." not in said["How it ended"]
+    assert ("Mend the error" in said["What to do"]) is error.startswith("ValueError")
+
+
+def test_a_completed_run_whose_log_was_deleted_tells_its_steps(tmp_path):
+    (tmp_path / "completed.json").write_text('{"steps": 100}')
+    assert ending.of(facts.gather(tmp_path)).headline.startswith("Trained 100 steps")
+    log = told_runs.Log(tmp_path)
+    log.train(90)
+    (tmp_path / "completed.json").write_text("{}")
+    assert ending.of(facts.gather(tmp_path)).headline.startswith("Trained 90 steps")
 
 
 def test_a_wait_without_its_seconds_is_left_out(tmp_path):

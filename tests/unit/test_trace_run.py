@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from small_runs import config, fitted, lockstep, make_model, samples
 
-from hvdtrain import backends
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.config import Checkpoint, Data, Exchange
 from hvdtrain.errors import UserError
@@ -128,10 +127,3 @@ def test_spans_of_the_runs_own_thread_are_ranges_of_a_devices_profiler() -> None
     with active(own, "input"), span("fetch"):
         pass
     assert seen == ["update", "vote"] and depth[0] == 0
-
-
-@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_a_framework_has_two_calls_for_ranges_or_none(framework: str) -> None:
-    pytest.importorskip(framework, reason=f"{framework} is not installed")
-    found = backends.load(framework).ranges()
-    assert found is None or len(found) == 2 and all(callable(call) for call in found)

@@ -40,7 +40,8 @@ class System(Callback):
 
     def step_end(self, run: Any) -> None:
         """Ask all ranks for a reading when it is time, on rank 0; leave the first steps out of the utilisation."""
-        assert self._usage is not None
+        if self._usage is None:  # steps outside of a fit
+            return
         self._usage.step_end(run)
         if run.control.rank == 0 and self._clock() >= self._due_at:
             self._due_at = self._clock() + EVERY_S

@@ -47,7 +47,8 @@ def settings(record: Record) -> dict[str, bool | int | float | str]:
         world = {name: record.values.get(name) for name in ("world_size", "hosts", "framework", "wire")}
         return dict(_plain({**record.values.get("config", {}), **world}))
     if record.event == "environment":
-        return dict(_plain({name: value for name, value in record.values.items() if name != "differs"}))
+        told_by_start = ("differs", "hosts")
+        return dict(_plain({name: value for name, value in record.values.items() if name not in told_by_start}))
     return {}
 
 

@@ -68,7 +68,7 @@ def test_settings_are_the_configuration_and_the_world():
     found = settings(record("start", config=Config(lr=0.5).to_dict(), world_size=4, hosts="1 host", framework="numpy"))
     assert found["lr"] == 0.5 and found["optimizer.name"] == "auto" and found["world_size"] == 4
     assert found["metrics"] == "['accuracy']" and found["deterministic"] is False
-    assert settings(record("environment", versions={"numpy": "2"}, differs={"lr": 1}, mpi=None)) == {
+    assert settings(record("environment", versions={"numpy": "2"}, differs={"lr": 1}, mpi=None, hosts=[{}])) == {
         "versions.numpy": "2", "mpi": "None"}
     assert settings(record("step", loss=1.0)) == {}
 

@@ -63,11 +63,14 @@ class Usage:
 
     def _before(self, run: Any, sample: Callable[[int], Any]) -> Count:
         """Count by a pass, where the framework is counted so; it leaves nothing behind. Never raises."""
+        kept = run.parts.state.rank_state()  # datasets that are read draw random numbers too
         try:
             return self._backend.flops_of_pass(run.parts, sample(SAMPLES))  # type: ignore[no-any-return]
         except Exception as error:  # noqa: BLE001  (a user's model in a mode that it was not written for)
             self._backend.out_of_memory(error)  # frees what was cached
             return None, f"{type(error).__name__}: {error}"
+        finally:
+            run.parts.state.load_rank(kept)
 
     def step_end(self, run: Any) -> None:
         """Leave the first steps out of the whole run."""

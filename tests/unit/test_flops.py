@@ -11,6 +11,7 @@ from small_runs import CLASSES, FEATURES, FRAMEWORKS, HIDDEN, bits, config, fitt
 from hvdtrain import summary
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.machine import flops, peaks
+from hvdtrain.sections import Data
 
 PACKAGE = {"torch": "torch_models", "tensorflow": "tf_models"}
 GPT = {"width": 8, "depth": 1, "heads": 2, "context": 4, "vocab": 6, "dropout": 0.1}
@@ -61,6 +62,25 @@ def test_counting_changes_no_bit_of_a_training():
     assert bits(with_it) == bits(without)
     assert told(without)["flops"] == [None] and told(without)["mfu"] == [None]
     assert "mfu" not in dict(summary.rows(without))
+
+
+def test_counting_draws_no_number_that_a_dataset_would_draw():
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+    class Noisy(torch.utils.data.Dataset):
+        """Draws from both generators whenever it is read."""
+
+        def __len__(self):
+            return 16
+
+        def __getitem__(self, i):
+            return torch.full((FEATURES,), i / 16) + torch.randn(FEATURES) + float(np.random.normal()), i % CLASSES
+
+    def train(peak):
+        return trained(make_model("torch"), Noisy(), peak_tflops=peak, data=Data(prefetch=0))
+
+    with_it, without = train([1e-3]), train([])
+    assert told(with_it)["flops"] != [None] and bits(with_it) == bits(without)
 
 
 def test_recurrent_layers_and_operations_of_others():

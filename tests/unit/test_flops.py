@@ -11,7 +11,6 @@ from small_runs import CLASSES, FEATURES, FRAMEWORKS, HIDDEN, bits, config, fitt
 from hvdtrain import summary
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.machine import flops, peaks
-from hvdtrain.sections import Data
 
 PACKAGE = {"torch": "torch_models", "tensorflow": "tf_models"}
 GPT = {"width": 8, "depth": 1, "heads": 2, "context": 4, "vocab": 6, "dropout": 0.1}
@@ -77,7 +76,7 @@ def test_counting_draws_no_number_that_a_dataset_would_draw():
             return torch.full((FEATURES,), i / 16) + torch.randn(FEATURES) + float(np.random.normal()), i % CLASSES
 
     def train(peak):
-        return trained(make_model("torch"), Noisy(), peak_tflops=peak, data=Data(prefetch=0))
+        return trained(make_model("torch"), Noisy(), peak_tflops=peak)
 
     with_it, without = train([1e-3]), train([])
     assert told(with_it)["flops"] != [None] and bits(with_it) == bits(without)

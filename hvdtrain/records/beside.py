@@ -44,8 +44,7 @@ class Beside:
 
     def write(self, record: Record) -> None:
         """Put one record into the queue; raise what the tracker has raised over one before."""
-        if self._error is not None:
-            raise self._error
+        self._raise()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
             self._thread.start()
@@ -67,12 +66,19 @@ class Beside:
         with contextlib.suppress(queue.Full):
             self._records.put(None, timeout=self.close_s)
         self._thread.join(max(0.0, ends_at - time.monotonic()))
-        if self._error is not None:
-            raise self._error
+        self._raise()
         if self._thread.is_alive():
             raise TimeoutError(f"it still writes {self.close_s:g} s after the end and is left behind")
         if self._lost:
             raise RuntimeError(f"it was too slow for {self._lost} records, which it lacks")
+
+    def _raise(self) -> None:
+        """Raise what went wrong, as an `Exception`: a library's sys.exit ends its thread, not the run."""
+        error = self._error
+        if isinstance(error, Exception):
+            raise error
+        if error is not None:
+            raise RuntimeError(f"{type(error).__name__} {error}".rstrip()) from error
 
     def _work(self) -> None:
         """Make the tracker, feed it and close it; keep the first error, after which it gets nothing more."""

@@ -302,6 +302,13 @@ def test_what_cannot_be_made_is_said_at_the_latest_at_the_end(tmp_path):
     assert len(run.notes) == 1 and "it gave a int, not what has write(record) and close()" in run.notes[0]
 
 
+def test_a_library_that_ends_the_program_ends_no_run(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("import sys\ndef make(run):\n    sys.exit(9)\n")
+    run = tracked(tmp_path, f"{path}:make")
+    assert len(run.notes) == 1 and "fails (RuntimeError: SystemExit 9); training goes on without it" in run.notes[0]
+
+
 def test_a_slow_tracker_holds_nobody_up(tmp_path, monkeypatch):
     monkeypatch.setattr(beside, "MOST_WAITING", 5)
     goes_on = threading.Event()

@@ -101,7 +101,9 @@ def append(path: Path, lines: deque[bytes]) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """NaN and infinities as null: JSON has no word for them."""
+    """NaN and infinities as null: JSON has no word for them. A framework's own number is one."""
+    if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
+        value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from fake_run import all_of, make_run, reporting, walk
 from small_runs import FRAMEWORKS, config, make_model, samples
@@ -156,6 +157,14 @@ def test_a_log_that_stays_unwritable_keeps_so_many_records_and_counts_the_rest(t
     assert capsys.readouterr().out.count("log.jsonl cannot be written") == 1
     run.records.close(run)
     assert "5 records of log.jsonl could not be written and are lost" in capsys.readouterr().out
+
+
+def test_numbers_of_numpy_are_numbers(run, tmp_path):
+    reporting(run, Jsonl(run))
+    run.record("mine", a=np.float32(0.5), b=np.float32("nan"), c=[np.int64(3), np.array(2.0)])
+    run.records.close(run)
+    row = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
+    assert (row["a"], row["b"], row["c"]) == (0.5, None, [3, 2.0])
 
 
 def test_a_record_that_is_not_json_ends_no_run(run, tmp_path, capsys):

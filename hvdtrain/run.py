@@ -218,11 +218,13 @@ class Run:
 
     def emit(self, event: Event) -> None:
         """Tell every callback; root-only ones only on rank 0."""
+        method, watched = event.value, self.timeline.watched
         for callback in self.callbacks:
             if callback.where == "all" or self.control.rank == 0:
-                if hasattr(callback, event.value):
-                    name = f"{event.value} of {type(callback).__name__}"
+                name = f"{method} of {type(callback).__name__}" if hasattr(callback, method) else ""
+                if name:
                     pulse.at(name, self.state.cursor.step)
+                if name and watched:  # else nobody would see it, and there are twenty a step
                     with span(name):
                         callback.on(event, self)
                 else:

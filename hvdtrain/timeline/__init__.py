@@ -52,6 +52,11 @@ class Timeline:
         self.stood = Stood()
         self.step = 0
 
+    @property
+    def watched(self) -> bool:
+        """Whether anybody sees spans that have no cause."""
+        return self.taker is not None or self.marks is not None
+
     def begin(self) -> None:
         """Let what nobody names be "other" from here on."""
         self.clock.base("other")

@@ -14,7 +14,8 @@ from hvdtrain.records.numbers import numbers, settings
 from hvdtrain.reports.gauges import Gauges, Server
 
 MODULE = PACKAGE = ""
-ARGUMENT, MEANS = r"|\d{1,5}|.+\.prom", ", prometheus:PORT or prometheus:FILE.prom"
+PORT = "[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]"  # 1 to 65535
+ARGUMENT, MEANS = rf"|{PORT}|.+\.prom", ", prometheus:PORT or prometheus:FILE.prom"
 APART_S = 1.0  # a step costs 150 us of CPU and 600 us with the disk
 
 

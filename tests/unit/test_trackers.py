@@ -85,6 +85,8 @@ def test_each_is_one_short_file():
     (["csv", "csv"], "'csv' twice"),
     (["csv:x"], "expected csv"),
     (["prometheus:metrics.txt"], "expected prometheus, prometheus:PORT or prometheus:FILE.prom"),
+    (["prometheus:65536"], "expected prometheus, prometheus:PORT or prometheus:FILE.prom"),
+    (["prometheus:0"], "expected prometheus, prometheus:PORT or prometheus:FILE.prom"),
     (["wandb:a/b"], "wandb:PROJECT"),
 ])
 def test_what_is_no_tracker_is_refused(entries, words):

@@ -43,6 +43,7 @@ TABLE: tuple[tuple[str, str, Callable[[Setup], bool]], ...] = (
      lambda s: not s.config.early_stop.metric),
     ("data_parallel.stage data_parallel.shards", "data_parallel is replicate, which divides nothing",
      lambda s: s.config.data_parallel.name == "replicate"),
+    ("trace.profiler", "no trace.steps is set", lambda s: not s.config.trace.steps),
     ("max_skipped", "nan_guard is not skip", lambda s: s.config.nan_guard != "skip"),
     ("loss_scale", "precision is not fp16 or auto",
      lambda s: not {"fp16", "auto"} & set(s.config.precisions())),

@@ -6,11 +6,12 @@ import pytest
 from small_runs import config, lockstep, make_model, samples
 
 from hvdtrain import schema, unused
-from hvdtrain.config import Config, Data, DataParallel, EarlyStop, Exchange, Named, Rebalance, Schedule
+from hvdtrain.config import Config, Data, DataParallel, EarlyStop, Exchange, Named, Rebalance, Schedule, Trace
 from hvdtrain.unused import Setup, notes
 
 TOPK = {"topk_ratio": 0.1, "topk_momentum": 0.5, "topk_warmup_steps": 3}
 IDLE = [
+    ({"trace": Trace(profiler=True)}, ["trace.profiler"]),
     ({"schedule": Schedule(args={"T_max": 3}, interval="epoch")}, ["schedule.args", "schedule.interval"]),
     ({"early_stop": EarlyStop(mode="max", patience=2, min_delta=0.1)},
      ["early_stop.mode", "early_stop.patience", "early_stop.min_delta"]),

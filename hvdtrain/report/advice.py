@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdtrain.report.facts import Facts
-from hvdtrain.report.words import cut, duration, percent
+from hvdtrain.report.words import begin, cut, duration, percent, time_of_day
 
 WORTH = 5.0
 """Percent of the ranks' time that a cause has to cost before something is said to be done about it."""
@@ -29,10 +29,12 @@ def give(facts: Facts) -> list[str]:
     meter = str(facts.log.last("meter").get("advice") or "")
     if meter and not meter.startswith("nothing to do"):
         found.append(f"{meter[:1].upper()}{meter[1:]}")
+        found[-1] += " of the run's speed now" if "would win" in meter and meter.endswith("%") else ""
+    found += _about_deaths(facts)
     spent = facts.spent
     if spent.basis == "seconds":
-        for cause, words in (("start", "Starting took {p} of the ranks' time: longer runs make it less, and what was "
-                              "probed and built stays in its cache"),
+        for cause, words in (("start", "Starting took {p} of the recorded time{most}: longer runs make it less, and "
+                              "what was probed and built stays in its cache"),
                              ("checkpoint", "Saving held the ranks up for {p} of their time: save less often "
                               "(checkpoint.every_steps), or let each rank write its part (checkpoint.layout sharded)"),
                              ("evaluation", "Evaluation took {p} of the ranks' time: evaluate less often (eval_every)"),
@@ -40,13 +42,27 @@ def give(facts: Facts) -> list[str]:
                               "faster source")):
             part = spent.part(cause)
             said = any("data" in one for one in found) if cause == "input" else False
-            short = cause == "start" and spent.total["start"] < LONG_START_S * max(1, facts.ranks)
+            most = cause == "start" and part >= max(spent.part(one) for one in spent.total)
+            brief = spent.total["start"] < LONG_START_S * max(1, facts.ranks)
+            short = cause == "start" and not most and brief
             if part >= WORTH and not said and not short:
-                found.append(words.format(p=percent(part)))
+                found.append(words.format(p=percent(part), most=", more than any other cause" if most else ""))
     lost_s = sum(one.lost for one in facts.attempts) * _step_s(facts)
     if lost_s > max(2.0, 0.05 * facts.busy_s):
         found.append(f"Steps that had to be computed again took {duration(lost_s)}: save more often")
     return [cut(one, 300).rstrip(".") + "." for one in dict.fromkeys(found)]
+
+
+def _about_deaths(facts: Facts) -> list[str]:
+    """Where to look for what killed ranks, the latest first."""
+    found = []
+    for one in reversed(facts.attempts):
+        if one.cause == "lost" and one.rank >= 0 and ("killed" in one.words or "without a message" in one.words):
+            how = "died without a message" if "without a message" in one.words else "was killed"
+            host = f"rank {one.rank} on {one.host}" if one.host else facts.who(one.rank)
+            found.append(f"{begin(host)} {how}: look at that host's system log (OOM killer) at "
+                         f"{time_of_day(one.fault_s)}")
+    return found[:3]
 
 
 def _about_the_end(facts: Facts) -> list[str]:

@@ -6,6 +6,7 @@ Owns which records belong to which attempt, and why each ended as far as somebod
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,11 @@ FAULTS = {
     "echo": "another rank's end", "done": "it was done", "silent": "rank 0 fell silent",
 }
 """Kinds of causes (`hvdtrain.faults.causes`) in words."""
+
+
+ENDED = re.compile(r"rank (\d+) on (?:host )?(\S+), ended(?:, in step (\d+))?(?:, phase '([^']+)')?[^:]*: "
+                   r"(?:its process )?(.+)", re.DOTALL)
+"""How a supervisor tells of a rank whose process is gone (`hvdtrain.launch`)."""
 
 
 @dataclass
@@ -52,6 +58,13 @@ class Attempt:
     def ended_well(self) -> bool:
         """Whether it came to the end it was meant to come to."""
         return self.cause in ("done", "requeue")
+
+    @property
+    def fault_s(self) -> float:
+        """When what ended it badly happened: before its supervisor noticed it, as far as that is known."""
+        notice_s = self.parts.get("notice", 0.0)
+        found = self.end_s - notice_s - self.parts.get("kill", 0.0) if notice_s > 0 else self.end_s
+        return max(self.begin_s, found)
 
     @property
     def fault(self) -> str:
@@ -89,10 +102,26 @@ def _of_history(row: Mapping[str, Any]) -> Attempt:
     begin_s, ran_s = number(row.get("time")), number(seconds.get("ran"))
     return Attempt(begin_s, begin_s + (ran_s if ran_s >= 0 else 0.0), ranks=whole(row.get("ranks"), 0),
                    step_begin=whole(row.get("step_start")), step_end=whole(row.get("step_end")),
-                   cause=str(row.get("cause") or ""), words=cut(row.get("words") or ""), rank=whole(row.get("rank")),
+                   cause=str(row.get("cause") or ""), words=plain(cut(row.get("words") or "")),
+                   rank=whole(row.get("rank")),
                    host=str(row.get("host") or ""), lost=whole(row.get("steps_lost"), 0),
                    decision=cut(row.get("decision") or ""),
                    parts={name: number(value) for name, value in seconds.items() if name != "ran"})
+
+
+def plain(words: str) -> str:
+    """Return a supervisor's words about a process that is gone as one clear sentence; all others as they are.
+
+    >>> plain("rank 2 on host h, ended, in step 8, phase 'backward' since 1 s: its process has ended without a word.")
+    'rank 2 on h ended without a message in step 8, while in backward'
+    """
+    found = ENDED.fullmatch(words)
+    if found is None:
+        return words
+    rank, host, step, phase, how = found.groups()
+    how = how.rstrip(".").replace("has ended without a word", "ended without a message")
+    where = (f" in step {int(step):,}" if step else "") + (f", while in {phase}" if phase else "")
+    return f"rank {rank} on {host} {how}{where}"
 
 
 def _fill(one: Attempt, log: Log) -> None:

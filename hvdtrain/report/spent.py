@@ -18,6 +18,9 @@ from hvdtrain.timeline.clock import CAUSES
 USEFUL = ("compute", "update")
 """What trains; all else is what it takes to do so on these ranks."""
 
+UNRECORDED = "the seconds between the last record and a kill, and the ends of processes"
+"""What no record holds, in words."""
+
 OF_METER = {"data_s": "input", "compute_s": "compute", "wait_s": "wait", "update_s": "update"}
 OF_PHASES = {"data": "input", "compute": "compute", "wait": "wait", "update": "update"}
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hvdtrain.report import advice, ending
 from hvdtrain.report.attempts import Attempt
 from hvdtrain.report.facts import Facts
-from hvdtrain.report.spent import USEFUL
+from hvdtrain.report.spent import UNRECORDED, USEFUL, Spent
 from hvdtrain.report.words import begin, count, cut, duration, listed, metric, number, percent, whole
 
 LITTLE = 4.0
@@ -77,10 +77,10 @@ def _cost(facts: Facts) -> Answer:
         said += f", {duration(facts.rank_s)} of all ranks together"
     points = []
     if spent.basis == "seconds":
-        said += f". {percent(spent.part(*USEFUL))} of the recorded time trained"
-        rest = sorted(((c, spent.part(c)) for c in spent.total if c not in USEFUL), key=lambda one: -one[1])
-        top = [f"{CAUSE_WORDS.get(c, c)} {percent(p)}" for c, p in rest if p >= 1.0][:3]
-        said += f"; the rest went to {listed(top)}" if top else ""
+        said += f". {_shares(spent)}"
+        missing_s = facts.rank_s - spent.all_s
+        if missing_s > 0.02 * facts.rank_s:
+            said += f". {duration(missing_s)} more are in no record: {UNRECORDED}"
     elif spent.basis:
         said += ". This log does not say where all seconds went"
     down_s = sum(max(0.0, b.begin_s - a.end_s) for a, b in zip(facts.attempts, facts.attempts[1:]))
@@ -89,6 +89,18 @@ def _cost(facts: Facts) -> Answer:
         start_s = sum(one.trained_s - one.begin_s for one in facts.attempts[1:] if one.trained_s >= one.begin_s)
         points.append(f"{text}, {duration(down_s)} between attempts and {duration(start_s)} of starting anew")
     return Answer(said + ".", "", points)
+
+
+def _shares(spent: Spent) -> str:
+    """What the recorded time went to, in percent of it that add up to 100."""
+    useful = spent.part(*USEFUL)
+    rest = sorted(((c, spent.part(c)) for c in spent.total if c not in (*USEFUL, "other")), key=lambda one: -one[1])
+    top = [(CAUSE_WORDS.get(c, c), part) for c, part in rest if part >= 1.0][:3]
+    left = 100 - round(useful) - sum(round(part) for _, part in top)
+    words = [f"{name} {percent(part)}" for name, part in top]
+    words += [f"other and the rest {left} %"] if left > 0 else []
+    said = f"Of the {duration(spent.all_s)} that the ranks recorded, {percent(useful)} trained"
+    return f"{said}; {listed(words)}" if words else said
 
 
 def _held_up(facts: Facts) -> Answer:
@@ -110,7 +122,8 @@ def _held_up(facts: Facts) -> Answer:
     if wait < LITTLE:
         return Answer(f"Hardly anybody: ranks waited for one another for {percent(wait, 1)} of their time, "
                       f"most often for {facts.who(worst)}.", "good")
-    took = f"Waiting took {percent(wait)} of all ranks' time after the start."
+    took = (f"Waiting took {percent(wait)} of the time after the start "
+            f"({percent(spent.part('wait'))} of all that is recorded).")
     if share < max(0.5, min(0.7, 1.6 / max(1, facts.ranks))):
         return Answer("No one rank: they waited for one another in turns, most for "
                       f"{facts.who(worst)} ({percent(100 * share)} of it). {took}", "warn")
@@ -136,8 +149,9 @@ def _about(facts: Facts, worst: int) -> list[str]:
     gains = facts.log.last("whatif").get("ranks")
     gain = number(gains[worst]) if isinstance(gains, list) and worst < len(gains) else float("nan")
     if gain == gain:
-        said = (f"Without rank {worst} the rest would be {percent(gain)} faster" if gain > 0 else
-                f"It is worth its wait: without rank {worst} the rest would be {percent(-gain)} slower")
+        then = f"ithout rank {worst}, with the same global batch, the run would be"
+        said = (f"W{then} {percent(gain)} faster than now" if gain > 0 else
+                f"It is worth its wait: w{then} {percent(-gain)} slower")
         points.append(f"{said}, as reckoned from the ranks' measured steps")
     return points
 
@@ -147,7 +161,7 @@ def _wrong(facts: Facts) -> Answer:
     log = facts.log
     ends = [one for one in facts.attempts
             if not one.ended_well and (one.cause or one is not facts.attempts[-1] or not facts.alive)]
-    points = [_fault(one) for one in ends] if len(ends) != 1 else _last_words(ends[0])
+    points = [_fault(one) for one in ends] if len(ends) != 1 else []
     if len(points) > 5:
         points = [
             *points[:2],
@@ -191,24 +205,23 @@ def _wrong(facts: Facts) -> Answer:
 def _bad_end(facts: Facts, one: Attempt) -> str:
     """The one bad end of a run, and whether it went on, in plain words."""
     where = f"At step {one.step_end:,}" if one.step_end >= 0 else "Before the first step"
-    who = f" ({facts.who(one.rank)})" if one.rank >= 0 else ""
-    what = f"ended badly: {one.fault}" if one.cause else "ended without a word"
+    who = f" ({facts.who(one.rank)})" if one.rank >= 0 and f"rank {one.rank}" not in one.words else ""
+    what = "ended badly" if one.cause else "ended without a message"
+    what += f" after {duration(one.end_s - one.begin_s)}"
+    if one.cause:
+        known = cut(one.words, 260).rstrip(".")
+        what += f": {known}" if one.cause == "lost" and known else f": {one.fault}" + (f": {known}" if known else "")
     on = "."
     if one is not facts.attempts[-1]:
-        on = f", and the run was started again, from step {max(0, one.step_end - one.lost):,}."
+        on = f"; the run was started again, from step {max(0, one.step_end - one.lost):,}."
     return f"{where} attempt {one.number} {what}{who}{on}"
-
-
-def _last_words(one: Attempt) -> list[str]:
-    """What was heard of the one attempt that ended badly."""
-    return [f"Its last words, after {duration(one.end_s - one.begin_s)}: {one.words.rstrip('.')}."] if one.words else []
 
 
 def _fault(one: Attempt) -> str:
     """An attempt's bad end in a sentence."""
     after = f"after {duration(one.end_s - one.begin_s)}"
     where = f" at step {one.step_end:,}" if one.step_end >= 0 else " before its first step"
-    what = f"{one.fault}: {one.words}" if one.cause else "it ended without a word"
+    what = f"{one.fault}: {one.words}" if one.cause else "it ended without a message"
     back = f" Went back to step {one.step_end - one.lost:,}." if one.lost else ""
     return f"Attempt {one.number} ended{where} {after}: {cut(what, 260).rstrip('.')}.{back}"
 

@@ -116,6 +116,11 @@ def moment(unix_s: float) -> str:
         return NOT_KNOWN
 
 
+def time_of_day(unix_s: float) -> str:
+    """Say a time of day alone, "04:10:33 UTC"."""
+    return moment(unix_s).rsplit(", ", 1)[-1]
+
+
 def cut(text: str, most: int = 400) -> str:
     """Return at most ``most`` characters of ``text`` in one line."""
     line = " ".join(str(text).split())

@@ -6,7 +6,7 @@ from typing import Any
 
 from hvdtrain.report.blocks import Section, Table
 from hvdtrain.report.facts import Facts
-from hvdtrain.report.words import count, duration, moment, number, size
+from hvdtrain.report.words import count, duration, moment, number, size, whole
 
 MOST = 40
 
@@ -39,16 +39,17 @@ def _attempts(facts: Facts) -> Table:
             if one.rank >= 0 and not one.host
             else f"rank {one.rank} on {one.host}" if one.rank >= 0 else ""
         )
-        why = "goes on" if going else one.fault or "without a word"
+        who = "" if one.ended_well or f"rank {one.rank}" in one.words else who
+        why = "goes on" if going else one.fault or "without a message"
         rows.append([str(one.number), moment(one.begin_s), duration(one.end_s - one.begin_s), str(one.ranks or ""),
                      f"{max(0, one.step_begin):,} \N{EN DASH} {one.step_end:,}" if one.step_end >= 0 else "none",
-                     f"{one.lost:,}", why + (f", {who}" if who and not one.ended_well else ""), one.words])
+                     f"{one.lost:,}", why + (f", {who}" if who else ""), one.words])
         if not one.ended_well and not going:
             marked.add(i)
     left = len(facts.attempts) - len(shown)
     return Table(
         "Attempts",
-        ["", "began", "lasted", "ranks", "steps", "computed again", "ended by", "last words"],
+        ["", "began", "lasted", "ranks", "steps", "computed again", "ended by", "what is known"],
         rows,
         marked=frozenset(marked),
         words=frozenset({6, 7}),
@@ -68,7 +69,8 @@ def _saves(facts: Facts) -> Table | None:
         v = event.values
         error = str(v.get("error") or "")
         there = "yes" if v.get("at_step") in on_disk else "no longer" if not error else "no"
-        rows.append([str(v.get("at_step", "")), duration(number(v.get("took_s"))), duration(number(v.get("blocked_s"))),
+        rows.append([f"{whole(v.get('at_step')):,}", duration(number(v.get("took_s"))),
+                     duration(number(v.get("blocked_s"))),
                      size(number(v.get("bytes"))) if not error else "", there, error])
         if error:
             marked.add(i)

@@ -8,7 +8,7 @@ from hvdtrain.report.blocks import Bars, Section, Stacked
 from hvdtrain.report.facts import Facts
 from hvdtrain.report.figures.stack import Areas, Bar, areas, bar, gather
 from hvdtrain.report.sections.course import axis_of
-from hvdtrain.report.spent import USEFUL
+from hvdtrain.report.spent import UNRECORDED, USEFUL
 from hvdtrain.report.words import duration, percent
 from hvdtrain.timeline.clock import CAUSES
 
@@ -42,13 +42,13 @@ def make(facts: Facts) -> Section | None:
         blocks.append(_over_time(facts))
     lead = BASES.get(spent.basis, "")
     if not lead:
-        lead = (f"Each second of each rank has one cause, by measurement; none is found by subtraction. "
-                f"{percent(spent.part('other'), 1)} has no name of its own (other).")
+        lead = (f"Each recorded second of each rank has one cause, by measurement; none is found by "
+                f"subtraction, and {percent(spent.part('other'), 1)} is other work than the causes named here.")
         missing = facts.rank_s - spent.all_s
         if facts.rank_s > 0 and missing > 0.02 * facts.rank_s:
             lead += (
-                f" {duration(missing)} of the ranks' time ({percent(100 * missing / facts.rank_s)}) is in no record: "
-                "what a crash took along, launchers, and the ends of processes."
+                f" Not recorded, and not in these figures, are {duration(missing)} of the ranks' "
+                f"{duration(facts.rank_s)} ({percent(100 * missing / facts.rank_s)}): {UNRECORDED}."
             )
     return Section("seconds", "Where the time went", lead, blocks)
 

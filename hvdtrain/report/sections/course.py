@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hvdtrain.report.attempts import Attempt
 from hvdtrain.report.blocks import Lanes, Section
 from hvdtrain.report.facts import Facts
 from hvdtrain.report.figures.timeline import Lane, Span, TimeAxis, near_joined
 from hvdtrain.report.words import count, cut, duration, listed, metric, number, size
 
-LEGEND = (("starting", "starting"), ("training", "training"), ("failed", "ended badly"), ("again", "computed again"))
+LEGEND = (("starting", "starting"), ("training", "training"), ("ending", "ending"), ("failed", "ended badly"),
+          ("again", "lost, computed again later"))
 QUIET = 12.0
 """A pause between two records of this many usual ones, and of `LEAST_QUIET_S`, is drawn as quiet."""
 
@@ -52,22 +54,33 @@ def _attempts(facts: Facts, axis: TimeAxis) -> Lane:
         _span(lane, axis, one.begin_s, trained_s, "starting", f"{which}: starting, {duration(trained_s - one.begin_s)}",
               label if not math.isfinite(one.trained_s) else "")
         steps = f"steps {max(0, one.step_begin):,} to {max(0, one.step_end):,}"
-        _span(lane, axis, trained_s, end_s, "training", f"{which}: {steps}, {duration(end_s - trained_s)}", label)
+        stop_s = _stop(one, end_s, going)
+        _span(lane, axis, trained_s, stop_s, "training", f"{which}: {steps}, {duration(stop_s - trained_s)}", label)
+        _span(lane, axis, max(trained_s, stop_s), end_s, "ending",
+              f"{which}: after its last step, until its processes had ended, {duration(end_s - stop_s)}")
         again_s = _time_at(facts, one.order, one.step_end - one.lost) if one.lost else math.nan
         if math.isfinite(again_s):
             _span(
                 lane,
                 axis,
                 again_s,
-                end_s,
+                stop_s,
                 "again",
                 f"{count(one.lost, 'step')} of attempt {one.number} that were not "
                 "in a checkpoint and were computed again",
             )
         if not one.ended_well and not going:
-            words = f"{one.fault}: {one.words}" if one.cause else "ended without a word"
-            lane.ticks.append(Span(axis.at(end_s), 0.0, "failed", f"attempt {one.number}: {cut(words, 200)}"))
+            words = f"{one.fault}: {one.words}" if one.cause else "ended without a message"
+            lane.ticks.append(Span(axis.at(one.fault_s), 0.0, "failed", f"attempt {one.number}: {cut(words, 200)}"))
     return lane
+
+
+def _stop(one: Attempt, end_s: float, going: bool) -> float:
+    """When an attempt did not train any more: what comes then is its end (last save, export, ends of processes)."""
+    if going:
+        return end_s
+    stop_s = one.seen_s if one.ended_well else one.fault_s
+    return min(end_s, stop_s) if math.isfinite(stop_s) else end_s
 
 
 def _legend(lanes: Sequence[Lane]) -> list[tuple[str, str]]:
@@ -93,11 +106,13 @@ def _time_at(facts: Facts, order: int, step: int) -> float:
 def _trouble(facts: Facts, axis: TimeAxis) -> Lane:
     """Steps without update, memory that ran out, and times without any record."""
     ticks = []
+    ends = {one.order: one.fault_s for one in facts.attempts if one.order and not one.ended_well}
     for event in facts.log.events:
         if event.name in TROUBLE:
             ranks = event.values.get("ranks") or [event.values.get("rank")]
             who = listed([f"rank {r}" for r in ranks if isinstance(r, int) and r >= 0])
-            ticks.append((axis.at(event.time_s), "trouble", f"step {event.step:,}: {TROUBLE[event.name]}"
+            at_s = ends.get(event.order, event.time_s) if event.name == "failed" else event.time_s
+            ticks.append((axis.at(at_s), "trouble", f"step {event.step:,}: {TROUBLE[event.name]}"
                           + (f" ({who})" if who else "")))
         elif event.name == "saved" and event.values.get("error"):
             ticks.append((axis.at(event.time_s), "trouble", f"step {event.step:,}: not saved: "

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from hvdtrain.report.blocks import Charts, Section, Table
 from hvdtrain.report.facts import Facts
 from hvdtrain.report.figures.curve import Chart, Line, chart
-from hvdtrain.report.figures.scale import clock_words
+from hvdtrain.report.figures.scale import Axis, along, clock_words
+from hvdtrain.report.sections.course import axis_of
 from hvdtrain.report.words import cut, number, percent, short, size
 
 MOST = 8
@@ -24,10 +26,10 @@ def make(facts: Facts) -> Section | None:
     """Draw the curves of the "system" records, a line for each rank."""
     events = [e for e in facts.log.all("system") if isinstance(e.values.get("ranks"), list)]
     charts: list[Chart] = []
-    begin = facts.begin_s
+    begin, axis = facts.begin_s, _axis(facts)
     for key, title, unit, words in SHOWN if len(events) > 1 else ():
         lines = _lines(events, key, begin)
-        drawn = chart(title, unit, lines, zero=True, x_words=clock_words, x_name="seconds", words=words)
+        drawn = chart(title, unit, lines, zero=True, x_axis=axis, x_words=clock_words, x_name="seconds", words=words)
         if drawn is not None:
             if key.endswith("bytes"):
                 drawn.y = _in_bytes(drawn)
@@ -36,10 +38,19 @@ def make(facts: Facts) -> Section | None:
     if not charts and utilised is None:
         return None
     more = max((len(e.values["ranks"]) for e in events), default=0) - MOST
-    lead = "Over the time since the run began, a line for each rank." + (
+    lead = "Over the time since the run began, a line for each rank, with a gap where the run was started again." + (
         f" The first {MOST} ranks are drawn, {more} more are not." if more > 0 else "")
     return Section("machines", "Processes and devices", lead if charts else "",
                    [*([Charts(charts)] if charts else []), *([utilised] if utilised else [])])
+
+
+def _axis(facts: Facts) -> Axis | None:
+    """The time line's own axis, in seconds since the begin; from 0 without its breaks where it has some."""
+    last_s = facts.end_s - facts.begin_s
+    if not last_s > 0:
+        return None
+    shared = axis_of(facts)
+    return along(0.0, last_s, words=clock_words) if shared.breaks() else Axis(0.0, last_s, tuple(shared.ticks()))
 
 
 def _lines(events: list[Any], key: str, begin: float) -> list[Line]:
@@ -48,6 +59,11 @@ def _lines(events: list[Any], key: str, begin: float) -> list[Line]:
     for rank in range(ranks):
         points = [(e.time_s - begin, number(row.get(key))) for e in events
                   if rank < len(e.values["ranks"]) and isinstance(row := e.values["ranks"][rank], dict)]
+        orders = [e.order for e in events
+                  if rank < len(e.values["ranks"]) and isinstance(e.values["ranks"][rank], dict)]
+        for i in reversed(range(1, len(points))):
+            if orders[i] != orders[i - 1]:  # no line across an attempt's end
+                points.insert(i, (points[i][0], math.nan))
         if any(value == value for _, value in points):
             lines.append(Line(f"rank {rank}", [x for x, _ in points], [y for _, y in points], f"k{rank % 8}"))
     return lines

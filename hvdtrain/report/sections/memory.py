@@ -35,7 +35,18 @@ def make(facts: Facts) -> Section | None:
         blocks.append(fitted)
     if not blocks:
         return None
-    return Section("memory", "Memory", "", blocks)
+    return Section("memory", "Memory", _lead(memory, rows), blocks)
+
+
+def _lead(memory: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """Why the figures for one rank differ."""
+    peaks = [_at(memory.get("peak"), r) for r in range(len(rows))]
+    rss = [number(row.get("rss_bytes")) for row in rows]
+    if not any(p == p for p in peaks) or not any(one == one for one in rss):
+        return ""
+    return ("Reckoned is the model's own state; the peak adds the workspace of steps and is counted from after the "
+            "imports on a processor, by the allocator on a GPU; the process (RSS) also holds interpreter and "
+            "libraries.")
 
 
 def _at(values: Any, rank: int) -> float:

@@ -115,5 +115,5 @@ def _without(facts: Facts) -> Table | None:
         ["", "speed of the rest", "a step then", "a step now"],
         rows,
         marked=marked,
-        note="A positive number: the others alone would be faster.",
+        note="A positive number: with the same global batch the others alone would be faster than the run is now.",
     )

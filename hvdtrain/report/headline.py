@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from hvdtrain.report.facts import Facts
 from hvdtrain.report.spent import USEFUL
 from hvdtrain.report.words import count, duration, metric, moment, number, percent, short, size
@@ -54,13 +56,14 @@ def tiles(facts: Facts) -> list[Tile]:
     speed = facts.log.steps["samples_per_s"]
     finite = speed[speed == speed]
     if len(finite):
-        found.append(Tile("speed", short(float(finite[-1])), "samples/s, last recorded"))
+        mean, last = short(_mean_speed(facts)), short(float(finite[-1]))
+        found.append(Tile("speed", mean, f"samples/s while it trained; {last} recorded last"))
     solo = facts.log.last("meter").get("percent_of_solo")
     column = facts.log.steps["percent_of_solo"]
     latest = number(solo) if solo is not None else float(column[-1]) if len(column) else math.nan
     if latest == latest:
         found.append(
-            Tile("of solo speeds", percent(latest), "of the sum of the ranks' speeds alone", min(100.0, latest))
+            Tile("of solo speeds", percent(latest), "100 %: all as fast as alone, nobody waits", min(100.0, latest))
         )
     elif facts.spent.basis == "seconds":
         useful = facts.spent.part(*USEFUL)
@@ -71,6 +74,13 @@ def tiles(facts: Facts) -> list[Tile]:
     if peak == peak:
         found.append(Tile("most memory", size(peak), "of one rank"))
     return found[:8]
+
+
+def _mean_speed(facts: Facts) -> float:
+    """Samples a second over all recorded steps: each record stands for as many samples, so times are averaged."""
+    speed = facts.log.steps["samples_per_s"]
+    known = speed[np.isfinite(speed) & (speed > 0)]
+    return float(len(known) / np.sum(1.0 / known)) if len(known) else math.nan
 
 
 def _ranks_time(facts: Facts) -> str:

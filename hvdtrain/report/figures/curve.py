@@ -49,6 +49,7 @@ class Chart:
     legend: list[tuple[str, str]] = field(default_factory=list)
     cursor: dict[str, Any] = field(default_factory=dict)
     latest: str = ""
+    x_name: str = ""
     note: str = ""
 
 
@@ -76,6 +77,7 @@ def chart(title: str, unit: str, lines: Sequence[Line], *, zero: bool = False, m
             )
     named = {line.name: line.color for line in lines if not line.faint and line.name}
     drawn.legend = list(named.items()) if len(named) > 1 else []
+    drawn.x_name = {"step": "steps"}.get(x_name, "")
     drawn.note = "log scale" if y_axis.log else ""
     drawn.cursor = {"x0": x_axis.low, "x1": x_axis.high, "xn": x_name, "s": series}
     return drawn

@@ -96,7 +96,7 @@ def steps_in_short(value: float) -> str:
     for unit, words in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= (unit if unit > 1e3 else 1e4):
             return f"{value / unit:.4g}{words}"
-    return f"{value:g}"
+    return f"{value:,g}"
 
 
 def clock_words(seconds: float) -> str:

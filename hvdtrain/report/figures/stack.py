@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 from hvdtrain.report.figures.curve import path
 
 
+SEEN = 0.5
+"""Percent of a bar's width, about 3 pixels, below which a part cannot be seen."""
+
+
 @dataclass(frozen=True)
 class Segment:
     """A part of a bar: from ``left`` on, ``width`` wide, in percent; ``words`` tell it."""
@@ -40,13 +44,19 @@ class Areas:
 
 def bar(label: str, parts: Mapping[str, float], full: float, words: Mapping[str, str], total: str,
         small: str = "", mark: float = -1.0) -> Bar:
-    """A bar whose whole width is ``full``, of ``parts`` in their order; those that are 0 are left out."""
+    """A bar whose whole width is ``full``, of ``parts`` in their order; those that are 0 are left out.
+
+    A part too narrow to be seen is drawn `SEEN` wide, at the cost of the widest one.
+    """
+    widths = {name: 100.0 * value / full for name, value in parts.items() if value > 0 and full > 0}
+    widest = max(widths, key=widths.__getitem__, default="")
+    added = sum(max(0.0, SEEN - width) for name, width in widths.items() if name != widest)
     left, segments = 0.0, []
-    for name, value in parts.items():
-        width = 100.0 * value / full if full > 0 else 0.0
-        if width > 0:
-            segments.append(Segment(name, left, width, words.get(name, name)))
-            left += width
+    for name, width in widths.items():
+        if widths[widest] > added + SEEN:
+            width = width - added if name == widest else max(SEEN, width)
+        segments.append(Segment(name, left, width, words.get(name, name)))
+        left += width
     return Bar(label, tuple(segments), total, small, 100.0 * mark / full if mark >= 0 and full > 0 else -1.0)
 
 

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import random
+import re
 import threading
 from html.parser import HTMLParser
 
@@ -18,10 +19,10 @@ from hvdtrain.cli import report as cli
 from hvdtrain.ends.words import SILENT
 from hvdtrain.errors import UserError
 from hvdtrain.records import schema
-from hvdtrain.report import ending, facts, page, story
-from hvdtrain.report.figures import curve, scale
+from hvdtrain.report import attempts, ending, facts, page, story
+from hvdtrain.report.figures import curve, scale, stack
 from hvdtrain.report.figures.timeline import TimeAxis
-from hvdtrain.report.sections import learning
+from hvdtrain.report.sections import learning, trace
 from hvdtrain.report.watch import server_of
 
 
@@ -62,15 +63,54 @@ def test_a_page_tells_the_story_at_its_top(throttled):
     assert "all 400 steps are done, through 1 restart" in said["How it ended"]
     assert "30 steps that were computed again" in said["What it cost"]
     assert said["Who held whom up"].startswith("Rank 3 on b held the others up: 98 %")
-    assert "Without rank 3 the rest would be 7 % faster" in said["Who held whom up"]
+    assert "rank 3, with the same global batch, the run would be 7 % faster than now" in said["Who held whom up"]
     assert "killed (SIGKILL)" in said["What went wrong"]
     assert (
         "At step 190 attempt 1 ended badly" in said["What went wrong"]
         and "again, from step 160" in said["What went wrong"]
     )
     assert "look for other work on its host" in said["What to do"]
+    assert "Rank 2 on b was killed: look at that host's system log" in said["What to do"]
+    shares = re.findall(r"(\d+) %", said["What it cost"])
+    assert sum(map(int, shares)) == 100
     for words in said.values():
         assert words.split(".")[0] in told.words
+
+
+@pytest.mark.parametrize("words, told", [
+    ("rank 2 on host h1, ended, in step 1844, phase 'backward and exchange' since 1 s, there waiting in Horovod's "
+     "allreduce 'b0' since 1 s: its process has ended without a word.",
+     "rank 2 on h1 ended without a message in step 1,844, while in backward and exchange"),
+    ("rank 0 on host h, ended: its process was killed (SIGKILL)", "rank 0 on h was killed (SIGKILL)"),
+    ("the network is down: no answer", "the network is down: no answer"),
+])
+def test_a_death_is_told_in_one_clear_sentence(words, told):
+    assert attempts.plain(words) == told
+
+
+def test_a_crash_is_marked_when_it_came_and_not_when_it_was_noticed():
+    one = attempts.Attempt(100.0, 123.0, cause="lost", trained_s=108.0, parts={"notice": 2.0, "kill": 0.5})
+    assert one.fault_s == 120.5
+    assert attempts.Attempt(100.0, 123.0, cause="lost").fault_s == 123.0
+
+
+def test_a_part_too_small_to_be_seen_is_drawn_all_the_same():
+    row = stack.bar("rank 0", {"m0": 1e5, "m1": 2e5, "m2": 1e8}, 1.2e8, {}, "")
+    ends = [one.left + one.width for one in row.segments]
+    assert [one.width for one in row.segments[:2]] == [stack.SEEN] * 2
+    assert [one.left for one in row.segments[1:]] == ends[:2] and ends[2] == pytest.approx(100 * 1.003e8 / 1.2e8)
+
+
+def test_the_critical_path_is_told_in_words_without_its_crumbs(tmp_path):
+    log = told_runs.Log(tmp_path)
+    log.start(steps=400)
+    log.train(10)
+    log.record("trace", path="t.gz", steps=[4, 8], within_s=0.0, events=9, dropped=0, bytes=9, overlap_percent=[],
+               critical=[[0, "forward", 0.01], [1, "exchange g0-3.grad.b0.r0", 0.0099], [1, "sum", 0.0001]])
+    part = trace.make(facts.gather(tmp_path))
+    assert part.lead.startswith("Steps 4 to 8, early in the run") and part.lead.endswith("a mean step took 20 ms then.")
+    rows = part.blocks[-1].rows
+    assert [row.label for row in rows] == ["1. forward", "2. exchange of gradients, bucket 0", "1 link under 1 %"]
 
 
 def test_every_part_is_on_the_page(throttled):

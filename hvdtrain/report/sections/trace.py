@@ -16,9 +16,8 @@ MOST = 24
 LEAST = 0.01
 """Part of a step below which links of the critical path are one row."""
 
-WORDS = {"data": "waiting for data", "sum": "summing of gradients", "vote": "vote about the step",
-         "other": "other work",
-         "gradients": "packing of gradients"}
+WORDS = {"data": "waiting for data", "sum": "exchange of the vote", "exchange sum": "exchange of the vote",
+         "vote": "the vote on a step", "other": "other work", "gradients": "gradients, beside the passes"}
 
 
 def make(facts: Facts) -> Section | None:

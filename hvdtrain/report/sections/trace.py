@@ -95,8 +95,9 @@ def _critical(facts: Facts, found: Any) -> list[Bars]:
         at += width
     small_s = full - math.fsum(seconds for _, _, seconds in big)
     if len(big) < len(chain):
-        rows.append(Bar(f"{count(len(chain) - len(big), 'link')} under 1 %",
-                        (Segment("c-other", at, 100.0 * small_s / full, "the small links together"),),
+        all_small = len(big) == sum(seconds >= LEAST * full for _, _, seconds in chain)
+        rows.append(Bar(count(len(chain) - len(big), "link") + (" under 1 %" if all_small else ", not drawn singly"),
+                        (Segment("c-other", at, 100.0 * small_s / full, "the other links together"),),
                         duration(small_s), percent(100.0 * small_s / full)))
     legend = [(f"k{rank % 8}", facts.who(rank),
                percent(100.0 * math.fsum(s for r, _, s in chain if r == rank) / full))

@@ -67,7 +67,7 @@ def rows(run: Any) -> list[tuple[str, str]]:
     if r["saves"]:
         table.append(("checkpoints", _saved(r["saves"])))
     table += _utilisation(r["mfu"]) + _memory(r["memory"]) + _shortages(r["out_of_memory"])
-    table.append(("files", str(run.out)))
+    table.append(("files", f"{run.out}, with its page report.html" if run.begun else str(run.out)))
     return table + [("note", note) for note in r["notes"]]
 
 

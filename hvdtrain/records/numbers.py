@@ -5,6 +5,7 @@ Owns the names: "train/loss", "test/accuracy", "system/rss_bytes/rank0". Knows n
 
 from __future__ import annotations
 
+import contextlib
 import numbers as kinds
 from collections.abc import Iterator
 from typing import Any
@@ -62,7 +63,8 @@ def _flat(values: dict[str, Any], rank: str = "") -> Iterator[tuple[str, float]]
     """(name, number) of nested values; entries of a list are the ranks'."""
     for name, value in values.items():
         if isinstance(value, kinds.Real) and not isinstance(value, bool):
-            yield f"{name}{rank}", float(value)
+            with contextlib.suppress(OverflowError):  # a whole number beyond any float is no curve's
+                yield f"{name}{rank}", float(value)
         elif isinstance(value, dict):
             yield from ((f"{name}/{inner}", number) for inner, number in _flat(value, rank))
         elif isinstance(value, (list, tuple)) and not rank:

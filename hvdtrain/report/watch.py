@@ -6,6 +6,7 @@ the browser. Writes nothing.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -57,13 +58,14 @@ def server_of(make: Callable[[], str], port: int = 0) -> ThreadingHTTPServer:
                     self._answer(503, str(error))
 
         def _answer(self, status: int, text: str, kind: str = "text/plain") -> None:
-            data = text.encode()
+            data = text.encode(errors="replace")  # a name of a file need not be UTF-8
             self.send_response(status)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
             self.send_header("Content-Length", str(len(data)))
             self.send_header("Cache-Control", "no-store")
             self.end_headers()
-            self.wfile.write(data)
+            with contextlib.suppress(ConnectionError):  # whoever asked has gone
+                self.wfile.write(data)
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (the base class's name)
             """Print nothing: a page that renews itself asks every few seconds."""

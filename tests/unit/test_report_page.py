@@ -304,7 +304,7 @@ def test_axes_hold_their_values_and_have_round_ticks(low, high, zero, log):
 
 
 def test_the_server_answers_this_machine_only():
-    server = server_of(lambda: "<html></html>")
+    server = server_of(lambda: "<html>\udcff</html>")  # as in the name of a file that is no UTF-8
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:

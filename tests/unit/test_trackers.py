@@ -59,7 +59,7 @@ def test_numbers_by_name_and_rank():
 
 
 def test_an_event_of_a_users_own_is_tracked_and_words_are_not():
-    assert numbers(record("mine", temperature=21.5, on=True, word="x", of_ranks=[1, 2])) == {
+    assert numbers(record("mine", temperature=21.5, on=True, word="x", of_ranks=[1, 2], huge=10**400)) == {
         "mine/temperature": 21.5, "mine/of_ranks/rank0": 1.0, "mine/of_ranks/rank1": 2.0}
     assert numbers(record("note", text="x")) == {} == numbers(record("clocks", ranks=[{"offset_s": 1.0}]))
 

@@ -12,7 +12,7 @@ from hvdtrain.assemble import assemble
 from hvdtrain.callbacks.seconds import Seconds
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
-STEPS, SLOW_S = 12, 0.03
+STEPS, SLOW_S = 12, 0.1  # in all longer than a rank may wait for another's first step, which is traced
 
 
 def recorded(run):
@@ -25,6 +25,8 @@ def recorded(run):
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_slow_rank_is_waited_for(control, framework, wire, tmp_path):
     pytest.importorskip(framework, reason=f"{framework} is not installed")
+    if control.size != 3:
+        pytest.skip("who waits for whom takes two that wait and one that is slow: tried on 3 ranks")
     settings = config(global_batch=24, max_steps=STEPS, epochs=STEPS, collectives=wire,
                       out=control.bcast(str(tmp_path / "run")))
     run = assemble(settings, make_model(framework), samples(48))

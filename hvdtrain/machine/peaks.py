@@ -1,7 +1,9 @@
 """How many floating-point operations a second a GPU could make, by its name and by what it multiplies in.
 
-Owns the one table. Dense products; figures "with sparsity" are twice as high. NVIDIA's data sheets of these products;
-for GeForce its architecture papers (products with fp32 sums). Standard library only: the check of GPUs reads it, too.
+Owns the one table. Dense products; figures "with sparsity" are twice as high. As NVIDIA's data sheets have them, for
+GeForce its architecture papers (products with fp32 sums); the columns tf32 and fp32 and the rows V100, T4 and RTX were
+written down from memory and not checked against those: the key ``peak_tflops`` takes the place of any of them.
+Standard library only: the check of GPUs reads it, too.
 """
 
 from __future__ import annotations

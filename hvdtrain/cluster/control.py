@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.cluster.carrier import Boxes, ByHost, ThreadCarrier, over_mpi
 from hvdtrain.cluster.channel import Mail, MailChannel, MpiChannel
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.launcher import LaunchFacts
@@ -82,6 +83,10 @@ class SoloControl:
     def channel(self, longest_sleep_s: float = 200e-6) -> MailChannel:
         """Return a channel of one rank, which may send to itself."""
         return MailChannel(Mail(), longest_sleep_s=longest_sleep_s)
+
+    def carrier(self) -> ThreadCarrier:
+        """Return one of one rank, which may send to itself."""
+        return ThreadCarrier(Boxes(), 0, 1)
 
     def abort(self, code: int) -> None:
         """Raise SystemExit(``code``): with nobody else to end, ending this process in order is enough."""
@@ -180,6 +185,13 @@ class MpiControl:
         with deadline(self.timeout_s, "duplicating MPI's communicator for a channel"):
             return MpiChannel(self._comm.Dup(), self.timeout_s, longest_sleep_s)
 
+    def carrier(self) -> ByHost | None:
+        """Return one over memory within a host and MPI between hosts; None where MPI lets one thread in only.
+
+        Collective.
+        """
+        return over_mpi(self._comm, self.timeout_s) if _mpi().Query_thread() == _mpi().THREAD_MULTIPLE else None
+
     def abort(self, code: int) -> None:
         """End every rank at once through MPI_Abort; mpirun's exit status becomes ``code`` (1 for 0)."""
         pulse.leaving()
@@ -260,6 +272,10 @@ class ObjectControl:
 
     def channel(self, longest_sleep_s: float = 200e-6) -> None:
         """Return None: Horovod has no message from one rank to another."""
+        return None
+
+    def carrier(self) -> None:
+        """Return None, as `channel`."""
         return None
 
     def abort(self, code: int) -> None:

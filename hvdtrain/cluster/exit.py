@@ -267,7 +267,7 @@ def _abort(text: str, status: int) -> int:
 
 
 def _who(facts: LaunchFacts) -> str:
-    return f"rank {facts.rank} on host {socket.gethostname()}"
+    return ", ".join(part for part in (f"rank {facts.rank} on host {socket.gethostname()}", pulse.own_role()) if part)
 
 
 def _say(text: str) -> None:

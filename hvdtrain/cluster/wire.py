@@ -18,6 +18,7 @@ from hvdtrain.cluster.topology import Topology
 from hvdtrain.collectives.null import NullCollectives
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
+from hvdtrain.pipeline.settings import cut_over_ranks
 from hvdtrain.protocols import Collectives, Control
 
 BUILD = "run `python -m hvdtrain build`"
@@ -42,12 +43,16 @@ def open_wire(config: Config, framework: str, backend: Any, control: Control, to
                         "collectives shared, or a Horovod with NCCL", "set collectives: shared")
     if kind == "null" or (control.size == 1 and kind == "auto"):
         if control.size > 1:
-            notes.append("collectives null: gradients are not exchanged, every rank trains its own model")
+            who = "copy" if cut_over_ranks(config) else "rank"
+            notes.append(f"collectives null: gradients are not exchanged, every {who} trains its own model")
         return NullCollectives(control.rank, control.size)
     host = over_host(config, devices, notes)
     shares = kind == "auto" and not asks_horovod and _shares_memory(config, backend, control, topology)
     wire = _shared(config, control, notes) if shares or kind == "shared" else None
-    if wire is None and kind in ("auto", "horovod"):
+    if wire is None and kind == "auto" and cut_over_ranks(config):
+        notes.append("gradients go over plain MPI: Horovod sums over all ranks of a job, and here those sum that hold "
+                     "the same blocks")
+    elif wire is None and kind in ("auto", "horovod"):
         wire = _horovod(config, framework, backend, control, topology, devices, host, notes)
     if wire is None:
         wire = _mpi(config, notes)

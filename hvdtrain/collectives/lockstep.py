@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.cluster.carrier import Boxes, ThreadCarrier
 from hvdtrain.cluster.channel import Mail, MailChannel
 from hvdtrain.cluster.control import sum_rows
+from hvdtrain.cluster.group import Group
 from hvdtrain.collectives.null import Done
 from hvdtrain.collectives.parts import add_rows
 from hvdtrain.errors import PeerFailed, WaitTimeout
@@ -94,6 +96,18 @@ class _Rendezvous:
         self.brought: dict[int, tuple[Key, Any]] = {}
         self.meeting = 0
         self.outcome: Any = None
+        self._below: dict[tuple[int, ...], _Rendezvous] = {}
+        self._boxes: list[Boxes] = []
+
+    def among(self, ranks: tuple[int, ...]) -> _Rendezvous:
+        """Return the meetings of some ranks, which fail with these."""
+        with self.changed:
+            return self._below.setdefault(ranks, _Rendezvous(len(ranks), self.timeout_s))
+
+    def boxes(self) -> Boxes:
+        """Return boxes for messages whose waits end when a rank fails."""
+        self._boxes.append(Boxes())
+        return self._boxes[-1]
 
     def meet(self, rank: int, key: Key, value: Any, combine: Callable[[list[Any]], list[Any]],
              timeout_s: float | None = None) -> Any:
@@ -153,6 +167,10 @@ class _Rendezvous:
     def _set_failure(self, error: BaseException) -> None:
         if self.failure is None:
             self.failure = error
+            for below in self._below.values():
+                below.fail(error)
+            for boxes in self._boxes:
+                boxes.fail()
         self.changed.notify_all()
 
     def _raise_failure(self) -> None:
@@ -214,6 +232,11 @@ class LockstepControl:
         mail = self._meeting.meet(self.rank, ("channel",), None, lambda rows: [Mail()] * self.size)
         return MailChannel(mail, self.rank, self.size, self.timeout_s, longest_sleep_s)
 
+    def carrier(self) -> ThreadCarrier:
+        """Return one between the threads, which fails with them; collective."""
+        boxes = self._meeting.meet(self.rank, ("carrier",), None, lambda rows: [self._meeting.boxes()] * self.size)
+        return ThreadCarrier(boxes, self.rank, self.size, self.timeout_s)
+
     def abort(self, code: int) -> None:
         """Raise SystemExit(``code``) on this rank, which releases the others."""
         raise SystemExit(code)
@@ -235,6 +258,10 @@ class LockstepCollectives:
     def __init__(self, meeting: _Rendezvous, rank: int, sent_bytes: list[int]) -> None:
         self.rank, self.size = rank, meeting.size
         self._meeting, self._sent = meeting, sent_bytes
+
+    def among(self, group: Group) -> LockstepCollectives:
+        """The same between the threads of ``group``."""
+        return LockstepCollectives(self._meeting.among(group.ranks), group.index, [0] * group.size)
 
     def buffer(self, n: int, dtype: str) -> None:
         """No memory of its own."""

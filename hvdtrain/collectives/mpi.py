@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.cluster.deadline import deadline
+from hvdtrain.cluster.group import Group, spans
 from hvdtrain.cluster.patience import wait_for
 from hvdtrain.collectives.parts import Scratch, add_rows, begins, windows
 from hvdtrain.faults import pulse
@@ -64,6 +65,14 @@ class MpiCollectives:
         self.timeout_s, self.chunk = timeout_s, chunk
         self._comm, self._check = comm, check
         self._lent = Scratch()  # one for all calls: what the last one returned is good until the next
+
+    def among(self, group: Group) -> MpiCollectives:
+        """The same kind of wire between the ranks of ``group`` alone."""
+        return MpiCollectives(self._comm_of(group), self.timeout_s, self._check, self.chunk)
+
+    def _comm_of(self, group: Group) -> Any:
+        with deadline(self.timeout_s, f"making a communicator of the ranks {spans(group.ranks)}"):
+            return self._comm.Create_group(self._comm.Get_group().Incl(list(group.ranks)))
 
     def buffer(self, n: int, dtype: str) -> np.ndarray | None:
         """No memory of its own."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.cluster.group import Group
 from hvdtrain.protocols import Array
 
 DTYPES = frozenset({"float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8"})
@@ -43,6 +44,10 @@ class NullCollectives:
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         assert 0 <= rank < size, f"rank {rank} of {size}"
         self.rank, self.size = rank, size
+
+    def among(self, group: Group) -> NullCollectives:
+        """As little between the ranks of ``group``."""
+        return NullCollectives(group.index, group.size)
 
     def buffer(self, n: int, dtype: str) -> None:
         """No memory of its own."""

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.cluster.deadline import deadline
+from hvdtrain.cluster.group import Group, spans
 from hvdtrain.cluster.patience import wait_for
 from hvdtrain.collectives.mpi import LONGEST_SLEEP_S, MpiCollectives, _element, _mpi, _parts, _Pending
 from hvdtrain.collectives.parts import TILE, add_rows, begins, windows
@@ -70,6 +71,13 @@ class SharedCollectives(MpiCollectives):
         raw, layout = self._segment(1, "int64")
         self._left_L = layout.rows_LSN(raw)[:, 0, 0]
         self._leave = weakref.finalize(self, self._left_L.__setitem__, mine, 1)
+
+    def among(self, group: Group) -> SharedCollectives:
+        """The same between the ranks of ``group`` alone: memory between those of them that share it here."""
+        comm, near = self._comm_of(group), [i for i, rank in enumerate(group.ranks) if rank in self._ranks_L]
+        with deadline(self.timeout_s, f"splitting the ranks {spans(group.ranks)} by host"):
+            host = comm.Split(near[0], key=group.index)
+        return SharedCollectives(comm, self.timeout_s, self._check, self.chunk, host)
 
     def buffer(self, n: int, dtype: str) -> np.ndarray | None:
         """(n,) zeros in shared memory; None for a dtype that is summed elsewhere. Collective."""

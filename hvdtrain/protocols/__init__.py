@@ -13,13 +13,15 @@ from hvdtrain.protocols.data_parallel import DataParallel
 from hvdtrain.protocols.model_state import Buffers, Evaluator, ModelState, Transform
 from hvdtrain.protocols.ops import Cell, Ops
 from hvdtrain.protocols.params import Optimizer, Params, ParamSpec
+from hvdtrain.protocols.pipeline import Cargo, PipelineStage
 from hvdtrain.protocols.remat import BlockCost, Remat
 from hvdtrain.protocols.report import Record, Report, Tracker
 from hvdtrain.protocols.stage import Done, GradientSink, ModelSpec, Schedule, Stage
-from hvdtrain.protocols.wire import AllGather, AllReduce, AllToAll, Channel, Collectives, Exchange, Handle, Request
+from hvdtrain.protocols.wire import (AllGather, AllReduce, AllToAll, Carrier, Channel, Collectives, Coming, Exchange,
+                                     Handle, Request)
 
-__all__ = ["AllGather", "AllReduce", "AllToAll", "Array", "Batch", "BlockCost", "Buffers", "Callback", "Cell",
-           "Channel", "Collectives", "Compile", "Compressor", "Control", "DataParallel", "Done", "Evaluator",
-           "Exchange", "GradientSink", "Handle", "Launcher", "ModelSpec", "ModelState", "Ops", "Optimizer", "Pair",
-           "ParamSpec", "Params", "Record", "Remat", "Report", "Request", "Schedule", "Stage", "Tracker",
-           "Transform"]
+__all__ = ["AllGather", "AllReduce", "AllToAll", "Array", "Batch", "BlockCost", "Buffers", "Callback", "Cargo",
+           "Carrier", "Cell", "Channel", "Collectives", "Coming", "Compile", "Compressor", "Control", "DataParallel",
+           "Done", "Evaluator", "Exchange", "GradientSink", "Handle", "Launcher", "ModelSpec", "ModelState", "Ops",
+           "Optimizer", "Pair", "ParamSpec", "Params", "PipelineStage", "Record", "Remat", "Report", "Request",
+           "Schedule", "Stage", "Tracker", "Transform"]

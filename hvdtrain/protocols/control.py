@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvdtrain.protocols.wire import Channel
+from hvdtrain.protocols.wire import Carrier, Channel
 
 
 class Control(Protocol):
@@ -57,6 +57,10 @@ class Control(Protocol):
 
         ``longest_sleep_s``: how long a wait in it sleeps between two looks at most.
         """
+        ...
+
+    def carrier(self) -> Carrier | None:
+        """Open what carries a pipeline's messages between these ranks; None where nothing here does. Collective."""
         ...
 
     def abort(self, code: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -96,6 +97,10 @@ class ModelState(Protocol):
 
     def load_rank(self, own: dict[str, np.ndarray]) -> None:
         """Undo `rank_state`."""
+        ...
+
+    def final(self) -> AbstractContextManager[None]:
+        """Return what has the weights in its body that a training ends with: such as averages, else those trained."""
         ...
 
     def export(self, directory: Path) -> list[str]:

@@ -41,19 +41,23 @@ class Optimizer(Protocol):
     the same bits as whole ones (SGD, Adam; not Adafactor, LAMB, or a clip of each tensor's own norm). A fused kernel
     may round the last elements of a tensor otherwise.
     ``looks``: on an asynchronous device `step` looks by itself whether gradients are finite, and `skipped` tells.
+    ``needs_all``: what of it needs the gradients of all tensors of the model together, in words, or "".
     """
 
     elementwise: bool
     looks: bool
+    needs_all: str
 
-    def step(self, grads: Sequence[Array], buckets: Sequence[Bucket], clip_norm: float,
-             look: bool) -> tuple[bool, float]:
+    def step(self, grads: Sequence[Array], buckets: Sequence[Bucket], clip_norm: float, look: bool,
+             norm: float | None = None) -> tuple[bool, float]:
         """Clip by the global norm (0: no clipping) and update; return (finite, norm).
 
         ``grads``: a vector (n,) for each of ``buckets``, or where there are no buckets the gradient of each parameter
         in its own shape. The norm is computed where ``clip_norm``, ``look`` or a loss scale asks for it, else NaN; if
         it is not finite there is no update. On an asynchronous device that is not asked for the norm the device
         decides by itself, and `skipped` tells a step later.
+        ``norm``: of the whole gradient, of which ``grads`` are a part, where the ranks have told each other: it is
+        clipped by, and nothing is looked at here. NaN where no clipping asked for it.
         """
         ...
 

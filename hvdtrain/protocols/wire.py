@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from hvdtrain.protocols.arrays import Array
+
+if TYPE_CHECKING:
+    from hvdtrain.cluster.group import Group
 
 
 class Handle(Protocol):
@@ -35,6 +38,13 @@ class Collectives(Protocol):
     overlaps: bool
     in_graph: bool
     host: bool
+
+    def among(self, group: Group) -> Collectives:
+        """The same kind of wire between the ranks of ``group`` alone, whose ranks count from 0 in it.
+
+        Collective over the group: its members make it at once, and those of several groups in one order.
+        """
+        ...
 
     def buffer(self, n: int, dtype: str) -> np.ndarray | None:
         """(n,) zeros that `allreduce` sums without a copy, or None where it has no such memory.
@@ -113,6 +123,49 @@ class Channel(Protocol):
 
     def free(self) -> None:
         """Close the channel and give back what it holds; collective, when no message is under way."""
+        ...
+
+
+class Coming(Protocol):
+    """A message that was asked for."""
+
+    def wait_begun(self) -> None:
+        """Wait until it begins to come: until then its sender has not sent it."""
+        ...
+
+    def wait(self) -> np.ndarray:
+        """Return it, uint8 (n,), in memory that is the receiver's as long as any view of it lives."""
+        ...
+
+
+class Carrier(Protocol):
+    """Moves whole messages from one rank to another, which say themselves what they are (`hvdtrain.pipeline.post`).
+
+    A message is the bytes of several arrays, each of which begins at a multiple of 64 in it. Messages of one sender,
+    receiver and ``tag`` (0 to 3) come in the order in which they were sent; a rank has one thread that uses it. Each
+    wait is bounded and ends with `WaitTimeout`.
+    """
+
+    rank: int
+    size: int
+
+    def put(self, parts: Sequence[np.ndarray], to: int, tag: int, room: int = 64) -> None:
+        """Send a copy of contiguous ``parts``, which are the caller's again; it goes while the caller computes.
+
+        Waits while ``room`` messages of that tag there are under way.
+        """
+        ...
+
+    def take(self, source: int, tag: int) -> Coming:
+        """Ask for the next message; it comes while the caller computes. Messages are waited for in this order."""
+        ...
+
+    def flush(self) -> None:
+        """Wait until all that was put has left this rank."""
+        ...
+
+    def free(self) -> None:
+        """Give back what it holds; collective, when no message is under way."""
         ...
 
 

@@ -22,7 +22,8 @@ from hvdtrain.backends.tensorflow import entered
 from hvdtrain.backends.tensorflow.named import NamedCalls
 from hvdtrain.backends.tensorflow.nodes import raised
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.errors import PeerFailed
+from hvdtrain.cluster.group import Group
+from hvdtrain.errors import PeerFailed, UserError
 from hvdtrain.faults import pulse
 from hvdtrain.protocols import Collectives
 from hvdtrain.timeline import blocked
@@ -73,6 +74,11 @@ class HorovodCollectives:
         self.reductions = frozenset({"min", "max", "product", *adds})
         self.halves = not self.size & (self.size - 1)
         self._named = NamedCalls()
+
+    def among(self, group: Group) -> HorovodCollectives:
+        """Raise `UserError`: Horovod is started for all ranks."""
+        raise UserError("a pipeline over ranks with collectives horovod", "a wire between some of the ranks",
+                        "set collectives: auto, shared or mpi")
 
     def buffer(self, n: int, dtype: str) -> None:
         return None
@@ -168,7 +174,7 @@ class HorovodCollectives:
         ``kind`` tells what it does from what other calls do.
         """
         def placed(name: str, *xs: tf.Tensor) -> Any:
-            with self._placed():
+            with _placed(self._place):
                 return _named(operate(name, *xs), name)
 
         if not tf.inside_function():
@@ -182,9 +188,10 @@ class HorovodCollectives:
         with peer_failures(), deadline(self.timeout_s, what), pulse.waiting(what), blocked(name):
             return _Result(self._named.run(operate, [tf.convert_to_tensor(x) for x in xs], name, kind))
 
-    def _placed(self) -> AbstractContextManager[Any]:
-        """Where nodes go. Not ``tf.device(None)``, which would lift a place that a caller has chosen."""
-        return tf.device(self._place) if self._place else nullcontext()
+
+def _placed(place: str) -> AbstractContextManager[Any]:
+    """Where nodes go. Not ``tf.device(None)``, which would lift a place that a caller has chosen."""
+    return tf.device(place) if place else nullcontext()
 
 
 def _named(out: Any, name: str) -> Any:

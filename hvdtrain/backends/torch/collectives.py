@@ -14,8 +14,9 @@ import torch
 
 from hvdtrain.backends.torch.staged import StagedCollectives
 from hvdtrain.cluster.deadline import deadline
+from hvdtrain.cluster.group import Group
 from hvdtrain.collectives.null import Done
-from hvdtrain.errors import PeerFailed
+from hvdtrain.errors import PeerFailed, UserError
 from hvdtrain.faults import pulse
 from hvdtrain.protocols import Collectives, Handle
 from hvdtrain.timeline import blocked
@@ -81,6 +82,11 @@ class HorovodCollectives:
         self.rank, self.size = hvd.rank(), hvd.size()
         self.hierarchical = bool(hvd.nccl_built())
         self.reductions = frozenset({"adasum"} if hvd.mpi_enabled() else ())
+
+    def among(self, group: Group) -> HorovodCollectives:
+        """Raise `UserError`: Horovod is started for all ranks."""
+        raise UserError("a pipeline over ranks with collectives horovod", "a wire between some of the ranks",
+                        "set collectives: auto, shared or mpi")
 
     def buffer(self, n: int, dtype: str) -> None:
         return None

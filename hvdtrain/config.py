@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from hvdtrain import placed, schema, trackers
 from hvdtrain.errors import UserError, nearest
+from hvdtrain.pipeline import settings
 from hvdtrain.remat import names as remat_names
 from hvdtrain.sections import key as _key
 from hvdtrain.sections import Checkpoint as Checkpoint
@@ -24,6 +25,7 @@ from hvdtrain.sections import DataParallel as DataParallel
 from hvdtrain.sections import EarlyStop as EarlyStop
 from hvdtrain.sections import Exchange as Exchange
 from hvdtrain.sections import Named as Named
+from hvdtrain.sections import Pipeline as Pipeline
 from hvdtrain.sections import Rebalance as Rebalance
 from hvdtrain.sections import Schedule as Schedule
 from hvdtrain.sections import Trace as Trace
@@ -111,6 +113,7 @@ class Config:
     split_micro_batches: int = _key(
         0, "micro-batches", "parts in which a split model computes a micro-batch, so that its devices work at once; "
         "0: four for each device")
+    pipeline: Pipeline = _key(Pipeline(), "", "")
     devices_per_rank: int = _key(
         0, "devices", "GPUs that each rank owns, or logical devices of a CPU in TensorFlow; 0: as many as "
         "model_parallel")
@@ -180,6 +183,8 @@ class Config:
         for name, kind in schema.named_sections(type(self)).items():
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, kind(name=getattr(self, name)))
+        if isinstance(self.pipeline, int) and not isinstance(self.pipeline, bool):
+            object.__setattr__(self, "pipeline", Pipeline(self.pipeline))
 
     def check(self) -> Config:
         """Return self if every value is possible, else raise `UserError` naming the first that is not."""
@@ -258,7 +263,8 @@ class Config:
         trackers.check(self.trackers)
 
     def _check_data_parallel(self) -> None:
-        """Raise `UserError` for a stage or shards that cannot be."""
+        """Raise `UserError` for a stage or shards that cannot be, and for a pipeline that cannot."""
+        settings.check(self)
         stage, shards = self.data_parallel.stage, self.data_parallel.shards
         if stage not in (1, 2, "auto"):
             what = "parameters divided too" if stage == 3 else "no such stage"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hvdtrain.cluster.devices import DeviceFacts
     from hvdtrain.cluster.topology import Topology
     from hvdtrain.config import Config
+    from hvdtrain.mesh import Mesh
 
 T = TypeVar("T")
 
@@ -137,6 +138,23 @@ def spelled_out(config: Config, topology: Topology, devices: Sequence[DeviceFact
                    peak_tflops=values("peak_tflops", config.peak_tflops, [], 0.0),
                    precision=precision if isinstance(precision, str) else ":".join(precision),
                    rebalance=replace(config.rebalance, max_micro_batch=limits))
+
+
+def of_copies(given: Config, spelled: Config, mesh: Mesh) -> Config:
+    """Return ``spelled`` with a share for each copy of a model where ``given`` names hosts or devices. Pure.
+
+    Errors: `UserError` for a copy whose ranks are given unlike shares.
+    """
+    if mesh.deepest == 1 or not isinstance(given.shares, Mapping) or not spelled.shares:
+        return spelled
+    shares: list[Any] = list(spelled.shares)
+    for copy, ranks in enumerate(mesh.copies):
+        if len({shares[rank] for rank in ranks}) > 1:
+            told = ", ".join(f"rank {rank} {shares[rank]}" for rank in sorted(ranks))
+            raise UserError(f"shares names hosts or devices by which the ranks of copy {copy} of the model have unlike "
+                            f"shares ({told})", "one share of the batch for each copy",
+                            f"give a list of {len(mesh.copies)} numbers, one for each copy, or balance: static")
+    return replace(spelled, shares=[shares[ranks[0]] for ranks in mesh.copies])
 
 
 def _names(places: Sequence[Place]) -> list[str]:

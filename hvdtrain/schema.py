@@ -67,6 +67,20 @@ def named_sections(cls: type) -> dict[str, type]:
     return {name: hint for name, hint in sections(cls).items() if any(f.name == "name" for f, _ in _fields(hint))}
 
 
+def bare(cls: type, name: str, value: Any) -> str:
+    """The key of section ``name`` of ``cls`` that a bare ``value`` stands for, "" where it stands for none.
+
+    A text is a section's name, a whole number what its ``BARE`` says, such as a pipeline's stages.
+    """
+    section = sections(cls).get(name)
+    if section is None:
+        return ""
+    if isinstance(value, str):
+        return "name" if name in named_sections(cls) else ""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return getattr(section, "BARE", "") if whole else ""
+
+
 def in_words(hint: Any) -> str:
     """What a value of this type looks like, for a message or a table."""
     if get_origin(hint) is Literal:
@@ -82,7 +96,8 @@ def in_words(hint: Any) -> str:
         return f"{_WORDS[get_args(hint)[1]]} for each name"
     if dataclasses.is_dataclass(hint):
         names = [f.name for f in dataclasses.fields(hint)]
-        return ("a name, or " if "name" in names else "") + "a section with " + ", ".join(names)
+        bare = "a name, or " if "name" in names else "a number, or " if hasattr(hint, "BARE") else ""
+        return bare + "a section with " + ", ".join(names)
     return _WORDS[hint]
 
 

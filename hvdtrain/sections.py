@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 
 def key(default: Any, unit: str, doc: str) -> Any:
@@ -90,6 +90,30 @@ class DataParallel:
     shards: list[float] = key(
         [], "", "of zero, relative part of the state for each rank, such as [3, 1]; empty: by the memory that each "
         "rank has free")
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A model that is cut over ranks."""
+
+    BARE: ClassVar[str] = "stages"
+
+    stages: int = key(
+        1, "ranks", "ranks that each copy of the model is cut over, in contiguous runs of its named blocks; 1: none is "
+        "cut. `pipeline: 2` and `--pipeline 2` set it")
+    order: Literal["1f1b", "gpipe", "interleaved"] = key(
+        "1f1b", "", "of forwards and backwards; 1f1b: a stage goes back as soon as it can, so that it keeps few "
+        "micro-batches; gpipe: all forwards first; interleaved: 1f1b with several shorter runs of blocks on each rank")
+    depths: list[int] = key(
+        [], "ranks", "ranks of each copy where they are unlike, such as [1, 1, 1, 1, 2]: four whole copies beside one "
+        "that two ranks share; empty: stages for each")
+    micro_batches: int = key(
+        0, "micro-batches", "parts that a copy which is cut computes its part of a batch in; 0: four for each rank of "
+        "it, or accumulate where that is more")
+    chunks: int = key(2, "chunks", "runs of blocks on each rank where the order is interleaved")
+    cut: list[str] = key(
+        [], "", "the blocks that the second and every further stage begin with; empty: searched, together with the "
+        "order of the ranks, by measured times and memory")
 
 
 @dataclass(frozen=True)

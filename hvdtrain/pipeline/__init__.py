@@ -1,1 +1,1 @@
-"""The order of a step's forwards and backwards; a file for each order."""
+"""The order of a step's forwards and backwards, and a model that is cut over ranks: where it is cut, what travels."""

@@ -1,0 +1,116 @@
+"""Sends a few samples through all stages of a model that is cut over ranks, forward and loss, then metrics, before the
+first step: so that what does not fit is told at once, in one sentence on every rank.
+
+Owns whose turn it is: the ranks agree after each chunk, and what it gave goes on by the control plane. Which samples
+are taken is `hvdtrain.first_sample`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from hvdtrain.cluster.exit import agreed
+from hvdtrain.mesh import Layout
+from hvdtrain.misfit import out_of_memory, told
+from hvdtrain.protocols import Batch, Cargo, Control, PipelineStage
+
+
+class Turn(NamedTuple):
+    """The chunk ``number`` of copy ``copy``, on ``rank``; the next one is on rank ``to``, -1: it is the last."""
+
+    copy: int
+    number: int
+    rank: int
+    to: int
+
+
+def turns(layout: Layout) -> list[Turn]:
+    """Return all chunks of all copies, in an order in which each comes after the one before it. Pure."""
+    found = []
+    for copy, ranks in enumerate(layout.mesh.copies):
+        n = len(layout.chunks(copy))
+        found += [Turn(copy, k, ranks[k % len(ranks)], ranks[(k + 1) % len(ranks)] if k + 1 < n else -1)
+                  for k in range(n)]
+    return sorted(found, key=lambda turn: (turn.number, turn.copy))
+
+
+class Walk:
+    """One try of ``batch`` on this rank's chunks; ``batch`` is the same on all ranks of a copy."""
+
+    def __init__(self, run: Any, backend: Any, batch: Batch, training: bool) -> None:
+        self._run, self._backend, self._batch, self._training = run, backend, batch, training
+        self._layout: Layout = run.parts.layout
+        self._came: Cargo | None = None
+        self._over = False
+
+    def go(self) -> None:
+        """Take all turns; collective. Errors: `UserError` on every rank, other exceptions of the model pass through.
+        """
+        control: Control = self._run.control
+        walk = turns(self._layout)
+        for number in range(max(turn.number for turn in walk) + 1):
+            now = [turn for turn in walk if turn.number == number]
+            mine = next((turn for turn in now if turn.rank == control.rank), None)
+            gave = agreed(control, lambda: self._computed(mine), "first sample")  # noqa: B023  (called at once)
+            for turn in now:
+                self._pass_on(control, turn, gave if turn is mine else None)
+
+    def _computed(self, mine: Turn | None) -> Cargo | None:
+        if mine is None or self._over:
+            return None
+        run, stage = self._run, cast(PipelineStage, self._run.parts.stage)
+        chunk, came = mine.number // len(self._layout.mesh.ranks), self._came if mine.number else None
+        try:
+            with told(run.spec.model, self._batch):
+                if not self._training:
+                    return stage.evaluate(chunk, came, self._batch)
+                if mine.to >= 0:
+                    return stage.forward(chunk, 0, came, self._batch)
+                stage.loss(chunk, 0, came, self._batch, 1.0)
+        except Exception as error:  # the first step tells what memory does not suffice for: it may hold what is needed
+            said = error.__cause__ or error
+            if not (out_of_memory(said) or self._backend.out_of_memory(said)):
+                raise
+        return None
+
+    def _pass_on(self, control: Control, turn: Turn, gave: Cargo | None) -> None:
+        """Bring what a chunk gave to the next one; collective."""
+        if turn.to < 0:
+            return
+        note = control.gather(None if gave is None else ([(a.shape, a.dtype.str) for a in gave.arrays], gave.dtypes,
+                                                         gave.form))[turn.rank]
+        if note is None:  # it ran out of memory there: nothing more is tried
+            self._over = self._over or turn.copy == self._layout.mesh.copy
+            return
+        heads, dtypes, form = note
+        if turn.rank == turn.to:
+            self._came = gave
+            return
+        arrays = [np.ascontiguousarray(a) for a in gave.arrays] if gave is not None else [
+            np.empty(shape, dtype) for shape, dtype in (heads if control.rank == turn.to else ())]
+        control.send([array.reshape(-1) for array in arrays], turn.rank, turn.to)
+        if control.rank == turn.to:
+            self._came = Cargo(tuple(arrays), tuple(dtypes), form)
+
+
+def walked(run: Any, backend: Any, batches: Sequence[Batch], training: bool) -> None:
+    """Try ``batches`` one after the other and leave everything as it was; collective.
+
+    Copies may have unlike many: the others wait.
+    """
+    most = max(run.control.gather(len(batches)))
+    for i in range(most):
+        batch = batches[min(i, len(batches) - 1)]
+        with backend.untouched(run.parts, batch):
+            stage = cast(PipelineStage, run.parts.stage)
+            stage.begin()
+            try:
+                Walk(run, backend, batch, training).go()
+            finally:
+                stage.drop()
+                run.parts.evaluator.totals()  # what it has counted is none of an evaluation's
+                run.parts.buffers.discard()
+                stage.rewind()

@@ -1,0 +1,80 @@
+"""Where in a copy of a model that is cut over ranks a number is first not finite.
+
+No rank can compute its part of a step alone. So all ranks of a copy compute it once more, each looks at what comes into
+its chunks and what they give, and the one is named that made the first bad number out of good ones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hvdtrain.faults.finite import finite, spoken
+from hvdtrain.protocols import Batch, Cargo, Pair, PipelineStage
+
+if TYPE_CHECKING:
+    from hvdtrain.pipeline.over_ranks import Places
+
+
+class Origin(NamedTuple):
+    """``when``: its turn among the forwards and backwards of a micro-batch in the copy's chunks; ``what``: in words."""
+
+    when: int
+    what: str
+
+
+class Looking:
+    """`PipelineStage` that looks at what comes into the chunks of ``stage`` and what they give.
+
+    ``first``: the turn of the earliest action that gave a number which is not finite though none came; None if none
+    did. ``came_bad``: whether one came into a backward.
+    """
+
+    def __init__(self, stage: PipelineStage, places: Places) -> None:
+        self._stage, self._places = stage, places
+        self.first: int | None = None
+        self.came_bad = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def forward(self, chunk: int, micro: int, came: Cargo | None, batch: Batch) -> Cargo:
+        """As the stage does."""
+        gave = self._stage.forward(chunk, micro, came, batch)
+        self._look(self._places.number(chunk), _good(came), _good(gave))
+        return gave
+
+    def loss(self, chunk: int, micro: int, came: Cargo | None, batch: Batch, scale: float) -> Pair:
+        """As the stage does."""
+        pair = self._stage.loss(chunk, micro, came, batch, scale)
+        self._look(self._places.number(chunk), _good(came), bool(np.isfinite(float(pair[0]))))
+        self.came_bad = self.came_bad or not _good(came)
+        return pair
+
+    def backward(self, chunk: int, micro: int, came: Cargo | None) -> Cargo | None:
+        """As the stage does."""
+        gave = self._stage.backward(chunk, micro, came)
+        self._look(self.turn_back(chunk), _good(came), _good(gave))
+        self.came_bad = self.came_bad or not _good(came)
+        return gave
+
+    def turn_back(self, chunk: int) -> int:
+        """The turn of a chunk's backward."""
+        return 2 * self._places.all - 1 - self._places.number(chunk)
+
+    def origin(self, name: str, blocks: str) -> Origin | None:
+        """Return what began here, of which the first bad gradient is ``name``'s, in ``blocks``; None if nothing did."""
+        if self.first is None and (self.came_bad or not name):
+            return None
+        what = f"the gradient of {spoken(name)}" if name else f"what comes out of {blocks}"
+        return Origin(self.turn_back(0) if self.first is None else self.first, what)
+
+    def _look(self, turn: int, good: bool, still: bool) -> None:
+        if good and not still and (self.first is None or turn < self.first):
+            self.first = turn
+
+
+def _good(cargo: Cargo | None) -> bool:
+    """Whether all of it is finite; so is nothing."""
+    return cargo is None or all(finite(f"#{dtype}", array) for array, dtype in zip(cargo.arrays, cargo.dtypes))

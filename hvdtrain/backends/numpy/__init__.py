@@ -1,5 +1,6 @@
 """The numpy reference backend: what the other backends are compared with and what the lockstep tests train."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from hvdtrain.protocols import Collectives
 
 __all__ = ["Ops", "adapt_data", "allocators", "collectives", "device_facts", "flops_of_graphs", "flops_of_pass",
            "free_cached", "held", "hold_bytes", "in_host_memory", "make_parts", "model_bytes", "out_of_memory",
-           "peak_bytes", "product_type", "seed", "setup", "stage", "state_now", "traced", "try_samples"]
+           "peak_bytes", "product_type", "seed", "setup", "stage", "state_now", "traced", "try_samples", "untouched"]
 
 
 def adapt_data(obj: object, seed: int = 0) -> None:
@@ -113,3 +114,8 @@ def stage(wire: Collectives, control: object) -> Collectives:
 
 def try_samples(parts: object, batch: object, training: bool) -> None:
     """Nothing: its one model and loss are the project's own."""
+
+
+def untouched(parts: object, batch: object) -> contextlib.AbstractContextManager[None]:
+    """Nothing is to be put back."""
+    return contextlib.nullcontext()

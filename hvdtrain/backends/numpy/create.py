@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvdtrain.backends.numpy import amp
+from hvdtrain.backends.numpy.chunks import Chunks, keep_own, reckoned
 from hvdtrain.backends.numpy.ops import Ops
 from hvdtrain.backends.numpy.params import Params
 from hvdtrain.backends.numpy.stage import Stage
@@ -12,14 +13,17 @@ from hvdtrain.backends.numpy.state import Buffers, Evaluator, State
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.transport import Transport
+from hvdtrain.mesh import Mesh
 from hvdtrain.parts import Parts
+from hvdtrain.pipeline.plan import agree, measured_samples
+from hvdtrain.pipeline.replicas import replicas_of
 from hvdtrain.precision.policy import FP32, Precision
 from hvdtrain.precision.scaler import LossScale
 from hvdtrain.protocols import Collectives
 
 
 def make_parts(spec: Any, config: Config, control: Any, wire: Collectives, steps_per_epoch: int,
-               precision: Precision = FP32, sample: Any = None, data: Any = None) -> Parts:
+               precision: Precision = FP32, sample: Any = None, data: Any = None, mesh: Mesh | None = None) -> Parts:
     """Parts over ``spec.model``, trained with SGD; `UserError` for what only frameworks can do."""
     if config.model_parallel > 1:
         raise UserError(f"model_parallel {config.model_parallel} with the numpy backend", "a PyTorch or Keras model",
@@ -32,7 +36,14 @@ def make_parts(spec: Any, config: Config, control: Any, wire: Collectives, steps
     momentum = config.optimizer.args.get("momentum", 0.0)
     if not isinstance(momentum, (int, float)) or not 0 <= momentum < 1:
         raise UserError(f"optimizer.args.momentum is {momentum!r}", "a number from 0 to below 1", "correct it")
+    layout, replicas, evaluator = None, [], Evaluator(model)
+    if mesh is not None and mesh.deepest > 1:
+        layout = agree(reckoned(model, measured_samples(config, mesh), int(momentum > 0)), config, control, mesh, ())
+        keep_own(model, layout)
+        replicas = replicas_of(layout, wire)
     params = Params(model, config.lr, float(momentum))
     optimizer = params.optimizer(params.tensors)
-    return Parts(model, [], Stage(model), params, optimizer, Buffers(model, Transport(wire, Ops())), Evaluator(model),
-                 State(model, optimizer), [], precision, LossScale())
+    stage = Stage(model) if layout is None else Chunks(model, layout, evaluator)
+    wires = [Transport(r.wire, Ops()) for r in replicas] or [Transport(wire, Ops())]
+    return Parts(model, [], stage, params, optimizer, Buffers(model, wires, [r.blocks for r in replicas]), evaluator,
+                 State(model, optimizer), [], precision, LossScale(), layout=layout, replicas=replicas)

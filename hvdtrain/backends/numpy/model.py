@@ -16,7 +16,7 @@ class Model:
         for i, (n_in, n_out) in enumerate(zip(sizes[:-1], sizes[1:])):
             self.params[f"w{i}"] = (draw.standard_normal((n_in, n_out)) * math.sqrt(2.0 / n_in)).astype(dtype)
             self.params[f"b{i}"] = np.zeros(n_out, dtype)
-        self.layers = len(sizes) - 1
+        self.layers, self.dtype = len(sizes) - 1, dtype
 
     def forward(self, x: np.ndarray) -> list[np.ndarray]:
         """Inputs of every layer, then the logits: (B, ...) -> [(B, n_0), ..., (B, classes)]."""

@@ -18,17 +18,19 @@ class Sgd:
 
     elementwise = True
     looks = False
+    needs_all = ""
 
     def __init__(self, tensors: Sequence[np.ndarray], lr: float, momentum: float = 0.0) -> None:
         self.tensors, self.lr, self.momentum = list(tensors), lr, momentum
         self.velocity = [np.zeros_like(p) for p in self.tensors]
 
-    def step(self, grads: Sequence[np.ndarray], buckets: Sequence[Bucket], clip_norm: float,
-             look: bool) -> tuple[bool, float]:
+    def step(self, grads: Sequence[np.ndarray], buckets: Sequence[Bucket], clip_norm: float, look: bool,
+             norm: float | None = None) -> tuple[bool, float]:
         """Update; the norm is always told."""
-        norm = math.sqrt(sum(float((g * g).sum()) for g in grads))
-        if (clip_norm > 0 or look) and not math.isfinite(norm):
-            return False, norm
+        if norm is None:
+            norm = math.sqrt(sum(float((g * g).sum()) for g in grads))
+            if (clip_norm > 0 or look) and not math.isfinite(norm):
+                return False, norm
         factor = clip_norm / norm if 0 < clip_norm < norm else 1.0
         for p, v, g in zip(self.tensors, self.velocity, cut(grads, buckets)):
             v *= self.momentum
@@ -69,7 +71,7 @@ class Params:
     """`hvdtrain.protocols.Params` of a `Model`, in the order they were made."""
 
     def __init__(self, model: Model, lr: float, momentum: float) -> None:
-        self.specs = [ParamSpec(n, p.shape, p.dtype.name) for n, p in model.params.items()]
+        self.specs = [ParamSpec(n, p.shape, p.dtype.name, block=int(n[1:])) for n, p in model.params.items()]
         self.tensors = list(model.params.values())
         self._rule = lr, momentum
 

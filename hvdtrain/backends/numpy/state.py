@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,15 @@ from hvdtrain.protocols.state import Head, Place, Shard, Window
 class Buffers:
     """`hvdtrain.protocols.Buffers`: there are none, only initial values."""
 
-    def __init__(self, model: Model, transport: Transport) -> None:
-        self._model, self._transport = model, transport
+    def __init__(self, model: Model, transports: Sequence[Transport], blocks: Sequence[Sequence[int]] = ()) -> None:
+        self._model, self._transports, self._blocks = model, transports, blocks
 
     def share(self) -> None:
-        """Broadcast rank 0's parameters."""
-        for name, p in self._model.params.items():
-            p[...] = self._transport.broadcast(p.reshape(-1).copy(), f"initial.{name}").reshape(p.shape)
+        """Broadcast the parameters of the first rank that has them."""
+        for i, transport in enumerate(self._transports):
+            for name, p in self._model.params.items():
+                if not self._blocks or int(name[1:]) in self._blocks[i]:
+                    p[...] = transport.broadcast(p.reshape(-1).copy(), f"initial.{name}").reshape(p.shape)
 
     def sync(self) -> None:
         """Nothing."""
@@ -44,7 +47,10 @@ class Evaluator:
 
     def add(self, batch: Batch) -> None:
         """Add (sum, weight) of each."""
-        logits = self._model.forward(batch[0])[-1]
+        self.add_outputs(self._model.forward(batch[0])[-1], batch)
+
+    def add_outputs(self, logits: np.ndarray, batch: Batch) -> None:
+        """Add those of a batch whose logits are known."""
         right = (logits.argmax(axis=1) == batch[1]).sum()
         self._totals.add({"loss": (self._model.loss(logits, batch[1])[0], len(logits)),
                           "accuracy": (right, len(logits))})
@@ -125,6 +131,10 @@ class State:
     def load_rank(self, own: dict[str, np.ndarray]) -> None:
         """Undo `rank_state`."""
         rng.restore(own)
+
+    def final(self) -> contextlib.AbstractContextManager[None]:
+        """As they are trained."""
+        return contextlib.nullcontext()
 
     def export(self, directory: Path) -> list[str]:
         """Write model.safetensors."""

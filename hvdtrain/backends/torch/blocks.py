@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,15 +25,20 @@ from hvdtrain.parallel.memory import Block
 
 Named = list[tuple[str, torch.nn.Module]]
 
-REPEATS = 3
-"""Timed runs of each block, after one for warm-up; the shortest counts."""
+UNDO = "set model_parallel: 1"
+"""How to do without a model that is split."""
+
+REPEATS, MOST_REPEATS, LEAST_S = 3, 10, 0.02
+"""Timed runs of each block after one for warm-up, of which the shortest counts: so many at least, and more until they
+have taken so long, as a short one is easily disturbed."""
 
 
-def chain(spec: Any) -> Named:
+def chain(spec: Any, wish: str = "model_parallel", undo: str = UNDO) -> Named:
     """The named blocks of a model, in the order of its forward pass.
 
-    ``blocks(model)`` of the model file, or the children of an `nn.Sequential`. Errors: `UserError` without either,
-    and for parameters that are in no block.
+    ``blocks(model)`` of the model file, or the children of an `nn.Sequential`. ``wish``: the key that asks for blocks,
+    ``undo``: how to do without, for errors. Errors: `UserError` without either, and for parameters that are in no
+    block.
     """
     model = spec.model
     if spec.blocks is not None:
@@ -40,16 +46,21 @@ def chain(spec: Any) -> Named:
     elif isinstance(model, torch.nn.Sequential):
         found = list(model.named_children())
     else:
-        raise UserError(f"model_parallel with {type(model).__name__}, which has no named blocks",
+        raise UserError(f"{wish} with {type(model).__name__}, which has no named blocks",
                         "an nn.Sequential, or blocks(model) -> [(name, module)] in the model file",
-                        "define blocks, or set model_parallel: 1")
+                        f"define blocks, or {undo}")
+    refuse_outside(model, found, undo)
+    return found
+
+
+def refuse_outside(model: torch.nn.Module, found: Named, undo: str = UNDO) -> None:
+    """Raise `UserError` for a parameter or buffer that is in no block."""
     held = {id(t) for _, block in found for t in (*block.parameters(), *block.buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in held:
             raise UserError(f"{name} of the model is in none of its blocks ({', '.join(n for n, _ in found[:6])})",
                             "every parameter and buffer in a block, which has a device",
-                            "mend blocks(model), or set model_parallel: 1")
-    return found
+                            f"mend blocks(model), or {undo}")
 
 
 class _Captured(Exception):
@@ -58,23 +69,35 @@ class _Captured(Exception):
 
 def model_input(model: torch.nn.Module, task: Callable[..., Any], batch: tuple[torch.Tensor, ...]) -> Any:
     """What ``task`` gives to the model; `UserError` unless it is one argument of tensors (B, ...)."""
+    def refused(args: Sequence[Any], named: Any) -> UserError:
+        given = "no call" if named is None else f"{len(args)} arguments" + (" by name" if named else "")
+        return UserError(f"task gives {given} to a model that is to be split", "model(x), once",
+                         f"mend task, or {UNDO}")
+
+    x = caught_input(model, task, batch, refused)
+    count_samples(x)
+    return x
+
+
+def caught_input(model: torch.nn.Module, task: Callable[..., Any], batch: tuple[torch.Tensor, ...],
+                 refused: Callable[[Sequence[Any], Any], UserError]) -> Any:
+    """The one argument that ``task`` gives to the model; else the error that ``refused`` makes of the call, if any."""
     caught: list[Any] = []
 
     def forward(*args: Any, **named: Any) -> Any:
         caught.append((args, named))
         raise _Captured
 
-    with _forward(model, forward), contextlib.suppress(_Captured):
+    with forward_of(model, forward), contextlib.suppress(_Captured):
         task(model, batch)
-    if not caught or len(caught[0][0]) != 1 or caught[0][1]:
-        given = "no call" if not caught else f"{len(caught[0][0])} arguments" + (" by name" if caught[0][1] else "")
-        raise UserError(f"task gives {given} to a model that is to be split", "model(x), once",
-                        "mend task, or set model_parallel: 1")
-    count_samples(caught[0][0][0])
+    if not caught:
+        raise refused((), None)
+    if len(caught[0][0]) != 1 or caught[0][1]:
+        raise refused(*caught[0])
     return caught[0][0][0]
 
 
-def check_chain(model: torch.nn.Module, blocks: Named, x: Any) -> list[str]:
+def check_chain(model: torch.nn.Module, blocks: Named, x: Any, undo: str = UNDO) -> list[str]:
     """Raise `UserError` unless the blocks one after the other are the model; on the device where they are.
 
     In evaluation and then in the mode the model is in, where both must also draw the same random numbers. Returns the
@@ -83,18 +106,18 @@ def check_chain(model: torch.nn.Module, blocks: Named, x: Any) -> list[str]:
     names = f"blocks of {type(model).__name__} one after the other ({', '.join(name for name, _ in blocks[:6])})"
     with modes_kept(model):
         model.eval()
-        if not _alike(model, blocks, x)[0]:
+        if not alike(model, blocks, x)[0]:
             raise UserError(f"{names} do not give what the model gives", "forward as a loop over the blocks: "
-                            "x = block(x)", "put what forward does between them into blocks, or set model_parallel: 1")
-    same, changed = _alike(model, blocks, x)
+                            "x = block(x)", f"put what forward does between them into blocks, or {undo}")
+    same, changed = alike(model, blocks, x)
     if not same:
         raise UserError(f"{names} do not give what the model gives while it trains",
                         "forward as a loop over the blocks: x = block(x)", "put what forward does between them only "
-                        "while training (dropout, self.training) into blocks, or set model_parallel: 1")
+                        f"while training (dropout, self.training) into blocks, or {undo}")
     return changed
 
 
-def _alike(model: torch.nn.Module, blocks: Named, x: Any) -> tuple[bool, list[str]]:
+def alike(model: torch.nn.Module, blocks: Named, x: Any) -> tuple[bool, list[str]]:
     """(whether model and blocks give and draw the same for ``x``, buffers that the model changes); nothing remains."""
     with torch.no_grad(), _put_back(model) as put_back:
         whole, value = tensors_of(model(x)), x
@@ -107,7 +130,7 @@ def _alike(model: torch.nn.Module, blocks: Named, x: Any) -> tuple[bool, list[st
             return False, changed
         same = len(parts) == len(whole) and all(a.shape == b.shape and torch.allclose(
             a.float(), b.float(), rtol=1e-4, atol=1e-5, equal_nan=True) for a, b in zip(parts, whole))
-        return same and _equal(drawn, state.random_arrays()), changed
+        return same and equal(drawn, state.random_arrays()), changed
 
 
 def check_parts(model: torch.nn.Module, blocks: Named, task: Callable[..., Any], batch: tuple[torch.Tensor, ...],
@@ -151,12 +174,12 @@ def _losses(model: torch.nn.Module, blocks: Named, task: Callable[..., Any], bat
         drew, changed = put_back()
         if drew or changed:
             return None
-        with _forward(model, pipeline.forward):
+        with forward_of(model, pipeline.forward):
             return one, float(torch.as_tensor(task(model, batch)[0]).detach())
 
 
 @contextlib.contextmanager
-def _forward(model: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def forward_of(model: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Within it, ``forward`` stands in for the model's own."""
     kept = vars(model).get("forward")
     vars(model)["forward"] = forward
@@ -177,7 +200,7 @@ def _put_back(model: torch.nn.Module) -> Iterator[Callable[[], tuple[bool, list[
     random, buffers_back = state.random_arrays(), remember(model)
 
     def put_back() -> tuple[bool, list[str]]:
-        drew = not _equal(random, state.random_arrays())
+        drew = not equal(random, state.random_arrays())
         state.load_random(random)
         return drew, buffers_back()
 
@@ -187,28 +210,38 @@ def _put_back(model: torch.nn.Module) -> Iterator[Callable[[], tuple[bool, list[
         put_back()
 
 
-def _equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+def equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
     return {k: a.tobytes() for k, a in one.items()} == {k: a.tobytes() for k, a in other.items()}  # some are NaN
 
 
-def measure(blocks: Named, x: Any, device: torch.device) -> tuple[Block, ...]:
+def measure(blocks: Iterable[tuple[str, torch.nn.Module]], x: Any, device: torch.device,
+            came: list[Any] | None = None) -> tuple[Block, ...]:
     """Seconds and bytes of each block on ``device``, for an input of one part; the model is as before afterwards.
 
     One block at a time is on the device. ``activation_bytes``: what autograd keeps for backward beside parameters.
+    ``came``: takes the input of each block, on the host. Where one thread computes, blocks are told apart by processor
+    time: where that is rationed, a block's own seconds depend on when it was its turn to stand still.
     """
-    found = []
+    found: list[Block] = []
     value = placement.moved(x, device)
+    clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    begin, begin_own = time.perf_counter(), clock()
     for name, block in blocks:
         home = next((t.device for t in (*block.parameters(), *block.buffers())), device)
+        if came is not None:
+            came.append(placement.moved(value, torch.device("cpu")))
         block.to(device)
         try:
             with _kept_bytes(block) as kept:
-                value, cost_s = _timed(block, value, device, kept)
+                value, cost_s, forward_s = _timed(block, value, device, kept, clock, first=not found)
         finally:
             block.to(home)
         size = sum(t.numel() * t.element_size() for t in (*block.parameters(), *block.buffers()))
-        found.append(Block(name, cost_s, size, kept[0]))
-    return tuple(found)
+        given = sum(t.numel() * t.element_size() for t in tensors_of(value))
+        found.append(Block(name, cost_s, size, kept[0], forward_s, given))
+    own_s = clock() - begin_own
+    slower = (time.perf_counter() - begin) / own_s if own_s > 0 and clock is time.process_time else 1.0
+    return tuple(replace(block, cost_s=block.cost_s * slower, forward_s=block.forward_s * slower) for block in found)
 
 
 @contextlib.contextmanager
@@ -229,29 +262,39 @@ def _kept_bytes(block: torch.nn.Module) -> Iterator[list[int]]:
         yield total
 
 
-def _timed(block: torch.nn.Module, value: Any, device: torch.device, kept: list[int]) -> tuple[Any, float]:
-    """(what the block makes of ``value``, shortest seconds of forward and backward); ``kept`` counts the first run."""
+def _timed(block: torch.nn.Module, value: Any, device: torch.device, kept: list[int], clock: Callable[[], float],
+           first: bool) -> tuple[Any, float, float]:
+    """(what the block makes of ``value``, shortest seconds of forward and backward, of forward alone) by ``clock``.
+
+    ``kept`` counts the first run. ``first``: of the model, which gives no gradient to its input.
+    """
     buffers_back = remember(block)
-    out, best_s, first = value, float("inf"), 0
-    for turn in range(1 + REPEATS):
-        begun = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors_of(value)]
+    out, best_s, forward_s, held = value, float("inf"), float("inf"), 0
+    began = clock()
+    for turn in range(1 + MOST_REPEATS):
+        if turn > REPEATS and clock() - began > LEAST_S:
+            break
+        begun = [t.detach().requires_grad_(t.is_floating_point() and not first) for t in tensors_of(value)]
+        given = [t.clone() for t in begun]  # a block may write to what it gets, as a block within a model
         placement.synchronize([device])
-        begin = time.perf_counter()
-        out = block(_like(value, begun))
-        first = first or kept[0]
+        begin = clock()
+        out = block(like(value, given))
+        held = held or kept[0]
+        placement.synchronize([device])
+        middle = clock()
         wanted = [t for t in (*begun, *block.parameters()) if t.requires_grad]
         ended = [t for t in tensors_of(out) if t.requires_grad]
         if ended and wanted:
             torch.autograd.grad(ended, wanted, [torch.ones_like(t) for t in ended], allow_unused=True)
         placement.synchronize([device])
         if turn:
-            best_s = min(best_s, time.perf_counter() - begin)
-    kept[0] = first
+            best_s, forward_s = min(best_s, clock() - begin), min(forward_s, middle - begin)
+    kept[0] = held
     buffers_back()
-    return _like(out, [t.detach() for t in tensors_of(out)]), best_s
+    return like(out, [t.detach() for t in tensors_of(out)]), best_s, forward_s
 
 
-def _like(value: Any, tensors: list[torch.Tensor]) -> Any:
+def like(value: Any, tensors: list[torch.Tensor]) -> Any:
     """The tree ``value`` with other tensors, in the order of `tensors_of`."""
     rest = iter(tensors)
 

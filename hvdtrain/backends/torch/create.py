@@ -1,4 +1,4 @@
-"""How the parts of a PyTorch model are made: whole, split over devices, or of a Keras model.
+"""How the parts of a PyTorch model are made: whole, split over devices or ranks, or of a Keras model.
 
 Owns that choice, and the agreement of all ranks that a split takes.
 """
@@ -6,45 +6,29 @@ Owns that choice, and the agreement of all ranks that a split takes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from hvdtrain.backends.torch import audit, keras, placement
-from hvdtrain.backends.torch.buffers import Buffers
-from hvdtrain.backends.torch.evaluator import TorchEvaluator
-from hvdtrain.backends.torch.generators import Generators
-from hvdtrain.backends.torch.modes import modes_kept, set_modes
-from hvdtrain.backends.torch.ops import Ops
-from hvdtrain.backends.torch.optimizer import TorchOptimizer
-from hvdtrain.backends.torch.params import TorchParams, trainable
-from hvdtrain.backends.torch.stage import TorchStage
-from hvdtrain.backends.torch.state import TorchState
-from hvdtrain.backends.torch.task import Metrics, make_task
-from hvdtrain.backends.torch.transforms.compile import TorchCompile
-from hvdtrain.backends.torch.transforms.placement import Placement
-from hvdtrain.backends.torch.transforms.precision import MixedPrecision
-from hvdtrain.backends.torch.transforms.remat import Remat
-from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm
+from hvdtrain.backends.torch import keras, placement
+from hvdtrain.backends.torch.maker import Maker, build_lazy
+from hvdtrain.backends.torch.pipelined import create as pipelined
 from hvdtrain.cluster import heap
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.transport import Transport
+from hvdtrain.mesh import Mesh
 from hvdtrain.misfit import told
 from hvdtrain.parallel.plan import Measured, Plan, agree
 from hvdtrain.parts import Parts
 from hvdtrain.precision.policy import FP32, Precision
-from hvdtrain.precision.scaler import LossScale
 from hvdtrain.protocols import Batch, Collectives, Control
-from hvdtrain.transforms import in_order
 
 
 def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,
-               precision: Precision = FP32, sample: Callable[[int], Batch] | None = None, data: Any = None) -> Parts:
+               precision: Precision = FP32, sample: Callable[[int], Batch] | None = None, data: Any = None,
+               mesh: Mesh | None = None) -> Parts:
     """Parts of ``spec.model``, on this rank's device or split over several; collective where it is split.
 
     ``sample``: so many samples of the run's ``data``, to measure the blocks of a split model with, and to build a Keras
@@ -58,9 +42,12 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
         else:
             heap.keep_freed()
 
+    if mesh is not None and mesh.deepest > 1:
+        return pipelined.make_parts(spec, config, control, wire, steps_per_epoch, precision, sample, mesh)
+
     def begin() -> Maker:
         if not keras.is_keras(spec.model):
-            _build(spec, sample)
+            build_lazy(spec.model, spec, sample)
             return Maker(spec, config, control.rank, wire, steps_per_epoch, precision, sample)
         if config.model_parallel > 1:
             raise UserError(f"model_parallel {config.model_parallel} with a Keras model on PyTorch",
@@ -83,96 +70,8 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
     return agreed(control, lambda: finish(plan), "split")
 
 
-class Maker:
-    """What the parts of one model have in common, from which `parts` makes them; a Keras model replaces some.
-
-    To make one checks the model and brings it to its device, or to where its blocks are measured.
-    """
-
-    def __init__(self, spec: Any, config: Config, rank: int, wire: Collectives, steps_per_epoch: int,
-                 precision: Precision, sample: Callable[[int], Batch] | None = None) -> None:
-        self.sample = sample or spec.example
-        self.spec, self.config, self.rank, self.steps_per_epoch = spec, config, rank, steps_per_epoch
-        self.model: torch.nn.Module = spec.model
-        self.placement = Placement(spec, config)
-        audit.check_model(self.model)
-        self.transport = Transport(wire, Ops())
-        self.sync = SyncBatchNorm(self.model, self.transport, config.in_parts) if config.sync_batchnorm else None
-        set_modes(self.model, {m: False for m in self.model.modules() if self.model.training and not m.training})
-        trainable(self.model)
-        self.scale = LossScale(config.loss_scale, precision.scaled)
-        self.policy = precision
-        self.precision = MixedPrecision(precision, self.scale, self.placement.devices)
-        self.precision.install(self.model)
-        self.task = make_task(spec, config)
-        self.generators = Generators(self.placement.devices)
-
-    def parts(self) -> Parts:
-        """Make them; a split model is where it belongs by now."""
-        params = self.params()
-        optimizer = params.optimizer()
-        buffers = Buffers(self.model, self.transport)
-        stage = TorchStage(self.model, self.task, params, buffers, self.placement, self.precision, self.sync,
-                           self.generators, self.rank, self.caveats)
-        remat = self.remat(stage)
-        compile = self.compile() if self.config.compile == "auto" else None
-        transforms = in_order(placement=self.placement, precision=self.precision, sync_batchnorm=self.sync,
-                              compile=compile, remat=remat)
-        return Parts(self.model, self.blocks(), stage, params, optimizer, buffers, self.evaluator(),
-                     self.state(params, optimizer, buffers), transforms, self.policy, self.scale, self.placement.ops(),
-                     remat, compile)
-
-    def remat(self, stage: TorchStage) -> Remat | None:
-        """What recomputes blocks of the model; None where it has none with a name."""
-        sequence = list(self.model.named_children()) if isinstance(self.model, torch.nn.Sequential) else []
-        named = sequence if self.spec.blocks is None else self.spec.blocks(self.model)
-        if not named:
-            return None
-        return Remat(self.model, [(str(name), block) for name, block in named], stage, self.sync, self.sample)
-
-    def blocks(self) -> list[torch.nn.Module]:
-        """The blocks that the model file names, or none."""
-        return [] if self.spec.blocks is None else [block for _, block in self.spec.blocks(self.model)]
-
-    def compile(self) -> TorchCompile:
-        """How the model could be computed in other ways."""
-        named = [] if self.spec.blocks is None else self.spec.blocks(self.model)
-        waits = self.sync is not None and self.transport.size > 1
-        return TorchCompile(self.model, named, self.placement.home.type, waits)
-
-    def params(self) -> TorchParams:
-        """The tensors, and how an optimizer over them is made."""
-        make = partial(TorchOptimizer, self.config, steps_per_epoch=self.steps_per_epoch, scale=self.scale)
-        return TorchParams(self.model, self.blocks(), self.placement.places(), make)
-
-    def evaluator(self) -> TorchEvaluator:
-        """Metrics of the task."""
-        return TorchEvaluator(self.model, Metrics(self.spec, self.config, self.task), self.placement, self.precision)
-
-    def state(self, params: TorchParams, optimizer: TorchOptimizer, buffers: Buffers) -> TorchState:
-        """What a checkpoint holds."""
-        return TorchState(self.model, params.names, optimizer, buffers, self.scale, self.generators)
-
-    def caveats(self) -> list[str]:
-        """Layers whose result depends on how a batch is cut."""
-        return audit.caveats(self.model, self.sync is not None)
-
-
 def _nbytes(model: Any) -> int:
     """Bytes of the parameters that are there; 0 for a model of Keras, which may have none yet."""
     if not isinstance(model, torch.nn.Module):
         return 0
     return sum(p.numel() * p.element_size() for p in model.parameters() if not is_lazy(p))
-
-
-def _build(spec: Any, sample: Callable[[int], Batch] | None) -> None:
-    """Give lazy layers (`torch.nn.LazyLinear`) their parameters by one sample, in evaluation: nothing is counted."""
-    model = spec.model
-    if sample is None or not any(map(is_lazy, (*model.parameters(), *model.buffers()))):
-        return
-    batch = sample(1)
-    tensors = tuple(torch.from_numpy(np.array(array)) for array in batch)
-    tensors = tuple(t.float() if t.is_floating_point() else t for t in tensors)
-    with modes_kept(model), told(model, batch), torch.no_grad():
-        model.eval()
-        model(tensors[0]) if spec.task is None else spec.task(model, tensors)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,11 +24,17 @@ class TorchEvaluator:
 
     def add(self, batch: Batch) -> None:
         """Add one batch to the metrics' totals; every module is in the mode it was in afterwards."""
+        with self.evaluating():
+            self.measure(self._placement.tensors(batch))
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within it the model computes as an evaluation does."""
         modes = {m: m.training for m in self._model.modules()}
         self._model.eval()
         try:
             with torch.no_grad(), self._precision.computing():
-                self.measure(self._placement.tensors(batch))
+                yield
         finally:
             set_modes(self._model, modes)
 

@@ -29,10 +29,19 @@ def try_samples(parts: Parts, batch: Batch, training: bool) -> None:
     stage: Any = parts.stage  # `TorchStage`, or what slows one down
     with _uncompiled(), _untouched(parts):
         if training:
-            stage.forward(batch)
+            stage.loss_of(batch)
         else:
             parts.evaluator.add(batch)
         placement.synchronize(stage.devices)  # a GPU tells its errors late
+
+
+@contextlib.contextmanager
+def untouched(parts: Parts, batch: Batch) -> Iterator[None]:
+    """Put everything back after the body as it was: for `hvdtrain.pipeline.first_sample`."""
+    stage: Any = parts.stage
+    with _uncompiled(), _untouched(parts):
+        yield
+        placement.synchronize(stage.devices)
 
 
 def _uncompiled() -> Any:

@@ -44,6 +44,8 @@ def product_type(parts: Parts) -> str:
     sizes: dict[torch.dtype, int] = {}
     for tensor in params.tensors:
         sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
+    if not sizes:  # a rank's part of a model, without parameters
+        return "fp32"
     most = max(sizes, key=lambda dtype: sizes[dtype])
     if most != torch.float32:
         return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(most, "")

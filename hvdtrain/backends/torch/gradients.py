@@ -134,13 +134,18 @@ class Gradients:
 
     def backward(self, loss: torch.Tensor, factor: float, final: bool) -> None:
         """Add the gradient of ``loss``, and if ``final`` hand over the gradient of ``loss / factor``."""
+        self.add([loss], None, factor, final)
+
+    def add(self, ends: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None, factor: float = 1.0,
+            final: bool = False) -> None:
+        """Go back from ``ends``, of which a loss has the gradients ``grads`` (None: they are losses); as `backward`."""
         self._factor, self._final = factor, final
         for filling in self._fillings:
             watched = final or self._retains and not filling.taken
             filling.missing = set(filling.bucket.params) if watched else set()
         self._open = True
         try:
-            loss.backward()
+            torch.autograd.backward(list(ends), grads)
         finally:
             self._open = False
         if not self._fillings and final:
@@ -150,6 +155,14 @@ class Gradients:
                 self._filled(filling)
             elif self._retains and not filling.taken:
                 filling.take_in()
+
+    def hand_over(self, factor: float) -> None:
+        """Hand over all that was added, divided by ``factor``."""
+        self._factor, self._final = factor, True
+        if not self._fillings:
+            self._hand_over_singly()
+        for filling in self._fillings:
+            self._filled(filling)
 
     def nothing(self) -> None:
         """Hand over zeros."""

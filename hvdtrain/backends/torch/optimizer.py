@@ -52,21 +52,25 @@ class TorchOptimizer:
         groups = self.optimizer.param_groups  # some schedules (OneCycleLR) have rates of their own
         self._obeys_lr = all(group.get("initial_lr", group["lr"]) == self.base_lr for group in groups)
         self._config, self._scale = config, scale or LossScale()
-        self._device = self.tensors[0].device
+        self._device = self.tensors[0].device if self.tensors else placement.device()
         self._on_gpu = any(t.device.type == "cuda" for t in self.tensors)
         self.looks = self._on_gpu and slices is None
+        self.needs_all: str = getattr(adopted, "needs_all", "")
         self._left_out: torch.Tensor | None = None
         self.elementwise = type(self.optimizer) in ELEMENTWISE if adopted is None else bool(adopted.elementwise)
 
     # --- the update ----------------------------------------------------------------------------------------------
 
-    def step(self, grads: Sequence[torch.Tensor], buckets: Sequence[Bucket], clip_norm: float,
-             look: bool) -> tuple[bool, float]:
+    def step(self, grads: Sequence[torch.Tensor], buckets: Sequence[Bucket], clip_norm: float, look: bool,
+             norm: float | None = None) -> tuple[bool, float]:
         """Clip by the global norm and update; return (finite, norm), as `hvdtrain.protocols.Optimizer` says."""
-        norm = math.nan
-        if self._slices is None and (clip_norm > 0 or look or self._scale.on):
+        known, norm = norm is not None, math.nan if norm is None else norm
+        if known:
+            if 0 < clip_norm < norm:
+                torch._foreach_mul_(list(grads), clip_norm / norm)
+        elif self._slices is None and (clip_norm > 0 or look or self._scale.on):
             norms = [torch.linalg.vector_norm(g).float().to(self._device) for g in grads]
-            norm = float(torch.linalg.vector_norm(torch.stack(norms)))
+            norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
             if not math.isfinite(norm):
                 return False, norm
             if 0 < clip_norm < norm:

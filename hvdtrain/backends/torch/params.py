@@ -28,14 +28,15 @@ class TorchParams:
     """Implements `hvdtrain.protocols.Params`.
 
     ``names``, ``tensors``: in the model's own order, a shared tensor once. ``places``: the device of each, as an index.
-    ``make``: returns an optimizer of the run's kind over tensors.
+    ``make``: returns an optimizer of the run's kind over tensors. ``whole``: whether the model is, and not one rank's
+    part of it, which may have no parameters.
     """
 
     def __init__(self, model: torch.nn.Module, blocks: Sequence[torch.nn.Module], places: Mapping[int, int],
-                 make: Make) -> None:
+                 make: Make, whole: bool = True) -> None:
         self._model, self._make = model, make
         self._run_optimizer: TorchOptimizer | None = None
-        named = trainable(model)
+        named = trainable(model) if whole else [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.names, self.tensors = [n for n, _ in named], [p for _, p in named]
         block_of = _block_of(blocks)
         self.specs = [ParamSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch."), places.get(id(p), 0),

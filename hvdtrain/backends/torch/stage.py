@@ -84,7 +84,7 @@ class TorchStage:
             else:
                 micro, scale = self._stand_in.instead(micro), 0.0
         with span("forward", samples=samples):
-            loss_sum, weight = self.forward(micro)
+            loss_sum, weight = self.loss_of(micro)
         with span("backward"):
             self._gradients.backward(loss_sum * (scale * factor), factor, final)
         if self._sync:
@@ -94,19 +94,11 @@ class TorchStage:
             self._clock.stop()
         return (loss_sum.detach(), weight) if samples else (0.0, 0.0)
 
-    def forward(self, batch: Batch) -> Pair:
+    def loss_of(self, batch: Batch) -> Pair:
         """Return the task's (loss_sum, weight); `UserError` for a loss that is none, or too few samples for BatchNorm.
         """
-        try:
-            with self._precision.computing():
-                loss_sum, weight = self._task(self._model, self._placement.tensors(batch))
-        except ValueError as error:
-            if "Expected more than 1 value per channel when training" not in str(error):
-                raise
-            raise UserError(f"a micro-batch of {len(batch[0])} sample on rank {self._rank} with BatchNorm, which takes "
-                            "its statistics over more than one value per channel",
-                            "at least 2 samples in each micro-batch of every rank",
-                            "change global_batch, shares, accumulate or micro_batch, or use GroupNorm") from error
+        with self.few_samples(len(batch[0])), self._precision.computing():
+            loss_sum, weight = self._task(self._model, self._placement.tensors(batch))
         if not isinstance(loss_sum, torch.Tensor) or loss_sum.dim() != 0:
             shape = tuple(getattr(loss_sum, "shape", ()))
             raise UserError(
@@ -115,6 +107,19 @@ class TorchStage:
                 "sum the loss in the model file's task",
             )
         return loss_sum, weight
+
+    @contextlib.contextmanager
+    def few_samples(self, samples: int) -> Iterator[None]:
+        """Within it, BatchNorm's complaint about a micro-batch of one sample is told as a `UserError`."""
+        try:
+            yield
+        except ValueError as error:
+            if "Expected more than 1 value per channel when training" not in str(error):
+                raise
+            raise UserError(f"a micro-batch of {samples} sample on rank {self._rank} with BatchNorm, which takes "
+                            "its statistics over more than one value per channel",
+                            "at least 2 samples in each micro-batch of every rank",
+                            "change global_batch, shares, accumulate or micro_batch, or use GroupNorm") from error
 
     def nothing(self, sink: GradientSink, poison: bool = False) -> None:
         """Hand over zeros, or NaN with ``poison``, in place of what has not been handed over yet."""
@@ -162,7 +167,7 @@ class TorchStage:
             batch = tuple(np.repeat(array, 2, axis=0) for array in batch)
         alone = self._sync.local_statistics() if self._sync else contextlib.nullcontext()
         with untouched(self._model, self._params.tensors, self.generators), alone:
-            loss_sum, _ = self.forward(batch)
+            loss_sum, _ = self.loss_of(batch)
             (loss_sum * (factor / max(1, len(batch[0])))).backward()
             devices_of.synchronize(self.devices)
             yield

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from hvdtrain.cluster.deadline import deadline
+from hvdtrain.cluster.group import Group
 from hvdtrain.protocols import Collectives, Handle
 from hvdtrain.timeline import blocked
 
@@ -264,6 +265,10 @@ class StagedCollectives:
         self._inner, self._lane = inner, lane
         self._lanes: dict[torch.device, Here] = {}
         self._pipe: _Pipe | None = None
+
+    def among(self, group: Group) -> StagedCollectives:
+        """The same over the wire between the ranks of ``group``."""
+        return StagedCollectives(self._inner.among(group), self.timeout_s, self._lane)
 
     def buffer(self, n: int, dtype: str) -> None:
         """No memory of its own for buckets: they lie on the device."""

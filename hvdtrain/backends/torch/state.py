@@ -5,6 +5,7 @@ bfloat16, which numpy lacks, travels as its bits in uint16, and its name says so
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -237,6 +238,10 @@ class TorchState:
     def load_rank(self, own: dict[str, np.ndarray]) -> None:
         """Undo `rank_state`."""
         self._generators.load(own)
+
+    def final(self) -> contextlib.AbstractContextManager[None]:
+        """As they are trained."""
+        return contextlib.nullcontext()
 
     def export(self, directory: Path) -> list[str]:
         """Write model.safetensors and model.pt (a state_dict, for ``torch.load(..., weights_only=True)``)."""

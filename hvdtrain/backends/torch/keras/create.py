@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from hvdtrain.backends.torch.buffers import Buffers
-from hvdtrain.backends.torch.create import Maker
+from hvdtrain.backends.torch.maker import Maker
 from hvdtrain.backends.torch.evaluator import TorchEvaluator
 from hvdtrain.backends.torch.generators import Generators
 from hvdtrain.backends.torch.keras import forget_generator

@@ -48,6 +48,8 @@ class Adopted(torch.optim.Optimizer):
 
     def __init__(self, own: keras.optimizers.Optimizer, variables: list[Any], scale: float = 1.0) -> None:
         self.own, self._variables, self._scale = own, variables, scale
+        clip = own.global_clipnorm
+        self.needs_all = f"global_clipnorm {clip:g} of {type(own).__name__}" if clip else ""
         built_for = [id(v) for v in getattr(own, "_trainable_variables", [])]
         if not own.built or built_for != [id(v) for v in variables]:
             own.build(variables)  # not twice: its history would be lost

@@ -28,12 +28,12 @@ from hvdtrain.protocols import Batch, Control
 class Placement:
     """Implements `hvdtrain.protocols.Transform`: the devices of a rank and what is on which; one until `split`.
 
-    ``devices``: in the order of the parts. ``home``: the first.
+    ``devices``: in the order of the parts. ``home``: the first. ``whole``: whether the model is to be there at once.
     """
 
     collective = False
 
-    def __init__(self, spec: Any, config: Config) -> None:
+    def __init__(self, spec: Any, config: Config, whole: bool = True) -> None:
         self._spec, self._config = spec, config
         self.devices = placement.devices(config.model_parallel)
         self.home = self.devices[0]
@@ -44,7 +44,8 @@ class Placement:
         self._changing: list[str] = []
         release(spec.model)
         # Host memory is where blocks wait to be measured, also those that a run before has left on several devices.
-        spec.model.to(self.home if len(self.devices) == 1 else "cpu")
+        if whole or not any(p.is_meta for p in spec.model.parameters()):  # else an outline, whose blocks come later
+            spec.model.to(self.home if len(self.devices) == 1 and whole else "cpu")
         if len(self.devices) > 1 and config.sync_batchnorm and micros_of(config) > 1:
             raise UserError("sync_batchnorm with a model whose micro-batches are computed in parts on several devices, "
                             "which would not meet in one order on all ranks", "one of the two",
@@ -62,13 +63,13 @@ class Placement:
                             "define example(B) in the model file")
         random = state.random_arrays()
         try:
-            samples = max(_least(named), part_samples(self._config, control.rank, control.size))
+            samples = max(least_samples(named), part_samples(self._config, control.rank, control.size))
             batch = self.tensors(source(samples), torch.device("cpu"))
             x = blocks.model_input(model, task, batch)
             self._changing = _beside_batchnorm(model, blocks.check_chain(model, named, x))
             if micros_of(self._config) > 1:
-                some = self.tensors(source(2 * _least(named) + 1), torch.device("cpu"))
-                blocks.check_parts(model, named, task, some, _least(named))
+                some = self.tensors(source(2 * least_samples(named) + 1), torch.device("cpu"))
+                blocks.check_parts(model, named, task, some, least_samples(named))
             with precision.computing():
                 found = blocks.measure(named, x, self.home)
                 speeds = self._speeds(named, x, found)
@@ -97,7 +98,7 @@ class Placement:
         stages = [[named[i] for i in stage] for stage in plan.stages]
         _refuse_shared(stages)
         modules = [[block for _, block in stage] for stage in stages]
-        self._pipeline = Pipeline(modules, self.devices, plan.needs.micros, _least(named))
+        self._pipeline = Pipeline(modules, self.devices, plan.needs.micros, least_samples(named))
         self._plan = plan
         self._pipeline.install(self._spec.model)
 
@@ -178,7 +179,7 @@ def _beside_batchnorm(model: torch.nn.Module, buffers: Sequence[str]) -> list[st
             if not isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
 
 
-def _least(named: blocks.Named) -> int:
+def least_samples(named: blocks.Named) -> int:
     """Fewest samples of a part: BatchNorm takes its statistics over more than one value per channel."""
     return 2 if any(_normalised(block) for _, block in named) else 1
 

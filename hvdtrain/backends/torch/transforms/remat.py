@@ -71,15 +71,16 @@ def _itself(value: Any) -> Any:
 class Remat:
     """Implements `hvdtrain.protocols.Remat` for the blocks ``named`` of ``model``, which ``stage`` computes.
 
-    ``samples``: gives so many samples to try the blocks with; None: they are not tried before they train.
+    ``samples``: gives so many samples to try the blocks with; None: they are not tried before they train. ``names``: of
+    all blocks, where other ranks have some; this rank recomputes its own.
     """
 
     collective = False
 
     def __init__(self, model: torch.nn.Module, named: Named, stage: TorchStage, sync: SyncBatchNorm | None,
-                 samples: Callable[[int], Batch] | None) -> None:
+                 samples: Callable[[int], Batch] | None, names: Sequence[str] = ()) -> None:
         self._model, self._named, self._stage, self._samples = model, dict(named), stage, samples
-        self.names: Sequence[str] = list(self._named)
+        self.names: Sequence[str] = list(names or self._named)
         self.chosen: tuple[str, ...] = ()
         generators, kinds = Generators(stage.devices), sorted({d.type for d in stage.devices})
         tapes = [] if sync is None else sync.tapes
@@ -117,7 +118,7 @@ class Remat:
     def choose(self, names: Collection[str]) -> None:
         """Recompute these blocks and no others from the next step on."""
         self._take_off()
-        self.chosen = tuple(name for name in self.names if name in names)
+        self.chosen = tuple(name for name in self._named if name in names)
         if self._installed:
             self.install(self._model)
 
@@ -128,7 +129,7 @@ class Remat:
         """
         if self._refusals is None:
             self._refusals = refusals.told(self._model, self._named)
-            left = [n for n in self.names if n not in self._refusals]
+            left = [n for n in self._named if n not in self._refusals]
             if self._samples is not None and left:
                 batch = self._samples(refusals.TRIED)
                 self._refusals |= Trial(self._model, left, lambda: self._computing(batch), self._recomputing,
@@ -166,7 +167,7 @@ class Remat:
 
     def costs(self, batch: Batch) -> list[BlockCost]:
         """Measure every block on ``batch``: bytes in one pass, seconds to compute it again in a few more."""
-        names = [name for name in self.names if not self.refusal(name)]
+        names = [name for name in self._named if not self.refusal(name)]
         storages = Storages((*self._model.parameters(), *self._model.buffers()))
         with self._only(names) as placed:
             for one in placed:

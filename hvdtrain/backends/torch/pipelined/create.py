@@ -1,0 +1,235 @@
+"""How the parts of a PyTorch model are made that is cut over ranks: checked, measured, cut by one plan of all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.backends.torch import keras, placement, state
+from hvdtrain.backends.torch.buffers import Buffers
+from hvdtrain.backends.torch.evaluator import TorchEvaluator
+from hvdtrain.backends.torch.maker import Maker, build_lazy
+from hvdtrain.backends.torch.optimizer import slot_share
+from hvdtrain.backends.torch.params import TorchParams
+from hvdtrain.backends.torch.pipelined import in_parts, measuring
+from hvdtrain.backends.torch.pipelined.buffers import PartBuffers
+from hvdtrain.backends.torch.pipelined.by_block import ByBlock
+from hvdtrain.backends.torch.pipelined.outline import free, source_of, why_whole
+from hvdtrain.backends.torch.pipelined.own import Cut, is_cut, take_out
+from hvdtrain.backends.torch.pipelined.stage import PipelineStage
+from hvdtrain.backends.torch.pipelined.tape import Inexact, Tape
+from hvdtrain.backends.torch.stage import TorchStage
+from hvdtrain.backends.torch.transforms.placement import Placement, least_samples
+from hvdtrain.backends.torch.transforms.remat import Remat
+from hvdtrain.cluster import heap
+from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.in_turn import in_turn
+from hvdtrain.config import Config
+from hvdtrain.errors import UserError
+from hvdtrain.mesh import Layout, Mesh
+from hvdtrain.misfit import told
+from hvdtrain.parallel.memory import Needs
+from hvdtrain.parts import Parts
+from hvdtrain.pipeline.plan import Measured, agree, measured_samples
+from hvdtrain.pipeline.replicas import Replicas, replicas_of
+from hvdtrain.precision.policy import Precision
+from hvdtrain.protocols import Batch, Collectives, Control
+from hvdtrain.run import say
+
+Sample = Callable[[int], Batch]
+Source = Tape | ByBlock
+
+UNCERTAIN = (UserError, RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError)
+"""What an outline may raise where the whole model raises nothing, or something else."""
+
+
+def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,
+               precision: Precision, sample: Sample | None, mesh: Mesh) -> Parts:
+    """Return the parts of this rank's blocks of ``spec.model``; collective.
+
+    Errors: `UserError` for a model that cannot be cut, a task that needs more than its outputs, and what does not go
+    together with a pipeline.
+    """
+    def of(model: torch.nn.Module, source: Source | None = None) -> PartMaker:
+        build_lazy(model, spec, sample)
+        return PartMaker(replace(spec, model=model), config, mesh, wire, steps_per_epoch, precision, sample, source)
+
+    def measured() -> tuple[Measured, list[Any], Source | None, str]:
+        source, why = source_of(spec.model), why_whole(spec.model)
+        if source is not None:
+            try:
+                maker = of(spec.model, source)
+                return maker.measure(control), maker.came, source, ""
+            except (Inexact, *UNCERTAIN) as error:
+                why = " ".join(str(error).split())[:100]
+        maker = of(built(spec))
+        found, came = maker.measure(control), maker.came
+        del maker
+        free()
+        return found, came, None, why
+
+    def finish() -> PartMaker:
+        if source is not None:
+            with contextlib.suppress(Inexact):
+                maker = of(spec.model, source)
+                maker.cut(layout, came)
+                return maker
+        maker = of(built(spec))
+        maker.cut(layout, came)
+        spec.become(maker.model)
+        free()
+        return maker
+
+    agreed(control, lambda: refuse(spec, config), "model")
+    found, came, source, why = in_turn(control, measured, "measuring the model's blocks")
+    if why and control.rank == 0 and config.progress != "off":
+        say(f"note: each rank builds the model whole in host memory before it keeps its part, one of a host at a time: "
+            f"it cannot be built in parts ({why})")
+    layout = agree(found, config, control, mesh)
+    maker = in_turn(control, finish, "building the model")
+    if maker.placement.home.type == "cpu":
+        heap.keep_freed()
+    maker.replicas = replicas_of(layout, wire)
+    return agreed(control, maker.parts, "pipeline")
+
+
+def built(spec: Any) -> torch.nn.Module:
+    """Return the whole model of ``spec`` in host memory, built anew if it is an outline; generators are as before."""
+    if spec.again is None:
+        return spec.model  # type: ignore[no-any-return]
+    random = state.random_arrays()
+    try:
+        return spec.again()  # type: ignore[no-any-return]
+    finally:
+        state.load_random(random)
+
+
+def refuse(spec: Any, config: Config) -> None:
+    """Raise `UserError` for what cannot be cut over ranks, or does not go together with it."""
+    if keras.is_keras(spec.model):
+        raise UserError("pipeline with a Keras model on PyTorch", "a model of PyTorch's own, or Keras on TensorFlow",
+                        "leave pipeline out, or set KERAS_BACKEND=tensorflow")
+    for key, on in (("sync_batchnorm", config.sync_batchnorm), ("compile: auto", config.compile == "auto")):
+        if on:
+            raise UserError(f"{key} with a pipeline over ranks and PyTorch", "one of the two",
+                            f"leave {key.partition(':')[0]} out, or {measuring.UNDO}")
+    if is_cut(spec.model):
+        raise UserError("a model of which a former run with a pipeline has left some blocks only on this rank",
+                        "a whole model", "build it anew")
+
+
+class PartMaker(Maker):
+    """A `Maker` for the blocks that one rank has of a model.
+
+    ``source``: of a model that is an outline, what fills its blocks. ``came``: what came into each block when it was
+    measured. ``layout``: who has which, once `cut`. ``replicas``: this rank's blocks by who else has them, to be set
+    then.
+    """
+
+    whole = False
+    layout: Layout
+    replicas: Sequence[Replicas]
+
+    def __init__(self, spec: Any, config: Config, mesh: Mesh, wire: Collectives, steps_per_epoch: int,
+                 precision: Precision, sample: Sample | None, source: Source | None = None) -> None:
+        self._mesh, self._source = mesh, source
+        self.named = measuring.chain(spec)
+        super().__init__(spec, config, mesh.rank, wire, steps_per_epoch, precision, sample)
+
+    def place(self) -> Placement:
+        """Leave the model on the host."""
+        return Placement(self.spec, self.config, whole=False)
+
+    def scaled(self, precision: Precision) -> Collection[int]:
+        """Return all ranks of each copy in which one computes in float16: a loss goes back through all of them."""
+        return {rank for copy in self._mesh.copies if set(copy) & set(precision.scaled) for rank in copy}
+
+    def measure(self, control: Control) -> Measured:
+        """Check the model and measure its blocks, one at a time on this rank's device."""
+        if self.sample is None:
+            raise UserError("pipeline without data or example(B) to measure the blocks with", "one of them",
+                            "define example(B) in the model file")
+        samples, host = measured_samples(self.config, self._mesh), torch.device("cpu")
+        samples = max(samples, least_samples(self.named))
+        random = state.random_arrays()
+        batch = self.sample(samples)
+        try:
+            with told(self.spec.model, batch):
+                one, other = (self.placement.tensors(b, host) for b in (batch, _turned(batch)))
+                if self._source is not None:
+                    x = in_parts.check(self.model, self.named, self.task, one)
+                else:
+                    measuring.check(self.spec, self.named, self.task, one, other)
+                    x = measuring.input_of(self.model, self.task, one)
+                with self.precision.computing():
+                    blocks, self.came = (measuring.measure(self.named, x, self.placement.home) if self._source is None
+                                         else in_parts.measure(self.named, self._source, x, self.placement.home))
+        finally:
+            state.load_random(random)
+        needs = Needs(gradients=1.0, slots=slot_share(self.config))
+        capacity = placement.memory_bytes(self.placement.home)
+        ranks = max(1, getattr(control, "local_size", 1)) if not self.placement.on_gpu else 1
+        return Measured(blocks, samples, capacity // ranks, needs, str(self.placement.home))
+
+    def cut(self, layout: Layout, came: Sequence[Any]) -> None:
+        """Keep the blocks that ``layout`` gives to this rank, on its device; ``came``: what each block may get."""
+        mesh, chunks = layout.mesh, layout.chunks()
+        measuring.refuse_shared(self.named, chunks, [k % mesh.depth for k in range(len(chunks))])
+        self.layout = layout
+        self.chunks = [[self.named[i][1] for i in chunk] for chunk in layout.mine]
+        self._came = [came[chunk.start] for chunk in layout.mine]
+        self._caveats = super().caveats()  # of all blocks, wherever they are
+        if self._source is not None:
+            self.named = in_parts.fill(self.model, self.named, layout.blocks, self._source)
+        take_out(self.model, self.named, layout.blocks)
+        self.model.to(self.placement.home)
+        self.forward = Cut(self.model, whole=layout.mesh.depth == 1)
+        self._evaluator = super().evaluator()
+
+    def stage(self, params: TorchParams, buffers: Buffers) -> TorchStage:
+        """The blocks of this rank."""
+        return PipelineStage(
+            self.layout, self.chunks, self.forward, self._evaluator, self._narrow(), self._came,
+            model=self.model, task=self.task, params=params, buffers=buffers, placement=self.placement,
+            precision=self.precision, sync=None, generators=self.generators, rank=self.rank, caveats=self.caveats)
+
+    def _narrow(self) -> set[int]:
+        """The ranks whose blocks give 16 bits where their parameters have 32."""
+        return {rank for rank, name in enumerate(self.policy.names) if name != "fp32"}
+
+    def evaluator(self) -> TorchEvaluator:
+        """Metrics of the task, to which the stage with the last block adds."""
+        return self._evaluator
+
+    def buffers(self) -> Buffers:
+        """Those of the blocks that this rank has, by who else has them."""
+        return PartBuffers(self.named, self.replicas)
+
+    def blocks(self) -> list[torch.nn.Module]:
+        """All blocks by their numbers; those of other ranks hold nothing."""
+        return [block for _, block in self.named]
+
+    def remat(self, stage: TorchStage) -> Remat | None:
+        """What recomputes blocks of this rank."""
+        own = [self.named[i] for i in self.layout.blocks]
+        return Remat(self.model, own, stage, None, self.sample, self.layout.names)
+
+    def caveats(self) -> list[str]:
+        """Layers of the whole model whose result depends on how a batch is cut."""
+        return self._caveats
+
+    def parts(self) -> Parts:
+        """Make them."""
+        parts = super().parts()
+        parts.layout, parts.replicas = self.layout, self.replicas
+        return parts
+
+
+def _turned(batch: Batch) -> Batch:
+    """Another batch: the samples' values one place further, so that each array stays what it is."""
+    return tuple(np.roll(array, 1) for array in batch)

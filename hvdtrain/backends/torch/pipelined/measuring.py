@@ -1,0 +1,166 @@
+"""What a PyTorch model must be that is cut over ranks, and what its blocks cost on this rank's device.
+
+Owns the search for blocks in a model whose file names none, and the proof that a task needs nothing of the model but
+its outputs. Everything is as before afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hvdtrain.backends.torch import blocks, state
+from hvdtrain.backends.torch.blocks import Named
+from hvdtrain.backends.torch.buffers import remember
+from hvdtrain.backends.torch.pipeline import tensors_of
+from hvdtrain.backends.torch.pipelined.by_block import Blocks
+from hvdtrain.backends.torch.pipelined.own import called_with
+from hvdtrain.backends.torch.recompute.memory import Modules, attributes_kept
+from hvdtrain.errors import UserError
+from hvdtrain.parallel.memory import Block
+
+UNDO = "leave pipeline out"
+
+Task = Callable[..., Any]
+Tensors = tuple[torch.Tensor, ...]
+
+
+def chain(spec: Any) -> Named:
+    """The named blocks of a model; of one whose file names none its children, if they could be blocks.
+
+    Whether they are is for `check` to say. A child that is an `nn.Sequential` itself stands for its own children.
+    """
+    model = spec.model
+    if isinstance(model, Blocks):
+        return list(model.named_children())
+    if spec.blocks is not None:
+        return blocks.chain(spec, "pipeline", UNDO)
+    found = _children(model)
+    try:
+        blocks.refuse_outside(model, found, UNDO)
+    except UserError:
+        raise _without_blocks(model) from None
+    return found
+
+
+def _children(module: torch.nn.Module, prefix: str = "") -> Named:
+    found: Named = []
+    for name, child in module.named_children():
+        full = f"{prefix}{name}"
+        plain = type(child) is torch.nn.Sequential and len(child) > 0 and not child._forward_hooks
+        found += _children(child, f"{full}.") if plain else [(full, child)]
+    return found
+
+
+def _without_blocks(model: torch.nn.Module) -> UserError:
+    return UserError(f"pipeline with {type(model).__name__}, which has no named blocks, and whose children one after "
+                     "the other are not the model", "an nn.Sequential, or blocks(model) -> [(name, module)] in the "
+                     "model file", f"define blocks, or {UNDO}")
+
+
+def check(spec: Any, named: Named, task: Task, one: Tensors, other: Tensors) -> None:
+    """Raise `UserError` unless the blocks one after the other are the model, and ``task`` needs its outputs alone.
+
+    ``one``, ``other``: two batches of tensors, which the task is run with.
+    """
+    model = spec.model
+    x = input_of(model, task, one)
+    if spec.blocks is None and not isinstance(model, torch.nn.Sequential) and not blocks.alike(model, named, x)[0]:
+        raise _without_blocks(model)
+    blocks.check_chain(model, named, x, UNDO)
+    _check_task(model, task, one, other)
+
+
+def input_of(model: torch.nn.Module, task: Task, batch: Tensors) -> Any:
+    """What the task gives to the model; `UserError` where it draws random numbers before it, or calls it otherwise."""
+    before = state.random_arrays()
+    x = blocks.caught_input(model, task, batch, lambda args, named: called_with(args, named))
+    if not blocks.equal(before, state.random_arrays()):
+        state.load_random(before)
+        raise UserError("task draws random numbers before it calls the model, which the first and the last rank of a "
+                        "pipeline would draw apart", "a task whose x depends on the batch alone",
+                        f"draw them in the data's source or in a block, or {UNDO}")
+    return x
+
+
+def _check_task(model: torch.nn.Module, task: Task, one: Tensors, other: Tensors) -> None:
+    """Raise `UserError` where the task's loss of given outputs depends on parameters, or on what a forward has left.
+
+    The loss is taken twice for the same outputs, with other parameters and after another forward pass the second time.
+    Nothing is said where ``task`` cannot run here at all.
+    """
+    random, buffers_back = state.random_arrays(), remember(model)
+    params: list[torch.Tensor] = [p for p in model.parameters() if p.is_floating_point()]
+    factor = 1.0
+    with attributes_kept(Modules(model)):
+        try:
+            with torch.no_grad():
+                outputs = model(input_of(model, task, one))
+            first = loss_of(model, task, one, outputs)
+            reads = first.requires_grad and any(
+                g is not None for g in torch.autograd.grad(first, params, allow_unused=True))
+            with torch.no_grad():
+                factor = 2.0  # which a multiplication by a half undoes to the bit
+                torch._foreach_mul_(params, factor)
+                model(input_of(model, task, other))
+                second = loss_of(model, task, one, outputs)
+        except UserError:
+            raise
+        except Exception:  # noqa: BLE001 a user's code, which may need the device that the model is not on yet
+            return
+        finally:
+            if factor != 1.0:
+                with torch.no_grad():
+                    torch._foreach_mul_(params, 1 / factor)
+            buffers_back()
+            state.load_random(random)
+    found = float(first.detach()), float(second)
+    if reads or all(map(math.isfinite, found)) and found[0] != found[1]:
+        raise UserError(f"task gives the loss {found[0]:.6g} and, with other parameters and the same outputs, "
+                        f"{found[1]:.6g}" if not reads else "task reads parameters of the model",
+                        "a loss of the outputs of model(x) and the batch alone: the rank that has "
+                        "it has only the last blocks", "return what task reads from the model (a penalty on weights, "
+                        f"an auxiliary loss) as an output of the model, use weight_decay, or {UNDO}")
+
+
+def loss_of(model: torch.nn.Module, task: Task, batch: Tensors, outputs: Any) -> torch.Tensor:
+    """The loss that ``task`` gives where the model gives ``outputs``."""
+    calls = 0
+
+    def forward(*args: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if len(args) != 1 or named:
+            raise called_with(args, named)
+        return blocks.like(outputs, [t.clone() for t in tensors_of(outputs)])
+
+    state_of = state.random_arrays()
+    with blocks.forward_of(model, forward):
+        loss_sum = torch.as_tensor(task(model, batch)[0])
+    state.load_random(state_of)
+    if calls != 1:
+        raise UserError(f"task calls the model {calls} times", "model(x), once", f"mend task, or {UNDO}")
+    return loss_sum
+
+
+def measure(named: Named, x: Any, device: torch.device) -> tuple[tuple[Block, ...], list[Any]]:
+    """Return what each block costs for ``x``, one at a time on ``device``, and what came into each, on the host."""
+    came: list[Any] = []
+    return blocks.measure(named, x, device, came), came
+
+
+def refuse_shared(named: Named, chunks: Sequence[Sequence[int]], place_of: Sequence[int]) -> None:
+    """Raise `UserError` where blocks of two places share a parameter or buffer."""
+    owner: dict[int, tuple[int, str]] = {}
+    for chunk, place in zip(chunks, place_of):
+        for i in chunk:
+            name, block = named[i]
+            for tensor in (*block.parameters(), *block.buffers()):
+                first, other = owner.setdefault(id(tensor), (place, name))
+                if first != place:
+                    raise UserError(f"blocks {other} and {name} share a parameter or buffer and fall on two ranks of a "
+                                    "pipeline", "each on one rank", "untie them, or set pipeline.cut so that they are "
+                                    f"on one rank, or {UNDO}")

@@ -1,0 +1,246 @@
+"""Forward and backward of the blocks that a rank has of a PyTorch model which is cut over ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from hvdtrain.backends.torch import placement as devices_of
+from hvdtrain.backends.torch.blocks import like as tree_like
+from hvdtrain.backends.torch.evaluator import TorchEvaluator
+from hvdtrain.backends.torch.pipelined import cargo as cargos
+from hvdtrain.backends.torch.pipelined.own import Cut
+from hvdtrain.backends.torch.pipeline import tensors_of
+from hvdtrain.backends.torch.stage import TorchStage
+from hvdtrain.backends.torch.trial import first_not_finite, untouched
+from hvdtrain.errors import UserError
+from hvdtrain.mesh import Layout
+from hvdtrain.protocols import Batch, Cargo, GradientSink, Pair
+
+Chunk = Sequence[torch.nn.Module]
+
+
+class _Back:
+    """Takes the gradients of what came; apart from `_Kept`, as autograd's graph holds it, which `_Kept` holds: a cycle
+    through both would never be freed."""
+
+    def __init__(self) -> None:
+        self.grads: Sequence[torch.Tensor | None] | None = None
+
+    def keep(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Take them."""
+        self.grads = grads
+
+
+class _Kept:
+    """What a chunk keeps of a micro-batch until its backward.
+
+    ``like``: the shapes and types of tensors that came which have a gradient. ``ends``: where backward begins, None for
+    a tensor that was given and depends on no parameter; so the tensors themselves can be freed once they are sent.
+    ``loss``: the scaled one. ``back``: the gradients of ``like``, once backward has made them.
+    """
+
+    def __init__(self) -> None:
+        self.like: list[torch.Tensor] = []
+        self.ends: list[Any] = []
+        self.loss: torch.Tensor | None = None
+        self.back = _Back()
+
+
+class PipelineStage(TorchStage):
+    """Implements `hvdtrain.protocols.PipelineStage` over the blocks of ``layout``.
+
+    ``own``: this rank's chunks of blocks. ``cut``: the model's forward pass. ``narrow``: the ranks that give 16 bits
+    where their parameters have 32. ``samples``: for each own chunk a tree that it may get, on the host; None for the
+    model's first, and where nothing was measured.
+    """
+
+    def __init__(self, layout: Layout, own: Sequence[Chunk], cut: Cut, evaluator: TorchEvaluator,
+                 narrow: Collection[int], samples: Sequence[Any], **parts: Any) -> None:
+        super().__init__(**parts)
+        self._layout, self._own, self._cut, self._evaluator = layout, own, cut, evaluator
+        self._came_like = list(samples)
+        mesh = layout.mesh
+        self.chunks = len(own)
+        self._numbers = range(mesh.place, len(layout.chunks()), mesh.depth)
+        self._last = len(layout.chunks()) - 1
+        widens = mesh.rank not in narrow
+        self._wide = [widens and n > 0 and mesh.ranks[(n - 1) % mesh.depth] in narrow for n in self._numbers]
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self.held = self.most_held = 0
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Open a step; what one that broke off has kept is forgotten."""
+        self.drop()
+        super().begin()
+
+    def forward(self, chunk: int, micro: int, came: Cargo | None, batch: Batch) -> Cargo:
+        """Compute a chunk that is not the model's last."""
+        kept = self._keep(chunk, micro, batch)
+        with self.few_samples(len(batch[0])), self._precision.computing():
+            value = self._input(batch) if came is None else self._received(chunk, came, kept)
+            value = self._through(chunk, value)
+        kept.ends = [get_gradient_edge(t) if t.requires_grad else None
+                     for t in tensors_of(value) if cargos.has_gradient(t)]
+        return cargos.pack(value, f"block {self._name(chunk)}")
+
+    def loss(self, chunk: int, micro: int, came: Cargo | None, batch: Batch, scale: float) -> Pair:
+        """Compute the model's last chunk within the task."""
+        kept = self._keep(chunk, micro, batch)
+        loss_sum, weight = self._loss(chunk, came, batch, kept)
+        kept.loss = loss_sum * (scale * self._precision.factor)
+        return loss_sum.detach(), weight
+
+    def backward(self, chunk: int, micro: int, came: Cargo | None) -> Cargo | None:
+        """Add the gradients of a chunk's parameters."""
+        kept = self._kept.pop((chunk, micro))
+        self.held -= 1
+        if came is None:
+            assert kept.loss is not None
+            self._gradients.backward(kept.loss, 1.0, final=False)
+        else:
+            found = zip(kept.ends, cargos.unpack(came, self._placement.home), strict=True)
+            there = [(end, grad) for end, grad in found if end is not None]
+            if there:
+                self._gradients.add([end for end, _ in there], [grad for _, grad in there])
+        if self._numbers[chunk] == 0:
+            return None
+        return cargos.pack_gradients(kept.back.grads or [None] * len(kept.like), kept.like)
+
+    def hand_over(self, sink: GradientSink) -> None:
+        """Hand every bucket over, divided by the loss scale."""
+        self.waited_s = 0.0
+        self._gradients.hand_over(self._precision.factor)
+        if self._clock:
+            self._clock.stop()
+
+    def drop(self) -> None:
+        """Forget what is kept for backward."""
+        self._kept, self.held = {}, 0
+
+    def evaluate(self, chunk: int, came: Cargo | None, batch: Batch) -> Cargo | None:
+        """Compute a chunk as evaluations do; the last adds to the metrics."""
+        with self._evaluator.evaluating():
+            tensors = self._placement.tensors(batch)
+            value = None if came is None else self._received(chunk, came)
+            if self._numbers[chunk] < self._last:
+                value = self._through(chunk, self._input(batch) if came is None else value)
+                return cargos.pack(value, f"block {self._name(chunk)}")
+            with self._cut.giving(_Outputs(lambda x: self._through(chunk, x if came is None else value))):
+                self._evaluator.measure(tensors)
+        return None
+
+    # --- on the side -------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def once(self, batch: Batch, factor: float = 1.0) -> Iterator[None]:
+        """Compute the gradients of this rank's chunks for made-up inputs, there within the body; then all is as before.
+
+        An input is what came when the blocks were measured, for as many samples as ``batch`` has.
+        """
+        with untouched(self._model, self._params.tensors, self.generators):
+            for chunk, number in enumerate(self._numbers):
+                came = None if number == 0 else self._made_up(chunk, len(batch[0]))
+                if number == self._last:
+                    loss_sum, _ = self._loss(chunk, came, batch, _Kept())
+                    (loss_sum * (factor / max(1, len(batch[0])))).backward()
+                else:
+                    kept = _Kept()
+                    with self._precision.computing():
+                        value = self._input(batch) if came is None else self._received(chunk, came, kept)
+                        ends = [t for t in tensors_of(self._through(chunk, value)) if t.requires_grad]
+                    if ends:
+                        torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+            devices_of.synchronize(self.devices)
+            yield
+
+    def culprit(self, batch: Batch) -> str:
+        """Return the first parameter whose gradient of the step is not finite: it cannot be computed again alone."""
+        found = first_not_finite(self._params.tensors)
+        return "" if found is None else self._params.names[found]
+
+    def alone(self, batch: Batch) -> list[torch.Tensor]:
+        """Refuse: a rank's part of a model has no gradient of its own."""
+        raise UserError("audit with a pipeline over ranks", "a model that each rank has whole", "leave audit out")
+
+    def _made_up(self, chunk: int, samples: int) -> Cargo:
+        """What may come into a chunk for so many samples."""
+        like = self._came_like[chunk]
+        assert like is not None, "blocks were measured"
+        tensors = tensors_of(like)
+        was = next((t.shape[0] for t in tensors if t.dim()), 1)
+        rows = torch.arange(samples) % was
+        made = [t[rows] if t.dim() and t.shape[0] == was else t.clone() for t in tensors]
+        return cargos.pack(tree_like(like, made), "a block")
+
+    # --- parts of it -------------------------------------------------------------------------------------------------
+
+    def _keep(self, chunk: int, micro: int, batch: Batch) -> _Kept:
+        if chunk == 0:
+            self._buffers.saw(len(batch[0]))
+        kept = self._kept[chunk, micro] = _Kept()
+        self.held += 1
+        self.most_held = max(self.most_held, self.held)
+        return kept
+
+    def _input(self, batch: Batch) -> Any:
+        """What the task gives to the model."""
+        tensors = self._placement.tensors(batch)
+        return self._cut.input_of(lambda: self._task(self._model, tensors))
+
+    def _received(self, chunk: int, came: Cargo, kept: _Kept | None = None) -> Any:
+        """What the chunk before gave, in the types that this rank computes with."""
+        tensors = cargos.unpack(came, self._placement.home)
+        if kept is not None:
+            kept.like = [torch.empty_like(t, device="meta") for t in tensors if cargos.has_gradient(t)]
+            tensors = cargos.arrived(tensors, kept.back.keep)
+        if self._wide[chunk]:
+            tensors = [t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors]
+        return cargos.tree_of(came.form, tensors)
+
+    def _through(self, chunk: int, value: Any) -> Any:
+        for block in self._own[chunk]:
+            value = block(value)
+        return value
+
+    def _loss(self, chunk: int, came: Cargo | None, batch: Batch, kept: _Kept) -> Pair:
+        calls = 0
+
+        def outputs(x: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return self._through(chunk, x if came is None else self._received(chunk, came, kept))
+
+        with self._cut.giving(outputs):
+            pair = self.loss_of(batch)
+        if calls != 1:
+            raise UserError(f"task calls a model that is cut over ranks {calls} times", "model(x), once",
+                            "mend task, or leave pipeline out")
+        return pair
+
+    def _name(self, chunk: int) -> str:
+        return self._layout.names[self._layout.mine[chunk][-1]]
+
+
+class _Outputs:
+    """Gives what a model gives for one x, however often it is called with it, as by a task and by metrics."""
+
+    def __init__(self, compute: Callable[[Any], Any]) -> None:
+        self._compute = compute
+        self._found: tuple[list[torch.Tensor], Any] | None = None
+
+    def __call__(self, x: Any) -> Any:
+        tensors = tensors_of(x)
+        if self._found is None:
+            self._found = tensors, self._compute(x)
+        same = len(tensors) == len(self._found[0]) and all(map(torch.equal, tensors, self._found[0]))
+        if not same:
+            raise UserError("metrics give a model that is cut over ranks another x than task does", "one x",
+                            "mend metrics, or leave pipeline out")
+        return self._found[1]

@@ -28,26 +28,35 @@ class Calls:
 
     def __init__(self) -> None:
         self.failed: Graph | None = None
-        self._graphs: dict[tuple[Hashable, int | None], Graph] = {}
+        self._graphs: dict[tuple[Hashable, int | None], Any] = {}
         self._sizes: dict[Hashable, list[int]] = {}
         self._scale: tuple[float, Any] = (0.0, None)
 
     def call(self, kind: Hashable, trace: Callable[..., Any], leaves: Sequence[tf.Tensor], scale: float,
              exact: bool = True) -> Any:
-        """Run the graph of ``kind`` on tensors (B, ...) and a float64 scalar; without ``exact`` one for any B."""
-        kind = (kind, *((x.dtype, *x.shape[1:]) for x in leaves))
-        n, known = int(leaves[0].shape[0]), self._sizes.setdefault(kind, [])
-        if exact and n not in known and len(known) < MOST_SIZES:
-            known.append(n)
-        size = n if n in known else None
-        graph = self._graphs.get((kind, size))
-        if graph is None:
-            # Every leaf counts the samples in its first dimension.
-            specs = [tf.TensorSpec([size, *x.shape[1:]], x.dtype) for x in leaves]
-            graph = self._graphs[kind, size] = Graph(trace, [tf.TensorSpec([], tf.float64), *specs])
+        """Run the graph of ``kind`` on tensors and a float64 scalar; without ``exact`` one for any B.
+
+        The first of ``leaves`` is (B, ...); of the others those are that have B in their first dimension.
+        """
+        graph = self.made(kind, lambda specs: Graph(trace, [tf.TensorSpec([], tf.float64), *specs]), leaves, exact)
         if self._scale[1] is None or self._scale[0] != scale:
             self._scale = scale, tf.constant(scale, tf.float64)
         return self.run(graph, self._scale[1], *leaves)
+
+    def made(self, kind: Hashable, make: Callable[[list[tf.TensorSpec]], Any], leaves: Sequence[tf.Tensor],
+             exact: bool = True) -> Any:
+        """Return what ``make`` made for ``kind`` and tensors like ``leaves``, which are as in `call`."""
+        n = int(leaves[0].shape[0])
+        of_samples = [x.shape.rank > 0 and x.shape[0] == n for x in leaves]
+        kind = (kind, *((x.dtype, by_B, *x.shape[int(by_B):]) for x, by_B in zip(leaves, of_samples)))
+        known = self._sizes.setdefault(kind, [])
+        if exact and n not in known and len(known) < MOST_SIZES:
+            known.append(n)
+        size = n if n in known else None
+        if (kind, size) not in self._graphs:
+            self._graphs[kind, size] = make([tf.TensorSpec([size, *x.shape[1:]] if by_B else x.shape, x.dtype)
+                                             for x, by_B in zip(leaves, of_samples)])
+        return self._graphs[kind, size]
 
     def run(self, graph: Graph, *tensors: tf.Tensor) -> Any:
         """Run a graph."""
@@ -58,4 +67,5 @@ class Calls:
 
     def exact(self) -> list[tuple[int, Any]]:
         """Return (samples, graph) of the graphs that are for one number of samples."""
-        return [(size, graph.graph) for (_, size), graph in self._graphs.items() if size is not None]
+        return [(size, graph.graph) for (_, size), graph in self._graphs.items()
+                if size is not None and isinstance(graph, Graph)]

@@ -45,7 +45,7 @@ class Chain:
         return x
 
 
-def chain_of(spec: Any) -> Chain:
+def chain_of(spec: Any, key: str = "model_parallel") -> Chain:
     """The model file's ``blocks``, or the layers of a Sequential model or of a functional one that is a chain.
 
     Errors: `UserError` for other models, for weights that belong to no block or to two of them.
@@ -60,7 +60,7 @@ def chain_of(spec: Any) -> Chain:
         blocks = [(layer.name, layer) for layer in model.layers if not isinstance(layer, keras.layers.InputLayer)]
     else:
         kind = "a functional model with branches" if hasattr(model, "_standardize_inputs") else type(model).__name__
-        raise UserError(f"model_parallel with {kind}, which names no blocks", "a model that is a chain of blocks", DO)
+        raise UserError(f"{key} with {kind}, which names no blocks", "a model that is a chain of blocks", DO)
     return Chain(model, blocks)
 
 
@@ -102,10 +102,10 @@ def _check_training(chain: Chain, x: Any) -> None:
     if _alike(one[0], other[0]):
         raise UserError(f"the model's blocks add {float(other[1]):.6g} to the loss where the model adds "
                         f"{float(one[1]):.6g}", "add_loss in blocks only", "put what the model's own call, or a layer "
-                        "between the blocks, adds to the loss into a block, or set model_parallel: 1")
+                        "between the blocks, adds to the loss into a block, or train the model whole")
     raise UserError("the model's blocks, run one after the other, give something else than the model while it trains",
                     "a forward pass that is a loop over the blocks", "put what the model's own call does only while "
-                    "training (dropout, `if training`) into blocks, or set model_parallel: 1")
+                    "training (dropout, `if training`) into blocks, or train the model whole")
 
 
 def _by_blocks(chain: Chain, x: Any, training: bool) -> Any:

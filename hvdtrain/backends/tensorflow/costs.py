@@ -7,7 +7,10 @@ On a GPU a copy of one block at a time is there. What a forward changes on a CPU
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -27,17 +30,23 @@ _FREE = ("Placeholder", "Const", "ReadVariableOp", "VarHandleOp")
 class Cost(NamedTuple):
     """Of one kind of block.
 
-    ``kept_bytes``: inside it; ``keeps_input``, ``keeps_output``: whether backward reads those.
+    ``forward_s``: of its forward alone, 0 where that was not timed. ``kept_bytes``: inside it; ``keeps_input``,
+    ``keeps_output``: whether backward reads those.
     """
 
     seconds: float
+    forward_s: float
     kept_bytes: int
     keeps_input: bool
     keeps_output: bool
 
 
-def measure(chain: Chain, batch_x: Any, device: str) -> tuple[Block, ...]:
-    """Every block, with inputs of one split micro-batch ``batch_x``; computed on ``device``."""
+def measure(chain: Chain, batch_x: Any, device: str, apart: bool = False,
+            around: Callable[[Any], Any] = contextlib.nullcontext) -> tuple[Block, ...]:
+    """Every block, with inputs of one split micro-batch ``batch_x``; computed on ``device``.
+
+    ``apart``: time forwards alone, too. ``around(variables)``: entered around a block's measurement.
+    """
     x = chain.entry(tf.nest.map_structure(tf.convert_to_tensor, batch_x))
     known: dict[Any, tuple[Cost, Any]] = {}
     costs: list[Cost] = []
@@ -45,8 +54,9 @@ def measure(chain: Chain, batch_x: Any, device: str) -> tuple[Block, ...]:
     for layer in chain.layers:
         kind = _kind(layer, x)
         if kind not in known:
-            with lent(layer.variables if "GPU" in device else (), device):  # a block at a time: not all may fit
-                known[kind] = _measured(layer, x, device)
+            # A block at a time: not all may fit.
+            with around(layer.variables), lent(layer.variables if "GPU" in device else (), device):
+                known[kind] = _measured(layer, x, device, apart)
         cost, x = known[kind]
         costs.append(cost)
         edges_bytes.append(_bytes(x))
@@ -55,7 +65,8 @@ def measure(chain: Chain, batch_x: Any, device: str) -> tuple[Block, ...]:
         kept = cost.kept_bytes + (edges_bytes[i] if cost.keeps_input else 0)
         if cost.keeps_output and not (i + 1 < len(costs) and costs[i + 1].keeps_input):
             kept += edges_bytes[i + 1]
-        blocks.append(Block(name, cost.seconds, sum(_variable_bytes(v) for v in layer.weights), kept))
+        blocks.append(Block(name, cost.seconds, sum(_variable_bytes(v) for v in layer.weights), kept,
+                            cost.forward_s, edges_bytes[i + 1]))
     return tuple(blocks)
 
 
@@ -66,7 +77,7 @@ def _kind(layer: Any, x: Any) -> Any:
     return inside, weights, tuple((t.dtype, tuple(t.shape)) for t in tf.nest.flatten(x)), tf.nest.flatten(x)[0] is None
 
 
-def _measured(layer: Any, x: Any, device: str) -> tuple[Cost, Any]:
+def _measured(layer: Any, x: Any, device: str, apart: bool) -> tuple[Cost, Any]:
     """The cost of a block, and its output for ``x``."""
     variables = [v.value for v in layer.trainable_variables]
     n_forward = 0
@@ -85,15 +96,29 @@ def _measured(layer: Any, x: Any, device: str) -> tuple[Cost, Any]:
     function = tf.function(graph, jit_compile=False, autograph=False)
     concrete = function.get_concrete_function(x)
     kept_bytes, keeps_input, keeps_output = _kept(concrete, n_forward)
-    function(x)
+    y, _ = function(x)
+    seconds, forward_s = _seconds(function, x), 0.0
+    if apart:
+        forward = tf.function(lambda x: _on(device, layer, x), jit_compile=False, autograph=False)
+        forward(x)
+        forward_s = min(_seconds(forward, x), seconds)
+    return Cost(seconds, forward_s, kept_bytes, keeps_input, keeps_output), y
+
+
+def _on(device: str, layer: Any, x: Any) -> Any:
+    with tf.device(device):
+        return layer(x, training=True)
+
+
+def _seconds(function: Any, x: Any) -> float:
+    """The median time of a call."""
     seconds: list[float] = []
     while len(seconds) < 3 or sum(seconds) < SLOT_S and len(seconds) < 50:
         begin = time.perf_counter()
-        y, grads = function(x)
-        for tensor in tf.nest.flatten([y, grads])[-1:]:
+        for tensor in tf.nest.flatten(function(x))[-1:]:
             tensor.numpy()  # waits for a GPU
         seconds.append(time.perf_counter() - begin)
-    return Cost(sorted(seconds)[len(seconds) // 2], kept_bytes, keeps_input, keeps_output), y
+    return sorted(seconds)[len(seconds) // 2]
 
 
 def _kept(concrete: Any, n_forward: int) -> tuple[int, bool, bool]:
@@ -133,5 +158,4 @@ def _tensor_bytes(tensor: Any) -> int:
 
 
 def _variable_bytes(variable: keras.Variable) -> int:
-    value = variable._value
-    return (value.shape.num_elements() or 0) * value.dtype.size
+    return math.prod(variable.shape) * int(tf.as_dtype(variable.dtype).size)

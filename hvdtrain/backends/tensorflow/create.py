@@ -17,6 +17,7 @@ from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.optimizer import Optimizer, SplitOptimizer
 from hvdtrain.backends.tensorflow.params import Params
+from hvdtrain.backends.tensorflow.pipelined.create import cut_parts
 from hvdtrain.backends.tensorflow.recompute_costs import Costs
 from hvdtrain.backends.tensorflow.split import Split, measured
 from hvdtrain.backends.tensorflow.stage import Stage
@@ -35,6 +36,7 @@ from hvdtrain.exchange.transport import Transport
 from hvdtrain.keras import compiled
 from hvdtrain.keras.evaluation import Evaluation
 from hvdtrain.keras.task import loss_name
+from hvdtrain.mesh import Mesh
 from hvdtrain.misfit import told
 from hvdtrain.parallel import plan
 from hvdtrain.parts import Parts
@@ -48,7 +50,8 @@ if TYPE_CHECKING:
 
 
 def make_parts(spec: ModelSpec, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,
-               precision: Precision = FP32, sample: Callable[[int], Batch] | None = None, data: Any = None) -> Parts:
+               precision: Precision = FP32, sample: Callable[[int], Batch] | None = None, data: Any = None,
+               mesh: Mesh | None = None) -> Parts:
     """Return the parts of ``spec.model`` on this rank's device or devices.
 
     A model that has no variables yet is built from ``sample(1)`` of the run's ``data``, which knows how nested inputs
@@ -56,6 +59,8 @@ def make_parts(spec: ModelSpec, config: Config, control: Control, wire: Collecti
     ``sample(n)`` (n samples as numpy arrays; without it the model file's example), and all agree on one cut.
     """
     compiled.begin(spec.model, data)
+    if mesh is not None and mesh.deepest > 1:
+        return cut_parts(spec, config, control, wire, steps_per_epoch, precision, sample, mesh)
     making = _Making(spec, config, wire, steps_per_epoch, precision, control.rank)
     if config.model_parallel == 1:
         making.begin(sample)

@@ -33,6 +33,16 @@ def try_samples(parts: Parts, batch: Batch, training: bool) -> None:
 
 
 @contextlib.contextmanager
+def untouched(parts: Parts, batch: Batch) -> Iterator[None]:
+    """Put everything back after the body as it was: for `hvdtrain.pipeline.first_sample`."""
+    stage: Any = parts.stage
+    evaluator: Any = parts.evaluator
+    with _untouched(parts.model), generator_kept(), stage.class_numbers.checked(tuple(batch)):
+        yield
+    evaluator.totals()
+
+
+@contextlib.contextmanager
 def _untouched(model: Any) -> Iterator[None]:
     states = [v for layer in model._flatten_layers() for v in tf.nest.flatten(getattr(layer, "states", None) or [])
               if isinstance(v, keras.Variable)]  # of a stateful RNN, which Keras counts among no variables

@@ -22,6 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import entered
+from hvdtrain.cluster.group import Group
 from hvdtrain.collectives.null import Done
 from hvdtrain.protocols import Collectives, Handle
 
@@ -76,6 +77,10 @@ class HostNodes:
         self.dtypes, self.reductions = wire.dtypes, wire.reductions
         self._latest: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._spans: list[tuple[float, float]] = []
+
+    def among(self, group: Group) -> HostNodes:
+        """Nodes over the wire between the ranks of ``group``."""
+        return HostNodes(self._wire.among(group))
 
     def buffer(self, n: int, dtype: str) -> None:
         """No memory of its own: a graph makes its vectors itself."""

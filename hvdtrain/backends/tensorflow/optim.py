@@ -102,6 +102,10 @@ class Optimization:
         if self.slices is None and not self.built():
             self.optimizer.build(self._model.trainable_variables)  # not twice: its history would be lost
 
+    def keep(self, part: keras.Model) -> None:
+        """Be for ``part``, which has some of the model's variables, before there is any state."""
+        self._model = part
+
     def replace(self, made: keras.optimizers.Optimizer, slices: dict[int, Slice], shown: Any) -> None:
         """Put ``made``, an optimizer over slices, in the optimizer's place; callbacks see ``shown`` as the model's."""
         self.former = self.optimizer if self.built() else None

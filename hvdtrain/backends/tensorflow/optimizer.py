@@ -40,30 +40,38 @@ class Optimizer:
 
     def __init__(self, opt: Optimization, variables: Sequence[keras.Variable], scale: LossScale) -> None:
         self.opt, self._variables, self._scale = opt, list(variables), scale
-        self._functions: dict[tuple[bool, bool, bool], Callable[..., Any]] = {}
+        self._functions: dict[tuple[bool, ...], Callable[..., Any]] = {}
         self._vectors: list[np.ndarray] = []
         self._views: list[tuple[np.ndarray, tf.Tensor | None]] = []
         self._limit: tuple[float, Any] = (math.nan, None)
         self.traced: Callable[..., tf.Tensor] | None = self._traced
         self.own = opt.optimizer
         self.elementwise = _elementwise(self.own, self._variables)
+        clip = getattr(self.own, "global_clipnorm", None)
+        self.needs_all = f"global_clipnorm {clip:g} of {type(self.own).__name__}" if clip else ""
 
-    def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool) -> tuple[bool, float]:
+    def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool,
+             norm: float | None = None) -> tuple[bool, float]:
         """Clip by the global norm and update; see `hvdtrain.protocols.Optimizer`."""
         if buckets and all(isinstance(x, np.ndarray) for x in grads):
             grads, buckets = self._read_in_place(grads, buckets), ()
-        clip, norm, packed = key = (clip_norm > 0, look or clip_norm > 0 or self._scale.on, bool(buckets))
-        if self._limit[0] != clip_norm:
-            self._limit = clip_norm, tf.constant(clip_norm, tf.float32)
+        scaled = norm is not None and 0 < clip_norm < norm
+        checks = norm is None and (look or clip_norm > 0 or self._scale.on)
+        limit = clip_norm / norm if norm is not None and scaled else clip_norm
+        if self._limit[0] != limit:
+            self._limit = limit, tf.constant(limit, tf.float32)
+        key = (scaled, checks and clip_norm > 0, checks, bool(buckets))
         if key not in self._functions:
             def graph(limit: tf.Tensor, *xs: tf.Tensor) -> tf.Tensor:
                 grads = _by_variable(xs, buckets)
-                return self._checked(grads, limit if clip else None) if norm else self._apply(grads)
+                if scaled:
+                    grads = [x * tf.cast(limit, x.dtype) for x in grads]
+                return self._checked(grads, limit if clip_norm > 0 else None) if checks else self._apply(grads)
 
             self._functions[key] = tf.function(graph, **PLAIN).get_concrete_function(self._limit[1], *grads)
         out = self._functions[key](self._limit[1], *grads)
-        if not norm:
-            return True, math.nan
+        if not checks:
+            return True, math.nan if norm is None else norm
         done, found = out.numpy().tolist()
         return bool(done), found
 
@@ -171,8 +179,10 @@ class SplitOptimizer(Optimizer):
         self.traced, self._split = None, split
         self._both: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
-    def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool) -> tuple[bool, float]:
+    def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool,
+             norm: float | None = None) -> tuple[bool, float]:
         """Take the norm, then update; see `Optimizer.step`."""
+        assert norm is None, "a rank's part of a model that is cut over ranks is on one device"
         if self._both is None:
             self._both = (tf.function(lambda *xs: tf.sqrt(squares(self._beside(xs, buckets))), **PLAIN),
                           tf.function(lambda factor, *xs: self._scaled(self._beside(xs, buckets), buckets, factor),

@@ -98,8 +98,15 @@ def keep_sums() -> None:
     tf.config.optimizer.set_experimental_options({})  # it forgets the options that calls have had
 
 
-def building(devices: int) -> Any:
-    """The scope in which a model for so many devices is built: host memory, where no one device may hold all of it."""
+def building(devices: int, over_ranks: bool = False) -> Any:
+    """The scope in which a model for so many devices is built: host memory, where no one device may hold all of it.
+
+    ``over_ranks``: it is cut over ranks, and its weights are made by the ranks that keep them.
+    """
+    if over_ranks:
+        from hvdtrain.backends.tensorflow.pipelined.deferred import deferring
+
+        return deferring()
     return tf.device(HOST) if devices > 1 else contextlib.nullcontext()
 
 

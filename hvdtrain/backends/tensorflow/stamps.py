@@ -39,5 +39,5 @@ def tell(buckets: Sequence[Bucket], stamps: Sequence[float]) -> None:
     for i, bucket in enumerate(buckets if taker is not None else ()):
         assert taker is not None
         full_s, summed_s = stamps[i], stamps[len(buckets) + i]
-        taker.take(f"{bucket.group}.b{i}.r0", "wire", full_s, max(full_s, summed_s),
+        taker.take(f"{bucket.name}.r0", "wire", full_s, max(full_s, summed_s),
                    {"bytes": bucket.n * itemsize(bucket.dtype), "beside": True})

@@ -7,6 +7,7 @@ bfloat16, which numpy lacks, travels as its bits in uint16.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import warnings
@@ -225,17 +226,21 @@ class ModelState:
         The latter is model.keras, or model.weights.h5 for a model whose class Keras cannot describe. With use_ema the
         averaged weights are written, as `keras.Model.fit` leaves them.
         """
+        with self.final(), own_types(self._model):
+            return _write(self._model, Path(directory))
+
+    @contextlib.contextmanager
+    def final(self) -> Iterator[None]:
+        """Have the averaged weights in the body, with use_ema."""
         trained, own = self._model.trainable_variables, self._opt.optimizer
-        weights = [to_numpy(v) for v in trained]
+        weights = [to_numpy(v) for v in trained] if own.use_ema else []
         if own.use_ema:
             own.finalize_variable_values(trained)
         try:
-            with own_types(self._model):
-                return _write(self._model, Path(directory))
+            yield
         finally:
-            if own.use_ema:
-                for variable, array in zip(trained, weights):
-                    assign(variable, array)
+            for variable, array in zip(trained, weights):
+                assign(variable, array)
 
 
 def _write(model: keras.Model, directory: Path) -> list[str]:

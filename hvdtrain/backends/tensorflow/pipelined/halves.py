@@ -1,0 +1,175 @@
+"""Forward and backward of a chunk as two graphs, with what backward needs of forward handed from one to the other.
+
+Owns the cut through a graph. Both are traced as one, so that backward is what it is in a whole model, recomputed
+blocks included (`hvdtrain.backends.tensorflow.recompute`). Then the operations that forward consists of are copied into
+a graph of their own and the others into a second one. Of what backward reads of forward, constants and trainable
+variables are read anew; the rest are results of the first graph and arguments of the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.framework.func_graph import func_graph_from_py_func
+from tensorflow.python.ops.handle_data_util import copy_handle_data
+
+from hvdtrain.backends.tensorflow import recompute
+from hvdtrain.backends.tensorflow.entered import Graph
+
+Trace = Callable[..., list[tf.Tensor]]
+
+
+class Halves:
+    """Graphs of ``forward(*leaves)`` for tensors like ``specs`` and of its backward.
+
+    ``inputs``: the numbers of the leaves that a gradient is wanted of, besides ``variables``. ``add(grads)``: takes the
+    variables' gradients while backward is traced. ``recomputed``: blocks that backward makes again.
+    """
+
+    def __init__(self, forward: Trace, specs: Sequence[tf.TensorSpec], inputs: Sequence[int],
+                 variables: Sequence[tf.Variable], add: Callable[[Sequence[Any]], None],
+                 recomputed: Collection[str] = ()) -> None:
+        both = _Both(forward, specs, inputs, variables, recomputed)
+        ops = both.graph.get_operations()
+        first = _before(ops[:both.n_forward])
+        rest = [op for op in ops if op.name not in first and op.type != "Placeholder"]
+        again = {op.name: op for op in ops if op.name in first and _read_anew(op, both.graph, variables)}
+        self._n = len(both.outputs)
+        kept = list({t.name: t for op in rest for t in op.inputs if t.op.name not in again
+                     and (t.op.name in first or any(t is x for x in both.leaves))}.values())
+        rest = [*(op for op in ops if op.name in again and any(
+            c.name not in first for t in op.outputs for c in t.consumers())), *rest]
+        captures = {inner.name: outer for outer, inner in both.graph.captures}
+
+        backs, grads = both.grads[:len(inputs)], both.grads[len(inputs):]
+        wanted = [both.leaves[i] for i in inputs]
+        kept += [x for x, g in zip(wanted, backs) if g is None and not any(x is y for y in kept)]
+
+        def trace_forward(*leaves: tf.Tensor) -> list[tf.Tensor]:
+            made = _Copy(both.graph, captures, dict(zip((x.name for x in both.leaves), leaves)))
+            made.all(op for op in ops if op.name in first)
+            return [made.of(x) for x in (*both.outputs, *kept)]
+
+        def trace_backward(*given: tf.Tensor) -> list[tf.Tensor]:
+            known = [*kept, *both.given]
+            made = _Copy(both.graph, captures, dict(zip((x.name for x in known), given)))
+            made.all(rest)
+            add([made.sparse(g) for g in grads])
+            return [tf.zeros_like(made.of(x)) if g is None else tf.convert_to_tensor(made.sparse(g))
+                    for x, g in zip(wanted, backs)]
+
+        self.forward = Graph(trace_forward, specs)
+        self._backward: Graph | None = None
+        self._trace = trace_backward, [tf.TensorSpec(x.shape, x.dtype) for x in (*kept, *both.given)]
+
+    def split(self, results: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Return (outputs, what is kept for backward) of what `forward` gave."""
+        return list(results[:self._n]), list(results[self._n:])
+
+    @property
+    def backward(self) -> Graph:
+        """Takes what was kept, then the gradients of the outputs with one; gives those of the inputs."""
+        if self._backward is None:
+            self._backward = Graph(*self._trace)
+        return self._backward
+
+
+class _Both:
+    """One graph of forward and backward, which is never run."""
+
+    def __init__(self, forward: Trace, specs: Sequence[tf.TensorSpec], inputs: Sequence[int],
+                 variables: Sequence[tf.Variable], recomputed: Collection[str]) -> None:
+        def trace(*leaves: tf.Tensor) -> list[tf.Tensor]:
+            wanted = [leaves[i] for i in inputs]
+            with recompute.recording() as found:
+                with tf.GradientTape(watch_accessed_variables=False) as tape:
+                    tape.watch([*wanted, *variables])
+                    self.outputs = list(forward(*leaves))
+                recompute.backward_begins()
+                floats = [x for x in self.outputs if x.dtype.is_floating]
+                self.given = [tf.compat.v1.placeholder(x.dtype, x.shape) for x in floats]
+                self.grads = tape.gradient(floats, [*wanted, *variables], output_gradients=self.given) \
+                    if floats else [None] * (len(wanted) + len(variables))
+            recompute.rewrite(found, recomputed)
+            self.n_forward, self.leaves = found.n_forward, leaves
+            return []
+
+        self.graph = func_graph_from_py_func("both", trace, tuple(specs), {}, add_control_dependencies=False)
+
+
+class _Copy:
+    """Copies operations of ``source`` into the graph that is being traced. ``known``: what stands for its tensors."""
+
+    def __init__(self, source: Any, captures: dict[str, Any], known: dict[str, tf.Tensor]) -> None:
+        self._target: Any = tf.compat.v1.get_default_graph()
+        self._captures, self._made, self._ops = captures, dict(known), dict[str, Any]()
+        for function in source._functions.values():
+            self._target._add_function_recursive(function)
+
+    def all(self, ops: Iterable[Any]) -> None:
+        """Copy them, each behind those that it needs of them."""
+        left = {op.name: op for op in ops if op.type != "Placeholder"}
+        for name in list(left):
+            todo = [left[name]] if name in left else []
+            while todo:
+                op = todo[-1]
+                before = [b for b in (*(t.op for t in op.inputs if t.name not in self._made), *op.control_inputs)
+                          if b.name in left and b.name not in self._ops]
+                if before:
+                    todo += before
+                    continue
+                todo.pop()
+                if op.name not in self._ops:
+                    self._copy(op)
+                left.pop(op.name, None)
+
+    def _copy(self, op: Any) -> None:
+        controls = [self._ops[c.name] for c in op.control_inputs if c.name in self._ops]
+        with tf.control_dependencies(None), tf.control_dependencies(controls):
+            copy = self._target._create_op_internal(
+                op.type, [self.of(t) for t in op.inputs], [t.dtype for t in op.outputs], name=op.name,
+                attrs={key: value for key, value in op.node_def.attr.items() if key != "_class"}, op_def=op.op_def,
+                compute_device=False)
+        copy._set_device(op.device)
+        self._ops[op.name] = copy
+        for old, new in zip(op.outputs, copy.outputs):
+            new.set_shape(old.shape)
+            copy_handle_data(old, new)
+            self._made.setdefault(old.name, new)
+
+    def of(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return what stands for a tensor of the source."""
+        if tensor.name not in self._made:
+            self._made[tensor.name] = self._target.capture(self._captures[tensor.name])
+        return self._made[tensor.name]
+
+    def sparse(self, grad: Any) -> Any:
+        """`of`, also of a gradient that is sparse, or None."""
+        if isinstance(grad, tf.IndexedSlices):
+            parts = (grad.values, grad.indices, grad.dense_shape)
+            return tf.IndexedSlices(*(None if part is None else self.of(part) for part in parts))
+        return None if grad is None else self.of(grad)
+
+
+def _before(ops: Iterable[Any]) -> set[str]:
+    """The names of ``ops`` and of all that they need, placeholders left out."""
+    found: set[str] = set()
+    todo = list(ops)
+    while todo:
+        op = todo.pop()
+        if op.name not in found and op.type != "Placeholder":
+            found.add(op.name)
+            todo += [*(t.op for t in op.inputs), *op.control_inputs]
+    return found
+
+
+def _read_anew(op: Any, graph: Any, variables: Sequence[tf.Variable]) -> bool:
+    """Whether backward can read what ``op`` gives once more: a constant, or a variable that only updates change."""
+    if op.type == "Const":
+        return True
+    if op.type != "ReadVariableOp":
+        return False
+    handle = next((outer for outer, inner in graph.captures if inner is op.inputs[0]), None)
+    return any(handle is v.handle for v in variables)

@@ -1,0 +1,195 @@
+"""Forward and backward of a rank's chunks of a Keras model that is cut over ranks.
+
+Owns what is called when, and what is kept between a micro-batch's forward and its backward. Between chunks TensorFlow
+is eager; a chunk's forward and backward are two graphs (`halves`). The model's last chunk is one graph with the loss,
+its gradients and their sum: `Chunks.loss` runs all of it, `Chunks.backward` gives back what came of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from hvdtrain.backends.tensorflow import recompute
+from hvdtrain.backends.tensorflow.collectives import peer_failures
+from hvdtrain.backends.tensorflow.entered import Graph
+from hvdtrain.backends.tensorflow.pipelined.cargo import Crossing, crossing_of, flat, tensors_of, to_cargo
+from hvdtrain.backends.tensorflow.pipelined.ends import First, Last, input_of
+from hvdtrain.backends.tensorflow.pipelined.evaluator import PartEvaluator
+from hvdtrain.backends.tensorflow.pipelined.halves import Halves
+from hvdtrain.backends.tensorflow.pipelined.runs import Runs
+from hvdtrain.backends.tensorflow.pipelined.sums import Sums
+from hvdtrain.backends.tensorflow.stage import Stage
+from hvdtrain.protocols import Batch, Cargo, GradientSink, Pair
+
+
+class _Forward(NamedTuple):
+    """A chunk's forward of one micro-batch: the graphs, and what the one kept for the other."""
+
+    halves: Halves
+    kept: list[tf.Tensor]
+
+
+class Chunks(Stage):
+    """Implements `hvdtrain.protocols.PipelineStage`. ``runs``: this rank's chunks; ``sums``: their gradients."""
+
+    def __init__(self, *given: Any, runs: Runs, sums: Sums, names: Sequence[str], evaluator: PartEvaluator) -> None:
+        super().__init__(*given)
+        self.runs, self.sums, self._names, self._evaluator = runs, sums, list(names), evaluator
+        self.chunks = len(runs.chunks)
+        self._first, self._last = First(runs.whole), Last(runs.whole, runs.last)
+        self._forwards: dict[tuple[int, int], _Forward] = {}
+        self._backs: dict[int, list[tf.Tensor]] = {}
+        self._forms: dict[Any, str] = {}
+        self._given: dict[int, Graph] = {}
+        self.held = self.most_held = 0
+
+    def connect(self, sink: GradientSink) -> None:
+        """Prepare the graph that hands gradients over."""
+        if sink is not self._sink or not self._connected:
+            self._given = {}
+        super().connect(sink)
+
+    def begin(self) -> None:
+        """Open a step with sums of zero, and forget what one that broke off has kept."""
+        super().begin()
+        self.drop()
+        for kept in self._kept:
+            kept.keep()
+        self.sums.clear()
+
+    def drop(self) -> None:
+        """Forget what is kept for backward."""
+        self._forwards, self._backs, self.held = {}, {}, 0
+
+    def forward(self, chunk: int, micro: int, came: Cargo | None, batch: Batch) -> Cargo:
+        """Run a chunk's forward, and keep what its backward needs."""
+        self._saw(chunk, batch)
+        form = "" if came is None else came.form
+        leaves = _tensors(batch) if came is None else tensors_of(came)
+        inputs = [] if came is None else [i for i, x in enumerate(leaves) if x.dtype.is_floating]
+        key = ("forward", chunk, form, self._gradients.recomputed)
+
+        def trace(*leaves: tf.Tensor) -> list[tf.Tensor]:
+            x = self._entered(batch, leaves, True) if came is None else crossing_of(leaves, form)
+            tensors, self._forms[key] = flat(self.runs.run(chunk, x, True))
+            return tensors
+
+        with peer_failures():
+            halves = self.calls.made(key, lambda specs: Halves(
+                trace, specs, inputs, self.sums.variables(chunk), lambda grads: self.sums.add(chunk, grads),
+                self._gradients.recomputed), leaves, self._exact)
+            outputs, kept = halves.split(self.calls.run(halves.forward, *leaves))
+        self._forwards[chunk, micro] = _Forward(halves, kept)
+        self._hold()
+        return to_cargo(outputs, self._forms[key])
+
+    def loss(self, chunk: int, micro: int, came: Cargo | None, batch: Batch, scale: float) -> Pair:
+        """Run the last chunk's graph, forward and backward."""
+        self._saw(chunk, batch)
+        given, leaves = _tensors(batch), [] if came is None else tensors_of(came)
+        n, form = len(given), "" if came is None else came.form
+
+        def trace(scale: tf.Tensor, *leaves: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
+            own = list(leaves[n:])
+            inputs = [x for x in own if x.dtype.is_floating]
+            with recompute.recording() as found:
+                with tf.GradientTape() as tape:
+                    tape.watch(inputs)
+                    self._last.take(crossing_of(own, form) if own else Crossing(None, []))
+                    loss_sum, weight = self.task(self._last, tf.nest.pack_sequence_as(batch, leaves[:n]), True)
+                    scaled = loss_sum * tf.cast(scale, loss_sum.dtype)
+                recompute.backward_begins()
+                grads = tape.gradient(scaled, [*inputs, *self.sums.variables(chunk)])
+            recompute.rewrite(found, self._gradients.recomputed)
+            self.sums.add(chunk, grads[len(inputs):])
+            return _pair(loss_sum, weight), _filled(inputs, grads)
+
+        with self.class_numbers.checked(tuple(batch)):
+            pair, back = self._call(("loss", chunk, form, self._gradients.recomputed), trace, [*given, *leaves], scale)
+        self._backs[micro] = back
+        self._hold()
+        return tuple(tf.unstack(pair)) if self.asynchronous else tuple(pair.numpy().tolist())
+
+    def backward(self, chunk: int, micro: int, came: Cargo | None) -> Cargo | None:
+        """Run backward of what `forward` has kept, or return what `loss` has found."""
+        self.held -= 1
+        if came is None:
+            back = self._backs.pop(micro)
+            return to_cargo(back) if back else None
+        halves, kept = self._forwards.pop((chunk, micro))
+        with peer_failures():
+            back = self.calls.run(halves.backward, *kept, *tensors_of(came))
+        return to_cargo(back) if back else None
+
+    def run(self, micro: Batch, scale: float, final: bool, sink: GradientSink) -> Pair:
+        """Compute the whole model, of a copy of one rank."""
+        pair = self.loss(0, 0, None, micro, scale)
+        self.backward(0, 0, None)
+        if final:
+            self.hand_over(sink)
+        return pair
+
+    def hand_over(self, sink: GradientSink) -> None:
+        """Hand over the sums, by a graph where the sink can be in one."""
+        if sink.variant not in self._given:
+            def trace() -> Any:
+                return self._hand_over(sink, tf.zeros([2], tf.float64), tf.zeros([], tf.float64), self.sums.read())
+
+            self._given[sink.variant] = Graph(trace, [])
+        with peer_failures():
+            report, tensors = self.calls.run(self._given[sink.variant])
+        self._arrived(sink, tensors, report.numpy().tolist()[2:])
+
+    def evaluate(self, chunk: int, came: Cargo | None, batch: Batch) -> Cargo | None:
+        """Run a chunk in inference."""
+        form = "" if came is None else came.form
+        leaves = _tensors(batch) if came is None else tensors_of(came)
+        if chunk == self.runs.ending:
+            self._evaluator.add_outputs(batch, leaves if came is not None else [], form)
+            return None
+        key = ("evaluate", chunk, form)
+
+        def trace(scale: tf.Tensor, *leaves: tf.Tensor) -> list[tf.Tensor]:
+            x = self._entered(batch, leaves, False) if came is None else crossing_of(leaves, form)
+            tensors, self._forms[key] = flat(self.runs.run(chunk, x, False))
+            return tensors
+
+        return to_cargo(self._call(key, trace, leaves, 0.0), self._forms[key])
+
+    def culprit(self, batch: Batch) -> str:
+        """Return the first variable whose sum in the step at hand is not finite, or ""."""
+        return next((name for name, x in zip(self._names, self.sums.read())
+                     if not bool(tf.reduce_all(tf.math.is_finite(x)))), "")
+
+    def _call(self, key: Any, trace: Any, leaves: Sequence[tf.Tensor], scale: float) -> Any:
+        with peer_failures():
+            return self.calls.call(key, trace, leaves, scale * self._gradients.loss_scale, self._exact)
+
+    def _entered(self, batch: Batch, leaves: Sequence[tf.Tensor], training: bool) -> Crossing:
+        """What goes into the model's first chunk."""
+        packed = tf.nest.pack_sequence_as(batch, leaves)
+        return self.runs.entered(input_of(self.task, self._first, packed, training))
+
+    def _saw(self, chunk: int, batch: Batch) -> None:
+        if chunk == 0:
+            self._buffers.saw(len(tf.nest.flatten(batch)[0]))
+
+    def _hold(self) -> None:
+        self.held += 1
+        self.most_held = max(self.most_held, self.held)
+
+
+def _tensors(batch: Batch) -> list[tf.Tensor]:
+    return [tf.convert_to_tensor(x) for x in tf.nest.flatten(tuple(batch))]
+
+
+def _filled(inputs: Sequence[tf.Tensor], grads: Sequence[Any]) -> list[tf.Tensor]:
+    """The gradients of ``inputs``, the first of ``grads``, zeros where the loss does not depend on one."""
+    return [tf.zeros_like(x) if g is None else tf.convert_to_tensor(g) for x, g in zip(inputs, grads)]
+
+
+def _pair(loss_sum: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+    return tf.stack([tf.cast(loss_sum, tf.float64), tf.cast(weight, tf.float64)])

@@ -5,13 +5,19 @@ Owns the comparison and its words. What a model is made of, one line for each te
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Sequence
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 from hvdtrain.cluster.group import Group, spans
 from hvdtrain.errors import UserError
+from hvdtrain.faults.finite import spoken
 from hvdtrain.protocols import Control
+
+if TYPE_CHECKING:
+    from hvdtrain.parts import Parts
 
 
 def check_alike(control: Control, group: Group, lines: Sequence[str]) -> None:
@@ -21,12 +27,39 @@ def check_alike(control: Control, group: Group, lines: Sequence[str]) -> None:
     "parameter fc.weight float32[5, 16]"; what else must be alike (optimizer, schedule) comes last.
     Errors: `UserError` on every rank, naming the first line that differs and the ranks that stand apart.
     """
-    digests = control.gather((group.ranks, zlib.crc32("\n".join(lines).encode()), len(lines)))
-    if all(len({d for d in digests if d[0] == ranks}) == 1 for ranks in {d[0] for d in digests}):
+    _compare(control, {group.ranks: list(lines)})
+
+
+def check_parts(control: Control, parts: Parts, group: Group) -> None:
+    """Compare what ``parts`` are made of with those of the ranks that hold the same, as `check_alike` does.
+
+    ``group``: the ranks that hold all that this one does. Of copies of unlike depth, where a rank shares some of its
+    blocks with one rank and some with another, it is the trainable tensors of each block that are compared.
+    """
+    layout = parts.layout
+    if layout is None or len(set(r for ranks in layout.groups() for r in ranks)) == sum(map(len, layout.groups())):
+        check_alike(control, group, parts.params.made_of())
         return
-    rows = control.gather((group.ranks, list(lines)))
-    for ranks in sorted({row[0] for row in rows}):
-        _refuse_unlike({rank: rows[rank][1] for rank in ranks})
+    specs = parts.params.specs
+    _compare(control, {replicas.group.ranks: [f"parameter {_plain(s.name)} {s.dtype}{list(s.shape)}"
+                                              for s in map(specs.__getitem__, replicas.params(specs))]
+                       for replicas in parts.replicas})
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without its number in a checkpoint and Keras' counters."""
+    return re.sub(r"_\d+(?=/)", "", spoken(name))
+
+
+def _compare(control: Control, lines_of: dict[tuple[int, ...], list[str]]) -> None:
+    """Compare this rank's lines for each of its groups, by the groups' ranks."""
+    found = control.gather({ranks: zlib.crc32("\n".join(lines).encode()) for ranks, lines in lines_of.items()})
+    groups = sorted({ranks for digests in found for ranks in digests})
+    if all(len({found[rank].get(ranks) for rank in ranks}) == 1 for ranks in groups):
+        return
+    rows = control.gather(lines_of)
+    for ranks in groups:
+        _refuse_unlike({rank: rows[rank].get(ranks, []) for rank in ranks})
 
 
 def _refuse_unlike(lines_of: dict[int, list[str]]) -> None:

@@ -6,9 +6,12 @@ Owns the stretching alone. The stage inside knows nothing of it.
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
-from hvdtrain.protocols import Batch, GradientSink, Pair, Stage
+from hvdtrain.protocols import Batch, Cargo, GradientSink, Pair, PipelineStage, Stage
+
+T = TypeVar("T")
 
 
 class Slowed:
@@ -34,9 +37,31 @@ class Slowed:
 
     def trial(self, batch: Batch) -> None:
         """The stage's own, stretched."""
+        self._stretched(self._stage.trial, batch)
+
+    # Of a stage of a pipeline, which waits for nobody meanwhile.
+
+    def forward(self, chunk: int, micro: int, came: Cargo | None, batch: Batch) -> Cargo:
+        """The stage's own, stretched."""
+        return self._stretched(self._pipelined.forward, chunk, micro, came, batch)
+
+    def loss(self, chunk: int, micro: int, came: Cargo | None, batch: Batch, scale: float) -> Pair:
+        """The stage's own, stretched."""
+        return self._stretched(self._pipelined.loss, chunk, micro, came, batch, scale)
+
+    def backward(self, chunk: int, micro: int, came: Cargo | None) -> Cargo | None:
+        """The stage's own, stretched."""
+        return self._stretched(self._pipelined.backward, chunk, micro, came)
+
+    @property
+    def _pipelined(self) -> PipelineStage:
+        return cast(PipelineStage, self._stage)
+
+    def _stretched(self, work: Callable[..., T], *args: Any) -> T:
         begin = time.perf_counter()
-        self._stage.trial(batch)
+        value = work(*args)
         self._sleep(time.perf_counter() - begin)
+        return value
 
     def _sleep(self, own_s: float) -> None:
         time.sleep(max(0.0, own_s) * self._rest)

@@ -17,6 +17,7 @@ that fit in the step, then it goes down to n from whoever is the slowest, which 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -44,18 +45,23 @@ class Cost(Protocol):
 
 
 class OwnParts:
-    """Each rank runs as few micro-batches as it may: k(m) = max(min(least, m), ceil(m / ceiling))."""
+    """Each rank runs as few micro-batches as it may: k(m) = max(min(least, m), ceil(m / ceiling)).
 
-    def __init__(self, a_P: np.ndarray, c_P: np.ndarray, ceiling_P: np.ndarray, least: int, n: int) -> None:
-        self.a_P, self.c_P, self.ceiling_P, self.least = a_P, c_P, ceiling_P, least
+    ``least``: of every rank, or of each.
+    """
+
+    def __init__(self, a_P: np.ndarray, c_P: np.ndarray, ceiling_P: np.ndarray, least: int | Sequence[int],
+                 n: int) -> None:
+        self.a_P, self.c_P, self.ceiling_P = a_P, c_P, ceiling_P
+        self.least_P = np.broadcast_to(np.asarray(least, np.int64), a_P.shape)
         self.most_P = np.full(len(a_P), n, np.int64)
-        self._lists = a_P.tolist(), c_P.tolist(), ceiling_P.tolist()
+        self._lists = a_P.tolist(), c_P.tolist(), ceiling_P.tolist(), self.least_P.tolist()
         self._full_s = a_P + c_P * ceiling_P
         self._one_s = a_P + c_P
 
     def parts(self, samples_P: np.ndarray) -> np.ndarray:
         """int64[P] micro-batches of int64[P] samples."""
-        return np.maximum(np.minimum(self.least, samples_P), -(-samples_P // self.ceiling_P))
+        return np.maximum(np.minimum(self.least_P, samples_P), -(-samples_P // self.ceiling_P))
 
     def seconds(self, samples_P: np.ndarray) -> np.ndarray:
         """See `Cost`."""
@@ -63,7 +69,7 @@ class OwnParts:
 
     def one(self, rank: int, samples: int) -> float:
         """See `Cost`."""
-        parts = max(min(self.least, samples), -(-samples // self._lists[2][rank]))
+        parts = max(min(self._lists[3][rank], samples), -(-samples // self._lists[2][rank]))
         return parts * self._lists[0][rank] + self._lists[1][rank] * samples
 
     def capacity(self, step_s: float) -> np.ndarray:
@@ -71,8 +77,8 @@ class OwnParts:
         full_P = np.floor(step_s / self._full_s)
         rest_P = np.floor((step_s - full_P * self._full_s - self.a_P) / self.c_P)
         by_ceiling_P = full_P * self.ceiling_P + np.clip(rest_P, 0, self.ceiling_P - 1)
-        by_least_P = np.where(step_s < self.least * self._one_s, step_s / self._one_s,
-                              (step_s - self.least * self.a_P) / self.c_P)
+        by_least_P = np.where(step_s < self.least_P * self._one_s, step_s / self._one_s,
+                              (step_s - self.least_P * self.a_P) / self.c_P)
         return np.clip(np.minimum(by_ceiling_P, np.floor(by_least_P)), 0, self.most_P).astype(np.int64)
 
 

@@ -27,6 +27,9 @@ FOLD_FROM = 17
 COLUMNS = ("rank", "host", "device", "dtype", "samples", "accumulation", "memory ceiling", "predicted ms")
 """Headings of `table`."""
 
+Parts = int | Sequence[int]
+"""Least micro-batches of every rank, or of each."""
+
 Ceilings = Sequence[int | None] | None
 """By rank, the largest micro-batch its memory holds, in samples; None or 0: no limit."""
 
@@ -72,7 +75,7 @@ class Label:
     dtype: str
 
 
-def plan(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings = None, least_parts: int = 1,
+def plan(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings = None, least_parts: Parts = 1,
          same_parts: bool = False) -> Plan:
     """The plan for exactly ``n`` samples whose slowest rank is predicted to be the fastest possible.
 
@@ -83,9 +86,9 @@ def plan(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings = None, least_par
     Errors: `UserError` for a ceiling below 1.
     """
     a_P, c_P, ceiling_P = _vectors(lines_P, n, ceilings_P)
-    assert n >= 0 and least_parts >= 1
+    assert n >= 0 and _most(least_parts) >= 1
     if same_parts:
-        k, samples_P = fewest_common_parts(a_P, c_P, ceiling_P, least_parts, n)
+        k, samples_P = fewest_common_parts(a_P, c_P, ceiling_P, _most(least_parts), n)
         return _made(lines_P, samples_P, np.full(len(lines_P), k, np.int64))
     cost = OwnParts(a_P, c_P, ceiling_P, least_parts, n)
     samples_P = solve(cost, n)
@@ -93,21 +96,21 @@ def plan(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings = None, least_par
 
 
 def of_shares(lines_P: Sequence[Line], n: int, shares_P: Sequence[float], ceilings_P: Ceilings = None,
-              least_parts: int = 1, same_parts: bool = False) -> Plan:
+              least_parts: Parts = 1, same_parts: bool = False) -> Plan:
     """The plan that cuts ``n`` samples in proportion to ``shares_P`` as the sampler does; arguments as in `plan`.
 
     Errors: `UserError` for unusable shares and for a ceiling below 1.
     """
     a_P, c_P, ceiling_P = _vectors(lines_P, n, ceilings_P)
-    assert len(shares_P) == len(lines_P) and least_parts >= 1
+    assert len(shares_P) == len(lines_P) and _most(least_parts) >= 1
     samples_P = np.diff(cut(n, shares_P))
     parts_P = OwnParts(a_P, c_P, ceiling_P, least_parts, n).parts(samples_P)
     if same_parts:
-        parts_P = np.full(len(lines_P), max(least_parts, int(parts_P.max())), np.int64)
+        parts_P = np.full(len(lines_P), max(_most(least_parts), int(parts_P.max())), np.int64)
     return _made(lines_P, samples_P, parts_P)
 
 
-def equal(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings = None, least_parts: int = 1,
+def equal(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings = None, least_parts: Parts = 1,
           same_parts: bool = False) -> Plan:
     """The plan with equal shares, to compare with."""
     return of_shares(lines_P, n, [1.0] * len(lines_P), ceilings_P, least_parts, same_parts)
@@ -125,7 +128,7 @@ def speed(of: Plan, n: int) -> float:
 
 
 def advise_drop(lines_P: Sequence[Line], hosts: Sequence[tuple[str, tuple[int, ...]]], n: int, wire_s: float,
-                ceilings_P: Ceilings = None, least_parts: int = 1, same_parts: bool = False,
+                ceilings_P: Ceilings = None, least_parts: Parts = 1, same_parts: bool = False,
                 local_wire_s: float = 0.0) -> str:
     """One sentence that names the host without which a step is predicted to be shorter by more than `WORTH`, or "".
 
@@ -136,8 +139,9 @@ def advise_drop(lines_P: Sequence[Line], hosts: Sequence[tuple[str, tuple[int, .
     """
     def step_s(ranks: Sequence[int], hosts_left: int) -> float:
         some = [ceilings_P[r] for r in ranks] if ceilings_P else None
+        least = least_parts if isinstance(least_parts, int) else [least_parts[r] for r in ranks]
         between_s = wire_s if hosts_left > 1 else local_wire_s if len(ranks) > 1 else 0.0
-        return plan([lines_P[r] for r in ranks], n, some, least_parts, same_parts).step_s + between_s
+        return plan([lines_P[r] for r in ranks], n, some, least, same_parts).step_s + between_s
 
     if len(hosts) < 2:
         return ""
@@ -168,6 +172,10 @@ def table(of: Plan, labels_P: Sequence[Label], ceilings_P: Ceilings = None) -> l
     starts = [r for r, row in enumerate(cells) if r == 0 or row != cells[r - 1]]
     ends = [start - 1 for start in starts[1:]] + [len(cells) - 1]
     return [[str(first) if first == last else f"{first}-{last}", *cells[first]] for first, last in zip(starts, ends)]
+
+
+def _most(least_parts: Parts) -> int:
+    return least_parts if isinstance(least_parts, int) else max(least_parts)
 
 
 def _vectors(lines_P: Sequence[Line], n: int, ceilings_P: Ceilings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

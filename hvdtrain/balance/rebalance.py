@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.balance.line import Line
-from hvdtrain.balance.plan import Ceilings, Part, Plan, of_shares, plan, predicted
+from hvdtrain.balance.plan import Ceilings, Part, Parts, Plan, of_shares, plan, predicted
 
 TRUST = 4
 """Windows that the probe's line is worth."""
@@ -79,7 +79,7 @@ class Rebalancer:
     """
 
     def __init__(self, lines_P: Sequence[Line], n: int, ceilings_P: Ceilings, plan: Plan, margin: float = 0.05,
-                 lasting: int = 2, least_parts: int = 1, same_parts: bool = False) -> None:
+                 lasting: int = 2, least_parts: Parts = 1, same_parts: bool = False) -> None:
         assert len(lines_P) == len(plan.parts) and margin >= 0 and lasting >= 1
         self.base_P, self.n, self.ceilings_P, self.plan = list(lines_P), n, ceilings_P, plan
         self.margin, self.lasting, self.least_parts, self.same_parts = margin, lasting, least_parts, same_parts

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hvdtrain.data_parallel.whole import Whole
 from hvdtrain.exchange.compressor_state import OTHER
 from hvdtrain.exchange.squares import sum_squares
 from hvdtrain.exchange.weighting import loss_scale
-from hvdtrain.protocols import Array, Ops, Optimizer
+from hvdtrain.protocols import Array, Control, Ops, Optimizer
 
 if TYPE_CHECKING:
     from hvdtrain.data.feed import StepBatch
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
 class Alone:
     """`hvdtrain.protocols.DataParallel` of one rank without compression.
 
-    ``clip_norm``: global norm to clip to, 0: none. ``look``: the update is to tell the norm. ``fuses``: an optimizer
-    that can be traced updates inside the graph that computes the gradients, and `update` merely tells what became of
-    it; `hvdtrain.data_parallel.create` sets it where nothing of a user's stands between gradients and update.
+    ``clip_norm``: global norm to clip to, 0: none. ``look``: the update is to tell the norm. ``decides``: the control
+    plane of all ranks, where this one has a part of the model alone. ``fuses``: an optimizer that can be traced updates
+    inside the graph that computes the gradients, and `update` merely tells what became of it;
+    `hvdtrain.data_parallel.create` sets it where nothing of a user's stands between gradients and update.
     """
 
     caveats: tuple[str, ...] = ()
@@ -34,8 +36,10 @@ class Alone:
     looks = True
     """False only in the bench that tells what looking at gradients costs."""
 
-    def __init__(self, optimizer: Optimizer, ops: Ops, clip_norm: float = 0.0, look: bool = False) -> None:
+    def __init__(self, optimizer: Optimizer, ops: Ops, clip_norm: float = 0.0, look: bool = False,
+                 decides: Control | None = None) -> None:
         self.optimizer, self.clip_norm, self.look_first = optimizer, clip_norm, look
+        self._whole = None if decides is None else Whole(decides, clip_norm)
         self.fuses = False
         self.buckets: list[Bucket] = []
         self._ops = ops
@@ -94,15 +98,17 @@ class Alone:
         self._grads, self._numbers = dict(enumerate(sums)), numbers
 
     def squares(self, grads: Sequence[Array]) -> float:
-        """Of all gradients; 0 where a device looks at them by itself."""
-        if len(self._numbers):
-            return float(self._numbers[0])
-        if self.optimizer.looks or not self.looks:
-            return 0.0
-        return float(sum_squares(self._ops, grads))
+        """Of all gradients; 0 where a device looks at them by itself, which it may not with a part of the model."""
+        if not len(self._numbers):
+            if not self.looks or self.optimizer.looks and self._whole is None:
+                return 0.0
+            self._numbers = [float(sum_squares(self._ops, grads))]
+        return float(self._numbers[0])
 
     def update(self, step: int, grads: Sequence[Array]) -> tuple[bool, float]:
         """Update, or tell of the update that the graph has made."""
+        if self._whole is not None:
+            return self._whole.step(self.optimizer, grads, self.buckets, self.squares(grads))
         if len(self._numbers) > 1:
             return bool(self._numbers[1]), math.sqrt(self._numbers[0])
         return self.optimizer.step(grads, self.buckets, self.clip_norm, self.look_first)

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 from hvdtrain.data_parallel import Setup
 from hvdtrain.data_parallel.alone import Alone
 from hvdtrain.data_parallel.reducing import Reducing
+from hvdtrain.data_parallel.whole import Whole
 from hvdtrain.exchange.attach import buckets_of, check, compression_of
 from hvdtrain.exchange.compressors import create
 from hvdtrain.exchange.reducer import Reducer
-from hvdtrain.exchange.squares import own_parts, sum_squares
-from hvdtrain.protocols import Array, Compressor, DataParallel, Optimizer
+from hvdtrain.exchange.squares import sum_squares
+from hvdtrain.protocols import Array, Compressor, Control, DataParallel, Optimizer
 
 if TYPE_CHECKING:
     from hvdtrain.exchange.buckets import Bucket
@@ -35,20 +36,22 @@ def make(setup: Setup) -> DataParallel:
     # A device that decides by itself tells too late for a step that is to be undone as a whole.
     look = stage.asynchronous and config.nan_guard == "skip"
     if setup.collectives.size == 1 and name == "none":
-        return Alone(optimizer, setup.ops, config.clip_norm, look)
-    reducer = Reducer(buckets_of(setup), create(name, config), setup.collectives, setup.ops, setup.parts.ops_of_place)
+        return Alone(optimizer, setup.ops, config.clip_norm, look, setup.decides)
+    reducer = Reducer(buckets_of(setup), create(name, config), setup.collectives, setup.ops, setup.parts.ops_of_place,
+                      setup.wires)
     # In a graph the copy that undoing needs costs a pass over the state; elsewhere the old arrays are merely kept.
     reducer.state.undoable = (config.nan_guard == "skip" or setup.parts.scale.on or not setup.collectives.in_graph
                               or config.on_oom == "shrink")
     if name not in ("none", "adasum"):
         setup.notes.append(f"gradients are approximated by {reducer.compressor.describe()}")
-    return Replicate(reducer, optimizer, config.clip_norm, look)
+    return Replicate(reducer, optimizer, config.clip_norm, look, setup.decides)
 
 
 class Replicate(Reducing):
     """`hvdtrain.protocols.DataParallel` that sums every bucket by ``reducer`` in every step.
 
-    ``clip_norm``: global norm to clip to, 0: none. ``look``: the update is to tell the norm.
+    ``clip_norm``: global norm to clip to, 0: none. ``look``: the update is to tell the norm. ``decides``: the control
+    plane of all ranks, where this one has a part of the model alone.
     """
 
     retains = True
@@ -56,9 +59,11 @@ class Replicate(Reducing):
     looks = True
     """False only in the bench that tells what looking at gradients costs."""
 
-    def __init__(self, reducer: Reducer, optimizer: Optimizer, clip_norm: float = 0.0, look: bool = False) -> None:
+    def __init__(self, reducer: Reducer, optimizer: Optimizer, clip_norm: float = 0.0, look: bool = False,
+                 decides: Control | None = None) -> None:
         super().__init__(reducer)
         self.optimizer, self.clip_norm, self.look_first = optimizer, clip_norm, look
+        self._whole = None if decides is None else Whole(decides, clip_norm)
         self._sums: list[Array] | None = None
         self._squares: float | None = None
 
@@ -68,7 +73,7 @@ class Replicate(Reducing):
         The stage is to be connected anew.
         """
         old = self.reducer
-        self.reducer = Reducer(old.buckets, compressor, old.collectives, old.ops, old.ops_of_place)
+        self.reducer = Reducer(old.buckets, compressor, old.collectives, old.ops, old.ops_of_place, old.among)
         self.reducer.state.undoable = old.state.undoable
 
     def begin(self, step: int) -> None:
@@ -93,8 +98,8 @@ class Replicate(Reducing):
 
     def look(self, loss_sum: Array, sums: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
         """The squares of this rank's part of ``sums``, float64 (1,), in the graph."""
-        ops, wire = self.reducer.ops, self.reducer.collectives
-        parts = list(own_parts(sums, self.buckets, wire.rank, wire.size)) if self.looks else []
+        ops = self.reducer.ops
+        parts = self.reducer.own_parts(sums) if self.looks else []
         return ops.reshape(sum_squares(ops, parts), (1,)), sums
 
     def ran(self, sums: Sequence[Array], numbers: Sequence[float]) -> None:
@@ -102,11 +107,18 @@ class Replicate(Reducing):
         self._sums, self._squares = list(sums), float(numbers[0])
 
     def squares(self, grads: Sequence[Array]) -> float:
-        """Of this rank's part; 0 where a device looks at them by itself."""
-        if self._squares is not None:
-            return self._squares
-        return self.reducer.squares(grads) if self.looks and not self.optimizer.looks else 0.0
+        """Of this rank's part; 0 where a device looks at them by itself, which it may not with a part of the model."""
+        if self._squares is None:
+            if not self.looks or self.optimizer.looks and self._whole is None:
+                return 0.0
+            self._squares = self.reducer.squares(grads)
+        return self._squares
 
     def update(self, step: int, grads: Sequence[Array]) -> tuple[bool, float]:
-        """Update from the sums, which have the same bits on every rank: so all take one decision without a vote."""
+        """Update from the sums, which have the same bits on every rank: so all take one decision without a vote.
+
+        With a part of the model alone the vote has decided, and the norm is that of all parts.
+        """
+        if self._whole is not None:
+            return self._whole.step(self.optimizer, grads, self.buckets, self.squares(grads))
         return self.optimizer.step(grads, self.buckets, self.clip_norm, self.look_first)

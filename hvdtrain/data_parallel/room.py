@@ -70,6 +70,11 @@ def owners(sizes_BP: Sequence[Sequence[int]], itemsizes_B: Sequence[int], why: s
     'ranks own 3, 1 MiB of parameters with their optimizer state, by free memory: 3, 1 GiB'
     """
     bytes_P = [sum(k * itemsize for k, itemsize in zip(of_rank, itemsizes_B)) for of_rank in zip(*sizes_BP)]
+    return owned(bytes_P, why)
+
+
+def owned(bytes_P: Sequence[float], why: str) -> str:
+    """Return `owners` of ranks that own ``bytes_P`` of parameters."""
     return f"ranks own {listed([b / MIB for b in bytes_P])} MiB of parameters with their optimizer state, {why}"
 
 

@@ -14,9 +14,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from hvdtrain.cluster import heap
 from hvdtrain.data_parallel import Setup, replicate, room, shards
@@ -28,8 +27,7 @@ from hvdtrain.exchange.compressors import create
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.exchange.squares import sum_squares
 from hvdtrain.exchange.transport import Transport
-from hvdtrain.parts import Parts
-from hvdtrain.protocols import Array, Collectives, Control, DataParallel, Handle
+from hvdtrain.protocols import Array, Control, DataParallel, Handle
 
 if TYPE_CHECKING:
     from hvdtrain.exchange.buckets import Bucket
@@ -49,15 +47,16 @@ def make(setup: Setup) -> DataParallel:
     config, wire = setup.config, setup.collectives
     stage = config.data_parallel.stage
     if wire.size == 1:
-        setup.notes.append("data_parallel zero divides nothing: there is one rank")
+        one = "rank" if setup.parts.layout is None else "copy of the model"
+        setup.notes.append(f"data_parallel zero divides nothing: there is one {one}")
         return replicate.make(setup)
     if wire.name == "null":
         raise UserError("data_parallel zero with collectives null, which exchange nothing", "a wire: every rank "
                         "updates only its part of the parameters", "set collectives: auto, or data_parallel: replicate")
     given = config.data_parallel.shards
-    if given and len(given) != wire.size:
-        raise UserError(f"data_parallel.shards has {len(given)} entries for {wire.size} ranks", "one per rank",
-                        f"give {wire.size} numbers")
+    if given and len(given) != setup.control.size:
+        raise UserError(f"data_parallel.shards has {len(given)} entries for {setup.control.size} ranks",
+                        "one per rank", f"give {setup.control.size} numbers")
     if stage == "auto":
         stage = room.stage_needed(setup)
         if stage == 0:
@@ -66,11 +65,12 @@ def make(setup: Setup) -> DataParallel:
     check(setup, name)
     parts_P, why = (given, "as data_parallel.shards says") if given else room.parts_of(setup)
     buckets = buckets_of(setup)
-    sizes_BP = [shards.sizes(b.n, parts_P) for b in buckets]
-    setup.notes.append(room.owners(sizes_BP, [itemsize(b.dtype) for b in buckets], why))
-    spans = shards.spans(buckets, sizes_BP, wire.rank, len(setup.parts.params.specs))
-    during = setup.ops.during_backward(wire) if stage == 2 else wire
-    reducer = Reducer(buckets, create(name, config), during, setup.ops, setup.parts.ops_of_place)
+    sizes_BP = _cut(setup, buckets, parts_P)
+    setup.notes.append(_owners(setup, buckets, sizes_BP, why))
+    spans = shards.spans(buckets, sizes_BP, setup.control.rank, len(setup.parts.params.specs))
+    # A rank of a pipeline sums when its backward is over.
+    during = setup.ops.during_backward(wire) if stage == 2 and setup.parts.layout is None else wire
+    reducer = Reducer(buckets, create(name, config), during, setup.ops, setup.parts.ops_of_place, setup.wires)
     reducer.state.undoable = (config.nan_guard == "skip" or setup.parts.scale.on or not during.in_graph
                               or config.on_oom == "shrink")
     setup.parts.optimizer = setup.parts.params.sliced(spans)
@@ -84,30 +84,53 @@ def make(setup: Setup) -> DataParallel:
                            "sync_batchnorm, whose layers wait for other ranks in backward")
     if name != "none":
         setup.notes.append(f"gradients are approximated by {reducer.compressor.describe()}")
-    return Zero(stage, reducer, wire, setup.control, setup.parts, sizes_BP, config.clip_norm)
+    return Zero(stage, reducer, setup, sizes_BP)
+
+
+def _cut(setup: Setup, buckets: Sequence[Bucket], parts_P: Sequence[float]) -> list[list[int]]:
+    """Return how many elements of each bucket each rank of the job owns; ranks that do not sum it own none of it."""
+    layout, ranks_of = setup.parts.layout, setup.ranks_of
+    for ranks in layout.groups() if layout is not None else ():  # of other ranks too: all refuse alike
+        if not any(parts_P[rank] for rank in ranks):
+            raise UserError(f"data_parallel.shards {list(parts_P)} give no part to any of the ranks "
+                            f"{', '.join(map(str, ranks))}, which alone hold some blocks of the model",
+                            "a part for one of them", "correct data_parallel.shards")
+    return [shards.sizes(b.n, [part if rank in ranks_of[b.group] else 0.0 for rank, part in enumerate(parts_P)])
+            for b in buckets]
+
+
+def _owners(setup: Setup, buckets: Sequence[Bucket], sizes_BP: Sequence[Sequence[int]], why: str) -> str:
+    """Return in words what each rank owns; collective where ranks have unlike buckets."""
+    itemsizes_B = [itemsize(b.dtype) for b in buckets]
+    if setup.parts.layout is None:
+        return room.owners(sizes_BP, itemsizes_B, why)
+    own = sum(sizes_P[setup.control.rank] * n for sizes_P, n in zip(sizes_BP, itemsizes_B))
+    return room.owned(setup.control.gather(own), why)
 
 
 class Zero(Reducing):
-    """`hvdtrain.protocols.DataParallel` whose ranks own parts of every bucket, ``sizes_BP`` elements each.
+    """`hvdtrain.protocols.DataParallel` whose ranks own parts of every bucket, ``sizes_BP`` elements of all ranks.
 
-    ``stage``: 1 or 2. ``reducer``: has the wire that gradients travel by; ``wire``: that of parameters. ``parts.
-    optimizer``: is over this rank's slices. ``clip_norm``: global norm to clip to, 0: none. ``gather_s``: seconds that
-    the latest update took to bring the parameters together; ``gathered_s``: those of all ``gathers`` so far.
+    ``stage``: 1 or 2. ``reducer``: has the wires that gradients travel by; `setup` those of parameters, whose optimizer
+    is over this rank's slices. ``clip_norm``: global norm to clip to, 0: none. ``gather_s``: seconds that the latest
+    update took to bring the parameters together; ``gathered_s``: those of all ``gathers`` so far.
     """
 
     look_first = False
 
-    def __init__(self, stage: int, reducer: Reducer, wire: Collectives, control: Control, parts: Parts,
-                 sizes_BP: Sequence[Sequence[int]], clip_norm: float = 0.0) -> None:
+    def __init__(self, stage: int, reducer: Reducer, setup: Setup, sizes_BP: Sequence[Sequence[int]]) -> None:
         super().__init__(reducer)
-        self.stage, self.wire, self.clip_norm, self.retains = stage, wire, clip_norm, stage == 1
+        self.stage, self.wire, self.retains = stage, setup.collectives, stage == 1
+        self.clip_norm = setup.config.clip_norm
         self.gather_s = self.gathered_s = self.waited_s = 0.0
         self.gathers = 0
         self.sizes_BP = [list(sizes_P) for sizes_P in sizes_BP]
-        self._control, self._parts = control, parts
-        self._wires = [Transport(wire, own.ops) for own in reducer.wires]
-        first_B = [sum(sizes_P[:wire.rank]) for sizes_P in sizes_BP]
-        self._own_B = [(first, first + sizes_P[wire.rank]) for first, sizes_P in zip(first_B, sizes_BP)]
+        self._control, self._parts, rank = setup.control, setup.parts, setup.control.rank
+        self._wires = [Transport(setup.wires.get(b.group, self.wire), own.ops)
+                       for b, own in zip(self.buckets, reducer.wires)]
+        self._sizes_BG = [[sizes_P[r] for r in setup.ranks_of[b.group]] for b, sizes_P in zip(self.buckets, sizes_BP)]
+        first_B = [sum(sizes_P[:rank]) for sizes_P in sizes_BP]
+        self._own_B = [(first, first + sizes_P[rank]) for first, sizes_P in zip(first_B, sizes_BP)]
         self._inside_B = [shards.in_bucket(b, *own) for b, own in zip(self.buckets, self._own_B)]
         self._open: dict[int, Handle] = {}
         self._waiting: dict[int, Array] = {}
@@ -130,7 +153,8 @@ class Zero(Reducing):
         if self.retains or self.compression != "none" or not self.reducer.collectives.host:
             return self.reducer.buffer(bucket)
         ops = self.reducer.wires[bucket.index].ops
-        return ops.buffer(bucket.n, bucket.dtype, self.wire.flight(bucket.n, bucket.dtype))
+        wire = self._wires[bucket.index].collectives
+        return ops.buffer(bucket.n, bucket.dtype, wire.flight(bucket.n, bucket.dtype))
 
     def put(self, index: int, x: Array) -> None:
         """Put a full bucket on the wire, after those before it; in stage 2 wait for it where the wire blocks."""
@@ -144,9 +168,9 @@ class Zero(Reducing):
                 self.waited_s += 0.0 if self.in_graph else time.perf_counter() - began
                 continue
             wire = self.reducer.wires[i]
-            name, sent = f"{self.buckets[i].group}.b{i}.part", wire.outgoing(x)
+            name, sent = f"{self.buckets[i].name}.part", wire.outgoing(x)
             self._broken = True  # unless this comes through
-            self._open[i] = wire.collectives.reducescatterv(sent, self.sizes_BP[i], name)
+            self._open[i] = wire.collectives.reducescatterv(sent, self._sizes_BG[i], name)
             if not self.retains and not wire.collectives.in_graph:
                 self._arrive(IN_FLIGHT if wire.collectives.overlaps else 0)
             self._broken = False
@@ -223,10 +247,10 @@ class Zero(Reducing):
         ahead = IN_FLIGHT if self.wire.overlaps else 1
         for i in range(len(self.buckets) + ahead - 1):
             if i < len(self.buckets):
-                wire, bucket = self._wires[i], self.buckets[i]
+                wire, bucket, sizes_G = self._wires[i], self.buckets[i], self._sizes_BG[i]
                 # Held by nobody else: a framework copies a tensor that is written to while it is looked at.
-                open_[i] = self.wire.allgatherv(wire.outgoing(params.flat(bucket, *self._own_B[i])), self.sizes_BP[i],
-                                                f"{bucket.group}.b{i}.params")
+                open_[i] = wire.collectives.allgatherv(wire.outgoing(params.flat(bucket, *self._own_B[i])), sizes_G,
+                                                       f"{bucket.name}.params")
             done = i - ahead + 1
             if done >= 0:
                 bucket, whole_N = self.buckets[done], open_.pop(done).wait()
@@ -239,9 +263,10 @@ def global_norm(squares_B: Sequence[float], control: Control) -> float:
     """Return the norm of the whole gradient from the squares of this rank's part of each bucket; collective.
 
     Added in float64 bucket by bucket and, within one, in the order of the ranks: all ranks find the same number. NaN
-    where one of them is.
+    where one of them is. Ranks of a model that is cut over ranks may have unlike numbers of buckets.
     """
     total = 0.0
-    for square in np.array(control.gather(list(squares_B)), np.float64).T.reshape(-1).tolist():
-        total += square
+    for of_ranks in zip_longest(*control.gather(list(squares_B)), fillvalue=0.0):
+        for square in of_ranks:
+            total += square
     return math.sqrt(total) if total >= 0 else math.nan

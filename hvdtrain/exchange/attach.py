@@ -11,7 +11,7 @@ from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.topology import Topology, affinity, compute_threads
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.buckets import Bucket, plan_buckets
+from hvdtrain.exchange.buckets import Bucket, plan_buckets, plan_some
 from hvdtrain.protocols import Control
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ def compression_of(setup: Setup) -> str:
 def buckets_of(setup: Setup) -> list[Bucket]:
     """Return the plan for ``exchange.bucket_mb``; with Adasum, which looks at each tensor by itself, one tensor each.
 
-    Collective where the size is to be found by a sweep.
+    Of a model that is cut over ranks each bucket holds blocks of one group of replicas; the groups' buckets come one
+    group after the other, in the order that all ranks have (`hvdtrain.mesh.Layout.groups`). Collective where the size
+    is to be found by a sweep.
     """
-    config, specs, group = setup.config, setup.parts.params.specs, setup.group.name("grad")
+    config, specs = setup.config, setup.parts.params.specs
     by_block = config.model_parallel > 1
-    if config.exchange.adasum:
-        return plan_buckets(specs, 0, group, by_block)
-    size_mb = config.exchange.bucket_mb
+    size_mb = 0.0 if config.exchange.adasum else config.exchange.bucket_mb
     if size_mb == "auto":
         from hvdtrain.exchange.sweep import pick_bucket_mb
 
@@ -48,7 +48,13 @@ def buckets_of(setup: Setup) -> list[Bucket]:
             size_mb, reason = pick_bucket_mb(setup.collectives, setup.ops, setup.control, specs)
         setup.notes.append(f"exchange.bucket_mb auto: {size_mb:g} MiB; {reason}")
     # A compressor's state lies in the order of its buckets, which stays for the sake of old checkpoints.
-    return plan_buckets(specs, size_mb, group, by_block, setup.collectives.host and config.compression == "none")
+    aligned = setup.collectives.host and config.compression == "none"
+    if not setup.parts.replicas:
+        return plan_buckets(specs, size_mb, setup.group.name("grad"), by_block, aligned)
+    found: list[Bucket] = []
+    for replicas in setup.parts.replicas:
+        found += plan_some(specs, replicas.params(specs), size_mb, replicas.group.name("grad"), aligned, len(found))
+    return found
 
 
 def unlike_threads(config: Config, control: Control, topology: Topology) -> str:

@@ -6,7 +6,7 @@ Owns the plan (pure data). Does not allocate or send; a backend allocates, the r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,7 @@ class Bucket:
     """One flat vector: which parameters it holds (indices into the model's list) and where each begins.
 
     ``group``: the ranks that sum it, as the prefix of its collectives' names (`hvdtrain.cluster.group.Group.name`).
+    ``first``: index of the first bucket of its group: ranks of one group may have unlike buckets before it.
     """
 
     index: int
@@ -32,6 +33,17 @@ class Bucket:
     dtype: str
     place: int = 0
     group: str = "world"
+    first: int = 0
+
+    @property
+    def number(self) -> int:
+        """Its number within its group, the same on every rank of it."""
+        return self.index - self.first
+
+    @property
+    def name(self) -> str:
+        """What the names of its collectives begin with."""
+        return f"{self.group}.b{self.number}"
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +85,13 @@ def plan_buckets(params: Sequence[ParamSpec], bucket_mb: float, group: str = "wo
         groups = [sorted(members, key=lambda i: params[i].n * itemsize(params[i].dtype) % ALIGNMENT != 0)
                   for members in groups]
     return [_bucket(index, members, params, group) for index, members in enumerate(groups)]
+
+
+def plan_some(params: Sequence[ParamSpec], own: Sequence[int], bucket_mb: float, group: str = "world",
+              aligned: bool = False, first: int = 0) -> list[Bucket]:
+    """Group the parameters at the indices ``own`` alone, as `plan_buckets` does; the buckets count from ``first``."""
+    return [replace(bucket, index=first + bucket.index, first=first, params=tuple(own[i] for i in bucket.params))
+            for bucket in plan_buckets([params[i] for i in own], bucket_mb, group, aligned=aligned)]
 
 
 def _bucket(index: int, members: Sequence[int], params: Sequence[ParamSpec], group: str) -> Bucket:

@@ -8,7 +8,7 @@ handle's ``wait`` then returns a symbolic tensor.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hvdtrain.errors import UserError
@@ -27,20 +27,21 @@ class Reducer:
     ``begin`` opens a step. ``start(i, flat_N)`` may be called in any order, buckets are put on the wire by index, so
     that all ranks issue the same sequence. ``finish`` returns the summed vectors by bucket. ``state``: what the
     compressor remembers; ``stage``: its stage of warm-up in this step. ``wires``: what each bucket travels by.
-    ``ops_of_place``: array operations of each of the rank's devices, where there are several.
+    ``ops_of_place``: array operations of each of the rank's devices, where there are several. ``among``: the wire of
+    each group (`Bucket.group`) that is not all ranks of ``collectives``; all are of one kind and size.
     """
 
     def __init__(self, buckets: Sequence[Bucket], compressor: Compressor, collectives: Collectives,
-                 ops: Ops, ops_of_place: Sequence[Ops] = ()) -> None:
+                 ops: Ops, ops_of_place: Sequence[Ops] = (), among: Mapping[str, Collectives] | None = None) -> None:
         self.buckets = list(buckets)
         self.collectives = collectives
         self.compressor = compressor
-        self.ops, self.ops_of_place = ops, ops_of_place
+        self.ops, self.ops_of_place, self.among = ops, ops_of_place, dict(among or {})
         self.stage = compressor.stage(0)
         self._check()
         own = [ops_of_place[b.place] if ops_of_place else ops for b in self.buckets]
         self.state = CompressorState(compressor, self.buckets, own)
-        self.wires = [Transport(collectives, ops) for ops in own]
+        self.wires = [Transport(self.among.get(b.group, collectives), ops) for b, ops in zip(self.buckets, own)]
         self._taker: Taker | None = None
         self._asker = Asker()
         self._reset()
@@ -73,7 +74,8 @@ class Reducer:
         """
         if self.compressor.name != "none" or not self.collectives.host:
             return self.ops.zeros(bucket.n, bucket.dtype)
-        return self.ops.buffer(bucket.n, bucket.dtype, self.collectives.buffer(bucket.n, bucket.dtype))
+        wire = self.wires[bucket.index].collectives
+        return self.ops.buffer(bucket.n, bucket.dtype, wire.buffer(bucket.n, bucket.dtype))
 
     def begin(self) -> None:
         """Open a step; what an earlier one has left behind that broke off is forgotten."""
@@ -92,13 +94,18 @@ class Reducer:
         n_looked, squares = self._looked()
         if self.compressor.name == "none" and n_looked == sum(b.n for b in self.buckets) and n_looked:
             return squares
-        parts = own_parts(sums, self.buckets, self.collectives.rank, self.collectives.size)
-        return float(sum_squares(self.ops, list(parts)))
+        return float(sum_squares(self.ops, self.own_parts(sums)))
+
+    def own_parts(self, sums: Sequence[Array]) -> list[Array]:
+        """This rank's part of each bucket's sum; those of all ranks are the whole gradient, once."""
+        return [part for x, bucket, wire in zip(sums, self.buckets, self.wires)
+                for part in own_parts([x], [bucket], wire.rank, wire.size)]
 
     def _looked(self) -> tuple[int, float]:
-        """What the wire has squared since the last call, where it does that."""
-        looked = getattr(self.collectives, "looked", None)
-        return looked() if looked else (0, 0.0)
+        """What the wires have squared since the last call, where they do that."""
+        found = [looked() for wire in dict.fromkeys((self.collectives, *self.among.values()))
+                 if (looked := getattr(wire, "looked", None))]
+        return sum(n for n, _ in found), sum(squares for _, squares in found)
 
     def owed(self) -> list[int] | None:
         """Return the buckets whose exchange has not begun, to be started from now on; None where one has broken off.
@@ -124,8 +131,9 @@ class Reducer:
             i = self._started
             bucket, full_N = self.buckets[i], self._full.pop(i)
             generator = _nothing(full_N) if not bucket.n else self.compressor.exchange(
-                self.wires[i].ops, full_N, self.state.of(i), bucket, self.collectives.size, self.stage)
-            transfer = _Transfer(self.wires[i], generator, f"{group_name or bucket.group}.b{i}", self._watched.get(i))
+                self.wires[i].ops, full_N, self.state.of(i), bucket, self.wires[i].size, self.stage)
+            name = f"{group_name}.b{i}" if group_name else bucket.name
+            transfer = _Transfer(self.wires[i], generator, name, self._watched.get(i))
             try:
                 transfer.begin()
             except BaseException:

@@ -108,17 +108,19 @@ def judge(rows: Rows, names: Sequence[str], step: int, eps: float = 2.0**-23, di
     who = tuple(numbers[r] for r in out)
     others = f", the first of {len(found)} of {len(names)} variables that do" if len(found) > 1 else ""
     got = (f"after update {step} the ranks no longer hold the same weights: {names[first]!r} differs on "
-           f"{_named(who, len(numbers))}{_by(rows, first, out)}{others}")
+           f"{_named(who, numbers)}{_by(rows, first, out)}{others}")
     before = {v for v in found if apart(rows.before_PV[:, v], rows.norm_PV[:, v], within)}
     spoken = cause or partial(_cause, distributed)
     do = _not_finite(rows, first) or spoken(rows, first, first in before, len(before) < len(found))
     return Diverged(got, "equal weights on every rank, apart from rounding", do, names[first], who)
 
 
-def _named(who: tuple[int, ...], size: int) -> str:
+def _named(who: tuple[int, ...], ranks: Sequence[int]) -> str:
+    size = len(ranks)
     if len(who) == size - 1 and size > 2:
         return f"every rank (against each other, {size} ranks)"
-    return ("rank " if len(who) == 1 else "ranks ") + ", ".join(map(str, who)) + f" of {size}"
+    of = str(size) if list(ranks) == list(range(size)) else f"ranks {', '.join(map(str, ranks))}"
+    return ("rank " if len(who) == 1 else "ranks ") + ", ".join(map(str, who)) + f" of {of}"
 
 
 def _by(rows: Rows, v: int, out: tuple[int, ...]) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from hvdtrain.exchange.buckets import Bucket, plan_buckets
+from hvdtrain.exchange.buckets import Bucket, plan_buckets, plan_some
 from hvdtrain.faults.digest import digest, norm, signed_sum
 from hvdtrain.protocols import Array, Ops, ParamSpec
 
@@ -34,27 +34,32 @@ class Prints:
 class Fingerprints:
     """Of the tensors ``specs``; ``flat(bucket)`` returns those of a bucket as one vector (n,) of ``ops``.
 
-    ``by_block``: the model lies on several devices. ``buckets``: the vectors.
+    ``by_block``: the model lies on several devices. ``some``: the indices of those to look at; all by default.
+    ``buckets``: the vectors.
     """
 
-    def __init__(self, specs: list[ParamSpec], flat: Callable[[Bucket], Array], ops: Ops, by_block: bool) -> None:
+    def __init__(self, specs: list[ParamSpec], flat: Callable[[Bucket], Array], ops: Ops, by_block: bool,
+                 some: Sequence[int] | None = None) -> None:
         self._specs, self._flat, self._ops = specs, flat, ops
-        self.buckets = vectors_of(specs, by_block)
+        self._some = range(len(specs)) if some is None else some
+        self.buckets = vectors_of(specs, by_block) if some is None else plan_some(specs, some, VECTOR_MB, "weights")
 
     def digests(self) -> list[int]:
         """Return a digest of each vector: all are equal where all tensors have the same bits."""
         return [digest(self._host(bucket, self._flat(bucket))) for bucket in self.buckets]
 
     def prints(self) -> Prints:
-        """Return the fingerprints of each tensor, in the order of ``specs``."""
-        bits, sums, norms = [0] * len(self._specs), [0.0] * len(self._specs), [0.0] * len(self._specs)
+        """Return the fingerprints of each tensor that is looked at, in the order of ``specs``."""
+        bits: dict[int, int] = {}
+        sums: dict[int, float] = {}
+        norms: dict[int, float] = {}
         for bucket in self.buckets:
             flat_N = self._flat(bucket)
             for i, part in self.parts(bucket, self._host(bucket, flat_N)):
                 bits[i] = digest(part)
             for i, part in self.parts(bucket, self.values(bucket, flat_N)):
                 sums[i], norms[i] = signed_sum(part), norm(part)
-        return Prints(bits, sums, norms)
+        return Prints([bits[i] for i in self._some], [sums[i] for i in self._some], [norms[i] for i in self._some])
 
     def values(self, bucket: Bucket, flat_N: Array | None = None) -> np.ndarray:
         """Return a bucket's elements (n,) on the host, 16-bit types as float32."""

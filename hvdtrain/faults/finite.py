@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from hvdtrain.errors import UserError
 if TYPE_CHECKING:
     from hvdtrain.data.feed import StepBatch
     from hvdtrain.parts import Parts
+    from hvdtrain.pipeline.origin import Origin
     from hvdtrain.protocols import Control
 
 
@@ -64,15 +65,44 @@ def spoken(name: str) -> str:
     return re.sub(r"^\d{5}/", "", name).removesuffix("#bfloat16")
 
 
-def blame(parts: Parts, batch: StepBatch, suspects: list[int], control: Control) -> dict[int, str]:
+def blame(parts: Parts, batch: StepBatch, suspects: list[int], control: Control,
+          origin: Callable[[], Origin | None] | None = None) -> dict[int, str]:
     """Return the ranks that brought a gradient which is not finite -> where it is first, in words; collective.
 
     Each of ``suspects`` (ranks; the same list on every rank) computes its part of the step once more, alone. Where the
     weights are not finite any more, that is said instead. {} where nobody finds anything: finite gradients, whose sum
     or exchange overflowed.
+    ``origin``: of a model that is cut over ranks, computes the step once more together with the copy's other ranks and
+    tells what began on this one; of each copy the rank is named where it began first.
     """
+    if parts.layout is not None and origin is not None:
+        return _first_of_copies(parts.layout.mesh.copies, control.gather(_began(parts, origin())))
     found = _look(parts, batch) if control.rank in suspects else ""
     return {rank: where for rank, where in enumerate(control.gather(found)) if where}
+
+
+def _began(parts: Parts, found: Origin | None) -> tuple[int, str] | None:
+    """When and where on this rank of a pipeline a number was first not finite out of finite ones."""
+    parts.buffers.discard()
+    weight = not_finite(parts)
+    if weight in trained(parts):
+        return -1, f"parameter {weight} itself, since an update before"
+    return None if found is None else (found.when, found.what)
+
+
+def _first_of_copies(copies: Sequence[Sequence[int]], rows: Sequence[tuple[int, str] | None]) -> dict[int, str]:
+    """The rank of each copy that was the first to find something -> what. Pure.
+
+    >>> _first_of_copies([(0, 1), (2, 3)], [None, None, (5, "x"), (1, "y")])
+    {3: 'y'}
+    """
+    found = {}
+    for ranks in copies:
+        told = [(row, rank) for rank in ranks if (row := rows[rank]) is not None]
+        if told:
+            (_, what), rank = min(told)
+            found[rank] = what
+    return dict(sorted(found.items()))
 
 
 def _look(parts: Parts, batch: StepBatch) -> str:

@@ -31,7 +31,7 @@ _LEAVING = 48
 """Where the page says that its rank ends, or ends the job, and says itself why."""
 _PACE = struct.Struct("<3q")
 """Steps that were finished, nanoseconds of the first and of the longest of the others; at `_PACE_AT`."""
-_PACE_AT = 384
+_PACE_AT, _ROLE = 384, slice(448, 704)
 COMPUTING = ("backward and exchange", "vote", "update")
 """Phases of a step that take about as long each time; every other one may take as long as it likes."""
 
@@ -48,7 +48,7 @@ OUT = ("stopped by a signal", "stopped by a debugger", "ended")
 class Seen:
     """What can be seen of a rank: ``phase_s`` and ``wait_s`` ago it entered its phase and its wait (``wait`` "": none).
 
-    ``state``: of its process, a value of `STATES`. ``step`` -1: not in a step yet.
+    ``state``: of its process, a value of `STATES`. ``step`` -1: not in a step yet. ``role``: its part of the model.
     """
 
     rank: int
@@ -59,11 +59,12 @@ class Seen:
     wait: str = ""
     wait_s: float = 0.0
     state: str = ""
+    role: str = ""
 
     def words(self) -> str:
         """Return who, in which state, step and phase, since when."""
         at = f"step {self.step}, " if self.step >= 0 else ""
-        parts = [f"rank {self.rank} on host {self.node}", self.state,
+        parts = [f"rank {self.rank} on host {self.node}", self.role, self.state,
                  f"in {at}phase {self.phase or 'start'!r} since {self.phase_s:.0f} s",
                  f"{WAITING} {self.wait} since {self.wait_s:.0f} s" if self.wait else ""]
         return ", ".join(part for part in parts if part)
@@ -121,7 +122,7 @@ class Page:
         wait = _text(self.memory[_WAIT]) if wait_ns else ""
         state = _state(pid) if letter is None else STATES.get(letter or "Z", "")
         return Seen(self.rank, self.node, step, _text(self.memory[_PHASE]), (now - phase_ns) / 1e9, wait,
-                    (now - wait_ns) / 1e9 if wait_ns else 0.0, state)
+                    (now - wait_ns) / 1e9 if wait_ns else 0.0, state, _text(self.memory[_ROLE]))
 
     def pace(self) -> Pace:
         """Read how long its steps take, and whether it is on its way out."""
@@ -282,6 +283,17 @@ def at(phase: str, step: int | None = None) -> None:
 def waiting(what: str) -> contextlib.AbstractContextManager[None]:
     """Publish a wait for other ranks while the body runs; nothing where no pulse was started."""
     return contextlib.nullcontext() if _own is None else _own.waiting(what)
+
+
+def role(text: str) -> None:
+    """Publish which part of the model this rank has, "" for all of it; nothing where no pulse was started."""
+    if _own is not None:
+        _own.own.memory[_ROLE] = _bytes(text, _ROLE)
+
+
+def own_role() -> str:
+    """Return what `role` has published."""
+    return "" if _own is None else _text(_own.own.memory[_ROLE])
 
 
 def own_wait() -> str:

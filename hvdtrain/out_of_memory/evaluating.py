@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.out_of_memory.recovery import Recovery, stopped
 from hvdtrain.out_of_memory.recut import parts
@@ -43,6 +43,22 @@ class Evaluating:
             self.shortages.append(Shortage(self._step, "evaluation", size, then, why))
             self.lost = then < 0
             due.appendleft(first)
+
+    def ended(self) -> list[Shortage]:
+        """Return the shortages, once `Evaluator.totals` was called.
+
+        A rank that computes with others cannot add a part again by itself: its evaluator says what it was short of.
+        Errors: as `add`.
+        """
+        evaluator: Any = self._evaluator
+        short = getattr(evaluator, "short", None)
+        if short is not None:
+            evaluator.short, (size, why) = None, short
+            if not self._recovery.in_evaluation:
+                raise stopped(size, "evaluation", why, self._recovery.because)
+            self._recovery.clean_up()
+            self.shortages.append(Shortage(self._step, "evaluation", size, self._recovery.evaluation.lower(size), why))
+        return self.shortages
 
     def _tried(self, micro: Batch) -> str:
         """"" where ``micro`` was added, else why memory lacked; then none of it was added."""

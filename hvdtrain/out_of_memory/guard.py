@@ -12,8 +12,9 @@ from collections.abc import Callable
 from hvdtrain.balance import memory
 from hvdtrain.memory_plan.kinds import shown
 
-EVERY_S = 0.25
-"""Micro-batches of a size that has run are looked at so often: others on the host may take more meanwhile."""
+EVERY_S, RARELY = 0.25, 400
+"""Micro-batches of a size that has run are looked at so often: others on the host may take more meanwhile. A look that
+takes long, as where processor time is rationed, waits so many times as long for the next."""
 
 
 class Guard:
@@ -29,20 +30,21 @@ class Guard:
         self.reckoned: Callable[[int], int] | None = None
         self._local, self._held, self._peak, self._left = local, held, peak, left
         self._base = self._before = self._most = self._ran = 0
-        self._looked = float("-inf")
+        self._next_look = float("-inf")
 
     def check(self, samples: int) -> None:
         """Raise `MemoryError` where a micro-batch of so many samples would take more than there is."""
         now = time.monotonic()
-        if samples <= self._ran and now - self._looked < EVERY_S:
+        if samples <= self._ran and now < self._next_look:
             return
-        self._looked = now
         held, left = self._held(), self._left()
         if not self._ran:
             self._base, self._before = held, self._peak()
         else:
             self._base = min(self._base, held)  # what was measured at the start may have left something behind
             self._most = max(self._most, self._taken(self._ran))  # the optimizer's state came with the first update
+        took_s = time.monotonic() - now
+        self._next_look = now + max(EVERY_S, RARELY * took_s)
         wanted = self.wanted(samples) - held
         if left is not None and wanted > left // self._local:
             ranks = f" for {self._local} ranks" if self._local > 1 else ""

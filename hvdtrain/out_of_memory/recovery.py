@@ -34,7 +34,8 @@ class Recovery:
     ``guard``: looks before each micro-batch whether a host has room for it; None on devices, which refuse themselves.
     ``taken_back``: called where a step is repeated, for what callbacks have counted of it.
     ``ceilings``: rank -> samples of its largest micro-batch in training, of those that ran out; the same on every rank
-    once the shortage has been told.
+    once the shortage has been told. ``copy``: the ranks that compute one copy of the model together, whose
+    micro-batches are alike: if one runs out all of them follow.
     """
 
     def __init__(self, out_of_memory: Callable[[BaseException], bool], free: Callable[[], None] = lambda: None,
@@ -44,6 +45,7 @@ class Recovery:
         self.training, self.evaluation = Ceiling(), Ceiling()
         self.ceilings: dict[int, int] = {}
         self.guard: Guard | None = None
+        self.copy: tuple[int, ...] = ()
         self.taken_back: list[Callable[[], None]] = []
 
     @property
@@ -100,6 +102,8 @@ class Recovery:
         for rank, shortage in found:
             if shortage.phase == "training" and 0 <= shortage.then < shortage.size:
                 self.ceilings[rank] = shortage.then
+            if shortage.phase == "training" and rank in self.copy:
+                self.training.follow(shortage.size, shortage.then)
         return found
 
 
@@ -127,9 +131,10 @@ def repeats(run: Run) -> bool:
     return bool(found)
 
 
-def mended(run: Run, shortages_P: Sequence[Sequence[Shortage]]) -> None:
+def mended(run: Run, shortages_P: Sequence[Sequence[Shortage]]) -> bool:
     """Tell the callbacks of what happened in an evaluation, by rank; every rank calls it alike.
 
+    Returns whether all are to measure again: a rank of a pipeline was short, and all of its copy now cut alike.
     Errors: `UserError`, the same on every rank, where one of them has no smaller size to try. Collective then.
     """
     lost = [(rank, shortage) for rank, shortages in enumerate(shortages_P) for shortage in shortages
@@ -138,3 +143,9 @@ def mended(run: Run, shortages_P: Sequence[Sequence[Shortage]]) -> None:
         raise advice.at_its_least(*lost[0], advice.of_plan(run, lost[0][0]))
     run.deliver([(rank, ALONE, shortage.spelled()) for rank, shortages in enumerate(shortages_P)
                  for shortage in shortages])
+    together = [(rank, shortage) for rank, shortages in enumerate(shortages_P) for shortage in shortages
+                if len(run.mesh.copies[run.mesh.copy_of(rank)]) > 1]
+    for rank, shortage in together:
+        if rank in run.recovery.copy:
+            run.recovery.evaluation.follow(shortage.size, shortage.then)
+    return bool(together)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hvdtrain.errors import UserError
 from hvdtrain.out_of_memory.recovery import Recovery, no_repeat, stopped
 from hvdtrain.out_of_memory.recut import largest
-from hvdtrain.out_of_memory.shortage import first_line
+from hvdtrain.out_of_memory.shortage import Lost, first_line
 from hvdtrain.protocols import Done, GradientSink, Schedule, Stage
 
 if TYPE_CHECKING:
@@ -31,9 +31,11 @@ class Recovering:
         Errors: `UserError`, on this rank alone, where memory lacks and the step cannot be repeated: the exchange of a
         bucket broke off midway, memory lacks for the poison too, or the run is to end with that.
         """
-        recovery = self._recovery
+        recovery, own = self._recovery, True
         try:
             return self._schedule.gradients(batch, scale, sink)
+        except Lost as lost_step:
+            why, fits, own = lost_step.why, lost_step.fits, lost_step.own
         except Exception as error:
             if not recovery.answers(error):
                 if error.__cause__ is not None and recovery.out_of_memory(error.__cause__):
@@ -46,7 +48,7 @@ class Recovering:
         recovery.clean_up()
         if sink.owed() is None:
             raise no_repeat("the exchange of gradients", why)
-        lost = recovery.ran_out(batch, why, fits)
+        lost = recovery.ran_out(batch, why, fits) if own else None  # else another rank of the copy tells it
         with recovery.once("what ends a step that is to be repeated"):
             self._stage.nothing(sink, poison=True)
             begin = time.perf_counter()

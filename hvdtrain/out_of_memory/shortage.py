@@ -74,6 +74,23 @@ class Ceiling:
         self.limit, self.lowered = -(-size // 2), True
         return self.limit
 
+    def follow(self, size: int, then: int) -> None:
+        """Do as another rank of the same copy did when ``size`` did not fit."""
+        self._tried = size
+        if 0 <= then < size:
+            self.limit, self.lowered = then, True
+
+
+class Lost(MemoryError):
+    """A step of a pipeline cannot be finished, for which memory lacked on a rank of the copy: on this one, if ``own``.
+
+    ``why``: the error's words. Without ``fits`` no smaller size would do.
+    """
+
+    def __init__(self, why: str, fits: bool = True, own: bool = True) -> None:
+        super().__init__(why)
+        self.why, self.fits, self.own = why, fits, own
+
 
 def first_line(error: BaseException) -> str:
     """Return what an error says, in one line."""

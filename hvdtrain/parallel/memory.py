@@ -19,14 +19,17 @@ GIB = 1 << 30
 class Block:
     """One named block of a model, measured.
 
-    ``cost_s``: seconds of forward and backward of one split micro-batch. ``param_bytes``: of all its variables.
-    ``activation_bytes``: what its backward keeps of one split micro-batch.
+    ``cost_s``: seconds of forward and backward of one split micro-batch; ``forward_s``: of its forward alone, 0 where
+    not told apart. ``param_bytes``: of all its variables. ``activation_bytes``: what its backward keeps of one split
+    micro-batch. ``cargo_bytes``: of its output, which travels where the model is cut behind it.
     """
 
     name: str
     cost_s: float
     param_bytes: int
     activation_bytes: int
+    forward_s: float = 0.0
+    cargo_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,13 @@ def text(plan: Plan) -> str:
         capacity = f"{row.capacity_mib:.0f}" if row.capacity_mib else "?"
         lines.append((str(row.stage), row.device, row.blocks, f"{row.cost_share:.0%}",
                       *(f"{mib:.2f}" for mib in row[4:9]), capacity))
-    widths = [max(len(line[k]) for line in lines) for k in range(len(HEAD))]
-    left = (1, 2)
-    body = ["  " + "  ".join(c.ljust(w) if k in left else c.rjust(w) for k, (c, w) in enumerate(zip(line, widths)))
-            for line in lines]
+    body = ["  " + line for line in columns(lines, ("device", "blocks"))]
     return "\n".join([f"model split over {len(plan.stages)} devices, a micro-batch in {plan.needs.micros} parts "
                       "(memory predicted, MiB)", *body, f"  bubble: {plan.bubble():.1%} predicted"])
+
+
+def columns(lines: Sequence[Sequence[str]], left: Sequence[str]) -> list[str]:
+    """Cells under their heads, the first line, in columns as wide as they need; those of ``left`` begin alike."""
+    widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
+    return ["  ".join(cell.ljust(w) if head in left else cell.rjust(w)
+                      for cell, head, w in zip(line, lines[0], widths)).rstrip() for line in lines]

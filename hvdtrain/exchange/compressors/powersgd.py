@@ -94,7 +94,7 @@ class PowerSGD(Stateless):
         """For each compressed tensor a random Q and no residual."""
         state = {}
         for x in matrices(bucket.shapes, self.rank):
-            state[f"q.{x.index}"] = ops.from_host(np.array(start(bucket.index, x.index, x.r, x.m)))
+            state[f"q.{x.index}"] = ops.from_host(np.array(start(bucket.number, x.index, x.r, x.m)))
             state[f"residual.{x.index}"] = ops.reshape(ops.zeros(x.n * x.m, "float32"), (x.n, x.m))
         return state
 
@@ -122,7 +122,7 @@ class PowerSGD(Stateless):
         for x, a_nm, p_nr, q_rm in zip(chosen, a, p, q):
             sums[x.index] = ops.matmul(p_nr, q_rm)
             new[f"residual.{x.index}"] = ops.minus_scaled(a_nm, sums[x.index], 1 / size)
-            new[f"q.{x.index}"] = self._warm(ops, q_rm, bucket.index, x)
+            new[f"q.{x.index}"] = self._warm(ops, q_rm, bucket.number, x)
         return ops.pack([sums[i] for i in range(len(parts))]), new
 
     def _warm(self, ops: Ops, q_RM: Array, bucket: int, x: Matrix) -> Array:

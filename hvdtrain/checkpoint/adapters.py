@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.checkpoint.holders import Holders
 from hvdtrain.checkpoint.stream import FIRST
 from hvdtrain.checkpoint.transfer import own_group, whole_shards
 from hvdtrain.protocols import ModelState
@@ -49,11 +50,15 @@ class Replicated:
 
 
 class Cut:
-    """State that every rank holds alike, of which each gives its part of every tensor (`part`)."""
+    """State that several ranks hold alike, of which each gives its part of every tensor.
 
-    def __init__(self, rank: int, size: int,
+    ``part_of``: which elements [begin, end) of a tensor this rank gives, from its group, name, number of elements and
+    bytes of one; None: none of it.
+    """
+
+    def __init__(self, part_of: Callable[[str, str, int, int], tuple[int, int] | None],
                  state: Callable[[Place | None], tuple[dict[str, Arrays], dict[str, Any]]]) -> None:
-        self._rank, self._size, self._state = rank, size, state
+        self._part_of, self._state = part_of, state
         self._rest: dict[str, Any] = {}
 
     def shards(self, place: Place | None = None) -> Iterator[Shard]:
@@ -62,7 +67,7 @@ class Cut:
         copied: set[tuple[str, str]] = set()
 
         def window(group: str, name: str, shape: tuple[int, ...], dtype: Any) -> Window | None:
-            mine = part(group, name, math.prod(shape), np.dtype(dtype).itemsize, self._rank, self._size)
+            mine = self._part_of(group, name, math.prod(shape), np.dtype(dtype).itemsize)
             if mine is None:
                 return Window(0, np.empty(0, dtype))
             cuts[group, name] = (shape, *mine)
@@ -83,14 +88,41 @@ class Cut:
         return self._rest
 
 
-class Divided:
-    """State of which every rank holds the model, and only its slices of the optimizer's part (`ModelState.take`).
+class Held(Cut):
+    """State of a model that is cut over ranks: a rank has the arrays of its own blocks.
 
-    ``model``: gives the model, whole or cut.
+    ``among``: what several ranks have each gives a part of; else the lowest of them gives all of it.
     """
 
-    def __init__(self, model: Given, state: ModelState) -> None:
-        self._model, self._state = model, state
+    def __init__(self, rank: int, holders: Holders, state: ModelState, among: bool) -> None:
+        def part_of(group: str, name: str, n: int, itemsize: int) -> tuple[int, int] | None:
+            ranks = holders.ranks(group, name)
+            if among:
+                return part(group, name, n, itemsize, ranks.index(rank), len(ranks))
+            return (0, n) if rank == ranks[0] else None
+
+        super().__init__(part_of, state.state)
+        self.holders, self._load = holders, state.load
+
+    def wants(self, heads: Sequence[Head]) -> list[Want]:
+        """Return what belongs to this rank's blocks."""
+        self.holders.check(heads)
+        return [_all_of(one) for one in heads if one.group in FIRST and self.holders.mine(one)]
+
+    def load(self, read: Read, rest: Mapping[str, Any]) -> str:
+        """Undo `shards` and `rest`; return ""."""
+        self._load({group: dict(read(group)) for group in FIRST}, dict(rest))
+        return ""
+
+
+class Divided:
+    """State of which every rank holds its model, and only its slices of the optimizer's part (`ModelState.take`).
+
+    ``model``: gives the model, whole or cut. ``mine``: which of a checkpoint's arrays are of this rank's model.
+    """
+
+    def __init__(self, model: Given, state: ModelState, mine: Callable[[Head], bool] = lambda head: True) -> None:
+        self._model, self._state, self._mine = model, state, mine
 
     def shards(self, place: Place | None = None) -> Iterator[Shard]:
         """Yield what ``model`` gives here, then this rank's slices."""
@@ -103,8 +135,9 @@ class Divided:
 
     def wants(self, heads: Sequence[Head]) -> list[Want]:
         """Return the model, and this rank's slices of the optimizer's state, divided or not."""
-        windows = self._state.wanted([one for one in heads if one.group == "optimizer"])
-        return [_all_of(one) for one in heads if one.group == "model"] + [Want("optimizer", *w) for w in windows]
+        own = [one for one in heads if one.group in FIRST and self._mine(one)]
+        windows = self._state.wanted([one for one in own if one.group == "optimizer"])
+        return [_all_of(one) for one in own if one.group == "model"] + [Want("optimizer", *w) for w in windows]
 
     def load(self, read: Read, rest: Mapping[str, Any]) -> str:
         """Undo `shards` and `rest`, of any number of ranks; return ""."""

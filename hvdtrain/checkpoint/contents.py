@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from hvdtrain import __version__
-from hvdtrain.checkpoint.adapters import Cut, Divided, Own, Replicated
+from hvdtrain.checkpoint.adapters import Cut, Divided, Held, Own, Replicated, part
+from hvdtrain.checkpoint.holders import Holders, holders_of
 from hvdtrain.data_parallel.replicate import Replicate
 from hvdtrain.data_parallel.zero import Zero
 from hvdtrain.errors import UserError
@@ -21,24 +23,39 @@ from hvdtrain.protocols.state import Given, Shard, Stateful
 from hvdtrain.run import Run
 
 
-def given_by(run: Run) -> tuple[Given, Given]:
+def given_by(run: Run, holders: Holders | None) -> tuple[Given, Given]:
     """Return what this rank gives to a checkpoint: of the state of the model and its optimizer, and its own.
 
-    Copies that another data_parallel keeps are one model only where they meet, their optimizers' state maybe never:
-    parts of several would be no model at all, so rank 0 gives the whole of its own.
+    ``holders``: of a model that is cut over ranks (`held_by`). Copies that another data_parallel keeps are one model
+    only where they meet, their optimizers' state maybe never: parts of several would be no model at all, so the first
+    copy gives the whole of its own.
     """
-    shared, own = parts_of(run)
+    control, state = run.control, run.parts.state
+    shared, own = parts_of(run, holders)
     if run.config.checkpoint.layout == "sharded" and isinstance(run.dp, (Replicate, Zero)):
-        cut, state = Cut(run.control.rank, run.control.size, run.parts.state.state), run.parts.state
+        cut: Given = Cut(partial(part, rank=control.rank, size=control.size), state.state)
+        if holders is not None:
+            cut = Held(control.rank, holders, state, among=True)
         return (Divided(cut, state) if isinstance(run.dp, Zero) else cut), own
     return shared, own
 
 
-def parts_of(run: Run) -> tuple[Stateful, Stateful]:
+def parts_of(run: Run, holders: Holders | None) -> tuple[Stateful, Stateful]:
     """Return the state of the model and its optimizer, and this rank's own."""
     state, rank = run.parts.state, run.control.rank
+    own = Own(rank, run.rank_state, run.load_rank)
+    if holders is not None:
+        held = Held(rank, holders, state, among=False)
+        return Divided(held, state, holders.mine) if isinstance(run.dp, Zero) else held, own
     whole = Replicated(rank, state.state, state.load)
-    return Divided(whole, state) if isinstance(run.dp, Zero) else whole, Own(rank, run.rank_state, run.load_rank)
+    return Divided(whole, state) if isinstance(run.dp, Zero) else whole, own
+
+
+def held_by(run: Run) -> Holders | None:
+    """Return which rank has what of a model that is cut over ranks, None of a whole one. Collective."""
+    if run.parts.layout is None:
+        return None
+    return holders_of(run.control, run.parts.state, [spec.name for spec in run.parts.params.specs])
 
 
 def meta_of(run: Run, rest: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,7 +66,18 @@ def meta_of(run: Run, rest: Mapping[str, Any]) -> dict[str, Any]:
         "world_size": run.control.size, "cursor": run.state.cursor.to_dict(), "step_rest": copy.deepcopy(dict(rest)),
         "config": json_able(run.config.to_dict()), "samples": run.feed.samples,
         "callbacks": [[type(c).__name__, copy.deepcopy(c.state_dict())] for c in run.callbacks], **sharded,
+        **_cut_of(run),
     }
+
+
+def _cut_of(run: Run) -> dict[str, Any]:
+    """Where the model was cut over ranks; nothing of a whole one."""
+    layout = run.parts.layout
+    if layout is None:
+        return {}
+    return {"pipeline": {"copies": [list(copy) for copy in layout.mesh.copies], "blocks": list(layout.names),
+                         "starts": [list(starts) for starts in layout.starts],
+                         "devices": [device.name for device in run.devices]}}
 
 
 def check_shards(shards: Sequence[Shard], trainable: Collection[str]) -> None:

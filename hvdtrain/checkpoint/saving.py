@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint import files, stream, together
-from hvdtrain.checkpoint.contents import check_shards, given_by, meta_of
+from hvdtrain.checkpoint.contents import check_shards, given_by, held_by, meta_of
 from hvdtrain.checkpoint.copies import Copies, NoRoom, view
 from hvdtrain.checkpoint.passage import give, hear, take, tell
 from hvdtrain.checkpoint.savers.background import BackgroundSaver
@@ -32,7 +32,7 @@ from hvdtrain.faults import pulse
 from hvdtrain.faults.finite import trained
 from hvdtrain.outdir import CONFIG, keep_config
 from hvdtrain.protocols import Channel
-from hvdtrain.protocols.state import Head, Outcome, Saver, Shard
+from hvdtrain.protocols.state import Given, Head, Outcome, Saver, Shard
 from hvdtrain.run import Run, say
 
 DIRECTORY = "checkpoints"
@@ -104,9 +104,9 @@ class Saving:
         for callback in run.callbacks:
             if callback.where == "all" or control.rank == 0:
                 callback.saving(run)
-        self._copy(began)
+        self._copy(began, *given_by(run, held_by(run)))
 
-    def _copy(self, began: float) -> None:
+    def _copy(self, began: float, shared: Given, own: Given) -> None:
         """Copy this rank's shards and leave the rest to a thread.
 
         Enters no collective, unless there is no channel between the ranks.
@@ -118,7 +118,6 @@ class Saving:
         error = ""
         meets = run.control.size > 1 and self._channel is None
         gathered = run.config.checkpoint.layout == "gathered"
-        shared, own = given_by(run)
         place = view if meets and gathered and rank > 0 else self._copies.place  # it has gone when the run goes on
         try:
             self._copies.begin()

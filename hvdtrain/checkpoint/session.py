@@ -6,22 +6,27 @@ it written, `passage` and `transfer` move it between ranks, `store` and its neig
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.checkpoint import CheckpointStore, Kept, read_snapshot
-from hvdtrain.checkpoint.contents import json_able, parts_of
+from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Kept, read_snapshot
+from hvdtrain.checkpoint.contents import held_by, json_able, parts_of
 from hvdtrain.checkpoint.saving import DIRECTORY, Saving
+from hvdtrain.checkpoint.snapshot import inspect
 from hvdtrain.checkpoint.transfer import fetch
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.config import Config
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.errors import UserError
-from hvdtrain.outdir import ensure_out
-from hvdtrain.protocols import Callback
+from hvdtrain.mesh import Before
+from hvdtrain.outdir import ensure_out, find_out
+from hvdtrain.pipeline.settings import cut_over_ranks
+from hvdtrain.pipeline.words import ranks_of
+from hvdtrain.protocols import Callback, Control
 from hvdtrain.protocols.state import Head, Want
 from hvdtrain.run import Run
 
@@ -31,7 +36,7 @@ QUIET = frozenset({"out", "resume", "progress", "log_every", "epochs", "max_step
                    "heartbeat_timeout_s", "time_limit", "check_every", "audit",
                    "checkpoint", "collectives", "exchange.bucket_mb", "exchange.fusion_threshold_mb",
                    "exchange.cycle_time_ms", "exchange.autotune", "exchange.hierarchical", "exchange.auto_margin",
-                   "balance", "rebalance", "emulate_speed", "exchange_device", "callbacks"})
+                   "pipeline", "balance", "rebalance", "emulate_speed", "exchange_device", "callbacks"})
 """Keys that may change between a run and its resumption without a word: they leave the curve alone."""
 
 
@@ -105,14 +110,15 @@ def _newest_whole(root: Path, log: Callable[[str], None]) -> Kept | None:
 def restore(run: Run, kept: Kept | None) -> None:
     """Load the checkpoint that rank 0 has open (elsewhere None) on every rank. Collective.
 
-    Random generators and compressor state return bit by bit where the number of ranks is the same; with another
-    number every rank keeps its fresh ones, seeded by (seed, rank). A checkpoint that does not fit changes nothing.
+    Random generators and compressor state return bit by bit where the ranks are as many in as many pipelines; else
+    every rank keeps its fresh ones, seeded by (seed, rank). A checkpoint that does not fit changes nothing.
     """
     if run.saver is not None:
         run.saver.wait()
     meta = run.control.bcast(dict(kept.meta) if kept else None)
-    alike = meta["world_size"] == run.control.size
-    shared, own = parts_of(run)
+    copies = meta.get("pipeline", {}).get("copies") or [[rank] for rank in range(meta["world_size"])]
+    alike, unlike = _alike(meta, copies, run)
+    shared, own = parts_of(run, held_by(run))
     rows = run.control.bcast([tuple(one) for group in kept.tensors.values() for one in group.heads()] if kept else [])
     heads = [Head(*row) for row in rows]
 
@@ -141,7 +147,7 @@ def restore(run: Run, kept: Kept | None) -> None:
     run.state.cursor = Cursor.from_dict(meta["cursor"])
     run.state.stop, run.state.wants_stop, run.state.wants_save, run.state.metrics_at = "", "", False, -1
     if not alike:
-        run.note(f"resumed a run of {meta['world_size']} ranks on {run.control.size}: random generators start anew "
+        run.note(f"resumed a run of {ranks_of(copies)} on {unlike}: random generators start anew "
                  "from the seed" + ("" if run.config.compression == "none" else ", compressor state from nothing"))
     if unfit:
         run.note(unfit)
@@ -149,6 +155,40 @@ def restore(run: Run, kept: Kept | None) -> None:
         run.note(f"resumed with {run.feed.samples} samples where the run had {meta.get('samples')}: "
                  "the order of the data is another")
     _tell_changes(run, meta["config"])
+
+
+def _alike(meta: Mapping[str, Any], copies: list[list[int]], run: Run) -> tuple[bool, str]:
+    """(whether each rank has the blocks that it had, else what the ranks are now in words)."""
+    layout = run.parts.layout
+    now = [list(copy) for copy in run.mesh.copies]
+    if list(map(len, copies)) != list(map(len, now)):
+        return False, ranks_of(now)
+    cut = ([], []) if layout is None else (now, [list(starts) for starts in layout.starts])
+    before = meta.get("pipeline", {})
+    return (before.get("copies", []), before.get("starts", [])) == cut, f"{ranks_of(now)} with another cut"
+
+
+def cut_before(config: Config, name: str, control: Control, devices: Sequence[str]) -> Before | None:
+    """Return how the model was cut in the run that ``config.resume`` means, by its newest manifest; collective.
+
+    None where there is none, or on other devices. Whether the checkpoint is whole is not looked at: `find` does.
+    """
+    def look() -> Mapping[str, Any]:
+        if control.rank or not config.resume or not cut_over_ranks(config):
+            return {}
+        out = find_out(config, name) if config.resume == "auto" else Path(config.resume)
+        with contextlib.suppress(CheckpointError, OSError):
+            for root in () if out is None else (out, out / DIRECTORY):
+                stored = CheckpointStore(root, 1).list()
+                if stored:
+                    return inspect(stored[-1].path).meta
+            return {} if out is None else inspect(out).meta
+        return {}
+
+    found = control.bcast(look().get("pipeline"))
+    if not found or found.get("devices") != list(devices):
+        return None
+    return Before(tuple(map(tuple, found["copies"])), tuple(map(tuple, found["starts"])), tuple(found["blocks"]))
 
 
 def _states(run: Run, kept: list[list[Any]] | dict[str, dict[str, Any]]) -> list[tuple[Callback, dict[str, Any]]]:

@@ -7,14 +7,14 @@ paths. Imports no framework, so that weights can be had where none is installed.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.manifest import CheckpointError
-from hvdtrain.checkpoint.tensors import Content, Spec, layout
+from hvdtrain.checkpoint.tensors import Content, Layout, Spec, layout
 
 FILE = "model.safetensors"
 _BFLOAT16 = "#bfloat16"
@@ -40,17 +40,22 @@ def write(content: Content, target: Path) -> int:
     if os.path.lexists(target):
         raise CheckpointError(f"{target} is there already", "a new name, so that nothing is overwritten",
                               "choose another name")
+    plan = layout({name: specs[place] for name, place in places.items()}, "model", codes)
+    put(plan, content.blocks("model", [places[name] for name in plan.names]), target)
+    return len(places)
+
+
+def put(plan: Layout, blocks: Iterable[memoryview], target: Path) -> None:
+    """Write weights as the file ``target``, which appears, or is replaced, whole or not at all. OSError."""
     files.make_directories(target.parent)
     temp = files.make_temp(target.parent)
     try:
-        plan = layout({name: specs[place] for name, place in places.items()}, "model", codes)
-        files.write_durably(temp / FILE, plan.pieces(content.blocks("model", [places[name] for name in plan.names])))
+        files.write_durably(temp / FILE, plan.pieces(blocks))
         os.chmod(temp / FILE, 0o644)
         os.rename(temp / FILE, target)
         files.fsync_directory(target.parent)
     finally:
         files.remove_quietly(temp)
-    return len(places)
 
 
 def _torch(model: Mapping[str, Spec]) -> Named:

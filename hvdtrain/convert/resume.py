@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain import __version__, schema
-from hvdtrain.config import Config, Named
+from hvdtrain.config import Config, Named, Pipeline
 from hvdtrain.convert.rule import Rule
 from hvdtrain.errors import UserError
 
@@ -38,7 +38,8 @@ def config_of(plain: Mapping[str, Any]) -> Config:
 def bare(config: Config) -> Config:
     """What decides the model and its optimizer: for a step that trains nothing, in one process on the CPU."""
     return replace(config, loss=Named(), metrics=[], precision="fp32", balance="off", shares=[], emulate_speed=[],
-                   compression="none", model_parallel=1, split_micro_batches=0, devices_per_rank=0)
+                   compression="none", model_parallel=1, split_micro_batches=0, devices_per_rank=0,
+                   pipeline=Pipeline())
 
 
 def require_constant_rate(config: Config, scheduled: str = "") -> None:
@@ -57,8 +58,9 @@ def config_for(config: Config, framework: str, rule: Rule, model: str, model_arg
     schedule, lr = config.schedule, config.lr
     if not math.isclose(rule.base_lr, lr * scale, rel_tol=1e-6):  # as compiled, or as an argument of the optimizer
         schedule, lr = replace(schedule, linear_scaling_base=0), rule.base_lr
+    pipeline = replace(config.pipeline, cut=[])  # the twin's blocks may have other names
     return replace(config, model=model, model_args=dict(model_args), optimizer=Named(name, args), lr=lr,
-                   schedule=schedule, out=str(target), resume="auto")
+                   schedule=schedule, pipeline=pipeline, out=str(target), resume="auto")
 
 
 def meta_for(meta: Mapping[str, Any], framework: str, model: str, rest: Mapping[str, Any],

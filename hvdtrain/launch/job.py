@@ -15,7 +15,9 @@ from typing import Any
 from hvdtrain.errors import UserError
 from hvdtrain.faults import causes
 from hvdtrain.faults.supervisor import refit
+from hvdtrain.launch.recut import options, recut
 from hvdtrain.launch.spec import Host
+from hvdtrain.pipeline.settings import cut_over_ranks, micro_batches
 
 CHECKPOINTS = "checkpoints"
 _STEP = re.compile(r"step-(\d{1,18})", re.ASCII)
@@ -49,7 +51,8 @@ class Job:
         return (*self.words, *more, *self._refitted(hosts))
 
     def _refitted(self, hosts: tuple[Host, ...]) -> list[str]:
-        """The options that fit the user's per-rank lists to other ranks; none where the ranks are the same."""
+        """The options that fit the cut of the model and the user's lists to other ranks; none where they are the same.
+        """
         if not self.first or not hosts or hosts == self.first:
             return []
         ranks = sum(host.slots for host in self.first)
@@ -57,6 +60,9 @@ class Job:
                  "rebalance.max_micro_batch": self.config.rebalance.max_micro_batch,
                  "data_parallel.shards": self.config.data_parallel.shards}
         more: list[str] = []
+        if cut_over_ranks(self.config):
+            more += options(self.config, recut(self.config, self.first, hosts))
+            del lists["shares"]  # of copies of the model, not of ranks
         for name, values in lists.items():
             # Settings by host or by kind of device need no fitting: they are mappings.
             if isinstance(values, (list, tuple)) and len(values) == ranks:
@@ -70,6 +76,12 @@ class Job:
             more += ["--precision", ":".join(refit(precision, self.first, hosts))]
         return more
 
+    def cut_anew(self, hosts: tuple[Host, ...]) -> str:
+        """How the model is cut over the ranks of ``hosts``, in words; "" where that is as the user has it."""
+        if self.config is None or not self.first or not hosts or not cut_over_ranks(self.config):
+            return ""
+        return recut(self.config, self.first, hosts).why
+
     def checkpoint(self) -> int:
         """The step of the newest checkpoint in the folder; -1 without one."""
         try:
@@ -82,9 +94,10 @@ class Job:
         """The largest micro-batch that a rank may compute; 0 where that is not known."""
         if self.config is None:
             return 0
-        part = self.config.global_batch if self.config.shares or self.config.balance != "off" else \
-            -(-self.config.global_batch // max(1, ranks))
-        part = -(-part // self.config.accumulate)
+        stages = max([self.config.pipeline.stages, *self.config.pipeline.depths])
+        alike = not self.config.shares and self.config.balance == "off" and not self.config.pipeline.depths
+        part = -(-self.config.global_batch // max(1, ranks // stages)) if alike else self.config.global_batch
+        part = -(-part // micro_batches(self.config, stages))
         sizes = [size for size in (smaller, self.config.micro_batch_limit, part) if size]
         return min(sizes, default=0)
 

@@ -181,6 +181,8 @@ class Supervisor:
         job, number = self.job, next_number(self.job.out)
         launch = replace(launch, hosts=self.around.placed(launch.hosts))
         where = prepare_attempt(job, number)
+        if before is not None and (anew := job.cut_anew(launch.hosts)):
+            self.around.say(anew)
         told = {causes.DIRECTORY: str(where), causes.ATTEMPT: str(number), causes.JOB: self.token}
         if self.around.ends_at:
             told[causes.ENDS_AT] = f"{self.around.ends_at:.0f}"

@@ -47,9 +47,9 @@ def base(times: Times) -> str | None:
 
 
 def best_peer(times: Times, own: Contender, contenders: Sequence[Contender], ranks: int) -> str | None:
-    """The peer with the smallest median among those of the same compression and ranks, compiled as it is."""
+    """The peer with the smallest median among those of the same compression and ranks, compiled and cut as it is."""
     alike = [c.name for c in contenders if c.name in times and c.peer and c.compression == own.compression != ""
-             and c.compiled == own.compiled and c.ranks(ranks) == own.ranks(ranks)]
+             and c.compiled == own.compiled and c.cuts == own.cuts and c.ranks(ranks) == own.ranks(ranks)]
     return min(alike, key=lambda name: median(times[name]), default=None)
 
 
@@ -71,17 +71,19 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float] | None:
 
 def rows(found: Mapping[str, Mapping[str, Any]], about: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """The table's rows, under `HEADERS`."""
-    def between(pair: tuple[float, float] | None, digits: int) -> str:
-        return "-" if pair is None else f"{pair[0]:.{digits}f} to {pair[1]:.{digits}f}"
-
     return [(name, about[name]["wire"], f"{s['median_ms']:.2f}", between(s["quartiles_ms"], 2),
-             shown(s["to_hvdtrain"]), shown(s["to_best_peer"]), between(s["to_best_peer_quartiles"], 3),
+             shown(s["to_hvdtrain"]), shown(s["to_best_peer"]), between(s["to_best_peer_quartiles"]),
              s["best_peer"] or "-") for name, s in found.items()]
 
 
 def shown(value: float | None, digits: int = 3) -> str:
     """A number with so many decimals; "-" for None."""
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def between(pair: tuple[float, float] | None, digits: int = 3) -> str:
+    """Two numbers with so many decimals; "-" for None."""
+    return "-" if pair is None else f"{pair[0]:.{digits}f} to {pair[1]:.{digits}f}"
 
 
 def remarks(notes: Mapping[str, Sequence[str]]) -> list[str]:
@@ -112,6 +114,6 @@ def disagreements(found: Mapping[str, Mapping[str, Any]], contenders: Sequence[C
             elif c.name in alike and not abs(value - middle) <= TOLERANCE * abs(middle):
                 wrong[c.name].append(f"{key} unlike the median, {middle:.6f}")
     for c in present:
-        if not found[c.name]["equal"] and c.options.get("wire") != "null":
+        if found[c.name]["equal"] is False and c.options.get("wire") != "null":
             wrong[c.name].append("ranks differ")
     return {name: "; ".join(texts) for name, texts in wrong.items() if texts}

@@ -26,6 +26,7 @@ from hvdtrain.run import say
 OURS = {"torch": ("hvdtrain", "hvdtrain-null", "hvdtrain-horovod", "hvdtrain-mpi"),
         "tensorflow": ("hvdtrain", "hvdtrain-null", "hvdtrain-horovod")}
 MIN_ROUNDS = 7
+EQUAL = {True: "yes", False: "no", None: "each has a part"}
 
 
 def main(argv: list[str]) -> int:
@@ -168,7 +169,7 @@ def _check(args: argparse.Namespace, plan: Plan, scratch: str) -> int:
         finally:
             job.end(GRACE_S if contender.name in found else 0.0)
     wrong = standings.disagreements(found, plan.contenders, args.np)
-    rows = [(name, f["wire"], f"{f['loss']:.6f}", f"{f['moved']:.6f}", "yes" if f["equal"] else "no",
+    rows = [(name, f["wire"], f"{f['loss']:.6f}", f"{f['moved']:.6f}", EQUAL[f["equal"]],
              wrong.get(name, "")) for name, f in found.items()]
     if rows:
         table.show("after 3 steps: loss, length of the parameters' way, whether all ranks hold the same bits",

@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import importlib
 import json
+import math
 import os
 import sys
 import time
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.bench import throttle
-from hvdtrain.bench.peers import IDLE_S, Prepared, Setup, contender
+from hvdtrain.bench.peers import IDLE_S, Cut, Prepared, Setup, contender
 from hvdtrain.bench.workloads import BATCHES, FILES, WORKLOADS, part
 
 MARK = "@hvdtrain-bench "
@@ -58,6 +59,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rebalance", action="append", default=[], help="KEY=VALUE of hvdtrain's rebalance")
     parser.add_argument("--emulate_speed", type=float, action="append", default=[], help="of hvdtrain, by rank")
     parser.add_argument("--cgroup", action="append", default=[], help="control group to enter, by rank")
+    parser.add_argument("--order", default="1f1b", help="of a pipeline")
+    parser.add_argument("--micro_batches", type=int, default=0, help="of a pipeline")
+    parser.add_argument("--chunks", type=int, default=1, help="of each rank of a pipeline")
+    parser.add_argument("--cut", default="", help="blocks that the second and further chunks of a pipeline begin with")
+    parser.add_argument("--places", default="", help="the rank at each place of a pipeline")
     parser.add_argument("--check", action="store_true", help=f"take {CHECK_STEPS} steps, say where they led, and end")
     return parser
 
@@ -93,10 +99,11 @@ def _serve(args: argparse.Namespace, facts: Any) -> int:
             say({"event": "whatif", **(prepared.whatif() if prepared.whatif else {})})
             continue
         untimed = args.settle if untimed is None else untimed
-        step_s = _timed(prepared, control, at, untimed, steps)
+        told: dict[str, float] = {}
+        step_s = _timed(prepared, control, at, untimed, steps, told)
         at += untimed + steps
         mine = prepared.samples() if prepared.samples else args.batch
-        say({"event": "done", "steps": steps, "seconds": sum(step_s), "step_s": step_s,
+        say({"event": "done", "steps": steps, "seconds": sum(step_s), "step_s": step_s, "spent": control.gather(told),
              "samples": control.gather(mine), "notes": _notes(prepared, control)})
 
 
@@ -106,7 +113,12 @@ def _setup(args: argparse.Namespace, control: Any) -> Setup:
     arrays = workload.arrays(BATCHES * args.batch * control.size, args.seed)
     return Setup(workload, args.framework, args.batch, args.seed, args.threads, control, arrays,
                  part(arrays, args.batch, control.rank, control.size), args.iface, args.powersgd_rank,
-                 tuple(args.exchange), args.scratch, tuple(args.rebalance), tuple(args.emulate_speed))
+                 tuple(args.exchange), args.scratch, tuple(args.rebalance), tuple(args.emulate_speed), _cut(args))
+
+
+def _cut(args: argparse.Namespace) -> Cut:
+    return Cut(args.order, args.micro_batches, args.chunks, tuple(args.cut.split(",")) if args.cut else (),
+               tuple(map(int, args.places.split(","))) if args.places else ())
 
 
 def _order() -> tuple[int, int | None] | None:
@@ -122,16 +134,18 @@ def _order() -> tuple[int, int | None] | None:
     return int(words[1]), int(words[2]) if len(words) == 3 else None
 
 
-def _timed(prepared: Prepared, control: Any, at: int, untimed: int, steps: int) -> list[float]:
+def _timed(prepared: Prepared, control: Any, at: int, untimed: int, steps: int,
+           told: dict[str, float] | None = None) -> list[float]:
     """Seconds of each of ``steps`` steps after ``untimed`` ones, from barrier or end to its end on the slowest rank.
 
-    Their sum is the time of all, with the last wait for the device in it.
+    Their sum is the time of all, with the last wait for the device in it. ``told``: filled with what this rank spent.
     """
     for i in range(at, at + untimed):
         prepared.step(i)
     prepared.sync()
     at += untimed
     control.barrier("start of a round")
+    before = _spent(prepared)
     begin = time.perf_counter()
     ends = []
     for i in range(at, at + steps):
@@ -139,7 +153,14 @@ def _timed(prepared: Prepared, control: Any, at: int, untimed: int, steps: int) 
         ends.append(time.perf_counter() - begin)
     prepared.sync()
     ends[-1] = time.perf_counter() - begin
+    if told is not None:
+        told.update({name: value - before[name] for name, value in _spent(prepared).items()})
     return np.diff(np.max(control.gather(ends), axis=0), prepend=0.0).tolist()
+
+
+def _spent(prepared: Prepared) -> dict[str, float]:
+    """Processor seconds of this rank so far, and by what its contender counts."""
+    return {"cpu": time.process_time(), **(prepared.spent() if prepared.spent else {})}
 
 
 def _about(prepared: Prepared, control: Any) -> dict[str, Any]:
@@ -147,9 +168,10 @@ def _about(prepared: Prepared, control: Any) -> dict[str, Any]:
     from hvdtrain.bench.record import mpi_library, settings
     from hvdtrain.cluster.topology import survey
 
+    mine = int(sum(p.size for p in prepared.params()))
     return {"ranks": control.size, "hosts": survey(control).describe(), "wire": prepared.wire, "mpi": mpi_library(),
-            "parameters": int(sum(p.size for p in prepared.params())), "settings": settings(os.environ),
-            "notes": _notes(prepared, control)}
+            "parameters": sum(control.gather(mine)) if prepared.split else mine, "settings": settings(os.environ),
+            "notes": _notes(prepared, control), "pipeline": prepared.pipeline}
 
 
 def _notes(prepared: Prepared, control: Any) -> list[str]:
@@ -158,14 +180,18 @@ def _notes(prepared: Prepared, control: Any) -> list[str]:
 
 
 def _outcome(prepared: Prepared, control: Any, before: list[np.ndarray]) -> dict[str, Any]:
-    """Where the steps led: global loss, length of the way the parameters went, and whether ranks are equal."""
+    """Where the steps led: global loss, length of the way the parameters went, and whether ranks are equal (None where
+    each has a part of the model)."""
     after = prepared.params()
-    moved = float(np.sqrt(sum(np.sum((a.astype(np.float64) - b) ** 2) for a, b in zip(after, before))))
-    digest = hashlib.sha256(b"".join(np.ascontiguousarray(p).tobytes() for p in after)).hexdigest()
+    way = sum(float(np.sum((a.astype(np.float64) - b) ** 2)) for a, b in zip(after, before))
     loss = float(prepared.loss())
+    if prepared.split:
+        losses = [loss] if prepared.global_loss else control.gather(loss)
+        return {"loss": sum(losses), "moved": math.sqrt(sum(control.gather(way))), "equal": None}
+    digest = hashlib.sha256(b"".join(np.ascontiguousarray(p).tobytes() for p in after)).hexdigest()
     if not prepared.global_loss:
         loss = float(control.sum(np.array([loss]))[0] / control.size)
-    return {"loss": loss, "moved": moved, "equal": len(set(control.gather(digest))) == 1}
+    return {"loss": loss, "moved": math.sqrt(way), "equal": len(set(control.gather(digest))) == 1}
 
 
 def _speaker(rank: int) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.bench.workloads import Workload
+from hvdtrain.bench.workloads import Workload, part
 from hvdtrain.errors import UserError, nearest
 
 Batches = list[tuple[np.ndarray, ...]]
@@ -26,6 +26,21 @@ IDLE_S = 24 * 3600.0
 """Bound of a contender's own waits: a job that is suspended between two rounds must not run into it. The bench has
 bounds of its own.
 """
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a model is cut over a job's ranks, where it is.
+
+    ``names``: the blocks that the second and further chunks begin with, and ``places``: the rank at each place of the
+    pipeline; empty where the contender is to find them.
+    """
+
+    order: str = "1f1b"
+    micro_batches: int = 0
+    chunks: int = 1
+    names: tuple[str, ...] = ()
+    places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,6 +61,12 @@ class Setup:
     scratch: str = ""
     rebalance: tuple[str, ...] = ()
     emulate_speed: tuple[float, ...] = ()
+    cut: Cut = Cut()
+
+    @property
+    def whole_batches(self) -> Batches:
+        """The batches of all ranks together, for a job whose ranks are one copy of the model."""
+        return part(self.arrays, self.batch * self.control.size, 0, 1)
 
     def begin(self) -> None:
         """Threads and seeds, before anything of the framework has started."""
@@ -64,7 +85,9 @@ class Prepared:
     ``step(i)``: one whole training step on batch i of the rank. ``loss()``: of the last step, the mean over this
     rank's samples (``global_loss``: over all ranks' samples already). ``params()``: the trainable parameters as numpy
     arrays. ``sync()``: wait for the device. ``samples()``: of this rank in the last step, where they are not always
-    the batch. ``whatif()``: what hvdtrain reckons of a step without each rank; collective.
+    the batch. ``whatif()``: what hvdtrain reckons of a step without each rank; collective. ``split``: each rank has a
+    part of the model, so that ``params`` and ``loss`` of the ranks add up. ``pipeline``: how a model is cut over the
+    ranks. ``spent()``: seconds of this rank so far by phase, and in ``step``, and what it sent, in bytes.
     """
 
     step: Callable[[int], Any]
@@ -76,6 +99,9 @@ class Prepared:
     notes: list[str] = field(default_factory=list)
     samples: Callable[[], int] | None = None
     whatif: Callable[[], dict[str, Any]] | None = None
+    split: bool = False
+    pipeline: dict[str, Any] | None = None
+    spent: Callable[[], dict[str, float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +142,11 @@ class Contender:
         """Whether it is compiled, or tries to be: it is compared with peers that are."""
         return bool(self.options.get("compiled") or self.options.get("compile"))
 
+    @property
+    def cuts(self) -> bool:
+        """Whether its ranks are one copy of the model, each with a part of it."""
+        return bool(self.options.get("pipeline")) or self.file == "pipelining"
+
     def ranks(self, asked: int) -> int:
         """Processes of its job where ``asked`` are asked for."""
         return 1 if self.alone else asked
@@ -142,6 +173,7 @@ _PEERS: dict[str, list[Contender]] = {
         Contender("ddp-compiled", "ddp", {"compiled": True}),
         Contender("accelerate", "accelerate", needs="accelerate"),
         Contender("fabric", "fabric", needs="lightning_fabric"),
+        Contender("pipelining", "pipelining"),
         Contender("horovod", "horovod_torch", needs="horovod", env=AS_IT_COMES),
         Contender("horovod-tuned", "horovod_torch", needs="horovod"),
         Contender("plain", "plain_torch", alone=True),
@@ -161,17 +193,18 @@ _PEERS: dict[str, list[Contender]] = {
     ],
 }
 _OURS = re.compile(r"hvdtrain(?:-(?P<wire>[a-z]+))?(?:\+(?P<compression>[a-z0-9]+))?(?:@(?P<balance>[a-z]+))?"
-                   r"(?:/(?P<kind>whole|zero1|zero2|compiled|remat1|remat2))?")
+                   r"(?:/(?P<kind>whole|zero1|zero2|compiled|remat1|remat2|pipeline))?")
 
 
 def peers(framework: str) -> list[str]:
-    """Names of the peers of ``framework``, without our own that stand beside them, and without compiled ones."""
-    return [contender.name for contender in _PEERS[framework] if contender.peer and not contender.compiled]
+    """Names of the peers of ``framework``, without our own that stand beside them, compiled ones, and ones that cut."""
+    return [contender.name for contender in _PEERS[framework]
+            if contender.peer and not contender.compiled and not contender.cuts]
 
 
 def contender(name: str, framework: str) -> Contender:
     """The contender called ``name``: a peer, or ``hvdtrain[-WIRE][+COMPRESSION][@BALANCE][/KIND]``, KIND whole, zero1,
-    zero2, compiled, remat1 or remat2; `UserError` for any other."""
+    zero2, compiled, remat1, remat2 or pipeline; `UserError` for any other."""
     ours = _OURS.fullmatch(name)
     if ours:
         wire, compression, balance = ours["wire"] or "auto", ours["compression"] or "none", ours["balance"] or "off"
@@ -185,6 +218,8 @@ def contender(name: str, framework: str) -> Contender:
         kind = ours["kind"] or ""
         if kind.startswith("remat"):
             unlike["remat"] = f"every:{kind[-1]}"
+        elif kind == "pipeline":
+            unlike["pipeline"] = True
         elif kind:
             unlike |= {"compile": "auto"} if kind == "compiled" else {"adam": kind}
         return Contender(name, "ours", {"wire": wire, "compression": compression, **unlike},
@@ -192,7 +227,7 @@ def contender(name: str, framework: str) -> Contender:
     found = next((c for c in _PEERS[framework] if c.name == name), None)
     if found is None:
         known = ["hvdtrain", "hvdtrain-WIRE", "hvdtrain+COMPRESSION", "hvdtrain@BALANCE", "hvdtrain/zero1",
-                 "hvdtrain/compiled", "hvdtrain/remat2", *(c.name for c in _PEERS[framework])]
+                 "hvdtrain/compiled", "hvdtrain/remat2", "hvdtrain/pipeline", *(c.name for c in _PEERS[framework])]
         raise UserError(f"there is no contender {name!r} for {framework}", nearest(name, known), "correct --contenders")
     return found
 

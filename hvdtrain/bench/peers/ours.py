@@ -6,23 +6,25 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.bench.peers import IDLE_S, Prepared, Setup, tensorflow_common
 from hvdtrain.bench.workloads import LR, MOMENTUM
-from hvdtrain.config import Exchange, Rebalance
+from hvdtrain.config import Exchange, Pipeline, Rebalance
 from hvdtrain.errors import UserError, nearest
 
 
 def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance: str = "off",
-            looks: bool = True, adam: str = "", compile: str = "off", remat: str = "off") -> Prepared:
+            looks: bool = True, adam: str = "", compile: str = "off", remat: str = "off",
+            pipeline: bool = False) -> Prepared:
     """``wire``: the configuration's ``collectives``; ``compression``, ``balance``, ``compile``,
     ``remat``: its keys of that name.
 
     ``adam``: "whole", "zero1" or "zero2": Adam in place of SGD, its state on each rank or divided in that stage.
+    ``pipeline``: the ranks are one copy of the model, cut as the setup says.
     ``looks``: whether summed gradients are looked at, as always but in the bench that tells what it costs.
     """
     from hvdtrain import loop
@@ -30,7 +32,10 @@ def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance
     from hvdtrain.events import Event
     from hvdtrain.outdir import starting
 
-    run = assemble(_config(setup, wire, compression, balance, adam, compile, remat), data=setup.arrays)
+    config = _config(setup, wire, compression, balance, adam, compile, remat)
+    if pipeline:
+        config = replace(config, pipeline=_pipeline(setup), out=f"{config.out}-pipeline")
+    run = assemble(config, data=setup.arrays)
     if not looks:
         for part in (run.dp, run.collectives):
             setattr(part, "looks", False)  # noqa: B010  (of the wires only those that look have it)
@@ -48,7 +53,30 @@ def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance
         n_local[0] = batch.n_local
 
     return Prepared(step, lambda: run.state.loss, lambda: _params(run), run.collectives.name, _sync(run),
-                    global_loss=True, notes=run.notes, samples=lambda: n_local[0], whatif=partial(_whatif, run))
+                    global_loss=True, notes=run.notes, samples=lambda: n_local[0], whatif=partial(_whatif, run),
+                    split=pipeline, pipeline=_layout(run) if pipeline else None, spent=partial(_spent, run))
+
+
+def _pipeline(setup: Setup) -> Pipeline:
+    """The section that cuts the model over all ranks of the job."""
+    cut = setup.cut
+    return Pipeline(setup.control.size, cut.order, micro_batches=cut.micro_batches,  # type: ignore[arg-type]
+                    chunks=max(2, cut.chunks), cut=list(cut.names))
+
+
+def _layout(run: Any) -> dict[str, Any]:
+    """How the model was cut, and what that was predicted to give: seconds of a step's forwards and backwards."""
+    layout = run.parts.layout
+    parts, step = layout.chunks(), layout.plans[layout.mesh.copy].step
+    return {"cut": [layout.names[blocks[0]] for blocks in parts[1:]], "places": list(layout.mesh.ranks),
+            "blocks": [[layout.names[b] for b in blocks] for blocks in parts],
+            "predicted_step_s": step.step_s, "predicted_busy_s": list(step.busy_s)}
+
+
+def _spent(run: Any) -> dict[str, float]:
+    """This rank's seconds by phase and in steps, of its waits those for other stages, and bytes of cargo sent."""
+    return {**run.phases.seconds, "step": run.phases.step_s, "idle": getattr(run.schedule, "idle_s", 0.0),
+            "sent": getattr(run.schedule, "sent_bytes", 0)}
 
 
 def _whatif(run: Any) -> dict[str, Any]:

@@ -23,12 +23,23 @@ TIMEOUT = timedelta(seconds=IDLE_S)
 
 def build(setup: Setup) -> tuple[Any, Callable[..., Any], Any]:
     """(model on this rank's device, ``loss(model, batch)``: the mean over the batch, device), from the seed."""
+    spec, device = spec_of(setup)
+    return spec.model.to(device).train(), loss_of(spec), device
+
+
+def spec_of(setup: Setup) -> tuple[Any, Any]:
+    """(model with what its file says about it, from the seed; this rank's device)."""
     import torch
 
     from hvdtrain.model import build_spec
 
     spec = build_spec(setup.workload.model("torch"), setup.workload.args, setup.begin)
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return spec, torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def loss_of(spec: Any) -> Callable[..., Any]:
+    """``loss(model, batch)``: the mean over the batch."""
+    import torch
 
     def loss(model: Any, batch: tuple[Any, ...]) -> Any:
         if spec.task is not None:
@@ -36,7 +47,7 @@ def build(setup: Setup) -> tuple[Any, Callable[..., Any], Any]:
             return loss_sum / weight
         return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
 
-    return spec.model.to(device).train(), loss, device
+    return loss
 
 
 def optimizer(model: Any) -> Any:
@@ -71,13 +82,17 @@ def arrays_of(model: Any) -> list[np.ndarray]:
     return [p.detach().cpu().numpy().copy() for p in model.parameters() if p.requires_grad]
 
 
-def rendezvous(setup: Setup, env: Any = os.environ) -> None:
-    """Set the variables from which torch.distributed, Accelerate and Fabric find their ranks; collective."""
+def rendezvous(setup: Setup, env: Any = os.environ, rank: int | None = None) -> None:
+    """Set the variables from which torch.distributed, Accelerate and Fabric find their ranks; collective.
+
+    ``rank``: this one's number there, where it is another than in the job. Number 0 is where they meet.
+    """
     control = setup.control
-    address = control.bcast(own_address(setup.iface))
-    port = control.bcast(free_port() if control.rank == 0 else 0)
+    number = control.rank if rank is None else rank
+    meets = (own_address(setup.iface), free_port()) if number == 0 else None
+    address, port = next(place for place in control.gather(meets) if place is not None)
     hosts = list(dict.fromkeys(control.gather(control.node)))
-    env.update({"MASTER_ADDR": address, "MASTER_PORT": str(port), "RANK": str(control.rank),
+    env.update({"MASTER_ADDR": address, "MASTER_PORT": str(port), "RANK": str(number),
                 "WORLD_SIZE": str(control.size), "LOCAL_RANK": str(control.local_rank),
                 "LOCAL_WORLD_SIZE": str(control.local_size), "NODE_RANK": str(hosts.index(control.node)),
                 "TORCH_NCCL_ENABLE_MONITORING": "0"})  # its monitor takes a suspended job for a hung one
@@ -115,11 +130,14 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def process_group(setup: Setup, device: Any) -> str:
-    """Start torch.distributed and return its backend's name: NCCL on GPUs, else Gloo; collective."""
+def process_group(setup: Setup, device: Any, rank: int | None = None) -> str:
+    """Start torch.distributed and return its backend's name: NCCL on GPUs, else Gloo; collective.
+
+    ``rank``: as in `rendezvous`.
+    """
     import torch.distributed as dist
 
-    rendezvous(setup)
+    rendezvous(setup, rank=rank)
     name = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(name, timeout=TIMEOUT)
     return name

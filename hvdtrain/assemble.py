@@ -13,12 +13,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hvdtrain import backends, data_parallel, first_sample, placed, reports, rng, trackers, transforms, unused
-from hvdtrain.alike import check_alike
+from hvdtrain.alike import check_parts
 from hvdtrain.balance.emulate import Slowed
 from hvdtrain.callbacks.audit import Audit
 from hvdtrain.callbacks.auto_compile import AutoCompile
@@ -36,6 +37,7 @@ from hvdtrain.callbacks.out_of_memory import OutOfMemory
 from hvdtrain.callbacks.preempt import Preempt
 from hvdtrain.callbacks.recorder import Recorder
 from hvdtrain.callbacks.seconds import Seconds
+from hvdtrain.callbacks.stages import Stages
 from hvdtrain.callbacks.supervised import Supervised
 from hvdtrain.callbacks.system import System
 from hvdtrain.callbacks.throughput import Throughput
@@ -46,8 +48,10 @@ from hvdtrain.cluster import boot
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.cluster.group import world
+from hvdtrain.cluster.in_turn import in_turn
 from hvdtrain.cluster.launcher import LaunchFacts, launch_facts
 from hvdtrain.cluster.topology import affinity, compute_threads, survey
+from hvdtrain.cluster.views import voices
 from hvdtrain.cluster.wire import open_wire
 from hvdtrain.config import Config
 from hvdtrain.data import sources
@@ -57,12 +61,16 @@ from hvdtrain.faults import causes, pulse
 from hvdtrain.faults.finite import check_trainable
 from hvdtrain.memory_plan import imported
 from hvdtrain.memory_plan.survey import scene_of
+from hvdtrain.mesh import Mesh, depths_of
 from hvdtrain.model import Spec, build_spec, spec_of
 from hvdtrain.out_of_memory.guard import Guard
 from hvdtrain.out_of_memory.recovery import Recovery
 from hvdtrain.out_of_memory.schedule import Recovering
 from hvdtrain.outdir import COMPLETED, find_out
+from hvdtrain.parts import Parts
+from hvdtrain.pipeline import over_ranks, settings, words
 from hvdtrain.pipeline.accumulate import Accumulate
+from hvdtrain.pipeline.settings import cut_over_ranks
 from hvdtrain.precision import policy
 from hvdtrain.precision.policy import Precision
 from hvdtrain.protocols import Callback, Collectives, Control, Schedule
@@ -84,6 +92,7 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     """
     config.check()
     facts = launch_facts(os.environ)
+    settings.check_launcher(config, facts.kind)
     if control is None and facts.kind != "gloo":
         control = boot.start_control(facts, config.control_timeout_s, devices_per_rank=_devices(config),
                                      heartbeat_s=config.heartbeat_timeout_s)
@@ -98,27 +107,31 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     agreed(control, lambda: trackers.check_installed(config.trackers) if control.rank == 0 else None, "trackers")
     notes = list(getattr(control, "notes", []))
     devices = control.gather(backend.device_facts())
-    spelled = placed.spelled_out(config, topology, devices, notes)
+    before = session.cut_before(config, spec.name, control, [device.name for device in devices])
+    mesh = replace(_mesh(config, control), before=before)
+    spelled = placed.of_copies(config, placed.spelled_out(config, topology, devices, notes), mesh)
     wire = collectives or open_wire(config, spec.framework, backend, control, topology, devices, notes)
     notes += unused.notes(unused.setup_of(config, spec, wire.name, facts.kind, model, data))
     adapters = (partial(backend.adapt_data, seed=config.seed),)
     _seed(config, backend, 0)  # user code that shuffles or splits must do so alike on every rank
     train, test = agreed(control, lambda: _data(config, data, adapters), "data")
-    feed, test_feed = _feeds(spelled, spec, control, train, test)
+    feed, test_feed = _feeds(spelled, spec, mesh, control, train, test)
     _seed(config, backend, control.rank)
     precision = _precision(spelled, control, devices, notes)
     parts = agreed(control, lambda: backend.make_parts(spec, spelled, control, wire, feed.steps_per_epoch or 0,
-                                                       precision, feed.sample, feed.data), "model")
+                                                       precision, feed.sample, feed.data, mesh), "model")
     if config.emulate_speed and config.emulate_speed[control.rank] < 1:
         parts.stage = Slowed(parts.stage, config.emulate_speed[control.rank])
     parts.transforms += agreed(control, lambda: transforms.own(config), "transforms")
-    group = world(control.size, control.rank)
+    group = parts.replicas[0].group if parts.replicas else world(control.size, control.rank)
     recovery = _recovery(config, backend, control, notes)
     if devices[control.rank].kind == "cpu" and recovery.shrinks:  # else it would end a run on a forecast
         recovery.guard = Guard(len(topology.host_of(control.rank).ranks))
-    schedule: Schedule = Recovering(Accumulate(parts.stage, recovery.guard), parts.stage, recovery)
+    pulse.role(words.role(parts.layout))
+    schedule = _schedule(parts, control, config, recovery)
     run = Run(config, control, group, topology, wire, spec, parts, schedule, feed, test_feed,
-              spelled, devices, notes=notes, recovery=recovery)
+              spelled, devices, notes=notes, recovery=recovery,
+              mesh=mesh if parts.layout is None else parts.layout.mesh)
     try:
         _complete(run, facts, backend, more)
     except BaseException:
@@ -127,11 +140,18 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     return run
 
 
+def _schedule(parts: Parts, control: Control, config: Config, recovery: Recovery) -> Schedule:
+    """In which order a step's forwards and backwards are done; collective where the model is cut over ranks."""
+    if parts.layout is not None:
+        return over_ranks.join(parts, control, config, recovery)
+    return Recovering(Accumulate(parts.stage, recovery.guard), parts.stage, recovery)
+
+
 def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], list[Callback]] | None) -> None:
     """Data parallelism, initial weights, callbacks, restore."""
     control, parts, feed = run.control, run.parts, run.feed
     agreed(control, lambda: parts.install(collective=False), "transforms")
-    check_alike(control, run.group, parts.params.made_of())
+    check_parts(control, parts, run.group)
     first_sample.check(run, backend)
     run.dp = agreed(control, lambda: data_parallel.create(data_parallel.Setup(
         run.spelled, control, run.topology, run.group, run.collectives, backend.Ops(), parts, run.notes,
@@ -157,21 +177,33 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
 
 def _model(config: Config, model: Any, facts: LaunchFacts, control: Control | None) -> Spec:
     """The model with its file's functions; all ranks have one, or all fail alike."""
+    threads = 1 if model is not None else _threads(config, facts, control)  # collective: before anybody takes turns
+
     def make() -> Spec:
         if model is not None:
             return spec_of(model)
         text = backends.built_in_model() if config.model == "auto" else config.model
-        return build_spec(text, config.model_args, partial(_prepare, config, _threads(config, facts, control)),
-                          partial(_building, config))
+        return build_spec(text, config.model_args, partial(_prepare, config, threads),
+                          partial(_building, config), partial(_outline, config))
     pulse.at("model")
-    return make() if control is None else agreed(control, make, "model")
+    if control is None:
+        return make()
+    return in_turn(control, make, "model") if cut_over_ranks(config) else agreed(control, make, "model")
 
 
 def _building(config: Config) -> Any:
     """Where a model is built: in host memory, if no one device may hold all of it."""
-    if config.model_parallel > 1 and "tensorflow" in backends.imported():
-        return backends.load("tensorflow").building(config.model_parallel)
+    over_ranks = settings.cut_over_ranks(config)
+    if (config.model_parallel > 1 or over_ranks) and "tensorflow" in backends.imported():
+        return backends.load("tensorflow").building(config.model_parallel, over_ranks)
     return contextlib.nullcontext()
+
+
+def _outline(config: Config) -> Any:
+    """What builds a model without its values, which no rank holds all of where it is cut over ranks; or None."""
+    if cut_over_ranks(config) and "torch" in backends.imported():
+        return backends.load("torch").outline
+    return None
 
 
 def _threads(config: Config, facts: LaunchFacts, control: Control | None) -> int:
@@ -220,7 +252,12 @@ def _check_world(config: Config, control: Control) -> None:
     if other is not None:
         raise UserError(f"rank {other} read another configuration than rank 0", "the same on every rank",
                         "compare the config file, environment and arguments on their hosts")
-    for name, given in (("shares", config.shares), ("emulate_speed", config.emulate_speed),
+    copies = len(depths_of(config.pipeline.stages, config.pipeline.depths, control.size))
+    if config.shares and not isinstance(config.shares, Mapping) and len(config.shares) != copies:
+        raise UserError(f"shares has {len(config.shares)} entries for {copies} "
+                        + ("ranks" if copies == control.size else "copies of the model"),
+                        "one per " + ("rank" if copies == control.size else "copy"), f"give {copies} numbers")
+    for name, given in (("emulate_speed", config.emulate_speed),
                         ("peak_tflops", config.peak_tflops),
                         ("rebalance.max_micro_batch", config.rebalance.max_micro_batch)):
         if given and not isinstance(given, Mapping) and len(given) != control.size:
@@ -253,27 +290,41 @@ def _data(config: Config, data: Any, adapters: tuple[Any, ...]) -> tuple[Any, An
     return sources.resolve_splits(config.data.name, config.data.args, adapters)
 
 
-def _feeds(config: Config, spec: Spec, control: Control, train: Any, test: Any) -> tuple[Feed, Feed | None]:
-    """How each rank walks through the data."""
-    feed = Feed(train, config.global_batch, shuffle=config.data.shuffle, accumulate=config.accumulate,
+def _mesh(config: Config, control: Control) -> Mesh:
+    """The copies of the model; each rank has one where none is cut over ranks."""
+    depths = depths_of(config.pipeline.stages, config.pipeline.depths, control.size)
+    return Mesh.of(depths, control.rank)
+
+
+def _feeds(config: Config, spec: Spec, mesh: Mesh, control: Control, train: Any,
+           test: Any) -> tuple[Feed, Feed | None]:
+    """How each copy of the model walks through the data."""
+    feed = Feed(train, config.global_batch, shuffle=config.data.shuffle, accumulate=_micros(config, mesh),
                 weight_fn=spec.weight, even_micros=config.sync_batchnorm and control.size > 1,
-                **_cut(config, control))
+                **_cut(config, mesh, control))
     feed.check_ranks_agree()
     if test is None:
         return feed, None
-    test_feed = _eval_feed(config, control, test)
+    test_feed = _eval_feed(config, mesh, control, test)
     test_feed.check_ranks_agree()
     return feed, test_feed
 
 
-def _eval_feed(config: Config, control: Control, data: Any) -> Feed:
-    return Feed(data, config.global_batch, shuffle=False, **_cut(config, control))
+def _eval_feed(config: Config, mesh: Mesh, control: Control, data: Any) -> Feed:
+    micros: int | list[int] = _micros(config, mesh) if mesh.deepest > 1 else 1
+    return Feed(data, config.global_batch, shuffle=False, accumulate=micros, **_cut(config, mesh, control))
 
 
-def _cut(config: Config, control: Control) -> dict[str, Any]:
+def _micros(config: Config, mesh: Mesh) -> list[int]:
+    """Micro-batches of each copy in a step."""
+    return [settings.micro_batches(config, len(copy)) for copy in mesh.copies]
+
+
+def _cut(config: Config, mesh: Mesh, control: Control) -> dict[str, Any]:
     """What training and evaluation cut alike."""
-    return {"rank": control.rank, "size": control.size, "control": control, "shares": list(config.shares) or None,
-            "seed": config.seed, "micro_batch": config.micro_batch_limit, "prefetch": config.data.prefetch}
+    return {"rank": mesh.copy, "size": len(mesh.copies), "control": voices(control, mesh),
+            "shares": list(config.shares) or None, "seed": config.seed, "micro_batch": config.micro_batch_limit,
+            "prefetch": config.data.prefetch}
 
 
 def eval_feed(run: Run, data: Any) -> Feed:
@@ -284,7 +335,7 @@ def eval_feed(run: Run, data: Any) -> Feed:
         test = sources.interpret(data, "test", adapters)
         return sources.interpret(data, "train", adapters) if test is None else test
 
-    feed = _eval_feed(run.spelled, run.control, agreed(run.control, read, "data"))
+    feed = _eval_feed(run.spelled, run.mesh, run.control, agreed(run.control, read, "data"))
     feed.check_ranks_agree()
     return feed
 
@@ -303,6 +354,8 @@ def _callbacks(run: Run, more: Callable[[Run], list[Callback]] | None) -> list[C
     meter = Meter(config.rebalance.every_steps)
     if run.control.size > 1:
         own.append(meter)
+    if run.parts.layout is not None:
+        own.append(Stages())
     compression = AutoCompression() if config.compression == "auto" else None
     if config.balance != "off":
         own.append(Balance(meter, lambda: compression is not None and not compression.settled))
@@ -313,10 +366,11 @@ def _callbacks(run: Run, more: Callable[[Run], list[Callback]] | None) -> list[C
     own += [_own_callback(text) for text in config.callbacks]
     if config.trace.steps:
         own.append(Trace(config.trace))
-    one_model = run.control.size > 1 and run.collectives.name != "null"  # null: every rank trains its own
+    copies = len(run.mesh.copies) > 1 and run.collectives.name != "null"  # null: every rank trains its own
+    one_model = copies and run.parts.layout is None
     own += [System(), *([WhatIf()] if one_model else []), Recorder(meter)]
     own += more(run) if more else ()
-    if config.check_every and one_model:
+    if config.check_every and copies:
         own.append(Divergence(config.check_every))
     if config.audit and one_model:
         own.append(Audit(config.audit))

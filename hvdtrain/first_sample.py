@@ -20,6 +20,7 @@ from hvdtrain.cluster.exit import agreed
 from hvdtrain.data.feed import Feed
 from hvdtrain.errors import UserError
 from hvdtrain.misfit import out_of_memory, told
+from hvdtrain.pipeline.first_sample import walked
 from hvdtrain.protocols import Batch
 
 LEAST = 2
@@ -38,12 +39,30 @@ def check(run: Any, backend: Any) -> None:
     framework knows of: a counter or a random generator of the model's own has moved on.
     Errors: `UserError` on every rank for what does not fit; other exceptions of the model pass through.
     """
+    if run.parts.layout is not None:
+        _check_parts(run, backend)
+        return
+
     def work() -> None:
         _try(run, backend, run.feed, True)
         if run.eval_feed is not None:  # a stream of test data is opened when it is evaluated, no earlier
             _try(run, backend, run.feed if run.eval_feed.samples is None else run.eval_feed, False)
 
     agreed(run.control, work, "first sample")
+
+
+def _check_parts(run: Any, backend: Any) -> None:
+    """Do the same for a model that is cut over ranks, in micro-batches as training has them."""
+    def read(feed: Feed) -> list[Batch]:
+        n = max(1, _micro_batch(run.feed))
+        return list(_parts(_samples(feed, MOST), n))
+
+    train = agreed(run.control, lambda: read(run.feed), "first sample")
+    walked(run, backend, train, True)
+    if run.eval_feed is not None:
+        test = agreed(run.control, lambda: train if run.eval_feed.samples is None else read(run.eval_feed),
+                      "first sample")
+        walked(run, backend, test, False)
 
 
 def _try(run: Any, backend: Any, feed: Feed, training: bool) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -151,7 +152,8 @@ def _stepped(run: Run, batch: StepBatch) -> bool:
     run.phases.add("update", updated - voted)
     run.phases.step(updated - begin, batch.n_global, batch.n_local, len(batch.micros))
     run.updated = not bad
-    overflowed = parts.scale.update(bad)  # the same on every rank where they have voted
+    # The same on every rank where they have voted. What overflows on one stage shows in the loss of its copy.
+    overflowed = parts.scale.update([rank for r in bad for rank in run.mesh.copies[run.mesh.copy_of(r)]])
     if bad:
         parts.buffers.discard()
         dp.discard()
@@ -192,7 +194,9 @@ def _tell_not_finite(run: Run, batch: StepBatch, bad: list[int]) -> None:
     state = run.state
     state.bad_ranks, state.bad_where = bad, {}
     if not run.parts.stage.asynchronous:
-        state.bad_where = blame(run.parts, batch, bad, run.control)
+        origin = getattr(run.schedule, "origin", None)  # of a model that is cut over ranks
+        again = None if origin is None else partial(origin, batch, run.dp.scale(batch), run.dp)
+        state.bad_where = blame(run.parts, batch, bad, run.control, again)
         state.bad_ranks = sorted(state.bad_where) or bad
     run.emit(Event.NON_FINITE)
 
@@ -266,12 +270,14 @@ def _measured(run: Run, feed: Feed) -> dict[str, float]:
     evaluator = run.parts.evaluator
     pulse.at("evaluation", run.state.cursor.step)
     run.parts.buffers.sync()
-    adding = Evaluating(evaluator, run.recovery, run.state.cursor.step)
-    with contextlib.closing(feed.eval_epoch()) as batches:
-        for batch in batches:
-            adding.add(batch)
-    rows = run.control.gather((evaluator.totals(), adding.shortages))
-    mended(run, [shortages for _, shortages in rows])
+    again = True
+    while again:
+        adding = Evaluating(evaluator, run.recovery, run.state.cursor.step)
+        with contextlib.closing(feed.eval_epoch()) as batches:
+            for batch in batches:
+                adding.add(batch)
+        rows = run.control.gather((evaluator.totals(), adding.ended()))
+        again = mended(run, [shortages for _, shortages in rows])
     everyone = [totals for totals, _ in rows]
     names = list(dict.fromkeys(name for totals in everyone for name in totals))
     summed = {name: sum(t[name] for t in everyone if name in t) for name in names}

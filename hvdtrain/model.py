@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hvdtrain import backends
@@ -24,6 +25,9 @@ class Spec:
     ``task(model, batch) -> (loss_sum, weight)``; ``weight(batch) -> float`` of a numpy batch, needed where the weight
     is not the number of samples; ``metrics(model, batch) -> {name: (sum, weight)}`` beside a task;
     ``blocks(model) -> [(name, block)]``; ``example(B) -> (x_B, y_B)``.
+
+    ``again()``: builds the model once more, to the same initial weights, where a callable built it. ``model`` may be no
+    more than an outline without values then (`build_spec`), which `become` replaces.
     """
 
     name: str
@@ -34,6 +38,11 @@ class Spec:
     metrics: Callable[..., Any] | None = None
     blocks: Callable[..., Any] | None = None
     example: Callable[..., Any] | None = None
+    again: Callable[[], Any] | None = None
+
+    def become(self, model: Any) -> None:
+        """Take ``model`` in place of an outline of it."""
+        object.__setattr__(self, "model", model)
 
 
 _PARTS = ("task", "weight", "metrics", "blocks", "example")
@@ -48,24 +57,49 @@ def spec_of(model: Any, name: str = "") -> Spec:
 
 
 def build_spec(text: str, args: dict[str, Any], prepare: Callable[[], None],
-               scope: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Spec:
+               scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
+               outline: Callable[[], Callable[..., Any] | None] = lambda: None) -> Spec:
     """Import ``module:callable``, call it with ``args``, and collect its file's optional functions.
 
     ``prepare`` sets up and seeds the frameworks that are imported by then; a callable that imports its framework
     itself is called once more afterwards, so that its weights come from the seed. ``scope``: entered around each call.
+    ``outline``: gives what calls the builder in place of this function and returns a model without values, if
+    anything does; it also gets the file's ``block_names() -> [name]`` and ``build_block(name) -> block``, with ``args``
+    in them, where the file has both.
     """
     build = load_callable(text, "model")
-    prepare()
-    before = _frameworks()
-    with scope():
-        model = build if _is_model(build) else _call(build, text, args)
-    if _frameworks() != before and model is not build:
-        prepare()
+
+    def make() -> Any:
         with scope():
-            model = _call(build, text, args)
+            return _call(build, text, args)
+
+    def again() -> Any:
+        prepare()
+        return make()
+
+    def made() -> Any:
+        without_values = outline()
+        return make() if without_values is None else without_values(make, *_by_block(find, args))
+
     # The file that the user named comes first: its callable may be imported from elsewhere, or be a partial.
     homes = [load_module(text.rpartition(":")[0], "model"), sys.modules.get(getattr(build, "__module__", ""))]
-    return _spec(text, model, {p: next((f for h in homes if (f := getattr(h, p, None))), None) for p in _PARTS})
+
+    def find(part: str) -> Any:
+        return next((f for home in homes if (f := getattr(home, part, None))), None)
+
+    prepare()
+    before = _frameworks()
+    model = build if _is_model(build) else made()
+    if _frameworks() != before and model is not build:
+        prepare()
+        model = made()
+    return _spec(text, model, {part: find(part) for part in _PARTS}, None if model is build else again)
+
+
+def _by_block(find: Callable[[str], Any], args: dict[str, Any]) -> list[Callable[..., Any]]:
+    """A file's functions that build a model block by block, with the builder's arguments in them; [] without both."""
+    found = [find(part) for part in ("block_names", "build_block")]
+    return [partial(function, **args) for function in found] if all(map(callable, found)) else []
 
 
 def _is_model(thing: Any) -> bool:
@@ -97,9 +131,9 @@ def _call(build: Callable[..., Any], text: str, args: dict[str, Any]) -> Any:
         raise UserError(f"model {text} refused model_args {args}: {error}", do="correct model_args") from error
 
 
-def _spec(name: str, model: Any, parts: dict[str, Any]) -> Spec:
+def _spec(name: str, model: Any, parts: dict[str, Any], again: Callable[[], Any] | None = None) -> Spec:
     framework = backends.framework_of(model)
     usable = {p: f for p, f in parts.items() if callable(f)}
     if "task" not in usable:  # they speak of a task; without one a function of that name is something else
         usable = {p: f for p, f in usable.items() if p not in ("weight", "metrics")}
-    return Spec(name, model, framework, **usable)
+    return Spec(name, model, framework, **usable, again=again)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvdtrain.mesh import Layout
+from hvdtrain.pipeline.replicas import Replicas
 from hvdtrain.precision.policy import Precision
 from hvdtrain.precision.scaler import LossScale
 from hvdtrain.protocols import Buffers, Compile, Evaluator, ModelState, Ops, Optimizer, Params, Remat, Stage, Transform
@@ -19,6 +21,8 @@ class Parts:
     ``transforms``: in the order in which they are installed (`hvdtrain.transforms.ORDER`). ``ops_of_place``: of a model
     that is split, the array operations of each device. ``remat``: the one of ``transforms`` that recomputes blocks,
     None for a model without any. ``compile``: the one that computes in other ways, where the configuration asks for it.
+    ``layout``, ``replicas``: of a model that is cut over ranks, who has which block, and this rank's blocks by who else
+    has them; ``stage`` is an `hvdtrain.protocols.PipelineStage` then.
     """
 
     model: Any
@@ -35,6 +39,8 @@ class Parts:
     ops_of_place: Sequence[Ops] = ()
     remat: Remat | None = None
     compile: Compile | None = None
+    layout: Layout | None = None
+    replicas: Sequence[Replicas] = ()
     _installed: list[Transform] = field(default_factory=list)
 
     def install(self, collective: bool = True) -> None:

@@ -26,6 +26,7 @@ from hvdtrain.data_parallel.replicate import Replicate
 from hvdtrain.events import Event
 from hvdtrain.exchange.compressors import create
 from hvdtrain.faults import pulse
+from hvdtrain.mesh import Mesh
 from hvdtrain.model import Spec
 from hvdtrain.out_of_memory.recovery import Recovery
 from hvdtrain.parts import Parts
@@ -177,6 +178,8 @@ class Run:
     """``config`` with a value per rank in place of names of hosts and devices (`hvdtrain.placed`)."""
     devices: list[DeviceFacts] = field(default_factory=list)
     """What each rank computes on."""
+    mesh: Mesh = field(default_factory=lambda: Mesh.of([1], 0))
+    """The copies of the model, each a list of ranks."""
     dp: DataParallel = field(init=False)
     """How the copies of the model stay one; `hvdtrain.assemble` sets it when the first sample has gone through."""
     records: Stream = field(default_factory=Stream)

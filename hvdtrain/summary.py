@@ -6,13 +6,15 @@ import math
 from typing import IO, Any, cast
 
 from hvdtrain.memory_plan.kinds import shown
+from hvdtrain.pipeline import words
 from hvdtrain.run import Stdout, say
 
 
 MOST_RANKS = 8
 """Ranks that get a row of their own."""
 
-WORDS = {"slowest": "waiting for the slowest", "wire": "wire", "input": "input", "update": "update"}
+WORDS = {"slowest": "waiting for the slowest", "wire": "wire", "input": "input", "update": "update",
+         "stages": "stages waiting for each other"}
 
 
 def record(run: Any) -> dict[str, Any]:
@@ -24,6 +26,7 @@ def record(run: Any) -> dict[str, Any]:
         "model": run.spec.name,
         "ranks": run.control.size,
         "hosts": run.topology.describe(),
+        "pipeline": words.facts(run.parts.layout, run.config),
         "wire": run.collectives.name,
         "compression": run.dp.describe(),
         "global_batch": run.config.global_batch,
@@ -52,7 +55,7 @@ def rows(run: Any) -> list[tuple[str, str]]:
     per_rank = f"{r['ranks']} on {r['hosts']}"
     table = [("framework", f"{r['framework']}, {r['model']}"), ("ranks", per_rank),
              ("wire", f"{r['wire']}, compression {r['compression']}"), ("global batch", f"{r['global_batch']} samples"),
-             *r["step"].items(),
+             *([("pipeline", words.summary(r["pipeline"]))] if r["pipeline"] else []), *r["step"].items(),
              ("steps", f"{r['steps']} in {r['epochs']} epochs" + (f", stopped: {r['stop']}" if r["stop"] else "")),
              ("speed", f"{r['samples_per_s']:,.0f} samples/s" if r["samples_per_s"] else "too few steps to tell"),
              ("train loss", f"{r['loss']:.4g}" if r["loss"] is not None else "none")]
@@ -79,7 +82,7 @@ def _meter(run: Any) -> dict[str, Any] | None:
     ranks = [{name: _number(value) for name, value in row.items()} for row in found["ranks"]]
     return {"percent_of_solo": _number(found["percent_of_solo"]), "step_s": _number(found["step_s"]),
             "lost_percent": {cause: _number(value) for cause, value in found["lost_percent"].items()}, "ranks": ranks,
-            "advice": found["advice"]}
+            "of": "rank" if run.mesh.deepest == 1 else "copy", "advice": found["advice"]}
 
 
 def _ledger(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -172,8 +175,8 @@ def _efficiency(found: dict[str, Any]) -> list[tuple[str, str]]:
     lost = ", ".join(f"{WORDS[cause]} {percent:.1f} %" for cause, percent in found["lost_percent"].items())
     rows = [("efficiency", f"{found['percent_of_solo']:.0f} % of the sum of solo speeds"), ("time lost", lost)]
     for rank, row in list(enumerate(found["ranks"]))[:MOST_RANKS]:
-        rows.append((f"rank {rank}", f"{row['samples']:.4g} samples, compute {1e3 * row['compute_s']:.1f}, wait "
-                     f"{1e3 * row['wait_s']:.1f}, input {1e3 * row['data_s']:.1f}, update "
+        rows.append((f"{found['of']} {rank}", f"{row['samples']:.4g} samples, compute {1e3 * row['compute_s']:.1f}, "
+                     f"wait {1e3 * row['wait_s']:.1f}, input {1e3 * row['data_s']:.1f}, update "
                      f"{1e3 * row['update_s']:.1f} ms"))
     more = len(found["ranks"]) - MOST_RANKS
     return rows + ([("", f"and {more} ranks more")] if more > 0 else []) + [("advice", found["advice"])]

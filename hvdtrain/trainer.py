@@ -6,9 +6,10 @@ What `keras.Model.fit` takes beside model and data (callbacks, class weights, ne
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from hvdtrain import loop, summary
 from hvdtrain.assemble import assemble, eval_feed
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.callbacks.history import History
-from hvdtrain.checkpoint import session
+from hvdtrain.checkpoint import final, session
 from hvdtrain.checkpoint.contents import check_finite
 from hvdtrain.cluster import exit as exits
 from hvdtrain.cluster import quiet
@@ -224,6 +225,9 @@ def _extras(run: Run, callbacks: Sequence[Any], class_weight: dict[int, float] |
     if other is not None:
         raise UserError(f"callbacks hold a {type(other).__name__}", "callbacks of hvdtrain or of Keras",
                         "make it a subclass of hvdtrain.callbacks.base.Callback")
+    if keras_own and run.parts.layout is not None:
+        raise UserError(f"the Keras callback {type(keras_own[0]).__name__} with a pipeline over ranks, where no rank "
+                        "has all of the model", "callbacks of hvdtrain", "leave it out, or leave pipeline out")
     if not keras_own and not _by_compile(run):
         return [*own, History()]
     from hvdtrain.keras.bridge import Bridge
@@ -255,19 +259,28 @@ def _tell_keras(run: Run, class_weight: dict[int, float] | None) -> None:
 def export(run: Run) -> list[str]:
     """Write the final model under ``out/model`` on rank 0; return the file names there, on every rank. Collective."""
     run.parts.buffers.sync()
+    directory, parted = run.out / "model", run.parts.layout is not None
 
     def write() -> list[str]:
         if run.control.rank != 0:
             return []
-        directory = run.out / "model"
-        check_finite(run.parts.state.state()[0]["model"], trained(run.parts))
-        try:
+        if not parted:
+            check_finite(run.parts.state.state()[0]["model"], trained(run.parts))
+        with _room_for_the_model():
             directory.mkdir(parents=True, exist_ok=True)  # also where the run's directory was deleted meanwhile
-            return run.parts.state.export(directory)
-        except OSError as error:
-            raise UserError(f"the final model could not be written: {error}", "a writable directory with room",
-                            "free space; the last checkpoint holds the weights").of_kind(kind_of(error)) from None
-    return run.control.bcast(agreed(run.control, write, "export"))
+            return [] if parted else run.parts.state.export(directory)
+
+    names = run.control.bcast(agreed(run.control, write, "export"))
+    return final.write(run, directory, _room_for_the_model) if parted else names
+
+
+@contextlib.contextmanager
+def _room_for_the_model() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"the final model could not be written: {error}", "a writable directory with room",
+                        "free space; the last checkpoint holds the weights").of_kind(kind_of(error)) from None
 
 
 def _complete(run: Run) -> None:

@@ -1,4 +1,5 @@
-"""`balance: static` and `auto`: gives every rank the part of the batch that its speed asks for.
+"""`balance: static` and `auto`: gives every rank, or copy of a model that is cut over ranks, the part of the batch that
+its speed asks for.
 
 Owns the course of it: probe, plan, table, and in auto the new plans while training. The measuring is
 `hvdtrain.balance.probe`'s, the plans `hvdtrain.balance.plan`'s, the decision to change `hvdtrain.balance.rebalance`'s.
@@ -8,9 +9,10 @@ Every rank decides from the same numbers, and so alike (law 6).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain import backends
+from hvdtrain.balance import copies
 from hvdtrain.balance import plan as plans
 from hvdtrain.balance.line import Line
 from hvdtrain.balance.probe import probe, verified
@@ -21,9 +23,6 @@ from hvdtrain.callbacks.meter import Meter
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.data.sampler import Cut
 from hvdtrain.run import say
-
-if TYPE_CHECKING:
-    from hvdtrain.config import Config
 
 VERIFY_ROUNDS = 4
 """Plans that are tried against the devices' memory; one more is made from what they showed, and followed."""
@@ -45,8 +44,8 @@ class Balance(Callback):
 
     def fit_start(self, run: Any) -> None:
         """Probe and plan; a run that goes on in the world that its plan was made for keeps it."""
-        if run.control.size == 1:
-            run.note(f"balance {run.config.balance}: there is one rank, which takes all")
+        if len(run.mesh.copies) == 1:
+            run.note(f"balance {run.config.balance}: there is one {copies.called(run.mesh)}, which takes all")
             return
         if self._rebalancer is not None:  # a second fit of the same run
             self._follow(run, self._rebalancer.plan, run.state.cursor.step)
@@ -75,7 +74,7 @@ class Balance(Callback):
             return
         at = run.state.cursor.step + run.feed.ahead
         self._follow(run, new, at)
-        run.note(f"balance auto: from step {at} on the ranks take {_spelled(new.samples_P)} samples")
+        run.note(f"balance auto: from step {at} on the {_those(run)} take {_spelled(new.samples_P)} samples")
         self._log(run, "replan", from_step=at)
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,7 +92,7 @@ class Balance(Callback):
         """Probe, plan, cut by the plan from here on, and tell; collective, also for a rank alone."""
         kept = run.parts.state.rank_state()  # datasets and models draw random numbers
         try:
-            speeds = probe(run, backends.load(run.spec.framework))
+            speeds = self._probed(run)
             self._rebalancer, speeds = self._planned(run, speeds)
         finally:
             run.parts.state.load_rank(kept)
@@ -102,13 +101,19 @@ class Balance(Callback):
 
     # --- plans -----------------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def _probed(run: Any) -> list[Speed]:
+        return copies.probe(run) if run.mesh.deepest > 1 else probe(run, backends.load(run.spec.framework))
+
     def _planned(self, run: Any, speeds: list[Speed]) -> tuple[Rebalancer, list[Speed]]:
         """The best plan that every device's memory really holds."""
-        config, own = run.config, run.control.rank
+        own = run.control.rank
         lines = [s.line for s in speeds]
         ceilings = [s.ceiling for s in speeds]
         backend = backends.load(run.spec.framework)
-        made = plans.plan(lines, *_work(config, ceilings))
+        made = plans.plan(lines, *_work(run, ceilings))
+        if run.mesh.deepest > 1:  # ceilings are of the plan of the cut
+            return _controller(run, lines, ceilings, made), speeds
         for _ in range(VERIFY_ROUNDS):
             wanted = [part.micro_batch for part in made.parts]
             if not run.control.agree(run.devices[own].kind != "cpu" and wanted[own] > max(speeds[own].sizes)):
@@ -120,12 +125,12 @@ class Balance(Callback):
             if held == wanted:
                 break
             ceilings = [h if h < w else c for h, w, c in zip(held, wanted, ceilings)]
-            made = plans.plan(lines, *_work(config, ceilings))
+            made = plans.plan(lines, *_work(run, ceilings))
         # What a device has not been tried with it accumulates in a later plan: that one is not tried beforehand.
         ceilings = [c if device.kind == "cpu" else least(c, max(max(s.sizes), part.micro_batch))
                     for c, device, s, part in zip(ceilings, run.devices, speeds, made.parts)]
         found = [Speed(s.line, c, s.sizes, s.seconds, s.remembered) for s, c in zip(speeds, ceilings)]
-        return _controller(config, lines, ceilings, made), found
+        return _controller(run, lines, ceilings, made), found
 
     def _lowered(self, run: Any) -> bool:
         """Whether a rank ran out of memory below its ceiling: it is lowered, here and in the plan in force.
@@ -133,13 +138,14 @@ class Balance(Callback):
         Its share stays, until `balance: auto` finds that its micro-batches have become slow.
         """
         assert self._rebalancer is not None
-        known = self._rebalancer.ceilings_P or [0] * run.control.size
-        found = [least(c or 0, run.recovery.ceilings.get(rank, 0)) for rank, c in enumerate(known)]
+        known = self._rebalancer.ceilings_P or [0] * len(run.mesh.copies)
+        found = [least(c or 0, limit) for c, limit in zip(known, copies.lowest(run.mesh, run.recovery.ceilings))]
         if found == [c or 0 for c in known]:
             return False
         at = run.state.cursor.step + run.feed.ahead
         self._follow(run, self._rebalancer.lower(found), at)
-        ranks = [f"rank {r} holds {new}" for r, (old, new) in enumerate(zip(known, found)) if new != (old or 0)]
+        ranks = [f"{copies.called(run.mesh)} {r} holds {new}" for r, (old, new) in enumerate(zip(known, found))
+                 if new != (old or 0)]
         run.note(f"balance {run.config.balance}: {', '.join(ranks)} samples in a micro-batch from step {at} on")
         self._log(run, "ceilings", from_step=at, ceilings=found)
         return True
@@ -162,7 +168,7 @@ class Balance(Callback):
             return False
         config = run.config
         lines = [Line(*row) for row in self._kept["plan"]["lines"]]
-        self._rebalancer = _controller(config, lines, self._kept["ceilings"], plans.plan(lines, *_work(config)))
+        self._rebalancer = _controller(run, lines, self._kept["ceilings"], plans.plan(lines, *_work(run)))
         unfit = self._rebalancer.load_state_dict(self._kept["plan"])
         if unfit:
             run.note(f"balance: {unfit}; probing anew")
@@ -178,16 +184,16 @@ class Balance(Callback):
         """The table of the plan, and what it wins over equal parts."""
         assert self._rebalancer is not None
         made, config = self._rebalancer.plan, run.config
-        rows = plans.table(made, labels(run), [s.ceiling for s in speeds])
+        rows, heads = plans.table(made, copies.labels(run), [s.ceiling for s in speeds]), copies.columns(run.mesh)
         if run.control.rank == 0 and config.progress != "off":
-            for line in grid(plans.COLUMNS, rows):
+            for line in grid(heads, rows):
                 say(line)
         lines = [s.line for s in speeds]
-        equal = plans.equal(lines, *_work(config, [s.ceiling for s in speeds]))
+        equal = plans.equal(lines, *_work(run, [s.ceiling for s in speeds]))
         remembered = ", as measured before and confirmed" if all(s.remembered for s in speeds) else ""
         run.note(f"balance {config.balance}: {_spelled(made.samples_P)} samples; computing {1e3 * made.step_s:.1f} ms "
                  f"a step instead of {1e3 * equal.step_s:.1f} ms with equal parts, by the probe{remembered}")
-        self._log(run, "plan", columns=plans.COLUMNS, rows=rows,
+        self._log(run, "plan", columns=heads, rows=rows,
                   lines=[[s.line.a_s, s.line.c_s] for s in speeds], equal_s=equal.step_s, plan_s=made.step_s)
 
     def _advise(self, run: Any, wire_s: float) -> None:
@@ -195,9 +201,8 @@ class Balance(Callback):
         self._advised = True
         assert self._rebalancer is not None
         config = run.config
-        words = plans.advise_drop(self._rebalancer.lines_P, [(h.node, h.ranks) for h in run.topology.hosts],
-                                  config.global_batch, wire_s, self._rebalancer.ceilings_P, config.accumulate,
-                                  config.sync_batchnorm)
+        words = plans.advise_drop(self._rebalancer.lines_P, copies.hosts(run), config.global_batch, wire_s,
+                                  self._rebalancer.ceilings_P, copies.least_parts(run), config.sync_batchnorm)
         if words:
             run.note(f"balance: {words}")
 
@@ -207,15 +212,16 @@ class Balance(Callback):
         run.record("balance", stage=stage, samples=self._rebalancer.plan.samples_P, **fields)
 
 
-def _work(config: Config, ceilings_P: plans.Ceilings = None) -> tuple[int, plans.Ceilings, int, bool]:
+def _work(run: Any, ceilings_P: plans.Ceilings = None) -> tuple[int, plans.Ceilings, plans.Parts, bool]:
     """Return what `hvdtrain.balance.plan.plan` takes after the lines."""
-    return config.global_batch, ceilings_P, config.accumulate, config.sync_batchnorm
+    return run.config.global_batch, ceilings_P, copies.least_parts(run), run.config.sync_batchnorm
 
 
-def _controller(config: Config, lines_P: list[Line], ceilings_P: list[int], made: plans.Plan) -> Rebalancer:
+def _controller(run: Any, lines_P: list[Line], ceilings_P: list[int], made: plans.Plan) -> Rebalancer:
     """Make the controller that watches plan ``made``."""
+    config = run.config
     return Rebalancer(lines_P, config.global_batch, ceilings_P or None, made, config.rebalance.margin,
-                      config.rebalance.lasting, config.accumulate, config.sync_batchnorm)
+                      config.rebalance.lasting, copies.least_parts(run), config.sync_batchnorm)
 
 
 def cut_of(made: plans.Plan) -> Cut:
@@ -224,17 +230,15 @@ def cut_of(made: plans.Plan) -> Cut:
                tuple(part.micro_batch for part in made.parts))
 
 
-def labels(run: Any) -> list[plans.Label]:
-    """What the table calls each rank."""
-    return [plans.Label(run.topology.host_of(rank).node, device.name, dtype)
-            for rank, (device, dtype) in enumerate(zip(run.devices, run.parts.precision.names))]
-
-
 def grid(heads: Any, rows: list[list[str]]) -> list[str]:
     """Lines of a plain table, columns as wide as they need."""
     cells = [list(heads), *rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
+
+
+def _those(run: Any) -> str:
+    return "ranks" if run.mesh.deepest == 1 else "copies"
 
 
 def _spelled(samples_P: tuple[int, ...]) -> str:
@@ -250,4 +254,6 @@ def _world(run: Any) -> str:
     devices = ", ".join(f"{d.kind} {d.name}" for d in run.devices)
     keys = [run.spelled.precision, config.accumulate, config.micro_batch, run.spelled.rebalance.max_micro_batch,
             config.sync_batchnorm, config.threads, config.emulate_speed]
+    if run.mesh.deepest > 1:
+        keys += [run.mesh.copies, run.parts.layout.starts, config.pipeline]
     return f"{run.control.size} ranks, {run.topology.describe()}, {devices}, {keys}"

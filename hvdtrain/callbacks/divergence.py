@@ -17,7 +17,7 @@ from hvdtrain import backends
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.data_parallel.replicate import Replicate
 from hvdtrain.data_parallel.zero import Zero
-from hvdtrain.faults.divergence import Bits, Rows, judge
+from hvdtrain.faults.divergence import Bits, Diverged, Rows, judge
 from hvdtrain.faults.finite import spoken
 from hvdtrain.faults.fingerprint import Fingerprints, Prints
 from hvdtrain.faults.kinds import kinds
@@ -38,7 +38,8 @@ SAME_BITS = frozenset({"none", "fp16", "bf16", "int8", "topk"})
 class Divergence(Callback):
     """Compares at the start and the end of a fit, after its steps 2 and 8, and every ``every`` steps.
 
-    Copies that do not meet in every step are compared at the next step in which they do. Raises
+    Ranks that hold the same blocks are compared with each other, of a whole model all ranks. Copies that do not meet in
+    every step are compared at the next step in which they do. Raises
     `hvdtrain.faults.divergence.Diverged` on every rank.
     """
 
@@ -51,7 +52,8 @@ class Divergence(Callback):
         self._due = self._exact = False
         self._gather_s = math.inf
         self._kinds: list[str] = []
-        self._prints: Fingerprints | None = None
+        self._some: dict[tuple[int, ...], list[int]] = {}
+        self._prints: dict[tuple[int, ...], Fingerprints] = {}
 
     def fit_start(self, run: Any) -> None:
         """Compare what the run begins with."""
@@ -59,7 +61,13 @@ class Divergence(Callback):
         params, self._begin = run.parts.params, run.state.cursor.step
         # A further fit goes on with what the ranks hold: roundings have added up since the first one began.
         self._equal = min(self._begin, self._begin if self._equal is None else self._equal)
-        self._prints = Fingerprints(params.specs, params.flat, ops, run.config.model_parallel > 1)
+        self._some = {replicas.group.ranks: replicas.params(params.specs) for replicas in run.parts.replicas}
+        self._prints = {ranks: Fingerprints(params.specs, params.flat, ops, False, some)
+                        for ranks, some in self._some.items()}
+        if run.parts.layout is None:
+            everyone = tuple(range(run.control.size))
+            self._some = {everyone: list(range(len(params.specs)))}
+            self._prints = {everyone: Fingerprints(params.specs, params.flat, ops, run.config.model_parallel > 1)}
         self._kinds = kinds(run)
         self._exact = isinstance(run.dp, (Replicate, Zero))
         self._next = self._begin + (EVERY if self._every == "auto" else self._every)
@@ -67,7 +75,7 @@ class Divergence(Callback):
 
     def step_end(self, run: Any) -> None:
         """Compare where it is time to."""
-        if self._prints is None:  # single steps outside of a fit
+        if not self._prints:  # single steps outside of a fit
             return
         step = run.state.cursor.step
         # With zero each element comes from one rank, whatever the sums were.
@@ -83,32 +91,40 @@ class Divergence(Callback):
 
     def _compare(self, run: Any) -> None:
         """Gather the ranks' numbers and judge them; collective."""
-        assert self._prints is not None
         began_s = time.perf_counter()
         step = run.state.cursor.step
-        own = self._prints.prints() if len(set(self._kinds)) > 1 or not self._exact else self._prints.digests()
+        close = len(set(self._kinds)) > 1 or not self._exact
+        own = {ranks: prints.prints() if close else prints.digests() for ranks, prints in self._prints.items()}
         own_s = time.perf_counter() - began_s
         rows = run.control.gather((own, own_s, self._gather_s, _step_s(run.phases)))
         self._gather_s = time.perf_counter() - began_s - own_s
         found = [row[0] for row in rows]
-        if isinstance(own, Prints):
+        if not close and any(found[r][ranks] != of for each in found for ranks, of in each.items() for r in ranks):
+            close, found = True, run.control.gather({ranks: x.prints() for ranks, x in self._prints.items()})
+        if close:
             self._judge(run, found)
-        elif any(digests != own for digests in found):
-            self._judge(run, run.control.gather(self._prints.prints()))
         self._good, self._due = step, False
         if step >= self._next or self._every == "auto":
             self._next = step + (self._every if self._every != "auto" else stride(rows))
 
-    def _judge(self, run: Any, prints_P: list[Prints]) -> None:
-        """Raise what the fingerprints of all ranks tell, if they are apart."""
-        specs, step = run.parts.params.specs, run.state.cursor.step
-        sums_PV, norms_PV = np.array([p.sums for p in prints_P]), np.array([p.norms for p in prints_P])
-        bits = Bits(np.array([p.bits for p in prints_P], np.uint64), self._kinds) if self._exact else None
-        found = judge(Rows(sums_PV, sums_PV, norms_PV), [spoken(s.name) for s in specs], step,
-                      max(_eps(s.dtype) for s in specs), bits=bits, updates=step - (self._equal or 0),
-                      cause=lambda *_: self._cause(step))
-        if found is not None:
-            raise found
+    def _judge(self, run: Any, prints_P: list[dict[tuple[int, ...], Prints]]) -> None:
+        """Raise what the fingerprints of all ranks tell, if they are apart; the same on every rank, so collective where
+        a rank knows not all of the model."""
+        told = next(filter(None, (self._verdict(run, ranks, [prints_P[rank][ranks] for rank in ranks])
+                                  for ranks in self._prints)), None)
+        if run.parts.layout is not None:
+            told = next(filter(None, run.control.gather(told)), None)
+        if told is not None:
+            raise told
+
+    def _verdict(self, run: Any, ranks: tuple[int, ...], prints_G: list[Prints]) -> Diverged | None:
+        """What the fingerprints of ``ranks`` tell, which hold the same tensors."""
+        specs, step = [run.parts.params.specs[i] for i in self._some[ranks]], run.state.cursor.step
+        sums_GV, norms_GV = np.array([p.sums for p in prints_G]), np.array([p.norms for p in prints_G])
+        bits = Bits(np.array([p.bits for p in prints_G], np.uint64), [self._kinds[r] for r in ranks])
+        return judge(Rows(sums_GV, sums_GV, norms_GV), [spoken(s.name) for s in specs], step,
+                     max((_eps(s.dtype) for s in specs), default=0.0), ranks=ranks, bits=bits if self._exact else None,
+                     updates=step - (self._equal or 0), cause=lambda *_: self._cause(step))
 
     def _cause(self, step: int) -> str:
         if step == self._begin:

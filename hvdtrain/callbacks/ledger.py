@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.callbacks.base import Callback
+from hvdtrain.cluster.views import voices
 from hvdtrain.data import ledger as books
 from hvdtrain.data.ledger import Book, Sums
 from hvdtrain.data.sampler import epoch_order
@@ -94,7 +95,7 @@ class Ledger(Callback):
 
     def saving(self, run: Any) -> None:
         """Bring the ranks' sums together for `state_dict`. Collective."""
-        sums = books.from_limbs(run.control.sum(books.to_limbs(self._book.sums())))
+        sums = books.from_limbs(voices(run.control, run.mesh).sum(books.to_limbs(self._book.sums())))
         epoch, samples = self._at
         self._kept = {"epoch": epoch, "samples": samples, "count": sums.count, "sum": f"{sums.total:016x}",
                       "unknown": self._unknown, "skipped": self._skipped, "order": _order(run.feed),
@@ -134,7 +135,7 @@ class Ledger(Callback):
         ``order_n``: int64[N], or None where it does not matter: all numbers below ``samples``. Each rank adds up its
         part of what there must be.
         """
-        control, epoch = run.control, self._at[0]
+        control, epoch = voices(run.control, run.mesh), self._at[0]
         low, high = (samples * r // control.size for r in (control.rank, control.rank + 1))
         want = (books.sums_of_range(low, high, epoch) if order_n is None
                 else books.sums_of(order_n[low:high], epoch))

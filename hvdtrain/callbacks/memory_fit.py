@@ -46,7 +46,7 @@ class MemoryFit(Callback):
         if remat and run.parts.remat is None:
             run.note("remat auto: the model has no named blocks, so nothing is recomputed")
             remat = False
-        if self._state:
+        if self._state or run.parts.layout is not None:  # a stage alone is no pass to measure; its plan has counted it
             return
         if not (micro or remat):
             self._reckon(run)

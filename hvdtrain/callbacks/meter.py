@@ -25,7 +25,8 @@ LEAST_WINDOW_S = 0.1
 CLOSER = 3
 """Of the ``every_steps`` equal parts of a window, those that a window has in which a drastic change is looked at."""
 
-PHASES = ("data", "compute", "wait", "update")
+PHASES = ("data", "compute", "wait", "update", "idle")
+"""``idle``: the part of wait in which a stage of a model that is cut over ranks waits for others of its copy."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Window:
 
     ``ends``: the step after the last. ``own_s_P``: each rank's own seconds in forward, backward and update (the next
     backward waits for it too), the median of its full steps; ``latest_s_P``: of those in the last of the window's
-    ``every_steps`` parts; ``samples_P``, ``micros_P``: what it had in such a step. Empty without a full step.
+    ``every_steps`` parts; ``samples_P``, ``micros_P``: what it had in such a step. Empty without a full step. Of a
+    model that is cut over ranks all are by copy: its slowest rank's seconds, with those it waits for other stages.
     """
 
     ends: int
@@ -57,13 +59,13 @@ class _Step:
 
     @property
     def busy_s(self) -> float:
-        """Seconds without waiting for others."""
-        return self.step_s - self.seconds["wait"]
+        """Seconds without waiting for other copies."""
+        return self.step_s - self.seconds["wait"] + self.seconds["idle"]
 
     @property
     def own_s(self) -> float:
-        """Seconds of forward, backward and update."""
-        return self.seconds["compute"] + self.seconds["update"]
+        """Seconds of forward, backward and update, and between them those in which other stages compute."""
+        return self.seconds["compute"] + self.seconds["update"] + self.seconds["idle"]
 
 
 class Meter(Callback):
@@ -120,11 +122,11 @@ class Meter(Callback):
 
     def _mark(self, run: Any) -> None:
         p = run.phases
-        self._before = (p.step_s, dict(p.seconds), p.samples, p.own_samples, p.own_micros)
+        self._before = (p.step_s, _seconds(run), p.samples, p.own_samples, p.own_micros)
 
     def _since_mark(self, run: Any) -> _Step:
         p, (step_s, seconds, samples, own, micros) = run.phases, self._before
-        spent = {name: p.seconds[name] - seconds[name] for name in PHASES}
+        spent = {name: so_far - seconds[name] for name, so_far in _seconds(run).items()}
         return _Step(p.step_s - step_s + spent["data"], spent, p.own_samples - own, p.own_micros - micros,
                      p.samples - samples == min(run.config.global_batch, run.feed.samples or math.inf))
 
@@ -138,8 +140,10 @@ class Meter(Callback):
                            for some in (full, full[-self._part_steps:]))
         last = full[-1] if full else steps[-1]
         rows = run.control.gather((sums, own_s, latest_s, last.samples, last.micros))
-        window_P, *seen = zip(*rows)
-        own_s_P, latest_s_P, samples_P, micros_P = seen if full else ((),) * 4
+        window_P = [sums for sums, *_ in rows]
+        own_s_P, latest_s_P, samples_P, micros_P = zip(*(
+            (max(rows[r][1] for r in ranks), max(rows[r][2] for r in ranks), *rows[ranks[0]][3:])
+            for ranks in run.mesh.copies)) if full else ((),) * 4
         self._sums_P = [[a + b for a, b in zip(old, new)] for old, new in zip(self._sums_P, window_P)] or [*window_P]
         self._counted += len(steps)
         self.reading = _reading(run, self._sums_P, self._counted)
@@ -150,16 +154,41 @@ class Meter(Callback):
             self._part_steps = max(1, math.ceil(LEAST_WINDOW_S / (self._every * longest_s)))
 
 
+def _seconds(run: Any) -> dict[str, float]:
+    """This rank's seconds so far by phase."""
+    return {**run.phases.seconds, "idle": run.schedule.idle_s if run.mesh.deepest > 1 else 0.0}
+
+
+def _row(ranks: Sequence[Row], idle_s: Sequence[float]) -> Row:
+    """What a copy does in a step, from what its ranks do: it computes until its last rank has done so.
+
+    It waits for other copies and the exchange as long as the rank that waits least for anyone.
+    """
+    slowest_s = max(row.compute_s + idle for row, idle in zip(ranks, idle_s))
+    return Row(ranks[0].samples, max(row.data_s for row in ranks), slowest_s,
+               max(0.0, min(row.wait_s - idle for row, idle in zip(ranks, idle_s))),
+               max(row.update_s for row in ranks))
+
+
 def _reading(run: Any, sums_P: Sequence[Sequence[float]], steps: int) -> Reading:
     """Read what came of ``steps`` steps; each rank's sums: step, busy with samples, samples, seconds by phase."""
-    rows = [Row(samples / steps, *(seconds / steps for seconds in phases)) for _, _, samples, *phases in sums_P]
-    labels = [f"rank {rank} on {run.topology.host_of(rank).node}" for rank in range(len(rows))]
+    by_rank = [Row(samples / steps, *(seconds / steps for seconds in phases[:4])) for _, _, samples, *phases in sums_P]
+    idle_s_P = [sums[-1] / steps for sums in sums_P]
+    copies = run.mesh.copies
+    cut = len(copies) < len(by_rank)
+    rows = [_row([by_rank[r] for r in ranks], [idle_s_P[r] for r in ranks]) for ranks in copies] if cut else by_rank
+    labels = [f"rank {r} on {run.topology.host_of(r).node}" for r in range(len(rows))]
+    if cut:
+        labels = [f"copy {c} (ranks {', '.join(map(str, sorted(ranks)))})" for c, ranks in enumerate(copies)]
     share = -(-run.config.global_batch // len(rows))
     lines = run.solo_lines or [None] * len(rows)
-    solo = [samples / busy_s if busy_s > 0 else share / line.seconds(share, 1) if line else 0.0
-            for (_, busy_s, samples, *_), line in zip(sums_P, lines)]
-    return read(rows, max(total for total, *_ in sums_P) / steps, labels, run.config.balance,
-                run.dp.compression, solo, len(run.topology.hosts), _crowded(run.topology.hosts))
+    busy_s = [max(sums_P[r][1] for r in ranks) for ranks in copies]
+    solo = [sums_P[ranks[0]][2] / own_s if own_s > 0 else share / line.seconds(share, 1) if line else 0.0
+            for ranks, own_s, line in zip(copies, busy_s, lines)]
+    step_s = max(sums[0] for sums in sums_P) / steps
+    stages = sum(row.compute_s for copy, row in zip(copies, rows) for _ in copy) - sum(r.compute_s for r in by_rank)
+    return read(rows, step_s, labels, run.config.balance, run.dp.compression, solo, len(run.topology.hosts),
+                _crowded(run.topology.hosts), 100 * stages / (step_s * len(by_rank)) if cut and step_s > 0 else None)
 
 
 def _crowded(hosts: Sequence[Host]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from hvdtrain.balance.meter import Reading
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.callbacks.meter import Meter
+from hvdtrain.pipeline.words import facts
 from hvdtrain.records import schema
 
 
@@ -24,6 +25,7 @@ class Recorder(Callback):
         """Configuration, world and notes."""
         per_epoch = run.feed.steps_per_epoch
         run.record("start", schema=schema.VERSION, world_size=run.control.size, hosts=run.topology.describe(),
+                   pipeline=facts(run.parts.layout, run.config),
                    notes=list(run.notes), framework=run.spec.framework, model=run.spec.name, wire=run.collectives.name,
                    memory=run.memory, config=run.config.to_dict(), epochs=run.config.epochs,
                    steps=_steps(per_epoch, run.config.epochs, run.config.max_steps), pid=os.getpid())

@@ -12,6 +12,7 @@ BENCHES = {
     "step": "whole training steps, also against plain PyTorch, Keras and their other trainers (--peers)",
     "mixed": "ranks of unlike speed: part of the sum of their solo speeds that hvdtrain and its peers reach",
     "whatif": "a step without one of its ranks: as a run reckons it, and as it is when that rank is left out",
+    "pipeline": "a model cut over ranks, against PyTorch's own pipeline and against whole copies, under one quota",
     "finite": "CPU time that looking whether summed gradients are finite costs; under mpirun, or alone",
     "saves": "what checkpoints cost the training that they are taken of; under mpirun, or alone",
     "memory": "most memory that a rank holds while it trains, unsharded and under ZeRO; starts a job for each",

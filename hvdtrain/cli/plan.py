@@ -32,6 +32,9 @@ samples are measured.
 --json FILE also writes the memory plan there. --check then trains three steps, without saves, and prints what was
 measured beside the plan.
 
+With --pipeline either prints where the model would be cut over ranks, what each stage would hold, and the predicted
+step and idle share; without --memory then the part of the batch of each copy, where there are several.
+
 python -m hvdtrain train --help tells all options.
 """
 
@@ -51,9 +54,12 @@ def main(argv: list[str]) -> int:
         return 0
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from hvdtrain.cluster import exit_calls
+    from hvdtrain.pipeline.settings import cut_over_ranks
 
     with exit_calls.told():
-        if memory:
+        if memory and cut_over_ranks(config):
+            _stages(config, check, target)
+        elif memory:
             _memory(config, check, target)
         else:
             _shares(config)
@@ -86,7 +92,25 @@ def _shares(config: Any) -> None:
 
     options = replace(config.rebalance, probe_cache=False)
     run = assemble(replace(config, balance="static", shares=[], resume="", rebalance=options))
-    Balance(Meter(1)).plan(run)
+    if run.mesh.deepest == 1 or len(run.mesh.copies) > 1:
+        Balance(Meter(1)).plan(run)
+
+
+def _stages(config: Any, check: bool, target: str) -> None:
+    """Print where the model would be cut over ranks, and what each stage would hold: making it prints the table."""
+    from hvdtrain.assemble import assemble
+    from hvdtrain.cluster.exit import agreed
+    from hvdtrain.pipeline.plan import Planned
+    from hvdtrain.pipeline.table import record
+
+    if check:
+        raise UserError("--check with a pipeline over ranks", "a training, whose summary has peaks of memory, and "
+                        "planned and measured stages", "leave --check out")
+    run = assemble(replace(config, balance="off", resume=""))
+    layout = run.parts.layout
+    assert isinstance(layout, Planned)
+    agreed(run.control, lambda: _written(record(layout), target if run.control.rank == 0 else ""), "--json")
+    run.leave()
 
 
 def _memory(config: Any, check: bool, target: str) -> None:
@@ -116,7 +140,7 @@ def _memory(config: Any, check: bool, target: str) -> None:
         if rows:
             table.show(f"blocks recomputed in a trial of {measured.block_samples} samples on rank 0", blocks.COLUMNS,
                        rows, launched=run.control.size > 1)
-    agreed(run.control, lambda: _written(plan, target if run.control.rank == 0 else ""), "--json")
+    agreed(run.control, lambda: _written(plan.to_dict(), target if run.control.rank == 0 else ""), "--json")
     if check:
         from hvdtrain.memory_plan.check import checked
 
@@ -124,11 +148,11 @@ def _memory(config: Any, check: bool, target: str) -> None:
     run.leave()
 
 
-def _written(plan: Plan, target: str) -> None:
+def _written(plan: dict[str, Any], target: str) -> None:
     """Write the plan as JSON; `UserError` where that cannot be."""
     try:
         if target:
-            Path(target).write_text(json.dumps(plan.to_dict(), indent=1) + "\n", encoding="utf-8")
+            Path(target).write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"the memory plan could not be written: {error}", "a writable file", "correct --json") from None
 

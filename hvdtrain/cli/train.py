@@ -173,9 +173,11 @@ def _files(paths: list[str | None]) -> dict[str, Any]:
         _check_tree(found, Config, "", f"in {path}")
         for name, value in found.items():
             before = whole.get(name, {})
-            if name in schema.named_sections(Config) and isinstance(value, str):
-                kept = {k: v for k, v in before.items() if k != "args" or not _another(before.get("name"), value)}
-                whole[name] = {**kept, "name": value}
+            key = schema.bare(Config, name, value)
+            if key:
+                kept = {k: v for k, v in before.items()
+                        if k != "args" or key != "name" or not _another(before.get("name"), value)}
+                whole[name] = {**kept, key: value}
             else:
                 whole[name] = {**before, **value} if name in schema.sections(Config) else value
     return whole
@@ -202,7 +204,7 @@ def _spelled_out(layers: list[list[Option]], base: dict[str, Any]) -> list[Optio
     A bare name that is another than an earlier layer's comes without that layer's args, which are the other's;
     args of its own layer are its own, whichever comes first.
     """
-    sections = schema.named_sections(Config)
+    deep, sections = schema.sections(Config), schema.named_sections(Config)
     names = {name: base[name].get("name") for name in sections if name in base}
     out: list[Option] = []
     for layer in layers:
@@ -210,11 +212,12 @@ def _spelled_out(layers: list[list[Option]], base: dict[str, Any]) -> list[Optio
         spelled: list[Option] = []
         now = dict(names)
         for name, value, where in (o for o in layer if o[0] not in ("config", "print_config")):
-            found = recipe.load(value or "", where) if name in sections else None
-            if isinstance(found, str):
-                if _another(names.get(name), found):
+            found = recipe.load(value or "", where) if name in deep else None
+            key = schema.bare(Config, name, found)
+            if key:
+                if key == "name" and _another(names.get(name), str(found)):
                     cleared.append((f"{name}.args", "{}", where))
-                name, value = f"{name}.name", found
+                name, value = f"{name}.{key}", str(found)
             section, _, key = name.partition(".")
             if section in sections and key == "name":
                 now[section] = value
@@ -235,7 +238,7 @@ def _check_tree(found: Any, cls: type, prefix: str, where: str) -> None:
             text = f"{prefix}{name}"
             below = f"a section: {text.partition('.')[0]}: with {text.partition('.')[2]}: below it"
             raise UserError(f"there is no key {text!r} {where}", below if text in _hints() else _meant(text), HELP)
-        if isinstance(value, str) and not prefix and name in schema.named_sections(cls):
+        if not prefix and schema.bare(cls, name, value):
             continue
         if name in deep and isinstance(value, dict):
             _check_tree(value, deep[name], f"{prefix}{name}.", where)

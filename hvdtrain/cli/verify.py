@@ -27,6 +27,7 @@ from hvdtrain.cli import train
 from hvdtrain.curve import Tolerance
 from hvdtrain.errors import UserError
 from hvdtrain.outdir import COMPLETED
+from hvdtrain.pipeline.settings import cut_over_ranks
 from hvdtrain.run import say
 
 Case = tuple[int, tuple[int, ...] | None]
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> int:
         rest = [*DEFAULTS, *rest]
     with orderly_signals(), tempfile.TemporaryDirectory(prefix="hvdtrain-verify-") as temp:
         cases: list[Case] = [(n, None) for n in ranks]
-        cases += [(n, uneven(n)) for n in ranks if n > 1 and args.uneven]
+        cases += [(n, uneven(cut(rest, n)[1])) for n in ranks if args.uneven and cut(rest, n)[1] > 1]
         outs = [_train(case, Path(temp), args, rest) for case in cases]
         reference = weights_of(outs[0])
         rows = [Row.of(case, reference, weights_of(out)) for case, out in zip(cases[1:], outs[1:])]
@@ -145,12 +146,31 @@ def parts_of(rest: Sequence[str]) -> int:
     return max(config.accumulate, -(-config.global_batch // (config.micro_batch_limit or config.global_batch)))
 
 
+def cut(rest: Sequence[str], n: int) -> tuple[list[str], int]:
+    """(options for ``n`` ranks beside the user's, copies of the model then).
+
+    Where the user cuts the model over ranks, a number of ranks that makes up no such copies trains it whole.
+    """
+    try:
+        config = train.parse(list(rest))
+    except UserError:  # the first run tells it
+        return [], n
+    assert config is not None
+    stages, depths = config.pipeline.stages, config.pipeline.depths
+    if not cut_over_ranks(config):
+        return [], n
+    if sum(depths) == n or not depths and n % stages == 0:
+        return [], len(depths) or n // stages
+    return ["--pipeline.stages", "1", "--pipeline.depths", "[]", "--pipeline.cut", "[]"], n
+
+
 def _train(case: Case, temp: Path, args: argparse.Namespace, rest: Sequence[str], parts: int = 0) -> Path:
     """One job, with its batch cut into ``parts`` micro-batches if that is not 0; returns its directory."""
     n, shares = case
     out = temp / (f"np{n}" + ("-uneven" if shares else "") + (f"-{parts}-parts" if parts else ""))
     command = [*rest, "--max_steps", str(args.steps), "--epochs", "1000000", "--eval_every", "0",
                "--checkpoint.every", "off", "--checkpoint.at_end", "false", "--progress", "off"]
+    command += cut(rest, n)[0]
     if shares:
         command += ["--shares", str(list(shares))]
     if parts:

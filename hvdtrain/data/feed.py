@@ -65,12 +65,13 @@ class Feed:
 
     def __init__(self, data: Source | Stream, global_batch: int, *, rank: int = 0, size: int = 1,
                  shares: Sequence[float] | None = None, seed: int = 0, shuffle: bool = True,
-                 accumulate: int = 1, micro_batch: int = 0, control: Control | None = None,
+                 accumulate: int | Sequence[int] = 1, micro_batch: int = 0, control: Control | None = None,
                  weight_fn: WeightFn | None = None, prefetch: int = 2, even_micros: bool = False) -> None:
         assert 0 <= rank < size and isinstance(data, (Source, Stream))
         at_least("global_batch", global_batch, 1)
         at_least("data.prefetch", prefetch, 0)
-        micro_batches(0, accumulate, micro_batch)
+        for each in (accumulate,) if isinstance(accumulate, int) else accumulate:
+            micro_batches(0, each, micro_batch)
         self.data: Any = data
         self.global_batch, self.prefetch = int(global_batch), prefetch
         self.rank, self.size, self.seed, self.shuffle = rank, size, seed, shuffle

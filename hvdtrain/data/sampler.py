@@ -71,10 +71,11 @@ class Cut:
     micro_batch_P: tuple[int, ...]
 
     @classmethod
-    def of(cls, shares_P: Sequence[float], accumulate: int = 1, micro_batch: int = 0) -> Cut:
-        """A cut with the same micro-batches on every rank."""
+    def of(cls, shares_P: Sequence[float], accumulate: int | Sequence[int] = 1, micro_batch: int = 0) -> Cut:
+        """A cut with the same micro-batches on every rank; ``accumulate`` may have an entry for each."""
         P = len(shares_P)
-        return cls(tuple(float(s) for s in shares_P), (accumulate,) * P, (micro_batch,) * P)
+        accumulate_P = (accumulate,) * P if isinstance(accumulate, int) else tuple(accumulate)
+        return cls(tuple(float(s) for s in shares_P), accumulate_P, (micro_batch,) * P)
 
     def offsets(self, n: int) -> np.ndarray:
         """Rank r takes [offsets[r], offsets[r+1]) of ``n`` samples; int64[P+1]."""

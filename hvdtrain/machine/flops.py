@@ -57,12 +57,15 @@ class Usage:
         devices = run.config.model_parallel if device.kind != "cpu" else 1
         self.peak_flops, self.source = peak(device, self._backend.product_type(run.parts), given[rank] if given else 0,
                                             devices)
+        self._part = run.parts.layout is not None
         self.flops, self.why = self._before(run, sample) if self.peak_flops else (None, "no peak is known")
         self._begin = self._last = self._now(run)
         self._begun = False
 
     def _before(self, run: Any, sample: Callable[[int], Any]) -> Count:
         """Count by a pass, where the framework is counted so; it leaves nothing behind. Never raises."""
+        if self._part:
+            return None, "operations of a model that is cut over ranks are not counted"
         kept = run.parts.state.rank_state()  # datasets that are read draw random numbers too
         try:
             return self._backend.flops_of_pass(run.parts, sample(SAMPLES))  # type: ignore[no-any-return]
@@ -80,7 +83,7 @@ class Usage:
 
     def latest(self, run: Any, over_all: bool = False) -> float | None:
         """Return the utilisation since the call before, or with ``over_all`` since the first steps."""
-        if self.flops is None and self.peak_flops:
+        if self.flops is None and self.peak_flops and not self._part:
             self.flops, self.why = self._after(run)
         now, before = self._now(run), self._begin if over_all else self._last
         self._last = now

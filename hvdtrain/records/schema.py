@@ -38,6 +38,8 @@ EVENTS = {
         "schema": "version of this log",
         "world_size": "ranks",
         "hosts": "the hosts in words",
+        "pipeline": "of a model that is cut over ranks, else null: order, copies (the ranks of each, by stage), blocks "
+        "(of each copy, by stage)",
         "notes": "remarks made before",
         "framework": "torch, tensorflow or numpy",
         "model": "the model's name",
@@ -79,6 +81,15 @@ EVENTS = {
         "equal_s": "seconds of a step with equal parts", "plan_s": "seconds of a step with these",
         "from_step": "first step with these parts", "ceilings": "rank -> most samples of a micro-batch",
     }),
+    "pipeline": Event("How a model is cut over ranks: at the start as planned, at the end as measured.", {
+        "stage": "planned or measured",
+        "stages": "by copy and stage: copy, stage, rank, host, device, blocks; busy_s: seconds of a step in forward "
+                  "and backward; micro_batches of a step; parameters_bytes, gradients_bytes, optimizer_bytes, "
+                  "activations_bytes as planned; capacity_bytes, 0: not known",
+        "step_s": "seconds of a step's forwards and backwards", "idle_share": "part of the ranks' time, without input, "
+        "update and exchange, in which they wait for other stages or copies",
+        "wire_s": "seconds of a step in the exchange between copies", "steps": "full steps measured; null: planned",
+    }, "where a model is cut over ranks"),
     "compression": Event("Compression auto has decided or checked.", {
         "stage": "decided or checked", "choice": "compressor", "reason": "in words", "base": "what was measured of a "
         "step without one", "rows": "each compressor's reckoning", "refused": "those that cannot be used, and why",
@@ -93,7 +104,8 @@ EVENTS = {
     }),
     "meter": Event("How the ranks' time was used, over the run; before end.", {
         "percent_of_solo": "percent of the sum of solo speeds", "step_s": "mean seconds of a step",
-        "lost_percent": "cause -> percent of the ranks' time", "ranks": "by rank: samples and seconds of a mean step",
+        "lost_percent": "cause -> percent of the ranks' time", "ranks": "by rank, or by copy of a model that is cut "
+        "over ranks: samples and seconds of a mean step",
         "advice": "what to do, in words",
     }),
     "seconds": Event("Where each rank's seconds went since the record of this kind before.", {
@@ -102,6 +114,7 @@ EVENTS = {
         "ranks": "by rank, cause -> seconds; causes: hvdtrain.timeline.CAUSES; together the rank's whole time",
         "waits": "[rank, for whom, seconds] of each rank's longest waits, the longest first; for itself: for whom is "
                  "not known",
+        "idles": "[rank, for whom, seconds] that a stage of a pipeline waited for another one; none: []",
     }, "about every 5 s, and last of all, after end"),
     "system": Event("What each rank's process and device hold and do.", {
         "ranks": "by rank: rss_bytes, swap_bytes, cpu_percent (200: two busy cores), quota_percent (of the periods "

@@ -134,6 +134,22 @@ class Facts:
         """Host by rank, as far as the log tells it; "" where it does not."""
         return by_rank(self.log.last("environment").get("hosts"), str(self.start.get("hosts") or ""), self.ranks)
 
+    @cached_property
+    def copies(self) -> list[list[int]]:
+        """The ranks of each copy of the model, by stage; [] where no model is cut over ranks, or nobody tells."""
+        found = self.start.get("pipeline")
+        rows = found.get("copies") if isinstance(found, dict) else None
+        copies = [[r for r in row if isinstance(r, int)] for row in rows or () if isinstance(row, list)]
+        return copies if sorted(r for row in copies for r in row) == list(range(self.ranks)) else []
+
+    def stage(self, rank: int) -> str:
+        """Say which stage of the model a rank has, and of which copy where there are several; "" of a whole model."""
+        for copy, ranks in enumerate(self.copies):
+            if rank in ranks and len(ranks) > 1:
+                of = f" of copy {copy}" if len(self.copies) > 1 else ""
+                return f"stage {ranks.index(rank)}{of}"
+        return ""
+
     def who(self, rank: int) -> str:
         """Say a rank with its host."""
         host = self.hosts[rank] if 0 <= rank < len(self.hosts) else ""

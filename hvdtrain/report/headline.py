@@ -35,7 +35,8 @@ def of(facts: Facts) -> list[str]:
             if len(hosts) == 1
             else f" on {count(len(hosts), 'host')} ({', '.join(hosts[:6])})" if hosts else ""
         )
-        parts.append(f"{count(facts.ranks, 'rank')}{where}")
+        cut = f" in {count(len(facts.copies), 'pipeline')}" if any(len(one) > 1 for one in facts.copies) else ""
+        parts.append(f"{count(facts.ranks, 'rank')}{cut}{where}")
     batch = facts.config.get("global_batch")
     parts += [f"global batch {batch:,}"] if isinstance(batch, int) else []
     parts += [f"began {moment(facts.begin_s)}"] if math.isfinite(facts.begin_s) else []

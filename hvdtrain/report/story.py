@@ -21,6 +21,7 @@ LITTLE = 4.0
 
 CAUSE_WORDS = {
     "start": "starting", "input": "waiting for data", "compute": "computing", "wait": "waiting for other ranks",
+    "idle": "waiting for other stages", "channel": "sending between stages",
     "wire": "exchanging gradients", "update": "updating", "checkpoint": "saving", "evaluation": "evaluating",
     "other": "other work",
 }

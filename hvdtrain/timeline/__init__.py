@@ -17,7 +17,7 @@ from hvdtrain.timeline import birth
 from hvdtrain.timeline.clock import CAUSES, Clock
 from hvdtrain.timeline.stood import Blocked, Stood
 
-__all__ = ["CAUSES", "Blocked", "Taker", "Timeline", "active", "blocked", "current", "span", "stamped"]
+__all__ = ["CAUSES", "Blocked", "Taker", "Timeline", "active", "blocked", "current", "idle", "span", "stamped"]
 
 _local = threading.local()
 
@@ -36,10 +36,10 @@ class Taker(Protocol):
 class Timeline:
     """One rank's: ``clock`` gives its seconds to causes, ``taker`` takes spans while a trace is being taken.
 
-    ``stood``: the exchanges in which it stood. ``step``: the one at work, or the latest. ``closely``: what can tell a
-    trace more, at a cost, is to do so. ``marks``: begin and end a range in the eyes of a device's profiler, called
-    around each span of the run's own thread. A new one gives all that has passed since its process began to "start",
-    and goes on so until `begin`.
+    ``idle_s``: rank -> seconds that it waited for that stage of a pipeline. ``stood``: the exchanges in which it stood.
+    ``step``: the one at work, or the latest. ``closely``: what can tell a trace more, at a cost, is to do so.
+    ``marks``: begin and end a range in the eyes of a device's profiler, called around each span of the run's own
+    thread. A new one gives all that has passed since its process began to "start", and goes on so until `begin`.
     """
 
     def __init__(self) -> None:
@@ -50,6 +50,7 @@ class Timeline:
         self.closely = False
         self.marks: tuple[Callable[[str], Any], Callable[[], Any]] | None = None
         self.stood = Stood()
+        self.idle_s: dict[int, float] = {}
         self.step = 0
 
     @property
@@ -125,6 +126,18 @@ class span:  # noqa: N801  (read as a statement: with span("update"))
             taker.take(self.name, lane.name, self._begin, time.perf_counter(), self.args, self.cause)
         if self._marks is not None:
             self._marks[1]()
+
+
+@contextlib.contextmanager
+def idle(rank: int) -> Iterator[None]:
+    """Enclose waiting for ``rank``, another stage of a pipeline, to send."""
+    begin = time.perf_counter()
+    with span(f"wait for rank {rank}", "idle"):
+        yield
+    lane: _Lane | None = getattr(_local, "lane", None)
+    if lane is not None and lane.main:
+        waits = lane.timeline.idle_s
+        waits[rank] = waits.get(rank, 0.0) + time.perf_counter() - begin
 
 
 class blocked:  # noqa: N801  (read as a statement: with blocked("vote"))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-CAUSES = ("start", "input", "compute", "wait", "wire", "update", "checkpoint", "evaluation", "other")
-"""``wait``: for ranks that come later to an exchange; ``wire``: for the exchange itself, when all have come."""
+CAUSES = ("start", "input", "compute", "idle", "channel", "wait", "wire", "update", "checkpoint", "evaluation", "other")
+"""``idle``: for another stage of a pipeline; ``channel``: for what stages send each other to be copied and to arrive.
+``wait``: for ranks that come later to an exchange; ``wire``: for the exchange itself, when all have come."""
 
 
 class Clock:

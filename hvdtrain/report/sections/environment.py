@@ -35,6 +35,8 @@ def make(facts: Facts) -> Section | None:
         blocks.append(Table("Hosts", ["host", "ranks", "cores", "memory", "processor"], rows, words=frozenset({4})))
     elif facts.start.get("hosts"):
         blocks.append(Table("Hosts", ["hosts"], [[str(facts.start["hosts"])]], words=frozenset({0})))
+    if cut_over_ranks := _pipeline(facts):
+        blocks.append(cut_over_ranks)
     devices, clocks = found.get("devices"), facts.log.last("clocks").get("ranks")
     per_rank = _per_rank(
         facts, devices if isinstance(devices, list) else [], clocks if isinstance(clocks, list) else []
@@ -48,6 +50,20 @@ def make(facts: Facts) -> Section | None:
     if rows:
         blocks.append(Table("Versions", ["package", "version"], rows, folded=len(rows) > 12))
     return Section("environment", "Environment", "", blocks) if blocks else None
+
+
+def _pipeline(facts: Facts) -> Table | None:
+    """Which rank has which blocks of a model that is cut over ranks."""
+    told = facts.start.get("pipeline")
+    named = told.get("blocks") if isinstance(told, dict) else None
+    rows = []
+    for copy, ranks in enumerate(facts.copies):
+        blocks = named[copy] if isinstance(named, list) and copy < len(named) else ()
+        for stage, rank in enumerate(ranks):
+            own = blocks[stage] if isinstance(blocks, list) and stage < len(blocks) else ""
+            rows.append([str(copy), str(stage), facts.who(rank), cut(own, 120)])
+    return Table("The model over the ranks", ["copy", "stage", "", "blocks"], rows[:MOST], words=frozenset({3})
+                 ) if rows else None
 
 
 def _ranks(ranks: Any) -> str:

@@ -19,6 +19,7 @@ WINDOWS = 120
 
 MEANING = {
     "compute": "forward and backward", "update": "the optimizer", "wait": "for ranks that came later",
+    "idle": "for another stage of the pipeline", "channel": "cargo on its way between stages",
     "wire": "the exchange itself", "input": "waiting for data", "start": "process, imports, model, probe, restore",
     "checkpoint": "saving", "evaluation": "test data", "other": "callbacks and what has no other name",
 }
@@ -81,7 +82,7 @@ def _bars(facts: Facts) -> Bars:
 
 def _label(facts: Facts, rank: int) -> str:
     host = facts.hosts[rank] if rank < len(facts.hosts) else ""
-    return f"rank {rank}" + (f" \N{MIDDLE DOT} {host}" if host else "")
+    return " \N{MIDDLE DOT} ".join(filter(None, (f"rank {rank}", facts.stage(rank), host)))
 
 
 def _bar(label: str, row: dict[str, float], full: float) -> Bar:

@@ -14,7 +14,7 @@ from split_models import blocks
 from torch_tools import spec
 
 from hvdtrain.backends.torch import placement
-from hvdtrain.backends.torch.create import Maker
+from hvdtrain.backends.torch.maker import Maker
 from hvdtrain.collectives.null import NullCollectives
 from hvdtrain.config import Named
 from hvdtrain.parallel.cut import Cut

@@ -148,7 +148,7 @@ def test_memory_that_runs_out_while_a_block_is_computed_again_leaves_all_as_it_w
     step = OneStep("torch", made)
     step.parts.remat.choose("1")
     step.zero()
-    loss, _ = step.parts.stage.forward(batch(0))
+    loss, _ = step.parts.stage.loss_of(batch(0))
     state, means = torch.get_rng_state(), made[1][0].running_mean.clone()
     full.append(True)
     with pytest.raises(MemoryError, match="for the test"):

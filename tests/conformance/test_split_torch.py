@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -263,6 +264,27 @@ def test_blocks_are_measured_and_left_as_they_were():
     (Named("SGD"), 0), (Named("SGD", {"momentum": 0.9}), 1), (Named("Adam"), 2), (Named("Adam", {"amsgrad": True}), 3)])
 def test_slots_are_counted_as_the_optimizer_makes_them(optimizer, want):
     assert slot_share(config(optimizer=optimizer)) == want
+
+
+def test_blocks_are_told_apart_by_processor_time_where_it_is_rationed(monkeypatch):
+    """This process has half a core, and stands still for 100 s within the second block."""
+    own = [0.0]
+
+    class Works(torch.nn.Linear):
+        def forward(self, x):
+            own[0] += self.seconds
+            return super().forward(x)
+
+    def named(name, seconds):
+        block = Works(2, 2)
+        block.seconds = seconds
+        return name, block
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr("hvdtrain.backends.torch.blocks.time", SimpleNamespace(
+        process_time=lambda: own[0], perf_counter=lambda: 2 * own[0] + 100 * (own[0] > 6)))
+    found = measure([named("a", 1.0), named("b", 3.0)], torch.zeros(1, 2), CPU)
+    assert found[1].cost_s == 3 * found[0].cost_s and 2 < found[0].cost_s < 20
 
 
 def test_random_generators_go_on_as_if_nothing_had_been_measured(cpus):

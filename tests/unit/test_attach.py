@@ -25,7 +25,8 @@ def made(size=2, plain_sgd=True, params=PARAMS, others=(), **settings):
     control = SimpleNamespace(rank=0, gather=lambda own: [own, *others][:size] if others else [own] * size)
     parts = SimpleNamespace(params=SimpleNamespace(specs=params),
                             optimizer=SimpleNamespace(plain_sgd=lambda: plain_sgd),
-                            stage=SimpleNamespace(asynchronous=False), scale=SimpleNamespace(on=False), ops_of_place=())
+                            stage=SimpleNamespace(asynchronous=False), scale=SimpleNamespace(on=False), ops_of_place=(),
+                            layout=None, replicas=())
     notes = []
     setup = Setup(replace(Config(**settings), exchange=options), control,
                   Topology((Host("here", tuple(range(size)), 64),)), world(size, 0), NullCollectives(0, size), Ops(),

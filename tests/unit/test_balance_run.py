@@ -17,6 +17,7 @@ from hvdtrain.callbacks.base import Callback
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.config import Checkpoint, Data, Named, Rebalance
 from hvdtrain.errors import UserError
+from hvdtrain.mesh import Mesh
 
 BATCH, STEPS = 48, 60
 FAST, SLOW = Line(0.001, 0.0005), Line(0.001, 0.002)
@@ -209,9 +210,10 @@ def test_windows_before_a_plan_is_in_force_are_not_judged(monkeypatch, tmp_path)
 def test_a_rank_with_samples_in_few_steps_counts_by_those(monkeypatch, tmp_path):
     place = SimpleNamespace(hosts=(), host_of=lambda rank: SimpleNamespace(node="here"))
     run = SimpleNamespace(config=config(global_batch=100), solo_lines=[], topology=place,
-                          dp=SimpleNamespace(compression="none"))
+                          dp=SimpleNamespace(compression="none"), mesh=Mesh.of([1, 1], 0))
     # 200 steps of 0.1 s: rank 0 takes 99.5 samples each; rank 1 takes 10 in 10 of them, at 250 samples/s.
-    sums = [[20.0, 20.0, 19900.0, 0.0, 20.0, 0.0, 0.0], [20.0, 0.4, 100.0, 0.0, 0.4, 17.6, 2.0]]
+    sums = [[20.0, 20.0, 19900.0, 0.0, 20.0, 0.0, 0.0, 0.0],
+            [20.0, 0.4, 100.0, 0.0, 0.4, 17.6, 2.0, 0.0]]
     assert meter._reading(run, sums, 200).percent == pytest.approx(100 * 1000 / (995 + 250))
 
 

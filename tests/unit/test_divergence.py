@@ -59,5 +59,5 @@ def test_the_likely_cause_follows_from_the_start(before, distributed, cause):
 def test_rows_are_unpacked_and_ranks_have_their_global_numbers():
     packed = np.array([[1, 1, 5, 5, 9, 9], [1, 1, 6, 5, 9, 9]])
     error = judge(Rows.unpack(packed), NAMES, 2, ranks=[4, 7])
-    assert error.ranks == (7,) and "rank 7 of 2" in str(error)
+    assert error.ranks == (7,) and "rank 7 of ranks 4, 7" in str(error)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)

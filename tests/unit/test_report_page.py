@@ -187,6 +187,25 @@ def test_only_the_process_that_holds_the_directory_is_a_running_run(tmp_path):
         os.close(handle)
 
 
+def test_stages_of_a_pipeline_are_named_on_the_page(tmp_path):
+    log = told_runs.Log(tmp_path)
+    cut = {"order": "1f1b", "copies": [[1, 0], [2, 3]], "blocks": [["stem..b3", "b4..head"]] * 2}
+    log.record("start", world_size=4, hosts=told_runs.HOSTS, pipeline=cut, steps=400, config={})
+    log.record("seconds", from_step=0, window_s=5.0, ranks=[{"compute": 4.0, "wait": 1.0}] * 4, waits=[])
+    found = facts.gather(tmp_path)
+    assert [found.stage(rank) for rank in range(4)] == ["stage 1 of copy 0", "stage 0 of copy 0", "stage 0 of copy 1",
+                                                        "stage 1 of copy 1"]
+    told = Told(page.of_runs([tmp_path])).words
+    assert "could not be drawn" not in told
+    for words in ("stage 0 of copy 1", "stem..b3", "4 ranks in 2 pipelines"):
+        assert words in told, words
+    for wrong in ({"copies": [[0, 1]]}, {"copies": [[0, "x"], 3]}, [], {"copies": cut["copies"], "blocks": 7}):
+        log.record("start", world_size=4, pipeline=wrong, steps=400, config={})
+        assert "could not be drawn" not in Told(page.of_runs([tmp_path])).words
+    log.record("start", world_size=4, pipeline=None, steps=400, config={})
+    assert facts.gather(tmp_path).stage(0) == ""
+
+
 def test_an_error_is_named_as_the_end(tmp_path):
     log = told_runs.Log(tmp_path)
     log.start(steps=400)

@@ -17,7 +17,8 @@ from hvdtrain.run import Run
 @pytest.fixture
 def run():
     """A run of 40 steps over 64 samples each, 10 ms a step."""
-    parts = SimpleNamespace(describe=lambda: {"optimizer": "SGD, lr 0.1", "warm-up": "linear over 5 steps"})
+    words = {"optimizer": "SGD, lr 0.1", "warm-up": "linear over 5 steps"}
+    parts = SimpleNamespace(layout=None, describe=lambda: words)
     made = Run(
         config=Config(global_batch=64),
         control=SoloControl("here"),

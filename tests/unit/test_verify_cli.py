@@ -72,6 +72,15 @@ def test_the_runs_and_the_report(jobs, capsys):
     assert not any(Path(command[command.index("--out") + 1]).exists() for command in jobs.commands)
 
 
+def test_a_model_that_is_cut_over_ranks_is_compared_with_a_whole_one(jobs):
+    assert verify.main(["--np", "1,2,4", "--pipeline", "2", "--pipeline.cut", "[b]"]) == 0
+    whole = ["--pipeline.stages 1 --pipeline.depths [] --pipeline.cut []" in " ".join(c) for c in jobs.commands]
+    assert whole == [True, False, False, False]
+    assert "--shares [1, 2] --out" in " ".join(jobs.commands[3]), "of the two copies on four ranks"
+    assert verify.cut(["--pipeline.depths", "[1, 2]"], 3) == ([], 2)
+    assert verify.cut(["--pipeline.depths", "[1, 2]"], 2)[1] == 2
+
+
 def test_a_difference_beyond_the_tolerance_is_status_1(jobs, capsys):
     jobs.weights[2, False] = 1.001
     jobs.notes = ["not independent of the number of ranks: dropout", "another"]

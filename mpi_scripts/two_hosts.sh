@@ -94,7 +94,7 @@ if [[ ${1:-} == --inside ]]; then
     ((failed == 0)) || skip "the hosts could not be made: $problem"
     export TMPDIR=/dev/shm/tmp HOSTNAME=host0 GLOO_SOCKET_IFNAME=eth0
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 # only root gets here
-    export TWO_HOSTS_IFACE=eth0 TWO_HOSTS_LIST=host0:$SLOTS TWO_HOSTS_MPIRUN_ARGS
+    export TWO_HOSTS_RATE=$rate TWO_HOSTS_IFACE=eth0 TWO_HOSTS_LIST=host0:$SLOTS TWO_HOSTS_MPIRUN_ARGS
     for ((i = 1; i < HOSTS; i++)); do TWO_HOSTS_LIST+=,host$i:$SLOTS; done
     # pml ob1: UCX would find that the hosts share a memory, and leave the cable. Yield: they share the processors too.
     arguments=(--mca plm_rsh_agent "$agent" --mca oob_tcp_if_include eth0 --mca btl_tcp_if_include eth0

@@ -33,6 +33,12 @@ class KerasKit(Kit):
             own.assign(array)
         return model
 
+    def chain(self):
+        keras.utils.set_random_seed(3)
+        layers = [keras.layers.Dense(units, activation="tanh", name=name)
+                  for name, units in (("one", 16), ("two", 14), ("three", 12))]
+        return keras.Sequential([keras.Input((12,)), *layers, keras.layers.Dense(5, name="four")])
+
     def plain(self, model):
         return [np.array(keras.ops.convert_to_numpy(v)) for v in self._own(model)]
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from one_step import SGD, X, Y, TwoRanksInOne, batch, cut
+from pipeline_cases import *  # noqa: F401,F403
 from step_kit import (
     EPSILON, Halves, by_hand, given, gradient, length, near, needs, same, same_state, spoilt)
 

@@ -28,7 +28,7 @@ class Kit:
     """What a backend gives to the cases: ``framework``, a model, and ``lacks``: reasons by what it cannot have.
 
     Names in ``lacks``: "Adam", "buffers" (and dropout), "float16", "sample weights", "schedules", "refusals" (of a
-    checkpoint that does not fit), "an optional norm" (NaN where nobody asks for it).
+    checkpoint that does not fit), "an optional norm" (NaN where nobody asks for it), "pipelines" (over ranks).
     """
 
     framework = ""
@@ -42,6 +42,10 @@ class Kit:
 
     def model(self, start: int = 3, hidden: int = 16, noisy: bool = False) -> Any:
         """12 -> ``hidden`` ReLU -> 5 with the weights `given` (start); ``noisy``: BatchNorm and dropout between."""
+        raise NotImplementedError
+
+    def chain(self) -> Any:
+        """A model of four dense blocks, 12 -> 16 -> 14 -> 12 -> 5, the same whenever it is made."""
         raise NotImplementedError
 
     def plain(self, model: Any) -> list[np.ndarray]:

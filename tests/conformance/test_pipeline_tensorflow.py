@@ -1,4 +1,4 @@
-"""A Keras model that is cut over ranks, on ranks that are threads: the curve of one process."""
+"""A Keras model that is cut over ranks, on ranks that are threads, beside the cases of every backend."""
 
 from __future__ import annotations
 
@@ -35,24 +35,9 @@ def trained(size: int, made: Any = model, steps: int = 20, **changes: Any) -> tu
     return held, runs
 
 
-@pytest.mark.parametrize(("size", "stages", "order"), [(2, 2, "1f1b"), (3, 3, "gpipe"), (4, 4, "1f1b"), (4, 2, "1f1b")])
-def test_pipeline_has_the_curve_of_one_process(size: int, stages: int, order: str) -> None:
-    momentum = Named("SGD", {"momentum": 0.9})
-    want, (alone,) = trained(1, optimizer=momentum)
-    got, runs = trained(size, optimizer=momentum, pipeline=Pipeline(stages, order))
-    assert sorted(got) == sorted(want)
+def test_copies_with_unequal_shares_have_the_curve_of_one_process() -> None:
+    adam = Named("Adam", {"epsilon": 1e-3})
+    want, (alone,) = trained(1, optimizer=adam)
+    got, runs = trained(4, optimizer=adam, pipeline=Pipeline(2), shares=[3, 1])
     assert apart([got[n] for n in sorted(got)], [want[n] for n in sorted(want)]) < 1e-5
     assert all(run.state.loss == pytest.approx(alone.state.loss, rel=1e-5) for run in runs)
-    assert all(run.state.metrics == pytest.approx(alone.state.metrics) for run in runs)
-    for run in runs:
-        if order == "1f1b":
-            assert run.parts.stage.most_held <= stages - run.mesh.place
-
-
-def test_a_whole_copy_beside_a_cut_one_clips_by_the_norm_of_the_whole_gradient() -> None:
-    want, (alone,) = trained(1, clip_norm=0.05)
-    got, runs = trained(3, clip_norm=0.05, pipeline=Pipeline(depths=[1, 2]))
-    assert apart([got[n] for n in sorted(got)], [want[n] for n in sorted(want)]) < 1e-5
-    assert sorted(len(run.parts.replicas) for run in runs) == [1, 1, 2]
-    assert all(run.state.grad_norm == pytest.approx(alone.state.grad_norm, rel=1e-5) for run in runs)
-    assert alone.state.grad_norm > 0.05

@@ -21,6 +21,9 @@ class NumpyKit(Kit):
                         for name, array in zip(("w0", "b0", "w1", "b1"), given(start, hidden))}
         return model
 
+    def chain(self):
+        return Model((12, 16, 14, 12, 5), 3)
+
     def plain(self, model):
         return [array.copy() for array in model.params.values()]
 

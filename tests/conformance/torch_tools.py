@@ -103,6 +103,11 @@ class TorchKit(Kit):
                 own.copy_(torch.from_numpy(array.T))
         return model
 
+    def chain(self):
+        torch.manual_seed(3)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(*sizes), nn.Tanh()) for sizes in ((12, 16), (16, 14), (14, 12))),
+                             nn.Linear(12, 5))
+
     def plain(self, model):
         return [p.detach().numpy().T.copy() for p in (*model[0].parameters(), *model[-1].parameters())]
 

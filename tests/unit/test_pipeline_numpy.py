@@ -32,8 +32,7 @@ def trained(size: int, **changes: Any) -> tuple[dict[str, Any], list[Any]]:
     return held, runs
 
 
-@pytest.mark.parametrize(("size", "stages", "order"), [(2, 2, "1f1b"), (3, 3, "gpipe"), (4, 4, "1f1b"),
-                                                       (4, 2, "interleaved"), (6, 3, "1f1b")])
+@pytest.mark.parametrize(("size", "stages", "order"), [(3, 3, "gpipe"), (4, 2, "interleaved"), (6, 3, "1f1b")])
 def test_pipeline_has_the_curve_of_one_process(size: int, stages: int, order: str) -> None:
     momentum = Named("SGD", {"momentum": 0.9})
     want, (alone,) = trained(1, optimizer=momentum)
@@ -61,7 +60,7 @@ def test_ranks_that_cannot_send_messages_are_refused_in_words(monkeypatch: pytes
         lockstep(2, settings, model, samples(100), fitted)
 
 
-@pytest.mark.parametrize("pipeline", [Pipeline(2), Pipeline(2, "interleaved"), Pipeline(depths=[3, 1])])
+@pytest.mark.parametrize("pipeline", [Pipeline(2), Pipeline(2, "interleaved")])
 def test_fewer_samples_than_stages_and_an_evaluation_larger_than_the_training(pipeline: Pipeline) -> None:
     data, settings = (samples(10), samples(41, 1)), config(max_steps=6, global_batch=2, lr=0.05, eval_every=1)
     alone, = lockstep(1, settings, model, data, fitted)

@@ -14,7 +14,7 @@ MOST_RANKS = 8
 """Ranks that get a row of their own."""
 
 WORDS = {"slowest": "waiting for the slowest", "wire": "wire", "input": "input", "update": "update",
-         "stages": "stages waiting for each other"}
+         "idle": "stages waiting for each other", "channel": "messages between stages"}
 
 
 def record(run: Any) -> dict[str, Any]:

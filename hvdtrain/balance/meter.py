@@ -53,15 +53,15 @@ class Reading:
 
 def read(rows_P: Sequence[Row], step_s: float, labels_P: Sequence[str], balance: str, compression: str,
          solo_P: Sequence[float] | None = None, hosts: int = 2, crowded: str = "",
-         stages_percent: float | None = None) -> Reading:
+         stages_s: tuple[float, float] | None = None, ranks: int = 0) -> Reading:
     """Read the meter over a window.
 
     ``labels_P``: "rank 1 on host b". ``balance``, ``compression``: as configured. ``solo_P``: samples per second of
     each rank alone, where they are known better; else from the rows, 0 for a rank without samples. ``hosts``: how many
     there are; ``crowded``: "4 ranks share 2 cores" where they do, since ranks then wait for their turn. A window
     without steps or samples reads 0 everywhere.
-    Of a model that is cut over ranks the rows are of its copies, and ``stages_percent`` of the ranks' time is lost
-    while stages of one copy wait for each other: a part of the copies' computing.
+    Of a model that is cut over ``ranks`` the rows are of its copies, and ``stages_s`` are the ranks' seconds of a step,
+    a part of the copies' computing, in which stages of one copy wait for each other and in which they move messages.
     """
     assert len(rows_P) == len(labels_P) and (solo_P is None or len(solo_P) == len(rows_P))
     rows = tuple(rows_P)
@@ -69,8 +69,8 @@ def read(rows_P: Sequence[Row], step_s: float, labels_P: Sequence[str], balance:
     samples = sum(row.samples for row in rows)
     percent = _ratio(100.0 * _ratio(samples, step_s), sum(solo))
     lost = _lost(rows, step_s)
-    if stages_percent is not None:
-        lost["stages"] = max(0.0, stages_percent)
+    for cause, seconds in zip(("idle", "channel"), stages_s or ()):
+        lost[cause] = max(0.0, _ratio(100.0 * seconds, step_s * ranks))
     if not samples or not step_s > 0:
         sentence = "nothing to do: no step was measured"
     else:
@@ -99,8 +99,10 @@ def _sentence(rows: Sequence[Row], step_s: float, labels_P: Sequence[str], balan
     if lost[cause] < WORTH:
         return f"nothing to do: the ranks reach {percent:.0f} % of the sum of their solo speeds"
     share = f"{lost[cause]:.0f} % of the ranks' time"
-    if cause == "stages":
+    if cause == "idle":
         return f"{share} goes to stages that wait for each other: more pipeline.micro_batches, or a larger global_batch"
+    if cause == "channel":
+        return f"{share} goes to messages between stages: fewer stages, or a pipeline.cut at which less goes over"
     if cause == "wire":
         if crowded:
             return f"{share} goes to waiting, for the exchange and for their turn: {crowded}; try fewer ranks"

@@ -25,8 +25,9 @@ LEAST_WINDOW_S = 0.1
 CLOSER = 3
 """Of the ``every_steps`` equal parts of a window, those that a window has in which a drastic change is looked at."""
 
-PHASES = ("data", "compute", "wait", "update", "idle")
-"""``idle``: the part of wait in which a stage of a model that is cut over ranks waits for others of its copy."""
+PHASES = ("data", "compute", "wait", "update", "idle", "channel")
+"""``idle``: the part of wait in which a stage of a model that is cut over ranks waits for others of its copy;
+``channel``: the part of idle in which a message between them is on its way."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,9 @@ class Meter(Callback):
 
 def _seconds(run: Any) -> dict[str, float]:
     """This rank's seconds so far by phase."""
-    return {**run.phases.seconds, "idle": run.schedule.idle_s if run.mesh.deepest > 1 else 0.0}
+    cut = run.mesh.deepest > 1
+    return {**run.phases.seconds, "idle": run.schedule.idle_s if cut else 0.0,
+            "channel": run.schedule.channel_s if cut else 0.0}
 
 
 def _row(ranks: Sequence[Row], idle_s: Sequence[float]) -> Row:
@@ -173,7 +176,7 @@ def _row(ranks: Sequence[Row], idle_s: Sequence[float]) -> Row:
 def _reading(run: Any, sums_P: Sequence[Sequence[float]], steps: int) -> Reading:
     """Read what came of ``steps`` steps; each rank's sums: step, busy with samples, samples, seconds by phase."""
     by_rank = [Row(samples / steps, *(seconds / steps for seconds in phases[:4])) for _, _, samples, *phases in sums_P]
-    idle_s_P = [sums[-1] / steps for sums in sums_P]
+    idle_s_P = [sums[-2] / steps for sums in sums_P]
     copies = run.mesh.copies
     cut = len(copies) < len(by_rank)
     rows = [_row([by_rank[r] for r in ranks], [idle_s_P[r] for r in ranks]) for ranks in copies] if cut else by_rank
@@ -186,9 +189,11 @@ def _reading(run: Any, sums_P: Sequence[Sequence[float]], steps: int) -> Reading
     solo = [sums_P[ranks[0]][2] / own_s if own_s > 0 else share / line.seconds(share, 1) if line else 0.0
             for ranks, own_s, line in zip(copies, busy_s, lines)]
     step_s = max(sums[0] for sums in sums_P) / steps
-    stages = sum(row.compute_s for copy, row in zip(copies, rows) for _ in copy) - sum(r.compute_s for r in by_rank)
+    lost_s = math.fsum(row.compute_s for copy, row in zip(copies, rows) for _ in copy)
+    lost_s -= math.fsum(row.compute_s for row in by_rank)
+    channel_s = min(lost_s, math.fsum(sums[-1] for sums in sums_P) / steps)
     return read(rows, step_s, labels, run.config.balance, run.dp.compression, solo, len(run.topology.hosts),
-                _crowded(run.topology.hosts), 100 * stages / (step_s * len(by_rank)) if cut and step_s > 0 else None)
+                _crowded(run.topology.hosts), (lost_s - channel_s, channel_s) if cut else None, len(by_rank))
 
 
 def _crowded(hosts: Sequence[Host]) -> str:

@@ -90,6 +90,11 @@ class OverRanks:
         """Seconds so far that this rank has waited for other stages of its copy, between a step's actions."""
         return self._ordered.idle_s
 
+    @property
+    def channel_s(self) -> float:
+        """Those of ``idle_s`` in which it sent, and received what had begun to come."""
+        return self._ordered.channel_s
+
     def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> Done:
         """Do this rank's forwards and backwards, then hand over its gradients."""
         return self._schedule.gradients(batch, scale, sink)
@@ -134,12 +139,14 @@ class OverRanks:
 class Ordered:
     """`hvdtrain.protocols.Schedule` that does forwards and backwards in ``order``.
 
-    ``idle_s``: seconds so far between its actions, waiting for what comes and sending.
+    ``idle_s``: seconds so far between its actions, waiting for what comes and sending. ``channel_s``: those of them in
+    which a message was on its way.
     """
 
     def __init__(self, stage: PipelineStage, layout: Layout, order: Order, post: Post, recovery: Recovery) -> None:
         self._stage, self._layout, self._order, self._post = stage, layout, order, post
-        self._recovery, self.places, self.idle_s = recovery, Places(layout), 0.0
+        self._recovery, self.places = recovery, Places(layout)
+        self.idle_s = self.channel_s = self._moved_s = 0.0
         self._lost: Lost | None = None
 
     def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> Done:
@@ -147,6 +154,7 @@ class Ordered:
         stage, micros = self._stage, batch.micros
         totals, waited_s = self.passes(micros, scale, batch.cursor_before.step)
         self.idle_s += waited_s
+        self.channel_s += self._moved_s
         if self._recovery.guard is not None and micros:
             self._recovery.guard.ran(largest(batch))
         if micros:
@@ -165,7 +173,7 @@ class Ordered:
         block, seconds waited for other stages). Errors: `Lost`."""
         mesh, post, waited_s, totals = self._layout.mesh, self._post, 0.0, []
         self._stage.begin()
-        self._lost = None
+        self._lost, self._moved_s = None, 0.0
         post.begin(step)
         actions = self._order(mesh.place, mesh.depth, self.places.own, len(micros))
         due = Counter(lane for action in actions if (lane := self._lane(action)) is not None)
@@ -216,6 +224,7 @@ class Ordered:
         source, kind = lane
         with idle(source):
             self._post.wait_begun(source, kind)
+        comes = time.perf_counter()
         with span("receive", "channel", source=source):
             came = self._post.receive(source, Label(kind, number, action.micro, samples))
         due[lane] -= 1
@@ -224,7 +233,9 @@ class Ordered:
         if came is None and not self._lost:
             self._stage.drop()
             self._lost = Lost(f"rank {source} has lost micro-batch {action.micro}", own=False)
-        return came, time.perf_counter() - begin
+        end = time.perf_counter()
+        self._moved_s += end - comes
+        return came, end - begin
 
     def _send(self, gave: Cargo | Pair | None, action: Action, samples: int) -> float:
         """Send what ``action`` gave to who needs it; return the seconds that it took."""
@@ -237,7 +248,9 @@ class Ordered:
         label = Label(KINDS[action.phase], self.places.number(action.chunk), action.micro, samples)
         with span("send", "channel", to=self.places.rank(number)):
             self._post.send(cargo, self.places.rank(number), label)
-        return time.perf_counter() - begin
+        spent_s = time.perf_counter() - begin
+        self._moved_s += spent_s
+        return spent_s
 
 
 class Evaluating:

@@ -104,8 +104,9 @@ EVENTS = {
     }),
     "meter": Event("How the ranks' time was used, over the run; before end.", {
         "percent_of_solo": "percent of the sum of solo speeds", "step_s": "mean seconds of a step",
-        "lost_percent": "cause -> percent of the ranks' time", "ranks": "by rank, or by copy of a model that is cut "
-        "over ranks: samples and seconds of a mean step",
+        "lost_percent": "cause -> percent of the ranks' time; of a model that is cut over ranks also idle and channel: "
+        "stages waiting for each other, and messages between them",
+        "ranks": "by rank, or by copy of a model that is cut over ranks: samples and seconds of a mean step",
         "advice": "what to do, in words",
     }),
     "seconds": Event("Where each rank's seconds went since the record of this kind before.", {

@@ -48,6 +48,14 @@ def test_what_all_ranks_lose_alike(row, compression, cause, words):
     assert sum(got.lost.values()) == pytest.approx(50.0)  # the rest is compute
 
 
+@pytest.mark.parametrize("stages_s, words", [
+    ((0.06, 0.02), "30 % of the ranks' time goes to stages that wait for each other: more pipeline.micro_batches"),
+    ((0.02, 0.06), "30 % of the ranks' time goes to messages between stages: fewer stages, or a pipeline.cut")])
+def test_what_stages_of_one_copy_lose(stages_s, words):
+    got = read([Row(32, 0.0, 0.1, 0.0, 0.0)], 0.1, ["copy 0 (ranks 0, 1)"], "off", "none", stages_s=stages_s, ranks=2)
+    assert got.lost == lost(idle=500 * stages_s[0], channel=500 * stages_s[1]) and words in got.sentence
+
+
 @pytest.mark.parametrize("rows, balance, words", [
     ([Row(32, 0.0, 0.1, 0.1, 0.0), Row(32, 0.0, 0.2, 0.0, 0.0)], "static",
      "rank 1 on host b is 2.0 times as slow as the others in spite of the plan: --balance auto would win about 50 %"),

@@ -87,7 +87,7 @@ def test_static_gives_copies_what_their_speeds_ask_for(monkeypatch: pytest.Monke
                         samples(192), lambda run: fitted(run).parts.state.state()[0]["model"])
     assert apart([held[n] for n in sorted(held)], [alone[n] for n in sorted(alone)]) < 1e-9
     reading = ranks[0][2]
-    assert len(reading.rows) == 2 and reading.lost["stages"] > 0
+    assert len(reading.rows) == 2 and reading.lost["idle"] > 0 and reading.lost["channel"] > 0
     assert sum(row.samples for row in reading.rows) == 48
 
 

@@ -66,15 +66,13 @@ class TorchOptimizer:
         """Clip by the global norm and update; return (finite, norm), as `hvdtrain.protocols.Optimizer` says."""
         known, norm = norm is not None, math.nan if norm is None else norm
         if known:
-            if 0 < clip_norm < norm:
-                torch._foreach_mul_(list(grads), clip_norm / norm)
+            _clip(grads, clip_norm, norm)
         elif self._slices is None and (clip_norm > 0 or look or self._scale.on):
             norms = [torch.linalg.vector_norm(g).float().to(self._device) for g in grads]
             norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
             if not math.isfinite(norm):
                 return False, norm
-            if 0 < clip_norm < norm:
-                torch._foreach_mul_(list(grads), clip_norm / norm)
+            _clip(grads, clip_norm, norm)
         elif self.looks:
             self._left_out = any_not_finite(grads, self._device)
             if not self._gate(self._left_out) and self.skipped():
@@ -327,6 +325,12 @@ def _schedule(config: Config, optimizer: torch.optim.Optimizer) -> Any:
     except (TypeError, ValueError) as error:
         raise UserError(f"schedule {named.name} refused args {named.args}: {error}", "keyword arguments it knows",
                         "correct schedule.args") from None
+
+
+def _clip(grads: Sequence[torch.Tensor], clip_norm: float, norm: float) -> None:
+    """Bring ``grads`` of the global ``norm`` to ``clip_norm``; a part of a model may have none."""
+    if 0 < clip_norm < norm and grads:
+        torch._foreach_mul_(list(grads), clip_norm / norm)
 
 
 def any_not_finite(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 import split_models  # noqa: E402
-from small_runs import config  # noqa: E402
+from small_runs import HIDDEN, config  # noqa: E402
 from split_models import Chain, deep, tied  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_tools import one_thread  # noqa: E402,F401
@@ -39,6 +39,7 @@ def initialised(seed=0):
     model[3].register_buffer("drawn", torch.from_numpy(np.random.rand(3)) * random.random())
     model.apply(lambda m: nn.init.xavier_uniform_(m.weight) if isinstance(m, nn.Linear) else None)
     nn.utils.parametrizations.weight_norm(model[0])
+    model[3](torch.randn(6, 5))  # statistics of a forward pass
     model[5].weight = model[4].weight
     return model
 
@@ -136,6 +137,20 @@ def test_what_might_come_out_otherwise_is_not_built_in_parts(make):
 
 # --- the parts of a run ----------------------------------------------------------------------------------------------
 
+class Counts(nn.Linear):
+    """Counts its calls, in a buffer, in an attribute and in BatchNorm's statistics."""
+
+    def __init__(self) -> None:
+        super().__init__(HIDDEN, HIDDEN)
+        self.register_buffer("seen", torch.tensor(0))
+        self.register_buffer("mean", torch.zeros(HIDDEN))
+        self.norm, self.calls = nn.BatchNorm1d(HIDDEN), 0
+
+    def forward(self, x):
+        self.calls, self.seen, self.mean = self.calls + 1, self.seen + 1, 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return super().forward(self.norm(x))
+
+
 class Between(Chain):
     """Does something between its blocks that the outputs of most inputs do not show."""
 
@@ -159,6 +174,7 @@ def parts_of(models, task=None, again=None, cut=("third",), control_wire=None):
                     example=split_models.example, again=again)
         parts = create.make_parts(spec, settings, control, wire, 1, FP32, spec.example, Mesh.of([2], control.rank))
         assert parts.model is spec.model
+        assert all(module.calls == 0 for module in parts.model.modules() if isinstance(module, Counts))
         return {name: t.detach().clone() for name, t in tensors(parts.model).items()}
 
     return LockstepWorld(2).run(rank)
@@ -166,7 +182,8 @@ def parts_of(models, task=None, again=None, cut=("third",), control_wire=None):
 
 @pytest.mark.parametrize(("make", "task", "whole"), [
     (deep, None, 0), (lambda: deep(kind=Between), None, 2), (tied, None, 0), (lambda: deep(kind=looking), None, 2),
-    (deep, asks_where, 2)], ids=["in parts", "between", "tied", "looks", "asks where"])
+    (deep, asks_where, 2), (lambda: deep(counts=Counts()), None, 0)],
+    ids=["in parts", "between", "tied", "looks", "asks where", "counts"])
 def test_a_rank_gets_its_blocks_and_builds_a_model_whole_only_where_it_must(make, task, whole):
     built = []
 

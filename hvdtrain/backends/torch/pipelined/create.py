@@ -23,6 +23,7 @@ from hvdtrain.backends.torch.pipelined.outline import free, source_of, why_whole
 from hvdtrain.backends.torch.pipelined.own import Cut, is_cut, take_out
 from hvdtrain.backends.torch.pipelined.stage import PipelineStage
 from hvdtrain.backends.torch.pipelined.tape import Inexact, Tape
+from hvdtrain.backends.torch.recompute.memory import Modules, attributes_kept
 from hvdtrain.backends.torch.stage import TorchStage
 from hvdtrain.backends.torch.transforms.placement import Placement, least_samples
 from hvdtrain.backends.torch.transforms.remat import Remat
@@ -159,7 +160,7 @@ class PartMaker(Maker):
         random = state.random_arrays()
         batch = self.sample(samples)
         try:
-            with told(self.spec.model, batch):
+            with told(self.spec.model, batch), attributes_kept(Modules(self.model)):
                 one, other = (self.placement.tensors(b, host) for b in (batch, _turned(batch)))
                 if self._source is not None:
                     x = in_parts.check(self.model, self.named, self.task, one)

@@ -6,6 +6,7 @@ with their own weights. Where a proof fails, `Inexact` says so, and the model is
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -31,7 +32,8 @@ def check(model: torch.nn.Module, named: Named, task: measuring.Task, batch: mea
     """
     try:
         x = measuring.input_of(model, task, batch)
-        outputs = _passed(model, named, placement.moved(x, META))
+        with _buffers_kept(model):  # some have values (a count of batches), and training would begin with others
+            outputs = _passed(model, named, placement.moved(x, META))
         draw = torch.Generator().manual_seed(0)
         some = [torch.rand(t.shape, generator=draw).to(t.dtype) for t in tensors_of(outputs)]
         loss_sum = measuring.loss_of(model, task, batch, blocks.like(outputs, some))
@@ -42,6 +44,22 @@ def check(model: torch.nn.Module, named: Named, task: measuring.Task, batch: mea
     if loss_sum.is_meta:
         raise Inexact("a task that reads parameters, or where they are")
     return x
+
+
+@contextlib.contextmanager
+def _buffers_kept(model: torch.nn.Module) -> Iterator[None]:
+    """After it, an outline's modules have the buffers that they had before it, with the same values."""
+    before = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
+    try:
+        yield
+    finally:
+        for holder, buffers in before:
+            holder.clear()
+            holder.update(buffers)
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
 
 
 def _passed(model: torch.nn.Module, named: Named, x: Any) -> Any:

@@ -32,6 +32,9 @@ OWN_RANDOM = "random numbers from generators or seeds of a builder's own"
 TRUNCATED = "_no_grad_trunc_normal_"
 """What `torch.nn.init.trunc_normal_` calls: it draws until the numbers are within bounds."""
 
+STATISTICS = ("running_mean", "running_var")
+"""Arguments of operations that may be written to, whatever their declaration says."""
+
 _WHERE: dict[Any, Any] = {vars(torch._C.TensorBase)[name].__get__: value
                           for name, value in (("is_meta", False), ("is_cpu", True), ("device", CPU))}
 """What a builder is told of a tensor without values, so that it does what it does on the host."""
@@ -281,10 +284,10 @@ def _standing_in(functions: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operation writes to."""
+    """The tensors that an operation writes to; BatchNorm's do not declare that they write to its statistics."""
     found: list[Any] = []
     for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        if argument.alias_info is not None and argument.alias_info.is_write or argument.name in STATISTICS:
             found += tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name))
     return [t for t in found if isinstance(t, torch.Tensor)]
 

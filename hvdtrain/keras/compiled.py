@@ -39,7 +39,8 @@ class Setup:
     ``data``: has a ``layout`` where x or y is nested. ``class_weight``: class -> weight, while training.
     ``optimizer``: the Keras optimizer in use. ``metrics``: the `states.CompiledMetrics` of evaluations.
     ``follow(y, outputs, sample_weight, losses={name: (sum, weight)})``: measures training batches as they pass; None
-    does not. ``task``: the model's `CompiledTask`, where `model.compile` rules the loss.
+    does not. ``task``: the model's `CompiledTask`, where `model.compile` rules the loss. ``outputs``: of one sample, in
+    shape and type alone, of a compiled model that is cut over ranks, which nobody can call.
     """
 
     data: Any = None
@@ -48,6 +49,7 @@ class Setup:
     metrics: Any = None
     task: CompiledTask | None = None
     follow: Callable[..., None] | None = None
+    outputs: Any = None
 
     @property
     def layout(self) -> Layout | None:

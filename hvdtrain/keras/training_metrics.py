@@ -46,12 +46,13 @@ class TrainingMetrics:
             return
         batch = tuple(keras.ops.convert_to_tensor(array) for array in batch)
         x, y, weight = split(self._model, batch)
-        outputs = self._model(x, training=False)
+        outputs = self._model(x, training=False) if setup.outputs is None else setup.outputs
         names = list(setup.task.pairs(self._model, outputs, batch))[1:] if setup.task is not None else []
         if setup.class_weight is not None:
             weight = with_class_weight(setup.class_weight, y, weight)
         self._losses = {name: keras.metrics.Mean(name=name) for name in names}
-        setup.metrics.build(*zeros_like_one((y, widened(outputs), weight)))
+        if run.mesh.place == run.mesh.depth - 1:  # of a model that is cut over ranks, others see no outputs
+            setup.metrics.build(*zeros_like_one((y, widened(outputs), weight)))
         self._take()
         setup.follow = self._follow
         if self.take_back not in run.recovery.taken_back:

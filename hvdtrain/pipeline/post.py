@@ -131,4 +131,5 @@ def _read(message: np.ndarray) -> tuple[dict[str, Any], int]:
 
 def _differentiable(cargo: Cargo) -> list[list[int]]:
     """Shapes of the tensors whose gradients come back."""
-    return [list(array.shape) for array, dtype in zip(cargo.arrays, cargo.dtypes) if "float" in dtype]
+    return [list(array.shape) for array, dtype in zip(cargo.arrays, cargo.dtypes)
+            if "float" in dtype or "complex" in dtype]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples
 
@@ -21,10 +22,11 @@ def model(rank: int = 0) -> Any:
                              layers.Dense(12, activation="relu", name="three"), layers.Dense(CLASSES, name="four")])
 
 
-def trained(size: int, made: Any = model, steps: int = 20, **changes: Any) -> tuple[dict[str, Any], list[Any]]:
+def trained(size: int, made: Any = model, steps: int = 20, data: Any = None, work: Any = fitted,
+            **changes: Any) -> tuple[dict[str, Any], list[Any]]:
     """All ranks' weights by name after the steps, and the runs."""
     settings = config(**{"max_steps": steps, "global_batch": 24, "lr": 0.05, **changes})
-    runs = lockstep(size, settings, made, samples(100), fitted)
+    runs = lockstep(size, settings, made, data or samples(100), work)
     held: dict[str, Any] = {}
     for run in runs:
         for name, array in run.parts.state.state()[0]["model"].items():
@@ -41,3 +43,61 @@ def test_copies_with_unequal_shares_have_the_curve_of_one_process() -> None:
     got, runs = trained(4, optimizer=adam, pipeline=Pipeline(2), shares=[3, 1])
     assert apart([got[n] for n in sorted(got)], [want[n] for n in sorted(want)]) < 1e-5
     assert all(run.state.loss == pytest.approx(alone.state.loss, rel=1e-5) for run in runs)
+
+
+def odd(rank: int = 0) -> Any:
+    """Integers and complex numbers come out of blocks, and one writes to its weights in its forward."""
+    keras.utils.set_random_seed(3)
+    layers, tf = keras.layers, pytest.importorskip("tensorflow")
+
+    class There(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return tf.signal.fft(tf.cast(x, "complex64"))
+
+    class Back(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            y = tf.signal.ifft(x * tf.complex(1.0, 0.5))
+            return tf.math.real(y) + tf.math.imag(y)
+
+    return keras.Sequential([
+        keras.Input((4,), dtype="int32"), layers.Reshape((4,), name="numbers"), layers.Embedding(9, 3, name="embed"),
+        layers.Flatten(name="flat"), layers.SpectralNormalization(layers.Dense(6, name="inner"), name="spectral"),
+        There(name="there"), Back(name="back"), layers.Dense(CLASSES, name="head")])
+
+
+def test_what_goes_over_cuts_and_what_layers_write_to_is_that_of_one_process() -> None:
+    draw = np.random.default_rng(0)
+    data = draw.integers(0, 9, (48, 4)).astype(np.int32), draw.integers(0, CLASSES, 48)
+    want, _ = trained(1, odd, 2, data, accumulate=3)
+    got, _ = trained(3, odd, 2, data, pipeline=Pipeline(3, micro_batches=3, cut=["embed", "back"]))
+    assert apart([got[n] for n in sorted(got)], [want[n] for n in sorted(want)]) < 1e-5
+
+
+def test_blocks_that_give_unlike_shapes_are_measured_apart() -> None:
+    from hvdtrain.backends.tensorflow.costs import _kind
+
+    x = np.zeros((2, 3, 6), np.float32)
+    rows = [keras.layers.SimpleRNN(6, return_sequences=many) for many in (True, True, False)]
+    for row in rows:
+        row.build(x.shape)
+    assert _kind(rows[0], x) == _kind(rows[1], x) != _kind(rows[2], x)
+
+
+def test_metrics_of_training_batches_are_counted_where_the_outputs_are() -> None:
+    from hvdtrain.keras.bridge import Bridge
+
+    def compiled(rank: int = 0) -> Any:
+        made = model()
+        made.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+        return made
+
+    def followed(run: Any) -> Any:
+        run.callbacks.append(Bridge([], run))
+        return fitted(run)
+
+    _, (alone,) = trained(1, compiled, 5, work=followed, metrics=[])
+    _, runs = trained(2, compiled, 5, work=followed, metrics=[], pipeline=Pipeline(2, micro_batches=2))
+    want = alone.callbacks[-1].history
+    for run in runs:
+        assert {name: pytest.approx(values) for name, values in run.callbacks[-1].history.items()} == want
+    assert want["accuracy"]

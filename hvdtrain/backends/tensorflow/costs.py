@@ -71,10 +71,18 @@ def measure(chain: Chain, batch_x: Any, device: str, apart: bool = False,
 
 
 def _kind(layer: Any, x: Any) -> Any:
-    """What makes two blocks cost the same."""
-    inside = tuple((type(part).__name__, part.compute_dtype) for part in layer._flatten_layers())
+    """What makes two blocks cost the same, and give the same for the same."""
+    inside = tuple((type(part).__name__, part.compute_dtype, _settings(part)) for part in layer._flatten_layers())
     weights = tuple((tuple(v.shape), v.dtype) for v in layer.weights)
     return inside, weights, tuple((t.dtype, tuple(t.shape)) for t in tf.nest.flatten(x)), tf.nest.flatten(x)[0] is None
+
+
+def _settings(layer: Any) -> str:
+    """A layer's numbers and words, such as ``return_sequences``, but for its name."""
+    return str(sorted((key, list(value) if isinstance(value, (list, tuple)) else value)
+                      for key, value in vars(layer).items() if "name" not in key and "path" not in key
+                      and all(isinstance(x, (bool, int, float, str, type(None)))
+                              for x in (value if isinstance(value, (list, tuple)) else [value]))))
 
 
 def _measured(layer: Any, x: Any, device: str, apart: bool) -> tuple[Cost, Any]:

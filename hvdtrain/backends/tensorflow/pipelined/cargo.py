@@ -52,6 +52,11 @@ def crossing_of(tensors: Sequence[tf.Tensor], form: str) -> Crossing:
     return Crossing(_decoded(tree, left), losses)
 
 
+def has_gradient(x: tf.Tensor) -> bool:
+    """Return whether a gradient of a tensor goes back over a cut."""
+    return bool(x.dtype.is_floating or x.dtype.is_complex)
+
+
 def to_cargo(tensors: Sequence[tf.Tensor], form: str = "") -> Cargo:
     """Return tensors in host memory, without a copy where they are there."""
     return Cargo(tuple(map(_array, tensors)), tuple(x.dtype.name for x in tensors), form)

@@ -17,8 +17,12 @@ from tensorflow.python.ops.handle_data_util import copy_handle_data
 
 from hvdtrain.backends.tensorflow import recompute
 from hvdtrain.backends.tensorflow.entered import Graph
+from hvdtrain.backends.tensorflow.pipelined.cargo import has_gradient
 
 Trace = Callable[..., list[tf.Tensor]]
+
+_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
+"""Operations that leave the variable which they get as it is."""
 
 
 class Halves:
@@ -35,7 +39,8 @@ class Halves:
         ops = both.graph.get_operations()
         first = _before(ops[:both.n_forward])
         rest = [op for op in ops if op.name not in first and op.type != "Placeholder"]
-        again = {op.name: op for op in ops if op.name in first and _read_anew(op, both.graph, variables)}
+        lasting = _lasting(ops[:both.n_forward], both.graph, variables)
+        again = {op.name: op for op in ops if op.name in first and _read_anew(op, lasting)}
         self._n = len(both.outputs)
         kept = list({t.name: t for op in rest for t in op.inputs if t.op.name not in again
                      and (t.op.name in first or any(t is x for x in both.leaves))}.values())
@@ -88,7 +93,7 @@ class _Both:
                     tape.watch([*wanted, *variables])
                     self.outputs = list(forward(*leaves))
                 recompute.backward_begins()
-                floats = [x for x in self.outputs if x.dtype.is_floating]
+                floats = [x for x in self.outputs if has_gradient(x)]
                 self.given = [tf.compat.v1.placeholder(x.dtype, x.shape) for x in floats]
                 self.grads = tape.gradient(floats, [*wanted, *variables], output_gradients=self.given) \
                     if floats else [None] * (len(wanted) + len(variables))
@@ -165,11 +170,17 @@ def _before(ops: Iterable[Any]) -> set[str]:
     return found
 
 
-def _read_anew(op: Any, graph: Any, variables: Sequence[tf.Variable]) -> bool:
+def _lasting(forward: Iterable[Any], graph: Any, variables: Sequence[tf.Variable]) -> list[Any]:
+    """What stands in the graph for those of ``variables`` that ``forward`` does nothing with but read them.
+
+    A layer may write to its weights while it trains, as `keras.layers.SpectralNormalization` does. Functions that get a
+    variable count as writing: it costs nothing to keep what was read.
+    """
+    written = {id(t) for op in forward if op.type not in _READS for t in op.inputs if t.dtype == tf.resource}
+    handles = {id(v.handle) for v in variables}
+    return [inner for outer, inner in graph.captures if id(outer) in handles and id(inner) not in written]
+
+
+def _read_anew(op: Any, lasting: Sequence[Any]) -> bool:
     """Whether backward can read what ``op`` gives once more: a constant, or a variable that only updates change."""
-    if op.type == "Const":
-        return True
-    if op.type != "ReadVariableOp":
-        return False
-    handle = next((outer for outer, inner in graph.captures if inner is op.inputs[0]), None)
-    return any(handle is v.handle for v in variables)
+    return op.type == "Const" or op.type == "ReadVariableOp" and any(op.inputs[0] is handle for handle in lasting)

@@ -20,6 +20,8 @@ from hvdtrain.backends.tensorflow.pipelined.ends import UNDO, First, Last, input
 from hvdtrain.backends.tensorflow.trial import Trial, out_of_memory
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
+from hvdtrain.keras import compiled
+from hvdtrain.keras.states import zeros_like_one
 from hvdtrain.keras.task import Phase
 from hvdtrain.mesh import Mesh
 from hvdtrain.misfit import told
@@ -32,7 +34,10 @@ CALLS = 2
 
 
 def check(chain: Chain, spec: Any, task: Any, batch: Batch) -> None:
-    """Raise `UserError` unless the blocks one after the other are the model, and ``task`` needs its outputs alone."""
+    """Raise `UserError` unless the blocks one after the other are the model, and ``task`` needs its outputs alone.
+
+    What the outputs of a compiled model look like is kept, since nobody can call it later.
+    """
     tensors = tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
     with told(spec.model, batch), tf.device(placement.HOST):
         check_same(chain, _input(chain, task, tensors))
@@ -42,6 +47,9 @@ def check(chain: Chain, spec: Any, task: Any, batch: Batch) -> None:
             last.take(Crossing(None, []), CALLS)
             task(last, tensors, False)
             Phase(spec.metrics, last)(tensors, training=False)
+        if spec.task is None and compiled.is_compiled(chain.model):
+            outputs = chain.model(compiled.split(chain.model, tensors)[0], training=False)
+            compiled.setup_of(chain.model).outputs = zeros_like_one(outputs)
 
 
 def _input(chain: Chain, task: Any, batch: tuple[Any, ...]) -> Any:

@@ -15,7 +15,8 @@ import tensorflow as tf
 from hvdtrain.backends.tensorflow import recompute
 from hvdtrain.backends.tensorflow.collectives import peer_failures
 from hvdtrain.backends.tensorflow.entered import Graph
-from hvdtrain.backends.tensorflow.pipelined.cargo import Crossing, crossing_of, flat, tensors_of, to_cargo
+from hvdtrain.backends.tensorflow.pipelined.cargo import (
+    Crossing, crossing_of, flat, has_gradient, tensors_of, to_cargo)
 from hvdtrain.backends.tensorflow.pipelined.ends import First, Last, input_of
 from hvdtrain.backends.tensorflow.pipelined.evaluator import PartEvaluator
 from hvdtrain.backends.tensorflow.pipelined.halves import Halves
@@ -69,7 +70,7 @@ class Chunks(Stage):
         self._saw(chunk, batch)
         form = "" if came is None else came.form
         leaves = _tensors(batch) if came is None else tensors_of(came)
-        inputs = [] if came is None else [i for i, x in enumerate(leaves) if x.dtype.is_floating]
+        inputs = [] if came is None else [i for i, x in enumerate(leaves) if has_gradient(x)]
         key = ("forward", chunk, form, self._gradients.recomputed)
 
         def trace(*leaves: tf.Tensor) -> list[tf.Tensor]:
@@ -94,7 +95,7 @@ class Chunks(Stage):
 
         def trace(scale: tf.Tensor, *leaves: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
             own = list(leaves[n:])
-            inputs = [x for x in own if x.dtype.is_floating]
+            inputs = [x for x in own if has_gradient(x)]
             with recompute.recording() as found:
                 with tf.GradientTape() as tape:
                     tape.watch(inputs)
@@ -118,11 +119,11 @@ class Chunks(Stage):
         self.held -= 1
         if came is None:
             back = self._backs.pop(micro)
-            return to_cargo(back) if back else None
-        halves, kept = self._forwards.pop((chunk, micro))
-        with peer_failures():
-            back = self.calls.run(halves.backward, *kept, *tensors_of(came))
-        return to_cargo(back) if back else None
+        else:
+            halves, kept = self._forwards.pop((chunk, micro))
+            with peer_failures():
+                back = self.calls.run(halves.backward, *kept, *tensors_of(came))
+        return None if self.runs.chunks[chunk].start == 0 else to_cargo(back)
 
     def run(self, micro: Batch, scale: float, final: bool, sink: GradientSink) -> Pair:
         """Compute the whole model, of a copy of one rank."""

@@ -96,6 +96,8 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     if control is None and facts.kind != "gloo":
         control = boot.start_control(facts, config.control_timeout_s, devices_per_rank=_devices(config),
                                      heartbeat_s=config.heartbeat_timeout_s)
+    if control is not None:
+        _check_alike(config, control)
     spec = _model(config, model, facts, control)
     backend = backends.load(spec.framework)
     causes.mark("imported")
@@ -241,17 +243,23 @@ def _gloo_control(framework: str, config: Config, facts: LaunchFacts) -> Control
     except boot.HorovodUnavailable as error:
         raise UserError(f"horovodrun --gloo needs Horovod for {framework}: {error.reason}", "a Horovod built here",
                         "run `python -m hvdtrain build`") from None
-    return boot.start_control(facts, config.control_timeout_s, hvd, _devices(config),
-                              heartbeat_s=config.heartbeat_timeout_s)
+    control = boot.start_control(facts, config.control_timeout_s, hvd, _devices(config),
+                                 heartbeat_s=config.heartbeat_timeout_s)
+    _check_alike(config, control)
+    return control
 
 
-def _check_world(config: Config, control: Control) -> None:
-    """Every rank must have read the same configuration, and the shares must fit the world."""
+def _check_alike(config: Config, control: Control) -> None:
+    """Every rank must have read the same configuration; before the model is made, whose exchanges go by it."""
     digests = control.gather(config.digest())
     other = next((r for r, d in enumerate(digests) if d != digests[0]), None)
     if other is not None:
         raise UserError(f"rank {other} read another configuration than rank 0", "the same on every rank",
                         "compare the config file, environment and arguments on their hosts")
+
+
+def _check_world(config: Config, control: Control) -> None:
+    """The shares and other keys of ranks must fit the world."""
     copies = len(depths_of(config.pipeline.stages, config.pipeline.depths, control.size))
     if config.shares and not isinstance(config.shares, Mapping) and len(config.shares) != copies:
         raise UserError(f"shares has {len(config.shares)} entries for {copies} "

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples
 
+from hvdtrain.assemble import assemble
+from hvdtrain.collectives.lockstep import LockstepControl, LockstepWorld
 from hvdtrain.config import Named, Pipeline
+from hvdtrain.errors import UserError
 
 SIZES = (FEATURES, 16, 14, 12, 10, CLASSES)
 
@@ -46,9 +49,17 @@ def test_pipeline_has_the_curve_of_one_process(size: int, stages: int, order: st
             assert run.parts.stage.most_held <= stages - run.mesh.place
 
 
+def test_rank_that_read_no_pipeline_is_named_before_the_model_is_made() -> None:
+    settings = config(global_batch=24, model="of no module:build")
+
+    def rank(control: Any, wire: Any) -> None:
+        assemble(replace(settings, pipeline=Pipeline(2 - control.rank)), None, samples(100), control, wire)
+
+    with pytest.raises(UserError, match="rank 1 read another configuration than rank 0"):
+        LockstepWorld(2).run(rank, timeout_s=30.0)
+
+
 def test_ranks_that_cannot_send_messages_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hvdtrain.collectives.lockstep import LockstepControl
-    from hvdtrain.errors import UserError
     from hvdtrain.pipeline.settings import check_launcher
 
     settings = config(global_batch=24, pipeline=Pipeline(2))

@@ -26,7 +26,7 @@ import numpy as np
 from hvdtrain.cluster.packing import ROOM, begins, copied
 from hvdtrain.cluster.patience import AWAKE_S, SPINS
 from hvdtrain.collectives.segments import map_of
-from hvdtrain.errors import WaitTimeout
+from hvdtrain.errors import PeerFailed, WaitTimeout
 from hvdtrain.faults import pulse
 
 TAGS = 4
@@ -115,10 +115,10 @@ class _Sending:
 
 
 class _Taking:
-    """The messages from one rank, process ``pid``, under one tag; ``asked``: how many have been asked for."""
+    """The messages from ``source``, process ``pid``, under one tag; ``asked``: how many have been asked for."""
 
-    def __init__(self, lane: np.ndarray, pid: int, mapped: dict[tuple[int, int], mmap.mmap]) -> None:
-        self._lane, self._pid, self._mapped = lane, pid, mapped
+    def __init__(self, lane: np.ndarray, source: int, pid: int, mapped: dict[tuple[int, int], mmap.mmap]) -> None:
+        self._lane, self._source, self._pid, self._mapped = lane, source, pid, mapped
         self.asked = 0
 
     def came(self, number: int) -> bool:
@@ -126,7 +126,7 @@ class _Taking:
         return int(self._lane[0]) > number
 
     def take(self, number: int) -> np.ndarray:
-        """Return the message's memory."""
+        """Return the message's memory. Errors: `PeerFailed` where the sender has ended with it."""
         _fence()
         lane = self._lane
         assert lane[_TAIL] == number, f"message {number} is taken after {lane[_TAIL]} others"
@@ -134,7 +134,10 @@ class _Taking:
         slot, fd, nbytes, total = lane[at:at + _RECORD].tolist()
         memory = self._mapped.get((self._pid, slot))
         if memory is None:
-            memory = self._mapped[self._pid, slot] = _opened(self._pid, fd, _SLOT_HEAD + nbytes)
+            try:
+                memory = self._mapped[self._pid, slot] = _opened(self._pid, fd, _SLOT_HEAD + nbytes)
+            except (FileNotFoundError, PermissionError, ProcessLookupError) as error:  # of a process that ends, or has
+                raise PeerFailed(f"rank {self._source} has ended before a message of it was read") from error
         data = np.frombuffer(memory, np.uint8, total, _SLOT_HEAD)
         # Views of the array keep it, not its memory alone: it goes with the last of them.
         weakref.finalize(data, np.frombuffer(memory, np.int64, 1).__setitem__, 0, 0).atexit = False
@@ -236,7 +239,7 @@ class NearCarrier:
         mapped: dict[tuple[int, int], mmap.mmap] = {}
         self._sending = {(i, tag): _Sending(lanes[self._own, i, tag], self._number)
                          for i in range(n) for tag in range(TAGS)}
-        self._taking = {(i, tag): _Taking(lanes[i, self._own, tag], bells.pids[i], mapped)
+        self._taking = {(i, tag): _Taking(lanes[i, self._own, tag], self.ranks[i], bells.pids[i], mapped)
                         for i in range(n) for tag in range(TAGS)}
 
     @classmethod

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 
 import numpy as np
 import pytest
 
 from hvdtrain.cluster import carrier as carriers
 from hvdtrain.cluster import far
-from hvdtrain.errors import WaitTimeout
+from hvdtrain.errors import PeerFailed, WaitTimeout
 from hvdtrain.pipeline.post import BACK, FORTH, Label, Post
 from hvdtrain.protocols import Cargo
 
@@ -96,3 +97,18 @@ def test_memory_of_messages_is_used_again_and_none_of_it_has_a_name(comm, contro
     assert len(slots) <= 2
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "hvdtrain" in name]
     made.free()
+
+
+@pytest.mark.parametrize("carrier", ["memory"], indirect=True)
+def test_message_of_a_rank_that_has_ended_is_that_ranks_failure(carrier, control, monkeypatch):
+    if control.rank == 0:
+        carrier.put([np.arange(5)], 1, FORTH)
+    elif control.rank == 1:
+        coming = carrier.take(0, FORTH)
+        coming.wait_begun()
+        with subprocess.Popen(["true"]) as ended, monkeypatch.context() as patch:
+            ended.wait()
+            patch.setattr(coming._lane, "_pid", ended.pid)
+            with pytest.raises(PeerFailed, match="rank 0 has ended"):
+                coming.wait()
+        assert coming.wait().view(np.int64)[:5].tolist() == [0, 1, 2, 3, 4]

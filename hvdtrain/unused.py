@@ -12,6 +12,7 @@ from typing import Any
 
 from hvdtrain import schema
 from hvdtrain.config import Config
+from hvdtrain.pipeline.settings import cut_over_ranks
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ TABLE: tuple[tuple[str, str, Callable[[Setup], bool]], ...] = (
     ("loss_scale", "precision is not fp16 or auto",
      lambda s: not {"fp16", "auto"} & set(s.config.precisions())),
     ("split_micro_batches", "model_parallel is 1", lambda s: s.config.model_parallel == 1),
+    ("pipeline.order pipeline.micro_batches pipeline.chunks pipeline.cut", "no copy of the model is cut over ranks",
+     lambda s: not cut_over_ranks(s.config)),
+    ("pipeline.chunks", "pipeline.order is not interleaved", lambda s: s.config.pipeline.order != "interleaved"),
     ("rebalance.probe_s rebalance.probe_cache rebalance.max_micro_batch", "balance is off",
      lambda s: s.config.balance == "off"),
     ("rebalance.margin rebalance.lasting", "balance is not auto", lambda s: s.config.balance != "auto"),

@@ -155,9 +155,12 @@ def _task(config: Config, copy: int, copies: int, kinds: Sequence[Measured], kin
     chunks = config.pipeline.chunks if config.pipeline.order == "interleaved" and depth > 1 else 1
     if depth * chunks > len(names):
         what = f"{depth} stages" + (f" of {chunks} chunks each" if chunks > 1 else "")
-        raise UserError(f"the model has {len(names)} blocks ({', '.join(names[:6])}{', ...' if len(names) > 6 else ''})"
-                        f" for {what}", "a block for each part",
-                        f"cut it over {max(1, len(names) // chunks)} ranks at most, or give the model more blocks")
+        counted = f"{len(names)} block" + ("s" if len(names) > 1 else "")
+        most = len(names) // chunks
+        do = "leave pipeline out" if len(names) == 1 else "set fewer pipeline.chunks" if most < 2 else \
+            f"cut it over {most} ranks at most"
+        raise UserError(f"the model has {counted} ({', '.join(names[:6])}{', ...' if len(names) > 6 else ''})"
+                        f" for {what}", "a block for each part", f"{do}, or give the model more blocks")
     fixed = _fixed(config.pipeline.cut, names, depth * chunks) if depth > 1 else ()
     assert isinstance(config.shares, (list, tuple))
     shares = config.shares or [1.0] * copies

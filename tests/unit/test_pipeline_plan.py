@@ -227,7 +227,8 @@ def test_samples_of_a_micro_batch_follow_the_shares_of_copies() -> None:
 
 
 @pytest.mark.parametrize(("pipeline", "said"), [
-    (Pipeline(5), "4 blocks"), (Pipeline(3, "interleaved", chunks=2), "chunks"),
+    (Pipeline(5), "4 blocks .*Cut it over 4 ranks"), (Pipeline(3, "interleaved", chunks=2), "Cut it over 2 ranks"),
+    (Pipeline(2, "interleaved", chunks=3), "Set fewer pipeline.chunks"),
     (Pipeline(2, cut=["b9"]), "b9"), (Pipeline(2, cut=["b1", "b2"]), "2 blocks for a copy in 2 parts"),
     (Pipeline(3, cut=["b2", "b1"]), "order of the model"), (Pipeline(2, cut=["b0"]), "first"),
 ])

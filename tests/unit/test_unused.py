@@ -6,7 +6,7 @@ import pytest
 from small_runs import config, lockstep, make_model, samples
 
 from hvdtrain import schema, unused
-from hvdtrain.config import Config, Data, DataParallel, EarlyStop, Exchange, Named, Rebalance, Schedule, Trace
+from hvdtrain.config import Config, Data, DataParallel, EarlyStop, Exchange, Named, Pipeline, Rebalance, Schedule, Trace
 from hvdtrain.unused import Setup, notes
 
 TOPK = {"topk_ratio": 0.1, "topk_momentum": 0.5, "topk_warmup_steps": 3}
@@ -24,6 +24,9 @@ IDLE = [
     ({"data_parallel": DataParallel(stage=1, shards=[3, 1])}, ["data_parallel.stage", "data_parallel.shards"]),
     ({"loss_scale": 2.0, "precision": "bf16:fp32"}, ["loss_scale"]),
     ({"split_micro_batches": 3}, ["split_micro_batches"]),
+    ({"pipeline": Pipeline(1, "gpipe", [1, 1], 3, 3, ["a"])},
+     [f"pipeline.{name}" for name in ("order", "micro_batches", "chunks", "cut")]),
+    ({"pipeline": Pipeline(2, chunks=3)}, ["pipeline.chunks"]),
     ({"rebalance": Rebalance(margin=0.1, lasting=3, probe_s=1.0, probe_cache=False, max_micro_batch=[3])},
      [f"rebalance.{name}" for name in ("probe_s", "probe_cache", "max_micro_batch", "margin", "lasting")]),
     ({"rebalance": Rebalance(margin=0.1, probe_s=1.0), "balance": "static"}, ["rebalance.margin"]),
@@ -32,6 +35,7 @@ IDLE = [
 BUSY = [
     {},
     {"data_parallel": DataParallel("zero", 1, [3, 1])},
+    {"pipeline": Pipeline(2, "interleaved", micro_batches=3, chunks=3, cut=["a", "b", "c", "d", "e"])},
     {"schedule": Schedule("StepLR", {"step_size": 3}, "epoch"), "early_stop": EarlyStop("loss", "max", 2, 0.1)},
     {"schedule": Schedule(warmup_steps=3, linear_scaling_base=32), "nan_guard": "skip", "max_skipped": 3},
     {"exchange": Exchange(powersgd_rank=2, auto_margin=0.1, bucket_mb=3.0, cycle_time_ms=1.0, **TOPK),

@@ -165,10 +165,12 @@ def _seconds(run: Any) -> dict[str, float]:
 def _row(ranks: Sequence[Row], idle_s: Sequence[float]) -> Row:
     """What a copy does in a step, from what its ranks do: it computes until its last rank has done so.
 
-    It waits for other copies and the exchange as long as the rank that waits least for anyone.
+    What a rank's input takes longer than another's the other spends waiting for it, which is input of the copy and no
+    computing. The copy waits for other copies and the exchange as long as the rank that waits least for anyone.
     """
-    slowest_s = max(row.compute_s + idle for row, idle in zip(ranks, idle_s))
-    return Row(ranks[0].samples, max(row.data_s for row in ranks), slowest_s,
+    data_s = max(row.data_s for row in ranks)
+    ends_s = max(row.data_s + row.compute_s + idle for row, idle in zip(ranks, idle_s))
+    return Row(ranks[0].samples, data_s, ends_s - data_s,
                max(0.0, min(row.wait_s - idle for row, idle in zip(ranks, idle_s))),
                max(row.update_s for row in ranks))
 

@@ -7,6 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hvdtrain.balance.meter import CAUSES, Row, read
+from hvdtrain.callbacks.meter import _row
 
 TWO = ["rank 0 on host a", "rank 1 on host b"]
 
@@ -32,6 +33,11 @@ def test_ideal_balance_has_nothing_to_do():
     got = read([Row(32, 0.0, 0.1, 0.002, 0.001), Row(13, 0.0, 0.1, 0.002, 0.001)], 0.103, TWO, "auto", "none")
     assert got.percent == pytest.approx(100 * 0.101 / 0.103)
     assert got.sentence == "nothing to do: the ranks reach 98 % of the sum of their solo speeds"
+
+
+def test_stage_that_waits_for_the_input_of_the_one_before_counts_it_once():
+    first, second = Row(8, 0.4, 0.3, 0.4, 0.1), Row(8, 0.1, 0.3, 0.7, 0.1)  # of a step of 1.2
+    assert _row([first, second], [0.2, 0.5]) == Row(8, 0.4, pytest.approx(0.5), pytest.approx(0.2), 0.1)
 
 
 @pytest.mark.parametrize("row, compression, cause, words", [

@@ -138,13 +138,15 @@ def test_trees_of_tensors_travel_and_blocks_may_write_to_what_came():
 
 
 def test_a_sequential_of_sequentials_needs_no_names():
+    """One that has a hook is not taken apart."""
     def model():
         torch.manual_seed(1)
-        inner = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Tanh())
-        return nn.Sequential(OrderedDict(body=inner, last=nn.Linear(HIDDEN, CLASSES)))
+        inner, hooked = (nn.Sequential(nn.Linear(n, HIDDEN), nn.Tanh()) for n in (FEATURES, HIDDEN))
+        hooked.register_full_backward_hook(lambda module, grad_input, grad_output: (grad_input[0] * 0.5,))
+        return nn.Sequential(OrderedDict(body=inner, hooked=hooked, last=nn.Linear(HIDDEN, CLASSES)))
 
     runs = same_curve(model, (3, Pipeline(3, cut=["body.1", "last"])), max_steps=3)
-    assert runs[0].parts.layout.names == ("body.0", "body.1", "last")
+    assert runs[0].parts.layout.names == ("body.0", "body.1", "hooked", "last")
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

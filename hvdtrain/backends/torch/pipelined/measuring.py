@@ -50,9 +50,15 @@ def _children(module: torch.nn.Module, prefix: str = "") -> Named:
     found: Named = []
     for name, child in module.named_children():
         full = f"{prefix}{name}"
-        plain = type(child) is torch.nn.Sequential and len(child) > 0 and not child._forward_hooks
+        plain = type(child) is torch.nn.Sequential and len(child) > 0 and not _hooked(child)
         found += _children(child, f"{full}.") if plain else [(full, child)]
     return found
+
+
+def _hooked(module: torch.nn.Module) -> bool:
+    """Whether a call of a module does more than its forward, or its backward than that of its children."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+                or module._backward_pre_hooks)
 
 
 def _without_blocks(model: torch.nn.Module) -> UserError:

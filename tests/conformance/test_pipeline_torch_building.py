@@ -16,6 +16,7 @@ from torch import nn  # noqa: E402
 from torch_tools import one_thread  # noqa: E402,F401
 
 from hvdtrain import rng  # noqa: E402
+from hvdtrain.backends.torch.maker import build_lazy  # noqa: E402
 from hvdtrain.backends.torch.pipelined import create  # noqa: E402
 from hvdtrain.backends.torch.pipelined.outline import outline, source_of  # noqa: E402
 from hvdtrain.backends.torch.pipelined.tape import Inexact, Tape  # noqa: E402
@@ -197,6 +198,17 @@ def test_a_rank_gets_its_blocks_and_builds_a_model_whole_only_where_it_must(make
     for name, tensor in {**found[0], **found[1]}.items():
         assert torch.equal(tensor, want[name])
     assert len(built) == 2 * whole
+
+
+def test_lazy_layers_have_the_weights_that_one_process_gives_them():
+    def lazy():
+        return deep(lazy=nn.LazyLinear(HIDDEN))
+
+    whole = seeded(lazy)()
+    torch.manual_seed(0)
+    build_lazy(whole, Spec("m", whole, "torch"), split_models.example)
+    found = parts_of([outlined(lazy) for _ in range(2)], again=seeded(lazy), cut=["second"])
+    assert all(torch.equal({**found[0], **found[1]}[name], want) for name, want in tensors(whole).items())
 
 
 def looking(**named):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdtrain import rng
 from hvdtrain.backends.torch import keras, placement, state
 from hvdtrain.backends.torch.buffers import Buffers
 from hvdtrain.backends.torch.evaluator import TorchEvaluator
@@ -57,7 +58,7 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
     together with a pipeline.
     """
     def of(model: torch.nn.Module, source: Source | None = None) -> PartMaker:
-        build_lazy(model, spec, sample)
+        build_lazy_as_alone(model, spec, config.seed, sample)
         return PartMaker(replace(spec, model=model), config, mesh, wire, steps_per_epoch, precision, sample, source)
 
     def measured() -> tuple[Measured, list[Any], Source | None, str]:
@@ -106,6 +107,17 @@ def built(spec: Any) -> torch.nn.Module:
     random = state.random_arrays()
     try:
         return spec.again()  # type: ignore[no-any-return]
+    finally:
+        state.load_random(random)
+
+
+def build_lazy_as_alone(model: torch.nn.Module, spec: Any, seed: int, sample: Sample | None) -> None:
+    """`build_lazy` with the random numbers of one process, whatever this rank's are; generators are as before."""
+    random = state.random_arrays()
+    rng.seed(seed, 0)
+    torch.manual_seed(seed)
+    try:
+        build_lazy(model, spec, sample)
     finally:
         state.load_random(random)
 

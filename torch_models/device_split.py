@@ -63,7 +63,7 @@ def example(B: int) -> tuple[np.ndarray, np.ndarray]:
 
 def main(steps: int = 20, B: int = 256) -> list[float]:
     """Train on one batch, a layer on each of two devices; print where all is, and return the losses."""
-    from hvdtrain.backends.torch.pipeline import Pipeline
+    from hvdtrain.backends.torch.pipelined.over_devices import OverDevices
 
     gpus = torch.cuda.device_count()
     names = ("cuda:0", "cuda:1") if gpus > 1 else ("cpu", "cuda:0") if gpus else ("cpu", "cpu")
@@ -72,7 +72,7 @@ def main(steps: int = 20, B: int = 256) -> list[float]:
     torch.manual_seed(0)
     model = build()
     devices = [torch.device(name) for name in names]
-    Pipeline([[block] for _, block in blocks(model)], devices, micros=8).install(model)
+    OverDevices([[block] for _, block in blocks(model)], devices, micros=8).install(model)
     optimizer = torch.optim.Adam(model.parameters())
     x, y = (torch.from_numpy(array) for array in example(B))
     losses = []

@@ -15,7 +15,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.parallel import table
 from hvdtrain.parallel.cut import Cut, min_max_cut
 from hvdtrain.parallel.memory import Block, Needs, shown
-from hvdtrain.parallel.schedule import bubble_of
+from hvdtrain.parallel.schedule import bubble
 from hvdtrain.run import say
 
 MICROS_FOR_EACH = 4
@@ -56,7 +56,7 @@ class Plan:
 
     def bubble(self) -> float:
         """The predicted part of all devices' time that they wait."""
-        return bubble_of(self.stage_s(), self.needs.micros)
+        return bubble(self.stage_s(), self.needs.micros)
 
     def stage_s(self) -> list[float]:
         """Seconds of each stage over one split micro-batch."""

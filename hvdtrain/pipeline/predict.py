@@ -14,17 +14,19 @@ where forward and backward are the same parts of all t_i: GPipe's is exact, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hvdtrain.pipeline.orders import FORWARD, Action
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step played through: its seconds, and those that each place computes."""
+    """A step played through: its seconds, those that each place computes, and when each action ended, by its phase,
+    the copy's chunk and micro-batch."""
 
     step_s: float
     busy_s: tuple[float, ...]
+    ended_s: dict[tuple[str, int, int], float] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def idle_share(self) -> float:
@@ -69,4 +71,4 @@ def play(orders: Sequence[Sequence[Action]], forward_s: Sequence[float], backwar
             else:
                 waiting.discard(place)
         assert not waiting or sum(at) > before, f"places {sorted(waiting)} wait for each other"
-    return Step(max(free_s), tuple(busy_s))
+    return Step(max(free_s), tuple(busy_s), ended)

@@ -20,7 +20,7 @@ from torch_tools import one_thread, spec  # noqa: E402,F401
 
 from hvdtrain.backends.torch import Ops, make_parts, placement  # noqa: E402
 from hvdtrain.backends.torch.blocks import measure  # noqa: E402
-from hvdtrain.backends.torch.pipeline import Pipeline, release  # noqa: E402
+from hvdtrain.backends.torch.pipelined.over_devices import OverDevices, release  # noqa: E402
 from hvdtrain.backends.torch.optimizer import check_slots, slot_share  # noqa: E402
 from hvdtrain.backends.torch.transforms.placement import Placement  # noqa: E402
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision  # noqa: E402
@@ -60,7 +60,7 @@ def test_parts_walk_through_the_stages_in_gpipes_order():
     model = deep()
     calls = noting(model)
     stages = [[model.first, model.second], [model.third, model.head]]
-    Pipeline(stages, [CPU, CPU], micros=3).install(model)
+    OverDevices(stages, [CPU, CPU], micros=3).install(model)
     model(torch.zeros(7, 12))
     a, b = ["first", "second"], ["third", "head"]
     assert calls == [*a, *a, *b, *a, *b, *b], "stage 0 takes its next part before stage 1 takes the last one"
@@ -69,7 +69,7 @@ def test_parts_walk_through_the_stages_in_gpipes_order():
 @pytest.mark.parametrize("samples_B, micros", [(8, 4), (7, 3), (3, 8), (1, 8), (5, 1)])
 def test_outputs_and_gradients_are_those_of_the_whole_model(samples_B, micros):
     whole, split = deep(), deep()
-    Pipeline([[split.first], [split.second, split.third], [split.head]], [CPU] * 3, micros).install(split)
+    OverDevices([[split.first], [split.second, split.third], [split.head]], [CPU] * 3, micros).install(split)
     x = torch.randn(samples_B, 12)
     fired = {name: 0 for name, _ in split.named_parameters()}
     for name, param in split.named_parameters():
@@ -82,12 +82,12 @@ def test_outputs_and_gradients_are_those_of_the_whole_model(samples_B, micros):
 
 
 def test_copies_only_at_the_cuts(monkeypatch):
-    from hvdtrain.backends.torch import pipeline
+    from hvdtrain.backends.torch.pipelined import over_devices
 
     seen = []
-    monkeypatch.setattr(pipeline, "moved", lambda value, where: seen.append(where) or value.to(where))
+    monkeypatch.setattr(over_devices, "moved", lambda value, where: seen.append(where) or value.to(where))
     model = deep().to(META)
-    Pipeline([[model.first, model.second], [model.third, model.head]], [META, META], micros=2).forward(
+    OverDevices([[model.first, model.second], [model.third, model.head]], [META, META], micros=2).forward(
         torch.zeros(4, 12, device=META))
     assert len(seen) == 4, "2 parts x (to the first device, at the cut)"
 
@@ -104,16 +104,16 @@ def test_trees_of_tensors_pass_the_cuts():
     model = Chain(two=Two(), one=One())
     x = (torch.randn(5, 3), torch.randn(5, 3))
     want = model(x)
-    Pipeline([[model.two], [model.one]], [CPU, CPU], 2).install(model)
+    OverDevices([[model.two], [model.one]], [CPU, CPU], 2).install(model)
     torch.testing.assert_close(model(x), want)
 
 
 def test_what_cannot_be_cut_into_parts_says_so():
-    pipe = Pipeline([[nn.Identity()], [nn.Identity()]], [CPU, CPU], 2)
+    pipe = OverDevices([[nn.Identity()], [nn.Identity()]], [CPU, CPU], 2)
     with pytest.raises(UserError, match=r"first dimensions \[2, 3\]"):
         pipe.forward((torch.zeros(2), torch.zeros(3)))
     with pytest.raises(UserError, match="returns a Tensor without samples"):
-        Pipeline([[nn.Identity()], [Mean()]], [CPU, CPU], 2).forward(torch.zeros(4, 2))
+        OverDevices([[nn.Identity()], [Mean()]], [CPU, CPU], 2).forward(torch.zeros(4, 2))
 
 
 class Mean(nn.Module):
@@ -123,7 +123,7 @@ class Mean(nn.Module):
 
 def test_the_model_is_its_users_again_and_copies_split_their_own_blocks():
     model = deep()
-    pipe = Pipeline([[model.first, model.second, model.third], [model.head]], [CPU, CPU], 2)
+    pipe = OverDevices([[model.first, model.second, model.third], [model.head]], [CPU, CPU], 2)
     pipe.install(model)
     twin = copy.deepcopy(model)
     assert vars(twin)["forward"].__self__.stages[1] == [twin.head] and twin.head is not model.head
@@ -139,7 +139,7 @@ def test_the_model_is_its_users_again_and_copies_split_their_own_blocks():
 
 def test_the_bubble_is_measured_of_one_pass():
     model = deep()
-    pipe = Pipeline([[model.first, model.second], [model.third, model.head]], [CPU, CPU], micros=4)
+    pipe = OverDevices([[model.first, model.second], [model.third, model.head]], [CPU, CPU], micros=4)
     pipe.install(model)
     assert pipe.bubble() is None
     for _ in range(4):
@@ -151,7 +151,7 @@ def test_the_bubble_is_measured_of_one_pass():
 def test_a_first_stage_without_gradients_leaves_the_bubble_unmeasured():
     model = deep()
     model.first.requires_grad_(False)
-    pipe = Pipeline([[model.first], [model.second, model.third, model.head]], [CPU, CPU], micros=2)
+    pipe = OverDevices([[model.first], [model.second, model.third, model.head]], [CPU, CPU], micros=2)
     pipe.install(model)
     for _ in range(4):
         model(torch.randn(8, 12)).sum().backward()

@@ -18,7 +18,7 @@ from torch_tools import one_thread, spec  # noqa: E402,F401
 import torch_models.cnn  # noqa: E402
 import torch_models.device_split  # noqa: E402
 import torch_models.gpt  # noqa: E402
-from hvdtrain.backends.torch.pipeline import Pipeline  # noqa: E402
+from hvdtrain.backends.torch.pipelined.over_devices import OverDevices  # noqa: E402
 from hvdtrain.config import Checkpoint, Exchange, Named  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
 
@@ -64,7 +64,7 @@ def test_a_sequential_is_split_by_its_children(cpus):
 def test_a_model_is_split_again_wherever_the_run_before_has_left_it(cpus):
     model, whole = deep(), deep()
     trained(replace(BASE, max_steps=5, model_parallel=2), model)
-    kept = Pipeline([[model.first], [model.second, model.third, model.head]], [CPU, CPU], 2)
+    kept = OverDevices([[model.first], [model.second, model.third, model.head]], [CPU, CPU], 2)
     kept.install(model)  # as it stays after a run on two GPUs
     trained(replace(BASE, max_steps=5, model_parallel=3), model)
     assert "forward" not in vars(model)

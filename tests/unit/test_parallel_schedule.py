@@ -1,10 +1,20 @@
-"""GPipe's schedule and its bubble, in closed form and by walking through it."""
+"""The clocks of GPipe's order and its bubble, in closed form and by walking through it."""
 
 import pytest
 
-from hvdtrain.parallel.schedule import BACKWARD, FORWARD, bubble, bubble_of, gpipe, measured_bubble, waits_for
+from hvdtrain.parallel.schedule import bubble, gpipe, measured_bubble
+from hvdtrain.pipeline.orders import BACKWARD, FORWARD
 
 SIZES = [(1, 1), (1, 4), (2, 1), (2, 4), (3, 2), (3, 8), (4, 4)]
+
+
+def waits_for(slot, stages, micros):
+    """(stage, micro, phase) of what must have ended before ``slot``: its input, and the slot before on its device."""
+    _, s, m, phase = slot
+    if phase == FORWARD:
+        return ([(s - 1, m, FORWARD)] if s else []) + ([(s, m - 1, FORWARD)] if m else [])
+    after = [(s + 1, m, BACKWARD)] if s < stages - 1 else []
+    return after + [(s, m + 1, BACKWARD) if m < micros - 1 else (s, m, FORWARD)]
 
 
 @pytest.mark.parametrize("stages, micros", SIZES)
@@ -29,8 +39,8 @@ def test_two_stages_three_parts():
 @pytest.mark.parametrize("stages, micros", SIZES)
 def test_bubble_is_what_the_schedule_leaves_idle(stages, micros):
     clocks = 2 * (micros + stages - 1)
-    assert bubble(stages, micros) == pytest.approx(1 - 2 * micros / clocks)
-    assert bubble_of([2.0] * stages, micros) == pytest.approx(bubble(stages, micros))
+    assert bubble([2.0] * stages, micros) == pytest.approx(1 - 2 * micros / clocks)
+    assert bubble([2.0] * stages, micros) == pytest.approx((stages - 1) / (micros + stages - 1))
 
 
 def walk(cost_s, micros, forward=1 / 3):
@@ -46,11 +56,20 @@ def walk(cost_s, micros, forward=1 / 3):
 @pytest.mark.parametrize("cost_s", [[1.0], [1.0, 1.0], [1.0, 3.0], [3.0, 1.0], [1.0, 2.0, 1.0], [4.0, 1.0, 2.0]])
 @pytest.mark.parametrize("micros", [1, 2, 8])
 def test_the_measured_bubble_of_exact_times_is_the_predicted_one(cost_s, micros):
-    assert measured_bubble(len(cost_s), micros, *walk(cost_s, micros)) == pytest.approx(bubble_of(cost_s, micros))
+    total, stages = sum(cost_s), len(cost_s)
+    want = 1 - micros * total / (stages * (total + (micros - 1) * max(cost_s)))
+    assert bubble(cost_s, micros) == pytest.approx(want)
+    assert measured_bubble(range(stages), micros, *walk(cost_s, micros)) == pytest.approx(want)
 
 
 def test_one_after_the_other_is_half_idle():
     """Two devices that take turns, as without parts."""
-    assert measured_bubble(2, 1, *walk([1.0, 1.0], 1)) == pytest.approx(0.5) == bubble(2, 1)
-    assert measured_bubble(2, 1, 0.0, [0.0] * 4) == 0.0
-    assert bubble_of([0.0, 0.0], 4) == bubble(2, 4)
+    assert measured_bubble([0, 1], 1, *walk([1.0, 1.0], 1)) == pytest.approx(0.5) == bubble([1.0, 1.0], 1)
+    assert measured_bubble([0, 1], 1, 0.0, [0.0] * 4) == 0.0
+    assert bubble([0.0, 0.0], 4) == bubble([1.0, 1.0], 4)
+
+
+def test_stages_on_one_device_take_turns():
+    """Each slot takes a second, one after the other: half of two stages' time is lost, however many parts there are."""
+    slots = gpipe(2, 4)
+    assert measured_bubble([0, 0], 4, 0.0, [1.0 + i for i in range(len(slots))]) == pytest.approx(0.5)

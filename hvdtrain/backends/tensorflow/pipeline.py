@@ -22,7 +22,8 @@ from hvdtrain.backends.tensorflow.chain import Chain
 from hvdtrain.backends.tensorflow.placement import HOST
 from hvdtrain.backends.tensorflow.task import Task
 from hvdtrain.errors import UserError
-from hvdtrain.parallel.schedule import BACKWARD, FORWARD, gpipe
+from hvdtrain.parallel.schedule import gpipe
+from hvdtrain.pipeline.orders import BACKWARD, FORWARD
 
 Gradient = Any
 

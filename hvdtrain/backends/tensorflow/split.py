@@ -104,7 +104,7 @@ class Split:
     def describe(self) -> dict[str, str]:
         """For the summary: the cut, and the bubble as predicted and as measured."""
         words = f"{self.plan.bubble():.1%} of the devices' time predicted"
-        seen = [measured_bubble(len(self.plan.stages), parts, float(t[0]), [float(x) for x in t[1:]])
+        seen = [measured_bubble(self.plan.devices, parts, float(t[0]), [float(x) for x in t[1:]])
                 for parts, t in self._times if parts == self.plan.needs.micros]
         if seen:
             words += f", {statistics.median(seen):.1%} measured"

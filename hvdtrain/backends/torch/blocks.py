@@ -19,7 +19,8 @@ import torch
 from hvdtrain.backends.torch import audit, placement, state
 from hvdtrain.backends.torch.buffers import remember
 from hvdtrain.backends.torch.modes import modes_kept
-from hvdtrain.backends.torch.pipeline import Pipeline, count_samples, tensors_of
+from hvdtrain.backends.torch.pipelined.over_devices import OverDevices
+from hvdtrain.backends.torch.trees import count_samples, like, tensors_of
 from hvdtrain.errors import UserError
 from hvdtrain.parallel.memory import Block
 
@@ -67,22 +68,10 @@ class _Captured(Exception):
     """Not an error: the end of a task's run up to its model."""
 
 
-def model_input(model: torch.nn.Module, task: Callable[..., Any], batch: tuple[torch.Tensor, ...]) -> Any:
-    """What ``task`` gives to the model; `UserError` unless it is one argument of tensors (B, ...)."""
-    def refused(args: Sequence[Any], named: Any) -> UserError:
-        given = "no call" if named is None else f"{len(args)} arguments" + (" by name" if named else "")
-        return UserError(f"task gives {given} to a model that is to be split", "model(x), once",
-                         f"mend task, or {UNDO}")
-
-    x = caught_input(model, task, batch, refused)
-    count_samples(x)
-    return x
-
-
-def caught_input(model: torch.nn.Module, task: Callable[..., Any], batch: tuple[torch.Tensor, ...],
-                 refused: Callable[[Sequence[Any], Any], UserError]) -> Any:
-    """The one argument that ``task`` gives to the model; else the error that ``refused`` makes of the call, if any."""
-    caught: list[Any] = []
+def model_input(model: torch.nn.Module, task: Callable[..., Any], batch: tuple[torch.Tensor, ...],
+                undo: str = UNDO) -> Any:
+    """The one argument that ``task`` gives to the model; `UserError` where it calls it otherwise, or not at all."""
+    caught: list[tuple[tuple[Any, ...], Any]] = []
 
     def forward(*args: Any, **named: Any) -> Any:
         caught.append((args, named))
@@ -90,11 +79,29 @@ def caught_input(model: torch.nn.Module, task: Callable[..., Any], batch: tuple[
 
     with forward_of(model, forward), contextlib.suppress(_Captured):
         task(model, batch)
-    if not caught:
-        raise refused((), None)
-    if len(caught[0][0]) != 1 or caught[0][1]:
-        raise refused(*caught[0])
-    return caught[0][0][0]
+    args, named = caught[0] if caught else ((), None)
+    if len(args) != 1 or named:
+        raise called_with(args, named, undo)
+    return args[0]
+
+
+def called_with(args: Sequence[Any], named: Any, undo: str = UNDO) -> UserError:
+    """Return the error of a task that does not call a model that is cut once with one argument; ``named`` None: never.
+    """
+    given = "no call" if named is None else f"{len(args)} arguments" + (" by name" if named else "")
+    return UserError(f"task gives {given} to a model that is cut", "model(x), once", f"mend task, or {undo}")
+
+
+def refuse_shared(parts: Iterable[tuple[int, Named]], places: str, remedy: str) -> None:
+    """Raise `UserError` where blocks of two places share a parameter or buffer; ``parts``: place and blocks of each."""
+    owner: dict[int, tuple[int, str]] = {}
+    for place, blocks in parts:
+        for name, block in blocks:
+            for tensor in (*block.parameters(), *block.buffers()):
+                first, other = owner.setdefault(id(tensor), (place, name))
+                if first != place:
+                    raise UserError(f"blocks {other} and {name} share a parameter or buffer and fall on two {places}",
+                                    "both on one", f"untie them, or {remedy}")
 
 
 def check_chain(model: torch.nn.Module, blocks: Named, x: Any, undo: str = UNDO) -> list[str]:
@@ -165,7 +172,7 @@ def check_parts(model: torch.nn.Module, blocks: Named, task: Callable[..., Any],
 def _losses(model: torch.nn.Module, blocks: Named, task: Callable[..., Any], batch: tuple[torch.Tensor, ...],
             least: int) -> tuple[float, float] | None:
     """The task's loss of a batch in one part and in two; None where the two cannot be compared. Nothing remains."""
-    pipeline = Pipeline([[block for _, block in blocks]], [torch.device("cpu")], 2, least)
+    split = OverDevices([[block for _, block in blocks]], [torch.device("cpu")], 2, least)
     with _put_back(model) as put_back:
         try:
             one = float(torch.as_tensor(task(model, batch)[0]).detach())
@@ -174,7 +181,7 @@ def _losses(model: torch.nn.Module, blocks: Named, task: Callable[..., Any], bat
         drew, changed = put_back()
         if drew or changed:
             return None
-        with forward_of(model, pipeline.forward):
+        with forward_of(model, split.forward):
             return one, float(torch.as_tensor(task(model, batch)[0]).detach())
 
 
@@ -292,17 +299,3 @@ def _timed(block: torch.nn.Module, value: Any, device: torch.device, kept: list[
     kept[0] = held
     buffers_back()
     return like(out, [t.detach() for t in tensors_of(out)]), best_s, forward_s
-
-
-def like(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The tree ``value`` with other tensors, in the order of `tensors_of`."""
-    rest = iter(tensors)
-
-    def built(part: Any) -> Any:
-        if isinstance(part, torch.Tensor):
-            return next(rest)
-        if isinstance(part, (tuple, list)):
-            return type(part)(built(v) for v in part)
-        return {k: built(v) for k, v in part.items()} if isinstance(part, dict) else part
-
-    return built(value)

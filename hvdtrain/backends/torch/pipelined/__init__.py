@@ -1,1 +1,1 @@
-"""A PyTorch model that is cut over ranks: how a rank's part is built, measured and computed, and what it sends."""
+"""A PyTorch model that is cut over ranks, or over the devices of one: how parts are built, measured and computed."""

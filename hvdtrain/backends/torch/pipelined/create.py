@@ -12,6 +12,7 @@ import torch
 
 from hvdtrain import rng
 from hvdtrain.backends.torch import keras, placement, state
+from hvdtrain.backends.torch.blocks import refuse_shared
 from hvdtrain.backends.torch.buffers import Buffers
 from hvdtrain.backends.torch.evaluator import TorchEvaluator
 from hvdtrain.backends.torch.maker import Maker, build_lazy
@@ -21,7 +22,7 @@ from hvdtrain.backends.torch.pipelined import in_parts, measuring
 from hvdtrain.backends.torch.pipelined.buffers import PartBuffers
 from hvdtrain.backends.torch.pipelined.by_block import ByBlock
 from hvdtrain.backends.torch.pipelined.outline import free, source_of, why_whole
-from hvdtrain.backends.torch.pipelined.own import Cut, is_cut, take_out
+from hvdtrain.backends.torch.pipelined.own import UNDO, Cut, is_cut, take_out
 from hvdtrain.backends.torch.pipelined.stage import PipelineStage
 from hvdtrain.backends.torch.pipelined.tape import Inexact, Tape
 from hvdtrain.backends.torch.recompute.memory import Modules, attributes_kept
@@ -130,7 +131,7 @@ def refuse(spec: Any, config: Config) -> None:
     for key, on in (("sync_batchnorm", config.sync_batchnorm), ("compile: auto", config.compile == "auto")):
         if on:
             raise UserError(f"{key} with a pipeline over ranks and PyTorch", "one of the two",
-                            f"leave {key.partition(':')[0]} out, or {measuring.UNDO}")
+                            f"leave {key.partition(':')[0]} out, or {UNDO}")
     if is_cut(spec.model):
         raise UserError("a model of which a former run with a pipeline has left some blocks only on this rank",
                         "a whole model", "build it anew")
@@ -192,7 +193,8 @@ class PartMaker(Maker):
     def cut(self, layout: Layout, came: Sequence[Any]) -> None:
         """Keep the blocks that ``layout`` gives to this rank, on its device; ``came``: what each block may get."""
         mesh, chunks = layout.mesh, layout.chunks()
-        measuring.refuse_shared(self.named, chunks, [k % mesh.depth for k in range(len(chunks))])
+        parts = ((number % mesh.depth, [self.named[i] for i in chunk]) for number, chunk in enumerate(chunks))
+        refuse_shared(parts, "ranks of a pipeline", f"set pipeline.cut so that they are on one, or {UNDO}")
         self.layout = layout
         self.chunks = [[self.named[i][1] for i in chunk] for chunk in layout.mine]
         self._came = [came[chunk.start] for chunk in layout.mine]

@@ -15,10 +15,10 @@ import torch
 
 from hvdtrain.backends.torch import blocks, placement
 from hvdtrain.backends.torch.blocks import Named
-from hvdtrain.backends.torch.pipeline import tensors_of
 from hvdtrain.backends.torch.pipelined import measuring
 from hvdtrain.backends.torch.pipelined.by_block import ByBlock
 from hvdtrain.backends.torch.pipelined.tape import META, Inexact, Tape
+from hvdtrain.backends.torch.trees import like, tensors_of
 from hvdtrain.errors import UserError
 
 MADE_UP_STD = 0.02
@@ -36,7 +36,7 @@ def check(model: torch.nn.Module, named: Named, task: measuring.Task, batch: mea
             outputs = _passed(model, named, placement.moved(x, META))
         draw = torch.Generator().manual_seed(0)
         some = [torch.rand(t.shape, generator=draw).to(t.dtype) for t in tensors_of(outputs)]
-        loss_sum = measuring.loss_of(model, task, batch, blocks.like(outputs, some))
+        loss_sum = measuring.loss_of(model, task, batch, like(outputs, some))
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 a user's code that looks at values

@@ -7,7 +7,7 @@ its outputs. Everything is as before afterwards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,14 +15,12 @@ import torch
 from hvdtrain.backends.torch import blocks, state
 from hvdtrain.backends.torch.blocks import Named
 from hvdtrain.backends.torch.buffers import remember
-from hvdtrain.backends.torch.pipeline import tensors_of
 from hvdtrain.backends.torch.pipelined.by_block import Blocks
-from hvdtrain.backends.torch.pipelined.own import called_with
+from hvdtrain.backends.torch.pipelined.own import UNDO
 from hvdtrain.backends.torch.recompute.memory import Modules, attributes_kept
+from hvdtrain.backends.torch.trees import like, tensors_of
 from hvdtrain.errors import UserError
 from hvdtrain.parallel.memory import Block
-
-UNDO = "leave pipeline out"
 
 Task = Callable[..., Any]
 Tensors = tuple[torch.Tensor, ...]
@@ -83,7 +81,7 @@ def check(spec: Any, named: Named, task: Task, one: Tensors, other: Tensors) -> 
 def input_of(model: torch.nn.Module, task: Task, batch: Tensors) -> Any:
     """What the task gives to the model; `UserError` where it draws random numbers before it, or calls it otherwise."""
     before = state.random_arrays()
-    x = blocks.caught_input(model, task, batch, lambda args, named: called_with(args, named))
+    x = blocks.model_input(model, task, batch, UNDO)
     if not blocks.equal(before, state.random_arrays()):
         state.load_random(before)
         raise UserError("task draws random numbers before it calls the model, which the first and the last rank of a "
@@ -140,8 +138,8 @@ def loss_of(model: torch.nn.Module, task: Task, batch: Tensors, outputs: Any) ->
         nonlocal calls
         calls += 1
         if len(args) != 1 or named:
-            raise called_with(args, named)
-        return blocks.like(outputs, [t.clone() for t in tensors_of(outputs)])
+            raise blocks.called_with(args, named, UNDO)
+        return like(outputs, [t.clone() for t in tensors_of(outputs)])
 
     state_of = state.random_arrays()
     with blocks.forward_of(model, forward):
@@ -156,17 +154,3 @@ def measure(named: Named, x: Any, device: torch.device) -> tuple[tuple[Block, ..
     """Return what each block costs for ``x``, one at a time on ``device``, and what came into each, on the host."""
     came: list[Any] = []
     return blocks.measure(named, x, device, came), came
-
-
-def refuse_shared(named: Named, chunks: Sequence[Sequence[int]], place_of: Sequence[int]) -> None:
-    """Raise `UserError` where blocks of two places share a parameter or buffer."""
-    owner: dict[int, tuple[int, str]] = {}
-    for chunk, place in zip(chunks, place_of):
-        for i in chunk:
-            name, block = named[i]
-            for tensor in (*block.parameters(), *block.buffers()):
-                first, other = owner.setdefault(id(tensor), (place, name))
-                if first != place:
-                    raise UserError(f"blocks {other} and {name} share a parameter or buffer and fall on two ranks of a "
-                                    "pipeline", "each on one rank", "untie them, or set pipeline.cut so that they are "
-                                    f"on one rank, or {UNDO}")

@@ -12,9 +12,13 @@ from typing import Any
 
 import torch
 
+from hvdtrain.backends.torch.blocks import called_with
 from hvdtrain.errors import UserError
 
 Named = Sequence[tuple[str, torch.nn.Module]]
+
+UNDO = "leave pipeline out"
+"""How to do without a model that is cut over ranks."""
 
 
 class NotHere(UserError, AttributeError):
@@ -76,10 +80,6 @@ def is_cut(model: torch.nn.Module) -> bool:
     return any(isinstance(module, Elsewhere) for module in model.modules())
 
 
-class _Caught(Exception):
-    """Not an error: the end of a task's run up to its model."""
-
-
 class Cut:
     """The forward pass of ``model``, of which this rank has some blocks; all, where ``whole``: then it is its own."""
 
@@ -96,7 +96,7 @@ class Cut:
             raise UserError(f"a call of {type(self._model).__name__}, of which this rank of a pipeline has some blocks "
                             "only", "the whole model", "build it anew and load the weights of the run's folder")
         if len(args) != 1 or named:
-            raise called_with(args, named)
+            raise called_with(args, named, UNDO)
         return self._give(args[0])
 
     @contextlib.contextmanager
@@ -107,24 +107,3 @@ class Cut:
             yield
         finally:
             self._give = before
-
-    def input_of(self, call: Callable[[], Any]) -> Any:
-        """Return the x that ``call`` gives to the model; what comes after that is not run."""
-        caught: list[Any] = []
-
-        def keep(x: Any) -> Any:
-            caught.append(x)
-            raise _Caught
-
-        with self.giving(keep), contextlib.suppress(_Caught):
-            call()
-        if not caught:
-            raise called_with((), None)
-        return caught[0]
-
-
-def called_with(args: Sequence[Any], named: Any) -> UserError:
-    """Return the error of a task that does not call the model once with one argument."""
-    given = "no call" if named is None else f"{len(args)} arguments" + (" by name" if named else "")
-    return UserError(f"task gives {given} to a model that is cut over ranks", "model(x), once",
-                     "mend task, or leave pipeline out")

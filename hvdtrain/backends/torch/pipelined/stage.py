@@ -10,12 +10,12 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from hvdtrain.backends.torch import placement as devices_of
-from hvdtrain.backends.torch.blocks import like as tree_like
+from hvdtrain.backends.torch.blocks import model_input
 from hvdtrain.backends.torch.evaluator import TorchEvaluator
 from hvdtrain.backends.torch.pipelined import cargo as cargos
-from hvdtrain.backends.torch.pipelined.own import Cut
-from hvdtrain.backends.torch.pipeline import tensors_of
+from hvdtrain.backends.torch.pipelined.own import UNDO, Cut
 from hvdtrain.backends.torch.stage import TorchStage
+from hvdtrain.backends.torch.trees import like, tensors_of
 from hvdtrain.backends.torch.trial import first_not_finite, untouched
 from hvdtrain.errors import UserError
 from hvdtrain.mesh import Layout
@@ -171,13 +171,13 @@ class PipelineStage(TorchStage):
 
     def _made_up(self, chunk: int, samples: int) -> Cargo:
         """What may come into a chunk for so many samples."""
-        like = self._came_like[chunk]
-        assert like is not None, "blocks were measured"
-        tensors = tensors_of(like)
+        tree = self._came_like[chunk]
+        assert tree is not None, "blocks were measured"
+        tensors = tensors_of(tree)
         was = next((t.shape[0] for t in tensors if t.dim()), 1)
         rows = torch.arange(samples) % was
         made = [t[rows] if t.dim() and t.shape[0] == was else t.clone() for t in tensors]
-        return cargos.pack(tree_like(like, made), "a block")
+        return cargos.pack(like(tree, made), "a block")
 
     # --- parts of it -------------------------------------------------------------------------------------------------
 
@@ -191,8 +191,7 @@ class PipelineStage(TorchStage):
 
     def _input(self, batch: Batch) -> Any:
         """What the task gives to the model."""
-        tensors = self._placement.tensors(batch)
-        return self._cut.input_of(lambda: self._task(self._model, tensors))
+        return model_input(self._model, self._task, self._placement.tensors(batch), UNDO)
 
     def _received(self, chunk: int, came: Cargo, kept: _Kept | None = None) -> Any:
         """What the chunk before gave, in the types that this rank computes with."""

@@ -1,7 +1,7 @@
 """Where a PyTorch model's tensors are: on one device, or, of a split model, each on the device of its part.
 
 Owns the places of blocks, batches, parameters, gradient buckets and compressor state. What blocks cost is measured in
-`blocks`, the cut is `hvdtrain.parallel`'s, the forward pass `pipeline`'s.
+`blocks`, the cut is `hvdtrain.parallel`'s, the forward pass `pipelined.over_devices`'.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from hvdtrain.backends.torch import audit, blocks, placement, state
 from hvdtrain.backends.torch.ops import Ops
 from hvdtrain.backends.torch.optimizer import slot_share
-from hvdtrain.backends.torch.pipeline import Pipeline, release
+from hvdtrain.backends.torch.pipelined.over_devices import OverDevices, release
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision, floating_dtype
+from hvdtrain.backends.torch.trees import count_samples
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket
@@ -39,7 +40,7 @@ class Placement:
         self.home = self.devices[0]
         self.on_gpu = any(d.type == "cuda" for d in self.devices)
         self.dtype = floating_dtype(spec.model)
-        self._pipeline: Pipeline | None = None
+        self._split: OverDevices | None = None
         self._plan: Plan | None = None
         self._changing: list[str] = []
         release(spec.model)
@@ -66,6 +67,7 @@ class Placement:
             samples = max(least_samples(named), part_samples(self._config, control.rank, control.size))
             batch = self.tensors(source(samples), torch.device("cpu"))
             x = blocks.model_input(model, task, batch)
+            count_samples(x)
             self._changing = _beside_batchnorm(model, blocks.check_chain(model, named, x))
             if micros_of(self._config) > 1:
                 some = self.tensors(source(2 * least_samples(named) + 1), torch.device("cpu"))
@@ -96,21 +98,21 @@ class Placement:
         """Put the blocks on their devices. Errors: `UserError` where two stages share a parameter or buffer."""
         named = blocks.chain(self._spec)
         stages = [[named[i] for i in stage] for stage in plan.stages]
-        _refuse_shared(stages)
+        blocks.refuse_shared(enumerate(stages), "devices", "set model_parallel lower")
         modules = [[block for _, block in stage] for stage in stages]
-        self._pipeline = Pipeline(modules, self.devices, plan.needs.micros, least_samples(named))
+        self._split = OverDevices(modules, self.devices, plan.needs.micros, least_samples(named))
         self._plan = plan
-        self._pipeline.install(self._spec.model)
+        self._split.install(self._spec.model)
 
     def install(self, model: torch.nn.Module, blocks: Sequence[Any] = ()) -> None:
         """Put the parts of a split model where they belong, wherever its user had it."""
-        if self._pipeline:
-            self._pipeline.install(model)
+        if self._split:
+            self._split.install(model)
 
     def remove(self, model: torch.nn.Module) -> None:
         """Let the model run by itself."""
-        if self._pipeline:
-            self._pipeline.leave(model)
+        if self._split:
+            self._split.leave(model)
 
     # --- what is where -----------------------------------------------------------------------------------------
 
@@ -131,7 +133,7 @@ class Placement:
 
     def places(self) -> dict[int, int]:
         """Return the part that each parameter of a split model is in, by the parameter's id."""
-        stages = self._pipeline.stages if self._pipeline else []
+        stages = self._split.stages if self._split else []
         return {id(p): number for number, stage in enumerate(stages) for block in stage for p in block.parameters()}
 
     def on_its_device(self, flat_N: torch.Tensor, bucket: Bucket) -> torch.Tensor:
@@ -140,23 +142,23 @@ class Placement:
 
     def ops(self) -> list[Ops]:
         """Return the array operations of each device of a split model."""
-        return [Ops(device) for device in self.devices] if self._pipeline else []
+        return [Ops(device) for device in self.devices] if self._split else []
 
     # --- in words ----------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, str]:
         """Devices, cut and bubble, for the summary."""
         words = {"device": ", ".join(str(d) for d in self.devices)}
-        if self._pipeline is None or self._plan is None:
+        if self._split is None or self._plan is None:
             return words
-        found = self._pipeline.bubble()
-        return {**words, "split": f"{self._plan.words()}, a micro-batch in {self._pipeline.micros} parts",
+        found = self._split.bubble()
+        return {**words, "split": f"{self._plan.words()}, a micro-batch in {self._split.micros} parts",
                 "bubble": f"{self._plan.bubble():.1%} predicted, "
                           + ("not measured" if found is None else f"{found:.1%} measured")}
 
     def caveats(self) -> list[str]:
         """What depends on the parts of a micro-batch."""
-        if self._pipeline is None or self._pipeline.micros == 1:
+        if self._split is None or self._split.micros == 1:
             return []
         norms = _normalised(self._spec.model)
         found = ["BatchNorm takes its statistics over each part of a micro-batch"] if norms else []
@@ -182,15 +184,3 @@ def _beside_batchnorm(model: torch.nn.Module, buffers: Sequence[str]) -> list[st
 def least_samples(named: blocks.Named) -> int:
     """Fewest samples of a part: BatchNorm takes its statistics over more than one value per channel."""
     return 2 if any(_normalised(block) for _, block in named) else 1
-
-
-def _refuse_shared(stages: Sequence[blocks.Named]) -> None:
-    """Raise `UserError` where blocks of two stages share a parameter or buffer."""
-    owner: dict[int, tuple[int, str]] = {}
-    for number, stage in enumerate(stages):
-        for name, block in stage:
-            for tensor in (*block.parameters(), *block.buffers()):
-                first, other = owner.setdefault(id(tensor), (number, name))
-                if first != number:
-                    raise UserError(f"blocks {other} and {name} share a parameter or buffer and fall on two devices",
-                                    "each on one device", "untie them, or set model_parallel lower")

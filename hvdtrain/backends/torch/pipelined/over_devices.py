@@ -1,9 +1,9 @@
-"""The forward pass of a split PyTorch model: parts of a micro-batch walk through its stages in GPipe's order.
+"""The forward pass of a PyTorch model that is cut over the devices of a rank, in GPipe's order.
 
-Owns the cut of an input into parts, the order, the copies at the cuts, and what is measured of it once. The backward
-pass is autograd's: each device has a thread of its own there, which takes the part that came last first, as GPipe
-does, and adds up a parameter's gradients of all parts before it tells that it is made. So each gradient is ready once
-in a backward, as in a model that is not split. Does not choose the cut: `hvdtrain.parallel` does.
+Owns the parts of a micro-batch, the copies at the cuts, and what is measured of it once. The backward pass is
+autograd's: each device has a thread of its own there, which takes the part that came last first, as GPipe does, and
+adds up a parameter's gradients of all parts before it tells that it is made. So each gradient is ready once in a
+backward, as in a model that is not split. Does not choose the cut: `hvdtrain.parallel` does.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from hvdtrain.backends.torch.placement import moved, synchronize
-from hvdtrain.errors import UserError
+from hvdtrain.backends.torch.trees import count_samples, cut, joined, tensors_of
 from hvdtrain.parallel.plan import parts_of
-from hvdtrain.parallel.schedule import BACKWARD, FORWARD, gpipe
+from hvdtrain.parallel.schedule import gpipe, measured_bubble
+from hvdtrain.pipeline.orders import BACKWARD, FORWARD
 
 Stage = Sequence[torch.nn.Module]
 
@@ -25,7 +26,7 @@ WATCHED_PASS = 3
 """Which forward and backward of the full number of parts is measured: the first ones allocate and tune kernels."""
 
 
-class Pipeline:
+class OverDevices:
     """Stands in for the ``forward`` of a model whose blocks are cut into ``stages``, each on its device.
 
     ``micros``: parts of a micro-batch, where it has that many times ``least`` samples. Between `install` and `release`
@@ -55,13 +56,13 @@ class Pipeline:
     def forward(self, x: Any) -> Any:
         """Outputs on the last device, the parts put together again."""
         samples = count_samples(x)
-        parts = _cut(x, parts_of(samples // self.least, self.micros)) if samples else [x]
+        parts = cut(x, parts_of(samples // self.least, self.micros)) if samples else [x]
         watch = self._begin_watch(len(parts))
         for clock, stage, part, phase in gpipe(len(self.stages), len(parts)):
             if phase == BACKWARD:
                 break
             parts[part] = self._computed(stage, part, parts[part], watch)
-        return parts[0] if len(parts) == 1 else _joined(parts)
+        return parts[0] if len(parts) == 1 else joined(parts)
 
     def bubble(self) -> float | None:
         """The bubble of the pass that was measured, None where there was none. Waits for the devices."""
@@ -91,8 +92,8 @@ class Pipeline:
 
 
 def release(model: torch.nn.Module) -> None:
-    """Take a `Pipeline` off a model; any other model stays as it is."""
-    if isinstance(getattr(vars(model).get("forward"), "__self__", None), Pipeline):
+    """Take an `OverDevices` off a model; any other model stays as it is."""
+    if isinstance(getattr(vars(model).get("forward"), "__self__", None), OverDevices):
         del vars(model)["forward"]
 
 
@@ -128,26 +129,13 @@ class Watch:
         self._marks[stage, part, phase] = _mark(self._devices[stage])
 
     def bubble(self) -> float | None:
-        """Part of all stages' time that they did not compute; None before its backward, or where one had none.
-
-        Stages on one device take turns, so that with k of them at least 1 - 1/k is lost.
-        """
-        if len(self._marks) < 2 * self._parts * len(self._devices):
+        """Part of all stages' time that they did not compute; None before its backward, or where one had none."""
+        slots = [slot[1:] for slot in gpipe(len(self._devices), self._parts)]
+        if len(self._marks) < len(slots):
             return None
         synchronize(self._devices)
-        ends_s = {key: _seconds(self._base[self._devices[key[0]]], mark) for key, mark in self._marks.items()}
-        busy_s, free_s = 0.0, dict.fromkeys(self._devices, 0.0)
-        for (stage, part, phase), end_s in sorted(ends_s.items(), key=lambda item: item[1]):
-            device, before = self._devices[stage], stage - 1 if phase == FORWARD else stage + 1
-            ready_s = max(free_s[device], ends_s.get((before, part, phase), 0.0), self._turn_s(ends_s, phase))
-            busy_s += max(0.0, end_s - ready_s)
-            free_s[device] = end_s
-        span_s = max(ends_s.values())
-        return 1 - busy_s / (len(self._devices) * span_s) if span_s > 0 else None
-
-    def _turn_s(self, ends_s: dict[tuple[int, int, str], float], phase: str) -> float:
-        """When a phase could begin: backward once the last part has come through."""
-        return 0.0 if phase == FORWARD else ends_s[len(self._devices) - 1, self._parts - 1, FORWARD]
+        ends_s = [_seconds(self._base[self._devices[slot[0]]], self._marks[slot]) for slot in slots]
+        return measured_bubble(self._devices, self._parts, 0.0, ends_s)
 
 
 def _mark(device: torch.device) -> Any:
@@ -178,44 +166,3 @@ def _last_nodes(ended: Sequence[torch.Tensor]) -> list[Any]:
         if len(inner) < len(following):
             found.append(node)
     return found
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors of a tree: one, or tuples, lists and dicts of such."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return [t for child in children for t in tensors_of(child)]
-
-
-def count_samples(x: Any) -> int:
-    """First dimension of all tensors; `UserError` where they have not one in common."""
-    sizes = {t.shape[0] if t.dim() else -1 for t in tensors_of(x)}
-    if len(sizes) != 1 or -1 in sizes:
-        raise UserError(f"a split model was given {type(x).__name__} with first dimensions {sorted(sizes)}",
-                        "tensors (B, ...) with one B, which is cut into parts", "set model_parallel: 1, or give it one")
-    return sizes.pop()
-
-
-def _cut(x: Any, parts: int) -> list[Any]:
-    """``parts`` trees of about B / parts samples each."""
-    if isinstance(x, torch.Tensor):
-        return list(torch.tensor_split(x, parts))
-    if isinstance(x, (tuple, list)):
-        return [type(x)(each) for each in zip(*(_cut(v, parts) for v in x))]
-    columns = {k: _cut(v, parts) for k, v in x.items()}
-    return [{k: column[i] for k, column in columns.items()} for i in range(parts)]
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    """Undo `_cut` for outputs; `UserError` for what has no samples to put one behind the other."""
-    first = parts[0]
-    if isinstance(first, torch.Tensor) and first.dim():
-        return torch.cat(list(parts))
-    if isinstance(first, (tuple, list)):
-        return type(first)(_joined(each) for each in zip(*parts))
-    if isinstance(first, dict):
-        return {k: _joined([part[k] for part in parts]) for k in first}
-    raise UserError(f"the last block of a split model returns a {type(first).__name__} without samples",
-                    "tensors (B, ...), which the parts of a micro-batch are put together to",
-                    "set split_micro_batches: 1, or take the sum over samples into task")

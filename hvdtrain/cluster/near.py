@@ -11,14 +11,17 @@ into which the other side writes a byte: it takes no processor time and wakes wi
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import mmap
 import os
+import resource
 import select
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +29,7 @@ import numpy as np
 from hvdtrain.cluster.packing import ROOM, begins, copied
 from hvdtrain.cluster.patience import AWAKE_S, SPINS
 from hvdtrain.collectives.segments import map_of
-from hvdtrain.errors import PeerFailed, WaitTimeout
+from hvdtrain.errors import PeerFailed, UserError, WaitTimeout
 from hvdtrain.faults import pulse
 
 TAGS = 4
@@ -42,6 +45,9 @@ _LANE = _RECORDS_AT + _RECORD * ROOM
 """Words of a lane: messages sent so far, at `_TAIL` messages taken, each on a line of the cache of its own, records."""
 _SLOT_HEAD = 64
 """Bytes before a message in its slot: a word that is 1 while the slot is taken."""
+_FILES = 1 << 16
+"""Open files that a process asks for at most: a message that is kept takes two of its sender and one of its receiver.
+"""
 _order = threading.Lock()
 
 
@@ -56,14 +62,36 @@ def _fence() -> None:
         pass
 
 
+def _more_files() -> None:
+    """Let this process open as many files as it may: often that is 1024 until somebody asks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+@contextlib.contextmanager
+def _files() -> Iterator[None]:
+    """Say it in words where no more files may be opened."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise UserError(f"memory for a message between stages cannot be opened ({error.strerror})", "a limit of open "
+                        "files above three for each micro-batch that is under way",
+                        "raise it (ulimit -n), or set fewer pipeline.micro_batches or pipeline.order: 1f1b") from None
+
+
 class _Slot:
     """Memory of this rank for one message to one rank: ``number`` among all of this rank's, ``words``, ``data``."""
 
     def __init__(self, number: int, nbytes: int) -> None:
         self.number, self.nbytes = number, 1 << (nbytes - 1).bit_length()  # memory that nobody touches is not there
-        self.fd = os.memfd_create("hvdtrain-message")
-        os.ftruncate(self.fd, _SLOT_HEAD + self.nbytes)
-        memory = mmap.mmap(self.fd, _SLOT_HEAD + self.nbytes)
+        with _files():
+            self.fd = os.memfd_create("hvdtrain-message")
+            os.ftruncate(self.fd, _SLOT_HEAD + self.nbytes)
+            memory = mmap.mmap(self.fd, _SLOT_HEAD + self.nbytes)
         self.words = np.frombuffer(memory, np.int64, 1)
         self.data = np.frombuffer(memory, np.uint8, offset=_SLOT_HEAD)
 
@@ -135,7 +163,8 @@ class _Taking:
         memory = self._mapped.get((self._pid, slot))
         if memory is None:
             try:
-                memory = self._mapped[self._pid, slot] = _opened(self._pid, fd, _SLOT_HEAD + nbytes)
+                with _files():
+                    memory = self._mapped[self._pid, slot] = _opened(self._pid, fd, _SLOT_HEAD + nbytes)
             except (FileNotFoundError, PermissionError, ProcessLookupError) as error:  # of a process that ends, or has
                 raise PeerFailed(f"rank {self._source} has ended before a message of it was read") from error
         data = np.frombuffer(memory, np.uint8, total, _SLOT_HEAD)
@@ -248,6 +277,7 @@ class NearCarrier:
         n = host.Get_size()
         if n == 1:
             return None
+        _more_files()
         bells = Bells(host)
         memory, _ = map_of(host, n * n * TAGS * _LANE * 8)
         fine = host.allgather(memory is not None and not bells.error)

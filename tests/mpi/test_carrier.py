@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
+import resource
 import subprocess
 
 import numpy as np
 import pytest
 
 from hvdtrain.cluster import carrier as carriers
-from hvdtrain.cluster import far
-from hvdtrain.errors import PeerFailed, WaitTimeout
+from hvdtrain.cluster import far, near
+from hvdtrain.errors import PeerFailed, UserError, WaitTimeout
 from hvdtrain.pipeline.post import BACK, FORTH, Label, Post
 from hvdtrain.protocols import Cargo
 
@@ -112,3 +114,20 @@ def test_message_of_a_rank_that_has_ended_is_that_ranks_failure(carrier, control
             with pytest.raises(PeerFailed, match="rank 0 has ended"):
                 coming.wait()
         assert coming.wait().view(np.int64)[:5].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_no_more_open_files_are_said_in_words(monkeypatch):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1000), hard))
+    try:
+        near._more_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == (near._FILES if hard < 0 else min(hard, near._FILES))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    def refuse(name):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(UserError, match=r"Too many open files.*ulimit -n"):
+        near._Slot(1, 10)

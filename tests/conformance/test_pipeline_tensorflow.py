@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples
 
-from hvdtrain.config import Named, Pipeline
+from hvdtrain.config import Named, Pipeline, Rebalance
 
 keras = pytest.importorskip("keras", reason="Keras is not installed")
 pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
@@ -96,7 +96,8 @@ def test_metrics_of_training_batches_are_counted_where_the_outputs_are() -> None
         return fitted(run)
 
     _, (alone,) = trained(1, compiled, 5, work=followed, metrics=[])
-    _, runs = trained(2, compiled, 5, work=followed, metrics=[], pipeline=Pipeline(2, micro_batches=2))
+    _, runs = trained(3, compiled, 5, work=followed, metrics=[], pipeline=Pipeline(depths=[1, 2], micro_batches=2),
+                      balance="static", rebalance=Rebalance(probe_s=0.01))
     want = alone.callbacks[-1].history
     for run in runs:
         assert {name: pytest.approx(values) for name, values in run.callbacks[-1].history.items()} == want

@@ -23,6 +23,7 @@ from hvdtrain.backends.tensorflow.pipelined.halves import Halves
 from hvdtrain.backends.tensorflow.pipelined.runs import Runs
 from hvdtrain.backends.tensorflow.pipelined.sums import Sums
 from hvdtrain.backends.tensorflow.stage import Stage
+from hvdtrain.keras.compiled import setup_of
 from hvdtrain.protocols import Batch, Cargo, GradientSink, Pair
 
 
@@ -109,7 +110,9 @@ class Chunks(Stage):
             return _pair(loss_sum, weight), _filled(inputs, grads)
 
         with self.class_numbers.checked(tuple(batch)):
-            pair, back = self._call(("loss", chunk, form, self._gradients.recomputed), trace, [*given, *leaves], scale)
+            follows = setup_of(self.runs.whole).follow is not None
+            key = ("loss", chunk, form, self._gradients.recomputed, follows)
+            pair, back = self._call(key, trace, [*given, *leaves], scale)
         self._backs[micro] = back
         self._hold()
         return tuple(tf.unstack(pair)) if self.asynchronous else tuple(pair.numpy().tolist())
@@ -132,6 +135,16 @@ class Chunks(Stage):
         if final:
             self.hand_over(sink)
         return pair
+
+    def trial(self, batch: Batch) -> None:
+        """Compute a batch's gradient for its time alone, of a copy of one rank, which has the whole model."""
+        self.begin()
+        self.loss(0, 0, None, batch, 1.0)
+        self.backward(0, 0, None)
+        for total in self.sums.read()[:1]:
+            tf.reshape(total, [-1])[:1].numpy()  # a copy to the host waits for the device
+        self._buffers.discard()
+        self.rewind()
 
     def hand_over(self, sink: GradientSink) -> None:
         """Hand over the sums, by a graph where the sink can be in one."""

@@ -61,6 +61,9 @@ def test_losses_that_cannot_be():
     step = attached(mlp(), task=lambda m, b: (m(b[0]).mean(1), 1))
     with pytest.raises(UserError, match=r"a loss of type Tensor and shape \(32,\)"):
         step.forward_backward(batch(0), 1.0, True)
+    step = attached(mlp(), task=lambda m, b: (m(b[0]).detach().sum(), 32))
+    with pytest.raises(UserError, match="a loss that no parameter of the model has a part in"):
+        step.forward_backward(batch(0), 1.0, True)
 
 
 def test_squared_error_never_broadcasts():

@@ -106,6 +106,10 @@ class TorchStage:
                 "(loss_sum, weight) with a scalar loss_sum",
                 "sum the loss in the model file's task",
             )
+        if torch.is_grad_enabled() and not loss_sum.requires_grad and any(
+                p.requires_grad for p in self._model.parameters()):
+            raise UserError("task returned a loss that no parameter of the model has a part in", "a loss to take the "
+                            "gradient of", "compute it from model(x), without detach(), .item() or no_grad")
         return loss_sum, weight
 
     @contextlib.contextmanager

@@ -13,7 +13,7 @@ import numpy as np
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.far import FarCarrier
 from hvdtrain.cluster.near import NearCarrier
-from hvdtrain.cluster.packing import ROOM, begins, copied, room_for
+from hvdtrain.cluster.packing import KINDS, ROOM, begins, copied, room_for
 from hvdtrain.errors import PeerFailed, WaitTimeout
 from hvdtrain.protocols import Coming
 
@@ -93,14 +93,14 @@ class ThreadCarrier:
         message = room_for(total)
         copied(parts, places, message)
         box = self._box(self.rank, to, tag)
-        self.until(lambda: len(box) < room, f"sending a message of kind {tag} to rank {to}")
+        self.until(lambda: len(box) < room, f"sending a message with {KINDS[tag]} to rank {to}")
         with self.boxes.changed:
             box.append(message)
             self.boxes.changed.notify_all()
 
     def take(self, source: int, tag: int) -> _InBox:
         """Ask for a message; those asked for are taken in the order in which they are waited for."""
-        return _InBox(self, self._box(source, self.rank, tag), f"a message of kind {tag} from rank {source}")
+        return _InBox(self, self._box(source, self.rank, tag), f"a message with {KINDS[tag]} from rank {source}")
 
     def flush(self) -> None:
         """Return: all has left."""

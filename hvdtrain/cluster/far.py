@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvdtrain.cluster.packing import ALIGNED, ROOM, begins, copied, room_for
+from hvdtrain.cluster.packing import ALIGNED, KINDS, ROOM, begins, copied, room_for
 from hvdtrain.cluster.patience import wait_for
 from hvdtrain.errors import WaitTimeout
 from hvdtrain.faults import pulse
@@ -70,7 +70,7 @@ class Taken:
         self._left: deque[Any] = deque([comm.Irecv(self._first, source=source, tag=2 * tag)])
         self._whole: np.ndarray | None = None
         self._through = False
-        self._what = f"a message of kind {tag} from rank {source}"
+        self._what = f"a message with {KINDS[tag]} from rank {source}"
 
     def move(self) -> bool:
         """Go on with what has come."""
@@ -177,7 +177,7 @@ class FarCarrier:
 
     def put(self, parts: Sequence[np.ndarray], to: int, tag: int, room: int = ROOM) -> None:
         """Begin to send a copy."""
-        self._until(lambda: self._mover.count(to, tag) < room, f"sending a message of kind {tag} to rank {to}")
+        self._until(lambda: self._mover.count(to, tag) < room, f"sending a message with {KINDS[tag]} to rank {to}")
         self._mover.add(Parcel(self._comm, parts, to, tag), to, tag)
 
     def take(self, source: int, tag: int) -> Taken:

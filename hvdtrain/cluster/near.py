@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.cluster.packing import ROOM, begins, copied
+from hvdtrain.cluster.packing import KINDS, ROOM, begins, copied
 from hvdtrain.cluster.patience import AWAKE_S, SPINS
 from hvdtrain.collectives.segments import map_of
 from hvdtrain.errors import PeerFailed, UserError, WaitTimeout
@@ -234,7 +234,7 @@ class Coming:
     def __init__(self, carrier: NearCarrier, lane: _Taking, source: int, tag: int) -> None:
         self._carrier, self._lane, self._source = carrier, lane, source
         self._number, lane.asked = lane.asked, lane.asked + 1
-        self._what = f"a message of kind {tag} from rank {carrier.ranks[source]}"
+        self._what = f"a message with {KINDS[tag]} from rank {carrier.ranks[source]}"
         self._data: np.ndarray | None = None
 
     def begun(self) -> bool:
@@ -287,7 +287,7 @@ class NearCarrier:
         """Send a copy."""
         i = self.ranks.index(to)
         sending = self._sending[i, tag]
-        self.until(lambda: sending.count() < room, f"sending a message of kind {tag} to rank {to}, which takes none")
+        self.until(lambda: sending.count() < room, f"sending a message with {KINDS[tag]} to rank {to}, which takes none")
         sending.put(parts)
         self.bells.ring(i)
 

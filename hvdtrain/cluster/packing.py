@@ -13,6 +13,10 @@ ROOM = 64
 """Messages of one sender, receiver and kind that may be under way; who sends one more waits."""
 
 
+KINDS = ("outputs", "gradients of outputs", "outputs in evaluation", "measured messages")
+"""What messages are of, by their tag, in words for who waits for them."""
+
+
 def begins(parts: Sequence[np.ndarray]) -> tuple[list[int], int]:
     """Return where each part begins, in bytes, and the bytes of the whole message."""
     places, total = [], 0

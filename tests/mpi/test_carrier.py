@@ -77,7 +77,7 @@ def test_a_message_that_does_not_come_is_named(carrier, control):
         if part is not None:
             part.timeout_s = 0.1
     other = (control.rank + 1) % control.size
-    with pytest.raises(WaitTimeout, match=rf"rank {control.rank} .* waited 0.1 s in a message of kind 0 from rank"):
+    with pytest.raises(WaitTimeout, match=rf"rank {control.rank} .* waited 0.1 s in a message with outputs from rank"):
         carrier.take(other, 0).wait()
     control.barrier("all have waited")
     carrier.put([np.ones(1)], (control.rank - 1) % control.size, 0)

@@ -93,7 +93,7 @@ def test_gradients_of_other_shapes_than_were_sent_are_an_error():
 
 
 def test_a_wait_is_bounded_and_ends_where_another_rank_fails():
-    with pytest.raises(WaitTimeout, match="rank 1 waited 0.05 s in a message of kind 0 from rank 0"):
+    with pytest.raises(WaitTimeout, match="rank 1 waited 0.05 s in a message with outputs from rank 0"):
         pair(0.05)[1].receive(0, Label(FORTH, 0, 0, 1))
     boxes = Boxes()
     threading.Timer(0.05, boxes.fail).start()

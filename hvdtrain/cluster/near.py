@@ -287,7 +287,8 @@ class NearCarrier:
         """Send a copy."""
         i = self.ranks.index(to)
         sending = self._sending[i, tag]
-        self.until(lambda: sending.count() < room, f"sending a message with {KINDS[tag]} to rank {to}, which takes none")
+        self.until(lambda: sending.count() < room,
+                   f"sending a message with {KINDS[tag]} to rank {to}, which takes none")
         sending.put(parts)
         self.bells.ring(i)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,9 @@ from hvdtrain.config import Config
 from hvdtrain.mesh import Mesh
 from hvdtrain.parallel.memory import Block, Needs
 from hvdtrain.pipeline.settings import micro_batches
+
+LEAST_S = 1e-9
+"""A block's seconds at least, that one may be divided by them."""
 
 ALIKE = 0.1
 """Devices of one name whose times differ by less than this part are taken to be equally fast."""
@@ -77,8 +81,9 @@ def evened(rows: Sequence[Measured]) -> tuple[list[int], list[Measured]]:
     """Return (the kind of each row, what is taken to be true of each kind). Pure.
 
     Rows are of one kind if their devices have one name and are about equally fast over as many samples: what they
-    differ by is scatter, and one plan serves all. A block of a kind takes the mean of its rows' seconds; it holds as
-    much as its smallest.
+    differ by is scatter, and one plan serves all. A block of a kind takes the least of its rows' seconds, as a
+    disturbance only adds to some, times what the rows are slower than that in the mean; it holds as much as its
+    smallest.
     """
     kinds: list[list[Measured]] = []
     kind_of = []
@@ -96,15 +101,23 @@ def _alike(row: Measured, other: Measured) -> bool:
         return False
     if bool(row.capacity_bytes) != bool(other.capacity_bytes):
         return False
-    pairs = ((row.cost_s, other.cost_s), (row.capacity_bytes, other.capacity_bytes))
+    least_s = [max(block.cost_s, LEAST_S) for block in other.blocks]
+    pairs = ((_slower(row, least_s), 1.0), (row.capacity_bytes, other.capacity_bytes))
     return all(abs(a - b) <= ALIKE * max(a, b) for a, b in pairs)
+
+
+def _slower(row: Measured, least_s: Sequence[float]) -> float:
+    """How many times ``least_s`` its blocks take, the median: a disturbance meets a few of them, a slow device all."""
+    return statistics.median(block.cost_s / least for block, least in zip(row.blocks, least_s))
 
 
 def _mean(rows: Sequence[Measured]) -> Measured:
     blocks = []
+    least_s = [max(min(b.cost_s for b in same), LEAST_S) for same in zip(*(row.blocks for row in rows))]
+    mean = math.fsum(_slower(row, least_s) for row in rows) / len(rows)
     for same in zip(*(row.blocks for row in rows)):
-        blocks.append(replace(same[0], cost_s=math.fsum(b.cost_s for b in same) / len(same),
-                              forward_s=math.fsum(forward_s(b) for b in same) / len(same),
+        blocks.append(replace(same[0], cost_s=mean * min(b.cost_s for b in same),
+                              forward_s=mean * min(forward_s(b) for b in same),
                               activation_bytes=max(b.activation_bytes for b in same),
                               cargo_bytes=max(b.cargo_bytes for b in same)))
     return replace(rows[0], blocks=tuple(blocks), capacity_bytes=min(row.capacity_bytes for row in rows))

@@ -213,8 +213,13 @@ def test_rows_are_of_one_kind_only_where_they_are_alike() -> None:
     fast, slow = row([1.0, 2.0]), row([1.5, 3.0])
     kind_of, kinds = evened([fast, slow, row([1.04, 2.0])])
     assert kind_of == [0, 1, 0]
-    assert kinds[0].blocks[0].cost_s == pytest.approx(1.02)
+    assert kinds[0].blocks[0].cost_s == pytest.approx(1.01)
     assert evened([fast, replace(fast, capacity_bytes=MIB)])[0] == [0, 1]
+
+
+def test_a_block_that_was_disturbed_on_one_rank_makes_no_slow_device() -> None:
+    kind_of, (kind,) = evened([row([1.0, 2.0, 1.0, 1.0]), row([1.0, 2.0, 9.0, 1.0])])
+    assert kind_of == [0, 0] and [block.cost_s for block in kind.blocks] == [1.0, 2.0, 1.0, 1.0]
 
 
 def test_samples_of_a_micro_batch_follow_the_shares_of_copies() -> None:

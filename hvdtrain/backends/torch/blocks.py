@@ -276,7 +276,7 @@ def _timed(block: torch.nn.Module, value: Any, device: torch.device, kept: list[
     ``kept`` counts the first run. ``first``: of the model, which gives no gradient to its input.
     """
     buffers_back = remember(block)
-    out, best_s, forward_s, held = value, float("inf"), float("inf"), 0
+    out, forward_s, backward_s, held = value, float("inf"), float("inf"), 0
     began = clock()
     for turn in range(1 + MOST_REPEATS):
         if turn > REPEATS and clock() - began > LEAST_S:
@@ -288,14 +288,17 @@ def _timed(block: torch.nn.Module, value: Any, device: torch.device, kept: list[
         out = block(like(value, given))
         held = held or kept[0]
         placement.synchronize([device])
-        middle = clock()
+        forth_s = clock() - begin
         wanted = [t for t in (*begun, *block.parameters()) if t.requires_grad]
         ended = [t for t in tensors_of(out) if t.requires_grad]
+        ones = [torch.ones_like(t) for t in ended]
+        placement.synchronize([device])
+        begin = clock()
         if ended and wanted:
-            torch.autograd.grad(ended, wanted, [torch.ones_like(t) for t in ended], allow_unused=True)
+            torch.autograd.grad(ended, wanted, ones, allow_unused=True)
         placement.synchronize([device])
         if turn:
-            best_s, forward_s = min(best_s, clock() - begin), min(forward_s, middle - begin)
+            forward_s, backward_s = min(forward_s, forth_s), min(backward_s, clock() - begin)
     kept[0] = held
     buffers_back()
-    return like(out, [t.detach() for t in tensors_of(out)]), best_s, forward_s
+    return like(out, [t.detach() for t in tensors_of(out)]), forward_s + backward_s, forward_s

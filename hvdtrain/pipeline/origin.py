@@ -77,4 +77,5 @@ class Looking:
 
 def _good(cargo: Cargo | None) -> bool:
     """Whether all of it is finite; so is nothing."""
-    return cargo is None or all(finite(f"#{dtype}", array) for array, dtype in zip(cargo.arrays, cargo.dtypes))
+    return cargo is None or all(finite(f"#{dtype.partition(':')[0]}", array)
+                                for array, dtype in zip(cargo.arrays, cargo.dtypes))

@@ -15,7 +15,8 @@ class Cargo(NamedTuple):
 
     ``arrays``: contiguous host memory, the tensors of the tree that the block returns, in the order of the framework's
     own flattening; gradients in the same order, of its tensors of floats only. bfloat16 as its bits in uint16.
-    ``dtypes``: the tensors' own types by name. ``form``: how the tree is put together, as text; "" for one tensor.
+    ``dtypes``: the tensors' own types by name, and behind a colon what else a framework has to say of one. ``form``:
+    how the tree is put together, as text; "" for one tensor.
     """
 
     arrays: tuple[np.ndarray, ...]

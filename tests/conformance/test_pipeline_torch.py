@@ -93,7 +93,7 @@ def test_a_transformer_whose_tokens_weigh_in_four_stages(tokens):
 
 
 class Fork(nn.Module):
-    """Gives a tree: tensors with and without a gradient, integers, a flag, and one that nobody uses."""
+    """Gives a tree: tensors with and without a gradient, one not in order, integers, a flag, one that nobody uses."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -101,7 +101,8 @@ class Fork(nn.Module):
 
     def forward(self, x):
         y = self.linear(x)
-        return {"y": y, "rest": [(x[:, :3] > 0).long(), y.detach().sign(), y * 2], "skip": (x, y > 0, None, 2.0)}
+        laid = y.t().contiguous().t()
+        return {"y": laid, "rest": [(x[:, :3] > 0).long(), y.detach().sign(), y * 2], "skip": (x, y > 0, None, 2.0)}
 
 
 class Join(nn.Module):
@@ -113,6 +114,7 @@ class Join(nn.Module):
     def forward(self, tree):
         (at, sign, _), (x, positive, none, two) = tree["rest"], tree["skip"]
         assert none is None and positive.dtype is torch.bool and two == 2.0
+        assert tree["y"].stride() == (1, len(x)) or len(x) < 2, "as it lay where it was made"
         y = torch.where(positive, tree["y"], tree["y"] * 0.1) + 0.01 * sign
         return self.linear(y) + x[:, :1] + at.sum(1, keepdim=True)
 

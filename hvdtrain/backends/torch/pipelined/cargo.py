@@ -1,7 +1,8 @@
 """What PyTorch's tensors are between two ranks: trees of them packed into `Cargo` and unpacked again.
 
 Owns the form of a tree as text, the way to host memory and back, and the node of autograd's graph at which gradients
-leave a chunk for the one before it. Sends nothing.
+leave a chunk for the one before it. Sends nothing. A tensor arrives as it lay in memory (a convolution computes
+otherwise on channels that come last): its array has the axes in that order, which stands behind its type's name.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def pack(tree: Any, where: str) -> Cargo:
     """
     tensors: list[torch.Tensor] = []
     form = _form(tree, tensors, where)
-    return Cargo(tuple(_to_host(tensors)), tuple(map(_name, tensors)), "" if form == "*" else json.dumps(form))
+    return _packed(tensors, tensors, "" if form == "*" else json.dumps(form))
 
 
 def unpack(cargo: Cargo, device: torch.device) -> list[torch.Tensor]:
@@ -58,9 +59,9 @@ def has_gradient(tensor: torch.Tensor) -> bool:
 
 
 def pack_gradients(grads: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) -> Cargo:
-    """Return the gradients of tensors of the shapes and types ``like``; zeros for None."""
+    """Return the gradients of tensors of the shapes, types and places in memory ``like``; zeros for None."""
     whole = [torch.zeros(t.shape, dtype=t.dtype) if g is None else g for g, t in zip(grads, like)]
-    return Cargo(tuple(_to_host(whole)), tuple(map(_name, whole)))
+    return _packed(whole, like)
 
 
 class Arrived(torch.autograd.Function):
@@ -110,8 +111,22 @@ def _form(part: Any, tensors: list[torch.Tensor], where: str) -> Any:
                     "return one of these from the block")
 
 
-def _name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _packed(tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor], form: str = "") -> Cargo:
+    """Cargo of tensors, their axes in the orders of ``like``."""
+    orders = [_order(t) for t in like]
+    laid = [t.permute(order) if order else t for t, order in zip(tensors, orders)]
+    names = (str(t.dtype).removeprefix("torch.") + (f":{','.join(map(str, order))}" if order else "")
+             for t, order in zip(tensors, orders))
+    return Cargo(tuple(_to_host(laid)), tuple(names), form)
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    """A dense tensor's axes from the one with the longest way to the one with the shortest; [] where in order."""
+    if tensor.is_contiguous():
+        return []
+    ways: tuple[int, ...] = tensor.stride()
+    order = sorted(range(len(ways)), key=lambda axis: (-ways[axis], axis))
+    return order if tensor.permute(order).is_contiguous() else []
 
 
 def _to_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
@@ -138,10 +153,17 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _from_host(array: np.ndarray, dtype: str, device: torch.device) -> torch.Tensor:
-    kind = getattr(torch, dtype)
+    name, _, order = dtype.partition(":")
+    kind = getattr(torch, name)
     bits = _BITS.get(array.dtype.itemsize, (None, None))
     if bits[1] == array.dtype and kind not in (torch.uint8, torch.uint16):
         tensor = torch.from_numpy(array.view(np.int16 if bits[1] is np.uint16 else np.uint8)).view(kind)
     else:
         tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    tensor = tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    if order:
+        axes = list(map(int, order.split(",")))
+        tensor = tensor.permute([axes.index(axis) for axis in range(len(axes))])
+    # No view, which `Arrived` could not mark as its own.
+    return tensor if not tensor._is_view() else torch.empty(0, dtype=kind, device=tensor.device).set_(
+        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

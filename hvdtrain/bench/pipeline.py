@@ -34,9 +34,9 @@ ON_HOSTS = {"torch": ("hvdtrain-mpi/pipeline", "pipelining", "hvdtrain-mpi", "dd
             "tensorflow": ("hvdtrain-mpi/pipeline", "hvdtrain-mpi")}
 """Where a core is rationed, waits must sleep: so MPI between hosts, not Horovod, whose thread spins."""
 
-BATCHES = {"resnet": 128}
-"""Samples of a rank where not the workload's own: a step of a second or so under the usual quota, whose forwards and
-backwards last several periods of it each. In a shorter one a rank makes up, when its turn comes, for what it waited."""
+BATCHES = {"resnet": 384, "gpt12": 48}
+"""Samples of a rank where not the workload's own: a step of some seconds under the usual quota, whose forwards and
+backwards last many periods of it each. In a shorter one a rank makes up, when its turn comes, for what it waited."""
 
 QUOTA = 0.45
 ALONE = "one process"
@@ -79,7 +79,7 @@ def _parser() -> options.Parser:
                             "under the same quota, in interleaved rounds; and hold the stages' idle shares against "
                             "what was predicted. Not to be started under mpirun: it starts a job for each contender.")
     race.add_options(parser, 5, 3, "steps before the first round", "compute threads of a rank")
-    parser.set_defaults(workload="gpt12", threads=1, steps=4, settle=1, timeout=120.0)
+    parser.set_defaults(workload="gpt12", threads=1, steps=2, settle=1, timeout=120.0)
     add = parser.add_argument
     add("--np", type=options.whole("--np", 2, 64), default=2, metavar="N", help="stages, and ranks of each job")
     add("--order", type=options.one_of("--order", ("1f1b", "gpipe", "interleaved")), default="1f1b", metavar="NAME",

@@ -3,7 +3,8 @@
 Owns: the layers, their names, and the loss over tokens (`task`). Does not own: tokenising, sampling, anything
 distributed.
 
-Pre-LayerNorm, learned positions, causal attention, GELU (tanh form), untied output weights.
+Pre-LayerNorm, learned positions, causal attention, GELU (tanh form). `gpt2_small` and `gpt2_medium` have the sizes of
+A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, and its tied output weights.
 """
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import numpy as np
 from keras import ops
 
 from tf_models import is_count, require
+from tf_models.attention import Attention, linear, normal
 
 EPSILON = 1e-5       # of every LayerNorm, in both twins
 INIT_STD = 0.02      # of linear and embedding weights, as in GPT-2
@@ -25,15 +27,15 @@ class GPT(keras.Model):
     """A chain of named blocks; x (B, T) token numbers, T <= context -> logits (B, T, vocab)."""
 
     def __init__(self, vocab: int, context: int, width: int, depth: int, heads: int, dropout: float,
-                 **kwargs: Any):
+                 tied: bool = False, **kwargs: Any):
         super().__init__(**{"name": "gpt", **kwargs})
         self.settings = {"vocab": vocab, "context": context, "width": width, "depth": depth, "heads": heads,
-                         "dropout": dropout}
+                         "dropout": dropout, "tied": tied}
         self.chain = [Embed(vocab, context, width, dropout, name="embed")]
         # GPT-2's rule: 2 * depth branches add into the residual stream.
         self.chain += [Block(width, heads, dropout, INIT_STD / (2 * depth) ** 0.5, name=f"block_{index}")
                        for index in range(depth)]
-        self.chain.append(Head(width, vocab, name="head"))
+        self.chain.append(Head(width, vocab, self.chain[0].tokens if tied else None, name="head"))
         self(keras.Input((context,), dtype="int64"))  # creates the variables, without running anything
 
     def call(self, x, training=None):  # Keras hands `training` on to the blocks
@@ -51,8 +53,8 @@ class Embed(keras.layers.Layer):
     def __init__(self, vocab: int, context: int, width: int, dropout: float, **kwargs: Any):
         super().__init__(**kwargs)
         self.context = context
-        self.tokens = keras.layers.Embedding(vocab, width, embeddings_initializer=normal(), name="tokens")
-        self.positions = keras.layers.Embedding(context, width, embeddings_initializer=normal(),
+        self.tokens = keras.layers.Embedding(vocab, width, embeddings_initializer=normal(INIT_STD), name="tokens")
+        self.positions = keras.layers.Embedding(context, width, embeddings_initializer=normal(INIT_STD),
                                                 name="positions")
         self.dropout = keras.layers.Dropout(dropout)
 
@@ -66,40 +68,13 @@ class Embed(keras.layers.Layer):
         return self.dropout(self.tokens(x) + self.positions(ops.arange(ops.shape(x)[1])))
 
 
-class Attention(keras.layers.Layer):
-    """Causal self-attention: (B, T, width) -> (B, T, width)."""
-
-    def __init__(self, width: int, heads: int, dropout: float, out_std: float, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.width, self.heads = width, heads
-        self.qkv = linear(3 * width, INIT_STD, name="qkv")
-        self.out = linear(width, out_std, name="out")
-        self.dropout = keras.layers.Dropout(dropout)
-
-    def build(self, input_shape) -> None:
-        self.qkv.build(input_shape)
-        self.out.build(input_shape)
-
-    def call(self, x):
-        B, T = ops.shape(x)[:2]
-        qkv = ops.reshape(self.qkv(x), (B, T, 3, self.heads, self.width // self.heads))
-        q, k, v = ops.unstack(ops.transpose(qkv, (2, 0, 3, 1, 4)), 3)
-        scores = ops.matmul(q, ops.swapaxes(k, -1, -2)) / (self.width // self.heads) ** 0.5
-        position = ops.arange(T)
-        past = position[None, :] <= position[:, None]
-        # Softmax in fp32 whatever the compute type is; -1e9 and not -inf, whose gradient is nan.
-        shares = ops.softmax(ops.where(past, ops.cast(scores, "float32"), -1e9))
-        mixed = ops.matmul(self.dropout(ops.cast(shares, self.compute_dtype)), v)
-        return self.out(ops.reshape(ops.swapaxes(mixed, 1, 2), (B, T, self.width)))
-
-
 class Block(keras.layers.Layer):
     """x + attention(norm(x)), then x + mlp(norm(x)): (B, T, width) -> (B, T, width)."""
 
     def __init__(self, width: int, heads: int, dropout: float, out_std: float, **kwargs: Any):
         super().__init__(**kwargs)
         self.norm_attention = keras.layers.LayerNormalization(epsilon=EPSILON, name="norm_attention")
-        self.attention = Attention(width, heads, dropout, out_std, name="attention")
+        self.attention = Attention(width, heads, dropout, INIT_STD, out_std, causal=True, name="attention")
         self.norm_mlp = keras.layers.LayerNormalization(epsilon=EPSILON, name="norm_mlp")
         self.mlp_in = linear(4 * width, INIT_STD, name="mlp_in")
         self.mlp_out = linear(width, out_std, name="mlp_out")
@@ -116,33 +91,26 @@ class Block(keras.layers.Layer):
 
 
 class Head(keras.layers.Layer):
-    """Last LayerNorm and the map to logits: (B, T, width) -> (B, T, vocab)."""
+    """Last LayerNorm and the map to logits, with the weights of ``table``: (B, T, width) -> (B, T, vocab)."""
 
-    def __init__(self, width: int, vocab: int, **kwargs: Any):
+    def __init__(self, width: int, vocab: int, table: keras.layers.Embedding | None = None, **kwargs: Any):
         super().__init__(**kwargs)
+        self.table = table
         self.norm = keras.layers.LayerNormalization(epsilon=EPSILON, name="norm")
-        self.logits = linear(vocab, INIT_STD, use_bias=False, name="logits")
+        self.logits = linear(vocab, INIT_STD, use_bias=False, name="logits") if table is None else None
 
     def build(self, input_shape) -> None:
         self.norm.build(input_shape)
-        self.logits.build(input_shape)
+        if self.logits is not None:
+            self.logits.build(input_shape)
 
     def call(self, x):
-        return self.logits(self.norm(x))
-
-
-def normal(std: float = INIT_STD) -> keras.initializers.Initializer:
-    """Normal weights of standard deviation `std`."""
-    return keras.initializers.RandomNormal(stddev=std)
-
-
-def linear(out_features: int, std: float, use_bias: bool = True, **kwargs: Any) -> keras.layers.Dense:
-    """A linear layer with normal weights of standard deviation `std` and a zero bias."""
-    return keras.layers.Dense(out_features, use_bias=use_bias, kernel_initializer=normal(std), **kwargs)
+        x = self.norm(x)
+        return ops.matmul(x, ops.transpose(self.table.embeddings)) if self.logits is None else self.logits(x)
 
 
 def build(*, vocab: int = 96, context: int = 64, width: int = 128, depth: int = 4, heads: int = 4,
-          dropout: float = 0.0) -> GPT:
+          dropout: float = 0.0, tied: bool = False) -> GPT:
     """Build the decoder with normal weights (fixed by `keras.utils.set_random_seed`).
 
     vocab: number of different tokens.
@@ -152,6 +120,7 @@ def build(*, vocab: int = 96, context: int = 64, width: int = 128, depth: int = 
     heads: attention heads.
     dropout: share of values dropped in training, 0 <= dropout < 1, after the embedding, on attention weights
         and on each residual branch. Above 0 a run depends on the number of ranks.
+    tied: one matrix for token embeddings and logits; such a model cannot be cut between its first and last block.
     Raises ValueError for a size below 1, a width that heads do not divide, or a dropout outside its range.
     """
     sizes = {"vocab": vocab, "context": context, "width": width, "depth": depth, "heads": heads}
@@ -159,7 +128,17 @@ def build(*, vocab: int = 96, context: int = 64, width: int = 128, depth: int = 
         require(is_count(value), name, value, "a whole number of at least 1")
     require(width % heads == 0, "width", width, f"a multiple of heads ({heads})")
     require(isinstance(dropout, (int, float)) and 0 <= dropout < 1, "dropout", dropout, "0 <= dropout < 1")
-    return GPT(vocab, context, width, depth, heads, dropout)
+    return GPT(vocab, context, width, depth, heads, dropout, tied)
+
+
+def gpt2_small(*, vocab: int = 50257, context: int = 1024, dropout: float = 0.1, tied: bool = True) -> GPT:
+    """Build GPT-2's smallest: 124,439,808 parameters (untied 38.6M more). Arguments and errors as of `build`."""
+    return build(vocab=vocab, context=context, width=768, depth=12, heads=12, dropout=dropout, tied=tied)
+
+
+def gpt2_medium(*, vocab: int = 50257, context: int = 1024, dropout: float = 0.1, tied: bool = True) -> GPT:
+    """Build GPT-2's second: 354,823,168 parameters (untied 51.5M more). Arguments and errors as of `build`."""
+    return build(vocab=vocab, context=context, width=1024, depth=24, heads=16, dropout=dropout, tied=tied)
 
 
 def blocks(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:

@@ -3,7 +3,8 @@
 Owns: the layers, their names, and the loss over tokens (`task`). Does not own: tokenising, sampling, anything
 distributed.
 
-Pre-LayerNorm, learned positions, causal attention, GELU (tanh form), untied output weights.
+Pre-LayerNorm, learned positions, causal attention, GELU (tanh form). `gpt2_small` and `gpt2_medium` have the sizes of
+A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, and its tied output weights.
 """
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torch_models import is_count, require
+from torch_models.attention import Attention, linear
 
 EPSILON = 1e-5       # of every LayerNorm, in both twins
 INIT_STD = 0.02      # of linear and embedding weights, as in GPT-2
@@ -52,30 +54,13 @@ class Embed(nn.Module):
         return self.dropout(self.tokens(x) + self.positions(torch.arange(T, device=x.device)))
 
 
-class Attention(nn.Module):
-    """Causal self-attention: (B, T, width) -> (B, T, width)."""
-
-    def __init__(self, width: int, heads: int, dropout: float, out_std: float):
-        super().__init__()
-        self.heads, self.rate = heads, dropout
-        self.qkv = linear(width, 3 * width, INIT_STD)
-        self.out = linear(width, width, out_std)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        B, T, width = x.shape
-        q, k, v = self.qkv(x).reshape(B, T, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        rate = self.rate if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=rate)
-        return self.out(mixed.transpose(1, 2).reshape(B, T, width))
-
-
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): (B, T, width) -> (B, T, width)."""
 
     def __init__(self, width: int, heads: int, dropout: float, out_std: float):
         super().__init__()
         self.norm_attention = nn.LayerNorm(width, eps=EPSILON)
-        self.attention = Attention(width, heads, dropout, out_std)
+        self.attention = Attention(width, heads, dropout, INIT_STD, out_std, causal=True)
         self.norm_mlp = nn.LayerNorm(width, eps=EPSILON)
         self.mlp_in = linear(width, 4 * width, INIT_STD)
         self.mlp_out = linear(4 * width, width, out_std)
@@ -87,28 +72,21 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Last LayerNorm and the map to logits: (B, T, width) -> (B, T, vocab)."""
+    """Last LayerNorm and the map to logits, with the weights of ``table``: (B, T, width) -> (B, T, vocab)."""
 
-    def __init__(self, width: int, vocab: int):
+    def __init__(self, width: int, vocab: int, table: nn.Embedding | None = None):
         super().__init__()
         self.norm = nn.LayerNorm(width, eps=EPSILON)
         self.logits = linear(width, vocab, INIT_STD, bias=False)
+        if table is not None:
+            self.logits.weight = table.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.logits(self.norm(x))
 
 
-def linear(in_features: int, out_features: int, std: float, bias: bool = True) -> nn.Linear:
-    """A linear layer with normal weights of standard deviation `std` and a zero bias."""
-    layer = nn.Linear(in_features, out_features, bias=bias)
-    nn.init.normal_(layer.weight, std=std)
-    if bias:
-        nn.init.zeros_(layer.bias)
-    return layer
-
-
 def build(*, vocab: int = 96, context: int = 64, width: int = 128, depth: int = 4, heads: int = 4,
-          dropout: float = 0.0) -> GPT:
+          dropout: float = 0.0, tied: bool = False) -> GPT:
     """Build the decoder with normal weights (fixed by `torch.manual_seed`).
 
     vocab: number of different tokens.
@@ -118,6 +96,7 @@ def build(*, vocab: int = 96, context: int = 64, width: int = 128, depth: int = 
     heads: attention heads.
     dropout: share of values dropped in training, 0 <= dropout < 1, after the embedding, on attention weights
         and on each residual branch. Above 0 a run depends on the number of ranks.
+    tied: one matrix for token embeddings and logits; such a model cannot be cut between its first and last block.
     Raises ValueError for a size below 1, a width that heads do not divide, or a dropout outside its range.
     """
     sizes = {"vocab": vocab, "context": context, "width": width, "depth": depth, "heads": heads}
@@ -125,12 +104,23 @@ def build(*, vocab: int = 96, context: int = 64, width: int = 128, depth: int = 
         require(is_count(value), name, value, "a whole number of at least 1")
     require(width % heads == 0, "width", width, f"a multiple of heads ({heads})")
     require(isinstance(dropout, (int, float)) and 0 <= dropout < 1, "dropout", dropout, "0 <= dropout < 1")
-    named: OrderedDict[str, nn.Module] = OrderedDict(embed=Embed(vocab, context, width, dropout))
+    embed = Embed(vocab, context, width, dropout)
+    named: OrderedDict[str, nn.Module] = OrderedDict(embed=embed)
     for index in range(depth):
         # GPT-2's rule: 2 * depth branches add into the residual stream.
         named[f"block_{index}"] = Block(width, heads, dropout, out_std=INIT_STD / (2 * depth) ** 0.5)
-    named["head"] = Head(width, vocab)
+    named["head"] = Head(width, vocab, embed.tokens if tied else None)
     return GPT(named)
+
+
+def gpt2_small(*, vocab: int = 50257, context: int = 1024, dropout: float = 0.1, tied: bool = True) -> GPT:
+    """Build GPT-2's smallest: 124,439,808 parameters (untied 38.6M more). Arguments and errors as of `build`."""
+    return build(vocab=vocab, context=context, width=768, depth=12, heads=12, dropout=dropout, tied=tied)
+
+
+def gpt2_medium(*, vocab: int = 50257, context: int = 1024, dropout: float = 0.1, tied: bool = True) -> GPT:
+    """Build GPT-2's second: 354,823,168 parameters (untied 51.5M more). Arguments and errors as of `build`."""
+    return build(vocab=vocab, context=context, width=1024, depth=24, heads=16, dropout=dropout, tied=tied)
 
 
 def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

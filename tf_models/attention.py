@@ -44,6 +44,22 @@ class Attention(keras.layers.Layer):
         return self.out(ops.reshape(ops.swapaxes(mixed, 1, 2), (B, T, self.width)))
 
 
+class Tied(keras.layers.Layer):
+    """A linear layer with the weights of an embedding, transposed, and perhaps a bias of its own."""
+
+    def __init__(self, table: keras.layers.Embedding, use_bias: bool = True, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.table, self.use_bias, self.bias = table, use_bias, None
+
+    def build(self, input_shape) -> None:
+        if self.use_bias:
+            self.bias = self.add_weight(shape=(self.table.input_dim,), initializer="zeros", name="bias")
+
+    def call(self, x):
+        y = ops.matmul(x, ops.transpose(self.table.embeddings))
+        return y if self.bias is None else y + self.bias
+
+
 def normal(std: float) -> keras.initializers.Initializer:
     """Normal weights of standard deviation `std`."""
     return keras.initializers.RandomNormal(stddev=std)

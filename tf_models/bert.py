@@ -16,7 +16,7 @@ import numpy as np
 from keras import ops
 
 from tf_models import is_count, require
-from tf_models.attention import Attention, linear, normal
+from tf_models.attention import Attention, Tied, linear, normal
 
 EPSILON = 1e-12      # of every LayerNorm, in both twins
 INIT_STD = 0.02      # of linear and embedding weights
@@ -101,26 +101,17 @@ class Head(keras.layers.Layer):
 
     def __init__(self, width: int, vocab: int, table: keras.layers.Embedding | None = None, **kwargs: Any):
         super().__init__(**kwargs)
-        self.vocab, self.table = vocab, table
         self.linear = linear(width, INIT_STD, name="linear")
         self.norm = keras.layers.LayerNormalization(epsilon=EPSILON, name="norm")
-        self.logits = linear(vocab, INIT_STD, name="logits") if table is None else None
-        self.bias = None
+        self.logits = linear(vocab, INIT_STD, name="logits") if table is None else Tied(table, name="logits")
 
     def build(self, input_shape) -> None:
         shape = tuple(input_shape[0])
-        self.linear.build(shape)
-        self.norm.build(shape)
-        if self.logits is not None:
-            self.logits.build(shape)
-        else:
-            self.bias = self.add_weight(shape=(self.vocab,), initializer="zeros", name="bias")
+        for layer in (self.linear, self.norm, self.logits):
+            layer.build(shape)
 
     def call(self, came):
-        x = self.norm(ops.gelu(self.linear(came[0]), approximate=False))
-        if self.logits is not None:
-            return self.logits(x)
-        return ops.matmul(x, ops.transpose(self.table.embeddings)) + self.bias
+        return self.logits(self.norm(ops.gelu(self.linear(came[0]), approximate=False)))
 
 
 def build(*, vocab: int = 96, context: int = 64, width: int = 128, depth: int = 4, heads: int = 4, pad: int = 0,

@@ -15,7 +15,7 @@ import numpy as np
 from keras import ops
 
 from tf_models import is_count, require
-from tf_models.attention import Attention, linear, normal
+from tf_models.attention import Attention, Tied, linear, normal
 
 EPSILON = 1e-5       # of every LayerNorm, in both twins
 INIT_STD = 0.02      # of linear and embedding weights, as in GPT-2
@@ -95,18 +95,16 @@ class Head(keras.layers.Layer):
 
     def __init__(self, width: int, vocab: int, table: keras.layers.Embedding | None = None, **kwargs: Any):
         super().__init__(**kwargs)
-        self.table = table
         self.norm = keras.layers.LayerNormalization(epsilon=EPSILON, name="norm")
-        self.logits = linear(vocab, INIT_STD, use_bias=False, name="logits") if table is None else None
+        self.logits = (linear(vocab, INIT_STD, use_bias=False, name="logits") if table is None
+                       else Tied(table, use_bias=False, name="logits"))
 
     def build(self, input_shape) -> None:
         self.norm.build(input_shape)
-        if self.logits is not None:
-            self.logits.build(input_shape)
+        self.logits.build(input_shape)
 
     def call(self, x):
-        x = self.norm(x)
-        return ops.matmul(x, ops.transpose(self.table.embeddings)) if self.logits is None else self.logits(x)
+        return self.logits(self.norm(x))
 
 
 def build(*, vocab: int = 96, context: int = 64, width: int = 128, depth: int = 4, heads: int = 4,

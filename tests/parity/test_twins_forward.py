@@ -17,25 +17,30 @@ import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 import torch  # noqa: E402
 from twins import copy_torch_to_keras, pairs  # noqa: E402
+import tf_models.bert  # noqa: E402
 import tf_models.cnn  # noqa: E402
 import tf_models.gpt  # noqa: E402
 import tf_models.device_split  # noqa: E402
 import tf_models.lstm  # noqa: E402
 import tf_models.mlp  # noqa: E402
 import tf_models.resnet  # noqa: E402
+import tf_models.vit  # noqa: E402
+import torch_models.bert  # noqa: E402
 import torch_models.cnn  # noqa: E402
 import torch_models.gpt  # noqa: E402
 import torch_models.device_split  # noqa: E402
 import torch_models.lstm  # noqa: E402
 import torch_models.mlp  # noqa: E402
 import torch_models.resnet  # noqa: E402
+import torch_models.vit  # noqa: E402
 
 TWINS = {"mlp": (torch_models.mlp, tf_models.mlp), "cnn": (torch_models.cnn, tf_models.cnn),
          "resnet": (torch_models.resnet, tf_models.resnet), "gpt": (torch_models.gpt, tf_models.gpt),
          "device_split": (torch_models.device_split, tf_models.device_split),
-         "lstm": (torch_models.lstm, tf_models.lstm)}
+         "lstm": (torch_models.lstm, tf_models.lstm), "vit": (torch_models.vit, tf_models.vit),
+         "bert": (torch_models.bert, tf_models.bert)}
 
-# Family, arguments, shape of one sample (None: that of `example`).
+# Family, arguments, shape of one sample (None: that of `example`), and the builder where not `build`.
 VARIANTS = {
     "mlp": ("mlp", {}, None),
     "mlp-image": ("mlp", {"hidden": [32], "activation": "tanh"}, (8, 8)),
@@ -53,6 +58,17 @@ VARIANTS = {
     "gpt-short": ("gpt", {"vocab": 20, "context": 9, "width": 24, "depth": 2, "heads": 3, "dropout": 0.5},
                   (7,)),
     "device_split": ("device_split", {"in_features": 20, "hidden": 12}, (20,)),
+    "resnet-plain": ("resnet", {"kind": "plain", "depths": [1, 2], "in_shape": (33, 31, 3), "classes": 4,
+                                "norm": "batch", "stem": "imagenet"}, (33, 31, 3), "deep"),
+    "resnet-bottleneck": ("resnet", {"kind": "bottleneck", "depths": [1, 1], "in_shape": (9, 9), "classes": 4,
+                                     "norm": "group", "stem": "auto"}, (9, 9), "deep"),
+    "resnet-wide": ("resnet", {"depth": 10, "widen": 1, "in_shape": (16, 16, 3), "classes": 4}, (16, 16, 3),
+                    "wide_resnet"),
+    "gpt-tied": ("gpt", {"vocab": 20, "context": 9, "width": 24, "depth": 1, "heads": 3, "tied": True}, (9,)),
+    "vit": ("vit", {"depth": 1}, None),
+    "vit-grey": ("vit", {"in_shape": (8, 12), "width": 24, "depth": 2, "heads": 3, "classes": 4}, (8, 12)),
+    "bert": ("bert", {"depth": 2}, None),
+    "bert-tied": ("bert", {"vocab": 20, "context": 9, "width": 24, "depth": 1, "heads": 3, "tied": True}, (7,)),
     "lstm": ("lstm", {}, None),
     "lstm-narrow": ("lstm", {"features": 3, "width": 12, "depth": 1, "classes": 4}, (6, 3)),
 }
@@ -71,10 +87,10 @@ def one_thread():
 
 def twins(variant: str):
     """Build a variant in both frameworks with the same, everywhere non-trivial, weights."""
-    family, args, _ = VARIANTS[variant]
+    family, args, _, *builder = VARIANTS[variant]
     torch_file, tf_file = TWINS[family]
     torch.manual_seed(1)
-    torch_model, keras_model = torch_file.build(**args), tf_file.build(**args)
+    torch_model, keras_model = (getattr(file, *(builder or ["build"]))(**args) for file in (torch_file, tf_file))
     with torch.no_grad():  # zero biases and unit gammas would hide a wrong pairing
         for name, tensor in torch_model.state_dict().items():
             if tensor.is_floating_point():
@@ -87,11 +103,11 @@ def twins(variant: str):
 
 def samples(variant: str, B: int = 5) -> tuple[np.ndarray, np.ndarray]:
     """Return B samples of the variant's shape and, for each logit vector, the class it should name."""
-    family, args, shape = VARIANTS[variant]
+    family, args, shape, *_ = VARIANTS[variant]
     if shape is None:
         return TWINS[family][0].example(B)
     rng = np.random.default_rng(3)
-    if family == "gpt":
+    if family in ("gpt", "bert"):
         x, y = rng.integers(0, args["vocab"], (2, B, *shape))
         return x, np.where(rng.random(y.shape) < 0.3, -1, y)
     return rng.random((B, *shape), dtype=np.float32), rng.integers(0, args.get("classes", 10), B)
@@ -148,7 +164,7 @@ def test_gradients_are_equal(variant):
                                    atol=1e-5 * max(1.0, np.abs(expected).max()), err_msg=pair.name)
 
 
-@pytest.mark.parametrize("variant", ["cnn-batch", "resnet-batch"])
+@pytest.mark.parametrize("variant", ["cnn-batch", "resnet-batch", "resnet-wide"])
 def test_batchnorm_uses_and_moves_its_statistics_alike(variant):
     torch_file, tf_file, torch_model, keras_model = twins(variant)
     x, _ = samples(variant, B=64)
@@ -226,6 +242,19 @@ def test_gpt_looks_only_at_the_past():
             before, after = model(x), model(later)
             np.testing.assert_allclose(before[:, :40], after[:, :40], atol=1e-6, err_msg=name)
             assert not np.allclose(before[:, 40:], after[:, 40:]), name
+
+
+def test_nobody_looks_at_what_fills_a_sequence_up():
+    x, _ = samples("bert")
+    x[:, 40:] = 0
+    _, _, torch_model, keras_model = twins("bert")
+    with torch.no_grad():
+        short = torch_model(torch.from_numpy(x[:, :40])).numpy()
+        np.testing.assert_allclose(torch_model(torch.from_numpy(x))[:, :40].numpy(), short, atol=1e-5)
+        x[:, 40:] = 1
+        assert not np.allclose(torch_model(torch.from_numpy(x))[:, :40].numpy(), short, atol=1e-3)
+    x[:, 40:] = 0
+    np.testing.assert_allclose(np.asarray(keras_model(x))[:, :40], short, **TOLERANCE)
 
 
 def test_gpt_dropout_acts_in_training_only():
@@ -314,7 +343,7 @@ def test_inputs_of_another_shape_are_refused():
 @EACH_FAMILY
 def test_keras_twin_comes_back_from_its_native_file(family, tmp_path):
     variant = {"mlp": "mlp-gelu", "cnn": "cnn-batch", "resnet": "resnet-batch", "gpt": "gpt-short",
-               "device_split": "device_split", "lstm": "lstm-narrow"}[family]
+               "device_split": "device_split", "lstm": "lstm-narrow", "vit": "vit-grey", "bert": "bert-tied"}[family]
     _, _, _, keras_model = twins(variant)
     x, _ = samples(variant)
     keras_model.save(tmp_path / "model.keras")
@@ -326,7 +355,8 @@ def test_keras_twin_comes_back_from_its_native_file(family, tmp_path):
                                              (tf_models, {"torch", "torch_models"})])
 def test_model_files_import_one_framework_and_nothing_distributed(package, others):
     name = package.__name__
-    code = (f"import sys, {name}.mlp, {name}.cnn, {name}.resnet, {name}.gpt, {name}.device_split, {name}.lstm\n"
+    code = (f"import sys, {name}.mlp, {name}.cnn, {name}.resnet, {name}.gpt, {name}.device_split, {name}.lstm, "
+            f"{name}.vit, {name}.bert\n"
             f"print(sorted(set(sys.modules) & {others | {'hvdtrain', 'horovod', 'mpi4py'}}))")
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(package.__file__).parents[1],
                           capture_output=True, text=True, timeout=60)

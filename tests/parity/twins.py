@@ -47,7 +47,10 @@ def pairs(torch_model: nn.Module, keras_model: keras.Model, torch_blocks: Blocks
     if list(torch_named) != list(keras_named):
         raise ValueError(f"blocks: got {list(torch_named)} in torch, {list(keras_named)} in Keras; "
                          "expected the same names in the same order")
-    return [pair for name in torch_named for pair in _block_pairs(name, torch_named[name], keras_named[name])]
+    found: list[Pair] = []
+    for name in torch_named:
+        found += _block_pairs(name, torch_named[name], keras_named[name], found)
+    return found
 
 
 def copy_torch_to_keras(torch_model: nn.Module, keras_model: keras.Model, torch_blocks: Blocks,
@@ -57,14 +60,16 @@ def copy_torch_to_keras(torch_model: nn.Module, keras_model: keras.Model, torch_
         pair.variable.assign(pair.to_keras(pair.tensor.detach().cpu().numpy()))
 
 
-def _block_pairs(block_name: str, torch_block: nn.Module, keras_block: keras.layers.Layer) -> list[Pair]:
+def _block_pairs(block_name: str, torch_block: nn.Module, keras_block: keras.layers.Layer,
+                 before: list[Pair]) -> list[Pair]:
+    tied = {id(thing) for pair in before for thing in (pair.tensor, pair.variable)}
     # A dropout's seed is among `variables` and not among `weights`.
     variables = {variable.path.split(f"{keras_block.name}/", 1)[1]: variable
-                 for variable in keras_block.weights}
+                 for variable in keras_block.weights if id(variable) not in tied}
     tensors = {}
     for path, module in torch_block.named_modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if name != "num_batches_tracked":  # a count that Keras does not keep
+            if name != "num_batches_tracked" and id(tensor) not in tied:  # a count that Keras does not keep
                 keras_name, axes = _layout(module, name, tensor)
                 tensors["/".join(filter(None, [*path.split("."), keras_name]))] = tensor, axes
     if tensors.keys() != variables.keys():
@@ -91,4 +96,6 @@ def _layout(module: nn.Module, name: str, tensor: torch.Tensor) -> tuple[str, tu
         return "kernel", (1, 0)        # (out, in) -> (in, out)
     if isinstance(module, nn.Conv2d):
         return "kernel", (2, 3, 1, 0)  # (out, in, H, W) -> (H, W, in, out)
+    if type(module).__module__.startswith("torch_models."):
+        return name, unchanged         # a layer's own, such as learned positions
     raise ValueError(f"{type(module).__name__}.{name}: expected Linear, Conv2d, Embedding or a norm")

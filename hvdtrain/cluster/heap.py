@@ -7,9 +7,10 @@ the ResNet of `bench step` these were 5000 page faults a step, 7 to 14 ms of the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 KEPT_BYTES = 1 << 30
 """Free memory that stays in the process before the heap is cut, and size from which a block is mapped by itself."""
@@ -39,6 +40,21 @@ def keep_freed() -> bool:
         return False
     mallopt = _glibc("mallopt")
     return bool(mallopt(_TRIM_THRESHOLD, KEPT_BYTES) and mallopt(_MMAP_THRESHOLD, KEPT_BYTES))
+
+
+@contextlib.contextmanager
+def kept_freed() -> Iterator[None]:
+    """Within it memory is kept as by `keep_freed`, that what is timed costs what it will in a step; then given back.
+
+    Afterwards blocks are mapped as by `map_large`: to be used before `keep_freed`, not within it.
+    """
+    kept = keep_freed()
+    try:
+        yield
+    finally:
+        if kept:
+            map_large()
+            give_back()
 
 
 def map_large(settles: bool = False) -> bool:

@@ -46,6 +46,8 @@ from hvdtrain.run import say
 
 Sample = Callable[[int], Batch]
 Source = Tape | ByBlock
+Found = tuple[Measured, list[Any], Source | None]
+"""What a rank's blocks cost, what came into each, and what fills them; None: they are there."""
 
 UNCERTAIN = (UserError, RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError)
 """What an outline may raise where the whole model raises nothing, or something else."""
@@ -55,6 +57,9 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
                precision: Precision, sample: Sample | None, mesh: Mesh) -> Parts:
     """Return the parts of this rank's blocks of ``spec.model``; collective.
 
+    All ranks measure at once where none needs the whole model for it: in training, too, those of a host share its
+    caches and memory, which costs some blocks more than others.
+
     Errors: `UserError` for a model that cannot be cut, a task that needs more than its outputs, and what does not go
     together with a pipeline.
     """
@@ -62,19 +67,24 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
         build_lazy_as_alone(model, spec, config.seed, sample)
         return PartMaker(replace(spec, model=model), config, mesh, wire, steps_per_epoch, precision, sample, source)
 
-    def measured() -> tuple[Measured, list[Any], Source | None, str]:
-        source, why = source_of(spec.model), why_whole(spec.model)
-        if source is not None:
-            try:
-                maker = of(spec.model, source)
-                return maker.measure(control), maker.came, source, ""
-            except (Inexact, *UNCERTAIN) as error:
-                why = " ".join(str(error).split())[:100]
+    def at_once() -> Found | str:
+        source = source_of(spec.model)
+        if source is None:
+            return why_whole(spec.model)
+        try:
+            maker = of(spec.model, source)
+            return maker.measure(control), maker.came, source
+        except (Inexact, *UNCERTAIN) as error:
+            return " ".join(str(error).split())[:100]
+
+    def whole() -> Found:
+        if not isinstance(first, str):
+            return first
         maker = of(built(spec))
         found, came = maker.measure(control), maker.came
         del maker
         free()
-        return found, came, None, why
+        return found, came, None
 
     def finish() -> PartMaker:
         if source is not None:
@@ -89,10 +99,14 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
         return maker
 
     agreed(control, lambda: refuse(spec, config), "model")
-    found, came, source, why = in_turn(control, measured, "measuring the model's blocks")
-    if why and control.rank == 0 and config.progress != "off":
-        say(f"note: each rank builds the model whole in host memory before it keeps its part, one of a host at a time: "
-            f"it cannot be built in parts ({why})")
+    first = agreed(control, at_once, "measuring the model's blocks")
+    if any(control.gather(isinstance(first, str))):
+        if isinstance(first, str) and first and control.rank == 0 and config.progress != "off":
+            say(f"note: each rank builds the model whole in host memory before it keeps its part, one of a host at a "
+                f"time: it cannot be built in parts ({first})")
+        first = in_turn(control, whole, "measuring the model's blocks")
+    assert not isinstance(first, str)
+    found, came, source = first
     layout = agree(found, config, control, mesh)
     maker = in_turn(control, finish, "building the model")
     if maker.placement.home.type == "cpu":
@@ -180,7 +194,8 @@ class PartMaker(Maker):
                 else:
                     measuring.check(self.spec, self.named, self.task, one, other)
                     x = measuring.input_of(self.model, self.task, one)
-                with self.precision.computing():
+                steps = contextlib.nullcontext() if self.placement.on_gpu else heap.kept_freed()
+                with self.precision.computing(), steps:
                     blocks, self.came = (measuring.measure(self.named, x, self.placement.home) if self._source is None
                                          else in_parts.measure(self.named, self._source, x, self.placement.home))
         finally:

@@ -296,8 +296,7 @@ TENSORS = Exchange(bucket_mb=1e-5, topk_ratio=0.2, powersgd_rank=1)
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "topk", "powersgd"])
 def test_two_copies_compress_as_two_whole_models_do(unsplit: Any, name: str) -> None:
-    """Where a sum of float32 is rounded otherwise, as a processor does, an entry may be sent as the next number, no more.
-    """
+    """Where a sum of float32 is rounded otherwise, processors differ in it, an entry may be sent as the next number."""
     want, exact = unsplit(name), unsplit("none")
     settings = replace(MOMENTUM, compression=name, exchange=TENSORS)
     runs = trained(3, replace(settings, pipeline=Pipeline(depths=[1, 2], micro_batches=8)), "float32")

@@ -242,8 +242,9 @@ def _tell(args: argparse.Namespace, plan: Plan, course: Course, raced: Race) -> 
                markdown=args.markdown)
     each = stages.stages(spent[own], args.steps, course.pipelines[own]) if own else []
     if own:
-        table.show(f"stages of {own}", stages.STAGE_HEADERS, stages.stage_rows(each), markdown=args.markdown)
-        for text in stages.reached(found, "pipelining", each):
+        rows = stages.stage_rows(each, course.quota)
+        table.show(f"stages of {own}", stages.STAGE_HEADERS, rows, markdown=args.markdown)
+        for text in stages.reached(found, "pipelining", each, course.quota):
             table.note(text)
     work = _work(args, course, spent, own, about) if own and args.link else None
     if work is not None:
@@ -254,6 +255,7 @@ def _tell(args: argparse.Namespace, plan: Plan, course: Course, raced: Race) -> 
             "kind": "summary", "wire": "", "rounds_done": n, "left_out": plan.left_out, "stages": each,
             "contenders": {name: {**s, "wire": raced.about[name]["wire"], "notes": notes[name]}
                            for name, s in found.items()},
+            "idle_by_processor": stages.share_by_processor(each, course.quota) if own else None,
             "reckoned": which.sentence(work) if work else "", "pipelines": course.pipelines,
             "missing": [c.name for c in plan.contenders if c.name not in times]})
 

@@ -2,7 +2,9 @@
 
 Owns these numbers and their tables. Pure: measures and prints nothing. Idle shares are, as a run tells them at its
 end, of a step's forwards and backwards: what a rank waits in them for other stages and what they send, and after its
-last one for the others to end.
+last one for the others to end. Under a quota a rank that has waited computes faster than it may in the mean, as what it
+did not use of its period is still there: the clock then sees more idle time than a device of that speed has. So the
+share is reckoned by processor time as well: what its ranks used of what the quota gave them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from hvdtrain.pipeline.which import Work
 
 HEADERS = ("contender", "wire", "ms a step", "quartiles", "ours to it", "quartiles", "processor ms a step")
 STAGE_HEADERS = ("stage", "rank", "blocks", "busy ms a step", "predicted", "idle %", "predicted", "off by points",
-                 "processor ms a step")
+                 "processor ms a step", "idle % by it")
 RATIO, POINTS = 1.0, 3.0
 """To reach: a step in no more than this part of the peer's; idle shares within so many points of the predicted."""
 
@@ -83,13 +85,20 @@ def shares(each: Sequence[Mapping[str, float]]) -> tuple[float, float]:
     return share(sums["idle_s"], sums["busy_s"]), share(sums["predicted_idle_s"], sums["predicted_busy_s"])
 
 
-def stage_rows(each: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """The rows under `STAGE_HEADERS`, the last of all stages together."""
+def share_by_processor(each: Sequence[Mapping[str, float]], quota: float) -> float:
+    """Idle share in per cent of some stages together, each on ``quota`` of a core, by the processor time they used."""
+    given_s = quota * sum(stage["idle_s"] + stage["busy_s"] for stage in each)
+    return 100 * (1 - sum(stage["cpu_s"] for stage in each) / given_s) if given_s > 0 else 0.0
+
+
+def stage_rows(each: Sequence[Mapping[str, Any]], quota: float) -> list[tuple[str, ...]]:
+    """The rows under `STAGE_HEADERS`, the last of all stages together; ``quota``: of a core, for each rank."""
     def row(stage: str, rank: str, some: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         measured, predicted = shares(some)
         busy, said, cpu = (1e3 * sum(s[key] for s in some) for key in ("busy_s", "predicted_busy_s", "cpu_s"))
         return (stage, rank, str(sum(s["blocks"] for s in some)), f"{busy:.1f}", f"{said:.1f}", f"{measured:.1f}",
-                f"{predicted:.1f}", f"{measured - predicted:.1f}", f"{cpu:.1f}")
+                f"{predicted:.1f}", f"{measured - predicted:.1f}", f"{cpu:.1f}",
+                f"{share_by_processor(some, quota):.1f}")
 
     return [*(row(str(place), str(s["rank"]), [s]) for place, s in enumerate(each)), row("all", "-", each)]
 
@@ -105,8 +114,9 @@ def work(spent: Sequence[Sequence[Spent]], steps: int, pipeline: Mapping[str, An
                 max(own_s) / sum(own_s))
 
 
-def reached(found: Mapping[str, Mapping[str, Any]], peer: str, each: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What was to reach, and whether it was, in words."""
+def reached(found: Mapping[str, Mapping[str, Any]], peer: str, each: Sequence[Mapping[str, Any]],
+            quota: float) -> list[str]:
+    """What was to reach, and whether it was, in words; ``quota``: of a core, for each rank."""
     said = []
     ratio = found.get(peer, {}).get("ours_to_it")
     if ratio is not None:
@@ -115,5 +125,6 @@ def reached(found: Mapping[str, Mapping[str, Any]], peer: str, each: Sequence[Ma
         measured, predicted = shares(each)
         off = measured - predicted
         said.append(f"idle share off by {off:+.1f} points, to reach: {POINTS:g}"
-                    + ("" if abs(off) <= POINTS else ", missed"))
+                    + ("" if abs(off) <= POINTS else ", missed")
+                    + f"; by processor time {share_by_processor(each, quota) - predicted:+.1f}")
     return said

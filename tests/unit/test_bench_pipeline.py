@@ -129,10 +129,16 @@ def rank(wait_s, compute_s=0.2, sent=8e6):
 
 def test_the_last_row_is_of_all_stages_together():
     each = stages.stages([[rank(0.1), rank(0.2)]] * 2, 1, OURS)
-    assert stages.stage_rows(each) == [
-        ("0", "1", "2", "200.0", "100.0", "50.0", "50.0", "0.0", "200.0"),
-        ("1", "0", "2", "200.0", "150.0", "33.3", "25.0", "8.3", "200.0"),
-        ("all", "-", "4", "400.0", "250.0", "42.9", "37.5", "5.4", "400.0")]
+    assert stages.stage_rows(each, 1.0) == [
+        ("0", "1", "2", "200.0", "100.0", "50.0", "50.0", "0.0", "200.0", "50.0"),
+        ("1", "0", "2", "200.0", "150.0", "33.3", "25.0", "8.3", "200.0", "33.3"),
+        ("all", "-", "4", "400.0", "250.0", "42.9", "37.5", "5.4", "400.0", "42.9")]
+
+
+def test_a_rank_that_computed_beyond_its_quota_was_busier_than_the_clock_says():
+    """0.2 s of processor time in 0.4 s: half of a core, all that a quota of a half gives."""
+    each = stages.stages([[rank(0.2), rank(0.2)]], 1, OURS)
+    assert stages.share_by_processor(each, 0.5) == pytest.approx(0.0) and stages.shares(each)[0] == pytest.approx(50.0)
 
 
 def test_blocks_of_every_chunk_of_a_stage_count():
@@ -142,8 +148,9 @@ def test_blocks_of_every_chunk_of_a_stage_count():
 
 def test_what_was_missed_is_said():
     each = stages.stages([[rank(0.2), rank(0.2)]], 1, OURS)
-    assert stages.reached({"pipelining": {"ours_to_it": 1.013}}, "pipelining", each) == [
-        "1.013 of pipelining's step, to reach: 1.00, missed", "idle share off by +12.5 points, to reach: 3, missed"]
+    assert stages.reached({"pipelining": {"ours_to_it": 1.013}}, "pipelining", each, 1.0) == [
+        "1.013 of pipelining's step, to reach: 1.00, missed",
+        "idle share off by +12.5 points, to reach: 3, missed; by processor time +12.5"]
 
 
 def test_cargo_of_a_cut_is_what_all_ranks_sent_over_cuts_directions_and_micro_batches():

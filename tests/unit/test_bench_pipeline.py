@@ -81,7 +81,8 @@ def test_a_peer_is_cut_as_ours_and_the_sentence_stands_beside_what_was_measured(
     assert [s["idle_s"] for s in summary["stages"]] == pytest.approx([0.15, 0.05])
     assert [s["busy_s"] for s in summary["stages"]] == pytest.approx([0.1, 0.2])
     told = capsys.readouterr().out
-    assert "0.750 of pipelining's step, to reach: 1.00" in told and "off by +2.5 points, to reach: 3; by processor time" in told
+    assert "0.750 of pipelining's step, to reach: 1.00" in told
+    assert "off by +2.5 points, to reach: 3; by processor time" in told
     assert "no quota: nobody allows it" in told and "reckoned: " in told
     assert "measured: data parallel: 300 ms a step cut over the ranks, 200 ms with whole copies" in told
 

@@ -23,7 +23,7 @@ def test_mpi(wire, check):
 @pytest.mark.parametrize("check", CASES, ids=name_of)
 def test_in_small_chunks(comm, check):
     """As vectors whose counts pass MPI's 31 bits would go."""
-    check(MpiCollectives(comm, timeout_s=60, chunk=5), as_is, as_is) if "bits" not in check.__name__ else check(
+    check(MpiCollectives(comm, timeout_s=60, chunk=23), as_is, as_is) if "bits" not in check.__name__ else check(
         MpiCollectives(comm, timeout_s=60, chunk=10_007), as_is, as_is)
 
 

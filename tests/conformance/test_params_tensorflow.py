@@ -17,8 +17,9 @@ BY_ELEMENT = [("sgd", {"momentum": 0.9}),
               ("sgd", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}), ("sgd", {}),
               ("adam", {}), ("adamw", {"weight_decay": 0.1, "clipvalue": 0.05})]
 OTHERS = ["rmsprop", "adagrad", "adadelta", "adamax", "nadam", "ftrl", "lion"]
-ROUNDS = ("rmsprop", "adadelta")
-"""Their kernels take the reciprocal root of the last few elements of a tensor otherwise than of those before."""
+ROUNDS = ("rmsprop", "adadelta", "adagrad")
+"""Their kernels take the reciprocal root of the last few elements of a tensor otherwise than of those before; Adagrad's
+on some processors."""
 CUT = 131
 """Where a vector is cut, within a tensor and off every multiple of a processor's vectors."""
 BY_TENSOR = [("adafactor", {}), ("sgd", {"clipnorm": 1.0}), ("adam", {"global_clipnorm": 1.0})]

@@ -12,14 +12,18 @@ pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import keras  # noqa: E402
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
+import tf_models.bert  # noqa: E402
 import tf_models.cnn  # noqa: E402
 import tf_models.gpt  # noqa: E402
 import tf_models.mlp  # noqa: E402
 import tf_models.resnet  # noqa: E402
+import tf_models.vit  # noqa: E402
+import torch_models.bert  # noqa: E402
 import torch_models.cnn  # noqa: E402
 import torch_models.gpt  # noqa: E402
 import torch_models.mlp  # noqa: E402
 import torch_models.resnet  # noqa: E402
+import torch_models.vit  # noqa: E402
 from hvdtrain import Config, Trainer  # noqa: E402
 from hvdtrain.backends.tensorflow import convert as keras_side  # noqa: E402
 from hvdtrain.backends.torch import convert as torch_side  # noqa: E402
@@ -38,6 +42,9 @@ TWINS = {
     "cnn-batch": (torch_models.cnn, tf_models.cnn, {"norm": "batch"}),
     "resnet": (torch_models.resnet, tf_models.resnet, {"width": 8, "depth": 1, "norm": "batch"}),
     "gpt": (torch_models.gpt, tf_models.gpt, {"width": 32, "depth": 2}),
+    "gpt-tied": (torch_models.gpt, tf_models.gpt, {"width": 32, "depth": 2, "tied": True}),
+    "bert-tied": (torch_models.bert, tf_models.bert, {"width": 32, "depth": 2, "tied": True}),
+    "vit": (torch_models.vit, tf_models.vit, {"width": 32, "depth": 2}),
 }
 
 

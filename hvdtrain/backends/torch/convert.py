@@ -52,7 +52,9 @@ def describe(model: nn.Module) -> Model:
             dtype = str(tensor.dtype).removeprefix(_SHORT)
             weights[role] = Weight(full, tuple(tensor.shape), dtype, bool(tensor.requires_grad))
         if weights:
-            layers.append(Layer(name, _kind(module), type(module).__name__, weights, _facts(module)))
+            # Of a Linear that shares its weight (an output tied to an embedding) a bias is left, as of any layer's own.
+            kind = "own" if isinstance(module, nn.Linear) and "weight" not in weights else _kind(module)
+            layers.append(Layer(name, kind, type(module).__name__, weights, _facts(module)))
     draws = any(getattr(m, "p", 0) > 0 for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
     return Model("torch", tuple(layers), draws)
 
@@ -94,9 +96,12 @@ def _facts(module: Any) -> dict[str, float]:
 
 
 def arrays(model: nn.Module) -> dict[str, np.ndarray]:
-    """Every weight by name; bfloat16 as its bits."""
-    return {name.removesuffix(state._BFLOAT16): a for name, a in state.model_arrays(model).items()
-            if not name.endswith("num_batches_tracked")}
+    """Every weight by name, a shared one by its first; bfloat16 as its bits."""
+    first: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        first.setdefault(id(tensor), name)
+    found = {name.removesuffix(state._BFLOAT16): a for name, a in state.model_arrays(model).items()}
+    return {name: found[name] for name in first.values() if not name.endswith("num_batches_tracked")}
 
 
 def assign(model: nn.Module, given: dict[str, np.ndarray]) -> None:

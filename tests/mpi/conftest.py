@@ -31,6 +31,13 @@ def comm(control):
     return boot.mpi_comm()
 
 
+@pytest.fixture
+def few_ranks(comm):
+    """For what the number of ranks does not change much: it costs most where ranks outnumber the cores twice."""
+    if comm.size > 3:
+        pytest.skip("runs with 2 and 3 ranks, to keep the whole short")
+
+
 _meeting = []
 
 

@@ -30,6 +30,7 @@ def make():
     return nn.Sequential(Part(12, 16), Part(16, 16), Part(16, 5))
 
 
+@pytest.mark.usefixtures("few_ranks")
 @pytest.mark.parametrize("zero, remat", [("", "off"), ("zero", "every:2")])
 def test_ranks_compile_alike_and_stay_one_model(control, monkeypatch, tmp_path, zero, remat):
     from hvdtrain.backends.torch import compiler

@@ -11,7 +11,7 @@ from hvdtrain.assemble import assemble
 from hvdtrain.cluster import boot
 from hvdtrain.config import DataParallel, Exchange, Named
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120), pytest.mark.usefixtures("few_ranks")]
 pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 from fragile_keras import Faults, model  # noqa: E402

@@ -19,7 +19,7 @@ from hvdtrain.checkpoint import session, stream
 from hvdtrain.cluster import heap
 from hvdtrain.config import Checkpoint, Named, Pipeline
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120), pytest.mark.usefixtures("few_ranks")]
 
 MIB = 2**20
 WIDTH, LAYERS = 1145, 12

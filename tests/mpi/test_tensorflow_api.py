@@ -47,13 +47,6 @@ def carried(request, comm, monkeypatch):
     return request.param
 
 
-@pytest.fixture
-def few_ranks():
-    """For what the number of ranks does not change much: it costs most where ranks outnumber the cores twice."""
-    if hvd.size() > 3:
-        pytest.skip("runs with 2 and 3 ranks, to keep the whole short")
-
-
 FEW = pytest.mark.usefixtures("few_ranks")
 
 

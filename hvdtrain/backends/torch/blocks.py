@@ -312,7 +312,7 @@ def _timed(block: torch.nn.Module, value: Any, device: torch.device, kept: list[
 
 
 class _Runs:
-    """The shortest of some timed runs, of those that took at most `FEW_PAGES` new pages if there is one (``clean``)."""
+    """Keeps the shortest of some timed runs, of those that took at most `FEW_PAGES` new pages if there is one (``clean``)."""
 
     def __init__(self) -> None:
         self.clean, self.least_s = False, math.inf
@@ -325,5 +325,5 @@ class _Runs:
 
 
 def _new_pages() -> int:
-    """How many pages of memory the system has cleared for this thread."""
+    """Return how many pages of memory the system has given to this thread."""
     return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_minflt

@@ -312,7 +312,7 @@ def _timed(block: torch.nn.Module, value: Any, device: torch.device, kept: list[
 
 
 class _Runs:
-    """Keeps the shortest of some timed runs; of those with at most `FEW_PAGES` new pages if there is one (``clean``)."""
+    """Keeps the shortest timed run, of those with `FEW_PAGES` new pages at most if there is any (``clean``)."""
 
     def __init__(self) -> None:
         self.clean, self.least_s = False, math.inf

@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import backends, data_parallel, first_sample, placed, reports, rng, trackers, transforms, unused
+from hvdtrain import (backends, data_parallel, first_sample, placed, reports, rng, run_length, trackers, transforms,
+                      unused)
 from hvdtrain.alike import check_parts
 from hvdtrain.balance.emulate import Slowed
 from hvdtrain.callbacks.audit import Audit
@@ -28,6 +29,7 @@ from hvdtrain.callbacks.balance import Balance
 from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.callbacks.divergence import Divergence
 from hvdtrain.callbacks.early_stop import EarlyStop
+from hvdtrain.callbacks.ema import Ema
 from hvdtrain.callbacks.ledger import Ledger
 from hvdtrain.callbacks.memory import Memory
 from hvdtrain.callbacks.memory_fit import MemoryFit
@@ -54,8 +56,9 @@ from hvdtrain.cluster.topology import affinity, compute_threads, survey
 from hvdtrain.cluster.views import voices
 from hvdtrain.cluster.wire import open_wire
 from hvdtrain.config import Config
-from hvdtrain.data import sources
+from hvdtrain.data import prepare, sources
 from hvdtrain.data.feed import Feed
+from hvdtrain.data.workers import choose, start
 from hvdtrain.errors import UserError
 from hvdtrain.faults import causes, pulse
 from hvdtrain.faults.finite import check_trainable
@@ -81,8 +84,7 @@ from hvdtrain.run import Run
 
 
 def assemble(config: Config, model: Any = None, data: Any = None, control: Control | None = None,
-             collectives: Collectives | None = None,
-             more: Callable[[Run], list[Callback]] | None = None) -> Run:
+             collectives: Collectives | None = None, more: Callable[[Run], list[Callback]] | None = None) -> Run:
     """Return a run ready for `hvdtrain.loop.fit`. Collective over all ranks of the job.
 
     ``model``: a model object, or None for ``config.model``. ``data``: whatever `hvdtrain.data.sources.interpret` takes,
@@ -91,8 +93,13 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     Errors: `UserError`, the same on every rank.
     """
     config.check()
-    facts = launch_facts(os.environ)
-    settings.check_launcher(config, facts.kind)
+    with start.early(choose.may_need(config, data)):
+        return _assembled(config, model, data, control, collectives, more)
+
+
+def _assembled(config: Config, model: Any, data: Any, control: Control | None, collectives: Collectives | None,
+               more: Callable[[Run], list[Callback]] | None) -> Run:
+    settings.check_launcher(config, (facts := launch_facts(os.environ)).kind)
     if control is None and facts.kind != "gloo":
         control = boot.start_control(facts, config.control_timeout_s, devices_per_rank=_devices(config),
                                      heartbeat_s=config.heartbeat_timeout_s)
@@ -114,10 +121,11 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
     spelled = placed.of_copies(config, placed.spelled_out(config, topology, devices, notes), mesh)
     wire = collectives or open_wire(config, spec.framework, backend, control, topology, devices, notes)
     notes += unused.notes(unused.setup_of(config, spec, wire.name, facts.kind, model, data))
-    adapters = (partial(backend.adapt_data, seed=config.seed),)
     _seed(config, backend, 0)  # user code that shuffles or splits must do so alike on every rank
-    train, test = agreed(control, lambda: _data(config, data, adapters), "data")
+    adapters, cores = (partial(backend.adapt_data, seed=config.seed),), topology.cores_of(control.rank)
+    train, test = agreed(control, lambda: prepare.read(config, data, adapters, cores, notes), "data")
     feed, test_feed = _feeds(spelled, spec, mesh, control, train, test)
+    spelled = run_length.filled(spelled, feed.steps_per_epoch)
     _seed(config, backend, control.rank)
     precision = _precision(spelled, control, devices, notes)
     parts = agreed(control, lambda: backend.make_parts(spec, spelled, control, wire, feed.steps_per_epoch or 0,
@@ -131,9 +139,8 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
         recovery.guard = Guard(len(topology.host_of(control.rank).ranks))
     pulse.role(words.role(parts.layout))
     schedule = _schedule(parts, control, config, recovery)
-    run = Run(config, control, group, topology, wire, spec, parts, schedule, feed, test_feed,
-              spelled, devices, notes=notes, recovery=recovery,
-              mesh=mesh if parts.layout is None else parts.layout.mesh)
+    run = Run(config, control, group, topology, wire, spec, parts, schedule, feed, test_feed, spelled, devices,
+              notes=notes, recovery=recovery, mesh=mesh if parts.layout is None else parts.layout.mesh)
     try:
         _complete(run, facts, backend, more)
     except BaseException:
@@ -285,17 +292,9 @@ def _recovery(config: Config, backend: Any, control: Control, notes: list[str]) 
 
 def _precision(config: Config, control: Control, devices: list[DeviceFacts], notes: list[str]) -> Precision:
     """What every rank computes in; all ranks know all devices, so all come to the same or raise alike."""
-    assert isinstance(config.precision, str)  # names have been spelled out
-    names = policy.resolve(config.precision, devices)
+    names = policy.resolve(str(config.precision), devices)  # whose names have been spelled out
     notes += policy.remarks(names, devices)
     return Precision(tuple(names), control.rank)
-
-
-def _data(config: Config, data: Any, adapters: tuple[Any, ...]) -> tuple[Any, Any]:
-    """(training data, evaluation data or None)."""
-    if data is not None:
-        return sources.interpret(data, "train", adapters), sources.interpret(data, "test", adapters)
-    return sources.resolve_splits(config.data.name, config.data.args, adapters)
 
 
 def _mesh(config: Config, control: Control) -> Mesh:
@@ -332,7 +331,7 @@ def _cut(config: Config, mesh: Mesh, control: Control) -> dict[str, Any]:
     """What training and evaluation cut alike."""
     return {"rank": mesh.copy, "size": len(mesh.copies), "control": voices(control, mesh),
             "shares": list(config.shares) or None, "seed": config.seed, "micro_batch": config.micro_batch_limit,
-            "prefetch": config.data.prefetch}
+            "prefetch": config.data.prefetch, "skip_unread": config.on_bad_sample == "skip"}
 
 
 def eval_feed(run: Run, data: Any) -> Feed:
@@ -364,6 +363,8 @@ def _callbacks(run: Run, more: Callable[[Run], list[Callback]] | None) -> list[C
         own.append(meter)
     if run.parts.layout is not None:
         own.append(Stages())
+    if config.ema:
+        own.append(Ema(run, backends.load(run.spec.framework).Ops()))
     compression = AutoCompression() if config.compression == "auto" else None
     if config.balance != "off":
         own.append(Balance(meter, lambda: compression is not None and not compression.settled))

@@ -103,6 +103,9 @@ class Config:
         "accuracy, a torch.nn.functional or keras.metrics name, or module:callable(outputs, targets) -> "
         "(sum, weight)")
     clip_norm: float = _key(0.0, "", "clip gradients to this global L2 norm; 0: off")
+    ema: float = _key(
+        0.0, "factor", "decay of an exponential moving average of the weights, such as 0.999, which is evaluated and "
+        "saved as the final model in their place; 0: none")
     precision: dict[str, str] | str = _key(
         "fp32", "", "what ranks compute in: fp32 (the model's own types), bf16, fp16 (with loss scaling), auto (by "
         "what each rank's device does well), one for each rank such as bf16:fp32, or by host or device such as "
@@ -138,6 +141,9 @@ class Config:
         [], "", "module:callable (path/file.py:callable) of further callbacks, made before those that report")
     eval_every: int = _key(1, "epochs", "evaluate every so many epochs; 0: only at the end")
     early_stop: EarlyStop = _key(EarlyStop(), "", "")
+    on_bad_sample: Literal["stop", "skip"] = _key(
+        "stop", "", "a sample that cannot be read (a broken picture): stop: it is named and the run ends; skip: it is "
+        "left out on all ranks, named, and counted; more than 1 % of the data ends the run all the same")
     nan_guard: Literal["stop", "skip"] = _key(
         "stop", "",
         "stop: a loss or gradient that is not finite ends the run before its update; skip: that step is left out on "
@@ -248,13 +254,19 @@ class Config:
         return self
 
     def _check_texts(self) -> None:
-        """Raise `UserError` for a text that means no time, or no steps."""
+        """Raise `UserError` for a text that means no time, or no steps, and for a decay that is none."""
+        if not 0 <= self.ema < 1:
+            raise UserError(f"ema is {self.ema}", "0, or a decay below 1 such as 0.999", "correct ema")
+        _at_least("data.workers", 0 if self.data.workers == "auto" else self.data.workers, 0)
         seconds_of(self.time_limit)
         window_of(self.trace.steps)
 
     def _check_names(self) -> None:
-        """Raise `UserError` for a compression or a tracker that is neither built in nor spelt as a callable."""
-        from hvdtrain.exchange.compressors import names  # it reads this file's classes
+        """Raise `UserError` for what is neither built in nor spelt as a callable."""
+        from hvdtrain.data import augment  # these read this file's classes
+        from hvdtrain.exchange.compressors import names
+
+        augment.check(self.data.augment)
 
         known = [*(name for name in names() if name != "adasum"), "auto"]  # adasum has a key of its own
         if ":" not in self.compression and self.compression not in known:
@@ -309,6 +321,13 @@ class Config:
     def micro_batch_limit(self) -> int:
         """Samples of the largest micro-batch as far as it is configured; 0: no limit is."""
         return 0 if self.micro_batch == "auto" else self.micro_batch
+
+    @property
+    def mixes_classes(self) -> bool:
+        """Whether training targets are shares of classes (mixup), whatever the data's own are."""
+        from hvdtrain.data import augment
+
+        return augment.mixes(self.data.augment)
 
     @property
     def in_parts(self) -> bool:

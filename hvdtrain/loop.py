@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hvdtrain.average import averaged
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.data.feed import Feed, StepBatch
 from hvdtrain.events import Event
@@ -104,7 +105,7 @@ def train_step(run: Run, batch: StepBatch) -> None:
     """One global batch: compute, exchange, vote, update; again where a rank ran out of memory over it."""
     run.batch, run.timeline.step = batch, run.state.cursor.step
     run.emit(Event.STEP_START)
-    while not _stepped(run, batch):
+    while batch.n_global and not _stepped(run, batch):  # without any where none of its samples could be read
         run.emit_told()
     state = run.state
     state.cursor = batch.cursor_after
@@ -262,7 +263,7 @@ def evaluate(run: Run) -> None:
 
 def measure(run: Run, feed: Feed) -> dict[str, float]:
     """Exact metrics over ``feed``: additive totals, summed over ranks in rank order. Collective."""
-    with span("evaluation", "evaluation"):
+    with span("evaluation", "evaluation"), averaged(run.average):
         return _measured(run, feed)
 
 

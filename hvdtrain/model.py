@@ -24,7 +24,8 @@ class Spec:
 
     ``task(model, batch) -> (loss_sum, weight)``; ``weight(batch) -> float`` of a numpy batch, needed where the weight
     is not the number of samples; ``metrics(model, batch) -> {name: (sum, weight)}`` beside a task;
-    ``blocks(model) -> [(name, block)]``; ``example(B) -> (x_B, y_B)``.
+    ``blocks(model) -> [(name, block)]``; ``example(B) -> (x_B, y_B)``; ``parameter_groups(model) -> [group]`` and
+    ``optimizer(model, config) -> optimizer`` in the framework's own terms.
 
     ``again()``: builds the model once more, to the same initial weights, where a callable built it. ``model`` may be no
     more than an outline without values then (`build_spec`), which `become` replaces.
@@ -38,6 +39,8 @@ class Spec:
     metrics: Callable[..., Any] | None = None
     blocks: Callable[..., Any] | None = None
     example: Callable[..., Any] | None = None
+    parameter_groups: Callable[..., Any] | None = None
+    optimizer: Callable[..., Any] | None = None
     again: Callable[[], Any] | None = None
 
     def become(self, model: Any) -> None:
@@ -45,7 +48,7 @@ class Spec:
         object.__setattr__(self, "model", model)
 
 
-_PARTS = ("task", "weight", "metrics", "blocks", "example")
+_PARTS = ("task", "weight", "metrics", "blocks", "example", "parameter_groups", "optimizer")
 
 
 def spec_of(model: Any, name: str = "") -> Spec:
@@ -94,6 +97,27 @@ def build_spec(text: str, args: dict[str, Any], prepare: Callable[[], None],
         prepare()
         model = made()
     return _spec(text, model, {part: find(part) for part in _PARTS}, None if model is build else again)
+
+
+def called(spec: Any, part: str, *given: Any) -> Any:
+    """Return what the function ``part`` of the file of ``spec`` gives for ``given``; `UserError` if it takes others."""
+    function = getattr(spec, part)
+    try:
+        inspect.signature(function).bind(*given)
+    except TypeError as error:
+        raise UserError(f"{part} of {spec.name} does not take {len(given)} arguments: {error}",
+                        f"{part}({', '.join(('model', 'config')[:len(given)])})",
+                        f"correct {part}, or call it otherwise if it is something else") from None
+    except ValueError:  # some callables have no signature
+        pass
+    return function(*given)
+
+
+def refuse_groups(spec: Any, where: str, do: str) -> None:
+    """Raise `UserError` for a file that gives groups or an optimizer to a model that takes none; ``where``: which."""
+    for part in ("parameter_groups", "optimizer"):
+        if getattr(spec, part) is not None:
+            raise UserError(f"{part} in the file of {where}", "a model of PyTorch's own, or Keras on TensorFlow", do)
 
 
 def _by_block(find: Callable[[str], Any], args: dict[str, Any]) -> list[Callable[..., Any]]:

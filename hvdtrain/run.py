@@ -35,6 +35,7 @@ from hvdtrain.records.stream import Stream
 from hvdtrain.timeline import Timeline, span
 
 if TYPE_CHECKING:
+    from hvdtrain.average import Average
     from hvdtrain.checkpoint.saving import Saving
 
 
@@ -192,6 +193,8 @@ class Run:
     """The run's directory once `hvdtrain.outdir.ensure_out` has made it; before that the current directory."""
     made: list[Path] = field(default_factory=list)
     """Directories that were made for ``out``, innermost first."""
+    average: Average | None = None
+    """The moving average of the weights, where the configuration asks for one."""
     batch: StepBatch | None = None
     """This rank's part of the step under way, from STEP_START to CHECKPOINT."""
     updated: bool = True

@@ -25,11 +25,18 @@ class Data:
     """Where samples come from and how a global batch is cut."""
 
     name: str = key(
-        "digits", "", "digits, text, synthetic, a .npz file, or module:callable (also path/file.py:callable)")
+        "digits", "", "a set by name (digits, text, synthetic, folder, npy, text_files, cifar100), a .npz or .npy "
+        "file, or module:callable (also path/file.py:callable)")
     args: dict = key({}, "", "keyword arguments of the source")
+    augment: dict = key(
+        {}, "", "changes of training pictures, drawn from (seed, epoch, sample): crop (pixels of padding), flip "
+        "(probability), cutout (pixels a side), mixup (alpha), or module:callable; such as {crop: 4, flip: 0.5}")
     shuffle: bool = key(True, "", "permute the samples anew each epoch, from (seed, epoch)")
     prefetch: int = key(2, "batches", "batches fetched ahead by one background thread; 0 fetches in line, "
                         "which a dataset that draws random numbers needs for bit-equal resume")
+    workers: int | Literal["auto"] = key(
+        "auto", "processes", "of each rank that read samples for it; 0: the rank reads itself; auto: 0 for arrays and "
+        "for samples that take less than 0.05 ms, else a process for each core that the rank has to spare")
 
 
 @dataclass(frozen=True)

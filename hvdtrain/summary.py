@@ -91,6 +91,7 @@ def _ledger(found: dict[str, Any]) -> list[tuple[str, str]]:
     said = [f"each exactly once in {epochs} epoch{'s' if epochs > 1 else ''}"] if epochs else []
     said += [f"the first {found['partial']} of the last epoch once each"] if found.get("partial") else []
     said += [f"{found['skipped']} in steps without an update"] if found.get("skipped") else []
+    said += [f"{found['unread']} left out, since they could not be read"] if found.get("unread") else []
     said += [f"epochs {', '.join(map(str, found['unchecked']))} not checked"] if found.get("unchecked") else []
     return [("samples", "; ".join(said))] if said else []
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from hvdtrain import loop, summary
 from hvdtrain.assemble import assemble, eval_feed
+from hvdtrain.average import averaged
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.callbacks.history import History
 from hvdtrain.checkpoint import final, session
@@ -29,6 +30,7 @@ from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.config import Config
 from hvdtrain.ends import page
 from hvdtrain.ends.words import failure
+from hvdtrain.data.workers.worker import refuse_inside
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.faults import causes, pulse
 from hvdtrain.faults.finite import trained
@@ -72,6 +74,7 @@ class Trainer:
 
     def __init__(self, config: Config | None = None, **overrides: Any) -> None:
         """``overrides`` replace top-level keys of ``config``; `UserError` for one that it lacks."""
+        refuse_inside()
         quiet.watch_import()
         exits.install_hooks(launch_facts(os.environ))  # a mistake in the next lines ends as one in fit would
         config = config or Config()
@@ -270,8 +273,9 @@ def export(run: Run) -> list[str]:
             directory.mkdir(parents=True, exist_ok=True)  # also where the run's directory was deleted meanwhile
             return [] if parted else run.parts.state.export(directory)
 
-    names = run.control.bcast(agreed(run.control, write, "export"))
-    return final.write(run, directory, _room_for_the_model) if parted else names
+    with averaged(run.average):
+        names = run.control.bcast(agreed(run.control, write, "export"))
+        return final.write(run, directory, _room_for_the_model) if parted else names
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ class Setup:
     """What decides about keys: the configuration, and what became of it.
 
     ``horovod``: gradients or the control plane go over Horovod. ``own_model``, ``own_data``: given to fit as objects.
-    ``own_task``: the model file has one. ``own_optimizer``: the model was compiled with one.
+    ``own_task``, ``file_optimizer``: the model file has one. ``own_optimizer``: the model was compiled with one.
     """
 
     config: Config
@@ -29,15 +29,18 @@ class Setup:
     own_data: bool = False
     own_task: bool = False
     own_optimizer: bool = False
+    file_optimizer: bool = False
 
 
 TABLE: tuple[tuple[str, str, Callable[[Setup], bool]], ...] = (
     ("model model_args", "fit was given a model", lambda s: s.own_model),
     ("data.name data.args", "fit was given data", lambda s: s.own_data),
     ("loss.name loss.args metrics", "the model file has a task of its own", lambda s: s.own_task),
+    ("optimizer.name optimizer.args", "the model file gives optimizer(model, config)", lambda s: s.file_optimizer),
     ("lr optimizer.args", "the model keeps the optimizer that it was compiled with",
      lambda s: s.own_optimizer and s.config.optimizer.name == "auto"),
-    ("lr", "optimizer.args has a learning_rate", lambda s: "learning_rate" in s.config.optimizer.args),
+    ("lr", "optimizer.args has a learning_rate",
+     lambda s: "learning_rate" in s.config.optimizer.args and not s.file_optimizer),
     ("schedule.args schedule.interval", "no schedule.name is set",
      lambda s: s.config.schedule.name.lower() in ("none", "")),
     ("early_stop.mode early_stop.patience early_stop.min_delta", "no early_stop.metric is set",
@@ -83,4 +86,4 @@ def setup_of(config: Config, spec: Any, wire: str, kind: str, model: Any, data: 
     """The `Setup` of a run: its model's ``spec``, the name of its ``wire``, the launcher's ``kind``, what fit got."""
     compiled = getattr(spec.model, "compiled", False) and getattr(spec.model, "optimizer", None) is not None
     return Setup(config, "horovod" in wire or kind == "gloo", model is not None, data is not None,
-                 spec.task is not None, bool(compiled))
+                 spec.task is not None, bool(compiled), spec.optimizer is not None)

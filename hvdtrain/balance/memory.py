@@ -102,7 +102,7 @@ def limited(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> bool:
     with contextlib.suppress(OSError):
         found = re.search(r"^MemTotal:\s+(\d+) kB", Path(proc, "meminfo").read_text(), re.MULTILINE)
         total = int(found[1]) * 1024 if found else 0
-        return any(limit < total for limit, _ in _groups_limits(proc, cgroup))
+        return any(limit < total for limit, _ in groups_limits(proc, cgroup))
     return False
 
 
@@ -125,10 +125,10 @@ def _own_limits(proc: str) -> dict[str, int]:
 
 def _groups_left(proc: str, cgroup: str) -> list[int]:
     """What each memory control group around this process leaves, of those that limit (versions 2 and 1)."""
-    return [limit - used for limit, used in _groups_limits(proc, cgroup)]
+    return [limit - used for limit, used in groups_limits(proc, cgroup)]
 
 
-def _groups_limits(proc: str, cgroup: str) -> list[tuple[int, int]]:
+def groups_limits(proc: str, cgroup: str) -> list[tuple[int, int]]:
     """(limit, bytes used) of each memory control group around this process that has one.
 
     Pages of files that nobody has touched for long count as used there, and go when memory is wanted.

@@ -25,7 +25,8 @@ class Ledger(Callback):
 
     ``run.ledger`` holds what was found: ``epochs`` whole, over all resumptions, the ``samples`` in them, ``skipped``:
     those of them whose step made no update (nan_guard skip, an overflow in fp16), ``unchecked`` epochs, and ``partial``
-    samples of an epoch that a fit ended in. A step without update counts as consumed. On a GPU it is told a step late.
+    samples of an epoch that a fit ended in, and ``unread``: samples left out since they could not be read. A step
+    without update counts as consumed. On a GPU it is told a step late.
     """
 
     where = "all"
@@ -35,6 +36,8 @@ class Ledger(Callback):
         self._at = (0, 0)
         self._unknown = ""
         self._skipped = self._skipped_before = self._epochs = self._samples = 0
+        self._unread = self._unread_before = 0
+        self._unread_named: set[tuple[str, int]] = set()
         self._unchecked: list[int] = []
         self._kept: dict[str, Any] = {}
 
@@ -58,8 +61,27 @@ class Ledger(Callback):
         self._skipped += 0 if run.updated else batch.n_global
         if batch.numbers is not None:
             self._book.add(batch.numbers[:sum(len(micro[0]) for micro in batch.micros)])  # those it computed on
+            self._left_out(run, batch)
         elif not self._unknown:
             self._unknown = "the ranks' streams differ in length"
+
+    def _left_out(self, run: Any, batch: Any) -> None:
+        """Account for samples that could not be read: a rank has seen its own; each is named once."""
+        if batch.own_unread:
+            self._book.add(np.array([number for number, _, _ in batch.own_unread], np.int64))
+        self._unread += len(batch.unread)
+        self._name(run, batch.unread, "")
+
+    def eval_end(self, run: Any) -> None:
+        """Name what of the evaluation data could not be read."""
+        if run.eval_feed is not None:
+            self._name(run, run.eval_feed.left_out, "of the evaluation data ")
+
+    def _name(self, run: Any, unread: Any, whose: str) -> None:
+        for number, place, reason in unread:
+            if (whose, number) not in self._unread_named:
+                self._unread_named.add((whose, number))
+                run.note(f"sample {number} {whose}cannot be read and is left out: {place}: {reason}")
 
     def epoch_end(self, run: Any) -> None:
         """Compare the epoch that has ended with what it must hold; `UserError` on every rank. Collective."""
@@ -72,6 +94,7 @@ class Ledger(Callback):
             self._compare(run, samples, None)
             self._epochs, self._samples = self._epochs + 1, self._samples + samples
             self._skipped_before += self._skipped
+            self._unread_before += self._unread
         self._record(run, epoch, not self._unknown)
         self._begin(epoch + 1, 0, "")
         run.ledger = self._facts()
@@ -100,6 +123,7 @@ class Ledger(Callback):
         self._kept = {"epoch": epoch, "samples": samples, "count": sums.count, "sum": f"{sums.total:016x}",
                       "unknown": self._unknown, "skipped": self._skipped, "order": _order(run.feed),
                       "epochs": self._epochs, "whole": self._samples, "skipped_before": self._skipped_before,
+                      "unread": self._unread, "unread_before": self._unread_before,
                       "unchecked": list(self._unchecked)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,6 +144,7 @@ class Ledger(Callback):
         self._begin(kept["epoch"], kept["samples"], unknown, before)
         self._skipped, self._skipped_before = kept["skipped"], kept["skipped_before"]
         self._epochs, self._samples = kept["epochs"], kept["whole"]
+        self._unread, self._unread_before = kept.get("unread", 0), kept.get("unread_before", 0)  # newer than the rest
         self._unchecked = list(kept["unchecked"])
 
     # --- sums --------------------------------------------------------------------------------------------------------
@@ -127,7 +152,7 @@ class Ledger(Callback):
     def _begin(self, epoch: int, samples: int, unknown: str, before: Sums = Sums()) -> None:
         """Stand at ``samples`` of ``epoch``, of which ``before`` was counted; ``unknown``: why that is not all."""
         self._book.start(epoch, before)
-        self._at, self._unknown, self._skipped = (epoch, samples), unknown, 0
+        self._at, self._unknown, self._skipped, self._unread = (epoch, samples), unknown, 0, 0
 
     def _compare(self, run: Any, samples: int, order_n: np.ndarray | None) -> None:
         """Raise `UserError` on every rank unless the ranks together had the first ``samples`` of ``order_n`` once each.
@@ -152,12 +177,14 @@ class Ledger(Callback):
                         "so alike on every rank")
 
     def _facts(self) -> dict[str, Any]:
+        unread = self._unread_before + self._unread
         return {"epochs": self._epochs, "samples": self._samples, "skipped": self._skipped_before + self._skipped,
-                "unchecked": list(self._unchecked), "partial": 0}
+                "unchecked": list(self._unchecked), "partial": 0, **({"unread": unread} if unread else {})}
 
     def _record(self, run: Any, epoch: int, whole: bool, **more: Any) -> None:
         """Tell what was counted of an epoch."""
-        run.record("ledger", epoch=epoch, whole=whole, skipped=self._skipped, ledger={"epochs": self._epochs}, **more)
+        run.record("ledger", epoch=epoch, whole=whole, skipped=self._skipped, unread=self._unread,
+                   ledger={"epochs": self._epochs}, **more)
 
 
 def _order(feed: Any) -> list[int]:

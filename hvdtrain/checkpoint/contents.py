@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain import __version__
+from hvdtrain.average import WithAverage
 from hvdtrain.checkpoint.adapters import Cut, Divided, Held, Own, Replicated, part
 from hvdtrain.checkpoint.holders import Holders, holders_of
 from hvdtrain.data_parallel.replicate import Replicate
@@ -36,7 +37,7 @@ def given_by(run: Run, holders: Holders | None) -> tuple[Given, Given]:
         cut: Given = Cut(partial(part, rank=control.rank, size=control.size), state.state)
         if holders is not None:
             cut = Held(control.rank, holders, state, among=True)
-        return (Divided(cut, state) if isinstance(run.dp, Zero) else cut), own
+        return _beside(run, Divided(cut, state) if isinstance(run.dp, Zero) else cut), own
     return shared, own
 
 
@@ -46,9 +47,14 @@ def parts_of(run: Run, holders: Holders | None) -> tuple[Stateful, Stateful]:
     own = Own(rank, run.rank_state, run.load_rank)
     if holders is not None:
         held = Held(rank, holders, state, among=False)
-        return Divided(held, state, holders.mine) if isinstance(run.dp, Zero) else held, own
+        return _beside(run, Divided(held, state, holders.mine) if isinstance(run.dp, Zero) else held), own
     whole = Replicated(rank, state.state, state.load)
-    return Divided(whole, state) if isinstance(run.dp, Zero) else whole, own
+    return _beside(run, Divided(whole, state) if isinstance(run.dp, Zero) else whole), own
+
+
+def _beside(run: Run, shared: Any) -> Any:
+    """``shared`` with the averages of the weights beside it, where the run keeps such."""
+    return shared if run.average is None else WithAverage(shared, run.average)
 
 
 def held_by(run: Run) -> Holders | None:

@@ -35,9 +35,15 @@ def told() -> Iterator[None]:
         stack = [(frame.f_code, line) for frame, line in traceback.walk_tb(stop.__traceback__)]
         if launch_facts(os.environ).kind == "solo" and _handles_signals({code for code, _ in stack}):
             raise
-        raise ExitCalled(f"{_caller(stack)} ended the program with {_status(stop.code)} in the middle of a run; "
-                         "expected a return or an exception. Take the sys.exit() out, or raise an exception that says "
-                         "what is wrong") from stop
+        raise called(stop) from stop
+
+
+def called(stop: SystemExit) -> ExitCalled:
+    """Return the words for ``stop``, which a callable of the user's has raised."""
+    stack = [(frame.f_code, line) for frame, line in traceback.walk_tb(stop.__traceback__)]
+    return ExitCalled(f"{_caller(stack)} ended the program with {_status(stop.code)} in the middle of a run; "
+                      "expected a return or an exception. Take the sys.exit() out, or raise an exception that says "
+                      "what is wrong")
 
 
 def _status(code: object) -> str:

@@ -43,6 +43,11 @@ class Topology:
         """The host that ``rank`` runs on."""
         return next(h for h in self.hosts if rank in h.ranks)
 
+    def cores_of(self, rank: int) -> int:
+        """Cores that ``rank``, which asks, may use by itself: those it is bound to, or its part of the host's."""
+        host = self.host_of(rank)
+        return compute_threads(len(affinity()), host.cores, len(host.ranks), 0)
+
     def describe(self) -> str:
         """One line for the summary: "2 hosts: a (ranks 0-3, 8 cores), b (ranks 4-5, 4 cores)"."""
         each = ", ".join(f"{h.node} (rank{'s' if len(h.ranks) > 1 else ''} {spans(h.ranks)}, "

@@ -18,7 +18,7 @@ from hvdtrain.data.prefetch import prefetched
 from hvdtrain.data.sampler import Cut, at_least, cut, micro_batches, padded, steps_per_epoch
 from hvdtrain.data.sources import Source
 from hvdtrain.data.stream import Arrays, Stream
-from hvdtrain.data.walk import Met, Part, SourceWalk, StreamWalk, WeightFn
+from hvdtrain.data.walk import Met, Part, SourceWalk, StreamWalk, Unread, WeightFn
 from hvdtrain.errors import UserError
 from hvdtrain.protocols import Control
 
@@ -32,7 +32,8 @@ class StepBatch:
     ``n_local``, ``n_global``: samples of this rank and of all ranks. ``weight``: the global weight W that
     the summed loss is divided by (law 1); ``own_weight``: this rank's part of it. ``cursor_before``,
     ``cursor_after``: positions around the step, equal on all ranks. ``numbers``: int64[n_local] of this rank's samples;
-    of a stream positions in it, or None where the ranks' streams differ in length.
+    of a stream positions in it, or None where the ranks' streams differ in length. ``own_unread``, ``unread``: samples
+    of this rank and of all ranks that could not be read and were left out; without any left ``n_global`` is 0.
     """
 
     cursor_before: Cursor
@@ -43,6 +44,8 @@ class StepBatch:
     weight: float
     own_weight: float
     numbers: np.ndarray | None = None
+    own_unread: tuple[Unread, ...] = ()
+    unread: tuple[Unread, ...] = ()
 
 
 class Feed:
@@ -58,6 +61,7 @@ class Feed:
     ``prefetch``: batches fetched ahead by a background thread, 0 fetches inline.
     ``even_micros``: give every rank the same number of micro-batches in each step, empty ones where samples are
     lacking, so that all ranks enter the collectives of a forward pass (synchronised BatchNorm).
+    ``skip_unread``: leave out samples that cannot be read (`sources.Unreadable`), and count what is there; collective.
     ``samples``: those of an epoch, None for a stream, whose length nobody knows.
     Errors: `UserError` for empty data, a global batch < 1, unusable shares. Ranks whose streams differ get a
     warning from rank 0: in length (the run goes on while one of them has samples) or in their first sample.
@@ -66,7 +70,8 @@ class Feed:
     def __init__(self, data: Source | Stream, global_batch: int, *, rank: int = 0, size: int = 1,
                  shares: Sequence[float] | None = None, seed: int = 0, shuffle: bool = True,
                  accumulate: int | Sequence[int] = 1, micro_batch: int = 0, control: Control | None = None,
-                 weight_fn: WeightFn | None = None, prefetch: int = 2, even_micros: bool = False) -> None:
+                 weight_fn: WeightFn | None = None, prefetch: int = 2, even_micros: bool = False,
+                 skip_unread: bool = False) -> None:
         assert 0 <= rank < size and isinstance(data, (Source, Stream))
         at_least("global_batch", global_batch, 1)
         at_least("data.prefetch", prefetch, 0)
@@ -83,9 +88,10 @@ class Feed:
                             f"give {size} shares")
         cut(0, shares)
         self._cuts = [(0, Cut.of(shares, accumulate, micro_batch))]
+        self.left_out: set[Unread] = set()
         self._walk: SourceWalk | StreamWalk
         if isinstance(data, Source):
-            self._walk = SourceWalk(data, self.global_batch, seed, control, even_micros)
+            self._walk = SourceWalk(data, self.global_batch, seed, control, even_micros, skip_unread)
         else:
             assert control is not None, "ranks find out together that a stream has ended"
             self._walk = StreamWalk(data, self.global_batch, rank, size, control, even_micros)
@@ -94,7 +100,7 @@ class Feed:
     @property
     def ahead(self) -> int:
         """How many steps after the next one may have been fetched already, and so keep their cut."""
-        return self.prefetch + 1 if self.prefetch else 0
+        return (self.prefetch + 1 if self.prefetch else 0) + self._walk.begins
 
     def recut(self, cut: Cut, from_step: int) -> None:
         """Cut by ``cut`` from step ``from_step`` of the run on; every rank calls it alike, between two steps.
@@ -176,8 +182,9 @@ class Feed:
         with contextlib.closing(prefetched(parts, self.prefetch)) as ahead:
             for met in self._walk.meet(ahead, cursor, self.weight_fn):
                 after = cursor.advance(met.consumed)
+                self.left_out.update(met.unread)
                 yield StepBatch(cursor, after, self._micros(met, cursor.step), met.part.n_local, met.n_global,
-                                met.weight, met.own_weight, met.part.numbers)
+                                met.weight, met.own_weight, met.part.numbers, met.part.unread, met.unread)
                 cursor = after
 
     def _micros(self, met: Met, step: int) -> list[Arrays]:

@@ -27,7 +27,7 @@ CHUNK = 1 << 16
 MOST_SEARCHED = 1 << 22
 """Samples of an epoch up to which those that were lost or doubled are looked for by number."""
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
@@ -47,8 +47,8 @@ def hashes(numbers_n: np.ndarray, epoch: int) -> np.ndarray:
 
     Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
-    key = _mixed(np.array([epoch], np.int64).view(np.uint64) + _GOLDEN)
-    return _mixed(np.asarray(numbers_n, np.int64).view(np.uint64) ^ key)
+    key = mixed(np.array([epoch], np.int64).view(np.uint64) + GOLDEN)
+    return mixed(np.asarray(numbers_n, np.int64).view(np.uint64) ^ key)
 
 
 def sums_of(numbers_n: np.ndarray, epoch: int) -> Sums:
@@ -143,7 +143,8 @@ def _culprits(missing: int, diff: int, epoch: int, numbers_n: np.ndarray) -> tup
     return None, None
 
 
-def _mixed(words_n: np.ndarray) -> np.ndarray:
+def mixed(words_n: np.ndarray) -> np.ndarray:
+    """Scramble uint64 words one by one, a bijection: the finalizer of SplitMix64."""
     words_n = (words_n ^ (words_n >> np.uint64(30))) * _M1
     words_n = (words_n ^ (words_n >> np.uint64(27))) * _M2
     return words_n ^ (words_n >> np.uint64(31))

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.sampler import epoch_order
-from hvdtrain.data.sources import ArraySource, Source
+from hvdtrain.data.sources import ArraySource, Source, Unreadable, checked, fetched, innermost
 from hvdtrain.data.stream import Arrays, Stream, fingerprint, rebatch
 from hvdtrain.errors import UserError
 from hvdtrain.protocols import Control
@@ -35,11 +37,19 @@ Bounds = Callable[[int, int], tuple[int, int]]
 """From a step of the run and the samples of its global batch to this rank's part of them, [low, high)."""
 
 
+Unread = tuple[int, str, str]
+"""A sample that could not be read: its number, its place, and why."""
+
+FEW_UNREAD, MOST_UNREAD = 3, 0.01
+"""Samples, and part of the data, of which more that cannot be read end a run."""
+
+
 @dataclass(frozen=True)
 class Part:
     """This rank's ``n_local`` of a global batch's ``n`` samples; ``check``: a stream's checksum of the first of all.
 
     ``numbers``: int64[n_local], of a stream the positions in it; None where the ranks' streams are of several lengths.
+    ``unread``: (number, place, reason) of samples of this rank that were left out, which ``n_local`` does not count.
     """
 
     n: int
@@ -47,6 +57,7 @@ class Part:
     arrays: Arrays
     check: int = 0
     numbers: np.ndarray | None = None
+    unread: tuple[Unread, ...] = ()
 
     def weight(self, weight_fn: WeightFn | None) -> float:
         """This rank's part of the global weight W: its samples, or what ``weight_fn`` says of them."""
@@ -58,7 +69,7 @@ class Met:
     """A part and what all ranks have of its step: ``n_global`` samples of weight ``weight``.
 
     ``consumed``: samples by which the position moves on. ``counts_P``: samples of each rank, where they are not those
-    of the cut.
+    of the cut. ``unread``: what all ranks have left out.
     """
 
     part: Part
@@ -67,20 +78,27 @@ class Met:
     weight: float
     consumed: int
     counts_P: Sequence[int] | None = None
+    unread: tuple[Unread, ...] = ()
 
 
 class SourceWalk:
     """Walks a source: every rank knows all counts, so only a weight that is no count is summed.
 
-    ``even``: give a rank without samples of a step arrays (0, ...) of their shapes.
+    ``even``: give a rank without samples of a step arrays (0, ...) of their shapes. ``begins``: steps whose fetch is
+    begun before it is asked for, of data that can do so (`hvdtrain.data.workers.pool.Pooled`). ``skip``: samples that
+    cannot be read are left out.
     """
 
-    def __init__(self, data: Source, global_batch: int, seed: int, control: Control | None, even: bool) -> None:
+    def __init__(self, data: Source, global_batch: int, seed: int, control: Control | None, even: bool,
+                 skip: bool = False) -> None:
         self.samples = len(data)
         if self.samples == 0:
             raise UserError("the dataset is empty", "at least one sample", "check its path and its filters")
-        self._data, self._global_batch, self._seed = data, global_batch, seed
+        self._data: Any = data
+        self._global_batch, self._seed = global_batch, seed
         self._control, self._even = control, even
+        self.begins, self._left_out = int(hasattr(data, "begin")), 0
+        self._skip = skip and not isinstance(data, ArraySource)  # whose samples have all been read
         self._empty: Arrays = ()
         self._read: Arrays = ()
 
@@ -90,18 +108,63 @@ class SourceWalk:
             raise UserError(f"the run stands at sample {cursor.samples} of a dataset that has {self.samples}",
                             "a position inside the epoch",
                             "resume with the data of the checkpoint, or start anew")
-        return self._parts(epoch_order(self.samples, self._seed, cursor.epoch, shuffle), cursor, bounds)
+        order_N, self._left_out = epoch_order(self.samples, self._seed, cursor.epoch, shuffle), 0
+        return self._parts(order_N, cursor, bounds)
 
     def _parts(self, order_N: np.ndarray, cursor: Cursor, bounds: Bounds) -> Generator[Part, None, None]:
-        for step, at in enumerate(range(cursor.samples, self.samples, self._global_batch), cursor.step):
-            indices = order_N[at:at + self._global_batch]
-            low, high = bounds(step, len(indices))
-            arrays = self._fetch(indices[low:high]) if high > low else self._none_like(indices[:1])
-            yield Part(len(indices), high - low, arrays, numbers=indices[low:high])
+        def wanted() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            for step, at in enumerate(range(cursor.samples, self.samples, self._global_batch), cursor.step):
+                indices = order_N[at:at + self._global_batch]
+                low, high = bounds(step, len(indices))
+                yield indices, indices[low:high]
+
+        for indices, own, begun in self._ahead(wanted(), cursor.epoch):
+            read, arrays, unread = self._readable(own, begun, cursor.epoch)
+            arrays = arrays if len(read) else self._none_like(indices[:1])
+            yield Part(len(indices), len(read), arrays, numbers=read, unread=unread)
+
+    def _ahead(self, wanted: Iterator[tuple[np.ndarray, np.ndarray]],
+               epoch: int) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
+        """Yield (numbers of a step, this rank's, its fetch under way), the next one begun; workers then never wait."""
+        data = self._data
+        begun: deque[tuple[np.ndarray, np.ndarray, Any]] = deque()
+        try:
+            for indices, own in wanted:
+                begun.append((indices, own, data.begin(own, epoch) if self.begins and len(own) else None))
+                if len(begun) > self.begins:
+                    yield begun.popleft()
+            while begun:
+                yield begun.popleft()
+        finally:
+            for _, _, left in begun:
+                if left is not None:
+                    data.drop(left)
+
+    def _readable(self, indices_n: np.ndarray, begun: Any = None,
+                  epoch: int = 0) -> tuple[np.ndarray, Arrays, tuple[Unread, ...]]:
+        """Return those of the samples that can be read, their arrays, and the others, where they may be left out."""
+        unread: list[Unread] = []
+        while len(indices_n):
+            try:
+                return indices_n, self._end(indices_n, begun, epoch), tuple(unread)
+            except Unreadable as error:
+                if not self._skip or error.number not in indices_n:
+                    raise
+                unread.append((error.number, error.place, error.reason))
+                indices_n, begun = indices_n[indices_n != error.number], None
+        return indices_n, (), tuple(unread)
+
+    def _end(self, indices_n: np.ndarray, begun: Any, epoch: int) -> Arrays:
+        return self._fetch(indices_n, epoch) if begun is None else checked(self._data.collect(begun), len(indices_n))
 
     def meet(self, parts: Iterator[Part], cursor: Cursor, weight_fn: WeightFn | None) -> Iterator[Met]:
-        """Yield each part with the weight of its step; collective with a ``weight_fn``."""
+        """Yield each part with the weight of its step; collective with a ``weight_fn``, and where samples may be left
+        out. Errors: `UserError` on every rank where too many are.
+        """
         for part in parts:
+            if self._skip:
+                yield self._met(part, part.weight(weight_fn))
+                continue
             own = part.weight(weight_fn)
             weight = float(part.n)
             if weight_fn is not None:
@@ -109,44 +172,59 @@ class SourceWalk:
                 weight = float(self._control.sum(np.array([own]))[0])
             yield Met(part, own, part.n, weight, part.n)
 
+    def _met(self, part: Part, own: float) -> Met:
+        """Add up what the ranks have read of a step; collective."""
+        mine = np.array([part.n_local, own, len(part.unread)], np.float64)
+        n_global, weight, n_unread = mine if self._control is None else self._control.sum(mine)
+        if not n_unread:
+            return Met(part, own, int(n_global), float(weight), part.n)
+        rows = [(part.n_local, part.unread)]
+        rows = rows if self._control is None else self._control.gather(rows[0])
+        unread = tuple(each for _, left_out in rows for each in left_out)
+        self._left_out += len(unread)
+        if self._left_out > max(FEW_UNREAD, MOST_UNREAD * self.samples):
+            number, place, reason = unread[-1]
+            raise UserError(f"{self._left_out} of {self.samples} samples cannot be read, the latest of them {number}: "
+                            f"{place}: {reason}", f"{MOST_UNREAD:.0%} at most, or {FEW_UNREAD}",
+                            "mend the data; on_bad_sample: skip is for a few")
+        return Met(part, own, int(n_global), float(weight), part.n, [n for n, _ in rows] if self._even else None,
+                   unread)
+
     def sample(self, n: int, cursor: Cursor) -> Arrays:
         """The first ``n`` samples, over and over where there are fewer."""
-        return self._fetch(np.arange(n) % self.samples)
+        _, arrays, unread = self._readable(np.arange(n) % self.samples)
+        if not arrays:
+            raise Unreadable(*unread[0])
+        return tuple(np.resize(array, (n, *array.shape[1:])) for array in arrays) if unread else arrays
 
     def check_alike(self, control: Control) -> None:
         """Compare the first, middle and last sample over the ranks; collective.
 
-        Arrays must be the same on every rank (`UserError`). A dataset may draw random numbers when it is read: rank 0
-        warns.
+        Arrays and sets of files (``fixed``) must be the same on every rank (`UserError`). A dataset may draw random
+        numbers when it is read: rank 0 warns.
         """
         if len(set(control.gather(fingerprint(self.read_before(), rows=3)))) == 1:
             return
-        if isinstance(self._data, ArraySource):
-            raise UserError("ranks hold different arrays", "the same data in the same order on every rank",
+        if getattr(innermost(self._data), "fixed", False):
+            raise UserError("ranks hold different samples", "the same data in the same order on every rank",
                             "seed what shuffles or splits it; the sampler does the cut")
         if control.rank == 0:
             warnings.warn(_UNLIKE, stacklevel=3)
 
     def read_before(self) -> Arrays:
         """The first, middle and last sample, for which the source is asked once."""
-        self._read = self._read or self._fetch(np.unique([0, self.samples // 2, self.samples - 1]))
-        return self._read
+        if not self._read:
+            _, self._read, _ = self._readable(np.unique([0, self.samples // 2, self.samples - 1]))
+        return self._read or self.sample(1, Cursor())
 
     def _none_like(self, index_1: np.ndarray) -> Arrays:
         """Arrays (0, ...) of a sample's shapes, which is read once, where the walk is even; else ()."""
         if self._even and not self._empty:
-            self._empty = _emptied(self._fetch(index_1))
+            self._empty = _emptied(self.sample(1, Cursor()) if self._skip else self._fetch(index_1))
         return self._empty
 
-    def _fetch(self, indices_n: np.ndarray) -> Arrays:
-        fetched = self._data.fetch(indices_n)
-        arrays = (fetched,) if isinstance(fetched, np.ndarray) else tuple(fetched)
-        if not arrays or any(np.ndim(array) == 0 or len(array) != len(indices_n) for array in arrays):
-            shapes = [np.shape(array) for array in arrays]
-            raise UserError(f"fetching {len(indices_n)} samples gave arrays of shapes {shapes}",
-                            f"arrays whose first axis is {len(indices_n)}",
-                            "mend the dataset's fetch()")
-        return arrays
+    def _fetch(self, indices_n: np.ndarray, epoch: int = 0) -> Arrays:
+        return fetched(self._data, indices_n, epoch)
 
 
 class StreamWalk:
@@ -155,7 +233,7 @@ class StreamWalk:
     ``even``: give a rank whose stream has ended arrays (0, ...) of the shapes that it had.
     """
 
-    samples = None
+    samples, begins = None, 0
 
     def __init__(self, data: Stream, global_batch: int, rank: int, size: int, control: Control, even: bool) -> None:
         self._data, self._global_batch, self._even = data, global_batch, even

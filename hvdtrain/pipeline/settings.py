@@ -67,6 +67,8 @@ def _check_exchange(config: Config) -> None:
              "set collectives: auto, shared or mpi"),
             ("exchange.autotune", exchange.autotune, "Horovod's own settings: it tunes them for sums over all ranks",
              "leave exchange.autotune out"),
+            ("on_bad_sample skip", config.on_bad_sample == "skip", "stop: each rank of a copy reads the samples by "
+             "itself, and all would have to leave out the same", "leave on_bad_sample out"),
             (f"audit {config.audit}", config.audit, "none: an audit computes a micro-batch of one rank on another, "
              "which has another part of the model", "leave audit out; check_every compares the copies' weights"),
             ("data_parallel.stage auto", config.data_parallel.name == "zero" and config.data_parallel.stage == "auto",

@@ -196,3 +196,5 @@ class ModelSpec(Protocol):
     blocks: Any
     example: Any
     metrics: Any
+    parameter_groups: Any
+    optimizer: Any

@@ -71,6 +71,7 @@ EVENTS = {
     "checkpoint": Event("A checkpoint was due here."),
     "ledger": Event("An epoch's samples were counted.", {
         "epoch": "which", "whole": "whether each was seen exactly once", "skipped": "samples in steps without update",
+        "unread": "samples left out that could not be read",
         "ledger": "totals so far", "got": "samples seen, where not whole", "want": "samples there are",
         "words": "what is wrong",
     }),

@@ -17,8 +17,11 @@ from small_runs import (CLASSES, CUTS, FEATURES, FRAMEWORKS, Recut, apart, confi
 from hvdtrain import curve as curve_of
 from hvdtrain.collectives.null import Done
 from hvdtrain.config import DataParallel, Exchange, Named
+from hvdtrain.data.augment import Augmented
 from hvdtrain.data.cursor import Cursor
+from hvdtrain.data.feed import Feed
 from hvdtrain.data.sampler import epoch_order
+from hvdtrain.data.sources import ArraySource
 
 N, BATCH, STEPS = 107, 53, 20
 """Steps of 53, 53 and 1 samples: no world size divides the batch, and the last one is shorter than any world."""
@@ -212,3 +215,20 @@ def test_what_depends_on_the_cut_is_said_at_start(framework):
     (notes,) = lockstep(1, config(), build, samples(9), lambda run: run.notes)
     assert not notes
     assert not any(lockstep(2, config(), lambda rank: make_model(framework), samples(9), lambda run: run.notes))
+
+
+def test_augmented_pictures_are_cut_and_not_drawn_anew():
+    draw = np.random.default_rng(0)
+    pictures = ArraySource((draw.normal(size=(40, 6, 5, 3)).astype(np.float32), np.arange(40) % 4))
+    augment = {"crop": 2, "flip": 0.5, "cutout": 3, "mixup": 0.4}
+
+    def batches(size):
+        feeds = [Feed(Augmented(pictures, augment, 1), 12, rank=r, size=size, seed=1) for r in range(size)]
+        for steps in zip(*(feed.epoch(Cursor(epoch=2)) for feed in feeds)):
+            yield [np.concatenate(parts) for parts in zip(*(micro for step in steps for micro in step.micros))]
+
+    alone = list(batches(1))
+    for size in (2, 3):
+        for one, several in zip(alone, batches(size), strict=True):
+            for a, b in zip(one, several, strict=True):
+                np.testing.assert_array_equal(a, b)

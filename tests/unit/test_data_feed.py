@@ -251,6 +251,16 @@ def test_a_rank_fetches_its_own_samples_only():
     assert seen == sum(taken(steps), []) and len(seen) == 7
 
 
+def test_a_source_that_changes_by_epoch_is_told_the_epoch():
+    class Counting(ArraySource):
+        def fetch_in(self, indices_n, epoch):
+            return (self.arrays[0][indices_n] + 100 * epoch,)
+
+    feed = Feed(Counting([np.arange(4)]), 4, shuffle=False)
+    for epoch in (0, 3):
+        assert taken(feed.epoch(Cursor(epoch=epoch))) == [[100 * epoch + i for i in range(4)]]
+
+
 def test_mistakes_are_named():
     with pytest.raises(UserError, match="global_batch"):
         Feed(numbers(4), 0)

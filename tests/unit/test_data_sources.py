@@ -6,7 +6,10 @@ import textwrap
 import numpy as np
 import pytest
 
-from hvdtrain.data.sources import ArraySource, digits, interpret, npz, resolve, synthetic
+from hvdtrain.data.sets.digits import make as digits
+from hvdtrain.data.sets.npz import make as npz
+from hvdtrain.data.sets.synthetic import make as synthetic
+from hvdtrain.data.sources import ArraySource, interpret, resolve
 from hvdtrain.errors import UserError
 
 

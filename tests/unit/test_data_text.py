@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hvdtrain.data import text
+from hvdtrain.data.sets import text
 from hvdtrain.data.sources import resolve
 from hvdtrain.errors import UserError
 

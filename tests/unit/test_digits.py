@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from hvdtrain.data import digits
+from hvdtrain.data.sets import digits
 from hvdtrain.errors import UserError
 
 
@@ -19,7 +19,7 @@ def test_the_table_is_what_scikit_learn_loads():
 
 def test_scikit_learn_is_not_imported():
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
-    code = "import sys\nfrom hvdtrain.data.sources import digits\ndigits('train')\nprint('sklearn' in sys.modules)"
+    code = "import sys\nfrom hvdtrain.data.sets.digits import make\nmake('train')\nprint('sklearn' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
 

@@ -76,6 +76,8 @@ def test_what_became_of_the_run_counts_too():
     assert named(Setup(given, own_task=True)) == ["loss.name", "loss.args", "metrics"]
     assert named(Setup(given, own_optimizer=True)) == ["lr", "optimizer.args"]
     assert named(Setup(replace(given, optimizer="Adam"), own_optimizer=True)) == []
+    assert named(Setup(given, file_optimizer=True)) == ["optimizer.args"]
+    assert named(Setup(replace(given, optimizer="Adam"), file_optimizer=True)) == ["optimizer.name"]
     assert named(Setup(given, horovod=False)) == ["exchange.fusion_threshold_mb", "exchange.cycle_time_ms"]
     assert named(Setup(replace(given, metrics=[], loss="auto"), own_task=True)) == []
 

@@ -1,7 +1,6 @@
-"""English text for language models that every Python brings along: the topics of its own ``help()``.
+"""``text``: English for language models that every Python brings along, the topics of its own ``help()``.
 
-Owns the text, the numbering of its characters and how it is cut into sequences. `hvdtrain.data.sources` gives it the
-name ``text`` and the split.
+Owns the text, the numbering of its characters and how it is cut into sequences.
 """
 
 from __future__ import annotations
@@ -10,12 +9,33 @@ import importlib
 
 import numpy as np
 
+from hvdtrain.data.sampler import at_least
+from hvdtrain.data.sources import ArraySource, Source
+from hvdtrain.data.splits import held_out
 from hvdtrain.errors import UserError
 
 VOCAB = 96
 """Tokens: the 95 printable ASCII characters in their order, then the line break."""
 
 MODULE = "pydoc_data.topics"
+
+
+def make(split: str, context: int = 64, samples: int = 0, test_fraction: float = 0.1, seed: int = 0) -> Source:
+    """Return Python's own help texts by character: x int64 (n, context) tokens below 96, y the tokens that follow.
+
+    The test split takes ``test_fraction`` of the sequences, chosen by ``seed``, and either split at most ``samples``
+    (0: all) of its own, spread over the text.
+    """
+    at_least("data.args.context", context, 1)
+    at_least("data.args.samples", samples, 0)
+    x, y = sequences(encode(paragraphs()), context)
+    if len(x) < 2:
+        raise UserError(f"data.args.context is {context}", "one that cuts the text into 2 sequences or more",
+                        "set data.args.context: 64")
+    chosen = np.flatnonzero(held_out(np.zeros(len(x), np.int64), test_fraction, seed) == (split == "test"))
+    if 0 < samples < len(chosen):
+        chosen = chosen[np.arange(samples) * len(chosen) // samples]
+    return ArraySource((x[chosen], y[chosen]))
 
 
 def paragraphs() -> str:

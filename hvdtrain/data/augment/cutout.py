@@ -1,0 +1,28 @@
+"""``cutout: L``: set a square of L pixels a side to zero, its centre anywhere in the picture.
+
+T. DeVries, G. Taylor, "Improved regularization of convolutional neural networks with cutout", arXiv 1708.04552, 2017: a
+part of the square may lie outside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.data.augment.draw import Uniform
+from hvdtrain.data.augment.values import whole
+
+
+def check(value: Any) -> None:
+    """Raise `UserError` unless ``value`` is a number of pixels."""
+    whole("cutout", value, "pixels a side")
+
+
+def apply(x: np.ndarray, value: int, uniform: Uniform) -> np.ndarray:
+    """Return (n, H, W, C) with a hole in each."""
+    extents = np.array(x.shape[1:3])
+    starts = np.floor(uniform(2) * extents).astype(np.int64) - value // 2
+    holes = [(starts[:, i, None] <= np.arange(extent)) & (np.arange(extent) < starts[:, i, None] + value)
+             for i, extent in enumerate(extents)]
+    return np.where((holes[0][:, :, None] & holes[1][:, None, :])[..., None], x.dtype.type(0), x)

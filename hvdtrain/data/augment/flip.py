@@ -1,0 +1,23 @@
+"""``flip: S``: mirror a picture left to right with probability S."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.data.augment.draw import Uniform
+from hvdtrain.data.augment.values import share
+
+
+def check(value: Any) -> None:
+    """Raise `UserError` unless ``value`` is a probability."""
+    share("flip", value)
+
+
+def apply(x: np.ndarray, value: float, uniform: Uniform) -> np.ndarray:
+    """Return (n, H, W, C), those chosen with their columns in the other order."""
+    chosen_n = uniform(1)[:, 0] < value
+    flipped = x.copy()
+    flipped[chosen_n] = x[chosen_n, :, ::-1]
+    return flipped

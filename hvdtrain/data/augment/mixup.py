@@ -1,0 +1,98 @@
+"""``mixup: A``: the mean of two samples, pictures and classes, by a weight from Beta(A, A).
+
+H. Zhang et al., "mixup: Beyond empirical risk minimization", ICLR 2018. There the two are of one batch; here a sample's
+partner is any sample of the set, drawn like the weight from (seed, epoch, sample), so that no picture depends on how a
+batch is cut. Each sample is therefore read once for itself and once, on average, as another's partner.
+
+`mixup` is the last of the augmentations, as it alone needs other samples: `partners` says which, `mix` does it.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.data.augment.draw import beta, uniform_of
+from hvdtrain.data.augment.values import whole
+from hvdtrain.data.sources import ArraySource, Source
+from hvdtrain.errors import UserError, nearest
+
+_KEYS = ("alpha", "classes")
+
+
+def check(value: Any) -> None:
+    """Raise `UserError` unless ``value`` is a number of 0 (off) or more, or a mapping {alpha, classes}."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if key not in _KEYS:
+                raise UserError(f"data.augment.mixup has an entry {key!r}", nearest(str(key), _KEYS),
+                                "correct data.augment.mixup")
+        whole("mixup.classes", value.get("classes", 0), "classes")
+    alpha = alpha_of(value)
+    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 <= alpha < math.inf:
+        raise UserError(f"data.augment.mixup is {alpha!r}", "alpha of Beta(alpha, alpha), 0 or more, such as 0.2, or "
+                        "{alpha: 0.2, classes: 10}", "correct data.augment.mixup")
+
+
+def alpha_of(value: Any) -> Any:
+    """The Beta distribution's parameter; 0 is off."""
+    return value.get("alpha", 0.2) if isinstance(value, Mapping) else value
+
+
+def classes_of(value: Any, source: Source) -> int:
+    """Return C: of the configuration, of ``source.classes``, or the largest class number of arrays and 1.
+
+    ``source.classes`` may be a number or the classes' names. Errors: `UserError` where none of these says it.
+    """
+    told = value.get("classes", 0) if isinstance(value, Mapping) else 0
+    known: Any = told or getattr(source, "classes", 0)
+    if known:
+        return int(known) if isinstance(known, numbers.Integral) else len(known)
+    if isinstance(source, ArraySource) and len(source.arrays) > 1 and len(source):
+        y = source.arrays[1]
+        if y.dtype.kind in "iu":
+            return int(y.max()) + 1
+        return y.shape[-1] if y.ndim == 2 else 0
+    raise UserError("data.augment.mixup does not know how many classes the data has", "their number",
+                    "set data.augment.mixup.classes, beside data.augment.mixup.alpha")
+
+
+def partners(numbers_n: np.ndarray, samples: int, seed: int, epoch: int) -> np.ndarray:
+    """Return int64[n]: of each sample the one that it is mixed with, of ``samples`` (it may be itself)."""
+    uniform = uniform_of(numbers_n, seed, epoch, "mixup partner")
+    return (uniform(1)[:, 0] * samples).astype(np.int64)
+
+
+def weights(numbers_n: np.ndarray, alpha: float, seed: int, epoch: int) -> np.ndarray:
+    """Return float64[n] from Beta(alpha, alpha): each sample's own part, its partner has the rest."""
+    return beta(uniform_of(numbers_n, seed, epoch, "mixup weight"), alpha)
+
+
+def mix(own: np.ndarray, other: np.ndarray, weights_n: np.ndarray) -> np.ndarray:
+    """Return weight * own + (1 - weight) * other of arrays (n, ...); of whole numbers rounded to them."""
+    weights = weights_n.reshape(-1, *[1] * (own.ndim - 1)).astype(np.float64 if own.dtype.itemsize > 4 else np.float32)
+    mixed = weights * own + (1 - weights) * other
+    return (np.rint(mixed) if own.dtype.kind in "iu" else mixed).astype(own.dtype)
+
+
+def shares(y: np.ndarray, classes: int) -> np.ndarray:
+    """Return float32 (n, C): 1 at each class number of ``y`` (n,) or (n, 1); shares (n, C) as they are.
+
+    Errors: `UserError` for other targets, and for class numbers outside 0..C-1.
+    """
+    if y.dtype.kind == "f" and y.ndim == 2 and y.shape[1] == classes > 1:
+        return y.astype(np.float32)
+    if y.ndim == 2 and y.shape[1] == 1:
+        y = y[:, 0]
+    if y.dtype.kind not in "iu" or y.ndim != 1:
+        raise UserError(f"data.augment.mixup: the targets are {y.dtype} of shape {list(y.shape)}",
+                        "one class number for each sample", "leave mixup out")
+    low, high = int(y.min()), int(y.max())
+    if low < 0 or high >= classes:
+        raise UserError(f"data.augment.mixup: class numbers run from {low} to {high}", f"0..{classes - 1}",
+                        "number the classes from 0, or set data.augment.mixup.classes")
+    return (y[:, None] == np.arange(classes)).astype(np.float32)

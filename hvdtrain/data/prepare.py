@@ -1,0 +1,43 @@
+"""From what a run is given as data to what it trains on and is evaluated on.
+
+Owns the order in which data is wrapped: as it is stored, then augmented, then read by worker processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.config import Config
+from hvdtrain.data import sources
+from hvdtrain.data.augment import Augmented
+from hvdtrain.data.workers.choose import with_workers
+
+
+def read(config: Config, data: Any, adapters: Sequence[sources.Adapter], cores: int,
+         notes: list[str]) -> tuple[Any, Any]:
+    """Return (training data, evaluation data or None) of ``data``, or of ``config.data`` where that is None.
+
+    ``cores``: those that this rank has for itself. What was chosen is added to ``notes``.
+    """
+    if data is not None:
+        pair = sources.interpret(data, "train", adapters), sources.interpret(data, "test", adapters)
+    else:
+        pair = sources.resolve_splits(config.data.name, config.data.args, adapters)
+    (train, test), remark = with_workers(config, config.seed, prepared(config, *pair), cores)
+    notes += [remark] if remark else []
+    return train, test
+
+
+def prepared(config: Config, train: Any, test: Any) -> tuple[Any, Any]:
+    """Wrap the training data as the configuration says; evaluation data stays as it is.
+
+    Errors: `UserError` for data that cannot be augmented.
+    """
+    if config.data.augment:
+        train = Augmented(train, config.data.augment, config.seed)
+        if len(train):
+            train.fetch(np.zeros(1, np.int64))  # what does not suit it is told before anything is made
+    return train, test

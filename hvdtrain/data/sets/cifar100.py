@@ -1,0 +1,244 @@
+"""``cifar100``: 60,000 colour pictures of 32 x 32 pixels in 100 classes, from the archive as it is published.
+
+Owns the archive's formats and checksums. Fetches nothing over a network, unpacks nothing to disk and unpickles nothing.
+Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import tarfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from hvdtrain.data import plain_pickle
+from hvdtrain.data.pictures import Scale
+from hvdtrain.data.sources import Source
+from hvdtrain.errors import UserError
+
+HOME = "https://www.cs.toronto.edu/~kriz/cifar.html"
+PUBLISHED = {"cifar-100-binary": "03b5dce01913d631647c71ecec9e9cb8",
+             "cifar-100-python": "eb9058c3a382ffc7106e4002c42a8d85"}
+"""MD5 of each archive, by the folder in it."""
+
+MEAN, STD = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+"""Of the 50,000 training pictures' channels, in [0, 1]."""
+
+_LABELS = {"coarse": 20, "fine": 100}
+_RECORD = 2 + 3 * 32 * 32
+_FILES = {"cifar-100-binary": ("train.bin", "test.bin", "fine_label_names.txt", "coarse_label_names.txt"),
+          "cifar-100-python": ("train", "test", "meta")}
+_MOST_BYTES = 2**28
+"""Of one file in the archive; the largest has 154 MB."""
+
+
+class Part(NamedTuple):
+    """One split: uint8 pixels (n, 3072), red, green, blue, and the two class numbers of each picture, uint8 (n,)."""
+
+    pixels: np.ndarray
+    coarse: np.ndarray
+    fine: np.ndarray
+
+
+Contents = tuple[dict[str, Part], dict[str, tuple[str, ...]]]
+"""The splits, and the names of the classes of each kind."""
+
+
+def make(split: str, root: str, labels: str = "fine", md5: str = "", normalise: bool = True,
+         layout: str = "channels_last") -> Source:
+    """Return CIFAR-100 from an archive or an unpacked folder in ``root``: x float32 (n, 32, 32, 3), y int64 (n,).
+
+    ``root``: the folder that has cifar-100-binary.tar.gz, cifar-100-python.tar.gz, or one of them unpacked; or one of
+    these itself. ``labels``: fine (100 classes) or coarse (20). ``md5``: the archive's, if not the published one.
+    ``normalise``: subtract `MEAN` and divide by `STD`; else x is in [0, 1]. ``layout`` channels_first: (n, 3, 32, 32).
+    Errors: `UserError` where there is no archive, another checksum, or something else in it.
+    """
+    if labels not in _LABELS:
+        raise UserError(f"data.args.labels is {labels!r}", "fine (100 classes) or coarse (20)", "correct it")
+    if not isinstance(normalise, bool):
+        raise UserError(f"data.args.normalise is {normalise!r}", "true or false", "correct it")
+    scale = Scale.of(MEAN if normalise else None, STD if normalise else None, 3, layout)
+    place = _find(root)
+    if place.is_dir():
+        if md5:
+            raise UserError(f"data.args.md5 is given for {place}, which is unpacked", "an archive, which has one",
+                            "remove data.args.md5, or give the archive as data.args.root")
+        parts, names = _unpacked(str(place))
+    else:
+        status = place.stat()
+        parts, names = _archive(str(place), _checked(md5, place), status.st_size, status.st_mtime_ns)
+    part = parts[split]
+    return Cifar100(part.pixels, getattr(part, labels), scale, names.get(labels, ()))
+
+
+class Cifar100:
+    """Pictures as uint8, a number to each; floats when they are fetched. ``classes``: names by number."""
+
+    fixed = True
+
+    def __init__(self, pixels: np.ndarray, labels: np.ndarray, scale: Scale, classes: tuple[str, ...]) -> None:
+        self.pixels, self.labels, self.scale, self.classes = pixels, labels, scale, classes
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def fetch(self, indices_n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (x, y) of the pictures ``indices_n``; see `make`."""
+        pixels = self.pixels[indices_n].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        return self.scale(np.ascontiguousarray(pixels)), self.labels[indices_n].astype(np.int64)
+
+
+def _find(root: Any) -> Path:
+    """The archive, or the folder with the files of one."""
+    if not isinstance(root, (str, os.PathLike)) or not str(root):
+        raise UserError(f"data.args.root is {root!r}", "the folder of the CIFAR-100 archive", "set data.args.root")
+    top = Path(root).expanduser()
+    if top.is_file():
+        return top
+    if any(_complete(top, kind) for kind in _FILES):
+        return top
+    for kind in _FILES:
+        if (top / f"{kind}.tar.gz").is_file():
+            return top / f"{kind}.tar.gz"
+    for kind in _FILES:
+        if _complete(top / kind, kind):
+            return top / kind
+    raise UserError(f"there is no CIFAR-100 archive in {top}" + ("" if top.is_dir() else ", which does not exist"),
+                    " or ".join(f"{kind}.tar.gz" for kind in _FILES),
+                    f"download one from {HOME} into the folder that data.args.root names; no run does it by itself")
+
+
+def _complete(folder: Path, kind: str) -> bool:
+    return all((folder / name).is_file() for name in _FILES[kind][:2])
+
+
+def _kind(name: str) -> str:
+    """Which format an archive of this name has."""
+    for kind in PUBLISHED:
+        if kind.rpartition("-")[2] in name:
+            return kind
+    raise UserError(f"{name} may be either format", "a name with binary or python in it, as published", "rename it")
+
+
+def _checked(md5: Any, archive: Path) -> str:
+    """The checksum that ``archive`` must have."""
+    if not md5:
+        return PUBLISHED[_kind(archive.name)]
+    if not isinstance(md5, str) or len(md5) != 32 or set(md5.lower()) - set("0123456789abcdef"):
+        raise UserError(f"data.args.md5 is {md5!r}", "32 hexadecimal digits, in quotes in a file", "correct it")
+    return md5.lower()
+
+
+@lru_cache(maxsize=1)  # the two splits of a run come from one reading
+def _archive(path: str, md5: str, size: int, mtime_ns: int) -> Contents:
+    """Read an archive, of which the file is compared with ``md5`` first."""
+    kind = _kind(Path(path).name)
+    with _told(path), open(path, "rb") as file:
+        found = _md5(file)
+        if found != md5:
+            published = " (the published one)" if md5 == PUBLISHED[kind] else ""
+            raise UserError(f"{path} has the MD5 {found}", f"{md5}{published}",
+                            f"download it again from {HOME}, or set data.args.md5 to the sum of an archive of your own")
+        file.seek(0)
+        with tarfile.open(fileobj=file, mode="r|gz") as tar:
+            wanted = {f"{kind}/{name}": name for name in _FILES[kind]}
+            raw: dict[str, Any] = {}
+            for member in tar:
+                name = wanted.get(member.name.removeprefix("./"))
+                if member.size > _MOST_BYTES:
+                    raise ValueError(f"{member.name} in it has {member.size} bytes")
+                stream = tar.extractfile(member) if name and member.isfile() else None
+                if name and stream is not None:
+                    raw[name] = _decoded(kind, stream)
+        return _contents(kind, raw)
+
+
+def _unpacked(folder: str) -> Contents:
+    """Read the files of an unpacked archive."""
+    kind = next(kind for kind in _FILES if _complete(Path(folder), kind))
+    raw = {}
+    for name in _FILES[kind]:
+        path = os.path.join(folder, name)
+        if os.path.isfile(path):
+            with _told(path), open(path, "rb") as file:
+                if os.fstat(file.fileno()).st_size > _MOST_BYTES:
+                    raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+                raw[name] = _decoded(kind, file)
+    with _told(folder):
+        return _contents(kind, raw)
+
+
+def _decoded(kind: str, file: Any) -> Any:
+    """One file of an archive: bytes, or what its pickle holds."""
+    return plain_pickle.read(file) if kind == "cifar-100-python" else file.read()
+
+
+def _contents(kind: str, raw: dict[str, Any]) -> Contents:
+    """The splits and names in an archive's files; ValueError where they are not what they should be."""
+    lacking = [name for name in _FILES[kind][:2] if name not in raw]
+    if lacking:
+        raise ValueError(f"it lacks {kind}/{lacking[0]}")
+    read = _of_binary if kind == "cifar-100-binary" else _of_python
+    parts = {split: read(raw[name]) for split, name in zip(("train", "test"), _FILES[kind])}
+    names = {label: tuple(_names(raw, label)) for label in _LABELS}
+    for part in parts.values():
+        for label, number in _LABELS.items():
+            if getattr(part, label).max(initial=0) >= number:
+                raise ValueError(f"it has a {label} label of {getattr(part, label).max()}, above {number - 1}")
+    return parts, {label: found for label, found in names.items() if found}
+
+
+def _of_binary(data: bytes) -> Part:
+    """Records of coarse label, fine label, 3072 pixels, a byte each."""
+    if not data or len(data) % _RECORD:
+        raise ValueError(f"it has a file of {len(data)} bytes, no multiple of {_RECORD}")
+    records = np.frombuffer(data, np.uint8).reshape(-1, _RECORD)
+    return Part(records[:, 2:], records[:, 0], records[:, 1])
+
+
+def _of_python(found: Any) -> Part:
+    """A dict of coarse_labels, fine_labels and data."""
+    pixels = found.get(b"data") if isinstance(found, dict) else None
+    if not isinstance(pixels, np.ndarray) or pixels.ndim != 2 or pixels.shape[1] != _RECORD - 2 or not len(pixels):
+        raise ValueError("it has a file without pictures of 3072 bytes")
+    coarse, fine = (found.get(f"{label}_labels".encode()) for label in _LABELS)
+    for labels in (coarse, fine):
+        if not isinstance(labels, list) or len(labels) != len(pixels) or not all(
+                isinstance(label, int) and 0 <= label < 256 for label in labels):
+            raise ValueError("it has a file whose labels are not one small number for each picture")
+    return Part(pixels, np.array(coarse, np.uint8), np.array(fine, np.uint8))
+
+
+def _names(raw: dict[str, Any], label: str) -> Iterator[str]:
+    """The class names of one kind, as far as the archive has them."""
+    if "meta" in raw and isinstance(raw["meta"], dict):
+        found = raw["meta"].get(f"{label}_label_names".encode(), [])
+        yield from (name.decode("utf-8", "replace") for name in found if isinstance(name, bytes))
+    if f"{label}_label_names.txt" in raw:
+        yield from raw[f"{label}_label_names.txt"].decode("utf-8", "replace").split()
+
+
+def _md5(file: BinaryIO) -> str:
+    digest = hashlib.md5(usedforsecurity=False)
+    while block := file.read(io.DEFAULT_BUFFER_SIZE * 128):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _told(path: str) -> Iterator[None]:
+    """Have a `UserError` name ``path`` for whatever is wrong with it."""
+    try:
+        yield
+    except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
+        said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise UserError(f"{path} cannot be read: {said}", "CIFAR-100 as it is published",
+                        f"download it again from {HOME}") from None

@@ -1,0 +1,44 @@
+"""``ring``: points around a circle, with noise for a generator of such points."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdtrain.data.augment.draw import uniform_of
+from hvdtrain.data.sampler import at_least
+from hvdtrain.data.sources import ArraySource, Source
+from hvdtrain.data.splits import SPLITS, STREAM, uniform
+
+SPREAD = 0.05
+"""Standard deviation of a coordinate about its point."""
+
+
+def make(split: str, samples: int = 1024, points: int = 8, latent: int = 8, seed: int = 0) -> Source:
+    """Return ``samples`` points in the plane, each near one of ``points`` on the unit circle; the same everywhere.
+
+    Arrays: x float32 (n, 2), and noise float32 (n, latent), uniform in [-1, 1), which is another in each epoch.
+    """
+    for name, value in {"samples": samples, "points": points, "latent": latent, "seed": seed}.items():
+        at_least(f"data.args.{name}", value, 0 if name == "seed" else 1)
+    u = uniform(3 * samples, seed, STREAM + 1 + SPLITS.index(split)).reshape(3, samples)
+    angles = 2 * np.pi * np.floor(u[0] * points) / points
+    radius, turn = SPREAD * np.sqrt(-2 * np.log1p(-u[1])), 2 * np.pi * u[2]  # Box and Muller
+    x = np.stack([np.cos(angles) + radius * np.cos(turn), np.sin(angles) + radius * np.sin(turn)], axis=1)
+    return Ring(x.astype(np.float32), latent, seed)
+
+
+class Ring(ArraySource):
+    """An `hvdtrain.data.sources.EpochSource`: points as they are, and noise from (seed, epoch, sample)."""
+
+    def __init__(self, x: np.ndarray, latent: int, seed: int) -> None:
+        super().__init__((x,))
+        self._latent, self._seed = latent, seed
+
+    def fetch(self, indices_n: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Return points and the noise of epoch 0."""
+        return self.fetch_in(indices_n, 0)
+
+    def fetch_in(self, indices_n: np.ndarray, epoch: int) -> tuple[np.ndarray, ...]:
+        """Return points and the noise of ``epoch``."""
+        noise = 2 * uniform_of(indices_n, self._seed, epoch, "ring noise")(self._latent) - 1
+        return self.arrays[0][indices_n], noise.astype(np.float32)

@@ -1,0 +1,299 @@
+"""A rank's side of its workers: `Pool`, which cuts fetches into tasks, and `Pooled`, a source that is read through it.
+
+Owns the tasks, their order and the waits. Results lie in memory that worker and rank share, two for each worker, and
+are copied to their place in the batch as they come, so that the order of samples is that of the fetch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.data.stream import Arrays
+from hvdtrain.data.workers import start
+from hvdtrain.data.workers.worker import Memory, WorkerTraceback, nameless
+from hvdtrain.errors import UserError
+
+SLOTS = 2
+"""Tasks that a worker has at a time: one that it fetches, one that waits or whose result is being read."""
+
+TASKS = 2
+"""Tasks for each worker that a fetch is cut into, so that a slow sample holds up less."""
+
+LOOK_S = 1.0
+
+
+class Fetch:
+    """A fetch under way: ``left`` tasks to come; ``arrays`` (n, ...) that fill up; its first error by position."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.left, self.dropped = n, 0, False
+        self.arrays: list[np.ndarray] = []
+        self.error: tuple[int, BaseException] | None = None
+
+    def failed(self, at: int, error: BaseException) -> None:
+        """Keep the error of the task that begins at position ``at``, unless one of a position before is known."""
+        if self.error is None or at < self.error[0]:
+            self.error = (at, error)
+
+    def place(self, at: int, parts: Arrays) -> None:
+        """Copy the arrays of a task to position ``at``."""
+        if not self.arrays:
+            self.arrays = [np.empty((self.n, *part.shape[1:]), part.dtype) for part in parts]
+        kinds = [[(a.shape[1:], a.dtype) for a in arrays] for arrays in (self.arrays, parts)]
+        if kinds[0] != kinds[1]:
+            raise UserError(f"samples of one batch have the shapes and types {_words(kinds[0])} and {_words(kinds[1])}",
+                            "one shape and type for all samples", "pad, crop or cast them in the dataset")
+        for whole, part in zip(self.arrays, parts):
+            whole[at:at + len(part)] = part
+
+
+class _Worker:
+    """One worker as its rank knows it: ``busy`` holds (task, slot) in the order in which it works on them."""
+
+    def __init__(self, server: start.Server, number: int, setup_fd: int, preload: Sequence[str]) -> None:
+        from multiprocessing.connection import Connection  # which makes another name for the user's script
+
+        self.number, self.ready, self.since = number, False, time.monotonic()
+        self.busy: deque[tuple[_Task, int]] = deque()
+        fds = [nameless(f"hvdtrain-worker-{number}") for _ in range(SLOTS)]
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.pid = server.fork([theirs.fileno(), setup_fd, *fds], preload)
+        self.channel = Connection(ours.detach())
+        self.memory, self.free, self.fds = [Memory(fd) for fd in fds], list(range(SLOTS)), fds
+
+
+class _Task:
+    """Samples ``indices_n`` of a fetch, from its position ``at`` on."""
+
+    def __init__(self, fetch: Fetch, source: int, at: int, indices_n: np.ndarray, epoch: int) -> None:
+        self.fetch, self.source, self.at, self.indices_n, self.epoch = fetch, source, at, indices_n, epoch
+
+
+class Pool:
+    """``n`` workers that fetch from sources packed in ``setup_fd`` (`worker.pack`), which it closes.
+
+    ``timeout_s``: longest time for one task. Raises `UserError` where the first worker cannot unpack the sources, and
+    `OSError` where none can be started.
+    """
+
+    def __init__(self, setup_fd: int, n: int, timeout_s: float, preload: Sequence[str] = ()) -> None:
+        self.n, self._timeout_s = n, timeout_s
+        self._lock = threading.RLock()
+        self._numbers = itertools.count()
+        self._tasks: dict[int, _Task] = {}
+        self._waiting: deque[_Task] = deque()
+        self._broken: UserError | None = None
+        self._server = start.hold()
+        self.workers: list[_Worker] = []
+        self.close = weakref.finalize(self, _close, self.workers, self._server, os.getpid())
+        try:
+            for number in range(n):
+                self.workers.append(_Worker(self._server, number, setup_fd, preload))
+            while not self.workers[0].ready:
+                self._pump()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(setup_fd)
+
+    def begin(self, source: int, indices_n: np.ndarray, epoch: int) -> Fetch:
+        """Have the samples ``indices_n`` of a source fetched; `collect` gives them."""
+        with self._lock:
+            fetch = Fetch(len(indices_n))
+            bounds = np.linspace(0, fetch.n, 1 + min(fetch.n, TASKS * self.n)).astype(int).tolist()
+            for low, high in zip(bounds, bounds[1:]):
+                self._waiting.append(_Task(fetch, source, low, np.asarray(indices_n[low:high], np.int64), epoch))
+            fetch.left = len(bounds) - 1
+            self._hand_out()
+            return fetch
+
+    def collect(self, fetch: Fetch) -> Arrays:
+        """Wait for a fetch and return its arrays; raises what the dataset raised in a worker."""
+        while True:
+            with self._lock:
+                if not fetch.left:
+                    break
+                self._pump()
+        if fetch.error is not None:
+            raise fetch.error[1]
+        return tuple(fetch.arrays)
+
+    def drop(self, fetch: Fetch) -> None:
+        """Let a fetch be that nobody will collect."""
+        with self._lock:
+            fetch.dropped = True
+            kept = [task for task in self._waiting if task.fetch is not fetch]
+            fetch.left -= len(self._waiting) - len(kept)
+            self._waiting = deque(kept)
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def _hand_out(self) -> None:
+        """Give waiting tasks to the workers that have fewest."""
+        while self._waiting and any(worker.free for worker in self.workers):
+            worker = min((w for w in self.workers if w.free), key=lambda w: (len(w.busy), not w.ready))
+            task, slot, number = self._waiting.popleft(), worker.free.pop(), next(self._numbers)
+            if not worker.busy:
+                worker.since = time.monotonic()
+            worker.busy.append((task, slot))
+            self._tasks[number] = task
+            try:
+                worker.channel.send((number, slot, task.source, task.indices_n, task.epoch))
+            except OSError:
+                self._ended(worker)
+
+    def _pump(self) -> None:
+        """Take what workers have sent, waiting a while for it; raise `UserError` for one that is gone or hangs."""
+        from multiprocessing.connection import wait
+
+        if self._broken is not None:
+            raise self._broken
+        by_channel: dict[Any, _Worker] = {worker.channel: worker for worker in self.workers}
+        heard: Any = wait(list(by_channel), LOOK_S)
+        for channel in heard:
+            worker = by_channel[channel]
+            try:
+                self._take(worker, channel.recv())
+            except (EOFError, ConnectionResetError):
+                self._ended(worker)
+        for worker in () if heard else self.workers:
+            self._look_at(worker)
+        self._hand_out()
+
+    def _take(self, worker: _Worker, message: tuple[Any, ...]) -> None:
+        kind, *rest = message
+        if kind == "ready":
+            worker.ready, worker.since = True, time.monotonic()
+            return
+        if kind == "failed":
+            self._break(UserError(f"a worker cannot be given the data: {rest[0]}", "a dataset that can be pickled and "
+                                  "unpickled in another process", "make it so, or set data.workers: 0"))
+        worker.since = time.monotonic()
+        number, found = rest
+        task, slot = worker.busy.popleft()
+        assert self._tasks.pop(number) is task
+        fetch = task.fetch
+        fetch.left -= 1
+        try:
+            if kind == "error":
+                packed, text = found
+                fetch.failed(task.at, _raised(packed, text))
+            elif not fetch.dropped:
+                fetch.place(task.at, worker.memory[slot].read(found))
+        except UserError as error:
+            fetch.failed(task.at, error)
+        finally:
+            worker.free.append(slot)
+
+    def _look_at(self, worker: _Worker) -> None:
+        waits_s = time.monotonic() - worker.since
+        if (worker.busy or not worker.ready) and waits_s > self._timeout_s:
+            doing = f"fetching {_samples(worker.busy[0][0])}" if worker.busy else "starting"
+            self._break(UserError(f"{_name(worker)} has been {doing} for {waits_s:.0f} s", "less than "
+                                  f"control_timeout_s ({self._timeout_s:g} s) for a part of a batch", "look at what "
+                                  "the dataset waits for, or set control_timeout_s higher").of_kind("hang"))
+
+    def _ended(self, worker: _Worker) -> None:
+        status = self._server.status(worker.pid)
+        doing = f" while it fetched {_samples(worker.busy[0][0])}" if worker.busy else ""
+        how, do = _end_in_words(status)
+        self._break(UserError(f"{_name(worker)} {how}{doing}", "workers that live as long as the run",
+                              do).of_kind("exception"))
+
+    def _break(self, error: UserError) -> None:
+        self._broken = error
+        raise error
+
+
+class Pooled:
+    """An `EpochSource` that is source ``number`` of a pool, whose samples its workers fetch."""
+
+    def __init__(self, source: Any, pool: Pool, number: int) -> None:
+        self.wraps, self.pool, self._number = source, pool, number
+
+    def __len__(self) -> int:
+        return len(self.wraps)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wraps, name)
+
+    def fetch(self, indices_n: np.ndarray) -> Arrays:
+        """Return the samples as they are in the first epoch."""
+        return self.fetch_in(indices_n, 0)
+
+    def fetch_in(self, indices_n: np.ndarray, epoch: int) -> Arrays:
+        """Return the samples as they are in ``epoch``."""
+        return self.collect(self.begin(indices_n, epoch))
+
+    def begin(self, indices_n: np.ndarray, epoch: int) -> Fetch:
+        """Begin a fetch; `collect` gives it, `drop` lets it be."""
+        return self.pool.begin(self._number, indices_n, epoch)
+
+    def collect(self, fetch: Fetch) -> Arrays:
+        """Wait for a fetch."""
+        return self.pool.collect(fetch)
+
+    def drop(self, fetch: Fetch) -> None:
+        """Let a fetch be."""
+        self.pool.drop(fetch)
+
+
+def _close(workers: list[_Worker], server: start.Server, owner: int) -> None:
+    for worker in workers:
+        if owner == os.getpid():
+            server.kill(worker.pid)
+        worker.channel.close()
+        for fd in worker.fds:
+            os.close(fd)
+    if owner == os.getpid():
+        start.release(server)
+
+
+def _raised(packed: bytes, text: str) -> BaseException:
+    """The exception of a worker, whose traceback there is its cause; a `UserError` needs none."""
+    error: BaseException = pickle.loads(packed)
+    if not isinstance(error, UserError):
+        error.__cause__ = WorkerTraceback(text)
+    return error
+
+
+def _end_in_words(status: int | None) -> tuple[str, str]:
+    if status is None:
+        return "is gone", "look at this host's messages; data.workers: 0 reads in the rank itself"
+    if status >= 0:
+        return f"ended with status {status}", "a dataset must not end its process; data.workers: 0 reads in the rank"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    do = ("the kernel does that when memory runs out: set data.workers lower" if name == "SIGKILL"
+          else "a library in the dataset crashed: data.workers: 0 reads in the rank itself, to look for it")
+    return f"was ended by {name}", do
+
+
+def _name(worker: _Worker) -> str:
+    return f"worker {worker.number} (process {worker.pid})"
+
+
+def _samples(task: _Task) -> str:
+    numbers = [str(number) for number in task.indices_n[:4]]
+    more = f" and {len(task.indices_n) - 4} more" if len(task.indices_n) > 4 else ""
+    return f"sample{'s' if len(task.indices_n) > 1 else ''} {', '.join(numbers)}{more}"
+
+
+def _words(kinds: Sequence[tuple[Any, Any]]) -> str:
+    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in kinds)

@@ -1,0 +1,131 @@
+"""Starts a rank's server of workers, and asks it for them: before MPI starts, or, later, by exec alone.
+
+Owns the server's process and the environment that it gets, in which nothing of the job is left: what runs under it can
+join no MPI job and sees no GPU. One server for each process, kept while anybody holds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+JOB = ("OMPI_", "PMIX_", "PMI_", "PMI2_", "PRTE_", "OPAL_", "ORTE_", "MPI_", "MPIR_", "HYDRA_", "HYDI_", "I_MPI_",
+       "HOROVOD_", "HVDLAUNCH_", "HVDTRAIN_")
+"""Beginnings of the variables by which launchers, MPI libraries and supervisors tell a process its place in a job."""
+
+ALONE = {**dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS",
+                          "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1"), "CUDA_VISIBLE_DEVICES": ""}
+"""One thread for each worker, and no GPU."""
+
+ANSWER_S = 60.0
+"""Longest wait for the server's answer: it may import a framework first."""
+
+END_S = 5.0
+
+_lock = threading.RLock()
+_held: dict[str, Any] = {"server": None, "users": 0, "pid": 0}
+
+
+def clean(env: Mapping[str, str]) -> dict[str, str]:
+    """Return ``env`` without the job that this process belongs to, for one that computes by one thread."""
+    return {**{name: value for name, value in env.items() if not name.startswith(JOB)}, **ALONE}
+
+
+def hold() -> Server:
+    """Return this process' server, started where there is none; pair it with `release`. `OSError`: it cannot be."""
+    with _lock:
+        server = _held["server"]
+        if server is None or _held["pid"] != os.getpid() or server.ended():  # another pid's: of a process that forked
+            _held.update(server=Server(), users=0, pid=os.getpid())
+        _held["users"] += 1
+        return _held["server"]  # type: ignore[no-any-return]
+
+
+def release(server: Server) -> None:
+    """Hold ``server`` no longer; the last one ends it. One that was replaced, since it had ended, is nobody's."""
+    with _lock:
+        if _held["pid"] != os.getpid() or _held["server"] is not server:
+            return
+        _held["users"] -= 1
+        if _held["users"] <= 0:
+            server.end()
+            _held["server"] = None
+
+
+@contextlib.contextmanager
+def early(wanted: bool) -> Iterator[None]:
+    """Hold a server from here on, before MPI starts, if one is ``wanted`` and can be; at the end it goes unless workers
+    have come to need it, however that end is reached.
+    """
+    held = None
+    if wanted:
+        with contextlib.suppress(OSError):
+            held = hold()
+    try:
+        yield
+    finally:
+        if held is not None:
+            release(held)
+
+
+class Server:
+    """The process of `hvdtrain.data.workers.server` and the socket to it."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        script = str(Path(__file__).with_name("server.py"))
+        with theirs:
+            process = subprocess.Popen([sys.executable, "-I", script, str(theirs.fileno())], env=clean(os.environ),
+                                       stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        ours.settimeout(ANSWER_S)
+        self.pid, self._socket, self._process = process.pid, ours, process
+        self.end = weakref.finalize(self, _end, process, ours, os.getpid())
+
+    def ended(self) -> bool:
+        """Whether the process is gone, as after a kill."""
+        return self._process.poll() is not None
+
+    def fork(self, fds: Sequence[int], preload: Sequence[str]) -> int:
+        """Have a worker forked that gets ``fds``; return its process id."""
+        return int(self._ask({"do": "fork", "path": [os.path.abspath(p) for p in sys.path], "preload": list(preload)},
+                             fds)["pid"])
+
+    def status(self, pid: int, do: str = "wait") -> int | None:
+        """How a worker ended, as `subprocess.Popen.returncode`; None where that is not known."""
+        with contextlib.suppress(OSError):
+            found = self._ask({"do": do, "pid": pid})["status"]
+            return None if found is None else int(found)
+        return None
+
+    def kill(self, pid: int) -> None:
+        """End a worker."""
+        self.status(pid, "kill")
+
+    def _ask(self, request: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
+        with _lock:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], list(fds))
+            data = self._socket.recv(1 << 16)
+        answer: dict[str, Any] = json.loads(data) if data else {"error": "the process that forks workers has ended"}
+        if "error" in answer:
+            raise OSError(answer["error"])
+        return answer
+
+
+def _end(process: Any, ours: socket.socket, owner: int) -> None:
+    ours.close()
+    if owner != os.getpid():
+        return
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

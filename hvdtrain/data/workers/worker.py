@@ -1,0 +1,221 @@
+"""What a worker does: unpack the sources that it is given, then fetch samples into memory that its rank reads.
+
+Owns the loop of a worker, its random generators and what it tells of an error. It dies with the server that forked it;
+it knows no other rank and no MPI.
+
+Samples of a user's source are fetched one at a time, with Python's, numpy's and, where it is imported, PyTorch's
+generators seeded from (seed, epoch, sample number): a dataset that draws from them gives the same samples whatever the
+ranks and workers are. The project's own sources draw from no such generator.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import random
+import struct
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.cluster.exit_calls import called
+from hvdtrain.data import sources
+from hvdtrain.data.stream import Arrays
+
+HEAD = struct.Struct("<QQ")
+"""Offset and bytes of the header within what a worker is set up with."""
+
+ALIGN = 64
+
+OWN = "hvdtrain.data."
+"""Where the classes of sources are defined that draw from no generator of Python's, numpy's or PyTorch's."""
+
+_inside: list[str] = []
+
+
+class WorkerTraceback(Exception):
+    """The traceback of an exception in a worker, as text: the cause of the exception that the rank raises."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"\n{text}")
+
+
+class ImportedAgain(BaseException):
+    """The user's script started a training while a worker imported it."""
+
+
+def refuse_inside() -> None:
+    """Raise `ImportedAgain` in a worker: a training was started by the script that it imports."""
+    if _inside:
+        raise ImportedAgain
+
+
+def work(channel_fd: int, setup_fd: int, slots: Sequence[int]) -> None:
+    """Serve one rank until it closes its end: (task, slot, source, indices_n, epoch) -> samples in memory ``slots``."""
+    from multiprocessing.connection import Connection
+
+    channel = Connection(channel_fd)
+    _inside.append("worker")
+    try:
+        setup = _unpack(setup_fd)
+        _known(setup)
+        found = pickle.loads(setup["sources"], buffers=setup["buffers"])
+        channel.send(("ready", os.getpid()))
+    except BaseException as error:  # noqa: BLE001  (told to the rank, which decides)
+        channel.send(("failed", _failure(error)))
+        return
+    memory = [Memory(fd) for fd in slots]
+    while True:
+        try:
+            task, slot, number, indices_n, epoch = channel.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            arrays = fetch(found[number], indices_n, epoch, setup["seed"])
+            channel.send(("done", task, memory[slot].write(arrays)))
+        except BaseException as error:  # noqa: BLE001
+            channel.send(("error", task, _carried(error)))
+
+
+def fetch(source: Any, indices_n: np.ndarray, epoch: int, seed: int) -> Arrays:
+    """Return arrays (n, ...) of the samples, each drawn from (``seed``, ``epoch``, its number)."""
+    if type(sources.innermost(source)).__module__.startswith(OWN):
+        return sources.fetched(source, indices_n, epoch)
+    pieces = []
+    for number in indices_n:
+        reseed(seed, epoch, int(number))
+        pieces.append(sources.fetched(source, np.array([number], np.int64), epoch))
+    return tuple(np.concatenate(column) for column in zip(*pieces))
+
+
+def reseed(seed: int, epoch: int, number: int) -> None:
+    """Seed the generators that user code draws from."""
+    first, second, third = (int(word) for word in np.random.SeedSequence([seed, epoch, number]).generate_state(3))
+    random.seed(first)
+    np.random.seed(second)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(third)
+
+
+class Memory:
+    """Memory without a name that a worker and its rank share; grows to the largest result."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._map: mmap.mmap | None = None
+
+    def write(self, arrays: Arrays) -> list[tuple[Any, ...]]:
+        """Write arrays one after the other; return (offset, shape, dtype) of each, or the array if it holds objects."""
+        ends_k = np.cumsum([0, *(-(-array.nbytes // ALIGN) * ALIGN for array in arrays)]).tolist()
+        held = self._mapped(ends_k[-1])
+        rows: list[tuple[Any, ...]] = []
+        for at, array in zip(ends_k, arrays):
+            if array.dtype.hasobject:
+                rows.append((array,))
+                continue
+            np.ndarray(array.shape, array.dtype, held, at)[...] = array
+            rows.append((at, array.shape, array.dtype))
+        return rows
+
+    def read(self, rows: Sequence[tuple[Any, ...]]) -> Arrays:
+        """Return views of what `write` has written, good until the next write."""
+        need = max((at + int(np.prod(shape)) * dtype.itemsize for at, shape, dtype in (r for r in rows if len(r) == 3)),
+                   default=0)
+        held = self._mapped(need, grow=False)
+        return tuple(row[0] if len(row) == 1 else np.ndarray(row[1], row[2], held, row[0]) for row in rows)
+
+    def _mapped(self, n_bytes: int, grow: bool = True) -> Any:
+        if self._map is None or len(self._map) < n_bytes:
+            size = os.fstat(self._fd).st_size
+            if grow and size < n_bytes:
+                size = n_bytes + n_bytes // 4
+                os.posix_fallocate(self._fd, 0, size)  # says here that there is no room, where writing would kill
+            self._map = mmap.mmap(self._fd, max(size, 1)) if size else None
+        return self._map if self._map is not None else b""
+
+
+def pack(header: dict[str, Any], found: Sequence[Any]) -> tuple[int, bytes]:
+    """Return a descriptor of memory with ``header`` and the sources, and the sources' pickle without their arrays.
+
+    Arrays lie there once for all workers of a rank. Raises whatever a source raises that cannot be pickled.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    text = pickle.dumps(list(found), protocol=5, buffer_callback=buffers.append)
+    fd = nameless("hvdtrain-sources")
+    try:
+        places, at = [], HEAD.size + 48
+        raws: list[Any] = [text, *(buffer.raw() for buffer in buffers)]
+        for raw in raws:
+            view = memoryview(raw).cast("B")
+            os.ftruncate(fd, at + len(view))
+            done = 0
+            while done < len(view):
+                done += os.pwrite(fd, view[done:done + (1 << 30)], at + done)
+            places.append((at, len(view)))
+            at += -(-len(view) // ALIGN) * ALIGN
+        head = pickle.dumps({**header, "places": places})
+        os.pwrite(fd, head, at)
+        os.pwrite(fd, HEAD.pack(at, len(head)), 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, text
+
+
+def nameless(name: str) -> int:
+    """Return a descriptor of shared memory that no file system shows, and that no size of /dev/shm limits."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    import tempfile
+
+    with tempfile.TemporaryFile() as file:  # systems other than Linux
+        return os.dup(file.fileno())
+
+
+def _unpack(fd: int) -> dict[str, Any]:
+    """What `pack` was given; arrays are copied only where somebody writes to them."""
+    mapped: Any = mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    held = memoryview(mapped)
+    at, n = HEAD.unpack_from(held)
+    setup: dict[str, Any] = pickle.loads(held[at:at + n])
+    text, *buffers = (held[at:at + n] for at, n in setup["places"])
+    return {**setup, "sources": text, "buffers": buffers}
+
+
+def _known(setup: dict[str, Any]) -> None:
+    """Make known what the sources' classes are defined in: files, and the user's script where it is that."""
+    from multiprocessing import spawn
+
+    os.chdir(setup["folder"])
+    sys.argv = setup["argv"]
+    for where in setup["files"]:
+        from hvdtrain.resolve import load_module
+
+        load_module(where, "data.name")
+    if setup["main"]:
+        spawn.prepare(setup["main"])
+
+
+def _failure(error: BaseException) -> str:
+    if isinstance(error, ImportedAgain):
+        return ("the script starts its training when it is imported, which a worker must do to know the classes in it: "
+                "put the training under if __name__ == \"__main__\":, or the dataset into a file of its own")
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def _carried(error: BaseException) -> tuple[bytes, str]:
+    """The exception, pickled if it can be, and its traceback."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    if isinstance(error, SystemExit):
+        error = called(error)
+    try:
+        packed = pickle.dumps(error)
+        pickle.loads(packed)
+    except Exception:  # noqa: BLE001  (an exception may hold anything)
+        packed = pickle.dumps(RuntimeError("".join(traceback.format_exception_only(error)).strip()))
+    return packed, text

@@ -1,0 +1,207 @@
+"""Samples read by worker processes (`hvdtrain.data.workers`): the same samples in order, and every way to end."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from hvdtrain.config import Config, Data
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.sources import ArraySource, Unreadable
+from hvdtrain.data.workers import choose, start
+from hvdtrain.errors import ExitCalled, UserError
+
+
+class Slow:
+    """``n`` samples, each with its number, an array of its own, and random numbers; some of which do something else."""
+
+    def __init__(self, n: int = 40, at: dict[int, str] | None = None, sleep_s: float = 0.0005) -> None:
+        self.n, self.at, self.sleep_s = n, at or {}, sleep_s
+        self.table = np.arange(n * 6, dtype=np.float32).reshape(n, 6)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def fetch(self, indices_n):
+        time.sleep(self.sleep_s * len(indices_n))
+        for i in indices_n.tolist():
+            self._does(i, self.at.get(i, ""))
+        drawn = np.array([[random.random(), np.random.random()] for _ in indices_n])
+        return self.table[indices_n], np.asarray(indices_n), drawn
+
+    @staticmethod
+    def _does(i: int, what: str) -> None:
+        if what == "unreadable":
+            raise Unreadable(i, f"pictures/{i}.png", "truncated")
+        if what == "raise":
+            raise LookupError(f"no sample {i}")
+        if what == "exit":
+            sys.exit(3)
+        if what == "hang":
+            time.sleep(60)
+        if what == "die":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if what == "environment":
+            raise RuntimeError(" ".join(sorted(n for n in os.environ if n.startswith(start.JOB)))
+                               + f"threads {os.environ['OMP_NUM_THREADS']} mpi {'mpi4py' in sys.modules}")
+
+
+def pooled(source, workers: int | str = 2, **more):
+    (data, _), words = choose.with_workers(Config(data=Data(workers=workers), **more), 5, (source, None), 3)
+    return data, words
+
+
+def gone(pids) -> bool:
+    for _ in range(200):
+        if not any(alive(pid) for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def one():
+    """A pool of two workers over 40 samples, ended afterwards; also its processes."""
+    data, _ = pooled(Slow())
+    pids = [data.pool._server.pid, *(worker.pid for worker in data.pool.workers)]
+    yield data, pids
+    data.pool.close()
+    assert gone(pids), "processes outlive the pool"
+
+
+def test_workers_give_what_the_rank_would_read_itself(one):
+    data, _ = one
+    order = np.random.default_rng(0).permutation(40)
+    for n in (1, 3, 40):
+        got, want = data.fetch_in(order[:n], 2), Slow().fetch(order[:n])
+        for mine, its in zip(got[:2], want):
+            assert mine.dtype == its.dtype and mine.tobytes() == its.tobytes()
+    # What user code draws goes by (seed, epoch, sample), not by who fetches it, nor with which others.
+    whole = data.fetch_in(np.arange(40), 2)[2]
+    assert np.array_equal(data.fetch_in(order, 2)[2], whole[order])
+    assert not np.array_equal(data.fetch_in(order, 3)[2], whole[order])
+
+    def walked(source):
+        feed = Feed(source, 7, seed=3)
+        return [np.concatenate([m[1] for m in batch.micros]) for batch in feed.epoch(next_to())]
+
+    def next_to():
+        from hvdtrain.data.cursor import Cursor
+
+        return Cursor()
+
+    for mine, its in zip(walked(data), walked(Slow()), strict=True):
+        assert np.array_equal(mine, its)
+
+
+def test_a_walk_that_stops_leaves_nothing_behind(one):
+    data, _ = one
+    from hvdtrain.data.cursor import Cursor
+
+    feed = Feed(data, 4, seed=1)
+    walk = feed.epoch(Cursor())
+    next(walk)
+    walk.close()
+    assert feed.ahead == 4  # two fetched ahead, one held by the thread, one begun
+    assert data.fetch(np.array([7]))[1].tolist() == [7]
+    assert not data.pool._tasks or data.fetch(np.array([8]))[1].tolist() == [8]
+
+
+def test_errors_of_a_dataset_come_back_as_they_were():
+    at = {3: "raise", 5: "unreadable", 7: "exit", 9: "environment"}
+    data, _ = pooled(Slow(at=at))
+    try:
+        with pytest.raises(LookupError, match="no sample 3") as raised:
+            data.fetch(np.array([1, 3]))
+        assert "in _does" in str(raised.value.__cause__)
+        with pytest.raises(Unreadable, match="sample 5 cannot be read: pictures/5.png: truncated") as unread:
+            data.fetch(np.array([0, 1, 2, 4, 5, 6]))
+        assert unread.value.number == 5
+        with pytest.raises(ExitCalled, match=r"Slow.fetch \(.*test_data_workers.py, line \d+\) ended the program"):
+            data.fetch(np.array([7]))
+        with pytest.raises(RuntimeError, match="^threads 1 mpi False$"):  # no variable of a job's
+            data.fetch(np.array([9]))
+        assert data.fetch(np.array([2]))[1].tolist() == [2]
+    finally:
+        data.pool.close()
+
+
+@pytest.mark.parametrize("what, words", [("die", "was ended by SIGSEGV while it fetched sample 3"),
+                                         ("hang", "has been fetching sample 3 for 1 s")])
+def test_a_worker_that_dies_or_hangs_is_named(what, words):
+    data, _ = pooled(Slow(at={3: what}), control_timeout_s=1.0)
+    pids = [worker.pid for worker in data.pool.workers]
+    with pytest.raises(UserError, match=r"worker \d \(process \d+\) " + words):
+        data.fetch(np.array([3]))
+    with pytest.raises(UserError, match="worker"):
+        data.fetch(np.array([4]))
+    data.pool.close()
+    assert gone(pids)
+
+
+def test_a_killed_worker_and_a_killed_server(one):
+    data, pids = one
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(UserError, match="was ended by SIGKILL"):
+        data.fetch(np.arange(40))
+    os.kill(pids[0], signal.SIGKILL)
+    assert gone(pids)
+    another, _ = pooled(Slow())  # while the first is still held
+    try:
+        data.pool.close()
+        assert another.fetch(np.array([1]))[1].tolist() == [1]
+    finally:
+        another.pool.close()
+
+
+def test_workers_take_no_signal_of_a_job(one):
+    data, pids = one
+    for pid in pids:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(pid, number)
+    assert data.fetch(np.array([1, 2]))[1].tolist() == [1, 2]
+
+
+def test_auto_takes_workers_for_samples_that_take_long(monkeypatch):
+    monkeypatch.setattr(choose, "CHEAP_S", 0.0029)  # a busy machine takes its time over cheap ones too
+    data, words = pooled(Slow(sleep_s=0.003), "auto")
+    try:
+        assert "data.workers: 2 processes read the data of rank 0, a sample of which takes about" in words
+    finally:
+        data.pool.close()
+    for cheap in (ArraySource([np.zeros((4, 2))]), Slow(sleep_s=0)):
+        assert pooled(cheap, "auto") == (cheap, "")
+    assert [choose.spare(cores) for cores in (1, 2, 4, 64)] == [1, 1, 3, 8]
+
+
+def test_data_that_no_other_process_can_have():
+    class Local(Slow):
+        pass
+
+    data, words = pooled(Local(), "auto")
+    assert isinstance(data, Local) and "data.workers: 0, the data is read in the rank itself" in words
+    with pytest.raises(UserError, match="cannot be pickled.*set data.workers: 0"):
+        pooled(Local(), 2)
+
+
+def test_no_server_is_left_where_none_was_needed():
+    with pytest.raises(KeyError), start.early(True):
+        server = start._held["server"]
+        raise KeyError
+    assert gone([server.pid]) and start._held["server"] is None
+    env = start.clean({"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMI_FD": "4", "HOME": "/h"})
+    assert env == {"HOME": "/h", **start.ALONE}

@@ -1,0 +1,117 @@
+"""Rates over a run, as the frameworks' own schedules give them; what follows from the run's length is filled in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from small_runs import FRAMEWORKS, config, fitted, make_model, samples, solo
+
+from hvdtrain.callbacks.base import Callback
+from hvdtrain.config import Checkpoint, Config, Named, Schedule
+from hvdtrain.errors import UserError
+from hvdtrain.run_length import filled
+
+N, BATCH, EPOCHS = 40, 16, 4
+STEPS = 12
+LR = 0.1
+
+
+class Rates(Callback):
+    """Keeps the rate (and momentum) of every update; asks for a stop after ``stop_after`` steps."""
+
+    where = "all"
+
+    def __init__(self, stop_after: int = 0) -> None:
+        self.rates: list[float] = []
+        self.momenta: list[float] = []
+        self._stop = stop_after
+
+    def step_start(self, run):
+        self.rates.append(run.parts.optimizer.learning_rate())
+        groups = getattr(getattr(run.parts.optimizer, "optimizer", None), "param_groups", None)
+        self.momenta.append(groups[0].get("momentum", 0.0) if groups else 0.0)
+
+    def step_end(self, run):
+        if self._stop == run.state.cursor.step:
+            run.state.wants_stop = "the test says so"
+
+
+def rates(framework, settings, stop_after=0):
+    run = solo(settings, make_model(framework), samples(N))
+    run.callbacks[:0] = [kept := Rates(stop_after)]
+    fitted(run)
+    return kept
+
+
+def own_torch(name, momentum=0.9, **args):
+    import torch
+
+    opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=LR, momentum=momentum)
+    schedule = getattr(torch.optim.lr_scheduler, name)(opt, **args)
+    found = []
+    for _ in range(STEPS):
+        found.append((opt.param_groups[0]["lr"], opt.param_groups[0]["momentum"]))
+        opt.step()
+        schedule.step()
+    return list(zip(*found))
+
+
+def own(framework, kind):
+    """(the schedule's section, its rates by the framework itself, its momenta or None)."""
+    warm = [min(1.0, (t + 1) / 4) for t in range(STEPS)]
+    if framework == "torch":
+        if kind == "cosine":
+            wanted, _ = own_torch("CosineAnnealingLR", T_max=STEPS)
+            return Schedule("CosineAnnealingLR", warmup_steps=4), np.multiply(wanted, warm), None
+        return Schedule("OneCycleLR"), *own_torch("OneCycleLR", max_lr=LR, total_steps=STEPS)
+    import keras
+
+    if kind == "cosine":
+        made = keras.optimizers.schedules.CosineDecay(LR, STEPS)
+        return Schedule("CosineDecay", warmup_steps=4), [float(made(t)) * w for t, w in enumerate(warm)], None
+    pytest.importorskip("torch", reason="Keras has no OneCycle of its own, and PyTorch, which has, is not installed")
+    return Schedule("OneCycle"), own_torch("OneCycleLR", max_lr=LR, total_steps=STEPS)[0], None
+
+
+@pytest.mark.parametrize("kind", ["cosine", "one cycle"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_rate_is_the_framework_s_own_and_goes_on_after_a_resume(framework, kind, tmp_path):
+    make_model(framework)
+    schedule, wanted, momenta = own(framework, kind)
+    base = config(epochs=EPOCHS, global_batch=BATCH, lr=LR, out=str(tmp_path), schedule=schedule, clip_norm=1.0,
+                  optimizer=Named("SGD", {"momentum": 0.9}), checkpoint=Checkpoint(every="off"))
+    first = rates(framework, base, stop_after=5)
+    second = rates(framework, replace(base, resume="auto"))
+    got = first.rates + second.rates
+    assert len(got) == STEPS and 4 < len(first.rates) < 8
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    if momenta is not None:
+        np.testing.assert_allclose(first.momenta + second.momenta, momenta, rtol=1e-6)
+        assert max(momenta) - min(momenta) > 0.05, "the momentum is cycled"
+
+
+@pytest.mark.parametrize("schedule, wanted", [
+    (Schedule("CosineAnnealingLR"), {"T_max": 12}), (Schedule("cosinedecay"), {"decay_steps": 12}),
+    (Schedule("CosineAnnealingLR", interval="epoch"), {"T_max": 4}),
+    (Schedule("CosineAnnealingLR", {"T_max": 7}), {"T_max": 7}),
+    (Schedule("CosineDecay", {"warmup_steps": 3, "warmup_target": 0.1}),
+     {"warmup_steps": 3, "warmup_target": 0.1, "decay_steps": 9}),
+    (Schedule("OneCycleLR"), {"total_steps": 12}),
+    (Schedule("OneCycle", linear_scaling_base=32), {"total_steps": 12}),
+    (Schedule("OneCycleLR", {"max_lr": 1.0, "epochs": 4, "steps_per_epoch": 3}),
+     {"max_lr": 1.0, "epochs": 4, "steps_per_epoch": 3}),
+    (Schedule("StepLR", {"step_size": 3}), {"step_size": 3}), (Schedule(), {}),
+])
+def test_what_follows_from_the_run_is_filled_in(schedule, wanted):
+    base = Config(epochs=4, lr=0.1, global_batch=16, schedule=schedule)
+    assert filled(base, 3).schedule.args == wanted
+
+
+def test_a_length_that_nobody_knows_and_a_cycle_that_is_too_short_are_refused():
+    assert filled(Config(max_steps=9, schedule=Schedule("CosineDecay")), None).schedule.args == {"decay_steps": 9}
+    with pytest.raises(UserError, match="CosineDecay needs the length of the run.*set schedule.args.decay_steps|Set"):
+        filled(Config(schedule=Schedule("CosineDecay")), None)
+    with pytest.raises(UserError, match="OneCycleLR of 5 steps in a run of 12"):
+        filled(Config(epochs=4, schedule=Schedule("OneCycleLR", {"total_steps": 5})), 3)

@@ -124,9 +124,11 @@ def from_keras(name: str, settings: Mapping[str, Any], base_lr: float, lr: float
     raise _unknown(name)
 
 
-def require_whole_decay(optimizer: Any) -> None:
-    """`UserError` where weights are left out of a Keras optimizer's decay (``exclude_from_weight_decay``), which its
-    ``get_config()`` does not tell."""
+def require_one_rule(optimizer: Any) -> None:
+    """`UserError` for an optimizer that updates some weights by another rule: parameter groups of PyTorch, and weights
+    left out of a Keras optimizer's decay (``exclude_from_weight_decay``), which its ``get_config()`` does not tell."""
+    groups = len(getattr(optimizer, "param_groups", ()))
+    _refuse(type(optimizer).__name__, f"{groups} parameter groups", "whose options differ" if groups > 1 else "")
     left_out = getattr(optimizer, "_exclude_from_weight_decay", None) or getattr(
         optimizer, "_exclude_from_weight_decay_pattern", None)
     if getattr(optimizer, "weight_decay", None):

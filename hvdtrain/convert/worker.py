@@ -55,7 +55,7 @@ def read(request: Request, exchange: Path) -> None:
         parts.state.load(held, snapshot.meta["step_rest"])
         if request.with_state:
             resume.require_constant_rate(config, side.scheduled(parts))
-            rules.require_whole_decay(side.own_optimizer(parts))
+            rules.require_one_rule(side.own_optimizer(parts))
             rule, slots = side.optimizer(parts)
             groups |= {f"slot-{slot}": arrays for slot, arrays in slots.items()}
             groups |= {name: dict(arrays) for name, arrays in snapshot.tensors.items() if name.startswith("rank-")}
@@ -92,10 +92,15 @@ def write(request: Request, exchange: Path, made: Path) -> dict[str, Any]:
     if rule is None:
         side.write_file(spec.model, made / request.target.path.name)
         return report
+    if spec.optimizer is not None:
+        raise UserError(f"{request.twin} gives optimizer(model, config), and the run goes on with the optimizer of its "
+                        "checkpoint", "an optimizer by name", "leave optimizer out of the twin's file, or convert the "
+                        "weights alone: give a file as TARGET")
     config = resume.config_for(old, spec.framework, rule, request.twin, request.twin_args, request.target.path)
     slots = {slot: carry_moments(pairs, found.tensors[f"slot-{slot}"], SHORT[spec.framework]) for slot in rule.slots()
              if f"slot-{slot}" in found.tensors}
     parts = _parts(spec, config)
+    rules.require_one_rule(side.own_optimizer(parts))
     parts.state.load(*side.state_of(parts, rule, slots))  # what --resume will do
     _save(request, side, parts, config, found, made)
     compressor_state = any(name.startswith("compressor.") for arrays in found.tensors.values() for name in arrays)

@@ -126,6 +126,10 @@ def refuse_own_training(model: Any) -> None:
                 "give the model file a task(model, batch) -> (loss_sum, weight); or use plain model.fit with "
                 "`import hvdtrain.keras as hvd`, which calls it: optimizer hvd.DistributedOptimizer(...), data "
                 "hvdtrain.keras.data.shard(...)")
+    if hasattr(model, "preprocess_samples") and getattr(model, "preprocessor", None) is not None:
+        raise UserError(f"{type(model).__name__} has a preprocessor, which keras_hub applies within its own fit alone",
+                        "data that is preprocessed, and a model without", "apply it to the data, x, y = "
+                        "model.preprocessor(x, y), and set model.preprocessor = None")
 
 
 # --- the loss ----------------------------------------------------------------------------------------------------

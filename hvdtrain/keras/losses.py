@@ -15,14 +15,15 @@ import keras
 
 from hvdtrain.config import Named
 from hvdtrain.errors import UserError, nearest
-from hvdtrain.keras.shapes import guarded, key
+from hvdtrain.keras.shapes import as_shares, guarded, key, of_shares
 
 
 def by_name(named: Named) -> Callable[[Any, Any], Any]:
     """Return ``loss(y, outputs)``, one value per element, of a class or function of keras.losses.
 
-    The name in any case, with or without underscores. Errors: `UserError` for an unknown name, for one that leaves open
-    which cross entropy, and for arguments that the loss does not take.
+    The name in any case, with or without underscores. One of shares of classes takes class numbers too.
+    Errors: `UserError` for an unknown name, for one that leaves open which cross entropy, and for arguments that the
+    loss does not take.
     """
     name = key(named.name)
     if name in ("crossentropy", "ce"):
@@ -40,9 +41,11 @@ def by_name(named: Named) -> Callable[[Any, Any], Any]:
                         nearest(named.name, [c.__name__ for c in classes.values()]), "correct loss.name")
     try:
         if name in classes:
-            return guarded(classes[name](**{**named.args, "reduction": None}), named.name)
-        inspect.signature(functions[name]).bind(None, None, **named.args)
-        return guarded(partial(functions[name], **named.args), named.name)
+            found = guarded(classes[name](**{**named.args, "reduction": None}), named.name)
+        else:
+            inspect.signature(functions[name]).bind(None, None, **named.args)
+            found = guarded(partial(functions[name], **named.args), named.name)
     except (TypeError, ValueError) as error:
         raise UserError(f"loss {named.name} refused its args {named.args}: {error}", "keyword arguments it knows",
                         "correct loss.args") from None
+    return (lambda y, outputs: found(as_shares(y, outputs), outputs)) if of_shares(name) else found

@@ -81,6 +81,29 @@ def sparse(name: str) -> bool:
     return key(name).startswith("sparsecategorical")
 
 
+def of_shares(name: str) -> bool:
+    """Whether a loss of this name takes shares of classes, of which class numbers are made where they come instead."""
+    return key(name).startswith("categorical") and key(name) not in OF_CLASSES
+
+
+def as_shares(y: Any, outputs: Any) -> Any:
+    """Class numbers (B, ...) or (B, ..., 1) for outputs (B, ..., C) one-hot; other targets as they are.
+
+    A number outside 0..C-1 gives NaN, since a row of zeros would hide it.
+    """
+    ops, rank = keras.ops, _rank(outputs) or 0
+    if not is_integer(y) or rank < 2 or _rank(y) is None:
+        return y
+    if len(y.shape) == rank and y.shape[-1] == 1 != outputs.shape[-1]:
+        y = ops.squeeze(y, axis=-1)
+    if len(y.shape) != rank - 1:
+        return y
+    classes = outputs.shape[-1]
+    inside = ops.logical_and(y >= 0, y < classes)
+    hot = ops.one_hot(ops.where(inside, y, ops.zeros_like(y)), classes, dtype=outputs.dtype)
+    return ops.where(ops.expand_dims(inside, -1), hot, ops.full_like(hot, float("nan")))
+
+
 def is_integer(tensor: Any) -> bool:
     """Whether a tensor holds whole numbers."""
     dtype = keras.backend.standardize_dtype(tensor.dtype)

@@ -36,13 +36,15 @@ class Task:
         self._own, self._full = spec.task, full
         self._compiled: compiled.CompiledTask | None = None
         self._loss: Loss | None = None
+        self._mixes = config.mixes_classes
         if spec.task is not None:
             return
         compiled.refuse_own_training(spec.model)
+        _check_mixed(spec, config)
         if by_compile(spec, config):
             self._compiled = compiled.CompiledTask(spec.model)
         else:
-            self._loss = _resolved(config.loss, spec.model)
+            self._loss = _resolved(config, spec.model)
 
     def __call__(self, model: Any, batch: Sequence[Any], training: bool) -> Pair:
         """Run the model once on a flat batch of tensors (B, ...)."""
@@ -65,7 +67,7 @@ class Task:
         if training and setup.class_weight is not None:
             weight = compiled.with_class_weight(setup.class_weight, y, weight)
         if training and setup.follow is not None:
-            setup.follow(y, outputs, weight)
+            setup.follow(keras.ops.argmax(y, axis=-1) if self._mixes else y, outputs, weight)
         n, added = keras.ops.shape(keras.tree.flatten(outputs)[0])[0], model.losses
         if y is None and getattr(model, "compiled", False) and added:  # layers bring all of the loss
             total: Any = 0.0
@@ -128,6 +130,8 @@ def loss_name(spec: Any, config: Config) -> str:
     if config.loss.name != "auto":
         return config.loss.name
     loss = compiled_loss(spec.model)
+    if loss is None and config.mixes_classes:
+        return "categorical cross entropy of logits"
     if loss is None:
         return "by the targets: sparse categorical cross entropy of logits, or squared error"
     return ", ".join(name_of(part) for part in keras.tree.flatten(loss) if part is not None)
@@ -143,27 +147,42 @@ def name_of(loss: Any) -> str:
     return loss if isinstance(loss, str) else str(getattr(loss, "name", getattr(loss, "__name__", "as compiled")))
 
 
-def _resolved(named: Named, model: Any) -> Loss:
+def _check_mixed(spec: Any, config: Config) -> None:
+    """Raise `UserError` for a loss that takes no shares of classes, where the run makes such."""
+    sparse = shapes.sparse(config.loss.name)
+    if config.mixes_classes and (sparse or by_compile(spec, config)):
+        raise UserError("data.augment.mixup, whose targets are shares of classes, with "
+                        + (f"loss {config.loss.name}" if sparse else "the loss that the model was compiled with"),
+                        "a loss of shares, which takes class numbers too",
+                        "set loss.name: CategoricalCrossentropy, with loss.args.from_logits where it has no softmax")
+
+
+def _resolved(config: Config, model: Any) -> Loss:
     """``loss(y, outputs)`` without reduction: config's, else the compiled model's, else by the targets' type."""
+    named = config.loss
     if named.name != "auto":
         return losses.by_name(named)
     own = compiled_loss(model)
     if own is None:
-        return shapes.guarded(_auto(named.args), "auto")
+        return shapes.guarded(_auto(named.args, config.mixes_classes), "auto")
     if not isinstance(own, str):
         raise UserError(f"loss.args {named.args} beside a loss that model.compile was given ready made",
                         "one of the two", "leave loss.args empty")
     return losses.by_name(Named(own, named.args))
 
 
-def _auto(args: dict[str, Any]) -> Loss:
-    """Cross entropy of logits for integer targets, squared error for others; decided when the graph is traced."""
+def _auto(args: dict[str, Any], mixes: bool) -> Loss:
+    """Cross entropy of logits for integer targets, and for shares of classes where the run ``mixes`` them; squared
+    error for others; decided when the graph is traced."""
+    settings = {"from_logits": True, "reduction": None, **args}
+
     def loss(y: Any, outputs: Any) -> Any:
-        if not shapes.is_integer(y):
+        if not shapes.is_integer(y) and not mixes:
             return keras.losses.MeanSquaredError(**{"reduction": None, **args})(y, outputs)
         if len(outputs.shape) < 2 or outputs.shape[-1] == 1:
             raise UserError(f"the targets are integers and the model's outputs have shape {tuple(outputs.shape)}",
                             "one output per class", "set loss, for example to BinaryCrossentropy")
-        settings = {"from_logits": True, "reduction": None, **args}
+        if mixes or "label_smoothing" in args:  # which Keras' sparse loss lacks
+            return keras.losses.CategoricalCrossentropy(**settings)(shapes.as_shares(y, outputs), outputs)
         return keras.losses.SparseCategoricalCrossentropy(**settings)(y, outputs)
     return loss

@@ -24,9 +24,13 @@ if HERE:
     from step_cases import *  # noqa: F401,F403
     from torch_tools import TorchKit, one_thread  # noqa: F401
 
+    from hvdtrain.backends.torch.create import make_parts
+    from hvdtrain.cluster.control import SoloControl
+    from hvdtrain.collectives.null import NullCollectives
     from hvdtrain.config import Config, DataParallel, Named
     from hvdtrain.errors import UserError
     from hvdtrain.exchange.buckets import plan_buckets
+    from hvdtrain.model import spec_of
 
     class KerasOnTorch(KerasKit):
         """Optimizer and schedule that the configuration names are PyTorch's."""
@@ -62,6 +66,14 @@ if HERE:
         assert parts.optimizer.elementwise == other.elementwise == elementwise
         assert torch.equal(torch.cat(vectors), parts.params.flat(bucket)) == elementwise
         assert not torch.equal(parts.params.flat(bucket), whole)
+
+    def test_groups_and_an_optimizer_of_the_file_are_refused(monkeypatch):
+        model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(5)])
+        for part in ("parameter_groups", "optimizer"):
+            asked = spec_of(model)
+            object.__setattr__(asked, part, lambda *given: None)
+            with pytest.raises(UserError, match=f"{part} in the file of a Keras model on PyTorch"):
+                make_parts(asked, config(), SoloControl(), NullCollectives(0, 1), 1)
 
     def test_recomputed_blocks_are_refused(tmp_path):
         model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(5)])

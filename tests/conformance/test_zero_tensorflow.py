@@ -10,6 +10,7 @@ from small_runs import bits, config, fitted, lockstep, make_model, samples, weig
 
 from hvdtrain.config import DataParallel, Exchange, Named
 from hvdtrain.errors import UserError
+from hvdtrain.model import spec_of
 from hvdtrain.precision.scaler import LossScale
 from hvdtrain.protocols.state import Head
 
@@ -52,7 +53,7 @@ def params(named):
             return x
 
     model = keras.Sequential([keras.Input((12,)), Holder()])
-    opt = Optimization(replace(RUN, optimizer=named), model, 1, whole=False)
+    opt = Optimization(replace(RUN, optimizer=named), spec_of(model), 1, whole=False)
     return Params(model, opt, LossScale())
 
 
@@ -273,7 +274,7 @@ def test_plans_hold_an_optimizer_divisible_where_zero_does(prepare, args, divisi
 
     model = compiled(keras.optimizers.AdamW(0.01, **args))
     prepare(model)
-    opt = Optimization(replace(RUN, optimizer=Named("auto")), model, 1)
+    opt = Optimization(replace(RUN, optimizer=Named("auto")), spec_of(model), 1)
     assert Optimizer(opt, model.trainable_variables, None).elementwise is divisible
 
 

@@ -161,6 +161,6 @@ def test_keras_settings_without_a_counterpart_are_refused():
         _exclude_from_weight_decay = {"kernel"}
 
     with pytest.raises(UserError, match="exclude_from_weight_decay"):
-        rule.require_whole_decay(Kept())
+        rule.require_one_rule(Kept())
     Kept.weight_decay = None
-    rule.require_whole_decay(Kept())
+    rule.require_one_rule(Kept())

@@ -51,7 +51,7 @@ def test_ranks_with_unlike_arrays_are_refused():
     def rank(control, wire):
         assemble(config(), make_model("numpy"), samples(16, seed=control.rank), control, wire)
 
-    with pytest.raises(UserError, match="ranks hold different arrays"):
+    with pytest.raises(UserError, match="ranks hold different samples"):
         LockstepWorld(2).run(rank, timeout_s=30.0)
 
 

@@ -14,6 +14,7 @@ from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.transport import Transport
 from hvdtrain.mesh import Mesh
+from hvdtrain.model import refuse_groups
 from hvdtrain.parts import Parts
 from hvdtrain.pipeline.plan import agree, measured_samples
 from hvdtrain.pipeline.replicas import replicas_of
@@ -31,6 +32,7 @@ def make_parts(spec: Any, config: Config, control: Any, wire: Collectives, steps
     if config.optimizer.name.lower() not in ("auto", "sgd"):
         raise UserError(f"optimizer {config.optimizer.name!r} with the numpy backend", "SGD",
                         "correct optimizer.name")
+    refuse_groups(spec, "a model of the numpy backend", "leave it out")
     amp.check(precision.own)
     model = spec.model
     momentum = config.optimizer.args.get("momentum", 0.0)

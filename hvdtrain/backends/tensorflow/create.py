@@ -111,7 +111,7 @@ class _Making:
         self._task, self._class_numbers = Task(self._spec, self._config), ClassNumbers(self._spec, self._config)
         self._evaluator = Evaluator(Evaluation(self._spec, self._config, self._task), self._class_numbers)
         divided = self._config.data_parallel.name == "zero" and self._wire.size > 1 and self._config.model_parallel == 1
-        self.opt = Optimization(self._config, model, self._steps, whole=not divided)
+        self.opt = Optimization(self._config, self._spec, self._steps, whole=not divided)
         if divided and not placement.on_gpu(model) and state.nbytes(model.trainable_variables) >= heap.LARGE_BYTES:
             # Gradients come and go among what stays: of a large model their gaps would be much. For good: TensorFlow
             # makes parameters anew in every update, so that nothing ever has a place of its own.

@@ -53,6 +53,11 @@ def move_slots(optimizer: Any, variables: Sequence[keras.Variable], old_keys: di
                     move(slot, variable._value.device)
     for i, variable in enumerate(variables):
         optimizer._trainable_variables_indices[optimizer._var_key(variable)] = i
+    keep_excluded(optimizer, old_keys)
+
+
+def keep_excluded(optimizer: Any, old_keys: dict[Any, keras.Variable]) -> None:
+    """Let an optimizer leave out of its weight decay what it left out under ``old_keys``."""
     excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
     if excluded:
         now = {key: optimizer._var_key(variable) for key, variable in old_keys.items()}

@@ -1,6 +1,7 @@
 """Keras' own optimizers and schedules by name, with optional warm-up and linear scaling of the rate.
 
-With optimizer.name auto a compiled model keeps its own optimizer and rate; `lr` is for the others.
+With optimizer.name auto a compiled model keeps its own optimizer and rate; `lr` is for the others. What a model's file
+gives (`groups`) replaces both.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any, NamedTuple
 import keras
 from keras.optimizers import schedules
 
+from hvdtrain.backends.tensorflow import groups
 from hvdtrain.config import Config, Schedule
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.keras.compiled import setup_of
+from hvdtrain.keras.one_cycle import OneCycle
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
@@ -74,7 +77,8 @@ class Optimization:
     ``names``: rank 0's of the optimizer's variables, since Keras counts names within a process.
     """
 
-    def __init__(self, config: Config, model: keras.Model, steps_per_epoch: int, whole: bool = True) -> None:
+    def __init__(self, config: Config, spec: Any, steps_per_epoch: int, whole: bool = True) -> None:
+        model: keras.Model = spec.model
         self._config, self._model = config, model
         self.slices: dict[int, Slice] | None = None
         self.former: keras.optimizers.Optimizer | None = None
@@ -85,8 +89,15 @@ class Optimization:
         self._scale = config.global_batch / base if base else 1.0
         self.base_lr: float | None = None
         _refuse_epochs(config.schedule)
-        self.optimizer = self._adopt(model) if self.compiled else self._create()
+        if self.compiled:
+            groups.refuse_both(spec)
+        given = groups.own_optimizer(spec, config)
+        self._of_file = given is not None
+        self.optimizer = self._create() if given is None and not self.compiled else self._adopt(given or own)
         _refuse(self.optimizer)
+        self._without_decay = groups.without_decay(spec, self.optimizer.weight_decay)
+        self._left_out = groups.checksum(model, self._without_decay) if self._without_decay else ""
+        self._decayed = len(model.trainable_variables) - len(self._without_decay)
         self._adopted = self.optimizer
         if whole:
             self.build()
@@ -100,7 +111,12 @@ class Optimization:
     def build(self) -> None:
         """Give the optimizer its state, where it has none and no slices take its place."""
         if self.slices is None and not self.built():
+            self.exclude()
             self.optimizer.build(self._model.trainable_variables)  # not twice: its history would be lost
+
+    def exclude(self) -> None:
+        """Leave the groups without weight decay out of it; of variables that are there, before there is any state."""
+        groups.exclude(self.optimizer, self._without_decay)
 
     def keep(self, part: keras.Model) -> None:
         """Be for ``part``, which has some of the model's variables, before there is any state."""
@@ -130,9 +146,8 @@ class Optimization:
             raise UserError(f"optimizer {classes[name].__name__} refused args {named.args}: {error}",
                             "keyword arguments it knows", "correct optimizer.args") from None
 
-    def _adopt(self, model: keras.Model) -> keras.optimizers.Optimizer:
-        """The compiled model's own optimizer, its rate changed only by what config asks for."""
-        own = model.optimizer
+    def _adopt(self, own: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+        """The optimizer of the compiled model or of its file, its rate changed only by what config asks for."""
         schedule = self._config.schedule
         given = _given_rate(own)
         self.base_lr = None if callable(given) else given * self._scale
@@ -164,12 +179,13 @@ class Optimization:
         named = self._config.schedule
         root = schedules.LearningRateSchedule
         classes = {n.lower(): c for n, c in vars(schedules).items()
-                   if isinstance(c, type) and issubclass(c, root) and c is not root}
+                   if isinstance(c, type) and issubclass(c, root) and c is not root} | {"onecycle": OneCycle}
         if named.name.lower() not in classes:
             raise UserError(f"schedule {named.name!r} is not in keras.optimizers.schedules",
                             nearest(named.name, [c.__name__ for c in classes.values()]), "correct schedule.name")
         made = classes[named.name.lower()]
-        start = {"initial_learning_rate": lr} if "initial_learning_rate" in inspect.signature(made).parameters else {}
+        takes = inspect.signature(made).parameters
+        start = {key: lr for key in ("initial_learning_rate", "max_learning_rate") if key in takes}
         try:
             return made(**{**start, **named.args})
         except (TypeError, ValueError) as error:
@@ -194,7 +210,7 @@ class Optimization:
     def made_of(self) -> str:
         """The optimizer's class and its schedule, to compare between ranks."""
         held = self.optimizer._learning_rate
-        name = type(self.optimizer).__name__
+        name = type(self.optimizer).__name__ + (f" group {self._left_out}" if self._left_out else "")
         if isinstance(held, schedules.LearningRateSchedule):
             try:
                 return f"{name} {type(held).__name__} {held.get_config()}"
@@ -213,12 +229,16 @@ class Optimization:
         while isinstance(held, WarmUp):
             held = held.base
         scheduled = isinstance(held, schedules.LearningRateSchedule)
-        source = " (as compiled)" if self.compiled else ""
+        source = " (as compiled)" if self.compiled else " (the model file's)" if self._of_file else ""
         rate: Any = getattr(held, "initial_learning_rate", None) if scheduled else float(held)
+        rate = getattr(held, "max_learning_rate", rate)
         if s.warmup_steps and not scheduled:
             rate = rate * self._scale
         rated = "" if rate is None else f", lr {float(rate):g}"
         words = {"optimizer": type(self.optimizer).__name__ + rated + source}
+        if self._without_decay:
+            words["parameter groups"] = (f"weight_decay 0: {len(self._without_decay)} tensors; "
+                                         f"as configured: {self._decayed} tensors")
         if scheduled:
             words["schedule"] = f"{type(held).__name__} per step"
         if s.warmup_steps:

@@ -136,6 +136,7 @@ def _replace(opt: Optimization, wholes: Sequence[keras.Variable], slices: Sequen
              spans: Sequence[tuple[int, int]]) -> None:
     """Put an optimizer over ``slices`` in the place of that over ``wholes``, and take over what that one holds."""
     own = opt.optimizer
+    opt.exclude()
     made, owner = alike(own), {}
     numbers = {id(v): i for i, v in enumerate(slices)}
     add = made.add_variable_from_reference

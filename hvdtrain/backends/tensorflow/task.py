@@ -29,7 +29,7 @@ class Task(task.Task):
 class ClassNumbers:
     """Looks at integer targets on the host: TensorFlow fails on those out of range, or gives NaN on a GPU.
 
-    Only for the sparse categorical cross entropy, and where the model says the number of its outputs beforehand;
+    Only for categorical cross entropies, and where the model says the number of its outputs beforehand;
     other models' targets are looked at when an operation has failed.
     """
 
@@ -38,7 +38,8 @@ class ClassNumbers:
         loss = task.compiled_loss(spec.model)
         name = "auto" if loss is None else task.name_of(loss)
         self._name = name if config.loss.name == "auto" else config.loss.name
-        self._looks = spec.task is None and (self._name == "auto" or shapes.sparse(self._name))
+        by_name = config.loss.name != "auto" and shapes.of_shares(self._name)
+        self._looks = spec.task is None and (self._name == "auto" or shapes.sparse(self._name) or by_name)
         self._ignored = config.loss.args.get("ignore_class", getattr(loss, "ignore_class", None))
         axis = config.loss.args.get("axis", getattr(loss, "axis", -1))
         shape = _output_shape(spec.model) if axis == -1 else None

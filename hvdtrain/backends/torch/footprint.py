@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hvdtrain.backends.torch.optimizer import TorchOptimizer
-from hvdtrain.backends.torch.optimizer import _optimizer as new_optimizer
 from hvdtrain.memory_plan.facts import Model, Slots
 from hvdtrain.memory_plan.trace import Trace
 from hvdtrain.parts import Parts
@@ -63,7 +62,7 @@ def _updated(optimizer: TorchOptimizer, tensors: Sequence[torch.Tensor]) -> tupl
         try:
             alike = {(tuple(t.shape), t.dtype): torch.nn.Parameter(torch.zeros(
                 t.shape if where == "meta" else (2,) * t.dim(), dtype=t.dtype, device=where)) for t in tensors}
-            made = new_optimizer(optimizer._config, list(alike.values()), optimizer.base_lr)
+            made = optimizer.given.plain().make(optimizer._config, (), list(alike.values()), optimizer.base_lr)
             for param in alike.values():
                 param.grad = torch.zeros_like(param)
             made.step()

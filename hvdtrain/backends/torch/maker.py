@@ -14,6 +14,7 @@ from hvdtrain.backends.torch import audit
 from hvdtrain.backends.torch.buffers import Buffers
 from hvdtrain.backends.torch.evaluator import TorchEvaluator
 from hvdtrain.backends.torch.generators import Generators
+from hvdtrain.backends.torch.groups import given_by
 from hvdtrain.backends.torch.modes import modes_kept, set_modes
 from hvdtrain.backends.torch.ops import Ops
 from hvdtrain.backends.torch.optimizer import TorchOptimizer
@@ -49,6 +50,7 @@ class Maker:
         self.sample = sample or spec.example
         self.spec, self.config, self.rank, self.steps_per_epoch = spec, config, rank, steps_per_epoch
         self.model: torch.nn.Module = spec.model
+        self.given = given_by(spec, config)  # by name, while all parameters are there
         self.placement = self.place()
         audit.check_model(self.model)
         self.transport = Transport(wire, Ops())
@@ -113,7 +115,8 @@ class Maker:
 
     def params(self) -> TorchParams:
         """The tensors, and how an optimizer over them is made."""
-        make = partial(TorchOptimizer, self.config, steps_per_epoch=self.steps_per_epoch, scale=self.scale)
+        make = partial(TorchOptimizer, self.config, steps_per_epoch=self.steps_per_epoch, scale=self.scale,
+                       given=self.given)
         return TorchParams(self.model, self.blocks(), self.placement.places(), make, self.whole)
 
     def evaluator(self) -> TorchEvaluator:

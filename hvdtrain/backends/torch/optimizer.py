@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from hvdtrain.backends.torch import placement
+from hvdtrain.backends.torch import by_name, placement
+from hvdtrain.backends.torch.groups import Given
 from hvdtrain.backends.torch.slices import Slices
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError, nearest
+from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.precision.scaler import LossScale
 
@@ -31,26 +32,32 @@ class TorchOptimizer:
     An update's rate is the schedule's times min(1, (t + 1) / warmup_steps) for update t (Goyal et al. 2017, arXiv
     1706.02677). ``scale``: while it is on, every update looks at the norm. ``adopted``: the optimizer of a compiled
     Keras model (`hvdtrain.backends.torch.keras.optim`), in place of config's; its rate is its own, scaled. Over slices
-    no update is left out here, as other ranks make theirs: whether there is one has been decided before.
+    no update is left out here, as other ranks make theirs: whether there is one has been decided before. ``given``:
+    what the model's file says of its optimizer; its groups are of ``names``, parallel to ``tensors``.
     """
 
     def __init__(self, config: Config, tensors: Sequence[torch.Tensor], steps_per_epoch: int,
-                 scale: LossScale | None = None, adopted: Any = None, slices: Slices | None = None) -> None:
+                 scale: LossScale | None = None, adopted: Any = None, slices: Slices | None = None,
+                 names: Sequence[str] = (), given: Given | None = None) -> None:
         schedule = config.schedule
-        self.tensors, self._slices = list(tensors), slices
+        self.tensors, self._slices, self.given = list(tensors), slices, given or Given()
         self._warmup = schedule.warmup_steps
         self._interval = schedule.interval
         self.updates = 0
         base = schedule.linear_scaling_base
-        self.base_lr = config.lr * (config.global_batch / base if base else 1.0)
+        self.base_lr = self.given.rate(config) * (config.global_batch / base if base else 1.0)
         self.adopted = adopted
         if adopted is not None:
             self.base_lr = adopted.rate
-        updated = self.tensors if slices is None else slices.owned
-        self.optimizer = _optimizer(config, updated, self.base_lr) if adopted is None else adopted
-        self.schedule = _schedule(config, self.optimizer)
-        groups = self.optimizer.param_groups  # some schedules (OneCycleLR) have rates of their own
-        self._obeys_lr = all(group.get("initial_lr", group["lr"]) == self.base_lr for group in groups)
+        updated = [t for t in self.tensors if slices is None or t.numel()]
+        of = [n for n, t in zip(names, self.tensors) if slices is None or t.numel()]
+        self.optimizer = self.given.make(config, of, updated, self.base_lr) if adopted is None else adopted
+        groups = self.optimizer.param_groups
+        rates = self._rates = [float(group["lr"]) for group in groups]
+        ratios = [rate / self.base_lr if self.base_lr else 1.0 for rate in rates]
+        self._shown = rates.index(self.base_lr) if self.base_lr in rates else 0
+        self.schedule = by_name.schedule(config, self.optimizer, ratios)  # some (OneCycleLR) have rates of their own
+        self._obeys_lr = all(group.get("initial_lr", group["lr"]) == rate for group, rate in zip(groups, rates))
         self._config, self._scale = config, scale or LossScale()
         self._device = self.tensors[0].device if self.tensors else placement.device()
         self._on_gpu = any(t.device.type == "cuda" for t in self.tensors)
@@ -105,7 +112,7 @@ class TorchOptimizer:
         factor, groups = self._factor(), self.optimizer.param_groups
         for group in groups:  # a model may have been given another memory order since the optimizer was made
             if group.get("fused") and not all(p.is_contiguous() for p in group["params"]):
-                _refuse_fused(group["params"], self._config.optimizer.args)
+                by_name.refuse_fused(group["params"], self.given.asks_fused(self._config))
                 group["fused"] = False
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates):
@@ -151,9 +158,9 @@ class TorchOptimizer:
             self.adopted.follow()
 
     def learning_rate(self) -> float:
-        """Return the rate of the next update."""
+        """Return the rate of the next update; of several groups, of one with the base rate if there is one."""
         self._follow()
-        return float(self.optimizer.param_groups[0]["lr"]) * self._factor()
+        return float(self.optimizer.param_groups[self._shown]["lr"]) * self._factor()
 
     # --- what it keeps -------------------------------------------------------------------------------------------
 
@@ -184,7 +191,9 @@ class TorchOptimizer:
     def describe(self) -> dict[str, str]:
         """In words, for the summary."""
         s = self._config.schedule
-        words = {"optimizer": f"{self.kind()}, lr {self.base_lr:g}"}
+        words = {"optimizer": f"{self.kind()}, lr {self.base_lr:g}" + " (the model file's)" * bool(self.given.kind)}
+        if self.given.groups:
+            words["parameter groups"] = "; ".join(group.words() for group in self.given.groups)
         if self.adopted is not None:
             words |= self.adopted.describe()
         if self.schedule is not None:
@@ -199,7 +208,8 @@ class TorchOptimizer:
     def made_of(self) -> str:
         """Return what has to be the same on every rank, as a line."""
         if self.adopted is None:
-            return f"optimizer {self.kind()}"
+            sums = "".join(f" group {group.checksum():08x}" for group in self.given.groups)
+            return f"optimizer {self.kind()}{sums}"
         words = [self.adopted.name, *self.adopted.describe().values(), f"rate {self.learning_rate():g}"]
         return f"optimizer {' '.join(words)}"
 
@@ -217,6 +227,8 @@ class TorchOptimizer:
             "base_lr": self.base_lr,
             "groups": groups,
             "schedule": schedule,
+            **({"group_names": [list(group.names) for group in self.given.groups], "group_rates": self._rates}
+               if self.given.groups else {}),
         }
 
     def check(self, state: dict[str, Any]) -> None:
@@ -225,9 +237,19 @@ class TorchOptimizer:
         if then != own:
             raise UserError(f"the checkpoint was made with {then}", f"{own}, as configured now",
                             f"{_again(then)}, or start anew")
+        names = [list(group.names) for group in self.given.groups]
+        before = len(state["groups"]), state.get("group_names", [])
+        if before[0] != len(self.optimizer.param_groups):
+            raise UserError(f"the checkpoint's optimizer has {_groups(before[0])}",
+                            f"{_groups(len(self.optimizer.param_groups))}, as in this run", _SAME_GROUPS)
+        if before[1] and names and before[1] != names:
+            odd = next(i for i, (a, b) in enumerate(zip(before[1], names)) if a != b)
+            apart = sorted(set(before[1][odd]) ^ set(names[odd]))
+            raise UserError(f"parameter group {odd} of the checkpoint's optimizer and of this run's differ in "
+                            f"{', '.join(apart[:3])}", "the same parameters in each group", _SAME_GROUPS)
 
     def load_scalars(self, state: dict[str, Any]) -> None:
-        """Undo `scalars`; a base rate configured otherwise than then scales every rate of the checkpoint.
+        """Undo `scalars`; a base rate configured otherwise than then scales the rates of the checkpoint that follow it.
 
         The kernels stay this run's: the checkpoint's may be for another device or memory order.
         """
@@ -237,16 +259,23 @@ class TorchOptimizer:
         for group, saved in zip(self.optimizer.param_groups, state["groups"]):
             group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in saved.items()
                           if k not in KERNELS})
-        before = state.get("base_lr", self.base_lr)
-        if before != self.base_lr and self._obeys_lr:
-            self._rescale(self.base_lr / before)
+        before = state.get("group_rates") or [state.get("base_lr", self.base_lr)] * len(self._rates)
+        if self._obeys_lr:
+            self._rescale([now / then if now != then else 1.0 for now, then in zip(self._rates, before)])
 
-    def _rescale(self, factor: float) -> None:
-        for group in self.optimizer.param_groups:
+    def _rescale(self, factors: Sequence[float]) -> None:
+        for group, factor in zip(self.optimizer.param_groups, factors):
             for key in {"lr", "initial_lr"} & set(group):
                 group[key] *= factor
         if self.schedule is not None:
-            self.schedule.base_lrs = [rate * factor for rate in self.schedule.base_lrs]
+            self.schedule.base_lrs = [rate * factor for rate, factor in zip(self.schedule.base_lrs, factors)]
+
+
+_SAME_GROUPS = "take the model file's parameter_groups and optimizer of that run, or start anew"
+
+
+def _groups(n: int) -> str:
+    return f"{n} parameter group{'s' * (n != 1)}"
 
 
 def _again(kind: str) -> str:
@@ -264,69 +293,6 @@ def _plain(value: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in value.items() if ok(v)}
 
 
-def _optimizer(config: Config, params: Sequence[torch.Tensor], lr: float) -> torch.optim.Optimizer:
-    """An optimizer of torch.optim by name, any case; auto is Adam. Without ``params`` its one group is empty."""
-    classes = {n.lower(): c for n, c in vars(torch.optim).items()
-               if isinstance(c, type) and issubclass(c, torch.optim.Optimizer) and c is not torch.optim.Optimizer}
-    name = "adam" if config.optimizer.name == "auto" else config.optimizer.name.lower()
-    unusable = {"lbfgs": "needs a closure that is evaluated several times a step",
-                "sparseadam": "takes sparse gradients, which are not exchanged here"}
-    if name in unusable or name not in classes:
-        why = unusable.get(name, "is not in torch.optim")
-        raise UserError(
-            f"optimizer {config.optimizer.name!r} {why}",
-            nearest(name, [c.__name__ for k, c in classes.items() if k not in unusable]),
-            "correct optimizer.name",
-        )
-    try:
-        make: Any = classes[name]  # each has a signature of its own
-        own = config.optimizer.args
-        _refuse_fused(params, own)
-        return make([{"params": list(params)}], lr=lr, **_fused(make, params, own), **own)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"optimizer {classes[name].__name__} refused args {config.optimizer.args}: {error}",
-                        "keyword arguments it knows", "correct optimizer.args") from None
-
-
-def _fused(make: Any, params: Sequence[torch.Tensor], own: dict[str, Any]) -> dict[str, bool]:
-    """``fused=True`` for SGD on a CPU, unless the user asks for another way: one pass over memory instead of three.
-
-    PyTorch takes it on its own nowhere. Same arithmetic; an update may differ from the default's by one rounding.
-    Not for parameters in another memory order (channels_last): the kernel walks parameter, gradient and momentum as
-    they lie in memory, and gradients lie row by row in their bucket.
-    """
-    usual = all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) and p.is_contiguous()
-                for p in params)
-    asked = {"fused", "foreach", "differentiable"} & set(own)
-    return {"fused": True} if make is torch.optim.SGD and usual and not asked else {}
-
-
-def _refuse_fused(params: Sequence[torch.Tensor], own: dict[str, Any]) -> None:
-    """Raise `UserError` where the user's ``fused=True`` would mix up elements; see `_fused`."""
-    if own.get("fused") and not all(p.is_contiguous() for p in params):
-        raise UserError("optimizer.args.fused with parameters that are not contiguous (channels_last)",
-                        "parameters whose gradients lie in memory as they do", "leave optimizer.args.fused out")
-
-
-def _schedule(config: Config, optimizer: torch.optim.Optimizer) -> Any:
-    """A scheduler of torch.optim.lr_scheduler by name, or None."""
-    named = config.schedule
-    if named.name.lower() in ("none", ""):
-        return None
-    space = torch.optim.lr_scheduler
-    classes = {n.lower(): c for n, c in vars(space).items()
-               if isinstance(c, type) and issubclass(c, space.LRScheduler) and not n.startswith("_")
-               and c not in (space.LRScheduler, space.ReduceLROnPlateau, space.ChainedScheduler, space.SequentialLR)}
-    if named.name.lower() not in classes:
-        raise UserError(f"schedule {named.name!r} is not one of torch.optim.lr_scheduler's",
-                        nearest(named.name, [c.__name__ for c in classes.values()]), "correct schedule.name")
-    try:
-        return classes[named.name.lower()](optimizer, **named.args)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"schedule {named.name} refused args {named.args}: {error}", "keyword arguments it knows",
-                        "correct schedule.args") from None
-
-
 def _clip(grads: Sequence[torch.Tensor], clip_norm: float, norm: float) -> None:
     """Bring ``grads`` of the global ``norm`` to ``clip_norm``; a part of a model may have none."""
     if 0 < clip_norm < norm and grads:
@@ -342,13 +308,21 @@ def any_not_finite(tensors: Sequence[torch.Tensor], device: torch.device) -> tor
     return ~torch.stack([one.isfinite().to(device) for one in largest]).all()
 
 
-def slot_share(config: Config) -> float:
-    """Return the bytes of optimizer state for each byte of a parameter, as the configured optimizer makes them."""
+def slot_share(config: Config, given: Given | None = None) -> float:
+    """Return the bytes of optimizer state for each byte of a parameter, as the run's optimizer makes them."""
     param = torch.nn.Parameter(torch.zeros(64, 64))
-    made = TorchOptimizer(config, [param], 1)
+    made = TorchOptimizer(config, [param], 1, given=(given or Given()).plain())
     made.step([torch.zeros_like(param)], [], 0.0, False)
     held = [v for v in made.optimizer.state.get(param, {}).values() if isinstance(v, torch.Tensor) and v.dim()]
     return sum(v.numel() * v.element_size() for v in held) / (param.numel() * param.element_size())
+
+
+def order_of(opt: TorchOptimizer) -> list[int]:
+    """Return the indices of ``opt.tensors`` in the order in which the optimizer numbers them: group by group."""
+    if opt.adopted is not None:
+        return list(range(len(opt.tensors)))
+    index = {id(t): i for i, t in enumerate(opt.tensors)}
+    return [index[id(p)] for group in opt.optimizer.param_groups for p in group["params"]]
 
 
 def state_bytes(opt: TorchOptimizer) -> int:
@@ -357,7 +331,7 @@ def state_bytes(opt: TorchOptimizer) -> int:
                for v in entries.values() if isinstance(v, torch.Tensor))
     if held or opt.adopted is not None:
         return held
-    return int(slot_share(opt._config) * sum(t.numel() * t.element_size() for t in opt.tensors))
+    return int(slot_share(opt._config, opt.given) * sum(t.numel() * t.element_size() for t in opt.tensors))
 
 
 def check_slots(optimizer: torch.optim.Optimizer) -> None:

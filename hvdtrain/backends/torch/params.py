@@ -17,9 +17,13 @@ from hvdtrain.protocols import ParamSpec
 
 
 class Make(Protocol):
-    """Makes an optimizer of the run's kind over tensors, or over ``slices`` whose ``tensors`` they are."""
+    """Makes an optimizer of the run's kind over tensors, or over ``slices`` whose ``tensors`` they are.
 
-    def __call__(self, tensors: Sequence[torch.Tensor], *, slices: Slices | None = None) -> TorchOptimizer:
+    ``names``: of the parameters that they are, or are slices of; a model with parameter groups needs them.
+    """
+
+    def __call__(self, tensors: Sequence[torch.Tensor], *, names: Sequence[str] = (),
+                 slices: Slices | None = None) -> TorchOptimizer:
         """Return it, with state of its own."""
         ...
 
@@ -89,7 +93,7 @@ class TorchParams:
         Each call makes state anew.
         """
         if vectors is None:
-            self._run_optimizer = self._make(self.tensors)
+            self._run_optimizer = self._make(self.tensors, names=self.names)
             return self._run_optimizer
         return self._make([torch.nn.Parameter(vector.detach()) for vector in vectors])
 
@@ -99,7 +103,7 @@ class TorchParams:
         assert whole is not None, "there is an optimizer to take over from"
         _refuse_slices(whole)
         slices = Slices(self.tensors, spans)
-        made = self._run_optimizer = self._make(slices.tensors, slices=slices)
+        made = self._run_optimizer = self._make(slices.tensors, names=self.names, slices=slices)
         for group, before in zip(made.optimizer.param_groups, whole.optimizer.param_groups):
             group.update({key: before[key] for key in KERNELS if key in before})  # other kernels round otherwise
         if whole.updates:
@@ -124,7 +128,8 @@ def _refuse_slices(whole: TorchOptimizer) -> None:
                         "set optimizer.name (for example adam), data_parallel: replicate, or KERAS_BACKEND=tensorflow")
     if not whole.elementwise:
         usual = ", ".join(sorted(c.__name__ for c in ELEMENTWISE))
-        raise UserError(f"data_parallel zero with optimizer {whole.kind()}, which looks at whole tensors",
+        whose = "looks at whole tensors" if whole.given.kind is None else "may look at whole tensors"
+        raise UserError(f"data_parallel zero with optimizer {whole.kind()}, which {whose}",
                         f"one that updates each element by itself: {usual}",
                         "take such a one, or data_parallel: replicate")
 

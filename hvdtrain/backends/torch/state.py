@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hvdtrain import rng
-from hvdtrain.backends.torch.optimizer import TorchOptimizer, state_bytes
+from hvdtrain.backends.torch.optimizer import TorchOptimizer, order_of, state_bytes
 from hvdtrain.errors import UserError
 from hvdtrain.precision.scaler import LossScale
 from hvdtrain.protocols.state import Head, Place, Shard, Window
@@ -97,12 +97,12 @@ def check_names(what: str, own: Any, got: Any) -> None:
 
 def optimizer_arrays(opt: TorchOptimizer, names: list[str], place: Place | None = None) -> dict[str, np.ndarray]:
     """Every tensor of the optimizer's state as ``parameter/key``; plain numbers become 0-d arrays."""
-    tensors = {}
+    tensors, order = {}, order_of(opt)
     for index, entries in opt.optimizer.state_dict()["state"].items():
         for key, value in entries.items():
             if value is not None:
                 tensor = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.asarray(value))
-                tensors[f"{names[int(index)]}/{key}"] = tensor
+                tensors[f"{names[order[int(index)]]}/{key}"] = tensor
     return to_arrays(tensors, "optimizer", place)
 
 
@@ -114,8 +114,8 @@ def check_optimizer(names: list[str], arrays: Iterable[str]) -> None:
 
 
 def load_optimizer(opt: TorchOptimizer, names: list[str], arrays: dict[str, np.ndarray]) -> None:
-    """Undo `optimizer_arrays`; ``names``: of the tensors that the optimizer updates, in its order."""
-    index = {name: i for i, name in enumerate(names)}
+    """Undo `optimizer_arrays`; ``names``: of all tensors that ``opt`` has, also empty slices."""
+    index = {names[i]: place for place, i in enumerate(order_of(opt))}
     state: dict[int, dict[str, Any]] = {}
     for full, tensor in from_arrays(arrays).items():
         name, _, key = full.rpartition("/")
@@ -149,7 +149,7 @@ def load_random(arrays: dict[str, np.ndarray]) -> None:
 class TorchState:
     """Implements `hvdtrain.protocols.ModelState`.
 
-    ``names``: of the tensors that ``optimizer`` updates, in its order.
+    ``names``: of the tensors that ``optimizer`` updates, in the model's order.
     """
 
     def __init__(self, model: torch.nn.Module, names: Sequence[str], optimizer: TorchOptimizer, buffers: Buffers,
@@ -227,9 +227,9 @@ class TorchState:
 
     def load_slices(self, values: Mapping[str, np.ndarray]) -> None:
         """Undo `slices`."""
-        own = [name for name, (begin, end) in zip(self.names, self._spans) if begin < end]
-        load_optimizer(self.optimizer, own, {full: values_n.reshape(()) if full in self._counts else values_n
-                                             for full, values_n in values.items()})
+        load_optimizer(self.optimizer, self.names,
+                       {full: values_n.reshape(()) if full in self._counts else values_n
+                        for full, values_n in values.items()})
 
     def rank_state(self) -> dict[str, np.ndarray]:
         """Return this rank's random generators."""

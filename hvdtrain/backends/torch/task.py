@@ -35,7 +35,8 @@ def make_task(spec: Any, config: Config) -> Callable[[torch.nn.Module, tuple[tor
     def task(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> Pair:
         x, targets, extra = _parts(batch)
         outputs = precision.widened(model(x))
-        return loss_sum(fixed or _auto(targets, named.args), outputs, targets, extra, named), targets.shape[0]
+        loss = fixed or _auto(targets, named.args, config.mixes_classes)
+        return loss_sum(loss, outputs, targets, extra, named), targets.shape[0]
 
     return task
 
@@ -120,9 +121,12 @@ def _broadcast(per_sample: torch.Tensor, outputs: torch.Tensor, targets: torch.T
         return False
 
 
-def _auto(targets: torch.Tensor, args: dict[str, Any]) -> Loss:
-    """Cross entropy for integer targets, squared error for others."""
+def _auto(targets: torch.Tensor, args: dict[str, Any], mixes: bool) -> Loss:
+    """Cross entropy for integer targets, and for shares of classes where the run ``mixes`` them; else squared error."""
     if targets.is_floating_point():
+        if mixes:
+            return lambda o, t: functional.cross_entropy(o, _same_shape(t, o, "cross entropy"), reduction="none",
+                                                         **args)
         return lambda o, t: functional.mse_loss(o, _same_shape(t, o), reduction="none", **args)
 
     def loss(outputs: torch.Tensor, class_numbers: torch.Tensor) -> torch.Tensor:
@@ -140,11 +144,11 @@ def _squeezed(class_numbers: torch.Tensor, outputs: torch.Tensor) -> torch.Tenso
     return class_numbers.squeeze(1) if column else class_numbers
 
 
-def _same_shape(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
+def _same_shape(targets: torch.Tensor, outputs: torch.Tensor, loss: str = "squared error") -> torch.Tensor:
     """``targets``, unless torch would broadcast (B,) against (B, 1) to (B, B)."""
     if targets.shape != outputs.shape:
         raise UserError(f"the model's output has shape {tuple(outputs.shape)} and the targets {tuple(targets.shape)}",
-                        "equal shapes for squared error", "reshape the targets, or the output in the model")
+                        f"equal shapes for {loss}", "reshape the targets, or the output in the model")
     return targets
 
 
@@ -197,7 +201,7 @@ class Metrics:
     def __init__(self, spec: Any, config: Config, task: Callable[..., Pair]) -> None:
         self._spec, self._task = spec, task
         self._loss = None if config.loss.name == "auto" else _loss(config.loss)
-        self._loss_named = config.loss
+        self._loss_named, self._mixes = config.loss, config.mixes_classes
         names = config.metrics if spec.task is None else []
         self._named = {name: _metric(name, config.loss.name) for name in names}
         self._totals = Totals()
@@ -209,7 +213,7 @@ class Metrics:
             return
         x, targets, extra = _parts(batch)
         outputs = precision.widened(model(x))
-        loss = self._loss or _auto(targets, self._loss_named.args)
+        loss = self._loss or _auto(targets, self._loss_named.args, self._mixes)
         pairs = {"loss": (loss_sum(loss, outputs, targets, extra, self._loss_named), targets.shape[0])}
         for name, metric in self._named.items():
             pairs[name] = checked_pair(metric(outputs, targets), f"metric {name!r}", "(sum, weight)")

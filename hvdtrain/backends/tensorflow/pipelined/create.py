@@ -9,12 +9,12 @@ from typing import Any
 from hvdtrain.backends.tensorflow import placement, state
 from hvdtrain.backends.tensorflow.chain import Chain, chain_of
 from hvdtrain.backends.tensorflow.gradients import Gradients
-from hvdtrain.backends.tensorflow.moving import move
+from hvdtrain.backends.tensorflow.moving import keep_excluded, move
 from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.optimizer import Optimizer
 from hvdtrain.backends.tensorflow.params import Params
 from hvdtrain.backends.tensorflow.pipelined.buffers import PartBuffers
-from hvdtrain.backends.tensorflow.pipelined.deferred import deferring, make
+from hvdtrain.backends.tensorflow.pipelined.deferred import Deferred, deferring, make
 from hvdtrain.backends.tensorflow.pipelined.ends import UNDO
 from hvdtrain.backends.tensorflow.pipelined.evaluator import PartEvaluator
 from hvdtrain.backends.tensorflow.pipelined.measuring import check, measure
@@ -91,7 +91,7 @@ class _Making:
         chain = chain_of(self._spec, "pipeline")
         self._mixed.install(self._spec.model)
         self.task = Task(self._spec, self._config)
-        self._opt = Optimization(self._config, self._spec.model, steps_per_epoch, whole=False)
+        self._opt = Optimization(self._config, self._spec, steps_per_epoch, whole=False)
         if self._opt.optimizer.built:
             raise UserError("a pipeline over ranks with a compiled optimizer that has trained before, whose state is "
                             "of the whole model", "a fresh one", f"compile the model anew, or {UNDO}")
@@ -135,6 +135,8 @@ class _Making:
     def _kept(self, chain: Chain, layout: Layout) -> Part:
         """This rank's blocks, on its device; the others' memory is given back."""
         self._mixed.remove(chain.model)
+        opt = self._opt.optimizer
+        keys = {opt._var_key(v): v for v in chain.model.trainable_variables if not isinstance(v, Deferred)}
         own = [chain.layers[i] for i in layout.blocks]
         part = Part(chain.model, own)
         mine = {id(v) for v in part.variables}
@@ -143,6 +145,7 @@ class _Making:
         if not placement.in_host_memory():
             for variable in part.variables:
                 move(variable, "/GPU:0")
+        keep_excluded(opt, keys)
         placement.seed_model(state.seed_states(part), layout.mesh.copy)
         return part
 

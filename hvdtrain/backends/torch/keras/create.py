@@ -36,6 +36,7 @@ from hvdtrain.keras.compiled import build, setup_of
 from hvdtrain.keras.evaluation import Evaluation
 from hvdtrain.keras.seeds import generator_kept
 from hvdtrain.keras.task import Task
+from hvdtrain.model import refuse_groups
 from hvdtrain.precision.policy import Precision
 from hvdtrain.protocols import Batch, Collectives
 
@@ -51,6 +52,8 @@ class KerasMaker(Maker):
 
     def __init__(self, spec: Any, config: Config, rank: int, wire: Collectives, steps_per_epoch: int,
                  precision: Precision, sample: Callable[[int], Batch] | None = None) -> None:
+        refuse_groups(spec, "a Keras model on PyTorch",
+                      "compile the model with the optimizer that it is to have, or set KERAS_BACKEND=tensorflow")
         with torch.no_grad(), without_tensorflow():
             build(spec, sample)
         self.keras_model: keras.Model = spec.model
@@ -78,11 +81,12 @@ class KerasMaker(Maker):
         """Tensors that are compared between ranks without Keras' counters."""
         make = partial(TorchOptimizer, self.config, steps_per_epoch=self.steps_per_epoch, scale=self.scale)
 
-        def make_for(tensors: Sequence[torch.Tensor], *, slices: Slices | None = None) -> TorchOptimizer:
+        def make_for(tensors: Sequence[torch.Tensor], *, names: Sequence[str] = (),
+                     slices: Slices | None = None) -> TorchOptimizer:
             own = [p for _, p in self.model.named_parameters() if p.requires_grad]
             same = len(own) == len(tensors) and all(map(lambda a, b: a is b, own, tensors))
             adopted = self._adopted if self._adopted is None or same else self._adopted.over(tensors)
-            return make(tensors, adopted=adopted, slices=slices)
+            return make(tensors, adopted=adopted, slices=slices, names=names)
 
         return KerasParams(self.model, [], self.placement.places(), make_for)
 

@@ -200,7 +200,7 @@ class PartMaker(Maker):
                                          else in_parts.measure(self.named, self._source, x, self.placement.home))
         finally:
             state.load_random(random)
-        needs = Needs(gradients=1.0, slots=slot_share(self.config))
+        needs = Needs(gradients=1.0, slots=slot_share(self.config, self.given))
         capacity = placement.memory_bytes(self.placement.home)
         ranks = max(1, getattr(control, "local_size", 1)) if not self.placement.on_gpu else 1
         return Measured(blocks, samples, capacity // ranks, needs, str(self.placement.home))

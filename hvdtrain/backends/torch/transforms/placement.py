@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hvdtrain.backends.torch import audit, blocks, placement, state
+from hvdtrain.backends.torch.groups import Given
 from hvdtrain.backends.torch.ops import Ops
 from hvdtrain.backends.torch.optimizer import slot_share
 from hvdtrain.backends.torch.pipelined.over_devices import OverDevices, release
@@ -55,7 +56,7 @@ class Placement:
     # --- making it ---------------------------------------------------------------------------------------------
 
     def measure(self, task: Callable[..., Any], sample: Callable[[int], Batch] | None, control: Control,
-                precision: MixedPrecision) -> Measured:
+                precision: MixedPrecision, given: Given | None = None) -> Measured:
         """Return what this rank finds before anything stays on its devices; `UserError` for what cannot be split."""
         model, named = self._spec.model, blocks.chain(self._spec)
         source = sample or self._spec.example
@@ -77,7 +78,7 @@ class Placement:
                 speeds = self._speeds(named, x, found)
         finally:
             state.load_random(random)
-        needs = Needs(gradients=1.0, slots=slot_share(self._config), micros=micros_of(self._config))
+        needs = Needs(gradients=1.0, slots=slot_share(self._config, given), micros=micros_of(self._config))
         capacity_bytes, together_bytes = self._memory(getattr(control, "local_size", 1))
         return Measured(found, tuple(str(d) for d in self.devices), capacity_bytes, needs, together_bytes, speeds)
 

@@ -1,0 +1,292 @@
+"""Groups of parameters and the optimizer that a PyTorch model's file gives (`parameter_groups`, `optimizer`).
+
+Owns the reading of both into names, options and a class, on the model as its user made it, so that an optimizer can be
+made over whatever tensors a rank has of it later: all, those of some blocks, or slices.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from hvdtrain.backends.torch import by_name
+from hvdtrain.config import Config
+from hvdtrain.errors import UserError, nearest
+from hvdtrain.model import called
+
+NOT_OPTIONS = ("params", "param_names", "initial_lr")
+"""Entries of an optimizer's group that are no setting of the update."""
+
+NOT_SAID = (("fused", None), ("foreach", None), ("differentiable", False))
+"""Settings of kernels that an optimizer has where its user has said nothing."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters by name, in the model's order, and the options in which their update differs; a rate is unscaled."""
+
+    names: tuple[str, ...]
+    options: dict[str, Any]
+
+    def words(self) -> str:
+        """Return options and number of parameters."""
+        options = ", ".join(f"{key} {value}" for key, value in self.options.items()) or "as configured"
+        return f"{options}: {len(self.names)} tensor{'s' * (len(self.names) != 1)}"
+
+    def checksum(self) -> int:
+        """Return a number for names and options, the same in every process."""
+        return zlib.crc32(repr((self.names, sorted(self.options.items()))).encode())
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a model's file says; nothing at all unless it says something.
+
+    ``groups``: every parameter of the model is in one of them, if there are any; parameters in no group of the file's
+    are in the last. ``kind``: the class of the file's optimizer, made with ``settings``; None: the configured one.
+    """
+
+    groups: tuple[Group, ...] = ()
+    kind: Any = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def rate(self, config: Config) -> float:
+        """Return the base rate, before linear scaling."""
+        return config.lr if self.kind is None else float(self.settings["lr"])
+
+    def plain(self) -> Given:
+        """Return the same optimizer without groups, for tensors without names."""
+        return replace(self, groups=())
+
+    def make(self, config: Config, names: Sequence[str], tensors: Sequence[torch.Tensor],
+             lr: float) -> torch.optim.Optimizer:
+        """Return an optimizer over ``tensors``, parallel to ``names``, with base rate ``lr``; groups may be empty."""
+        groups = self._over(names, tensors, lr / self.rate(config) if self.rate(config) else 1.0)
+        if self.kind is None:
+            return by_name.optimizer(config, groups, lr)
+        by_name.refuse_fused(tensors, by_name.asks_fused(self.settings, groups))
+        fused = by_name.fused(self.kind, groups, {key: value for key, value in self.settings.items()
+                                                  if (key, value) not in NOT_SAID})
+        return _made(self.kind, groups, {**self.settings, **fused, "lr": lr})
+
+    def asks_fused(self, config: Config) -> bool:
+        """Return whether the user asks for fused kernels."""
+        own = config.optimizer.args if self.kind is None else self.settings
+        return by_name.asks_fused(own, [group.options for group in self.groups])
+
+    def _over(self, names: Sequence[str], tensors: Sequence[torch.Tensor], scale: float) -> by_name.ParamGroups:
+        if not self.groups:
+            return [{"params": list(tensors)}]
+        assert len(names) == len(tensors), "groups are of parameters by name"
+        of = dict(zip(names, tensors))
+        rates = [{"lr": group.options["lr"] * scale} if "lr" in group.options else {} for group in self.groups]
+        return [{**group.options, **rate, "params": [of[n] for n in group.names if n in of]}
+                for group, rate in zip(self.groups, rates)]
+
+
+def given_by(spec: Any, config: Config) -> Given:
+    """Return what the file of ``spec.model`` says of its optimizer.
+
+    Where it gives both, groups of the optimizer's own count before those of `parameter_groups`.
+    Errors: `UserError` for what is no such thing, and for an optimizer that cannot be made anew.
+    """
+    named = _named(spec.model)
+    kind, settings, groups = None, dict[str, Any](), list[Group]()
+    if spec.optimizer is not None:
+        made = called(spec, "optimizer", spec.model, config)
+        kind = type(made)
+        settings, groups = _read(made, named)
+    if spec.parameter_groups is not None and not any(group.options for group in groups):
+        groups = _groups(called(spec, "parameter_groups", spec.model), spec.model, named,
+                         _defaults(by_name.class_of(config)) if kind is None else made.defaults)
+        for group in groups:
+            _check_values(group, config, kind, settings)
+    return Given(_all(groups, named), kind, settings)
+
+
+def _named(model: torch.nn.Module) -> dict[int, str]:
+    """Return the name of each parameter that is trained by its id; of a shared one the first."""
+    return {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _all(groups: Sequence[Group], named: Mapping[int, str]) -> tuple[Group, ...]:
+    """Return ``groups`` with the parameters that are in none as the last one; () where nothing differs."""
+    taken = {name for group in groups for name in group.names}
+    rest = tuple(name for name in named.values() if name not in taken)
+    found = [*groups, Group(rest, {})] if rest else list(groups)
+    return tuple(found) if any(group.options for group in found) else ()
+
+
+# --- parameter_groups(model) ---------------------------------------------------------------------------------------
+
+def _groups(given: Any, model: torch.nn.Module, named: Mapping[int, str], allowed: Collection[str]) -> list[Group]:
+    """Return the groups that `parameter_groups` gave; ``allowed``: the options that the optimizer knows."""
+    if isinstance(given, (str, Mapping, torch.Tensor)) or not isinstance(given, Iterable):
+        raise _wrong(f"parameter_groups gives {_what(given)}")
+    found: list[Group] = []
+    owner: dict[str, int] = {}
+    for number, one in enumerate(given):
+        if not isinstance(one, Mapping) or "params" not in one:
+            raise _wrong(f"group {number} of parameter_groups is {_what(one)}")
+        names = [_name(p, number, model, named) for p in _listed(one["params"], number)]
+        twice = next((name for name in names if owner.setdefault(name, number) != number), None)
+        if twice is not None:
+            raise UserError(f"parameter {twice} is in groups {owner[twice]} and {number} of parameter_groups",
+                            "each parameter in one group (a shared one is one parameter)",
+                            "leave it out of one of them")
+        inside = set(names)
+        options = {str(key): _plain(value) for key, value in one.items() if key != "params"}
+        for key in options:
+            if key not in allowed:
+                raise UserError(f"group {number} of parameter_groups has the option {key!r}", nearest(key, allowed),
+                                "take an option of the run's optimizer")
+        found.append(Group(tuple(name for name in named.values() if name in inside), options))
+    return found
+
+
+def _listed(params: Any, number: int) -> list[Any]:
+    if isinstance(params, torch.Tensor):
+        return [params]
+    if isinstance(params, (str, Mapping)) or not isinstance(params, Iterable):
+        raise _wrong(f"params of group {number} of parameter_groups is {_what(params)}")
+    return [one[1] if isinstance(one, tuple) and len(one) == 2 else one for one in params]  # (name, parameter)
+
+
+def _name(param: Any, number: int, model: torch.nn.Module, named: Mapping[int, str]) -> str:
+    """Return the name of a parameter; `UserError` for anything else."""
+    if id(param) in named:
+        return named[id(param)]
+    if not isinstance(param, torch.Tensor):
+        raise _wrong(f"params of group {number} of parameter_groups holds {_what(param)}")
+    frozen = next((name for name, p in model.named_parameters() if p is param), None)
+    if frozen is not None:
+        raise UserError(f"group {number} of parameter_groups has {frozen}, which is not trained",
+                        "parameters whose requires_grad is true", "leave it out of the group")
+    raise UserError(f"group {number} of parameter_groups has a tensor of shape {tuple(param.shape)} that is none of "
+                    "the model's parameters", "parameters of the model that it is given",
+                    "take them from model.named_parameters()")
+
+
+def _wrong(got: str) -> UserError:
+    return UserError(got, 'a list of groups as torch.optim takes them: {"params": [parameters], option: value}',
+                     "correct parameter_groups in the model file")
+
+
+def _what(thing: Any) -> str:
+    return "None" if thing is None else f"{thing!r}"[:40] if isinstance(thing, str) else f"a {type(thing).__name__}"
+
+
+def _check_values(group: Group, config: Config, kind: Any, settings: Mapping[str, Any]) -> None:
+    """Raise `UserError` for values that the optimizer would refuse as its own arguments."""
+    rate = group.options.get("lr", 0.0)
+    try:
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
+            raise ValueError(f"lr is {rate!r}")
+        stand_in = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))]}]
+        make = kind or by_name.class_of(config)
+        own = settings if kind is not None else {"lr": config.lr, **config.optimizer.args}
+        _made(make, stand_in, {**own, **{key: group.options[key] for key in _taken(make, group.options)}})
+    except (TypeError, ValueError, RuntimeError) as error:
+        name = (kind or by_name.class_of(config)).__name__
+        raise UserError(f"optimizer {name} refused the options {group.options} of parameter_groups: {error}",
+                        "values that it takes as its arguments", "correct parameter_groups") from None
+
+
+# --- optimizer(model, config) --------------------------------------------------------------------------------------
+
+def _read(made: Any, named: Mapping[int, str]) -> tuple[dict[str, Any], list[Group]]:
+    """Return the settings and groups of the optimizer that `optimizer` gave; `UserError` if it cannot be made anew."""
+    if not isinstance(made, torch.optim.Optimizer):
+        raise UserError(f"optimizer gives {_what(made)}", "a torch.optim.Optimizer over the model's parameters",
+                        "return one from optimizer(model, config)")
+    kind = type(made)
+    unusable = next((by_name.UNUSABLE[c.__name__.lower()] for c in kind.__mro__
+                     if c.__name__.lower() in by_name.UNUSABLE), None)
+    if unusable:
+        raise UserError(f"optimizer gives {kind.__name__}, which {unusable}", "another one", "correct optimizer")
+    known = {key: _plain(value) for key, value in made.defaults.items()}
+    settings = {key: known[key] for key in _taken(kind, known)}
+    if "lr" not in settings:
+        raise _not_anew(made, "it has no argument lr")
+    groups, over = [], []
+    for one in made.param_groups:
+        names = {named[id(p)] for p in one["params"] if id(p) in named}
+        own = {key: _plain(value) for key, value in one.items() if key not in NOT_OPTIONS}
+        options = {key: value for key, value in own.items() if key not in known or value != known[key]}
+        groups.append(Group(tuple(name for name in named.values() if name in names), options))
+        over.append({**options, "params": list(one["params"])})
+    missing = [name for name in named.values() if not any(name in group.names for group in groups)]
+    if missing:
+        raise UserError(f"the {kind.__name__} of optimizer lacks {len(missing)} of the model's parameters: "
+                        f"{', '.join(missing[:3])}", "all that are trained",
+                        "give it all of model.parameters(), or set requires_grad to false on those that stay")
+    _refuse_unlike(made, known, over, settings)
+    return settings, groups
+
+
+def _refuse_unlike(made: torch.optim.Optimizer, known: Mapping[str, Any], over: list[dict[str, Any]],
+                   settings: Mapping[str, Any]) -> None:
+    """Raise `UserError` unless an optimizer of the class with these settings is the one that was given."""
+    try:
+        again = _made(type(made), over, settings)
+    except Exception as error:  # noqa: BLE001  (a class of the user's)
+        raise _not_anew(made, " ".join(str(error).split())[:200]) from None
+    if {key: _plain(value) for key, value in again.defaults.items()} != known:
+        raise _not_anew(made, "its defaults come out otherwise")
+    if made.state and not again.state:
+        raise _not_anew(made, "it has made updates, whose state would be lost")
+    usual = vars(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
+    hooked = [key for key in usual if key.endswith("_hooks") and getattr(made, key, None)]
+    if hooked:
+        raise _not_anew(made, f"hooks of the old one are lost ({hooked[0].strip('_')})")
+    ours, theirs = ({key: value for key, value in vars(one).items() if key not in usual} for one in (made, again))
+    for key in {*ours, *theirs}:
+        if not (key in ours and key in theirs and _same(ours[key], theirs[key])):
+            raise _not_anew(made, f"its attribute {key} comes out otherwise, or cannot be compared")
+
+
+def _not_anew(made: torch.optim.Optimizer, why: str) -> UserError:
+    return UserError(f"the {type(made).__name__} of optimizer cannot be made anew over the tensors that a rank holds: "
+                     f"{why}", "an optimizer that its class makes from groups and its defaults",
+                     "return such a one, or set optimizer.name and give parameter_groups(model)")
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two values are surely the same."""
+    return a is b or (type(a) is type(b) and isinstance(a, (bool, int, float, str, tuple, list, dict)) and a == b)
+
+
+def _made(kind: Any, groups: by_name.ParamGroups, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
+    return kind([dict(group) for group in groups], **settings)  # type: ignore[no-any-return]
+
+
+def _defaults(kind: Any) -> dict[str, Any]:
+    """Return the defaults of a class of torch.optim, which its groups may have options for."""
+    return kind([torch.nn.Parameter(torch.zeros(2, 2))], lr=0.1).defaults  # type: ignore[no-any-return]
+
+
+def _taken(kind: Any, keys: Iterable[str]) -> list[str]:
+    """Return which of ``keys`` the constructor of a class takes."""
+    taken = inspect.signature(kind).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    return [key for key in keys if anything or key in taken]
+
+
+def _plain(value: Any) -> Any:
+    """Return a tensor or array of one element as the number, a list as a tuple."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return _short(value.detach().item(), value.dtype)
+    if type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1:
+        return value.item()
+    return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _short(number: Any, dtype: torch.dtype) -> Any:
+    """Return a number that was kept in 32 bits, such as 0.009999999776, as its owner wrote it: 0.01."""
+    return float(f"{number:.7g}") if dtype == torch.float32 and isinstance(number, float) else number

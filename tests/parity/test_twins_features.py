@@ -1,0 +1,114 @@
+"""Each twin, in both frameworks: recomputed, divided over ranks, cut over devices and over ranks, it has the curve of
+one process.
+
+Ranks are threads of this process. What cannot be is in `CANNOT`, with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+import keras  # noqa: E402
+from small_runs import config, fitted, lockstep  # noqa: E402
+
+from hvdtrain.backends.torch import placement  # noqa: E402
+from hvdtrain.config import DataParallel, Named, Pipeline  # noqa: E402
+
+BASE = config(global_batch=8, max_steps=2, lr=0.05, optimizer=Named("SGD", {"momentum": 0.9}), metrics=[])
+TWINS = {
+    "resnet": {"in_shape": (8, 8, 3), "width": 8, "depth": 1},
+    "vit": {"in_shape": (8, 8, 3), "patch": 4, "width": 16, "depth": 1, "heads": 2},
+    "bert": {"vocab": 96, "context": 64, "width": 16, "depth": 1, "heads": 2},
+    "gpt": {"vocab": 96, "context": 64, "width": 16, "depth": 1, "heads": 2},
+    "lstm": {"features": 8, "width": 12},
+}
+"""Arguments of small ones."""
+FEATURES = {
+    "remat": (1, {"remat": "every:1"}),
+    "zero": (2, {"data_parallel": DataParallel("zero", 2), "shares": [3, 1], "remat": "every:1"}),
+    "device split": (1, {"model_parallel": 2, "split_micro_batches": 2}),
+    "pipeline": (2, {"pipeline": Pipeline(2, micro_batches=2)}),
+}
+"""Ranks, and what is changed."""
+CANNOT = {
+    ("tensorflow", "device split"): "logical devices come before TensorFlow starts: tests/jobs/device_split_cases.py",
+    ("tensorflow", "remat"): "graphs take long to trace: together with zero",
+}
+"""Why, by framework and feature."""
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch, tmp_path):
+    """Runs make their directories there; this host's CPU stands for each of a PyTorch rank's devices."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(placement, "devices", lambda n: [torch.device("cpu")] * n)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def made(framework, name):
+    """A twin with the same weights whenever it is made."""
+    if framework == "torch":
+        torch.manual_seed(0)
+        return importlib.import_module(f"torch_models.{name}").build(**TWINS[name])
+    keras.utils.set_random_seed(0)
+    return importlib.import_module(f"tf_models.{name}").build(**TWINS[name])
+
+
+def samples(name):
+    """Two global batches, of which the last is short."""
+    x, y = importlib.import_module(f"torch_models.{name}").example(14)
+    return (x[:, :8, :8], y) if name in ("resnet", "vit") else (x, y)
+
+
+def trained(framework, name, size, **changes):
+    """{name: array} of all ranks, and the runs."""
+    runs = lockstep(size, replace(BASE, **changes), lambda rank: made(framework, name), samples(name), fitted)
+    held = {}
+    for run in runs:
+        for path, array in run.parts.state.state()[0]["model"].items():
+            path = re.sub(r"_\d+(?=[/_]|$)", "", path) if framework == "tensorflow" and "block" not in path else path
+            assert path not in held or (held[path] == array).all(), path
+            held[path] = array
+    return held, runs
+
+
+@functools.lru_cache(maxsize=None)
+def alone(framework, name):
+    """What one process trains, and begins with."""
+    return trained(framework, name, 1)[0]
+
+
+def took_hold(feature, runs):
+    """Whether the runs did what the test is about."""
+    parts = [run.parts for run in runs]
+    return {"remat": all(p.remat.chosen for p in parts), "device split": "split" in parts[0].describe(),
+            "zero": all(p.remat.chosen and run.config.data_parallel.name == "zero" for p, run in zip(parts, runs)),
+            "pipeline": all(p.layout is not None for p in parts)}[feature]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_a_twin_has_the_curve_of_one_process(framework, name, feature):
+    why = CANNOT.get((framework, feature))
+    if why:
+        pytest.skip(why)
+    want, (size, changes) = alone(framework, name), FEATURES[feature]
+    got, runs = trained(framework, name, size, **changes)
+    assert took_hold(feature, runs)
+    assert sorted(got) == sorted(want)
+    for path, array in got.items():
+        within = 1e-5 * max(0.1, np.abs(want[path]).max())
+        np.testing.assert_allclose(array, want[path], rtol=1e-4, atol=within, err_msg=path)

@@ -1,0 +1,34 @@
+"""The scripts of docs/models.md: five, each a model file of under 30 lines; the packages that they want are pinned."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import zoo
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_package_of_the_page_has_a_script():
+    assert sorted(zoo.scripts()) == [f"{name}.py" for name in ("hf_causal", "hf_classifier", "hub_model", "keras_app",
+                                                               "timm_model")]
+
+
+@pytest.mark.parametrize("name", zoo.scripts())
+def test_a_script_is_short_and_its_packages_are_pinned(name):
+    code = zoo.scripts()[name]
+    assert len(code.strip().splitlines()) + 1 < 30
+    pinned = "".join(path.read_text() for path in (ROOT / "requirements").glob("*.txt"))
+    imported = {(node.module if isinstance(node, ast.ImportFrom) else node.names[0].name).partition(".")[0]
+                for node in ast.walk(ast.parse(code)) if isinstance(node, (ast.Import, ast.ImportFrom))}
+    for package in imported - set(sys.stdlib_module_names):
+        assert re.search(rf"^{package.replace('_', '-')}==", pinned, re.MULTILINE), package
+    assert {node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)} >= {"build", "blocks"}
+
+
+def test_hvdtrain_imports_none_of_them():
+    sources = [path.read_text() for path in (ROOT / "hvdtrain").rglob("*.py")]
+    asked = re.compile(r"^\s*(import|from) (timm|transformers|keras_hub|torchvision)\b", re.MULTILINE)
+    assert len(sources) > 100 and not any(asked.search(text) for text in sources)

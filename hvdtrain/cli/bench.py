@@ -11,6 +11,8 @@ BENCHES = {
     "eager": "one call of hvdtrain.tensorflow outside of graphs, against the same of Horovod; under mpirun",
     "step": "whole training steps, also against plain PyTorch, Keras and their other trainers (--peers)",
     "mixed": "ranks of unlike speed: part of the sum of their solo speeds that hvdtrain and its peers reach",
+    "input": "a folder of pictures read on several numbers of ranks, against torch's DataLoader and tf.data",
+    "case": "a recipe on several numbers of ranks: time of an epoch, memory, speed-up, exchange, what ZeRO saves",
     "whatif": "a step without one of its ranks: as a run reckons it, and as it is when that rank is left out",
     "pipeline": "a model cut over ranks, against PyTorch's own pipeline and against whole copies, under one quota",
     "finite": "CPU time that looking whether summed gradients are finite costs; under mpirun, or alone",

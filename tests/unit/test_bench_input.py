@@ -1,0 +1,43 @@
+"""`bench input`: what its table makes of the times, the counting of decodes, and one job of each reader."""
+
+import importlib.util
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+from hvdtrain.bench import input as bench
+from hvdtrain.bench import input_rank
+from hvdtrain.data.sources import ArraySource
+
+
+def about(seconds, decodes=40):
+    return {"samples": 20, "epochs": 2, "seconds": seconds, "decodes": decodes, "workers": 1}
+
+
+def test_own_rate_is_held_against_the_best_of_the_others():
+    found = {(2, "tfdata"): [about(2.0), about(1.0), about(4.0)], (2, "hvdtrain"): [about(1.0)],
+             (2, "dataloader"): [about(4.0, decodes=42)]}
+    assert bench.rows(found) == [["2", "hvdtrain", "1", "40", "40 to 40", "2.00", "1"],
+                                 ["2", "dataloader", "1", "10", "10 to 10", "-", "1.05"],
+                                 ["2", "tfdata", "1", "20", "15 to 30", "-", "1"]]
+
+
+def test_decodes_of_several_processes_are_counted_together(tmp_path):
+    counted = input_rank.Counted(ArraySource([np.arange(5)]), input_rank.Decodes(str(tmp_path / "n")))
+    counted.fetch(np.array([0, 1]))
+    pickle.loads(pickle.dumps(counted)).fetch(np.array([4]))
+    assert counted.decodes.total() == 3 and len(counted) == 5
+
+
+@pytest.mark.parametrize("reader", bench.CONTENDERS)
+def test_a_reader_decodes_each_sample_once_an_epoch(reader, tmp_path):
+    for package in ("PIL", bench.CONTENDERS[reader]):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    found = tmp_path / "found.jsonl"
+    assert bench.main(["--readers", reader, "--np", "1", "--samples", "22", "--size", "8", "--batch", "4", "--rounds",
+                       "1", "--epochs", "2", "--jsonl", str(found)]) == 0
+    told = json.loads(found.read_text())
+    assert (told["samples"], told["read"], told["decodes"], told["reader"]) == (22, 44, 44, reader)

@@ -1,0 +1,92 @@
+"""The files in recipes/: each says what it means, and CIFAR-100's whole path runs, resumed and over two hosts too.
+
+On an archive of the published format that the test makes, with a small network in the place of the large one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runner import ROOT, mpirun, run
+
+from hvdtrain.cli import train
+from hvdtrain.resolve import load_callable
+
+sys.path.insert(0, str(ROOT / "tests" / "fixtures"))
+from cifar_archive import write_binary  # noqa: E402
+
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+CIFAR = {"torch": "cifar100.yaml", "tensorflow": "cifar100_keras.yaml"}
+TWO_HOSTS = str(ROOT / "mpi_scripts" / "two_hosts.sh")
+
+
+def need(framework):
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory):
+    """A folder with an archive of 40 training and 8 test pictures, and its MD5."""
+    root = tmp_path_factory.mktemp("cifar")
+    return root, write_binary(root / "cifar-100-binary.tar.gz", train=40, test=8, classes=10)
+
+
+def words(framework, archive, out, *more):
+    root, md5 = archive
+    models = {"torch": "torch_models", "tensorflow": "tf_models"}
+    return ["-m", "hvdtrain", "train", "--config", str(ROOT / "recipes" / CIFAR[framework]), "--data.args.root",
+            str(root), "--data.args.md5", md5, "--model", f"{models[framework]}.resnet:wide_resnet",
+            "--model_args.depth", "10", "--model_args.widen", "1", "--global_batch", "16", "--epochs", "2",
+            "--schedule.warmup_steps", "2", "--precision", "fp32", "--out", str(out), "--progress", "plain", *more]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_a_recipe_is_a_configuration_and_names_a_model(path):
+    config = train.parse(["--config", str(path)], {})
+    config.check()
+    need("torch" if config.model.startswith("torch") else "keras")
+    assert callable(load_callable(config.model, "model"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("framework", CIFAR)
+def test_cifar_resumed_on_other_ranks_ends_as_it_does_in_one_go(framework, archive, tmp_path):
+    need(framework)
+    whole = mpirun(2, words(framework, archive, tmp_path / "whole", "--checkpoint.every_steps", "4"), 120)
+    assert whole.returncode == 0, whole.text
+    (middle,) = (tmp_path / "whole" / "checkpoints").glob("step-*4")
+    rest = run([sys.executable, *words(framework, archive, tmp_path / "rest", "--resume", str(middle))], 120)
+    assert rest.returncode == 0 and "resumed at step 4" in rest.text, rest.text
+    ends = [json.loads((tmp_path / name / "completed.json").read_text()) for name in ("whole", "rest")]
+    assert [end["steps"] for end in ends] == [6, 6] and ends[0]["ledger"]["epochs"] == 2
+    assert ends[1]["loss"] == pytest.approx(ends[0]["loss"], rel=1e-4)
+    assert set(ends[0]["metrics"]) == {"loss", "accuracy"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_cifar_over_two_hosts(archive, tmp_path):
+    need("torch")
+    tried = subprocess.run([TWO_HOSTS, "1gbit", "true"], capture_output=True, text=True, timeout=30)
+    if tried.returncode == 77:
+        pytest.skip(tried.stderr.strip())
+    job = run([TWO_HOSTS, "none", "mpirun", "-np", "2", "python", *words(
+        "torch", archive, tmp_path / "run", "--max_steps", "3", "--model_args.norm", "batch", "--sync_batchnorm",
+        "true", "--precision", "bf16", "--collectives", "mpi")], 120.0, {"HOSTS": "2", "SLOTS": "1"})
+    assert job.returncode == 0, job.text
+    assert "2 hosts" in json.loads((tmp_path / "run" / "completed.json").read_text())["hosts"]
+
+
+def test_an_archive_that_is_not_there_is_told_with_its_place(tmp_path):
+    need("torch")
+    job = run([sys.executable, "-m", "hvdtrain", "train", "--config", str(ROOT / "recipes" / "cifar100.yaml"),
+               "--data.args.root", str(tmp_path)], 60)
+    assert job.returncode == 2 and "cs.toronto.edu/~kriz/cifar.html" in job.text, job.text
+    assert not list(Path(tmp_path).iterdir())

@@ -4,11 +4,15 @@
 #   PYTHON=python3.11               the interpreter for the virtual environment (3.10 or later)
 #   VENV=.venv                      where that environment lies
 #   DEVICE=cpu|cuda                 detected: cuda where an NVIDIA GPU answers
+#   CAPABILITIES=80,90              GPUs that Horovod is built for where there are none (images); with DEVICE=cuda
+#   WITH="dev trackers"             what beside the trainer (files of requirements/); WITH= for neither
+#   WHEELHOUSE=DIR                  wheels for machines without a network: wheelhouse fills it, setup asks no index then
 #   TORCH_CPU_INDEX=URL             where torch's CPU wheels are sought if pip's own indexes lack them
 
 FRAMEWORKS ?= torch tensorflow
 VENV ?= .venv
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+WITH ?= dev trackers
 NP ?= 4
 
 # A name on PATH may be a shim without an interpreter behind it, so each candidate has to run.
@@ -22,11 +26,20 @@ empty :=
 space := $(empty) $(empty)
 CHOSEN := $(sort $(FRAMEWORKS))
 UNKNOWN := $(filter-out torch tensorflow,$(CHOSEN))
-STAMP := $(VENV)/.installed-$(subst $(space),-,$(strip $(CHOSEN)))-$(DEVICE)
-PINS := base mpi horovod dev trackers $(addsuffix -$(DEVICE),$(CHOSEN))
+KIND := $(subst $(space),-,$(strip $(CHOSEN)))-$(DEVICE)$(if $(filter dev,$(WITH)),,-lean)
+PINNED := $(VENV)/.pinned-$(KIND)
+STAMP := $(VENV)/.installed-$(KIND)
+PINS := base mpi horovod $(WITH) $(addsuffix -$(DEVICE),$(CHOSEN))
 PIN_FILES := $(PINS:%=requirements/%.txt)
+# Models of others (docs/models.md), each without the packages it asks for: keras-hub's tensorflow-text would bring
+# TensorFlow's own package beside tensorflow-cpu. What they need is pinned in the file or comes with the rest. A folder
+# of wheels does not have them.
+ZOO_FILES := $(if $(WHEELHOUSE),,$(if $(filter dev,$(WITH)),requirements/zoo.txt \
+	$(patsubst %,requirements/zoo-%-$(DEVICE).txt,$(filter torch,$(CHOSEN)))))
 PIP := $(PY) -m pip --disable-pip-version-check
 QUICK := --timeout 15 --retries 1
+FROM := $(if $(WHEELHOUSE),--no-index --find-links "$(abspath $(WHEELHOUSE))")
+HOUSE = $(or $(WHEELHOUSE),runs/wheelhouse)
 
 # Open MPI refuses root unless it is told twice. Only as root, and only for the programs started from here.
 ifeq ($(shell id -u),0)
@@ -34,12 +47,13 @@ AS_ROOT := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 endif
 HOROVODRUN := PATH="$(abspath $(VENV))/bin:$$PATH" $(AS_ROOT) $(VENV)/bin/horovodrun -np $(NP) -H localhost:$(NP) $(abspath $(VENV))/bin/python -m hvdtrain
 
-.PHONY: help quickstart setup test lint clean check-tools gpu-check gpu-wheels
+.PHONY: help quickstart setup test lint clean check-tools packages wheelhouse gpu-check gpu-wheels
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make quickstart   set everything up, then train digits on $(NP) ranks: first PyTorch, then TensorFlow'
 	@echo 'make setup        the set-up alone: $(VENV), frameworks, MPI, Horovod (a second time: seconds)'
+	@echo 'make wheelhouse   fill WHEELHOUSE=DIR with all wheels, Horovod'\''s too; elsewhere make setup WHEELHOUSE=DIR needs no network'
 	@echo 'make test         every test, in one process and under MPI'
 	@echo 'make lint         flake8 and mypy'
 	@echo 'make gpu-check    check this machine'\''s GPU from the source tree; what is not installed comes from WHEELS=FOLDER'
@@ -65,25 +79,44 @@ endif
 ifeq ($(strip $(PYTHON)),)
 	@echo 'error: CPython 3.10 or later is missing; install the package python3 (Debian, Ubuntu) or python3.11 (Fedora, RHEL), or name one: make PYTHON=/path/to/python3' >&2; exit 1
 else
-	@"$(PYTHON)" -m hvdtrain.build.tools
+	@"$(PYTHON)" -m hvdtrain.build.tools $(if $(WHEELHOUSE),--wheels)
 endif
 
 setup: check-tools
 	@$(MAKE) --no-print-directory $(STAMP) FRAMEWORKS="$(CHOSEN)" VENV="$(VENV)" DEVICE="$(DEVICE)" PYTHON="$(PYTHON)"
-	@$(PY) -m hvdtrain build --frameworks $(CHOSEN) $(if $(filter cpu,$(DEVICE)),--cpu)
+	@$(PY) -m hvdtrain build --frameworks $(CHOSEN) $(if $(filter cpu,$(DEVICE)),--cpu) $(if $(WHEELHOUSE),--wheelhouse "$(WHEELHOUSE)") $(if $(filter cuda,$(DEVICE)),$(if $(CAPABILITIES),--capabilities $(CAPABILITIES)))
+
+# The pins alone, from requirements/ alone: a layer of an image that changes with them only.
+packages: $(PINNED)
+
+# Needs a set-up of the same kind here: its Horovod is among the wheels. WHEELHOUSE= here is where to, not where from.
+wheelhouse:
+	@$(MAKE) --no-print-directory setup WHEELHOUSE=
+	@$(PY) -m hvdtrain.build.wheelhouse "$(HOUSE)" $(PIN_FILES:%=-r %) --frameworks $(CHOSEN) $(if $(filter cpu,$(DEVICE)),--cpu) --extra-index $(TORCH_CPU_INDEX)
 
 # torch's CPU wheels ("+cpu") are not on every index: pip's own are asked first, then PyTorch's. An index that does not
 # answer ends in an error within a minute, never in a hang.
-$(STAMP): $(PIN_FILES) setup.cfg
+$(PINNED): $(PIN_FILES)
 	@[ -x $(PY) ] || "$(PYTHON)" -m venv "$(VENV)"
 	@echo "installing $(CHOSEN) ($(DEVICE)) into $(VENV); log: $(VENV)/install.log"
-	@$(PIP) install $(PIN_FILES:%=-r %) >$(VENV)/install.log 2>&1 \
-	|| { echo "some pin is not on pip's own indexes; asking PyTorch's index too"; \
+	@$(PIP) install $(FROM) $(PIN_FILES:%=-r %) >$(VENV)/install.log 2>&1 \
+	|| { [ -z "$(WHEELHOUSE)" ] && echo "some pin is not on pip's own indexes; asking PyTorch's index too" && \
 	     $(PIP) install $(QUICK) --extra-index-url $(TORCH_CPU_INDEX) $(PIN_FILES:%=-r %) >>$(VENV)/install.log 2>&1; } \
 	|| { tail -n 20 $(VENV)/install.log; \
 	     echo "error: the packages of requirements/ could not be installed for $$($(PY) -V); log: $(VENV)/install.log" >&2; exit 1; }
+	@touch $@
+
+$(STAMP): $(PINNED) $(ZOO_FILES) setup.cfg
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable . >>$(VENV)/install.log 2>&1 \
 	|| { tail -n 20 $(VENV)/install.log; exit 1; }
+ifneq ($(ZOO_FILES),)
+	@$(PIP) install --no-deps $(ZOO_FILES:%=-r %) >>$(VENV)/install.log 2>&1 \
+	|| $(PIP) install $(QUICK) --no-deps --extra-index-url $(TORCH_CPU_INDEX) $(ZOO_FILES:%=-r %) >>$(VENV)/install.log 2>&1 \
+	|| { echo "no torchvision for PyTorch on CPUs found: timm is tested with the Python parts of PyPI's, in $(VENV)/zoo"; \
+	     $(PIP) install --no-deps -r requirements/zoo.txt >>$(VENV)/install.log 2>&1 \
+	     && $(PIP) install --no-deps --upgrade --target $(VENV)/zoo -r requirements/zoo-torch-cuda.txt >>$(VENV)/install.log 2>&1; } \
+	|| echo "models of others (docs/models.md) could not be installed: their tests are skipped; log: $(VENV)/install.log"
+endif
 	@touch $(STAMP)
 
 test: setup

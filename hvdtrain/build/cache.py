@@ -15,9 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hvdtrain.build.plan import HOROVOD_VERSION
 from hvdtrain.errors import UserError
 
 LOCK_TIMEOUT_S = 3600.0
+
+SOURCE = f"horovod-{HOROVOD_VERSION}.tar.gz"
+"""Horovod's source package, in the folder ``source``."""
 
 
 def root() -> Path:
@@ -49,6 +53,33 @@ def place(key: str, built: Path) -> Path:
     found = find(key)
     assert found is not None, f"{home} holds no wheel"
     return found
+
+
+def take_over(folder: Path, key: str) -> Path | None:
+    """Copy what the wheelhouse ``folder`` has of Horovod in where it is missing; the wheel of ``key``, or None.
+
+    UserError where there is no such folder.
+    """
+    if not folder.is_dir():
+        raise UserError(f"got the wheelhouse {folder}, which is not there", "a folder that make wheelhouse filled",
+                        "correct WHEELHOUSE=DIR, or fill it where there is a network: make wheelhouse WHEELHOUSE=DIR")
+    kept = root() / "source" / SOURCE
+    if not kept.exists() and (folder / "horovod" / SOURCE).exists():
+        copy(folder / "horovod" / SOURCE, kept)
+    found = sorted((folder / "horovod" / key).glob("horovod-*.whl"))
+    if found and find(key) is None:
+        with workspace() as work:
+            copy(found[0], work / "wheel" / found[0].name)
+            place(key, work / "wheel")
+    return find(key)
+
+
+def copy(source: Path, target: Path) -> Path:
+    """Copy a file whole or not at all; returns ``target``."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.copyfile(source, part)
+    return part.replace(target)
 
 
 @contextmanager

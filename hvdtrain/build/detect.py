@@ -30,10 +30,13 @@ _CUDA_LIBRARY = {"torch": "lib/libtorch_cuda.so", "tensorflow": "include/third_p
 _ARCH_FLAGS = {"f16c": "-mf16c", "avx": "-mavx", "fma": "-mfma"}
 
 
-def detect(only: tuple[str, ...] | None = None) -> Facts:
-    """Gather the facts of this interpreter and machine; ``only`` restricts the frameworks to those names."""
+def detect(only: tuple[str, ...] | None = None, capabilities: tuple[str, ...] = ()) -> Facts:
+    """Gather the facts of this interpreter and machine; ``only`` restricts the frameworks to those names.
+
+    ``capabilities``: of GPUs that are not here and shall be built for; () for those that are.
+    """
     found = tuple(f for f in map(find_framework, _DISTS) if f is not None)
-    gpus = find_capabilities()
+    gpus = capabilities or find_capabilities()
     return Facts(
         python_tag=f"cp{sys.version_info[0]}{sys.version_info[1]}{sys.abiflags}",
         platform=sysconfig.get_platform().replace("-", "_").replace(".", "_"),

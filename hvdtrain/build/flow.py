@@ -18,18 +18,24 @@ from hvdtrain.errors import UserError
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for: ``frameworks`` None means all installed ones, ``jobs`` 0 as many as fit."""
+    """What the user asked for: ``frameworks`` None means all installed ones, ``jobs`` 0 as many as fit.
+
+    ``wheelhouse``: a folder to take a wheel and the source from (``build.wheelhouse``) before anything is fetched.
+    ``capabilities``: of GPUs to build for where none is here (an image); then nothing can be checked.
+    """
 
     frameworks: tuple[str, ...] | None = None
     force: bool = False
     verify: bool = True
     jobs: int = 0
     cpu_only: bool = False
+    wheelhouse: Path | None = None
+    capabilities: tuple[str, ...] = ()
 
 
 def make_plan(options: Options) -> Plan:
     """The plan for this machine; UserError where a named framework is not installed."""
-    facts = detect.detect(options.frameworks)
+    facts = detect.detect(options.frameworks, options.capabilities)
     for name in options.frameworks or ():
         if not any(f.name == name for f in facts.frameworks):
             raise UserError(f"got --frameworks {name}, which is not installed here",
@@ -56,7 +62,7 @@ def run(options: Options, say=print) -> int:
     log = cache.root() / "logs" / f"{todo.key}.log"
     try:
         now = _ensure_installed(todo, options, log, say)
-        if options.verify:
+        if options.verify and not options.capabilities:
             now = _ensure_verified(todo, now, options.force, log.with_suffix(".check.log"), say)
     except ChildFailed as failure:
         say(failure.report())
@@ -72,6 +78,8 @@ def _ensure_installed(todo: Plan, options: Options, log: Path, say) -> record.Bu
         say("already installed: the Horovod here was built for exactly this")
         return have
     with cache.lock(todo.key, lambda: say("waiting: another process is building the same wheel")):
+        if options.wheelhouse is not None:
+            cache.take_over(options.wheelhouse, todo.key)
         built = None if options.force else cache.find(todo.key)
         if built is not None:
             say(f"cached wheel: {built}")

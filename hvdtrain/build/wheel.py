@@ -62,7 +62,7 @@ def fetch_source(env: dict[str, str], log: Path) -> Path:
     """The source package of Horovod, from the cache or through pip; UserError where its digest is not the
     known one.
     """
-    name = f"horovod-{HOROVOD_VERSION}.tar.gz"
+    name = cache.SOURCE
     kept = cache.root() / "source" / name
     if kept.exists() and sha256_of(kept) == SDIST_SHA256:
         return kept

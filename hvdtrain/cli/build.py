@@ -6,8 +6,11 @@ Owns the options. The work is in ``hvdtrain.build``.
 from __future__ import annotations
 
 import argparse
+import re
+from pathlib import Path
 
 from hvdtrain.build import flow
+from hvdtrain.errors import UserError
 
 FRAMEWORKS = ("torch", "tensorflow")
 
@@ -25,6 +28,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--jobs", type=int, default=0, metavar="N",
                       help="compilers at once (default: by cores and memory)")
     made.add_argument("--cpu", action="store_true", help="build without CUDA and NCCL even if a GPU is here")
+    made.add_argument("--capabilities", type=str, default="", metavar="80,90",
+                      help="compute capabilities to build for, where no GPU is here; nothing is checked then")
+    made.add_argument("--wheelhouse", type=Path, metavar="DIR",
+                      help="take Horovod's wheel or source from this folder, which make wheelhouse filled")
     made.add_argument("--print-plan", action="store_true", help="say what would be built, and stop")
     return made
 
@@ -34,8 +41,13 @@ def main(argv: list[str]) -> int:
     mistake.
     """
     args = parser().parse_args(argv)
+    named = tuple(filter(None, args.capabilities.split(",")))
+    if not all(re.fullmatch(r"[1-9]\d{1,2}", one) for one in named):
+        raise UserError(f"got --capabilities {args.capabilities}", "compute capabilities without dots, such as 80,90",
+                        "correct --capabilities")
     options = flow.Options(frameworks=tuple(args.frameworks) if args.frameworks else None, force=args.force,
-                           verify=not args.no_verify, jobs=max(0, args.jobs), cpu_only=args.cpu)
+                           capabilities=tuple(sorted(named, key=int)), verify=not args.no_verify,
+                           jobs=max(0, args.jobs), cpu_only=args.cpu, wheelhouse=args.wheelhouse)
     if args.print_plan:
         print(flow.show(flow.make_plan(options)))
         return 0

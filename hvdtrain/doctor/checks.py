@@ -1,19 +1,18 @@
 """From the facts of all hosts to what is wrong with them. Pure.
 
-Owns the list of checks, and those of versions, frameworks and resources; `mpi_checks`, `gpu_checks` and
-`network_checks` have the others. A fact that is unknown is no problem by itself: the table shows it.
+Owns the list of checks, and those of versions, frameworks and resources; `mpi_checks`, `gpu_checks`,
+`network_checks` and `container_checks` have the others. A fact that is unknown is no problem by itself: the table
+shows it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from hvdtrain.doctor import gpu_checks, mpi_checks, network_checks
+from hvdtrain.doctor import container_checks, gpu_checks, mpi_checks, network_checks
+from hvdtrain.doctor.container_checks import slots
 from hvdtrain.doctor.facts import FRAMEWORKS, UNKNOWN, Facts, known
 from hvdtrain.doctor.problem import SLOWS, STOPS, Problem, merge
-
-SHM_PER_RANK = 16 << 20
-"""Bytes that Open MPI's shared-memory transport takes in /dev/shm for each rank (4.1 and 5.0)."""
 
 MEMORY_PER_RANK = 1 << 30
 """Bytes below which a rank with a framework and a small model does not fit well."""
@@ -35,11 +34,6 @@ def diagnose(hosts: Sequence[Facts]) -> list[Problem]:
     return merge(found)
 
 
-def slots(host: Facts) -> int:
-    """Ranks that a run will have on this host."""
-    return max(1, int(host["slots"]))
-
-
 def frameworks(host: Facts, parallel: bool) -> Found:
     """One framework at least, and each that is installed loads."""
     name = (host["host"],)
@@ -54,18 +48,6 @@ def frameworks(host: Facts, parallel: bool) -> Found:
             yield Problem(STOPS, name, f"{framework} does not work: {facts['at']}: {facts['error']}",
                           f"run python -c 'import {framework}' there to see the whole error, then pip install "
                           f"--force-reinstall {wanted}")
-
-
-def shared_memory(host: Facts, parallel: bool) -> Found:
-    """/dev/shm holds what Open MPI wants for the ranks of the host."""
-    count, free = slots(host), host["shm_bytes"]
-    if count > 1 and known(free) and free < SHM_PER_RANK * count:
-        need = SHM_PER_RANK * count >> 20
-        yield Problem(SLOWS, (host["host"],),
-                      f"/dev/shm has {free >> 20} MiB free and Open MPI wants {need} for {count} ranks (16 each): it "
-                      "warns at best and crashes with SIGBUS at worst",
-                      f"give a container docker run --shm-size {max(64, 2 * need)}m, or pass mpirun --mca "
-                      "btl_vader_backing_directory /tmp")
 
 
 def memory(host: Facts, parallel: bool) -> Found:
@@ -132,9 +114,10 @@ def clocks(hosts: Sequence[Facts]) -> Found:
 
 PER_HOST: tuple[Callable[[Facts, bool], Found], ...] = (
     frameworks, mpi_checks.library, mpi_checks.launcher, mpi_checks.world, mpi_checks.root, mpi_checks.horovod,
-    gpu_checks.driver, gpu_checks.architectures, gpu_checks.unseen, gpu_checks.sharing, gpu_checks.nccl, shared_memory,
-    memory, cores)
+    gpu_checks.driver, gpu_checks.architectures, gpu_checks.unseen, gpu_checks.sharing, gpu_checks.nccl,
+    container_checks.shared_memory, container_checks.memory_of_neighbours, container_checks.files_of_neighbours,
+    container_checks.series, container_checks.quota, memory, cores)
 
 ACROSS: tuple[Callable[[Sequence[Facts]], Found], ...] = (
-    versions, network_checks.one_name, network_checks.loopback_names, network_checks.networks, clocks,
-    gpu_checks.mixed)
+    versions, network_checks.one_name, network_checks.loopback_names, network_checks.networks, container_checks.bridges,
+    clocks, gpu_checks.mixed)

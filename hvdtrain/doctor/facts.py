@@ -16,8 +16,14 @@ A host's facts, by key:
     visible           CUDA_VISIBLE_DEVICES, None where it is not set
     interfaces        name, address, network, up, mbit_s of each address of version 4
     cores, memory_bytes, shm_bytes   what this process may use; memory available; free in /dev/shm
+    shm_total         bytes of /dev/shm, used or not
+    affinity, limits  cores that this process may run on; cores and memory_bytes that control groups allow
+    container         kind, by (what tells of it), namespaced (in a user namespace of its own); None outside of one
+    peers             whether processes here reach each other: cma, files ("ok", or why not), between ("processes" or
+                      "ranks"), ptrace_scope, single_copy_off (Open MPI was told not to)
     root, root_allowed               runs as root; Open MPI was told that it may
-    launcher          kind, name, size; and after MPI's start world, its own count of processes
+    launcher          kind, name, size, series (of Open MPI, "" for others); and after MPI's start world, its own count
+                      of processes
     ranks             the ranks on this host; slots: how many a run will have here
     clock             offset_s from rank 0's host, within_s; None for a host alone
 """
@@ -44,10 +50,13 @@ from hvdtrain.cluster.boot import horovod_libraries, horovod_reason
 from hvdtrain.cluster.devices import VISIBLE, count_gpus
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.cluster.topology import affinity, cpu_quota
-from hvdtrain.doctor import probes
+from hvdtrain.doctor import container, peers, probes
 from hvdtrain.launch.prepare import ROOT_VARIABLES
 
 FRAMEWORKS = ("torch", "tensorflow")
+
+SINGLE_COPY = "btl_vader_single_copy_mechanism"
+"""Open MPI 4.1's setting of how it copies large messages within a host."""
 
 UNKNOWN = "unknown: "
 
@@ -112,9 +121,14 @@ def _looks(env: Mapping[str, str]) -> dict[str, Callable[[], Any]]:
         "mpirun": _mpirun,
         "visible": lambda: env.get(VISIBLE),
         "interfaces": interfaces,
-        "cores": lambda: min(len(affinity()), cpu_quota()),
+        "cores": lambda: min(len(affinity()), cpu_quota(), container.limits()["cores"] or float("inf")),
+        "affinity": lambda: len(affinity()),
+        "limits": container.limits,
+        "container": lambda: container.container(env),
+        "peers": lambda: neighbours(env, "processes", peers.between_processes()),
         "memory_bytes": memory_bytes,
         "shm_bytes": lambda: shutil.disk_usage("/dev/shm").free,
+        "shm_total": lambda: shutil.disk_usage("/dev/shm").total,
         "root": lambda: os.geteuid() == 0,
         "root_allowed": lambda: all(env.get(name) == "1" for name in ROOT_VARIABLES),
         "launcher": lambda: launcher(env),
@@ -147,7 +161,23 @@ def launcher(env: Mapping[str, str]) -> dict[str, Any] | None:
     facts = launch_facts(env)
     if facts.kind == "solo":
         return None
-    return {"kind": facts.kind, "name": facts.launcher, "size": facts.size, "world": None}
+    return {"kind": facts.kind, "name": facts.launcher, "size": facts.size, "world": None,
+            "series": launcher_series(env)}
+
+
+def launcher_series(env: Mapping[str, str]) -> str:
+    """The version of the Open MPI whose mpirun set ``env``: "5.0.11" (5 tells it), "4" (by its names), or ""."""
+    told = re.match(r"\d+(\.\d+)*", env.get("OMPI_VERSION", ""))
+    if told:
+        return told[0]
+    return "4" if any(name.startswith("OMPI_MCA_orte_") for name in env) else ""
+
+
+def neighbours(env: Mapping[str, str], between: str, found: Mapping[str, str]) -> dict[str, Any]:
+    """The fact ``peers`` from a trial between processes or ranks."""
+    off = env.get(f"OMPI_MCA_{SINGLE_COPY}", "") == "none" or "cma" in env.get("OMPI_MCA_smsc", "").lstrip("^").split(
+        ",") and env.get("OMPI_MCA_smsc", "").startswith("^")
+    return {**found, "between": between, "ptrace_scope": container.ptrace_scope(), "single_copy_off": off}
 
 
 def boot_id() -> str:

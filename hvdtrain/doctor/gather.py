@@ -11,14 +11,14 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from hvdtrain.cluster import boot, clocks
 from hvdtrain.cluster.control import flush_streams
 from hvdtrain.cluster.launcher import LaunchFacts
 from hvdtrain.cluster.topology import affinity, cpu_quota
 from hvdtrain.config import Exchange
-from hvdtrain.doctor import facts, mpi_checks, probes
+from hvdtrain.doctor import container_checks, facts, mpi_checks, peers, probes
 from hvdtrain.doctor.facts import FRAMEWORKS, PROBE_S, Facts
 from hvdtrain.doctor.problem import STOPS, Problem
 from hvdtrain.doctor.start import STAGE, Report, answer, last_words, run
@@ -86,6 +86,7 @@ def _gather(control: Control, env: Mapping[str, str]) -> list[Facts]:
     keys = [place[:2] for place in places]
     rounds = clocks.measure(control)
     looks = keys.index(keys[control.rank]) == control.rank
+    reached = _reached(control, keys)
     rows: list[list[Facts]] = control.gather([facts.collect(env)] if looks else [])
     found = []
     for rank, row in enumerate(rows):
@@ -93,10 +94,26 @@ def _gather(control: Control, env: Mapping[str, str]) -> list[Facts]:
             ranks = [r for r, key in enumerate(keys) if key == keys[rank]]
             cores = {core for r in ranks for core in places[r][2]}  # mpirun may have bound each rank to its own
             host |= {"ranks": ranks, "slots": len(ranks), "cores": min(len(cores), places[rank][3])}
+            tried = peers.worst([one for r, one in enumerate(reached) if r in ranks and one])
+            if tried:
+                host["peers"] = facts.neighbours(env, "ranks", tried)
             host["clock"] = clocks.offset(rounds, rank) if len(set(keys)) > 1 else None
             if isinstance(host["launcher"], dict):
                 host["launcher"]["world"] = control.size
             found.append(host)
+    return found
+
+
+def _reached(control: Control, keys: Sequence[object]) -> list[dict[str, str] | None]:
+    """What each rank found of the memory of the next one on its host, None for a rank that is alone; collective."""
+    offer = facts.attempt(peers.Offer)
+    offers = control.gather(None if isinstance(offer, str) else offer.facts)
+    on_host = [rank for rank, key in enumerate(keys) if key == keys[control.rank]]
+    near = on_host[(on_host.index(control.rank) + 1) % len(on_host)]
+    tries = near != control.rank and offers[near] is not None
+    found = control.gather(peers.reach(offers[near]) if tries else None)
+    if not isinstance(offer, str):
+        offer.close()  # all have tried
     return found
 
 
@@ -125,7 +142,7 @@ def _how(code: int | None, output: str, timeout_s: float) -> str:
 def _alone(env: Mapping[str, str], launched: LaunchFacts, how: str) -> Report:
     """This host's facts and what kept the job from coming together, unless the facts themselves tell that."""
     host = facts.collect(env) | {"slots": max(1, launched.local_size)}
-    if any(mpi_checks.world(host, True)):
+    if any(mpi_checks.world(host, True)) or any(container_checks.series(host, True)):
         return [host], []
     do = ("run python -m hvdtrain doctor without a launcher on every host, and see the launcher's own words; MPI needs "
           "open ports between the hosts and one MPI on all of them")

@@ -6,6 +6,7 @@ under -np 4", in which every rank trains its own model.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
@@ -32,6 +33,12 @@ def family(text: str) -> str:
 def short(library: str) -> str:
     """A library's version line without its packager: "Open MPI v4.1.8", "MPICH 4.3.2"."""
     return " ".join(word for word in library.split(",")[0].split()[:5] if word != "Version:")
+
+
+def series(host: Facts) -> int:
+    """4 or 5: the major version of mpi4py's Open MPI; 0 for another MPI, or none."""
+    found = re.search(r"Open MPI v(\d+)", host["mpi"]["library"]) if _library_family(host) else None
+    return int(found[1]) if found else 0
 
 
 def library(host: Facts, parallel: bool) -> Found:

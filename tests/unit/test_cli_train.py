@@ -333,7 +333,7 @@ FILES = {
     "epochs: 1.5": ["epochs is 1.5", "a whole number"],
     "deterministic: 1": ["deterministic is 1", "true or false"],
     "model: null": ["model is empty (null)", "text"],
-    "data:": ["data is empty (null)", "a section with name, args, shuffle, prefetch"],
+    "data:": ["data is empty (null)", "a section with name, args, "],
     "data: 5": ["data is 5", "a section"],
     "optimizer: 5": ["optimizer is 5", "a name, or a section with name, args"],
     "checkpoint: often": ["checkpoint is 'often'", "expected a section with every, every_steps"],

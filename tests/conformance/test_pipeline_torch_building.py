@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import weakref
 
 import numpy as np
@@ -20,6 +21,7 @@ from hvdtrain.backends.torch.maker import build_lazy  # noqa: E402
 from hvdtrain.backends.torch.pipelined import create  # noqa: E402
 from hvdtrain.backends.torch.pipelined.outline import outline, source_of  # noqa: E402
 from hvdtrain.backends.torch.pipelined.tape import Inexact, Tape  # noqa: E402
+from hvdtrain.cluster.exit import agreed  # noqa: E402
 from hvdtrain.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.config import Pipeline  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
@@ -166,6 +168,18 @@ def asks_where(model, batch):
     return loss, len(batch[1])
 
 
+ONE_AT_A_TIME = threading.Lock()
+
+
+def measured_in_turn(control, work, what):
+    """As `agreed`, for ranks that are threads and share one generator: none may draw while another measures."""
+    def alone():
+        with ONE_AT_A_TIME:
+            return work()
+
+    return agreed(control, alone if what.startswith("measuring") else work, what)
+
+
 def parts_of(models, task=None, again=None, cut=("third",), control_wire=None):
     """Each rank's tensors by name, of two ranks over ``models``."""
     settings = config(global_batch=8, shares=[], pipeline=Pipeline(2, cut=list(cut)))
@@ -178,7 +192,9 @@ def parts_of(models, task=None, again=None, cut=("third",), control_wire=None):
         assert all(module.calls == 0 for module in parts.model.modules() if isinstance(module, Counts))
         return {name: t.detach().clone() for name, t in tensors(parts.model).items()}
 
-    return LockstepWorld(2).run(rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(create, "agreed", measured_in_turn)
+        return LockstepWorld(2).run(rank)
 
 
 @pytest.mark.parametrize(("make", "task", "whole"), [

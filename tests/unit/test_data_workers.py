@@ -73,6 +73,12 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.fixture(autouse=True)
+def own_server(monkeypatch):
+    """A server that no other test of this process holds."""
+    monkeypatch.setattr(start, "_held", {"server": None, "users": 0, "pid": 0})
+
+
 @pytest.fixture
 def one():
     """A pool of two workers over 40 samples, ended afterwards; also its processes."""

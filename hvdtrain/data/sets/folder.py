@@ -88,9 +88,11 @@ class Pictures:
 
     def path(self, number: int) -> bytes:
         """The file of a sample."""
-        low, high = int(self._ends[number]), int(self._ends[number + 1])
-        label = int(self.labels(np.array([number]))[0])
-        return os.path.join(self._folder, self._class_names[label], self._paths[low:high])
+        return self._path(number, int(self.labels(np.array([number]))[0]))
+
+    def _path(self, number: int, label: int) -> bytes:
+        low, high = self._ends[number:number + 2].tolist()
+        return b"/".join((self._folder, self._class_names[label], self._paths[low:high]))
 
     def labels(self, indices_n: np.ndarray) -> np.ndarray:
         """The class numbers int64[n] of samples, without a look at their files."""
@@ -99,15 +101,16 @@ class Pictures:
     def fetch(self, indices_n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Decode the pictures ``indices_n``; see `make`. `Unreadable` for the first that cannot be."""
         pixels = np.empty((len(indices_n), *self.size, self.channels), np.uint8)
-        for row, number in enumerate(indices_n):
-            path = self.path(int(number))
-            picture = decode(path, int(number), self.size if self.resized else None, self.channels)
+        labels_n = self.labels(np.asarray(indices_n))
+        for row, (number, label) in enumerate(zip(np.asarray(indices_n).tolist(), labels_n.tolist())):
+            path = self._path(number, label)
+            picture = decode(path, number, self.size if self.resized else None, self.channels)
             if picture.shape[:2] != self.size:
                 raise UserError(f"{shown(path)} has {_times(picture.shape)} pixels and {shown(self._model)} "
                                 f"{_times(self.size)} (height x width)", "pictures of one size",
                                 "set data.args.size, which scales and crops them, such as 224")
             pixels[row] = picture
-        return self.scale(pixels), self.labels(np.asarray(indices_n))
+        return self.scale(pixels), labels_n
 
 
 def _times(shape: tuple[int, ...]) -> str:

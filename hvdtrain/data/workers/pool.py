@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import select
 import signal
 import socket
 import threading
@@ -29,9 +30,9 @@ SLOTS = 2
 """Tasks that a worker has at a time: one that it fetches, one that waits or whose result is being read."""
 
 TASKS = 2
-"""Tasks for each worker that a fetch is cut into, so that a slow sample holds up less."""
+"""Tasks for each of several workers that a fetch is cut into, so that a slow sample holds up less."""
 
-LOOK_S = 1.0
+LOOK_MS = 1000
 
 
 class Fetch:
@@ -98,10 +99,15 @@ class Pool:
         self._broken: UserError | None = None
         self._server = start.hold()
         self.workers: list[_Worker] = []
+        self._by_fd: dict[int, _Worker] = {}
+        self._poll = select.poll()  # asked once for each task: multiprocessing's own wait() is ten times as dear
         self.close = weakref.finalize(self, _close, self.workers, self._server, os.getpid())
         try:
             for number in range(n):
-                self.workers.append(_Worker(self._server, number, setup_fd, preload))
+                worker = _Worker(self._server, number, setup_fd, preload)
+                self.workers.append(worker)
+                self._by_fd[worker.channel.fileno()] = worker
+                self._poll.register(worker.channel.fileno(), select.POLLIN)
             while not self.workers[0].ready:
                 self._pump()
         except BaseException:
@@ -114,7 +120,8 @@ class Pool:
         """Have the samples ``indices_n`` of a source fetched; `collect` gives them."""
         with self._lock:
             fetch = Fetch(len(indices_n))
-            bounds = np.linspace(0, fetch.n, 1 + min(fetch.n, TASKS * self.n)).astype(int).tolist()
+            tasks = min(fetch.n, TASKS * self.n if self.n > 1 else 1)
+            bounds = np.linspace(0, fetch.n, 1 + tasks).astype(int).tolist()
             for low, high in zip(bounds, bounds[1:]):
                 self._waiting.append(_Task(fetch, source, low, np.asarray(indices_n[low:high], np.int64), epoch))
             fetch.left = len(bounds) - 1
@@ -158,16 +165,13 @@ class Pool:
 
     def _pump(self) -> None:
         """Take what workers have sent, waiting a while for it; raise `UserError` for one that is gone or hangs."""
-        from multiprocessing.connection import wait
-
         if self._broken is not None:
             raise self._broken
-        by_channel: dict[Any, _Worker] = {worker.channel: worker for worker in self.workers}
-        heard: Any = wait(list(by_channel), LOOK_S)
-        for channel in heard:
-            worker = by_channel[channel]
+        heard = self._poll.poll(LOOK_MS)
+        for fd, _ in heard:
+            worker = self._by_fd[fd]
             try:
-                self._take(worker, channel.recv())
+                self._take(worker, worker.channel.recv())
             except (EOFError, ConnectionResetError):
                 self._ended(worker)
         for worker in () if heard else self.workers:

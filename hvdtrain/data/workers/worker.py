@@ -10,6 +10,7 @@ ranks and workers are. The project's own sources draw from no such generator.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import pickle
@@ -124,7 +125,7 @@ class Memory:
 
     def read(self, rows: Sequence[tuple[Any, ...]]) -> Arrays:
         """Return views of what `write` has written, good until the next write."""
-        need = max((at + int(np.prod(shape)) * dtype.itemsize for at, shape, dtype in (r for r in rows if len(r) == 3)),
+        need = max((at + math.prod(shape) * dtype.itemsize for at, shape, dtype in (r for r in rows if len(r) == 3)),
                    default=0)
         held = self._mapped(need, grow=False)
         return tuple(row[0] if len(row) == 1 else np.ndarray(row[1], row[2], held, row[0]) for row in rows)

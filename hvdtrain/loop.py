@@ -264,7 +264,10 @@ def evaluate(run: Run) -> None:
 def measure(run: Run, feed: Feed) -> dict[str, float]:
     """Exact metrics over ``feed``: additive totals, summed over ranks in rank order. Collective."""
     with span("evaluation", "evaluation"), averaged(run.average):
-        return _measured(run, feed)
+        found = _measured(run, feed)
+    for text in feed.left_out("of the evaluation data "):
+        run.note(text)
+    return found
 
 
 def _measured(run: Run, feed: Feed) -> dict[str, float]:

@@ -37,7 +37,6 @@ class Ledger(Callback):
         self._unknown = ""
         self._skipped = self._skipped_before = self._epochs = self._samples = 0
         self._unread = self._unread_before = 0
-        self._unread_named: set[tuple[str, int]] = set()
         self._unchecked: list[int] = []
         self._kept: dict[str, Any] = {}
 
@@ -70,18 +69,8 @@ class Ledger(Callback):
         if batch.own_unread:
             self._book.add(np.array([number for number, _, _ in batch.own_unread], np.int64))
         self._unread += len(batch.unread)
-        self._name(run, batch.unread, "")
-
-    def eval_end(self, run: Any) -> None:
-        """Name what of the evaluation data could not be read."""
-        if run.eval_feed is not None:
-            self._name(run, run.eval_feed.left_out, "of the evaluation data ")
-
-    def _name(self, run: Any, unread: Any, whose: str) -> None:
-        for number, place, reason in unread:
-            if (whose, number) not in self._unread_named:
-                self._unread_named.add((whose, number))
-                run.note(f"sample {number} {whose}cannot be read and is left out: {place}: {reason}")
+        for text in run.feed.left_out():
+            run.note(text)
 
     def epoch_end(self, run: Any) -> None:
         """Compare the epoch that has ended with what it must hold; `UserError` on every rank. Collective."""

@@ -50,7 +50,7 @@ class Recorder(Callback):
     def eval_end(self, run: Any) -> None:
         """Metrics."""
         run.record("eval", epoch=run.state.cursor.epoch, metrics=dict(run.state.metrics),
-                   samples_per_s=run.state.samples_per_s)
+                   samples_per_s=run.state.samples_per_s, unread=run.eval_feed.unread)
 
     def checkpoint(self, run: Any) -> None:
         """A checkpoint was due here."""

@@ -62,7 +62,8 @@ class Feed:
     ``even_micros``: give every rank the same number of micro-batches in each step, empty ones where samples are
     lacking, so that all ranks enter the collectives of a forward pass (synchronised BatchNorm).
     ``skip_unread``: leave out samples that cannot be read (`sources.Unreadable`), and count what is there; collective.
-    ``samples``: those of an epoch, None for a stream, whose length nobody knows.
+    ``samples``: those of an epoch, None for a stream, whose length nobody knows. ``unread``: samples that all ranks
+    have left out of the walk under way, or of the last one.
     Errors: `UserError` for empty data, a global batch < 1, unusable shares. Ranks whose streams differ get a
     warning from rank 0: in length (the run goes on while one of them has samples) or in their first sample.
     """
@@ -88,7 +89,8 @@ class Feed:
                             f"give {size} shares")
         cut(0, shares)
         self._cuts = [(0, Cut.of(shares, accumulate, micro_batch))]
-        self.left_out: set[Unread] = set()
+        self.unread, self._named = 0, set[int]()
+        self._unnamed: list[Unread] = []
         self._walk: SourceWalk | StreamWalk
         if isinstance(data, Source):
             self._walk = SourceWalk(data, self.global_batch, seed, control, even_micros, skip_unread)
@@ -163,6 +165,7 @@ class Feed:
         epoch continues as the walk from its beginning would have. Close the iterator to stop early; that
         ends its thread.
         """
+        self.unread = 0
         return self._steps(cursor, self._walk.parts(cursor, self.shuffle, self._bounds))
 
     def eval_epoch(self) -> Generator[StepBatch, None, None]:
@@ -171,7 +174,18 @@ class Feed:
         A rank whose part of a step is empty gets a `StepBatch` without micro-batches, so that it can enter
         the collectives of that step; metrics as (sum, weight) are then exact.
         """
+        self.unread = 0
         return self._steps(Cursor(), self._walk.parts(Cursor(), False, self._bounds))
+
+    def left_out(self, whose: str = "") -> list[str]:
+        """Say which samples could not be read, each once; the same on every rank. ``whose``: of which data."""
+        words = []
+        for number, place, reason in self._unnamed:
+            if number not in self._named:
+                self._named.add(number)
+                words.append(f"sample {number} {whose}cannot be read and is left out: {place}: {reason}")
+        self._unnamed = []
+        return words
 
     def _bounds(self, step: int, n: int) -> tuple[int, int]:
         """This rank's part of the ``n`` samples of step ``step``."""
@@ -182,7 +196,8 @@ class Feed:
         with contextlib.closing(prefetched(parts, self.prefetch)) as ahead:
             for met in self._walk.meet(ahead, cursor, self.weight_fn):
                 after = cursor.advance(met.consumed)
-                self.left_out.update(met.unread)
+                self.unread += len(met.unread)
+                self._unnamed += met.unread
                 yield StepBatch(cursor, after, self._micros(met, cursor.step), met.part.n_local, met.n_global,
                                 met.weight, met.own_weight, met.part.numbers, met.part.unread, met.unread)
                 cursor = after

@@ -98,6 +98,7 @@ class SourceWalk:
         self._global_batch, self._seed = global_batch, seed
         self._control, self._even = control, even
         self.begins, self._left_out = int(hasattr(data, "begin")), 0
+        self._most_unread = max(FEW_UNREAD, MOST_UNREAD * self.samples)
         self._skip = skip and not isinstance(data, ArraySource)  # whose samples have all been read
         self._empty: Arrays = ()
         self._read: Arrays = ()
@@ -182,7 +183,7 @@ class SourceWalk:
         rows = rows if self._control is None else self._control.gather(rows[0])
         unread = tuple(each for _, left_out in rows for each in left_out)
         self._left_out += len(unread)
-        if self._left_out > max(FEW_UNREAD, MOST_UNREAD * self.samples):
+        if self._left_out > self._most_unread:
             number, place, reason = unread[-1]
             raise UserError(f"{self._left_out} of {self.samples} samples cannot be read, the latest of them {number}: "
                             f"{place}: {reason}", f"{MOST_UNREAD:.0%} at most, or {FEW_UNREAD}",
@@ -191,11 +192,19 @@ class SourceWalk:
                    unread)
 
     def sample(self, n: int, cursor: Cursor) -> Arrays:
-        """The first ``n`` samples, over and over where there are fewer."""
-        _, arrays, unread = self._readable(np.arange(n) % self.samples)
-        if not arrays:
+        """The first ``n`` samples, over and over where there are fewer; where none of them can be read, a later one.
+
+        Errors: `Unreadable` where more cannot be read than may be left out.
+        """
+        read, arrays, unread = self._readable(np.unique(np.arange(n) % self.samples))
+        for number in range(n, self.samples):
+            if len(read) or len(unread) > self._most_unread:
+                break
+            read, arrays, more = self._readable(np.array([number]))
+            unread += more
+        if not len(read):
             raise Unreadable(*unread[0])
-        return tuple(np.resize(array, (n, *array.shape[1:])) for array in arrays) if unread else arrays
+        return tuple(np.resize(array, (n, *array.shape[1:])) for array in arrays)
 
     def check_alike(self, control: Control) -> None:
         """Compare the first, middle and last sample over the ranks; collective.

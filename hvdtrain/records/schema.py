@@ -67,6 +67,7 @@ EVENTS = {
         "epoch": "whole epochs before",
         "metrics": "name -> value",
         "samples_per_s": "of training before it",
+        "unread": "samples left out that could not be read",
     }),
     "checkpoint": Event("A checkpoint was due here."),
     "ledger": Event("An epoch's samples were counted.", {

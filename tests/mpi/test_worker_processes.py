@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from files_of_samples import Files
-from small_runs import FRAMEWORKS, apart, config, fitted, make_model, samples, solo, weights
+from small_runs import CUTS, FRAMEWORKS, Recut, apart, config, fitted, make_model, replans, samples, solo, weights
+from sync_models import with_norms
 
+from hvdtrain import summary
 from hvdtrain.assemble import assemble
-from hvdtrain.config import Data
+from hvdtrain.cluster import boot
+from hvdtrain.config import Checkpoint, Data
 from hvdtrain.errors import UserError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
@@ -58,6 +64,41 @@ def test_law1_holds_where_samples_cannot_be_read(control, few_ranks, tmp_path):
             sgd.step()
     assert apart(weights(run), [p.detach().numpy() for _, p in sorted(model.named_parameters())]) < 1e-5
     run.feed.data.pool.close()
+
+
+@pytest.mark.parametrize("framework, wire", [("torch", "mpi"), ("tensorflow", "horovod")])
+def test_law2_holds_where_samples_cannot_be_read(control, few_ranks, framework, wire, tmp_path):
+    """Unequal ranks that are replanned, statistics over all of them, resumed between two samples that are left out."""
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    if wire == "horovod" and boot.horovod_reason(framework):
+        pytest.skip(boot.horovod_reason(framework))
+    root = Path(control.bcast(str(tmp_path)))
+    data = Files(83, bad=(0, 41, 82)), Files(31, bad=(0, 15, 30))  # those that are looked at first among them
+    settings = config(global_batch=40, epochs=3, eval_every=1, out=str(root / "half"), sync_batchnorm=True,
+                      collectives=wire, on_bad_sample="skip", checkpoint=Checkpoint(), data=Data(workers=2, prefetch=2))
+
+    def train(settings):
+        run = assemble(settings, with_norms(framework), data)
+        run.callbacks[:0] = [Recut(replans(control.size))]
+        fitted(run).feed.data.pool.close()
+        return run
+
+    train(replace(settings, shares=CUTS[control.size][-1], max_steps=4))
+    if control.rank == 0:
+        shutil.copytree(root / "half", root / "on")
+    control.barrier("copied")
+    run = train(replace(settings, out=str(root / "on"), resume="auto", data=Data(workers=1)))
+    want = fitted(solo(replace(settings, out=str(tmp_path / "solo"), collectives="auto", data=Data(prefetch=0)),
+                       with_norms(framework), data))
+    assert apart(weights(run), weights(want)) < 1e-5
+    assert run.state.metrics == pytest.approx(want.state.metrics, abs=1e-5)
+    assert run.ledger == want.ledger and run.ledger["epochs"] == 3 and run.ledger["unread"] == 9
+    told = [sorted(note for note in each.notes if "cannot be read" in note) for each in (run, want)]
+    assert told[0] == told[1] and len(told[0]) == 6
+    if control.rank == 0:
+        records = [json.loads(line) for line in (root / "on" / "log.jsonl").read_text().splitlines()]
+        assert [r["unread"] for r in records if r["event"] == "eval"] == [3, 3, 3, 3]
+        assert dict(summary.rows(run))["test samples"] == "3 left out, since they could not be read"
 
 
 def test_too_many_samples_that_cannot_be_read_end_the_run_on_all_ranks(control, few_ranks, tmp_path):

@@ -7,14 +7,15 @@ thread. Does not compute, does not move samples between ranks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.data.cursor import Cursor
-from hvdtrain.data.prefetch import prefetched
+from hvdtrain.data.prefetch import Shelf, prefetched
 from hvdtrain.data.sampler import Cut, at_least, cut, micro_batches, padded, steps_per_epoch
 from hvdtrain.data.sources import Source
 from hvdtrain.data.stream import Arrays, Stream
@@ -34,6 +35,7 @@ class StepBatch:
     ``cursor_after``: positions around the step, equal on all ranks. ``numbers``: int64[n_local] of this rank's samples;
     of a stream positions in it, or None where the ranks' streams differ in length. ``own_unread``, ``unread``: samples
     of this rank and of all ranks that could not be read and were left out; without any left ``n_global`` is 0.
+    ``coming``: what this rank's next step is likely to begin with, as far as that is fetched already, else ().
     """
 
     cursor_before: Cursor
@@ -46,6 +48,7 @@ class StepBatch:
     numbers: np.ndarray | None = None
     own_unread: tuple[Unread, ...] = ()
     unread: tuple[Unread, ...] = ()
+    coming: Callable[[], Arrays] = tuple
 
 
 class Feed:
@@ -193,14 +196,22 @@ class Feed:
         return low, high
 
     def _steps(self, cursor: Cursor, parts: Generator[Part, None, None]) -> Generator[StepBatch, None, None]:
-        with contextlib.closing(prefetched(parts, self.prefetch)) as ahead:
+        shelf: Shelf[Part] = Shelf(self.prefetch)
+        with contextlib.closing(prefetched(parts, shelf)) as ahead:
             for met in self._walk.meet(ahead, cursor, self.weight_fn):
                 after = cursor.advance(met.consumed)
                 self.unread += len(met.unread)
                 self._unnamed += met.unread
                 yield StepBatch(cursor, after, self._micros(met, cursor.step), met.part.n_local, met.n_global,
-                                met.weight, met.own_weight, met.part.numbers, met.part.unread, met.unread)
+                                met.weight, met.own_weight, met.part.numbers, met.part.unread, met.unread,
+                                partial(self._coming, shelf, cursor.step + 1))
                 cursor = after
+
+    def _coming(self, shelf: Shelf[Part], step: int) -> Arrays:
+        part = shelf.first()
+        if part is None or not part.n_local:
+            return ()
+        return tuple(array[:self.cut_at(step).bounds(part.n_local, self.rank)[0][1]] for array in part.arrays)
 
     def _micros(self, met: Met, step: int) -> list[Arrays]:
         cut = self.cut_at(step)

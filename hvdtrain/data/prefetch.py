@@ -9,7 +9,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Generator
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from hvdtrain.timeline import active, current, span
 
@@ -21,18 +21,31 @@ _JOIN_S = 10.0
 """Longest wait for the thread after its stop: it may be inside a user's fetch, which cannot be interrupted."""
 
 
-def prefetched(items: Generator[T, None, None], ahead: int) -> Generator[T, None, None]:
-    """Yield ``items``, made up to ``ahead`` in advance by one background thread; inline for ``ahead`` == 0.
+class Shelf(Generic[T]):
+    """Where a thread puts what it has made: ``ahead`` things at most wait there."""
+
+    def __init__(self, ahead: int) -> None:
+        self.ahead = ahead
+        self.ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=ahead)
+
+    def first(self) -> T | None:
+        """Return what is taken next, which stays there; None where nothing lies there now."""
+        with self.ready.mutex:
+            kind, value = self.ready.queue[0] if self.ready.queue else ("end", None)
+        return value if kind == "item" else None
+
+
+def prefetched(items: Generator[T, None, None], shelf: Shelf[T]) -> Generator[T, None, None]:
+    """Yield ``items``, made in advance by one background thread, up to a shelf full; inline where that holds none.
 
     An exception in the thread is raised here. Closing this generator stops the thread, closes ``items``
     inside it and waits for its end.
     """
-    if ahead == 0:
+    if shelf.ahead == 0:
         with contextlib.closing(items):
             yield from items
         return
-    ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=ahead)
-    stop = threading.Event()
+    ready, stop = shelf.ready, threading.Event()
     timeline = current()
 
     def work() -> None:

@@ -30,6 +30,9 @@ class Accumulate:
                 guard.check(len(micro[0]))
             totals.append(stage.run(micro, scale, i == len(batch.micros), sink))
             waited_s += stage.waited_s
+            following = batch.micros[i] if i < len(batch.micros) else batch.coming()
+            if following:  # backward is queued by now, so that a device has something to do meanwhile
+                stage.ahead(following)
             if guard is not None:
                 guard.ran(len(micro[0]))
         if not batch.micros:

@@ -124,6 +124,13 @@ class Stage(Protocol):
         """
         ...
 
+    def ahead(self, batch: Batch) -> None:
+        """Begin to bring the micro-batch that `run` is likely to get next to where it is computed; it may be another.
+
+        Nobody writes to its arrays until then.
+        """
+        ...
+
     def spare(self, batch: Batch) -> None:
         """Keep samples to compute on in place of a micro-batch without any (``sync_batchnorm``)."""
         ...

@@ -16,6 +16,7 @@ FILES = {
     "exchange": ("wires", "staged", "compressors", "horovod", "nccl"),
     "training": ("start", "training", "precision", "batchnorm", "zero", "checkpoint", "split", "command"),
     "memory": ("remat", "oom", "balance", "micro_batch", "readings"),
+    "batches": ("uploads",),
     "speed": ("compile_auto", "gpt_100m"),
 }
 """The files in jobs/, and the rows that have their functions there."""

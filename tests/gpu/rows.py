@@ -27,6 +27,7 @@ ROWS: tuple[Row, ...] = (
     Row("start", "two ranks meet, each with its device; the guards of devices that are shared"),
     Row("wires", "every collective over shared memory and MPI, for tensors of the device, against numpy"),
     Row("staged", "tensors of a GPU over pinned host memory while the GPU computes", needs=("gpu",)),
+    Row("uploads", "batches from pinned memory, ahead of their step, while the GPU computes", ranks=1, needs=("gpu",)),
     Row("training", "unequal shares, accumulation, clipping: the weights of plain PyTorch"),
     Row("precision", "bf16, and fp16 with its loss scale, against plain PyTorch in the same type"),
     Row("batchnorm", "BatchNorm over ranks: the weights of plain PyTorch on the whole batch"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.prefetch import prefetched
+from hvdtrain.data.prefetch import Shelf, prefetched
 from hvdtrain.data.sampler import Cut, cut
 from hvdtrain.data.sources import ArraySource
 from hvdtrain.data.stream import fingerprint, rebatch
@@ -426,7 +426,7 @@ def test_prefetch_is_bounded_and_ends_when_the_consumer_stops(ahead):
         finally:
             made.append(f"closed in {threading.current_thread().name}")
 
-    ahead_of = prefetched(items(), ahead)
+    ahead_of = prefetched(items(), Shelf(ahead))
     assert [next(ahead_of), next(ahead_of)] == [0, 1]
     deadline = time.monotonic() + WAIT_S
     while len(made) < ahead + 3 and time.monotonic() < deadline:
@@ -439,7 +439,7 @@ def test_prefetch_is_bounded_and_ends_when_the_consumer_stops(ahead):
 
 def test_inline_prefetch_uses_no_thread():
     names = [threading.current_thread().name]
-    steps = prefetched((threading.current_thread().name for _ in range(3)), 0)
+    steps = prefetched((threading.current_thread().name for _ in range(3)), Shelf(0))
     assert list(steps) == names * 3
 
 

@@ -62,6 +62,9 @@ class Stage:
             flat_N[:] = np.concatenate([grads[i].reshape(-1) for i in bucket.params])
             sink.put(bucket.index, flat_N)
 
+    def ahead(self, batch: Batch) -> None:
+        """Nothing: it is where it is computed."""
+
     def spare(self, batch: Batch) -> None:
         """Nothing: a micro-batch without samples is left out."""
 

@@ -244,6 +244,9 @@ class Stage:
             split.took(n_parts, times)
         return results
 
+    def ahead(self, batch: Batch) -> None:
+        """Nothing: a graph takes its inputs when it runs."""
+
     def spare(self, batch: Batch) -> None:
         """Keep a sample to compute on where a micro-batch has none (`hvdtrain.data.empty`)."""
         self._stand_in.saw(batch)

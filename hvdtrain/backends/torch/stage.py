@@ -135,6 +135,10 @@ class TorchStage:
         if self._clock:
             self._clock.stop()
 
+    def ahead(self, batch: Batch) -> None:
+        """Have the next micro-batch copied to a GPU while that computes what is queued."""
+        self._placement.uploads.ahead(batch)
+
     def spare(self, batch: Batch) -> None:
         """Keep a sample to compute on where a micro-batch has none (`hvdtrain.data.empty`)."""
         self._stand_in.saw(batch)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from hvdtrain.backends.torch import audit, blocks, placement, state
@@ -19,6 +18,7 @@ from hvdtrain.backends.torch.optimizer import slot_share
 from hvdtrain.backends.torch.pipelined.over_devices import OverDevices, release
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision, floating_dtype
 from hvdtrain.backends.torch.trees import count_samples
+from hvdtrain.backends.torch.uploads import Uploads
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket
@@ -41,6 +41,7 @@ class Placement:
         self.home = self.devices[0]
         self.on_gpu = any(d.type == "cuda" for d in self.devices)
         self.dtype = floating_dtype(spec.model)
+        self.uploads = Uploads(self.of_batch, self.dtype)
         self._split: OverDevices | None = None
         self._plan: Plan | None = None
         self._changing: list[str] = []
@@ -126,11 +127,7 @@ class Placement:
 
     def tensors(self, batch: Batch, where: torch.device | None = None) -> tuple[torch.Tensor, ...]:
         """Return the arrays on their devices; floating ones in the parameters' type, as Keras casts (not float64)."""
-        tensors = (torch.from_numpy(np.require(x, requirements=["C", "W"])) for x in batch)
-        return tuple(
-            t.to(where or self.of_batch(i), self.dtype if t.is_floating_point() else None, non_blocking=True)
-            for i, t in enumerate(tensors)
-        )
+        return self.uploads.take(batch) if where is None else Uploads(lambda _: where, self.dtype).take(batch)
 
     def places(self) -> dict[int, int]:
         """Return the part that each parameter of a split model is in, by the parameter's id."""

@@ -29,6 +29,8 @@ WAYS = {"replicate": ["--data_parallel", "replicate"],
         "zero2": ["--data_parallel.name", "zero", "--data_parallel.stage", "2"]}
 HEADERS = ("ranks", "way", "global batch", "samples/s", "epoch min", "memory a rank MiB", "speed-up", "exchange %",
            "ZeRO-2 saves %")
+NOTE = "{against}. Exchange: part of the time in which every rank stands in exchanges, ZeRO's of parameters " \
+       "included; what is hidden behind computing is not in it"
 MIB = 1 << 20
 
 Key = tuple[int, str]
@@ -49,6 +51,10 @@ def main(argv: list[str]) -> int:
     assert config is not None
     config.check()
     record.check(args.jsonl)
+    jobs = keys(args.np, args.ways)
+    if not jobs:
+        raise UserError(f"--np {','.join(map(str, args.np))} with --ways {','.join(args.ways)} is no job: one rank has "
+                        "nothing to divide", "two ranks at least for zero2", "raise --np, or add replicate to --ways")
     quota, reason = _quota(args)
     found: dict[Key, list[dict[str, Any]]] = {}
     failed: dict[str, JobFailed] = {}
@@ -56,21 +62,24 @@ def main(argv: list[str]) -> int:
         stack.enter_context(orderly_signals())
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-bench-"))
         groups = stack.enter_context(Throttle([quota] * max(args.np), args.threads)) if quota < 1 else None
-        for number in range(args.rounds):
-            for ranks, way in turned(keys(args.np, args.ways), number):
-                batch = args.batch * ranks or config.global_batch
-                words = _words(args, ranks, way, batch, os.path.join(scratch, f"{way}-{ranks}-{number}"))
-                for path in groups.paths[:ranks] if groups else ():
-                    words += ["--cgroup", str(path)]
-                about = _job(args, (ranks, way), words, failed)
-                if about is not None:
-                    found.setdefault((ranks, way), []).append(about)
-                    record.append(args.jsonl, _record(args, way, quota, about)) if args.jsonl else None
+        for number, (ranks, way) in ((n, key) for n in range(args.rounds) for key in turned(jobs, n)):
+            batch = args.batch * ranks or config.global_batch
+            words = _words(args, ranks, way, batch, os.path.join(scratch, f"{way}-{ranks}-{number}"))
+            for path in groups.paths[:ranks] if groups else ():
+                words += ["--cgroup", str(path)]
+            about = _job(args, (ranks, way), words, failed)
+            if about is not None:
+                found.setdefault((ranks, way), []).append(about)
+                record.append(args.jsonl, _record(args, way, quota, about)) if args.jsonl else None
+            elif not found and any(failure.how.endswith("status 2") for failure in failed.values()):
+                break  # the recipe does not fit the first job: the others would say so once more
     if reason:
         table.note(reason)
     cores = f"{quota:.2f} of {args.threads} core(s)" if quota < 1 else f"{args.threads} core(s)"
-    table.show(f"{args.recipe}: {args.rounds} rounds of {args.steps} steps, the median; a rank has {cores}", HEADERS,
-               rows(found), args.markdown)
+    if found:
+        table.show(f"{args.recipe}: {args.rounds} round(s) of {args.steps} steps, the median; a rank has {cores}",
+                   HEADERS, rows(found), args.markdown)
+        table.note(NOTE.format(against=against(found)))
     return race.report(failed)
 
 
@@ -79,7 +88,7 @@ def _parser() -> options.Parser:
                             "and set side by side what an epoch would take. Not to be started under mpirun.")
     add = parser.add_argument
     add("recipe", metavar="RECIPE", help="YAML file such as recipes/cifar100.yaml")
-    add("--np", type=_numbers, default=[1, 2, 4], metavar="A,B,...", help="numbers of ranks (default 1,2,4)")
+    add("--np", type=_numbers, default=[1, 2, 4], metavar="A,B,...", help="numbers of ranks")
     add("--ways", type=options.some_of("--ways", WAYS), default=list(WAYS), metavar="A,B", help=", ".join(WAYS)
         + "; zero2 is left out for one rank")
     add("--batch", type=options.whole("--batch", 0), default=0, metavar="N", help="samples of a rank, so that the "
@@ -178,9 +187,11 @@ def _record(args: argparse.Namespace, way: str, quota: float, about: Mapping[str
 def rows(found: Mapping[Key, Sequence[Mapping[str, Any]]]) -> list[list[str]]:
     """A row for each number of ranks and way, medians over the rounds. Pure.
 
-    Speed-up: samples a second against replicate on the fewest ranks. What ZeRO
+    Speed-up: samples a second against replicate on the fewest ranks; without any replicate there is none. What ZeRO
     saves: of the memory of the rank that holds most, against replicate on as many ranks.
     """
+    base = _base(found)
+
     def median(key: Key, value: Any) -> float | None:
         numbers = [value(about) for about in found.get(key, ()) if value(about) is not None]
         return statistics.median(numbers) if numbers else None
@@ -191,18 +202,28 @@ def rows(found: Mapping[Key, Sequence[Mapping[str, Any]]]) -> list[list[str]]:
     def memory(about: Mapping[str, Any]) -> float | None:
         return max(about["peak_bytes"]) or None if about["peak_bytes"] else None
 
+    base_speed = median(base, rate) if base else None
     made = []
     for key in sorted(found):
         ranks, way = key
         about = found[key][0]
         speed, held = median(key, rate), median(key, memory)
-        base = next((b for b in sorted(found) if b[1] == "replicate"), key)
-        base_speed, whole = median(base, rate), median((ranks, "replicate"), memory)
-        assert speed and base_speed
+        whole = median((ranks, "replicate"), memory)
+        assert speed
         exchange = median(key, lambda a: a["exchange_percent"])
         saves = 100 * (1 - held / whole) if way != "replicate" and held and whole else None
         made.append([str(ranks), way, str(about["global_batch"]), f"{speed:.1f}",
-                     f"{about['epoch_samples'] / speed / 60:.2f}" if about["epoch_samples"] else "-",
-                     f"{held / MIB:.0f}" if held else "-", f"{speed / base_speed:.2f}",
+                     f"{about['epoch_samples'] / speed / 60:.3g}" if about["epoch_samples"] else "-",
+                     f"{held / MIB:.0f}" if held else "-", f"{speed / base_speed:.2f}" if base_speed else "-",
                      "-" if exchange is None else f"{exchange:.1f}", "-" if saves is None else f"{round(saves)}"])
     return made
+
+
+def against(found: Mapping[Key, Any]) -> str:
+    """Say what the speed-up is measured against. Pure."""
+    base = _base(found)
+    return f"Speed-up: samples/s against replicate on {base[0]} rank(s)" if base else "No speed-up without replicate"
+
+
+def _base(found: Mapping[Key, Any]) -> Key | None:
+    return next((key for key in sorted(found) if key[1] == "replicate"), None)

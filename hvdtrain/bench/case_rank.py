@@ -17,19 +17,27 @@ from hvdtrain.errors import UserError
 
 
 class Clock(Callback):
-    """Reads the time, and the samples so far, at the end of the step before those that are timed and of the last."""
+    """Reads time, samples and seconds in exchanges at the end of the step before those timed, and of the last."""
 
     where = "all"
 
     def __init__(self, warmup: int, steps: int) -> None:
         self._at = (warmup, warmup + steps)
-        self.read: list[tuple[float, int]] = []
+        self.read: list[tuple[float, int, float]] = []
 
     def step_end(self, run: Any) -> None:
         """Wait for the other ranks, so that all begin and end together."""
         if run.state.cursor.step in self._at:
-            run.control.barrier("the timed steps")
-            self.read.append((time.perf_counter(), run.phases.samples))
+            before_s = _stood_s(run)
+            run.control.barrier("the timed steps")  # standing here is of no timed step
+            stood_s = before_s if self.read else _stood_s(run)
+            self.read.append((time.perf_counter(), run.phases.samples, stood_s))
+
+
+def _stood_s(run: Any) -> float:
+    """Seconds so far in which this rank has stood in exchanges of any kind, those of an update included."""
+    seconds = run.timeline.clock.seconds()
+    return float(seconds["wait"] + seconds["wire"])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,25 +66,26 @@ def _train(args: argparse.Namespace, keys: list[str], facts: Any) -> int:
     assert config is not None
     config = replace(config, max_steps=args.warmup + args.steps, eval_every=0, progress="off", early_stop=EarlyStop(),
                      checkpoint=Checkpoint(every="off", at_end=False), resume="", trackers=[])
+    if args.cgroup:  # before anything is started: what reads the data for this rank has the same part of a core
+        throttle.enter(args.cgroup[max(0, facts.rank)])
     control = boot.start_control(facts, config.control_timeout_s)
     run = assemble(config, control=control)
     run.eval_feed = None  # not what is measured, and it may take longer
-    if args.cgroup:
-        throttle.enter(args.cgroup[control.rank])
     clock = Clock(args.warmup, args.steps)
     run.callbacks.append(clock)
     loop.fit(run)
     if len(clock.read) < 2:
         raise UserError(f"the run ended after {run.state.cursor.step} steps", f"{args.warmup + args.steps} steps",
                         "set --steps to fewer, or the recipe's epochs to more")
-    (began, before), (ended, after) = clock.read
-    meter = run.records.latest.get("meter") if control.rank == 0 else None
+    (began, before, stood_s), (ended, after, stood_at_end_s) = clock.read
+    stood_s_P = control.gather(stood_at_end_s - stood_s)
+    exchange = 100 * min(stood_s_P) / (ended - began)  # who waits least waits for the exchange only
     if control.rank == 0:
         about = {"event": "done", "ranks": control.size, "hosts": run.topology.describe(), "framework":
                  run.spec.framework, "model": run.spec.name, "wire": run.collectives.name, "seed": config.seed,
                  "global_batch": config.global_batch, "epoch_samples": run.feed.samples, "samples": after - before,
                  "seconds": ended - began, "peak_bytes": run.memory.get("peak", []), "memory": run.memory,
-                 "exchange_percent": meter.values["lost_percent"].get("wire") if meter else None, "notes": run.notes}
+                 "exchange_percent": exchange if control.size > 1 else None, "notes": run.notes}
         sys.stdout.flush()
         os.write(1, f"\n{MARK}{json.dumps(about, default=str)}\n".encode())
     control.barrier("end of the bench")

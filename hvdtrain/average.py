@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.checkpoint import weights
 from hvdtrain.checkpoint.holders import key
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.buckets import plan_buckets
+from hvdtrain.exchange.buckets import itemsize, plan_buckets
 from hvdtrain.parts import Parts
-from hvdtrain.protocols import Array, Ops
+from hvdtrain.protocols import Array, Ops, ParamSpec
 from hvdtrain.protocols.state import Given, Head, Place, Read, Shard, Stateful, Want
 
-GROUP = "ema"
+GROUP = weights.AVERAGES
 """The group of a checkpoint that holds the averages, under the names of the parameters."""
 
 _BUCKET_MB = 16.0
@@ -46,6 +47,11 @@ class Average:
     def started(self) -> bool:
         """Whether there is an average."""
         return bool(self._flats)
+
+    @property
+    def given_bytes(self) -> int:
+        """What this rank gives to a checkpoint."""
+        return average_bytes([spec for spec, gives in zip(self._params.specs, self._gives) if gives])
 
     def start(self) -> None:
         """Begin with the weights of now, where there is no average yet."""
@@ -110,6 +116,11 @@ class Average:
         bucket = self._buckets[i]
         flat_N = self._params.flat(bucket)
         return self._ops_B[i].cast(flat_N, "float32") if bucket.dtype in _NARROW else flat_N
+
+
+def average_bytes(specs: Sequence[ParamSpec]) -> int:
+    """Return the bytes of an average of these tensors."""
+    return sum(spec.n * (4 if spec.dtype in _NARROW else itemsize(spec.dtype)) for spec in specs)
 
 
 def averaged(average: Average | None) -> contextlib.AbstractContextManager[None]:

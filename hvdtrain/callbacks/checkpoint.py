@@ -44,9 +44,10 @@ class Checkpoint(Callback):
         if self._settings.layout == "sharded" and run.control.size > 1:
             check_shared(run.control, run.out)
         held = run.control.gather(run.parts.state.state_bytes()) if isinstance(run.dp, Zero) else []
+        averages = run.control.gather(run.average.given_bytes) if run.average is not None else []
         if run.control.rank == 0 and disk.often(self._settings) and run.state.cursor.epoch < run.config.epochs:
             own = sum(array.nbytes for array in run.rank_state().values())
-            one_bytes = run.parts.state.state_bytes() + run.control.size * own
+            one_bytes = run.parts.state.state_bytes() + run.control.size * own + sum(averages)
             if held:  # of which each counts the whole model and its own slices
                 model = run.parts.state.state(view)[0]["model"]
                 one_bytes += sum(held[1:]) - (len(held) - 1) * sum(array.nbytes for array in model.values())

@@ -13,11 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.checkpoint import files
+from hvdtrain.checkpoint.holders import key
 from hvdtrain.checkpoint.manifest import CheckpointError
 from hvdtrain.checkpoint.tensors import Content, Layout, Spec, layout
 
 FILE = "model.safetensors"
 _BFLOAT16 = "#bfloat16"
+AVERAGES = "ema"
+"""The group of `hvdtrain.average`, which holds tensors under the names of parameters."""
 
 Named = tuple[dict[str, str], dict[str, str]]
 """Names in a checkpoint by those in the model; for arrays that hold the bits of another type, its safetensors name."""
@@ -28,21 +31,54 @@ def named(model: Mapping[str, Spec], framework: str) -> Named:
     return _keras(model) if framework == "tensorflow" else _torch(model)
 
 
-def write(content: Content, target: Path) -> int:
+def write(content: Content, target: Path, average: bool = False) -> int:
     """Write a checkpoint's weights, piece by piece, as the file ``target``, whole or not at all.
 
+    ``average``: the moving average in place of each weight that has one, that of a 16-bit weight in float32.
     Returns how many tensors they are. OSError.
 
-    CheckpointError where ``target`` is there already.
+    CheckpointError where ``target`` is there already, or there is no average.
     """
-    specs = content.specs().get("model", {})
+    specs = dict(content.specs().get("model", {}))
     places, codes = named(specs, str(content.meta.get("framework", "")))
+    groups = dict.fromkeys(specs, "model")
+    if average:
+        for name, kept in _averages(content, places).items():
+            places[name], specs[kept], groups[kept] = kept, content.specs()[AVERAGES][kept], AVERAGES
+            codes.pop(name, None)
     if os.path.lexists(target):
         raise CheckpointError(f"{target} is there already", "a new name, so that nothing is overwritten",
                               "choose another name")
     plan = layout({name: specs[place] for name, place in places.items()}, "model", codes)
-    put(plan, content.blocks("model", [places[name] for name in plan.names]), target)
+    wanted = [places[name] for name in plan.names]
+    put(plan, (block for place in wanted for block in content.blocks(groups[place], [place])), target)
     return len(places)
+
+
+def has_average(content: Content) -> bool:
+    """Return whether a checkpoint holds a moving average of the weights."""
+    return bool(content.specs().get(AVERAGES))
+
+
+def _averages(content: Content, places: Mapping[str, str]) -> dict[str, str]:
+    """The arrays of the group of averages by the names in the model; those of a tensor with several names, by each."""
+    if not has_average(content):
+        raise CheckpointError("the checkpoint holds no moving average of the weights", "one of a run with ema",
+                              "leave out --average")
+    kept = {key(name): name for name in content.specs()[AVERAGES]}
+    found = {name: kept[key(place.removesuffix(_BFLOAT16))] for name, place in places.items()
+             if key(place.removesuffix(_BFLOAT16)) in kept}
+    specs = content.specs()["model"]
+    for name in places.keys() - found.keys():  # tied weights lie there under each of their names
+        alike = (one for one in found if specs[places[one]] == specs[places[name]]
+                 and _bytes(content, places[one]) == _bytes(content, places[name]))
+        if one := next(alike, ""):
+            found[name] = found[one]
+    return found
+
+
+def _bytes(content: Content, place: str) -> bytes:
+    return b"".join(content.blocks("model", [place]))
 
 
 def put(plan: Layout, blocks: Iterable[memoryview], target: Path) -> None:

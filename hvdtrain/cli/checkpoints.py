@@ -203,11 +203,13 @@ def _export(root: Path, args: argparse.Namespace) -> int:
     target = Path(args.export)
     target = target if target.name.endswith(".safetensors") else target / weights.FILE
     try:
-        tensors = weights.write(snapshot, Path(os.path.abspath(target)))
+        tensors = weights.write(snapshot, Path(os.path.abspath(target)), args.average)
     except OSError as error:
         raise UserError(f"{target} could not be written: {error}", "a writable place with room",
                         "choose another") from None
-    say(f"wrote {tensors} tensors of {path.name} to {target}")
+    what = "moving average, " if args.average else ""
+    more = "" if args.average or not weights.has_average(snapshot) else "; --average writes their moving average"
+    say(f"wrote {what}{tensors} tensors of {path.name} to {target}{more}")
     return 0
 
 
@@ -240,6 +242,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--prune is {args.prune}", "1 or more checkpoints to keep", "correct --prune")
     if args.step is not None and not args.export:
         raise UserError("--step without --export", "the checkpoint to export", "add --export FILE")
+    if args.average and not args.export:
+        raise UserError("--average without --export", "a file to write the average to", "add --export FILE")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -255,5 +259,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--export", metavar="PATH",
                         help="write the weights as PATH/model.safetensors, or as PATH itself if it ends in "
                              ".safetensors, under the names that the model's own framework gives them")
+    parser.add_argument("--average", action="store_true",
+                        help="export the moving average in place of the weights, of a run with ema")
     parser.add_argument("--step", type=int, help="the checkpoint to export (default: the newest whole one)")
     return parser

@@ -102,7 +102,7 @@ def stage_needed(setup: Setup) -> int:
         return 0
 
     def look() -> Facts:
-        model = scene.backend.model_bytes(scene.parts)
+        model = survey.model_of(scene)
         return Facts(model, survey.rank_of(scene), Way(), survey.measure(scene, model, Way()))
 
     facts = agreed(control, look, "memory")

@@ -28,7 +28,8 @@ class Model:
     """A model with its optimizer, on one rank's device.
 
     ``specs``: its trainable tensors. ``other_bytes``: frozen parameters and buffers. ``slots``: of each of ``specs``;
-    ``common_bytes``: what the optimizer holds once. ``elementwise``: its state can be cut anywhere.
+    ``common_bytes``: what the optimizer holds once. ``elementwise``: its state can be cut anywhere. ``average_bytes``:
+    the moving average of the weights, which no stage of ZeRO divides.
     """
 
     specs: Sequence[ParamSpec]
@@ -37,6 +38,7 @@ class Model:
     common_bytes: int = 0
     elementwise: bool = True
     framework: str = "torch"
+    average_bytes: int = 0
 
     @property
     def param_bytes(self) -> list[int]:

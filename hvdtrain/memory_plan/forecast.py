@@ -30,7 +30,7 @@ def forecast(facts: Facts) -> Footprint:
     """Return what this rank holds when a step holds most."""
     model, rank, way, measured = facts.model, facts.rank, facts.way, facts.measured
     param_bytes = model.param_bytes
-    parameters = sum(param_bytes) + model.other_bytes
+    parameters = sum(param_bytes) + model.other_bytes + model.average_bytes
     sizes_BP = way.cut() if way.stage else []
     spans = shards.spans(way.buckets, sizes_BP, rank.rank, len(model.specs)) if way.stage else None
     own_B = [sizes_P[rank.rank] * (b.nbytes // max(1, b.n)) for b, sizes_P in zip(way.buckets, sizes_BP)]

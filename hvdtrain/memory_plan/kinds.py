@@ -11,11 +11,11 @@ GB = 1e9
 class Footprint:
     """Bytes of one rank at the moment of a step when it holds most, by what they are for.
 
-    ``parameters``: and buffers of the model. ``gradients``: until the update reads them. ``state``: the optimizer's.
-    ``activations``: what forward leaves for backward, with what backward holds at a time beside it. ``buckets``: of the
-    exchange beside the gradients themselves: the other ranks' rows of shared memory, vectors in flight, what a
-    compressor remembers. ``workspace``: samples fetched ahead, kernels' and the optimizer's scratch, a save's copies,
-    what framework and program hold.
+    ``parameters``: and buffers of the model, and the moving average of its weights. ``gradients``: until the update
+    reads them. ``state``: the optimizer's. ``activations``: what forward leaves for backward, with what backward
+    holds at a time beside it. ``buckets``: of the exchange beside the gradients themselves: the other ranks' rows of
+    shared memory, vectors in flight, what a compressor remembers. ``workspace``: samples fetched ahead, kernels' and
+    the optimizer's scratch, a save's copies, what framework and program hold.
     """
 
     parameters: int = 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.average import average_bytes
 from hvdtrain.balance import memory
 from hvdtrain.cluster import heap
 from hvdtrain.data.cursor import Cursor
@@ -34,7 +35,7 @@ GRAPH_PART = 0.6
 class Scene:
     """What is looked at: a run's parts, or a setup's, before it trains. ``device``: this rank's `DeviceFacts`.
 
-    ``cursor``: where the run stands.
+    ``cursor``: where the run stands. ``average``: that of its weights, where it keeps one (`hvdtrain.average`).
     """
 
     config: Any
@@ -46,6 +47,7 @@ class Scene:
     feed: Feed
     device: Any
     cursor: Cursor = Cursor()
+    average: Any = None
 
     def sample(self, n: int) -> Batch:
         """Return ``n`` samples to try the model on; of a stream those that the run comes to next, which are kept."""
@@ -60,7 +62,7 @@ class Scene:
 def scene_of(run: Any, backend: Any) -> Scene:
     """Return the scene of an assembled run."""
     return Scene(run.spelled, run.control, run.topology, run.collectives, run.parts, backend, run.feed,
-                 run.devices[run.control.rank], run.state.cursor)
+                 run.devices[run.control.rank], run.state.cursor, run.average)
 
 
 def rank_of(scene: Scene) -> Rank:
@@ -133,7 +135,13 @@ def _nbytes(array: Any) -> int:
 
 def facts_of(scene: Scene, way: Way, measured: Measured | None = None) -> Facts:
     """Return this rank's facts; without ``measured`` no more than follows from the model's tensors."""
-    return Facts(scene.backend.model_bytes(scene.parts), rank_of(scene), way, measured or Measured())
+    return Facts(model_of(scene), rank_of(scene), way, measured or Measured())
+
+
+def model_of(scene: Scene) -> Model:
+    """Return the model of a scene, with the average that its run is to keep."""
+    model: Model = scene.backend.model_bytes(scene.parts)
+    return replace(model, average_bytes=average_bytes(model.specs)) if scene.config.ema else model
 
 
 def measure(scene: Scene, model: Model, way: Way, with_blocks: bool = False) -> Measured:
@@ -198,7 +206,8 @@ def roughly_fits(scene: Scene, facts: Facts) -> bool:
     first, before = min(LEAST_SAMPLES[0], most), _now(scene)
     rise = max(0, _peak(scene, first) - before)
     model = facts.model
-    to_come = sum(model.param_bytes) + model.state_bytes() - scene.backend.state_now(scene.parts)
+    to_come = (sum(model.param_bytes) + model.state_bytes() - scene.backend.state_now(scene.parts)
+               + model.average_bytes - _average_now(scene, model))
     return rise * most // first + to_come <= left
 
 
@@ -238,7 +247,13 @@ def _held(scene: Scene, model: Model, way: Way) -> int:
     own = way.stage < 2 and (way.wire != "shared" or way.compression != "none")
     lasting = sum(b.nbytes for b in way.buckets) if own else 0  # shared memory that nobody has written takes none
     base = imported.bytes_() if scene.device.kind == "cpu" else 0
-    return base + sum(model.param_bytes) + model.other_bytes + scene.backend.state_now(scene.parts) + lasting
+    model_bytes = sum(model.param_bytes) + model.other_bytes + _average_now(scene, model)
+    return base + model_bytes + scene.backend.state_now(scene.parts) + lasting
+
+
+def _average_now(scene: Scene, model: Model) -> int:
+    """Bytes of the average that is there already, in a run that goes on."""
+    return model.average_bytes if scene.average is not None and scene.average.started else 0
 
 
 def _now(scene: Scene) -> int:

@@ -1,7 +1,7 @@
 """What is said of a run's checkpoints before its first step: when, how large, and whether the disk has room."""
 
 import pytest
-from small_runs import FRAMEWORKS, config, fitted, make_model, samples, solo
+from small_runs import FRAMEWORKS, config, fitted, make_model, samples, solo, weights
 
 from hvdtrain.checkpoint import disk, inspect
 from hvdtrain.config import Checkpoint, Named
@@ -28,12 +28,13 @@ def test_room_is_for_one_more_than_are_kept():
 
 @pytest.mark.parametrize("framework, optimizer", [("numpy", "SGD"), *((f, "Adam") for f in FRAMEWORKS),
                                                   ("torch", "SGD")])
-def test_the_size_that_is_foretold_is_the_size_that_is_written(tmp_path, capsys, framework, optimizer):
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+def test_the_size_that_is_foretold_is_the_size_that_is_written(tmp_path, capsys, framework, optimizer, ema):
     settings = config(out=str(tmp_path), max_steps=2, global_batch=8, optimizer=Named(optimizer), progress="plain",
-                      checkpoint=Checkpoint())
+                      checkpoint=Checkpoint(), ema=ema)
     run = solo(settings, make_model(framework), DATA)
     own = sum(array.nbytes for array in run.rank_state().values())
-    foretold = run.parts.state.state_bytes() + own
+    foretold = run.parts.state.state_bytes() + own + (sum(a.nbytes for a in weights(run)) if ema else 0)
     fitted(run)
     written = sum(entry.size_bytes for entry in inspect(tmp_path / "checkpoints/step-00000002").files.values())
     assert foretold <= written < foretold + 6000  # names and shapes

@@ -171,7 +171,7 @@ def test_export_takes_the_newest_whole_one_or_the_one_that_is_named(run, capsys,
 
 
 @pytest.mark.parametrize("argv", [["--prune", "0"], ["--prune", "-3"], ["--verify", "--prune", "1"], ["--step", "2"],
-                                  ["--verify", "--export", "x"]])
+                                  ["--verify", "--export", "x"], ["--average"]])
 def test_wrong_options_are_a_mistake(run, argv):
     with pytest.raises(UserError):
         checkpoints.main([str(run), *argv])
@@ -208,12 +208,12 @@ def test_a_path_that_comes_twice_is_told_apart_as_the_export_does():
                       "dense/kernel#2": "00002/dense/kernel"}
 
 
-@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
-def test_the_file_is_the_one_that_the_end_of_a_training_writes(tmp_path, framework):
+@pytest.mark.parametrize("framework, ema", [("torch", 0.0), ("torch", 0.9), ("tensorflow", 0.9)])
+def test_the_file_is_the_one_that_the_end_of_a_training_writes(tmp_path, framework, ema):
     random.seed(3)
     model = make_model(framework)
-    Trainer(config(max_steps=2, out=str(tmp_path / "run"), checkpoint=Checkpoint())).fit(model, samples(40))
-    checkpoints.main([str(tmp_path / "run"), "--export", str(tmp_path)])
+    Trainer(config(max_steps=2, out=str(tmp_path / "run"), checkpoint=Checkpoint(), ema=ema)).fit(model, samples(40))
+    checkpoints.main([str(tmp_path / "run"), "--export", str(tmp_path), *(["--average"] if ema else [])])
     got = load_file(str(tmp_path / "model.safetensors"))
     want = load_file(str(tmp_path / "run" / "model" / "model.safetensors"))
     assert list(got) == list(want) and all((got[n] == want[n]).all() and got[n].dtype == want[n].dtype for n in want)
@@ -221,6 +221,23 @@ def test_the_file_is_the_one_that_the_end_of_a_training_writes(tmp_path, framewo
         from safetensors.torch import load_model
 
         load_model(make_model("torch", seed=5), str(tmp_path / "model.safetensors"))
+
+
+def test_tied_weights_have_one_average_and_what_is_not_averaged_stays(tmp_path):
+    w, other, mean = np.arange(6, dtype=np.uint16), np.arange(1, 7, dtype=np.uint16), np.ones(3, np.float32)
+    groups = {"model": {"a#bfloat16": w, "b#bfloat16": w, "c#bfloat16": other, "mean": mean},
+              "ema": {"a": np.full(6, 2.0, np.float32)}}
+    content = Snapshot(groups, {"framework": "torch"})
+    weights.write(content, tmp_path / "a.safetensors", average=True)
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    from safetensors.torch import load_file as load
+
+    found = load(str(tmp_path / "a.safetensors"))
+    assert found["a"].tolist() == found["b"].tolist() == [2.0] * 6 and found["a"].dtype == torch.float32
+    assert found["c"].dtype == torch.bfloat16 and found["c"].view(torch.int16).tolist() == other.tolist()
+    assert found["mean"].tolist() == [1.0] * 3
+    with pytest.raises(CheckpointError, match="no moving average"):
+        weights.write(Snapshot({"model": {"mean": mean}}, {}), tmp_path / "b.safetensors", average=True)
 
 
 def test_it_imports_no_framework(run):

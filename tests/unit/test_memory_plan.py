@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hvdtrain.average import average_bytes
 from hvdtrain.config import Config, DataParallel
 from hvdtrain.data_parallel.room import least_stage
 from hvdtrain.exchange.buckets import plan_buckets
@@ -36,6 +37,14 @@ def test_states_of_adam_follow_the_formula(size):
         assert all(one == pytest.approx(formula * N, rel=0.02) for one in held)
         if stage == 2:
             assert sum(held) == (4 * size + 12) * N
+
+
+def test_an_average_of_the_weights_is_whole_on_every_rank():
+    kept = replace(ADAM, average_bytes=average_bytes([*SPECS, ParamSpec("half", (10,), "bfloat16")]))
+    for stage in (0, 1, 2):
+        plain = facts(stage)
+        with_average = replace(plain, model=kept)
+        assert forecast(with_average).total == forecast(plain).total + 4 * N + 40
 
 
 def test_parts_by_room_give_a_rank_what_it_has_room_for():

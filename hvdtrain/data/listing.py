@@ -6,7 +6,7 @@ Owns the walk through folders and how a path is shown.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from hvdtrain.errors import UserError
 
@@ -28,11 +28,19 @@ def files_in(folder: bytes, endings: tuple[bytes, ...], below: bytes = b"",
         raise UserError(f"{shown(folder)} is a link to a folder that it is in", "folders that end", "remove it")
     for entry in entries(folder):
         name = below + entry.name
-        if entry.is_dir():
+        if is_(entry.is_dir):
             yield from files_in(entry.path, endings, name + b"/", (*above, place))
-        elif entry.name.lower().endswith(endings) and (entry.is_file() or entry.is_symlink()
+        elif entry.name.lower().endswith(endings) and (is_(entry.is_file) or entry.is_symlink()
                                                        and not os.path.exists(entry.path)):
             yield name
+
+
+def is_(asked: Callable[[], bool]) -> bool:
+    """What ``asked``, an entry's ``is_dir`` or ``is_file``, says; no for a link to itself, of which it raises."""
+    try:
+        return asked()
+    except OSError:
+        return False
 
 
 def entries(folder: bytes) -> Iterator[os.DirEntry[bytes]]:

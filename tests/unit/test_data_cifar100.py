@@ -146,7 +146,7 @@ def test_damaged_archives_are_named_whatever_their_checksum(tmp_path, monkeypatc
     path = tmp_path / "cifar-100-binary.tar.gz"
     write_binary(path, train=40, test=5)
     whole = path.read_bytes()
-    for data in (b"", b"no archive", whole[:len(whole) // 2], whole[:200] + b"\xff" * 50 + whole[250:]):
+    for data in (b"", b"no archive", whole[:3], whole[:len(whole) // 2], whole[:200] + b"\xff" * 50 + whole[250:]):
         path.write_bytes(data)
         with open(path, "rb") as file:
             md5 = cifar100._md5(file)

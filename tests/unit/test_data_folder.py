@@ -128,9 +128,12 @@ def test_a_picture_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     (folder / "00002.png").write_bytes(b"")
     (folder / "00003.png").unlink()
     os.symlink("nowhere", folder / "00003.png")
+    (folder / "00004.png").unlink()
+    os.symlink("00004.png", folder / "00004.png")
+    os.symlink("itself", tmp_path / "train" / "itself")
     source = train(tmp_path)
     assert len(source) == 6 and source.size == (32, 32)
-    for number in range(4):
+    for number in range(5):
         with pytest.raises(Unreadable, match=f"sample {number} cannot be read: .*0000{number}.png: ") as told:
             source.fetch(np.array([5, number, 0]))
         assert (told.value.number, Path(told.value.place)) == (number, folder / f"0000{number}.png")

@@ -238,7 +238,7 @@ def _told(path: str) -> Iterator[None]:
     """Have a `UserError` name ``path`` for whatever is wrong with it."""
     try:
         yield
-    except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, TypeError, tarfile.TarError, zlib.error) as error:
         said = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise UserError(f"{path} cannot be read: {said}", "CIFAR-100 as it is published",
                         f"download it again from {HOME}") from None

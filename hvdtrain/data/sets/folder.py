@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.data.listing import entries, files_in, shown
+from hvdtrain.data.listing import entries, files_in, is_, shown
 from hvdtrain.data.pictures import ENDINGS, Scale, channels_of, checked_size, decode, first_size
 from hvdtrain.data.sources import Source
 from hvdtrain.errors import UserError
@@ -132,14 +132,14 @@ def _folder(root: Any) -> bytes:
 
 def _beside(top: bytes) -> str:
     """What was expected in ``top``, and what is there."""
-    names = sorted(shown(entry.name) for entry in islice(entries(top), 1000) if entry.is_dir())
+    names = sorted(shown(entry.name) for entry in islice(entries(top), 1000) if is_(entry.is_dir))
     more = ", ..." if len(names) > 5 else ""
     return "train/CLASS/*.png in it" + (f", where there are {', '.join(names[:5])}{more}" if names else "")
 
 
 def _classes(folder: bytes) -> list[bytes]:
     """The names of the class folders in ``folder``, sorted bytewise."""
-    names = sorted(entry.name for entry in entries(folder) if entry.is_dir())
+    names = sorted(entry.name for entry in entries(folder) if is_(entry.is_dir))
     if not names:
         loose = any(entry.name.lower().endswith(_ENDINGS) for entry in entries(folder))
         raise UserError(f"{shown(folder)} has no folders" + (", but pictures of no class" if loose else ""),

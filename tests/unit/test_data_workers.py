@@ -30,13 +30,14 @@ class Slow:
 
     def fetch(self, indices_n):
         time.sleep(self.sleep_s * len(indices_n))
-        for i in indices_n.tolist():
-            self._does(i, self.at.get(i, ""))
+        wide = [self._does(i, self.at.get(i, "")) for i in indices_n.tolist()]
+        if any(each is not None for each in wide):
+            return wide[0], np.asarray(indices_n), np.zeros((1, 2))
         drawn = np.array([[random.random(), np.random.random()] for _ in indices_n])
         return self.table[indices_n], np.asarray(indices_n), drawn
 
     @staticmethod
-    def _does(i: int, what: str) -> None:
+    def _does(i: int, what: str) -> np.ndarray | None:
         if what == "unreadable":
             raise Unreadable(i, f"pictures/{i}.png", "truncated")
         if what == "raise":
@@ -47,6 +48,8 @@ class Slow:
             time.sleep(60)
         if what == "die":
             os.kill(os.getpid(), signal.SIGSEGV)
+        if what == "wide":
+            return np.zeros((1, 7), np.float32)
         if what == "environment":
             raise RuntimeError(" ".join(sorted(n for n in os.environ if n.startswith(start.JOB)))
                                + f"threads {os.environ['OMP_NUM_THREADS']} mpi {'mpi4py' in sys.modules}")
@@ -128,7 +131,7 @@ def test_a_walk_that_stops_leaves_nothing_behind(one):
 
 
 def test_errors_of_a_dataset_come_back_as_they_were():
-    at = {3: "raise", 5: "unreadable", 7: "exit", 9: "environment"}
+    at = {3: "raise", 5: "unreadable", 7: "exit", 9: "environment", 11: "wide"}
     data, _ = pooled(Slow(at=at))
     try:
         with pytest.raises(LookupError, match="no sample 3") as raised:
@@ -141,6 +144,9 @@ def test_errors_of_a_dataset_come_back_as_they_were():
             data.fetch(np.array([7]))
         with pytest.raises(RuntimeError, match="^threads 1 mpi False$"):  # no variable of a job's
             data.fetch(np.array([9]))
+        for n in (2, 9):  # in two tasks, and in one
+            with pytest.raises(UserError, match="samples of one batch have the shapes and types float32.6., .*.7.,"):
+                data.fetch(np.array([10, 11] + [2] * n))
         assert data.fetch(np.array([2]))[1].tolist() == [2]
     finally:
         data.pool.close()
@@ -174,6 +180,17 @@ def test_a_killed_worker_and_a_killed_server(one):
         another.pool.close()
 
 
+def test_a_frozen_server_holds_up_nobody(monkeypatch):
+    monkeypatch.setattr(start, "STATUS_S", 0.2)
+    data, _ = pooled(Slow())
+    pids = [data.pool._server.pid, *(worker.pid for worker in data.pool.workers)]
+    os.kill(pids[0], signal.SIGSTOP)
+    assert data.fetch(np.array([1]))[1].tolist() == [1]
+    begin = time.monotonic()
+    data.pool.close()
+    assert gone(pids) and time.monotonic() - begin < start.END_S
+
+
 def test_workers_take_no_signal_of_a_job(one):
     data, pids = one
     for pid in pids:
@@ -183,7 +200,8 @@ def test_workers_take_no_signal_of_a_job(one):
 
 
 def test_auto_takes_workers_for_samples_that_take_long(monkeypatch):
-    monkeypatch.setattr(choose, "CHEAP_S", 0.0029)  # a busy machine takes its time over cheap ones too
+    # A busy machine takes its time over cheap ones too.
+    monkeypatch.setattr(choose, "_timed", lambda source, indices_n: source.sleep_s * len(source.fetch(indices_n)[0]))
     data, words = pooled(Slow(sleep_s=0.003), "auto")
     try:
         assert "data.workers: 2 processes read the data of rank 0, a sample of which takes about" in words

@@ -23,7 +23,7 @@ import numpy as np
 
 from hvdtrain.data.stream import Arrays
 from hvdtrain.data.workers import start
-from hvdtrain.data.workers.worker import Memory, WorkerTraceback, nameless
+from hvdtrain.data.workers.worker import Memory, WorkerTraceback, nameless, refuse_unlike
 from hvdtrain.errors import UserError
 
 SLOTS = 2
@@ -52,10 +52,7 @@ class Fetch:
         """Copy the arrays of a task to position ``at``."""
         if not self.arrays:
             self.arrays = [np.empty((self.n, *part.shape[1:]), part.dtype) for part in parts]
-        kinds = [[(a.shape[1:], a.dtype) for a in arrays] for arrays in (self.arrays, parts)]
-        if kinds[0] != kinds[1]:
-            raise UserError(f"samples of one batch have the shapes and types {_words(kinds[0])} and {_words(kinds[1])}",
-                            "one shape and type for all samples", "pad, crop or cast them in the dataset")
+        refuse_unlike(self.arrays, parts)
         for whole, part in zip(self.arrays, parts):
             whole[at:at + len(part)] = part
 
@@ -297,7 +294,3 @@ def _samples(task: _Task) -> str:
     numbers = [str(number) for number in task.indices_n[:4]]
     more = f" and {len(task.indices_n) - 4} more" if len(task.indices_n) > 4 else ""
     return f"sample{'s' if len(task.indices_n) > 1 else ''} {', '.join(numbers)}{more}"
-
-
-def _words(kinds: Sequence[tuple[Any, Any]]) -> str:
-    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in kinds)

@@ -29,6 +29,9 @@ ALONE = {**dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_TH
 ANSWER_S = 60.0
 """Longest wait for the server's answer: it may import a framework first."""
 
+STATUS_S = 15.0
+"""Longest wait for the answer how a worker ended, after which the server is taken for frozen."""
+
 END_S = 5.0
 
 _lock = threading.RLock()
@@ -86,7 +89,6 @@ class Server:
         with theirs:
             process = subprocess.Popen([sys.executable, "-I", script, str(theirs.fileno())], env=clean(os.environ),
                                        stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        ours.settimeout(ANSWER_S)
         self.pid, self._socket, self._process = process.pid, ours, process
         self.end = weakref.finalize(self, _end, process, ours, os.getpid())
 
@@ -102,7 +104,7 @@ class Server:
     def status(self, pid: int, do: str = "wait") -> int | None:
         """How a worker ended, as `subprocess.Popen.returncode`; None where that is not known."""
         with contextlib.suppress(OSError):
-            found = self._ask({"do": do, "pid": pid})["status"]
+            found = self._ask({"do": do, "pid": pid}, (), STATUS_S)["status"]
             return None if found is None else int(found)
         return None
 
@@ -110,10 +112,16 @@ class Server:
         """End a worker."""
         self.status(pid, "kill")
 
-    def _ask(self, request: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
+    def _ask(self, request: dict[str, Any], fds: Sequence[int] = (), most_s: float = ANSWER_S) -> dict[str, Any]:
+        """Send a request and wait for its answer; a server that gives none is killed, and its workers end with it."""
         with _lock:
-            socket.send_fds(self._socket, [json.dumps(request).encode()], list(fds))
-            data = self._socket.recv(1 << 16)
+            self._socket.settimeout(most_s)
+            try:
+                socket.send_fds(self._socket, [json.dumps(request).encode()], list(fds))
+                data = self._socket.recv(1 << 16)
+            except TimeoutError:
+                self._process.kill()
+                raise
         answer: dict[str, Any] = json.loads(data) if data else {"error": "the process that forks workers has ended"}
         if "error" in answer:
             raise OSError(answer["error"])

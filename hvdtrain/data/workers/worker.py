@@ -26,6 +26,7 @@ import numpy as np
 from hvdtrain.cluster.exit_calls import called
 from hvdtrain.data import sources
 from hvdtrain.data.stream import Arrays
+from hvdtrain.errors import UserError
 
 HEAD = struct.Struct("<QQ")
 """Offset and bytes of the header within what a worker is set up with."""
@@ -90,7 +91,17 @@ def fetch(source: Any, indices_n: np.ndarray, epoch: int, seed: int) -> Arrays:
     for number in indices_n:
         reseed(seed, epoch, int(number))
         pieces.append(sources.fetched(source, np.array([number], np.int64), epoch))
+        refuse_unlike(pieces[0], pieces[-1])
     return tuple(np.concatenate(column) for column in zip(*pieces))
+
+
+def refuse_unlike(some: Sequence[Any], others: Sequence[Any]) -> None:
+    """Raise `UserError` where samples (n, ...) of one batch have not the shapes and types of others (m, ...)."""
+    kinds = [[(np.shape(array)[1:], np.asarray(array).dtype) for array in arrays] for arrays in (some, others)]
+    if kinds[0] != kinds[1]:
+        first, second = (", ".join(f"{dtype}{list(shape)}" for shape, dtype in each) for each in kinds)
+        raise UserError(f"samples of one batch have the shapes and types {first} and {second}",
+                        "one shape and type for all samples", "pad, crop or cast them in the dataset")
 
 
 def reseed(seed: int, epoch: int, number: int) -> None:

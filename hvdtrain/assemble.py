@@ -125,7 +125,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     adapters, cores = (partial(backend.adapt_data, seed=config.seed),), topology.cores_of(control.rank)
     train, test = agreed(control, lambda: prepare.read(config, data, adapters, cores, notes), "data")
     feed, test_feed = _feeds(spelled, spec, mesh, control, train, test)
-    spelled = run_length.filled(spelled, feed.steps_per_epoch)
+    spelled = run_length.filled(spelled, feed.steps_per_epoch, notes)
     _seed(config, backend, control.rank)
     precision = _precision(spelled, control, devices, notes)
     parts = agreed(control, lambda: backend.make_parts(spec, spelled, control, wire, feed.steps_per_epoch or 0,

@@ -1,4 +1,4 @@
-"""How many updates a run is going to make, and the arguments of a schedule that follow from it.
+"""How many updates a run is going to make, the arguments of a schedule that follow, and what is set for a longer run.
 
 Owns the table of such arguments, by the names that PyTorch, Keras and `hvdtrain.keras.one_cycle` give them. Pure.
 """
@@ -22,9 +22,10 @@ def updates(config: Config, steps_per_epoch: int | None) -> int:
     return min(filter(None, (whole, config.max_steps)), default=0)
 
 
-def filled(config: Config, steps_per_epoch: int | None) -> Config:
+def filled(config: Config, steps_per_epoch: int | None, notes: list[str] | None = None) -> Config:
     """Return ``config`` with the arguments of its schedule that it leaves out and that follow from the run.
 
+    ``notes`` gets what is set for a longer run.
     Lengths are in what the schedule counts, steps or epochs. Errors: `UserError` where the length is needed and nobody
     knows it, and for a OneCycle that is shorter than the run, whose end has no rate.
     """
@@ -32,6 +33,8 @@ def filled(config: Config, steps_per_epoch: int | None) -> Config:
     name, given = schedule.name.lower(), dict(schedule.args)
     names = _LENGTHS.get(name, ())
     steps = updates(config, steps_per_epoch)
+    if notes is not None and steps:
+        notes += too_long(config, steps)
     length = steps if schedule.interval == "step" else -(-steps // steps_per_epoch) if steps_per_epoch else 0
     more: dict[str, Any] = {}
     if names and not any(given.get(each) for each in names):
@@ -43,6 +46,20 @@ def filled(config: Config, steps_per_epoch: int | None) -> Config:
     if "onecycle" in name:
         _check_one_cycle(schedule.name, {**more, **given}, length)
     return replace(config, schedule=replace(schedule, args={**given, **more})) if more else config
+
+
+def too_long(config: Config, steps: int) -> list[str]:
+    """Return a sentence for each setting by which a run of ``steps`` updates never comes to what was meant."""
+    found = []
+    if config.schedule.warmup_steps > steps:
+        found.append(f"the warm-up of {config.schedule.warmup_steps} steps is longer than the run of {steps}, in which "
+                     f"the rate stays below its own: set schedule.warmup_steps to {max(1, steps // 20)} or so")
+    first = config.ema ** steps
+    if first > 0.5:
+        wiser = max(0.5, 1 - 10 / steps)  # (1 - 10 / steps) ** steps < e ** -10
+        found.append(f"ema {config.ema:g} over {steps} updates: {100 * first:.0f} % of the average that is evaluated "
+                     f"and written at the end is the first weights: set ema to {wiser:.4g} or so")
+    return found
 
 
 def _check_one_cycle(name: str, args: dict[str, Any], length: int) -> None:

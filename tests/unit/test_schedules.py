@@ -11,7 +11,7 @@ from small_runs import FRAMEWORKS, config, fitted, make_model, samples, solo
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.config import Checkpoint, Config, Named, Schedule
 from hvdtrain.errors import UserError
-from hvdtrain.run_length import filled
+from hvdtrain.run_length import filled, too_long
 
 N, BATCH, EPOCHS = 40, 16, 4
 STEPS = 12
@@ -115,3 +115,13 @@ def test_a_length_that_nobody_knows_and_a_cycle_that_is_too_short_are_refused():
         filled(Config(schedule=Schedule("CosineDecay")), None)
     with pytest.raises(UserError, match="OneCycleLR of 5 steps in a run of 12"):
         filled(Config(epochs=4, schedule=Schedule("OneCycleLR", {"total_steps": 5})), 3)
+
+
+def test_what_is_set_for_a_longer_run_is_told():
+    long = Config(epochs=3, schedule=Schedule(warmup_steps=6250), ema=0.9999)
+    notes: list[str] = []
+    filled(long, 200, notes)
+    assert len(notes) == 2 and "6250 steps is longer than the run of 600" in notes[0] and "94 % " in notes[1]
+    assert not too_long(replace(long, ema=0.0), 6250) and not too_long(replace(long, ema=0.99), 6250)
+    filled(long, None, notes)
+    assert len(notes) == 2

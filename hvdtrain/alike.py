@@ -37,6 +37,9 @@ def check_parts(control: Control, parts: Parts, group: Group) -> None:
     blocks with one rank and some with another, it is the trainable tensors of each block that are compared.
     """
     layout = parts.layout
+    if layout is not None:  # of the stages of a model, which have other tensors, one optimizer is asked for
+        own = [line for line in parts.params.made_of() if line.startswith("optimizer ")]
+        check_alike(control, Group(tuple(range(control.size)), control.rank), own)
     if layout is None or len(set(r for ranks in layout.groups() for r in ranks)) == sum(map(len, layout.groups())):
         check_alike(control, group, parts.params.made_of())
         return

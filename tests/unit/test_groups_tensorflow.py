@@ -86,6 +86,14 @@ def test_any_ranks_and_ways_to_divide_follow_one_process_and_go_on_from_its_chec
         rule.require_one_rule(alone.parts.optimizer.own)
 
 
+@pytest.mark.parametrize("changes", [{}, {"pipeline": Pipeline(2)}], ids=["copies", "cut"])
+def test_ranks_whose_files_say_different_things_are_refused(changes, tmp_path, monkeypatch):
+    rates = iter((0.05, 0.1))
+    monkeypatch.setattr(grouped_keras, "optimizer", lambda model, config: made(next(rates)), raising=False)
+    with pytest.raises(UserError, match="rank . has optimizer AdamW .*learning_rate 0.*where rank . has optimizer "):
+        grouped(2, RUN, tmp_path, **changes)
+
+
 def spec(groups=None, optimizer=None, model=None):
     return Spec("file.py:build", model or grouped_keras.build(), "tensorflow", parameter_groups=groups,
                 optimizer=optimizer)

@@ -119,6 +119,24 @@ def test_any_ranks_and_ways_to_divide_follow_one_process(own, tmp_path, monkeypa
     assert apart([got[k] for k in sorted(got)], [want[k] for k in sorted(want)]) < 1e-5
 
 
+@pytest.mark.parametrize("changes", [{}, {"data_parallel": ZERO}, {"pipeline": Pipeline(2)}],
+                         ids=["whole", "zero", "cut"])
+@pytest.mark.parametrize(("hook", "asked"), [
+    ("optimizer", lambda m, c: torch.optim.SGD(m.parameters(), lr=0.05 * (1 + m.rank))),
+    ("optimizer", lambda m, c: (torch.optim.SGD, torch.optim.Adam)[m.rank](m.parameters(), lr=0.05)),
+    ("parameter_groups", lambda m: [{"params": [m.head.weight], "lr": 0.05 * (1 + m.rank)}])],
+    ids=["lr", "class", "group"])
+def test_ranks_whose_files_say_different_things_are_refused(hook, asked, changes, tmp_path, monkeypatch):
+    def of_rank(rank):
+        model = grouped_torch.build()
+        model.rank = rank
+        return model
+
+    monkeypatch.setattr(grouped_torch, hook, asked, raising=False)
+    with pytest.raises(UserError, match="models differ: rank 1 has optimizer .* where rank 0 has optimizer "):
+        lockstep(2, replace(RUN, out=str(tmp_path), **changes), of_rank, DATA, fitted)
+
+
 def test_a_checkpoint_goes_on_at_other_ranks_and_ways_with_its_moments(tmp_path):
     (want,) = grouped(1, RUN, tmp_path / "whole")
     saves = {"checkpoint": Checkpoint(every_steps=4, at_end=False)}

@@ -108,6 +108,15 @@ def own_optimizer(spec: Any, config: Config) -> keras.optimizers.Optimizer | Non
     return made
 
 
+def words(optimizer: keras.optimizers.Optimizer) -> str:
+    """Return an optimizer's settings, to compare between ranks; "" where it cannot tell them."""
+    try:
+        found = optimizer.get_config()
+    except NotImplementedError:  # a schedule of the user's
+        return ""
+    return "".join(f" {key} {value}" for key, value in sorted(found.items()) if key != "name" and value is not None)
+
+
 def refuse_both(spec: Any) -> None:
     """Raise `UserError` for a model that keeps its compiled optimizer and whose file gives groups or an optimizer."""
     for part, do in (("optimizer", "leave compile out (loss.name and metrics say the same), or optimizer"),

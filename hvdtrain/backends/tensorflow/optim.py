@@ -93,6 +93,7 @@ class Optimization:
             groups.refuse_both(spec)
         given = groups.own_optimizer(spec, config)
         self._of_file = given is not None
+        self._settings = "" if given is None else groups.words(given)
         self.optimizer = self._create() if given is None and not self.compiled else self._adopt(given or own)
         _refuse(self.optimizer)
         self._without_decay = groups.without_decay(spec, self.optimizer.weight_decay)
@@ -210,7 +211,7 @@ class Optimization:
     def made_of(self) -> str:
         """The optimizer's class and its schedule, to compare between ranks."""
         held = self.optimizer._learning_rate
-        name = type(self.optimizer).__name__ + (f" group {self._left_out}" if self._left_out else "")
+        name = type(self.optimizer).__name__ + self._settings + (f" group {self._left_out}" if self._left_out else "")
         if isinstance(held, schedules.LearningRateSchedule):
             try:
                 return f"{name} {type(held).__name__} {held.get_config()}"

@@ -60,6 +60,12 @@ class Given:
         """Return the base rate, before linear scaling."""
         return config.lr if self.kind is None else float(self.settings["lr"])
 
+    def words(self) -> str:
+        """Return the settings of the file's optimizer, to compare between ranks; "" without one."""
+        plain = ((key, value) for key, value in sorted(self.settings.items())
+                 if value is None or isinstance(value, (bool, int, float, str, tuple)))
+        return "".join(f" {key} {value}" for key, value in plain)
+
     def plain(self) -> Given:
         """Return the same optimizer without groups, for tensors without names."""
         return replace(self, groups=())

@@ -209,7 +209,7 @@ class TorchOptimizer:
         """Return what has to be the same on every rank, as a line."""
         if self.adopted is None:
             sums = "".join(f" group {group.checksum():08x}" for group in self.given.groups)
-            return f"optimizer {self.kind()}{sums}"
+            return f"optimizer {self.kind()}{self.given.words()}{sums}"
         words = [self.adopted.name, *self.adopted.describe().values(), f"rate {self.learning_rate():g}"]
         return f"optimizer {' '.join(words)}"
 

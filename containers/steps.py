@@ -114,7 +114,7 @@ def _copy(words: list[str], root: Path, roots: dict[str, Path], context: Path) -
 
 
 def inside(root: Path, words: list[str], env: dict[str, str], uid: int = 0, cwd: str = "/") -> None:
-    """Run a command in ``root`` as ``uid``, with /proc, /sys, /dev and names resolved as out here. CalledProcessError."""
+    """Run a command in ``root`` as ``uid``, with /proc, /sys, /dev and host names as out here. CalledProcessError."""
     for name in MOUNTS:
         (root / name).mkdir(exist_ok=True)
         if not os.path.ismount(root / name):
@@ -123,7 +123,8 @@ def inside(root: Path, words: list[str], env: dict[str, str], uid: int = 0, cwd:
         shutil.copyfile(f"/etc/{name}", root / "etc" / name)
     user = [f"--userspec={uid}:{uid}"] if uid else []
     shell = f"cd {shlex.quote(cwd)} && exec {shlex.join(words)}"
-    subprocess.run([shutil.which("chroot") or "/usr/sbin/chroot", *user, str(root), "/bin/sh", "-c", shell], env=env, check=True, stdin=subprocess.DEVNULL)
+    chroot = shutil.which("chroot") or "/usr/sbin/chroot"
+    subprocess.run([chroot, *user, str(root), "/bin/sh", "-c", shell], env=env, check=True, stdin=subprocess.DEVNULL)
 
 
 def start(stages: list[Stage], root: Path, words: list[str]) -> None:

@@ -102,6 +102,9 @@ def test_keys_are_made_once_for_those_who_share_them(tmp_path):
     assert subprocess.run([*words, "bash", "-c", "exit 7"], env=env).returncode == 7, "a command is run as it is"
     assert not (tmp_path / ".ssh").exists(), "and needs no keys"
     assert subprocess.run(words, env=env, capture_output=True).returncode == 2
+    given = subprocess.run([*words, "bash", "-c", "umask"], env=env | {"HVDTRAIN_KEYS": str(tmp_path / "keys")},
+                           capture_output=True, text=True, umask=0o022, check=True)
+    assert (tmp_path / ".ssh" / "config").stat().st_mode & 0o077 == 0 and given.stdout == "0022\n", "of keys alone"
 
 
 def test_a_step_that_is_not_known_is_not_left_out():

@@ -143,6 +143,8 @@ def test_data_that_does_not_suit_is_refused_in_words():
             ({"flip": 1.0}, Chunks(), "a stream"),
             ({"flip": 1.0}, ArraySource((y,)), "x is int64 of shape"),
             ({"flip": 1.0}, ArraySource((np.zeros((4, 3, 8, 8)),)), "channels first"),
+            ({"crop": 6}, ArraySource((np.zeros((4, 6, 8)),)), "crop is 6, and the pictures have 6 x 8 pixels.*than 6"),
+            ({"cutout": 16}, ArraySource((np.zeros((4, 6, 8)),)), "cutout is 16.*less than 16"),
             ({"flip": 1.0}, ArraySource((x, x)), "would not follow"),
             ({"mixup": 1.0}, ArraySource((x,)), "how many classes"),
             ({"mixup": 1.0}, ArraySource((x, y, y)), "3 arrays"),

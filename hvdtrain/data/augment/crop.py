@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.data.augment.draw import Uniform
-from hvdtrain.data.augment.values import whole
+from hvdtrain.data.augment.values import smaller_than, whole
 
 
 def check(value: Any) -> None:
@@ -18,6 +18,7 @@ def check(value: Any) -> None:
 def apply(x: np.ndarray, value: int, uniform: Uniform) -> np.ndarray:
     """Return (n, H, W, C) of a type as it came; each of the (2 P + 1)^2 places is as likely."""
     n, height, width, channels = x.shape
+    smaller_than("crop", value, min(height, width), x)
     top_n, left_n = (uniform(2) * (2 * value + 1)).astype(np.int64).T
     padded = np.pad(x, ((0, 0), (value, value), (value, value), (0, 0))).reshape(n, height + 2 * value, -1)
     windows = np.lib.stride_tricks.sliding_window_view(padded, width * channels, axis=2)

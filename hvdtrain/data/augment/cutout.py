@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.data.augment.draw import Uniform
-from hvdtrain.data.augment.values import whole
+from hvdtrain.data.augment.values import smaller_than, whole
 
 
 def check(value: Any) -> None:
@@ -22,6 +22,7 @@ def check(value: Any) -> None:
 def apply(x: np.ndarray, value: int, uniform: Uniform) -> np.ndarray:
     """Return (n, H, W, C) with a hole in each."""
     extents = np.array(x.shape[1:3])
+    smaller_than("cutout", value, int(2 * extents.max()), x)
     starts = np.floor(uniform(2) * extents).astype(np.int64) - value // 2
     holes = [(starts[:, i, None] <= np.arange(extent)) & (np.arange(extent) < starts[:, i, None] + value)
              for i, extent in enumerate(extents)]

@@ -56,7 +56,7 @@ from hvdtrain.cluster.topology import affinity, compute_threads, survey
 from hvdtrain.cluster.views import voices
 from hvdtrain.cluster.wire import open_wire
 from hvdtrain.config import Config
-from hvdtrain.data import prepare, sources
+from hvdtrain.data import prepare
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.workers import choose, start
 from hvdtrain.errors import UserError
@@ -337,12 +337,12 @@ def _cut(config: Config, mesh: Mesh, control: Control) -> dict[str, Any]:
 def eval_feed(run: Run, data: Any) -> Feed:
     """A feed over evaluation ``data`` given to an assembled run: its test split, or all of it. Collective."""
     adapters = (partial(backends.load(run.spec.framework).adapt_data, seed=run.config.seed),)
-
-    def read() -> Any:
-        test = sources.interpret(data, "test", adapters)
-        return sources.interpret(data, "train", adapters) if test is None else test
-
-    feed = _eval_feed(run.spelled, run.mesh, run.control, agreed(run.control, read, "data"))
+    cores = run.topology.cores_of(run.control.rank)
+    test, remark = agreed(run.control, lambda: prepare.later(run.config, data, adapters, cores, run.control.size),
+                          "data")
+    if remark and remark not in run.notes:
+        run.note(remark)
+    feed = _eval_feed(run.spelled, run.mesh, run.control, test)
     feed.check_ranks_agree()
     return feed
 

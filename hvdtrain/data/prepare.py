@@ -15,6 +15,9 @@ from hvdtrain.data import sources
 from hvdtrain.data.augment import Augmented
 from hvdtrain.data.workers.choose import with_workers
 
+START_S = 5.0
+"""About what workers take to start that import a framework."""
+
 
 def read(config: Config, data: Any, adapters: Sequence[sources.Adapter], cores: int,
          notes: list[str]) -> tuple[Any, Any]:
@@ -29,6 +32,17 @@ def read(config: Config, data: Any, adapters: Sequence[sources.Adapter], cores: 
     (train, test), remark = with_workers(config, config.seed, prepared(config, *pair), cores)
     notes += [remark] if remark else []
     return train, test
+
+
+def later(config: Config, data: Any, adapters: Sequence[sources.Adapter], cores: int, ranks: int) -> tuple[Any, str]:
+    """Return what a run is to be evaluated on, of ``data`` that comes when it is there already, and a remark.
+
+    Workers of its own are chosen where all ``ranks`` would read for longer than these take to start; they end with it.
+    """
+    test = sources.interpret(data, "test", adapters)
+    test = sources.interpret(data, "train", adapters) if test is None else test
+    (test,), remark = with_workers(config, config.seed, (test,), cores, START_S * ranks)
+    return test, remark
 
 
 def prepared(config: Config, train: Any, test: Any) -> tuple[Any, Any]:

@@ -12,8 +12,8 @@ from files_of_samples import Files
 from small_runs import CUTS, FRAMEWORKS, Recut, apart, config, fitted, make_model, replans, samples, solo, weights
 from sync_models import with_norms
 
-from hvdtrain import summary
-from hvdtrain.assemble import assemble
+from hvdtrain import loop, summary
+from hvdtrain.assemble import assemble, eval_feed
 from hvdtrain.cluster import boot
 from hvdtrain.config import Checkpoint, Data
 from hvdtrain.errors import UserError
@@ -36,6 +36,12 @@ def test_law2_holds_with_workers(control, few_ranks, framework, tmp_path):
                             make_model(framework), (samples(N), samples(31))))
     assert apart(weights(run), weights(reference)) < 1e-5
     assert run.state.metrics == pytest.approx(reference.state.metrics, abs=1e-5)
+    later = eval_feed(run, Files(31))  # as `Trainer.evaluate` does with data of its own
+    workers = later.data.pool.workers
+    assert len(workers) == 2 and later.data.pool is not run.feed.data.pool
+    assert loop.measure(run, later) == run.state.metrics
+    del later
+    assert all(worker.channel.closed for worker in workers)  # they end with what they were for
     run.feed.data.pool.close()
 
 

@@ -33,16 +33,19 @@ SLOW_S = 0.002
 """A first sample that takes longer is followed by one more only."""
 
 
-def with_workers(config: Config, seed: int, found: Sequence[Any], cores: int) -> tuple[list[Any], str]:
+def with_workers(config: Config, seed: int, found: Sequence[Any], cores: int,
+                 least_s: float = 0.0) -> tuple[list[Any], str]:
     """Return the data ``found`` (training, evaluation; None stays), read by workers where that helps, and a remark.
 
-    ``cores``: those that this rank has for itself. Errors: `UserError` where ``data.workers`` is a number and a source
-    cannot be handed to another process, or no process can be started.
+    ``cores``: those that this rank has for itself. ``least_s``: what all samples of a source must take together for
+    auto to choose workers. Errors: `UserError` where ``data.workers`` is a number and a source cannot be handed to
+    another process, or no process can be started.
     """
     asked = config.data.workers
     data = list(found)
     costs = {i: cost_s(each) if asked == "auto" else 0.0 for i, each in enumerate(data) if asked and fits(each)}
-    chosen = [i for i, each_s in costs.items() if asked != "auto" or each_s >= CHEAP_S]
+    chosen = [i for i, each_s in costs.items() if asked != "auto" or each_s >= CHEAP_S
+              and each_s * len(data[i]) >= least_s]
     if not chosen:
         return data, ""
     n = spare(cores) if asked == "auto" else int(asked)

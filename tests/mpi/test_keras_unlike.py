@@ -13,7 +13,7 @@ if keras.backend.backend() != "tensorflow":
 
 from hvdtrain.errors import UserError  # noqa: E402
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.usefixtures("few_ranks")]
 
 DRAW = np.random.default_rng(8)
 X, Y = DRAW.standard_normal((24, 5)).astype(np.float32), DRAW.standard_normal((24, 1)).astype(np.float32)

@@ -11,7 +11,7 @@ from hvdtrain.cluster import boot  # noqa: E402
 from hvdtrain.tensorflow import basics, near  # noqa: E402
 from hvdtrain.tensorflow.gradients import GradientExchange  # noqa: E402
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.usefixtures("few_ranks")]
 SHAPES = ((near.SMALL + 3,), (5, 7), (), (300, 128), (2, 2))
 DTYPES = ("float32", "float32", "float32", "float64", "float16")
 

@@ -12,7 +12,7 @@ from hvdtrain.cluster import boot  # noqa: E402
 from hvdtrain.collectives.mpi import MpiCollectives  # noqa: E402
 from hvdtrain.config import Config, Exchange  # noqa: E402
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.usefixtures("few_ranks")]
 
 
 @pytest.fixture(params=["horovod", "mpi"])

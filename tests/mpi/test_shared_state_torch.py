@@ -13,7 +13,7 @@ from hvdtrain.cluster import boot
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch import nn  # noqa: E402
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120), pytest.mark.usefixtures("few_ranks")]
 
 
 @pytest.fixture(params=["horovod", "mpi"])

@@ -19,6 +19,7 @@ from hvdtrain.collectives.mpi import MpiCollectives  # noqa: E402
 from hvdtrain.config import Exchange  # noqa: E402
 
 pytestmark = pytest.mark.mpi(min_size=2)
+FEW = pytest.mark.usefixtures("few_ranks")
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,7 @@ def test_calls_outside_graphs_pair_by_name_and_not_by_order(wire, control):
     assert found == {"first": [total] * 3, "second": [10 * total] * 3}
 
 
+@FEW
 @pytest.mark.parametrize("tape", [None, tf.GradientTape], ids=["plain", "taped"])
 def test_ever_new_names_take_no_ever_more_memory(wire, monkeypatch, tape):
     monkeypatch.setattr(named, "MOST", 4)
@@ -88,6 +90,7 @@ def parts_of(turn, size):
     return out
 
 
+@FEW
 def test_unequal_parts_follow_one_process(wire):
     single = attached(mlp())
     step = attached(mlp(seed=3 + wire.rank), wire=wire, rank=wire.rank)
@@ -119,6 +122,7 @@ def test_horovod_and_plain_mpi_agree(wire, comm):
     close(weights(outside), weights(inside), 1e-6)
 
 
+@FEW
 def test_names_hold_when_ranks_trace_anew_at_other_times(wire):
     """Ranks whose samples change their length at different steps, so that graphs of other ages meet."""
     def model():
@@ -139,6 +143,7 @@ def test_names_hold_when_ranks_trace_anew_at_other_times(wire):
     close(weights(step), weights(single), 1e-5)
 
 
+@FEW
 def test_a_rank_without_any_sample_ever(wire):
     step, single = attached(mlp(), wire=wire, rank=wire.rank), attached(mlp())
     for t in range(4):
@@ -147,6 +152,7 @@ def test_a_rank_without_any_sample_ever(wire):
     close(weights(step), weights(single), 1e-5)
 
 
+@FEW
 def test_a_parameter_without_gradient_is_summed_as_zero(wire):
     """On rank 0 the loss leaves the first layer out, so that its buckets hold nothing."""
     def task(model, b):
@@ -161,6 +167,7 @@ def test_a_parameter_without_gradient_is_summed_as_zero(wire):
     assert not np.array_equal(weights(step)[0], weights(mlp())[0])
 
 
+@FEW
 def test_not_a_number_on_one_rank_stops_every_update(wire):
     step = attached(mlp(), wire=wire, rank=wire.rank)
     before = weights(step)

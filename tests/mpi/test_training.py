@@ -22,6 +22,7 @@ from hvdtrain.config import Checkpoint, Exchange, Named
 from hvdtrain.errors import UserError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
+FEW = pytest.mark.usefixtures("few_ranks")
 N, BATCH = 107, 53
 """Steps of 53, 53 and 1 samples: no world size divides the batch, and the last one is shorter than any world."""
 
@@ -102,6 +103,7 @@ def test_accumulation_with_clipping_is_the_whole_batch(control, framework, out):
     assert run.state.grad_norm == pytest.approx(reference.state.grad_norm, rel=1e-3)
 
 
+@FEW
 @pytest.mark.parametrize("kind", ["horovod", "shared"])
 def test_a_task_that_throws_gradients_away_trains_like_one_process(control, kind, out, monkeypatch):
     """``zero_grad()`` sets ``.grad`` to None; the next gradient is summed all the same."""
@@ -148,6 +150,7 @@ def test_a_gradient_that_comes_twice_is_refused(control, out):
         loop.fit(run)
 
 
+@FEW
 def test_ranks_seeded_apart_start_alike(control, framework, wire, out):
     model = make_model(framework, seed=10 + control.rank)
     run = assemble(config(collectives=wire, out=out[0]), model, samples(20))
@@ -156,6 +159,7 @@ def test_ranks_seeded_apart_start_alike(control, framework, wire, out):
     assert bits(run) == bits(root)
 
 
+@FEW
 def test_evaluation_over_uneven_shards_is_exact(control, framework, out):
     data = samples(20), samples(29, seed=1)
     settings = config(global_batch=8, out=out[0], shares=CUTS[control.size][-1])
@@ -185,6 +189,7 @@ def stream(framework, n):
     return Reader()
 
 
+@FEW
 def test_streams_follow_one_process(control, framework, out):
     settings = config(global_batch=16, epochs=2, out=out[0])
     run = fitted(distributed(control, settings, make_model(framework), stream(framework, 41)))
@@ -194,6 +199,7 @@ def test_streams_follow_one_process(control, framework, out):
     assert apart(weights(run), weights(reference)) < 1e-5
 
 
+@FEW
 def test_streams_of_uneven_length_end_together(control, framework, out):
     settings = config(global_batch=16, epochs=2, out=out[0])
     with warnings.catch_warnings():
@@ -224,6 +230,7 @@ def statistics(run):
             if n.endswith(("running_mean", "running_var", "moving_mean", "moving_variance"))]
 
 
+@FEW
 def test_batchnorm_statistics_become_their_mean_over_ranks(control, framework, wire, out):
     settings = config(global_batch=8 * control.size, max_steps=4, out=out[0], collectives=wire)
     run = distributed(control, settings, with_norm(framework), samples(8 * control.size * 3))
@@ -264,6 +271,7 @@ def test_law6_the_wish_of_one_rank_is_everyones(control, framework, out):
         (8, f"rank {control.size - 1} has seen enough", [4])] * control.size
 
 
+@FEW
 @pytest.mark.parametrize("mode", ["skip", "stop"])
 def test_law6_a_nan_on_one_rank_is_everyones(control, framework, mode, out):
     x, y = samples(24)
@@ -283,6 +291,7 @@ def test_law6_a_nan_on_one_rank_is_everyones(control, framework, mode, out):
     assert apart(weights(run), weights(two)) < 1e-6
 
 
+@FEW
 @pytest.mark.parametrize("first", ["world", "solo"])
 def test_a_run_resumed_at_another_number_of_ranks(control, framework, first, out):
     saving = Checkpoint(every_steps=0, at_end=True)

@@ -13,7 +13,7 @@ from hvdtrain.backends import imported
 from hvdtrain.cluster import boot
 from hvdtrain.config import Checkpoint, DataParallel, Exchange, Named
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120), pytest.mark.usefixtures("few_ranks")]
 pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 

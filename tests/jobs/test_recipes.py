@@ -1,4 +1,4 @@
-"""The files in recipes/: each says what it means, and CIFAR-100's whole path runs, resumed and over two hosts too.
+"""The whole path of recipes/cifar100.yaml and its twin, resumed and over two hosts too.
 
 On an archive of the published format that the test makes, with a small network in the place of the large one.
 """
@@ -9,18 +9,13 @@ import importlib.util
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from runner import ROOT, mpirun, run
 
-from hvdtrain.cli import train
-from hvdtrain.resolve import load_callable
-
 sys.path.insert(0, str(ROOT / "tests" / "fixtures"))
 from cifar_archive import write_binary  # noqa: E402
 
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 CIFAR = {"torch": "cifar100.yaml", "tensorflow": "cifar100_keras.yaml"}
 TWO_HOSTS = str(ROOT / "mpi_scripts" / "two_hosts.sh")
 
@@ -44,14 +39,6 @@ def words(framework, archive, out, *more):
             str(root), "--data.args.md5", md5, "--model", f"{models[framework]}.resnet:wide_resnet",
             "--model_args.depth", "10", "--model_args.widen", "1", "--global_batch", "16", "--epochs", "2",
             "--schedule.warmup_steps", "2", "--precision", "fp32", "--out", str(out), "--progress", "plain", *more]
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_a_recipe_is_a_configuration_and_names_a_model(path):
-    config = train.parse(["--config", str(path)], {})
-    config.check()
-    need("torch" if config.model.startswith("torch") else "keras")
-    assert callable(load_callable(config.model, "model"))
 
 
 @pytest.mark.slow
@@ -81,12 +68,5 @@ def test_cifar_over_two_hosts(archive, tmp_path):
         "torch", archive, tmp_path / "run", "--max_steps", "3", "--model_args.norm", "batch", "--sync_batchnorm",
         "true", "--precision", "bf16", "--collectives", "mpi")], 120.0, {"HOSTS": "2", "SLOTS": "1"})
     assert job.returncode == 0, job.text
-    assert "2 hosts" in json.loads((tmp_path / "run" / "completed.json").read_text())["hosts"]
-
-
-def test_an_archive_that_is_not_there_is_told_with_its_place(tmp_path):
-    need("torch")
-    job = run([sys.executable, "-m", "hvdtrain", "train", "--config", str(ROOT / "recipes" / "cifar100.yaml"),
-               "--data.args.root", str(tmp_path)], 60)
-    assert job.returncode == 2 and "cs.toronto.edu/~kriz/cifar.html" in job.text, job.text
-    assert not list(Path(tmp_path).iterdir())
+    hosts = json.loads((tmp_path / "run" / "completed.json").read_text())["hosts"]
+    assert "2 hosts" in hosts and "host0 (rank 0" in hosts and "host1 (rank 1" in hosts

@@ -1,6 +1,7 @@
 """mpi_scripts/two_hosts.sh: its hosts are different hosts to MPI, their links have the rate, and nothing outlives it.
 
-Owns no timing: whether the rate is reached is for the bench. Skips with the script's own words where it cannot run.
+Owns no timing: whether the rate is reached is for the bench. That hvdtrain trains across its hosts is in test_recipes.
+Skips with the script's own words where it cannot run.
 """
 
 import json
@@ -77,15 +78,6 @@ def test_mpi_sees_different_hosts(script, hosts, slots):
     # What the hosts tell each other goes through the cable: half of it or more, however the sum is organised.
     assert max(rank[4] for rank in ranks) >= SENT_BYTES // 2
     assert not job.orphans
-
-
-@pytest.mark.usefixtures("possible")
-def test_hvdtrain_trains_across_hosts(tmp_path):
-    job = two_hosts("none", "mpirun", "-np", "2", "python", "-m", "hvdtrain", "train", "--max_steps", "2",
-                    "--model", "torch_models.mlp:build", "--collectives", "mpi", "--out", str(tmp_path / "run"))
-    assert job.returncode == 0, job.text
-    hosts = json.loads((tmp_path / "run" / "completed.json").read_text())["hosts"]
-    assert "2 hosts" in hosts and "host0 (rank 0" in hosts and "host1 (rank 1" in hosts
 
 
 @pytest.mark.usefixtures("possible")

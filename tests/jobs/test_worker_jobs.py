@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -32,13 +31,11 @@ class Killed(Callback):
 
 if __name__ == "__main__":
     config = Config(epochs=2, global_batch=16, progress="off", out={out!r}, data=Data(workers=2), seed=1)
-    Trainer(config).fit(make_model("torch"), Files(80, {bad}), callbacks=[Killed()])
+    Trainer(config).fit(make_model("numpy"), Files(80, {bad}), callbacks=[Killed()])
 """
 
 
 def job(tmp_path, bad=(), kill=False):
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("torch is not installed")
     script = tmp_path / "train.py"
     fixtures = str(Path(__file__).parents[1] / "fixtures")
     script.write_text(SCRIPT.format(fixtures=fixtures, out=str(tmp_path / "run"), bad=bad, kill=kill))

@@ -47,7 +47,7 @@ AS_ROOT := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 endif
 HOROVODRUN := PATH="$(abspath $(VENV))/bin:$$PATH" $(AS_ROOT) $(VENV)/bin/horovodrun -np $(NP) -H localhost:$(NP) $(abspath $(VENV))/bin/python -m hvdtrain
 
-.PHONY: help quickstart setup test lint clean check-tools packages wheelhouse gpu-check gpu-wheels
+.PHONY: help quickstart setup test lint clean check-tools check-house packages wheelhouse gpu-check gpu-wheels
 .DEFAULT_GOAL := help
 
 help:
@@ -82,12 +82,17 @@ else
 	@"$(PYTHON)" -m hvdtrain.build.tools $(if $(WHEELHOUSE),--wheels)
 endif
 
-setup: check-tools
+check-house:
+ifneq ($(WHEELHOUSE),)
+	@ls "$(WHEELHOUSE)"/*.whl >/dev/null 2>&1 || { echo 'error: WHEELHOUSE=$(WHEELHOUSE) holds no wheels; fill it where there is a network: make wheelhouse WHEELHOUSE=DIR' >&2; exit 1; }
+endif
+
+setup: check-tools check-house
 	@$(MAKE) --no-print-directory $(STAMP) FRAMEWORKS="$(CHOSEN)" VENV="$(VENV)" DEVICE="$(DEVICE)" PYTHON="$(PYTHON)"
 	@$(PY) -m hvdtrain build --frameworks $(CHOSEN) $(if $(filter cpu,$(DEVICE)),--cpu) $(if $(WHEELHOUSE),--wheelhouse "$(WHEELHOUSE)") $(if $(filter cuda,$(DEVICE)),$(if $(CAPABILITIES),--capabilities $(CAPABILITIES)))
 
 # The pins alone, from requirements/ alone: a layer of an image that changes with them only.
-packages: $(PINNED)
+packages: check-house $(PINNED)
 
 # Needs a set-up of the same kind here: its Horovod is among the wheels. WHEELHOUSE= here is where to, not where from.
 wheelhouse:

@@ -46,6 +46,9 @@ def main(argv: list[str]) -> int:
     if launch_facts(os.environ).kind != "solo":
         raise UserError("bench input was started under a launcher", "one process: it starts the jobs itself",
                         "run it without mpirun")
+    if args.root and not Path(args.root, "train").is_dir():
+        raise UserError(f"--root is {args.root!r}, which has no folder train", "a folder with train/CLASS/*.png of one "
+                        "size", "correct --root, or leave it out to have pictures made")
     names = [name for name in args.readers if _is_here(name)]
     record.check(args.jsonl)
     found: dict[Key, list[dict[str, Any]]] = {}

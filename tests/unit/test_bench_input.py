@@ -10,6 +10,7 @@ import pytest
 from hvdtrain.bench import input as bench
 from hvdtrain.bench import input_rank
 from hvdtrain.data.sources import ArraySource
+from hvdtrain.errors import UserError
 
 
 def about(seconds, decodes=40):
@@ -22,6 +23,11 @@ def test_own_rate_is_held_against_the_best_of_the_others():
     assert bench.rows(found) == [["2", "hvdtrain", "1", "40", "40 to 40", "2.00", "1"],
                                  ["2", "dataloader", "1", "10", "10 to 10", "-", "1.05"],
                                  ["2", "tfdata", "1", "20", "15 to 30", "-", "1"]]
+
+
+def test_a_folder_without_pictures_is_told_before_any_job(tmp_path):
+    with pytest.raises(UserError, match="no folder train"):
+        bench.main(["--root", str(tmp_path)])
 
 
 def test_decodes_of_several_processes_are_counted_together(tmp_path):

@@ -36,6 +36,13 @@ def test_a_set_up_from_a_wheelhouse_asks_no_index(tmp_path):
     assert "--no-index" not in would_run("setup", f"VENV={tmp_path}/venv")
 
 
+def test_a_wheelhouse_without_wheels_is_told_before_anything_is_made(tmp_path):
+    tried = subprocess.run(["make", "packages", f"WHEELHOUSE={tmp_path}/none", f"VENV={tmp_path}/venv",
+                            f"PYTHON={sys.executable}", "DEVICE=cpu"], cwd=ROOT, text=True,
+                           capture_output=True, timeout=60)
+    assert tried.returncode and "holds no wheels" in tried.stderr and not (tmp_path / "venv").exists()
+
+
 def test_what_beside_the_trainer_is_left_out_when_asked(tmp_path):
     said = would_run("packages", "WITH=", "FRAMEWORKS=torch", f"VENV={tmp_path}/venv")
     assert "requirements/dev.txt" not in said and "requirements/base.txt" in said

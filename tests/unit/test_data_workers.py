@@ -165,6 +165,16 @@ def test_a_worker_that_dies_or_hangs_is_named(what, words):
     assert gone(pids)
 
 
+def test_a_frozen_worker_is_named_even_where_it_cannot_be_told_what_to_read():
+    data, _ = pooled(Slow(sleep_s=0.0), 1, control_timeout_s=1.0)
+    pid = data.pool.workers[0].pid
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(UserError, match=r"worker 0 \(process \d+\) has been fetching samples 0, 0, 0, 0 and"):
+        data.fetch(np.zeros(400_000, np.int64))  # more numbers than a socket holds
+    data.pool.close()
+    assert gone([pid])
+
+
 def test_a_killed_worker_and_a_killed_server(one):
     data, pids = one
     os.kill(pids[1], signal.SIGKILL)

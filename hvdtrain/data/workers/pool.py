@@ -12,6 +12,7 @@ import pickle
 import select
 import signal
 import socket
+import struct
 import threading
 import time
 import weakref
@@ -60,13 +61,17 @@ class Fetch:
 class _Worker:
     """One worker as its rank knows it: ``busy`` holds (task, slot) in the order in which it works on them."""
 
-    def __init__(self, server: start.Server, number: int, setup_fd: int, preload: Sequence[str]) -> None:
+    def __init__(self, server: start.Server, number: int, setup_fd: int, preload: Sequence[str],
+                 timeout_s: float) -> None:
         from multiprocessing.connection import Connection  # which makes another name for the user's script
 
         self.number, self.ready, self.since = number, False, time.monotonic()
         self.busy: deque[tuple[_Task, int]] = deque()
         fds = [nameless(f"hvdtrain-worker-{number}") for _ in range(SLOTS)]
         ours, theirs = socket.socketpair()
+        bound = struct.pack("@ll", *divmod(int(timeout_s * 1e6), 1_000_000))  # seconds and microseconds
+        for way in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # a frozen worker takes nothing, and may stop in a message
+            ours.setsockopt(socket.SOL_SOCKET, way, bound)
         with theirs:
             self.pid = server.fork([theirs.fileno(), setup_fd, *fds], preload)
         self.channel = Connection(ours.detach())
@@ -101,7 +106,7 @@ class Pool:
         self.close = weakref.finalize(self, _close, self.workers, self._server, os.getpid())
         try:
             for number in range(n):
-                worker = _Worker(self._server, number, setup_fd, preload)
+                worker = _Worker(self._server, number, setup_fd, preload, timeout_s)
                 self.workers.append(worker)
                 self._by_fd[worker.channel.fileno()] = worker
                 self._poll.register(worker.channel.fileno(), select.POLLIN)
@@ -157,6 +162,8 @@ class Pool:
             self._tasks[number] = task
             try:
                 worker.channel.send((number, slot, task.source, task.indices_n, task.epoch))
+            except BlockingIOError:  # it has not taken what was sent before
+                self._hangs(worker)
             except OSError:
                 self._ended(worker)
 
@@ -169,6 +176,8 @@ class Pool:
             worker = self._by_fd[fd]
             try:
                 self._take(worker, worker.channel.recv())
+            except BlockingIOError:
+                self._hangs(worker)
             except (EOFError, ConnectionResetError):
                 self._ended(worker)
         for worker in () if heard else self.workers:
@@ -201,12 +210,14 @@ class Pool:
             worker.free.append(slot)
 
     def _look_at(self, worker: _Worker) -> None:
-        waits_s = time.monotonic() - worker.since
-        if (worker.busy or not worker.ready) and waits_s > self._timeout_s:
-            doing = f"fetching {_samples(worker.busy[0][0])}" if worker.busy else "starting"
-            self._break(UserError(f"{_name(worker)} has been {doing} for {waits_s:.0f} s", "less than "
-                                  f"control_timeout_s ({self._timeout_s:g} s) for a part of a batch", "look at what "
-                                  "the dataset waits for, or set control_timeout_s higher").of_kind("hang"))
+        if (worker.busy or not worker.ready) and time.monotonic() - worker.since > self._timeout_s:
+            self._hangs(worker)
+
+    def _hangs(self, worker: _Worker) -> None:
+        doing = f"fetching {_samples(worker.busy[0][0])}" if worker.busy else "starting"
+        self._break(UserError(f"{_name(worker)} has been {doing} for {time.monotonic() - worker.since:.0f} s", "less "
+                              f"than control_timeout_s ({self._timeout_s:g} s) for a part of a batch", "look at what "
+                              "the dataset waits for, or set control_timeout_s higher").of_kind("hang"))
 
     def _ended(self, worker: _Worker) -> None:
         status = self._server.status(worker.pid)

@@ -147,6 +147,9 @@ def _quota(args: argparse.Namespace) -> tuple[float, str]:
     quota = args.quota if args.quota is not None else min(1.0, int(90 * cores / most) / 100)
     if quota >= 1:
         return 1.0, ""
+    if quota < 0.01:
+        raise UserError(f"{most} threads of {max(args.np)} ranks share {cores} cores", "a hundredth of a core at least "
+                        "for each rank", "lower --np, or give --quota 1 for no limit")
     lacks = throttle.available()
     if lacks:
         return 1.0, f"no quota: {lacks}; {most} threads share {cores} cores in the largest job, so that its speed-up " \

@@ -49,6 +49,7 @@ def test_a_job_trains_the_recipe_for_the_steps_it_was_given(tmp_path, capsys):
 @pytest.mark.parametrize("words, got", [([], "RECIPE"), (["no.yaml"], "no file"), (["R", "--np", "0"], "--np"),
                                         (["R", "--key", "lr"], "--key"),
                                         (["R", "--np", "1", "--ways", "zero2"], "no job"),
+                                        (["R", "--np", "4096", "--threads", "4096"], "share"),
                                         (["R", "--key", "l=1"], "'l'|--l")])
 def test_what_does_not_fit_is_told_before_any_job(words, got, tmp_path):
     recipe = tmp_path / "r.yaml"

@@ -6,6 +6,7 @@ line, which makes them, then everything else in the same process.
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import os
 import sys
@@ -474,6 +475,20 @@ def case_variables_are_lent(folder):
     assert all(v.value is own for v, own in zip(spec.model.weights, before))
     for v, value in zip(spec.model.weights, values):
         np.testing.assert_array_equal(v.value.numpy(), value)
+
+
+def case_twins_have_the_curve_of_one_device(folder):
+    """The two of tests/parity/test_twins_features.py that take least time: blocks in a row, and with branches."""
+    sizes = {"lstm": {"features": 8, "width": 12}, "resnet": {"in_shape": (8, 8, 3), "width": 8, "depth": 1}}
+    for name, args in sizes.items():
+        x, y = importlib.import_module(f"tf_models.{name}").example(14)
+        x = x[:, :8, :8] if name == "resnet" else x
+        batches = [(x[:7], y[:7]), (x[7:], y[7:])]  # of one shape: a graph for each takes longest
+        whole = step_of(built(name, **args), CONFIG)
+        parts = step_of(built(name, **args), split(split_micro_batches=2), sample=lambda n: (x[:n], y[:n]))
+        close({"losses": train(parts, batches)}, {"losses": train(whole, batches)})
+        close(arrays(parts), arrays(whole))
+        assert set(where(parts.model.weights)) == {"CPU:0", "CPU:1"}, name
 
 
 def case_too_large_is_said_before_anything_moves(folder):

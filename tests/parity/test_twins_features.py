@@ -40,7 +40,7 @@ FEATURES = {
 }
 """Ranks, and what is changed."""
 CANNOT = {
-    ("tensorflow", "device split"): "logical devices come before TensorFlow starts: tests/jobs/device_split_cases.py",
+    ("tensorflow", "device split"): "devices come before TensorFlow starts: lstm, resnet are in device_split_cases.py",
     ("tensorflow", "remat"): "graphs take long to trace: together with zero",
 }
 """Why, by framework and feature."""

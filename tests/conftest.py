@@ -28,11 +28,25 @@ MAY_CHANGE = ("PYTEST_", "COV_", "TF_", "TF2_", "KMP_", "KERAS_", "TORCH", "PYTO
               "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
 """Prefixes of variables that pytest and the frameworks set by themselves, and what stays once Horovod has started."""
 
+MANY_OBJECTS = 100_000
+"""How many the collector may have to look through when a file begins."""
+
 
 def pytest_collection_finish():
     """Leave what was imported out of every later collection of garbage: with both frameworks each took a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_collections():
+    """Leave what earlier files keep (graphs, and what a framework imports as it is used) out of later collections too.
+
+    A run that is short of memory collects at once, which took seconds in the later files of a folder.
+    """
+    if len(gc.get_objects()) > MANY_OBJECTS:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -94,6 +94,20 @@ def test_ranks_whose_files_say_different_things_are_refused(changes, tmp_path, m
         grouped(2, RUN, tmp_path, **changes)
 
 
+def test_stages_that_were_compiled_with_other_settings_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(grouped_keras, "parameter_groups", None)
+
+    def compiled(rank):
+        model = grouped_keras.build()
+        optimizer = keras.optimizers.SGD(0.05, momentum=0.9 - 0.4 * rank)
+        model.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy")
+        return model
+
+    settings = replace(RUN, out=str(tmp_path), optimizer=Named("auto"), pipeline=Pipeline(2))
+    with pytest.raises(UserError, match="has optimizer SGD .*momentum 0.*where rank . has optimizer "):
+        lockstep(2, settings, compiled, DATA, fitted)
+
+
 def spec(groups=None, optimizer=None, model=None):
     return Spec("file.py:build", model or grouped_keras.build(), "tensorflow", parameter_groups=groups,
                 optimizer=optimizer)

@@ -108,13 +108,14 @@ def own_optimizer(spec: Any, config: Config) -> keras.optimizers.Optimizer | Non
     return made
 
 
-def words(optimizer: keras.optimizers.Optimizer) -> str:
-    """Return an optimizer's settings, to compare between ranks; "" where it cannot tell them."""
+def words(optimizer: keras.optimizers.Optimizer, left_out: Sequence[str] = ()) -> str:
+    """Return an optimizer's settings but those ``left_out``, to compare between ranks; "" where it cannot tell them."""
     try:
         found = optimizer.get_config()
     except NotImplementedError:  # a schedule of the user's
         return ""
-    return "".join(f" {key} {value}" for key, value in sorted(found.items()) if key != "name" and value is not None)
+    return "".join(f" {key} {value}" for key, value in sorted(found.items())
+                   if key not in ("name", *left_out) and isinstance(value, (bool, int, float, str)))
 
 
 def refuse_both(spec: Any) -> None:

@@ -93,7 +93,8 @@ class Optimization:
             groups.refuse_both(spec)
         given = groups.own_optimizer(spec, config)
         self._of_file = given is not None
-        self._settings = "" if given is None else groups.words(given)
+        left_out = ("learning_rate",) if given is None else ()  # copies of a compiled model get the first rank's rate
+        self._settings = groups.words(given or own, left_out) if given is not None or self.compiled else ""
         self.optimizer = self._create() if given is None and not self.compiled else self._adopt(given or own)
         _refuse(self.optimizer)
         self._without_decay = groups.without_decay(spec, self.optimizer.weight_decay)

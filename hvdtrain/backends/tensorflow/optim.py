@@ -212,13 +212,13 @@ class Optimization:
     def made_of(self) -> str:
         """The optimizer's class and its schedule, to compare between ranks."""
         held = self.optimizer._learning_rate
-        name = type(self.optimizer).__name__ + self._settings + (f" group {self._left_out}" if self._left_out else "")
+        name = type(self.optimizer).__name__ + (f" group {self._left_out}" if self._left_out else "")
         if isinstance(held, schedules.LearningRateSchedule):
             try:
-                return f"{name} {type(held).__name__} {held.get_config()}"
+                return f"{name} {type(held).__name__} {held.get_config()}{self._settings}"
             except NotImplementedError:
-                return f"{name} {type(held).__name__}"
-        return name
+                return f"{name} {type(held).__name__}{self._settings}"
+        return name + self._settings
 
     def rate(self) -> float:
         """The rate of the next update."""

@@ -130,7 +130,8 @@ def _pixels(image: Any, size: tuple[int, int] | None, channels: int) -> np.ndarr
         image = image.transpose({2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}[turned])  # by Image.Transpose's numbers
     if size is not None and image.size != size[::-1]:
         image = ImageOps.fit(image, size[::-1], method=2)  # bilinear
-    return np.asarray(image).reshape(image.height, image.width, channels)
+    # Pillow's own way to numpy asks it more than once what kind of picture this is.
+    return np.frombuffer(image.tobytes(), np.uint8).reshape(image.height, image.width, channels)
 
 
 def _rgb(image: Any, mode: str) -> Any:

@@ -123,7 +123,7 @@ class Pool:
         with self._lock:
             fetch = Fetch(len(indices_n))
             tasks = min(fetch.n, TASKS * self.n if self.n > 1 else 1)
-            bounds = np.linspace(0, fetch.n, 1 + tasks).astype(int).tolist()
+            bounds = [fetch.n * i // tasks for i in range(tasks + 1)] if tasks else [0]
             for low, high in zip(bounds, bounds[1:]):
                 self._waiting.append(_Task(fetch, source, low, np.asarray(indices_n[low:high], np.int64), epoch))
             fetch.left = len(bounds) - 1

@@ -32,13 +32,13 @@ def update(*args):
     return own(*args)
 
 made = params.Params.optimizer
-def optimizer(self, *args):
+def short_of_memory(self, *args):
     global own
     found = made(self, *args)
     own = found.step
     found.step = update
     return found
-params.Params.optimizer = optimizer
+params.Params.optimizer = short_of_memory
 
 x = np.random.default_rng(0).standard_normal((48, 12))
 config = parse(["--progress", "off", "--epochs", "2", "--global_batch", "12", "--out", OUT, *OPTIONS])

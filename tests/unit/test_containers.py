@@ -58,6 +58,7 @@ def test_every_container_copies_what_is_there_and_no_more(name):
     else:
         copied = set(re.findall(r"^    (\S+) /opt/hvdtrain\S*$", text, re.M)) - {"/opt/hvdtrain"}
     kept = {row[1:] for row in (ROOT / ".containerignore").read_text().splitlines() if row.startswith("!")}
+    assert (ROOT / ".dockerignore").read_text() == (ROOT / ".containerignore").read_text(), "Docker reads its own name"
     for source in copied:
         assert (ROOT / source).exists() and source.split("/")[0] in kept, source
     assert {"hvdtrain", "requirements", "torch_models", "tf_models", "Makefile"} <= copied

@@ -15,7 +15,7 @@ from hvdtrain.bench import record
 from hvdtrain.cluster import boot
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.cluster.launcher import LaunchFacts, launch_facts
-from hvdtrain.cluster.topology import affinity, compute_threads, survey
+from hvdtrain.cluster.topology import Topology, affinity, compute_threads, survey
 from hvdtrain.cluster.wire import open_wire
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
@@ -39,6 +39,7 @@ class Session:
     threads: int = 0
     notes: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    topology: Topology | None = None
 
 
 def open_session(framework: str, collectives: str, timeout_s: float, argv: Sequence[str]) -> Session:
@@ -64,7 +65,7 @@ def open_session(framework: str, collectives: str, timeout_s: float, argv: Seque
     wire = open_wire(config, framework, backend, control, topology, control.gather(backend.device_facts()), notes)
     ops = backend.Ops()
     return Session(control, wire, ops, framework, topology.describe(), len(topology.hosts) > 1, threads, notes,
-                   _facts(wire, ops, framework, config, control))
+                   _facts(wire, ops, framework, config, control), topology)
 
 
 def records(session: Session, bench: str, path: str) -> Callable[[dict[str, Any]], None]:

@@ -2,7 +2,8 @@
 
 Owns the definitions, the check of every result and the timing. What is timed is what a gradient bucket pays: from the
 framework's array to the framework's array, through the same calls as the reducer's, so for a wire of the host also
-the way there and back. Definitions: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+the way there and back. `hvdtrain.bench.links` has the links between hosts, which come last. Definitions:
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.bench import options, table
+from hvdtrain.bench import links, options, table
 from hvdtrain.bench.session import Session, open_session, records
 from hvdtrain.bench.timing import shown, spread
 from hvdtrain.collectives.shared import SUMMED
@@ -258,7 +259,8 @@ def main(argv: list[str]) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options; `UserError` for a bad one."""
     parser = options.Parser("wire", "Time and bandwidth of each collective by size, with the columns and definitions "
-                            "of nccl-tests. Start it under mpirun; alone it shows what a call costs by itself.")
+                            "of nccl-tests, and the links between hosts. Start it under mpirun; alone it shows what a "
+                            "call costs by itself.")
     parser.add_argument("--framework", type=options.one_of("--framework", FRAMEWORKS), default="torch",
                         metavar="|".join(FRAMEWORKS), help="whose arrays travel")
     parser.add_argument("--collectives", type=options.one_of("--collectives", WIRES), default="horovod",
@@ -285,7 +287,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def bench(session: Session, args: argparse.Namespace) -> int:
-    """Measure, print a table for each kind, append records; 1 where a result was wrong. Collective."""
+    """Measure, print a table for each kind and each pair of hosts, append records; 1 where a result was wrong.
+
+    Collective.
+    """
     control, status = session.control, 0
     if args.dtype not in session.wire.dtypes and any(redop(kind) == "sum" for kind in args.kinds):
         raise UserError(f"{session.wire.name} does not sum {args.dtype}",
@@ -302,6 +307,7 @@ def bench(session: Session, args: argparse.Namespace) -> int:
         if control.rank == 0:
             table.show(_title(session, found[0]), HEADERS, [cells(row) for row in found], args.markdown,
                        launched=control.size > 1)
+    links.tell(session, keep, args.markdown)
     return int(status)
 
 

@@ -1,15 +1,15 @@
 """From the facts of all hosts to what is wrong with them. Pure.
 
 Owns the list of checks, and those of versions, frameworks and resources; `mpi_checks`, `gpu_checks`,
-`network_checks` and `container_checks` have the others. A fact that is unknown is no problem by itself: the table
-shows it.
+`network_checks`, `link_checks` and `container_checks` have the others. A fact that is unknown is no problem by itself:
+the table shows it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from hvdtrain.doctor import container_checks, gpu_checks, mpi_checks, network_checks
+from hvdtrain.doctor import container_checks, gpu_checks, link_checks, mpi_checks, network_checks
 from hvdtrain.doctor.container_checks import slots
 from hvdtrain.doctor.facts import FRAMEWORKS, UNKNOWN, Facts, known
 from hvdtrain.doctor.problem import SLOWS, STOPS, Problem, merge
@@ -120,4 +120,4 @@ PER_HOST: tuple[Callable[[Facts, bool], Found], ...] = (
 
 ACROSS: tuple[Callable[[Sequence[Facts]], Found], ...] = (
     versions, network_checks.one_name, network_checks.loopback_names, network_checks.networks, container_checks.bridges,
-    clocks, gpu_checks.mixed)
+    link_checks.slow_links, clocks, gpu_checks.mixed)

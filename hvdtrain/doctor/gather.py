@@ -13,13 +13,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from hvdtrain.cluster import boot, clocks
+from hvdtrain.bench.links import NO_MPI
+from hvdtrain.cluster import boot, clocks, links
 from hvdtrain.cluster.control import flush_streams
 from hvdtrain.cluster.launcher import LaunchFacts
 from hvdtrain.cluster.topology import affinity, cpu_quota
 from hvdtrain.config import Exchange
-from hvdtrain.doctor import container_checks, facts, mpi_checks, peers, probes
-from hvdtrain.doctor.facts import FRAMEWORKS, PROBE_S, Facts
+from hvdtrain.doctor import container_checks, facts, link_checks, mpi_checks, peers, probes
+from hvdtrain.doctor.facts import FRAMEWORKS, PROBE_S, UNKNOWN, Facts
 from hvdtrain.doctor.problem import STOPS, Problem
 from hvdtrain.doctor.start import STAGE, Report, answer, last_words, run
 from hvdtrain.protocols import Control
@@ -27,6 +28,9 @@ from hvdtrain.run import say
 
 GATHER_S = PROBE_S + 30.0
 """How long the job may take from its start to rank 0's answer."""
+
+LINK_S = 10.0
+"""Longest wait for one message between two hosts."""
 
 REPORT_S = PROBE_S + GATHER_S
 """How much longer the processes in MPI wait than their parents: rank 0's has reported and ended the job by then."""
@@ -101,7 +105,19 @@ def _gather(control: Control, env: Mapping[str, str]) -> list[Facts]:
             if isinstance(host["launcher"], dict):
                 host["launcher"]["world"] = control.size
             found.append(host)
+    _add_links(found)
     return found
+
+
+def _add_links(hosts: Sequence[Facts]) -> None:
+    """Measure the links between hosts, last, since a network that loses large messages stops there; collective."""
+    if len(hosts) < 2:
+        return
+    pairs = facts.attempt(lambda: links.measure(boot.mpi_comm(), [host["ranks"] for host in hosts],
+                                                timeout_s=LINK_S)) if boot.has_mpi() else UNKNOWN + NO_MPI
+    for place, host in enumerate(hosts):
+        host["links"] = pairs if isinstance(pairs, str) else [link_checks.told(link) for link in pairs
+                                                              if link.hosts[0] == place]
 
 
 def _reached(control: Control, keys: Sequence[object]) -> list[dict[str, str] | None]:

@@ -1,4 +1,4 @@
-"""The table of facts and the list of problems, as text.
+"""The table of facts, the links between hosts and the list of problems, as text.
 
 Owns what is shown and how: a fact that is alike on all hosts is told once. `rows` and `findings` are pure.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvdtrain.doctor import network_checks
+from hvdtrain.doctor import link_checks, network_checks
 from hvdtrain.doctor.facts import FRAMEWORKS, Facts, known
 from hvdtrain.doctor.mpi_checks import short
 from hvdtrain.doctor.problem import NOTE, SLOWS, STOPS, Problem
@@ -55,7 +55,7 @@ def text(hosts: Sequence[Facts], problems: Sequence[Problem], plain: bool) -> st
         from rich.text import Text
     except ImportError:
         return "\n".join([*(f"{name}: {line}" for name, value in rows(hosts) for line in value.splitlines()),
-                          *findings(problems, hosts)])
+                          *link_checks.text(hosts), *findings(problems, hosts)])
     console = Console(highlight=False, force_terminal=False if plain else None, width=64 if plain else None)
     table = Table(box=box.ROUNDED if console.is_terminal else box.ASCII, show_header=False, title="hvdtrain doctor")
     table.add_column(style="bold", no_wrap=True)
@@ -64,7 +64,7 @@ def text(hosts: Sequence[Facts], problems: Sequence[Problem], plain: bool) -> st
         table.add_row(name, Text(value))  # as it is: rich would read [brackets] as markup
     with console.capture() as captured:
         console.print(table)
-    return "\n".join([captured.get().rstrip(), *findings(problems, hosts)])
+    return "\n".join([captured.get().rstrip(), *link_checks.text(hosts), *findings(problems, hosts)])
 
 
 def _framework(host: Facts, found: Any) -> str:

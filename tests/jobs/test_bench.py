@@ -63,6 +63,7 @@ def test_one_process_alone():
     job = run([sys.executable, *WIRE, "--framework", "numpy", "--collectives", "mpi", "--kinds", "broadcast"], 60)
     assert (job.returncode, job.orphans) == (0, []), job.text
     assert "numpy over mpi" in job.stdout and "1 rank," in job.stdout
+    assert "note: one host: there is no link between hosts to measure" in job.stdout
 
 
 def test_a_mistake_is_one_message_and_status_2():

@@ -35,7 +35,7 @@ def test_ranks_of_a_host_are_one_row(env):
     assert (job.returncode, job.orphans) == (1, []), job.text
     told = json.loads(next(line for line in job.stdout.splitlines() if line.startswith("{")))
     (host,) = told["hosts"]
-    assert (host["ranks"], host["slots"], host["clock"]) == ([0, 1], 2, None)
+    assert (host["ranks"], host["slots"], host["clock"], host["links"]) == ([0, 1], 2, None, None)
     assert host["launcher"]["size"] == host["launcher"]["world"] == 2
     assert host["mpi"]["library"].startswith(("Open MPI", "MPICH", "Intel")) and "error" not in host["mpi"]
     assert host["torch"]["version"] == "9.9" and "error" not in host["torch"]

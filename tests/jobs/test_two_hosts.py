@@ -24,6 +24,8 @@ RANK = f"""
 import json, os, socket
 import numpy as np
 from mpi4py import MPI
+from hvdtrain.bench import links as shown
+from hvdtrain.cluster import links
 
 def sent():
     line = next(line for line in open("/proc/net/dev") if "eth0:" in line)
@@ -39,6 +41,12 @@ me = [MPI.Get_processor_name(), name, socket.gethostbyname(name), here.size, sen
 everyone = world.gather(me)
 if world.rank == 0:
     print(json.dumps(everyone))
+names = [rank[1] for rank in world.bcast(everyone)]
+hosts = sorted(set(names))
+found = links.measure(world, [[r for r, at in enumerate(names) if at == name] for name in hosts], 0.6)
+if world.rank == 0:
+    print(json.dumps([link.hosts for link in found]))
+    print(*shown.words(found, hosts), sep="\\n")
 """
 
 ON_EVERY_HOST = """
@@ -70,7 +78,9 @@ def test_mpi_sees_different_hosts(script, hosts, slots):
     job = two_hosts("none", "mpirun", "-np", str(hosts * slots), "python", script(RANK), HOSTS=str(hosts),
                     SLOTS=str(slots))
     assert job.returncode == 0, job.text
-    ranks = json.loads(job.stdout)
+    ranks, pairs = map(json.loads, job.stdout.splitlines()[:2])
+    assert pairs == sorted([a, b] for b in range(hosts) for a in range(b)), "of every pair a link"
+    assert "pair of hosts: host" in job.stdout and " Gbit/s in each direction with both busy, latency " in job.stdout
     assert [rank[:3] for rank in ranks] == [[f"host{h}", f"host{h}", f"10.77.0.{h + 1}"]
                                             for h in range(hosts) for _ in range(slots)]
     assert [rank[3] for rank in ranks] == [slots] * len(ranks)

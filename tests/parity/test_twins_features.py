@@ -22,16 +22,24 @@ from small_runs import config, fitted, lockstep  # noqa: E402
 
 from hvdtrain.backends.torch import placement  # noqa: E402
 from hvdtrain.config import DataParallel, Named, Pipeline  # noqa: E402
+from hvdtrain.errors import UserError  # noqa: E402
 
 BASE = config(global_batch=8, max_steps=2, lr=0.05, optimizer=Named("SGD", {"momentum": 0.9}), metrics=[])
+TOKENS = {"vocab": 96, "context": 64, "width": 16, "depth": 1, "heads": 2}
 TWINS = {
-    "resnet": {"in_shape": (8, 8, 3), "width": 8, "depth": 1},
-    "vit": {"in_shape": (8, 8, 3), "patch": 4, "width": 16, "depth": 1, "heads": 2},
-    "bert": {"vocab": 96, "context": 64, "width": 16, "depth": 1, "heads": 2},
-    "gpt": {"vocab": 96, "context": 64, "width": 16, "depth": 1, "heads": 2},
-    "lstm": {"features": 8, "width": 12},
+    "resnet": ("resnet.build", {"in_shape": (8, 8, 3), "width": 8, "depth": 1}),
+    "bottleneck": ("resnet.deep", {"kind": "bottleneck", "depths": (1,), "in_shape": (4, 4, 3), "classes": 10,
+                                   "norm": "group", "stem": "small"}),
+    "wide_resnet": ("resnet.wide_resnet", {"in_shape": (4, 4, 3), "depth": 10, "widen": 1, "classes": 10,
+                                           "norm": "group"}),
+    "vit": ("vit.build", {"in_shape": (8, 8, 3), "patch": 4, "width": 16, "depth": 1, "heads": 2}),
+    "bert": ("bert.build", TOKENS),
+    "gpt": ("gpt.build", TOKENS),
+    "bert-tied": ("bert.build", {**TOKENS, "tied": True}),
+    "gpt-tied": ("gpt.build", {**TOKENS, "tied": True}),
+    "lstm": ("lstm.build", {"features": 8, "width": 12}),
 }
-"""Arguments of small ones."""
+"""File and builder, and the arguments of small ones."""
 FEATURES = {
     "remat": (1, {"remat": "every:1"}),
     "zero": (2, {"data_parallel": DataParallel("zero", 2), "shares": [3, 1], "remat": "every:1"}),
@@ -40,10 +48,12 @@ FEATURES = {
 }
 """Ranks, and what is changed."""
 CANNOT = {
-    ("tensorflow", "device split"): "devices come before TensorFlow starts: lstm, resnet are in device_split_cases.py",
+    ("tensorflow", "device split"): "devices come before TensorFlow starts: some twins are in device_split_cases.py",
     ("tensorflow", "remat"): "graphs take long to trace: together with zero",
 }
 """Why, by framework and feature."""
+CUTS = ("device split", "pipeline")
+"""What tied weights refuse."""
 
 
 @pytest.fixture(autouse=True)
@@ -59,17 +69,21 @@ def elsewhere(monkeypatch, tmp_path):
 
 def made(framework, name):
     """A twin with the same weights whenever it is made."""
+    (file, _, builder), args = TWINS[name][0].partition("."), TWINS[name][1]
     if framework == "torch":
         torch.manual_seed(0)
-        return importlib.import_module(f"torch_models.{name}").build(**TWINS[name])
+        return getattr(importlib.import_module(f"torch_models.{file}"), builder)(**args)
     keras.utils.set_random_seed(0)
-    return importlib.import_module(f"tf_models.{name}").build(**TWINS[name])
+    return getattr(importlib.import_module(f"tf_models.{file}"), builder)(**args)
 
 
 def samples(name):
     """Two global batches, of which the last is short."""
-    x, y = importlib.import_module(f"torch_models.{name}").example(14)
-    return (x[:, :8, :8], y) if name in ("resnet", "vit") else (x, y)
+    builder, args = TWINS[name]
+    x, y = importlib.import_module(f"torch_models.{builder.partition('.')[0]}").example(14)
+    if "in_shape" in args:
+        x = x[:, :args["in_shape"][0], :args["in_shape"][1]]
+    return (x[:, :4], y) if name == "lstm" else (x, y)  # graphs of each moment take long to trace
 
 
 def trained(framework, name, size, **changes):
@@ -98,8 +112,10 @@ def took_hold(feature, runs):
             "pipeline": all(p.layout is not None for p in parts)}[feature]
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("name", TWINS)
+ALL = [(name, feature) for name in TWINS for feature in FEATURES if not (name.endswith("-tied") and feature in CUTS)]
+
+
+@pytest.mark.parametrize(("name", "feature"), ALL)
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_a_twin_has_the_curve_of_one_process(framework, name, feature):
     why = CANNOT.get((framework, feature))
@@ -112,3 +128,11 @@ def test_a_twin_has_the_curve_of_one_process(framework, name, feature):
     for path, array in got.items():
         within = 1e-5 * max(0.1, np.abs(want[path]).max())
         np.testing.assert_allclose(array, want[path], rtol=1e-4, atol=within, err_msg=path)
+
+
+@pytest.mark.parametrize(("framework", "feature"), [("torch", CUTS[0]), ("torch", CUTS[1]), ("tensorflow", CUTS[1])])
+@pytest.mark.parametrize("name", ["bert-tied", "gpt-tied"])
+def test_tied_weights_that_would_be_cut_apart_are_refused(framework, name, feature):
+    size, changes = FEATURES[feature]
+    with pytest.raises(UserError, match="blocks embed and head share"):
+        trained(framework, name, size, **changes)

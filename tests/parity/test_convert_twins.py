@@ -15,12 +15,14 @@ from torch import nn  # noqa: E402
 import tf_models.bert  # noqa: E402
 import tf_models.cnn  # noqa: E402
 import tf_models.gpt  # noqa: E402
+import tf_models.lstm  # noqa: E402
 import tf_models.mlp  # noqa: E402
 import tf_models.resnet  # noqa: E402
 import tf_models.vit  # noqa: E402
 import torch_models.bert  # noqa: E402
 import torch_models.cnn  # noqa: E402
 import torch_models.gpt  # noqa: E402
+import torch_models.lstm  # noqa: E402
 import torch_models.mlp  # noqa: E402
 import torch_models.resnet  # noqa: E402
 import torch_models.vit  # noqa: E402
@@ -36,16 +38,23 @@ from hvdtrain.convert.request import Request, completed  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
 
 L = keras.layers
+DEEP = {"depths": (1, 1), "in_shape": (32, 32, 3), "classes": 10, "norm": "batch", "stem": "imagenet"}
 TWINS = {
     "mlp": (torch_models.mlp, tf_models.mlp, {}),
     "cnn-group": (torch_models.cnn, tf_models.cnn, {"norm": "group"}),
     "cnn-batch": (torch_models.cnn, tf_models.cnn, {"norm": "batch"}),
     "resnet": (torch_models.resnet, tf_models.resnet, {"width": 8, "depth": 1, "norm": "batch"}),
+    "deep-plain": (torch_models.resnet, tf_models.resnet, {**DEEP, "kind": "plain"}),
+    "deep-bottleneck": (torch_models.resnet, tf_models.resnet, {**DEEP, "kind": "bottleneck"}),
+    "wide_resnet": (torch_models.resnet, tf_models.resnet, {"depth": 10, "widen": 1, "classes": 10}),
+    "lstm": (torch_models.lstm, tf_models.lstm, {"width": 12}),
     "gpt": (torch_models.gpt, tf_models.gpt, {"width": 32, "depth": 2}),
     "gpt-tied": (torch_models.gpt, tf_models.gpt, {"width": 32, "depth": 2, "tied": True}),
     "bert-tied": (torch_models.bert, tf_models.bert, {"width": 32, "depth": 2, "tied": True}),
     "vit": (torch_models.vit, tf_models.vit, {"width": 32, "depth": 2}),
 }
+BUILDERS = {"deep-plain": "deep", "deep-bottleneck": "deep", "wide_resnet": "wide_resnet"}
+"""Of those that `build` does not make."""
 
 
 def random_weights(model):
@@ -74,7 +83,7 @@ def there_and_back(torch_model, keras_model, x, **hints_given):
 @pytest.mark.parametrize("name", TWINS)
 def test_the_models_of_the_project(name):
     torch_file, tf_file, args = TWINS[name]
-    torch_model, keras_model = torch_file.build(**args), tf_file.build(**args)
+    torch_model, keras_model = (getattr(file, BUILDERS.get(name, "build"))(**args) for file in (torch_file, tf_file))
     x = check.inputs(torch_file.example, [], [])
     pairs, before, after = there_and_back(torch_model, keras_model, x)
     assert pairs.how == "by name" and not hints(pairs)[1:]

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from hvdtrain.bench import options, peers, race, record, standings, table
+from hvdtrain.bench import floor, options, peers, race, record, standings, table
 from hvdtrain.bench.jobs import GRACE_S, Job, JobFailed
 from hvdtrain.bench.peers import Contender
 from hvdtrain.bench.race import Plan, Race
@@ -78,7 +78,7 @@ def chosen(framework: str, ranks: int, with_peers: bool, explicit: str) -> list[
 def command(args: argparse.Namespace, plan: Plan, contender: Contender, scratch: str) -> list[str]:
     """The whole command line of one contender's job. Pure."""
     words = [*plan.launch[contender.name], *race.worker(args, plan, contender.name, scratch)]
-    return [*words, "--check"] if args.check else words
+    return [*words, "--check" if args.check else "--links"]
 
 
 # --- rounds ----------------------------------------------------------------------------------------------------------
@@ -114,6 +114,7 @@ def _take_turns(args: argparse.Namespace, plan: Plan, found: Race) -> None:
                 continue
             found.times[name].append(1e3 * done["seconds"] / done["steps"])
             found.about[name]["notes"] = done["notes"]
+            found.about[name].setdefault("marks", []).append(done.get("marks", {}))
             if args.jsonl:
                 record.append(args.jsonl, race.facts(args, "step", plan, found.about[name]) | {
                     "kind": "round", "contender": name, "launch": list(plan.launch[name]), "round": number,
@@ -146,11 +147,15 @@ def _tell(args: argparse.Namespace, plan: Plan, raced: Race) -> None:
     table.show(title, standings.HEADERS, standings.rows(found, raced.about), markdown=args.markdown)
     if plan.left_out:
         table.note("left out: " + "; ".join(f"{name}: {reason}" for name, reason in plan.left_out.items()))
+    least = floor.find(times, plan.contenders, raced.about)
+    if least is not None:
+        say("\n".join(floor.lines(least, times, plan.contenders)))
     if args.jsonl:
         summary = {name: {**s, "wire": raced.about[name]["wire"], "notes": notes[name]} for name, s in found.items()}
         record.append(args.jsonl, race.facts(args, "step", plan, about) | {
             "kind": "summary", "wire": "", "contenders": summary, "rounds_done": raced.rounds,
             "base": standings.base(times), "left_out": plan.left_out,
+            "floor": floor.record(least, times, plan.contenders),
             "missing": [c.name for c in plan.contenders if c.name not in times]})
 
 

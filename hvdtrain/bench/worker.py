@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.bench import throttle
+from hvdtrain.bench import floor, throttle
 from hvdtrain.bench.peers import IDLE_S, Cut, Prepared, Setup, contender
 from hvdtrain.bench.workloads import BATCHES, FILES, WORKLOADS, part
 
@@ -27,6 +27,9 @@ MARK = "@hvdtrain-bench "
 """What a line for the parent begins with, after a newline of its own: mpirun may mix the ranks' lines."""
 
 CHECK_STEPS = 3
+
+LINKS_S = 2.0
+"""Most time for the links between hosts."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chunks", type=int, default=1, help="of each rank of a pipeline")
     parser.add_argument("--cut", default="", help="blocks that the second and further chunks of a pipeline begin with")
     parser.add_argument("--places", default="", help="the rank at each place of a pipeline")
+    parser.add_argument("--links", action="store_true", help="measure the links between hosts first")
     parser.add_argument("--check", action="store_true", help=f"take {CHECK_STEPS} steps, say where they led, and end")
     return parser
 
@@ -79,7 +83,9 @@ def _serve(args: argparse.Namespace, facts: Any) -> int:
         importlib.import_module(args.framework)  # minutes in a slow group, and no part of what is measured
         throttle.enter(args.cgroup[control.rank])
     say = _speaker(control.rank)
-    prepared = contender(args.contender, args.framework).prepare(_setup(args, control))
+    entry = contender(args.contender, args.framework)
+    link = _link(control) if args.links and floor.counts(entry) else None
+    prepared = entry.prepare(_setup(args, control))
     before = [p.copy() for p in prepared.params()] if args.check else []
     for i in range(CHECK_STEPS if args.check else args.warmup):
         prepared.step(i)
@@ -88,7 +94,7 @@ def _serve(args: argparse.Namespace, facts: Any) -> int:
     if args.check:
         say({"event": "checked", **ready, **_outcome(prepared, control, before)})
         return 0
-    say({"event": "ready", **ready})
+    say({"event": "ready", **ready, "link": link})
     at = args.warmup
     while True:
         order = control.bcast(_order() if control.rank == 0 else None)
@@ -104,7 +110,7 @@ def _serve(args: argparse.Namespace, facts: Any) -> int:
         at += untimed + steps
         mine = prepared.samples() if prepared.samples else args.batch
         say({"event": "done", "steps": steps, "seconds": sum(step_s), "step_s": step_s, "spent": control.gather(told),
-             "samples": control.gather(mine), "notes": _notes(prepared, control)})
+             "samples": control.gather(mine), "notes": _notes(prepared, control), "marks": _marks(prepared, control)})
 
 
 def _setup(args: argparse.Namespace, control: Any) -> Setup:
@@ -144,6 +150,8 @@ def _timed(prepared: Prepared, control: Any, at: int, untimed: int, steps: int,
         prepared.step(i)
     prepared.sync()
     at += untimed
+    if prepared.marks:
+        prepared.marks()  # of steps that are not timed
     control.barrier("start of a round")
     before = _spent(prepared)
     begin = time.perf_counter()
@@ -163,6 +171,27 @@ def _spent(prepared: Prepared) -> dict[str, float]:
     return {"cpu": time.process_time(), **(prepared.spent() if prepared.spent else {})}
 
 
+def _marks(prepared: Prepared, control: Any) -> dict[str, float]:
+    """Of each mark the median over the timed steps, on the rank where that is largest; collective."""
+    own = {key: float(np.median(seconds)) for key, seconds in prepared.marks().items()} if prepared.marks else {}
+    rows = control.gather(own)
+    return {key: max(row[key] for row in rows) for key in sorted(set.intersection(*map(set, rows)))}
+
+
+def _link(control: Any) -> dict[str, Any] | None:
+    """The slowest link between the hosts of the job, over its MPI; None on one host or without MPI. Collective."""
+    from hvdtrain.cluster import boot, links
+    from hvdtrain.cluster.pair_links import slowest
+    from hvdtrain.cluster.topology import survey
+
+    hosts = survey(control).hosts
+    if len(hosts) < 2 or not boot.has_mpi():
+        return None
+    worst = slowest(links.measure(boot.mpi_comm(), [host.ranks for host in hosts], LINKS_S))
+    a, b = (hosts[place].node for place in worst.hosts)
+    return {"hosts": len(hosts), "slowest": f"{a} and {b}", "rate_Bps": worst.rate_Bps, "latency_s": worst.latency_s}
+
+
 def _about(prepared: Prepared, control: Any) -> dict[str, Any]:
     """What the records say about a job; collective."""
     from hvdtrain.bench.record import mpi_library, settings
@@ -171,7 +200,8 @@ def _about(prepared: Prepared, control: Any) -> dict[str, Any]:
     mine = int(sum(p.size for p in prepared.params()))
     return {"ranks": control.size, "hosts": survey(control).describe(), "wire": prepared.wire, "mpi": mpi_library(),
             "parameters": sum(control.gather(mine)) if prepared.split else mine, "settings": settings(os.environ),
-            "notes": _notes(prepared, control), "pipeline": prepared.pipeline}
+            "notes": _notes(prepared, control), "pipeline": prepared.pipeline,
+            "gradient_bytes": prepared.gradient_bytes}
 
 
 def _notes(prepared: Prepared, control: Any) -> list[str]:

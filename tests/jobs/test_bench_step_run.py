@@ -61,6 +61,7 @@ def test_a_table_and_records_of_every_round(tmp_path):
     summary = rows[-1]
     assert summary["kind"] == "summary" and summary["missing"] == [] and summary["left_out"] == {}
     assert summary["base"] == "hvdtrain" and summary["rounds_done"] == 3 and summary["ranks"] == 2
+    assert summary["floor"] is None and "floor of a step" not in job.stdout, "one host"
     assert summary["contenders"]["hvdtrain"]["best_peer"] == "ddp"
     assert summary["contenders"]["hvdtrain"]["to_hvdtrain"] == 1.0
     assert summary["contenders"]["ddp"]["to_best_peer"] == 1.0 and summary["contenders"]["ddp"]["wire"] == "gloo"

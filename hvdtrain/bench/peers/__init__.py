@@ -87,7 +87,8 @@ class Prepared:
     arrays. ``sync()``: wait for the device. ``samples()``: of this rank in the last step, where they are not always
     the batch. ``whatif()``: what hvdtrain reckons of a step without each rank; collective. ``split``: each rank has a
     part of the model, so that ``params`` and ``loss`` of the ranks add up. ``pipeline``: how a model is cut over the
-    ranks. ``spent()``: seconds of this rank so far by phase, and in ``step``, and what it sent, in bytes.
+    ranks. ``spent()``: seconds of this rank so far by phase, and in ``step``, and what it sent, in bytes. ``marks()``:
+    what it stamped in each step since it was last asked, in seconds. ``gradient_bytes``: of one step's gradients.
     """
 
     step: Callable[[int], Any]
@@ -102,6 +103,8 @@ class Prepared:
     split: bool = False
     pipeline: dict[str, Any] | None = None
     spent: Callable[[], dict[str, float]] | None = None
+    marks: Callable[[], dict[str, list[float]]] | None = None
+    gradient_bytes: int = 0
 
 
 @dataclass(frozen=True)

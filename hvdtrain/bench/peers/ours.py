@@ -15,6 +15,7 @@ from hvdtrain.bench.peers import IDLE_S, Prepared, Setup, tensorflow_common
 from hvdtrain.bench.workloads import LR, MOMENTUM
 from hvdtrain.config import Exchange, Pipeline, Rebalance
 from hvdtrain.errors import UserError, nearest
+from hvdtrain.exchange.buckets import itemsize
 
 
 def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance: str = "off",
@@ -43,18 +44,57 @@ def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance
     with starting(run):
         run.emit(Event.FIT_START)
     run.emit(Event.EPOCH_START)
-    n_local = [0]
+    n_local, marks = [0], _Marks(run)
 
     def step(_: int) -> None:
-        begin = time.perf_counter()
+        begin = marks.begin()
         batch = next(batches)
         run.phases.add("data", time.perf_counter() - begin)
         loop.train_step(run, batch)
+        marks.end()
         n_local[0] = batch.n_local
 
     return Prepared(step, lambda: run.state.loss, lambda: _params(run), run.collectives.name, _sync(run),
                     global_loss=True, notes=run.notes, samples=lambda: n_local[0], whatif=partial(_whatif, run),
-                    split=pipeline, pipeline=_layout(run) if pipeline else None, spent=partial(_spent, run))
+                    split=pipeline, pipeline=_layout(run) if pipeline else None, spent=partial(_spent, run),
+                    marks=marks.taken, gradient_bytes=sum(b.n * itemsize(b.dtype) for b in run.dp.buckets))
+
+
+class _Marks:
+    """Of each step: seconds until its first bucket is handed to the wire, of computing and of the update.
+
+    A bucket that is put inside a graph is put while that is traced, once: its steps have no such mark.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self._phases, self._steps = run.phases, list[dict[str, float]]()
+        self._begin, self._now = 0.0, dict[str, float]()
+        put = run.dp.put
+
+        def stamped(index: int, x: Any) -> None:
+            self._now.setdefault("first_s", time.perf_counter() - self._begin)
+            put(index, x)
+
+        if not run.dp.in_graph:
+            run.dp.put = stamped
+
+    def begin(self) -> float:
+        """A step begins; its time."""
+        self._now, self._before = {}, dict(self._phases.seconds)
+        self._begin = time.perf_counter()
+        return self._begin
+
+    def end(self) -> None:
+        """The step is over."""
+        for phase in ("compute", "update"):
+            self._now[f"{phase}_s"] = self._phases.seconds[phase] - self._before[phase]
+        self._steps.append(self._now)
+
+    def taken(self) -> dict[str, list[float]]:
+        """The marks of all steps since this was last asked, each that every one of them has."""
+        steps, self._steps = self._steps, []
+        keys = set.intersection(*map(set, steps)) if steps else set()
+        return {key: [step[key] for step in steps] for key in sorted(keys)}
 
 
 def _pipeline(setup: Setup) -> Pipeline:

@@ -45,6 +45,6 @@ def text(hosts: Sequence[Facts]) -> list[str]:
         return [f"{shown.ONE_HOST}."]
     found, names = links_of(hosts), [host["host"] for host in hosts]
     if not found:
-        return [f"links between hosts: {hosts[0]['links'] or 'not measured'}."]
+        return [f"links between hosts: {str(hosts[0]['links'] or 'not measured').rstrip('.')}."]
     each = [f"{title}\n{table.as_text(shown.HEADERS, rows)}\n" for title, rows in shown.tables(found, names)]
     return ["", *each, *(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in shown.words(found, names))]

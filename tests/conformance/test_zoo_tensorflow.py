@@ -16,6 +16,7 @@ from small_runs import config, weights  # noqa: E402
 from hvdtrain import Trainer  # noqa: E402
 from hvdtrain.config import DataParallel, Named, Pipeline  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.resolve import load_callable  # noqa: E402
 
 BASE = config(global_batch=8, max_steps=3, optimizer=Named("SGD", {"momentum": 0.9}), metrics=[],
               control_timeout_s=zoo.WAIT_S)
@@ -38,6 +39,13 @@ def hub():
     return replace(BASE, model="hub_model.py:build", model_args=zoo.BERT), zoo.texts()
 
 
+def preset(folder):
+    """As `hub`, from a preset that lies in ``folder``; and the weights that are in it."""
+    backbone = zoo.wanted("keras_hub").models.BertBackbone(**zoo.BERT)
+    backbone.save_to_preset(str(folder))
+    return replace(hub()[0], model_args={"preset": str(folder), "dropout": 0.0}), zoo.texts(), [v.numpy() for v in backbone.weights]
+
+
 def left(size, asked, data):
     """The weights that all ranks end with, and the first rank's run."""
     runs = zoo.runs(size, asked, data)
@@ -45,8 +53,10 @@ def left(size, asked, data):
     return weights(runs[0]), runs[0]
 
 
-def test_ranks_with_remat_and_zero_have_the_curve_of_one_process():
-    asked, data = hub()
+def test_ranks_with_remat_and_zero_have_the_curve_of_one_process(tmp_path):
+    asked, data, begin = preset(tmp_path / "preset")
+    made = load_callable(asked.model, "model")(**asked.model_args)
+    assert all((v.numpy() == want).all() for v, want in zip(made.backbone.weights, begin, strict=True))
     alone, run = left(1, asked, data)
     assert run.state.grad_norm > 0
     got, run = left(2, replace(asked, shares=[3, 1], data_parallel=DataParallel("zero", 2), remat="every:1"), data)

@@ -62,7 +62,8 @@ def left(size, asked, data):
     return weights(runs[0]), runs[0]
 
 
-@pytest.mark.parametrize("case", [vit, hugging("bert"), hugging("gpt2")], ids=["vit", "bert", "gpt2"])
+@pytest.mark.parametrize("case", [vit, hugging("bert"), hugging("gpt2"), hugging("llama")],
+                         ids=["vit", "bert", "gpt2", "llama"])
 def test_ranks_remat_and_zero_have_the_curve_of_one_process(case, tmp_path):
     asked, data = case(tmp_path)
     alone, run = left(1, asked, data)

@@ -43,7 +43,8 @@ def preset(folder):
     """As `hub`, from a preset that lies in ``folder``; and the weights that are in it."""
     backbone = zoo.wanted("keras_hub").models.BertBackbone(**zoo.BERT)
     backbone.save_to_preset(str(folder))
-    return replace(hub()[0], model_args={"preset": str(folder), "dropout": 0.0}), zoo.texts(), [v.numpy() for v in backbone.weights]
+    asked = replace(hub()[0], model_args={"preset": str(folder), "dropout": 0.0})
+    return asked, zoo.texts(), [v.numpy() for v in backbone.weights]
 
 
 def left(size, asked, data):

@@ -17,6 +17,8 @@ sys.path.insert(0, str(ROOT / "tests" / "fixtures"))
 from cifar_archive import write_binary  # noqa: E402
 
 CIFAR = {"torch": "cifar100.yaml", "tensorflow": "cifar100_keras.yaml"}
+WIRE = {"torch": "mpi", "tensorflow": "horovod"}
+"""What carries the sums of sync_batchnorm; in Keras Horovod alone can."""
 TWO_HOSTS = str(ROOT / "mpi_scripts" / "two_hosts.sh")
 
 
@@ -59,14 +61,16 @@ def test_cifar_resumed_on_other_ranks_ends_as_it_does_in_one_go(framework, archi
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_cifar_over_two_hosts(archive, tmp_path):
-    need("torch")
+@pytest.mark.parametrize("framework", CIFAR)
+def test_cifar_over_two_hosts(framework, archive, tmp_path):
+    need(framework)
+    need("mpi4py" if WIRE[framework] == "mpi" else "horovod")
     tried = subprocess.run([TWO_HOSTS, "1gbit", "true"], capture_output=True, text=True, timeout=30)
     if tried.returncode == 77:
         pytest.skip(tried.stderr.strip())
     job = run([TWO_HOSTS, "none", "mpirun", "-np", "2", "python", *words(
-        "torch", archive, tmp_path / "run", "--max_steps", "3", "--model_args.norm", "batch", "--sync_batchnorm",
-        "true", "--precision", "bf16", "--collectives", "mpi")], 120.0, {"HOSTS": "2", "SLOTS": "1"})
+        framework, archive, tmp_path / "run", "--max_steps", "3", "--model_args.norm", "batch", "--sync_batchnorm",
+        "true", "--precision", "bf16", "--collectives", WIRE[framework])], 120.0, {"HOSTS": "2", "SLOTS": "1"})
     assert job.returncode == 0, job.text
     hosts = json.loads((tmp_path / "run" / "completed.json").read_text())["hosts"]
     assert "2 hosts" in hosts and "host0 (rank 0" in hosts and "host1 (rank 1" in hosts

@@ -1,15 +1,15 @@
-"""Collectives over plain MPI with numpy buffers: what trains where Horovod is not built.
+"""Collectives over plain MPI with numpy buffers, which go on while the program computes.
 
-Owns the blocking calls, their bound in time and the check that ranks agree. Does not start MPI: it is given a
+Owns what each call is made of, its bound in time and the number that it has on all ranks. What travels when is
+`hvdtrain.collectives.rounds`', what moves it `hvdtrain.collectives.progress`. Does not start MPI: it is given a
 communicator (`hvdtrain.cluster.boot.mpi_comm`).
 
-Every rank gets the same bits: the MPI standard requires it of reductions that return to all processes (MPI 3.1,
-section 5.9.6); each known algorithm adds a chunk in one place or in a mirror-image order.
+Every rank gets the same bits: each element is added by one rank, in the order of the ranks, and sent to all.
 """
 
 from __future__ import annotations
 
-import zlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,8 +17,9 @@ import numpy as np
 
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.group import Group, spans
-from hvdtrain.cluster.patience import wait_for
-from hvdtrain.collectives.parts import Scratch, add_rows, begins, windows
+from hvdtrain.collectives.parts import Scratch, begins
+from hvdtrain.collectives.progress import Operation, Progress
+from hvdtrain.collectives.rounds import Call, Exchanged, Peers, Reduced, even_parts
 from hvdtrain.faults import pulse
 from hvdtrain.timeline import blocked
 
@@ -26,8 +27,10 @@ from hvdtrain.timeline import blocked
 LONGEST_SLEEP_S = 50e-6
 """Between two looks at a collective that others have not entered: what such a sleep costs is late by as much."""
 
+_of_process: list[Progress] = []
 
-class _Pending:
+
+class Pending:
     """Handle that runs its collective when it is waited for, once."""
 
     __slots__ = ("_run", "_value")
@@ -44,31 +47,63 @@ class _Pending:
         return self._value
 
 
-class MpiCollectives:
-    """Collectives over an mpi4py communicator. Handles must be waited for in the same order on every rank.
+class Moving:
+    """Handle of an operation that was issued when this was made. ``then``: gives the result from its value."""
 
-    ``dtypes`` are those that MPI adds by itself; float16, which MPI lacks, is accepted and summed in float32.
-    ``timeout_s``: longest time of one collective (`deadline`). ``chunk``: elements of one MPI call, whose counts have
-    31 bits. With ``check`` each call first compares its kind, name, shape and dtype between ranks (law 5), by an
-    8-byte allgather: a few microseconds against a hang or a silently wrong sum.
+    __slots__ = ("_operation", "_progress", "_limit", "_name", "_came_s", "_then", "_value")
+
+    def __init__(self, operation: Operation, progress: Progress, limit: tuple[float, str], name: str,
+                 then: Callable[[Any], Any] | None = None) -> None:
+        self._operation, self._progress, self._limit, self._name = operation, progress, limit, name
+        self._then, self._value = then, None
+        self._came_s = time.perf_counter()
+        progress.issue(operation)
+
+    def wait(self) -> Any:
+        """Return the result; the same one every time."""
+        if self._value is None:
+            with deadline(*self._limit), pulse.waiting(self._limit[1]), blocked(self._name, self._came_s):
+                self._progress.wait(self._operation)
+            if self._operation.error is not None:
+                raise self._operation.error
+            value = self._operation.value
+            self._value = value if self._then is None else self._then(value)
+        return self._value
+
+    def done(self) -> bool:
+        """Return whether the result is there, without waiting."""
+        return self._operation.over
+
+
+class MpiCollectives:
+    """Collectives over an mpi4py communicator, of which it makes a duplicate: collective to make.
+
+    Calls are made in the same order on every rank. They go on in a thread where MPI lets two threads in (``overlaps``),
+    else while a handle is waited for. Each first compares its kind, name, shape and dtype between ranks (law 5): a
+    message of 256 bytes to each other rank against a hang or a silently wrong sum.
+    ``dtypes`` are those that it adds; float16 is summed in float32. ``timeout_s``: longest time of one collective
+    (`deadline`). ``chunk``: elements of one call of MPI's own collectives, whose counts have 31 bits.
     """
 
     name = "mpi"
     reductions: frozenset[str] = frozenset()
     dtypes = frozenset({"float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8"})
-    overlaps = False
     in_graph = False
     host = True
 
-    def __init__(self, comm: Any, timeout_s: float = 600.0, check: bool = True, chunk: int = 1 << 28) -> None:
+    def __init__(self, comm: Any, timeout_s: float = 600.0, chunk: int = 1 << 28) -> None:
         self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
         self.timeout_s, self.chunk = timeout_s, chunk
-        self._comm, self._check = comm, check
-        self._lent = Scratch()  # one for all calls: what the last one returned is good until the next
+        self._comm, self._progress = comm, progress_of_process()
+        self.overlaps = self._progress.threaded
+        with deadline(timeout_s, "duplicating a communicator"):
+            self._peers = Peers(comm.Dup(), self._progress)
+        self._issued = 0
+        self._loans: list[tuple[Scratch, Moving | None]] = []
 
     def among(self, group: Group) -> MpiCollectives:
         """The same kind of wire between the ranks of ``group`` alone."""
-        return MpiCollectives(self._comm_of(group), self.timeout_s, self._check, self.chunk)
+        return MpiCollectives(self._comm_of(group), self.timeout_s, self.chunk)
 
     def _comm_of(self, group: Group) -> Any:
         with deadline(self.timeout_s, f"making a communicator of the ranks {spans(group.ranks)}"):
@@ -82,98 +117,69 @@ class MpiCollectives:
         """No memory of its own."""
         return None
 
-    def allreduce(self, flat_N: np.ndarray, name: str, op: str = "sum") -> _Pending:
-        """Sum over ranks: (N,) -> (N,); in place where the memory allows it."""
-        assert op == "sum", op
+    def allreduce(self, flat_N: np.ndarray, name: str, op: str = "sum") -> Any:
+        """Sum over ranks: (N,) -> (N,); in place where the memory allows it.
 
-        def run() -> np.ndarray:
-            total_N = _writable(_summable(flat_N))
-            for part in self._spans(total_N.size):
-                self._comm.Allreduce(_mpi().IN_PLACE, total_N[part])
-            return total_N.astype(flat_N.dtype, copy=False)
-
-        return self._later("allreduce", name, flat_N, run)
-
-    def allgather(self, x_K: np.ndarray, name: str) -> _Pending:
-        """Every rank's vector, by rank: (K,) -> (P, K)."""
-        def run() -> np.ndarray:
-            own_K = np.ascontiguousarray(x_K)
-            rows_PK = np.empty((self.size, own_K.size), own_K.dtype)
-            for part in self._spans(own_K.size):
-                columns = rows_PK if part == slice(0, own_K.size) else np.empty_like(rows_PK[:, part], order="C")
-                self._comm.Allgather(_bytes(own_K[part]), _bytes(columns))
-                if columns is not rows_PK:
-                    rows_PK[:, part] = columns
-            return rows_PK
-
-        return self._later("allgather", name, x_K, run)
-
-    def alltoall(self, x_PK: np.ndarray, name: str) -> _Pending:
-        """Row p goes to rank p; row q of the result came from rank q: (P, K) -> (P, K)."""
-        def run() -> np.ndarray:
-            assert x_PK.shape[0] == self.size, f"alltoall of {x_PK.shape} over {self.size} ranks"
-            result_PK = np.empty(x_PK.shape, x_PK.dtype)
-            for part in self._spans(x_PK.shape[1]):
-                received = np.empty_like(x_PK[:, part], order="C")
-                self._comm.Alltoall(_bytes(np.ascontiguousarray(x_PK[:, part])), _bytes(received))
-                result_PK[:, part] = received
-            return result_PK
-
-        return self._later("alltoall", name, x_PK, run)
-
-    def reducescatter(self, flat_N: np.ndarray, name: str) -> _Pending:
-        """This rank's 1/P of the sum over ranks: (N,) -> (N/P,); N is a multiple of P."""
-        def run() -> np.ndarray:
-            assert flat_N.size % self.size == 0, f"reducescatter of {flat_N.size} elements over {self.size} ranks"
-            own_PK = np.ascontiguousarray(_summable(flat_N)).reshape(self.size, -1)
-            result_K = np.empty(own_PK.shape[1], own_PK.dtype)
-            for part in self._spans(result_K.size):
-                self._comm.Reduce_scatter_block(np.ascontiguousarray(own_PK[:, part]), result_K[part])
-            return result_K.astype(flat_N.dtype, copy=False)
-
-        return self._later("reducescatter", name, flat_N, run)
-
-    def reducescatterv(self, flat_N: np.ndarray, sizes_P: Sequence[int], name: str) -> _Pending:
-        """This rank's part of the sum over ranks, added in rank order: (N,) -> (sizes_P[rank],).
-
-        Every rank sends each other its part (MPI_Alltoallv) and adds what it gets: on one host a quarter of the time
-        of MPI_Reduce_scatter. Holds P times its part meanwhile, and keeps that memory.
+        ``op``: "sum", or "mean" of floats, which is the sum divided by the number of ranks.
         """
+        assert op in ("sum", "mean"), op
+        total_N, divisor = _writable(flat_N), self.size if op == "mean" else 1
+        sizes_P = even_parts(total_N.size, self.size)
+        return self._issue("allreduce", name, flat_N, lambda what, at: Reduced(
+            self._peers, what, at, 0, total_N, sizes_P, spread=True, divisor=divisor), lambda: total_N)
+
+    def allgather(self, x_K: np.ndarray, name: str) -> Any:
+        """Every rank's vector, by rank: (K,) -> (P, K)."""
+        own_K = np.ascontiguousarray(x_K)
+        rows_PK = np.empty((self.size, own_K.size), own_K.dtype)
+        return self._issue("allgather", name, x_K, lambda what, at: Exchanged(
+            self._peers, what, at, 0, [own_K] * self.size, list(rows_PK), rows_PK), lambda: own_K.reshape(1, -1).copy())
+
+    def alltoall(self, x_PK: np.ndarray, name: str) -> Any:
+        """Row p goes to rank p; row q of the result came from rank q: (P, K) -> (P, K)."""
+        assert x_PK.shape[0] == self.size, f"alltoall of {x_PK.shape} over {self.size} ranks"
+        own_PK = np.ascontiguousarray(x_PK)
+        rows_PK = np.empty(x_PK.shape, x_PK.dtype)
+        return self._issue("alltoall", name, x_PK, lambda what, at: Exchanged(
+            self._peers, what, at, 0, list(own_PK), list(rows_PK), rows_PK), own_PK.copy)
+
+    def reducescatter(self, flat_N: np.ndarray, name: str) -> Any:
+        """This rank's 1/P of the sum over ranks: (N,) -> (N/P,); N is a multiple of P."""
+        assert flat_N.size % self.size == 0, f"reducescatter of {flat_N.size} elements over {self.size} ranks"
+        return self._reduced("reducescatter", flat_N, [flat_N.size // self.size] * self.size, name)
+
+    def reducescatterv(self, flat_N: np.ndarray, sizes_P: Sequence[int], name: str) -> Any:
+        """This rank's part of the sum over ranks, added in rank order: (N,) -> (sizes_P[rank],)."""
         assert flat_N.size == sum(sizes_P), f"reducescatterv of {flat_N.size} elements into {list(sizes_P)}"
+        return self._reduced("reducescatterv", flat_N, sizes_P, name)
 
-        def run() -> np.ndarray:
-            own_N = np.ascontiguousarray(flat_N)
-            total_K = np.empty(sizes_P[self.rank], flat_N.dtype)
-            at = 0
-            for begin, pieces_P in windows(sizes_P, self.chunk):
-                k = pieces_P[self.rank]
-                rows_PK = self._lent.vector(self.size * k, own_N.dtype).reshape(self.size, k)
-                self._comm.Alltoallv(_parts(own_N[begin:begin + sum(pieces_P)], pieces_P),
-                                     _parts(rows_PK, [k] * self.size))
-                add_rows(list(rows_PK), total_K[at:at + k])
-                at += k
-            return total_K
+    def _reduced(self, kind: str, flat_N: np.ndarray, sizes_P: Sequence[int], name: str) -> Any:
+        own_N = np.ascontiguousarray(flat_N)
+        return self._issue(kind, name, flat_N, lambda what, at: Reduced(
+            self._peers, what, at, 0, own_N, sizes_P), own_N.copy, sizes_P)
 
-        return self._later("reducescatterv", name, flat_N, run, sizes_P)
-
-    def allgatherv(self, part_K: np.ndarray, sizes_P: Sequence[int], name: str) -> _Pending:
+    def allgatherv(self, part_K: np.ndarray, sizes_P: Sequence[int], name: str) -> Any:
         """The ranks' parts one after the other: (sizes_P[rank],) -> (N,), good until the next call."""
         assert part_K.size == sizes_P[self.rank], f"allgatherv of {part_K.size} elements as one of {list(sizes_P)}"
+        own_K = np.ascontiguousarray(part_K)
+        place, scratch = self._borrow()
+        all_N = scratch.vector(sum(sizes_P), own_K.dtype)
+        parts = [all_N[begin:begin + k] for begin, k in zip(begins(sizes_P), sizes_P)]
+        handle = self._issue("allgatherv", name, part_K, lambda what, at: Exchanged(
+            self._peers, what, at, 0, [own_K] * self.size, parts, all_N), own_K.copy, sizes_P)
+        self._loans[place] = scratch, handle
+        return handle
 
-        def run() -> np.ndarray:
-            own_K = np.ascontiguousarray(part_K)
-            all_N = self._lent.vector(sum(sizes_P), own_K.dtype)
-            at = 0
-            for begin, pieces_P in windows(sizes_P, self.chunk):
-                k = pieces_P[self.rank]
-                self._comm.Allgatherv(_bytes(own_K[at:at + k]), _parts(all_N[begin:begin + sum(pieces_P)], pieces_P))
-                at += k
-            return all_N
+    def _borrow(self) -> tuple[int, Scratch]:
+        """Memory of no call that is still under way, or whose result has not been taken."""
+        for place, (scratch, handle) in enumerate(self._loans):
+            if handle is None or handle._value is not None:
+                return place, scratch
+        self._loans.append((Scratch(), None))
+        return len(self._loans) - 1, self._loans[-1][0]
 
-        return self._later("allgatherv", name, part_K, run, sizes_P)
-
-    def broadcast(self, x_N: np.ndarray, name: str, root: int = 0) -> _Pending:
-        """``root``'s vector on every rank: (N,) -> (N,); in place where the memory allows it."""
+    def broadcast(self, x_N: np.ndarray, name: str, root: int = 0) -> Pending:
+        """``root``'s vector on every rank: (N,) -> (N,); in place where the memory allows it. MPI's own tree."""
         def run() -> np.ndarray:
             result_N = _writable(x_N)
             for part in self._spans(result_N.size):
@@ -182,36 +188,40 @@ class MpiCollectives:
 
         return self._later(f"broadcast from {root}", name, x_N, run)
 
+    def _issue(self, kind: str, name: str, x: np.ndarray, make: Callable[[str, int], Operation],
+               alone: Callable[[], np.ndarray], sizes_P: Sequence[int] = ()) -> Any:
+        """Issue what ``make(words, number)`` makes; ``alone``: the result of one rank."""
+        if self.size == 1:
+            return Pending(alone)
+        what = _entered(kind, name, x, sizes_P)
+        return Moving(make(what, self._number()), self._progress, (self.timeout_s, what), name)
+
+    def _number(self) -> int:
+        """The next operation's, the same on every rank."""
+        self._issued += 1
+        return self._issued - 1
+
     def _later(self, kind: str, name: str, x: np.ndarray, run: Callable[[], np.ndarray],
-               sizes_P: Sequence[int] = ()) -> _Pending:
+               sizes_P: Sequence[int] = ()) -> Pending:
         """Put the check and the bound around ``run``; ``sizes_P`` are compared in place of the shape."""
         if self.size == 1:
-            return _Pending(run)
-        what = f"{kind} {name!r} {tuple(sizes_P) or x.shape} {x.dtype.name}"
+            return Pending(run)
+        what = _entered(kind, name, x, sizes_P)
 
         def bounded() -> np.ndarray:
             with deadline(self.timeout_s, what), pulse.waiting(what), blocked(name):
-                if self._check:
-                    self._compare(what)
+                self._compare(what)
                 return run()
 
-        return _Pending(bounded)
+        return Pending(bounded)
 
     def _compare(self, what: str) -> None:
-        """Raise on every rank unless all ranks entered the same collective."""
-        own_1 = np.array([zlib.crc32(what.encode())], np.int64)
-        all_P = np.empty(self.size, np.int64)
-        # The first to come waits here for the last, and should not take its processor time meanwhile.
-        self._wait(self._comm.Iallgather(own_1, all_P).Test)
-        if (all_P == all_P[0]).all():
-            return
-        entered = self._comm.allgather(what)
-        odd = next(r for r in range(self.size) if entered[r] != entered[0])
-        raise RuntimeError(f"ranks disagree: rank 0 entered {entered[0]}; rank {odd} entered {entered[odd]}")
-
-    def _wait(self, test: Callable[[], bool]) -> None:
-        """Wait for other ranks until ``test`` is true."""
-        wait_for(test, longest_sleep_s=LONGEST_SLEEP_S)
+        """Raise on every rank unless all ranks entered the same collective; all of them have then come."""
+        call = Call(self._peers, what, self._number())
+        self._progress.issue(call)
+        self._progress.wait(call)
+        if call.error is not None:
+            raise call.error
 
     def _spans(self, n: int) -> Iterator[slice]:
         """Slices of at most ``chunk`` elements that cover n; none for n = 0, where there is nothing to move."""
@@ -219,9 +229,17 @@ class MpiCollectives:
             yield slice(start, min(n, start + self.chunk))
 
 
-def _summable(x: np.ndarray) -> np.ndarray:
-    """float16 as float32; anything else as it is."""
-    return x.astype(np.float32) if x.dtype == np.float16 else x
+def progress_of_process() -> Progress:
+    """Return what moves all operations of this process; MPI has been started."""
+    if not _of_process:
+        MPI = _mpi()
+        _of_process.append(Progress(MPI.Query_thread() >= MPI.THREAD_MULTIPLE))
+    return _of_process[0]
+
+
+def _entered(kind: str, name: str, x: np.ndarray, sizes_P: Sequence[int]) -> str:
+    """Words for a collective that a rank enters."""
+    return f"{kind} {name!r} {tuple(sizes_P) or x.shape} {x.dtype.name}"
 
 
 def _writable(x: np.ndarray) -> np.ndarray:

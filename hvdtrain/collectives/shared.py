@@ -4,7 +4,7 @@ Owns the shared segments and the sum in them. Everything but the sum is `MpiColl
 lies in a segment (`buffer`) is summed in place: each rank adds one stripe of all ranks' vectors, a cache-sized tile at
 a time, and writes the result back to all of them, so that every element is read and written once per rank. On 2 ranks
 and 2 cores 38 MiB take 2.6 ms that way, where MPI_Allreduce took 17.9 and Horovod 16.1. With several hosts the stripes
-are then summed across hosts, stripe by stripe in parallel: a hierarchical all-reduce.
+are then summed across hosts while the program computes (`hvdtrain.collectives.striped`): a hierarchical all-reduce.
 
 A part of a sum (`reducescatterv`) is added by its owner alone, from all ranks' vectors in the order of the ranks, tile
 by tile as well: the same bits. Parts come together (`allgatherv`) in one vector that the ranks of a host fill and all
@@ -24,9 +24,12 @@ import numpy as np
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.group import Group, spans
 from hvdtrain.cluster.patience import wait_for
-from hvdtrain.collectives.mpi import LONGEST_SLEEP_S, MpiCollectives, _element, _mpi, _parts, _Pending
+from hvdtrain.collectives.mpi import (LONGEST_SLEEP_S, Moving, MpiCollectives, Pending, _element, _entered, _mpi,
+                                      _parts)
 from hvdtrain.collectives.parts import TILE, add_rows, begins, windows
+from hvdtrain.collectives.rounds import Peers
 from hvdtrain.collectives.segments import Layout, SharedUnavailable, map_of
+from hvdtrain.collectives.striped import Striped
 from hvdtrain.errors import PeerFailed
 
 LOOK_S, GRACE_S = 0.5, 5.0
@@ -47,9 +50,8 @@ class SharedCollectives(MpiCollectives):
     looks = True
     """Whether sums are squared while they are made (`looked`)."""
 
-    def __init__(self, comm: Any, timeout_s: float = 600.0, check: bool = True, chunk: int = 1 << 28,
-                 host: Any = None) -> None:
-        super().__init__(comm, timeout_s, check, chunk)
+    def __init__(self, comm: Any, timeout_s: float = 600.0, chunk: int = 1 << 28, host: Any = None) -> None:
+        super().__init__(comm, timeout_s, chunk)
         MPI = _mpi()
         with deadline(timeout_s, "splitting MPI's world by host"):
             self._host = comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank) if host is None else host
@@ -57,8 +59,9 @@ class SharedCollectives(MpiCollectives):
             self._stripes = comm.allreduce(self._host.Get_size(), MPI.MIN)
             mine = self._host.Get_rank()
             across = comm.Split(mine if mine < self._stripes else MPI.UNDEFINED, key=self.rank)
-            self._across = across if hosts > 1 and mine < self._stripes else None
+            self._across = Peers(across, self._progress) if hosts > 1 and mine < self._stripes else None
             self._one_host = hosts == 1
+        self.overlaps = self.overlaps and not self._one_host  # within a host nothing is left to do while one computes
         self._tiles: dict[str, np.ndarray] = {}
         # By the address of a vector; whoever holds one keeps its memory, which goes with the last.
         self._own: dict[int, tuple[weakref.ref[np.ndarray], Layout, int]] = {}
@@ -77,7 +80,7 @@ class SharedCollectives(MpiCollectives):
         comm, near = self._comm_of(group), [i for i, rank in enumerate(group.ranks) if rank in self._ranks_L]
         with deadline(self.timeout_s, f"splitting the ranks {spans(group.ranks)} by host"):
             host = comm.Split(near[0], key=group.index)
-        return SharedCollectives(comm, self.timeout_s, self._check, self.chunk, host)
+        return SharedCollectives(comm, self.timeout_s, self.chunk, host)
 
     def buffer(self, n: int, dtype: str) -> np.ndarray | None:
         """(n,) zeros in shared memory; None for a dtype that is summed elsewhere. Collective."""
@@ -98,34 +101,59 @@ class SharedCollectives(MpiCollectives):
         self._own.update({_address(own_N): (weakref.ref(raw), layout, slot) for slot, own_N in enumerate(own_SN)})
         return list(own_SN)
 
-    def allreduce(self, flat_N: np.ndarray, name: str, op: str = "sum") -> _Pending:
-        """Sum over ranks: (N,) -> (N,); in place for a vector of `buffer`, else by way of a segment of this name.
+    def allreduce(self, flat_N: np.ndarray, name: str, op: str = "sum") -> Any:
+        """Sum over ranks: (N,) -> (N,); in place for a vector of `buffer`.
 
+        Any other goes by way of a segment of this name on one host, and from rank to rank on several.
         ``op``: "sum", or "mean" of floats, which is the sum divided by the number of ranks.
         """
         if flat_N.dtype.name not in SUMMED or flat_N.size == 0:
             return super().allreduce(flat_N, name, op)
         assert op in ("sum", "mean"), op
-        divisor = self.size if op == "mean" else 1
-
-        own = self._memory_of(flat_N)
+        own, divisor = self._memory_of(flat_N), self.size if op == "mean" else 1
+        # Ranks that sum other vectors of one name and length would each read what the other has left behind.
+        kind = f"allreduce of memory {own[1].number}" if own else "allreduce"
+        if not self._one_host:
+            raw, layout, slot = own or self._copied(flat_N, name)
+            value = flat_N if own else layout.rows_LSN(raw)[self._host.Get_rank(), 0]
+            what = _entered(kind, name, flat_N, ())
+            return Moving(self._striped(raw, layout, slot, what, divisor, value), self._progress,
+                          (self.timeout_s, what), name, None if own else np.copy)
 
         def run() -> np.ndarray:
             if own:
                 self._squares += self._sum(*own, divisor)
                 self._n_looked += flat_N.size
                 return flat_N
-            key = (name, flat_N.size, flat_N.dtype.name)
-            if key not in self._scratch:
-                self._scratch[key] = self._segment(flat_N.size, flat_N.dtype.name)
-            raw, layout = self._scratch[key]
-            own_N = layout.rows_LSN(raw)[self._host.Get_rank(), 0]
-            np.copyto(own_N, flat_N)
-            self._sum(raw, layout, 0, divisor)
-            return own_N.copy()
+            raw, layout, slot = self._copied(flat_N, name)
+            self._sum(raw, layout, slot, divisor)
+            return layout.rows_LSN(raw)[self._host.Get_rank(), 0].copy()
 
-        # Ranks that sum other vectors of one name and length would each read what the other has left behind.
-        return self._later(f"allreduce of memory {own[1].number}" if own else "allreduce", name, flat_N, run)
+        return self._later(kind, name, flat_N, run)
+
+    def _copied(self, flat_N: np.ndarray, name: str) -> tuple[np.ndarray, Layout, int]:
+        """Copy a vector to the memory that is kept for sums of this name; collective the first time."""
+        key = (name, flat_N.size, flat_N.dtype.name)
+        if key not in self._scratch:
+            self._scratch[key] = self._segment(flat_N.size, flat_N.dtype.name)
+        raw, layout = self._scratch[key]
+        np.copyto(layout.rows_LSN(raw)[self._host.Get_rank(), 0], flat_N)
+        return raw, layout, 0
+
+    def _striped(self, raw: np.ndarray, layout: Layout, slot: int, what: str, divisor: int,
+                 value: np.ndarray) -> Striped:
+        """The sum over hosts of the vectors that the ranks choose in one memory, this one that of ``slot``."""
+        mine, chosen_L = self._host.Get_rank(), layout.chosen_L(raw)
+        chosen_L[mine] = slot
+        near = [q for q in self._ranks_L if q != self.rank]
+
+        def rows() -> list[np.ndarray]:
+            return [row_SN[s] for row_SN, s in zip(layout.rows_LSN(raw), chosen_L.tolist())]
+
+        stripe = slice(layout.n * mine // self._stripes, layout.n * (mine + 1) // self._stripes)
+        owners = [q for q in self._ranks_L[:self._stripes] if q != self.rank]
+        return Striped(self._peers, self._across, what, self._number(), near, owners, rows, mine, stripe, divisor,
+                       value)
 
     def _memory_of(self, flat_N: np.ndarray) -> tuple[np.ndarray, Layout, int] | None:
         """The memory of which ``flat_N`` is a vector of `buffers`, and which of them; None for any other."""
@@ -141,7 +169,7 @@ class SharedCollectives(MpiCollectives):
         raw, layout = self._vector("in flight", n, dtype)
         return layout.rows_LSN(raw)[self._host.Get_rank(), 0, :n]
 
-    def reducescatterv(self, flat_N: np.ndarray, sizes_P: Sequence[int], name: str) -> _Pending:
+    def reducescatterv(self, flat_N: np.ndarray, sizes_P: Sequence[int], name: str) -> Pending:
         """This rank's part of the sum over ranks: (N,) -> (sizes_P[rank],), the bits of `allreduce` on one host.
 
         Without a copy for the vector of `flight`, and for one of `buffer`, of which it then is a part; another one is
@@ -160,7 +188,7 @@ class SharedCollectives(MpiCollectives):
             rows = [_row(raw, layout, i)[:flat_N.size] for i in range(layout.L)]
             if not own and not flies:
                 np.copyto(rows[mine], flat_N)
-            if not self._check or not own and not flies:
+            if not own and not flies:
                 self._meet()  # every rank's vector is there, which the check has seen otherwise
             first = sum(sizes_P[:self.rank])
             total_K = rows[mine][first:first + sizes_P[self.rank]] if own else np.empty(sizes_P[self.rank], key[1])
@@ -175,7 +203,7 @@ class SharedCollectives(MpiCollectives):
         where = f" of memory {own[1].number}" if own else " in flight" if flies else ""
         return self._later(f"reducescatterv{where}", name, flat_N, run, sizes_P)
 
-    def allgatherv(self, part_K: np.ndarray, sizes_P: Sequence[int], name: str) -> _Pending:
+    def allgatherv(self, part_K: np.ndarray, sizes_P: Sequence[int], name: str) -> Pending:
         """The ranks' parts one after the other: (sizes_P[rank],) -> (N,), which the ranks of a host share.
 
         Good until the next call.
@@ -186,8 +214,6 @@ class SharedCollectives(MpiCollectives):
             return super().allgatherv(part_K, sizes_P, name)
 
         def run() -> np.ndarray:
-            if not self._check:
-                self._meet()  # every rank has read what came of the call before, which the check has seen otherwise
             all_N = _row(*self._vector("together", n, dtype), 0)[:n]
             first = sum(sizes_P[:self.rank])
             np.copyto(all_N[first:first + part_K.size], part_K)
@@ -218,7 +244,8 @@ class SharedCollectives(MpiCollectives):
         if self._one_host:
             add_rows(of(self.rank), total_K)
             return
-        asked = [q for q in range(self.size) if q not in self._ranks_L and self._helper(q, self._ranks_L) == self.rank]
+        asked = [q for q in range(self.size)
+                 if q not in self._ranks_L and _helper(self.hosts, q, self._ranks_L) == self.rank]
         sent_P = [sizes_P[q] if q in asked else 0 for q in range(self.size)]
         partial_M = np.empty(sum(sent_P), total_K.dtype)
         for q, at in ((q, begins(sent_P)[q]) for q in asked):
@@ -229,7 +256,7 @@ class SharedCollectives(MpiCollectives):
             if ranks == self._ranks_L:
                 add_rows(of(self.rank), received[i])
             else:
-                helper = self._helper(self.rank, ranks)
+                helper = _helper(self.hosts, self.rank, ranks)
                 counts_P[helper], places_P[helper] = total_K.size, i * total_K.size
         kind = _element(total_K.dtype.itemsize)
         self._comm.Alltoallv(_parts(partial_M, sent_P), [received, (counts_P, places_P), kind])
@@ -238,17 +265,12 @@ class SharedCollectives(MpiCollectives):
     def _send_part(self, part_K: np.ndarray, sizes_P: Sequence[int], all_N: np.ndarray) -> None:
         """Send this rank's part to each other host, and receive what this rank takes for its own into ``all_N``."""
         others = [ranks for ranks in self.hosts if ranks != self._ranks_L]
-        to = {self._helper(self.rank, ranks) for ranks in others}
+        to = {_helper(self.hosts, self.rank, ranks) for ranks in others}
         sent_P = [part_K.size if q in to else 0 for q in range(self.size)]
-        taken_P = [k if q not in self._ranks_L and self._helper(q, self._ranks_L) == self.rank else 0
+        taken_P = [k if q not in self._ranks_L and _helper(self.hosts, q, self._ranks_L) == self.rank else 0
                    for q, k in enumerate(sizes_P)]
         kind = _element(part_K.dtype.itemsize)
         self._comm.Alltoallv([part_K, (sent_P, [0] * self.size), kind], [all_N, (taken_P, begins(sizes_P)), kind])
-
-    def _helper(self, rank: int, ranks: list[int]) -> int:
-        """Which of the ``ranks`` of a host adds for ``rank`` of another one, and receives its part for all of them."""
-        place = next(ranks_L.index(rank) for ranks_L in self.hosts if rank in ranks_L)
-        return ranks[place % len(ranks)]
 
     def looked(self) -> tuple[int, float]:
         """Elements of `buffer` vectors summed since the last call, and the sum of squares over this rank's stripes.
@@ -261,28 +283,17 @@ class SharedCollectives(MpiCollectives):
         return found
 
     def _sum(self, raw: np.ndarray, layout: Layout, slot: int, divisor: int) -> float:
-        """Replace the row that each rank chose, this one ``slot``, by the sum of all those of all hosts.
+        """Replace the row that each rank of the one host chose, this one ``slot``, by the sum of all those.
 
-        ``divisor``: of the sums. Returns the squares of this rank's stripe, if whole.
+        ``divisor``: of the sums. Returns the squares of this rank's stripe.
         """
         mine, n, chosen_L = self._host.Get_rank(), layout.n, layout.chosen_L(raw)
-        squares = 0.0
         chosen_L[mine] = slot
         self._meet()  # every rank's vector is there
         rows = [row_SN[s] for row_SN, s in zip(layout.rows_LSN(raw), chosen_L.tolist())]
-        if mine < self._stripes:
-            stripe = slice(n * mine // self._stripes, n * (mine + 1) // self._stripes)
-            if self._across is None:
-                squares = self._add(rows, stripe, rows, divisor)
-            else:
-                self._add(rows, stripe, rows[mine:mine + 1], 1)
-                for part in self._spans(stripe.stop - stripe.start):
-                    at = slice(stripe.start + part.start, stripe.start + part.stop)
-                    self._across.Allreduce(_mpi().IN_PLACE, rows[mine][at])
-                if divisor != 1:
-                    rows[mine][stripe] /= divisor
-                for row_N in (row for i, row in enumerate(rows) if i != mine):
-                    row_N[stripe] = rows[mine][stripe]
+        stripe = slice(n * mine // self._stripes, n * (mine + 1) // self._stripes)
+        tile = self._tiles.setdefault(layout.dtype, np.empty(TILE, layout.dtype))
+        squares = _add(rows, stripe, divisor, tile, self.looks)
         self._meet()  # every stripe is done
         return squares
 
@@ -306,32 +317,6 @@ class SharedCollectives(MpiCollectives):
         """Tell the ranks of this host that this one enters no call any more; also told when it ends."""
         self._leave()
 
-    def _add(self, rows: list[np.ndarray], stripe: slice, targets: list[np.ndarray], divisor: int) -> float:
-        """Write the sum of the rows, in their order, over ``divisor`` within ``stripe`` to each target, also a row.
-
-        Returns the sum of its squares: taken while a tile is in the cache it costs a fraction of a pass over memory.
-        """
-        tile = self._tiles.setdefault(rows[0].dtype.name, np.empty(TILE, rows[0].dtype))
-        squares = 0.0
-        # A warning made an error would stop this rank alone; who looks at the sums tells what is not finite.
-        with np.errstate(all="ignore"):
-            for begin in range(stripe.start, stripe.stop, TILE):
-                end = min(begin + TILE, stripe.stop)
-                sum_T = tile[:end - begin]
-                if len(rows) == 1:
-                    np.copyto(sum_T, rows[0][begin:end])
-                else:
-                    np.add(rows[0][begin:end], rows[1][begin:end], out=sum_T)
-                for row_N in rows[2:]:
-                    sum_T += row_N[begin:end]
-                if divisor != 1:
-                    sum_T /= divisor
-                for target_N in targets:
-                    target_N[begin:end] = sum_T
-                if self.looks:
-                    squares += float(np.dot(sum_T, sum_T))
-        return squares
-
     def _segment(self, n: int, dtype: str, slots: int = 1) -> tuple[np.ndarray, Layout]:
         """``slots`` vectors of n zeros for each rank of this host, as bytes; collective over all ranks of the job."""
         self._made += 1
@@ -343,6 +328,40 @@ class SharedCollectives(MpiCollectives):
         if reasons or memory is None:
             raise SharedUnavailable(reasons[0])
         return np.frombuffer(memory, np.uint8, nbytes), layout
+
+
+def _helper(hosts: Sequence[Sequence[int]], rank: int, ranks: Sequence[int]) -> int:
+    """Return which of the ``ranks`` of a host adds for ``rank`` of another one, and receives its part for all of them.
+    """
+    place = next(ranks_L.index(rank) for ranks_L in hosts if rank in ranks_L)
+    return ranks[place % len(ranks)]
+
+
+def _add(rows: list[np.ndarray], stripe: slice, divisor: int, tile: np.ndarray, looks: bool) -> float:
+    """Write the sum of the rows, in their order, over ``divisor`` within ``stripe`` to each of them.
+
+    With ``looks`` returns the sum of its squares, else 0: taken while a tile is in the cache it costs a fraction of a
+    pass over memory.
+    """
+    squares = 0.0
+    # A warning made an error would stop this rank alone; who looks at the sums tells what is not finite.
+    with np.errstate(all="ignore"):
+        for begin in range(stripe.start, stripe.stop, TILE):
+            end = min(begin + TILE, stripe.stop)
+            sum_T = tile[:end - begin]
+            if len(rows) == 1:
+                np.copyto(sum_T, rows[0][begin:end])
+            else:
+                np.add(rows[0][begin:end], rows[1][begin:end], out=sum_T)
+            for row_N in rows[2:]:
+                sum_T += row_N[begin:end]
+            if divisor != 1:
+                sum_T /= divisor
+            for row_N in rows:
+                row_N[begin:end] = sum_T
+            if looks:
+                squares += float(np.dot(sum_T, sum_T))
+    return squares
 
 
 def _row(raw: np.ndarray, layout: Layout, i: int) -> np.ndarray:

@@ -61,20 +61,11 @@ def test_the_squares_of_a_sum_are_told(request, comm, wire, value, at):
         assert not np.isfinite(squares) and wire.looked() == (0, 0.0)
 
 
-@pytest.fixture
-def vectors(request, comm, wire):
-    """The wire with and without the check of calls, which is a meeting of the ranks too."""
-    wire._check, before = request.param, wire._check
-    yield wire
-    wire._check = before
-
-
-@pytest.mark.parametrize("dtype, vectors", [*((dtype, True) for dtype in sorted(shared.SUMMED)), ("float32", False)],
-                         indirect=["vectors"])  # whether calls are checked does not depend on the type
+@pytest.mark.parametrize("dtype", sorted(shared.SUMMED))
 @pytest.mark.parametrize("where", ["flight", "buffer", "elsewhere"])
-def test_a_part_has_the_bits_of_the_whole_sum(vectors, where, dtype):
+def test_a_part_has_the_bits_of_the_whole_sum(wire, where, dtype):
     """On one host, and on two where a sum of two has one order; vectors in flight are shorter and longer in turn."""
-    wire, P, r = vectors, vectors.size, vectors.rank
+    P, r = wire.size, wire.rank
     for turn, n in enumerate((1000, 3 * shared.TILE + 7, 40, 3 * shared.TILE + 7)):
         for i, sizes in enumerate(cuts(n, P)):
             values = mixed(r, n, turn + i, dtype)

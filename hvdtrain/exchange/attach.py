@@ -5,6 +5,7 @@ Owns the checks that compressor, optimizer and shares go together. Does not choo
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from hvdtrain.cluster.deadline import deadline
@@ -16,6 +17,9 @@ from hvdtrain.protocols import Control
 
 if TYPE_CHECKING:
     from hvdtrain.data_parallel import Setup
+
+FIRST_MB = 1.0
+"""So much is enough for a wire to begin with that works beside backward: it is still busy when more is there."""
 
 
 def compression_of(setup: Setup) -> str:
@@ -49,8 +53,10 @@ def buckets_of(setup: Setup) -> list[Bucket]:
         setup.notes.append(f"exchange.bucket_mb auto: {size_mb:g} MiB; {reason}")
     # A compressor's state lies in the order of its buckets, which stays for the sake of old checkpoints.
     aligned = setup.collectives.host and config.compression == "none"
+    wire = setup.collectives
+    first_mb = FIRST_MB if wire.overlaps and not wire.in_graph and not config.exchange.adasum else math.inf
     if not setup.parts.replicas:
-        return plan_buckets(specs, size_mb, setup.group.name("grad"), by_block, aligned)
+        return plan_buckets(specs, size_mb, setup.group.name("grad"), by_block, aligned, first_mb)
     found: list[Bucket] = []
     for replicas in setup.parts.replicas:
         found += plan_some(specs, replicas.params(specs), size_mb, replicas.group.name("grad"), aligned, len(found))

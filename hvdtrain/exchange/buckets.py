@@ -5,6 +5,7 @@ Owns the plan (pure data). Does not allocate or send; a backend allocates, the r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -57,14 +58,15 @@ def itemsize(dtype: str) -> int:
 
 
 def plan_buckets(params: Sequence[ParamSpec], bucket_mb: float, group: str = "world",
-                 by_block: bool = False, aligned: bool = False) -> list[Bucket]:
+                 by_block: bool = False, aligned: bool = False, first_mb: float = math.inf) -> list[Bucket]:
     """Group parameters into buckets of at most ``bucket_mb`` MiB, last parameter first.
 
     Backward produces gradients roughly from the last layer to the first, so in this order bucket 0 fills first
     and its sum overlaps the rest of backward. One bucket has one dtype and lies on one device; a parameter
     larger than ``bucket_mb`` gets a bucket of its own. ``group``: who sums them. ``by_block``: no bucket crosses a
     block of the model, whose blocks may lie on other devices or ranks. ``aligned``: within a bucket those come last
-    whose bytes are no multiple of `ALIGNMENT`, so that all others begin at one.
+    whose bytes are no multiple of `ALIGNMENT`, so that all others begin at one. ``first_mb``: bucket 0 is closed once
+    it holds so much, so that a wire which works beside backward begins early.
     Source: gradient bucketing in PyTorch DDP (Li et al., VLDB 2020, arXiv 2006.15704).
     """
     limit = bucket_mb * MIB
@@ -81,6 +83,8 @@ def plan_buckets(params: Sequence[ParamSpec], bucket_mb: float, group: str = "wo
             filled.append(0)
         groups[g].append(i)
         filled[g] += size
+        if g == 0 and filled[0] >= first_mb * MIB:
+            del open_group[kind]
     if aligned:
         groups = [sorted(members, key=lambda i: params[i].n * itemsize(params[i].dtype) % ALIGNMENT != 0)
                   for members in groups]
@@ -88,10 +92,11 @@ def plan_buckets(params: Sequence[ParamSpec], bucket_mb: float, group: str = "wo
 
 
 def plan_some(params: Sequence[ParamSpec], own: Sequence[int], bucket_mb: float, group: str = "world",
-              aligned: bool = False, first: int = 0) -> list[Bucket]:
+              aligned: bool = False, first: int = 0, first_mb: float = math.inf) -> list[Bucket]:
     """Group the parameters at the indices ``own`` alone, as `plan_buckets` does; the buckets count from ``first``."""
     return [replace(bucket, index=first + bucket.index, first=first, params=tuple(own[i] for i in bucket.params))
-            for bucket in plan_buckets([params[i] for i in own], bucket_mb, group, aligned=aligned)]
+            for bucket in plan_buckets([params[i] for i in own], bucket_mb, group, aligned=aligned,
+                                       first_mb=first_mb)]
 
 
 def _bucket(index: int, members: Sequence[int], params: Sequence[ParamSpec], group: str) -> Bucket:

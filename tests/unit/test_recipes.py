@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from pictures import write_folder
 
 from hvdtrain import Trainer
 from hvdtrain.cli import train
+from hvdtrain.errors import UserError
+from hvdtrain.model import build_spec
 from hvdtrain.resolve import load_callable
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
@@ -52,3 +55,44 @@ def test_a_recipe_trains(path, tmp_path, monkeypatch):
     assert {**asked.model_args, **config.model_args}.keys() == config.model_args.keys()
     ended = Trainer(config).fit()
     assert ended.steps == 2 and math.isfinite(ended.loss) and 0 < ended.loss < 10
+
+
+GROUPS = {"torch": ("torch_models", "groups.py"), "tensorflow": ("tf_models", "groups_keras.py")}
+SIZES = {"vit": {"in_shape": [16, 16, 3], "patch": 8}, "bert": {"vocab": 7, "context": 8, "tied": True},
+         "gpt": {"vocab": 7, "context": 8, "tied": True}}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_norms_and_biases_alone_are_in_the_group_without_decay(name):
+    """The same in the twins; parts of the model that are not the group's file's are found where the model is."""
+    found = {}
+    for package, (models, file) in GROUPS.items():
+        pytest.importorskip(package, reason=f"{package} is not installed")
+        spec = build_spec(f"{RECIPES[0].parent / file}:{name}", {**SIZES[name], "width": 8, "depth": 1, "heads": 2},
+                          lambda: None)
+        (group,) = spec.parameter_groups(spec.model)
+        inside = {id(p) for p in group.get("params", group.get("variables"))}
+        named = spec.model.named_parameters() if package == "torch" else (
+            (v.path, v) for v in spec.model.trainable_variables)
+        assert all((id(p) in inside) == (text.endswith("bias") or "norm" in text) for text, p in named)
+        assert group["weight_decay"] == 0 and spec.blocks and (spec.task is None) == (name == "vit")
+        found[package] = len(inside), sum(math.prod(p.shape) for p in group.get("params", group.get("variables")))
+    assert found["torch"] == found["tensorflow"] and found["torch"][0] > 8
+
+
+@pytest.mark.parametrize("path", [p for p in RECIPES if p.stem.startswith("gpt")], ids=lambda path: path.stem)
+def test_groups_are_for_new_runs(path, tmp_path, monkeypatch):
+    """A run without them goes on in Keras, whose checkpoints hold no groups; in PyTorch it is refused in words."""
+    keras = path.stem.endswith("_keras")
+    pytest.importorskip("tensorflow" if keras else "torch", reason="its framework is not installed")
+    monkeypatch.chdir(tmp_path)
+    words = ["--config", str(path), *small(path, tmp_path), "--checkpoint.at_end", "true", "--resume", "auto"]
+    assert Trainer(train.parse(words, {})).fit().steps == 2
+    file = RECIPES[0].parent / ("groups_keras.py" if keras else "groups.py")
+    again = Trainer(train.parse([*words, "--model", f"{file}:gpt", "--max_steps", "3"], {}))
+    if keras:
+        assert again.fit().steps == 3
+    else:
+        with pytest.raises(UserError, match="the checkpoint's optimizer has 1 parameter group; expected 2"):
+            again.fit()
+        assert Trainer(replace(again.config, resume="", out=str(tmp_path / "new"))).fit().steps == 3

@@ -56,25 +56,26 @@ class Topology:
         return f"{len(self.hosts)} host{'s' if len(self.hosts) != 1 else ''}: {each}{more}"
 
 
-def arrange(rows: Sequence[tuple[str, Sequence[int], float]]) -> Topology:
-    """Topology of the ranks' ``(node, cores this rank may run on, quota in cores)``, by rank. Pure.
+def arrange(rows: Sequence[tuple[str, Sequence[int], float] | tuple[str, Sequence[int], float, str]]) -> Topology:
+    """Topology of the ranks' ``(node, cores this rank may run on, quota in cores, whose quota)``, by rank. Pure.
 
     The cores of a host are the union over its ranks: ranks that mpirun bound to one core each add up, ranks that
-    share all cores do not. A container's CPU quota lowers it.
+    share all cores do not. Quotas lower it: one that ranks share, such as a container's, once; those of groups of their
+    own add up.
     """
-    nodes = list(dict.fromkeys(node for node, _, _ in rows))
+    nodes = list(dict.fromkeys(row[0] for row in rows))
     hosts = []
     for node in nodes:
         ranks = tuple(r for r, row in enumerate(rows) if row[0] == node)
         union = {core for r in ranks for core in rows[r][1]}
-        quota = min(rows[r][2] for r in ranks)
+        quota = sum({rows[r][3:]: rows[r][2] for r in ranks}.values())
         hosts.append(Host(node, ranks, max(1, int(min(len(union), quota)))))
     return Topology(tuple(hosts))
 
 
 def survey(control: Control) -> Topology:
     """Gather the topology of the job; collective."""
-    return arrange(control.gather((control.node, sorted(affinity()), cpu_quota())))
+    return arrange(control.gather((control.node, sorted(affinity()), *tightest_quota())))
 
 
 def affinity() -> set[int]:
@@ -84,19 +85,48 @@ def affinity() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-def cpu_quota(root: str = "/sys/fs/cgroup") -> float:
-    """Cores' worth of time that the control group allows (versions 2 and 1); infinite where there is no limit."""
+def cpu_quota(cgroup: str = "/sys/fs/cgroup", proc: str = "/proc") -> float:
+    """Cores' worth of time that this process may use; infinite where there is no limit (`tightest_quota`)."""
+    return tightest_quota(cgroup, proc)[0]
+
+
+def tightest_quota(cgroup: str = "/sys/fs/cgroup", proc: str = "/proc") -> tuple[float, str]:
+    """(cores' worth of time, the group) of the tightest processor quota around this process; (inf, "") without one.
+
+    Of the control groups of versions 1 and 2 that this process is in, and of all around those, as far as they can be
+    seen from here: a container sees its own alone, at the top.
+    """
+    found = [(cores, str(folder)) for folder, name in _groups(Path(cgroup), Path(proc))
+             if (cores := _quota(folder, name)) is not None]
+    return min(found, default=(float("inf"), ""))
+
+
+def _groups(cgroup: Path, proc: Path) -> list[tuple[Path, str]]:
+    """(folder, file of the quota) of each control group around this process that may hold one."""
+    one, two = "cpu.cfs_quota_us", "cpu.max"
+    found = {cgroup: two, cgroup / "cpu": one}
     try:
-        quota, period = Path(root, "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota = Path(root, "cpu/cpu.cfs_quota_us").read_text().strip()
-            period = Path(root, "cpu/cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return float("inf")
-    if quota == "max" or int(quota) <= 0 or int(period) <= 0:
-        return float("inf")
-    return int(quota) / int(period)
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        number, kinds, path = (line.split(":", 2) + ["", ""])[:3]
+        if number != "0" and "cpu" not in kinds.split(","):
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for top in (cgroup, cgroup / "unified") if number == "0" else (cgroup / kinds, cgroup / "cpu"):
+            found |= {top.joinpath(*parts[:i]): two if number == "0" else one for i in range(len(parts) + 1)}
+    return list(found.items())
+
+
+def _quota(folder: Path, name: str) -> float | None:
+    """Cores' worth of time that one group allows; None where it says nothing, or no limit."""
+    try:
+        words = (folder / name).read_text().split()
+        period = int(words[1] if len(words) > 1 else (folder / "cpu.cfs_period_us").read_text())
+        return int(words[0]) / period if int(words[0]) > 0 and period > 0 else None
+    except (OSError, ValueError, IndexError):  # "max" is no number: no limit
+        return None
 
 
 def compute_threads(bound: int, cores: int, local_size: int, asked: int) -> int:

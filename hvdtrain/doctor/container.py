@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.balance.memory import groups_limits
+from hvdtrain.cluster.topology import cpu_quota
 
 UNLIMITED = 1 << 60
 """Version 1 tells no limit as a number near 2 ** 63."""
@@ -52,30 +53,8 @@ def ptrace_scope(root: str = "/") -> int | None:
 def limits(root: str = "/") -> dict[str, Any]:
     """What the control groups around this process allow: {"cores", "memory_bytes"}, None where there is no limit."""
     memory = [limit for limit, _ in groups_limits(f"{root}/proc", f"{root}/sys/fs/cgroup") if limit < UNLIMITED]
-    cores = _quotas(root)
-    return {"cores": min(cores, default=None), "memory_bytes": min(memory, default=None)}
-
-
-def _quotas(root: str) -> list[float]:
-    """Cores' worth of time of each cpu control group that has a quota (versions 2 and 1)."""
-    found: list[float] = []
-    groups = Path(root, "sys/fs/cgroup")
-    folders = {groups: "cpu.max", groups / "cpu": "cpu.cfs_quota_us"}
-    for line in _text(root, "proc/self/cgroup").splitlines():
-        number, kinds, path = (line.split(":", 2) + ["", ""])[:3]
-        if number != "0" and "cpu" not in kinds.split(","):
-            continue
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for top in [groups] if number == "0" else [groups / kinds, groups / "cpu"]:
-            folders |= {top.joinpath(*parts[:i]): "cpu.max" if number == "0" else "cpu.cfs_quota_us"
-                        for i in range(len(parts) + 1)}
-    for folder, name in folders.items():
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
-            words = (folder / name).read_text().split()
-            period = words[1] if len(words) > 1 else (folder / "cpu.cfs_period_us").read_text()
-            if int(words[0]) > 0 and int(period) > 0:
-                found.append(int(words[0]) / int(period))
-    return found
+    cores = cpu_quota(f"{root}/sys/fs/cgroup", f"{root}/proc")
+    return {"cores": None if cores == float("inf") else cores, "memory_bytes": min(memory, default=None)}
 
 
 def _text(root: str, name: str) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.cluster.topology import affinity, arrange, compute_threads, cpu_quota, survey
+from hvdtrain.cluster.topology import affinity, arrange, compute_threads, cpu_quota, survey, tightest_quota
 from hvdtrain.collectives.lockstep import LockstepWorld
 
 NO = float("inf")
@@ -41,18 +41,51 @@ def test_compute_threads(bound, cores, local_size, asked, want):
     assert compute_threads(bound, cores, local_size, asked) == want
 
 
-def test_cpu_quota_of_both_versions(tmp_path):
-    assert cpu_quota(str(tmp_path)) == NO
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert cpu_quota(str(tmp_path)) == NO
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("150000\n")
-    assert cpu_quota(str(tmp_path)) == 1.5
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert cpu_quota(str(tmp_path)) == NO
-    (tmp_path / "cpu.max").write_text("400000 100000\n")
-    assert cpu_quota(str(tmp_path)) == 4.0
+def one(folder, quota_us, period_us=100_000):
+    """A group of version 1."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cpu.cfs_quota_us").write_text(f"{quota_us}\n")
+    (folder / "cpu.cfs_period_us").write_text(f"{period_us}\n")
+
+
+def two(folder, text):
+    """A group of version 2."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cpu.max").write_text(text)
+
+
+def test_a_containers_quota_is_seen_at_the_top(tmp_path):
+    assert tightest_quota(str(tmp_path), str(tmp_path)) == (NO, "")
+    one(tmp_path / "cpu", -1)
+    assert cpu_quota(str(tmp_path), "/nowhere") == NO
+    one(tmp_path / "cpu", 150_000)
+    assert tightest_quota(str(tmp_path), "/nowhere") == (1.5, str(tmp_path / "cpu"))
+    two(tmp_path / "v2", "max 100000\n")
+    assert cpu_quota(str(tmp_path / "v2"), "/nowhere") == NO
+    two(tmp_path / "v2", "400000 100000\n")
+    assert cpu_quota(str(tmp_path / "v2"), "/nowhere") == 4.0
+
+
+@pytest.mark.parametrize("line, folder, version", [
+    ("4:cpu,cpuacct:/jobs/7", "cpu,cpuacct/jobs/7", one), ("1:cpu:/jobs/7", "cpu/jobs/7", one),
+    ("1:cpu:/jobs/7", "cpu/jobs", one), ("0::/jobs/7", "jobs/7", two), ("0::/jobs/7", "jobs", two),
+    ("0::/jobs/7", "unified/jobs/7", two)])
+def test_the_quota_of_the_own_group_and_of_those_around_it(tmp_path, line, folder, version):
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text(f"9:memory:/other\n{line}\n")
+    groups = tmp_path / "groups"
+    one(groups / "cpu" / "other", 10_000)
+    assert cpu_quota(str(groups), str(tmp_path)) == NO, "a group that this process is not in"
+    version(groups / folder, 30_000 if version is one else "30000 100000\n")
+    assert tightest_quota(str(groups), str(tmp_path)) == (0.3, str(groups / folder))
+    one(groups / "cpu", 20_000)
+    assert cpu_quota(str(groups), str(tmp_path)) == 0.2, "the tightest"
+
+
+def test_quotas_of_groups_of_their_own_add_up():
+    assert arrange([("a", range(8), 4.0, "pod"), ("a", range(8), 4.0, "pod")]).hosts[0].cores == 4
+    assert arrange([("a", range(8), 2.0, "x"), ("a", range(8), 3.0, "y")]).hosts[0].cores == 5
+    assert arrange([("a", range(8), 0.3, "x"), ("a", range(8), NO, "")]).hosts[0].cores == 8
 
 
 def test_survey_is_the_same_everywhere():

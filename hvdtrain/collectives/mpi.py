@@ -17,10 +17,12 @@ import numpy as np
 
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.group import Group, spans
+from hvdtrain.collectives.course import Course
 from hvdtrain.collectives.parts import Scratch, begins
 from hvdtrain.collectives.progress import Operation, Progress
 from hvdtrain.collectives.rounds import Call, Exchanged, Peers, Reduced, even_parts
 from hvdtrain.faults import pulse
+from hvdtrain.protocols import AllGather, AllReduce, Exchange, Request
 from hvdtrain.timeline import blocked
 
 
@@ -130,18 +132,14 @@ class MpiCollectives:
 
     def allgather(self, x_K: np.ndarray, name: str) -> Any:
         """Every rank's vector, by rank: (K,) -> (P, K)."""
-        own_K = np.ascontiguousarray(x_K)
-        rows_PK = np.empty((self.size, own_K.size), own_K.dtype)
-        return self._issue("allgather", name, x_K, lambda what, at: Exchanged(
-            self._peers, what, at, 0, [own_K] * self.size, list(rows_PK), rows_PK), lambda: own_K.reshape(1, -1).copy())
+        return self._issue("allgather", name, x_K, lambda what, at: self._moved("allgather", what, x_K, at),
+                           lambda: np.array(x_K).reshape(1, -1))
 
     def alltoall(self, x_PK: np.ndarray, name: str) -> Any:
         """Row p goes to rank p; row q of the result came from rank q: (P, K) -> (P, K)."""
         assert x_PK.shape[0] == self.size, f"alltoall of {x_PK.shape} over {self.size} ranks"
-        own_PK = np.ascontiguousarray(x_PK)
-        rows_PK = np.empty(x_PK.shape, x_PK.dtype)
-        return self._issue("alltoall", name, x_PK, lambda what, at: Exchanged(
-            self._peers, what, at, 0, list(own_PK), list(rows_PK), rows_PK), own_PK.copy)
+        return self._issue("alltoall", name, x_PK, lambda what, at: self._moved("alltoall", what, x_PK, at),
+                           lambda: np.array(x_PK))
 
     def reducescatter(self, flat_N: np.ndarray, name: str) -> Any:
         """This rank's 1/P of the sum over ranks: (N,) -> (N/P,); N is a multiple of P."""
@@ -187,6 +185,42 @@ class MpiCollectives:
             return result_N
 
         return self._later(f"broadcast from {root}", name, x_N, run)
+
+    @property
+    def drives(self) -> bool:
+        """Whether `drive` may be called: exchanges go on while the program computes."""
+        return self.overlaps and self.size > 1
+
+    def drive(self, exchange: Exchange, outgoing: Callable[[Any], np.ndarray], arrived: Callable[[Any], Any],
+              name: str) -> Moving:
+        """Issue a compressor's exchange with all its requests; the handle's value is what it returns.
+
+        ``outgoing``, ``arrived``: its arrays as numpy, and back; called in the thread that moves operations.
+        """
+        at = self._number()
+
+        def make(request: Request, stage: int) -> Operation:
+            call = f"{name}.r{stage}"
+            if isinstance(request, AllReduce):
+                assert request.op == "sum", request.op
+                x = _writable(outgoing(request.flat_N))
+                return Reduced(self._peers, _entered("allreduce", call, x, ()), at, stage, x,
+                               even_parts(x.size, self.size), spread=True)
+            if isinstance(request, AllGather):
+                x = outgoing(request.x_K)
+                return self._moved("allgather", _entered("allgather", call, x, ()), x, at, stage)
+            x = outgoing(request.x_PK)
+            return self._moved("alltoall", _entered("alltoall", call, x, ()), x, at, stage)
+
+        return Moving(Course(exchange, self._progress, make, arrived), self._progress,
+                      (self.timeout_s, f"exchange {name!r}"), name)
+
+    def _moved(self, kind: str, what: str, x: np.ndarray, at: int, stage: int = 0) -> Exchanged:
+        """The operation of an allgather (K,) -> (P, K), or an alltoall (P, K) -> (P, K)."""
+        x = np.ascontiguousarray(x)
+        rows_PK = np.empty(x.shape if kind == "alltoall" else (self.size, x.size), x.dtype)
+        sent = list(x) if kind == "alltoall" else [x] * self.size
+        return Exchanged(self._peers, what, at, stage, sent, list(rows_PK), rows_PK)
 
     def _issue(self, kind: str, name: str, x: np.ndarray, make: Callable[[str, int], Operation],
                alone: Callable[[], np.ndarray], sizes_P: Sequence[int] = ()) -> Any:

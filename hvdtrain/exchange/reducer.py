@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket, itemsize
 from hvdtrain.exchange.compressor_state import CompressorState
 from hvdtrain.exchange.squares import own_parts, sum_squares
+from hvdtrain.exchange.transfer import Transfer
+from hvdtrain.exchange.transfer import transfer as transfer_of
 from hvdtrain.exchange.transport import Transport
 from hvdtrain.exchange.watched import Asker, Watched
-from hvdtrain.protocols import Array, Collectives, Compressor, Exchange, Handle, Ops
+from hvdtrain.protocols import Array, Collectives, Compressor, Ops
 from hvdtrain.timeline import Taker, current
 
 
@@ -64,7 +64,7 @@ class Reducer:
     def _reset(self) -> None:
         self._full: dict[int, Array] = {}
         self._started, self._broken = 0, False
-        self._running: dict[int, _Transfer] = {}
+        self._running: dict[int, Transfer] = {}
         self._watched: dict[int, Watched] = {}
 
     def buffer(self, bucket: Bucket) -> Array:
@@ -130,10 +130,9 @@ class Reducer:
         while self._started in self._full:
             i = self._started
             bucket, full_N = self.buckets[i], self._full.pop(i)
-            generator = _nothing(full_N) if not bucket.n else self.compressor.exchange(
-                self.wires[i].ops, full_N, self.state.of(i), bucket, self.wires[i].size, self.stage)
             name = f"{group_name}.b{i}" if group_name else bucket.name
-            transfer = _Transfer(self.wires[i], generator, name, self._watched.get(i))
+            transfer = transfer_of(self.wires[i], self.compressor, bucket, full_N, self.state.of(i), self.stage, name,
+                                   self._watched.get(i))
             try:
                 transfer.begin()
             except BaseException:
@@ -185,48 +184,3 @@ class Reducer:
                               for i, result in enumerate(results)])
         self._reset()
         return sums
-
-
-def _nothing(flat_N: Array) -> Exchange:
-    """The exchange of a bucket without elements."""
-    yield from ()
-    return flat_N, {}
-
-
-class _Transfer:
-    """One bucket's generator and its open request; ``asked``: it has made one. ``watched``: tells a trace."""
-
-    def __init__(self, wire: Transport, generator: Exchange, name: str, watched: Watched | None = None) -> None:
-        self._wire, self._generator, self._name, self._watched = wire, generator, name, watched
-        self._round = 0
-        self._handle: Handle | None = None
-        self.done = self.asked = False
-        self.result: tuple[Array, dict[str, Array]] = (None, {})
-
-    def begin(self) -> None:
-        """Compute up to the first request, and make it."""
-        self._resume(None)
-
-    def advance(self) -> None:
-        """Wait for the open request and go on to the next, or to the result."""
-        if not self.done:
-            assert self._handle is not None
-            if self._watched is not None:
-                self._watched.waits()
-            value = self._handle.wait()
-            if self._watched is not None:
-                self._watched.taken()
-            self._resume(self._wire.arrived(value))
-
-    def _resume(self, value: Any) -> None:
-        try:
-            request = self._generator.send(value)
-        except StopIteration as stop:
-            self.result, self.done, self._handle = stop.value, True, None
-            return
-        self.asked = True
-        name = f"{self._name}.r{self._round}"
-        self._handle = self._wire.issue(request, name)
-        if self._watched is not None:
-            self._watched.made(name, self._handle)
-        self._round += 1

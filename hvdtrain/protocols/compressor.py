@@ -17,14 +17,16 @@ class Compressor(Protocol):
 
     ``dtypes``: of the buckets it takes; None: whatever the collectives sum. ``reductions``: beside "sum", what it
     asks of the collectives. ``own_mean``: it wants the mean over the rank's own samples, not its part of the global
-    mean. State arrays are never written to: an exchange returns new ones, so that a step that is
-    left out can be undone. A compressor must not hide what is not finite: NaN in, NaN out.
+    mean. ``elementwise``: it has no state and takes each element by itself, so that a bucket may be taken apart. State
+    arrays are never written to: an exchange returns new ones, so that a step that is left out can be undone. A
+    compressor must not hide what is not finite: NaN in, NaN out.
     """
 
     name: str
     dtypes: frozenset[str] | None
     reductions: frozenset[str]
     own_mean: bool
+    elementwise: bool
 
     def describe(self) -> str:
         """Name and settings in short, for the summary; equal texts mean equal compression."""

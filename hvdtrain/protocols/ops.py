@@ -27,9 +27,11 @@ class Ops(Protocol):
     """The functional array operations that the core and the compressors need, one implementation per backend.
 
     ``+ - * / abs`` of the arrays themselves are used as they are. Dtypes are given by numpy's names.
+    ``writes``: arrays can be written to (`overwrite`).
     """
 
     name: str
+    writes: bool
 
     def zeros(self, n: int, dtype: str) -> Array:
         """(n,) zeros."""
@@ -104,6 +106,11 @@ class Ops(Protocol):
 
     def round(self, x: Array) -> Array:
         """To the nearest integer, ties to even; keeps the dtype."""
+        ...
+
+    def overwrite(self, x: Array, by: Array) -> Array:
+        """Return ``by``, written to the memory of ``x`` where arrays can be written to (``writes``), which then is it.
+        """
         ...
 
     def all_finite(self, x: Array) -> Array:

@@ -67,7 +67,7 @@ class Recorder:
     """Passes calls on and notes their kinds and names; `open` counts handles that were not waited for."""
 
     def __init__(self, wire):
-        self._wire, self.calls, self.open, self.most_open = wire, [], 0, 0
+        self._wire, self.calls, self.open, self.most_open, self.drives = wire, [], 0, 0, False
         self.rank, self.size, self.host, self.dtypes, self.name, self.reductions = (
             wire.rank,
             wire.size,

@@ -19,6 +19,7 @@ class Ops:
     """Functional array operations: no argument is changed."""
 
     name = "numpy"
+    writes = True
 
     def zeros(self, n: int, dtype: str) -> np.ndarray:
         """A vector of ``n`` zeros."""
@@ -144,6 +145,11 @@ class Ops:
     def round(self, x: np.ndarray) -> np.ndarray:
         """To the nearest integer, ties to even; keeps the dtype."""
         return np.rint(x)
+
+    def overwrite(self, x: np.ndarray, by: np.ndarray) -> np.ndarray:
+        """``x``, which is ``by`` from now on: the one operation that changes an argument."""
+        np.copyto(x, by)
+        return x
 
     def all_finite(self, x: np.ndarray) -> np.ndarray:
         """Scalar boolean array: no NaN and no infinity in ``x``; True of nothing."""

@@ -22,6 +22,7 @@ class Ops:
     """Array operations on whichever device TensorFlow places them; cells on ``device``, "" leaves that open too."""
 
     name = "tensorflow"
+    writes = False
 
     def __init__(self, device: str = "") -> None:
         self.device = device
@@ -118,6 +119,9 @@ class Ops:
 
     def round(self, x: Array) -> Array:
         return tf.round(x)
+
+    def overwrite(self, x: Array, by: Array) -> Array:
+        return by
 
     def all_finite(self, x: Array) -> Array:
         return tf.reduce_all(tf.math.is_finite(x))

@@ -20,6 +20,7 @@ class Ops:
     """Array operations on ``device`` (this rank's own by default); results stay there."""
 
     name = "torch"
+    writes = True
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         self.device = placement.device() if device is None else torch.device(device)
@@ -106,6 +107,9 @@ class Ops:
 
     def round(self, x: Array) -> Array:
         return torch.round(x)
+
+    def overwrite(self, x: Array, by: Array) -> Array:
+        return x.copy_(by) if by is not x else x
 
     def all_finite(self, x: Array) -> Array:
         return torch.isfinite(x).all()

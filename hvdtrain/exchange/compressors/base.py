@@ -37,6 +37,7 @@ class Stateless:
     dtypes: frozenset[str] | None = frozenset({"float32"})
     reductions: frozenset[str] = frozenset()
     own_mean = False
+    elementwise = False
 
     def describe(self) -> str:
         """The name alone."""

@@ -16,6 +16,8 @@ from hvdtrain.protocols import AllGather, AllToAll, Array, Exchange
 class Halves(Stateless):
     """16 bits for each element, without state; a rounding changes an element by 2^-11 (fp16) or 2^-8 (bf16) of it."""
 
+    elementwise = True
+
     def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
                  stage: int = 0) -> Exchange:
         """All-to-all of int16 (P, K), all-gather of int16 (K,), K = ceil(N / P)."""

@@ -6,7 +6,8 @@ the optimizer reads them where they arrived. How a bucket is summed is `hvdtrain
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hvdtrain.data_parallel import Setup
@@ -17,7 +18,7 @@ from hvdtrain.exchange.attach import buckets_of, check, compression_of
 from hvdtrain.exchange.compressors import create
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.exchange.squares import sum_squares
-from hvdtrain.protocols import Array, Compressor, Control, DataParallel, Optimizer
+from hvdtrain.protocols import Array, Collectives, Compressor, Control, DataParallel, Optimizer
 
 if TYPE_CHECKING:
     from hvdtrain.exchange.buckets import Bucket
@@ -44,7 +45,9 @@ def make(setup: Setup) -> DataParallel:
                               or config.on_oom == "shrink")
     if name not in ("none", "adasum"):
         setup.notes.append(f"gradients are approximated by {reducer.compressor.describe()}")
-    return Replicate(reducer, optimizer, config.clip_norm, look, setup.decides)
+    made = Replicate(reducer, optimizer, config.clip_norm, look, setup.decides)
+    made.plan = lambda wire: buckets_of(replace(setup, collectives=wire))
+    return made
 
 
 class Replicate(Reducing):
@@ -56,6 +59,8 @@ class Replicate(Reducing):
 
     retains = True
     waited_s = 0.0
+    plan: Callable[[Collectives], list[Bucket]] | None = None
+    """Gives the buckets of a wire; None where it was made without a run."""
     looks = True
     """False only in the bench that tells what looking at gradients costs."""
 
@@ -67,14 +72,34 @@ class Replicate(Reducing):
         self._sums: list[Array] | None = None
         self._squares: float | None = None
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a bucket that is put travels while backward goes on, outside of any graph."""
+        return self.reducer.collectives.overlaps and not self.in_graph
+
     def use(self, compressor: Compressor) -> None:
         """Exchange by another compressor, with fresh state, from the next step on; every rank calls it between steps.
 
         The stage is to be connected anew.
         """
         old = self.reducer
-        self.reducer = Reducer(old.buckets, compressor, old.collectives, old.ops, old.ops_of_place, old.among)
-        self.reducer.state.undoable = old.state.undoable
+        self._take(Reducer(old.buckets, compressor, old.collectives, old.ops, old.ops_of_place, old.among))
+
+    def use_wire(self, wire: Collectives) -> str:
+        """Exchange over another wire from the next step on; every rank calls it between steps.
+
+        Its buckets are planned for it, under names of their own, so that the stage, which is to be connected anew, asks
+        for their memory. The compressor keeps its state where buckets are the same; returns in words where not.
+        """
+        assert self.plan is not None
+        old, saved = self.reducer, self.reducer.state.saved()
+        buckets = [replace(bucket, group=f"{bucket.group}.{wire.name}") for bucket in self.plan(wire)]
+        self._take(Reducer(buckets, old.compressor, wire, old.ops, old.ops_of_place))
+        return self.reducer.state.restore(saved) if saved else ""
+
+    def _take(self, reducer: Reducer) -> None:
+        reducer.state.undoable = self.reducer.state.undoable
+        self.reducer, self.buckets, self.in_graph = reducer, reducer.buckets, reducer.collectives.in_graph
 
     def begin(self, step: int) -> None:
         """Open a step of the reducer."""

@@ -15,7 +15,8 @@ import os
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,19 @@ def raised(message: str) -> BaseException | None:
     """Return the exception of the node that TensorFlow's ``message`` is about; None where it is about something else.
     """
     return next((_errors.pop(words) for words in list(_errors) if words in message), None)
+
+
+@contextmanager
+def telling(what: str) -> Iterator[None]:
+    """Keep an error of the body, a node called ``what``, for `raised` to find by what TensorFlow quotes of it."""
+    try:
+        yield
+    except BaseException as error:
+        words = f"hvdtrain's node {next(_numbers)} ({what})"
+        _errors[words] = error
+        while len(_errors) > MOST:
+            _errors.popitem(last=False)
+        raise Failed(words) from error
 
 
 def stood_s(ready_s: tf.Tensor, after: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -138,15 +152,10 @@ class HostNodes:
         def run(x: np.ndarray) -> np.ndarray:
             begin = time.time()
             try:
-                x = prepare(x)
-                node.runs += 1
-                return np.array(_whole(call, x), x.dtype)  # not the wire's own memory, which the next node overwrites
-            except BaseException as error:
-                words = f"hvdtrain's collective {next(_numbers)} ({name})"
-                _errors[words] = error
-                while len(_errors) > MOST:
-                    _errors.popitem(last=False)
-                raise Failed(words) from error
+                with telling(f"collective {name}"):
+                    x = prepare(x)
+                    node.runs += 1
+                    return np.array(_whole(call, x), x.dtype)  # not the wire's memory, which the next node overwrites
             finally:
                 self._spans.append((begin, time.time()))
 

@@ -6,7 +6,8 @@ which shapes they are traced in `calls`, losses in `task`.
 Where the collectives can be graph nodes, the sink is called while the graph is traced: each bucket's node waits for
 its own gradients only, so that its sum overlaps the rest of backward. A rank without a sample runs a graph of zeros
 with nodes of the same names. The graph of the last micro-batch then returns when the sums have arrived; the seconds
-waited are measured inside it. Sums over a wire of the host are made after the graph.
+waited are measured inside it. Over a wire of the host that goes on by itself each bucket leaves the graph as it fills
+(`leaving`), over any other one after it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from hvdtrain.backends.tensorflow.calls import Calls
 from hvdtrain.backends.tensorflow.collectives import peer_failures
 from hvdtrain.backends.tensorflow.entered import Graph
 from hvdtrain.backends.tensorflow.gradients import Gradients
+from hvdtrain.backends.tensorflow.leaving import Leaving
 from hvdtrain.backends.tensorflow.nodes import stood_s
 from hvdtrain.backends.tensorflow.task import ClassNumbers, Task
 from hvdtrain.backends.tensorflow.transforms import sync_batchnorm
@@ -62,6 +64,7 @@ class Stage:
         self._zeros: dict[int, Graph] = {}
         self._memory: list[Any] = []
         self._in_place = False
+        self._leaving: Leaving | None = None
         self._several = False
         self._random: dict[str, np.ndarray] = {}
         self._drawn = Kept(counts(model))
@@ -76,6 +79,8 @@ class Stage:
             self._memory = [] if sink.in_graph else [sink.buffer(b) for b in sink.buckets]
             # Gradients are copied, one by one, to where the wire sums them.
             self._in_place = bool(self._memory) and all(isinstance(x, np.ndarray) for x in self._memory)
+            leaves = bool(self._memory) and getattr(sink, "overlaps", False) and not self._across
+            self._leaving = Leaving(sink, self._memory, self._in_place) if leaves else None
         self._connected = True
 
     def disconnect(self) -> None:
@@ -190,6 +195,8 @@ class Stage:
             sink.ran(tensors, rest[STAMPS:])
             return
         self.waited_s = 0.0
+        if not tensors:  # they have left already
+            return
         for bucket, flat_N in zip(sink.buckets, self._memory if self._in_place else ()):
             host.fill(flat_N, bucket, [tensors[i] for i in bucket.params])
             sink.put(bucket.index, flat_N)
@@ -202,14 +209,16 @@ class Stage:
 
         ``report``: float64, the pair, the seconds from the last local gradient to the last sum with the times of both,
         the sink's numbers; ``closely``: when each bucket was full, and when summed. One tensor, since each that is read
-        costs the host a call. Without a sink in the graph it is the pair alone.
+        costs the host a call. Without a sink in the graph it is the pair, and when gradients left that leave at once.
         """
         grads = self._gradients.unscaled(grads)
         tensors = grads
         if sink.buckets and not self._in_place:
             tensors = [self._gradients.packed(b, grads) for b in sink.buckets]
-        if not sink.in_graph:
+        if not sink.in_graph and self._leaving is None:
             return pair, tensors
+        if self._leaving is not None:
+            return tf.concat([pair, self._leaving.handed_over(tensors)], 0), []
         waited_s = ready_s = summed_s = tf.zeros([], tf.float64)
         if sink.buckets:
             with tf.control_dependencies(tensors):

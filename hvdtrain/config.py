@@ -126,8 +126,9 @@ class Config:
         "auto: cpu where ranks' devices are unlike, else device")
     collectives: Literal["auto", "horovod", "mpi", "shared", "null"] = _key(
         "auto", "", "what carries gradients; shared: memory that the ranks of a host share, mpi between hosts; auto: "
-        "shared on CPUs of one host (not with sync_batchnorm in Keras on TensorFlow), else horovod where it is built, "
-        "else mpi; null: nothing, only to measure")
+        "between CPUs shared where a host has several ranks, else mpi, and over several hosts what is measured to be "
+        "best of these and horovod; between GPUs, and with sync_batchnorm in Keras on TensorFlow, horovod where it is "
+        "built, else mpi; null: nothing, only to measure")
     compression: str = _key(
         "none", "", "how gradients are compressed for the wire: none, fp16, bf16, int8, topk, powersgd, or "
         "module:callable (path/file.py:callable) that makes another way; auto: measures, and picks one only where it "

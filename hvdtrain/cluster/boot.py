@@ -392,6 +392,13 @@ def _running_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Co
     return hvd
 
 
+def stop_horovod(framework: str, timeout_s: float) -> None:
+    """Shut down what `start_horovod` has started, its thread with it; it may be started again. Collective."""
+    hvd = _started.pop(f"horovod.{framework}")
+    with deadline(timeout_s, "hvd.shutdown"):
+        hvd.shutdown()
+
+
 def _guarded_init(init: Callable[[], Any], framework: str) -> None:
     """hvd.init with its failures turned into `HorovodUnavailable`."""
     try:

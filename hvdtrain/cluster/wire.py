@@ -1,23 +1,26 @@
-"""Which collectives carry the gradients of a job: the choice behind the key ``collectives``.
+"""Which collectives carry the gradients of a job: the rule behind the key ``collectives``, and the wires of a run.
 
-Owns the choice and its reasons. What the kinds are is in `hvdtrain.collectives` and the backends. The rule of ``auto``
-looks at the job only (hosts, memory, devices, what is built), never at a clock, so that a resumed run gets the same
-wire and the same bits. Whether gradients leave a GPU over host memory (`over_host`) is decided for the whole job: a
-rank on the CPU then moves them in the same sequence, without a copy.
+Owns the choice by rule and its reasons, what is opened when, and what is given back. What the kinds are is in
+`hvdtrain.collectives` and the backends. The rule of ``auto`` looks at the job only (hosts, memory, devices, quotas,
+what is built), never at a clock; where several wires can be had, `hvdtrain.callbacks.auto_wire` measures them before
+the first step and may change what the rule took. Whether gradients leave a GPU over host memory (`over_host`) is
+decided for the whole job: a rank on the CPU then moves them in the same sequence, without a copy.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from hvdtrain.cluster import boot
 from hvdtrain.cluster.devices import DeviceFacts, unlike
-from hvdtrain.cluster.topology import Topology
+from hvdtrain.cluster.topology import Topology, affinity, cpu_quota
 from hvdtrain.collectives.null import NullCollectives
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
+from hvdtrain.exchange.wire_choice import Job, candidates, rationed
 from hvdtrain.pipeline.settings import cut_over_ranks
 from hvdtrain.protocols import Collectives, Control
 
@@ -26,38 +29,147 @@ BUILD = "run `python -m hvdtrain build`"
 
 def open_wire(config: Config, framework: str, backend: Any, control: Control, topology: Topology,
               devices: Sequence[DeviceFacts], notes: list[str]) -> Collectives:
-    """The collectives that ``config.collectives`` means here; what a user should know is added to ``notes``.
+    """The collectives that ``config.collectives`` means here, by rule (`Wires.first`). Collective."""
+    return Wires(config, framework, backend, control, topology, devices).first(notes)
 
-    auto: nothing in a world of one rank; memory that the ranks share where they are all on one host and the gradients
-    lie in host memory outside a graph; else Horovod where it is built; else plain MPI. ``devices``: of the ranks, in
-    order; a wire of host memory is staged (pinned, overlapped) where one of them is not a CPU. Collective.
-    Errors: `UserError` on every rank where what was asked for cannot be had.
+
+class Wires:
+    """The wires of one run: opened when they are first asked for, kept, and given back. All of it is collective.
+
+    ``given``: the one wire of tests that run ranks as threads. ``names``: those that auto may choose from by measuring,
+    the one of its rule first; [] where there is nothing to choose. ``left_out``: why it may not take others. ``why``:
+    what the rule went by.
     """
+
+    def __init__(self, config: Config, framework: str, backend: Any, control: Control, topology: Topology,
+                 devices: Sequence[DeviceFacts], given: Collectives | None = None) -> None:
+        self._config, self._framework, self._backend, self._control = config, framework, backend, control
+        self._topology, self._devices, self._given = topology, devices, given
+        self._open: dict[str, Collectives] = {}
+        self._found_horovod = False
+        self.names: list[str] = []
+        self.left_out: dict[str, str] = {}
+        self.why = ""
+
+    def first(self, notes: list[str]) -> Collectives:
+        """The wire to begin with; what a user should know is added to ``notes``.
+
+        auto: nothing in a world of one rank. Between CPUs that MPI connects, memory that the ranks share where some
+        host has several, else plain MPI; Horovod is not started. Elsewhere Horovod where it is built, else plain MPI.
+        A wire of host memory is staged (pinned, overlapped) where one of the ranks' devices is not a CPU.
+        Errors: `UserError` on every rank where what was asked for cannot be had.
+        """
+        if self._given is not None:
+            return self._given
+        config, control = self._config, self._control
+        kind, options = config.collectives, config.exchange
+        asks_horovod = _refused(config)
+        if kind == "null" or (control.size == 1 and kind == "auto"):
+            if control.size > 1:
+                who = "copy" if cut_over_ranks(config) else "rank"
+                notes.append(f"collectives null: gradients are not exchanged, every {who} trains its own model")
+            return NullCollectives(control.rank, control.size)
+        host = over_host(config, self._devices, notes)
+        near = len(self._topology.hosts) == 1 or options.hierarchical
+        if kind == "auto" and not asks_horovod and not cut_over_ranks(config) and self._on_cpus():
+            return self._by_rule(notes)
+        shares = kind == "auto" and not asks_horovod and near and self._on_cpus()
+        wire = _shared(config, control, notes) if shares or kind == "shared" else None
+        if wire is None and kind == "auto" and cut_over_ranks(config):
+            notes.append("gradients go over plain MPI: Horovod sums over all ranks of a job, and here those sum that "
+                         "hold the same blocks")
+        elif wire is None and kind in ("auto", "horovod"):
+            wire = _horovod(config, self._framework, self._backend, control, self._topology, self._devices, host, notes)
+        if wire is None:
+            wire = _mpi(config, notes)
+        return self._staged(wire)
+
+    def _on_cpus(self) -> bool:
+        """Whether gradients lie in host memory on all ranks, MPI connects them, and no graph waits for the sums.
+
+        Keras on TensorFlow takes BatchNorm's moments over ranks inside of its graph, which no wire of the host can.
+        """
+        if self._config.sync_batchnorm and not getattr(self._backend, "SYNCS_OVER_HOST", True):
+            return False
+        return not self._control.agree(not self._backend.in_host_memory()) and boot.has_mpi()
+
+    def _by_rule(self, notes: list[str]) -> Collectives:
+        """The first candidate; remembers all."""
+        config, control = self._config, self._control
+        hosts = tuple(len(h.ranks) for h in self._topology.hosts)
+        asked = config.exchange.hierarchical
+        shared = _shared(config, control, notes) if max(hosts) > 1 or asked else None
+        lacking = [r for r in control.gather(boot.horovod_reason(self._framework)) if r]
+        quotas = control.gather((control.node, cpu_quota(), len(affinity())))
+        no_shared = notes[-1] if shared is None and max(hosts) > 1 else ""
+        job = Job(hosts, no_shared, lacking[0] if lacking else "", rationed(quotas), config.sync_batchnorm)
+        names, self.left_out = candidates(job)
+        if asked:
+            names = ["shared"] if shared is not None else ["mpi"]
+            self.left_out = {name: "exchange.hierarchical is set" for name in ("mpi", "horovod")}
+        if shared is not None:
+            self._open["shared"] = self._agreed(shared)
+        self.names = names
+        self.why = "all ranks are on one host" if len(hosts) == 1 else \
+            "some host has several ranks" if max(hosts) > 1 else "no host has several ranks"
+        wire, _ = self.get(names[0], notes)
+        assert wire is not None
+        return wire
+
+    def get(self, name: str, notes: list[str] | None = None) -> tuple[Collectives | None, str]:
+        """(a wire by its name, "") or (None, why it cannot be had), the same on every rank."""
+        if name not in self._open:
+            config, control, said = self._config, self._control, notes if notes is not None else []
+            wire: Collectives | None
+            if name == "horovod":
+                self._found_horovod = _runs_horovod(self._framework)
+                wire = _horovod(config, self._framework, self._backend, control, self._topology, self._devices, False,
+                                said)
+            else:
+                wire = _shared(config, control, said) if name == "shared" else _mpi(config, said)
+            if wire is None:
+                return None, said[-1]
+            self._open[name] = self._agreed(wire)
+        return self._open[name], ""
+
+    def give_back(self, name: str) -> None:
+        """End a wire that is not used: Horovod is shut down, whose thread looks for work all the time.
+
+        Not one that was up already, of a script or another run; wires over MPI cost nothing and stay.
+        """
+        if name == "horovod" and self._open.pop(name, None) is not None and not self._found_horovod:
+            boot.stop_horovod(self._framework, self._config.control_timeout_s)
+
+    def _agreed(self, wire: Collectives) -> Collectives:
+        """``wire`` with ``overlaps`` as all ranks can: buckets are cut by it, and must be alike."""
+        if self._control.agree(not wire.overlaps) and wire.overlaps:
+            wire.overlaps = False
+        return wire
+
+    def _staged(self, wire: Collectives) -> Collectives:
+        """``wire`` under gradients of GPUs, where some rank has one and MPI lets two threads in."""
+        if not (wire.host and any(d.kind != "cpu" for d in self._devices)):
+            return wire
+        return wire if self._control.agree(not boot.mpi_threads()) else self._backend.stage(wire, self._control)
+
+
+def _runs_horovod(framework: str) -> bool:
+    """Whether Horovod is up in this process, whoever has started it."""
+    hvd = sys.modules.get(f"horovod.{framework}")
+    return hvd is not None and bool(hvd.is_initialized())
+
+
+def _refused(config: Config) -> bool:
+    """Whether an option asks for Horovod; `UserError` for keys that contradict each other. Pure."""
     kind, options = config.collectives, config.exchange
     asks_horovod = [name for name in ("adasum", "autotune") if getattr(options, name)]
-    if asks_horovod and kind != "auto" and kind != "horovod":
+    if asks_horovod and kind not in ("auto", "horovod"):
         raise UserError(f"exchange.{asks_horovod[0]} with collectives {kind}", "collectives horovod, which does it",
                         f"set collectives: horovod, or leave exchange.{asks_horovod[0]} out")
     if options.hierarchical and kind in ("mpi", "null"):
         raise UserError(f"exchange.hierarchical with collectives {kind}, which does not offer it",
                         "collectives shared, or a Horovod with NCCL", "set collectives: shared")
-    if kind == "null" or (control.size == 1 and kind == "auto"):
-        if control.size > 1:
-            who = "copy" if cut_over_ranks(config) else "rank"
-            notes.append(f"collectives null: gradients are not exchanged, every {who} trains its own model")
-        return NullCollectives(control.rank, control.size)
-    host = over_host(config, devices, notes)
-    shares = kind == "auto" and not asks_horovod and _shares_memory(config, backend, control, topology)
-    wire = _shared(config, control, notes) if shares or kind == "shared" else None
-    if wire is None and kind == "auto" and cut_over_ranks(config):
-        notes.append("gradients go over plain MPI: Horovod sums over all ranks of a job, and here those sum that hold "
-                     "the same blocks")
-    elif wire is None and kind in ("auto", "horovod"):
-        wire = _horovod(config, framework, backend, control, topology, devices, host, notes)
-    if wire is None:
-        wire = _mpi(config, notes)
-    stages = wire.host and any(d.kind != "cpu" for d in devices) and not control.agree(not boot.mpi_threads())
-    return backend.stage(wire, control) if stages else wire
+    return bool(asks_horovod)
 
 
 def over_host(config: Config, devices: Sequence[DeviceFacts], notes: list[str]) -> bool:
@@ -83,17 +195,6 @@ def _mpi(config: Config, notes: list[str]) -> Collectives:
     from hvdtrain.collectives.mpi import MpiCollectives
 
     return MpiCollectives(boot.mpi_comm(), timeout_s=config.control_timeout_s)
-
-
-def _shares_memory(config: Config, backend: Any, control: Control, topology: Topology) -> bool:
-    """Whether ``auto`` takes shared memory: gradients in host memory, one host or hierarchical sums over several.
-
-    Keras on TensorFlow takes BatchNorm's moments over ranks inside of its graph, which shared memory cannot.
-    """
-    near = len(topology.hosts) == 1 or config.exchange.hierarchical
-    if config.sync_batchnorm and not getattr(backend, "SYNCS_OVER_HOST", True):
-        return False
-    return not control.agree(not backend.in_host_memory()) and near and boot.has_mpi()
 
 
 def _shared(config: Config, control: Control, notes: list[str]) -> Collectives | None:

@@ -29,13 +29,14 @@ def job(monkeypatch):
     def sharing(comm, timeout_s):
         if "shared" in lacking:
             raise shared.SharedUnavailable(lacking["shared"])
-        return SimpleNamespace(name="shared", host=True)
+        return SimpleNamespace(name="shared", host=True, overlaps=True)
 
     monkeypatch.setattr(wire.boot, "has_mpi", lambda: "mpi" not in lacking)
     monkeypatch.setattr(wire.boot, "mpi_comm", lambda: None)
     monkeypatch.setattr(wire.boot, "horovod_reason", lambda framework: lacking.get("horovod"))
     monkeypatch.setattr(shared, "SharedCollectives", sharing)
-    monkeypatch.setattr(mpi, "MpiCollectives", lambda comm, timeout_s: SimpleNamespace(name="mpi", host=True))
+    monkeypatch.setattr(mpi, "MpiCollectives", lambda comm, timeout_s: SimpleNamespace(name="mpi", host=True,
+                                                                                            overlaps=True))
     monkeypatch.setattr(wire.boot, "mpi_threads", lambda: "threads" not in lacking)
     monkeypatch.setattr(wire.boot, "start_horovod", lambda framework, options, where, over_host: over_host)
 
@@ -53,23 +54,24 @@ def job(monkeypatch):
 
         notes = []
         backend = SimpleNamespace(in_host_memory=lambda: host_memory, collectives=horovod, stage=stage)
-        control = SimpleNamespace(rank=0, size=size, agree=bool, gather=lambda x: [x] * size)
+        control = SimpleNamespace(rank=0, size=size, node="a", agree=bool, gather=lambda x: [x] * size)
         config = replace(Config(collectives=kind, exchange_device=device), exchange=Exchange(**exchange))
         return wire.open_wire(config, "torch", backend, control, topology, devices, notes).name, notes
 
     return SimpleNamespace(open=opened, lacking=lacking)
 
 
-def test_auto_shares_memory_on_one_host_only(job):
+def test_auto_shares_memory_where_a_host_has_several_ranks(job):
     assert job.open() == ("shared", [])
-    assert job.open(topology=TWO) == ("horovod", [])
+    assert job.open(topology=UNLIKE_SLOTS, size=4) == ("shared", [])
+    assert job.open(topology=TWO) == ("mpi", []), "no Horovod is started before it is measured"
     assert job.open(host_memory=False) == ("horovod", [])
     assert job.open(size=1) == ("null", [])
 
 
-def test_auto_without_shared_memory_takes_horovod_and_says_why(job):
+def test_auto_without_shared_memory_takes_mpi_and_says_why(job):
     job.lacking["shared"] = "no shared memory can be made: full"
-    assert job.open() == ("horovod", ["no shared memory for gradients: no shared memory can be made: full"])
+    assert job.open() == ("mpi", ["no shared memory for gradients: no shared memory can be made: full"])
 
 
 def test_auto_under_gloo_takes_horovod(job):
@@ -77,11 +79,12 @@ def test_auto_under_gloo_takes_horovod(job):
     assert job.open() == ("horovod", [])
 
 
-def test_auto_without_horovod_takes_mpi_and_says_why(job):
+def test_gpus_without_horovod_take_mpi_and_say_why(job):
     job.lacking["horovod"] = "Horovod is not installed"
-    assert job.open(topology=TWO) == ("mpi", ["gradients go over plain MPI: Horovod is not installed"])
+    gpus = {"topology": TWO, "host_memory": False}
+    assert job.open(**gpus) == ("mpi", ["gradients go over plain MPI: Horovod is not installed"])
     del job.lacking["horovod"]
-    assert job.open(topology=TWO, broken="stale") == ("mpi", ["gradients go over plain MPI: stale"])
+    assert job.open(**gpus, broken="stale") == ("mpi", ["gradients go over plain MPI: stale"])
 
 
 def test_what_is_asked_for_is_had_or_refused(job):

@@ -25,6 +25,7 @@ from hvdtrain.balance.emulate import Slowed
 from hvdtrain.callbacks.audit import Audit
 from hvdtrain.callbacks.auto_compile import AutoCompile
 from hvdtrain.callbacks.auto_compression import AutoCompression
+from hvdtrain.callbacks.auto_wire import AutoWire
 from hvdtrain.callbacks.balance import Balance
 from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.callbacks.divergence import Divergence
@@ -54,7 +55,7 @@ from hvdtrain.cluster.in_turn import in_turn
 from hvdtrain.cluster.launcher import LaunchFacts, launch_facts
 from hvdtrain.cluster.topology import affinity, compute_threads, survey
 from hvdtrain.cluster.views import voices
-from hvdtrain.cluster.wire import open_wire
+from hvdtrain.cluster.wire import Wires
 from hvdtrain.config import Config
 from hvdtrain.data import prepare
 from hvdtrain.data.feed import Feed
@@ -119,7 +120,8 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     before = session.cut_before(config, spec.name, control, [device.name for device in devices])
     mesh = replace(_mesh(config, control), before=before)
     spelled = placed.of_copies(config, placed.spelled_out(config, topology, devices, notes), mesh)
-    wire = collectives or open_wire(config, spec.framework, backend, control, topology, devices, notes)
+    wires = Wires(config, spec.framework, backend, control, topology, devices, collectives)
+    wire = wires.first(notes)
     notes += unused.notes(unused.setup_of(config, spec, wire.name, facts.kind, model, data))
     _seed(config, backend, 0)  # user code that shuffles or splits must do so alike on every rank
     adapters, cores = (partial(backend.adapt_data, seed=config.seed),), topology.cores_of(control.rank)
@@ -140,7 +142,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     pulse.role(words.role(parts.layout))
     schedule = _schedule(parts, control, config, recovery)
     run = Run(config, control, group, topology, wire, spec, parts, schedule, feed, test_feed, spelled, devices,
-              notes=notes, recovery=recovery, mesh=mesh if parts.layout is None else parts.layout.mesh)
+              mesh if parts.layout is None else parts.layout.mesh, wires, notes=notes, recovery=recovery)
     try:
         _complete(run, facts, backend, more)
     except BaseException:
@@ -359,19 +361,17 @@ def _callbacks(run: Run, more: Callable[[Run], list[Callback]] | None) -> list[C
     if config.compile == "auto":
         own.insert(0, AutoCompile())
     meter = Meter(config.rebalance.every_steps)
-    if run.control.size > 1:
-        own.append(meter)
-    if run.parts.layout is not None:
-        own.append(Stages())
-    if config.ema:
-        own.append(Ema(run, backends.load(run.spec.framework).Ops()))
+    own += [meter] if run.control.size > 1 else []
+    own += [Stages()] if run.parts.layout is not None else []
+    own += [Ema(run, backends.load(run.spec.framework).Ops())] if config.ema else []
     compression = AutoCompression() if config.compression == "auto" else None
+    wire = AutoWire(compression) if run.wires is not None and run.wires.names else None
+    choosing: list[Any] = [one for one in (wire, compression) if one is not None]
     if config.balance != "off":
-        own.append(Balance(meter, lambda: compression is not None and not compression.settled))
+        own.append(Balance(meter, lambda: not all(one.settled for one in choosing)))
     if config.early_stop.metric:
         own.append(EarlyStop(config.early_stop))
-    if compression is not None:
-        own.append(compression)
+    own += choosing
     own += [_own_callback(text) for text in config.callbacks]
     if config.trace.steps:
         own.append(Trace(config.trace))

@@ -37,6 +37,7 @@ from hvdtrain.timeline import Timeline, span
 if TYPE_CHECKING:
     from hvdtrain.average import Average
     from hvdtrain.checkpoint.saving import Saving
+    from hvdtrain.cluster.wire import Wires
 
 
 _UNREAD = (OSError, ValueError, AttributeError)
@@ -181,6 +182,8 @@ class Run:
     """What each rank computes on."""
     mesh: Mesh = field(default_factory=lambda: Mesh.of([1], 0))
     """The copies of the model, each a list of ranks."""
+    wires: Wires | None = None
+    """What opens other wires; None where ``collectives`` was given."""
     dp: DataParallel = field(init=False)
     """How the copies of the model stay one; `hvdtrain.assemble` sets it when the first sample has gone through."""
     records: Stream = field(default_factory=Stream)

@@ -39,12 +39,16 @@ class AutoCompression(Callback):
         self._sweep: sweep.Sweep | None = None
         self._base: Baseline | None = None
         self._decision: Choice | None = None
-        self._watch = _Watch(WARM_STEPS)
+        self._watch = StepWatch(WARM_STEPS)
 
     def fit_start(self, run: Any) -> None:
         """Measure links and compressors; a run that goes on in the world it was decided for keeps its choice."""
         if self.settled and self._world == _world(run):
             return
+        self.anew(run)
+
+    def anew(self, run: Any) -> None:
+        """Measure and decide, whatever was decided before; between two steps."""
         self.choice, self.settled, self._world = "none", False, _world(run)
         self._base = self._decision = None
         if run.collectives.size == 1:
@@ -59,7 +63,7 @@ class AutoCompression(Callback):
             found = replace(found, costs=tuple(c for c in found.costs if c.name != "powersgd"),
                             refused={**found.refused, "powersgd": unlike})
         self._sweep = found
-        self._watch = _Watch(WARM_STEPS)
+        self._watch = StepWatch(WARM_STEPS)
         self._watch.begin(run)
 
     def restored(self, run: Any) -> None:
@@ -105,7 +109,7 @@ class AutoCompression(Callback):
         self._decision, self.choice = decision, decision.name
         run.use_compressor(decision.name)
         # A warm-up of topk sends more than what was predicted: the check comes after it.
-        self._watch = _Watch(WARM_STEPS + (config.exchange.topk_warmup_steps if decision.name == "topk" else 0))
+        self._watch = StepWatch(WARM_STEPS + (config.exchange.topk_warmup_steps if decision.name == "topk" else 0))
         self._watch.begin(run)
 
     def _check(self, run: Any, measured_s: float) -> None:
@@ -131,7 +135,7 @@ class AutoCompression(Callback):
         self.choice, self.settled, self._world = state["choice"], state["settled"], state["world"]
 
 
-class _Watch:
+class StepWatch:
     """Times of a window of steps, after ``skip`` that do not count; from the run's phases, so without evaluations."""
 
     def __init__(self, skip: int) -> None:
@@ -145,10 +149,14 @@ class _Watch:
 
     def full(self, run: Any) -> bool:
         """Count the step that has ended; True once the window is full, at the same step on every rank."""
+        self.count(run)
+        return len(self._rows) >= self._skip + WINDOW_STEPS
+
+    def count(self, run: Any) -> None:
+        """Count the step that has ended."""
         now = _clock(run)
         self._rows.append((now[0] - self._before[0], now[1] - self._before[1]))
         self._before = now
-        return len(self._rows) >= self._skip + WINDOW_STEPS
 
     def measured(self, run: Any) -> Baseline:
         """Step and wait of the window; collective, the same on every rank.

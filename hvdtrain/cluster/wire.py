@@ -99,7 +99,9 @@ class Wires:
         hosts = tuple(len(h.ranks) for h in self._topology.hosts)
         asked = config.exchange.hierarchical
         shared = _shared(config, control, notes) if max(hosts) > 1 or asked else None
-        lacking = [r for r in control.gather(boot.horovod_reason(self._framework)) if r]
+        known = self._framework in boot.NATIVE
+        reason = boot.horovod_reason(self._framework) if known else f"Horovod has no part for {self._framework}"
+        lacking = [r for r in control.gather(reason) if r]
         quotas = control.gather((control.node, cpu_quota(), len(affinity())))
         no_shared = notes[-1] if shared is None and max(hosts) > 1 else ""
         job = Job(hosts, no_shared, lacking[0] if lacking else "", rationed(quotas), config.sync_batchnorm)
@@ -131,6 +133,22 @@ class Wires:
                 return None, said[-1]
             self._open[name] = self._agreed(wire)
         return self._open[name], ""
+
+    def use(self, run: Any, name: str) -> str:
+        """Have ``run`` exchange gradients over another wire from the next step on; entered between two steps.
+
+        It was made by `hvdtrain.data_parallel.replicate`. The wire that it leaves is given back. Returns why the other
+        cannot be had, the same on every rank, or "".
+        """
+        wire, lacking = self.get(name)
+        if wire is not None and wire is not run.collectives:
+            before, run.collectives = run.collectives, wire
+            said = run.dp.use_wire(wire)
+            run.parts.stage.connect(run.dp)
+            self.give_back(before.name)
+            if said:
+                run.note(said)
+        return lacking
 
     def give_back(self, name: str) -> None:
         """End a wire that is not used: Horovod is shut down, whose thread looks for work all the time.

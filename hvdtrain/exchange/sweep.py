@@ -85,7 +85,7 @@ def measure(collectives: Collectives, ops: Ops, control: Control, buckets: Seque
         if lacking:
             refused[name] = f"{collectives.name} does not sum {min(lacking)}"
             continue
-        codec_s, = _slowest(control, [cost.codec_s])
+        codec_s, = slowest(control, [cost.codec_s])
         costs.append(replace(cost, codec_s=codec_s))
     del grads
     links = measure_links(collectives, ops, control, sorted({t.kind for c in costs for t in c.traffic}))
@@ -202,7 +202,7 @@ def measure_links(collectives: Collectives, ops: Ops, control: Control, kinds: S
     begin = time.perf_counter()
     links = {}
     for i, kind in enumerate(kinds):
-        used_s, = _slowest(control, [time.perf_counter() - begin])
+        used_s, = slowest(control, [time.perf_counter() - begin])
         probe = _Probe(collectives, ops, kind)
         links[kind] = fit(_points(probe, control, max(0.0, budget_s - used_s) / (len(kinds) - i)))
     return control.bcast(links)
@@ -223,14 +223,14 @@ def _points(probe: _Probe, control: Control, budget_s: float) -> list[tuple[floa
             next_s = first_s[-1] * nbytes / SIZES[len(first_s) - 1]
             if first_s[-1] > LONGEST_S or used_s + 2 * next_s > budget_s:
                 break
-        seconds, used_s = _slowest(control, [probe.seconds(nbytes), time.perf_counter() - begin])
+        seconds, used_s = slowest(control, [probe.seconds(nbytes), time.perf_counter() - begin])
         first_s.append(seconds)
     points = []
     for i in reversed(range(len(first_s))):
         fair_s = (budget_s - used_s) / (i + 1)
         repeats = min(REPEATS, max(1, int(fair_s / max(first_s[i], 1e-9))))
         each = [probe.seconds(SIZES[i]) for _ in range(repeats)]
-        seconds, used_s = _slowest(control, [statistics.median(each), time.perf_counter() - begin])
+        seconds, used_s = slowest(control, [statistics.median(each), time.perf_counter() - begin])
         points.append((float(probe.wire_bytes(SIZES[i])), seconds))
     return points
 
@@ -302,13 +302,13 @@ def pick_bucket_mb(collectives: Collectives, ops: Ops, control: Control,
         return links[f"allreduce {bucket.dtype}"].seconds(ring_bytes("allreduce", bucket.nbytes, collectives.size))
 
     totals_s = {mb: sum(map(seconds, plan)) for mb, plan in plans.items()}
-    used_s, = _slowest(control, [time.perf_counter() - begin])
+    used_s, = slowest(control, [time.perf_counter() - begin])
     apart = collectives.host and collectives.buffer(1, "float32") is not None
     measured = not apart and 3 * sum(totals_s.values()) < BUDGET_S - used_s
     if measured:
         for left, (mb, plan) in zip(range(len(plans), 0, -1), plans.items()):
             totals_s[mb] = _exchange_seconds(collectives, ops, control, plan, mb, (BUDGET_S - used_s) / left)
-            used_s, = _slowest(control, [time.perf_counter() - begin])
+            used_s, = slowest(control, [time.perf_counter() - begin])
     best_mb, numbers = pick_bucket(totals_s, {mb: seconds(plan[-1]) for mb, plan in plans.items()},
                                    collectives.overlaps)
     how = "measured" if measured else "predicted from the link"
@@ -323,9 +323,9 @@ def _exchange_seconds(collectives: Collectives, ops: Ops, control: Control, plan
     work = _as_in_training(partial(exchange, reducer), collectives, ops)
     timed = partial(_timed, work, [ops.zeros(b.n, b.dtype) for b in plan], ops)
     warm_s, used_s = timed(), 0.0
-    warm_s, used_s = _slowest(control, [timed(), warm_s])
+    warm_s, used_s = slowest(control, [timed(), warm_s])
     repeats = min(REPEATS, max(1, int((budget_s - used_s - warm_s) / max(warm_s, 1e-9))))
-    median_s, = _slowest(control, [statistics.median(timed() for _ in range(repeats))])
+    median_s, = slowest(control, [statistics.median(timed() for _ in range(repeats))])
     return median_s
 
 
@@ -356,7 +356,7 @@ def _timed(work: Work, flats: Sequence[Array], ops: Ops) -> float:
     return time.perf_counter() - begin
 
 
-def _slowest(control: Control, numbers: Sequence[float]) -> list[float]:
+def slowest(control: Control, numbers: Sequence[float]) -> list[float]:
     """The largest of each over the ranks: the same on every rank, so that it may decide about the next turn."""
     return [max(column) for column in zip(*control.gather([float(x) for x in numbers]))]
 

@@ -98,6 +98,17 @@ EVENTS = {
         "sweep_s": "seconds that measuring took", "links": "kind of collective -> its line", "measured_s": "seconds of "
         "a step with the choice",
     }),
+    "wire": Event("Collectives auto has taken a wire, checked it, or seen that the link is another one.", {
+        "stage": "rule: without measuring; decided; tried: the next best, since steps waited longer than reckoned; "
+        "checked; changed: the link, so that it decides anew",
+        "choice": "the wire in use", "reason": "in words", "bytes": "gradients of a step as they travel",
+        "rows": "each wire's reckoning: wire_s, busy_s (processor seconds), cost_s (the most that a step pays), "
+        "idle_cores (kept busy without work), rate_Bps", "measured": "each wire's line: seconds by bytes, cores "
+        "that it keeps busy, bytes of the largest sum", "refused": "those that are no candidates, and why",
+        "short": "part of a core that a wire lacks beside computing, 0 to 1", "sweep_s": "seconds that measuring took",
+        "hosts": "by host: node, ranks, cores, numa (nodes; null: not looked at)",
+        "step_s": "seconds of a step", "wait_s": "seconds of it that waited for gradients",
+    }, "where collectives is auto and there are several ranks"),
     "compile": Event("Compile auto has decided.", {"option": "what was tried", "kinds": "device -> times and choice"}),
     "memory_fit": Event("Micro-batch and recomputed blocks were chosen by memory.", {"ranks": "by rank"}),
     "out_of_memory": Event("A rank ran out of memory.", {

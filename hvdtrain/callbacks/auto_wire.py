@@ -1,0 +1,237 @@
+"""`collectives: auto`: measures the wires that are there, takes the best, checks it, and looks whether the link stays.
+
+Owns the course of it: a sweep before the first step, the first steps with what was chosen, some with the next best
+where they wait longer than reckoned, and from then on a look every `LOOK_STEPS` steps. The numbers are
+`hvdtrain.exchange.wire_sweep`'s, the rules and the words `hvdtrain.exchange.wire_choice`'s, the wires
+`hvdtrain.cluster.wire`'s.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import asdict, astuple
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import run_length
+from hvdtrain.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS, AutoCompression, StepWatch
+from hvdtrain.callbacks.base import Callback
+from hvdtrain.cluster.deadline import deadline
+from hvdtrain.data_parallel.replicate import Replicate
+from hvdtrain.exchange import wire_choice, wire_sweep
+from hvdtrain.exchange.choice import Baseline
+from hvdtrain.exchange.wire_choice import Row, WireChoice
+from hvdtrain.run import say
+
+BUDGET_S, LEAST_S = 2.0, 0.3
+"""For opening the wires and measuring them; what is left for measuring at least."""
+
+LOOK_STEPS = 50
+"""Steps between two looks at the wait, once all is settled."""
+
+MOST_TIMES = 3
+"""A run decides anew at most so often because a link has changed."""
+
+
+class AutoWire(Callback):
+    """Runs on all ranks; decisions are rank 0's, made between two steps, and every one is a note of the run.
+
+    ``choice``: the wire in use. ``settled``: nothing more is measured, unless the link changes. ``compression``: what
+    chooses a compressor in the same run; it decides, and is checked, on the wire that was taken first.
+    """
+
+    where = "all"
+
+    def __init__(self, compression: AutoCompression | None = None) -> None:
+        self.choice, self.settled = "", False
+        self._world, self._compression = "", compression
+        self._rows: list[Row] = []
+        self._decision: WireChoice | None = None
+        self._base: Baseline | None = None
+        self._watch = StepWatch(WARM_STEPS)
+        self._windows: list[tuple[float, float]] = []
+        self._times = 0
+
+    def fit_start(self, run: Any) -> None:
+        """Choose; a run that goes on in the world it was decided for keeps its choice."""
+        if self.settled and self._world == _world(run):
+            self._begin(run)
+            return
+        self.settled, self._world, self._base = False, _world(run), None
+        self.choice = run.collectives.name
+        why = self._by_rule(run)
+        if why:
+            self._settle(run, wire_choice.by_rule(run.wires.names, why).reason, "rule")
+            self._watch_no_more()
+        else:
+            self._decide(run)
+
+    def _by_rule(self, run: Any) -> str:
+        """Why nothing is measured, in words, or "". Pure."""
+        updates = run_length.updates(run.spelled, run.feed.steps_per_epoch)
+        left = updates - run.state.cursor.step
+        if len(run.wires.names) == 1:
+            return str(run.wires.why)
+        if not isinstance(run.dp, Replicate) or run.dp.plan is None or run.parts.layout is not None:
+            return f"{run.wires.why}; data_parallel {run.config.data_parallel.name} keeps the wire it began with"
+        if updates and left < wire_choice.LEAST_UPDATES:
+            return f"{run.wires.why}; measuring is left out in a run of {left} updates"
+        return ""
+
+    def restored(self, run: Any) -> None:
+        """Take up a settled choice before the state of ranks returns."""
+        if not self.settled or self._world != _world(run) or run.collectives.name == self.choice:
+            return
+        lacking = run.wires.use(run, self.choice)
+        if lacking:
+            self.settled = False
+            run.note(f"collectives auto: {self.choice}, as it was decided before, cannot be had: {lacking}")
+        else:
+            run.note(f"collectives auto: {self.choice}, as it was decided before")
+
+    def step_end(self, run: Any) -> None:
+        """Watch a step; at the end of a window, check."""
+        if self.settled:
+            self._look(run)
+        elif self._compression is not None and not self._compression.settled:
+            self._watch.begin(run)  # its windows are of other compressors
+        elif self._watch.full(run):
+            self._check(run, self._watch.measured(run))
+
+    def fit_end(self, run: Any) -> None:
+        """Say so where the run was too short."""
+        if not self.settled:
+            run.note(f"collectives auto: the run was too short to check {self.choice}")
+
+    def _decide(self, run: Any) -> None:
+        """Measure all candidates and take the best."""
+        begin, control, wires = time.perf_counter(), run.control, run.wires
+        nbytes = sum(b.nbytes for b in run.dp.buckets)
+        nbytes *= wire_choice.GUESS_BYTES.get(run.config.compression, 1.0)
+        with deadline(run.config.control_timeout_s, "the sweep of collectives auto"):
+            found = {name: wires.get(name) for name in wires.names}
+            left_out = {**wires.left_out, **{name: why for name, (wire, why) in found.items() if wire is None}}
+            opened_s = max(control.gather(time.perf_counter() - begin))
+            measured = wire_sweep.measure({name: wire for name, (wire, _) in found.items() if wire is not None},
+                                          run.dp.reducer.ops, control, nbytes, max(LEAST_S, BUDGET_S - opened_s))
+        threads = max(control.gather(run.topology.cores_of(control.rank) if not run.config.threads
+                                     else run.config.threads))
+        short = wire_choice.short_of_cores([(len(h.ranks), h.cores) for h in run.topology.hosts], threads)
+        self._rows = wire_choice.reckon(measured, nbytes, short)
+        self._decision = control.bcast(wire_choice.decide(self._rows))
+        self._take(run, self._decision.name)
+        for name in wires.names:
+            if name != self.choice:
+                wires.give_back(name)
+        if control.rank == 0 and run.config.progress != "off":
+            for line in wire_choice.table(self._rows, left_out, self.choice, nbytes):
+                say(line)
+        run.note(f"collectives auto: {self._decision.reason}")
+        run.record("wire", stage="decided", choice=self.choice, reason=self._decision.reason, bytes=int(nbytes),
+                   rows=[asdict(row) for row in self._rows], measured=[asdict(m) for m in measured], refused=left_out,
+                   short=short, sweep_s=time.perf_counter() - begin, hosts=_hosts(run))
+        self._base, self._watch = None, StepWatch(WARM_STEPS)
+        self._watch.begin(run)
+
+    def _check(self, run: Any, measured: Baseline) -> None:
+        """Keep the choice where its steps wait as reckoned; else try the next best, and keep the better of the two."""
+        assert self._decision is not None
+        if self._base is not None:
+            first = self._decision.name
+            best, reason = run.control.bcast(wire_choice.better(first, self._base.step_s, self.choice, measured.step_s))
+            base = self._base if best == first else measured
+            self._take(run, best)
+            self._settle(run, reason, "checked", base)
+            return
+        other = run.control.bcast(wire_choice.doubt(self._rows, self._decision, *astuple(measured)))
+        wait = f"steps of {1e3 * measured.step_s:.4g} ms wait {1e3 * measured.wait_s:.4g} ms"
+        if other is None:
+            self._settle(run, f"{self.choice} stays: {wait}", "checked", measured)
+            return
+        self._base = measured
+        reason = f"{wait}, longer than was reckoned: {other.name} is tried for {WARM_STEPS + WINDOW_STEPS} steps"
+        run.record("wire", stage="tried", choice=other.name, reason=reason, step_s=measured.step_s,
+                   wait_s=measured.wait_s)
+        lacking = self._take(run, other.name)
+        if lacking:
+            self._settle(run, f"{self.choice} stays: {wait}, and {other.name} cannot be had: {lacking}", "checked",
+                         measured)
+            return
+        self._watch = StepWatch(WARM_STEPS)
+        self._watch.begin(run)
+
+    def _take(self, run: Any, name: str) -> str:
+        """Go over to a wire, or return why it cannot be had."""
+        lacking = "" if name == run.collectives.name else str(run.wires.use(run, name))
+        self.choice = run.collectives.name
+        return lacking
+
+    def _settle(self, run: Any, reason: str, stage: str, base: Baseline | None = None) -> None:
+        self.settled = True
+        values = {} if base is None else asdict(base)
+        run.record("wire", stage=stage, choice=self.choice, reason=reason, refused=run.wires.left_out,
+                   hosts=_hosts(run), **values)
+        if stage != "rule" or len(run.topology.hosts) > 1:
+            run.note(f"collectives auto: {reason}")
+        self._base = base
+        self._begin(run)
+
+    def _watch_no_more(self) -> None:
+        """A choice by rule stays."""
+        self._times = MOST_TIMES
+
+    # --- whether the link stays as it is -----------------------------------------------------------------------------
+
+    def _begin(self, run: Any) -> None:
+        """Count steps from here."""
+        self._windows, self._watch = [], StepWatch(0)
+        self._watch.begin(run)
+
+    def _look(self, run: Any) -> None:
+        """Every `LOOK_STEPS` steps compare the wait with what it was; decide anew where it is another one for good."""
+        if self._times >= MOST_TIMES:
+            return
+        self._watch.count(run)
+        if run.state.cursor.step % LOOK_STEPS:
+            return
+        window = self._watch.measured(run)
+        self._watch = StepWatch(0)
+        self._watch.begin(run)
+        if self._base is None:
+            self._base = window
+            return
+        self._windows = [*self._windows, (window.step_s, window.wait_s)][-3:]
+        if not run.control.bcast(wire_choice.changed((self._base.step_s, self._base.wait_s), self._windows)):
+            return
+        self._times += 1
+        waits = statistics.median(wait for _, wait in self._windows)
+        reason = (f"steps wait {1e3 * waits:.4g} ms since {3 * LOOK_STEPS} steps, before "
+                  f"{1e3 * self._base.wait_s:.4g}: the link has changed, and all is decided anew")
+        run.record("wire", stage="changed", choice=self.choice, reason=reason, step_s=window.step_s, wait_s=waits)
+        run.note(f"collectives auto: {reason}")
+        self.settled = False
+        self._decide(run)
+        if self._compression is not None:
+            self._compression.anew(run)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The choice, and the world it was made for."""
+        return {"choice": self.choice, "settled": self.settled, "world": self._world}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo `state_dict`; a choice that was not settled is made anew."""
+        self.choice, self.settled, self._world = state["choice"], state["settled"], state["world"]
+
+
+def _world(run: Any) -> str:
+    """What a choice depends on, in words."""
+    return f"{run.control.size} ranks, {run.topology.describe()}, {'/'.join(run.wires.names)}"
+
+
+def _hosts(run: Any) -> list[dict[str, Any]]:
+    """Ranks and cores of each host, and the NUMA nodes of this one."""
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None
+    here = run.topology.host_of(run.control.rank).node
+    return [{"node": h.node, "ranks": len(h.ranks), "cores": h.cores, "numa": nodes if h.node == here else None}
+            for h in run.topology.hosts]

@@ -8,6 +8,7 @@ words `hvdtrain.exchange.choice`'s.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,7 +17,11 @@ from hvdtrain.cluster.deadline import deadline
 from hvdtrain.exchange import choice, sweep
 from hvdtrain.exchange.attach import unlike_threads
 from hvdtrain.exchange.choice import Baseline, Choice
+from hvdtrain.exchange.link import Link
 from hvdtrain.run import say
+
+OtherWire = tuple[Mapping[str, Link], bool]
+"""(links by kind of call, whether it works beside backward) of a wire that is not in use."""
 
 WARM_STEPS = 2
 """Steps that are not counted at first: allocation, tracing, connections."""
@@ -28,13 +33,15 @@ WINDOW_STEPS = 5
 class AutoCompression(Callback):
     """Runs on all ranks; decisions are rank 0's, made between two steps, and every one is a note of the run.
 
-    ``choice``: the compressor in use. ``settled``: nothing more is measured or changed.
+    ``choice``: the compressor in use. ``settled``: nothing more is measured or changed. ``others``: measures the other
+    wires of the run for kinds of calls; where the wire is chosen too, both are chosen from one table.
     """
 
     where = "all"
 
     def __init__(self) -> None:
         self.choice, self.settled = "none", False
+        self.others: Callable[[Any, Sequence[str]], dict[str, OtherWire]] = lambda run, kinds: {}
         self._world = ""
         self._sweep: sweep.Sweep | None = None
         self._base: Baseline | None = None
@@ -51,6 +58,8 @@ class AutoCompression(Callback):
         """Measure and decide, whatever was decided before; between two steps."""
         self.choice, self.settled, self._world = "none", False, _world(run)
         self._base = self._decision = None
+        self._others: dict[str, OtherWire] = {}
+        self._before = run.collectives.name
         if run.collectives.size == 1:
             self._settle(run, "none: one rank sends nothing")
             return
@@ -63,6 +72,7 @@ class AutoCompression(Callback):
             found = replace(found, costs=tuple(c for c in found.costs if c.name != "powersgd"),
                             refused={**found.refused, "powersgd": unlike})
         self._sweep = found
+        self._others = self.others(run, sorted(found.links))
         self._watch = StepWatch(WARM_STEPS)
         self._watch.begin(run)
 
@@ -95,13 +105,18 @@ class AutoCompression(Callback):
         config, wire, found = run.config, run.collectives, self._sweep
         self._base = base
         rows = choice.predict(found.costs, found.links, base, wire.overlaps, wire.in_graph)
+        for name, (links, overlaps) in self._others.items():
+            rows += choice.predict(found.costs, links, base, overlaps, wire.in_graph, name, found.links)
         decision = run.control.bcast(choice.decide(rows, config.exchange.auto_margin))
         if run.control.rank == 0 and config.progress != "off":
-            for line in choice.table(rows, found.refused, decision.name, wire.size):
+            for line in choice.table(rows, found.refused, decision.name, wire.size, decision.wire):
                 say(line)
         run.record("compression", stage="decided", choice=decision.name, reason=decision.reason, base=asdict(base),
                    rows=[asdict(row) for row in rows], refused=found.refused, sweep_s=found.seconds,
-                   links={kind: asdict(link) for kind, link in found.links.items()})
+                   links={kind: asdict(link) for kind, link in found.links.items()}, wire=decision.wire or wire.name)
+        self._before = wire.name
+        if decision.wire and run.wires.use(run, decision.wire):
+            decision = replace(decision, name="none", reason=f"none: {decision.wire} cannot be had any more")
         if decision.name == "none":
             self._settle(run, decision.reason)
             return
@@ -119,6 +134,8 @@ class AutoCompression(Callback):
         if not keep:
             self.choice = "none"
             run.use_compressor("none")
+            if run.collectives.name != self._before:
+                run.wires.use(run, self._before)
         run.record("compression", stage="checked", choice=self.choice, reason=reason, measured_s=measured_s)
         self._settle(run, reason)
 
@@ -177,4 +194,5 @@ def _clock(run: Any) -> tuple[float, float]:
 
 def _world(run: Any) -> str:
     """What a choice depends on, in words."""
-    return f"{run.control.size} ranks, {run.topology.describe()}, {run.collectives.name}"
+    names = run.wires.names if run.wires is not None else []
+    return f"{run.control.size} ranks, {run.topology.describe()}, {'/'.join(names) or run.collectives.name}"

@@ -10,22 +10,26 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
 from hvdtrain import run_length
-from hvdtrain.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS, AutoCompression, StepWatch
+from hvdtrain.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS, AutoCompression, OtherWire, StepWatch
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.data_parallel.replicate import Replicate
-from hvdtrain.exchange import wire_choice, wire_sweep
+from hvdtrain.exchange import sweep, wire_choice, wire_sweep
 from hvdtrain.exchange.choice import Baseline
 from hvdtrain.exchange.wire_choice import Row, WireChoice
 from hvdtrain.run import say
 
 BUDGET_S, LEAST_S = 2.0, 0.3
 """For opening the wires and measuring them; what is left for measuring at least."""
+
+OTHERS_S = 1.0
+"""For measuring what compressors need over the wires that are not in use."""
 
 LOOK_STEPS = 50
 """Steps between two looks at the wait, once all is settled."""
@@ -38,7 +42,8 @@ class AutoWire(Callback):
     """Runs on all ranks; decisions are rank 0's, made between two steps, and every one is a note of the run.
 
     ``choice``: the wire in use. ``settled``: nothing more is measured, unless the link changes. ``compression``: what
-    chooses a compressor in the same run; it decides, and is checked, on the wire that was taken first.
+    chooses a compressor in the same run. It begins on the wire that is best without one, and then chooses wire and
+    compressor together; a wire that was taken with a compressor is checked with it.
     """
 
     where = "all"
@@ -52,6 +57,8 @@ class AutoWire(Callback):
         self._watch = StepWatch(WARM_STEPS)
         self._windows: list[tuple[float, float]] = []
         self._times = 0
+        if compression is not None:
+            compression.others = self.others
 
     def fit_start(self, run: Any) -> None:
         """Choose; a run that goes on in the world it was decided for keeps its choice."""
@@ -92,10 +99,17 @@ class AutoWire(Callback):
 
     def step_end(self, run: Any) -> None:
         """Watch a step; at the end of a window, check."""
-        if self.settled:
+        if self._compression is not None and not self._compression.settled:
+            self._begin(run)  # these steps are of several compressors
+            self._base = None
+        elif self.settled:
             self._look(run)
-        elif self._compression is not None and not self._compression.settled:
-            self._watch.begin(run)  # its windows are of other compressors
+        elif self._compression is not None and self._compression.choice != "none":
+            self.choice = run.collectives.name
+            self._settle(run, f"{self.choice}, with compression {self._compression.choice}", "checked")
+        elif self._compression is not None and self.choice != run.collectives.name:
+            self.choice = run.collectives.name
+            self._settle(run, f"{self.choice}, as it was decided with compression", "checked")
         elif self._watch.full(run):
             self._check(run, self._watch.measured(run))
 
@@ -133,6 +147,24 @@ class AutoWire(Callback):
                    short=short, sweep_s=time.perf_counter() - begin, hosts=_hosts(run))
         self._base, self._watch = None, StepWatch(WARM_STEPS)
         self._watch.begin(run)
+
+    def others(self, run: Any, kinds: Sequence[str]) -> dict[str, OtherWire]:
+        """Measure the wires that are not in use for ``kinds`` of calls; collective. Those that training can change to.
+
+        Not a wire in TensorFlow's graph in place of one outside of it, nor the other way round: of that a sweep says
+        little, since the graphs are others.
+        """
+        found: dict[str, OtherWire] = {}
+        names = [] if self.settled and self._times >= MOST_TIMES else run.wires.names
+        for name in names:
+            if name == run.collectives.name:
+                continue
+            wire, _ = run.wires.get(name)
+            if wire is not None and wire.in_graph == run.collectives.in_graph:
+                ops = run.dp.reducer.ops
+                found[name] = sweep.measure_links(wire, ops, run.control, kinds, OTHERS_S / len(names)), wire.overlaps
+            run.wires.give_back(name)
+        return found
 
     def _check(self, run: Any, measured: Baseline) -> None:
         """Keep the choice where its steps wait as reckoned; else try the next best, and keep the better of the two."""
@@ -185,7 +217,7 @@ class AutoWire(Callback):
 
     def _begin(self, run: Any) -> None:
         """Count steps from here."""
-        self._windows, self._watch = [], StepWatch(0)
+        self._windows, self._watch = [], StepWatch(0 if self.settled else WARM_STEPS)
         self._watch.begin(run)
 
     def _look(self, run: Any) -> None:
@@ -202,7 +234,7 @@ class AutoWire(Callback):
             self._base = window
             return
         self._windows = [*self._windows, (window.step_s, window.wait_s)][-3:]
-        if not run.control.bcast(wire_choice.changed((self._base.step_s, self._base.wait_s), self._windows)):
+        if not wire_choice.changed((self._base.step_s, self._base.wait_s), self._windows):  # the same on every rank
             return
         self._times += 1
         waits = statistics.median(wait for _, wait in self._windows)

@@ -17,7 +17,8 @@ the wire (a thread that finds no core) would stay. Eagerly, a request that needs
 nothing hides it. Where the wire works only while it is waited for, shown tells how much slower it is in use than in
 the sweep (other algorithms for long messages, cold memory), and may exceed 1. There, and inside a graph, which issues
 every request as early as it can, later_c is multiplied by shown too. For none, codec and later are 0, so that
-step_none = step_0: the prediction is right where it can be checked.
+step_none = step_0: the prediction is right where it can be checked. Over another wire the same, by its own links: rest
+and shown are those of the wire that was measured in use.
 """
 
 from __future__ import annotations
@@ -64,32 +65,37 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Row:
-    """The prediction for one compressor; ``wire_s`` is all of its wire, hidden or not."""
+    """The prediction for one compressor; ``wire_s`` is all of its wire, hidden or not. ``wire``: which, where there are
+    several.
+    """
 
     name: str
     wire_bytes: int
     codec_s: float
     wire_s: float
     step_s: float
+    wire: str = ""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The decision: a compressor's name, its predicted step, and why."""
+    """The decision: a compressor's name, its predicted step, and why. ``wire``: another one to go over to, or ""."""
 
     name: str
     step_s: float
     reason: str
+    wire: str = ""
 
 
 def predict(costs: Sequence[Cost], links: Mapping[str, Link], base: Baseline, overlaps: bool,
-            in_graph: bool = False) -> list[Row]:
+            in_graph: bool = False, wire: str = "", in_use: Mapping[str, Link] | None = None) -> list[Row]:
     """A row for each of ``costs``, of which "none" must be one; see the formula above.
 
     ``overlaps``: the wire works beside backward. ``in_graph``: requests are issued by a graph, not after backward.
+    ``wire``: whose ``links`` these are, where that is another one than was measured in use, whose links are ``in_use``.
     """
+    wire_0 = sum(wire_seconds(next(c for c in costs if c.name == "none").traffic, in_use or links))
     wires = {c.name: wire_seconds(c.traffic, links) for c in costs}
-    wire_0 = sum(wires["none"])
     shown = base.wait_s / wire_0 if wire_0 > 0 else 0.0
     if overlaps:
         shown = min(1.0, shown)
@@ -98,30 +104,44 @@ def predict(costs: Sequence[Cost], links: Mapping[str, Link], base: Baseline, ov
     for cost in costs:
         first_s, later_s = wires[cost.name]
         step_s = rest_s + cost.codec_s + shown * first_s + (1.0 if overlaps and not in_graph else shown) * later_s
-        rows.append(Row(cost.name, cost.wire_bytes, cost.codec_s, first_s + later_s, step_s))
+        rows.append(Row(cost.name, cost.wire_bytes, cost.codec_s, first_s + later_s, step_s, wire))
     return rows
+
+
+def best_wires(rows: Sequence[Row], margin: float = 0.05) -> list[Row]:
+    """Of each compressor's rows that of the wire at hand (""), or that of another one which saves ``margin`` of it."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        at_hand = found.setdefault(row.name, row)
+        if row.step_s < at_hand.step_s * (1 - margin * (at_hand.wire == "")):
+            found[row.name] = row
+    return list(found.values())
 
 
 def decide(rows: Sequence[Row], margin: float) -> Choice:
     """The compressor with the shortest predicted step, if it saves more than ``margin`` of the step without; else none.
 
-    Ties (within `TIE`) go to the gentlest, which is the first in `NUMERICS`.
+    Ties (within `TIE`) go to the gentlest, which is the first in `NUMERICS`. Each takes its best wire (`best_wires`).
     """
+    rows = best_wires(rows)
     none = next(row for row in rows if row.name == "none")
     others = [row for row in rows if row.name != "none"]
     if not others:
-        return Choice("none", none.step_s, "none: there is no compressor to compare with")
+        return Choice("none", none.step_s, "none: there is no compressor to compare with", none.wire)
     shortest_s = min(row.step_s for row in others)
     order = list(NUMERICS)
     best = min((row for row in others if row.step_s <= shortest_s * (1 + TIE)),
                key=lambda row: order.index(row.name) if row.name in order else len(order))
     saved = 1.0 - best.step_s / none.step_s if none.step_s > 0 else 0.0
-    against = f"{best.name} is predicted to take {_ms(best.step_s)} a step against {_ms(none.step_s)} uncompressed"
+    over = f" over {best.wire}" if best.wire else ""
+    against = (f"{best.name}{over} is predicted to take {_ms(best.step_s)} a step against {_ms(none.step_s)} "
+               "uncompressed")
     if saved > margin:
         return Choice(best.name, best.step_s, f"{against}, {saved:.0%} less, and is used from here on; "
-                      f"gradients are no longer exact ({NUMERICS.get(best.name, 'lossy')})")
+                      f"gradients are no longer exact ({NUMERICS.get(best.name, 'lossy')})", best.wire)
     short = f"saves {saved:.1%}" if saved > 0 else "saves nothing"
-    return Choice("none", none.step_s, f"none: {against}, which {short}; the margin is {margin:.0%}")
+    moves = f"; uncompressed, over {none.wire} from here on" if none.wire else ""
+    return Choice("none", none.step_s, f"none: {against}, which {short}; the margin is {margin:.0%}{moves}", none.wire)
 
 
 def verdict(choice: Choice, base: Baseline, measured_s: float) -> tuple[bool, str]:
@@ -135,14 +155,15 @@ def verdict(choice: Choice, base: Baseline, measured_s: float) -> tuple[bool, st
     return True, f"{choice.name} stays: it took {numbers}{remark}"
 
 
-def table(rows: Sequence[Row], refused: Mapping[str, str], chosen: str, size: int) -> list[str]:
+def table(rows: Sequence[Row], refused: Mapping[str, str], chosen: str, size: int, wire: str = "") -> list[str]:
     """Lines for people: what a rank of ``size`` sends and how long it takes; the chosen row is marked."""
     lines = [f"compression auto: a step on each of {size} ranks, predicted", f"  {'choice':<9} {'numerics':<24} "
              f"{'MB sent':>9} {'codec ms':>9} {'wire ms':>9} {'step ms':>9}"]
     for row in rows:
-        mark = ">" if row.name == chosen else " "
+        mark = ">" if (row.name, row.wire) == (chosen, wire) else " "
         lines.append(f"{mark} {row.name:<9} {NUMERICS.get(row.name, 'lossy'):<24} {row.wire_bytes / 1e6:>9.3f} "
-                     f"{1e3 * row.codec_s:>9.2f} {1e3 * row.wire_s:>9.2f} {1e3 * row.step_s:>9.2f}")
+                     f"{1e3 * row.codec_s:>9.2f} {1e3 * row.wire_s:>9.2f} {1e3 * row.step_s:>9.2f}"
+                     + (f"  over {row.wire}" if row.wire else ""))
     return lines + [f"  {name:<9} not considered: {why}" for name, why in refused.items()]
 
 

@@ -96,7 +96,7 @@ EVENTS = {
         "stage": "decided or checked", "choice": "compressor", "reason": "in words", "base": "what was measured of a "
         "step without one", "rows": "each compressor's reckoning", "refused": "those that cannot be used, and why",
         "sweep_s": "seconds that measuring took", "links": "kind of collective -> its line", "measured_s": "seconds of "
-        "a step with the choice",
+        "a step with the choice", "wire": "what carries gradients from here on",
     }),
     "wire": Event("Collectives auto has taken a wire, checked it, or seen that the link is another one.", {
         "stage": "rule: without measuring; decided; tried: the next best, since steps waited longer than reckoned; "

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hvdtrain.exchange.choice import (BUCKET_TIE, NUMERICS, TIE, Baseline, Choice, Cost, Row, decide, pick_bucket,
-                                      predict, table, verdict)
+from hvdtrain.exchange.choice import (BUCKET_TIE, NUMERICS, TIE, Baseline, Choice, Cost, Row, best_wires, decide,
+                                      pick_bucket, predict, table, verdict)
 from hvdtrain.exchange.compressors import names
 from hvdtrain.exchange.link import Link, Traffic
 
@@ -98,3 +98,26 @@ def test_ties_go_to_the_larger_bucket():
     nothing = dict.fromkeys((1.0, 8.0), 0.0)
     assert pick_bucket({1.0: 0.1, 8.0: 0.1 * (1 + BUCKET_TIE) - 1e-6}, nothing, True)[0] == 8.0
     assert pick_bucket({1.0: 0.1, 8.0: 0.1 * (1 + BUCKET_TIE) + 1e-6}, nothing, True)[0] == 1.0
+
+
+def test_wire_and_compressor_are_chosen_from_one_table():
+    """Of a step of 100 ms that waits 80: shared halves sums, and takes longer over what fp16 sends."""
+    costs = (Cost("none", 0.0, (Traffic("allreduce float32", False, 1, 8e6),), 8),
+             Cost("fp16", 0.01, (Traffic("alltoall", False, 1, 4e6),), 4))
+    mpi = {"allreduce float32": Link(0.0, 1e-8), "alltoall": Link(0.0, 1e-8)}
+    shared = {"allreduce float32": Link(0.0, 0.5e-8), "alltoall": Link(0.0, 4e-8)}
+    base = Baseline(0.1, 0.08)
+    rows = predict(costs, mpi, base, True) + predict(costs, shared, base, True, wire="shared", in_use=mpi)
+    assert [(r.name, r.wire, round(1e3 * r.step_s)) for r in rows] == [
+        ("none", "", 100), ("fp16", "", 70), ("none", "shared", 60), ("fp16", "shared", 190)]
+    assert [(r.name, r.wire) for r in best_wires(rows)] == [("none", "shared"), ("fp16", "")]
+    decision = decide(rows, 0.05)
+    assert decision.reason.endswith("; uncompressed, over shared from here on")
+    assert (decision.name, decision.wire) == ("none", "shared"), "sums over shared take less than fp16 over mpi"
+    lines = table(rows, {}, "none", 2, "shared")
+    assert [line[0] for line in lines[2:]] == [" ", " ", ">", " "] and lines[4].endswith("over shared")
+
+
+def test_the_wire_at_hand_stays_where_another_saves_little():
+    rows = [Row("none", 8, 0.0, 0.08, 0.100), Row("none", 8, 0.0, 0.077, 0.097, "shared")]
+    assert [r.wire for r in best_wires(rows)] == [""]

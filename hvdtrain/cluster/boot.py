@@ -30,7 +30,6 @@ from hvdtrain.faults.watch.meet import meet
 from hvdtrain.protocols import Control
 
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
-
 SEND_ONLY = "OMPI_MCA_btl_tcp_flags"
 STALL, STALL_CHECK = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_STALL_CHECK_TIME_SECONDS"
 
@@ -176,7 +175,6 @@ def has_mpi() -> bool:
 def mpi_threads() -> bool:
     """Whether two threads of this process may be in MPI at once: a wire's and the control plane's. MPI has started."""
     from mpi4py import MPI
-
     return bool(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
 
 
@@ -238,7 +236,6 @@ def _import_mpi(launcher: str) -> Any:
     prepare_lone_mpi(os.environ)
     try:
         import mpi4py
-
         mpi4py.rc.thread_level = "multiple"
         _bind_now()
         from mpi4py import MPI
@@ -374,12 +371,7 @@ def _running_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Co
     _horovod_env(exchange, os.environ)
     if where.size == 1:
         prepare_lone_mpi(os.environ)
-    try:
-        hvd = importlib.import_module(key)
-    except Exception as error:  # noqa: BLE001  (ImportError, OSError, and TensorFlow's NotFoundError for a stale ABI)
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise HorovodUnavailable(f"Horovod's {framework} part does not load ({line}); it was built for another "
-                                 f"{framework} or MPI; {BUILD}") from error
+    hvd = load_horovod(framework)
     timeout_s = getattr(where, "timeout_s", 600.0)
     pulse.at("Horovod")
     with deadline(timeout_s, "hvd.init"):
@@ -390,6 +382,16 @@ def _running_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Co
             f"built for another MPI than the one that runs this job; {BUILD}")
     _started[key] = hvd
     return hvd
+
+
+def load_horovod(framework: str) -> Any:
+    """Import Horovod's module for ``framework`` without starting it. Raises `HorovodUnavailable`."""
+    try:
+        return importlib.import_module(f"horovod.{framework}")
+    except Exception as error:  # noqa: BLE001  (ImportError, OSError, and TensorFlow's NotFoundError for a stale ABI)
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise HorovodUnavailable(f"Horovod's {framework} part does not load ({line}); it was built for another "
+                                 f"{framework} or MPI; {BUILD}") from error
 
 
 def stop_horovod(framework: str, timeout_s: float) -> None:
@@ -414,7 +416,5 @@ def _horovod_env(exchange: Exchange, env: MutableMapping[str, str]) -> None:
         env["HOROVOD_FUSION_THRESHOLD"] = str(int(exchange.fusion_threshold_mb * 2**20))
     if exchange.cycle_time_ms >= 0:
         env["HOROVOD_CYCLE_TIME"] = f"{exchange.cycle_time_ms:g}"
-    if exchange.autotune:
-        env["HOROVOD_AUTOTUNE"] = "1"
-    if exchange.hierarchical:
-        env["HOROVOD_HIERARCHICAL_ALLREDUCE"] = "1"
+    asked = {"HOROVOD_AUTOTUNE": exchange.autotune, "HOROVOD_HIERARCHICAL_ALLREDUCE": exchange.hierarchical}
+    env.update({name: "1" for name, on in asked.items() if on})

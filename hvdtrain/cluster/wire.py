@@ -103,7 +103,7 @@ class Wires:
         reason = boot.horovod_reason(self._framework) if known else f"Horovod has no part for {self._framework}"
         lacking = [r for r in control.gather(reason) if r]
         quotas = control.gather((control.node, cpu_quota(), len(affinity())))
-        no_shared = notes[-1] if shared is None and max(hosts) > 1 else ""
+        no_shared = notes[-1].partition(": ")[2] if shared is None and max(hosts) > 1 else ""
         job = Job(hosts, no_shared, lacking[0] if lacking else "", rationed(quotas), config.sync_batchnorm)
         names, self.left_out = candidates(job)
         if asked:
@@ -130,7 +130,7 @@ class Wires:
             else:
                 wire = _shared(config, control, said) if name == "shared" else _mpi(config, said)
             if wire is None:
-                return None, said[-1]
+                return None, said[-1].partition(": ")[2]
             self._open[name] = self._agreed(wire)
         return self._open[name], ""
 
@@ -234,6 +234,8 @@ def _horovod(config: Config, framework: str, backend: Any, control: Control, top
     """Horovod's collectives, over host memory where ``host``; None, with a note, where auto has to do without."""
     asked = config.collectives == "horovod" or config.exchange.adasum or config.exchange.autotune
     lacking = [r for r in control.gather(boot.horovod_reason(framework)) if r]
+    if not lacking:  # a rank whose Horovod does not load would have the others wait in its start
+        lacking = [r for r in control.gather(_does_not_load(framework)) if r]
     if not lacking:
         wire, reason = _start_horovod(config, framework, backend, control, host)
         lacking = [r for r in control.gather(reason) if r]
@@ -243,6 +245,15 @@ def _horovod(config: Config, framework: str, backend: Any, control: Control, top
     if asked:
         raise UserError(f"collectives horovod cannot be had: {lacking[0]}", "a Horovod built here", BUILD)
     notes.append(f"gradients go over plain MPI: {lacking[0]}")
+    return None
+
+
+def _does_not_load(framework: str) -> str | None:
+    """Why this rank's Horovod cannot be loaded, or None."""
+    try:
+        boot.load_horovod(framework)
+    except boot.HorovodUnavailable as error:
+        return error.reason
     return None
 
 

@@ -34,6 +34,7 @@ def job(monkeypatch):
     monkeypatch.setattr(wire.boot, "has_mpi", lambda: "mpi" not in lacking)
     monkeypatch.setattr(wire.boot, "mpi_comm", lambda: None)
     monkeypatch.setattr(wire.boot, "horovod_reason", lambda framework: lacking.get("horovod"))
+    monkeypatch.setattr(wire, "_does_not_load", lambda framework: None)
     monkeypatch.setattr(shared, "SharedCollectives", sharing)
     monkeypatch.setattr(mpi, "MpiCollectives", lambda comm, timeout_s: SimpleNamespace(name="mpi", host=True,
                                                                                             overlaps=True))
@@ -160,11 +161,12 @@ def test_a_horovod_without_operations_of_the_cpu_gives_way_to_mpi_in_words(job):
         job.open("horovod", **built)
 
 
-def test_horovod_lacks_on_one_rank_what_it_has_on_another(job):
+def test_horovod_lacks_on_one_rank_what_it_has_on_another(job, monkeypatch):
     """A rank that failed by itself must not take another wire than the rest."""
     backend = SimpleNamespace(in_host_memory=lambda: False,
                               collectives=lambda *a, over_host: SimpleNamespace(name="horovod", host=False))
-    answers = iter([[None, None], [None, "stale on b"]])
+    monkeypatch.setattr(wire.boot, "load_horovod", lambda framework: None)
+    answers = iter([[None, None], [None, None], [None, "stale on b"]])
     control = SimpleNamespace(rank=0, size=2, agree=bool, gather=lambda x: next(answers))
     notes = []
     got = wire.open_wire(Config(), "torch", backend, control, TWO, (CPU, CPU), notes)
@@ -189,3 +191,20 @@ def test_horovod_for_gpus_only_is_found_out(monkeypatch):
         wire.boot.start_horovod("torch", Exchange(), None, over_host=True)
     hvd.gloo_enabled = lambda: True
     assert wire.boot.start_horovod("torch", Exchange(), None, over_host=True) is hvd
+
+
+def test_a_rank_whose_horovod_does_not_load_keeps_the_others_from_starting_theirs(job, monkeypatch):
+    monkeypatch.setattr(wire, "_does_not_load", lambda framework: "stale on b")
+    monkeypatch.setattr(wire.boot, "start_horovod", lambda *a, **k: pytest.fail("a rank would wait in hvd.init"))
+    assert job.open(topology=TWO, host_memory=False) == ("mpi", ["gradients go over plain MPI: stale on b"])
+
+
+def test_a_horovod_that_was_up_is_not_shut_down(monkeypatch):
+    stopped = []
+    monkeypatch.setattr(wire.boot, "stop_horovod", lambda framework, timeout_s: stopped.append(framework))
+    for found in (True, False):
+        wires = wire.Wires(Config(), "torch", None, None, TWO, (CPU, CPU))
+        wires._open, wires._found_horovod = {"horovod": SimpleNamespace(), "mpi": SimpleNamespace()}, found
+        for name in ("mpi", "horovod", "horovod", "shared"):
+            wires.give_back(name)
+        assert stopped == ([] if found else ["torch"]) and list(wires._open) == ["mpi"]

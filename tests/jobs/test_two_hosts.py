@@ -47,6 +47,22 @@ found = links.measure(world, [[r for r, at in enumerate(names) if at == name] fo
 if world.rank == 0:
     print(json.dumps([link.hosts for link in found]))
     print(*shown.words(found, hosts), sep="\\n")
+
+from hvdtrain import backends
+from hvdtrain.cluster import boot
+from hvdtrain.cluster.launcher import launch_facts
+from hvdtrain.cluster.topology import survey
+from hvdtrain.cluster.wire import Wires
+from hvdtrain.config import Config
+from hvdtrain.exchange import wire_choice, wire_sweep
+
+numpy, control = backends.load("numpy"), boot.start_control(launch_facts(os.environ), 60)
+wires = Wires(Config(), "numpy", numpy, control, survey(control), control.gather(numpy.device_facts()))
+first = wires.first([]).name
+found = wire_sweep.measure({{name: wires.get(name)[0] for name in wires.names}}, numpy.Ops(), control, 1e6, 0.5)
+assert all(other == found for other in control.gather(found))
+if world.rank == 0:
+    print(json.dumps([first, wires.names, wire_choice.decide(wire_choice.reckon(found, 1e6, 1.0)).name]))
 """
 
 ON_EVERY_HOST = """
@@ -85,6 +101,8 @@ def test_mpi_sees_different_hosts(script, hosts, slots):
                                             for h in range(hosts) for _ in range(slots)]
     assert [rank[3] for rank in ranks] == [slots] * len(ranks)
     assert len({rank[5] for rank in ranks}) == hosts, "every host has a TMPDIR of its own"
+    first, names, chosen = json.loads(job.stdout.splitlines()[-1])
+    assert (first, names) == (("mpi", ["mpi"]) if slots == 1 else ("shared", ["shared", "mpi"])) and chosen in names
     # What the hosts tell each other goes through the cable: half of it or more, however the sum is organised.
     assert max(rank[4] for rank in ranks) >= SENT_BYTES // 2
     assert not job.orphans

@@ -112,6 +112,14 @@ class Call(Operation):
         self.end()
 
 
+class _Line:
+    """What is to be done in the order of rounds: whose turn it is, and what waits for its turn."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+        self.waiting: dict[int, Callable[[], None]] = {}
+
+
 class Rounds(Call):
     """An operation of ``rounds`` rounds, of which `DEPTH` are under way at once.
 
@@ -123,8 +131,9 @@ class Rounds(Call):
     def met(self) -> None:
         """Begin the first rounds."""
         self._opened = self._closed = 0
+        self._opening = False
         self._unfinished: dict[int, int] = {}
-        self._lines: dict[int, tuple[int, dict[int, Callable[[], None]]]] = {}
+        self._lines: dict[int, _Line] = {}
         self.begun()
         self._go_on()
 
@@ -175,14 +184,14 @@ class Rounds(Call):
 
         What is posted to a rank under one tag is matched in the order of posting, while messages come through in any.
         """
-        turn, waiting = self._lines.get(line, (0, {}))
-        waiting[j] = act
-        while turn in waiting:
-            waiting.pop(turn)()
-            turn += 1
-            self._lines[line] = turn, waiting
-            self._finished(turn - 1)
-        self._lines[line] = turn, waiting
+        place = self._lines.setdefault(line, _Line())
+        place.waiting[j] = act
+        while place.turn in place.waiting:
+            turn = place.turn
+            place.waiting.pop(turn)()
+            # Before the round is let go, which may open another one and come here again.
+            place.turn = turn + 1
+            self._finished(turn)
 
     def _finished(self, j: int) -> None:
         self._unfinished[j] -= 1
@@ -192,15 +201,16 @@ class Rounds(Call):
             self._go_on()
 
     def _go_on(self) -> None:
+        if self._opening:  # from within a round that is being opened: all of its messages come before the next one's
+            return
+        self._opening = True
         while self._opened < self.rounds and len(self._unfinished) < DEPTH:
             j = self._opened
             self._opened += 1
             self._unfinished[j] = 1  # itself, so that a round of nothing closes once, here
             self.open(j)
-            self._unfinished[j] -= 1
-            if not self._unfinished[j]:
-                del self._unfinished[j]
-                self._closed += 1
+            self._finished(j)
+        self._opening = False
         if self._closed == self.rounds and not self.over:
             self.closing()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,8 @@ class MpiCollectives:
     dtypes = frozenset({"float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8"})
     in_graph = False
     host = True
+    looks = True
+    """Whether sums are squared while they are made (`looked`)."""
 
     def __init__(self, comm: Any, timeout_s: float = 600.0, chunk: int = 1 << 28) -> None:
         self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
@@ -101,6 +104,7 @@ class MpiCollectives:
         with deadline(timeout_s, "duplicating a communicator"):
             self._peers = Peers(comm.Dup(), self._progress)
         self._issued = 0
+        self._n_looked, self._squares = 0, 0.0
         self._loans: list[tuple[Scratch, Moving | None]] = []
 
     def among(self, group: Group) -> MpiCollectives:
@@ -128,7 +132,8 @@ class MpiCollectives:
         total_N, divisor = _writable(flat_N), self.size if op == "mean" else 1
         sizes_P = even_parts(total_N.size, self.size)
         return self._issue("allreduce", name, flat_N, lambda what, at: Reduced(
-            self._peers, what, at, 0, total_N, sizes_P, spread=True, divisor=divisor), lambda: total_N)
+            self._peers, what, at, 0, total_N, sizes_P, spread=True, divisor=divisor), lambda: total_N,
+            squared=flat_N.size)
 
     def allgather(self, x_K: np.ndarray, name: str) -> Any:
         """Every rank's vector, by rank: (K,) -> (P, K)."""
@@ -223,12 +228,32 @@ class MpiCollectives:
         return Exchanged(self._peers, what, at, stage, sent, list(rows_PK), rows_PK)
 
     def _issue(self, kind: str, name: str, x: np.ndarray, make: Callable[[str, int], Operation],
-               alone: Callable[[], np.ndarray], sizes_P: Sequence[int] = ()) -> Any:
-        """Issue what ``make(words, number)`` makes; ``alone``: the result of one rank."""
+               alone: Callable[[], np.ndarray], sizes_P: Sequence[int] = (), squared: int = 0) -> Any:
+        """Issue what ``make(words, number)`` makes; ``alone``: the result of one rank.
+
+        ``squared``: elements of a whole sum, which counts for `looked` once it is waited for.
+        """
         if self.size == 1:
             return Pending(alone)
         what = _entered(kind, name, x, sizes_P)
-        return Moving(make(what, self._number()), self._progress, (self.timeout_s, what), name)
+        operation = make(what, self._number())
+        return Moving(operation, self._progress, (self.timeout_s, what), name,
+                      partial(self._look, operation, squared) if squared else None)
+
+    def _look(self, operation: Any, n: int, value: np.ndarray) -> np.ndarray:
+        """Count a sum and its squares."""
+        if operation.looks:
+            self._n_looked, self._squares = self._n_looked + n, self._squares + operation.squares
+        return value
+
+    def looked(self) -> tuple[int, float]:
+        """Elements summed since the last call, and the sum of squares over this rank's parts of them.
+
+        The squares of all ranks of the job add up to those of the sums.
+        """
+        found = self._n_looked, self._squares
+        self._n_looked, self._squares = 0, 0.0
+        return found
 
     def _number(self) -> int:
         """The next operation's, the same on every rank."""

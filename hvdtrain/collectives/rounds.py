@@ -265,6 +265,7 @@ class Reduced(Rounds):
         own, k = self._begins_P[peers.rank], sizes_P[peers.rank]
         self._into_K = x_N[own:own + k] if spread else np.empty(k, x_N.dtype) if into_K is None else into_K
         self._ready, self._arrived = ready, arrived
+        self.squares, self.looks = 0.0, x_N.dtype.name in ("float32", "float64")
         self._step = peers.piece // self._item
         self.rounds = -(-max(sizes_P, default=0) // self._step)
 
@@ -316,8 +317,11 @@ class Reduced(Rounds):
             at = begin - self._begins_P[rank]
             sum_K = self._into_K[at:at + end - begin]
             add_rows(rows, sum_K)
-            if self._divisor != 1:
-                sum_K /= self._divisor
+            with np.errstate(all="ignore"):  # who looks at the squares tells what is not finite
+                if self._divisor != 1:
+                    sum_K /= self._divisor
+                if self.looks:
+                    self.squares += float(np.dot(sum_K, sum_K))
             if self._arrived:
                 self._arrived(begin, end)
         self.peers.take_back(memory)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,8 +48,6 @@ class SharedCollectives(MpiCollectives):
     """
 
     name = "shared"
-    looks = True
-    """Whether sums are squared while they are made (`looked`)."""
 
     def __init__(self, comm: Any, timeout_s: float = 600.0, chunk: int = 1 << 28, host: Any = None) -> None:
         super().__init__(comm, timeout_s, chunk)
@@ -66,7 +65,6 @@ class SharedCollectives(MpiCollectives):
         # By the address of a vector; whoever holds one keeps its memory, which goes with the last.
         self._own: dict[int, tuple[weakref.ref[np.ndarray], Layout, int]] = {}
         self._scratch: dict[tuple[str, int, str], tuple[np.ndarray, Layout]] = {}
-        self._n_looked, self._squares = 0, 0.0
         self._made = 0
         self._ranks_L: list[int] = self._host.allgather(self.rank)
         self.hosts: list[list[int]] = [list(ranks) for ranks in sorted(set(comm.allgather(tuple(self._ranks_L))))]
@@ -117,8 +115,9 @@ class SharedCollectives(MpiCollectives):
             raw, layout, slot = own or self._copied(flat_N, name)
             value = flat_N if own else layout.rows_LSN(raw)[self._host.Get_rank(), 0]
             what = _entered(kind, name, flat_N, ())
-            return Moving(self._striped(raw, layout, slot, what, divisor, value), self._progress,
-                          (self.timeout_s, what), name, None if own else np.copy)
+            summed = self._striped(raw, layout, slot, what, divisor, value)
+            return Moving(summed, self._progress, (self.timeout_s, what), name,
+                          partial(self._look, summed, flat_N.size) if own else np.copy)
 
         def run() -> np.ndarray:
             if own:
@@ -271,16 +270,6 @@ class SharedCollectives(MpiCollectives):
                    for q, k in enumerate(sizes_P)]
         kind = _element(part_K.dtype.itemsize)
         self._comm.Alltoallv([part_K, (sent_P, [0] * self.size), kind], [all_N, (taken_P, begins(sizes_P)), kind])
-
-    def looked(self) -> tuple[int, float]:
-        """Elements of `buffer` vectors summed since the last call, and the sum of squares over this rank's stripes.
-
-        The squares of all ranks of the job add up to those of the sums. (0, 0.0) on several hosts, where a stripe is
-        not complete when it is looked at.
-        """
-        found = (self._n_looked, self._squares) if self._one_host else (0, 0.0)
-        self._n_looked, self._squares = 0, 0.0
-        return found
 
     def _sum(self, raw: np.ndarray, layout: Layout, slot: int, divisor: int) -> float:
         """Replace the row that each rank of the one host chose, this one ``slot``, by the sum of all those.

@@ -21,7 +21,8 @@ class Striped(Call):
 
     ``across``: the ranks that have this one's stripe on all hosts; None: it has none. ``near``: the other ranks of this
     host, by their numbers in ``peers``; ``owners``: those of them that have a stripe. ``rows``: gives this host's
-    vectors once all ranks have come; ``mine``: which is this rank's. ``divisor``: of the sums.
+    vectors once all ranks have come; ``mine``: which is this rank's. ``divisor``: of the sums. ``squares``: of the part
+    of the sum that this rank has added, where it ``looks``.
     """
 
     def __init__(self, peers: Peers, across: Peers | None, what: str, sequence: int, near: Sequence[int],
@@ -30,7 +31,7 @@ class Striped(Call):
         super().__init__(peers, what, sequence)
         self._across, self._sequence, self._near, self._owners = across, sequence, near, owners
         self._rows_of, self._mine, self._stripe, self._divisor, self._given = rows, mine, stripe, divisor, value
-        self._awaited = 0
+        self._awaited, self.squares, self.looks = 0, 0.0, value.dtype.name in ("float32", "float64")
 
     def met(self) -> None:
         """All vectors are there: add."""
@@ -62,6 +63,8 @@ class Striped(Call):
         if summed.error is not None:
             self.end(error=summed.error)
             return
+        assert isinstance(summed, Reduced)
+        self.squares = summed.squares
         self._awaited += len(self._near)
         for q in self._near:
             self.peers.send(self, np.zeros(1, np.uint8), q, self.tag, self._done)

@@ -88,3 +88,12 @@ def test_ranks_that_disagree_all_hear_of_it(wire, what):
     with pytest.raises(RuntimeError, match=rf"rank 0 entered .*'grad.0'.*; rank {wire.size - 1} entered "):
         handle.wait()
     assert wire.allreduce(np.ones(2, np.float32), "after").wait().tolist() == [wire.size, wire.size]
+
+
+@pytest.mark.parametrize("dtype, told", [("float32", True), ("float64", True), ("float16", False), ("int32", False)])
+def test_squares_are_told_of_floats_alone(comm, wire, dtype, told):
+    """A rank that takes 0 for squares nobody took would not see a NaN."""
+    wire.looked()
+    wire.allreduce(np.full(1000, 2, dtype), "squares").wait()
+    n, squares = np.sum(comm.allgather(wire.looked()), axis=0)
+    assert (n, squares) == ((1000 * wire.size, 1000 * (2 * wire.size) ** 2) if told else (0, 0))

@@ -42,7 +42,7 @@ def test_a_buffer_is_summed_in_place(wire, n, dtype):
 
 @pytest.mark.parametrize("at", [0, 5, 3 * shared.TILE + 6])
 @pytest.mark.parametrize("value", [2.0, np.nan, np.inf])
-def test_the_squares_of_a_sum_are_told(request, comm, wire, value, at):
+def test_the_squares_of_a_sum_are_told(comm, wire, value, at):
     n = 3 * shared.TILE + 7
     own_N = wire.buffer(n, "float32")
     own_N[:] = 1.0 / wire.size
@@ -51,10 +51,7 @@ def test_the_squares_of_a_sum_are_told(request, comm, wire, value, at):
     wire.allreduce(own_N, "squares").wait()
     looked = comm.allgather(wire.looked())
     squares = sum(part for _, part in looked)
-    if "one host" not in request.node.callspec.id:
-        assert set(looked) == {(0, 0.0)}, (
-            "a rank that squares a part which the others think is another's leaves a part out")
-    elif np.isfinite(value):
+    if np.isfinite(value):
         assert {count for count, _ in looked} == {n}
         assert squares == pytest.approx(float(np.square(own_N.astype(np.float64)).sum()), rel=1e-5)
     else:

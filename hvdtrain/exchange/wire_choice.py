@@ -3,7 +3,7 @@
 Owns the rules and the formula; pure. Does not open a wire (`hvdtrain.cluster.wire`), measure one
 (`hvdtrain.exchange.wire_sweep`) or act (`hvdtrain.callbacks.auto_wire`). Let, for a step's gradients of N bytes::
 
-    wire_s = alpha + beta N             fitted to sums of at most 8 MiB in pieces of 2 MiB (`hvdtrain.exchange.link`)
+    wire_s = alpha + beta N             of sums of at most 8 MiB in pieces of 2 MiB, beyond those at their rate
     busy_s = busy_cores wire_s          processor seconds of a rank in them
     short  = 1 where computing leaves a rank no core of its own for the wire, 0 where it leaves a whole one
     cost_s = wire_s + short * busy_s

@@ -37,8 +37,8 @@ def measure(wires: Mapping[str, Collectives], ops: Ops, control: Control, nbytes
     """Time sums over each of ``wires``, which take turns, for about ``budget_s``; the same on every rank.
 
     First one turn of each size, to see how far they go: none larger than a step's ``nbytes``, nor one that would not
-    fit. Then the largest over and over: a link that lets a burst through before it slows down then shows the speed that
-    lasts. The line is through the largest few.
+    fit with repeats. Then the largest over and over: a link that lets a burst through before it slows down then shows
+    the speed that lasts. Beyond it a step's bytes go at its rate; up to it the line is through the largest few.
     """
     begin = time.perf_counter()
     probes = {name: _Probe(name, wire, ops) for name, wire in wires.items()}
@@ -52,7 +52,7 @@ def measure(wires: Mapping[str, Collectives], ops: Ops, control: Control, nbytes
         if len(sizes) >= 2:
             before = sizes[-1][0] * sizes[-1][1]
             used_s, = slowest(control, [time.perf_counter() - begin])
-            if before >= nbytes or used_s + 2 * sum(last_s.values()) * total / before > budget_s:
+            if before >= nbytes or used_s + REPEATS / 2 * sum(last_s.values()) * total / before > budget_s:
                 break
         for name, probe in probes.items():
             if not sizes or not probe.host:
@@ -72,7 +72,8 @@ def measure(wires: Mapping[str, Collectives], ops: Ops, control: Control, nbytes
             break
     found = []
     for name in probes:
-        points = [(float(size), statistics.median(times)) for size, times in seconds[name].items()][-FITTED:]
+        n_points = 1 if nbytes > total else FITTED
+        points = [(float(size), statistics.median(times)) for size, times in seconds[name].items()][-n_points:]
         medians = slowest(control, [s for _, s in points] + [statistics.median(busy[name]), idle[name]])
         link = fit([(size, s) for (size, _), s in zip(points, medians)])
         found.append(Measured(name, link, medians[-2], medians[-1], total))
@@ -110,8 +111,7 @@ class _Probe:
     def _vector(self, n: int) -> Array:
         """Zeros, in the wire's own memory where it has some, as in training."""
         wire, ops = self._wire.collectives, self._ops
-        own = wire.buffer(n, "float32") if wire.host else None
-        return ops.zeros(n, "float32") if own is None else ops.from_host(own)
+        return ops.buffer(n, "float32", wire.buffer(n, "float32")) if wire.host else ops.zeros(n, "float32")
 
     def _working(self, name: str) -> Callable[[Sequence[Array]], list[Array]]:
         def work(flats: Sequence[Array]) -> list[Array]:

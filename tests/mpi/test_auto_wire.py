@@ -13,7 +13,7 @@ from small_runs import FRAMEWORKS, apart, config, fitted, make_model, samples, w
 
 from hvdtrain import assemble as assembling
 from hvdtrain.assemble import assemble
-from hvdtrain.callbacks import auto_wire
+from hvdtrain.callbacks import auto_compression, auto_wire
 from hvdtrain.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS
 from hvdtrain.callbacks.auto_wire import AutoWire
 from hvdtrain.cluster import boot
@@ -22,6 +22,7 @@ from hvdtrain.cluster.topology import Host, Topology
 from hvdtrain.collectives.mpi import MpiCollectives
 from hvdtrain.config import Checkpoint
 from hvdtrain.exchange import wire_sweep
+from hvdtrain.exchange.choice import Choice
 from hvdtrain.exchange.wire_choice import WireChoice
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
@@ -137,3 +138,27 @@ def test_a_quota_on_one_rank_keeps_horovod_from_all(control, tmp_path, monkeypat
     assert "horovod" not in run.wires.names and "rank 1 on" in run.wires.left_out["horovod"]
     assert np.all([n == run.wires.names for n in control.gather(run.wires.names)])
     run.leave()
+
+
+def test_wire_and_compressor_are_decided_together_and_alike(control, tmp_path, monkeypatch):
+    """Made up is what is taken: fp16, over the first of the other wires."""
+    tables = []
+
+    def decide(rows, margin):
+        tables.append({(r.name, r.wire) for r in rows})
+        return Choice("fp16", 0.1, "made up", next((r.wire for r in rows if r.wire), ""))
+
+    monkeypatch.setattr(auto_compression.choice, "decide", decide)
+    monkeypatch.setattr(auto_compression.choice, "verdict", lambda *_: (True, "stays"))
+    monkeypatch.setattr(auto_wire.AutoWire, "_check", lambda *_: pytest.fail("checked beside the compressor"))
+    out = Path(control.bcast(str(tmp_path / "run")))
+    run = fitted(run_of("torch", out, compression="auto"))
+    first, = {name for name, wire in tables[0] if not wire} - {"none"} and {run.notes[0].split()[2].strip(",")}
+    others = {wire for _, wire in tables[0]} - {""}
+    assert others == set(run.wires.names) - {first} and {("fp16", ""), ("none", "")} <= tables[0]
+    auto = auto_of(run)
+    mine = auto.choice, auto.settled, run.dp.compression, [n for n in run.notes if "auto" in n]
+    assert mine[:3] == (run.collectives.name, True, "fp16") and (not others or run.collectives.name in others)
+    assert all(other == mine for other in control.gather(mine))
+    again = run_of("torch", out, compression="auto", resume="auto")
+    assert (again.collectives.name, again.dp.compression) == (auto.choice, "fp16")

@@ -20,7 +20,8 @@ QUIET = 12.0
 
 LEAST_QUIET_S = 5.0
 TROUBLE = {"non_finite": "no update: not finite", "out_of_memory": "out of memory", "failed": "failed"}
-DECIDED = {"balance": "shares", "compression": "compression", "compile": "compile", "memory_fit": "micro-batch"}
+DECIDED = {"balance": "shares", "wire": "wire", "compression": "compression", "compile": "compile",
+           "memory_fit": "micro-batch"}
 
 
 def axis_of(facts: Facts) -> TimeAxis:

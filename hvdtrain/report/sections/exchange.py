@@ -1,4 +1,4 @@
-"""What carries gradients, and what was decided about compression and compilation, with the tables of the decisions."""
+"""What carries gradients, what was decided about it, compression and compilation, with the tables of the decisions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from hvdtrain.report.words import cut, duration, number, short, size
 
 WIRES = {"null": "nothing: there was one rank", "shared": "memory that the ranks of a host share",
          "mpi": "plain MPI", "horovod": "Horovod"}
+_STAGES = {"rule": "taken by rule", "decided": "decided", "tried": "tried", "checked": "checked",
+           "changed": "given up, to decide anew"}
 
 
 def make(facts: Facts) -> Section | None:
@@ -18,6 +20,14 @@ def make(facts: Facts) -> Section | None:
     wire = str(facts.start.get("wire") or "")
     if wire:
         lines.append(f"Gradients went over {WIRES.get(wire, wire)}{f' (wire {wire})' if wire in WIRES else ''}.")
+    chosen = facts.log.all("wire")
+    for event in chosen:
+        v = event.values
+        lines.append(f"Step {event.step:,}: wire {v.get('choice')} was {_STAGES.get(str(v.get('stage')), 'decided')}: "
+                     f"{cut(v.get('reason') or '', 300)}.")
+    measured = next((e.values for e in reversed(chosen) if e.values.get("rows")), None)
+    if measured is not None:
+        blocks += _tables(measured, "Wires as reckoned", "wire")
     compressions = facts.log.all("compression")
     for event in compressions:
         v = event.values
@@ -25,7 +35,7 @@ def make(facts: Facts) -> Section | None:
                      f"{cut(v.get('reason') or '', 300)}.")
     decided = next((e.values for e in reversed(compressions) if e.values.get("rows")), None)
     if decided is not None:
-        blocks += _compression(decided)
+        blocks += _tables(decided, "Compressors as reckoned", "compressor")
     for event in facts.log.all("compile"):
         lines.append(f"Step {event.step:,}: compile {event.values.get('option')}: {_kinds(event.values.get('kinds'))}.")
     if not lines and not blocks:
@@ -33,7 +43,7 @@ def make(facts: Facts) -> Section | None:
     return Section("exchange", "Exchange and compilation", "", [Lines(lines[-30:]), *blocks])
 
 
-def _compression(decided: dict[str, Any]) -> list[Table]:
+def _tables(decided: dict[str, Any], title: str, what: str) -> list[Table]:
     """Tables of the forecast, of what cannot be used, and of the links."""
     tables = []
     rows = [row for row in decided["rows"] if isinstance(row, dict)]
@@ -42,7 +52,7 @@ def _compression(decided: dict[str, Any]) -> list[Table]:
     )
     marked = frozenset(i for i, row in enumerate(rows) if row.get("name") == decided.get("choice"))
     if rows:
-        tables.append(Table("Compressors as reckoned", [_head(h) for h in heads],
+        tables.append(Table(title, [_head(h) for h in heads],
                             [[_cell(h, row.get(h)) for h in heads] for row in rows], marked=marked,
                             note=f"Measuring took {duration(number(decided.get('sweep_s')))}."))
     refused = decided.get("refused")
@@ -50,7 +60,7 @@ def _compression(decided: dict[str, Any]) -> list[Table]:
         tables.append(
             Table(
                 "Not used",
-                ["compressor", "why"],
+                [what, "why"],
                 [[str(k), cut(v or "", 200)] for k, v in refused.items() if v],
                 folded=True,
                 words=frozenset({1}),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class AutoWire(Callback):
         self.choice, self.settled = "", False
         self._world, self._compression = "", compression
         self._rows: list[Row] = []
+        self._in_graph: dict[str, bool] = {}
         self._decision: WireChoice | None = None
         self._base: Baseline | None = None
         self._watch = StepWatch(WARM_STEPS)
@@ -129,6 +130,7 @@ class AutoWire(Callback):
             opened_s = max(control.gather(time.perf_counter() - begin))
             measured = wire_sweep.measure({name: wire for name, (wire, _) in found.items() if wire is not None},
                                           run.dp.reducer.ops, control, nbytes, max(LEAST_S, BUDGET_S - opened_s))
+        self._in_graph = {name: wire.in_graph for name, (wire, _) in found.items() if wire is not None}
         threads = max(control.gather(run.topology.cores_of(control.rank) if not run.config.threads
                                      else run.config.threads))
         short = wire_choice.short_of_cores([(len(h.ranks), h.cores) for h in run.topology.hosts], threads)
@@ -176,18 +178,18 @@ class AutoWire(Callback):
             self._take(run, best)
             self._settle(run, reason, "checked", base)
             return
-        other = run.control.bcast(wire_choice.doubt(self._rows, self._decision, *astuple(measured)))
+        easy = [name for name, in_graph in self._in_graph.items() if in_graph == run.collectives.in_graph]
+        other = run.control.bcast(wire_choice.doubt(self._rows, self._decision, measured.step_s, measured.wait_s, easy))
         wait = f"steps of {1e3 * measured.step_s:.4g} ms wait {1e3 * measured.wait_s:.4g} ms"
         if other is None:
             self._settle(run, f"{self.choice} stays: {wait}", "checked", measured)
             return
-        self._base = measured
-        reason = f"{wait}, longer than was reckoned: {other.name} is tried for {WARM_STEPS + WINDOW_STEPS} steps"
-        run.record("wire", stage="tried", choice=other.name, reason=reason, step_s=measured.step_s,
-                   wait_s=measured.wait_s)
-        lacking = self._take(run, other.name)
+        self._base, (name, why) = measured, other
+        run.record("wire", stage="tried", choice=name, reason=f"{name} for {WARM_STEPS + WINDOW_STEPS} steps: {why}",
+                   **asdict(measured))
+        lacking = self._take(run, name)
         if lacking:
-            self._settle(run, f"{self.choice} stays: {wait}, and {other.name} cannot be had: {lacking}", "checked",
+            self._settle(run, f"{self.choice} stays: {wait}, and {name} cannot be had: {lacking}", "checked",
                          measured)
             return
         self._watch = StepWatch(WARM_STEPS)

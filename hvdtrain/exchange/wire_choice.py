@@ -25,6 +25,9 @@ TIE = 0.05
 OFF = 0.25
 """A wait this much longer than reckoned is looked into."""
 
+NEAR = 0.15
+"""Costs this near to each other are within what a sweep of two seconds may be wrong by."""
+
 LEAST_UPDATES = 50
 """A run of fewer updates takes what the rule says: measuring and checking would be much of it."""
 
@@ -164,17 +167,23 @@ def by_rule(names: Sequence[str], why: str) -> WireChoice:
     return WireChoice(names[0], f"{names[0]}, {WHAT.get(names[0], names[0])}, by rule: {why}")
 
 
-def doubt(rows: Sequence[Row], choice: WireChoice, step_s: float, wait_s: float) -> Row | None:
-    """The wire to try in place of ``choice``, whose steps wait longer than was reckoned; None: keep it. Pure.
+def doubt(rows: Sequence[Row], choice: WireChoice, step_s: float, wait_s: float,
+          easy: Sequence[str] = ()) -> tuple[str, str] | None:
+    """(a wire to try in place of ``choice``, why), from steps with that; None: keep it. Pure.
 
-    One is worth a try where the wait is `OFF` beyond the most that was reckoned, and by more than `SEEN` of a step, and
-    the wire was reckoned to cost less than that wait.
+    One is worth a try where the wait is `OFF` beyond the most that was reckoned, by more than `SEEN` of a step, and it
+    was reckoned to cost less than that wait. And of those that are ``easy`` to go over to, one that was reckoned within
+    `NEAR` of the choice, where that much of a step waits: the steps themselves tell better than a sweep then.
     """
     own = next((row for row in rows if row.name == choice.name), None)
-    if own is None or wait_s <= own.cost_s * (1 + OFF) or wait_s - own.cost_s <= SEEN * step_s:
+    others = sorted((row for row in rows if row.name != choice.name), key=lambda row: row.cost_s)
+    if own is None or not others or wait_s <= SEEN * step_s:
         return None
-    others = [row for row in rows if row.name != choice.name and row.cost_s < wait_s]
-    return min(others, key=lambda row: row.cost_s, default=None)
+    wait = f"steps of {_ms(step_s)} wait {_ms(wait_s)}"
+    if wait_s > own.cost_s * (1 + OFF) and wait_s - own.cost_s > SEEN * step_s and others[0].cost_s < wait_s:
+        return others[0].name, f"{wait}, longer than was reckoned"
+    near = [row.name for row in others if row.name in easy and row.cost_s <= own.cost_s * (1 + NEAR)]
+    return (near[0], f"{wait}, and it was reckoned within {NEAR:.0%}") if near else None
 
 
 def better(choice: str, step_s: float, tried: str, tried_s: float) -> tuple[str, str]:

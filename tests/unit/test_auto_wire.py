@@ -18,6 +18,7 @@ from hvdtrain.records import stream
 STEPS = WARM_STEPS + WINDOW_STEPS
 TWO = Topology((Host("a", (0,), 2), Host("b", (1,), 2)))
 FOUND = [Measured("mpi", Link(0.0, 1e-8), 0.5, 0.0), Measured("horovod", Link(0.0, 1.2e-8), 1.0, 0.02)]
+NEAR = [FOUND[0], Measured("horovod", Link(0.0, 1.1e-8), 1.0, 0.02)]
 """Of 4 MB: mpi 40 ms, Horovod 48 ms; one of two cores computes, so that they are not short."""
 
 
@@ -102,6 +103,14 @@ def test_steps_that_wait_longer_than_reckoned_try_the_other(script, ms, kept):
     assert s.auto.settled and s.auto.choice == s.run.collectives.name == kept
     assert s.run.wires.used == (["horovod"] if kept == "horovod" else ["horovod", "mpi"])
     assert f"mpi took 100 ms a step, horovod {ms} ms" in s.run.notes[-1]
+
+
+@pytest.mark.parametrize("in_graph, tried", [(False, ["horovod"]), (True, [])])
+def test_one_about_as_good_is_tried_unless_graphs_would_be_traced_again_for_it(script, in_graph, tried):
+    s = script(found=NEAR)
+    s.auto._in_graph["horovod"] = in_graph
+    s.steps(STEPS, 100, 41)
+    assert s.run.wires.used == tried and s.auto.settled is (not tried)
 
 
 def test_what_cannot_be_had_is_said_and_left_out(script):

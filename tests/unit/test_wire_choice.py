@@ -71,8 +71,17 @@ ROWS = [row("mpi", 100), row("shared", 120), row("horovod", 140)]
 @pytest.mark.parametrize("step_ms, wait_ms, tried", [(300, 90, None), (300, 124, None), (300, 126, "shared"),
                                                      (300, 119, None), (300, 500, "shared"), (3000, 150, None)])
 def test_a_wait_longer_than_reckoned_makes_it_try_the_next_best(step_ms, wait_ms, tried):
-    found = doubt(ROWS, WireChoice("mpi", ""), step_ms / 1e3, wait_ms / 1e3)
-    assert (found and found.name) == tried
+    found = doubt(ROWS, WireChoice("mpi", ""), step_ms / 1e3, wait_ms / 1e3, ("shared", "horovod"))
+    assert (found and found[0]) == tried
+
+
+@pytest.mark.parametrize("costs, easy, wait_ms, tried", [
+    ((100, 113, 114), ("b", "c"), 50, "b"), ((100, 113, 114), ("c",), 50, "c"), ((100, 113, 114), (), 50, None),
+    ((100, 116, 117), ("b", "c"), 50, None), ((100, 113, 114), ("b", "c"), 14, None)])
+def test_one_that_was_reckoned_about_as_good_is_tried_where_steps_wait(costs, easy, wait_ms, tried):
+    """Of steps of 300 ms; 15 are seen."""
+    found = doubt([row(n, ms) for n, ms in zip("abc", costs)], WireChoice("a", ""), 0.3, wait_ms / 1e3, easy)
+    assert (found and found[0]) == tried and (not found or "within 15%" in found[1])
 
 
 def test_of_two_the_faster_one_stays():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.topology import Topology, affinity, compute_threads
-from hvdtrain.config import Config
+from hvdtrain.config import Config, Exchange
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket, plan_buckets, plan_some
 from hvdtrain.protocols import Control
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 FIRST_MB = 1.0
 """So much is enough for a wire to begin with that works beside backward: it is still busy when more is there."""
+
+BESIDE_MB = 2.0
+"""Size of a bucket, by default, on a wire that moves pieces beside backward: only the last one is not hidden by it, and
+what a call costs is hidden as well. Large ones are for wires that block, or that fuse by themselves."""
 
 
 def compression_of(setup: Setup) -> str:
@@ -44,7 +48,10 @@ def buckets_of(setup: Setup) -> list[Bucket]:
     """
     config, specs = setup.config, setup.parts.params.specs
     by_block = config.model_parallel > 1
+    wire, default_mb = setup.collectives, Exchange().bucket_mb
     size_mb = 0.0 if config.exchange.adasum else config.exchange.bucket_mb
+    if size_mb == default_mb and getattr(wire, "drives", False):
+        size_mb = BESIDE_MB
     if size_mb == "auto":
         from hvdtrain.exchange.sweep import pick_bucket_mb
 
@@ -53,7 +60,6 @@ def buckets_of(setup: Setup) -> list[Bucket]:
         setup.notes.append(f"exchange.bucket_mb auto: {size_mb:g} MiB; {reason}")
     # A compressor's state lies in the order of its buckets, which stays for the sake of old checkpoints.
     aligned = setup.collectives.host and config.compression == "none"
-    wire = setup.collectives
     first_mb = FIRST_MB if wire.overlaps and not wire.in_graph and not config.exchange.adasum else math.inf
     if not setup.parts.replicas:
         return plan_buckets(specs, size_mb, setup.group.name("grad"), by_block, aligned, first_mb)

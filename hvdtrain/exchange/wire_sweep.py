@@ -7,7 +7,6 @@ whatever decides about a turn is the slowest rank's number. What is made of the 
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -24,7 +23,9 @@ PIECE = 2 * MIB
 TURNS = ((1, MIB // 16), (1, MIB // 2), (1, PIECE), (2, PIECE), (4, PIECE))
 """(vectors under way at once, bytes of each): growing, as far as the time allows, two at least."""
 
-REPEATS = 9
+REPEATS, LEAST_REPEATS = 30, 4
+"""Turns of the largest size, as the time allows: at most, and those that a size must leave time for."""
+
 FITTED = 3
 """Sizes that count: smaller ones say little of a step's."""
 
@@ -52,7 +53,7 @@ def measure(wires: Mapping[str, Collectives], ops: Ops, control: Control, nbytes
         if len(sizes) >= 2:
             before = sizes[-1][0] * sizes[-1][1]
             used_s, = slowest(control, [time.perf_counter() - begin])
-            if before >= nbytes or used_s + REPEATS / 2 * sum(last_s.values()) * total / before > budget_s:
+            if before >= nbytes or used_s + LEAST_REPEATS * sum(last_s.values()) * total / before > budget_s:
                 break
         for name, probe in probes.items():
             if not sizes or not probe.host:
@@ -66,18 +67,23 @@ def measure(wires: Mapping[str, Collectives], ops: Ops, control: Control, nbytes
         for name, probe in probes.items():
             taken_s, busy_s = probe.turn(*sizes[-1])
             seconds[name][total].append(taken_s)
-            busy[name].append(busy_s / max(taken_s, 1e-9))
+            busy[name].append(busy_s)
         used_s, round_s = slowest(control, [time.perf_counter() - begin, sum(s[total][-1] for s in seconds.values())])
         if used_s + round_s > budget_s:
             break
     found = []
     for name in probes:
         n_points = 1 if nbytes > total else FITTED
-        points = [(float(size), statistics.median(times)) for size, times in seconds[name].items()][-n_points:]
-        medians = slowest(control, [s for _, s in points] + [statistics.median(busy[name]), idle[name]])
-        link = fit([(size, s) for (size, _), s in zip(points, medians)])
-        found.append(Measured(name, link, medians[-2], medians[-1], total))
+        points = [(float(size), _typical(times)) for size, times in seconds[name].items()][-n_points:]
+        *times, busy_s, idle_cores = slowest(control, [s for _, s in points] + [_typical(busy[name]), idle[name]])
+        link = fit([(size, s) for (size, _), s in zip(points, times)])
+        found.append(Measured(name, link, busy_s / max(times[-1], 1e-9), idle_cores, total))
     return control.bcast(found)
+
+
+def _typical(times: Sequence[float]) -> float:
+    """The lower quartile: a rank that other work or a quota has stopped for a while is slow in any wire."""
+    return sorted(times)[len(times) // 4]
 
 
 def _idle_cores() -> float:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from hvdtrain.cluster import slices
 from hvdtrain.cluster.patience import wait_for
 
 MOST_OPEN = 64
@@ -139,6 +140,7 @@ class Progress:
             operation.end(error=error)
 
     def _work(self) -> None:
+        slices.shorten()
         pause_s = AWAKE_S
         while True:
             with self._changed:

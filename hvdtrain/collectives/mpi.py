@@ -77,6 +77,30 @@ class Moving:
         """Return whether the result is there, without waiting."""
         return self._operation.over
 
+    @property
+    def taken(self) -> bool:
+        """Whether somebody has the result."""
+        return self._value is not None
+
+
+class _Loans:
+    """Memory for results that are good until the next call: each handle's own until that is waited for."""
+
+    def __init__(self) -> None:
+        self._lent: list[tuple[Scratch, Any]] = []
+
+    def vector(self, n: int, dtype: np.dtype) -> tuple[int, np.ndarray]:
+        """Return (place, (n,)) of memory whose call is over and was taken."""
+        for place, (scratch, handle) in enumerate(self._lent):
+            if handle is None or not isinstance(handle, Moving) or handle.taken:
+                return place, scratch.vector(n, dtype)
+        self._lent.append((Scratch(), None))
+        return len(self._lent) - 1, self._lent[-1][0].vector(n, dtype)
+
+    def lend(self, place: int, handle: Any) -> None:
+        """Keep it for ``handle``."""
+        self._lent[place] = self._lent[place][0], handle
+
 
 class MpiCollectives:
     """Collectives over an mpi4py communicator, of which it makes a duplicate: collective to make.
@@ -101,11 +125,12 @@ class MpiCollectives:
         self.timeout_s, self.chunk = timeout_s, chunk
         self._comm, self._progress = comm, progress_of_process()
         self.overlaps = self._progress.threaded
+        self.drives = self.overlaps and self.size > 1  # exchanges too, from request to request
         with deadline(timeout_s, "duplicating a communicator"):
             self._peers = Peers(comm.Dup(), self._progress)
         self._issued = 0
         self._n_looked, self._squares = 0, 0.0
-        self._loans: list[tuple[Scratch, Moving | None]] = []
+        self._loans = _Loans()
 
     def among(self, group: Group) -> MpiCollectives:
         """The same kind of wire between the ranks of ``group`` alone."""
@@ -137,13 +162,13 @@ class MpiCollectives:
 
     def allgather(self, x_K: np.ndarray, name: str) -> Any:
         """Every rank's vector, by rank: (K,) -> (P, K)."""
-        return self._issue("allgather", name, x_K, lambda what, at: self._moved("allgather", what, x_K, at),
+        return self._issue("allgather", name, x_K, lambda what, at: _moved(self._peers, "allgather", what, x_K, at),
                            lambda: np.array(x_K).reshape(1, -1))
 
     def alltoall(self, x_PK: np.ndarray, name: str) -> Any:
         """Row p goes to rank p; row q of the result came from rank q: (P, K) -> (P, K)."""
         assert x_PK.shape[0] == self.size, f"alltoall of {x_PK.shape} over {self.size} ranks"
-        return self._issue("alltoall", name, x_PK, lambda what, at: self._moved("alltoall", what, x_PK, at),
+        return self._issue("alltoall", name, x_PK, lambda what, at: _moved(self._peers, "alltoall", what, x_PK, at),
                            lambda: np.array(x_PK))
 
     def reducescatter(self, flat_N: np.ndarray, name: str) -> Any:
@@ -165,36 +190,22 @@ class MpiCollectives:
         """The ranks' parts one after the other: (sizes_P[rank],) -> (N,), good until the next call."""
         assert part_K.size == sizes_P[self.rank], f"allgatherv of {part_K.size} elements as one of {list(sizes_P)}"
         own_K = np.ascontiguousarray(part_K)
-        place, scratch = self._borrow()
-        all_N = scratch.vector(sum(sizes_P), own_K.dtype)
+        place, all_N = self._loans.vector(sum(sizes_P), own_K.dtype)
         parts = [all_N[begin:begin + k] for begin, k in zip(begins(sizes_P), sizes_P)]
         handle = self._issue("allgatherv", name, part_K, lambda what, at: Exchanged(
             self._peers, what, at, 0, [own_K] * self.size, parts, all_N), own_K.copy, sizes_P)
-        self._loans[place] = scratch, handle
+        self._loans.lend(place, handle)
         return handle
-
-    def _borrow(self) -> tuple[int, Scratch]:
-        """Memory of no call that is still under way, or whose result has not been taken."""
-        for place, (scratch, handle) in enumerate(self._loans):
-            if handle is None or handle._value is not None:
-                return place, scratch
-        self._loans.append((Scratch(), None))
-        return len(self._loans) - 1, self._loans[-1][0]
 
     def broadcast(self, x_N: np.ndarray, name: str, root: int = 0) -> Pending:
         """``root``'s vector on every rank: (N,) -> (N,); in place where the memory allows it. MPI's own tree."""
         def run() -> np.ndarray:
             result_N = _writable(x_N)
-            for part in self._spans(result_N.size):
+            for part in spans_of(result_N.size, self.chunk):
                 self._comm.Bcast(_bytes(result_N[part]), root=root)
             return result_N
 
         return self._later(f"broadcast from {root}", name, x_N, run)
-
-    @property
-    def drives(self) -> bool:
-        """Whether `drive` may be called: exchanges go on while the program computes."""
-        return self.overlaps and self.size > 1
 
     def drive(self, exchange: Exchange, outgoing: Callable[[Any], np.ndarray], arrived: Callable[[Any], Any],
               name: str) -> Moving:
@@ -213,19 +224,12 @@ class MpiCollectives:
                                even_parts(x.size, self.size), spread=True)
             if isinstance(request, AllGather):
                 x = outgoing(request.x_K)
-                return self._moved("allgather", _entered("allgather", call, x, ()), x, at, stage)
+                return _moved(self._peers, "allgather", _entered("allgather", call, x, ()), x, at, stage)
             x = outgoing(request.x_PK)
-            return self._moved("alltoall", _entered("alltoall", call, x, ()), x, at, stage)
+            return _moved(self._peers, "alltoall", _entered("alltoall", call, x, ()), x, at, stage)
 
         return Moving(Course(exchange, self._progress, make, arrived), self._progress,
                       (self.timeout_s, f"exchange {name!r}"), name)
-
-    def _moved(self, kind: str, what: str, x: np.ndarray, at: int, stage: int = 0) -> Exchanged:
-        """The operation of an allgather (K,) -> (P, K), or an alltoall (P, K) -> (P, K)."""
-        x = np.ascontiguousarray(x)
-        rows_PK = np.empty(x.shape if kind == "alltoall" else (self.size, x.size), x.dtype)
-        sent = list(x) if kind == "alltoall" else [x] * self.size
-        return Exchanged(self._peers, what, at, stage, sent, list(rows_PK), rows_PK)
 
     def _issue(self, kind: str, name: str, x: np.ndarray, make: Callable[[str, int], Operation],
                alone: Callable[[], np.ndarray], sizes_P: Sequence[int] = (), squared: int = 0) -> Any:
@@ -282,11 +286,6 @@ class MpiCollectives:
         if call.error is not None:
             raise call.error
 
-    def _spans(self, n: int) -> Iterator[slice]:
-        """Slices of at most ``chunk`` elements that cover n; none for n = 0, where there is nothing to move."""
-        for start in range(0, n, self.chunk):
-            yield slice(start, min(n, start + self.chunk))
-
 
 def progress_of_process() -> Progress:
     """Return what moves all operations of this process; MPI has been started."""
@@ -294,6 +293,20 @@ def progress_of_process() -> Progress:
         MPI = _mpi()
         _of_process.append(Progress(MPI.Query_thread() >= MPI.THREAD_MULTIPLE))
     return _of_process[0]
+
+
+def _moved(peers: Peers, kind: str, what: str, x: np.ndarray, at: int, stage: int = 0) -> Exchanged:
+    """Return the operation of an allgather (K,) -> (P, K), or an alltoall (P, K) -> (P, K)."""
+    x = np.ascontiguousarray(x)
+    rows_PK = np.empty(x.shape if kind == "alltoall" else (peers.size, x.size), x.dtype)
+    sent = list(x) if kind == "alltoall" else [x] * peers.size
+    return Exchanged(peers, what, at, stage, sent, list(rows_PK), rows_PK)
+
+
+def spans_of(n: int, chunk: int) -> Iterator[slice]:
+    """Yield slices of at most ``chunk`` elements that cover n; none for n = 0, where there is nothing to move."""
+    for start in range(0, n, chunk):
+        yield slice(start, min(n, start + chunk))
 
 
 def _entered(kind: str, name: str, x: np.ndarray, sizes_P: Sequence[int]) -> str:

@@ -61,6 +61,7 @@ class SharedCollectives(MpiCollectives):
             self._across = Peers(across, self._progress) if hosts > 1 and mine < self._stripes else None
             self._one_host = hosts == 1
         self.overlaps = self.overlaps and not self._one_host  # within a host nothing is left to do while one computes
+        self.drives = self.drives and self.overlaps
         self._tiles: dict[str, np.ndarray] = {}
         # By the address of a vector; whoever holds one keeps its memory, which goes with the last.
         self._own: dict[int, tuple[weakref.ref[np.ndarray], Layout, int]] = {}

@@ -1,8 +1,9 @@
 """A short time slice for a thread that often has a moment's work and must not wait for it.
 
 Where threads that compute fill all cores, one that moves messages would get a core at the next tick of the clock only,
-after up to 4 ms, and the link would stand still until then. A thread with a short slice gets its core when it wakes, and
-has to leave it as soon; its share of the processor stays what it was. Linux since 6.12; earlier ones take no notice.
+after up to 4 ms, and the link would stand still until then. A thread with a short slice gets its core when it wakes,
+and has to leave it as soon; its share of the processor stays what it was. Linux since 6.12; earlier ones take no
+notice.
 Source: sched_setattr(2); "EEVDF: custom slices", Linux 6.12.
 """
 

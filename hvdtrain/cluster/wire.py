@@ -82,7 +82,7 @@ class Wires:
             wire = _horovod(config, self._framework, self._backend, control, self._topology, self._devices, host, notes)
         if wire is None:
             wire = _mpi(config, notes)
-        return self._staged(wire)
+        return self._staged(self._agreed(wire, notes))
 
     def _on_cpus(self) -> bool:
         """Whether gradients lie in host memory on all ranks, MPI connects them, and no graph waits for the sums.
@@ -110,7 +110,7 @@ class Wires:
             names = ["shared"] if shared is not None else ["mpi"]
             self.left_out = {name: "exchange.hierarchical is set" for name in ("mpi", "horovod")}
         if shared is not None:
-            self._open["shared"] = self._agreed(shared)
+            self._open["shared"] = self._agreed(shared, notes)
         self.names = names
         self.why = "all ranks are on one host" if len(hosts) == 1 else \
             "some host has several ranks" if max(hosts) > 1 else "no host has several ranks"
@@ -131,7 +131,7 @@ class Wires:
                 wire = _shared(config, control, said) if name == "shared" else _mpi(config, said)
             if wire is None:
                 return None, said[-1].partition(": ")[2]
-            self._open[name] = self._agreed(wire)
+            self._open[name] = self._agreed(wire, notes)
         return self._open[name], ""
 
     def use(self, run: Any, name: str) -> str:
@@ -158,10 +158,15 @@ class Wires:
         if name == "horovod" and self._open.pop(name, None) is not None and not self._found_horovod:
             boot.stop_horovod(self._framework, self._config.control_timeout_s)
 
-    def _agreed(self, wire: Collectives) -> Collectives:
-        """``wire`` with ``overlaps`` as all ranks can: buckets are cut by it, and must be alike."""
-        if self._control.agree(not wire.overlaps) and wire.overlaps:
-            wire.overlaps = False
+    def _agreed(self, wire: Collectives, notes: list[str] | None = None) -> Collectives:
+        """``wire`` with ``overlaps`` and ``drives`` as all ranks can: buckets are cut by them, and must be alike."""
+        moves = getattr(wire, "drives", None)
+        if moves is None or not self._control.agree(not moves):
+            return wire
+        wire.overlaps = wire.drives = False  # type: ignore[attr-defined]
+        if notes is not None and len(self._topology.hosts) > 1 and not boot.mpi_threads():
+            notes.append("MPI lets one thread in at a time (no MPI_THREAD_MULTIPLE): gradients travel only while a rank "
+                         "waits for them")
         return wire
 
     def _staged(self, wire: Collectives) -> Collectives:

@@ -12,6 +12,7 @@ A host's facts, by key:
     horovod_mpi       by framework, the file names of the MPI libraries that its part of Horovod wants
     mpirun            flavour, version and path of the launcher found here, error where it tells none; None without one
     mpi               library, libmpi: what mpi4py uses
+    mpi_moves         ucx, cuda: what the Open MPI found here was built with; None where it is another, or does not tell
     gpu               driver, cuda, devices (name, capability, memory_bytes); None without a GPU
     visible           CUDA_VISIBLE_DEVICES, None where it is not set
     interfaces        name, address, network, up, mbit_s of each address of version 4
@@ -120,6 +121,7 @@ def _looks(env: Mapping[str, str]) -> dict[str, Callable[[], Any]]:
         "mpi4py": lambda: version_of("mpi4py"),
         "horovod": lambda: version_of("horovod"),
         "mpirun": _mpirun,
+        "mpi_moves": _mpi_moves,
         "visible": lambda: env.get(VISIBLE),
         "interfaces": interfaces,
         "cores": lambda: min(len(affinity()), cpu_quota(), container.limits()["cores"] or float("inf")),
@@ -155,6 +157,16 @@ def _mpirun() -> dict[str, str] | None:
     if found is None:
         return {"flavour": "", "version": "", "path": path, "error": why or "tells of no MPI that is known here"}
     return {"flavour": found.flavour, "version": found.version, "path": found.mpirun}
+
+
+def _mpi_moves() -> dict[str, bool] | None:
+    """Whether the Open MPI beside mpirun was built with UCX, and to read the memory of GPUs; None where it cannot tell.
+    """
+    path = find_mpirun()
+    told = answer_of([str(Path(path).with_name("ompi_info")), "--parsable", "--all"])[0] if path else ""
+    if "mca:pml:" not in told:
+        return None
+    return {"ucx": "mca:pml:ucx:" in told, "cuda": "mpi_built_with_cuda_support:value:true" in told}
 
 
 def launcher(env: Mapping[str, str]) -> dict[str, Any] | None:

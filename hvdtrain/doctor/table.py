@@ -97,6 +97,13 @@ def _mpirun(host: Facts, found: Any) -> str:
     return f"{found['path']}, " + (found["error"] if "error" in found else f"{found['flavour']} {found['version']}")
 
 
+def _mpi_moves(host: Facts, found: Any) -> str:
+    ucx = "UCX where it finds a fast network" if found["ucx"] else "its own transports, not UCX"
+    gpus = "could read GPU memory itself; hvdtrain goes over pinned host memory" if found["cuda"] else (
+        "cannot read GPU memory itself")
+    return f"{ucx}; {gpus}"
+
+
 def _launcher(host: Facts, found: Any) -> str:
     sees = f", MPI sees {found['world']}" if found["kind"] == "mpi" and found["world"] is not None else ""
     return f"{found['name']}, {found['size']} process{'es' if found['size'] != 1 else ''}{sees}"
@@ -156,6 +163,7 @@ _SHOWN: tuple[tuple[str, str, str, Callable[[Facts, Any], str]], ...] = (
     ("Horovod", "horovod", "not installed", _horovod),
     ("MPI library", "mpi", "mpi4py is not installed", _mpi),
     ("mpirun", "mpirun", "none", _mpirun),
+    ("MPI moves by", "mpi_moves", "unknown: it does not tell", _mpi_moves),
     ("started by", "launcher", "", _launcher),
     ("GPUs", "gpu", "none", _gpu),
     ("own name is", "addresses", "", lambda host, found: ", ".join(found)),

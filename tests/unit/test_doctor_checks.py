@@ -14,7 +14,7 @@ HOST = {
     "horovod_mpi": {"torch": ["libmpi.so.40"]},
     "mpirun": {"flavour": "openmpi", "version": "4.1.8", "path": "/env/bin/mpirun"},
     "mpi": {"version": "4.1.2", "library": "Open MPI v4.1.8, package: x", "libmpi": ["/env/lib/libmpi.so.40"]},
-    "gpu": None, "visible": None,
+    "mpi_moves": {"ucx": True, "cuda": False}, "gpu": None, "visible": None,
     "interfaces": [{"name": "eth0", "address": "10.0.0.1", "network": "10.0.0.0/24", "up": True, "mbit_s": 0},
                    {"name": "lo", "address": "127.0.0.1", "network": "127.0.0.0/8", "up": True, "mbit_s": 0}],
     "cores": 8, "memory_bytes": 16 << 30, "shm_bytes": 8 << 30, "root": False, "root_allowed": False,

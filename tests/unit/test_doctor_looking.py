@@ -67,7 +67,7 @@ def test_what_cannot_be_had_is_unknown_and_says_why(monkeypatch):
                          (facts.socket, "getaddrinfo"), (facts.shutil, "disk_usage"), (facts, "memory_bytes")):
         monkeypatch.setattr(module, name, no)
     found = facts.collect({})
-    assert {"interfaces", "mpirun", "boot", "addresses", "shm_bytes", "shm_total", "memory_bytes"} == {
+    assert {"interfaces", "mpirun", "mpi_moves", "boot", "addresses", "shm_bytes", "shm_total", "memory_bytes"} == {
         key for key, value in found.items() if value == "unknown: PermissionError: not for you"} - set(facts.FRAMEWORKS)
     assert json.loads(json.dumps(found)) == found
     diagnose([found])

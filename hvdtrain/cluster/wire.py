@@ -165,8 +165,8 @@ class Wires:
             return wire
         wire.overlaps = wire.drives = False  # type: ignore[attr-defined]
         if notes is not None and len(self._topology.hosts) > 1 and not boot.mpi_threads():
-            notes.append("MPI lets one thread in at a time (no MPI_THREAD_MULTIPLE): gradients travel only while a rank "
-                         "waits for them")
+            notes.append("MPI lets in one thread at a time (no MPI_THREAD_MULTIPLE): gradients travel only while a "
+                         "rank waits for them")
         return wire
 
     def _staged(self, wire: Collectives) -> Collectives:

@@ -134,9 +134,9 @@ def test_a_late_rank_costs_the_others_no_processor_time(wire, comm):
     comm.Barrier()
     if wire.rank == 0:
         time.sleep(0.5)
-    began = time.process_time()
+    began = time.thread_time()  # of this thread: others of the process, such as a Horovod's, are not its wait
     wire.allreduce(np.ones(1000, np.float32), "late").wait()
-    assert wire.rank == 0 or time.process_time() - began < 0.25
+    assert wire.rank == 0 or time.thread_time() - began < 0.25
 
 
 def test_what_follows_on_an_operation_that_failed_is_dropped():

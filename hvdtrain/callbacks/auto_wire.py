@@ -49,7 +49,7 @@ class AutoWire(Callback):
     where = "all"
 
     def __init__(self, compression: AutoCompression | None = None) -> None:
-        self.choice, self.settled = "", False
+        self.choice, self.settled, self._ruled = "", False, False
         self._world, self._compression = "", compression
         self._rows: list[Row] = []
         self._in_graph: dict[str, bool] = {}
@@ -63,13 +63,14 @@ class AutoWire(Callback):
 
     def fit_start(self, run: Any) -> None:
         """Choose; a run that goes on in the world it was decided for keeps its choice."""
-        if self.settled and self._world == _world(run):
+        why = self._by_rule(run)
+        if not why and self.settled and self._world == _world(run):
             self._begin(run)
             return
         self.settled, self._world, self._base = False, _world(run), None
         self.choice = run.collectives.name
-        why = self._by_rule(run)
         if why:
+            self._ruled = True
             self._settle(run, wire_choice.by_rule(run.wires.names, why).reason, "rule")
             self._watch_no_more()
         else:
@@ -250,8 +251,9 @@ class AutoWire(Callback):
             self._compression.anew(run)
 
     def state_dict(self) -> dict[str, Any]:
-        """The choice, and the world it was made for."""
-        return {"choice": self.choice, "settled": self.settled, "world": self._world}
+        """The choice, and the world it was made for; one that the rule has made is none, since a longer run measures.
+        """
+        return {"choice": self.choice, "settled": self.settled and not self._ruled, "world": self._world}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo `state_dict`; a choice that was not settled is made anew."""

@@ -51,22 +51,23 @@ class Pending:
 
 
 class Moving:
-    """Handle of an operation that was issued when this was made. ``then``: gives the result from its value."""
+    """Handle of an operation of ``wire``, issued when this is made. ``then``: gives the result from its value."""
 
-    __slots__ = ("_operation", "_progress", "_limit", "_name", "_came_s", "_then", "_value")
+    __slots__ = ("_operation", "_wire", "_what", "_name", "_came_s", "_then", "_value")
 
-    def __init__(self, operation: Operation, progress: Progress, limit: tuple[float, str], name: str,
+    def __init__(self, operation: Operation, wire: MpiCollectives, what: str, name: str,
                  then: Callable[[Any], Any] | None = None) -> None:
-        self._operation, self._progress, self._limit, self._name = operation, progress, limit, name
+        self._operation, self._wire, self._what, self._name = operation, wire, what, name
         self._then, self._value = then, None
         self._came_s = time.perf_counter()
-        progress.issue(operation)
+        wire.moves.issue(operation)
 
     def wait(self) -> Any:
         """Return the result; the same one every time."""
         if self._value is None:
-            with deadline(*self._limit), pulse.waiting(self._limit[1]), blocked(self._name, self._came_s):
-                self._progress.wait(self._operation)
+            stands = blocked(self._name, self._came_s)
+            with deadline(self._wire.timeout_s, self._what), pulse.waiting(self._what), stands:
+                self._wire.await_over(self._operation)
             if self._operation.error is not None:
                 raise self._operation.error
             value = self._operation.value
@@ -123,11 +124,12 @@ class MpiCollectives:
     def __init__(self, comm: Any, timeout_s: float = 600.0, chunk: int = 1 << 28) -> None:
         self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
         self.timeout_s, self.chunk = timeout_s, chunk
-        self._comm, self._progress = comm, progress_of_process()
-        self.overlaps = self._progress.threaded
+        self._comm, self.moves = comm, progress_of_process()
+        self.overlaps = self.moves.threaded
         self.drives = self.overlaps and self.size > 1  # exchanges too, from request to request
+        self.moves_parts = self.overlaps  # whether `reducescatterv` and `allgatherv` go on by themselves as well
         with deadline(timeout_s, "duplicating a communicator"):
-            self._peers = Peers(comm.Dup(), self._progress)
+            self._peers = Peers(comm.Dup(), self.moves)
         self._issued = 0
         self._n_looked, self._squares = 0, 0.0
         self._loans = _Loans()
@@ -174,16 +176,13 @@ class MpiCollectives:
     def reducescatter(self, flat_N: np.ndarray, name: str) -> Any:
         """This rank's 1/P of the sum over ranks: (N,) -> (N/P,); N is a multiple of P."""
         assert flat_N.size % self.size == 0, f"reducescatter of {flat_N.size} elements over {self.size} ranks"
-        return self._reduced("reducescatter", flat_N, [flat_N.size // self.size] * self.size, name)
+        return MpiCollectives.reducescatterv(self, flat_N, [flat_N.size // self.size] * self.size, name)
 
     def reducescatterv(self, flat_N: np.ndarray, sizes_P: Sequence[int], name: str) -> Any:
         """This rank's part of the sum over ranks, added in rank order: (N,) -> (sizes_P[rank],)."""
         assert flat_N.size == sum(sizes_P), f"reducescatterv of {flat_N.size} elements into {list(sizes_P)}"
-        return self._reduced("reducescatterv", flat_N, sizes_P, name)
-
-    def _reduced(self, kind: str, flat_N: np.ndarray, sizes_P: Sequence[int], name: str) -> Any:
         own_N = np.ascontiguousarray(flat_N)
-        return self._issue(kind, name, flat_N, lambda what, at: Reduced(
+        return self._issue("reducescatterv", name, flat_N, lambda what, at: Reduced(
             self._peers, what, at, 0, own_N, sizes_P), own_N.copy, sizes_P)
 
     def allgatherv(self, part_K: np.ndarray, sizes_P: Sequence[int], name: str) -> Any:
@@ -228,8 +227,7 @@ class MpiCollectives:
             x = outgoing(request.x_PK)
             return _moved(self._peers, "alltoall", _entered("alltoall", call, x, ()), x, at, stage)
 
-        return Moving(Course(exchange, self._progress, make, arrived), self._progress,
-                      (self.timeout_s, f"exchange {name!r}"), name)
+        return Moving(Course(exchange, self.moves, make, arrived), self, f"exchange {name!r}", name)
 
     def _issue(self, kind: str, name: str, x: np.ndarray, make: Callable[[str, int], Operation],
                alone: Callable[[], np.ndarray], sizes_P: Sequence[int] = (), squared: int = 0) -> Any:
@@ -241,8 +239,7 @@ class MpiCollectives:
             return Pending(alone)
         what = _entered(kind, name, x, sizes_P)
         operation = make(what, self._number())
-        return Moving(operation, self._progress, (self.timeout_s, what), name,
-                      partial(self._look, operation, squared) if squared else None)
+        return Moving(operation, self, what, name, partial(self._look, operation, squared) if squared else None)
 
     def _look(self, operation: Any, n: int, value: np.ndarray) -> np.ndarray:
         """Count a sum and its squares."""
@@ -258,6 +255,10 @@ class MpiCollectives:
         found = self._n_looked, self._squares
         self._n_looked, self._squares = 0, 0.0
         return found
+
+    def await_over(self, operation: Operation, longest_sleep_s: float = 200e-6) -> None:
+        """Wait until ``operation`` of this wire is over."""
+        self.moves.wait(operation, longest_sleep_s=longest_sleep_s)
 
     def _number(self) -> int:
         """The next operation's, the same on every rank."""
@@ -281,8 +282,8 @@ class MpiCollectives:
     def _compare(self, what: str) -> None:
         """Raise on every rank unless all ranks entered the same collective; all of them have then come."""
         call = Call(self._peers, what, self._number())
-        self._progress.issue(call)
-        self._progress.wait(call)
+        self.moves.issue(call, beside=False)
+        self.await_over(call, LONGEST_SLEEP_S)
         if call.error is not None:
             raise call.error
 

@@ -18,7 +18,11 @@ from hvdtrain.cluster import slices
 from hvdtrain.cluster.patience import wait_for
 
 MOST_OPEN = 64
-"""Operations under way at once; the tags of their messages repeat only after more than that."""
+"""Operations under way at once."""
+
+SEQUENCES = 256
+"""Operations whose messages have tags of their own: one waits until the one so many before it is over, however long
+that takes, or messages of the two would be taken for each other's."""
 
 AWAKE_S, ASLEEP_S = 100e-6, 400e-6
 """How long the thread sleeps between two calls of MPI: after one that moved something, and at most."""
@@ -39,6 +43,8 @@ class Operation:
         self.value: Any = None
         self.error: BaseException | None = None
         self.followers: list[Callable[[Operation], None]] = []
+        self.place = 0
+        """Which of its process it is; `Progress` sets it."""
 
     def begin(self) -> None:
         """Post the first requests."""
@@ -66,13 +72,17 @@ class Progress:
         self._open: list[Operation] = []
         self._requests: list[Any] = []
         self._then: list[tuple[Operation, Callable[[], None]]] = []
-        self._waiters = 0
+        self._waiters = self._issued = 0
         self._thread: threading.Thread | None = None
 
-    def issue(self, operation: Operation) -> None:
-        """Begin ``operation`` after those before it; returns at once."""
+    def issue(self, operation: Operation, beside: bool = True) -> None:
+        """Begin ``operation`` after those before it; returns at once. ``beside``: nobody waits for it yet."""
         with self._changed:
+            operation.place = self._issued
+            self._issued += 1
             self._fresh.append(operation)
+            if not beside:  # whoever waits moves it: to wake a thread for it would cost more than it takes
+                return
             if self.threaded and self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="hvdtrain-exchange", daemon=True)
                 self._thread.start()
@@ -84,13 +94,14 @@ class Progress:
         self._requests.append(request)
         self._then.append((operation, then))
 
-    def wait(self, operation: Operation) -> None:
-        """Return once ``operation`` is over, moving all of them meanwhile. Has no bound of its own."""
+    def wait(self, operation: Operation, limit_s: float = float("inf"),
+             longest_sleep_s: float = LONGEST_SLEEP_S) -> bool:
+        """Move all until ``operation`` is over; False where ``limit_s`` have passed before."""
         with self._changed:
             self._waiters += 1
         try:
-            wait_for(lambda: operation.over or self._move_if_free() and operation.over,
-                     longest_sleep_s=LONGEST_SLEEP_S)
+            return wait_for(lambda: operation.over or self._move_if_free() and operation.over, limit_s,
+                            longest_sleep_s)
         finally:
             with self._changed:
                 self._waiters -= 1
@@ -109,13 +120,20 @@ class Progress:
     def _move(self) -> bool:
         """Take in what is through and post what follows; return whether anything was."""
         moved = False
-        while self._fresh and len(self._open) < MOST_OPEN:
+        if self._fresh:
+            self._open = [operation for operation in self._open if not operation.over]
+        while self._fresh and len(self._open) < MOST_OPEN and (
+                not self._open or self._fresh[0].place < self._open[0].place + SEQUENCES):
             operation = self._fresh.popleft()
             self._open.append(operation)
             self.guarded(operation, operation.begin)
             moved = True
         while self._requests:
-            done = self._requests[0].Testsome(self._requests)
+            try:
+                done = self._requests[0].Testsome(self._requests)
+            except Exception as error:  # noqa: BLE001  (MPI's own: nobody knows what of it is through)
+                self._broken(error)
+                return True
             if not done:
                 break
             moved = True
@@ -128,6 +146,12 @@ class Progress:
         if moved:
             self._open = [operation for operation in self._open if not operation.over]
         return moved
+
+    def _broken(self, error: Exception) -> None:
+        """Give an error of MPI's to all that is under way, for who waits for it."""
+        for operation in dict.fromkeys((*(o for o, _ in self._then), *self._open)):
+            operation.end(error=error)
+        self._requests, self._then, self._open = [], [], []
 
     def guarded(self, operation: Operation, call: Callable[[], None]) -> None:
         """Make an error of ``call`` that of the operation, for who waits for it; nothing follows on one that is over.

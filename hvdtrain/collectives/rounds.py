@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.collectives.parts import add_rows, begins
-from hvdtrain.collectives.progress import Operation, Progress
+from hvdtrain.collectives.progress import SEQUENCES, Operation, Progress
 
 PIECE, LEAST_PIECE = 256 << 10, 16 << 10
 """Bytes of a message at most: so much at the end of an operation is not overlapped with anything. Of many ranks less,
@@ -28,8 +28,11 @@ so that a round does not grow with them."""
 DEPTH = 8
 """Rounds of one operation under way at once."""
 
-SEQUENCES, STAGES = 256, 32
-"""Operations, and stages of one, whose tags differ. MPI promises tags up to 32767."""
+STAGES = 32
+"""Stages of an operation whose tags differ. MPI promises tags up to 32767."""
+
+MOST_IDLE = 32
+"""Pieces' memory that is kept for the next operation."""
 
 _CALL = 256
 """Bytes of what a rank says it has entered: a checksum of all of it, then its words as far as they go."""
@@ -56,7 +59,8 @@ class Peers:
 
     def take_back(self, memory: np.ndarray) -> None:
         """End a loan."""
-        self._idle.append(memory)
+        if len(self._idle) < MOST_IDLE:
+            self._idle.append(memory)
 
     def send(self, operation: Operation, raw: np.ndarray, to: int, tag: int, then: Callable[[], None]) -> None:
         """Send contiguous bytes; ``then`` is called once they may be written to again."""

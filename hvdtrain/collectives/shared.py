@@ -28,6 +28,7 @@ from hvdtrain.cluster.patience import wait_for
 from hvdtrain.collectives.mpi import (LONGEST_SLEEP_S, Moving, MpiCollectives, Pending, _element, _entered, _mpi,
                                       _parts)
 from hvdtrain.collectives.parts import TILE, add_rows, begins, windows
+from hvdtrain.collectives.progress import Operation
 from hvdtrain.collectives.rounds import Peers
 from hvdtrain.collectives.segments import Layout, SharedUnavailable, map_of
 from hvdtrain.collectives.striped import Striped
@@ -58,10 +59,10 @@ class SharedCollectives(MpiCollectives):
             self._stripes = comm.allreduce(self._host.Get_size(), MPI.MIN)
             mine = self._host.Get_rank()
             across = comm.Split(mine if mine < self._stripes else MPI.UNDEFINED, key=self.rank)
-            self._across = Peers(across, self._progress) if hosts > 1 and mine < self._stripes else None
+            self._across = Peers(across, self.moves) if hosts > 1 and mine < self._stripes else None
             self._one_host = hosts == 1
         self.overlaps = self.overlaps and not self._one_host  # within a host nothing is left to do while one computes
-        self.drives = self.drives and self.overlaps
+        self.drives, self.moves_parts = self.drives and self.overlaps, False
         self._tiles: dict[str, np.ndarray] = {}
         # By the address of a vector; whoever holds one keeps its memory, which goes with the last.
         self._own: dict[int, tuple[weakref.ref[np.ndarray], Layout, int]] = {}
@@ -117,8 +118,7 @@ class SharedCollectives(MpiCollectives):
             value = flat_N if own else layout.rows_LSN(raw)[self._host.Get_rank(), 0]
             what = _entered(kind, name, flat_N, ())
             summed = self._striped(raw, layout, slot, what, divisor, value)
-            return Moving(summed, self._progress, (self.timeout_s, what), name,
-                          partial(self._look, summed, flat_N.size) if own else np.copy)
+            return Moving(summed, self, what, name, partial(self._look, summed, flat_N.size) if own else np.copy)
 
         def run() -> np.ndarray:
             if own:
@@ -288,18 +288,27 @@ class SharedCollectives(MpiCollectives):
         return squares
 
     def _meet(self) -> None:
-        """Wait for the ranks of this host."""
-        self._wait(self._host.Ibarrier().Test)
+        """Wait for the ranks of this host; errors as in `_until`."""
+        test = self._host.Ibarrier().Test
+        self._until(lambda limit_s: wait_for(test, limit_s, LONGEST_SLEEP_S))
 
-    def _wait(self, test: Callable[[], bool]) -> None:
+    def await_over(self, operation: Operation, longest_sleep_s: float = 200e-6) -> None:
+        """Wait until ``operation`` is over; errors as in `_until`."""
+        try:
+            self._until(lambda limit_s: self.moves.wait(operation, limit_s, longest_sleep_s))
+        except PeerFailed as error:
+            operation.end(error=error)  # later ones do not wait for it
+            raise
+
+    def _until(self, wait: Callable[[float], bool]) -> None:
         """Wait for other ranks; `PeerFailed` where one of this host has ended in order, and so never comes.
 
-        Of ranks that die the launcher ends the job.
+        ``wait``: waits so many seconds at most; whether that was enough. Of ranks that die the launcher ends the job.
         """
-        while not wait_for(test, LOOK_S, LONGEST_SLEEP_S):
+        while not wait(LOOK_S):
             gone = [rank for rank, left in zip(self._ranks_L, self._left_L) if left]
             # It may have left after this very call, of which the news is on its way.
-            if gone and not wait_for(test, GRACE_S, LONGEST_SLEEP_S):
+            if gone and not wait(GRACE_S):
                 raise PeerFailed(f"rank {gone[0]} has ended, or has shut down, while this one waits for it to exchange "
                                  "gradients: every rank has to take the same number of steps")
 

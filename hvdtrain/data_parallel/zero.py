@@ -27,7 +27,7 @@ from hvdtrain.exchange.compressors import create
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.exchange.squares import sum_squares
 from hvdtrain.exchange.transport import Transport
-from hvdtrain.protocols import Array, Control, DataParallel, Handle
+from hvdtrain.protocols import Array, Collectives, Control, DataParallel, Handle
 
 if TYPE_CHECKING:
     from hvdtrain.exchange.buckets import Bucket
@@ -172,7 +172,7 @@ class Zero(Reducing):
             self._broken = True  # unless this comes through
             self._open[i] = wire.collectives.reducescatterv(sent, self._sizes_BG[i], name)
             if not self.retains and not wire.collectives.in_graph:
-                self._arrive(IN_FLIGHT if wire.collectives.overlaps else 0)
+                self._arrive(IN_FLIGHT if _moves_parts(wire.collectives) else 0)
             self._broken = False
             self.waited_s += 0.0 if self.in_graph else time.perf_counter() - began
 
@@ -244,7 +244,7 @@ class Zero(Reducing):
         """Bring the parameters that each rank has updated to all others, bucket by bucket."""
         params = self._parts.params
         open_: dict[int, Handle] = {}
-        ahead = IN_FLIGHT if self.wire.overlaps else 1
+        ahead = IN_FLIGHT if _moves_parts(self.wire) else 1
         for i in range(len(self.buckets) + ahead - 1):
             if i < len(self.buckets):
                 wire, bucket, sizes_G = self._wires[i], self.buckets[i], self._sizes_BG[i]
@@ -257,6 +257,11 @@ class Zero(Reducing):
                 if self.wire.host:  # read where it lies: it is the wire's own until its next call
                     whole_N = self._wires[done].ops.buffer(bucket.n, bucket.dtype, whole_N)
                 params.write(bucket, whole_N, self._own_B[done])
+
+
+def _moves_parts(wire: Collectives) -> bool:
+    """Return whether parts go on by themselves: where they do not, several share one vector of the wire's own."""
+    return bool(getattr(wire, "moves_parts", wire.overlaps))
 
 
 def global_norm(squares_B: Sequence[float], control: Control) -> float:

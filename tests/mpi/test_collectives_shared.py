@@ -8,6 +8,7 @@ from collectives_cases import CASES, as_is, cuts, mixed, name_of
 
 from hvdtrain.collectives import segments, shared
 from hvdtrain.collectives.shared import SharedCollectives, SharedUnavailable
+from hvdtrain.errors import PeerFailed
 
 pytestmark = pytest.mark.mpi(min_size=2)
 HOSTS = {"one host": lambda rank: 0, "a host each": lambda rank: rank, "the last apart": lambda rank: int(rank > 1),
@@ -147,3 +148,15 @@ def test_no_file_stays_open(comm):
     before = held()
     SharedCollectives(comm, timeout_s=60).buffer(1000, "float32")
     assert held() == before
+
+
+def test_a_rank_that_has_ended_is_told_by_those_of_its_host(comm, monkeypatch):
+    """Within seconds, not when the wire's own bound is over."""
+    monkeypatch.setattr(shared, "LOOK_S", 0.05)
+    monkeypatch.setattr(shared, "GRACE_S", 0.2)
+    wire = SharedCollectives(comm, timeout_s=60, host=comm.Split(0, key=comm.Get_rank()))
+    if wire.rank == wire.size - 1:
+        wire.leave()
+    else:
+        with pytest.raises(PeerFailed, match=f"rank {wire.size - 1} has ended.*same number of steps"):
+            wire.allreduce(np.ones(4, np.float32), "one step more").wait()

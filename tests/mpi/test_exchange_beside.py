@@ -145,3 +145,13 @@ def test_what_follows_on_an_operation_that_failed_is_dropped():
     progress.guarded(operation, lambda: 1 / 0)
     progress.guarded(operation, lambda: calls.append(1))
     assert isinstance(operation.error, ZeroDivisionError) and not calls
+
+
+def test_messages_of_an_operation_that_takes_long_are_no_others(wire):
+    """More operations come after it than there are tags; those wait for it, whatever else is through."""
+    large = np.full(6_000_000, 1.0, np.float32)
+    slow = wire.allreduce(large, "large")
+    handles = [wire.allreduce(np.full(40_000, float(i), np.float32), f"after {i}") for i in range(560)]
+    for i, handle in enumerate(handles):
+        assert (handle.wait() == i * wire.size).all(), i
+    assert (slow.wait() == wire.size).all()

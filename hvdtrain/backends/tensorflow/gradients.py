@@ -117,6 +117,10 @@ class Gradients:
         with self._beside(variable):
             return tf.fill(variable.shape, tf.cast(value, variable.dtype))
 
+    def unknown(self) -> tf.Tensor:
+        """Return a zero, float32 (), that no graph can take for a constant."""
+        return self._zero.read_value()
+
     def all(self, value: tf.Tensor) -> list[tf.Tensor]:
         """Return gradients that are ``value`` everywhere."""
         if self.split:

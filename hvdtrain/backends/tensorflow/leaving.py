@@ -26,19 +26,20 @@ class Leaving:
         self._sink, self._memory, self._in_place = sink, memory, in_place
         self._lock = threading.Lock()  # a sink takes one bucket at a time
 
-    def handed_over(self, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    def handed_over(self, tensors: Sequence[tf.Tensor], zero: tf.Tensor) -> tf.Tensor:
         """Return when each bucket was handed over, float64 (B,), while a graph is traced.
 
-        ``tensors``: the gradients by variable, or with a sink that is given tensors those of its buckets.
+        ``tensors``: the gradients by variable, or with a sink that is given tensors those of its buckets. ``zero``: a
+        scalar that TensorFlow cannot know before the graph runs.
         """
         buckets = self._sink.buckets
         groups = [[tensors[i] for i in b.params] for b in buckets] if self._in_place else [[x] for x in tensors]
-        return tf.stack([self._node(i, group) for i, group in enumerate(groups)])
+        return tf.stack([self._node(i, group, zero) for i, group in enumerate(groups)])
 
-    def _node(self, index: int, group: Sequence[tf.Tensor]) -> tf.Tensor:
+    def _node(self, index: int, group: Sequence[tf.Tensor], zero: tf.Tensor) -> tf.Tensor:
         bucket = self._sink.buckets[index]
 
-        def leave(*arrays: np.ndarray) -> np.float64:
+        def leave(_: np.ndarray, *arrays: np.ndarray) -> np.float64:
             with telling(f"gradients of {bucket.name}"):
                 if self._in_place:
                     host.fill(self._memory[index], bucket, arrays)
@@ -46,5 +47,6 @@ class Leaving:
                     self._sink.put(index, self._memory[index] if self._in_place else tf.constant(arrays[0]))
             return np.float64(time.perf_counter())
 
-        # Nodes with a state wait for whatever else has one in the graph.
-        return tf.ensure_shape(tf.numpy_function(leave, list(group), tf.float64, stateful=False), [])
+        # Nodes with a state wait for whatever else has one in the graph. One without, fed constants alone, such as
+        # gradients that are known to be zero, TensorFlow would run while it optimises the graph, and not again.
+        return tf.ensure_shape(tf.numpy_function(leave, [zero, *group], tf.float64, stateful=False), [])

@@ -218,7 +218,7 @@ class Stage:
         if not sink.in_graph and self._leaving is None:
             return pair, tensors
         if self._leaving is not None:
-            return tf.concat([pair, self._leaving.handed_over(tensors)], 0), []
+            return tf.concat([pair, self._leaving.handed_over(tensors, self._gradients.unknown())], 0), []
         waited_s = ready_s = summed_s = tf.zeros([], tf.float64)
         if sink.buckets:
             with tf.control_dependencies(tensors):

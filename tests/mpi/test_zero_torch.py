@@ -14,6 +14,7 @@ from split_models import deep  # noqa: E402
 from hvdtrain.assemble import assemble  # noqa: E402
 from hvdtrain.backends.torch import placement  # noqa: E402
 from hvdtrain.cluster import boot  # noqa: E402
+from hvdtrain.collectives.shared import SharedCollectives  # noqa: E402
 from hvdtrain.config import DataParallel, Exchange, Named  # noqa: E402
 from hvdtrain.data_parallel.zero import Zero  # noqa: E402
 
@@ -53,6 +54,18 @@ def test_shared_memory_keeps_the_bits_of_the_unsharded_run(control, out):
     found = [fitted(assemble(replace(BASE, collectives="shared", out=f"{out}/{way.name}", data_parallel=way),
                              make_model("torch"), DATA)) for way in (DataParallel(), DataParallel("zero", 2))]
     assert len({text for run in found for text in control.gather(bits(run))}) == 1
+
+
+@pytest.mark.parametrize("stage", (1, 2))
+def test_over_memory_of_several_hosts(control, comm, out, stage):
+    """Buckets share one vector of the wire's there: one at a time, while others may go on beside backward."""
+    wire = SharedCollectives(comm, 30.0, host=comm.Split(control.rank % 2, key=control.rank))
+    settings = replace(BASE, exchange=Exchange(bucket_mb=1e-5), data_parallel=DataParallel("zero", stage))
+    run = fitted(assemble(replace(settings, shares=CUTS[control.size][1], out=f"{out}/zero"), make_model("torch"), DATA,
+                          collectives=wire))
+    assert isinstance(run.dp, Zero) and len(run.dp.buckets) > 2 and len(set(control.gather(bits(run)))) == 1
+    alone = fitted(solo(replace(BASE, out=f"{out}/alone{control.rank}"), make_model("torch"), DATA))
+    assert apart(weights(run), weights(alone)) < 1e-5
 
 
 @pytest.mark.parametrize("wire", ("horovod", "mpi", "shared"))

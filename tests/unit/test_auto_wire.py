@@ -152,6 +152,14 @@ def test_a_settled_choice_is_taken_up_in_the_same_world_only(script):
     assert gone.run.notes[0].endswith("cannot be had: not built")
 
 
+def test_a_choice_by_rule_is_measured_by_a_run_that_goes_on_for_longer(script):
+    short = script(max_steps=10)
+    assert not short.sweeps and short.auto.settled
+    state = short.auto.state_dict()
+    assert script(max_steps=10_000, state=state).sweeps == 1
+    assert not script(max_steps=10, state={**state, "settled": True}).sweeps, "the rule holds in a short one"
+
+
 def test_a_link_that_changes_for_good_is_measured_anew_a_few_times(script):
     s = script()
     s.steps(STEPS, 100, 40)

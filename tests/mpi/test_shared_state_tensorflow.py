@@ -61,3 +61,24 @@ def test_an_optimizer_with_history_on_rank_0_only_is_shared(wire, control):
     assert int(optimizer[0]) == 5
     root = control.bcast([*weights(step), *optimizer])
     close([*weights(step), *optimizer], root, 0)
+
+
+class Still(keras.layers.Layer):
+    """Adds what no gradient comes of, as TensorFlow knows before a graph runs."""
+
+    def build(self, shape):
+        self.still = self.add_weight(shape=(64, 64), name="still")
+
+    def call(self, x):
+        return x + tf.reduce_mean(tf.sign(self.still.value))
+
+
+def test_gradients_that_are_known_to_be_zero_leave_once_for_each_step(comm):
+    """TensorFlow would run a node that is fed constants alone while it optimises the graph, and not in it."""
+    wire, settings = MpiCollectives(comm, timeout_s=60), Config(exchange=Exchange(bucket_mb=0.01))
+    step = attached(mlp(extra=[Still()]), settings, wire=wire, rank=wire.rank)
+    single = attached(mlp(extra=[Still()]), settings)
+    for t in range(3):
+        run(single, [batch(t)], 1 / 32)
+        run(step, [batch(t)] if wire.rank == 0 else [], 1 / 32)
+    close(weights(step), weights(single), 1e-5)

@@ -69,7 +69,8 @@ class Exchange:
     bucket_mb: float | Literal["auto"] = key(
         16.0, "MiB",
         "size of a flat bucket of gradients, one collective each (fusion); 16, the default, means 2 on wires that move "
-        "pieces beside backward (mpi, and shared over several hosts); auto: by a short sweep at start")
+        "pieces beside backward (mpi, and shared over several hosts), but with int8, topk or powersgd; auto: by a "
+        "short sweep at start")
     fusion_threshold_mb: float = key(
         -1.0, "MiB",
         "Horovod's own fusion buffer (HOROVOD_FUSION_THRESHOLD); -1: Horovod's default")

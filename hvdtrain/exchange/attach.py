@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 FIRST_MB = 1.0
 """So much is enough for a wire to begin with that works beside backward: it is still busy when more is there."""
 
+_WHOLE = ("int8", "topk", "powersgd")
+
 BESIDE_MB = 2.0
 """Size of a bucket, by default, on a wire that moves pieces beside backward: only the last one is not hidden by it, and
 what a call costs is hidden as well. Large ones are for wires that block, or that fuse by themselves."""
@@ -50,7 +52,10 @@ def buckets_of(setup: Setup) -> list[Bucket]:
     by_block = config.model_parallel > 1
     wire, default_mb = setup.collectives, Exchange().bucket_mb
     size_mb = 0.0 if config.exchange.adasum else config.exchange.bucket_mb
-    if size_mb == default_mb and getattr(wire, "drives", False):
+    # A compressor with a state works on whole buckets, each of which costs it several calls, one after the other; and
+    # its state lies in their order, which stays for the sake of old checkpoints.
+    whole = config.compression in _WHOLE
+    if size_mb == default_mb and getattr(wire, "drives", False) and not whole:
         size_mb = BESIDE_MB
     if size_mb == "auto":
         from hvdtrain.exchange.sweep import pick_bucket_mb
@@ -58,9 +63,9 @@ def buckets_of(setup: Setup) -> list[Bucket]:
         with deadline(config.control_timeout_s, "the sweep of exchange.bucket_mb auto"):
             size_mb, reason = pick_bucket_mb(setup.collectives, setup.ops, setup.control, specs)
         setup.notes.append(f"exchange.bucket_mb auto: {size_mb:g} MiB; {reason}")
-    # A compressor's state lies in the order of its buckets, which stays for the sake of old checkpoints.
     aligned = setup.collectives.host and config.compression == "none"
-    first_mb = FIRST_MB if wire.overlaps and not wire.in_graph and not config.exchange.adasum else math.inf
+    early = wire.overlaps and not wire.in_graph and not config.exchange.adasum and not whole
+    first_mb = FIRST_MB if early else math.inf
     if not setup.parts.replicas:
         return plan_buckets(specs, size_mb, setup.group.name("grad"), by_block, aligned, first_mb)
     found: list[Bucket] = []

@@ -13,6 +13,7 @@ from hvdtrain.cluster.topology import Topology, affinity, compute_threads
 from hvdtrain.config import Config, Exchange
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket, plan_buckets, plan_some
+from hvdtrain.exchange.compressors import create
 from hvdtrain.protocols import Control
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 FIRST_MB = 1.0
 """So much is enough for a wire to begin with that works beside backward: it is still busy when more is there."""
-
-_WHOLE = ("int8", "topk", "powersgd")
 
 BESIDE_MB = 2.0
 """Size of a bucket, by default, on a wire that moves pieces beside backward: only the last one is not hidden by it, and
@@ -54,7 +53,8 @@ def buckets_of(setup: Setup) -> list[Bucket]:
     size_mb = 0.0 if config.exchange.adasum else config.exchange.bucket_mb
     # A compressor with a state works on whole buckets, each of which costs it several calls, one after the other; and
     # its state lies in their order, which stays for the sake of old checkpoints.
-    whole = config.compression in _WHOLE
+    whole = config.compression not in ("none", "auto") and not getattr(
+        create(config.compression, config), "elementwise", False)
     if size_mb == default_mb and getattr(wire, "drives", False) and not whole:
         size_mb = BESIDE_MB
     if size_mb == "auto":

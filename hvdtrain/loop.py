@@ -142,7 +142,10 @@ def _stepped(run: Run, batch: StepBatch) -> bool:
     pulse.at("update")
     if not bad:
         with run.recovery.once("the update"), span("update", "update"):
-            finite, norm = dp.update(state.cursor.step, done.grads)
+            unused = run.unused.agreed if meets else parts.stage.unused
+            run.unused.check(unused)
+            finite, norm = dp.update(state.cursor.step, done.grads, unused)
+            run.unused.updated(unused)
         bad = [] if finite else list(range(run.control.size))
         state.grad_norm = state.grad_norm if math.isnan(norm) else norm
     updated = time.perf_counter()
@@ -223,8 +226,10 @@ def _vote(run: Run, batch: StepBatch, done: Done) -> list[int]:
     bad = (not math.isfinite(loss_sum) and not late) or state.poisoned or lost
     squares = math.nan if lost else run.dp.squares(done.grads)
     wishes = [bool(state.wants_stop), state.wants_save, bool(state.words)]
-    mine = [0.0 if bad else loss_sum, weight, bad, *wishes, squares]
-    loss, total, n_bad, n_stop, n_save, n_words, squares = run.control.sum(np.array(mine, dtype=np.float64))
+    changed = not lost and run.unused.changed(parts.stage.unused)
+    mine = [0.0 if bad else loss_sum, weight, bad, *wishes, changed, squares]
+    sums = run.control.sum(np.array(mine, dtype=np.float64))
+    loss, total, n_bad, n_stop, n_save, n_words, n_changed, squares = sums
     pulse.heard(state.cursor.step)
     if not asynchronous and not n_bad:
         check_weight(float(total), batch.weight)
@@ -235,6 +240,8 @@ def _vote(run: Run, batch: StepBatch, done: Done) -> list[int]:
         state.stop = next(reason for reason in run.control.gather(state.wants_stop) if reason)
     if n_words:
         run.hear()
+    if n_changed:
+        run.unused.gather()
     if n_bad:
         return [r for r, b in enumerate(run.control.gather(bad)) if b]
     if not math.isfinite(squares):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -218,7 +218,7 @@ class Zero(Reducing):
 
     # --- update ------------------------------------------------------------------------------------------------------
 
-    def update(self, step: int, grads: Sequence[Array]) -> tuple[bool, float]:
+    def update(self, step: int, grads: Sequence[Array], unused: Collection[int] = ()) -> tuple[bool, float]:
         """Update this rank's slices and bring all parameters together; the vote has found all gradients finite."""
         norm, grads = math.nan, list(grads)
         if self.clip_norm > 0 or self.look_first:
@@ -232,7 +232,8 @@ class Zero(Reducing):
             at = 0
             for i, (begin, end) in inside:
                 slices[i], at = x[at:at + end - begin], at + end - begin
-        finite, _ = self._parts.optimizer.step([slices[i] for i in sorted(slices)], [], 0.0, False)
+        finite, _ = self._parts.optimizer.step([slices[i] for i in sorted(slices)], [], 0.0, False,
+                                                unused=unused)
         assert finite, "an owner left out an update that all ranks have agreed on"
         began = time.perf_counter()
         self._gather()

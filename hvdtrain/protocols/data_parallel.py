@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -56,8 +56,11 @@ class DataParallel(GradientSink, Protocol):
         """
         ...
 
-    def update(self, step: int, grads: Sequence[Array]) -> tuple[bool, float]:
-        """Update the parameters; return (finite, norm) as `Optimizer.step` does, the same on every rank."""
+    def update(self, step: int, grads: Sequence[Array], unused: Collection[int] = ()) -> tuple[bool, float]:
+        """Update the parameters; return (finite, norm) as `Optimizer.step` does, the same on every rank.
+
+        ``unused``: indices of the parameters that no rank used in this step, which `Optimizer.step` leaves as they are.
+        """
         ...
 
     def saved(self) -> dict[str, np.ndarray]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class TorchOptimizer:
     # --- the update ----------------------------------------------------------------------------------------------
 
     def step(self, grads: Sequence[torch.Tensor], buckets: Sequence[Bucket], clip_norm: float, look: bool,
-             norm: float | None = None) -> tuple[bool, float]:
+             norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
         """Clip by the global norm and update; return (finite, norm), as `hvdtrain.protocols.Optimizer` says."""
         known, norm = norm is not None, math.nan if norm is None else norm
         if known:
@@ -85,6 +85,8 @@ class TorchOptimizer:
             if not self._gate(self._left_out) and self.skipped():
                 return False, norm
         self._take(grads, buckets)
+        for i in unused:
+            self.tensors[i].grad = None  # as torch.optim knows a parameter that has no part in the loss
         self._update()
         if self.updates == 1:
             check_slots(self.optimizer)

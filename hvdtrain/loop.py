@@ -21,6 +21,7 @@ from hvdtrain.events import Event
 from hvdtrain.exchange.weighting import check_weight
 from hvdtrain.faults import pulse
 from hvdtrain.faults.finite import blame
+from hvdtrain.model_changes import follow
 from hvdtrain.out_of_memory.evaluating import Evaluating
 from hvdtrain.out_of_memory.recovery import mended, repeats
 from hvdtrain.outdir import release, starting
@@ -105,6 +106,7 @@ def train_step(run: Run, batch: StepBatch) -> None:
     """One global batch: compute, exchange, vote, update; again where a rank ran out of memory over it."""
     run.batch, run.timeline.step = batch, run.state.cursor.step
     run.emit(Event.STEP_START)
+    follow(run)
     while batch.n_global and not _stepped(run, batch):  # without any where none of its samples could be read
         run.emit_told()
     state = run.state

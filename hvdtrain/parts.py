@@ -11,7 +11,8 @@ from hvdtrain.mesh import Layout
 from hvdtrain.pipeline.replicas import Replicas
 from hvdtrain.precision.policy import Precision
 from hvdtrain.precision.scaler import LossScale
-from hvdtrain.protocols import Buffers, Compile, Evaluator, ModelState, Ops, Optimizer, Params, Remat, Stage, Transform
+from hvdtrain.protocols import (
+    Buffers, Compile, Evaluator, ModelFacts, ModelState, Ops, Optimizer, Params, Remat, Stage, Transform)
 
 
 @dataclass
@@ -23,6 +24,7 @@ class Parts:
     None for a model without any. ``compile``: the one that computes in other ways, where the configuration asks for it.
     ``layout``, ``replicas``: of a model that is cut over ranks, who has which block, and this rank's blocks by who else
     has them; ``stage`` is an `hvdtrain.protocols.PipelineStage` then.
+    ``facts``: finds what callbacks change of the model; None where nobody looks.
     """
 
     model: Any
@@ -41,6 +43,7 @@ class Parts:
     compile: Compile | None = None
     layout: Layout | None = None
     replicas: Sequence[Replicas] = ()
+    facts: ModelFacts | None = None
     _installed: list[Transform] = field(default_factory=list)
 
     def install(self, collective: bool = True) -> None:

@@ -298,6 +298,8 @@ class Run:
             self.parts.install()
             self.parts.stage.connect(self.dp)
             self._joined = True
+            if self.parts.facts is not None:
+                self.parts.facts.renew()
 
     def leave(self) -> None:
         """Give the model back as its user made it: no hooks, no joint statistics, its own compute types."""

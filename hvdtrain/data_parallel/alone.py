@@ -12,7 +12,7 @@ from hvdtrain.data_parallel.whole import Whole
 from hvdtrain.exchange.compressor_state import OTHER
 from hvdtrain.exchange.squares import sum_squares
 from hvdtrain.exchange.weighting import loss_scale
-from hvdtrain.protocols import Array, Control, Ops, Optimizer
+from hvdtrain.protocols import Array, Control, Ops, Optimizer, ParamSpec
 
 if TYPE_CHECKING:
     from hvdtrain.data.feed import StepBatch
@@ -112,6 +112,9 @@ class Alone:
         if len(self._numbers) > 1:
             return bool(self._numbers[1]), math.sqrt(self._numbers[0])
         return self.optimizer.step(grads, self.buckets, self.clip_norm, self.look_first, unused=unused)
+
+    def extend(self, specs: Sequence[ParamSpec], first: int) -> None:
+        """Nothing: there are no buckets."""
 
     def saved(self) -> dict[str, np.ndarray]:
         """Nothing."""

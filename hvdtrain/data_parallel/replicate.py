@@ -18,7 +18,7 @@ from hvdtrain.exchange.attach import buckets_of, check, compression_of
 from hvdtrain.exchange.compressors import create
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.exchange.squares import sum_squares
-from hvdtrain.protocols import Array, Collectives, Compressor, Control, DataParallel, Optimizer
+from hvdtrain.protocols import Array, Collectives, Compressor, Control, DataParallel, Optimizer, ParamSpec
 
 if TYPE_CHECKING:
     from hvdtrain.exchange.buckets import Bucket
@@ -96,6 +96,10 @@ class Replicate(Reducing):
         buckets = [replace(bucket, group=f"{bucket.group}.{wire.name}") for bucket in self.plan(wire)]
         self._take(Reducer(buckets, old.compressor, wire, old.ops, old.ops_of_place))
         return self.reducer.state.restore(saved) if saved else ""
+
+    def extend(self, specs: Sequence[ParamSpec], first: int) -> None:
+        """Plan buckets for the parameters from ``first`` on."""
+        self._take(self._extended(specs, first))
 
     def _take(self, reducer: Reducer) -> None:
         reducer.state.undoable = self.reducer.state.undoable

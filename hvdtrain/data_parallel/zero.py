@@ -27,7 +27,7 @@ from hvdtrain.exchange.compressors import create
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.exchange.squares import sum_squares
 from hvdtrain.exchange.transport import Transport
-from hvdtrain.protocols import Array, Collectives, Control, DataParallel, Handle
+from hvdtrain.protocols import Array, Collectives, Control, DataParallel, Handle, ParamSpec
 
 if TYPE_CHECKING:
     from hvdtrain.exchange.buckets import Bucket
@@ -124,19 +124,33 @@ class Zero(Reducing):
         self.clip_norm = setup.config.clip_norm
         self.gather_s = self.gathered_s = self.waited_s = 0.0
         self.gathers = 0
-        self.sizes_BP = [list(sizes_P) for sizes_P in sizes_BP]
-        self._control, self._parts, rank = setup.control, setup.parts, setup.control.rank
-        self._wires = [Transport(setup.wires.get(b.group, self.wire), own.ops)
-                       for b, own in zip(self.buckets, reducer.wires)]
-        self._sizes_BG = [[sizes_P[r] for r in setup.ranks_of[b.group]] for b, sizes_P in zip(self.buckets, sizes_BP)]
-        first_B = [sum(sizes_P[:rank]) for sizes_P in sizes_BP]
-        self._own_B = [(first, first + sizes_P[rank]) for first, sizes_P in zip(first_B, sizes_BP)]
-        self._inside_B = [shards.in_bucket(b, *own) for b, own in zip(self.buckets, self._own_B)]
+        self._control, self._parts, self._setup = setup.control, setup.parts, setup
+        self._divide(sizes_BP)
         self._open: dict[int, Handle] = {}
         self._waiting: dict[int, Array] = {}
         self._slices: dict[int, Array] = {}
         self._squares: float | None = None
         self._broken = False
+
+    def _divide(self, sizes_BP: Sequence[Sequence[int]]) -> None:
+        """Give each rank its elements of each bucket."""
+        setup, rank = self._setup, self._control.rank
+        self.sizes_BP = [list(sizes_P) for sizes_P in sizes_BP]
+        self._wires = [Transport(setup.wires.get(b.group, self.wire), own.ops)
+                       for b, own in zip(self.buckets, self.reducer.wires)]
+        self._sizes_BG = [[sizes_P[r] for r in setup.ranks_of[b.group]] for b, sizes_P in zip(self.buckets, sizes_BP)]
+        first_B = [sum(sizes_P[:rank]) for sizes_P in sizes_BP]
+        self._own_B = [(first, first + sizes_P[rank]) for first, sizes_P in zip(first_B, sizes_BP)]
+        self._inside_B = [shards.in_bucket(b, *own) for b, own in zip(self.buckets, self._own_B)]
+
+    def extend(self, specs: Sequence[ParamSpec], first: int) -> list[shards.Span]:
+        """Divide the parameters from ``first`` on as those before them."""
+        known = len(self.buckets)
+        self.reducer = self._extended(specs, first)
+        self.buckets = self.reducer.buckets
+        parts_P = [float(sum(sizes_P)) for sizes_P in zip(*self.sizes_BP)]
+        self._divide([*self.sizes_BP, *(shards.sizes(b.n, parts_P) for b in self.buckets[known:])])
+        return shards.spans(self.buckets, self.sizes_BP, self._control.rank, len(specs))[first:]
 
     def begin(self, step: int) -> None:
         """Open a step."""
@@ -233,7 +247,7 @@ class Zero(Reducing):
             for i, (begin, end) in inside:
                 slices[i], at = x[at:at + end - begin], at + end - begin
         finite, _ = self._parts.optimizer.step([slices[i] for i in sorted(slices)], [], 0.0, False,
-                                                unused=unused)
+                                               unused=unused)
         assert finite, "an owner left out an update that all ranks have agreed on"
         began = time.perf_counter()
         self._gather()

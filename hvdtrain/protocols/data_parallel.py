@@ -12,6 +12,7 @@ from hvdtrain.protocols.stage import GradientSink
 
 if TYPE_CHECKING:
     from hvdtrain.data.feed import StepBatch
+    from hvdtrain.protocols.params import ParamSpec
 
 
 class DataParallel(GradientSink, Protocol):
@@ -60,6 +61,13 @@ class DataParallel(GradientSink, Protocol):
         """Update the parameters; return (finite, norm) as `Optimizer.step` does, the same on every rank.
 
         ``unused``: indices of the parameters that no rank used in this step, which `Optimizer.step` leaves as they are.
+        """
+        ...
+
+    def extend(self, specs: Sequence[ParamSpec], first: int) -> Sequence[tuple[int, int]] | None:
+        """Take in the parameters from index ``first`` of ``specs`` on, which have been added to the model's.
+
+        The stage is to be connected anew. Returns the elements [begin, end) of each that this rank updates; None: all.
         """
         ...
 

@@ -132,7 +132,7 @@ class Gradients:
             self._fillings.append(_Filling(bucket, flat_N, self._params))
         for filling in self._fillings[:-1] if self._retains or self._early else []:
             for index, param in zip(filling.bucket.params, filling.tensors):
-                self._hooks.append(param.register_post_accumulate_grad_hook(self._hook(filling, index)))
+                self._hooks.append(_hooked(param, self._hook(filling, index)))
 
     def disconnect(self) -> None:
         """Remove the hooks."""
@@ -290,3 +290,12 @@ class Gradients:
             if self._factor != 1.0:
                 grad.mul_(1.0 / self._factor)
             self._sink.put(index, grad)
+
+
+def _hooked(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Register ``hook`` on a parameter, also on one that is frozen for now, which PyTorch refuses."""
+    trained = param.requires_grad
+    try:
+        return param.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    finally:
+        param.requires_grad_(trained)

@@ -106,6 +106,28 @@ class TorchOptimizer:
                 if tensor.grad is None or tensor.grad.data_ptr() != begin + offset * itemsize:
                     tensor.grad = flat_N[offset:offset + tensor.numel()].view(shape)
 
+    def check_new(self, names: Sequence[str]) -> None:
+        """Raise `UserError` unless parameters ``names`` can join the optimizer (`extend`)."""
+        if self.adopted is not None:
+            raise UserError(f"a callback unfroze {names[0]} under the {self.adopted.name} that a Keras model on PyTorch "
+                            "was compiled with", "the variables that it was built for",
+                            "compile the model with all layers trainable and freeze them, or begin another run")
+        for name in names:
+            self.given.group_of(name)
+
+    def extend(self, names: Sequence[str], tensors: Sequence[torch.Tensor],
+               spans: Sequence[tuple[int, int]] | None) -> None:
+        """Update ``tensors`` too, each in the group that its name belongs to; state comes with the first gradient."""
+        if spans is not None:
+            assert self._slices is not None, "spans are of an optimizer over slices"
+            tensors = self._slices.extend(tensors, spans)
+        self.tensors += tensors
+        groups = self.optimizer.param_groups
+        for name, tensor in zip(names, tensors):
+            if spans is None or tensor.numel():
+                groups[self.given.group_of(name)]["params"].append(tensor)
+        self.given = self.given.joined(names)
+
     def _update(self) -> None:
         """Make one update at the rate of now, then let a per-step schedule move."""
         if self._slices is not None:

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from small_runs import apart, config, fitted, lockstep, solo  # noqa: E402
 from torch import nn  # noqa: E402
 
-from hvdtrain.config import Data, DataParallel, Exchange, Named  # noqa: E402
+from hvdtrain.config import Data, DataParallel, Exchange, Named, Pipeline  # noqa: E402
 
 N, BATCH = 96, 16
 
@@ -142,3 +142,39 @@ def test_a_frozen_layer_stays_as_it_is(tmp_path):
         setting = config(**{**vars(BASE), "out": str(tmp_path / f"{ranks}")})
         got = lockstep(ranks, setting, lambda rank: model(), data(), work)[0]
         assert apart(got, loop()) < 1e-5
+
+
+class Block(nn.Module):
+    """Adds a layer's output where a sample is large, and has a layer that nothing uses."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.used, self.sometimes, self.never = nn.Linear(8, width), nn.Linear(8, width), nn.Linear(8, width)
+
+    def forward(self, x):
+        mark = (x.detach().abs().amax(1) > 2.5).to(x.dtype)[:, None]
+        return self.used(x) + mark * self.sometimes(x) if bool(mark.any()) else self.used(x)
+
+
+@pytest.mark.parametrize("ranks", (2, 4))
+def test_stages_of_a_pipeline_agree_with_their_replicas(tmp_path, monkeypatch, ranks):
+    monkeypatch.chdir(tmp_path)
+
+    def build():
+        torch.manual_seed(2)
+        return nn.Sequential(Block(8), Block(1))
+
+    g = np.random.default_rng(5)
+    arrays = g.normal(size=(48, 8)).astype(np.float32), g.normal(size=(48, 1)).astype(np.float32)
+    setting = config(**{**vars(BASE), "global_batch": 6, "shares": [], "clip_norm": 0.5})
+
+    def work(run):
+        fitted(run)
+        return {k: np.array(v) for k, v in run.parts.state.state()[0]["model"].items()}, len(run.unused.agreed), run.notes
+
+    want, _, notes = work(solo(setting, build(), arrays))
+    cut = config(**{**vars(setting), "pipeline": Pipeline(2, micro_batches=2), "out": str(tmp_path / "cut")})
+    for got, unused, said in lockstep(ranks, cut, lambda rank: build(), arrays, work):
+        assert unused >= 2 and apart([got[k] for k in sorted(got)], [want[k] for k in sorted(got)]) < 1e-5
+        assert [n.split(" (")[0] for n in said if "no step so far" in n] == [
+            n.split(" (")[0] for n in notes if "no step so far" in n]

@@ -82,13 +82,18 @@ class Stage(Protocol):
 
     Scalars it returns may still be on the device: with ``asynchronous`` set, reading one waits for the device.
     ``waited_s``: seconds that the last `run` or `nothing` waited for other ranks.
-    ``unused``: indices of the parameters to which this rank's samples of the step gave no gradient, known once its
-    gradients are handed over; zeros are exchanged for them. All parameters, on a rank without a sample.
     """
 
     asynchronous: bool
     waited_s: float
-    unused: frozenset[int]
+
+    @property
+    def unused(self) -> frozenset[int]:
+        """Indices of the parameters to which this rank's samples of the step gave no gradient; zeros are exchanged.
+
+        Known once the gradients are handed over. All parameters, on a rank without a sample.
+        """
+        ...
 
     def connect(self, sink: GradientSink) -> None:
         """Make ready to hand gradients to ``sink``, before the first step or in place of another sink of the same

@@ -81,7 +81,10 @@ def test_as_plain_pytorch(tmp_path, ranks, way):
         changes["shares"] = {1: [1], 3: [2, 0, 1]}[ranks]
     setting = config(**{**vars(BASE), "out": str(tmp_path), **changes})
     sgd = setting.optimizer.name == "SGD"
-    make = (lambda p: torch.optim.SGD(p, 0.05, 0.9)) if sgd else (lambda p: torch.optim.AdamW(p, 0.05, weight_decay=0.1))
+
+    def make(params):
+        return torch.optim.SGD(params, 0.05, 0.9) if sgd else torch.optim.AdamW(params, 0.05, weight_decay=0.1)
+
     want, wrong = plain(make, clip=setting.clip_norm), plain(make, clip=setting.clip_norm, zeros=True)
     assert apart(wrong, want) > 1e-3, "zeros in place of no gradient are seen"
 
@@ -170,7 +173,8 @@ def test_stages_of_a_pipeline_agree_with_their_replicas(tmp_path, monkeypatch, r
 
     def work(run):
         fitted(run)
-        return {k: np.array(v) for k, v in run.parts.state.state()[0]["model"].items()}, len(run.unused.agreed), run.notes
+        held = {name: np.array(v) for name, v in run.parts.state.state()[0]["model"].items()}
+        return held, len(run.unused.agreed), run.notes
 
     want, _, notes = work(solo(setting, build(), arrays))
     cut = config(**{**vars(setting), "pipeline": Pipeline(2, micro_batches=2), "out": str(tmp_path / "cut")})

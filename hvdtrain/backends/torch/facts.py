@@ -60,7 +60,7 @@ class TorchFacts:
         self._params_by = {name: id(p) for name, p in self._model.named_parameters()}
         self._modules_by = {name: id(module) for name, module in self._model.named_modules()}
         self._buffers_by = {f"{path}.{name}".lstrip("."): id(module) for path, module in self._model.named_modules()
-                            for name in module._buffers}
+                            for name, _ in module.named_buffers(recurse=False)}
 
     def changes(self) -> list[str]:
         """Return what differs from the last call, or from `renew`."""

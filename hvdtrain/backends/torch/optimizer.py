@@ -109,8 +109,8 @@ class TorchOptimizer:
     def check_new(self, names: Sequence[str]) -> None:
         """Raise `UserError` unless parameters ``names`` can join the optimizer (`extend`)."""
         if self.adopted is not None:
-            raise UserError(f"a callback unfroze {names[0]} under the {self.adopted.name} that a Keras model on PyTorch "
-                            "was compiled with", "the variables that it was built for",
+            raise UserError(f"a callback unfroze {names[0]} under the {self.adopted.name} that a Keras model on "
+                            "PyTorch was compiled with", "the variables that it was built for",
                             "compile the model with all layers trainable and freeze them, or begin another run")
         for name in names:
             self.given.group_of(name)

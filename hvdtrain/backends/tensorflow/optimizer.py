@@ -51,7 +51,7 @@ class Optimizer:
         self.needs_all = f"global_clipnorm {clip:g} of {type(self.own).__name__}" if clip else ""
 
     def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool,
-             norm: float | None = None) -> tuple[bool, float]:
+             norm: float | None = None, unused: Any = ()) -> tuple[bool, float]:
         """Clip by the global norm and update; see `hvdtrain.protocols.Optimizer`."""
         if buckets and all(isinstance(x, np.ndarray) for x in grads):
             grads, buckets = self._read_in_place(grads, buckets), ()
@@ -180,7 +180,7 @@ class SplitOptimizer(Optimizer):
         self._both: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
     def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool,
-             norm: float | None = None) -> tuple[bool, float]:
+             norm: float | None = None, unused: Any = ()) -> tuple[bool, float]:
         """Take the norm, then update; see `Optimizer.step`."""
         assert norm is None, "a rank's part of a model that is cut over ranks is on one device"
         if self._both is None:

@@ -47,7 +47,7 @@ class Sliced(Optimizer):
         self._update: Callable[..., Any] | None = None
 
     def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool,
-             norm: float | None = None) -> tuple[bool, float]:
+             norm: float | None = None, unused: Any = ()) -> tuple[bool, float]:
         """Update the slices from a gradient (end - begin,) for each; what is finite and clipped is decided before."""
         assert not buckets and not clip_norm, "slices come singly, and their owner knows no norm of the whole"
         tensors = [_tensor(x) for x in grads]

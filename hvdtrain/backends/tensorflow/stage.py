@@ -57,6 +57,7 @@ class Stage:
         self._exact, self._words = exact and gradients.split is None, {"loss": loss_words}
         self.asynchronous = placement.on_gpu(model)
         self.waited_s = 0.0
+        self.unused: frozenset[int] = frozenset()
         self._stand_in = StandIn()
         self._like: Batch = ()
         self.calls, self._connected = Calls(), False

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from small_runs import apart, config, fitted, lockstep, solo  # noqa: E402
+import unfreezing  # noqa: E402
+from small_runs import apart, lockstep, solo  # noqa: E402
 from torch import nn  # noqa: E402
+from unfreezing import BASE, WAYS, Net, data, model, plain, work  # noqa: E402
 
 from hvdtrain.callbacks.base import Callback  # noqa: E402
-from hvdtrain.config import Checkpoint, Data, DataParallel, Exchange, Named  # noqa: E402
+from hvdtrain.config import Checkpoint  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
-
-N, BATCH, LAYERS = 64, 16, ("backbone", "middle", "head")
-EPOCHS = 4
 
 
 def parameter_groups(model):
@@ -25,89 +23,17 @@ def parameter_groups(model):
     return [{"params": model.backbone.parameters(), "lr": 0.01, "weight_decay": 0.3}]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone, self.middle, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
-        self.norm, self.act = nn.BatchNorm1d(8), nn.Tanh()
-
-    def forward(self, x):
-        return self.head(self.act(self.middle(self.act(self.backbone(x)))))
-
-
 class Normed(Net):
     def forward(self, x):
         return super().forward(self.norm(x))
-
-
-def model(kind=Net) -> nn.Module:
-    """All but the head is frozen."""
-    torch.manual_seed(1)
-    net = kind()
-    net.backbone.requires_grad_(False)
-    net.middle.requires_grad_(False)
-    return net
-
-
-def data() -> tuple[np.ndarray, np.ndarray]:
-    g = np.random.default_rng(0)
-    return g.normal(size=(N, 8)).astype(np.float32), g.normal(size=(N, 1)).astype(np.float32)
-
-
-def switch(net: nn.Module, step: int) -> None:
-    """The middle is trained from step 4 on, the backbone from step 8; the head is frozen from 10 to 13."""
-    if step == 4:
-        net.middle.requires_grad_(True)
-    if step == 8:
-        net.backbone.requires_grad_(True)
-    if step in (10, 13):
-        net.head.requires_grad_(step == 13)
-
-
-class Switch(Callback):
-    where = "all"
-
-    def step_start(self, run):
-        switch(run.spec.model, run.state.cursor.step)
-
-
-def plain(groups: bool = False) -> list[np.ndarray]:
-    net, (x, y) = model(), map(torch.from_numpy, data())
-    given = [{"params": net.backbone.parameters(), "lr": 0.01, "weight_decay": 0.3},
-             {"params": [*net.middle.parameters(), *net.head.parameters(), *net.norm.parameters()]}]
-    opt = torch.optim.AdamW(given if groups else net.parameters(), 0.05, weight_decay=0.1)
-    for t in range(EPOCHS * N // BATCH):
-        switch(net, t)
-        b = t * BATCH % N
-        opt.zero_grad()
-        nn.functional.mse_loss(net(x[b:b + BATCH]), y[b:b + BATCH]).backward()
-        opt.step()
-    return arrays(net)
-
-
-def arrays(net: nn.Module) -> list[np.ndarray]:
-    return [p.detach().numpy().copy() for _, p in sorted(net.named_parameters())]
-
-
-BASE = config(epochs=EPOCHS, global_batch=BATCH, lr=0.05, optimizer=Named("AdamW", {"weight_decay": 0.1}), metrics=[],
-              data=Data(shuffle=False, prefetch=0), exchange=Exchange(bucket_mb=0.0001))
-WAYS = {"replicate": {}, "accumulate": {"accumulate": 2, "clip_norm": 1e6}, "ema": {"ema": 0.5},
-        "zero 1": {"data_parallel": DataParallel("zero", 1)}, "zero 2": {"data_parallel": DataParallel("zero", 2)},
-        "groups": {}, "fp16": {"compression": "fp16"}, "check": {"check_every": 3}}
-
-
-def work(run, *more):
-    run.callbacks[:0] = more or (Switch(),)
-    fitted(run)
-    return arrays(run.spec.model), list(run.notes)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ranks", (1, 2, 3))
 def test_unfreezing_and_freezing_are_plain_pytorchs(tmp_path, monkeypatch, ranks, way):
     setting = replace(BASE, out=str(tmp_path), **WAYS[way])
-    if way != "groups":
-        monkeypatch.delitem(globals(), "parameter_groups")
+    if way == "groups":
+        monkeypatch.setattr(unfreezing, "parameter_groups", parameter_groups, raising=False)
     want = plain(way == "groups")
     found = [work(solo(setting, model(), data()))] if ranks == 1 else lockstep(
         ranks, setting, lambda rank: model(), data(), work)
@@ -118,9 +44,8 @@ def test_unfreezing_and_freezing_are_plain_pytorchs(tmp_path, monkeypatch, ranks
 
 @pytest.mark.parametrize("stop", (6, 11))
 @pytest.mark.parametrize("way", ("replicate", "zero 2", "ema"))
-def test_a_checkpoint_holds_what_is_trained(tmp_path, monkeypatch, way, stop):
+def test_a_checkpoint_holds_what_is_trained(tmp_path, way, stop):
     """Also of a run that goes on with another number of ranks, whose callback changes nothing at its begin."""
-    monkeypatch.delitem(globals(), "parameter_groups")
     setting = replace(BASE, out=str(tmp_path), checkpoint=Checkpoint(at_end=True), **WAYS[way])
     lockstep(2, replace(setting, max_steps=stop), lambda rank: model(), data(), work)
     for ranks in (3, 2):

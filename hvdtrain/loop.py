@@ -21,7 +21,7 @@ from hvdtrain.events import Event
 from hvdtrain.exchange.weighting import check_weight
 from hvdtrain.faults import pulse
 from hvdtrain.faults.finite import blame
-from hvdtrain.model_changes import follow
+from hvdtrain.model_changes import follow, watched
 from hvdtrain.out_of_memory.evaluating import Evaluating
 from hvdtrain.out_of_memory.recovery import mended, repeats
 from hvdtrain.outdir import release, starting
@@ -59,6 +59,7 @@ def joined(run: Run) -> Iterator[None]:
 
 
 def _start(run: Run) -> None:
+    run.watched = watched(run)
     with starting(run):  # what may still refuse the run comes in here, and changes nothing on disk
         run.emit(Event.FIT_START)
         run.settle()  # a resumed run may have been at its end

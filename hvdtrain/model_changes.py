@@ -21,18 +21,18 @@ SHOWN = 3
 
 
 def watched(run: Run) -> bool:
-    """Return whether the run has callbacks that are not the trainer's own, the same on every rank."""
-    return run.parts.facts is not None and any(
-        not type(callback).__module__.startswith("hvdtrain.callbacks.") for callback in run.callbacks)
+    """Return whether any rank has callbacks that are not the trainer's own; collective."""
+    return run.control.agree(run.parts.facts is not None and any(
+        not type(callback).__module__.startswith("hvdtrain.callbacks.") for callback in run.callbacks))
 
 
 def follow(run: Run) -> None:
-    """Go along with what callbacks changed of the model since the step before; collective where `watched`.
+    """Go along with what callbacks changed of the model since the step before; collective where ``run.watched``.
 
     Errors: `UserError` on every rank for changes on some ranks only, and for changes that the run cannot follow.
     """
     facts = run.parts.facts
-    if facts is None or not watched(run):
+    if facts is None or not run.watched:
         return
     changes = facts.changes()
     if not run.control.agree(bool(changes)):

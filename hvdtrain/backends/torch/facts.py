@@ -145,8 +145,8 @@ class TorchFacts:
 def _check(optimizer: TorchOptimizer, names: Sequence[str]) -> None:
     """Raise `UserError` unless parameters that were frozen can join ``optimizer``."""
     if optimizer.adopted is not None:
-        raise UserError(f"a callback unfroze {names[0]} under the {optimizer.adopted.name} that a Keras model on PyTorch "
-                        "was compiled with", "the variables that it was built for",
+        raise UserError(f"a callback unfroze {names[0]} under the {optimizer.adopted.name} that a Keras model on "
+                        "PyTorch was compiled with", "the variables that it was built for",
                         "compile the model with all layers trainable and freeze them, or begin another run")
     for name in names:
         optimizer.given.group_of(name)

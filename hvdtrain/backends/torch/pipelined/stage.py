@@ -105,8 +105,8 @@ class PipelineStage(TorchStage):
             assert kept.loss is not None
             self._gradients.backward(kept.loss, 1.0, final=False)
         else:
-            found = zip(kept.ends, cargos.unpack(came, self._placement.home), strict=True)
-            there = [(end, grad) for end, grad in found if end is not None]
+            found = zip(kept.ends, cargos.unpack_gradients(came, self._placement.home), strict=True)
+            there = [(end, grad) for end, grad in found if end is not None and grad is not None]
             if there:
                 self._gradients.add([end for end, _ in there], [grad for _, grad in there])
         if self._numbers[chunk] == 0:

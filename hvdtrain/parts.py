@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvdtrain.exchange.weighting import LabelWeight
 from hvdtrain.mesh import Layout
 from hvdtrain.pipeline.replicas import Replicas
 from hvdtrain.precision.policy import Precision
@@ -22,7 +23,8 @@ class Parts:
     that is split, the array operations of each device. ``remat``: the one of ``transforms`` that recomputes blocks,
     None for a model without any. ``compile``: the one that computes in other ways, where the configuration asks for it.
     ``layout``, ``replicas``: of a model that is cut over ranks, who has which block, and this rank's blocks by who else
-    has them; ``stage`` is an `hvdtrain.protocols.PipelineStage` then.
+    has them; ``stage`` is an `hvdtrain.protocols.PipelineStage` then. ``batch_weight``: weighs a numpy batch as a loss
+    by name does that ignores labels or weighs classes; None for other losses and a model file's task.
     """
 
     model: Any
@@ -41,6 +43,7 @@ class Parts:
     compile: Compile | None = None
     layout: Layout | None = None
     replicas: Sequence[Replicas] = ()
+    batch_weight: LabelWeight | None = None
     _installed: list[Transform] = field(default_factory=list)
 
     def install(self, collective: bool = True) -> None:

@@ -279,11 +279,7 @@ class _Sum:
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         ops, loss = keras.ops, self._loss
-        if getattr(y_pred, "_keras_mask", None) is not None:
-            raise UserError("the model's output carries a mask (mask_zero, Masking), so that its loss is a mean over "
-                            "elements that are known after the forward alone", "an output without a mask",
-                            "give sample weights (B, T) of 0 and 1 and mean_with_sample_weight, or a task beside a "
-                            "weight(batch) in the model file")
+        refuse_mask(y_pred)
         values = self._values(y_true, y_pred)
         mask = getattr(values, "_keras_mask", None)
         values = ops.convert_to_tensor(values, dtype=loss.dtype)
@@ -312,6 +308,26 @@ class _Sum:
         else:
             self.kind, self.weight = "valid elements", ops.sum(counts)
         return ops.sum(weighted * counts)
+
+
+def refuse_mask(outputs: Any) -> None:
+    """Raise `UserError` for an output with a mask of Keras, whose mean is over what the mask leaves."""
+    if getattr(outputs, "_keras_mask", None) is not None:
+        raise UserError("the model's output carries a mask (mask_zero, Masking), so that its loss is a mean over "
+                        "elements that are known after the forward alone", "an output without a mask",
+                        "give sample weights (B, T) of 0 and 1 and mean_with_sample_weight, or a task beside a "
+                        "weight(batch) in the model file")
+
+
+def counted(labels: Any, ignored: int) -> Any:
+    """Return 1 for labels that count and 0 for ``ignored`` ones, float32."""
+    return keras.ops.cast(keras.ops.not_equal(labels, keras.ops.cast(ignored, labels.dtype)), "float32")
+
+
+def ignored_class(model: Any) -> int | None:
+    """Return the class that the compiled loss ignores; None of several losses, and of one that ignores none."""
+    found = _losses(model)
+    return getattr(found[0], "ignore_class", None) if len(found) == 1 else None
 
 
 def aligned(values: Any, sample_weight: Any) -> Pair:

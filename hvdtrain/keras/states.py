@@ -19,7 +19,7 @@ import keras
 import numpy as np
 
 from hvdtrain.errors import UserError
-from hvdtrain.keras.compiled import counted
+from hvdtrain.keras.shapes import counted
 
 NOT_ADDITIVE = ("PearsonCorrelation", "ConcordanceCorrelation")
 """Metrics that take statistics of one batch, so that their sums depend on how the samples were cut."""

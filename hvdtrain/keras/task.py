@@ -80,7 +80,7 @@ class Task:
             setup.follow(keras.ops.argmax(y, axis=-1) if self._mixes else y, outputs, weight)
         n, added = keras.ops.shape(keras.tree.flatten(outputs)[0])[0], model.losses
         if self.ignored is not None:
-            n = keras.ops.sum(compiled.mean_of_sample(compiled.counted(y, self.ignored)))
+            n = keras.ops.sum(compiled.mean_of_sample(shapes.counted(y, self.ignored)))
         if y is None and getattr(model, "compiled", False) and added:  # layers bring all of the loss
             total: Any = 0.0
         else:
@@ -91,7 +91,7 @@ class Task:
                 raise UserError(f"the data's targets are {'missing' if y is None else 'several'}",
                                 "one array, where the loss is by name", "compile the model with a loss for each output")
             assert self._loss is not None
-            compiled.refuse_mask(outputs)
+            shapes.refuse_mask(outputs)
             with self._full(outputs):
                 total = _summed(self._loss(y, compiled.widened(outputs)), weight)
         for extra in added:

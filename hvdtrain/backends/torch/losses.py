@@ -88,11 +88,10 @@ class Loss:
             dtype = outputs.dtype if outputs.is_floating_point() else torch.get_default_dtype()
             args = {name: torch.as_tensor(value, dtype=dtype, device=outputs.device) if name in TENSORS else value
                     for name, value in self._args.items()}
-            made = found(**args, reduction="none") if isinstance(found, type) else partial(found, **args,
-                                                                                         reduction="none")
-            self._made[key] = made
-        for name in TENSORS:
-            shape = np.shape(self._args.get(name, ()))
+            args["reduction"] = "none"
+            self._made[key] = found(**args) if isinstance(found, type) else partial(found, **args)
+        for name in (name for name in TENSORS if name in self._args):
+            shape = self._args[name].shape
             if len(shape) >= outputs.dim() and shape[:1] != (1,):
                 raise UserError(f"loss.args.{name} has shape {shape} and the model's output {tuple(outputs.shape)}",
                                 "weights within a sample, the same for all samples",

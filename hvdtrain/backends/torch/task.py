@@ -173,7 +173,8 @@ def _metric(name: str, loss: str, ignored: int | None) -> Callable[[torch.Tensor
     by_name = getattr(functional, name, None)
     if callable(by_name) and "reduction" in inspect.signature(by_name).parameters:
         refuse_other_inputs(by_name, Named(name))
-        named = Named(name, {"ignore_index": ignored} if name in ("cross_entropy", "nll_loss") and ignored is not None else {})
+        of_labels = name in ("cross_entropy", "nll_loss") and ignored is not None
+        named = Named(name, {"ignore_index": ignored} if of_labels else {})
         measured = Loss(named)
         return lambda o, t: (loss_sum(measured, o, t, (), named), measured.weight(t))
     raise UserError(f"metric {name!r} is unknown to the PyTorch backend",

@@ -55,7 +55,8 @@ def check_losses(model: Any) -> None:
                 f"leave it out and give sample weights of 0 and 1 per element; or {_TRAINER}"))
 
 
-def _masked(got: str) -> BaseException:
+def _masked(got: str) -> UserError:
+    """Return the refusal of ``got``, a mask."""
     return through_trace(UserError(
         f"{got} over hvdtrain.keras.shard",
         "a mean over samples: masked losses are means over elements, of which ranks have unlike numbers",

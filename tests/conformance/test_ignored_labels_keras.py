@@ -125,9 +125,9 @@ def plain(arrays, optimizer):
             np.average([loss for loss, _ in losses], weights=[n for _, n in losses]))
 
 
-@pytest.mark.parametrize("ignored", [(0, 1, 5, 9, 10, 11, 12), range(8), range(8, 16), range(13, 22)],
-                         ids=["some", "all of the first", "all of the middle", "all of the last"])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size, ignored", [(1, (0, 1, 5, 9, 10, 11, 12)), (2, (0, 1, 5, 9, 10, 11, 12)), (2, range(8)),
+                                           (1, range(13, 22))],
+                         ids=["some", "some on two ranks", "all of the first batch", "all of the last batch"])
 def test_runs_are_plain_keras_on_the_global_batch(size, ignored):
     own = {"weight_decay": 0.1}
     history = History()

@@ -198,7 +198,7 @@ def settings(**changes):
 
 
 class Samples(torch.utils.data.Dataset):
-    """Not in memory: every step is weighed."""
+    """Samples that are not in memory, so that every step is weighed."""
 
     def __len__(self):
         return N

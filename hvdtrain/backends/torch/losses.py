@@ -140,13 +140,13 @@ def _refuse_element_weights(found: Any, args: dict[str, Any]) -> None:
 
 
 def squeezed(class_numbers: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-    """Class numbers (B, 1, ...) for outputs (B, C, ...) as (B, ...)."""
+    """Return class numbers (B, 1, ...) for outputs (B, C, ...) as (B, ...)."""
     column = class_numbers.dim() == outputs.dim() and class_numbers.shape[1] == 1
     return class_numbers.squeeze(1) if column else class_numbers
 
 
 def _same_shape(targets: torch.Tensor, outputs: torch.Tensor, loss: str = "squared error") -> torch.Tensor:
-    """``targets``, unless torch would broadcast (B,) against (B, 1) to (B, B)."""
+    """Return ``targets``, unless torch would broadcast (B,) against (B, 1) to (B, B)."""
     if targets.shape != outputs.shape:
         raise UserError(f"the model's output has shape {tuple(outputs.shape)} and the targets {tuple(targets.shape)}",
                         f"equal shapes for {loss}", "reshape the targets, or the output in the model")
@@ -161,7 +161,9 @@ def names() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _found(named: Named, given: Named) -> Any:
-    """A loss of torch.nn.functional (``cross_entropy``) or torch.nn (``CrossEntropyLoss``); ``given``: as configured.
+    """Return a loss of torch.nn.functional (``cross_entropy``) or torch.nn (``CrossEntropyLoss``).
+
+    ``given``: ``named`` as configured, for messages.
     """
     functions, classes = names()
     found = next((f for n, f in {**functions, **classes}.items() if n.lower() == named.name.lower()), None)

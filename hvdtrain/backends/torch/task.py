@@ -34,7 +34,10 @@ def make_task(spec: Any, config: Config) -> Callable[[torch.nn.Module, Batch], P
 
 
 class ByName:
-    """Task of the configured loss; ``batch_weight`` weighs a numpy batch alike, None by the number of its samples."""
+    """Compute (loss_sum, weight) of the configured loss.
+
+    ``batch_weight``: weighs a numpy batch alike; None where that is the number of samples. ``ignored``: see `Loss`.
+    """
 
     def __init__(self, config: Config) -> None:
         self._named, self._loss = config.loss, Loss(config.loss, config.mixes_classes)

@@ -109,6 +109,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     precision = _precision(spelled, control, devices, notes)
     parts = agreed(control, lambda: backend.make_parts(spec, spelled, control, wire, feed.steps_per_epoch or 0,
                                                        precision, feed.sample, feed.data, mesh), "model")
+    feed.weigh(parts.batch_weight)
     if config.emulate_speed and config.emulate_speed[control.rank] < 1:
         parts.stage = Slowed(parts.stage, config.emulate_speed[control.rank])
     parts.transforms += agreed(control, lambda: transforms.own(config), "transforms")
@@ -290,10 +291,9 @@ def _feeds(config: Config, spec: Spec, mesh: Mesh, control: Control, train: Any,
                 weight_fn=spec.weight, even_micros=config.sync_batchnorm and control.size > 1,
                 **_cut(config, mesh, control))
     feed.check_ranks_agree()
-    if test is None:
-        return feed, None
-    test_feed = _eval_feed(config, mesh, control, test)
-    test_feed.check_ranks_agree()
+    test_feed = None if test is None else _eval_feed(config, mesh, control, test)
+    if test_feed is not None:
+        test_feed.check_ranks_agree()
     return feed, test_feed
 
 

@@ -108,9 +108,10 @@ def train_step(run: Run, batch: StepBatch) -> None:
     run.batch, run.timeline.step = batch, run.state.cursor.step
     run.emit(Event.STEP_START)
     follow(run)
-    while batch.n_global and not _stepped(run, batch):  # without any where none of its samples could be read
+    state, run.updated = run.state, False
+    # Without samples where none could be read; without weight where no label counts, and so no update is due.
+    while batch.n_global and batch.weight and not _stepped(run, batch):
         run.emit_told()
-    state = run.state
     state.cursor = batch.cursor_after
     _stop_at_max_steps(run)
     run.emit_told()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvdtrain.exchange.weighting import LabelWeight
 from hvdtrain.mesh import Layout
 from hvdtrain.pipeline.replicas import Replicas
 from hvdtrain.precision.policy import Precision
@@ -25,6 +26,8 @@ class Parts:
     ``layout``, ``replicas``: of a model that is cut over ranks, who has which block, and this rank's blocks by who else
     has them; ``stage`` is an `hvdtrain.protocols.PipelineStage` then.
     ``facts``: finds what callbacks change of the model; None where nobody looks.
+    ``batch_weight``: weighs a numpy batch as a loss by name does that ignores labels or weighs classes; None for
+    other losses and a model file's task.
     """
 
     model: Any
@@ -44,6 +47,7 @@ class Parts:
     layout: Layout | None = None
     replicas: Sequence[Replicas] = ()
     facts: ModelFacts | None = None
+    batch_weight: LabelWeight | None = None
     _installed: list[Transform] = field(default_factory=list)
 
     def install(self, collective: bool = True) -> None:

@@ -221,7 +221,7 @@ def _extras(run: Run, callbacks: Sequence[Any], class_weight: dict[int, float] |
         _tell_keras(run, class_weight)
     elif class_weight is not None:
         raise UserError(f"class_weight for a {type(model).__name__}", "a keras.Model",
-                        "give sample weights as the data's third array, or a task(model, batch) in the model file")
+                        "set loss.args.weight: [...], or give sample weights as the data's third array")
     own = [c for c in callbacks if isinstance(c, Callback)]
     keras_own = [c for c in callbacks if _is_keras(c, "Callback")]
     other = next((c for c in callbacks if c not in own and c not in keras_own), None)

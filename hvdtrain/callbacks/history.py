@@ -34,6 +34,8 @@ class History(Callback):
     def step_end(self, run: Any) -> None:
         """Add the step's loss, which is a mean over its samples."""
         n, self._at = run.state.cursor.samples - self._at, run.state.cursor.samples
+        if not run.batch.weight:  # no loss: nothing was computed
+            return
         if run.parts.stage.asynchronous:
             n, self._late_n = self._late_n, n
         if n:

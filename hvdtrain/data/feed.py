@@ -21,6 +21,7 @@ from hvdtrain.data.sources import Source
 from hvdtrain.data.stream import Arrays, Stream
 from hvdtrain.data.walk import Met, Part, SourceWalk, StreamWalk, Unread, WeightFn
 from hvdtrain.errors import UserError
+from hvdtrain.exchange.weighting import LabelWeight
 from hvdtrain.protocols import Control
 
 
@@ -119,6 +120,15 @@ class Feed:
     def cut_at(self, step: int) -> Cut:
         """The cut of step ``step`` of the run."""
         return next(cut for at, cut in reversed(self._cuts) if at <= step)
+
+    def weigh(self, weight: LabelWeight | None) -> None:
+        """Weigh steps by ``weight``, unless a ``weight_fn`` was given or no sample can weigh other than 1; collective.
+        """
+        if weight is None or self.weight_fn is not None:
+            return
+        assert self.control is not None
+        if self.control.agree(weight.varies(self.data, () if self.samples is None else self.read_before())):
+            self.weight_fn = weight
 
     def sample(self, n: int, cursor: Cursor = Cursor()) -> Arrays:
         """``n`` samples to try a model on, over and over where there are fewer. Not collective.

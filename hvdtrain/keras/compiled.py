@@ -26,7 +26,7 @@ import numpy as np
 
 from hvdtrain.errors import UserError
 from hvdtrain.keras.layout import Layout
-from hvdtrain.keras.shapes import guarded
+from hvdtrain.keras.shapes import guarded, refuse_mask
 from hvdtrain.misfit import told
 
 Pair = tuple[Any, Any]
@@ -279,11 +279,7 @@ class _Sum:
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         ops, loss = keras.ops, self._loss
-        if getattr(y_pred, "_keras_mask", None) is not None:
-            raise UserError("the model's output carries a mask (mask_zero, Masking), so that its loss is a mean over "
-                            "elements that are known after the forward alone", "an output without a mask",
-                            "give sample weights (B, T) of 0 and 1 and mean_with_sample_weight, or a task beside a "
-                            "weight(batch) in the model file")
+        refuse_mask(y_pred)
         values = self._values(y_true, y_pred)
         mask = getattr(values, "_keras_mask", None)
         values = ops.convert_to_tensor(values, dtype=loss.dtype)
@@ -291,7 +287,11 @@ class _Sum:
             raise UserError("the loss returns one number for the whole batch", "one value per sample",
                             "leave out the loss's own reduction, or give the model file a task(model, batch)")
         if sample_weight is not None:
-            values, sample_weight = aligned(values, ops.convert_to_tensor(sample_weight, dtype=loss.dtype))
+            sample_weight = ops.convert_to_tensor(sample_weight, dtype=loss.dtype)
+            if mask is not None:  # a mean over a sample's elements would forget which of them count
+                missing = len(values.shape) - len(sample_weight.shape)
+                sample_weight = ops.reshape(sample_weight, (*ops.shape(sample_weight), *(1,) * missing))
+            values, sample_weight = aligned(values, sample_weight)
         return self._total(values, sample_weight, mask)
 
     def _total(self, values: Any, sample_weight: Any, mask: Any) -> Any:
@@ -312,6 +312,12 @@ class _Sum:
         else:
             self.kind, self.weight = "valid elements", ops.sum(counts)
         return ops.sum(weighted * counts)
+
+
+def ignored_class(model: Any) -> int | None:
+    """Return the class that the compiled loss ignores; None of several losses, and of one that ignores none."""
+    found = _losses(model)
+    return getattr(found[0], "ignore_class", None) if len(found) == 1 else None
 
 
 def aligned(values: Any, sample_weight: Any) -> Pair:

@@ -34,7 +34,8 @@ class Evaluation:
                 self._users[name.rpartition(":")[2]] = load_callable(name, "metrics")
             else:
                 named[name] = _known(name)
-        self._states = states.CompiledMetrics(None if self._own else spec.model, named, taken=("loss", *self._users))
+        self._states = states.CompiledMetrics(None if self._own else spec.model, named, taken=("loss", *self._users),
+                                              ignored=task.ignored)
         compiled.setup_of(spec.model).metrics = None if self._own else self._states
         self._totals = Totals()
 

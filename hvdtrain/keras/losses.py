@@ -39,13 +39,23 @@ def by_name(named: Named) -> Callable[[Any, Any], Any]:
     if name not in {**classes, **functions}:
         raise UserError(f"loss {named.name!r} is not in keras.losses",
                         nearest(named.name, [c.__name__ for c in classes.values()]), "correct loss.name")
+    args = without_reduction(named)
     try:
         if name in classes:
-            found = guarded(classes[name](**{**named.args, "reduction": None}), named.name)
+            found = guarded(classes[name](**args, reduction=None), named.name)
         else:
-            inspect.signature(functions[name]).bind(None, None, **named.args)
-            found = guarded(partial(functions[name], **named.args), named.name)
+            inspect.signature(functions[name]).bind(None, None, **args)
+            found = guarded(partial(functions[name], **args), named.name)
     except (TypeError, ValueError) as error:
         raise UserError(f"loss {named.name} refused its args {named.args}: {error}", "keyword arguments it knows",
                         "correct loss.args") from None
     return (lambda y, outputs: found(as_shares(y, outputs), outputs)) if of_shares(name) else found
+
+
+def without_reduction(named: Named) -> dict[str, Any]:
+    """Return the arguments without ``reduction``; `UserError` for one that is no mean over samples."""
+    reduction = named.args.get("reduction")
+    if reduction not in (None, "mean", "sum_over_batch_size"):
+        raise UserError(f"loss {named.name} with reduction {reduction!r}", "reduction mean or sum_over_batch_size",
+                        "leave reduction out; for the steps of a sum, multiply lr by global_batch")
+    return {name: value for name, value in named.args.items() if name != "reduction"}

@@ -104,6 +104,20 @@ def as_shares(y: Any, outputs: Any) -> Any:
     return ops.where(ops.expand_dims(inside, -1), hot, ops.full_like(hot, float("nan")))
 
 
+def refuse_mask(outputs: Any) -> None:
+    """Raise `UserError` for an output with a mask of Keras, whose mean is over what the mask leaves."""
+    if getattr(outputs, "_keras_mask", None) is not None:
+        raise UserError("the model's output carries a mask (mask_zero, Masking), so that its loss is a mean over "
+                        "elements that are known after the forward alone", "an output without a mask",
+                        "give sample weights (B, T) of 0 and 1 and mean_with_sample_weight, or a task beside a "
+                        "weight(batch) in the model file")
+
+
+def counted(labels: Any, ignored: int) -> Any:
+    """Return 1 for labels that count and 0 for ``ignored`` ones, float32."""
+    return keras.ops.cast(keras.ops.not_equal(labels, keras.ops.cast(ignored, labels.dtype)), "float32")
+
+
 def is_integer(tensor: Any) -> bool:
     """Whether a tensor holds whole numbers."""
     dtype = keras.backend.standardize_dtype(tensor.dtype)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
+from keras.src.losses import loss as loss_base
 
 from hvdtrain.errors import UserError, through_trace
 from hvdtrain.keras.data import Shard
@@ -21,11 +22,19 @@ _reading: list[Shard] = []
 
 @contextmanager
 def reading(shards: Sequence[Shard]) -> Iterator[None]:
-    """While a fit reads these: `check_batch` looks at the model's batches."""
-    _reading[:] = shards
+    """While a fit reads these: `check_batch` looks at the model's batches, and masked values of a loss are refused."""
+    plain = loss_base.reduce_weighted_values
+
+    def reduce(values: Any, sample_weight: Any = None, mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if mask is not None:
+            raise _masked("values that a loss masks by itself (ignore_class)")
+        return plain(values, sample_weight, mask, *args, **kwargs)
+
+    _reading[:], loss_base.reduce_weighted_values = shards, reduce
     try:
         yield
     finally:
+        loss_base.reduce_weighted_values = plain
         _reading.clear()
 
 
@@ -46,6 +55,14 @@ def check_losses(model: Any) -> None:
                 f"leave it out and give sample weights of 0 and 1 per element; or {_TRAINER}"))
 
 
+def _masked(got: str) -> UserError:
+    """Return the refusal of ``got``, a mask."""
+    return through_trace(UserError(
+        f"{got} over hvdtrain.keras.shard",
+        "a mean over samples: masked losses are means over elements, of which ranks have unlike numbers",
+        "leave the mask out and give sample weights of 0 and 1 per element"))
+
+
 def check_batch(model: Any, outputs: Any) -> None:
     """The same for what only a batch shows, while its loss is taken: masks, and losses that layers add.
 
@@ -54,10 +71,7 @@ def check_batch(model: Any, outputs: Any) -> None:
     if not _reading:
         return
     if any(getattr(leaf, "_keras_mask", None) is not None for leaf in keras.tree.flatten(outputs)):
-        raise through_trace(UserError(
-            "a mask that reaches the loss (mask_zero, Masking) over hvdtrain.keras.shard",
-            "a mean over samples: masked losses are means over elements, of which ranks have unlike numbers",
-            "leave the mask out and give sample weights of 0 and 1 per element"))
+        raise _masked("a mask that reaches the loss (mask_zero, Masking)")
     uneven = next((shard for shard in _reading if not shard.even()), None)
     if uneven is None:
         return

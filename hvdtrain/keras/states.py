@@ -19,6 +19,7 @@ import keras
 import numpy as np
 
 from hvdtrain.errors import UserError
+from hvdtrain.keras.shapes import counted
 
 NOT_ADDITIVE = ("PearsonCorrelation", "ConcordanceCorrelation")
 """Metrics that take statistics of one batch, so that their sums depend on how the samples were cut."""
@@ -94,17 +95,19 @@ class CompiledMetrics:
     """The metrics of `model.compile`, for each output, and ``more`` of one output by name.
 
     ``taken``: names that are others'. ``keras_names``: what Keras calls a metric here, by its name in the totals,
-    which lacks Keras' counter.
+    which lacks Keras' counter. ``ignored``: the label that the run's loss does not count, and so neither does ``more``;
+    compiled metrics count what Keras itself does.
     """
 
-    def __init__(self, model: Any, more: dict[str, Any] | None = None, taken: Iterable[str] = ("loss",)) -> None:
+    def __init__(self, model: Any, more: dict[str, Any] | None = None, taken: Iterable[str] = ("loss",),
+                 ignored: int | None = None) -> None:
         own = getattr(model, "_compile_metrics", None) if getattr(model, "compiled", False) else None
         self._compiled: Any = None
         if own is not None:
             for metric in keras.tree.flatten([own._user_metrics or [], own._user_weighted_metrics or []]):
                 refuse_batch_statistics(metric if isinstance(metric, str) else type(metric).__name__)
             self._compiled = own  # the model's own, because Keras' callbacks look there for what a metric means
-        self._more, self._taken = dict(more or {}), set(taken)
+        self._more, self._taken, self._ignored = dict(more or {}), set(taken), ignored
         self._shapes_k: np.ndarray | None = None
         self._more_made: dict[str, Any] = {}
         self.named: dict[str, Any] = {}
@@ -147,7 +150,11 @@ class CompiledMetrics:
         if self._compiled is not None:
             self._compiled.update_state(y, outputs, sample_weight)
         for metric in self._more_made.values():
-            metric.update_state(keras.tree.flatten(y)[0], keras.tree.flatten(outputs)[0])
+            labels, counts = keras.tree.flatten(y)[0], None
+            if self._ignored is not None and _of_class_numbers(metric):
+                counts = counted(labels, self._ignored)
+                labels = keras.ops.where(keras.ops.cast(counts, "bool"), labels, keras.ops.zeros_like(labels))
+            metric.update_state(labels, keras.tree.flatten(outputs)[0], counts)
 
     def take(self) -> dict[str, np.ndarray]:
         """float64[k] by name since the last call, and `SHAPES`; empty before any batch. Starts anew."""
@@ -173,6 +180,12 @@ class CompiledMetrics:
             assert len(total_k) == 2, f"a total of {len(total_k)} numbers for {name}"
             return float(total_k[0] / total_k[1]) if total_k[1] else math.nan
         return float(np.mean(keras.tree.flatten(result_of(self.named[name], total_k))[0]))
+
+
+def _of_class_numbers(metric: Any) -> bool:
+    """Return whether a metric compares class numbers."""
+    return type(metric).__name__.startswith("Sparse") or \
+        getattr(getattr(metric, "_fn", None), "__name__", "").startswith("sparse")
 
 
 def zeros_like_one(tree: Any) -> Any:

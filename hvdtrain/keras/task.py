@@ -3,7 +3,8 @@
 A model file's own ``task(model, batch) -> (loss_sum, weight)`` comes before everything here and owns all of the loss.
 Without one and without a loss in the configuration, what the model was compiled with counts, as
 `hvdtrain.keras.compiled` has it. Else the loss is evaluated per element, averaged over a sample's trailing dimensions,
-weighted by sample weights if there are any, and summed over the samples; the weight is the number of samples.
+weighted by sample weights if there are any, and summed over the samples; the weight is the number of samples, less
+where labels are ignored (``ignore_class``): their part of each sample, as Keras' own mean divides.
 What layers add (``model.losses``: regularisers, ``add_loss``) counts once per sample, so that it counts once after the
 division by the global weight.
 """
@@ -16,9 +17,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvdtrain.config import Config, Named
 from hvdtrain.errors import UserError
+from hvdtrain.exchange.weighting import LabelWeight
 from hvdtrain.keras import compiled, losses, shapes
 from hvdtrain.pairs import Pair, checked_pair
 
@@ -28,7 +31,9 @@ Loss = Callable[[Any, Any], Any]
 class Task:
     """``task(model, batch, training) -> (loss_sum, weight)``, two scalars, of a spec whose model is a `keras.Model`.
 
-    ``full(outputs)``: the context in which a loss of such outputs is taken. Errors: `UserError` for an unknown loss.
+    ``full(outputs)``: the context in which a loss of such outputs is taken. ``ignored``: the label that the loss does
+    not count, None without one. ``batch_weight``: weighs a numpy batch as the loss by name does that ignores a label;
+    None for other losses. Errors: `UserError` for an unknown loss.
     """
 
     def __init__(self, spec: Any, config: Config,
@@ -37,14 +42,19 @@ class Task:
         self._compiled: compiled.CompiledTask | None = None
         self._loss: Loss | None = None
         self._mixes = config.mixes_classes
+        self.ignored: int | None = None
+        self.batch_weight: LabelWeight | None = None
         if spec.task is not None:
             return
         compiled.refuse_own_training(spec.model)
         _check_mixed(spec, config)
         if by_compile(spec, config):
             self._compiled = compiled.CompiledTask(spec.model)
-        else:
-            self._loss = _resolved(config, spec.model)
+            self.ignored = compiled.ignored_class(spec.model)
+            return
+        self._loss, self.ignored = _resolved(config, spec.model), config.loss.args.get("ignore_class")
+        if self.ignored is not None:
+            self.batch_weight = LabelWeight(lambda batch: _labels(spec.model, batch), self.ignored)
 
     def __call__(self, model: Any, batch: Sequence[Any], training: bool) -> Pair:
         """Run the model once on a flat batch of tensors (B, ...)."""
@@ -69,6 +79,8 @@ class Task:
         if training and setup.follow is not None:
             setup.follow(keras.ops.argmax(y, axis=-1) if self._mixes else y, outputs, weight)
         n, added = keras.ops.shape(keras.tree.flatten(outputs)[0])[0], model.losses
+        if self.ignored is not None:
+            n = keras.ops.sum(compiled.mean_of_sample(shapes.counted(y, self.ignored)))
         if y is None and getattr(model, "compiled", False) and added:  # layers bring all of the loss
             total: Any = 0.0
         else:
@@ -79,12 +91,18 @@ class Task:
                 raise UserError(f"the data's targets are {'missing' if y is None else 'several'}",
                                 "one array, where the loss is by name", "compile the model with a loss for each output")
             assert self._loss is not None
+            shapes.refuse_mask(outputs)
             with self._full(outputs):
                 total = _summed(self._loss(y, compiled.widened(outputs)), weight)
         for extra in added:
             extra = keras.ops.sum(keras.ops.cast(extra, getattr(total, "dtype", "float32")))
             total = total + extra * keras.ops.cast(n, extra.dtype)
         return total, n
+
+
+def _labels(model: Any, batch: Sequence[Any]) -> Any:
+    """Class numbers of a numpy batch, which Keras takes as floating numbers too."""
+    return np.asarray(compiled.split(model, batch)[1]).astype(np.int64, copy=False)
 
 
 def _summed(values: Any, weight: Any) -> Any:
@@ -174,11 +192,12 @@ def _resolved(config: Config, model: Any) -> Loss:
 def _auto(args: dict[str, Any], mixes: bool) -> Loss:
     """Cross entropy of logits for integer targets, and for shares of classes where the run ``mixes`` them; squared
     error for others; decided when the graph is traced."""
-    settings = {"from_logits": True, "reduction": None, **args}
+    args = losses.without_reduction(Named("auto", args))
+    settings = {"from_logits": True, **args, "reduction": None}
 
     def loss(y: Any, outputs: Any) -> Any:
         if not shapes.is_integer(y) and not mixes:
-            return keras.losses.MeanSquaredError(**{"reduction": None, **args})(y, outputs)
+            return keras.losses.MeanSquaredError(**args, reduction=None)(y, outputs)
         if len(outputs.shape) < 2 or outputs.shape[-1] == 1:
             raise UserError(f"the targets are integers and the model's outputs have shape {tuple(outputs.shape)}",
                             "one output per class", "set loss, for example to BinaryCrossentropy")

@@ -154,9 +154,11 @@ def test_one_value_per_token(settings, weight):
     assert_same(in_parts(model, SEQUENCE, TAGS, given), keras_own(model, SEQUENCE, TAGS, given))
 
 
-def test_one_weight_per_sample_weighs_all_its_tokens():
+@pytest.mark.parametrize("settings", [{}, {"ignore_class": 1},
+                                      {"ignore_class": 1, "reduction": "mean_with_sample_weight"}], ids=str)
+def test_one_weight_per_sample_weighs_all_its_tokens(settings):
     model = token_model()
-    model.compile("sgd", loss=losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.compile("sgd", loss=losses.SparseCategoricalCrossentropy(from_logits=True, **settings))
     spread = np.repeat(WEIGHTS[:, None], 5, axis=1)
     assert_same(in_parts(model, SEQUENCE, TAGS, WEIGHTS), keras_own(model, SEQUENCE, TAGS, spread))
 

@@ -27,7 +27,7 @@ if HERE:
     from hvdtrain.backends.torch.create import make_parts
     from hvdtrain.cluster.control import SoloControl
     from hvdtrain.collectives.null import NullCollectives
-    from hvdtrain.config import Config, DataParallel, Named
+    from hvdtrain.config import Config, Data, DataParallel, Named
     from hvdtrain.errors import UserError
     from hvdtrain.exchange.buckets import plan_buckets
     from hvdtrain.model import spec_of
@@ -94,6 +94,25 @@ if HERE:
             assert apart(weights(got), weights(whole[0])) == 0
         with pytest.raises(UserError, match="Adam that a Keras model on PyTorch was compiled with.*optimizer.name"):
             job("auto", DataParallel("zero", 2))
+
+    def test_a_loss_by_name_ignores_a_class_as_keras_does():
+        x, y = samples(22)
+        y[[0, 1, 5, 9, *range(16, 22)]] = -1
+        settings = config(global_batch=16, max_steps=2, loss=Named("auto", {"ignore_class": -1}),
+                          data=Data(shuffle=False))
+        runs = lockstep(2, settings, lambda rank: KerasOnTorch().model(), ((x, y), (x, y)), fitted)
+        one = KerasOnTorch().model()
+        loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+        loss = loss_of(y[:16], one(x[:16]))  # of the last six samples no label counts
+        for v, grad in zip(one.trainable_weights, torch.autograd.grad(loss, [v.value for v in one.trainable_weights])):
+            v.assign(v.value - 0.1 * grad)
+        for run in runs:
+            for got, want in zip(KerasOnTorch().plain(run.spec.model), KerasOnTorch().plain(one)):
+                np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+        outputs, counts = keras.ops.convert_to_numpy(one(x)), y != -1
+        for found in (runs[0].state.metrics, runs[1].state.metrics):
+            assert found["accuracy"] == pytest.approx((outputs.argmax(1) == y)[counts].mean())
+            assert found["loss"] == pytest.approx(float(loss_of(y, outputs)), rel=1e-5)
 else:
     def test_the_cases_pass_in_a_process_whose_keras_computes_with_torch():
         for name in ("torch", "keras"):

@@ -233,6 +233,13 @@ def test_losses_that_are_no_mean_are_refused_without_any_callback(loss, words):
         over_shard(dense(), Y["size"], loss=loss)
 
 
+def test_a_function_that_masks_its_values_is_refused():
+    def loss(y, outputs):
+        return keras.losses.sparse_categorical_crossentropy(y, outputs, ignore_class=0)
+    with pytest.raises(UserError, match="values that a loss masks by itself"):
+        over_shard(dense(), Y["kind"], loss=loss)
+
+
 @pytest.mark.parametrize("weight", [None, np.ones((N, 2), np.float32)], ids=["plain", "per token"])
 def test_masks_are_refused_before_keras_fails(weight):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Embedding(9, 3, mask_zero=True), keras.layers.Dense(1)])

@@ -145,7 +145,7 @@ class _Making:
         return Parts(model, blocks, stage, params, optimizer, buffers, self._evaluator,
                      ModelState(model, self.opt, scale, buffers, self._rank), transforms, self._precision, scale,
                      [Ops(device) for device in split.plan.devices] if split else (), remat,
-                     compile)
+                     compile, batch_weight=self._task.batch_weight)
 
     def _compile(self, remat: Remat | None) -> XlaCompile:
         """Computing through XLA, with why not where that is known before."""

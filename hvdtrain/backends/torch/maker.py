@@ -63,6 +63,7 @@ class Maker:
         self.precision = MixedPrecision(precision, self.scale, self.placement.devices)
         self.precision.install(self.model)
         self.task = make_task(spec, config)
+        self.batch_weight = getattr(self.task, "batch_weight", None)
         self.generators = Generators(self.placement.devices)
 
     def place(self) -> Placement:
@@ -87,7 +88,7 @@ class Maker:
                               compile=compile, remat=remat)
         return Parts(self.model, self.blocks(), stage, params, optimizer, buffers, self.evaluator(),
                      state, transforms, self.policy, self.scale, self.placement.ops(), remat, compile,
-                     facts=TorchFacts(self.model, params, state, plain))
+                     facts=TorchFacts(self.model, params, state, plain), batch_weight=self.batch_weight)
 
     def buffers(self) -> Buffers:
         """What the model holds beside its gradients."""

@@ -2,7 +2,9 @@
 
 A model file's own ``task(model, batch) -> (loss_sum, weight)`` comes before everything here. Without one the loss is
 evaluated per element, averaged over a sample's trailing dimensions, weighted by the batch's third array if there is
-one, and summed over the samples; the weight is the number of samples.
+one, and summed over the samples; the weight is the number of samples. A loss of labels (cross_entropy, nll_loss) weighs
+less where labels are ignored, and by ``loss.args.weight`` (`hvdtrain.backends.torch.losses`); sample weights are in the
+sum alone.
 """
 
 from __future__ import annotations
@@ -16,29 +18,39 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from hvdtrain.backends.torch.losses import Loss, refuse_other_inputs, squeezed
 from hvdtrain.backends.torch.transforms import precision
 from hvdtrain.config import Config, Named
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.pairs import Pair, Totals, checked_pair, of_model_file
 from hvdtrain.resolve import load_callable
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Batch = tuple[torch.Tensor, ...]
 
 
-def make_task(spec: Any, config: Config) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], Pair]:
+def make_task(spec: Any, config: Config) -> Callable[[torch.nn.Module, Batch], Pair]:
     """Return ``task(model, batch) -> (loss_sum, weight)``; `UserError` for an unknown loss."""
-    if spec.task is not None:
-        return _users(spec.task)
-    named = config.loss
-    fixed = None if named.name == "auto" else _loss(named)
+    return ByName(config) if spec.task is None else _users(spec.task)
 
-    def task(model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> Pair:
+
+class ByName:
+    """Compute (loss_sum, weight) of the configured loss.
+
+    ``batch_weight``: weighs a numpy batch alike; None where that is the number of samples. ``ignored``: see `Loss`.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._named, self._loss = config.loss, Loss(config.loss, config.mixes_classes)
+        self.batch_weight, self.ignored = self._loss.batch_weight, self._loss.ignored
+
+    def __call__(self, model: torch.nn.Module, batch: Batch) -> Pair:
+        """Run the model on a batch."""
         x, targets, extra = _parts(batch)
-        outputs = precision.widened(model(x))
-        loss = fixed or _auto(targets, named.args, config.mixes_classes)
-        return loss_sum(loss, outputs, targets, extra, named), targets.shape[0]
+        return self.pair(precision.widened(model(x)), targets, extra)
 
-    return task
+    def pair(self, outputs: torch.Tensor, targets: torch.Tensor, extra: Batch) -> Pair:
+        """Return (loss_sum, weight) of what the model gave."""
+        return loss_sum(self._loss, outputs, targets, extra, self._named), self._loss.weight(targets)
 
 
 def _users(task: Callable[..., Any]) -> Callable[..., Pair]:
@@ -56,9 +68,11 @@ def _parts(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor,
     return batch[0], batch[1], tuple(batch[2:])
 
 
-def loss_sum(loss: Loss, outputs: torch.Tensor, targets: torch.Tensor, extra: tuple[torch.Tensor, ...],
-             named: Named) -> torch.Tensor:
+def loss_sum(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], outputs: torch.Tensor, targets: torch.Tensor,
+             extra: tuple[torch.Tensor, ...], named: Named) -> torch.Tensor:
     """Sum over samples of the per-sample mean of an unreduced loss, times sample weights (B elements) if given.
+
+    Of a loss with reduction ``batchmean`` the per-sample sum.
 
     Errors: `UserError`, with the loss as ``named``, where it cannot be evaluated, has not one row per sample, or has
     spread outputs and targets of different shapes over each other, and for weights that are not one per sample.
@@ -79,7 +93,8 @@ def loss_sum(loss: Loss, outputs: torch.Tensor, targets: torch.Tensor, extra: tu
                         f"which gives a loss of shape {tuple(per_sample.shape)}",
                         f"one loss for each of the {n} samples", "reshape the targets, or the output in the model")
     if per_sample.dim() > 1:
-        per_sample = per_sample.flatten(1).mean(1)
+        per_sample = per_sample.flatten(1)
+        per_sample = per_sample.sum(1) if named.args.get("reduction") == "batchmean" else per_sample.mean(1)
     if not extra:
         return per_sample.sum()
     if extra[0].numel() != n:
@@ -121,100 +136,25 @@ def _broadcast(per_sample: torch.Tensor, outputs: torch.Tensor, targets: torch.T
         return False
 
 
-def _auto(targets: torch.Tensor, args: dict[str, Any], mixes: bool) -> Loss:
-    """Cross entropy for integer targets, and for shares of classes where the run ``mixes`` them; else squared error."""
-    if targets.is_floating_point():
-        if mixes:
-            return lambda o, t: functional.cross_entropy(o, _same_shape(t, o, "cross entropy"), reduction="none",
-                                                         **args)
-        return lambda o, t: functional.mse_loss(o, _same_shape(t, o), reduction="none", **args)
-
-    def loss(outputs: torch.Tensor, class_numbers: torch.Tensor) -> torch.Tensor:
-        if outputs.dim() < 2 or outputs.shape[1] == 1:
-            raise UserError(f"the targets are integers and the model's output has shape {tuple(outputs.shape)}",
-                            "one output per class",
-                            "set loss, for example to binary_cross_entropy_with_logits with floating-point targets")
-        return functional.cross_entropy(outputs, _squeezed(class_numbers, outputs).long(), reduction="none", **args)
-    return loss
-
-
-def _squeezed(class_numbers: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-    """Class numbers (B, 1, ...) for outputs (B, C, ...) as (B, ...)."""
-    column = class_numbers.dim() == outputs.dim() and class_numbers.shape[1] == 1
-    return class_numbers.squeeze(1) if column else class_numbers
-
-
-def _same_shape(targets: torch.Tensor, outputs: torch.Tensor, loss: str = "squared error") -> torch.Tensor:
-    """``targets``, unless torch would broadcast (B,) against (B, 1) to (B, B)."""
-    if targets.shape != outputs.shape:
-        raise UserError(f"the model's output has shape {tuple(outputs.shape)} and the targets {tuple(targets.shape)}",
-                        f"equal shapes for {loss}", "reshape the targets, or the output in the model")
-    return targets
-
-
-def _loss(named: Named) -> Loss:
-    """A loss of torch.nn.functional (``cross_entropy``) or torch.nn (``CrossEntropyLoss``), unreduced."""
-    functions = {n: f for n, f in vars(functional).items()
-                 if n.endswith(("_loss", "cross_entropy", "_with_logits", "kl_div")) and callable(f)}
-    classes = {n: c for n, c in vars(torch.nn).items() if n.endswith("Loss") and isinstance(c, type)}
-    found = next((f for n, f in {**functions, **classes}.items() if n.lower() == named.name.lower()), None)
-    if found is None:
-        raise UserError(
-            f"loss {named.name!r} is not in torch.nn.functional or torch.nn",
-            nearest(named.name, [*functions, *classes]),
-            "correct loss.name",
-        )
-    _refuse_other_inputs(found, named)
-    takes = inspect.signature(found).parameters
-    if "reduction" not in takes or not set(named.args) <= set(takes):
-        raise UserError(
-            f"loss {named.name} refused its args {named.args}",
-            nearest(next(iter(named.args), ""), takes),
-            "correct loss.args",
-        )
-    if isinstance(found, type):
-        try:
-            return found(reduction="none", **named.args)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise UserError(f"loss {named.name} refused its args {named.args}: {error}",
-                            "keyword arguments it takes", "correct loss.args") from None
-    return lambda o, t: found(o, t, reduction="none", **named.args)
-
-
-def _refuse_other_inputs(loss: Any, named: Named) -> None:
-    """Raise `UserError` for a loss that wants more, or other things, than outputs and targets."""
-    function = getattr(loss, "forward") if isinstance(loss, type) else loss  # noqa: B009
-    wanted = [name for name, p in inspect.signature(function).parameters.items()
-              if name != "self" and p.default is p.empty and name not in named.args]
-    own = [name for name, p in inspect.signature(loss).parameters.items()
-           if isinstance(loss, type) and p.default is p.empty]  # sizes of weights that nothing here would train
-    if own or len(wanted) != 2 or not wanted[1].startswith("target"):
-        weights = " with weights of its own" if own else ""
-        raise UserError(f"{named.name} is a loss of ({', '.join(wanted)}){weights}",
-                        "one of the model's output and the targets alone",
-                        "name another, or give the model file a task(model, batch) -> (loss_sum, weight)")
-
-
 class Metrics:
     """Running (sum, weight) totals of the loss and of the configured metrics."""
 
     def __init__(self, spec: Any, config: Config, task: Callable[..., Pair]) -> None:
         self._spec, self._task = spec, task
-        self._loss = None if config.loss.name == "auto" else _loss(config.loss)
-        self._loss_named, self._mixes = config.loss, config.mixes_classes
+        self._by_name = ByName(config) if spec.task is None else None
+        ignored = None if self._by_name is None else self._by_name.ignored
         names = config.metrics if spec.task is None else []
-        self._named = {name: _metric(name, config.loss.name) for name in names}
+        self._named = {name: _metric(name, config.loss.name, ignored) for name in names}
         self._totals = Totals()
 
-    def add(self, model: torch.nn.Module, batch: tuple[torch.Tensor, ...]) -> None:
+    def add(self, model: torch.nn.Module, batch: Batch) -> None:
         """Add one batch; the model runs once, or once more for a model file that defines ``metrics``."""
-        if self._spec.task is not None:
+        if self._by_name is None:
             self._totals.add(of_model_file(self._task, self._spec.metrics, model, batch))
             return
         x, targets, extra = _parts(batch)
         outputs = precision.widened(model(x))
-        loss = self._loss or _auto(targets, self._loss_named.args, self._mixes)
-        pairs = {"loss": (loss_sum(loss, outputs, targets, extra, self._loss_named), targets.shape[0])}
+        pairs = {"loss": self._by_name.pair(outputs, targets, extra)}
         for name, metric in self._named.items():
             pairs[name] = checked_pair(metric(outputs, targets), f"metric {name!r}", "(sum, weight)")
         self._totals.add(pairs)
@@ -224,24 +164,31 @@ class Metrics:
         return self._totals.take()
 
 
-def _metric(name: str, loss: str) -> Callable[[torch.Tensor, torch.Tensor], Pair]:
-    """``accuracy``, an unreduced torch.nn.functional loss, or a user's ``module:callable``."""
+def _metric(name: str, loss: str, ignored: int | None) -> Callable[[torch.Tensor, torch.Tensor], Pair]:
+    """``accuracy``, an unreduced torch.nn.functional loss, or a user's ``module:callable``.
+
+    ``ignored``: the label that the run's ``loss`` does not count, and so neither do built-in metrics.
+    """
     if name == "accuracy":
-        return partial(_accuracy, loss=loss.lower())
+        return partial(_accuracy, loss=loss.lower(), ignored=ignored)
     if ":" in name:
         return load_callable(name, "metrics")
     by_name = getattr(functional, name, None)
     if callable(by_name) and "reduction" in inspect.signature(by_name).parameters:
-        _refuse_other_inputs(by_name, Named(name))
-        return lambda o, t: (loss_sum(lambda a, b: by_name(a, b, reduction="none"), o, t, (), Named(name)), t.shape[0])
+        refuse_other_inputs(by_name, Named(name))
+        of_labels = name in ("cross_entropy", "nll_loss") and ignored is not None
+        named = Named(name, {"ignore_index": ignored} if of_labels else {})
+        measured = Loss(named)
+        return lambda o, t: (loss_sum(measured, o, t, (), named), measured.weight(t))
     raise UserError(f"metric {name!r} is unknown to the PyTorch backend",
                     nearest(name, ["accuracy", "mse_loss", "l1_loss", "cross_entropy"]) + " or module:callable",
                     "correct metrics")
 
 
-def _accuracy(outputs: torch.Tensor, targets: torch.Tensor, loss: str) -> Pair:
+def _accuracy(outputs: torch.Tensor, targets: torch.Tensor, loss: str, ignored: int | None = None) -> Pair:
     """Right answers and answers: arg-max over dimension 1 (of targets too where they are shares of classes).
 
+    Labels ``ignored`` are no answers.
     Yes-or-no targets, known by a single output or by a ``loss`` of that kind, are right on their side of the
     threshold: 0 for logits, 0.5 for probabilities.
     """
@@ -251,12 +198,15 @@ def _accuracy(outputs: torch.Tensor, targets: torch.Tensor, loss: str) -> Pair:
             threshold = 0.5 if loss in ("binary_cross_entropy", "bceloss") else 0.0
             right = (outputs > threshold) == (targets > 0.5)
             return right.sum(), right.numel()
-        targets = targets.argmax(dim=1)
+        targets, ignored = targets.argmax(dim=1), None
     else:
-        targets = _squeezed(targets, outputs)
+        targets = squeezed(targets, outputs)
     answers = outputs.argmax(dim=1)
     if answers.shape != targets.shape:
         raise UserError(f"accuracy has answers of shape {tuple(answers.shape)} and targets {tuple(targets.shape)}",
                         "equal shapes", "reshape the targets, or take accuracy out of metrics")
     right = answers == targets
-    return right.sum(), right.numel()
+    if ignored is None:
+        return right.sum(), right.numel()
+    counts = targets.long() != ignored
+    return (right & counts).sum(), counts.sum()

@@ -24,7 +24,7 @@ LOSSES = {"CrossEntropyLoss": "cross_entropy", "NLLLoss": "nll_loss", "MSELoss":
           "BCEWithLogitsLoss": "binary_cross_entropy_with_logits", "BCELoss": "binary_cross_entropy"}
 """Losses whose mean over a batch is the mean over its samples -> the function of that name."""
 OF_CLASSES = ("cross_entropy", "nll_loss")
-LOSS_ARGS = ("label_smoothing", "beta", "delta")
+LOSS_ARGS = ("label_smoothing", "ignore_index", "beta", "delta")
 SCHEDULES = {"StepLR": ("step_size", "gamma"), "MultiStepLR": ("milestones", "gamma"), "ExponentialLR": ("gamma",),
              "CosineAnnealingLR": ("T_max", "eta_min"), "CosineAnnealingWarmRestarts": ("T_0", "T_mult", "eta_min"),
              "OneCycleLR": ("max_lr", "total_steps", "epochs", "steps_per_epoch"),

@@ -130,7 +130,7 @@ class _Making:
                      Optimizer(opt, params.variables, scale), buffers, evaluator,
                      PartState(part, opt, scale, buffers, self._rank, names=names, of_optimizer=of_optimizer),
                      in_order(precision=self._mixed, remat=remat), self._precision, scale, remat=remat,
-                     layout=layout, replicas=replicas)
+                     layout=layout, replicas=replicas, batch_weight=task.batch_weight)
 
     def _kept(self, chain: Chain, layout: Layout) -> Part:
         """This rank's blocks, on its device; the others' memory is given back."""

@@ -68,6 +68,7 @@ class KerasMaker(Maker):
             spec, model=KerasModule(self.keras_model), metrics=None, blocks=None,
             task=lambda module, batch: task(self.keras_model, batch, module.training))
         super().__init__(inner, config, rank, wire, steps_per_epoch, precision)
+        self.batch_weight = task.batch_weight
         self.generators = KerasGenerators(self.placement.devices, self.keras_model)
         self._adopted = compiled_optimizer(config, self.keras_model)
         if self._adopted is not None:

@@ -10,13 +10,15 @@ import math
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hvdtrain.average import averaged
 from hvdtrain.cluster.deadline import deadline
+from hvdtrain.cluster.exit import agreed
 from hvdtrain.data.feed import Feed, StepBatch
+from hvdtrain.errors import UserError
 from hvdtrain.events import Event
 from hvdtrain.exchange.weighting import check_weight
 from hvdtrain.faults import pulse
@@ -105,6 +107,7 @@ def train_step(run: Run, batch: StepBatch) -> None:
     """One global batch: compute, exchange, vote, update; again where a rank ran out of memory over it."""
     run.batch, run.timeline.step = batch, run.state.cursor.step
     run.emit(Event.STEP_START)
+    _follow(run)
     while batch.n_global and not _stepped(run, batch):  # without any where none of its samples could be read
         run.emit_told()
     state = run.state
@@ -142,7 +145,7 @@ def _stepped(run: Run, batch: StepBatch) -> bool:
     pulse.at("update")
     if not bad:
         with run.recovery.once("the update"), span("update", "update"):
-            finite, norm = dp.update(state.cursor.step, done.grads)
+            finite, norm = dp.update(state.cursor.step, done.grads, _unused(run))
         bad = [] if finite else list(range(run.control.size))
         state.grad_norm = state.grad_norm if math.isnan(norm) else norm
     updated = time.perf_counter()
@@ -164,6 +167,31 @@ def _stepped(run: Run, batch: StepBatch) -> bool:
         state.poisoned = not meets  # told at the next vote (law 6)
     state.met = meets and (not bad or state.met)
     return True
+
+
+def _unused(run: Run) -> frozenset[int]:
+    """Return the indices of this rank's parameters that no rank used in the step at hand; collective."""
+    specs = run.parts.params.specs
+    own: frozenset[int] = getattr(run.parts.stage, "unused", frozenset())
+    # Keras' counters make other names on other ranks, unless the model is cut over ranks.
+    keys = list(range(len(specs))) if run.parts.layout is None else [spec.name for spec in specs]
+    used: set[Any] = set().union(*run.control.gather([key for i, key in enumerate(keys) if i not in own]))
+    return frozenset(i for i, key in enumerate(keys) if key not in used)
+
+
+def _follow(run: Run) -> None:
+    """Go along with what callbacks have changed of the model, or end the run; collective."""
+    facts = run.parts.facts
+    if facts is None:
+        return
+    mine = facts.changes()
+    everyone = run.control.gather(mine)
+    odd = next((r for r, changes in enumerate(everyone) if changes != everyone[0]), None)
+    if odd is not None:
+        raise UserError(f"a callback changed the model on rank 0 ({everyone[0]}) otherwise than on rank {odd} "
+                        f"({everyone[odd]})", "the same change on all ranks", "run the callback on all ranks")
+    if mine:
+        agreed(run.control, lambda: facts.follow(mine, run.note), "model")
 
 
 def _undo(run: Run) -> None:

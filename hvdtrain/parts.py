@@ -11,7 +11,8 @@ from hvdtrain.mesh import Layout
 from hvdtrain.pipeline.replicas import Replicas
 from hvdtrain.precision.policy import Precision
 from hvdtrain.precision.scaler import LossScale
-from hvdtrain.protocols import Buffers, Compile, Evaluator, ModelState, Ops, Optimizer, Params, Remat, Stage, Transform
+from hvdtrain.protocols import (
+    Buffers, Compile, Evaluator, ModelFacts, ModelState, Ops, Optimizer, Params, Remat, Stage, Transform)
 
 
 @dataclass
@@ -21,6 +22,7 @@ class Parts:
     ``transforms``: in the order in which they are installed (`hvdtrain.transforms.ORDER`). ``ops_of_place``: of a model
     that is split, the array operations of each device. ``remat``: the one of ``transforms`` that recomputes blocks,
     None for a model without any. ``compile``: the one that computes in other ways, where the configuration asks for it.
+    ``facts``: what callbacks may change of the model in the middle of a run.
     ``layout``, ``replicas``: of a model that is cut over ranks, who has which block, and this rank's blocks by who else
     has them; ``stage`` is an `hvdtrain.protocols.PipelineStage` then.
     """
@@ -40,6 +42,7 @@ class Parts:
     remat: Remat | None = None
     compile: Compile | None = None
     layout: Layout | None = None
+    facts: ModelFacts | None = None
     replicas: Sequence[Replicas] = ()
     _installed: list[Transform] = field(default_factory=list)
 

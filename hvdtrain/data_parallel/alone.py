@@ -105,13 +105,14 @@ class Alone:
             self._numbers = [float(sum_squares(self._ops, grads))]
         return float(self._numbers[0])
 
-    def update(self, step: int, grads: Sequence[Array]) -> tuple[bool, float]:
+    def update(self, step: int, grads: Sequence[Array],
+               unused: frozenset[int] = frozenset()) -> tuple[bool, float]:
         """Update, or tell of the update that the graph has made."""
         if self._whole is not None:
-            return self._whole.step(self.optimizer, grads, self.buckets, self.squares(grads))
+            return self._whole.step(self.optimizer, grads, self.buckets, self.squares(grads), unused)
         if len(self._numbers) > 1:
             return bool(self._numbers[1]), math.sqrt(self._numbers[0])
-        return self.optimizer.step(grads, self.buckets, self.clip_norm, self.look_first)
+        return self.optimizer.step(grads, self.buckets, self.clip_norm, self.look_first, unused=unused)
 
     def saved(self) -> dict[str, np.ndarray]:
         """Nothing."""

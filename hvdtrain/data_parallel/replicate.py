@@ -139,11 +139,12 @@ class Replicate(Reducing):
             self._squares = self.reducer.squares(grads)
         return self._squares
 
-    def update(self, step: int, grads: Sequence[Array]) -> tuple[bool, float]:
+    def update(self, step: int, grads: Sequence[Array],
+               unused: frozenset[int] = frozenset()) -> tuple[bool, float]:
         """Update from the sums, which have the same bits on every rank: so all take one decision without a vote.
 
         With a part of the model alone the vote has decided, and the norm is that of all parts.
         """
         if self._whole is not None:
-            return self._whole.step(self.optimizer, grads, self.buckets, self.squares(grads))
-        return self.optimizer.step(grads, self.buckets, self.clip_norm, self.look_first)
+            return self._whole.step(self.optimizer, grads, self.buckets, self.squares(grads), unused)
+        return self.optimizer.step(grads, self.buckets, self.clip_norm, self.look_first, unused=unused)

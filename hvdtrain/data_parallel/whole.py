@@ -24,13 +24,13 @@ class Whole:
         self._control, self._clip_norm = control, clip_norm
 
     def step(self, optimizer: Optimizer, grads: Sequence[Array], buckets: Sequence[Bucket],
-             squares: float) -> tuple[bool, float]:
+             squares: float, unused: frozenset[int] = frozenset()) -> tuple[bool, float]:
         """Update by ``optimizer``, clipped by the norm that the ranks' ``squares`` make together; collective if so.
 
         Returns (finite, norm) as `Optimizer.step`.
         """
         norm = self.norm(squares) if self._clip_norm > 0 else math.nan
-        return optimizer.step(grads, buckets, self._clip_norm, False, norm)
+        return optimizer.step(grads, buckets, self._clip_norm, False, norm, unused)
 
     def norm(self, squares: float) -> float:
         """Return the norm of the whole gradient, added in float64 in the order of the ranks; collective."""

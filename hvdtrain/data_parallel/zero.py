@@ -218,7 +218,8 @@ class Zero(Reducing):
 
     # --- update ------------------------------------------------------------------------------------------------------
 
-    def update(self, step: int, grads: Sequence[Array]) -> tuple[bool, float]:
+    def update(self, step: int, grads: Sequence[Array],
+               unused: frozenset[int] = frozenset()) -> tuple[bool, float]:
         """Update this rank's slices and bring all parameters together; the vote has found all gradients finite."""
         norm, grads = math.nan, list(grads)
         if self.clip_norm > 0 or self.look_first:
@@ -232,7 +233,8 @@ class Zero(Reducing):
             at = 0
             for i, (begin, end) in inside:
                 slices[i], at = x[at:at + end - begin], at + end - begin
-        finite, _ = self._parts.optimizer.step([slices[i] for i in sorted(slices)], [], 0.0, False)
+        finite, _ = self._parts.optimizer.step([slices[i] for i in sorted(slices)], [], 0.0, False,
+                                               unused=unused)
         assert finite, "an owner left out an update that all ranks have agreed on"
         began = time.perf_counter()
         self._gather()

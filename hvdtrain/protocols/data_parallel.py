@@ -56,8 +56,10 @@ class DataParallel(GradientSink, Protocol):
         """
         ...
 
-    def update(self, step: int, grads: Sequence[Array]) -> tuple[bool, float]:
-        """Update the parameters; return (finite, norm) as `Optimizer.step` does, the same on every rank."""
+    def update(self, step: int, grads: Sequence[Array],
+               unused: frozenset[int] = frozenset()) -> tuple[bool, float]:
+        """Update the parameters but those ``unused`` on all ranks; return (finite, norm) as `Optimizer.step` does, the
+        same on every rank."""
         ...
 
     def saved(self) -> dict[str, np.ndarray]:

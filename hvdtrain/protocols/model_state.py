@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -105,6 +105,21 @@ class ModelState(Protocol):
 
     def export(self, directory: Path) -> list[str]:
         """Write the final model in safetensors and the framework's native format; return the file names."""
+        ...
+
+
+class ModelFacts(Protocol):
+    """Facts about the model that a run has read once and a callback may change: what trains, which layers there are."""
+
+    def changes(self) -> list[str]:
+        """Return what changed since the last call, as sentences in a deterministic order; cheap."""
+        ...
+
+    def follow(self, changes: list[str], note: Callable[[str], None]) -> None:
+        """Go along with ``changes``, which all ranks have seen; ``note`` prints a remark.
+
+        Errors: `UserError` for a change that the run cannot go along with.
+        """
         ...
 
 

@@ -49,7 +49,7 @@ class Optimizer(Protocol):
     needs_all: str
 
     def step(self, grads: Sequence[Array], buckets: Sequence[Bucket], clip_norm: float, look: bool,
-             norm: float | None = None) -> tuple[bool, float]:
+             norm: float | None = None, unused: frozenset[int] = frozenset()) -> tuple[bool, float]:
         """Clip by the global norm (0: no clipping) and update; return (finite, norm).
 
         ``grads``: a vector (n,) for each of ``buckets``, or where there are no buckets the gradient of each parameter
@@ -58,6 +58,7 @@ class Optimizer(Protocol):
         decides by itself, and `skipped` tells a step later.
         ``norm``: of the whole gradient, of which ``grads`` are a part, where the ranks have told each other: it is
         clipped by, and nothing is looked at here. NaN where no clipping asked for it.
+        ``unused``: the indices of parameters without a gradient: neither they nor their state change.
         """
         ...
 

@@ -82,10 +82,17 @@ class Stage(Protocol):
 
     Scalars it returns may still be on the device: with ``asynchronous`` set, reading one waits for the device.
     ``waited_s``: seconds that the last `run` or `nothing` waited for other ranks.
+    ``unused``: the indices of parameters to which no micro-batch of this rank gave a gradient in the step at hand; all
+    after `nothing`. Zeros are sent for them.
     """
 
     asynchronous: bool
     waited_s: float
+
+    @property
+    def unused(self) -> frozenset[int]:
+        """Return the indices of parameters without a gradient on this rank."""
+        ...
 
     def connect(self, sink: GradientSink) -> None:
         """Make ready to hand gradients to ``sink``, before the first step or in place of another sink of the same

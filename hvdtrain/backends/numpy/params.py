@@ -25,7 +25,7 @@ class Sgd:
         self.velocity = [np.zeros_like(p) for p in self.tensors]
 
     def step(self, grads: Sequence[np.ndarray], buckets: Sequence[Bucket], clip_norm: float, look: bool,
-             norm: float | None = None) -> tuple[bool, float]:
+             norm: float | None = None, unused: frozenset[int] = frozenset()) -> tuple[bool, float]:
         """Update; the norm is always told."""
         if norm is None:
             norm = math.sqrt(sum(float((g * g).sum()) for g in grads))

@@ -15,6 +15,7 @@ class Stage:
 
     asynchronous = False
     waited_s = 0.0
+    unused: frozenset[int] = frozenset()
 
     def __init__(self, model: Model) -> None:
         self._model = model

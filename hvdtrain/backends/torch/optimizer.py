@@ -69,7 +69,7 @@ class TorchOptimizer:
     # --- the update ----------------------------------------------------------------------------------------------
 
     def step(self, grads: Sequence[torch.Tensor], buckets: Sequence[Bucket], clip_norm: float, look: bool,
-             norm: float | None = None) -> tuple[bool, float]:
+             norm: float | None = None, unused: frozenset[int] = frozenset()) -> tuple[bool, float]:
         """Clip by the global norm and update; return (finite, norm), as `hvdtrain.protocols.Optimizer` says."""
         known, norm = norm is not None, math.nan if norm is None else norm
         if known:

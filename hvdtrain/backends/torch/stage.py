@@ -30,6 +30,8 @@ class TorchStage:
     ``caveats``: tells what in the model depends on how a batch is cut.
     """
 
+    unused: frozenset[int] = frozenset()
+
     def __init__(self, model: torch.nn.Module, task: Callable[..., Pair], params: TorchParams, buffers: Buffers,
                  placement: Placement, precision: MixedPrecision, sync: SyncBatchNorm | None, generators: Generators,
                  rank: int, caveats: Callable[[], list[str]]) -> None:

@@ -23,11 +23,13 @@ MOST_SIZES = 8
 class Calls:
     """Graphs ``trace(scale, *leaves)``, traced when they are first called.
 
-    ``failed``: the graph whose latest run ended with an error; None after one that did not.
+    ``failed``: the graph whose latest run ended with an error; None after one that did not. ``latest``: the graph that
+    ran last.
     """
 
     def __init__(self) -> None:
         self.failed: Graph | None = None
+        self.latest: Graph | None = None
         self._graphs: dict[tuple[Hashable, int | None], Any] = {}
         self._sizes: dict[Hashable, list[int]] = {}
         self._scale: tuple[float, Any] = (0.0, None)
@@ -60,7 +62,7 @@ class Calls:
 
     def run(self, graph: Graph, *tensors: tf.Tensor) -> Any:
         """Run a graph."""
-        self.failed = graph
+        self.failed = self.latest = graph
         results = graph(*tensors)
         self.failed = None
         return results

@@ -140,6 +140,7 @@ class _Making:
         gradients.compile = compile
         stage = Stage(model, self._task, self._class_numbers, buffers, gradients, lambda: scale.of(self._rank), across,
                       config.balance != "auto", loss_name(self._spec, config))
+        optimizer.unused_in_trace = lambda: stage.unused & gradients.unused
         transforms = in_order(placement=Placement(split) if split else None, precision=self._mixed,
                               sync_batchnorm=across, compile=compile, remat=remat)
         return Parts(model, blocks, stage, params, optimizer, buffers, self._evaluator,

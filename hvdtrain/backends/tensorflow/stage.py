@@ -66,6 +66,7 @@ class Stage:
         self._in_place = False
         self._leaving: Leaving | None = None
         self._several = False
+        self.unused = gradients.numbers
         self._random: dict[str, np.ndarray] = {}
         self._drawn = Kept(counts(model))
         self._kept = (buffers.kept, self._drawn)
@@ -92,7 +93,7 @@ class Stage:
         self._random = rng.capture()
         self._gradients.rescale(self._loss_scale())
         self._several, self.waited_s = False, 0.0
-        self.calls.failed = None
+        self.unused, self.calls.failed = self._gradients.numbers, None
         self._buffers.begin()
         self._drawn.forget()
 
@@ -115,7 +116,11 @@ class Stage:
             pair = self._final(batch, scale, sink) if final else self._add(batch, scale)
         if self._across:
             self.waited_s += _stood_in(self._across)
-        return pair if samples else (0.0, 0.0)
+        if not samples:
+            return 0.0, 0.0
+        assert self.calls.latest is not None
+        self.unused &= self._gradients.unused_of[self.calls.latest.graph]
+        return pair
 
     def _add(self, batch: tuple[Any, ...], scale: float) -> Pair:
         """A micro-batch that is not the last one; its scalars are read when they are needed."""
@@ -142,7 +147,8 @@ class Stage:
             total, sums = self._gradients.completed(loss_sum, grads) if several else (loss_sum, grads)
             return self._hand_over(sink, _pair(loss_sum, weight), total, sums, closely)
 
-        kind = "last" if several else "only"
+        # A graph without buckets may update too, and leaves out what no micro-batch of the step used.
+        kind = "only" if not several else "last" if sink.buckets else ("last", self.unused)
         with holding(() if several else self._kept):
             report, tensors = self._run((kind, sink.variant, closely), batch, scale, trace)
         loss_sum, weight, *rest = report.numpy().tolist()

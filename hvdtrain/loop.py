@@ -173,8 +173,9 @@ def _unused(run: Run) -> frozenset[int]:
     """Return the indices of this rank's parameters that no rank used in the step at hand; collective."""
     specs = run.parts.params.specs
     own: frozenset[int] = getattr(run.parts.stage, "unused", frozenset())
-    # Keras' counters make other names on other ranks, unless the model is cut over ranks.
-    keys = list(range(len(specs))) if run.parts.layout is None else [spec.name for spec in specs]
+    # Keras' counters make other names on other ranks, and a model that is cut over ranks other indices.
+    blocks = [spec.block for spec in specs]
+    keys = [(block, blocks[:i].count(block)) for i, block in enumerate(blocks)]
     used: set[Any] = set().union(*run.control.gather([key for i, key in enumerate(keys) if i not in own]))
     return frozenset(i for i, key in enumerate(keys) if key not in used)
 

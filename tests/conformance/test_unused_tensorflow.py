@@ -85,7 +85,8 @@ SHARES = [[20, 4], [20, 4], [13, 3], [20, 4]]
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("changes, rtol", [
-    ({}, 1e-5), ({"data_parallel": DataParallel("zero", 2)}, 1e-5), ({"precision": "fp16", "loss_scale": 1.0}, 1e-2)], ids=str)
+    ({}, 1e-5), ({"data_parallel": DataParallel("zero", 2)}, 1e-5),
+    ({"precision": "fp16", "loss_scale": 1.0}, 1e-2)], ids=str)
 def test_ranks_leave_alone_what_none_of_them_used(changes, rtol, tmp_path):
     x, y = data(0, 64)
     begins = [0, 24, 48, 0]

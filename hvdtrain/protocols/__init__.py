@@ -23,5 +23,5 @@ from hvdtrain.protocols.wire import (AllGather, AllReduce, AllToAll, Carrier, Ch
 __all__ = ["AllGather", "AllReduce", "AllToAll", "Array", "Batch", "BlockCost", "Buffers", "Callback", "Cargo",
            "Carrier", "Cell", "Channel", "Collectives", "Coming", "Compile", "Compressor", "Control", "DataParallel",
            "Done", "Evaluator", "Exchange", "GradientSink", "Handle", "Launcher", "ModelFacts", "ModelSpec",
-           "ModelState", "Ops", "Optimizer", "Pair", "ParamSpec", "Params", "PipelineStage", "Record", "Remat", "Report", "Request",
-           "Schedule", "Stage", "Tracker", "Transform"]
+           "ModelState", "Ops", "Optimizer", "Pair", "ParamSpec", "Params", "PipelineStage", "Record", "Remat",
+           "Report", "Request", "Schedule", "Stage", "Tracker", "Transform"]

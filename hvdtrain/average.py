@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from hvdtrain.checkpoint import weights
 from hvdtrain.checkpoint.holders import key
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.buckets import itemsize, plan_buckets
+from hvdtrain.exchange.buckets import itemsize, plan_buckets, plan_some
 from hvdtrain.parts import Parts
 from hvdtrain.protocols import Array, Ops, ParamSpec
 from hvdtrain.protocols.state import Given, Head, Place, Read, Shard, Stateful, Want
@@ -37,10 +38,12 @@ class Average:
     def __init__(self, parts: Parts, ops: Ops, decay: float, rank: int) -> None:
         self.decay, self._params = decay, parts.params
         self._buckets = plan_buckets(parts.params.specs, _BUCKET_MB)
-        self._ops_B = [parts.ops_of_place[b.place] if parts.ops_of_place else ops for b in self._buckets]
+        self._ops_of = lambda bucket: parts.ops_of_place[bucket.place] if parts.ops_of_place else ops
+        self._ops_B = [self._ops_of(bucket) for bucket in self._buckets]
         self._flats: list[Array] = []
         self._in_place = False
         lowest = {i: min(each.group.ranks) for each in parts.replicas for i in each.params(parts.params.specs)}
+        self._root = rank == 0
         self._gives = [lowest.get(i, 0) == rank for i in range(len(parts.params.specs))]
 
     @property
@@ -52,6 +55,16 @@ class Average:
     def given_bytes(self) -> int:
         """What this rank gives to a checkpoint."""
         return average_bytes([spec for spec, gives in zip(self._params.specs, self._gives) if gives])
+
+    def extend(self, first: int) -> None:
+        """Average the parameters from index ``first`` on too, from their values of now."""
+        known, specs = len(self._buckets), self._params.specs
+        new = plan_some(specs, range(first, len(specs)), _BUCKET_MB)
+        self._buckets += [replace(b, index=known + b.index) for b in new]
+        self._ops_B += [self._ops_of(bucket) for bucket in new]
+        self._gives += [self._root] * (len(specs) - first)
+        if self._flats:
+            self._flats += [self._wide(i) for i in range(known, len(self._buckets))]
 
     def start(self) -> None:
         """Begin with the weights of now, where there is no average yet."""

@@ -10,19 +10,18 @@ import math
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hvdtrain.average import averaged
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.cluster.exit import agreed
 from hvdtrain.data.feed import Feed, StepBatch
-from hvdtrain.errors import UserError
 from hvdtrain.events import Event
 from hvdtrain.exchange.weighting import check_weight
 from hvdtrain.faults import pulse
 from hvdtrain.faults.finite import blame
+from hvdtrain.model_changes import follow, watched
 from hvdtrain.out_of_memory.evaluating import Evaluating
 from hvdtrain.out_of_memory.recovery import mended, repeats
 from hvdtrain.outdir import release, starting
@@ -60,6 +59,7 @@ def joined(run: Run) -> Iterator[None]:
 
 
 def _start(run: Run) -> None:
+    run.watched = watched(run)
     with starting(run):  # what may still refuse the run comes in here, and changes nothing on disk
         run.emit(Event.FIT_START)
         run.settle()  # a resumed run may have been at its end
@@ -107,7 +107,7 @@ def train_step(run: Run, batch: StepBatch) -> None:
     """One global batch: compute, exchange, vote, update; again where a rank ran out of memory over it."""
     run.batch, run.timeline.step = batch, run.state.cursor.step
     run.emit(Event.STEP_START)
-    _follow(run)
+    follow(run)
     while batch.n_global and not _stepped(run, batch):  # without any where none of its samples could be read
         run.emit_told()
     state = run.state
@@ -145,7 +145,10 @@ def _stepped(run: Run, batch: StepBatch) -> bool:
     pulse.at("update")
     if not bad:
         with run.recovery.once("the update"), span("update", "update"):
-            finite, norm = dp.update(state.cursor.step, done.grads, _unused(run))
+            unused = run.unused.agreed if meets else parts.stage.unused
+            run.unused.check(unused)
+            finite, norm = dp.update(state.cursor.step, done.grads, unused)
+            run.unused.updated(unused)
         bad = [] if finite else list(range(run.control.size))
         state.grad_norm = state.grad_norm if math.isnan(norm) else norm
     updated = time.perf_counter()
@@ -167,32 +170,6 @@ def _stepped(run: Run, batch: StepBatch) -> bool:
         state.poisoned = not meets  # told at the next vote (law 6)
     state.met = meets and (not bad or state.met)
     return True
-
-
-def _unused(run: Run) -> frozenset[int]:
-    """Return the indices of this rank's parameters that no rank used in the step at hand; collective."""
-    specs = run.parts.params.specs
-    own: frozenset[int] = getattr(run.parts.stage, "unused", frozenset())
-    # Keras' counters make other names on other ranks, and a model that is cut over ranks other indices.
-    blocks = [spec.block for spec in specs]
-    keys = [(block, blocks[:i].count(block)) for i, block in enumerate(blocks)]
-    used: set[Any] = set().union(*run.control.gather([key for i, key in enumerate(keys) if i not in own]))
-    return frozenset(i for i, key in enumerate(keys) if key not in used)
-
-
-def _follow(run: Run) -> None:
-    """Go along with what callbacks have changed of the model, or end the run; collective."""
-    facts = run.parts.facts
-    if facts is None:
-        return
-    mine = facts.changes()
-    everyone = run.control.gather(mine)
-    odd = next((r for r, changes in enumerate(everyone) if changes != everyone[0]), None)
-    if odd is not None:
-        raise UserError(f"a callback changed the model on rank 0 ({everyone[0]}) otherwise than on rank {odd} "
-                        f"({everyone[odd]})", "the same change on all ranks", "run the callback on all ranks")
-    if mine:
-        agreed(run.control, lambda: facts.follow(mine, run.note), "model")
 
 
 def _undo(run: Run) -> None:
@@ -252,8 +229,10 @@ def _vote(run: Run, batch: StepBatch, done: Done) -> list[int]:
     bad = (not math.isfinite(loss_sum) and not late) or state.poisoned or lost
     squares = math.nan if lost else run.dp.squares(done.grads)
     wishes = [bool(state.wants_stop), state.wants_save, bool(state.words)]
-    mine = [0.0 if bad else loss_sum, weight, bad, *wishes, squares]
-    loss, total, n_bad, n_stop, n_save, n_words, squares = run.control.sum(np.array(mine, dtype=np.float64))
+    changed = not lost and run.unused.changed(parts.stage.unused)
+    mine = [0.0 if bad else loss_sum, weight, bad, *wishes, changed, squares]
+    sums = run.control.sum(np.array(mine, dtype=np.float64))
+    loss, total, n_bad, n_stop, n_save, n_words, n_changed, squares = sums
     pulse.heard(state.cursor.step)
     if not asynchronous and not n_bad:
         check_weight(float(total), batch.weight)
@@ -264,6 +243,8 @@ def _vote(run: Run, batch: StepBatch, done: Done) -> list[int]:
         state.stop = next(reason for reason in run.control.gather(state.wants_stop) if reason)
     if n_words:
         run.hear()
+    if n_changed:
+        run.unused.gather()
     if n_bad:
         return [r for r, b in enumerate(run.control.gather(bad)) if b]
     if not math.isfinite(squares):

@@ -22,9 +22,9 @@ class Parts:
     ``transforms``: in the order in which they are installed (`hvdtrain.transforms.ORDER`). ``ops_of_place``: of a model
     that is split, the array operations of each device. ``remat``: the one of ``transforms`` that recomputes blocks,
     None for a model without any. ``compile``: the one that computes in other ways, where the configuration asks for it.
-    ``facts``: what callbacks may change of the model in the middle of a run.
     ``layout``, ``replicas``: of a model that is cut over ranks, who has which block, and this rank's blocks by who else
     has them; ``stage`` is an `hvdtrain.protocols.PipelineStage` then.
+    ``facts``: finds what callbacks change of the model; None where nobody looks.
     """
 
     model: Any
@@ -42,8 +42,8 @@ class Parts:
     remat: Remat | None = None
     compile: Compile | None = None
     layout: Layout | None = None
-    facts: ModelFacts | None = None
     replicas: Sequence[Replicas] = ()
+    facts: ModelFacts | None = None
     _installed: list[Transform] = field(default_factory=list)
 
     def install(self, collective: bool = True) -> None:

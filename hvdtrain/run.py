@@ -25,6 +25,7 @@ from hvdtrain.data.feed import Feed, StepBatch
 from hvdtrain.data_parallel.replicate import Replicate
 from hvdtrain.events import Event
 from hvdtrain.exchange.compressors import create
+from hvdtrain.exchange.unused import UnusedParameters
 from hvdtrain.faults import pulse
 from hvdtrain.mesh import Mesh
 from hvdtrain.model import Spec
@@ -186,6 +187,10 @@ class Run:
     """What opens other wires; None where ``collectives`` was given."""
     dp: DataParallel = field(init=False)
     """How the copies of the model stay one; `hvdtrain.assemble` sets it when the first sample has gone through."""
+    watched: bool = False
+    """Whether a fit looks before each step for what callbacks have changed of the model, the same on every rank."""
+    unused: UnusedParameters = field(init=False)
+    """The parameters that no rank has used in the latest step."""
     records: Stream = field(default_factory=Stream)
     """What has happened; on rank 0 reports read it."""
     timeline: Timeline = field(default_factory=Timeline)
@@ -224,6 +229,9 @@ class Run:
     _pending: Any = None
     _read: Any = None
     _joined: bool = False
+
+    def __post_init__(self) -> None:
+        self.unused = UnusedParameters(self.parts, self.control)
 
     def emit(self, event: Event) -> None:
         """Tell every callback; root-only ones only on rank 0."""
@@ -292,6 +300,8 @@ class Run:
             self.parts.install()
             self.parts.stage.connect(self.dp)
             self._joined = True
+            if self.parts.facts is not None:
+                self.parts.facts.renew()
 
     def leave(self) -> None:
         """Give the model back as its user made it: no hooks, no joint statistics, its own compute types."""

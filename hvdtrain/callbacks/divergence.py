@@ -52,15 +52,24 @@ class Divergence(Callback):
         self._due = self._exact = False
         self._gather_s = math.inf
         self._kinds: list[str] = []
+        self._n = 0
         self._some: dict[tuple[int, ...], list[int]] = {}
         self._prints: dict[tuple[int, ...], Fingerprints] = {}
 
     def fit_start(self, run: Any) -> None:
         """Compare what the run begins with."""
-        ops = backends.load(run.spec.framework).Ops()
-        params, self._begin = run.parts.params, run.state.cursor.step
+        self._begin = run.state.cursor.step
         # A further fit goes on with what the ranks hold: roundings have added up since the first one began.
         self._equal = min(self._begin, self._begin if self._equal is None else self._equal)
+        self._plan(run)
+        self._kinds = kinds(run)
+        self._exact = isinstance(run.dp, (Replicate, Zero))
+        self._next = self._begin + (EVERY if self._every == "auto" else self._every)
+        self._compare(run)
+
+    def _plan(self, run: Any) -> None:
+        """Find what is compared: the parameters that the run trains now."""
+        ops, params = backends.load(run.spec.framework).Ops(), run.parts.params
         self._some = {replicas.group.ranks: replicas.params(params.specs) for replicas in run.parts.replicas}
         self._prints = {ranks: Fingerprints(params.specs, params.flat, ops, False, some)
                         for ranks, some in self._some.items()}
@@ -68,10 +77,7 @@ class Divergence(Callback):
             everyone = tuple(range(run.control.size))
             self._some = {everyone: list(range(len(params.specs)))}
             self._prints = {everyone: Fingerprints(params.specs, params.flat, ops, run.config.model_parallel > 1)}
-        self._kinds = kinds(run)
-        self._exact = isinstance(run.dp, (Replicate, Zero))
-        self._next = self._begin + (EVERY if self._every == "auto" else self._every)
-        self._compare(run)
+        self._n = len(params.specs)
 
     def step_end(self, run: Any) -> None:
         """Compare where it is time to."""
@@ -92,6 +98,8 @@ class Divergence(Callback):
     def _compare(self, run: Any) -> None:
         """Gather the ranks' numbers and judge them; collective."""
         began_s = time.perf_counter()
+        if self._n != len(run.parts.params.specs):  # parameters were unfrozen
+            self._plan(run)
         step = run.state.cursor.step
         close = len(set(self._kinds)) > 1 or not self._exact
         own = {ranks: prints.prints() if close else prints.digests() for ranks, prints in self._prints.items()}

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain import model_changes
 from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Kept, read_snapshot
 from hvdtrain.checkpoint.contents import held_by, json_able, parts_of
 from hvdtrain.checkpoint.saving import DIRECTORY, Saving
@@ -118,6 +119,7 @@ def restore(run: Run, kept: Kept | None) -> None:
     meta = run.control.bcast(dict(kept.meta) if kept else None)
     copies = meta.get("pipeline", {}).get("copies") or [[rank] for rank in range(meta["world_size"])]
     alike, unlike = _alike(meta, copies, run)
+    model_changes.resume(run, meta["step_rest"])
     shared, own = parts_of(run, held_by(run))
     rows = run.control.bcast([tuple(one) for group in kept.tensors.values() for one in group.heads()] if kept else [])
     heads = [Head(*row) for row in rows]

@@ -6,6 +6,7 @@ Another way is one more file, here or anywhere (``module:callable`` or ``path/fi
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,6 +74,12 @@ def create(setup: Setup) -> DataParallel:
     if not hasattr(made, "update"):
         raise UserError(f"data_parallel {name} returned a {type(made).__name__}", "a DataParallel, such as "
                         "hvdtrain.data_parallel.replicate.Replicate", "return one from its callable")
+    try:
+        inspect.signature(made.update).bind(0, [], frozenset())
+    except TypeError:
+        raise UserError(f"data_parallel {name}, whose update takes no unused parameters",
+                        "update(step, grads, unused), where unused are the parameters without a gradient",
+                        "add the argument and hand it to Optimizer.step") from None
     if name in OWN and isinstance(made, Alone) and setup.parts.layout is None:
         made.fuses = True
     return made

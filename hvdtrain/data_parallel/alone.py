@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +12,7 @@ from hvdtrain.data_parallel.whole import Whole
 from hvdtrain.exchange.compressor_state import OTHER
 from hvdtrain.exchange.squares import sum_squares
 from hvdtrain.exchange.weighting import loss_scale
-from hvdtrain.protocols import Array, Control, Ops, Optimizer
+from hvdtrain.protocols import Array, Control, Ops, Optimizer, ParamSpec
 
 if TYPE_CHECKING:
     from hvdtrain.data.feed import StepBatch
@@ -105,14 +105,16 @@ class Alone:
             self._numbers = [float(sum_squares(self._ops, grads))]
         return float(self._numbers[0])
 
-    def update(self, step: int, grads: Sequence[Array],
-               unused: frozenset[int] = frozenset()) -> tuple[bool, float]:
+    def update(self, step: int, grads: Sequence[Array], unused: Collection[int] = ()) -> tuple[bool, float]:
         """Update, or tell of the update that the graph has made."""
         if self._whole is not None:
             return self._whole.step(self.optimizer, grads, self.buckets, self.squares(grads), unused)
         if len(self._numbers) > 1:
             return bool(self._numbers[1]), math.sqrt(self._numbers[0])
         return self.optimizer.step(grads, self.buckets, self.clip_norm, self.look_first, unused=unused)
+
+    def extend(self, specs: Sequence[ParamSpec], first: int) -> None:
+        """Nothing: there are no buckets."""
 
     def saved(self) -> dict[str, np.ndarray]:
         """Nothing."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hvdtrain.exchange.buckets import more_buckets
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.exchange.weighting import loss_scale
+from hvdtrain.protocols import ParamSpec
 
 if TYPE_CHECKING:
     from hvdtrain.data.feed import StepBatch
@@ -26,6 +29,14 @@ class Reducing:
         self.reducer = reducer
         self.buckets: list[Bucket] = reducer.buckets
         self.in_graph: bool = reducer.collectives.in_graph
+
+    def _extended(self, specs: Sequence[ParamSpec], first: int) -> Reducer:
+        """Return a reducer with buckets for the parameters from ``first`` on too, and the compressor's state so far."""
+        old = self.reducer
+        made = Reducer([*old.buckets, *more_buckets(old.buckets, specs, first)], old.compressor, old.collectives,
+                       old.ops, old.ops_of_place, old.among)
+        made.state.take_over(old.state)
+        return made
 
     @property
     def variant(self) -> int:

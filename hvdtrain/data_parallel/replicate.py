@@ -6,7 +6,7 @@ the optimizer reads them where they arrived. How a bucket is summed is `hvdtrain
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from hvdtrain.exchange.attach import buckets_of, check, compression_of
 from hvdtrain.exchange.compressors import create
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.exchange.squares import sum_squares
-from hvdtrain.protocols import Array, Collectives, Compressor, Control, DataParallel, Optimizer
+from hvdtrain.protocols import Array, Collectives, Compressor, Control, DataParallel, Optimizer, ParamSpec
 
 if TYPE_CHECKING:
     from hvdtrain.exchange.buckets import Bucket
@@ -97,6 +97,10 @@ class Replicate(Reducing):
         self._take(Reducer(buckets, old.compressor, wire, old.ops, old.ops_of_place))
         return self.reducer.state.restore(saved) if saved else ""
 
+    def extend(self, specs: Sequence[ParamSpec], first: int) -> None:
+        """Plan buckets for the parameters from ``first`` on."""
+        self._take(self._extended(specs, first))
+
     def _take(self, reducer: Reducer) -> None:
         reducer.state.undoable = self.reducer.state.undoable
         self.reducer, self.buckets, self.in_graph = reducer, reducer.buckets, reducer.collectives.in_graph
@@ -139,8 +143,7 @@ class Replicate(Reducing):
             self._squares = self.reducer.squares(grads)
         return self._squares
 
-    def update(self, step: int, grads: Sequence[Array],
-               unused: frozenset[int] = frozenset()) -> tuple[bool, float]:
+    def update(self, step: int, grads: Sequence[Array], unused: Collection[int] = ()) -> tuple[bool, float]:
         """Update from the sums, which have the same bits on every rank: so all take one decision without a vote.
 
         With a part of the model alone the vote has decided, and the norm is that of all parts.

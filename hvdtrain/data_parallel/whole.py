@@ -6,7 +6,7 @@ Owns that no rank decides by its own part. The vote of the step has found all of
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +24,7 @@ class Whole:
         self._control, self._clip_norm = control, clip_norm
 
     def step(self, optimizer: Optimizer, grads: Sequence[Array], buckets: Sequence[Bucket],
-             squares: float, unused: frozenset[int] = frozenset()) -> tuple[bool, float]:
+             squares: float, unused: Collection[int] = ()) -> tuple[bool, float]:
         """Update by ``optimizer``, clipped by the norm that the ranks' ``squares`` make together; collective if so.
 
         Returns (finite, norm) as `Optimizer.step`.

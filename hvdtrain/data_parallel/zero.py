@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ from hvdtrain.exchange.compressors import create
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.exchange.squares import sum_squares
 from hvdtrain.exchange.transport import Transport
-from hvdtrain.protocols import Array, Collectives, Control, DataParallel, Handle
+from hvdtrain.protocols import Array, Collectives, Control, DataParallel, Handle, ParamSpec
 
 if TYPE_CHECKING:
     from hvdtrain.exchange.buckets import Bucket
@@ -124,19 +124,33 @@ class Zero(Reducing):
         self.clip_norm = setup.config.clip_norm
         self.gather_s = self.gathered_s = self.waited_s = 0.0
         self.gathers = 0
-        self.sizes_BP = [list(sizes_P) for sizes_P in sizes_BP]
-        self._control, self._parts, rank = setup.control, setup.parts, setup.control.rank
-        self._wires = [Transport(setup.wires.get(b.group, self.wire), own.ops)
-                       for b, own in zip(self.buckets, reducer.wires)]
-        self._sizes_BG = [[sizes_P[r] for r in setup.ranks_of[b.group]] for b, sizes_P in zip(self.buckets, sizes_BP)]
-        first_B = [sum(sizes_P[:rank]) for sizes_P in sizes_BP]
-        self._own_B = [(first, first + sizes_P[rank]) for first, sizes_P in zip(first_B, sizes_BP)]
-        self._inside_B = [shards.in_bucket(b, *own) for b, own in zip(self.buckets, self._own_B)]
+        self._control, self._parts, self._setup = setup.control, setup.parts, setup
+        self._divide(sizes_BP)
         self._open: dict[int, Handle] = {}
         self._waiting: dict[int, Array] = {}
         self._slices: dict[int, Array] = {}
         self._squares: float | None = None
         self._broken = False
+
+    def _divide(self, sizes_BP: Sequence[Sequence[int]]) -> None:
+        """Give each rank its elements of each bucket."""
+        setup, rank = self._setup, self._control.rank
+        self.sizes_BP = [list(sizes_P) for sizes_P in sizes_BP]
+        self._wires = [Transport(setup.wires.get(b.group, self.wire), own.ops)
+                       for b, own in zip(self.buckets, self.reducer.wires)]
+        self._sizes_BG = [[sizes_P[r] for r in setup.ranks_of[b.group]] for b, sizes_P in zip(self.buckets, sizes_BP)]
+        first_B = [sum(sizes_P[:rank]) for sizes_P in sizes_BP]
+        self._own_B = [(first, first + sizes_P[rank]) for first, sizes_P in zip(first_B, sizes_BP)]
+        self._inside_B = [shards.in_bucket(b, *own) for b, own in zip(self.buckets, self._own_B)]
+
+    def extend(self, specs: Sequence[ParamSpec], first: int) -> list[shards.Span]:
+        """Divide the parameters from ``first`` on as those before them."""
+        known = len(self.buckets)
+        self.reducer = self._extended(specs, first)
+        self.buckets = self.reducer.buckets
+        parts_P = [float(sum(sizes_P)) for sizes_P in zip(*self.sizes_BP)]
+        self._divide([*self.sizes_BP, *(shards.sizes(b.n, parts_P) for b in self.buckets[known:])])
+        return shards.spans(self.buckets, self.sizes_BP, self._control.rank, len(specs))[first:]
 
     def begin(self, step: int) -> None:
         """Open a step."""
@@ -218,8 +232,7 @@ class Zero(Reducing):
 
     # --- update ------------------------------------------------------------------------------------------------------
 
-    def update(self, step: int, grads: Sequence[Array],
-               unused: frozenset[int] = frozenset()) -> tuple[bool, float]:
+    def update(self, step: int, grads: Sequence[Array], unused: Collection[int] = ()) -> tuple[bool, float]:
         """Update this rank's slices and bring all parameters together; the vote has found all gradients finite."""
         norm, grads = math.nan, list(grads)
         if self.clip_norm > 0 or self.look_first:

@@ -99,6 +99,13 @@ def plan_some(params: Sequence[ParamSpec], own: Sequence[int], bucket_mb: float,
                                        first_mb=first_mb)]
 
 
+def more_buckets(buckets: Sequence[Bucket], params: Sequence[ParamSpec], first: int) -> list[Bucket]:
+    """Return buckets for the parameters from index ``first`` on, to follow ``buckets``, none larger than theirs."""
+    largest = max(bucket.nbytes for bucket in buckets)
+    new = plan_some(params, range(first, len(params)), largest / MIB, buckets[0].group)
+    return [replace(bucket, index=len(buckets) + bucket.index, first=buckets[0].first) for bucket in new]
+
+
 def _bucket(index: int, members: Sequence[int], params: Sequence[ParamSpec], group: str) -> Bucket:
     sizes = [params[i].n for i in members]
     ends = np.cumsum(sizes)

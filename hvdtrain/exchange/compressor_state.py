@@ -55,6 +55,11 @@ class CompressorState:
         finite = ops.all_finite(total_N) if cells else None
         return {key: ops.select(finite, new[key], cell.read()) for key, cell in cells.items()}
 
+    def take_over(self, other: CompressorState) -> None:
+        """Take the arrays of ``other``, whose buckets are the first of these."""
+        self.undoable, self.steps = other.undoable, other.steps
+        self.write([*other.all(), *self.all()[len(other.cells):]])
+
     def begin(self) -> int:
         """Open a step; return the compressor's stage of warm-up in it."""
         stage = self._compressor.stage(self.steps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -12,6 +12,7 @@ from hvdtrain.protocols.stage import GradientSink
 
 if TYPE_CHECKING:
     from hvdtrain.data.feed import StepBatch
+    from hvdtrain.protocols.params import ParamSpec
 
 
 class DataParallel(GradientSink, Protocol):
@@ -56,10 +57,18 @@ class DataParallel(GradientSink, Protocol):
         """
         ...
 
-    def update(self, step: int, grads: Sequence[Array],
-               unused: frozenset[int] = frozenset()) -> tuple[bool, float]:
-        """Update the parameters but those ``unused`` on all ranks; return (finite, norm) as `Optimizer.step` does, the
-        same on every rank."""
+    def update(self, step: int, grads: Sequence[Array], unused: Collection[int] = ()) -> tuple[bool, float]:
+        """Update the parameters; return (finite, norm) as `Optimizer.step` does, the same on every rank.
+
+        ``unused``: indices of the parameters that no rank used in this step, which `Optimizer.step` leaves as they are.
+        """
+        ...
+
+    def extend(self, specs: Sequence[ParamSpec], first: int) -> Sequence[tuple[int, int]] | None:
+        """Take in the parameters from index ``first`` of ``specs`` on, which have been added to the model's.
+
+        The stage is to be connected anew. Returns the elements [begin, end) of each that this rank updates; None: all.
+        """
         ...
 
     def saved(self) -> dict[str, np.ndarray]:

@@ -109,16 +109,41 @@ class ModelState(Protocol):
 
 
 class ModelFacts(Protocol):
-    """Facts about the model that a run has read once and a callback may change: what trains, which layers there are."""
+    """What a run has read of its model, compared with the model as callbacks leave it."""
 
-    def changes(self) -> list[str]:
-        """Return what changed since the last call, as sentences in a deterministic order; cheap."""
+    def renew(self) -> None:
+        """Take the model as it is now for unchanged."""
         ...
 
-    def follow(self, changes: list[str], note: Callable[[str], None]) -> None:
-        """Go along with ``changes``, which all ranks have seen; ``note`` prints a remark.
+    def changes(self) -> list[str]:
+        """Return what callbacks changed of the model since the last call or `renew`, a sentence each; [] for nothing.
 
-        Errors: `UserError` for a change that the run cannot go along with.
+        Cheap: no array is read. In one order, so that ranks can compare.
+        """
+        ...
+
+    def follow(self, changes: Sequence[str], note: Callable[[str], None]) -> int | None:
+        """Go along with ``changes``; return the index of the first parameter that joins `Params`, None for none.
+
+        ``note``: takes a remark for the summary. Errors: `UserError` for a change that the run cannot follow.
+        """
+        ...
+
+    def take_in(self, names: Sequence[str]) -> int | None:
+        """Add parameters to `Params`; return the index of the first one, None for none. `UserError` as `follow`."""
+        ...
+
+    def extend(self, first: int, spans: Sequence[tuple[int, int]] | None) -> None:
+        """Update the parameters from index ``first`` on too, and keep their state in checkpoints.
+
+        ``spans``: the elements [begin, end) of each that are this rank's, None: all of them.
+        """
+        ...
+
+    def resume(self, rest: Mapping[str, Any]) -> list[list[str]]:
+        """Bring the model to what the JSON-able part of a checkpoint tells of changes that its run had followed.
+
+        Returns lists of names for `take_in` and `extend`, one after another.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -49,7 +49,7 @@ class Optimizer(Protocol):
     needs_all: str
 
     def step(self, grads: Sequence[Array], buckets: Sequence[Bucket], clip_norm: float, look: bool,
-             norm: float | None = None, unused: frozenset[int] = frozenset()) -> tuple[bool, float]:
+             norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
         """Clip by the global norm (0: no clipping) and update; return (finite, norm).
 
         ``grads``: a vector (n,) for each of ``buckets``, or where there are no buckets the gradient of each parameter
@@ -58,7 +58,7 @@ class Optimizer(Protocol):
         decides by itself, and `skipped` tells a step later.
         ``norm``: of the whole gradient, of which ``grads`` are a part, where the ranks have told each other: it is
         clipped by, and nothing is looked at here. NaN where no clipping asked for it.
-        ``unused``: the indices of parameters without a gradient: neither they nor their state change.
+        ``unused``: indices of tensors that have no gradient: they and their state stay as they are.
         """
         ...
 

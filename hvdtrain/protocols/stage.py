@@ -82,8 +82,6 @@ class Stage(Protocol):
 
     Scalars it returns may still be on the device: with ``asynchronous`` set, reading one waits for the device.
     ``waited_s``: seconds that the last `run` or `nothing` waited for other ranks.
-    ``unused``: the indices of parameters to which no micro-batch of this rank gave a gradient in the step at hand; all
-    after `nothing`. Zeros are sent for them.
     """
 
     asynchronous: bool
@@ -91,7 +89,10 @@ class Stage(Protocol):
 
     @property
     def unused(self) -> frozenset[int]:
-        """Return the indices of parameters without a gradient on this rank."""
+        """Indices of the parameters to which this rank's samples of the step gave no gradient; zeros are exchanged.
+
+        Known once the gradients are handed over. All parameters, on a rank without a sample.
+        """
         ...
 
     def connect(self, sink: GradientSink) -> None:

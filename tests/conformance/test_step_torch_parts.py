@@ -63,7 +63,9 @@ def test_losses_that_cannot_be():
         step.forward_backward(batch(0), 1.0, True)
     step = attached(mlp(), task=lambda m, b: (m(b[0]).detach().sum(), 32))
     with pytest.raises(UserError, match="a loss that no parameter of the model has a part in"):
-        step.forward_backward(batch(0), 1.0, True)
+        step.stage.check_loss(step.stage.loss_of(batch(0))[0])
+    step.forward_backward(batch(0), 1.0, True)
+    assert step.stage.unused == set(range(4)), "the rank's own samples use no parameter; another rank's may"
 
 
 def test_squared_error_never_broadcasts():

@@ -91,8 +91,8 @@ class LocalSgd(Alone):
     def meets(self, step):
         return (step + 1) % self.every == 0
 
-    def update(self, step, grads):
-        done = super().update(step, grads)
+    def update(self, step, grads, unused=()):
+        done = super().update(step, grads, unused)
         if self.meets(step):
             for bucket in self.plan:
                 own_N = self.params.flat(bucket) / self.wire.size
@@ -209,7 +209,7 @@ class Still:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
-    def update(self, step, grads):
+    def update(self, step, grads, unused=()):
         assert len(grads) == 4
         return True, 0.0
 

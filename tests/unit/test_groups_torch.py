@@ -213,8 +213,9 @@ def test_tied_and_frozen_parameters():
     assert len(twice.groups[0].names) == len(matrices) and len(twice.groups) == 2
     frozen = grouped_torch.build()
     frozen.first[0].weight.requires_grad = False
-    with pytest.raises(UserError, match="first.0.weight, which is not trained"):
-        reads(lambda m: [{"params": m.first.parameters(), "weight_decay": 0.0}], model=frozen)
+    waits = reads(lambda m: [{"params": m.first.parameters(), "weight_decay": 0.0}], model=frozen)
+    assert waits.frozen == {"first.0.weight": 0} and "first.0.weight" not in waits.groups[0].names
+    assert waits.joined(["first.0.weight"]).groups[0].names[-1] == "first.0.weight"
     made = reads(None, lambda m, c: torch.optim.SGD(m.parameters(), lr=c.lr), model=frozen)
     run = solo(RUN, frozen, DATA)
     assert made.kind is torch.optim.SGD and len(run.parts.optimizer.tensors) == 6

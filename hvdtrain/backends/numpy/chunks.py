@@ -48,7 +48,7 @@ class Chunks(Stage):
     def backward(self, chunk: int, micro: int, came: Cargo | None) -> Cargo | None:
         """Add the gradients of the chunk's layers."""
         acts = self._kept.pop((chunk, micro))
-        self.held -= 1
+        self.held, self.unused = self.held - 1, frozenset()
         delta = self._lost.pop(micro) if came is None else came.arrays[0]
         for i, (x, y) in reversed(list(zip(self._layers[chunk], zip(acts, acts[1:])))):
             if i < self._last:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -25,14 +25,16 @@ class Sgd:
         self.velocity = [np.zeros_like(p) for p in self.tensors]
 
     def step(self, grads: Sequence[np.ndarray], buckets: Sequence[Bucket], clip_norm: float, look: bool,
-             norm: float | None = None, unused: frozenset[int] = frozenset()) -> tuple[bool, float]:
+             norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
         """Update; the norm is always told."""
         if norm is None:
             norm = math.sqrt(sum(float((g * g).sum()) for g in grads))
             if (clip_norm > 0 or look) and not math.isfinite(norm):
                 return False, norm
         factor = clip_norm / norm if 0 < clip_norm < norm else 1.0
-        for p, v, g in zip(self.tensors, self.velocity, cut(grads, buckets)):
+        for i, (p, v, g) in enumerate(zip(self.tensors, self.velocity, cut(grads, buckets))):
+            if i in unused:
+                continue
             v *= self.momentum
             v += g.reshape(p.shape) * factor
             p -= self.lr * v

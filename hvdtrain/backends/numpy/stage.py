@@ -15,10 +15,10 @@ class Stage:
 
     asynchronous = False
     waited_s = 0.0
-    unused: frozenset[int] = frozenset()
 
     def __init__(self, model: Model) -> None:
         self._model = model
+        self.unused: frozenset[int] = frozenset()
         self._grads = {n: np.zeros_like(p) for n, p in model.params.items()}
 
     def connect(self, sink: GradientSink) -> None:
@@ -30,6 +30,7 @@ class Stage:
 
     def begin(self) -> None:
         """Clear the gradients."""
+        self.unused = frozenset(range(len(self._grads)))
         for grad in self._grads.values():
             grad[...] = 0
 
@@ -40,6 +41,7 @@ class Stage:
         """Add a micro-batch's gradient; hand all of it over with the ``final`` one."""
         loss_sum = 0.0
         if len(micro[0]):
+            self.unused = frozenset()
             loss_sum, grads = self._model.gradient(micro[0], micro[1])
             for name, grad in grads.items():
                 self._grads[name] += grad * scale

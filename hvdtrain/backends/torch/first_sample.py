@@ -29,7 +29,7 @@ def try_samples(parts: Parts, batch: Batch, training: bool) -> None:
     stage: Any = parts.stage  # `TorchStage`, or what slows one down
     with _uncompiled(), _untouched(parts):
         if training:
-            stage.loss_of(batch)
+            stage.check_loss(stage.loss_of(batch)[0])
         else:
             parts.evaluator.add(batch)
         placement.synchronize(stage.devices)  # a GPU tells its errors late

@@ -29,6 +29,7 @@ class _Filling:
 
     ``taken``: the parameters' gradients are ``views`` of ``flat_N`` in this step. ``full``: they are all there. Where a
     sink keeps no gradients ``flat_N`` is None: the bucket's memory is the sink's then, and asked for by `moved`.
+    ``unused``: indices of the parameters that had no gradient when the bucket was last filled.
     """
 
     def __init__(self, bucket: Bucket, flat_N: torch.Tensor | None, params: TorchParams) -> None:
@@ -36,16 +37,19 @@ class _Filling:
         self.views = [] if flat_N is None else params.views(bucket, flat_N)
         self.tensors = [params.tensors[i] for i in bucket.params]
         self.missing: set[int] = set()
+        self.unused: list[int] = []
         self.taken = self.full = self.handed_over = False
 
     def take_in(self) -> None:
         """Copy each param.grad into its slice of the bucket and point param.grad there; zeros where there is none.
 
-        A gradient that a task replaced (``model.zero_grad()``) comes in the same way.
+        A gradient that a task replaced (``model.zero_grad()``) comes in the same way. A parameter without a gradient
+        keeps none: a later micro-batch of the step may give it one.
         """
         self._copy(self.views)
         for param, view in zip(self.tensors, self.views):
-            param.grad = view
+            if param.grad is not None:
+                param.grad = view
         self.taken = True
 
     def moved(self, flat_N: torch.Tensor) -> None:
@@ -56,6 +60,7 @@ class _Filling:
     def lying_flat(self) -> torch.Tensor | None:
         """The gradient of the only parameter as (n,) where it lies, or None where it is to be copied."""
         grad, dtype = self.tensors[0].grad, self.tensors[0].dtype
+        self.unused = []
         if len(self.tensors) > 1 or grad is None or grad.is_sparse or grad.dtype != dtype or not grad.is_contiguous():
             return None
         return grad.view(-1)
@@ -68,9 +73,11 @@ class _Filling:
     def _copy(self, views: Sequence[torch.Tensor]) -> None:
         copied: list[torch.Tensor] = []
         into: list[torch.Tensor] = []
-        for param, view in zip(self.tensors, views):
+        self.unused = []
+        for index, param, view in zip(self.bucket.params, self.tensors, views):
             grad = param.grad
             if grad is None:
+                self.unused.append(index)
                 view.zero_()
             elif grad is not view:
                 copied.append(grad)
@@ -103,6 +110,14 @@ class Gradients:
         self._retains = True
         self._factor = 1.0
         self._lock = threading.Lock()
+        self._void: list[int] = []
+        self._alone_unused: list[int] = []
+
+    @property
+    def unused(self) -> frozenset[int]:
+        """Indices of the parameters that no sample of the step gave a gradient, once all buckets are handed over."""
+        found = [i for filling in self._fillings for i in filling.unused] if self._fillings else self._alone_unused
+        return frozenset((*found, *self._void))
 
     def connect(self, sink: GradientSink) -> None:
         """Hook the parameters, and allocate the buckets of ``sink`` where they stay; memory of equal ones is kept."""
@@ -117,7 +132,7 @@ class Gradients:
             self._fillings.append(_Filling(bucket, flat_N, self._params))
         for filling in self._fillings[:-1] if self._retains or self._early else []:
             for index, param in zip(filling.bucket.params, filling.tensors):
-                self._hooks.append(param.register_post_accumulate_grad_hook(self._hook(filling, index)))
+                self._hooks.append(_hooked(param, self._hook(filling, index)))
 
     def disconnect(self) -> None:
         """Remove the hooks."""
@@ -129,12 +144,22 @@ class Gradients:
         """Drop every gradient."""
         for param in self._params.tensors:
             param.grad = None
+        self._void = []
         for filling in self._fillings:
             filling.taken = filling.full = filling.handed_over = False
 
-    def backward(self, loss: torch.Tensor, factor: float, final: bool) -> None:
-        """Add the gradient of ``loss``, and if ``final`` hand over the gradient of ``loss / factor``."""
+    def backward(self, loss: torch.Tensor, factor: float, final: bool, empty: bool = False) -> None:
+        """Add the gradient of ``loss``, and if ``final`` hand over the gradient of ``loss / factor``.
+
+        ``empty``: the loss is of placeholder samples of weight 0, which use no parameter.
+        """
+        void = [i for i, param in enumerate(self._params.tensors) if param.grad is None] if empty else []
         self.add([loss], None, factor, final)
+        if final:
+            self._void = void
+        else:
+            for i in void:
+                self._params.tensors[i].grad = None
 
     def add(self, ends: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None, factor: float = 1.0,
             final: bool = False) -> None:
@@ -142,10 +167,12 @@ class Gradients:
         self._factor, self._final = factor, final
         for filling in self._fillings:
             watched = final or self._retains and not filling.taken
-            filling.missing = set(filling.bucket.params) if watched else set()
+            filling.missing = {i for i, param in zip(filling.bucket.params, filling.tensors)
+                               if param.requires_grad} if watched else set()
         self._open = True
         try:
-            torch.autograd.backward(list(ends), grads)
+            if grads is not None or ends[0].requires_grad:  # a rank's own samples may use no parameter
+                torch.autograd.backward(list(ends), grads)
         finally:
             self._open = False
         if not self._fillings and final:
@@ -169,9 +196,8 @@ class Gradients:
         assert self._sink is not None
         self._factor = 1.0
         if not self._fillings:
-            for param in self._params.tensors:
-                param.grad = torch.zeros_like(param)
             self._hand_over_singly()
+        self._void = list(range(len(self._params.tensors)))
         for filling in self._fillings:
             self._fill(filling, 0.0)
             for param, view in zip(filling.tensors, filling.views):
@@ -256,11 +282,20 @@ class Gradients:
         self._sink.put(filling.bucket.index, flat_N)
 
     def _hand_over_singly(self) -> None:
-        """Give each gradient to the sink; a parameter without one has a zero one, as it has with several ranks."""
+        """Give each gradient to the sink, zeros for a parameter without one."""
         assert self._sink is not None
+        self._alone_unused = [i for i, param in enumerate(self._params.tensors) if param.grad is None]
         for index, param in enumerate(self._params.tensors):
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-            elif self._factor != 1.0:
-                param.grad.mul_(1.0 / self._factor)
-            self._sink.put(index, param.grad)
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            if self._factor != 1.0:
+                grad.mul_(1.0 / self._factor)
+            self._sink.put(index, grad)
+
+
+def _hooked(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+    """Register ``hook`` on a parameter, also on one that is frozen for now, which PyTorch refuses."""
+    trained = param.requires_grad
+    try:
+        return param.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    finally:
+        param.requires_grad_(trained)

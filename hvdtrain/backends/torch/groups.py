@@ -50,11 +50,31 @@ class Given:
 
     ``groups``: every parameter of the model is in one of them, if there are any; parameters in no group of the file's
     are in the last. ``kind``: the class of the file's optimizer, made with ``settings``; None: the configured one.
+    ``frozen``: the group of each parameter that was given to one although it is not trained, should it be unfrozen.
     """
 
     groups: tuple[Group, ...] = ()
     kind: Any = None
     settings: dict[str, Any] = field(default_factory=dict)
+    frozen: dict[str, int] = field(default_factory=dict)
+
+    def group_of(self, name: str) -> int:
+        """Return the group that a parameter joins which was frozen; `UserError` where the file gives it to none."""
+        if name in self.frozen:
+            return self.frozen[name] if self.groups else 0
+        if self.kind is None and not (self.groups and self.groups[-1].options):
+            return max(0, len(self.groups) - 1)
+        whose = "parameter_groups" if self.kind is None else "the optimizer"
+        raise UserError(f"a callback unfroze {name}, which the model file gave to no group of {whose}",
+                        "every parameter that is ever trained in a group, also while it is frozen",
+                        "give it to a group in the model file, or leave it frozen")
+
+    def joined(self, names: Sequence[str]) -> Given:
+        """Return the same with ``names``, which were frozen, each in its group."""
+        of = [self.group_of(name) for name in names] if self.groups else []
+        return replace(self, groups=tuple(
+            replace(group, names=(*group.names, *(name for name, own in zip(names, of) if own == number)))
+            for number, group in enumerate(self.groups)))
 
     def rate(self, config: Config) -> float:
         """Return the base rate, before linear scaling."""
@@ -103,22 +123,30 @@ def given_by(spec: Any, config: Config) -> Given:
     Errors: `UserError` for what is no such thing, and for an optimizer that cannot be made anew.
     """
     named = _named(spec.model)
-    kind, settings, groups = None, dict[str, Any](), list[Group]()
+    kind, settings, groups, frozen = None, dict[str, Any](), list[Group](), dict[str, int]()
     if spec.optimizer is not None:
         made = called(spec, "optimizer", spec.model, config)
         kind = type(made)
         settings, groups = _read(made, named)
+        frozen = _frozen(made.param_groups, spec.model)
     if spec.parameter_groups is not None and not any(group.options for group in groups):
-        groups = _groups(called(spec, "parameter_groups", spec.model), spec.model, named,
-                         _defaults(by_name.class_of(config)) if kind is None else made.defaults)
+        groups, frozen = _groups(called(spec, "parameter_groups", spec.model), spec.model, named,
+                                 _defaults(by_name.class_of(config)) if kind is None else made.defaults)
         for group in groups:
             _check_values(group, config, kind, settings)
-    return Given(_all(groups, named), kind, settings)
+    return Given(_all(groups, named), kind, settings, frozen)
 
 
 def _named(model: torch.nn.Module) -> dict[int, str]:
     """Return the name of each parameter that is trained by its id; of a shared one the first."""
     return {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _frozen(groups: Sequence[Mapping[str, Any]], model: torch.nn.Module, first: int = 0) -> dict[str, int]:
+    """Return the number of the group that each parameter is in which is not trained, by name, from ``first`` on."""
+    names = {id(p): name for name, p in model.named_parameters() if not p.requires_grad}
+    return {names[id(p)]: number for number, group in enumerate(groups, first) for p in group["params"]
+            if id(p) in names}
 
 
 def _all(groups: Sequence[Group], named: Mapping[int, str]) -> tuple[Group, ...]:
@@ -131,16 +159,23 @@ def _all(groups: Sequence[Group], named: Mapping[int, str]) -> tuple[Group, ...]
 
 # --- parameter_groups(model) ---------------------------------------------------------------------------------------
 
-def _groups(given: Any, model: torch.nn.Module, named: Mapping[int, str], allowed: Collection[str]) -> list[Group]:
-    """Return the groups that `parameter_groups` gave; ``allowed``: the options that the optimizer knows."""
+def _groups(given: Any, model: torch.nn.Module, named: Mapping[int, str],
+            allowed: Collection[str]) -> tuple[list[Group], dict[str, int]]:
+    """Return the groups that `parameter_groups` gave, and the group of each parameter in them that is not trained.
+
+    ``allowed``: the options that the optimizer knows.
+    """
     if isinstance(given, (str, Mapping, torch.Tensor)) or not isinstance(given, Iterable):
         raise _wrong(f"parameter_groups gives {_what(given)}")
     found: list[Group] = []
     owner: dict[str, int] = {}
+    frozen: dict[str, int] = {}
     for number, one in enumerate(given):
         if not isinstance(one, Mapping) or "params" not in one:
             raise _wrong(f"group {number} of parameter_groups is {_what(one)}")
-        names = [_name(p, number, model, named) for p in _listed(one["params"], number)]
+        listed = _listed(one["params"], number)
+        names = [name for p in listed if (name := _name(p, number, model, named))]
+        frozen |= _frozen([{"params": listed}], model, number)
         twice = next((name for name in names if owner.setdefault(name, number) != number), None)
         if twice is not None:
             raise UserError(f"parameter {twice} is in groups {owner[twice]} and {number} of parameter_groups",
@@ -153,7 +188,7 @@ def _groups(given: Any, model: torch.nn.Module, named: Mapping[int, str], allowe
                 raise UserError(f"group {number} of parameter_groups has the option {key!r}", nearest(key, allowed),
                                 "take an option of the run's optimizer")
         found.append(Group(tuple(name for name in named.values() if name in inside), options))
-    return found
+    return found, frozen
 
 
 def _listed(params: Any, number: int) -> list[Any]:
@@ -165,15 +200,13 @@ def _listed(params: Any, number: int) -> list[Any]:
 
 
 def _name(param: Any, number: int, model: torch.nn.Module, named: Mapping[int, str]) -> str:
-    """Return the name of a parameter; `UserError` for anything else."""
+    """Return the name of a parameter, "" for one that is not trained; `UserError` for anything else."""
     if id(param) in named:
         return named[id(param)]
     if not isinstance(param, torch.Tensor):
         raise _wrong(f"params of group {number} of parameter_groups holds {_what(param)}")
-    frozen = next((name for name, p in model.named_parameters() if p is param), None)
-    if frozen is not None:
-        raise UserError(f"group {number} of parameter_groups has {frozen}, which is not trained",
-                        "parameters whose requires_grad is true", "leave it out of the group")
+    if any(p is param for p in model.parameters()):
+        return ""
     raise UserError(f"group {number} of parameter_groups has a tensor of shape {tuple(param.shape)} that is none of "
                     "the model's parameters", "parameters of the model that it is given",
                     "take them from model.named_parameters()")

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from hvdtrain.backends.torch import audit
 from hvdtrain.backends.torch.buffers import Buffers
 from hvdtrain.backends.torch.evaluator import TorchEvaluator
+from hvdtrain.backends.torch.facts import TorchFacts
 from hvdtrain.backends.torch.generators import Generators
 from hvdtrain.backends.torch.groups import given_by
 from hvdtrain.backends.torch.modes import modes_kept, set_modes
@@ -80,11 +81,13 @@ class Maker:
         stage = self.stage(params, buffers)
         remat = self.remat(stage)
         compile = self.compile() if self.config.compile == "auto" else None
+        state = self.state(params, optimizer, buffers)
+        plain = self.config.model_parallel == 1 and self.config.compile == "off" and self.config.remat == "off"
         transforms = in_order(placement=self.placement, precision=self.precision, sync_batchnorm=self.sync,
                               compile=compile, remat=remat)
         return Parts(self.model, self.blocks(), stage, params, optimizer, buffers, self.evaluator(),
-                     self.state(params, optimizer, buffers), transforms, self.policy, self.scale, self.placement.ops(),
-                     remat, compile)
+                     state, transforms, self.policy, self.scale, self.placement.ops(), remat, compile,
+                     facts=TorchFacts(self.model, params, state, plain))
 
     def buffers(self) -> Buffers:
         """What the model holds beside its gradients."""

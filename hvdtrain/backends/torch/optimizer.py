@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class TorchOptimizer:
     # --- the update ----------------------------------------------------------------------------------------------
 
     def step(self, grads: Sequence[torch.Tensor], buckets: Sequence[Bucket], clip_norm: float, look: bool,
-             norm: float | None = None, unused: frozenset[int] = frozenset()) -> tuple[bool, float]:
+             norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
         """Clip by the global norm and update; return (finite, norm), as `hvdtrain.protocols.Optimizer` says."""
         known, norm = norm is not None, math.nan if norm is None else norm
         if known:
@@ -85,6 +85,8 @@ class TorchOptimizer:
             if not self._gate(self._left_out) and self.skipped():
                 return False, norm
         self._take(grads, buckets)
+        for i in unused:
+            self.tensors[i].grad = None  # as torch.optim knows a parameter that has no part in the loss
         self._update()
         if self.updates == 1:
             check_slots(self.optimizer)
@@ -103,6 +105,28 @@ class TorchOptimizer:
                 tensor = self.tensors[i]
                 if tensor.grad is None or tensor.grad.data_ptr() != begin + offset * itemsize:
                     tensor.grad = flat_N[offset:offset + tensor.numel()].view(shape)
+
+    def check_new(self, names: Sequence[str]) -> None:
+        """Raise `UserError` unless parameters ``names`` can join the optimizer (`extend`)."""
+        if self.adopted is not None:
+            raise UserError(f"a callback unfroze {names[0]} under the {self.adopted.name} that a Keras model on "
+                            "PyTorch was compiled with", "the variables that it was built for",
+                            "compile the model with all layers trainable and freeze them, or begin another run")
+        for name in names:
+            self.given.group_of(name)
+
+    def extend(self, names: Sequence[str], tensors: Sequence[torch.Tensor],
+               spans: Sequence[tuple[int, int]] | None) -> None:
+        """Update ``tensors`` too, each in the group that its name belongs to; state comes with the first gradient."""
+        if spans is not None:
+            assert self._slices is not None, "spans are of an optimizer over slices"
+            tensors = self._slices.extend(tensors, spans)
+        self.tensors += tensors
+        groups = self.optimizer.param_groups
+        for name, tensor in zip(names, tensors):
+            if spans is None or tensor.numel():
+                groups[self.given.group_of(name)]["params"].append(tensor)
+        self.given = self.given.joined(names)
 
     def _update(self) -> None:
         """Make one update at the rate of now, then let a per-step schedule move."""

@@ -42,9 +42,20 @@ class TorchParams:
         self._run_optimizer: TorchOptimizer | None = None
         named = trainable(model) if whole else [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.names, self.tensors = [n for n, _ in named], [p for _, p in named]
-        block_of = _block_of(blocks)
-        self.specs = [ParamSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch."), places.get(id(p), 0),
-                                block_of.get(id(p), len(blocks))) for n, p in named]
+        self._places, self._blocks = places, blocks
+        self.specs = self._specs(named)
+
+    def _specs(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> list[ParamSpec]:
+        block_of = _block_of(self._blocks)
+        return [ParamSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch."), self._places.get(id(p), 0),
+                          block_of.get(id(p), len(self._blocks))) for n, p in named]
+
+    def extend(self, names: Sequence[str]) -> None:
+        """Add parameters of the model, by name, behind all others."""
+        live = dict(self._model.named_parameters())
+        self.names += names
+        self.tensors += [live[name] for name in names]
+        self.specs += self._specs([(name, live[name]) for name in names])
 
     def made_of(self) -> list[str]:
         """Return a line for each parameter and buffer, those outside the state_dict too, and one for the optimizer."""

@@ -31,6 +31,16 @@ class Slices:
         begin, end = self.spans[i]
         return self._wholes[i].detach().reshape(-1)[begin:end]
 
+    def extend(self, wholes: Sequence[torch.Tensor], spans: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """Add slices ``spans`` of ``wholes``; return their parameters, empty ones too."""
+        first = len(self._wholes)
+        self._wholes += wholes
+        self.spans += spans
+        new = [torch.nn.Parameter(self._slice(i)) for i in range(first, len(self._wholes))]
+        self.tensors += new
+        self.owned += [t for t in new if t.numel()]
+        return list(new)
+
     def link(self) -> None:
         """Point each slice at its whole's memory of now, which a model that was moved or cast has elsewhere."""
         for i, tensor in enumerate(self.tensors):

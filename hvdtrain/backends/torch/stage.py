@@ -19,6 +19,7 @@ from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm
 from hvdtrain.backends.torch.trial import first_not_finite, untouched
 from hvdtrain.data.empty import StandIn
 from hvdtrain.errors import UserError
+from hvdtrain.exchange.unused import without_gradient
 from hvdtrain.protocols import Batch, GradientSink, Pair
 from hvdtrain.timeline import span
 
@@ -29,8 +30,6 @@ class TorchStage:
     ``task``: ``task(model, tensors) -> (loss_sum, weight)``. ``sync``: the transform of that name, where there is one.
     ``caveats``: tells what in the model depends on how a batch is cut.
     """
-
-    unused: frozenset[int] = frozenset()
 
     def __init__(self, model: torch.nn.Module, task: Callable[..., Pair], params: TorchParams, buffers: Buffers,
                  placement: Placement, precision: MixedPrecision, sync: SyncBatchNorm | None, generators: Generators,
@@ -50,6 +49,11 @@ class TorchStage:
     def devices(self) -> list[torch.device]:
         """Those that it computes on."""
         return self._placement.devices
+
+    @property
+    def unused(self) -> frozenset[int]:
+        """Return the parameters to which this rank's samples of the step gave no gradient."""
+        return self._gradients.unused
 
     # --- the gradients' way --------------------------------------------------------------------------------------
 
@@ -88,7 +92,7 @@ class TorchStage:
         with span("forward", samples=samples):
             loss_sum, weight = self.loss_of(micro)
         with span("backward"):
-            self._gradients.backward(loss_sum * (scale * factor), factor, final)
+            self._gradients.backward(loss_sum * (scale * factor), factor, final, empty=not samples)
         if self._sync:
             self.waited_s = self._sync.waited_s
             self._waited_in_step_s += self.waited_s
@@ -108,11 +112,16 @@ class TorchStage:
                 "(loss_sum, weight) with a scalar loss_sum",
                 "sum the loss in the model file's task",
             )
+        return loss_sum, weight
+
+    def check_loss(self, loss_sum: torch.Tensor) -> None:
+        """Raise `UserError` for a loss without a gradient, of samples that stand for all.
+
+        Of a rank's own samples of a step it is none: other samples of the global batch may use parameters.
+        """
         if torch.is_grad_enabled() and not loss_sum.requires_grad and any(
                 p.requires_grad for p in self._model.parameters()):
-            raise UserError("task returned a loss that no parameter of the model has a part in", "a loss to take the "
-                            "gradient of", "compute it from model(x), without detach(), .item() or no_grad")
-        return loss_sum, weight
+            raise without_gradient()
 
     @contextlib.contextmanager
     def few_samples(self, samples: int) -> Iterator[None]:
@@ -178,7 +187,8 @@ class TorchStage:
         alone = self._sync.local_statistics() if self._sync else contextlib.nullcontext()
         with untouched(self._model, self._params.tensors, self.generators), alone:
             loss_sum, _ = self.loss_of(batch)
-            (loss_sum * (factor / max(1, len(batch[0])))).backward()
+            if loss_sum.requires_grad:
+                (loss_sum * (factor / max(1, len(batch[0])))).backward()
             devices_of.synchronize(self.devices)
             yield
 

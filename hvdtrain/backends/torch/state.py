@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,13 +159,14 @@ class TorchState:
         self._spans: list[tuple[int, int]] = []
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._counts: set[str] = set()
+        self.facts: Callable[[], dict[str, Any]] = dict
 
     def state(self, place: Place | None = None) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
         """Return the groups "model" and "optimizer", and the numbers of optimizer, schedule and loss scale."""
         groups = {"model": model_arrays(self.model, place)}
         if not self._spans:
             groups["optimizer"] = optimizer_arrays(self.optimizer, self.names, place)
-        return groups, {**self.optimizer.scalars(), **self._scale.state()}
+        return groups, {**self.optimizer.scalars(), **self._scale.state(), **self.facts()}
 
     def state_bytes(self) -> int:
         """Return the bytes of model and optimizer; of one that has none yet those that a small tensor gets."""
@@ -191,6 +192,13 @@ class TorchState:
         self.optimizer, self._spans = optimizer, list(spans)
         shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         self._shapes = {name: shapes[name] for name in self.names}
+
+    def extend(self, names: Sequence[str], spans: Sequence[tuple[int, int]] | None) -> None:
+        """Keep the state of more parameters; ``spans``: this rank's elements of each, where the state is divided."""
+        self.names += names
+        self._spans += spans or []
+        if self._spans:
+            self.take(self.optimizer, self._spans)
 
     def slices(self, place: Place | None = None) -> Iterator[Shard]:
         """Yield this rank's part of the optimizer's state; a count of steps comes with its parameter's begin."""

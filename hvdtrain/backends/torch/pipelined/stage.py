@@ -221,6 +221,7 @@ class PipelineStage(TorchStage):
         if calls != 1:
             raise UserError(f"task calls a model that is cut over ranks {calls} times", "model(x), once",
                             "mend task, or leave pipeline out")
+        self.check_loss(pair[0])
         return pair
 
     def _name(self, chunk: int) -> str:

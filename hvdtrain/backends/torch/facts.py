@@ -1,0 +1,147 @@
+"""What a run has read of a PyTorch model, compared with the model as callbacks leave it.
+
+Owns which changes a run follows (parameters frozen or trained from now on, modules in evaluation mode, other modules
+without parameters) and what of them a checkpoint keeps. Exchanges nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hvdtrain.backends.torch.params import TorchParams
+from hvdtrain.backends.torch.state import TorchState
+from hvdtrain.errors import UserError
+
+TRAINED, FROZEN = "is trained from now on", "is frozen"
+SHOWN = 3
+"""Changes that an error names."""
+
+
+class _Look(NamedTuple):
+    """The model at one moment. The objects are kept, so that no other one gets the id of one that has gone."""
+
+    params: list[torch.nn.Parameter]
+    trained: list[bool]
+    modules: list[torch.nn.Module]
+    modes: list[bool]
+    grouped: int
+
+    def equals(self, other: _Look) -> bool:
+        """Return whether nothing differs."""
+        return (self.trained == other.trained and self.modes == other.modes and self.grouped == other.grouped
+                and all(a is b for a, b in zip(self.params, other.params))
+                and all(a is b for a, b in zip(self.modules, other.modules)))
+
+
+class TorchFacts:
+    """Implements `hvdtrain.protocols.ModelFacts` of ``model``, whose ``params`` and ``state`` a run has.
+
+    ``plain``: no transform has read the model's modules, so that a module without parameters may be replaced.
+    """
+
+    def __init__(self, model: torch.nn.Module, params: TorchParams, state: TorchState, plain: bool) -> None:
+        self._model, self._params, self._state, self._plain = model, params, state, plain
+        self._built_modes = {name: module.training for name, module in model.named_modules()}
+        self._unfrozen: list[list[str]] = []
+        state.facts = self.saved
+        self.renew()
+
+    def _look(self) -> _Look:
+        params, modules = list(self._model.parameters()), list(self._model.modules())
+        grouped = sum(len(group["params"]) for group in self._state.optimizer.optimizer.param_groups)
+        return _Look(params, [p.requires_grad for p in params], modules, [m.training for m in modules], grouped)
+
+    def renew(self) -> None:
+        """Take the model as it is now for unchanged."""
+        self._last = self._look()
+        self._params_by = {name: id(p) for name, p in self._model.named_parameters()}
+        self._modules_by = {name: id(module) for name, module in self._model.named_modules()}
+        self._buffers_by = {f"{path}.{name}".lstrip("."): id(module) for path, module in self._model.named_modules()
+                            for name, _ in module.named_buffers(recurse=False)}
+
+    def changes(self) -> list[str]:
+        """Return what differs from the last call, or from `renew`."""
+        before, now = self._last, self._look()
+        if now.equals(before):
+            return []
+        params, modules, buffers = self._params_by, self._modules_by, self._buffers_by
+        self.renew()
+        found = [*_other("parameter", params, self._params_by), *_other("buffer", buffers, self._buffers_by),
+                 *_other("module", modules, self._modules_by)]
+        if now.grouped != before.grouped:
+            found.append(f"the optimizer was given {now.grouped} parameters in place of {before.grouped}")
+        names = {i: name for name, i in self._params_by.items()}
+        paths = {i: path or "(the model)" for path, i in self._modules_by.items()}
+        trained, modes = dict(zip(map(id, before.params), before.trained)), dict(
+            zip(map(id, before.modules), before.modes))
+        found += [f"parameter {names[id(p)]} {TRAINED if flag else FROZEN}" for p, flag in zip(now.params, now.trained)
+                  if trained.get(id(p), flag) != flag]
+        found += [f"module {paths[id(m)]} is in {'training' if mode else 'evaluation'} mode"
+                  for m, mode in zip(now.modules, now.modes) if modes.get(id(m), mode) != mode]
+        return found
+
+    def follow(self, changes: Sequence[str], note: Callable[[str], None]) -> int | None:
+        """Go along with ``changes``; return the index of the first parameter that joins the run's, or None."""
+        refused = [change for change in changes if " was " in change and not (
+            self._plain and change.startswith("module"))]
+        if refused:
+            raise UserError(f"a callback changed the model while it trains: {'; '.join(refused[:SHOWN])}",
+                            "the parameters, buffers and layers that the run began with (requires_grad and modes may "
+                            "change at any step)",
+                            "build the model with all layers and set requires_grad, or begin another run")
+        return self.take_in([name for name, p in self._model.named_parameters() if p.requires_grad])
+
+    def take_in(self, names: Sequence[str]) -> int | None:
+        """Add those of ``names`` that the run does not train yet; return the first one's index, or None."""
+        first = len(self._params.names)
+        new = [name for name in names if name not in set(self._params.names)]
+        if not new:
+            return None
+        self._state.optimizer.check_new(new)
+        self._params.extend(new)
+        self._unfrozen.append(new)
+        return first
+
+    def extend(self, first: int, spans: Sequence[tuple[int, int]] | None) -> None:
+        """Update the parameters from index ``first`` on too; ``spans``: this rank's elements of each, None: all."""
+        names, tensors = self._params.names[first:], self._params.tensors[first:]
+        self._state.optimizer.extend(names, tensors, spans)
+        self._state.extend(names, spans)
+        self._last = self._look()
+
+    # --- through a checkpoint ----------------------------------------------------------------------------------------
+
+    def saved(self) -> dict[str, Any]:
+        """Return how the model differs from what its user built, JSON-able; {} where it does not."""
+        live, known = dict(self._model.named_parameters()), set(self._params.names)
+        coming = [name for name, p in live.items() if p.requires_grad and name not in known]
+        found = {"unfrozen": [*self._unfrozen, *([coming] if coming else [])],
+                 "frozen": [name for name in self._params.names if name in live and not live[name].requires_grad],
+                 "modes": {name: module.training for name, module in self._model.named_modules()
+                           if self._built_modes.get(name, module.training) != module.training}}
+        return {"model_facts": found} if any(found.values()) else {}
+
+    def resume(self, rest: Mapping[str, Any]) -> list[list[str]]:
+        """Bring the model to what `saved` gave; return lists of names to `take_in` one after another, as that run did.
+        """
+        found = rest.get("model_facts", {})
+        live, modules = dict(self._model.named_parameters()), dict(self._model.named_modules())
+        batches = [[name for name in names if name in live] for names in found.get("unfrozen", [])]
+        for names, flag in [*((names, True) for names in batches), (found.get("frozen", []), False)]:
+            for name in names:
+                if name in live:
+                    live[name].requires_grad_(flag)
+        for name, mode in found.get("modes", {}).items():
+            if name in modules:
+                modules[name].training = bool(mode)
+        self.renew()
+        return batches
+
+
+def _other(kind: str, before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
+    """Return by name which objects are not those of before."""
+    return [f"{kind} {name} was {'added' if name not in before else 'removed' if name not in now else 'replaced'}"
+            for name in dict.fromkeys((*before, *now)) if before.get(name) != now.get(name)]

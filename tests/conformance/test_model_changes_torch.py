@@ -1,0 +1,130 @@
+"""What callbacks change of a PyTorch model while it trains: as in plain PyTorch, on all ranks, through checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import unfreezing  # noqa: E402
+from small_runs import apart, lockstep, solo  # noqa: E402
+from torch import nn  # noqa: E402
+from unfreezing import BASE, WAYS, Net, data, model, plain, work  # noqa: E402
+
+from hvdtrain.callbacks.base import Callback  # noqa: E402
+from hvdtrain.config import Checkpoint  # noqa: E402
+from hvdtrain.errors import UserError  # noqa: E402
+
+
+def parameter_groups(model):
+    """A rate of its own for the backbone, also while it is frozen."""
+    return [{"params": model.backbone.parameters(), "lr": 0.01, "weight_decay": 0.3}]
+
+
+class Normed(Net):
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ranks", (1, 2, 3))
+def test_unfreezing_and_freezing_are_plain_pytorchs(tmp_path, monkeypatch, ranks, way):
+    setting = replace(BASE, out=str(tmp_path), **WAYS[way])
+    if way == "groups":
+        monkeypatch.setattr(unfreezing, "parameter_groups", parameter_groups, raising=False)
+    want = plain(way == "groups")
+    found = [work(solo(setting, model(), data()))] if ranks == 1 else lockstep(
+        ranks, setting, lambda rank: model(), data(), work)
+    for got, notes in found:
+        assert apart(got, want) < (2e-2 if way == "fp16" else 1e-5)
+        assert [n[:7] for n in notes if "trained from now on" in n] == ["step 4:", "step 8:"]
+
+
+@pytest.mark.parametrize("stop", (6, 11))
+@pytest.mark.parametrize("way", ("replicate", "zero 2", "ema"))
+def test_a_checkpoint_holds_what_is_trained(tmp_path, way, stop):
+    """Also of a run that goes on with another number of ranks, whose callback changes nothing at its begin."""
+    setting = replace(BASE, out=str(tmp_path), checkpoint=Checkpoint(at_end=True), **WAYS[way])
+    lockstep(2, replace(setting, max_steps=stop), lambda rank: model(), data(), work)
+    for ranks in (3, 2):
+        again = replace(setting, resume=str(tmp_path), out=str(tmp_path / f"on{ranks}"))
+        for got, _ in lockstep(ranks, again, lambda rank: model(), data(), work):
+            assert apart(got, plain()) < 1e-5
+
+
+def refused(tmp_path, change, where="all", ranks=2, built=model) -> str:
+    class Change(Callback):
+        def __init__(self):
+            self.where = where
+
+        def step_end(self, run):
+            if run.state.cursor.step == 2:
+                change(run)
+
+    said = []
+
+    def one(run):
+        try:
+            work(run, Change())
+        except UserError as error:
+            said.append(str(error))
+
+    lockstep(ranks, replace(BASE, out=str(tmp_path)), lambda rank: built(), data(), one)
+    assert len(said) == ranks and len(set(said)) == 1, said
+    return said[0]
+
+
+def test_what_a_run_cannot_follow_is_refused_on_all_ranks(tmp_path):
+    def replaced(run):
+        run.spec.model.middle = nn.Linear(8, 8)
+
+    def added(run):
+        run.spec.model.more = nn.Linear(2, 2)
+
+    def given(run):
+        run.parts.optimizer.optimizer.add_param_group({"params": list(run.spec.model.backbone.parameters())})
+
+    def root(run):
+        run.spec.model.middle.requires_grad_(True)
+
+    def norm(run):
+        run.spec.model.norm.eval()
+
+    assert "parameter middle.weight was replaced" in refused(tmp_path / "a", replaced)
+    assert "parameter more.weight was added" in refused(tmp_path / "b", added)
+    assert "optimizer was given 6 parameters in place of 4" in refused(tmp_path / "c", given)
+    said = refused(tmp_path / "d", root, "root")
+    assert "on some ranks only" in said and "middle.weight is trained from now on" in said
+    assert "module norm is in evaluation mode" in refused(tmp_path / "e", norm, "root", built=lambda: model(Normed))
+
+
+def test_a_module_without_parameters_may_be_replaced(tmp_path):
+    class Relu(Callback):
+        where = "all"
+
+        def epoch_start(self, run):
+            if run.state.cursor.epoch == 1:
+                run.spec.model.act = nn.ReLU()
+
+    one = work(solo(replace(BASE, out=str(tmp_path / "1")), model(), data()), Relu())[0]
+    two = lockstep(2, replace(BASE, out=str(tmp_path / "2")), lambda rank: model(), data(), lambda r: work(r, Relu()))
+    assert apart(two[0][0], one) < 1e-5
+
+
+def test_modes_that_callbacks_set_come_back_with_a_checkpoint(tmp_path):
+    class Freeze(Callback):
+        where = "all"
+
+        def step_end(self, run):
+            if run.state.cursor.step == 2:
+                run.spec.model.norm.eval()
+
+    setting = replace(BASE, out=str(tmp_path / "whole"))
+    want = work(solo(setting, model(Normed), data()), Freeze())[0]
+    setting = replace(BASE, out=str(tmp_path / "cut"), max_steps=5, checkpoint=Checkpoint(at_end=True))
+    work(solo(setting, model(Normed), data()), Freeze())
+    run = solo(replace(BASE, out=str(tmp_path / "on"), resume=str(tmp_path / "cut")), model(Normed), data())
+    assert not run.spec.model.norm.training
+    assert apart(work(run, Freeze())[0], want) < 1e-6

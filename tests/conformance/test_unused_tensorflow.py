@@ -45,8 +45,8 @@ def plain(name, steps, data, made=Heads):
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.parametrize("way", ["fused", "by itself", "buckets"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name, way", [
+    ("adamw", "fused"), ("adamw", "buckets"), ("sgd", "by itself"), ("rmsprop", "fused"), ("rmsprop", "buckets")])
 def test_it_is_what_plain_keras_makes_of_it(name, way):
     want, state = plain(name, STEPS, data)
     config = Config(optimizer=Named(name, OPTIMIZERS[name]), loss=Named("mse"))
@@ -116,13 +116,13 @@ def test_xla_tells_too_what_has_no_gradient(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.parametrize("cut", [Pipeline(2, micro_batches=2), Pipeline(3), Pipeline(depths=[2, 1])], ids=str)
-def test_stages_of_a_pipeline_leave_alone_what_the_whole_model_does(cut, tmp_path):
+def test_stages_of_a_pipeline_leave_alone_what_the_whole_model_does(tmp_path):
     x, y = data(0, 48)
-    want, _ = plain("adamw", [[24]] * 4, lambda t, n: (x[:n], y[:n]), chain)
-    asked = config(max_steps=4, global_batch=24, optimizer=Named("adamw", OPTIMIZERS["adamw"]), loss=Named("mse"),
-                   metrics=[], data=Data(shuffle=False, prefetch=0), out=str(tmp_path), pipeline=cut)
+    want, _ = plain("adamw", [[24]] * 3, lambda t, n: (x[:n], y[:n]), chain)
+    asked = config(max_steps=3, global_batch=24, optimizer=Named("adamw", OPTIMIZERS["adamw"]), loss=Named("mse"),
+                   metrics=[], data=Data(shuffle=False, prefetch=0), out=str(tmp_path),
+                   pipeline=Pipeline(depths=[3, 1]))
     want = dict(zip((v.path for v in chain().weights), want))
-    for run in lockstep(2 if cut.stages == 2 else 3, asked, lambda rank: chain(), (x[:24], y[:24]), fitted):
+    for run in lockstep(4, asked, lambda rank: chain(), (x[:24], y[:24]), fitted):
         for v in run.parts.model.weights:
             close([v.numpy()], [want[v.path]], 1e-5)

@@ -41,6 +41,8 @@ class Gradients:
         self._zero = tf.Variable(0.0, trainable=False, name="zero")
         self._unscale = tf.Variable(1.0, trainable=False, name="unscale") if scaled else None
         self.loss_scale = 1.0
+        self.around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """Makes what graphs are traced within."""
         self.compile: XlaCompile | None = None
         self._xla: Callable[..., Any] | None = None
         self.times: tf.Tensor | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -54,7 +54,7 @@ class Optimizer:
         self.needs_all = f"global_clipnorm {clip:g} of {type(self.own).__name__}" if clip else ""
 
     def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool,
-             norm: float | None = None, unused: frozenset[int] = frozenset()) -> tuple[bool, float]:
+             norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
         """Clip by the global norm and update; see `hvdtrain.protocols.Optimizer`."""
         if buckets and all(isinstance(x, np.ndarray) for x in grads):
             grads, buckets = self._read_in_place(grads, buckets), ()
@@ -63,6 +63,7 @@ class Optimizer:
         limit = clip_norm / norm if norm is not None and scaled else clip_norm
         if self._limit[0] != limit:
             self._limit = limit, tf.constant(limit, tf.float32)
+        unused = frozenset(unused)
         key = (scaled, checks and clip_norm > 0, checks, bool(buckets), unused)
         if key not in self._functions:
             def graph(limit: tf.Tensor, *xs: tf.Tensor) -> tf.Tensor:
@@ -185,11 +186,12 @@ class SplitOptimizer(Optimizer):
         self._norm_of: Callable[..., Any] | None = None
 
     def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool,
-             norm: float | None = None, unused: frozenset[int] = frozenset()) -> tuple[bool, float]:
+             norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
         """Take the norm, then update; see `Optimizer.step`."""
         assert norm is None, "a rank's part of a model that is cut over ranks is on one device"
         if self._norm_of is None:
             self._norm_of = tf.function(lambda *xs: tf.sqrt(squares(self._beside(xs, buckets))), **PLAIN)
+        unused = frozenset(unused)
         if unused not in self._functions:
             self._functions[unused] = tf.function(
                 lambda factor, *xs: self._scaled(self._beside(xs, buckets), buckets, factor, unused), **PLAIN)

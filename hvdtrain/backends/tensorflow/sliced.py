@@ -9,7 +9,7 @@ memory is the state of the slices.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
@@ -46,10 +46,11 @@ class Sliced(Optimizer):
         self.traced = None
 
     def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool,
-             norm: float | None = None, unused: frozenset[int] = frozenset()) -> tuple[bool, float]:
+             norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
         """Update the slices from a gradient (end - begin,) for each; what is finite and clipped is decided before."""
         assert not buckets and not clip_norm, "slices come singly, and their owner knows no norm of the whole"
         tensors = [_tensor(x) for x in grads]
+        unused = frozenset(unused)
         if unused not in self._functions:
             self._functions[unused] = tf.function(
                 lambda *xs: self._apply(xs, unused), **PLAIN).get_concrete_function(*tensors)

@@ -59,14 +59,14 @@ class Stage:
         self.waited_s = 0.0
         self._stand_in = StandIn()
         self._like: Batch = ()
-        self.calls, self._connected = Calls(), False
+        self.calls, self._connected = Calls(gradients.around), False
         self._sink: GradientSink | None = None
         self._zeros: dict[int, Graph] = {}
         self._memory: list[Any] = []
         self._in_place = False
         self._leaving: Leaving | None = None
         self._several = False
-        self.unused = gradients.numbers
+        self.unused, self._names = gradients.numbers, list(state.named(model.trainable_variables))
         self._random: dict[str, np.ndarray] = {}
         self._drawn = Kept(counts(model))
         self._kept = (buffers.kept, self._drawn)
@@ -75,7 +75,7 @@ class Stage:
     def connect(self, sink: GradientSink) -> None:
         """Prepare the graphs for this sink; they are traced at the first batch, and kept while it stays the same."""
         if sink is not self._sink or self._connected:
-            self.calls, self._sink, self._zeros = Calls(), sink, {}
+            self.calls, self._sink, self._zeros = Calls(self._gradients.around), sink, {}
             # Every rank asks for this memory or none, whatever it computes on: the wire may make it in common.
             self._memory = [] if sink.in_graph else [sink.buffer(b) for b in sink.buckets]
             # Gradients are copied, one by one, to where the wire sums them.
@@ -273,7 +273,7 @@ class Stage:
 
     def culprit(self, batch: Batch) -> str:
         """Return the first variable that this batch gives a gradient which is not finite, or ""."""
-        names = iter(state.named(self.model.trainable_variables))
+        names = iter(self._names)
         return next((n for n, g in zip(names, self.alone(batch)) if not bool(tf.reduce_all(tf.math.is_finite(g)))), "")
 
     def alone(self, batch: Batch) -> list[tf.Tensor]:

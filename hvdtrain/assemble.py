@@ -38,6 +38,7 @@ from hvdtrain.data import prepare
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.workers import choose, start
 from hvdtrain.errors import UserError
+from hvdtrain.exchange.unused import UnusedParameters
 from hvdtrain.faults import causes, pulse
 from hvdtrain.faults.finite import check_trainable
 from hvdtrain.memory_plan import imported
@@ -137,6 +138,7 @@ def _schedule(parts: Parts, control: Control, config: Config, recovery: Recovery
 def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], list[Callback]] | None) -> None:
     """Data parallelism, initial weights, callbacks, restore."""
     control, parts, feed = run.control, run.parts, run.feed
+    run.unused = UnusedParameters(parts, control)
     agreed(control, lambda: parts.install(collective=False), "transforms")
     check_parts(control, parts, run.group)
     first_sample.check(run, backend)

@@ -230,9 +230,6 @@ class Run:
     _read: Any = None
     _joined: bool = False
 
-    def __post_init__(self) -> None:
-        self.unused = UnusedParameters(self.parts, self.control)
-
     def emit(self, event: Event) -> None:
         """Tell every callback; root-only ones only on rank 0."""
         method, watched = event.value, self.timeline.watched

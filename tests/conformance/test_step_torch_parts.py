@@ -16,6 +16,7 @@ from torch_tools import (  # noqa: E402,F401
 )
 
 from hvdtrain.backends.torch import seed  # noqa: E402
+from hvdtrain.backends.torch.stage import check_loss  # noqa: E402
 from hvdtrain.collectives.null import NullCollectives  # noqa: E402
 from hvdtrain.config import Config, Named, Schedule  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
@@ -63,7 +64,7 @@ def test_losses_that_cannot_be():
         step.forward_backward(batch(0), 1.0, True)
     step = attached(mlp(), task=lambda m, b: (m(b[0]).detach().sum(), 32))
     with pytest.raises(UserError, match="a loss that no parameter of the model has a part in"):
-        step.stage.check_loss(step.stage.loss_of(batch(0))[0])
+        check_loss(step.model, step.stage.loss_of(batch(0))[0])
     step.forward_backward(batch(0), 1.0, True)
     assert step.stage.unused == set(range(4)), "the rank's own samples use no parameter; another rank's may"
 

@@ -159,13 +159,20 @@ class Block(nn.Module):
         return self.used(x) + mark * self.sometimes(x) if bool(mark.any()) else self.used(x)
 
 
+class Detached(Block):
+    def forward(self, x):
+        return super().forward(x.detach())
+
+
+@pytest.mark.parametrize("last", (Block, Detached))
 @pytest.mark.parametrize("ranks", (2, 4))
-def test_stages_of_a_pipeline_agree_with_their_replicas(tmp_path, monkeypatch, ranks):
+def test_stages_of_a_pipeline_agree_with_their_replicas(tmp_path, monkeypatch, ranks, last):
+    """Also a stage whose output the next one takes no gradient of."""
     monkeypatch.chdir(tmp_path)
 
     def build():
         torch.manual_seed(2)
-        return nn.Sequential(Block(8), Block(1))
+        return nn.Sequential(Block(8), last(1))
 
     g = np.random.default_rng(5)
     arrays = g.normal(size=(48, 8)).astype(np.float32), g.normal(size=(48, 1)).astype(np.float32)

@@ -115,10 +115,10 @@ def bytes_of_states(run):
     params, dp, found = run.parts.params.tensors, run.dp, []
     update = dp.update
 
-    def spy(step, grads):
+    def spy(step, grads, unused=()):
         own = [p.grad for p in params if p.grad is not None] or grads  # stage 2 has but this rank's part by now
         found.append(sum(g.numel() * g.element_size() for g in own))
-        return update(step, grads)
+        return update(step, grads, unused)
 
     dp.update = spy
     fitted(run)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hvdtrain.backends.torch.optimizer import TorchOptimizer
 from hvdtrain.backends.torch.params import TorchParams
 from hvdtrain.backends.torch.state import TorchState
 from hvdtrain.errors import UserError
@@ -100,7 +101,7 @@ class TorchFacts:
         new = [name for name in names if name not in set(self._params.names)]
         if not new:
             return None
-        self._state.optimizer.check_new(new)
+        _check(self._state.optimizer, new)
         self._params.extend(new)
         self._unfrozen.append(new)
         return first
@@ -108,7 +109,7 @@ class TorchFacts:
     def extend(self, first: int, spans: Sequence[tuple[int, int]] | None) -> None:
         """Update the parameters from index ``first`` on too; ``spans``: this rank's elements of each, None: all."""
         names, tensors = self._params.names[first:], self._params.tensors[first:]
-        self._state.optimizer.extend(names, tensors, spans)
+        _join(self._state.optimizer, names, tensors, spans)
         self._state.extend(names, spans)
         self._last = self._look()
 
@@ -139,6 +140,30 @@ class TorchFacts:
                 modules[name].training = bool(mode)
         self.renew()
         return batches
+
+
+def _check(optimizer: TorchOptimizer, names: Sequence[str]) -> None:
+    """Raise `UserError` unless parameters that were frozen can join ``optimizer``."""
+    if optimizer.adopted is not None:
+        raise UserError(f"a callback unfroze {names[0]} under the {optimizer.adopted.name} that a Keras model on "
+                        "PyTorch was compiled with", "the variables that it was built for",
+                        "compile the model with all layers trainable and freeze them, or begin another run")
+    for name in names:
+        optimizer.given.group_of(name)
+
+
+def _join(optimizer: TorchOptimizer, names: Sequence[str], tensors: Sequence[torch.Tensor],
+          spans: Sequence[tuple[int, int]] | None) -> None:
+    """Have ``optimizer`` update ``tensors`` too, each in its group; their state comes with the first gradient."""
+    if spans is not None:
+        assert optimizer.slices is not None, "spans are of an optimizer over slices"
+        tensors = optimizer.slices.extend(tensors, spans)
+    optimizer.tensors += tensors
+    for name, tensor in zip(names, tensors):
+        if spans is None or tensor.numel():
+            group = optimizer.optimizer.param_groups[optimizer.given.group_of(name)]
+            group["params"].append(tensor)
+    optimizer.given = optimizer.given.joined(names)
 
 
 def _other(kind: str, before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 
 from hvdtrain.backends.torch import placement
 from hvdtrain.backends.torch.modes import modes_kept
+from hvdtrain.backends.torch.stage import check_loss
 from hvdtrain.parts import Parts
 from hvdtrain.protocols import Batch
 
@@ -29,7 +30,7 @@ def try_samples(parts: Parts, batch: Batch, training: bool) -> None:
     stage: Any = parts.stage  # `TorchStage`, or what slows one down
     with _uncompiled(), _untouched(parts):
         if training:
-            stage.check_loss(stage.loss_of(batch)[0])
+            check_loss(parts.model, stage.loss_of(batch)[0])
         else:
             parts.evaluator.add(batch)
         placement.synchronize(stage.devices)  # a GPU tells its errors late

@@ -40,7 +40,7 @@ class TorchOptimizer:
                  scale: LossScale | None = None, adopted: Any = None, slices: Slices | None = None,
                  names: Sequence[str] = (), given: Given | None = None) -> None:
         schedule = config.schedule
-        self.tensors, self._slices, self.given = list(tensors), slices, given or Given()
+        self.tensors, self.slices, self.given = list(tensors), slices, given or Given()
         self._warmup = schedule.warmup_steps
         self._interval = schedule.interval
         self.updates = 0
@@ -74,7 +74,7 @@ class TorchOptimizer:
         known, norm = norm is not None, math.nan if norm is None else norm
         if known:
             _clip(grads, clip_norm, norm)
-        elif self._slices is None and (clip_norm > 0 or look or self._scale.on):
+        elif self.slices is None and (clip_norm > 0 or look or self._scale.on):
             norms = [torch.linalg.vector_norm(g).float().to(self._device) for g in grads]
             norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
             if not math.isfinite(norm):
@@ -106,32 +106,10 @@ class TorchOptimizer:
                 if tensor.grad is None or tensor.grad.data_ptr() != begin + offset * itemsize:
                     tensor.grad = flat_N[offset:offset + tensor.numel()].view(shape)
 
-    def check_new(self, names: Sequence[str]) -> None:
-        """Raise `UserError` unless parameters ``names`` can join the optimizer (`extend`)."""
-        if self.adopted is not None:
-            raise UserError(f"a callback unfroze {names[0]} under the {self.adopted.name} that a Keras model on "
-                            "PyTorch was compiled with", "the variables that it was built for",
-                            "compile the model with all layers trainable and freeze them, or begin another run")
-        for name in names:
-            self.given.group_of(name)
-
-    def extend(self, names: Sequence[str], tensors: Sequence[torch.Tensor],
-               spans: Sequence[tuple[int, int]] | None) -> None:
-        """Update ``tensors`` too, each in the group that its name belongs to; state comes with the first gradient."""
-        if spans is not None:
-            assert self._slices is not None, "spans are of an optimizer over slices"
-            tensors = self._slices.extend(tensors, spans)
-        self.tensors += tensors
-        groups = self.optimizer.param_groups
-        for name, tensor in zip(names, tensors):
-            if spans is None or tensor.numel():
-                groups[self.given.group_of(name)]["params"].append(tensor)
-        self.given = self.given.joined(names)
-
     def _update(self) -> None:
         """Make one update at the rate of now, then let a per-step schedule move."""
-        if self._slices is not None:
-            self._slices.link()
+        if self.slices is not None:
+            self.slices.link()
         self._follow()
         factor, groups = self._factor(), self.optimizer.param_groups
         for group in groups:  # a model may have been given another memory order since the optimizer was made
@@ -142,8 +120,8 @@ class TorchOptimizer:
         for group, rate in zip(groups, rates):
             group["lr"] = rate * factor
         self.optimizer.step()
-        if self._slices is not None:
-            self._slices.written()
+        if self.slices is not None:
+            self.slices.written()
         for group, rate in zip(groups, rates):
             group["lr"] = rate
         self.updates += 1

@@ -103,7 +103,7 @@ class TorchStage:
     def loss_of(self, batch: Batch) -> Pair:
         """Return the task's (loss_sum, weight); `UserError` for a loss that is none, or too few samples for BatchNorm.
         """
-        with self.few_samples(len(batch[0])), self._precision.computing():
+        with few_samples(len(batch[0]), self._rank), self._precision.computing():
             loss_sum, weight = self._task(self._model, self._placement.tensors(batch))
         if not isinstance(loss_sum, torch.Tensor) or loss_sum.dim() != 0:
             shape = tuple(getattr(loss_sum, "shape", ()))
@@ -113,28 +113,6 @@ class TorchStage:
                 "sum the loss in the model file's task",
             )
         return loss_sum, weight
-
-    def check_loss(self, loss_sum: torch.Tensor) -> None:
-        """Raise `UserError` for a loss without a gradient, of samples that stand for all.
-
-        Of a rank's own samples of a step it is none: other samples of the global batch may use parameters.
-        """
-        if torch.is_grad_enabled() and not loss_sum.requires_grad and any(
-                p.requires_grad for p in self._model.parameters()):
-            raise without_gradient()
-
-    @contextlib.contextmanager
-    def few_samples(self, samples: int) -> Iterator[None]:
-        """Within it, BatchNorm's complaint about a micro-batch of one sample is told as a `UserError`."""
-        try:
-            yield
-        except ValueError as error:
-            if "Expected more than 1 value per channel when training" not in str(error):
-                raise
-            raise UserError(f"a micro-batch of {samples} sample on rank {self._rank} with BatchNorm, which takes "
-                            "its statistics over more than one value per channel",
-                            "at least 2 samples in each micro-batch of every rank",
-                            "change global_batch, shares, accumulate or micro_batch, or use GroupNorm") from error
 
     def nothing(self, sink: GradientSink, poison: bool = False) -> None:
         """Hand over zeros, or NaN with ``poison``, in place of what has not been handed over yet."""
@@ -204,3 +182,27 @@ class TorchStage:
     def caveats(self) -> list[str]:
         """Return the layers whose result depends on how a batch is cut (law 2)."""
         return self._caveats()
+
+
+def check_loss(model: torch.nn.Module, loss_sum: torch.Tensor) -> None:
+    """Raise `UserError` for a loss without a gradient, of samples that stand for all.
+
+    Of a rank's own samples of a step it is none: other samples of the global batch may use parameters.
+    """
+    if torch.is_grad_enabled() and not loss_sum.requires_grad and any(
+            p.requires_grad for p in model.parameters()):
+        raise without_gradient()
+
+
+@contextlib.contextmanager
+def few_samples(samples: int, rank: int) -> Iterator[None]:
+    """Within it, BatchNorm's complaint about a micro-batch of one sample is told as a `UserError`."""
+    try:
+        yield
+    except ValueError as error:
+        if "Expected more than 1 value per channel when training" not in str(error):
+            raise
+        raise UserError(f"a micro-batch of {samples} sample on rank {rank} with BatchNorm, which takes "
+                        "its statistics over more than one value per channel",
+                        "at least 2 samples in each micro-batch of every rank",
+                        "change global_batch, shares, accumulate or micro_batch, or use GroupNorm") from error

@@ -20,6 +20,9 @@ from hvdtrain.protocols import Cargo
 _BITS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16)}
 """What tensors travel as that numpy has no type for, by their bytes: PyTorch's type and numpy's."""
 
+NONE = "none"
+"""Stands behind the type of a gradient that there is none of: the loss does not depend on that tensor."""
+
 
 def pack(tree: Any, where: str) -> Cargo:
     """Return a tree of tensors as host arrays; ``where``: whose output it is, for an error.
@@ -59,9 +62,17 @@ def has_gradient(tensor: torch.Tensor) -> bool:
 
 
 def pack_gradients(grads: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) -> Cargo:
-    """Return the gradients of tensors of the shapes, types and places in memory ``like``; zeros for None."""
+    """Return the gradients of tensors of the shapes, types and places in memory ``like``; None travels as such."""
     whole = [torch.zeros(t.shape, dtype=t.dtype) if g is None else g for g, t in zip(grads, like)]
-    return _packed(whole, like)
+    cargo = _packed(whole, like)
+    return cargo._replace(dtypes=tuple(f"{dtype.partition(':')[0]}:{NONE}" if g is None else dtype
+                                       for g, dtype in zip(grads, cargo.dtypes)))
+
+
+def unpack_gradients(cargo: Cargo, device: torch.device) -> list[torch.Tensor | None]:
+    """Undo `pack_gradients`."""
+    return [None if dtype.endswith(f":{NONE}") else _from_host(array, dtype, device)
+            for array, dtype in zip(cargo.arrays, cargo.dtypes)]
 
 
 class Arrived(torch.autograd.Function):

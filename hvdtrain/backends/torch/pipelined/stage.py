@@ -14,7 +14,7 @@ from hvdtrain.backends.torch.blocks import model_input
 from hvdtrain.backends.torch.evaluator import TorchEvaluator
 from hvdtrain.backends.torch.pipelined import cargo as cargos
 from hvdtrain.backends.torch.pipelined.own import UNDO, Cut
-from hvdtrain.backends.torch.stage import TorchStage
+from hvdtrain.backends.torch.stage import TorchStage, check_loss, few_samples
 from hvdtrain.backends.torch.trees import like, tensors_of
 from hvdtrain.backends.torch.trial import first_not_finite, untouched
 from hvdtrain.errors import UserError
@@ -83,7 +83,7 @@ class PipelineStage(TorchStage):
     def forward(self, chunk: int, micro: int, came: Cargo | None, batch: Batch) -> Cargo:
         """Compute a chunk that is not the model's last."""
         kept = self._keep(chunk, micro, batch)
-        with self.few_samples(len(batch[0])), self._precision.computing():
+        with few_samples(len(batch[0]), self._rank), self._precision.computing():
             value = self._input(batch) if came is None else self._received(chunk, came, kept)
             value = self._through(chunk, value)
         kept.ends = [get_gradient_edge(t) if t.requires_grad else None
@@ -105,8 +105,8 @@ class PipelineStage(TorchStage):
             assert kept.loss is not None
             self._gradients.backward(kept.loss, 1.0, final=False)
         else:
-            found = zip(kept.ends, cargos.unpack(came, self._placement.home), strict=True)
-            there = [(end, grad) for end, grad in found if end is not None]
+            found = zip(kept.ends, cargos.unpack_gradients(came, self._placement.home), strict=True)
+            there = [(end, grad) for end, grad in found if end is not None and grad is not None]
             if there:
                 self._gradients.add([end for end, _ in there], [grad for _, grad in there])
         if self._numbers[chunk] == 0:
@@ -221,7 +221,7 @@ class PipelineStage(TorchStage):
         if calls != 1:
             raise UserError(f"task calls a model that is cut over ranks {calls} times", "model(x), once",
                             "mend task, or leave pipeline out")
-        self.check_loss(pair[0])
+        check_loss(self._model, pair[0])
         return pair
 
     def _name(self, chunk: int) -> str:

@@ -1,13 +1,15 @@
-"""What a run has read of a Keras model, compared with the model as callbacks leave it, on any backend of Keras.
+"""What of a Keras model trains, on any backend of Keras: as the run began, as callbacks leave it, and in one update.
 
-Owns layers, variables, `trainable`, and whether the model was compiled again. The ranks' agreement on what changed is
-`hvdtrain.model_changes`'.
+Owns the comparison of layers, variables, `trainable` and `compile()` with those that the run began with, and the update
+that leaves variables without a gradient alone. The ranks' agreement on both is the core's (`hvdtrain.model_changes`,
+`hvdtrain.exchange.unused`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -145,6 +147,21 @@ class KerasFacts:
             variable._trainable = bool(variable.value.requires_grad)
         self.renew()
         return found
+
+
+def apply_gradients(own: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Update by Keras' optimizer ``own``; a gradient of None leaves its variable and state as they are.
+
+    The run reports such variables by name, in place of Keras' warning. Without any gradient, of a rank's part of a
+    model, the update is counted all the same; Keras would refuse it.
+    """
+    if all(grad is None for grad in grads):
+        own._update_model_variables_moving_average(own._trainable_variables)  # of use_ema
+        own.iterations.assign_add(1)
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Gradients do not exist for variables")
+        own.apply(list(grads), list(variables))
 
 
 def _same(these: Sequence[Any], those: Sequence[Any]) -> bool:

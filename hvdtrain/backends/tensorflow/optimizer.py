@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from hvdtrain.backends.tensorflow.optim import Optimization, instead
 from hvdtrain.backends.tensorflow.split import Split
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket
+from hvdtrain.keras.facts import apply_gradients
 from hvdtrain.precision.scaler import LossScale
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Lion"}
@@ -135,7 +135,7 @@ class Optimizer:
 
     def _apply(self, grads: Sequence[tf.Tensor], unused: frozenset[int]) -> tf.Tensor:
         with fused(self.own):
-            apply(self.own, [None if i in unused else x for i, x in enumerate(grads)], self._variables)
+            apply_gradients(self.own, [None if i in unused else x for i, x in enumerate(grads)], self._variables)
         return tf.constant(True)
 
     def skipped(self) -> bool:
@@ -222,23 +222,6 @@ class SplitOptimizer(Optimizer):
             with tf.device(self._split.plan.devices[place]):
                 moved.append(tf.identity(x))
         return moved
-
-
-def apply(own: Any, grads: Sequence[Any], variables: Sequence[keras.Variable]) -> None:
-    """Update by Keras' optimizer ``own``; a gradient of None leaves its variable and state as they are.
-
-    The run reports such variables by name, in place of Keras' warning. Without any gradient, of a rank's part of a
-    model, the update is counted all the same; Keras would refuse it.
-    """
-    if all(grad is None for grad in grads):
-        if own.use_ema:
-            with instead(own, "_clip_gradients", lambda none: none):
-                own._backend_apply_gradients([], [])
-        own.iterations.assign_add(1)
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Gradients do not exist for variables")
-        own.apply(list(grads), list(variables))
 
 
 def _elementwise(own: Any, variables: Sequence[keras.Variable]) -> bool:

@@ -20,8 +20,9 @@ from hvdtrain.backends.tensorflow import host, state
 from hvdtrain.backends.tensorflow.optim import Optimization, Slice, instead
 from hvdtrain.backends.tensorflow.optim_state import alike, share, take_over
 from hvdtrain.backends.tensorflow.entered import PLAIN
-from hvdtrain.backends.tensorflow.optimizer import Optimizer, apply, check_elementwise, fused
+from hvdtrain.backends.tensorflow.optimizer import Optimizer, check_elementwise, fused
 from hvdtrain.exchange.buckets import Bucket
+from hvdtrain.keras.facts import apply_gradients
 from hvdtrain.precision.scaler import LossScale
 
 Block = tuple[tuple[int, int], ...]
@@ -87,7 +88,7 @@ class Sliced(Optimizer):
 
             with instead(own, "update_step", update_step), instead(own, "_apply_weight_decay", lambda vs: None), \
                     instead(own, "_all_reduce_sum_gradients", lambda pairs: pairs):
-                apply(own, [None if i in unused else x for i, x in enumerate(grads)], self._variables)
+                apply_gradients(own, [None if i in unused else x for i, x in enumerate(grads)], self._variables)
         return tf.constant(True)
 
 

@@ -92,8 +92,8 @@ class KerasFacts:
         if self._inner is not None:
             found: int | None = self._inner.follow(changes, note)
             return found
-        note(f"{_short(changes)}: this has no effect until the model is compiled again, as in Keras. The run trains "
-             "what was trainable when it began; to train otherwise end it, call model.compile(...) and fit again")
+        note(f"{_short(changes)}: this has no effect on the run, as in Keras until compile() is called again. What was "
+             "trainable when the run began is trained; to change that, end the run and fit again")
         return None
 
     def take_in(self, names: Sequence[str]) -> int | None:

@@ -72,7 +72,7 @@ def test_trainable_has_no_effect_and_a_note(frozen, changes, tmp_path):
         told, = run.told
         now = "trainable now" if frozen else "no longer trainable"
         assert told.startswith(f"layer backbone is {now}; variable kernel (number ")
-        assert "no effect until the model is compiled again, as in Keras" in told
+        assert "no effect on the run, as in Keras until compile() is called again" in told
         assert run.spec.model.get_layer("backbone").trainable == frozen  # as the callback left it
 
 

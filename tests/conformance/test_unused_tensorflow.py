@@ -100,6 +100,7 @@ def test_ranks_leave_alone_what_none_of_them_used(changes, rtol, tmp_path):
         got = [v.numpy() for v in run.parts.model.weights]
         close(got, want, rtol)
         close(got[4:], first[4:], 0)
+        assert any("2 trainable parameters (never/kernel, never/bias)" in note for note in run.notes)
 
 
 def test_xla_tells_too_what_has_no_gradient(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hvdtrain.callbacks.base import Callback
+from hvdtrain.faults.finite import spoken
 
 if TYPE_CHECKING:
     from hvdtrain.run import Run
@@ -42,7 +43,7 @@ class UnusedReport(Callback):
         if self._reported or not self._steps:
             return
         self._reported = True
-        own = [run.unused.names[i] for i in sorted(run.unused.never or ())]
+        own = [spoken(run.unused.names[i]) for i in sorted(run.unused.never or ())]
         names = list(dict.fromkeys(name for row in run.control.gather(own) for name in row))
         if names:
             shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -28,8 +28,11 @@ class UnusedParameters:
         self._groups: Sequence[tuple[Sequence[int], Sequence[int]]] = [
             (each.group.ranks, each.params(specs)) for each in parts.replicas] or [
             (range(control.size), range(len(specs)))]
-        # Ranks of a pipeline number their own blocks' parameters, each from 0.
-        self._keys: Sequence[int | str] = self.names if parts.replicas else range(len(specs))
+        self._whole = not parts.replicas
+        # Ranks of a pipeline number their own blocks' parameters, each from 0; Keras counts names within a process.
+        blocks = [spec.block for spec in specs]
+        self._keys: Sequence[int | tuple[int, int]] = range(len(specs)) if self._whole else [
+            (block, blocks[:i].count(block)) for i, block in enumerate(blocks)]
         self.agreed: frozenset[int] = frozenset()
         self.never: frozenset[int] | None = None
         self._own: frozenset[int] = frozenset()
@@ -49,7 +52,7 @@ class UnusedParameters:
 
     def check(self, unused: frozenset[int]) -> None:
         """Raise `UserError`, on all ranks alike, where a step has used no parameter of an unpartitioned model."""
-        if self.names and len(unused) == len(self.names) and self._keys is not self.names:
+        if self._whole and self.names and len(unused) == len(self.names):
             raise without_gradient()
 
     def updated(self, unused: frozenset[int]) -> None:

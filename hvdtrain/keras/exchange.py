@@ -56,6 +56,7 @@ class Exchange:
         self._local: set[Any] = set()
         self._reduce: Callable[..., list[Any]] | None = None
         self._sums: dict[int, tf.Variable] = {}
+        self._used: set[Any] = set()
         self._passes: tf.Variable | None = None
 
     @property
@@ -107,7 +108,10 @@ class Exchange:
     # --- several passes --------------------------------------------------------------------------------------------
 
     def _accumulate(self, grads: list[Any], variables: list[Any]) -> list[tf.Variable | None]:
-        """Add this pass' gradients to the sums; return a sum for each gradient that there is."""
+        """Add this pass' gradients to the sums; return the sum of each variable that has had one since the update.
+
+        A graph takes the variables that had one in any graph so far.
+        """
         keys = [_key(v) for v in variables]
         self._list = self._list or keys
         if keys != self._list:
@@ -115,6 +119,14 @@ class Exchange:
                 f"backward_passes_per_step={self.settings.passes} and another list of variables than before",
                 "one list: passes are counted by optimizer, and every N-th updates",
                 "give each list an optimizer of its own, or leave backward_passes_per_step at 1"))
+        missing = [v for g, v in zip(grads, variables) if g is not None and _key(v) not in self._sums]
+        if missing and self._sums and not tf.executing_eagerly():  # graphs that update without it are there already
+            from hvdtrain.tensorflow.gradients import label_of
+
+            raise through_trace(UserError(
+                f"backward_passes_per_step={self.settings.passes} and a gradient of {label_of(missing[0])}, which "
+                "other batches had not", "gradients of the same variables in every pass",
+                "add 0 * the branch's output to the loss, or leave backward_passes_per_step at 1"))
         with tf.init_scope():
             if self._passes is None:
                 self._passes = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -122,10 +134,12 @@ class Exchange:
                 if grad is not None and _key(variable) not in self._sums:
                     with tf.device(tf_variable(variable).device):
                         self._sums[_key(variable)] = tf.Variable(tf.zeros(variable.shape, grad.dtype), trainable=False)
-        kept = [None if g is None else self._sums[_key(v)] for g, v in zip(grads, variables)]
+        self._used |= {key for key, grad in zip(keys, grads) if grad is not None}
+        kept = [self._sums[key] if key in self._used else None for key in keys]
         for total, grad in zip(kept, grads):
-            if total is None:
+            if grad is None:
                 continue
+            assert total is not None
             if isinstance(grad, tf.IndexedSlices):
                 total.scatter_add(grad)
             else:
@@ -140,6 +154,8 @@ class Exchange:
         for total in kept:
             if total is not None:
                 total.assign(tf.zeros_like(total))
+        if tf.executing_eagerly():
+            self._used.clear()
 
     # --- one update ------------------------------------------------------------------------------------------------
 

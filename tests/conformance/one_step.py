@@ -123,7 +123,9 @@ class OneStep:
     def apply(self, clip: float = 0.0, check: bool = False) -> tuple[bool, float]:
         """Update."""
         self.dp.clip_norm, self.dp.look_first = clip, check
-        finite, norm = self.dp.update(self._at, self.grads)
+        # A step without any sample, which no run takes, is one of zeros here.
+        unused = self.parts.stage.unused if self._handed_over else frozenset()
+        finite, norm = self.dp.update(self._at, self.grads, unused)
         return finite, norm
 
     def discard(self) -> None:

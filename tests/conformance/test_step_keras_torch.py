@@ -23,11 +23,13 @@ if HERE:
     from small_runs import apart, config, fitted, lockstep, samples, weights
     from step_cases import *  # noqa: F401,F403
     from torch_tools import TorchKit, one_thread  # noqa: F401
+    from unused_keras import chain
 
     from hvdtrain.backends.torch.create import make_parts
+    from hvdtrain.callbacks.base import Callback
     from hvdtrain.cluster.control import SoloControl
     from hvdtrain.collectives.null import NullCollectives
-    from hvdtrain.config import Config, Data, DataParallel, Named
+    from hvdtrain.config import Checkpoint, Config, Data, DataParallel, Named
     from hvdtrain.errors import UserError
     from hvdtrain.exchange.buckets import plan_buckets
     from hvdtrain.model import spec_of
@@ -113,6 +115,80 @@ if HERE:
         for found in (runs[0].state.metrics, runs[1].state.metrics):
             assert found["accuracy"] == pytest.approx((outputs.argmax(1) == y)[counts].mean())
             assert found["loss"] == pytest.approx(float(loss_of(y, outputs)), rel=1e-5)
+
+    def batches(steps):
+        x, _ = samples(48)
+        return [(x[t % 2 * 24:t % 2 * 24 + 24], x[t % 2 * 24:t % 2 * 24 + 24, :4] * 2) for t in range(steps)]
+
+    def adamw(model):
+        model.compile(keras.optimizers.AdamW(0.05, weight_decay=0.3), "mse")
+        return model
+
+    def plain_settings(out, **changes):
+        return config(**{"global_batch": 24, "max_steps": 8, "optimizer": Named("auto"), "metrics": [], "out": str(out),
+                         "data": Data(shuffle=False, prefetch=0), **changes})
+
+    def both():
+        return tuple(np.concatenate(arrays) for arrays in zip(*batches(2)))
+
+    def test_variables_without_a_gradient_stay_as_under_plain_keras(tmp_path, recwarn):
+        plain = adamw(chain())
+        for batch in batches(4):
+            plain.train_on_batch(*batch)
+        recwarn.clear()
+        settings = plain_settings(tmp_path, max_steps=4)
+        for run in lockstep(2, settings, lambda rank: adamw(chain()), both(), fitted):
+            assert apart(run.spec.model.get_weights(), plain.get_weights()) < 1e-5
+            assert any("no step so far has used" in note for note in run.notes)
+        assert not [each for each in recwarn if "Gradients do not exist" in str(each.message)]
+
+    def normed():
+        keras.utils.set_random_seed(2)
+        inside = keras.Sequential([keras.layers.Dense(8), keras.layers.BatchNormalization()], name="backbone")
+        return adamw(keras.Sequential([keras.Input((12,)), inside, keras.layers.Dense(4, name="head")]))
+
+    class Freeze(Callback):
+        where = "all"
+
+        def step_start(self, run):
+            freeze(run.spec.model, run.state.cursor.step)
+
+    def freeze(model, step):
+        if step in (2, 6):
+            model.get_layer("backbone").trainable = step == 6
+
+    def test_a_frozen_layer_is_what_plain_keras_makes_of_it_through_checkpoints_too(tmp_path):
+        def work(run):
+            run.callbacks.insert(0, Freeze())
+            return fitted(run)
+
+        plain = normed()
+        for t, batch in enumerate(batches(8)):
+            freeze(plain, t)
+            plain.train_on_batch(*batch)
+        settings = plain_settings(tmp_path / "run")
+        run, = lockstep(1, settings, lambda rank: normed(), both(), work)
+        assert apart(run.spec.model.get_weights(), plain.get_weights()) < 1e-5
+        half = plain_settings(tmp_path / "half", max_steps=4, checkpoint=Checkpoint(at_end=True))
+        lockstep(1, half, lambda rank: normed(), both(), work)
+        half = plain_settings(tmp_path / "half", resume="auto")
+        run, = lockstep(1, half, lambda rank: normed(), both(), work)
+        assert apart(run.spec.model.get_weights(), plain.get_weights()) < 1e-5
+
+    def test_layers_that_a_callback_replaces_are_refused(tmp_path):
+        class Replace(Callback):
+            where = "all"
+
+            def step_start(self, run):
+                if run.state.cursor.step == 1:
+                    run.spec.model.pop()
+
+        def work(run):
+            run.callbacks.insert(0, Replace())
+            return fitted(run)
+
+        with pytest.raises(UserError, match="a callback changed the model while it trains.*was removed"):
+            lockstep(1, plain_settings(tmp_path), lambda rank: normed(), both(), work)
 else:
     def test_the_cases_pass_in_a_process_whose_keras_computes_with_torch():
         for name in ("torch", "keras"):

@@ -154,6 +154,24 @@ def case_models_equal_one_device(folder):
         assert_places(parts)
 
 
+def case_what_no_gradient_reaches_stays(folder):
+    """Layers that the loss does not read keep their weights, and AdamW's state of them, as on one device."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "fixtures"))
+    from unused_keras import chain
+
+    config = dataclasses.replace(CONFIG, optimizer=Named("adamw", {"weight_decay": 0.3}), loss=Named("mse"))
+    x = np.random.default_rng(0).standard_normal((20, 12)).astype(np.float32)
+    spec = spec_of(chain(), example=lambda n: (x[:n], x[:n, :4]))
+    first = [v.numpy() for v in spec.model.weights]
+    whole, parts = step_of(spec, config), step_of(dataclasses.replace(spec, model=chain()), split(config))
+    for step in (whole, parts):
+        train(step, [(x, x[:, :4])] * 2)
+    assert parts.stage.unused == whole.stage.unused == frozenset((2, 3, 4, 5, 8, 9))
+    close(arrays(parts), arrays(whole))
+    for i in parts.stage.unused:
+        np.testing.assert_array_equal(parts.model.weights[i].numpy(), first[i])
+
+
 def assert_places(step):
     """Variables, slots, gradients, accumulators and every operation of a block, on the device of its stage."""
     chain, plan = step.stage._gradients.split.chain, step.stage._gradients.split.plan

@@ -104,6 +104,50 @@ def test_fit_equals_one_process_on_the_whole_batch(hvd, control, name):
     equal_to(model, reference(name), control)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_layer_without_a_gradient_stays_as_under_plain_fit(hvd, control, scaled):
+    from unused_keras import chain
+
+    only(hvd, 2)
+
+    def trained(wrap, x, batch):
+        inner = keras.optimizers.AdamW(0.01, weight_decay=0.3)
+        optimizer = wrap(keras.optimizers.LossScaleOptimizer(inner) if scaled else inner)
+        model = compiled(chain(), optimizer)
+        with pytest.warns(UserWarning, match="Gradients do not exist for variables .*trunk/never"):
+            fit(model, x, x[:, :4], batch)
+        return model
+
+    x = np.concatenate([X, X], 1)
+    first, whole = chain().get_weights(), trained(lambda optimizer: optimizer, x, 12)
+    model = trained(hvd.DistributedOptimizer, mine(hvd, x), 6)
+    equal_to(model, whole.get_weights(), control)
+    for i in (2, 3, 4, 5, 8, 9):
+        np.testing.assert_array_equal(model.get_weights()[i], first[i])
+
+
+def test_a_layer_frozen_in_the_middle_of_a_fit_is_as_under_plain_fit(hvd, control):
+    """Keras asks for `make_train_function(force=True)`; without it the change has no effect there either."""
+    only(hvd, 2)
+
+    class Freeze(keras.callbacks.Callback):
+        def __init__(self, forced):
+            super().__init__()
+            self.forced = forced
+
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                self.model.layers[0].trainable = False
+                self.model.make_train_function(force=self.forced)
+
+    for forced in (False, True):
+        whole, model = (compiled(mlp(), wrap(OPTIMIZERS["adamw"]())) for wrap in (lambda own: own,
+                                                                                  hvd.DistributedOptimizer))
+        fit(whole, X, Y, 12, callbacks=[Freeze(forced)])
+        ranks_fit(hvd, model, callbacks=[Freeze(forced)])
+        equal_to(model, whole.get_weights(), control)
+
+
 @pytest.mark.parametrize("passes, eagerly, name", [(2, False, "adam"), (4, False, "momentum"), (2, True, "sgd")])
 def test_passes_are_accumulated_into_one_update(hvd, control, passes, eagerly, name):
     only(hvd, 2)

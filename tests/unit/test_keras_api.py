@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -397,3 +398,39 @@ def test_a_gradient_that_one_rank_alone_lacks_is_named_in_bounded_time(monkeypat
         exchange._expect_others([before[0], Item(NONE, (1,), "float32", "b")], [a, b])
     with pytest.raises(UserError, match="another list of variables"):
         exchange._expect_others(before[:1], [a])
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_ema": True}, {"global_clipnorm": 0.1}], ids=str)
+def test_variables_without_a_gradient_stay_as_plain_keras_leaves_them(settings):
+    pairs = []
+    for wrapped in (hvd.DistributedOptimizer, lambda optimizer: optimizer):
+        a, b = two_variables()
+        optimizer = wrapped(keras.optimizers.AdamW(0.1, weight_decay=0.3, **settings))
+        for second in (tf.ones(1), None, None):
+            with pytest.warns(UserWarning, match="Gradients do not exist") if second is None else nullcontext():
+                optimizer.apply([tf.ones(2), second], [a, b])
+        pairs.append([v.numpy() for v in (a, b, *optimizer.variables)])
+    for ours, plain in zip(*pairs, strict=True):
+        np.testing.assert_array_equal(ours, plain)
+
+
+def test_a_gradient_of_one_of_several_passes_is_not_lost():
+    a, b = two_variables()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, weight_decay=0.5), backward_passes_per_step=2)
+    for second in (tf.ones(1), None):
+        optimizer.apply([tf.ones(2), second], [a, b])
+    assert b.numpy().tolist() == pytest.approx([3.0 * 0.95 - 0.1])
+    before = b.numpy()
+    optimizer.apply([tf.ones(2), None], [a, b])
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        optimizer.apply([tf.ones(2), None], [a, b])
+    np.testing.assert_array_equal(b.numpy(), before)
+
+
+def test_passes_whose_graphs_have_gradients_of_other_variables_are_refused():
+    c, d = two_variables()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2)
+    step = tf.function(lambda second: optimizer.apply([tf.ones(2), second], [c, d]))
+    step(None)
+    with pytest.raises(UserError, match="which other batches had not"):
+        step(tf.ones(1))

@@ -10,6 +10,7 @@ and so the bits of its gradient, does not depend on what came in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -23,11 +24,14 @@ MOST_SIZES = 8
 class Calls:
     """Graphs ``trace(scale, *leaves)``, traced when they are first called.
 
-    ``failed``: the graph whose latest run ended with an error; None after one that did not.
+    ``failed``: the graph whose latest run ended with an error; None after one that did not. ``latest``: the graph that
+    ran last. ``around``: makes what a graph is traced within.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, around: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._around = around
         self.failed: Graph | None = None
+        self.latest: Graph | None = None
         self._graphs: dict[tuple[Hashable, int | None], Any] = {}
         self._sizes: dict[Hashable, list[int]] = {}
         self._scale: tuple[float, Any] = (0.0, None)
@@ -54,13 +58,14 @@ class Calls:
             known.append(n)
         size = n if n in known else None
         if (kind, size) not in self._graphs:
-            self._graphs[kind, size] = make([tf.TensorSpec([size, *x.shape[1:]] if by_B else x.shape, x.dtype)
-                                             for x, by_B in zip(leaves, of_samples)])
+            with self._around():
+                self._graphs[kind, size] = make([tf.TensorSpec([size, *x.shape[1:]] if by_B else x.shape, x.dtype)
+                                                 for x, by_B in zip(leaves, of_samples)])
         return self._graphs[kind, size]
 
     def run(self, graph: Graph, *tensors: tf.Tensor) -> Any:
         """Run a graph."""
-        self.failed = graph
+        self.failed = self.latest = graph
         results = graph(*tensors)
         self.failed = None
         return results

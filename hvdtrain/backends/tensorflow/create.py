@@ -35,6 +35,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.exchange.transport import Transport
 from hvdtrain.keras import compiled
 from hvdtrain.keras.evaluation import Evaluation
+from hvdtrain.keras.facts import KerasFacts
 from hvdtrain.keras.task import loss_name
 from hvdtrain.mesh import Mesh
 from hvdtrain.misfit import told
@@ -138,14 +139,17 @@ class _Making:
             remat.measures = Costs(model, gradients, across)
         compile = self._compile(remat) if config.compile == "auto" else None
         gradients.compile = compile
+        facts = KerasFacts(model)
+        gradients.around = facts.as_begun
         stage = Stage(model, self._task, self._class_numbers, buffers, gradients, lambda: scale.of(self._rank), across,
                       config.balance != "auto", loss_name(self._spec, config))
+        optimizer.unused_in_trace = lambda: stage.unused & gradients.unused
         transforms = in_order(placement=Placement(split) if split else None, precision=self._mixed,
                               sync_batchnorm=across, compile=compile, remat=remat)
         return Parts(model, blocks, stage, params, optimizer, buffers, self._evaluator,
                      ModelState(model, self.opt, scale, buffers, self._rank), transforms, self._precision, scale,
                      [Ops(device) for device in split.plan.devices] if split else (), remat,
-                     compile, batch_weight=self._task.batch_weight)
+                     compile, facts=facts, batch_weight=self._task.batch_weight)
 
     def _compile(self, remat: Remat | None) -> XlaCompile:
         """Computing through XLA, with why not where that is known before."""

@@ -6,6 +6,7 @@ Owns the operations, and the variables that keep a sum between calls. When which
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,10 +41,16 @@ class Gradients:
         self._zero = tf.Variable(0.0, trainable=False, name="zero")
         self._unscale = tf.Variable(1.0, trainable=False, name="unscale") if scaled else None
         self.loss_scale = 1.0
+        self.around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """Makes what graphs are traced within."""
         self.compile: XlaCompile | None = None
         self._xla: Callable[..., Any] | None = None
         self.times: tf.Tensor | None = None
         """When the slots of a split model's pipeline end, of the graph that was traced last."""
+        self.numbers = self.unused = frozenset(range(len(self._variables)))
+        """The indices of all variables, and of those without a gradient in the graph that was traced last."""
+        self.unused_of: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
+        """The same for each graph."""
 
     def rescale(self, loss_scale: float) -> None:
         """Divide gradients by ``loss_scale`` from now on; 1 unless they were made ``scaled``."""
@@ -71,11 +78,12 @@ class Gradients:
         leaves = tf.nest.flatten(batch)
         if self.compiles(leaves[0].shape[0]):
             with tf.control_dependencies(copied):
-                return self._by_xla(batch)(scale, *leaves)
+                loss_sum, weight, grads = self._by_xla(batch)(scale, *leaves)
+                return loss_sum, weight, self._complete(grads)
         with recompute.recording() as forward, tf.control_dependencies(copied):
             loss_sum, weight, grads = self.traced(batch, scale, parts)
         recompute.rewrite(forward, self.recomputed)
-        return loss_sum, weight, [self._dense(g, v) for g, v in zip(grads, self._variables)]
+        return loss_sum, weight, self._complete(grads)
 
     def compiles(self, samples: int | None) -> bool:
         """Return whether a graph for so many samples computes by XLA; None: for any number."""
@@ -83,9 +91,9 @@ class Gradients:
 
     def _by_xla(self, like: tuple[Any, ...]) -> Callable[..., Any]:
         """What XLA compiles, one function for all graphs of a step, so that each size is compiled once."""
-        def compute(scale: tf.Tensor, *leaves: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        def compute(scale: tf.Tensor, *leaves: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[Any]]:
             loss_sum, weight, grads = self.traced(tf.nest.pack_sequence_as(like, leaves), scale, 1)
-            return loss_sum, weight, [self._dense(g, v) for g, v in zip(grads, self._variables)]
+            return loss_sum, weight, [None if g is None else tf.convert_to_tensor(g) for g in grads]
 
         self._xla = self._xla or tf.function(compute, jit_compile=True, autograph=False)
         return self._xla
@@ -108,10 +116,12 @@ class Gradients:
         recompute.backward_begins()
         return loss_sum, weight, tape.gradient(scaled, self._variables)
 
-    def _dense(self, grad: Any, variable: tf.Variable) -> tf.Tensor:
-        if grad is None:  # the loss does not depend on it; on another rank it may
-            return self._filled(variable, self._zero)
-        return tf.convert_to_tensor(grad)
+    def _complete(self, grads: Sequence[Any]) -> list[tf.Tensor]:
+        """Return dense gradients, zeros for the variables that have none here: on another rank they may have one."""
+        self.unused = frozenset(i for i, grad in enumerate(grads) if grad is None)
+        self.unused_of[tf.compat.v1.get_default_graph()] = self.unused
+        return [self._filled(v, self._zero) if grad is None else tf.convert_to_tensor(grad)
+                for grad, v in zip(grads, self._variables)]
 
     def _filled(self, variable: tf.Variable, value: Any) -> tf.Tensor:
         with self._beside(variable):

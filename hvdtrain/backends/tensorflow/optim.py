@@ -80,6 +80,7 @@ class Optimization:
     def __init__(self, config: Config, spec: Any, steps_per_epoch: int, whole: bool = True) -> None:
         model: keras.Model = spec.model
         self._config, self._model = config, model
+        self.trained = list(model.trainable_variables)
         self.slices: dict[int, Slice] | None = None
         self.former: keras.optimizers.Optimizer | None = None
         self.names: list[str] = []
@@ -108,13 +109,13 @@ class Optimization:
     def built(self) -> bool:
         """Return whether the optimizer over whole variables has its state."""
         built_for = [id(v) for v in getattr(self.optimizer, "_trainable_variables", [])]
-        return self.optimizer.built and built_for == [id(v) for v in self._model.trainable_variables]
+        return self.optimizer.built and built_for == list(map(id, self.trained))
 
     def build(self) -> None:
         """Give the optimizer its state, where it has none and no slices take its place."""
         if self.slices is None and not self.built():
             self.exclude()
-            self.optimizer.build(self._model.trainable_variables)  # not twice: its history would be lost
+            self.optimizer.build(self.trained)  # not twice: its history would be lost
 
     def exclude(self) -> None:
         """Leave the groups without weight decay out of it; of variables that are there, before there is any state."""
@@ -122,7 +123,7 @@ class Optimization:
 
     def keep(self, part: keras.Model) -> None:
         """Be for ``part``, which has some of the model's variables, before there is any state."""
-        self._model = part
+        self._model, self.trained = part, list(part.trainable_variables)
 
     def replace(self, made: keras.optimizers.Optimizer, slices: dict[int, Slice], shown: Any) -> None:
         """Put ``made``, an optimizer over slices, in the optimizer's place; callbacks see ``shown`` as the model's."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -23,6 +23,7 @@ from hvdtrain.backends.tensorflow.optim import Optimization, instead
 from hvdtrain.backends.tensorflow.split import Split
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket
+from hvdtrain.keras.facts import apply_gradients
 from hvdtrain.precision.scaler import LossScale
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Lion"}
@@ -34,24 +35,26 @@ class Optimizer:
 
     ``opt``: the Keras optimizer (``own``), built for them, and its rate. ``scale``: where it is on, gradients are
     always checked. ``traced``: makes the update in the graph that is being traced; None where that cannot be.
+    ``unused_in_trace``: returns the variables without a gradient in that graph.
     """
 
     looks = False
 
     def __init__(self, opt: Optimization, variables: Sequence[keras.Variable], scale: LossScale) -> None:
         self.opt, self._variables, self._scale = opt, list(variables), scale
-        self._functions: dict[tuple[bool, ...], Callable[..., Any]] = {}
+        self._functions: dict[Any, Callable[..., Any]] = {}
         self._vectors: list[np.ndarray] = []
         self._views: list[tuple[np.ndarray, tf.Tensor | None]] = []
         self._limit: tuple[float, Any] = (math.nan, None)
         self.traced: Callable[..., tf.Tensor] | None = self._traced
+        self.unused_in_trace: Callable[[], frozenset[int]] = frozenset
         self.own = opt.optimizer
         self.elementwise = _elementwise(self.own, self._variables)
         clip = getattr(self.own, "global_clipnorm", None)
         self.needs_all = f"global_clipnorm {clip:g} of {type(self.own).__name__}" if clip else ""
 
     def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool,
-             norm: float | None = None, unused: Any = ()) -> tuple[bool, float]:
+             norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
         """Clip by the global norm and update; see `hvdtrain.protocols.Optimizer`."""
         if buckets and all(isinstance(x, np.ndarray) for x in grads):
             grads, buckets = self._read_in_place(grads, buckets), ()
@@ -60,13 +63,15 @@ class Optimizer:
         limit = clip_norm / norm if norm is not None and scaled else clip_norm
         if self._limit[0] != limit:
             self._limit = limit, tf.constant(limit, tf.float32)
-        key = (scaled, checks and clip_norm > 0, checks, bool(buckets))
+        unused = frozenset(unused)
+        key = (scaled, checks and clip_norm > 0, checks, bool(buckets), unused)
         if key not in self._functions:
             def graph(limit: tf.Tensor, *xs: tf.Tensor) -> tf.Tensor:
                 grads = _by_variable(xs, buckets)
                 if scaled:
                     grads = [x * tf.cast(limit, x.dtype) for x in grads]
-                return self._checked(grads, limit if clip_norm > 0 else None) if checks else self._apply(grads)
+                return (self._checked(grads, limit if clip_norm > 0 else None, unused) if checks
+                        else self._apply(grads, unused))
 
             self._functions[key] = tf.function(graph, **PLAIN).get_concrete_function(self._limit[1], *grads)
         out = self._functions[key](self._limit[1], *grads)
@@ -92,19 +97,20 @@ class Optimizer:
             self._views = [(x, view(x) if in_place and readable(x) else None) for _, x in sorted(found.items())]
         return [tf.convert_to_tensor(x) if seen is None else seen for x, seen in self._views]
 
-    def _checked(self, grads: Sequence[tf.Tensor], limit: tf.Tensor | None) -> tf.Tensor:
+    def _checked(self, grads: Sequence[tf.Tensor], limit: tf.Tensor | None, unused: frozenset[int]) -> tf.Tensor:
         """Update unless the norm is not finite; float64 (2,): 1 if it was made, else 0, and the norm."""
         norm = tf.cast(tf.sqrt(squares(grads)), tf.float32)
-        done = self._guarded(grads, tf.math.is_finite(norm), norm, limit)
+        done = self._guarded(grads, tf.math.is_finite(norm), norm, limit, unused)
         return tf.stack([tf.cast(done, tf.float64), tf.cast(norm, tf.float64)])
 
-    def _guarded(self, grads: Sequence[tf.Tensor], good: tf.Tensor, norm: tf.Tensor, limit: Any) -> tf.Tensor:
+    def _guarded(self, grads: Sequence[tf.Tensor], good: tf.Tensor, norm: tf.Tensor, limit: Any,
+                 unused: frozenset[int]) -> tf.Tensor:
         """The update where ``good``, of gradients that are clipped to ``limit``, if there is one; ``good``."""
         def update() -> tf.Tensor:
             if limit is None:
-                return self._apply(grads)
+                return self._apply(grads, unused)
             factor = tf.where(norm > limit, limit / norm, 1.0)
-            return self._apply([x * tf.cast(factor, x.dtype) for x in grads])
+            return self._apply([x * tf.cast(factor, x.dtype) for x in grads], unused)
 
         if not entered.noting():  # a graph of its own, whose errors end the run
             return tf.cond(good, update, lambda: tf.constant(False))
@@ -124,12 +130,12 @@ class Optimizer:
         total = squares(grads)
         norm = tf.cast(tf.sqrt(total), tf.float32)
         good = tf.math.is_finite(norm) & tf.math.is_finite(loss_sum)
-        done = self._guarded(grads, good, norm, clip_norm if clip_norm > 0 else None)
+        done = self._guarded(grads, good, norm, clip_norm if clip_norm > 0 else None, self.unused_in_trace())
         return tf.stack([total, tf.cast(done, tf.float64)])
 
-    def _apply(self, grads: Sequence[tf.Tensor]) -> tf.Tensor:
+    def _apply(self, grads: Sequence[tf.Tensor], unused: frozenset[int]) -> tf.Tensor:
         with fused(self.own):
-            self.own.apply(list(grads), self._variables)
+            apply_gradients(self.own, [None if i in unused else x for i, x in enumerate(grads)], self._variables)
         return tf.constant(True)
 
     def skipped(self) -> bool:
@@ -177,32 +183,35 @@ class SplitOptimizer(Optimizer):
     def __init__(self, opt: Optimization, variables: Sequence[keras.Variable], scale: LossScale, split: Split) -> None:
         super().__init__(opt, variables, scale)
         self.traced, self._split = None, split
-        self._both: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        self._norm_of: Callable[..., Any] | None = None
 
     def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool,
-             norm: float | None = None, unused: Any = ()) -> tuple[bool, float]:
+             norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
         """Take the norm, then update; see `Optimizer.step`."""
         assert norm is None, "a rank's part of a model that is cut over ranks is on one device"
-        if self._both is None:
-            self._both = (tf.function(lambda *xs: tf.sqrt(squares(self._beside(xs, buckets))), **PLAIN),
-                          tf.function(lambda factor, *xs: self._scaled(self._beside(xs, buckets), buckets, factor),
-                                      **PLAIN))
-        norm_of, update = self._both
+        if self._norm_of is None:
+            self._norm_of = tf.function(lambda *xs: tf.sqrt(squares(self._beside(xs, buckets))), **PLAIN)
+        unused = frozenset(unused)
+        if unused not in self._functions:
+            self._functions[unused] = tf.function(
+                lambda factor, *xs: self._scaled(self._beside(xs, buckets), buckets, factor, unused), **PLAIN)
+        update = self._functions[unused]
         if not (look or clip_norm > 0 or self._scale.on):
             update(tf.constant(1.0), *grads)
             return True, math.nan
-        norm = float(norm_of(*grads))
+        norm = float(self._norm_of(*grads))
         if math.isfinite(norm):
             factor = clip_norm / norm if 0 < clip_norm < norm else 1.0
             update(tf.constant(factor, tf.float32), *grads)
         return math.isfinite(norm), norm
 
-    def _scaled(self, tensors: Sequence[tf.Tensor], buckets: Sequence[Bucket], factor: tf.Tensor) -> tf.Tensor:
+    def _scaled(self, tensors: Sequence[tf.Tensor], buckets: Sequence[Bucket], factor: tf.Tensor,
+                unused: frozenset[int]) -> tf.Tensor:
         grads = _by_variable([x * tf.cast(factor, x.dtype) for x in tensors], buckets)
         # Keras sums over the replicas of tf.distribute, of which there is one, in an operation that takes all gradients
         # and so brings them all to one device.
         with instead(self.own, "_all_reduce_sum_gradients", lambda pairs: pairs):
-            return self._apply(grads)
+            return self._apply(grads, unused)
 
     def _beside(self, tensors: Sequence[tf.Tensor], buckets: Sequence[Bucket]) -> list[tf.Tensor]:
         """Gradients or buckets on the device of their variables, where sums that came over the host are not yet."""

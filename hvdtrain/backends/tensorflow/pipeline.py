@@ -179,12 +179,15 @@ class _Trace:
         own_terms, terms = terms[len(terms) - mine:], terms[:len(terms) - mine]
         own = self._p._of_stage[s]
         with tf.device(self._p.devices[s]), tf.control_dependencies(self._last[s]):
-            given = [tf.zeros_like(out) if g is None else _copy(g)
-                     for out, g in zip(visit.outputs, [*arrived, *own_terms])]
+            outputs, given = [], []
+            for out, g in zip(visit.outputs, [*arrived, *own_terms]):
+                if g is not None:  # zeros in its place would give variables a gradient that have none
+                    outputs.append(out)
+                    given.append(_copy(g))
             targets = visit.inputs + [self._p._variables[i] for i in own]
-            if not targets or not visit.outputs:
+            if not targets or not outputs:
                 return [None] * len(visit.inputs), terms, given
-            grads = visit.tape.gradient(visit.outputs, targets, output_gradients=given)
+            grads = visit.tape.gradient(outputs, targets, output_gradients=given)
             for i, grad in zip(own, grads[len(visit.inputs):]):
                 self._add(i, grad)
             done = [self._dense[i] for i in own if i in self._dense]

@@ -9,7 +9,7 @@ memory is the state of the slices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
@@ -22,6 +22,7 @@ from hvdtrain.backends.tensorflow.optim_state import alike, share, take_over
 from hvdtrain.backends.tensorflow.entered import PLAIN
 from hvdtrain.backends.tensorflow.optimizer import Optimizer, check_elementwise, fused
 from hvdtrain.exchange.buckets import Bucket
+from hvdtrain.keras.facts import apply_gradients
 from hvdtrain.precision.scaler import LossScale
 
 Block = tuple[tuple[int, int], ...]
@@ -44,16 +45,17 @@ class Sliced(Optimizer):
         _replace(opt, self.whole, slices, self.spans)
         super().__init__(opt, slices, scale)
         self.traced = None
-        self._update: Callable[..., Any] | None = None
 
     def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool,
-             norm: float | None = None, unused: Any = ()) -> tuple[bool, float]:
+             norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
         """Update the slices from a gradient (end - begin,) for each; what is finite and clipped is decided before."""
         assert not buckets and not clip_norm, "slices come singly, and their owner knows no norm of the whole"
         tensors = [_tensor(x) for x in grads]
-        if self._update is None:
-            self._update = tf.function(lambda *xs: self._apply(xs), **PLAIN).get_concrete_function(*tensors)
-        self._update(*tensors)
+        unused = frozenset(unused)
+        if unused not in self._functions:
+            self._functions[unused] = tf.function(
+                lambda *xs: self._apply(xs, unused), **PLAIN).get_concrete_function(*tensors)
+        self._functions[unused](*tensors)
         return True, math.nan
 
     def describe(self) -> dict[str, str]:
@@ -63,7 +65,7 @@ class Sliced(Optimizer):
             words["optimizer"] += "; the compiled one itself holds no state of the run"
         return words
 
-    def _apply(self, grads: Sequence[tf.Tensor]) -> tf.Tensor:
+    def _apply(self, grads: Sequence[tf.Tensor], unused: frozenset[int]) -> tf.Tensor:
         own, done = self.own, [tf.no_op()]
         number = {v.value._unique_id: i for i, v in enumerate(self._variables)}
         with fused(own):
@@ -86,7 +88,7 @@ class Sliced(Optimizer):
 
             with instead(own, "update_step", update_step), instead(own, "_apply_weight_decay", lambda vs: None), \
                     instead(own, "_all_reduce_sum_gradients", lambda pairs: pairs):
-                own.apply(list(grads), self._variables)
+                apply_gradients(own, [None if i in unused else x for i, x in enumerate(grads)], self._variables)
         return tf.constant(True)
 
 

@@ -60,13 +60,14 @@ class Stage:
         self.unused: frozenset[int] = frozenset()
         self._stand_in = StandIn()
         self._like: Batch = ()
-        self.calls, self._connected = Calls(), False
+        self.calls, self._connected = Calls(gradients.around), False
         self._sink: GradientSink | None = None
         self._zeros: dict[int, Graph] = {}
         self._memory: list[Any] = []
         self._in_place = False
         self._leaving: Leaving | None = None
         self._several = False
+        self.unused, self._names = gradients.numbers, list(state.named(model.trainable_variables))
         self._random: dict[str, np.ndarray] = {}
         self._drawn = Kept(counts(model))
         self._kept = (buffers.kept, self._drawn)
@@ -75,7 +76,7 @@ class Stage:
     def connect(self, sink: GradientSink) -> None:
         """Prepare the graphs for this sink; they are traced at the first batch, and kept while it stays the same."""
         if sink is not self._sink or self._connected:
-            self.calls, self._sink, self._zeros = Calls(), sink, {}
+            self.calls, self._sink, self._zeros = Calls(self._gradients.around), sink, {}
             # Every rank asks for this memory or none, whatever it computes on: the wire may make it in common.
             self._memory = [] if sink.in_graph else [sink.buffer(b) for b in sink.buckets]
             # Gradients are copied, one by one, to where the wire sums them.
@@ -93,7 +94,7 @@ class Stage:
         self._random = rng.capture()
         self._gradients.rescale(self._loss_scale())
         self._several, self.waited_s = False, 0.0
-        self.calls.failed = None
+        self.unused, self.calls.failed = self._gradients.numbers, None
         self._buffers.begin()
         self._drawn.forget()
 
@@ -116,7 +117,11 @@ class Stage:
             pair = self._final(batch, scale, sink) if final else self._add(batch, scale)
         if self._across:
             self.waited_s += _stood_in(self._across)
-        return pair if samples else (0.0, 0.0)
+        if not samples:
+            return 0.0, 0.0
+        assert self.calls.latest is not None
+        self.unused &= self._gradients.unused_of[self.calls.latest.graph]
+        return pair
 
     def _add(self, batch: tuple[Any, ...], scale: float) -> Pair:
         """A micro-batch that is not the last one; its scalars are read when they are needed."""
@@ -143,7 +148,8 @@ class Stage:
             total, sums = self._gradients.completed(loss_sum, grads) if several else (loss_sum, grads)
             return self._hand_over(sink, _pair(loss_sum, weight), total, sums, closely)
 
-        kind = "last" if several else "only"
+        # A graph without buckets may update too, and leaves out what no micro-batch of the step used.
+        kind = "only" if not several else "last" if sink.buckets else ("last", self.unused)
         with holding(() if several else self._kept):
             report, tensors = self._run((kind, sink.variant, closely), batch, scale, trace)
         loss_sum, weight, *rest = report.numpy().tolist()
@@ -268,7 +274,7 @@ class Stage:
 
     def culprit(self, batch: Batch) -> str:
         """Return the first variable that this batch gives a gradient which is not finite, or ""."""
-        names = iter(state.named(self.model.trainable_variables))
+        names = iter(self._names)
         return next((n for n, g in zip(names, self.alone(batch)) if not bool(tf.reduce_all(tf.math.is_finite(g)))), "")
 
     def alone(self, batch: Batch) -> list[tf.Tensor]:

@@ -232,7 +232,7 @@ class ModelState:
     @contextlib.contextmanager
     def final(self) -> Iterator[None]:
         """Have the averaged weights in the body, with use_ema."""
-        trained, own = self._model.trainable_variables, self._opt.optimizer
+        trained, own = self._opt.trained, self._opt.optimizer
         weights = [to_numpy(v) for v in trained] if own.use_ema else []
         if own.use_ema:
             own.finalize_variable_values(trained)

@@ -57,6 +57,16 @@ def has_gradient(x: tf.Tensor) -> bool:
     return bool(x.dtype.is_floating or x.dtype.is_complex)
 
 
+def absent_form(absent: Sequence[int]) -> str:
+    """Return the form of gradients of which those with the numbers ``absent`` are zeros in place of none."""
+    return json.dumps(list(absent)) if absent else ""
+
+
+def absent_of(cargo: Cargo) -> list[int]:
+    """Undo `absent_form`."""
+    return json.loads(cargo.form) if cargo.form else []
+
+
 def to_cargo(tensors: Sequence[tf.Tensor], form: str = "") -> Cargo:
     """Return tensors in host memory, without a copy where they are there."""
     return Cargo(tuple(map(_array, tensors)), tuple(x.dtype.name for x in tensors), form)

@@ -32,6 +32,7 @@ from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.keras import compiled
 from hvdtrain.keras.evaluation import Evaluation
+from hvdtrain.keras.facts import KerasFacts
 from hvdtrain.keras.task import loss_name
 from hvdtrain.mesh import Layout, Mesh
 from hvdtrain.parts import Parts
@@ -122,6 +123,8 @@ class _Making:
         remat = Remat([(chain.names[i], chain.layers[i]) for i in layout.blocks])
         remat.names = chain.names
         gradients = Gradients(part, task, self._scaled, remat=remat)
+        facts = KerasFacts(spec.model)
+        gradients.around = facts.as_begun
         stage = Chunks(part, task, class_numbers, buffers, gradients, lambda: scale.of(self._factor_of), None,
                        config.balance != "auto", loss_name(spec, config), runs=runs,
                        sums=Sums(params.variables, chunk_of), names=[s.name for s in params.specs],
@@ -130,7 +133,7 @@ class _Making:
                      Optimizer(opt, params.variables, scale), buffers, evaluator,
                      PartState(part, opt, scale, buffers, self._rank, names=names, of_optimizer=of_optimizer),
                      in_order(precision=self._mixed, remat=remat), self._precision, scale, remat=remat,
-                     layout=layout, replicas=replicas, batch_weight=task.batch_weight)
+                     layout=layout, replicas=replicas, facts=facts, batch_weight=task.batch_weight)
 
     def _kept(self, chain: Chain, layout: Layout) -> Part:
         """This rank's blocks, on its device; the others' memory is given back."""

@@ -8,6 +8,7 @@ variables are read anew; the rest are results of the first graph and arguments o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -65,6 +66,9 @@ class Halves:
             return [tf.zeros_like(made.of(x)) if g is None else tf.convert_to_tensor(made.sparse(g))
                     for x, g in zip(wanted, backs)]
 
+        origins = _origins(ops, both.given)
+        self._all = 2 ** len(both.given) - 1
+        self._origins = [None if g is None else _origin(g, origins) for g in both.grads]
         self.forward = Graph(trace_forward, specs)
         self._backward: Graph | None = None
         self._trace = trace_backward, [tf.TensorSpec(x.shape, x.dtype) for x in (*kept, *both.given)]
@@ -72,6 +76,15 @@ class Halves:
     def split(self, results: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Return (outputs, what is kept for backward) of what `forward` gave."""
         return list(results[:self._n]), list(results[self._n:])
+
+    def exist(self, absent: Collection[int]) -> list[bool]:
+        """Return which gradients there are, of the inputs and then of the variables.
+
+        ``absent``: the numbers of the outputs with a gradient, among these, on which the loss does not depend. Backward
+        takes zeros for them, which would make a gradient where the whole model has none.
+        """
+        left = self._all - sum(2 ** i for i in absent)
+        return [origin is not None and bool(origin & left) for origin in self._origins]
 
     @property
     def backward(self) -> Graph:
@@ -156,6 +169,20 @@ class _Copy:
             parts = (grad.values, grad.indices, grad.dense_shape)
             return tf.IndexedSlices(*(None if part is None else self.of(part) for part in parts))
         return None if grad is None else self.of(grad)
+
+
+def _origins(ops: Iterable[Any], given: Sequence[tf.Tensor]) -> dict[str, int]:
+    """Return the name of each operation with the ``given`` tensors that it is computed from, as bits."""
+    found = {x.op.name: 2 ** i for i, x in enumerate(given)}
+    for op in ops:  # in the order in which they were made
+        found.setdefault(op.name, functools.reduce(int.__or__, (found.get(t.op.name, 0) for t in op.inputs), 0))
+    return found
+
+
+def _origin(grad: Any, origins: dict[str, int]) -> int:
+    """Return the bits of a gradient, which may be sparse; all where it is made of none, such as a constant."""
+    tensors = [grad.values, grad.indices] if isinstance(grad, tf.IndexedSlices) else [grad]
+    return functools.reduce(int.__or__, (origins[t.op.name] for t in tensors)) or -1
 
 
 def _before(ops: Iterable[Any]) -> set[str]:

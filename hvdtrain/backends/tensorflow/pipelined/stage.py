@@ -7,6 +7,7 @@ its gradients and their sum: `Chunks.loss` runs all of it, `Chunks.backward` giv
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from hvdtrain.backends.tensorflow import recompute
 from hvdtrain.backends.tensorflow.collectives import peer_failures
 from hvdtrain.backends.tensorflow.entered import Graph
 from hvdtrain.backends.tensorflow.pipelined.cargo import (
-    Crossing, crossing_of, flat, has_gradient, tensors_of, to_cargo)
+    Crossing, absent_form, absent_of, crossing_of, flat, has_gradient, tensors_of, to_cargo)
 from hvdtrain.backends.tensorflow.pipelined.ends import First, Last, input_of
 from hvdtrain.backends.tensorflow.pipelined.evaluator import PartEvaluator
 from hvdtrain.backends.tensorflow.pipelined.halves import Halves
@@ -43,7 +44,8 @@ class Chunks(Stage):
         self.chunks = len(runs.chunks)
         self._first, self._last = First(runs.whole), Last(runs.whole, runs.last)
         self._forwards: dict[tuple[int, int], _Forward] = {}
-        self._backs: dict[int, list[tf.Tensor]] = {}
+        self._backs: dict[int, tuple[list[tf.Tensor], list[bool]]] = {}
+        self._exist: weakref.WeakKeyDictionary[Any, list[bool]] = weakref.WeakKeyDictionary()
         self._forms: dict[Any, str] = {}
         self._given: dict[int, Graph] = {}
         self.held = self.most_held = 0
@@ -107,13 +109,15 @@ class Chunks(Stage):
                 grads = tape.gradient(scaled, [*inputs, *self.sums.variables(chunk)])
             recompute.rewrite(found, self._gradients.recomputed)
             self.sums.add(chunk, grads[len(inputs):])
+            self._exist[tf.compat.v1.get_default_graph()] = [g is not None for g in grads]
             return _pair(loss_sum, weight), _filled(inputs, grads)
 
         with self.class_numbers.checked(tuple(batch)):
             follows = setup_of(self.runs.whole).follow is not None
             key = ("loss", chunk, form, self._gradients.recomputed, follows)
             pair, back = self._call(key, trace, [*given, *leaves], scale)
-        self._backs[micro] = back
+        assert self.calls.latest is not None
+        self._backs[micro] = back, self._exist[self.calls.latest.graph]
         self._hold()
         return tuple(tf.unstack(pair)) if self.asynchronous else tuple(pair.numpy().tolist())
 
@@ -121,12 +125,16 @@ class Chunks(Stage):
         """Run backward of what `forward` has kept, or return what `loss` has found."""
         self.held -= 1
         if came is None:
-            back = self._backs.pop(micro)
+            back, exist = self._backs.pop(micro)
         else:
             halves, kept = self._forwards.pop((chunk, micro))
             with peer_failures():
                 back = self.calls.run(halves.backward, *kept, *tensors_of(came))
-        return None if self.runs.chunks[chunk].start == 0 else to_cargo(back)
+            exist = halves.exist(absent_of(came))
+        n = len(back)
+        self.unused -= self.sums.numbers(chunk, exist[n:])
+        absent = [i for i in range(n) if not exist[i]]
+        return None if self.runs.chunks[chunk].start == 0 else to_cargo(back, absent_form(absent))
 
     def run(self, micro: Batch, scale: float, final: bool, sink: GradientSink) -> Pair:
         """Compute the whole model, of a copy of one rank."""

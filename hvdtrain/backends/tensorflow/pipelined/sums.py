@@ -40,6 +40,10 @@ class Sums:
         assert self._clear is not None
         self._clear()
 
+    def numbers(self, chunk: int, exist: Sequence[bool]) -> frozenset[int]:
+        """Return the indices of a chunk's variables that have a gradient."""
+        return frozenset(i for i, there in zip(self._numbers.get(chunk, ()), exist) if there)
+
     def add(self, chunk: int, grads: Sequence[Any]) -> None:
         """Add gradients of a chunk's variables, also while a graph is traced; one that is None is left out."""
         for i, grad in zip(self._numbers.get(chunk, ()), grads):

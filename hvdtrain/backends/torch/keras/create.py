@@ -34,9 +34,11 @@ from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.keras.compiled import build, setup_of
 from hvdtrain.keras.evaluation import Evaluation
+from hvdtrain.keras.facts import KerasFacts
 from hvdtrain.keras.seeds import generator_kept
 from hvdtrain.keras.task import Task
 from hvdtrain.model import refuse_groups
+from hvdtrain.parts import Parts
 from hvdtrain.precision.policy import Precision
 from hvdtrain.protocols import Batch, Collectives
 
@@ -77,6 +79,13 @@ class KerasMaker(Maker):
         for seed in seed_states(self.keras_model):
             first, counter = (int(n) for n in keras.ops.convert_to_numpy(seed))
             seed.assign([(first + _STRIDE * rank) % 2**31, counter])
+
+    def parts(self) -> Parts:
+        """PyTorch's, with what callbacks may change of Keras' layers."""
+        made = super().parts()
+        facts = KerasFacts(self.keras_model, made.facts)
+        made.facts, made.state.facts = facts, facts.saved  # type: ignore[attr-defined]
+        return made
 
     def params(self) -> KerasParams:
         """Tensors that are compared between ranks without Keras' counters."""

@@ -17,6 +17,7 @@ import torch
 from hvdtrain.backends.torch.keras.alone import without_tensorflow
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
+from hvdtrain.keras.facts import apply_gradients
 
 ELEMENTWISE = (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.Nadam,
                keras.optimizers.Adamax, keras.optimizers.Adagrad, keras.optimizers.Adadelta, keras.optimizers.RMSprop,
@@ -123,7 +124,7 @@ class Adopted(torch.optim.Optimizer):
         kept, rate = self.own._learning_rate, self.rate
         self.own.__dict__["_learning_rate"] = lambda: rate
         try:
-            self.own.apply(grads, self._variables)
+            apply_gradients(self.own, grads, self._variables)
         finally:
             self.own.__dict__["_learning_rate"] = kept
         self._updates += 1

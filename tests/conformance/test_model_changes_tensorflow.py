@@ -1,0 +1,109 @@
+"""What callbacks change of a Keras model while it trains on TensorFlow: a note or one error, on all ranks alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from small_runs import bits, config, fitted, lockstep, samples
+
+from hvdtrain.callbacks.base import Callback
+from hvdtrain.config import Data, DataParallel, Named
+from hvdtrain.errors import UserError
+
+pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+import keras  # noqa: E402
+
+from hvdtrain.keras.facts import KerasFacts  # noqa: E402
+
+RUN = config(max_steps=6, global_batch=24, lr=0.05, optimizer=Named("AdamW", {"weight_decay": 0.1}), metrics=[],
+             data=Data(shuffle=False, prefetch=0))
+DATA = samples(60)
+"""Each third batch has 12 samples, for which TensorFlow traces another graph."""
+
+
+def model(frozen=False):
+    keras.utils.set_random_seed(2)
+    layers = keras.layers
+    inside = keras.Sequential([layers.Dense(8, activation="tanh"), layers.BatchNormalization(name="norm")],
+                              name="backbone")
+    made = keras.Sequential([keras.Input((12,)), inside, layers.Dense(8, activation="tanh"), layers.Dense(5)])
+    inside.trainable = not frozen
+    return made
+
+
+class Change(Callback):
+    """Changes the model before step 2, on all ranks or on the last one alone."""
+
+    where = "all"
+
+    def __init__(self, change, alone=False):
+        self.change, self.alone = change, alone
+
+    def step_start(self, run):
+        if run.state.cursor.step == 2 and (not self.alone or run.control.rank == run.control.size - 1):
+            self.change(run.spec.model)
+
+
+def trained(change=None, size=2, frozen=False, alone=False, **changes):
+    """The runs, with ``told``: what a run told of its model."""
+    def work(run):
+        if change is not None:
+            run.callbacks.insert(0, Change(change, alone))
+        fitted(run)
+        run.told = [note for note in run.notes if "trainable" in note]
+        return run
+
+    return lockstep(size, replace(RUN, **changes), lambda rank: model(frozen), DATA, work)
+
+
+def switch(model):
+    model.get_layer("backbone").trainable ^= True
+    model.layers[2].kernel.trainable = False
+
+
+@pytest.mark.parametrize("frozen, changes", [
+    (False, {"data_parallel": DataParallel("zero")}), (True, {"accumulate": 2})], ids=str)
+def test_trainable_has_no_effect_and_a_note(frozen, changes, tmp_path):
+    """Also where a graph is traced after the change: BatchNorm in a frozen layer takes its averages."""
+    want = trained(None, 2, frozen, out=str(tmp_path / "a"), **changes)
+    for run, plain in zip(trained(switch, 2, frozen, out=str(tmp_path / "b"), **changes), want):
+        assert bits(run) == bits(plain)
+        told, = run.told
+        now = "trainable now" if frozen else "no longer trainable"
+        assert told.startswith(f"layer backbone is {now}; variable kernel (number ")
+        assert "no effect on the run, as in Keras until compile() is called again" in told
+        assert run.spec.model.get_layer("backbone").trainable == frozen  # as the callback left it
+
+
+@pytest.mark.parametrize("change, said", [
+    (lambda model: model.add(keras.layers.Dense(5)), "layer dense (number "),
+    (lambda model: model.pop(), "was removed"),
+    (lambda model: model.compile("sgd", "mse"), "the model was compiled again"),
+    (lambda model: setattr(model, "optimizer", keras.optimizers.SGD()), "the model was given another optimizer")])
+def test_other_changes_are_refused(change, said):
+    built, notes = model(), []
+    facts = KerasFacts(built)
+    assert facts.changes() == []
+    change(built)
+    with pytest.raises(UserError) as error:
+        facts.follow(facts.changes(), notes.append)
+    assert said in str(error.value) and not notes and facts.changes() == []
+
+
+def test_compiling_again_and_a_change_on_one_rank_alone_end_the_run_on_all(tmp_path):
+    for change, alone, said in ((lambda model: model.compile("sgd", "mse"), False, "compiled again"),
+                                (switch, True, "some ranks only.*layer backbone is no longer trainable")):
+        with pytest.raises(UserError, match=said):
+            trained(change, alone=alone, out=str(tmp_path / str(alone)))
+
+
+def test_the_rate_and_the_state_of_the_optimizer_may_change():
+    built = model()
+    built.compile(keras.optimizers.Adam(), "mse")
+    built.optimizer.build(built.trainable_variables)
+    facts = KerasFacts(built)
+    built.optimizer.learning_rate = 0.01
+    built.optimizer.iterations.assign(3)
+    built.stop_training = True
+    assert facts.changes() == []

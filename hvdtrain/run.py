@@ -33,6 +33,7 @@ from hvdtrain.parts import Parts
 from hvdtrain.protocols import Callback, Collectives, Control, DataParallel, Schedule
 from hvdtrain.records.stream import Stream
 from hvdtrain.timeline import Timeline, span
+from hvdtrain.written_state import WrittenState
 
 if TYPE_CHECKING:
     from hvdtrain.average import Average
@@ -186,6 +187,8 @@ class Run:
     """What opens other wires; None where ``collectives`` was given."""
     dp: DataParallel = field(init=False)
     """How the copies of the model stay one; `hvdtrain.assemble` sets it when the first sample has gone through."""
+    written: WrittenState = field(default_factory=WrittenState)
+    """The buffers that forward passes write to."""
     records: Stream = field(default_factory=Stream)
     """What has happened; on rank 0 reports read it."""
     timeline: Timeline = field(default_factory=Timeline)

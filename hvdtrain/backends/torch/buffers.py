@@ -182,7 +182,7 @@ class Buffers:
 
     def undone(self) -> Callable[[], None]:
         """Return what takes back what is written from here on, statistics aside: a placeholder is no sample."""
-        copies = [(place, place.tensor.detach().clone()) for place in {*self._own, *self._known.values()}
+        copies = [(place, place.tensor.detach().clone()) for place in (*self._own, *self._known.values())
                   if place.tensor is not None]
 
         def undo() -> None:

@@ -82,8 +82,8 @@ def test_by_default_ranks_take_rank_0s_and_the_note_names_them():
 @pytest.mark.parametrize("reductions", [None, RIGHT], ids=["default", "declared"])
 def test_saves_and_evaluations_change_no_bit(reductions, tmp_path):
     quiet = weights(ranks(short(), reductions=reductions)[0])
-    noisy = weights(ranks(short(eval_every=1, epochs=9, checkpoint=Checkpoint(every_steps=1), out=str(tmp_path / "run")),
-                          reductions=reductions)[0])
+    saving = short(eval_every=1, epochs=9, checkpoint=Checkpoint(every_steps=1), out=str(tmp_path / "run"))
+    noisy = weights(ranks(saving, reductions=reductions)[0])
     assert all(np.array_equal(a, b) for a, b in zip(quiet, noisy))
 
 

@@ -106,7 +106,8 @@ QUEUE = {"q": Writable("float32", "f", (8, 2)), "at": Writable("int64", "i", (1,
     ({"qq": "sum"}, "no such buffer; expected .*'q'"), ({"q": "average"}, "says 'average'"),
     ({"flag": "sum"}, "dtype bool; expected first . max . min . any"), ({"n": "mean"}, "dtype int64"),
     ({"bn.running_mean": "mean"}, "statistic of BatchNorm"), ({"n": "gather"}, "queues of no rows"),
-    ({"labels": "gather"}, "whole numbers alone"), ({"q": "gather:2"}, "shape"), ({"m.at": "gather", "q": "gather"}, "no"),
+    ({"labels": "gather"}, "whole numbers alone"), ({"q": "gather:2"}, "shape"),
+    ({"m.at": "gather", "q": "gather"}, "no rows"),
 ], ids=str)
 def test_declarations_that_do_not_fit(given, said):
     with pytest.raises(UserError, match=said):

@@ -38,7 +38,7 @@ class WrittenState:
     def __init__(self) -> None:
         self.reductions: dict[str, str] = {}
         self.declared: dict[str, str] = {}
-        self._apart = False
+        self._apart = self._shared = False
 
     def start(self, run: Run, found: Iterable[str]) -> None:
         """Read what the model declares; ``found``: what the first samples have written to here. Collective.
@@ -62,17 +62,19 @@ class WrittenState:
             rows = control.gather(run.parts.buffers.writable())
             statistics = control.gather(run.parts.buffers.statistics())
             self.declared = agreed(control, checked, "buffer_reduction")
-        if control.size == 1 or run.collectives.name == "null":
+        # Without replicas, or where every rank trains its own model, a buffer has no other value elsewhere.
+        self._shared = len(run.mesh.copies) > 1 and run.collectives.name != "null"
+        if not self._shared:
             return
         self._know(run, [*self.declared, *(name for names in control.gather(list(found)) for name in names)])
 
     def caveats(self) -> list[str]:
         """Return what of law 2 is bent, in words."""
-        return _words(self.reductions, self.declared)
+        return _words(self.reductions, {n: how for n, how in self.declared.items() if n in self.reductions})
 
     def fresh(self, run: Run) -> list[str]:
         """Return the buffers that this rank has written to, and that no rank has reported yet."""
-        return [] if run.control.size == 1 else [n for n in run.parts.buffers.noticed() if n not in self.reductions]
+        return [n for n in run.parts.buffers.noticed() if n not in self.reductions] if self._shared else []
 
     def look(self, run: Run) -> None:
         """Report `fresh` to all ranks, in this step's agreement."""
@@ -92,7 +94,7 @@ class WrittenState:
 
     def evaluating(self, run: Run) -> None:
         """Note the values before an evaluation."""
-        if run.control.size > 1:
+        if self._shared:
             run.parts.buffers.keep()
 
     def evaluated(self, run: Run, samples: int, fresh: Sequence[Sequence[str]]) -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from small_runs import CLASSES, FEATURES, config, fitted, lockstep, samples, solo, weights
+from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples, solo, weights
 
 from hvdtrain import loop
 from hvdtrain.config import Checkpoint, Data
@@ -115,6 +115,27 @@ def test_an_rnn_without_dropout_is_not_said_to_draw():
                                 keras.layers.Dense(CLASSES)]) for _ in range(2)]
     run, _ = lockstep(2, short(), models.__getitem__, DATA, lambda run: run)
     assert not any("not independent" in note for note in run.notes)
+
+
+def stateful(n):
+    keras.utils.set_random_seed(3)
+    return keras.Sequential([keras.layers.Input(batch_shape=(n, FEATURES)), keras.layers.Reshape((3, 4)),
+                             keras.layers.LSTM(4, stateful=True), keras.layers.Dense(CLASSES)])
+
+
+def test_a_stateful_layer_on_equal_ranks_is_that_of_one_process():
+    settings = config(global_batch=6, max_steps=4, data=Data(prefetch=0, shuffle=False))
+    alone = fitted(solo(settings, stateful(6), DATA))
+    run, other = lockstep(2, settings, lambda rank: stateful(3), DATA, fitted)
+    assert apart(weights(run), weights(alone)) < 1e-5
+    for one, a, b in zip(*(each.spec.model.layers[1].states for each in (alone, run, other))):
+        np.testing.assert_allclose(np.concatenate([a.numpy(), b.numpy()]), one.numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("change", [{"shares": [2, 1]}, {"accumulate": 2}, {"resume": "auto"}], ids=str)
+def test_a_stateful_layer_is_refused_where_its_rows_change(change):
+    with pytest.raises(UserError, match="stateful layer 'lstm"):
+        lockstep(2, config(global_batch=6, **change), lambda rank: stateful(3), DATA, fitted)
 
 
 def test_a_wrong_declaration_is_refused():

@@ -5,7 +5,7 @@ import pytest
 from small_runs import CLASSES, FEATURES, config, fitted, lockstep, samples, solo, weights
 
 from hvdtrain import loop
-from hvdtrain.config import Checkpoint, Data, DataParallel
+from hvdtrain.config import Checkpoint, Data, DataParallel, Pipeline
 from hvdtrain.errors import UserError
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -190,3 +190,43 @@ def test_what_an_evaluation_writes_is_reduced_too():
 def test_a_wrong_declaration_is_refused_on_all_ranks(size, given, said):
     with pytest.raises(UserError, match=said):
         lockstep(size, short(shares=[]), lambda rank: Counting(given), DATA, fitted)
+
+
+class Tallied(nn.Module):
+    """Counts samples, and keeps the last ones' mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(FEATURES))
+
+    def forward(self, x):
+        if self.training and torch.is_grad_enabled():
+            with torch.no_grad():
+                self.count += len(x)
+                self.last.copy_(x.mean(0))
+        return torch.tanh(self.linear(x))
+
+
+class Staged(nn.Sequential):
+    def __init__(self):
+        torch.manual_seed(1)
+        super().__init__(Tallied(), Tallied(), nn.Linear(FEATURES, CLASSES))
+
+    def buffer_reduction(self):
+        return {"0.count": "sum", "1.count": "sum"}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_pipeline_reduces_over_the_replicas_of_each_block(size):
+    settings = config(global_batch=8, max_steps=3, pipeline=Pipeline(2, cut=["1"], micro_batches=2))
+    runs = lockstep(size, settings, lambda rank: Staged(), DATA, fitted)
+    held = [dict(run.parts.model.named_buffers()) for run in runs]
+    for name in ("0.count", "1.count", "0.last", "1.last"):
+        values = [buffers[name] for buffers in held if name in buffers]
+        assert len(values) == size // 2 and all(torch.equal(v, values[0]) for v in values), name
+        assert "last" in name or float(values[0]) == 24
+    notes = [note for note in runs[0].notes if "not independent" in note]
+    assert len(notes) == (2 if size == 4 else 0)
+    assert size == 2 or "0.last, 1.last" in notes[0]

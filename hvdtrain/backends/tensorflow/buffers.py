@@ -211,8 +211,7 @@ class Buffers:
         names = [*self._writable, *sorted(self._known - set(self._writable))]
         if not names:
             return []
-        own_N = np.array([zlib.crc32(np.ascontiguousarray(view(self._names[name])).reshape(-1).view(np.uint8))
-                          for name in names], np.int64)
+        own_N = np.array([zlib.crc32(view(self._names[name]).tobytes()) for name in names], np.int64)
         rows = self._transport.allgather(tf.constant(own_N), "buffers.bits")
         all_PN = np.array(rows).reshape(self._transport.size, -1)
         found = [name for name, apart in zip(names, (all_PN != all_PN[:1]).any(0)) if apart]

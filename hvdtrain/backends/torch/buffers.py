@@ -279,7 +279,7 @@ class Buffers:
                 buffers = {**buffers, place.name: place.tensor}
         if not buffers:
             return []
-        own_N = torch.tensor([zlib.crc32(_bits(b).cpu().numpy()) for b in buffers.values()])
+        own_N = torch.tensor([zlib.crc32(_bits(b).cpu().numpy().tobytes()) for b in buffers.values()])
         all_PN = self._transport.allgather(own_N, "buffers.bits").cpu()
         found = []
         for (name, buffer), apart in zip(buffers.items(), (all_PN != all_PN[:1]).any(0).tolist()):

@@ -66,7 +66,7 @@ class Buffers:
         self.kept = Kept(written_in_forward(model))
         self._n_seen = self._n_seen_before = self._n_step = 0
         counted = {id(v) for v in _statistics(model)}
-        written = {id(v) for v in written_in_forward(model)} - counted
+        written = {id(v) for v in state_variables(model)}
         self._names: dict[str, keras.Variable] = {}
         for v in model.weights:
             n, name = 1, v.path
@@ -262,6 +262,12 @@ def written_in_forward(model: keras.Model) -> list[keras.Variable]:
     seeds = {id(v) for v in seed_states(model).values()}
     return list({id(v): v for layer in model._flatten_layers() for v in layer._non_trainable_variables
                  if id(v) not in seeds}.values())
+
+
+def state_variables(model: keras.Model) -> list[keras.Variable]:
+    """Return those of `written_in_forward` that are no statistics of BatchNorm."""
+    counted = {id(v) for v in _statistics(model)}
+    return [v for v in written_in_forward(model) if id(v) not in counted]
 
 
 def _statistics(model: keras.Model) -> list[keras.Variable]:

@@ -45,8 +45,9 @@ class WrittenState:
 
         Errors: `UserError` on every rank for a declaration that does not fit the model.
         """
-        control = run.control
-        given = control.gather(agreed(control, lambda: _given(run.spec), "buffer_reduction"))
+        control, aliases = run.control, run.parts.buffers.aliases()
+        own = agreed(control, lambda: _given(run.spec), "buffer_reduction")
+        given = control.gather({aliases.get(name, name): how for name, how in own.items()})
 
         def checked() -> dict[str, str]:
             if any(one != given[0] for one in given):
@@ -153,25 +154,23 @@ def _given(spec: Any) -> dict[str, str]:
 
 
 def resolved(given: Mapping[str, str], writable: Mapping[str, Writable], statistics: Iterable[str]) -> dict[str, str]:
-    """Return ``given`` by the buffers' own names. Pure.
+    """Return ``given`` once it is checked. Pure.
 
     Errors: `UserError` for a name, a reduction or a dtype that does not fit.
     """
     found: dict[str, str] = {}
-    by_path = {one.path: name for name, one in writable.items()}
-    for text, reduction in given.items():
-        name = text if text in writable else by_path.get(text, "")
-        if text in statistics:
-            raise UserError(f"buffer_reduction names {text!r}, a statistic of BatchNorm", "another buffer",
+    for name, reduction in given.items():
+        if name in statistics:
+            raise UserError(f"buffer_reduction names {name!r}, a statistic of BatchNorm", "another buffer",
                             "leave it out: ranks average these when the model is evaluated or saved")
-        if not name:
-            raise UserError(f"buffer_reduction names {text!r}, and the model has no such buffer",
-                            nearest(text, {**writable, **by_path}), "correct buffer_reduction")
+        if name not in writable:
+            raise UserError(f"buffer_reduction names {name!r}, and the model has no such buffer",
+                            nearest(name, writable), "correct buffer_reduction")
         kind = "gather" if GATHER.fullmatch(reduction) else reduction
         if kind not in KINDS:
-            raise UserError(f"buffer_reduction says {reduction!r} for {text!r}", NAMES, "correct buffer_reduction")
+            raise UserError(f"buffer_reduction says {reduction!r} for {name!r}", NAMES, "correct buffer_reduction")
         if writable[name].kind not in KINDS[kind]:
-            raise UserError(f"buffer_reduction says {reduction} for {text!r}, which has dtype {writable[name].dtype}",
+            raise UserError(f"buffer_reduction says {reduction} for {name!r}, which has dtype {writable[name].dtype}",
                             f"{' | '.join(r for r, kinds in KINDS.items() if writable[name].kind in kinds)} for it",
                             "choose one of these")
         found[name] = reduction

@@ -15,12 +15,11 @@ from hvdtrain.protocols.state import Head, Place, Shard
 
 
 class Writable(NamedTuple):
-    """A buffer that forward passes may write to. ``kind``: of its dtype, as numpy has it. ``path``: its other name."""
+    """A buffer that forward passes may write to. ``kind``: of its dtype, as numpy has it."""
 
     dtype: str
     kind: str
     shape: tuple[int, ...]
-    path: str = ""
 
     @property
     def position(self) -> bool:
@@ -59,6 +58,10 @@ class Buffers(Protocol):
 
     def statistics(self) -> list[str]:
         """Return the names of statistics."""
+        ...
+
+    def aliases(self) -> dict[str, str]:
+        """Return names, of all ranks' blocks, by others that a model may declare them by (Keras' paths)."""
         ...
 
     def noticed(self) -> list[str]:

@@ -75,7 +75,7 @@ def ranks(settings, reductions=None, **more):
 
 
 def short(**changes):
-    return config(global_batch=6, max_steps=4, **{"shares": [2, 1], **changes})
+    return config(**{"global_batch": 6, "max_steps": 4, "shares": [2, 1], **changes})
 
 
 def test_declared_variables_are_those_of_one_process():

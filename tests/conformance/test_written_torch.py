@@ -57,7 +57,7 @@ def ranks(settings, size=2, reductions=None, model=Counting):
 
 
 def short(**changes):
-    return config(global_batch=6, max_steps=4, **{"shares": [2, 1], **changes})
+    return config(**{"global_batch": 6, "max_steps": 4, "shares": [2, 1], **changes})
 
 
 @pytest.mark.parametrize("zero", [False, True])
@@ -163,6 +163,15 @@ def test_a_model_without_such_buffers_sends_nothing():
 
     for sent, notes in lockstep(2, short(), lambda rank: Normalised(), DATA, one):
         assert sent == [] and not any("write to" in note for note in notes)
+
+
+@pytest.mark.parametrize("reductions", [None, RIGHT], ids=["default", "declared"])
+def test_a_resumed_run_goes_on_with_the_same_values(reductions, tmp_path):
+    out = str(tmp_path / "run")
+    saved = short(max_steps=2, checkpoint=Checkpoint(every_steps=1), out=out)
+    ranks(saved, reductions=reductions)
+    rest = ranks(short(max_steps=4, resume=out, out=str(tmp_path / "rest")), reductions=reductions)[0]
+    assert all(np.array_equal(a, b) for a, b in zip(weights(rest), weights(ranks(short(), reductions=reductions)[0])))
 
 
 class Evaluated(Counting):

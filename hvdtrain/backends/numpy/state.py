@@ -49,6 +49,10 @@ class Buffers:
         """Return nothing."""
         return []
 
+    def aliases(self) -> dict[str, str]:
+        """Return nothing."""
+        return {}
+
     def noticed(self) -> list[str]:
         """Return nothing."""
         return []

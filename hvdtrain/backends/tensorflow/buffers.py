@@ -22,6 +22,7 @@ from hvdtrain.backends.tensorflow.optim_state import give_back, take_over
 from hvdtrain.backends.tensorflow.state import assign, named, nbytes, seed_states, to_numpy, view
 from hvdtrain.exchange.transport import Transport
 from hvdtrain.exchange.written import combine
+from hvdtrain.keras.names import stable_names
 from hvdtrain.protocols import Writable
 
 LARGE = 1 << 16
@@ -58,21 +59,20 @@ class Buffers:
     """Implements `hvdtrain.protocols.Buffers` for ``model`` and the optimizer's variables.
 
     ``kept``: copies of what forward passes change. The stage tells of a step's begin (`begin`) and of its samples
-    (`saw`). Names are the variables' paths; of several variables with one path the later have a number behind it.
+    (`saw`). ``whole``: the model that ``model`` is a part of, whose variables give the names.
     """
 
-    def __init__(self, model: keras.Model, opt: Optimization, transport: Transport) -> None:
+    def __init__(self, model: keras.Model, opt: Optimization, transport: Transport,
+                 whole: keras.Model | None = None) -> None:
         self._model, self._opt, self._transport = model, opt, transport
         self.kept = Kept(written_in_forward(model))
         self._n_seen = self._n_seen_before = self._n_step = 0
         counted = {id(v) for v in _statistics(model)}
         written = {id(v) for v in state_variables(model)}
-        self._names: dict[str, keras.Variable] = {}
-        for v in model.weights:
-            n, name = 1, v.path
-            while name in self._names:
-                n, name = n + 1, f"{v.path}#{n + 1}"
-            self._names[name] = v
+        weights, own = (whole or model).weights, {id(v) for v in model.weights}
+        named = list(zip(stable_names(weights), weights))
+        self._aliases = {v.path: name for name, v in named}
+        self._names = {name: v for name, v in named if id(v) in own}
         self._counted = [name for name, v in self._names.items() if id(v) in counted]
         trained = {id(v) for v in model.trainable_variables}
         self._writable = [name for name, v in self._names.items() if id(v) not in counted and id(v) not in trained]
@@ -124,8 +124,12 @@ class Buffers:
 
     def writable(self) -> dict[str, Writable]:
         """Return the variables that are neither trained nor statistics, by name."""
-        return {name: Writable(keras.backend.standardize_dtype(v.dtype), _array(v).dtype.kind, tuple(v.shape),
-                               v.path) for name, v in self._names.items() if name in self._writable}
+        return {name: Writable(keras.backend.standardize_dtype(v.dtype), _array(v).dtype.kind, tuple(v.shape))
+                for name, v in self._names.items() if name in self._writable}
+
+    def aliases(self) -> dict[str, str]:
+        """Return the name of each variable of the whole model by its path, which has Keras' counters."""
+        return self._aliases
 
     def statistics(self) -> list[str]:
         """Return the names of BatchNorm's moving statistics."""

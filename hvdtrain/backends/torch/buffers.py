@@ -111,12 +111,12 @@ class Buffers:
     Implements `hvdtrain.protocols.Buffers`. `keep` copies them, so that `discard` can undo a step: small ones at every
     step, a `LARGE` one (a mask, a table) only where PyTorch has counted a write to it since. ``paths``: the names of
     modules by id, where ``model`` is a part of a whole one. ``statistics``: names of BatchNorm's, where these do not
-    follow from the class of their module.
+    follow from the class of their module. ``aliases``: the names of buffers by those that a model may declare.
     """
 
     def __init__(self, model: torch.nn.Module, transport: Transport, paths: Mapping[int, str] | None = None,
-                 statistics: Collection[str] = (), other_names: Mapping[str, str] | None = None) -> None:
-        self._model, self._transport, self._other_names = model, transport, other_names or {}
+                 statistics: Collection[str] = (), aliases: Mapping[str, str] | None = None) -> None:
+        self._model, self._transport, self._aliases = model, transport, dict(aliases or {})
         self._seen = self._kept_seen = self._step_samples = 0
         modules = list(model.named_modules())
         self._holders: list[Any] = [module._buffers for _, module in modules]
@@ -204,14 +204,16 @@ class Buffers:
 
     def writable(self) -> dict[str, Writable]:
         """Return the buffers that are no statistics, and the parameters that are not trained, by name."""
-        return {place.name: Writable(str(tensor.dtype).removeprefix("torch."), _kind(tensor), tuple(tensor.shape),
-                                     self._other_names.get(place.name, ""))
+        return {place.name: Writable(str(tensor.dtype).removeprefix("torch."), _kind(tensor), tuple(tensor.shape))
                 for place in (*self._own, *self._fixed) if (tensor := place.tensor) is not None}
 
     def statistics(self) -> list[str]:
         """Return the names of BatchNorm's statistics."""
-        names = [place.name for place in self._statistics]
-        return [*names, *(self._other_names[name] for name in names if name in self._other_names)]
+        return [place.name for place in self._statistics]
+
+    def aliases(self) -> dict[str, str]:
+        """Return the names of buffers by other names that a model may declare."""
+        return self._aliases
 
     def noticed(self) -> list[str]:
         """Return the buffers and untrained parameters that were written to since `keep`, without those tracked.

@@ -27,10 +27,10 @@ class PartBuffers(Buffers):
 
     def __init__(self, part: Part, opt: Optimization, replicas: Sequence[Replicas], layers: Sequence[Any],
                  owners: Sequence[keras.Variable | None]) -> None:
-        super().__init__(part, opt, Transport(replicas[0].wire, Ops()))
+        super().__init__(part, opt, Transport(replicas[0].wire, Ops()), part.whole)
         self._owners = list(owners)
-        self._groups = [Buffers(Part(part.whole, [layers[i] for i in each.blocks]), opt, Transport(each.wire, Ops()))
-                        for each in replicas]
+        self._groups = [Buffers(Part(part.whole, [layers[i] for i in each.blocks]), opt, Transport(each.wire, Ops()),
+                                part.whole) for each in replicas]
 
     def begin(self) -> None:
         """Open a step."""

@@ -23,7 +23,7 @@ from hvdtrain.backends.torch.generators import Generators
 from hvdtrain.backends.torch.keras import forget_generator
 from hvdtrain.backends.torch.keras.alone import without_tensorflow
 from hvdtrain.backends.torch.keras.module import KerasModule, dropping, normalising, seed_states
-from hvdtrain.backends.torch.keras.names import stable_names
+from hvdtrain.keras.names import stable_names
 from hvdtrain.backends.torch.keras.optim import compiled_optimizer
 from hvdtrain.backends.torch.keras.state import KerasState
 from hvdtrain.backends.torch.optimizer import TorchOptimizer
@@ -99,8 +99,8 @@ class KerasMaker(Maker):
         counted = [own[id(v.value)] for layer in self.keras_model._flatten_layers()
                    if isinstance(layer, keras.layers.BatchNormalization)
                    for v in (layer.moving_mean, layer.moving_variance) if id(v.value) in own]
-        paths = {name: v.path for v, name in zip(weights, stable_names(weights))}
-        return Buffers(self.model, self.transport, statistics=counted, other_names=paths)
+        paths = {v.path: name for v, name in zip(weights, stable_names(weights))}
+        return Buffers(self.model, self.transport, statistics=counted, aliases=paths)
 
     def compile(self) -> TorchCompile:
         """Nothing: Keras' layers are no modules that could be compiled one by one."""

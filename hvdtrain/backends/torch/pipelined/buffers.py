@@ -60,6 +60,10 @@ class PartBuffers(Buffers):
         """Return the names of BatchNorm's statistics."""
         return [name for part in self._parts for name in part.statistics()]
 
+    def aliases(self) -> dict[str, str]:
+        """Return nothing: PyTorch's names are those of the whole model."""
+        return {}
+
     def noticed(self) -> list[str]:
         """Return what was written to since `keep`, without what is tracked."""
         return [name for part in self._parts for name in part.noticed()]

@@ -124,6 +124,7 @@ class Writing(nn.Module):
         self.register_buffer("narrow", torch.zeros(FEATURES, dtype=torch.bfloat16))
         self.register_buffer("replaced", torch.zeros(FEATURES), persistent=False)
         self.register_buffer("data", torch.zeros(FEATURES))
+        self.passes = 0
         self.register_buffer("untouched", torch.full((70000,), 0.1))
 
     def forward(self, x):
@@ -133,6 +134,11 @@ class Writing(nn.Module):
                 self.narrow += x.mean(0)
                 self.replaced = x.mean(0)
                 self.data.data.add_(x.sum(0))
+                self.passes += 1
+                if self.passes == 2:
+                    self.register_buffer("lazy", torch.zeros(FEATURES))
+                elif self.passes > 2:
+                    self.lazy += x.mean(0)
         return self.linear(x) + self.slow(x) + self.linear(self.embedding((x[:, 0] > 0).long()))
 
 

@@ -65,7 +65,7 @@ class _Place(NamedTuple):
     @property
     def tensor(self) -> torch.Tensor | None:
         """The tensor there."""
-        found: torch.Tensor | None = self.holder.get(self.key)
+        found: torch.Tensor | None = self.holder[self.key] if self.key in self.holder else None  # TorchScript lacks get
         return found
 
 
@@ -77,11 +77,13 @@ class _Only:
 
     def items(self) -> list[tuple[str, Any]]:
         """The entry."""
-        return [(self._key, self._holder.get(self._key))]
+        return [(self._key, self._holder[self._key])] if self._key in self._holder else []
 
-    def get(self, key: str) -> Any:
-        """Its value."""
-        return self._holder.get(key)
+    def __contains__(self, key: str) -> bool:
+        return key in self._holder
+
+    def __getitem__(self, key: str) -> Any:
+        return self._holder[key]
 
 
 class _Entry:
@@ -120,6 +122,7 @@ class Buffers:
         self._seen = self._kept_seen = self._step_samples = 0
         modules = list(model.named_modules())
         self._holders: list[Any] = [module._buffers for _, module in modules]
+        self._prefixes = [(paths or {}).get(id(module), name) for name, module in modules]
         self._kept: dict[tuple[int, str], _Kept] = {}
         self._known: dict[str, _Place] = {}
         self._statistics: list[_Place] = []
@@ -129,11 +132,10 @@ class Buffers:
         self._fixed: list[_Place] = []
         """Parameters that only a forward pass can change before the update."""
         self._versions: list[int] = []
-        for number, (name, module) in enumerate(modules):
-            prefix = (paths or {}).get(id(module), name)
+        for number, (prefix, (_, module)) in enumerate(zip(self._prefixes, modules)):
             counted = STATISTICS if isinstance(module, torch.nn.modules.batchnorm._NormBase) else ()
-            for key in module._buffers:
-                place = _Place(f"{prefix}.{key}" if prefix else key, module._buffers, key, (number, key))
+            for key, _ in module._buffers.items():
+                place = self._place(number, key)
                 (self._statistics if key in counted or place.name in statistics else self._own).append(place)
             for key, param in module._parameters.items():
                 place = _Place(f"{prefix}.{key}" if prefix else key, module._parameters, key, (-1, ""))
@@ -141,6 +143,11 @@ class Buffers:
                 renormalised = getattr(module, "max_norm", None) is not None  # torch.nn.Embedding
                 if param is not None and (renormalised or not param.requires_grad):
                     self._fixed.append(place)
+
+    def _place(self, number: int, key: str) -> _Place:
+        """The buffer ``key`` of a module."""
+        prefix = self._prefixes[number]
+        return _Place(f"{prefix}.{key}" if prefix else key, self._holders[number], key, (number, key))
 
     def saw(self, samples: int) -> None:
         """Count the samples of one forward pass."""
@@ -162,6 +169,9 @@ class Buffers:
                 if buffer is None:
                     continue
                 if kept is None or kept.of is not buffer or kept.copy.shape != buffer.shape:
+                    if kept is None and number < len(self._prefixes) and all(
+                            place.at != (number, name) for place in (*self._own, *self._statistics)):
+                        self._own.append(self._place(number, name))  # registered by a forward pass
                     self._kept[number, name] = _Kept(buffer, buffer.detach().clone(), buffer._version)
                 elif not kept.large or kept.version != buffer._version:
                     changed.append(buffer)
@@ -175,7 +185,8 @@ class Buffers:
     def discard(self) -> None:
         """Give the buffers the values they had at `keep`."""
         for (number, name), kept in self._kept.items():
-            buffer = self._holders[number].get(name)
+            holder = self._holders[number]
+            buffer = holder[name] if name in holder else None
             if buffer is not None and kept.copy.shape == buffer.shape:
                 _assign(buffer, kept.copy)
         self._seen, self._step_samples = self._kept_seen, 0

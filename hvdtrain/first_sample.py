@@ -89,7 +89,7 @@ def _parts(batch: Batch, n: int) -> Iterator[Batch]:
 
 
 def _run(run: Any, backend: Any, batch: Batch, training: bool) -> list[str]:
-    """One try; returns what it wrote to.
+    """Try once; return what the try wrote to.
 
     The first step tells what memory does not suffice for: it may hold what is needed then.
     """
@@ -105,7 +105,7 @@ def _run(run: Any, backend: Any, batch: Batch, training: bool) -> list[str]:
 
 
 def _fits(run: Any, backend: Any, batch: Batch, training: bool) -> list[str] | None:
-    """What a try wrote to; None where it failed."""
+    """Return what a try wrote to; None where the try failed."""
     try:
         return _run(run, backend, batch, training)
     except Exception:  # noqa: BLE001  (the first try's error is the one to tell)

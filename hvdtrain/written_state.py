@@ -141,7 +141,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _given(spec: Any) -> dict[str, str]:
-    """What ``buffer_reduction`` of the model's file, or the method of the model, returns; {} without one."""
+    """Return what ``buffer_reduction`` of the model's file, or the method of the model, declares; {} without one."""
     if spec.buffer_reduction is not None:
         given = called(spec, "buffer_reduction", spec.model)
     else:

@@ -176,7 +176,7 @@ def _moved(old: np.ndarray, owns: Sequence[np.ndarray], rows: int) -> np.ndarray
 
 
 def _span(alike: Sequence[tuple[str, np.ndarray, list[np.ndarray], int]], rank: int, rows: int) -> tuple[int, int]:
-    """(first row that ``rank`` changed, how many from there on), on a ring of ``rows``."""
+    """Return (first row that ``rank`` changed, how many from there on), on a ring of ``rows``."""
     changed_K = np.zeros(rows, bool)
     for _, old_K, own_PK, _ in alike:
         changed_K |= (_bits(old_K) != _bits(own_PK[rank])).any(1)
@@ -208,7 +208,7 @@ def _laid(old_K: np.ndarray, own_PK: Sequence[np.ndarray], spans: Sequence[tuple
 
 
 def _bits(x_K: np.ndarray) -> np.ndarray:
-    """The bytes of each row, uint8 (K, n): a NaN equals itself."""
+    """Return the bytes of each row, uint8 (K, n), so that a NaN equals itself."""
     return np.ascontiguousarray(x_K).reshape(len(x_K), -1).view(np.uint8)
 
 

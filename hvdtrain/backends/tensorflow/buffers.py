@@ -43,15 +43,15 @@ class _Entry:
         self.form = f"{variable.dtype} {tuple(variable.shape)}"
 
     def old(self) -> np.ndarray | None:
-        """The value of the step's begin."""
+        """Return the value of the step's begin."""
         return self._before
 
     def own(self) -> np.ndarray:
-        """The value of now."""
+        """Return the value of now."""
         return _array(self._variable)
 
     def write(self, value: np.ndarray) -> None:
-        """Assign."""
+        """Assign ``value``."""
         self._variable.assign(tf.cast(tf.constant(value), self._variable.dtype))
 
 
@@ -275,13 +275,13 @@ def state_variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def _statistics(model: keras.Model) -> list[keras.Variable]:
-    """The moving statistics of BatchNorm layers, by the layers' class."""
+    """Return the moving statistics of BatchNorm layers, which their class tells."""
     return [v for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)
             for name in ("moving_mean", "moving_variance") if (v := getattr(layer, name, None)) is not None]
 
 
 def _array(variable: keras.Variable) -> np.ndarray:
-    """A copy on the host; float64 for a dtype that numpy lacks."""
+    """Return a copy on the host, float64 for a dtype that numpy lacks."""
     dtype = keras.backend.standardize_dtype(variable.dtype)
     narrow = dtype == "bfloat16" or dtype.startswith("float8")
     return np.array((tf.cast(variable.value, tf.float64) if narrow else variable.value).numpy())

@@ -64,7 +64,7 @@ class _Place(NamedTuple):
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """The tensor there."""
+        """Return the tensor there."""
         found: torch.Tensor | None = self.holder[self.key] if self.key in self.holder else None  # TorchScript lacks get
         return found
 
@@ -76,7 +76,7 @@ class _Only:
         self._holder, self._key = holder, key
 
     def items(self) -> list[tuple[str, Any]]:
-        """The entry."""
+        """Return the entry."""
         return [(self._key, self._holder[self._key])] if self._key in self._holder else []
 
     def __contains__(self, key: str) -> bool:
@@ -95,15 +95,15 @@ class _Entry:
         self.form = f"{tensor.dtype} {tuple(tensor.shape)}"
 
     def old(self) -> np.ndarray | None:
-        """The value of the step's begin."""
+        """Return the value of the step's begin."""
         return None if self._before is None else _array(self._before)
 
     def own(self) -> np.ndarray:
-        """The value of now."""
+        """Return the value of now."""
         return _array(self._tensor)
 
     def write(self, value: np.ndarray) -> None:
-        """Assign."""
+        """Assign ``value``."""
         _assign(self._tensor, torch.from_numpy(np.array(value)).to(self._tensor.dtype).reshape(self._tensor.shape))
 
 
@@ -145,7 +145,7 @@ class Buffers:
                     self._fixed.append(place)
 
     def _place(self, number: int, key: str) -> _Place:
-        """The buffer ``key`` of a module."""
+        """Return where the buffer ``key`` of a module stands."""
         prefix = self._prefixes[number]
         return _Place(f"{prefix}.{key}" if prefix else key, self._holders[number], key, (number, key))
 
@@ -303,7 +303,7 @@ class Buffers:
         return found
 
     def _average(self, buffers: dict[str, torch.Tensor], seen_P: np.ndarray, root: int) -> None:
-        """`sync` of statistics."""
+        """Do `sync` of statistics."""
         floating = {n: b for n, b in buffers.items() if b.is_floating_point()}
         whole = {n: b for n, b in buffers.items() if not b.is_floating_point()}
         for name, buffer in floating.items():
@@ -354,7 +354,7 @@ def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, uint8 (N,): so that every dtype travels."""
+    """Return the bytes of a tensor, uint8 (N,), so that every dtype travels."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -364,7 +364,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    """A copy on the host; float64 for a dtype that numpy lacks."""
+    """Return a copy on the host, float64 for a dtype that numpy lacks."""
     host = tensor.detach().cpu()
     try:
         return np.array(host.numpy())
@@ -373,6 +373,6 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """The kind of a dtype, as numpy has it."""
+    """Return the kind of a dtype, as numpy has it."""
     return "b" if tensor.dtype == torch.bool else "f" if tensor.is_floating_point() else (
         "c" if tensor.is_complex() else "i")

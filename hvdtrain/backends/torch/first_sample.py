@@ -74,7 +74,7 @@ def _untouched(parts: Parts) -> Iterator[list[str]]:
 
 
 def _undo(model: torch.nn.Module) -> Callable[[], list[str]]:
-    """What puts the model back as it is now, and returns the names of what was written to."""
+    """Return what puts the model back as it is now and gives the names of what was written to."""
     frozen = [p for p in model.parameters() if not p.requires_grad]
     large = sum(p.nbytes for p in frozen) > COPIED_BYTES
     tensors = [t for t in (*model.parameters(), *model.buffers()) if not (large and any(t is p for p in frozen))]

@@ -94,7 +94,7 @@ class KerasMaker(Maker):
         return KerasParams(self.model, [], self.placement.places(), make_for)
 
     def buffers(self) -> Buffers:
-        """Variables under their names in the module; a model may call them by their paths."""
+        """Return the variables under their names in the module; a model may declare them by their paths."""
         own, weights = {id(t): n for n, t in self.model.named_buffers()}, self.keras_model.weights
         counted = [own[id(v.value)] for layer in self.keras_model._flatten_layers()
                    if isinstance(layer, keras.layers.BatchNormalization)

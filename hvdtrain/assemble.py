@@ -142,7 +142,7 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
     run.unused = UnusedParameters(parts, control)
     agreed(control, lambda: parts.install(collective=False), "transforms")
     check_parts(control, parts, run.group)
-    first_sample.check(run, backend)
+    run.written.start(run, first_sample.check(run, backend))
     run.dp = agreed(control, lambda: data_parallel.create(data_parallel.Setup(
         run.spelled, control, run.topology, run.group, run.collectives, backend.Ops(), parts, run.notes,
         scene_of(run, backend))), "exchange")
@@ -155,7 +155,7 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
     if control.rank == 0:
         run.records = Stream(partial(reports.make, run, facts.kind != "solo"))
     if control.size > 1:
-        bent = (*parts.caveats(), *run.dp.caveats)
+        bent = (*parts.caveats(), *run.dp.caveats, *run.written.caveats())
         run.notes += [f"not independent of the number of ranks: {caveat}" for caveat in bent]
     run.tell()
     _restore(run)

@@ -15,6 +15,7 @@
             if a rank ran out of memory: TOLD, and again from forward, as if nothing had been
             if a loss or the summed gradient is not finite: NON_FINITE, no update
             clip, update
+            reduce the buffers that forward passes write to    # hvdtrain.written_state; nothing without any
                                                        # an overflow in fp16: no update, a lower loss scale, no event
             if a rank had something to tell: TOLD      # run.tell_all(topic, text) -> run.state.told, on every rank
             STEP_END

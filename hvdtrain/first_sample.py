@@ -32,48 +32,54 @@ LOOKED_AT_TWICE = 2**22
 """... and for the next ones: the largest or smallest may be a number that the loss ignores."""
 
 
-def check(run: Any, backend: Any) -> None:
+def check(run: Any, backend: Any) -> list[str]:
     """Try the run's data on its model, training and evaluation, before anything is exchanged; collective.
+
+    Returns the buffers and parameters that were written to here, by name.
 
     Nothing of it remains but samples that a stream has handed out, with which its first step begins, and what no
     framework knows of: a counter or a random generator of the model's own has moved on.
     Errors: `UserError` on every rank for what does not fit; other exceptions of the model pass through.
     """
     if run.parts.layout is not None:
-        _check_parts(run, backend)
-        return
+        return _check_parts(run, backend)
 
-    def work() -> None:
-        _try(run, backend, run.feed, True)
+    def work() -> list[str]:
+        written = _try(run, backend, run.feed, True)
         if run.eval_feed is not None:  # a stream of test data is opened when it is evaluated, no earlier
-            _try(run, backend, run.feed if run.eval_feed.samples is None else run.eval_feed, False)
+            written += _try(run, backend, run.feed if run.eval_feed.samples is None else run.eval_feed, False)
+        return written
 
-    agreed(run.control, work, "first sample")
+    return agreed(run.control, work, "first sample")
 
 
-def _check_parts(run: Any, backend: Any) -> None:
+def _check_parts(run: Any, backend: Any) -> list[str]:
     """Do the same for a model that is cut over ranks, in micro-batches as training has them."""
     def read(feed: Feed) -> list[Batch]:
         n = max(1, _micro_batch(run.feed))
         return list(_parts(_samples(feed, MOST), n))
 
     train = agreed(run.control, lambda: read(run.feed), "first sample")
-    walked(run, backend, train, True)
+    written = walked(run, backend, train, True)
     if run.eval_feed is not None:
         test = agreed(run.control, lambda: train if run.eval_feed.samples is None else read(run.eval_feed),
                       "first sample")
-        walked(run, backend, test, False)
+        written += walked(run, backend, test, False)
+    return written
 
 
-def _try(run: Any, backend: Any, feed: Feed, training: bool) -> None:
+def _try(run: Any, backend: Any, feed: Feed, training: bool) -> list[str]:
     n_micro = _micro_batch(feed)
     batch = _samples(feed, min(MOST, max(LEAST, n_micro)))
     try:
-        _run(run, backend, batch, training)
+        return _run(run, backend, batch, training)
     except Exception:
-        if n_micro == len(batch[0]) or not all(_fits(run, backend, part, training)
-                                               for part in _parts(batch, n_micro)):
+        if n_micro == len(batch[0]):
             raise
+        found = [_fits(run, backend, part, training) for part in _parts(batch, n_micro)]
+        if None in found:
+            raise
+        return [name for names in found for name in names or ()]
 
 
 def _parts(batch: Batch, n: int) -> Iterator[Batch]:
@@ -82,23 +88,28 @@ def _parts(batch: Batch, n: int) -> Iterator[Batch]:
         yield tuple(np.resize(array[i:i + n], (n, *array.shape[1:])) for array in batch)
 
 
-def _run(run: Any, backend: Any, batch: Batch, training: bool) -> None:
-    """One try. The first step tells what memory does not suffice for: it may hold what is needed then."""
+def _run(run: Any, backend: Any, batch: Batch, training: bool) -> list[str]:
+    """Try once; return what the try wrote to.
+
+    The first step tells what memory does not suffice for: it may hold what is needed then.
+    """
     try:
         with told(run.spec.model, batch):
-            backend.try_samples(run.parts, batch, training)
+            written: list[str] = backend.try_samples(run.parts, batch, training)
+            return written
     except Exception as error:
         said = error.__cause__ if isinstance(error, UserError) and error.__cause__ else error
         if not (out_of_memory(said) or backend.out_of_memory(said)):
             raise
+        return []
 
 
-def _fits(run: Any, backend: Any, batch: Batch, training: bool) -> bool:
+def _fits(run: Any, backend: Any, batch: Batch, training: bool) -> list[str] | None:
+    """Return what a try wrote to; None where the try failed."""
     try:
-        _run(run, backend, batch, training)
+        return _run(run, backend, batch, training)
     except Exception:  # noqa: BLE001  (the first try's error is the one to tell)
-        return False
-    return True
+        return None
 
 
 def _micro_batch(feed: Feed) -> int:

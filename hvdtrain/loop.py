@@ -136,7 +136,9 @@ def _stepped(run: Run, batch: StepBatch) -> bool:
     if done.lost is not None:
         run.recovery.tell(run, done.lost, meets)
     with span("vote", "compute"):  # looks at the gradient, and waits for a device's loss
+        run.written.look(run)
         bad = _vote(run, batch, done) if meets else _by_myself(run, done)
+    run.written.hear(run)
     if bad and (repeats(run) if meets else done.lost is not None):
         _undo(run)
         run.phases.lose(time.perf_counter() - begin)
@@ -152,6 +154,8 @@ def _stepped(run: Run, batch: StepBatch) -> bool:
             run.unused.updated(unused)
         bad = [] if finite else list(range(run.control.size))
         state.grad_norm = state.grad_norm if math.isnan(norm) else norm
+    if not bad:
+        run.written.combine(run, meets)
     updated = time.perf_counter()
     device_s = parts.stage.device_s()  # where the host's clock cannot tell computing from waiting
     compute_s = computed - begin - done.waited_s if device_s is None else min(device_s, voted - begin)
@@ -284,16 +288,19 @@ def measure(run: Run, feed: Feed) -> dict[str, float]:
 def _measured(run: Run, feed: Feed) -> dict[str, float]:
     evaluator = run.parts.evaluator
     pulse.at("evaluation", run.state.cursor.step)
-    run.parts.buffers.sync()
-    again = True
+    run.written.sync(run)
+    run.written.evaluating(run)
+    again, samples = True, 0
     while again:
         adding = Evaluating(evaluator, run.recovery, run.state.cursor.step)
         with contextlib.closing(feed.eval_epoch()) as batches:
             for batch in batches:
                 adding.add(batch)
-        rows = run.control.gather((evaluator.totals(), adding.ended()))
-        again = mended(run, [shortages for _, shortages in rows])
-    everyone = [totals for totals, _ in rows]
+                samples += batch.n_local
+        rows = run.control.gather((evaluator.totals(), adding.ended(), run.written.fresh(run)))
+        again = mended(run, [shortages for _, shortages, _ in rows])
+    everyone = [totals for totals, _, _ in rows]
+    run.written.evaluated(run, samples, [fresh for _, _, fresh in rows])
     names = list(dict.fromkeys(name for totals in everyone for name in totals))
     summed = {name: sum(t[name] for t in everyone if name in t) for name in names}
     return evaluator.results(summed)

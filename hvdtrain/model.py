@@ -25,7 +25,8 @@ class Spec:
     ``task(model, batch) -> (loss_sum, weight)``; ``weight(batch) -> float`` of a numpy batch, needed where the weight
     is not the number of samples; ``metrics(model, batch) -> {name: (sum, weight)}`` beside a task;
     ``blocks(model) -> [(name, block)]``; ``example(B) -> (x_B, y_B)``; ``parameter_groups(model) -> [group]`` and
-    ``optimizer(model, config) -> optimizer`` in the framework's own terms.
+    ``optimizer(model, config) -> optimizer`` in the framework's own terms; ``buffer_reduction(model) -> {name:
+    reduction}`` (`hvdtrain.written_state`), which may also be a method of the model.
 
     ``again()``: builds the model once more, to the same initial weights, where a callable built it. ``model`` may be no
     more than an outline without values then (`build_spec`), which `become` replaces.
@@ -41,6 +42,7 @@ class Spec:
     example: Callable[..., Any] | None = None
     parameter_groups: Callable[..., Any] | None = None
     optimizer: Callable[..., Any] | None = None
+    buffer_reduction: Callable[..., Any] | None = None
     again: Callable[[], Any] | None = None
 
     def become(self, model: Any) -> None:
@@ -48,7 +50,8 @@ class Spec:
         object.__setattr__(self, "model", model)
 
 
-_PARTS = ("task", "weight", "metrics", "blocks", "example", "parameter_groups", "optimizer")
+_PARTS = ("task", "weight", "metrics", "blocks", "example", "parameter_groups", "optimizer",
+          "buffer_reduction")
 
 
 def spec_of(model: Any, name: str = "") -> Spec:

@@ -34,6 +34,7 @@ from hvdtrain.parts import Parts
 from hvdtrain.protocols import Callback, Collectives, Control, DataParallel, Schedule
 from hvdtrain.records.stream import Stream
 from hvdtrain.timeline import Timeline, span
+from hvdtrain.written_state import WrittenState
 
 if TYPE_CHECKING:
     from hvdtrain.average import Average
@@ -191,6 +192,8 @@ class Run:
     """Whether a fit looks before each step for what callbacks have changed of the model, the same on every rank."""
     unused: UnusedParameters = field(init=False)
     """The parameters that no rank has used in the latest step."""
+    written: WrittenState = field(default_factory=WrittenState)
+    """The buffers that forward passes write to."""
     records: Stream = field(default_factory=Stream)
     """What has happened; on rank 0 reports read it."""
     timeline: Timeline = field(default_factory=Timeline)

@@ -261,7 +261,7 @@ def _tell_keras(run: Run, class_weight: dict[int, float] | None) -> None:
 
 def export(run: Run) -> list[str]:
     """Write the final model under ``out/model`` on rank 0; return the file names there, on every rank. Collective."""
-    run.parts.buffers.sync()
+    run.written.sync(run)
     directory, parted = run.out / "model", run.parts.layout is not None
 
     def write() -> list[str]:

@@ -100,7 +100,7 @@ class Saving:
             self._channel = control.channel(LONGEST_SLEEP_S)
         self._trainable = self._trainable or trained(run.parts)
         self._opened = True
-        run.parts.buffers.sync()
+        run.written.sync(run)
         for callback in run.callbacks:
             if callback.where == "all" or control.rank == 0:
                 callback.saving(run)

@@ -121,7 +121,7 @@ class Bridge(History):
     def closed(self, run: Any, logs: dict[str, float]) -> None:
         """``on_epoch_end``. Collective."""
         if self._writers:
-            run.parts.buffers.sync()
+            run.written.sync(run)
             run.leave()
         self._tell("on_epoch_end", self.epoch, logs)
         self.history = {name: list(values) for name, values in self._model.history.history.items()}

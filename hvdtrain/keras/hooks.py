@@ -119,14 +119,18 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
 
 
 def _guarded(model: Any, function: Any, exchange: Exchange) -> Any:
-    """``function`` of one or more steps, and the comparison where it is due after them."""
-    calls = itertools.count()
+    """``function`` of one or more steps; after them the broadcast of what layers wrote, and the comparison if due."""
+    from hvdtrain.keras.written import Written
+
+    calls, written = itertools.count(), Written(model, exchange)
 
     @functools.wraps(function)
     def train(iterator: Any) -> Any:
         pulse.at("fit", next(calls) * model.steps_per_execution)
+        written.before()
         with exchange.guard.driven(), failures():
             out = function(iterator)
+            written.after()
         exchange.guard.between_steps(model.steps_per_execution / exchange.settings.passes)
         return out
     return train

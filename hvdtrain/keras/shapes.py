@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -148,3 +148,26 @@ def _fit(y: Any, outputs: Any) -> bool:
     if len(longer) == len(shorter) + 1 and longer[-1] in (1, None):
         longer = longer[:-1]
     return len(longer) == len(shorter) and all(a == b or None in (a, b) for a, b in zip(longer, shorter))
+
+
+def check_stateful(model: Any, config: Any, backend: str) -> None:
+    """Raise `UserError` for a stateful RNN (``stateful=True``) whose state would meet other samples than it came from.
+
+    A state belongs to the rows of a batch. With one micro-batch of the same rows in every step each rank's own state is
+    that of its rows.
+    """
+    layer = next((one for one in model._flatten_layers() if getattr(one, "stateful", False) is True), None)
+    if layer is None:
+        return
+    if backend == "torch":
+        raise UserError(f"the stateful layer {layer.name!r} with Keras on PyTorch, where Keras has no gradient of it",
+                        "a layer without stateful=True", "build it without, or set KERAS_BACKEND=tensorflow")
+    shares = config.shares.values() if isinstance(config.shares, Mapping) else config.shares
+    found = [name for name, is_so in {
+        "unequal shares": len(set(shares)) > 1, "accumulate, micro_batch or balance": config.in_parts,
+        "a pipeline": config.pipeline.stages > 1 or bool(config.pipeline.depths),
+        "model_parallel": config.model_parallel > 1, "resume, since no checkpoint holds its state": bool(config.resume),
+    }.items() if is_so]
+    if found:
+        raise UserError(f"the stateful layer {layer.name!r} with {found[0]}", "a state that meets in every step the "
+                        "rows that it came from", "leave that key at its default, or build without stateful=True")

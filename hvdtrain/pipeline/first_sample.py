@@ -96,11 +96,12 @@ class Walk:
             self._came = Cargo(tuple(arrays), tuple(dtypes), form)
 
 
-def walked(run: Any, backend: Any, batches: Sequence[Batch], training: bool) -> None:
+def walked(run: Any, backend: Any, batches: Sequence[Batch], training: bool) -> list[str]:
     """Try ``batches`` one after the other and leave everything as it was; collective.
 
-    Copies may have unlike many: the others wait.
+    Copies may have unlike many: the others wait. Returns what was written to here, by name.
     """
+    written: list[str] = []
     most = max(run.control.gather(len(batches)))
     for i in range(most):
         batch = batches[min(i, len(batches) - 1)]
@@ -112,5 +113,7 @@ def walked(run: Any, backend: Any, batches: Sequence[Batch], training: bool) -> 
             finally:
                 stage.drop()
                 run.parts.evaluator.totals()  # what it has counted is none of an evaluation's
+                written += run.parts.buffers.noticed()
                 run.parts.buffers.discard()
                 stage.rewind()
+    return written

@@ -10,7 +10,7 @@ from hvdtrain.protocols.compile import Compile
 from hvdtrain.protocols.compressor import Compressor
 from hvdtrain.protocols.control import Control
 from hvdtrain.protocols.data_parallel import DataParallel
-from hvdtrain.protocols.model_state import Buffers, Evaluator, ModelFacts, ModelState, Transform
+from hvdtrain.protocols.model_state import Buffers, Evaluator, ModelFacts, ModelState, Transform, Writable
 from hvdtrain.protocols.ops import Cell, Ops
 from hvdtrain.protocols.params import Optimizer, Params, ParamSpec
 from hvdtrain.protocols.pipeline import Cargo, PipelineStage
@@ -24,4 +24,4 @@ __all__ = ["AllGather", "AllReduce", "AllToAll", "Array", "Batch", "BlockCost", 
            "Carrier", "Cell", "Channel", "Collectives", "Coming", "Compile", "Compressor", "Control", "DataParallel",
            "Done", "Evaluator", "Exchange", "GradientSink", "Handle", "Launcher", "ModelFacts", "ModelSpec",
            "ModelState", "Ops", "Optimizer", "Pair", "ParamSpec", "Params", "PipelineStage", "Record", "Remat",
-           "Report", "Request", "Schedule", "Stage", "Tracker", "Transform"]
+           "Report", "Request", "Schedule", "Stage", "Tracker", "Transform", "Writable"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -14,19 +14,72 @@ from hvdtrain.protocols.params import Optimizer
 from hvdtrain.protocols.state import Head, Place, Shard
 
 
+class Writable(NamedTuple):
+    """A buffer that forward passes may write to. ``kind``: of its dtype, as numpy has it."""
+
+    dtype: str
+    kind: str
+    shape: tuple[int, ...]
+
+    @property
+    def position(self) -> bool:
+        """Whether it is one whole number: where it is gathered, the position in a queue."""
+        return self.kind in "iu" and all(n == 1 for n in self.shape)
+
+
 class Buffers(Protocol):
-    """What ranks hold outside the gradient exchange: initial values, and what forward passes change (BatchNorm)."""
+    """What ranks hold outside the gradient exchange: initial values, and what forward passes write to.
+
+    Statistics are BatchNorm's; `hvdtrain.written_state` decides about all others.
+    """
 
     def share(self) -> None:
         """Give every rank rank 0's variables, optimizer state included; collective."""
         ...
 
-    def sync(self) -> None:
-        """Average what ranks changed on their own since the last time, by their samples; collective."""
+    def sync(self) -> list[str]:
+        """Average statistics by the ranks' samples since the last time; return the others that differed. Collective.
+
+        Those get the value of the lowest rank that saw a sample.
+        """
+        ...
+
+    def keep(self) -> None:
+        """Note the values of now, from which `noticed` and `combine` tell what is written."""
         ...
 
     def discard(self) -> None:
         """Undo what the step did to them."""
+        ...
+
+    def writable(self) -> dict[str, Writable]:
+        """Return what forward passes may write to, statistics aside, by name."""
+        ...
+
+    def statistics(self) -> list[str]:
+        """Return the names of statistics."""
+        ...
+
+    def aliases(self) -> dict[str, str]:
+        """Return names, of all ranks' blocks, by others that a model may declare them by (Keras' paths)."""
+        ...
+
+    def noticed(self) -> list[str]:
+        """Return those of `writable`, not tracked yet, that this rank has written to since `keep`.
+
+        Not those that have another shape by now, such as caches that have grown.
+        """
+        ...
+
+    def track(self, names: Iterable[str]) -> None:
+        """Have `keep` note these always; those of other ranks' blocks are ignored."""
+        ...
+
+    def combine(self, reductions: Mapping[str, str], samples: int | None = None, force: bool = False) -> None:
+        """Reduce these over ranks (`hvdtrain.exchange.written.combine`); collective.
+
+        ``samples``: of this rank since `keep`; None: as `hvdtrain.protocols.Stage` has counted them.
+        """
         ...
 
 

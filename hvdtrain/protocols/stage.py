@@ -213,3 +213,4 @@ class ModelSpec(Protocol):
     metrics: Any
     parameter_groups: Any
     optimizer: Any
+    buffer_reduction: Any

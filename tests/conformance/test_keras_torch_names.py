@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from hvdtrain.backends.torch.keras.names import stable_names  # noqa: E402
+from hvdtrain.keras.names import stable_names  # noqa: E402
 
 
 def named(*paths):

@@ -23,6 +23,12 @@ def parameter_groups(model):
     return [{"params": model.backbone.parameters(), "lr": 0.01, "weight_decay": 0.3}]
 
 
+def unaffine(net):
+    """``net`` whose norm has buffers only."""
+    net.norm = nn.BatchNorm1d(8, affine=False)
+    return net
+
+
 class Normed(Net):
     def forward(self, x):
         return super().forward(self.norm(x))
@@ -92,6 +98,10 @@ def test_what_a_run_cannot_follow_is_refused_on_all_ranks(tmp_path):
     def norm(run):
         run.spec.model.norm.eval()
 
+    def mean(run):
+        run.spec.model.norm = nn.BatchNorm1d(8, affine=False)
+
+    assert "a buffer of module norm was replaced" in refused(tmp_path / "f", mean, built=lambda: unaffine(model()))
     assert "parameter middle.weight was replaced" in refused(tmp_path / "a", replaced)
     assert "parameter more.weight was added" in refused(tmp_path / "b", added)
     assert "optimizer was given 6 parameters in place of 4" in refused(tmp_path / "c", given)
@@ -128,3 +138,13 @@ def test_modes_that_callbacks_set_come_back_with_a_checkpoint(tmp_path):
     run = solo(replace(BASE, out=str(tmp_path / "on"), resume=str(tmp_path / "cut")), model(Normed), data())
     assert not run.spec.model.norm.training
     assert apart(work(run, Freeze())[0], want) < 1e-6
+
+
+def test_a_buffer_that_a_forward_pass_registers_is_no_change_of_a_callbacks(tmp_path):
+    class Caching(Net):
+        def forward(self, x):
+            if not hasattr(self, "cache") and self.training:
+                self.register_buffer("cache", torch.ones(3), persistent=False)
+            return super().forward(x)
+
+    work(solo(replace(BASE, out=str(tmp_path)), model(Caching), data()))

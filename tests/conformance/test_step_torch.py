@@ -144,7 +144,7 @@ def test_a_poisoned_rank_keeps_all_from_updating():
         close(weights(model), before, 0)
 
 
-def test_buffers_become_their_mean_and_every_kind_travels_from_rank_0():
+def test_every_kind_of_buffer_travels_from_rank_0_and_stays_its_own():
     class Kinds(nn.Module):
         def __init__(self, rank):
             super().__init__()
@@ -153,6 +153,7 @@ def test_buffers_become_their_mean_and_every_kind_travels_from_rank_0():
             self.register_buffer("mean", torch.full((4,), float(rank)))
             self.register_buffer("count", torch.tensor(rank + 5))
             self.register_buffer("mask", torch.tensor([rank == 0, True]))
+            self.register_buffer("turns", torch.tensor([1j * rank]))
             self.register_buffer("narrow", torch.full((3,), rank + 0.5, dtype=torch.bfloat16))
             self.register_buffer("nothing", torch.zeros(0))
             self.register_buffer("strided", torch.arange(6.0).reshape(2, 3).T + rank)
@@ -162,6 +163,8 @@ def test_buffers_become_their_mean_and_every_kind_travels_from_rank_0():
         model.mean.fill_(rank)
         model.narrow.add_(rank)
         model.count.add_(rank)
+        model.mask[1] = rank == 1
+        model.turns.add_(rank + 1)
         return model.w.sum(), len(batch[0])
 
     def one_rank(control, wire):
@@ -177,8 +180,9 @@ def test_buffers_become_their_mean_and_every_kind_travels_from_rank_0():
     for first, buffers in results:
         for name, tensor in Kinds(0).state_dict().items():
             assert torch.equal(first[name], tensor), name
-        assert torch.equal(buffers["mean"], torch.ones(4)) and int(buffers["count"]) == 7
-        assert torch.equal(buffers["narrow"], torch.full((3,), 1.5, dtype=torch.bfloat16))
+        assert torch.equal(buffers["mean"], torch.zeros(4)) and int(buffers["count"]) == 5
+        assert torch.equal(buffers["narrow"], torch.full((3,), 0.5, dtype=torch.bfloat16))
+        assert buffers["mask"].tolist() == [True, False] and buffers["turns"].tolist() == [1]
         assert torch.equal(buffers["strided"], Kinds(0).strided)
 
 

@@ -22,26 +22,26 @@ from hvdtrain.errors import UserError  # noqa: E402
 # --- buffers -------------------------------------------------------------------------------------------------------
 
 class Means(nn.Module):
-    """Its buffers are the mean and the number of the samples of the last forward; some never change."""
+    """Its statistics are the mean of the last forward's samples, and the number of forwards; some buffers never change.
+    """
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
         self.linear = nn.Linear(12, 5)
-        self.register_buffer("mean", torch.full((12,), 0.1).to(dtype))
-        self.register_buffer("count", torch.tensor(0))
+        self.norm = nn.BatchNorm1d(12, momentum=1.0, affine=False).to(dtype)
+        self.norm.running_mean.fill_(0.1)
         self.register_buffer("mask", torch.tensor([0.0, float("-inf"), -0.0, 0.1]))
         self.register_buffer("wide", torch.ones(1).expand(4), persistent=False)
 
     def forward(self, x):
         if self.training:
-            self.mean.copy_(x.mean(0))
-            self.count.add_(len(x))
+            self.norm(x.to(self.norm.running_mean.dtype))
         return self.linear(x)
 
 
 @pytest.mark.parametrize("sizes", [(0, 8, 24), (32, 0), (5, 27), (0, 0), (32,)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_buffers_are_averaged_by_the_samples_a_rank_saw(sizes, dtype):
+def test_statistics_are_averaged_by_the_samples_a_rank_saw(sizes, dtype):
     models, ends = [Means(dtype) for _ in sizes], np.cumsum((0, *sizes))
 
     def one_rank(control, wire):
@@ -54,8 +54,10 @@ def test_buffers_are_averaged_by_the_samples_a_rank_saw(sizes, dtype):
     results = LockstepWorld(len(sizes)).run(one_rank)
     want = batch(0)[0].mean(0) if sum(sizes) else np.full(12, 0.1)
     for buffers in results:
-        np.testing.assert_allclose(buffers["mean"].float(), want, atol=1e-6 if dtype is torch.float32 else 0.01)
-        assert torch.equal(buffers["mean"], results[0]["mean"]) and int(buffers["count"]) == max(sizes)
+        mean = buffers["norm.running_mean"]
+        np.testing.assert_allclose(mean.float(), want, atol=1e-6 if dtype is torch.float32 else 0.01)
+        assert torch.equal(mean, results[0]["norm.running_mean"])
+        assert int(buffers["norm.num_batches_tracked"]) == (1 if sum(sizes) else 0)
         assert torch.equal(buffers["mask"].view(torch.int32), Means().mask.view(torch.int32))  # -0.0 and -inf too
 
 

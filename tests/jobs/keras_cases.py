@@ -116,6 +116,34 @@ def statistics():
     return {**facts, "seeds": seeds, "caveats": trainer.run.parts.caveats()}
 
 
+class Counter(keras.layers.Layer):
+    """Counts the samples that it has seen in training, and keeps the sum of the last ones."""
+
+    def build(self, shape):
+        self.count = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="count")
+        self.last = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False, name="last")
+
+    def call(self, x, training=None):
+        if training:
+            self.count.assign(self.count + keras.ops.cast(keras.ops.shape(x)[0], "int32"))
+            self.last.assign(keras.ops.sum(x, 0))
+        return x
+
+
+class Counting(keras.Sequential):
+    def buffer_reduction(self):
+        return {next(v.path for v in self.weights if v.path.endswith("count")): "sum"}
+
+
+def written():
+    """Variables that layers write to: one is declared, the other is rank 0's."""
+    model = Counting([keras.Input((8, 8)), keras.layers.Flatten(), Counter(), keras.layers.Dense(4),
+                      keras.layers.BatchNormalization()])
+    model.compile(keras.optimizers.SGD(0.1), CE)
+    trainer, facts = train(model, "written", shares=[3.0, 2.0])
+    return {**facts, "count": int(model.layers[1].count), "notes": trainer.run.notes}
+
+
 # --- one process, PyTorch ----------------------------------------------------------------------------------------
 
 def resumed():

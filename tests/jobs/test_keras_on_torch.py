@@ -44,7 +44,8 @@ def alone(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     need("torch", "keras")
-    return child(tmp_path_factory.mktemp("pair"), 2, "torch", "momentum", "adamw", "uneven", "statistics", "modules")
+    return child(tmp_path_factory.mktemp("pair"), 2, "torch", "momentum", "adamw", "uneven", "statistics", "modules",
+                 "written")
 
 
 def close(one, other):
@@ -161,3 +162,11 @@ def test_a_model_without_an_input_shape_is_built_from_the_data(alone):
     ("device", "Keras keeps its tensors on cpu and this rank computes on meta")])
 def test_what_is_refused_is_said(case, words, alone):
     assert words.lower() in alone["mistakes"][case].lower()
+
+
+def test_variables_that_layers_write_to_are_one_on_all_ranks(pair):
+    found = pair["written"]
+    assert found["alike"] and found["count"] == 200
+    notes = [note for note in found["notes"] if "not independent" in note]
+    assert sum("last, of which every rank takes rank 0's" in note for note in notes) == 1
+    assert sum("count: sum" in note for note in notes) == 1 and not any("moving" in note for note in notes)

@@ -402,6 +402,33 @@ def test_the_broadcast_covers_statistics_and_slots_but_no_generators(hvd, contro
     assert seeds[0] != seeds[1]
 
 
+class Counts(keras.layers.Layer):
+    """Keeps the sum of the last samples, and counts large ones."""
+
+    def build(self, shape):
+        self.last = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False, name="last")
+        self.large = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="large")
+
+    def call(self, x, training=None):
+        if training:
+            self.last.assign(tf.reduce_sum(x, 0))
+            self.large.assign_add(tf.reduce_sum(tf.cast(x > 0.3, "int32")))
+        return x
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_layers_write_is_rank_0s_after_each_step(hvd, control, recwarn):
+    model = mlp(0, Counts(), keras.layers.BatchNormalization())
+    ranks_fit(hvd, compiled(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))))
+    last, large = model.layers[1].weights
+    for value in (last.numpy().tolist(), int(large.numpy())):
+        assert control.gather(value) == [value] * hvd.size()
+    moving = control.gather(model.layers[2].moving_mean.numpy().tolist())
+    assert moving[0] != moving[1], "each rank's own, as with Horovod"
+    said = [str(w.message) for w in recwarn if "forward passes" in str(w.message)]
+    assert len(said) == (hvd.rank() == 0) and all("last, " in text and "moving" not in text for text in said)
+
+
 def test_an_unbuilt_model_is_broadcast_after_the_first_batch(hvd, control):
     only(hvd, 2)
 

@@ -50,6 +50,37 @@ def test_statistics_are_averaged_by_the_samples_seen(wire):
     np.testing.assert_allclose(model.layers[1].moving_mean.numpy(), np.full(16, (ranks**2).sum() / ranks.sum()), 1e-6)
 
 
+class Written(keras.layers.Layer):
+    """Holds what a forward pass would write: a count, a flag, a narrow float."""
+
+    def __init__(self):
+        super().__init__(name="written")
+        self.count = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False, name="count")
+        self.flag = self.add_weight(shape=(), dtype="bool", initializer="zeros", trainable=False, name="flag")
+        self.narrow = self.add_weight(shape=(2,), dtype="bfloat16", initializer="ones", trainable=False, name="narrow")
+
+    def call(self, x):
+        return x
+
+
+def test_what_is_written_is_reduced(wire):
+    model = mlp(extra=[Written()])
+    step, layer = attached(model, wire=wire, rank=wire.rank), model.get_layer("written")
+    buffers = step.parts.buffers
+    names = {name.rpartition("/")[2]: name for name in buffers.writable()}
+    buffers.track(list(names.values()))
+    buffers.keep()
+    layer.count.assign(wire.rank + 2)
+    layer.flag.assign(wire.rank == 1)
+    layer.narrow.assign([wire.rank, 1.0])
+    assert buffers.noticed() == []
+    buffers.combine({names["count"]: "sum", names["flag"]: "any", names["narrow"]: "first"}, samples=wire.rank + 1)
+    assert int(layer.count.numpy()) == sum(rank + 2 for rank in range(wire.size)) and bool(layer.flag.numpy())
+    assert [float(x) for x in layer.narrow.numpy()] == [0, 1]
+    layer.count.assign(wire.rank)
+    assert buffers.sync() == [names["count"]] and int(layer.count.numpy()) == 0
+
+
 def test_an_optimizer_with_history_on_rank_0_only_is_shared(wire, control):
     model = mlp(seed=3 + wire.rank)
     model.compile(keras.optimizers.Adam(0.05), keras.losses.SparseCategoricalCrossentropy(from_logits=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from hvdtrain.backends.numpy.model import Model
 from hvdtrain.backends.numpy.params import Sgd
 from hvdtrain.exchange.transport import Transport
 from hvdtrain.pairs import Totals, means
-from hvdtrain.protocols import Batch
+from hvdtrain.protocols import Batch, Writable
 from hvdtrain.protocols.state import Head, Place, Shard, Window
 
 
@@ -31,10 +31,36 @@ class Buffers:
                 if not self._blocks or int(name[1:]) in self._blocks[i]:
                     p[...] = transport.broadcast(p.reshape(-1).copy(), f"initial.{name}").reshape(p.shape)
 
-    def sync(self) -> None:
+    def sync(self) -> list[str]:
+        """Return nothing: there are no buffers."""
+        return []
+
+    def keep(self) -> None:
         """Nothing."""
 
     def discard(self) -> None:
+        """Nothing."""
+
+    def writable(self) -> dict[str, Writable]:
+        """Return nothing."""
+        return {}
+
+    def statistics(self) -> list[str]:
+        """Return nothing."""
+        return []
+
+    def aliases(self) -> dict[str, str]:
+        """Return nothing."""
+        return {}
+
+    def noticed(self) -> list[str]:
+        """Return nothing."""
+        return []
+
+    def track(self, names: Iterable[str]) -> None:
+        """Nothing."""
+
+    def combine(self, reductions: Mapping[str, str], samples: int | None = None, force: bool = False) -> None:
         """Nothing."""
 
 

@@ -1,13 +1,15 @@
-"""Variables that ranks hold outside the gradient exchange: initial weights, optimizer state, BatchNorm statistics.
+"""Variables that ranks hold outside the gradient exchange: initial weights, optimizer state, what forward passes write.
 
-Sharing is collective, eager, rarely called, and does nothing in a world of one rank. `Kept` is local: it takes back
-what the forward of a step did.
+Exchanges are collective, eager, and do nothing in a world of one rank. `Kept` is local: it takes back what the forward
+of a step did.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -17,8 +19,14 @@ import tensorflow as tf
 from hvdtrain.backends.tensorflow.entered import PLAIN, Mark
 from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.optim_state import give_back, take_over
-from hvdtrain.backends.tensorflow.state import assign, named, nbytes, seed_states, to_numpy
+from hvdtrain.backends.tensorflow.state import assign, named, nbytes, seed_states, to_numpy, view
 from hvdtrain.exchange.transport import Transport
+from hvdtrain.exchange.written import combine
+from hvdtrain.keras.names import stable_names
+from hvdtrain.protocols import Writable
+
+LARGE = 1 << 16
+"""Elements of a variable that is not compared after every step; the first samples and a save find what is written."""
 
 CHUNK_BYTES = 1 << 28
 """Largest single broadcast: MPI counts elements in 31 bits."""
@@ -27,35 +35,125 @@ PACK_BYTES = 1 << 22
 """Variables share a broadcast up to so many bytes; each takes several copies of them meanwhile."""
 
 
+class _Entry:
+    """Implements `hvdtrain.exchange.written.Entry` for one variable."""
+
+    def __init__(self, name: str, variable: keras.Variable, before: np.ndarray | None) -> None:
+        self.name, self._variable, self._before = name, variable, before
+        self.form = f"{variable.dtype} {tuple(variable.shape)}"
+
+    def old(self) -> np.ndarray | None:
+        """Return the value of the step's begin."""
+        return self._before
+
+    def own(self) -> np.ndarray:
+        """Return the value of now."""
+        return _array(self._variable)
+
+    def write(self, value: np.ndarray) -> None:
+        """Assign ``value``."""
+        self._variable.assign(tf.cast(tf.constant(value), self._variable.dtype))
+
+
 class Buffers:
     """Implements `hvdtrain.protocols.Buffers` for ``model`` and the optimizer's variables.
 
     ``kept``: copies of what forward passes change. The stage tells of a step's begin (`begin`) and of its samples
-    (`saw`).
+    (`saw`). ``whole``: the model that ``model`` is a part of, whose variables give the names.
     """
 
-    def __init__(self, model: keras.Model, opt: Optimization, transport: Transport) -> None:
+    def __init__(self, model: keras.Model, opt: Optimization, transport: Transport,
+                 whole: keras.Model | None = None) -> None:
         self._model, self._opt, self._transport = model, opt, transport
-        self.kept = Kept(statistics(model))
-        self._n_seen = self._n_seen_before = 0
+        self.kept = Kept(written_in_forward(model))
+        self._n_seen = self._n_seen_before = self._n_step = 0
+        counted = {id(v) for v in _statistics(model)}
+        written = {id(v) for v in state_variables(model)}
+        weights, own = (whole or model).weights, {id(v) for v in model.weights}
+        named = list(zip(stable_names(weights), weights))
+        self._aliases = {v.path: name for name, v in named}
+        self._names = {name: v for name, v in named if id(v) in own}
+        self._counted = [name for name, v in self._names.items() if id(v) in counted]
+        trained = {id(v) for v in model.trainable_variables}
+        self._writable = [name for name, v in self._names.items() if id(v) not in counted and id(v) not in trained]
+        self._watched = [name for name in self._writable if id(self._names[name]) in written
+                         and math.prod(self._names[name].shape) < LARGE]
+        self._known: set[str] = set()
+        self._before: dict[str, np.ndarray] = {}
 
     def begin(self) -> None:
         """Open a step: `discard` goes back to here."""
         self._n_seen_before = self._n_seen
         self.kept.forget()
+        self.keep()
+
+    def keep(self) -> None:
+        """Note the values that `noticed` and `combine` compare with."""
+        self._n_step = 0
+        self._before = {name: _array(self._names[name]) for name in self._watched} if self._transport.size > 1 else {}
 
     def saw(self, samples: int) -> None:
         """Count samples that statistics were taken over."""
         self._n_seen += samples
+        self._n_step += samples
 
     def discard(self) -> None:
-        """Undo what the step did to the statistics."""
+        """Undo what the step did to the variables that forward passes write to."""
         self.kept.put_back()
-        self._n_seen = self._n_seen_before
+        self._n_seen, self._n_step = self._n_seen_before, 0
+
+    def undone(self) -> Callable[[], None]:
+        """Return what takes back what is written from here on, statistics aside: a placeholder is no sample."""
+        copies = [(self._names[name], to_numpy(self._names[name])) for name in self._watched]
+
+        def undo() -> None:
+            for variable, copy in copies:
+                assign(variable, copy)
+        return undo
 
     def restart(self) -> None:
         """Forget how many samples were seen: the statistics are the same on every rank."""
         self._n_seen = self._n_seen_before = 0
+
+    # --- written in forward --------------------------------------------------------------------------------------
+
+    def names_of(self, variables: Iterable[Any]) -> list[str]:
+        """Return the names of those of ``variables`` that are weights and no statistics."""
+        ids = {id(v) for v in variables}
+        return [name for name, v in self._names.items() if id(v) in ids and name not in self._counted]
+
+    def writable(self) -> dict[str, Writable]:
+        """Return the variables that are neither trained nor statistics, by name."""
+        return {name: Writable(keras.backend.standardize_dtype(v.dtype), _array(v).dtype.kind, tuple(v.shape))
+                for name, v in self._names.items() if name in self._writable}
+
+    def aliases(self) -> dict[str, str]:
+        """Return the name of each variable of the whole model by its path, which has Keras' counters."""
+        return self._aliases
+
+    def statistics(self) -> list[str]:
+        """Return the names of BatchNorm's moving statistics."""
+        return self._counted
+
+    def noticed(self) -> list[str]:
+        """Return the variables that were written to since `keep`, without those tracked and those that are `LARGE`."""
+        return [name for name, before in self._before.items() if name not in self._known
+                and before.tobytes() != _array(self._names[name]).tobytes()]
+
+    def track(self, names: Iterable[str]) -> None:
+        """Have `keep` note these always."""
+        fresh = [name for name in names if name in self._names and name not in self._known]
+        self._known.update(fresh)
+        self._watched += [name for name in fresh if name not in self._watched]
+
+    def combine(self, reductions: Mapping[str, str], samples: int | None = None, force: bool = False) -> None:
+        """Reduce those of ``reductions`` that this model has; collective."""
+        entries = [_Entry(name, self._names[name], self._before.get(name)) for name in reductions
+                   if name in self._known]
+        if self._transport.size > 1 and entries:
+            combine(self._transport, entries, reductions, self._n_step if samples is None else samples, force)
+
+    # --- collective ----------------------------------------------------------------------------------------------
 
     def share(self) -> None:
         """Give every rank rank 0's weights, optimizer state and base rate, bit by bit; seed generators stay.
@@ -80,28 +178,29 @@ class Buffers:
             take_over(opt, (self._shared(to_numpy(v), f"former.{i}") for i, v in enumerate(former.variables)))
             give_back(former)
 
-    def sync(self) -> None:
-        """Average floating non-trainable weights (BatchNorm statistics) over ranks, each by its samples; collective.
+    def sync(self) -> list[str]:
+        """Average BatchNorm's statistics over ranks, each by its samples; collective.
 
         With n_r the samples of rank r since the last call and base the values of the lowest rank that saw any::
 
             mean = base + sum_r n_r * (own_r - base) / sum_r n_r
 
-        so that weights which are equal everywhere (frozen layers) keep their bits. Types that are not averaged are
-        that rank's. Without a sample anywhere there is nothing to do.
+        Without a sample anywhere they stay. Of all else that is not trained every rank takes base where ranks differ:
+        returns the names.
         """
         n_seen = self._n_seen
         self.restart()
         wire = self._transport.collectives
         if wire.size == 1:
-            return
+            return []
         counts_P = np.array(self._transport.allgather(tf.constant([n_seen], tf.int64), "buffers.seen")).reshape(-1)
+        ran = int(np.flatnonzero(counts_P)[0]) if counts_P.any() else 0
+        found = self._equalise(ran)
         if not counts_P.any():
-            return
-        ran = int(np.flatnonzero(counts_P)[0])
+            return found
         averaged: dict[str, list[Any]] = {"float32": [], "float64": []}
         others: list[Any] = []
-        for variable in self._model.non_trainable_weights:
+        for variable in (self._names[name] for name in self._counted):
             dtype = keras.backend.standardize_dtype(variable.dtype)
             wide = "float64" if dtype == "float64" else "float32"
             (averaged[wide] if "float" in dtype and wide in wire.dtypes else others).append(variable)
@@ -109,6 +208,19 @@ class Buffers:
         for dtype, variables in averaged.items():
             if variables:
                 self._average(variables, dtype, ran, n_seen, int(counts_P.sum()))
+        return found
+
+    def _equalise(self, root: int) -> list[str]:
+        """Give what is not trained, and differs between ranks, the value of rank ``root``; return the names."""
+        names = [*self._writable, *sorted(self._known - set(self._writable))]
+        if not names:
+            return []
+        own_N = np.array([zlib.crc32(view(self._names[name]).tobytes()) for name in names], np.int64)
+        rows = self._transport.allgather(tf.constant(own_N), "buffers.bits")
+        all_PN = np.array(rows).reshape(self._transport.size, -1)
+        found = [name for name, apart in zip(names, (all_PN != all_PN[:1]).any(0)) if apart]
+        self._from_root([self._names[name] for name in found], f"buffers.written.from{root}", root)
+        return found
 
     def _average(self, variables: Sequence[Any], dtype: str, ran: int, n_seen: int, total: int) -> None:
         """`sync` of the variables that are averaged in ``dtype``."""
@@ -149,23 +261,30 @@ class Buffers:
         return np.array(parts[0] if len(parts) == 1 else np.concatenate(parts)).view(own.dtype).reshape(own.shape)
 
 
-def _written_in_forward(model: keras.Model) -> list[keras.Variable]:
-    return list({id(v): v for layer in model._flatten_layers() for v in layer._non_trainable_variables}.values())
+def written_in_forward(model: keras.Model) -> list[keras.Variable]:
+    """Return the variables that layers may write to in their forward; neither frozen parameters nor random states."""
+    seeds = {id(v) for v in seed_states(model).values()}
+    return list({id(v): v for layer in model._flatten_layers() for v in layer._non_trainable_variables
+                 if id(v) not in seeds}.values())
 
 
-def _is_floating(variable: keras.Variable) -> bool:
-    return "float" in keras.backend.standardize_dtype(variable.dtype)
+def state_variables(model: keras.Model) -> list[keras.Variable]:
+    """Return those of `written_in_forward` that are no statistics of BatchNorm."""
+    counted = {id(v) for v in _statistics(model)}
+    return [v for v in written_in_forward(model) if id(v) not in counted]
 
 
-def statistics(model: keras.Model) -> list[keras.Variable]:
-    """Return the floating variables that layers update in their forward; frozen parameters are not among them."""
-    return [v for v in _written_in_forward(model) if _is_floating(v)]
+def _statistics(model: keras.Model) -> list[keras.Variable]:
+    """Return the moving statistics of BatchNorm layers, which their class tells."""
+    return [v for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)
+            for name in ("moving_mean", "moving_variance") if (v := getattr(layer, name, None)) is not None]
 
 
-def counts(model: keras.Model) -> list[keras.Variable]:
-    """Return the states of random generators and all else that is not floating and that a forward may change."""
-    counted = [v for v in _written_in_forward(model) if not _is_floating(v)]
-    return [*counted, *seed_states(model).values()]
+def _array(variable: keras.Variable) -> np.ndarray:
+    """Return a copy on the host, float64 for a dtype that numpy lacks."""
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    narrow = dtype == "bfloat16" or dtype.startswith("float8")
+    return np.array((tf.cast(variable.value, tf.float64) if narrow else variable.value).numpy())
 
 
 class Kept:

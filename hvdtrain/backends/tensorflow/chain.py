@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import state
-from hvdtrain.backends.tensorflow.buffers import Kept, statistics
+from hvdtrain.backends.tensorflow.buffers import Kept, written_in_forward
 from hvdtrain.errors import UserError
 from hvdtrain.keras.task import Phase
 
@@ -78,7 +78,7 @@ def check_same(chain: Chain, batch_x: Any) -> None:
 
 def _check_training(chain: Chain, x: Any) -> None:
     """`check_same` in training: from the same random generators, as far as those can be put back."""
-    buffers, random = Kept(statistics(chain.model)), state.random_arrays(chain.model)
+    buffers, random = Kept(written_in_forward(chain.model)), state.random_arrays(chain.model)
 
     def run(forward: Callable[[], Any], layers: Sequence[Any]) -> tuple[Any, Any]:
         buffers.keep()

@@ -36,6 +36,7 @@ from hvdtrain.exchange.transport import Transport
 from hvdtrain.keras import compiled
 from hvdtrain.keras.evaluation import Evaluation
 from hvdtrain.keras.facts import KerasFacts
+from hvdtrain.keras.shapes import check_stateful
 from hvdtrain.keras.task import loss_name
 from hvdtrain.mesh import Mesh
 from hvdtrain.misfit import told
@@ -104,6 +105,7 @@ class _Making:
         placement.keep_sums()
         model: keras.Model = self._spec.model
         compiled.build(self._spec, sample)
+        check_stateful(model, self._config, "tensorflow")
         self._sample = sample or self._spec.example
         if not model.trainable_variables:
             raise UserError("the model has no trainable variable", "at least one", "set trainable on a layer")

@@ -20,16 +20,22 @@ from hvdtrain.parts import Parts
 from hvdtrain.protocols import Batch
 
 
-def try_samples(parts: Parts, batch: Batch, training: bool) -> None:
-    """Forward and loss as in training, or metrics as in an evaluation; no backward. Raises what the model raises."""
+def try_samples(parts: Parts, batch: Batch, training: bool) -> list[str]:
+    """Forward and loss as in training, or metrics as in an evaluation; no backward. Raises what the model raises.
+
+    Returns the variables that this wrote to, BatchNorm's statistics aside.
+    """
     tensors = tf.nest.map_structure(tf.convert_to_tensor, tuple(batch))
     stage: Any = parts.stage
     evaluator: Any = parts.evaluator
-    with _untouched(parts.model), generator_kept(), stage.class_numbers.checked(tuple(batch)):
+    buffers: Any = parts.buffers
+    with _untouched(parts.model) as written, generator_kept(), stage.class_numbers.checked(tuple(batch)):
         if training:
             stage.task(parts.model, tensors, True)
         else:
             evaluator.once(tensors)
+    names: list[str] = buffers.names_of(written)
+    return names
 
 
 @contextlib.contextmanager
@@ -43,13 +49,15 @@ def untouched(parts: Parts, batch: Batch) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _untouched(model: Any) -> Iterator[None]:
+def _untouched(model: Any) -> Iterator[list[Any]]:
+    """Give a list that holds, afterwards, the variables that were put back."""
+    written: list[Any] = []
     states = [v for layer in model._flatten_layers() for v in tf.nest.flatten(getattr(layer, "states", None) or [])
               if isinstance(v, keras.Variable)]  # of a stateful RNN, which Keras counts among no variables
     kept = [(v, tf.identity(v.value)) for v in (*model.variables, *states)]  # copied where one is written to
     random, drawn = rng.capture(), _eager_state()
     try:
-        yield
+        yield written
     finally:
         rng.restore(random)
         _load_eager_state(drawn)
@@ -57,6 +65,7 @@ def _untouched(model: Any) -> Iterator[None]:
         for variable, value in kept:
             if not bool(tf.reduce_all(tf.equal(variable.value, value))):
                 variable.assign(value)
+                written.append(variable)
 
 
 def _eager_state() -> Any:

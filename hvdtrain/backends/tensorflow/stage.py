@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from hvdtrain import rng, timeline
 from hvdtrain.backends.tensorflow import host, placement, stamps, state
-from hvdtrain.backends.tensorflow.buffers import Buffers, Kept, counts, holding
+from hvdtrain.backends.tensorflow.buffers import Buffers, Kept, holding
 from hvdtrain.backends.tensorflow.calls import Calls
 from hvdtrain.backends.tensorflow.collectives import peer_failures
 from hvdtrain.backends.tensorflow.entered import Graph
@@ -69,7 +69,7 @@ class Stage:
         self._several = False
         self.unused, self._names = gradients.numbers, list(state.named(model.trainable_variables))
         self._random: dict[str, np.ndarray] = {}
-        self._drawn = Kept(counts(model))
+        self._drawn = Kept(state.seed_states(model).values())
         self._kept = (buffers.kept, self._drawn)
         self._trial: Trial | None = None
 
@@ -99,7 +99,7 @@ class Stage:
         self._drawn.forget()
 
     def rewind(self) -> None:
-        """Put the random generators, and what a forward counts, back to where `begin` found them."""
+        """Put the random generators back to where `begin` found them."""
         rng.restore(self._random)
         self._drawn.put_back()
 
@@ -107,14 +107,17 @@ class Stage:
         """Add the gradient of ``loss_sum * scale``; the graph of the ``final`` micro-batch exchanges too, if it can."""
         batch, samples = tuple(micro), len(tf.nest.flatten(micro)[0])
         self._buffers.saw(samples)
+        undo: Callable[[], None] | None = None
         if self._across:
             self._across.begin(self._loss_scale(), samples > 0)
             if samples:
                 self.spare(batch)
             else:
-                batch, scale = self._stand_in.instead(batch), 0.0
+                batch, scale, undo = self._stand_in.instead(batch), 0.0, self._buffers.undone()
         with self.class_numbers.checked(batch):
             pair = self._final(batch, scale, sink) if final else self._add(batch, scale)
+        if undo is not None:
+            undo()
         if self._across:
             self.waited_s += _stood_in(self._across)
         if not samples:
@@ -300,7 +303,7 @@ class Stage:
         found = []
         if not self._across and any(layer.trainable for layer in sync_batchnorm.norms(self.model)):
             found.append("BatchNorm takes its statistics over each rank's own samples, without sync_batchnorm: true")
-        if state.seed_states(self.model):
+        if state.draws(self.model):
             found.append("dropout draws differ with the number of ranks")
         return found
 

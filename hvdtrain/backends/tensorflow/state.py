@@ -125,6 +125,14 @@ def seed_states(model: keras.Model) -> dict[str, Any]:
     return named([v for v in own if v.path.rpartition("/")[2].startswith("seed_generator_state")])
 
 
+def draws(model: keras.Model) -> bool:
+    """Return whether a layer of ``model`` draws from its generator in training; RNNs have one without dropout too."""
+    def rates(layer: Any) -> list[float]:
+        given = (getattr(layer, name, None) for name in ("rate", "dropout", "recurrent_dropout", "stddev"))
+        return [rate for rate in given if isinstance(rate, (int, float)) and not isinstance(rate, bool)]
+    return any(layer._seed_generators and (not rates(layer) or any(rates(layer))) for layer in model._flatten_layers())
+
+
 def random_arrays(model: keras.Model) -> dict[str, np.ndarray]:
     """Every random generator of this process that can be read: Python's, numpy's, the model's."""
     return {**rng.capture(), **{f"seed.{name}": to_numpy(v) for name, v in seed_states(model).items()}}

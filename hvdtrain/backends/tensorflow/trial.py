@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import state
-from hvdtrain.backends.tensorflow.buffers import Kept, statistics
+from hvdtrain.backends.tensorflow.buffers import Kept, written_in_forward
 from hvdtrain.protocols import Batch
 
 
@@ -21,7 +21,7 @@ class Trial:
 
     def __init__(self, model: keras.Model, gradients: Callable[[tuple[Any, ...]], list[tf.Tensor]]) -> None:
         self._model, self._gradients = model, gradients
-        self._buffers = Kept(statistics(model))
+        self._buffers = Kept(written_in_forward(model))
 
     def __call__(self, batch: Batch) -> list[tf.Tensor]:
         """Return the gradients, when they are there."""

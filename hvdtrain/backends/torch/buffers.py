@@ -1,23 +1,29 @@
-"""What a PyTorch model holds beside its gradients, over the ranks: initial values, and statistics of forward passes.
+"""Buffers of a PyTorch model over the ranks: initial values, BatchNorm's statistics, and state written in forward.
 
-Owns the broadcast of parameters and buffers, the mean of buffers that ranks changed on their own (BatchNorm), and
-their way back where a step is left out. Knows no optimizer and no checkpoint.
+Owns which buffer is which, the values of a step's begin, and their way back where a step is left out. Knows no
+optimizer and no checkpoint; formulas of reductions are `hvdtrain.exchange.written`'s.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.transport import Transport
+from hvdtrain.exchange.written import combine
+from hvdtrain.protocols import Writable
 
 
 LARGE = 1 << 16
 """Elements of a buffer that is not copied at every step."""
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""The buffers of BatchNorm and InstanceNorm, which do not enter training's result."""
 
 
 def remember(module: torch.nn.Module) -> Callable[[], list[str]]:
@@ -45,22 +51,108 @@ class _Kept:
         self.large = of.numel() >= LARGE
 
 
+class _Place(NamedTuple):
+    """Where a tensor that forward passes may write to stands: ``holder[key]``; ``name``: in the whole model.
+
+    ``at``: its key among the copies of `Buffers`.
+    """
+
+    name: str
+    holder: Any
+    key: str
+    at: tuple[int, str]
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """Return the tensor there."""
+        found: torch.Tensor | None = self.holder[self.key] if self.key in self.holder else None  # TorchScript lacks get
+        return found
+
+
+class _Only:
+    """One entry of a module's dict of parameters."""
+
+    def __init__(self, holder: dict[str, Any], key: str) -> None:
+        self._holder, self._key = holder, key
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Return the entry."""
+        return [(self._key, self._holder[self._key])] if self._key in self._holder else []
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._holder
+
+    def __getitem__(self, key: str) -> Any:
+        return self._holder[key]
+
+
+class _Entry:
+    """Implements `hvdtrain.exchange.written.Entry`. ``before``: the value of the step's begin, where it is known."""
+
+    def __init__(self, name: str, tensor: torch.Tensor, before: torch.Tensor | None) -> None:
+        self.name, self._tensor = name, tensor
+        self._before = before if before is not None and before.shape == tensor.shape else None
+        self.form = f"{tensor.dtype} {tuple(tensor.shape)}"
+
+    def old(self) -> np.ndarray | None:
+        """Return the value of the step's begin."""
+        return None if self._before is None else _array(self._before)
+
+    def own(self) -> np.ndarray:
+        """Return the value of now."""
+        return _array(self._tensor)
+
+    def write(self, value: np.ndarray) -> None:
+        """Assign ``value``."""
+        _assign(self._tensor, torch.from_numpy(np.array(value)).to(self._tensor.dtype).reshape(self._tensor.shape))
+
+
 class Buffers:
     """The buffers of ``model``, and how many samples this rank has put through it since they were last equal.
 
-    Implements `hvdtrain.protocols.Buffers`. `keep` copies them, so that `discard` can undo a step: statistics at every
-    step, a `LARGE` buffer (a mask, a table) only where PyTorch has counted a write to it since.
+    Implements `hvdtrain.protocols.Buffers`. `keep` copies them, so that `discard` can undo a step: small ones at every
+    step, a `LARGE` one (a mask, a table) only where PyTorch has counted a write to it since. ``paths``: the names of
+    modules by id, where ``model`` is a part of a whole one. ``statistics``: names of BatchNorm's, where these do not
+    follow from the class of their module. ``aliases``: the names of buffers by those that a model may declare.
     """
 
-    def __init__(self, model: torch.nn.Module, transport: Transport) -> None:
-        self._model, self._transport = model, transport
-        self._seen = self._kept_seen = 0
-        self._holders = [module._buffers for module in model.modules()]
+    def __init__(self, model: torch.nn.Module, transport: Transport, paths: Mapping[int, str] | None = None,
+                 statistics: Collection[str] = (), aliases: Mapping[str, str] | None = None) -> None:
+        self._model, self._transport, self._aliases = model, transport, dict(aliases or {})
+        self._seen = self._kept_seen = self._step_samples = 0
+        modules = list(model.named_modules())
+        self._holders: list[Any] = [module._buffers for _, module in modules]
+        self._prefixes = [(paths or {}).get(id(module), name) for name, module in modules]
         self._kept: dict[tuple[int, str], _Kept] = {}
+        self._known: dict[str, _Place] = {}
+        self._statistics: list[_Place] = []
+        self._own: list[_Place] = []
+        """The buffers that are no statistics."""
+        self._params: list[_Place] = []
+        self._fixed: list[_Place] = []
+        """Parameters that only a forward pass can change before the update."""
+        self._versions: list[int] = []
+        for number, (prefix, (_, module)) in enumerate(zip(self._prefixes, modules)):
+            counted = STATISTICS if isinstance(module, torch.nn.modules.batchnorm._NormBase) else ()
+            for key, _ in module._buffers.items():
+                place = self._place(number, key)
+                (self._statistics if key in counted or place.name in statistics else self._own).append(place)
+            for key, param in module._parameters.items():
+                place = _Place(f"{prefix}.{key}" if prefix else key, module._parameters, key, (-1, ""))
+                self._params.append(place)
+                renormalised = getattr(module, "max_norm", None) is not None  # torch.nn.Embedding
+                if param is not None and (renormalised or not param.requires_grad):
+                    self._fixed.append(place)
+
+    def _place(self, number: int, key: str) -> _Place:
+        """Return where the buffer ``key`` of a module stands."""
+        prefix = self._prefixes[number]
+        return _Place(f"{prefix}.{key}" if prefix else key, self._holders[number], key, (number, key))
 
     def saw(self, samples: int) -> None:
         """Count the samples of one forward pass."""
         self._seen += samples
+        self._step_samples += samples
 
     def loaded(self) -> None:
         """Note that every rank has been given the same buffers."""
@@ -68,7 +160,7 @@ class Buffers:
 
     def keep(self) -> None:
         """Remember the buffers as they are before a step."""
-        self._kept_seen = self._seen
+        self._kept_seen, self._step_samples = self._seen, 0
         changed: list[torch.Tensor] = []
         copies: list[torch.Tensor] = []
         for number, buffers in enumerate(self._holders):  # kept: a walk over the model's modules costs more than copies
@@ -77,6 +169,9 @@ class Buffers:
                 if buffer is None:
                     continue
                 if kept is None or kept.of is not buffer or kept.copy.shape != buffer.shape:
+                    if kept is None and number < len(self._prefixes) and all(
+                            place.at != (number, name) for place in (*self._own, *self._statistics)):
+                        self._own.append(self._place(number, name))  # registered by a forward pass
                     self._kept[number, name] = _Kept(buffer, buffer.detach().clone(), buffer._version)
                 elif not kept.large or kept.version != buffer._version:
                     changed.append(buffer)
@@ -85,14 +180,27 @@ class Buffers:
         if changed:
             with torch.no_grad():
                 torch._foreach_copy_(copies, changed)
+        self._versions = [-1 if place.tensor is None else place.tensor._version for place in self._fixed]
 
     def discard(self) -> None:
         """Give the buffers the values they had at `keep`."""
         for (number, name), kept in self._kept.items():
-            buffer = self._holders[number].get(name)
+            holder = self._holders[number]
+            buffer = holder[name] if name in holder else None
             if buffer is not None and kept.copy.shape == buffer.shape:
                 _assign(buffer, kept.copy)
-        self._seen = self._kept_seen
+        self._seen, self._step_samples = self._kept_seen, 0
+
+    def undone(self) -> Callable[[], None]:
+        """Return what takes back what is written from here on, statistics aside: a placeholder is no sample."""
+        copies = [(place, place.tensor.detach().clone()) for place in (*self._own, *self._known.values())
+                  if place.tensor is not None]
+
+        def undo() -> None:
+            for place, copy in copies:
+                if place.tensor is not None and place.tensor.shape == copy.shape:
+                    _assign(place.tensor, copy)
+        return undo
 
     def share(self) -> None:
         """Give every rank rank 0's parameters and buffers, those outside the state_dict too; collective."""
@@ -100,25 +208,104 @@ class Buffers:
             return
         for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
             if tensor.numel():
-                bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # so that every dtype travels
-                got = self._transport.broadcast(bits, f"initial.{name}")
+                got = self._transport.broadcast(_bits(tensor), f"initial.{name}")
                 _assign(tensor, got.view(tensor.dtype).reshape(tensor.shape))
 
-    def sync(self) -> None:
-        """Make the buffers equal: floating ones their mean by samples, whole numbers their maximum; collective.
+    # --- written in forward --------------------------------------------------------------------------------------
+
+    def writable(self) -> dict[str, Writable]:
+        """Return the buffers that are no statistics, and the parameters that are not trained, by name."""
+        return {place.name: Writable(str(tensor.dtype).removeprefix("torch."), _kind(tensor), tuple(tensor.shape))
+                for place in (*self._own, *self._fixed) if (tensor := place.tensor) is not None}
+
+    def statistics(self) -> list[str]:
+        """Return the names of BatchNorm's statistics."""
+        return [place.name for place in self._statistics]
+
+    def aliases(self) -> dict[str, str]:
+        """Return the names of buffers by other names that a model may declare."""
+        return self._aliases
+
+    def noticed(self) -> list[str]:
+        """Return the buffers and untrained parameters that were written to since `keep`, without those tracked.
+
+        PyTorch counts writes; those that it does not count (``.data``) show in the values, which are compared where
+        that is cheap.
+        """
+        found = []
+        for place in self._own:
+            kept, buffer = self._kept.get(place.at), place.tensor
+            if kept is None or buffer is None or place.name in self._known or kept.copy.shape != buffer.shape:
+                continue
+            counted = kept.of is not buffer or kept.version != buffer._version
+            if (counted or not kept.large and buffer.device.type == "cpu") and not _same(buffer, kept.copy):
+                found.append(place.name)
+        for place, version in zip(self._fixed, self._versions):
+            if place.tensor is not None and place.tensor._version != version and place.name not in self._known:
+                found.append(place.name)
+        return found
+
+    def track(self, names: Iterable[str]) -> None:
+        """Have `keep` copy these always, parameters too."""
+        fresh = {name for name in names if name not in self._known}
+        self._known.update({place.name: place for place in self._own if place.name in fresh})
+        for place in self._params:
+            if place.name in fresh:
+                self._known[place.name] = place._replace(at=(len(self._holders), place.key))
+                self._holders.append(_Only(place.holder, place.key))
+
+    def combine(self, reductions: Mapping[str, str], samples: int | None = None, force: bool = False) -> None:
+        """Reduce those of ``reductions`` that this model has; collective."""
+        if self._transport.size == 1:
+            return
+        entries = []
+        for place in (self._known[name] for name in reductions if name in self._known):
+            kept, tensor = self._kept.get(place.at), place.tensor
+            if tensor is not None and tensor.numel():
+                entries.append(_Entry(place.name, tensor, None if kept is None else kept.copy))
+        if entries:
+            combine(self._transport, entries, reductions, self._step_samples if samples is None else samples, force)
+
+    def sync(self) -> list[str]:
+        """Make the buffers equal: statistics their mean by samples, counts among them their maximum; collective.
 
         With n_r samples of rank r since the last time, the mean is root + sum(n_r (own_r - root)) / sum(n_r), where
         root is the value of the lowest rank that saw a sample: a rank without one has no say, and what is equal
-        everywhere keeps its bits. Without any sample nothing changes.
+        everywhere keeps its bits. Without any sample statistics stay. All others get root's value: returns their names.
         """
         if self._transport.size == 1:
-            return
+            return []
         seen_P, buffers = self._agree()
-        if not seen_P.any():
-            return
+        root = int(np.flatnonzero(seen_P)[0]) if seen_P.any() else 0
+        counted = {id(place.tensor) for place in self._statistics}
+        found = self._equalise({n: b for n, b in buffers.items() if id(b) not in counted}, root)
+        if seen_P.any():
+            self._average({n: b for n, b in buffers.items() if id(b) in counted}, seen_P, root)
+            self._seen = 0
+        return found
+
+    def _equalise(self, buffers: dict[str, torch.Tensor], root: int) -> list[str]:
+        """Give those that differ between ranks the value of rank ``root``; return their names in the whole model."""
+        names = {id(place.tensor): place.name for place in (*self._own, *self._known.values())}
+        for place in self._known.values():  # parameters
+            if place.tensor is not None and all(place.tensor is not b for b in buffers.values()):
+                buffers = {**buffers, place.name: place.tensor}
+        if not buffers:
+            return []
+        own_N = torch.tensor([zlib.crc32(_bits(b).cpu().numpy().tobytes()) for b in buffers.values()])
+        all_PN = self._transport.allgather(own_N, "buffers.bits").cpu()
+        found = []
+        for (name, buffer), apart in zip(buffers.items(), (all_PN != all_PN[:1]).any(0).tolist()):
+            if apart:
+                sent = self._transport.broadcast(_bits(buffer), f"buffer.{name}.from{root}", root)
+                _assign(buffer, sent.view(buffer.dtype).reshape(buffer.shape))
+                found.append(names.get(id(buffer), name))
+        return found
+
+    def _average(self, buffers: dict[str, torch.Tensor], seen_P: np.ndarray, root: int) -> None:
+        """Do `sync` of statistics."""
         floating = {n: b for n, b in buffers.items() if b.is_floating_point()}
         whole = {n: b for n, b in buffers.items() if not b.is_floating_point()}
-        root = int(np.flatnonzero(seen_P)[0])
         for name, buffer in floating.items():
             own_N = buffer.detach().reshape(-1).double()  # half-precision buffers too: they only travel wider
             sent_N = self._transport.broadcast(own_N.clone(), f"buffer.{name}.root{root}", root)
@@ -133,7 +320,6 @@ class Buffers:
             own_N = buffer.detach().reshape(-1).to(torch.int64)
             all_PN = self._transport.allgather(own_N, f"buffer.{name}")
             _assign(buffer, all_PN.amax(0).to(buffer.dtype).reshape(buffer.shape))
-        self._seen = 0
 
     def _agree(self) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
         """Samples by rank, and the buffers to make equal.
@@ -141,8 +327,7 @@ class Buffers:
         Those outside the state_dict are among them only if they are shaped alike everywhere: a cache that grows
         with the longest sequence a rank has met differs rightly.
         """
-        every = {n: b for n, b in self._model.named_buffers()
-                 if b.numel() and b.dtype != torch.bool and not b.is_complex()}
+        every = {n: b for n, b in self._model.named_buffers() if b.numel()}
         saved = self._model.state_dict().keys()
         lasting = {n: b for n, b in every.items() if n in saved}
         own_3 = torch.tensor([self._seen, _print(every), _print(lasting)])
@@ -166,3 +351,28 @@ def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
     with torch.no_grad():
         if not torch.equal(tensor, value):
             tensor.copy_(value)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, uint8 (N,), so that every dtype travels."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compare values of one shape; a NaN equals itself."""
+    return torch.equal(a, b) or torch.equal(_bits(a), _bits(b))
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """Return a copy on the host, float64 for a dtype that numpy lacks."""
+    host = tensor.detach().cpu()
+    try:
+        return np.array(host.numpy())
+    except TypeError:
+        return np.array((host.to(torch.complex128) if host.is_complex() else host.double()).numpy())
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """Return the kind of a dtype, as numpy has it."""
+    return "b" if tensor.dtype == torch.bool else "f" if tensor.is_floating_point() else (
+        "c" if tensor.is_complex() else "i")

@@ -60,18 +60,20 @@ class TorchFacts:
         self._last = self._look()
         self._params_by = {name: id(p) for name, p in self._model.named_parameters()}
         self._modules_by = {name: id(module) for name, module in self._model.named_modules()}
-        self._buffers_by = {f"{path}.{name}".lstrip("."): id(module) for path, module in self._model.named_modules()
-                            for name, _ in module.named_buffers(recurse=False)}
+        self._with_buffers = {path for path, module in self._model.named_modules()
+                              if next(module.buffers(recurse=False), None) is not None}
 
     def changes(self) -> list[str]:
         """Return what differs from the last call, or from `renew`."""
         before, now = self._last, self._look()
         if now.equals(before):
             return []
-        params, modules, buffers = self._params_by, self._modules_by, self._buffers_by
+        params, modules, holders = self._params_by, self._modules_by, self._with_buffers
         self.renew()
-        found = [*_other("parameter", params, self._params_by), *_other("buffer", buffers, self._buffers_by),
-                 *_other("module", modules, self._modules_by)]
+        other = _other("module", modules, self._modules_by)  # a module may register a buffer in its forward pass
+        found = [*_other("parameter", params, self._params_by).values(),
+                 *(f"a buffer of {change}" if path in holders | self._with_buffers else change
+                   for path, change in other.items())]
         if now.grouped != before.grouped:
             found.append(f"the optimizer was given {now.grouped} parameters in place of {before.grouped}")
         names = {i: name for name, i in self._params_by.items()}
@@ -166,7 +168,7 @@ def _join(optimizer: TorchOptimizer, names: Sequence[str], tensors: Sequence[tor
     optimizer.given = optimizer.given.joined(names)
 
 
-def _other(kind: str, before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
-    """Return by name which objects are not those of before."""
-    return [f"{kind} {name} was {'added' if name not in before else 'removed' if name not in now else 'replaced'}"
-            for name in dict.fromkeys((*before, *now)) if before.get(name) != now.get(name)]
+def _other(kind: str, before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, str]:
+    """Return which objects are not those of before, a sentence by name."""
+    return {name: f"{kind} {name} was {'added' if name not in before else 'removed' if name not in now else 'replaced'}"
+            for name in dict.fromkeys((*before, *now)) if before.get(name) != now.get(name)}

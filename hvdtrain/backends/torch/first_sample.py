@@ -25,15 +25,20 @@ COPIED_BYTES = 1 << 28
 _DEVICE_ERROR: Any = getattr(torch, "AcceleratorError", RuntimeError)
 
 
-def try_samples(parts: Parts, batch: Batch, training: bool) -> None:
-    """Forward and loss as in training, or metrics as in an evaluation; no backward. Raises what the model raises."""
+def try_samples(parts: Parts, batch: Batch, training: bool) -> list[str]:
+    """Forward and loss as in training, or metrics as in an evaluation; no backward. Raises what the model raises.
+
+    Returns the buffers and parameters that this wrote to, BatchNorm's statistics aside.
+    """
     stage: Any = parts.stage  # `TorchStage`, or what slows one down
-    with _uncompiled(), _untouched(parts):
+    with _uncompiled(), _untouched(parts) as written:
         if training:
             check_loss(parts.model, stage.loss_of(batch)[0])
         else:
             parts.evaluator.add(batch)
         placement.synchronize(stage.devices)  # a GPU tells its errors late
+    counted = set(parts.buffers.statistics())
+    return [name for name in written if name not in counted]
 
 
 @contextlib.contextmanager
@@ -53,30 +58,34 @@ def _uncompiled() -> Any:
 
 
 @contextlib.contextmanager
-def _untouched(parts: Parts) -> Iterator[None]:
+def _untouched(parts: Parts) -> Iterator[list[str]]:
+    """Give a list that holds, afterwards, the names of what was put back."""
+    written: list[str] = []
     stage: Any = parts.stage
     put_back, kept = _undo(parts.model), contextlib.ExitStack()
     kept.enter_context(stage.generators.kept())
     kept.enter_context(modes_kept(parts.model))
     try:
-        yield
+        yield written
     finally:
         with contextlib.suppress(_DEVICE_ERROR):  # a GPU that has failed does nothing any more
             parts.evaluator.totals()
-            put_back()
+            written += put_back()
             kept.close()
 
 
-def _undo(model: torch.nn.Module) -> Callable[[], None]:
-    """What puts the model back as it is now."""
+def _undo(model: torch.nn.Module) -> Callable[[], list[str]]:
+    """Return what puts the model back as it is now and gives the names of what was written to."""
     frozen = [p for p in model.parameters() if not p.requires_grad]
     large = sum(p.nbytes for p in frozen) > COPIED_BYTES
     tensors = [t for t in (*model.parameters(), *model.buffers()) if not (large and any(t is p for p in frozen))]
     kept = {id(t) for t in tensors}
     copies = {name: t.detach().clone() for name, t in _named(model).items() if id(t) in kept}
     grads = [(p, p.grad) for p in model.parameters()]
+    versions = {name: t._version for name, t in _named(model).items() if id(t) not in kept}
 
-    def put_back() -> None:
+    def put_back() -> list[str]:
+        written = []
         for param, grad in grads:
             param.grad = grad
         with torch.no_grad():
@@ -84,6 +93,10 @@ def _undo(model: torch.nn.Module) -> Callable[[], None]:
                 copy = copies.get(name)
                 if copy is not None and tensor.shape == copy.shape and not torch.equal(tensor, copy):
                     tensor.copy_(copy)  # a cache that has grown stays
+                    written.append(name)
+                elif copy is None and versions.get(name, tensor._version) != tensor._version:
+                    written.append(name)
+        return written
     return put_back
 
 

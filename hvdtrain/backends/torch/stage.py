@@ -82,17 +82,19 @@ class TorchStage:
         """Add the gradient of ``loss_sum * scale``; hooks hand over the gradients of the ``final`` micro-batch."""
         samples = len(micro[0])
         self._buffers.saw(samples)
-        factor = self._precision.factor
+        factor, undo = self._precision.factor, None
         if self._sync:
             self._sync.begin(factor, samples > 0)
             if samples:
                 self._stand_in.saw(micro)
             else:
-                micro, scale = self._stand_in.instead(micro), 0.0
+                micro, scale, undo = self._stand_in.instead(micro), 0.0, self._buffers.undone()
         with span("forward", samples=samples):
             loss_sum, weight = self.loss_of(micro)
         with span("backward"):
             self._gradients.backward(loss_sum * (scale * factor), factor, final, empty=not samples)
+        if undo is not None:
+            undo()
         if self._sync:
             self.waited_s = self._sync.waited_s
             self._waited_in_step_s += self.waited_s

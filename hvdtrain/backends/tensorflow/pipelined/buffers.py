@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -15,6 +15,7 @@ from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.pipelined.part import Part
 from hvdtrain.exchange.transport import Transport
 from hvdtrain.pipeline.replicas import Replicas
+from hvdtrain.protocols import Writable
 
 
 class PartBuffers(Buffers):
@@ -26,10 +27,10 @@ class PartBuffers(Buffers):
 
     def __init__(self, part: Part, opt: Optimization, replicas: Sequence[Replicas], layers: Sequence[Any],
                  owners: Sequence[keras.Variable | None]) -> None:
-        super().__init__(part, opt, Transport(replicas[0].wire, Ops()))
+        super().__init__(part, opt, Transport(replicas[0].wire, Ops()), part.whole)
         self._owners = list(owners)
-        self._groups = [Buffers(Part(part.whole, [layers[i] for i in each.blocks]), opt, Transport(each.wire, Ops()))
-                        for each in replicas]
+        self._groups = [Buffers(Part(part.whole, [layers[i] for i in each.blocks]), opt, Transport(each.wire, Ops()),
+                                part.whole) for each in replicas]
 
     def begin(self) -> None:
         """Open a step."""
@@ -67,7 +68,30 @@ class PartBuffers(Buffers):
             group._from_root([*group._model.weights, *alike, base_lr], "initial")
         opt.base_lr = None if np.isnan(base_lr.numpy()) else float(base_lr.numpy())
 
-    def sync(self) -> None:
-        """Average what ranks changed on their own since the last time, by their samples; collective."""
+    def sync(self) -> list[str]:
+        """Average statistics by the ranks' samples; return what else differed; collective."""
+        return [name for group in self._groups for name in group.sync()]
+
+    def keep(self) -> None:
+        """Note the values that `noticed` and `combine` compare with."""
         for group in self._groups:
-            group.sync()
+            group.keep()
+
+    def writable(self) -> dict[str, Writable]:
+        """Return the variables of this rank's blocks that are neither trained nor statistics, by name."""
+        return {name: one for group in self._groups for name, one in group.writable().items()}
+
+    def noticed(self) -> list[str]:
+        """Return the variables that were written to since `keep`, without those tracked."""
+        return [name for group in self._groups for name in group.noticed()]
+
+    def track(self, names: Iterable[str]) -> None:
+        """Have `keep` note these always."""
+        names = list(names)
+        for group in self._groups:
+            group.track(names)
+
+    def combine(self, reductions: Mapping[str, str], samples: int | None = None, force: bool = False) -> None:
+        """Reduce those of ``reductions`` that this rank's blocks have; collective over the ranks with a block."""
+        for group in self._groups:
+            group.combine(reductions, samples, force)

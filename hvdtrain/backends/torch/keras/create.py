@@ -23,6 +23,7 @@ from hvdtrain.backends.torch.generators import Generators
 from hvdtrain.backends.torch.keras import forget_generator
 from hvdtrain.backends.torch.keras.alone import without_tensorflow
 from hvdtrain.backends.torch.keras.module import KerasModule, dropping, normalising, seed_states
+from hvdtrain.keras.names import stable_names
 from hvdtrain.backends.torch.keras.optim import compiled_optimizer
 from hvdtrain.backends.torch.keras.state import KerasState
 from hvdtrain.backends.torch.optimizer import TorchOptimizer
@@ -36,6 +37,7 @@ from hvdtrain.keras.compiled import build, setup_of
 from hvdtrain.keras.evaluation import Evaluation
 from hvdtrain.keras.facts import KerasFacts
 from hvdtrain.keras.seeds import generator_kept
+from hvdtrain.keras.shapes import check_stateful
 from hvdtrain.keras.task import Task
 from hvdtrain.model import refuse_groups
 from hvdtrain.parts import Parts
@@ -58,6 +60,7 @@ class KerasMaker(Maker):
                       "compile the model with the optimizer that it is to have, or set KERAS_BACKEND=tensorflow")
         with torch.no_grad(), without_tensorflow():
             build(spec, sample)
+            check_stateful(spec.model, config, "torch")
         self.keras_model: keras.Model = spec.model
         if config.sync_batchnorm and normalising(self.keras_model):
             raise UserError("sync_batchnorm with Keras' BatchNormalization on PyTorch",
@@ -99,6 +102,15 @@ class KerasMaker(Maker):
             return make(tensors, adopted=adopted, slices=slices, names=names)
 
         return KerasParams(self.model, [], self.placement.places(), make_for)
+
+    def buffers(self) -> Buffers:
+        """Return the variables under their names in the module; a model may declare them by their paths."""
+        own, weights = {id(t): n for n, t in self.model.named_buffers()}, self.keras_model.weights
+        counted = [own[id(v.value)] for layer in self.keras_model._flatten_layers()
+                   if isinstance(layer, keras.layers.BatchNormalization)
+                   for v in (layer.moving_mean, layer.moving_variance) if id(v.value) in own]
+        paths = {v.path: name for v, name in zip(weights, stable_names(weights))}
+        return Buffers(self.model, self.transport, statistics=counted, aliases=paths)
 
     def compile(self) -> TorchCompile:
         """Nothing: Keras' layers are no modules that could be compiled one by one."""

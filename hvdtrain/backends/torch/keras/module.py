@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import torch
 
-from hvdtrain.backends.torch.keras.names import stable_names
+from hvdtrain.keras.names import stable_names
 from hvdtrain.errors import UserError
 
 

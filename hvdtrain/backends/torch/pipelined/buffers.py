@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -10,6 +10,7 @@ from hvdtrain.backends.torch.buffers import Buffers
 from hvdtrain.backends.torch.ops import Ops
 from hvdtrain.exchange.transport import Transport
 from hvdtrain.pipeline.replicas import Replicas
+from hvdtrain.protocols import Writable
 
 Named = Sequence[tuple[str, torch.nn.Module]]
 
@@ -17,9 +18,10 @@ Named = Sequence[tuple[str, torch.nn.Module]]
 class PartBuffers(Buffers):
     """Implements `hvdtrain.protocols.Buffers`: one `Buffers` for the blocks that each group of ranks has in common."""
 
-    def __init__(self, blocks: Named, replicas: Sequence[Replicas]) -> None:
-        self._parts = [Buffers(torch.nn.ModuleList([blocks[i][1] for i in each.blocks]), Transport(each.wire, Ops()))
-                       for each in replicas]
+    def __init__(self, model: torch.nn.Module, blocks: Named, replicas: Sequence[Replicas]) -> None:
+        paths = {id(module): name for name, module in model.named_modules()}
+        self._parts = [Buffers(torch.nn.ModuleList([blocks[i][1] for i in each.blocks]), Transport(each.wire, Ops()),
+                               paths) for each in replicas]
 
     def saw(self, samples: int) -> None:
         """Count the samples of one forward pass."""
@@ -46,7 +48,33 @@ class PartBuffers(Buffers):
         for part in self._parts:
             part.share()
 
-    def sync(self) -> None:
-        """Make the buffers equal; collective."""
+    def sync(self) -> list[str]:
+        """Make the buffers equal; return those that are no statistics and differed; collective."""
+        return [name for part in self._parts for name in part.sync()]
+
+    def writable(self) -> dict[str, Writable]:
+        """Return what forward passes may write to in this rank's blocks, by name."""
+        return {name: one for part in self._parts for name, one in part.writable().items()}
+
+    def statistics(self) -> list[str]:
+        """Return the names of BatchNorm's statistics."""
+        return [name for part in self._parts for name in part.statistics()]
+
+    def aliases(self) -> dict[str, str]:
+        """Return nothing: PyTorch's names are those of the whole model."""
+        return {}
+
+    def noticed(self) -> list[str]:
+        """Return what was written to since `keep`, without what is tracked."""
+        return [name for part in self._parts for name in part.noticed()]
+
+    def track(self, names: Iterable[str]) -> None:
+        """Have `keep` copy these always."""
+        names = list(names)
         for part in self._parts:
-            part.sync()
+            part.track(names)
+
+    def combine(self, reductions: Mapping[str, str], samples: int | None = None, force: bool = False) -> None:
+        """Reduce those of ``reductions`` that this rank's blocks have; collective over the ranks with a block."""
+        for part in self._parts:
+            part.combine(reductions, samples, force)

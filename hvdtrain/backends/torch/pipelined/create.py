@@ -238,7 +238,7 @@ class PartMaker(Maker):
 
     def buffers(self) -> Buffers:
         """Those of the blocks that this rank has, by who else has them."""
-        return PartBuffers(self.named, self.replicas)
+        return PartBuffers(self.model, self.named, self.replicas)
 
     def blocks(self) -> list[torch.nn.Module]:
         """All blocks by their numbers; those of other ranks hold nothing."""

@@ -1,0 +1,247 @@
+"""Buffers that a PyTorch model writes to in its forward passes, over ranks: named, and one value for all ranks."""
+
+import numpy as np
+import pytest
+from small_runs import CLASSES, FEATURES, config, fitted, lockstep, samples, solo, weights
+
+from hvdtrain import loop
+from hvdtrain.config import Checkpoint, Data, DataParallel, Pipeline
+from hvdtrain.errors import UserError
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+from torch import nn  # noqa: E402
+
+
+class Counting(nn.Module):
+    """Counts samples and large values, of which the loss depends; a flag; a queue with its position; BatchNorm."""
+
+    def __init__(self, reductions=None):
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("seen", torch.ones(2))
+        self.register_buffer("late", torch.zeros(()))
+        self.register_buffer("flag", torch.tensor(False))
+        self.register_buffer("queue", torch.zeros(16, FEATURES))
+        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
+        self.reductions = reductions
+
+    def buffer_reduction(self):
+        return self.reductions or {}
+
+    def forward(self, x):
+        if self.training and torch.is_grad_enabled():
+            with torch.no_grad():
+                self.count += len(x)
+                self.seen += torch.stack([(x > 1).sum(), (x < -1).sum()])
+                if int(self.count) > 12:
+                    self.late += x[:, 0].sum()
+                self.flag |= (x > 2.5).any()
+                self.queue[(int(self.at) + torch.arange(len(x))) % 16] = x
+                self.at.copy_((self.at + len(x)) % 16)
+        return self.linear(x) * (1 + 0.01 * self.seen[0] / self.seen[1])
+
+
+DATA = samples(24)
+RIGHT = {"count": "sum", "seen": "sum", "flag": "any", "queue": "gather", "at": "gather"}
+
+
+def ranks(settings, size=2, reductions=None, model=Counting):
+    """The runs, with the buffers by rank, all equal."""
+    runs = lockstep(size, settings, lambda rank: model(reductions), DATA, fitted)
+    for run in runs[1:]:
+        for (name, got), want in zip(run.spec.model.state_dict().items(), runs[0].spec.model.state_dict().values()):
+            assert torch.equal(got, want), name
+    return runs
+
+
+def short(**changes):
+    return config(**{"global_batch": 6, "max_steps": 4, "shares": [2, 1], **changes})
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_declared_buffers_are_those_of_one_process(zero):
+    changes = {"data_parallel": DataParallel("zero")} if zero else {}
+    alone = fitted(solo(short(), Counting(RIGHT), DATA)).spec.model
+    got = ranks(short(**changes), reductions=RIGHT)[0]
+    for name in ("count", "seen", "flag", "at"):
+        assert torch.equal(getattr(got.spec.model, name), getattr(alone, name)), name
+    assert sorted(got.spec.model.queue.tolist()) == sorted(alone.queue.tolist()) and alone.queue.any(1).all()
+    assert any("count: sum" in note and "not independent" in note for note in got.notes)
+
+
+def test_by_default_ranks_take_rank_0s_and_the_note_names_them():
+    run = ranks(short())[0]
+    assert int(run.spec.model.count) == 16, "4 steps of rank 0's share"
+    note = next(note for note in run.notes if "write to" in note)
+    assert all(name in note for name in ("at", "count", "queue", "seen")) and "late" not in note
+    assert any("late" in note for note in run.notes), "first written in the third step"
+
+
+@pytest.mark.parametrize("reductions", [None, RIGHT], ids=["default", "declared"])
+def test_saves_and_evaluations_change_no_bit(reductions, tmp_path):
+    quiet = weights(ranks(short(), reductions=reductions)[0])
+    saving = short(eval_every=1, epochs=9, checkpoint=Checkpoint(every_steps=1), out=str(tmp_path / "run"))
+    noisy = weights(ranks(saving, reductions=reductions)[0])
+    assert all(np.array_equal(a, b) for a, b in zip(quiet, noisy))
+
+
+def test_a_rank_without_a_sample_takes_the_others():
+    run = ranks(short(shares=[0, 1]))[0]
+    assert int(run.spec.model.count) == 24
+    assert int(ranks(short(shares=[0, 1]), reductions=RIGHT)[0].spec.model.count) == 24
+
+
+def test_a_placeholder_is_no_sample():
+    run = ranks(short(shares=[0, 1], sync_batchnorm=True), reductions=RIGHT)[0]
+    assert int(run.spec.model.count) == 24
+
+
+class Poisoned(Counting):
+    """Gives a loss that is not finite in the second step, on the rank that has sample 6."""
+
+    def forward(self, x):
+        bad = self.training and torch.is_grad_enabled() and bool((x == torch.from_numpy(DATA[0][6])).all(1).any())
+        return super().forward(x) * (float("nan") if bad else 1.0)
+
+
+@pytest.mark.parametrize("reductions", [None, RIGHT], ids=["default", "declared"])
+def test_a_step_without_an_update_writes_nothing(reductions):
+    run = ranks(short(nan_guard="skip", data=Data(prefetch=0, shuffle=False)), reductions=reductions,
+                model=Poisoned)[0]
+    assert int(run.spec.model.count) == (18 if reductions else 12)
+
+
+class Writing(nn.Module):
+    """Writes to an untrained parameter, a half-precision buffer, a replaced one, and behind PyTorch's count."""
+
+    def __init__(self, reductions=None):
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear, self.slow = nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES).requires_grad_(False)
+        self.embedding = nn.Embedding(4, FEATURES, max_norm=0.5)
+        self.register_buffer("narrow", torch.zeros(FEATURES, dtype=torch.bfloat16))
+        self.register_buffer("replaced", torch.zeros(FEATURES), persistent=False)
+        self.register_buffer("data", torch.zeros(FEATURES))
+        self.passes = 0
+        self.register_buffer("untouched", torch.full((70000,), 0.1))
+
+    def forward(self, x):
+        if self.training and torch.is_grad_enabled():
+            with torch.no_grad():
+                self.slow.weight.mul_(0.9).add_(self.linear.weight * 0.1 + x.mean())
+                self.narrow += x.mean(0)
+                self.replaced = x.mean(0)
+                self.data.data.add_(x.sum(0))
+                self.passes += 1
+                if self.passes == 2:
+                    self.register_buffer("lazy", torch.zeros(FEATURES))
+                elif self.passes > 2:
+                    self.lazy += x.mean(0)
+        return self.linear(x) + self.slow(x) + self.linear(self.embedding((x[:, 0] > 0).long()))
+
+
+def test_whatever_is_written_becomes_one_value():
+    def after(run):
+        fitted(run)
+        return run, {n: t.clone() for n, t in (*run.spec.model.named_buffers(), *run.spec.model.named_parameters())}
+
+    (run, want), (_, got) = lockstep(2, short(), lambda rank: Writing(), DATA, after)
+    for name, tensor in want.items():
+        assert torch.equal(got[name], tensor), name
+    note = next(note for note in run.notes if "write to" in note)
+    assert all(name in note for name in ("slow.weight", "narrow", "replaced", "data", "embedding.weight"))
+    assert "untouched" not in note and "linear" not in note
+
+
+def test_a_model_without_such_buffers_sends_nothing():
+    def one(run):
+        sent = []
+        run.parts.buffers.combine = lambda *args, **more: sent.append(args)
+        fitted(run)
+        return sent, run.notes
+
+    class Normalised(nn.Sequential):
+        def __init__(self):
+            torch.manual_seed(0)
+            super().__init__(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
+
+    for sent, notes in lockstep(2, short(), lambda rank: Normalised(), DATA, one):
+        assert sent == [] and not any("write to" in note for note in notes)
+
+
+@pytest.mark.parametrize("reductions", [None, RIGHT], ids=["default", "declared"])
+def test_a_resumed_run_goes_on_with_the_same_values(reductions, tmp_path):
+    out = str(tmp_path / "run")
+    saved = short(max_steps=2, checkpoint=Checkpoint(every_steps=1), out=out)
+    ranks(saved, reductions=reductions)
+    rest = ranks(short(max_steps=4, resume=out, out=str(tmp_path / "rest")), reductions=reductions)[0]
+    assert all(np.array_equal(a, b) for a, b in zip(weights(rest), weights(ranks(short(), reductions=reductions)[0])))
+
+
+class Evaluated(Counting):
+    """Counts in evaluation too."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.count += len(x)
+        return self.linear(x)
+
+
+def test_what_an_evaluation_writes_is_reduced_too():
+    def one(run):
+        fitted(run)
+        before = int(run.spec.model.count)
+        loop.measure(run, run.feed)
+        return before, int(run.spec.model.count)
+
+    assert lockstep(2, short(), lambda rank: Evaluated({"count": "sum"}), DATA, one) == [(24, 48)] * 2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("given, said", [({"cuont": "sum"}, "cuont"), ({"count": "mean"}, "int64"), ([1], "a dict")],
+                         ids=str)
+def test_a_wrong_declaration_is_refused_on_all_ranks(size, given, said):
+    with pytest.raises(UserError, match=said):
+        lockstep(size, short(shares=[]), lambda rank: Counting(given), DATA, fitted)
+
+
+class Tallied(nn.Module):
+    """Counts samples, and keeps the last ones' mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(FEATURES))
+
+    def forward(self, x):
+        if self.training and torch.is_grad_enabled():
+            with torch.no_grad():
+                self.count += len(x)
+                self.last.copy_(x.mean(0))
+        return torch.tanh(self.linear(x))
+
+
+class Staged(nn.Sequential):
+    def __init__(self):
+        torch.manual_seed(1)
+        super().__init__(Tallied(), Tallied(), nn.Linear(FEATURES, CLASSES))
+
+    def buffer_reduction(self):
+        return {"0.count": "sum", "1.count": "sum"}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_pipeline_reduces_over_the_replicas_of_each_block(size):
+    settings = config(global_batch=8, max_steps=3, pipeline=Pipeline(2, cut=["1"], micro_batches=2))
+    runs = lockstep(size, settings, lambda rank: Staged(), DATA, fitted)
+    held = [dict(run.parts.model.named_buffers()) for run in runs]
+    for name in ("0.count", "1.count", "0.last", "1.last"):
+        values = [buffers[name] for buffers in held if name in buffers]
+        assert len(values) == size // 2 and all(torch.equal(v, values[0]) for v in values), name
+        assert "last" in name or float(values[0]) == 24
+    notes = [note for note in runs[0].notes if "not independent" in note]
+    assert len(notes) == (2 if size == 4 else 0)
+    assert size == 2 or "0.last, 1.last" in notes[0]

@@ -46,6 +46,11 @@ class Task:
         else:
             self._loss = _resolved(config, spec.model)
 
+    @property
+    def of_layers(self) -> bool:
+        """Whether what layers add is part of the loss."""
+        return self._own is None
+
     def __call__(self, model: Any, batch: Sequence[Any], training: bool) -> Pair:
         """Run the model once on a flat batch of tensors (B, ...)."""
         if self._own is not None:

@@ -57,14 +57,14 @@ def check(run: Any, backend: Any) -> None:
 def _check_loss(run: Any, backend: Any) -> None:
     """Judge whether the loss is a weighted mean over samples (`hvdtrain.loss_coupling`); collective."""
     pool = agreed(run.control, lambda: _pool(run.feed), "first sample")
-    rows, first = chosen(pool)
+    rows = chosen(pool)
     batch = tuple(array[rows] for array in pool)
     if run.parts.layout is not None:
         with evaluating(run, backend, batch) as evaluate:
-            finding = judge(evaluate, first, len(rows))
+            finding = judge(evaluate)
     else:
         with backend.loss_evaluated(run.parts, batch) as evaluate:
-            finding = judge(evaluate, first, len(rows))
+            finding = judge(evaluate)
     settle(run, found_on_any(run.control, finding))
 
 

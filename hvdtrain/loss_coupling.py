@@ -18,10 +18,14 @@ import numpy as np
 
 from hvdtrain.errors import UserError
 
-TOGETHER, APART = 7, 3
-"""Samples that are evaluated together at most, and those of them in the first share: 2 or more, and fewer than half."""
+FIRST, SECOND, THIRD = (0, 1), (2, 3), (4, 5, 6)
+"""The shares of the samples: uneven, and none of a single sample."""
+COMBINED = ((FIRST, SECOND, THIRD), (FIRST, SECOND), (FIRST, FIRST, THIRD))
+"""Shares that are evaluated together: several, since a coupling may cancel in one of them."""
 CANDIDATES, CANDIDATE_BYTES = 256, 1 << 24
 """Samples that the evaluated ones are chosen from, at most, and their bytes."""
+REPEATS = 3
+"""Evaluations of the same samples that must agree before a loss is refused: some draw random numbers, or draw seldom."""
 TOLERANCE, ROUNDINGS = 2e-5, 8
 """Relative difference that float32 may make, and the same in roundings of the type that the model computes in."""
 COUPLED_OUTPUTS = 1e-3
@@ -69,15 +73,15 @@ def per_row(outputs: Sequence[np.ndarray], n: int) -> tuple[tuple[tuple[int, ...
 
 # --- the decision ----------------------------------------------------------------------------------------------------
 
-def judge(evaluate: Evaluate, first: int, count: int) -> Finding | None:
-    """Return what is wrong with the loss of ``count`` samples, the ``first`` of which are one share; None: nothing.
+def judge(evaluate: Evaluate) -> Finding | None:
+    """Return what is wrong with the loss of the samples that `chosen` has taken; None: nothing.
 
     The loss is judged in training mode; where training draws random numbers or the model itself couples samples, in
     evaluation mode. A loss that cannot be evaluated, or whose value differs from call to call, is not judged.
     """
     for training in (True, False):
         try:
-            found = _compared(lambda numbers: evaluate(numbers, training), first, count)  # noqa: B023
+            found = _compared(lambda numbers: evaluate(numbers, training))  # noqa: B023
         except Exception:  # noqa: BLE001  (such as a model for one number of samples: the first step reports failures)
             continue
         if found is None:
@@ -90,22 +94,23 @@ def judge(evaluate: Evaluate, first: int, count: int) -> Finding | None:
     return None
 
 
-def _compared(evaluate: Callable[[Sequence[int]], LossValue], first: int,
-              count: int) -> tuple[LossValue, list[LossValue]] | None:
+def _compared(evaluate: Callable[[Sequence[int]], LossValue]) -> tuple[LossValue, list[LossValue]] | None:
     """Return a loss together and apart, where the two differ by more than rounding; None where they do not.
 
     Errors: `ValueError` for a loss that is not finite or differs from call to call.
     """
-    everything, share = list(range(count)), list(range(first))
-    whole, one, other = map(evaluate, (everything, share, everything[first:]))
-    pairs = [(whole, [one, other]), (evaluate(share * 2), [one, one])]
-    values = [value for together, parts in pairs for value in (together, *parts)]
+    apart = {share: evaluate(share) for share in (FIRST, SECOND, THIRD)}
+    pairs = [(evaluate([i for share in shares for i in share]), [apart[share] for share in shares])
+             for shares in COMBINED]
+    values = [*apart.values(), *(together for together, _ in pairs)]
     if not all(math.isfinite(number) for value in values for number in (value.total, value.weight, value.added)):
         raise ValueError("a loss that is not finite")
     if not any(_differ(*pair) for pair in pairs):
         return None
-    if _differ(evaluate(everything), [whole]):
-        raise ValueError("a loss that differs from call to call")
+    everything, whole = [*FIRST, *SECOND, *THIRD], pairs[0][0]
+    for numbers, value in [*apart.items(), (everything, whole)] * REPEATS:
+        if _differ(evaluate(numbers), [value]):
+            raise ValueError("a loss that differs from call to call")
     turned = [abs(evaluate(everything[k:] + everything[:k]).total - whole.total) for k in (1, 2)]
     noise = ROUNDINGS * min((_grain(value.total) for value in values if value.total), default=0.0)
     if max(turned) < 1e-3 * abs(whole.total):  # else it is no rounding: the loss depends on the order
@@ -160,28 +165,28 @@ def _told(whole: LossValue, parts: Sequence[LossValue]) -> Finding:
 def _numbers(total: float, weight: float, parts: Sequence[tuple[float, float]]) -> str:
     totals, weights = (sum(column) for column in zip(*parts))
     return (f"the same samples give {total:.5g} of weight {weight:.5g} together, {totals:.5g} of weight {weights:.5g} "
-            "in two shares")
+            "in shares")
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------
 
-def chosen(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
-    """Return the rows to evaluate, and how many of them are the first share.
+def chosen(arrays: Sequence[np.ndarray]) -> list[int]:
+    """Return the rows to evaluate, which may hold one several times.
 
-    The first share has the rows of the largest mean, the second those of the smallest, of up to `APART` arrays from
-    the last one: masks, lengths, weights and classes then differ between the shares, whichever rows come first.
+    The first share has rows of the largest means, the third those of the smallest, of up to three arrays from the last
+    one: masks, lengths, weights and classes then differ between shares, whichever rows come first.
     """
     n = len(arrays[0])
     means = [np.abs(a).reshape(n, -1).mean(1, dtype=np.float64) if a.dtype.kind == "c" else
              a.reshape(n, -1).mean(1, dtype=np.float64) for a in reversed(arrays) if a.dtype.kind in "biufc" and a.size]
-    varied = [mean_N for mean_N in means if np.isfinite(mean_N).all() and np.ptp(mean_N) > 0][:APART]
+    varied = [mean_N for mean_N in means if np.isfinite(mean_N).all() and np.ptp(mean_N) > 0][:len(THIRD)]
     high = list(dict.fromkeys(int(mean_N.argmax()) for mean_N in varied))
     low = [i for i in dict.fromkeys(int(mean_N.argmin()) for mean_N in varied) if i not in high]
-    others = [i for i in dict.fromkeys(np.linspace(0, n - 1, TOGETHER, dtype=int).tolist()) if i not in (*high, *low)]
-    first = max(2, len(high))
-    spare = first - len(high)
-    rows = [*high, *others[:spare], *low, *others[spare:]]
-    return np.resize(rows, max(2 * first + 1, min(len(rows), TOGETHER))).tolist(), first
+    others = [i for i in np.linspace(0, n - 1, 13, dtype=int).tolist() if i not in (*high, *low)]
+    others = list(dict.fromkeys(others)) or [*low, *high]
+    spread = iter(np.resize(others, 7).tolist())
+    high += [next(spread) for _ in range(4 - len(high))]
+    return high + low + [next(spread) for _ in range(3 - len(low))]
 
 
 # --- what follows ----------------------------------------------------------------------------------------------------

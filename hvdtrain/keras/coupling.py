@@ -101,7 +101,7 @@ def _found(model: Any, shard: Shard) -> loss_coupling.Finding | None:
     from hvdtrain.backends.tensorflow.loss_coupling import evaluated
 
     pool = shard.spread(loss_coupling.CANDIDATES)
-    rows, first = loss_coupling.chosen(keras.tree.flatten(pool))
+    rows = loss_coupling.chosen(keras.tree.flatten(pool))
     x, y, weight = (keras.tree.map_structure(lambda a: a[rows], part) for part in pool)
     try:
         if not model.built:
@@ -118,4 +118,4 @@ def _found(model: Any, shard: Shard) -> loss_coupling.Finding | None:
             numbers), len(numbers)
 
     with evaluated(model, of_samples) as evaluate:
-        return loss_coupling.judge(evaluate, first, len(rows))
+        return loss_coupling.judge(evaluate)

@@ -25,7 +25,7 @@ COMBINED = ((FIRST, SECOND, THIRD), (FIRST, SECOND), (FIRST, FIRST, THIRD))
 CANDIDATES, CANDIDATE_BYTES = 256, 1 << 24
 """Samples that the evaluated ones are chosen from, at most, and their bytes."""
 REPEATS = 3
-"""Evaluations of the same samples that must agree before a loss is refused: some draw random numbers, or draw seldom."""
+"""Evaluations of the same samples that must agree before a loss is refused: some losses draw random numbers."""
 TOLERANCE, ROUNDINGS = 2e-5, 8
 """Relative difference that float32 may make, and the same in roundings of the type that the model computes in."""
 COUPLED_OUTPUTS = 1e-3

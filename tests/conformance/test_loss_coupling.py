@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 from small_runs import FEATURES, config, fitted, lockstep, solo, weights
 
+from hvdtrain.config import Pipeline
+from hvdtrain.data.sampler import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.loss_coupling import LossValue, chosen, judge
 
@@ -178,6 +181,30 @@ def test_layers_that_couple_samples_are_not_blamed_on_the_loss():
         model = torch_model(task, lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), *layers))  # noqa: B023
         run = solo(config(global_batch=8, accumulate=2), model, (X, MASK))
         assert any("depend on the other samples" in note for note in run.notes) is isinstance(layers[0], Always)
+
+
+@pytest.mark.parametrize("name", ["dice", "mean times samples"])
+def test_a_model_that_is_cut_over_ranks_is_judged_too(name):
+    coupled, fine = torch_tasks()
+    task = {**coupled, **fine}[name]
+    nn = pytest.importorskip("torch", reason="PyTorch is not installed").nn
+
+    def chain(rank):
+        module = kind("torch", name.replace(" ", "_"))
+        module.task, module.blocks = task, lambda model: list(model.named_children())
+        net = type("Chain", (nn.Sequential,), {"__module__": module.__name__})
+        return net(*(nn.Linear(FEATURES, FEATURES) for _ in range(3)))
+
+    settings = config(global_batch=8, max_steps=2, pipeline=Pipeline(2, cut=["1"]), metrics=[])
+    with contextlib.nullcontext() if name in fine else pytest.raises(UserError, match=REFUSED):
+        lockstep(2, settings, chain, (X, MASK), fitted)
+
+
+def test_a_batch_that_is_divided_later_is_refused_then():
+    run = solo(config(global_batch=8), torch_model(torch_tasks()[0]["dice"]), (X, MASK))
+    run.feed.recut(Cut.of([1]), 0)
+    with pytest.raises(UserError, match=REFUSED):
+        run.feed.recut(Cut.of([1], micro_batch=4), 0)
 
 
 # --- Keras -----------------------------------------------------------------------------------------------------------

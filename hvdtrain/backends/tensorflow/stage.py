@@ -46,8 +46,8 @@ class Stage:
 
     ``loss_scale``: returns this rank's factor of the loss. ``across``: what sums BatchNorm's moments over ranks, if
     anything does. ``exact``: the first sizes of a micro-batch get a graph each (`calls`). ``loss_words``: the loss for
-    the summary. ``calls``: the graphs that it trains with. ``divides``: whether a micro-batch is computed in parts, each
-    with a loss of its own.
+    the summary. ``calls``: the graphs that it trains with. ``divides``: whether a micro-batch is computed in parts,
+    each with a loss of its own.
     """
 
     def __init__(self, model: keras.Model, task: Task, class_numbers: ClassNumbers, buffers: Buffers,

@@ -18,6 +18,7 @@ from hvdtrain.backends.torch import trees
 from hvdtrain.backends.torch.first_sample import untouched
 from hvdtrain.backends.torch.modes import modes_kept
 from hvdtrain.backends.torch.recompute.memory import Modules, attributes_kept
+from hvdtrain.backends.torch.trial import out_of_memory
 from hvdtrain.loss_coupling import Evaluate, LossValue, per_row
 from hvdtrain.parts import Parts
 from hvdtrain.protocols import Batch
@@ -39,7 +40,10 @@ def loss_evaluated(parts: Parts, pool: Batch) -> Iterator[Evaluate]:
             try:
                 with torch.no_grad():
                     total, weight = stage.unrounded(batch)
-            except RuntimeError:  # a loss of gradients
+            except RuntimeError as error:
+                if out_of_memory(error):
+                    raise
+                # a loss that differentiates the model, such as a gradient penalty
                 outputs.clear()
                 total, weight = stage.unrounded(batch)
         total, weight = (float(v.detach() if isinstance(v, torch.Tensor) else v) for v in (total, weight))

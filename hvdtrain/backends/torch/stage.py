@@ -27,7 +27,8 @@ class TorchStage:
     """Implements `hvdtrain.protocols.Stage`.
 
     ``task``: ``task(model, tensors) -> (loss_sum, weight)``. ``sync``: the transform of that name, where there is one.
-    ``unrounded``: returns the task's pair in the model's own types. ``caveats``: tells what in the model depends on how a batch is cut.
+    ``unrounded``: returns the task's pair in the model's own types. ``caveats``: tells what in the model depends on how
+    a batch is cut.
     """
 
     def __init__(self, model: torch.nn.Module, task: Callable[..., Pair], params: TorchParams, buffers: Buffers,

@@ -33,11 +33,14 @@ _judged: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 @contextlib.contextmanager
 def neutral_layers(model: Any, keep: Callable[[Any, Any, Any], None]) -> Iterator[None]:
-    """Within it layers of Keras' that draw or take statistics of a batch compute as in evaluation.
+    """Within it layers of Keras' that draw or take statistics of a batch compute as in evaluation, and layers with a
+    mixed policy in float32.
 
     ``keep(model, inputs, outputs)`` is called after each call of the model.
     """
     patched: list[Any] = []
+    mixed = [(layer, layer.dtype_policy) for layer in model._flatten_layers()
+             if layer.dtype_policy.name in ("mixed_bfloat16", "mixed_float16")]
 
     def replace(layer: Any, call: Callable[..., Any]) -> None:
         layer.__dict__["call"] = functools.wraps(layer.call)(call)
@@ -52,6 +55,8 @@ def neutral_layers(model: Any, keep: Callable[[Any, Any, Any], None]) -> Iterato
         return outputs
 
     try:
+        for layer, _ in mixed:
+            layer.dtype_policy = "float32"
         for layer in model._flatten_layers(include_self=False):
             if isinstance(layer, _NEUTRAL) and "training" in inspect.signature(layer.call).parameters:
                 replace(layer, evaluating(layer.call))
@@ -60,6 +65,8 @@ def neutral_layers(model: Any, keep: Callable[[Any, Any, Any], None]) -> Iterato
     finally:
         for layer in patched:
             layer.__dict__.pop("call", None)
+        for layer, policy in mixed:
+            layer.dtype_policy = policy
 
 
 def computing_eps(model: Any) -> float:

@@ -207,6 +207,16 @@ def test_a_batch_that_is_divided_later_is_refused_then():
         run.feed.recut(Cut.of([1], micro_batch=4), 0)
 
 
+def test_out_of_memory_ends_the_run_where_smaller_micro_batches_would_change_the_loss():
+    def short(model, batch):
+        if len(batch[0]) >= 8:
+            raise MemoryError("no room for 8")
+        return torch_tasks()[0]["dice"](model, batch)
+
+    with pytest.raises(UserError, match="out of memory in training .* would change a loss that is not a weighted mean"):
+        fitted(solo(config(global_batch=8, max_steps=1), torch_model(short), (X, MASK)))
+
+
 # --- Keras -----------------------------------------------------------------------------------------------------------
 
 def keras_model(loss="mse", add=None, extra=(), regularised=None):

@@ -34,8 +34,6 @@ def evaluated(model: Any, of_samples: Callable[[Sequence[int], bool], tuple[Any,
 
     ``of_layers``: what layers add to the loss is part of it.
     """
-    eps = computing_eps(model)
-
     def evaluate(numbers: Sequence[int], training: bool) -> LossValue:
         outputs: list[Any] = []
 
@@ -44,14 +42,22 @@ def evaluated(model: Any, of_samples: Callable[[Sequence[int], bool], tuple[Any,
 
         with neutral_layers(model, keep):
             total, weight = map(float, of_samples(numbers, training))
+            eps = computing_eps(model)
         leaves = [np.asarray(tf.cast(t, tf.float64)) for t in outputs if tf.is_tensor(t) and t.dtype.is_floating]
         return LossValue(total, weight, added_losses(model) * weight if of_layers else 0.0, eps,
                          per_row(leaves, len(numbers)))
 
-    tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
-    tf.config.experimental.enable_tensor_float_32_execution(False)
+    with _untouched(model), generator_kept(), _without_tf32():
+        yield evaluate
+
+
+@contextlib.contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Within it GPUs multiply float32 in float32."""
+    before = tf.config.experimental.tensor_float_32_execution_enabled()
+    wanted = before and not tf.config.list_physical_devices("GPU")
     try:
-        with _untouched(model), generator_kept():
-            yield evaluate
+        tf.config.experimental.enable_tensor_float_32_execution(wanted)
+        yield
     finally:
-        tf.config.experimental.enable_tensor_float_32_execution(tf32)
+        tf.config.experimental.enable_tensor_float_32_execution(before)

@@ -87,7 +87,7 @@ def _added(model: torch.nn.Module) -> float:
 @contextlib.contextmanager
 def _without_tf32() -> Iterator[None]:
     """Within it GPUs multiply float32 in float32."""
-    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]
+    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn] if torch.cuda.is_available() else []
     before = [backend.allow_tf32 for backend in backends]
     try:
         for backend in backends:

@@ -167,7 +167,7 @@ class Feed:
         self._walk.check_alike(self.control)
 
     def read_before(self) -> Arrays:
-        """The first, middle and last sample of a source, which is asked for them once."""
+        """Return a few samples from the first to the last of a source, which is asked for them once."""
         assert isinstance(self._walk, SourceWalk)
         return self._walk.read_before()
 

@@ -19,8 +19,9 @@ import numpy as np
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.data.feed import Feed
 from hvdtrain.errors import UserError
+from hvdtrain.loss_coupling import CANDIDATE_BYTES, CANDIDATES, chosen, found_on_any, judge, settle
 from hvdtrain.misfit import out_of_memory, told
-from hvdtrain.pipeline.first_sample import walked
+from hvdtrain.pipeline.first_sample import evaluating, walked
 from hvdtrain.protocols import Batch
 
 LEAST = 2
@@ -42,7 +43,9 @@ def check(run: Any, backend: Any) -> list[str]:
     Errors: `UserError` on every rank for what does not fit; other exceptions of the model pass through.
     """
     if run.parts.layout is not None:
-        return _check_parts(run, backend)
+        written = _check_parts(run, backend)
+        _check_loss(run, backend)
+        return written
 
     def work() -> list[str]:
         written = _try(run, backend, run.feed, True)
@@ -50,7 +53,23 @@ def check(run: Any, backend: Any) -> list[str]:
             written += _try(run, backend, run.feed if run.eval_feed.samples is None else run.eval_feed, False)
         return written
 
-    return agreed(run.control, work, "first sample")
+    written = agreed(run.control, work, "first sample")
+    _check_loss(run, backend)
+    return written
+
+
+def _check_loss(run: Any, backend: Any) -> None:
+    """Judge whether the loss is a weighted mean over samples (`hvdtrain.loss_coupling`); collective."""
+    pool = agreed(run.control, lambda: _pool(run.feed), "first sample")
+    rows = chosen(pool)
+    batch = tuple(array[rows] for array in pool)
+    if run.parts.layout is not None:
+        with evaluating(run, backend, batch) as evaluate:
+            finding = judge(evaluate)
+    else:
+        with backend.loss_evaluated(run.parts, batch) as evaluate:
+            finding = judge(evaluate)
+    settle(run, found_on_any(run.control, finding))
 
 
 def _check_parts(run: Any, backend: Any) -> list[str]:
@@ -136,6 +155,18 @@ def _samples(feed: Feed, most: int) -> Batch:
     indices = list(dict.fromkeys(i for array in whole for i in extremes(array)))[:most]
     more = (i % feed.samples for i in range(LEAST - len(indices)))
     return tuple(feed.data.fetch(np.array([*indices, *more], np.int64)))
+
+
+def _pool(feed: Feed) -> Batch:
+    """Samples from all over the data, as far as they cost no further reading."""
+    if feed.samples is None:
+        return feed.sample(min(feed.global_batch, CANDIDATES))
+    arrays = getattr(feed.data, "arrays", None)
+    if not isinstance(arrays, tuple):
+        return tuple(feed.read_before())
+    most = CANDIDATE_BYTES // max(1, sum(array[:1].nbytes for array in arrays))
+    n = min(feed.samples, CANDIDATES, max(LEAST * MOST, 0 if any(map(_on_disk, arrays)) else most))
+    return tuple(feed.data.fetch(np.linspace(0, feed.samples - 1, n, dtype=np.int64)))
 
 
 def extremes(array: np.ndarray) -> Iterator[int]:

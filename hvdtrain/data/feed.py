@@ -94,6 +94,7 @@ class Feed:
         cut(0, shares)
         self._cuts = [(0, Cut.of(shares, accumulate, micro_batch))]
         self.unread, self._named = 0, set[int]()
+        self.undivided: UserError | None = None
         self._unnamed: list[Unread] = []
         self._walk: SourceWalk | StreamWalk
         if isinstance(data, Source):
@@ -113,9 +114,18 @@ class Feed:
 
         While an epoch is walked, ``from_step`` has to be `ahead` steps after the next one at least. What a step
         consists of stays as it is (law 2): the ranks take other parts of it.
+        Errors: ``undivided``, where that is set and ``cut`` divides a batch.
         """
         assert len(cut.shares_P) == self.size
+        if self.undivided is not None and self.divides(cut):
+            raise self.undivided
         self._cuts = [(at, old) for at, old in self._cuts if at < from_step] + [(from_step, cut)]
+
+    def divides(self, cut: Cut | None = None) -> bool:
+        """Return whether ``cut``, by default the first one, makes several micro-batches of a global batch."""
+        cut = cut or self.cut_at(0)
+        counts = np.diff(cut.offsets(min(self.global_batch, self.samples or self.global_batch))).tolist()
+        return sum(len(cut.bounds(count, rank)) for rank, count in enumerate(counts)) > 1
 
     def cut_at(self, step: int) -> Cut:
         """The cut of step ``step`` of the run."""
@@ -167,7 +177,7 @@ class Feed:
         self._walk.check_alike(self.control)
 
     def read_before(self) -> Arrays:
-        """The first, middle and last sample of a source, which is asked for them once."""
+        """Return a few samples from the first to the last of a source, which is asked for them once."""
         assert isinstance(self._walk, SourceWalk)
         return self._walk.read_before()
 

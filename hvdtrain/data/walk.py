@@ -40,6 +40,9 @@ Bounds = Callable[[int, int], tuple[int, int]]
 Unread = tuple[int, str, str]
 """A sample that could not be read: its number, its place, and why."""
 
+READ_BEFORE = 7
+"""Samples of a source that are read before the first step: to compare ranks, and to judge the loss by them."""
+
 FEW_UNREAD, MOST_UNREAD = 3, 0.01
 """Samples, and part of the data, of which more that cannot be read end a run."""
 
@@ -207,12 +210,12 @@ class SourceWalk:
         return tuple(np.resize(array, (n, *array.shape[1:])) for array in arrays)
 
     def check_alike(self, control: Control) -> None:
-        """Compare the first, middle and last sample over the ranks; collective.
+        """Compare the samples of `read_before` over the ranks; collective.
 
         Arrays and sets of files (``fixed``) must be the same on every rank (`UserError`). A dataset may draw random
         numbers when it is read: rank 0 warns.
         """
-        if len(set(control.gather(fingerprint(self.read_before(), rows=3)))) == 1:
+        if len(set(control.gather(fingerprint(self.read_before(), rows=READ_BEFORE)))) == 1:
             return
         if getattr(innermost(self._data), "fixed", False):
             raise UserError("ranks hold different samples", "the same data in the same order on every rank",
@@ -221,9 +224,9 @@ class SourceWalk:
             warnings.warn(_UNLIKE, stacklevel=3)
 
     def read_before(self) -> Arrays:
-        """The first, middle and last sample, for which the source is asked once."""
+        """Return `READ_BEFORE` samples from the first to the last, for which the source is asked once."""
         if not self._read:
-            _, self._read, _ = self._readable(np.unique([0, self.samples // 2, self.samples - 1]))
+            _, self._read, _ = self._readable(np.unique(np.linspace(0, self.samples - 1, READ_BEFORE, dtype=np.int64)))
         return self._read or self.sample(1, Cursor())
 
     def _none_like(self, index_1: np.ndarray) -> Arrays:

@@ -81,6 +81,12 @@ class Shard(keras.utils.PyDataset):
     def __len__(self) -> int:
         return self._steps
 
+    def spread(self, most: int) -> tuple[Any, Any, Any]:
+        """Return (x, y, sample_weight) of up to ``most`` samples from all over the data."""
+        rows = np.linspace(0, self.samples - 1, min(self.samples, most), dtype=np.int64)
+        x, y, weight = (keras.tree.map_structure(lambda a: a[rows], part) for part in (self._x, self._y, self._weight))
+        return x, y, weight
+
     def total(self, step: int) -> int:
         """Samples of global batch ``step`` over all ranks."""
         return min(self.global_batch, self.samples - step * self.global_batch)

@@ -9,7 +9,8 @@ for other optimizers:
 - ``make_train_function`` knows when a step of ``fit`` is over: there the ranks' weights are compared, which costs less
   than inside the step, and the verdict reaches the user as itself. It also knows that XLA was asked for.
 - ``fit`` knows that its data is a `hvdtrain.keras.data.Shard`, and ``compute_loss`` what a batch's loss is made of:
-  models for which the shard's weights are not enough are refused (`hvdtrain.keras.shardable`).
+  models for which the shard's weights are not enough are refused (`hvdtrain.keras.shardable`, and by evaluating a few
+  samples `hvdtrain.keras.coupling`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import keras
 from hvdtrain.errors import UserError
 from hvdtrain.faults import pulse
 from hvdtrain.keras import shardable
+from hvdtrain.keras.coupling import check_shard
 from hvdtrain.keras.data import Shard
 from hvdtrain.keras.exchange import Exchange, exchange_of
 from hvdtrain.tensorflow.near import failures
@@ -95,7 +97,8 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
     @functools.wraps(plain_fit)
     def fit(self: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
         shards = [data for data in (x, kwargs.get("validation_data")) if isinstance(data, Shard)]
-        if not shards or exchange_of(getattr(self, "optimizer", None)) is None:
+        exchange = exchange_of(getattr(self, "optimizer", None))
+        if not shards or exchange is None:
             _seen.pop(self, None)
             return plain_fit(self, x, *args, **kwargs)
         shardable.check_losses(self)
@@ -105,6 +108,8 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
         _seen[self] = even
         try:
             with shardable.reading(shards):
+                if isinstance(x, Shard):
+                    check_shard(self, x, exchange.ranks)
                 return plain_fit(self, x, *args, **kwargs)
         except UserError:  # a step whose first trace was refused takes no other
             _seen.pop(self, None)

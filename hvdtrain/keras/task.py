@@ -56,6 +56,11 @@ class Task:
         if self.ignored is not None:
             self.batch_weight = LabelWeight(lambda batch: _labels(spec.model, batch), self.ignored)
 
+    @property
+    def of_layers(self) -> bool:
+        """Whether what layers add is part of the loss."""
+        return self._own is None
+
     def __call__(self, model: Any, batch: Sequence[Any], training: bool) -> Pair:
         """Run the model once on a flat batch of tensors (B, ...)."""
         if self._own is not None:

@@ -7,12 +7,15 @@ are taken is `hvdtrain.first_sample`'s.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from hvdtrain.cluster.exit import agreed
+from hvdtrain.errors import UserError
+from hvdtrain.loss_coupling import Evaluate, LossValue
 from hvdtrain.mesh import Layout
 from hvdtrain.misfit import out_of_memory, told
 from hvdtrain.protocols import Batch, Cargo, Control, PipelineStage
@@ -38,10 +41,14 @@ def turns(layout: Layout) -> list[Turn]:
 
 
 class Walk:
-    """One try of ``batch`` on this rank's chunks; ``batch`` is the same on all ranks of a copy."""
+    """One try of ``batch`` on this rank's chunks; ``batch`` is the same on all ranks of a copy.
 
-    def __init__(self, run: Any, backend: Any, batch: Batch, training: bool) -> None:
+    ``agreeing``: any exception is a `UserError` on every rank.
+    """
+
+    def __init__(self, run: Any, backend: Any, batch: Batch, training: bool, agreeing: bool = False) -> None:
         self._run, self._backend, self._batch, self._training = run, backend, batch, training
+        self._agreeing = agreeing
         self._layout: Layout = run.parts.layout
         self._came: Cargo | None = None
         self._over = False
@@ -71,6 +78,8 @@ class Walk:
                     return stage.forward(chunk, 0, came, self._batch)
                 stage.loss(chunk, 0, came, self._batch, 1.0)
         except Exception as error:  # the first step tells what memory does not suffice for: it may hold what is needed
+            if self._agreeing:
+                raise UserError(str(error)) from None
             said = error.__cause__ or error
             if not (out_of_memory(said) or self._backend.out_of_memory(said)):
                 raise
@@ -117,3 +126,31 @@ def walked(run: Any, backend: Any, batches: Sequence[Batch], training: bool) -> 
                 run.parts.buffers.discard()
                 stage.rewind()
     return written
+
+
+@contextmanager
+def evaluating(run: Any, backend: Any, pool: Batch) -> Iterator[Evaluate]:
+    """Give what evaluates the loss of samples of ``pool``, in evaluation alone, and leave everything as it was.
+
+    Every rank calls it alike, and gets the same value; collective. ``pool`` is the same on all ranks.
+    """
+    stage, evaluator, control = cast(PipelineStage, run.parts.stage), run.parts.evaluator, run.control
+    narrow = any(name != "fp32" for name in run.parts.precision.names)
+
+    def evaluate(numbers: Sequence[int], training: bool) -> LossValue:
+        if training:
+            raise NotImplementedError("a step's forward is not repeated for other numbers of samples")
+        stage.begin()
+        try:
+            Walk(run, backend, tuple(array[list(numbers)] for array in pool), False, agreeing=True).go()
+            losses = control.gather(evaluator.totals().get("loss"))
+        finally:
+            stage.drop()
+            evaluator.totals()
+            run.parts.buffers.discard()
+            stage.rewind()
+        total, weight = next(loss for loss in losses if loss is not None)
+        return LossValue(float(total), float(weight), eps=2.0**-8 if narrow else 2.0**-23)
+
+    with backend.untouched(run.parts, ()):
+        yield evaluate

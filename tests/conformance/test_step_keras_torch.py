@@ -3,6 +3,7 @@
 Keras' backend is fixed when it is imported, and this process may have it on TensorFlow: a child runs this file.
 """
 
+import contextlib
 import importlib.util
 import os
 import subprocess
@@ -20,7 +21,7 @@ if HERE:
     import torch
     from keras_kit import KerasKit
     from one_step import OneStep
-    from small_runs import apart, config, fitted, lockstep, samples, weights
+    from small_runs import apart, config, fitted, lockstep, samples, solo, weights
     from step_cases import *  # noqa: F401,F403
     from torch_tools import TorchKit, one_thread  # noqa: F401
     from unused_keras import chain
@@ -43,6 +44,20 @@ if HERE:
     @pytest.fixture(name="kit")
     def keras_kit():
         return KerasOnTorch()
+
+    @pytest.mark.parametrize("added, refused", [(keras.ops.sum, True), (keras.ops.mean, False)], ids=["sum", "mean"])
+    def test_a_sum_over_the_batch_that_a_layer_adds_while_it_trains_is_refused(added, refused):
+        class Adds(keras.layers.Layer):
+            def call(self, x, training=False):
+                self.add_loss(added(x) * float(bool(training)))
+                return x
+
+        layers = keras.layers
+        model = keras.Sequential([keras.Input((12,)), layers.Dense(5), layers.BatchNormalization(),
+                                  layers.Dropout(0.5), Adds()])
+        with pytest.raises(UserError, match="add_loss.* not a mean") if refused else contextlib.nullcontext():
+            solo(config(global_batch=10, accumulate=2, max_steps=1), model, samples(30))
+        assert not any("call" in vars(layer) for layer in model._flatten_layers())
 
     def test_a_kept_checkpoint_goes_on_as_it_did(tmp_path):
         got, want = kept_runs.resumed("keras_torch", tmp_path / "run")

@@ -74,3 +74,6 @@ def test_what_shard_cannot_put_right_is_refused_on_every_rank(hvd, control):
     with pytest.raises(UserError, match="activity_regularizer"):
         model.fit(hvd.shard(X, Y, global_batch=8, shares=[2.0, *[1.0] * (control.size - 1)]), verbose=0)
     assert control.gather(model.fit(hvd.shard(X, Y, global_batch=12), verbose=0).history["loss"][0])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), keras.losses.Dice())
+    with pytest.raises(UserError, match="not a weighted mean over samples.*the ranks of hvdtrain.keras.shard divide"):
+        model.fit(hvd.shard(X, abs(Y), global_batch=12), verbose=0)

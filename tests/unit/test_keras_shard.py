@@ -262,6 +262,42 @@ def test_losses_that_layers_add_want_parts_of_one_length():
     assert one.history["loss"] and over_shard(dense(kernel_regularizer="l2"), Y["size"]).history["loss"]
 
 
+def ratio(y, p):
+    """A ratio of sums over the batch, given for each sample."""
+    return keras.ops.sum(y * p) / keras.ops.sum(y * y + p * p) + 0 * keras.ops.mean(p, -1)
+
+
+class AddsSum(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(0.01 * keras.ops.sum(x))
+        return x
+
+
+@pytest.mark.parametrize("loss, added, words", [
+    (keras.losses.Dice(), [], "weighted mean over samples"), (keras.losses.Tversky(), [], "weighted mean over samples"),
+    (ratio, [], "weighted mean over samples"), ("mse", [AddsSum()], "add_loss.* not a mean over the batch")],
+    ids=["dice", "tversky", "own", "add_loss"])
+def test_losses_over_the_whole_batch_are_refused_and_named_on_one_rank(loss, added, words):
+    x = X["a"][:16]  # equal parts, for which what layers add is let through
+    y = np.abs(np.repeat(x, 2, 1))
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(10, "sigmoid"), *added])
+    before = model.get_weights()
+    with pytest.raises(UserError, match=words):
+        over_shard(model, y, x=x, loss=loss, batch=8)
+    with pytest.warns(UserWarning, match=words):
+        over_shard(model, y, x=x, loss=loss, batch=8, shares=(1,), fits=False)
+    for one, other in zip(before, model.get_weights()):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_loss_of_each_sample_is_not_refused():
+    y = np.abs(np.repeat(X["a"], 2, 1))
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(10, "sigmoid"), keras.layers.Dropout(0.5)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        over_shard(model, y, loss=keras.losses.Dice(axis=(1,)), batch=8, fits=False)
+
+
 def test_a_look_is_taken_also_where_the_step_is_traced_already():
     model = dense(activity_regularizer="l2")
     for data in ({"x": shard(X["a"], Y["size"], global_batch=7, rank=0, size=1)},

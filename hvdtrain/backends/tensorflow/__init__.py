@@ -6,6 +6,7 @@ from hvdtrain.backends.tensorflow.data import adapt as adapt_data
 from hvdtrain.backends.tensorflow.first_sample import try_samples, untouched
 from hvdtrain.backends.tensorflow.flops import flops_of_graphs, flops_of_pass, product_type
 from hvdtrain.backends.tensorflow.footprint import model_bytes, state_now, traced
+from hvdtrain.backends.tensorflow.loss_coupling import loss_evaluated
 from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.backends.tensorflow.placement import building, device_facts, in_host_memory, seed, setup
 from hvdtrain.backends.tensorflow.profiler import Profiler, ranges
@@ -15,7 +16,7 @@ from hvdtrain.backends.tensorflow.usage import allocators, held
 SYNCS_OVER_HOST = False
 """Whether BatchNorm's moments can be taken over a wire outside of TensorFlow's graphs."""
 
-__all__ = ["Ops", "Profiler", "SYNCS_OVER_HOST", "adapt_data", "allocators", "building", "collectives", "device_facts",
-           "flops_of_graphs", "flops_of_pass", "free_cached", "held", "hold_bytes", "in_host_memory", "make_parts",
-           "model_bytes", "out_of_memory", "peak_bytes", "peak_so_far", "product_type", "ranges", "seed", "setup",
-           "stage", "state_now", "traced", "try_samples", "untouched"]
+__all__ = ["Ops", "Profiler", "SYNCS_OVER_HOST", "adapt_data", "allocators", "building", "collectives",
+           "device_facts", "flops_of_graphs", "flops_of_pass", "free_cached", "held", "hold_bytes", "in_host_memory",
+           "loss_evaluated", "make_parts", "model_bytes", "out_of_memory", "peak_bytes", "peak_so_far", "product_type",
+           "ranges", "seed", "setup", "stage", "state_now", "traced", "try_samples", "untouched"]

@@ -46,7 +46,8 @@ class Stage:
 
     ``loss_scale``: returns this rank's factor of the loss. ``across``: what sums BatchNorm's moments over ranks, if
     anything does. ``exact``: the first sizes of a micro-batch get a graph each (`calls`). ``loss_words``: the loss for
-    the summary. ``calls``: the graphs that it trains with.
+    the summary. ``calls``: the graphs that it trains with. ``divides``: whether a micro-batch is computed in parts,
+    each with a loss of its own.
     """
 
     def __init__(self, model: keras.Model, task: Task, class_numbers: ClassNumbers, buffers: Buffers,
@@ -54,6 +55,7 @@ class Stage:
                  exact: bool, loss_words: str) -> None:
         self.model, self.task, self.class_numbers = model, task, class_numbers
         self._buffers, self._gradients, self._loss_scale, self._across = buffers, gradients, loss_scale, across
+        self.divides = gradients.split is not None and gradients.split.plan.needs.micros > 1
         self._exact, self._words = exact and gradients.split is None, {"loss": loss_words}
         self.asynchronous = placement.on_gpu(model)
         self.waited_s = 0.0

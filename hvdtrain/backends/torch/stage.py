@@ -28,7 +28,8 @@ class TorchStage:
     """Implements `hvdtrain.protocols.Stage`.
 
     ``task``: ``task(model, tensors) -> (loss_sum, weight)``. ``sync``: the transform of that name, where there is one.
-    ``caveats``: tells what in the model depends on how a batch is cut.
+    ``unrounded``: returns the task's pair in the model's own types. ``caveats``: tells what in the model depends on how
+    a batch is cut.
     """
 
     def __init__(self, model: torch.nn.Module, task: Callable[..., Pair], params: TorchParams, buffers: Buffers,
@@ -37,6 +38,7 @@ class TorchStage:
         self._model, self._task, self._params, self._buffers = model, task, params, buffers
         self._placement, self._precision, self._sync, self.generators = placement, precision, sync, generators
         self._rank, self._caveats = rank, caveats
+        self.unrounded: Callable[[Batch], Pair] = lambda batch: task(model, placement.tensors(batch))
         self._back: Callable[[], None] = lambda: None
         # Synchronised layers wait for other ranks in backward: what else does so there could come in another order.
         self._gradients = Gradients(params, placement.on_its_device, early=sync is None)

@@ -70,7 +70,7 @@ class KerasMaker(Maker):
             task = Task(spec, config, widths.full)
             self._evaluation = Evaluation(spec, config, task)
         inner = dataclasses.replace(
-            spec, model=KerasModule(self.keras_model), metrics=None, blocks=None,
+            spec, model=KerasModule(self.keras_model, task.of_layers), metrics=None, blocks=None,
             task=lambda module, batch: task(self.keras_model, batch, module.training))
         super().__init__(inner, config, rank, wire, steps_per_epoch, precision)
         self.batch_weight = task.batch_weight

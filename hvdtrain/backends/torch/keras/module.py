@@ -19,14 +19,16 @@ from hvdtrain.errors import UserError
 class KerasModule(torch.nn.Module):
     """``keras_model``, which has its variables, with ``training`` handed on to its layers.
 
+    ``of_layers``: what its layers add is part of the loss.
     Parameters: trainable variables in the model's order, then frozen ones. Buffers: BatchNorm's statistics and their
     like. In neither: states of random generators (`seed_states`) and of metrics.
     """
 
     keras_model: keras.Model
 
-    def __init__(self, keras_model: keras.Model) -> None:
+    def __init__(self, keras_model: keras.Model, of_layers: bool = True) -> None:
         super().__init__()
+        self.of_layers = of_layers
         self.__dict__["keras_model"] = keras_model  # not a submodule: its parameters would stand here twice
         weights = keras_model.weights
         names = dict(zip(map(id, weights), stable_names(weights)))

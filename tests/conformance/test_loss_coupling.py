@@ -1,0 +1,287 @@
+"""A loss that is no weighted mean over samples is refused where the batch is divided, and named where it is not."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+
+import numpy as np
+import pytest
+from small_runs import FEATURES, config, fitted, lockstep, solo, weights
+
+from hvdtrain.config import Pipeline
+from hvdtrain.data.sampler import Cut
+from hvdtrain.errors import UserError
+from hvdtrain.loss_coupling import LossValue, chosen, judge
+
+N = 24
+DRAW = np.random.default_rng(5)
+X = DRAW.standard_normal((N, FEATURES)).astype(np.float32)
+MASK = (DRAW.random((N, FEATURES)) < np.linspace(0.05, 0.9, N)[:, None]).astype(np.float32)
+MASK[:8] = MASK[0]  # the first samples look alike
+MASK[:, 0] = 1.0
+CLASSES = DRAW.integers(0, 4, N)
+
+
+def kind(framework, name="Kind"):
+    """A module of a made-up model file, for its functions beside the model."""
+    module = types.ModuleType(f"made_up_{framework}_{name}")
+    sys.modules[module.__name__] = module
+    return module
+
+
+# --- the decision ----------------------------------------------------------------------------------------------------
+
+def value_of(loss):
+    return lambda numbers, training: LossValue(float(loss(np.array(numbers))), float(len(numbers)))
+
+
+@pytest.mark.parametrize("loss, coupled", [
+    (lambda i: np.sum(X[i] ** 2), False),
+    (lambda i: np.float32(1e6) * len(i) + np.sum(X[i].astype(np.float32)), False),
+    (lambda i: np.sum((1e6 + X[i, 0]).astype(np.float32), dtype=np.float32) - np.float32(1e6 * len(i)), False),
+    (lambda i: np.sum(X[i]) * len(i), True),
+    (lambda i: np.sum(X[i] * MASK[i]) / np.sum(MASK[i]) * len(i), True),
+    (lambda i: np.sum(X[i, 0] * np.roll(X[i, 0], 1)), True),
+    (lambda i: np.sum(X[i]) + 1e-3 * np.sum(X[i]) ** 2, True),
+    (lambda i: np.inf, False),
+], ids=["sum", "large", "cancelling", "sum for each", "mean of masked", "neighbours", "weakly", "infinite"])
+def test_numerators_that_do_not_add_up(loss, coupled):
+    rows = chosen([X, MASK])
+    finding = judge(lambda numbers, training: value_of(loss)([rows[i] for i in numbers], training))
+    assert (finding is not None) is coupled, finding
+
+
+def test_a_loss_that_draws_is_not_judged():
+    draw = np.random.default_rng(0)
+    assert judge(value_of(lambda i: len(i) ** 2 * draw.random())) is None
+
+
+def test_shares_differ_whichever_samples_come_first():
+    for arrays in ((X, MASK), (MASK, CLASSES), (X[:2], MASK[:2]), (X[:1],), (np.ones((9, 3)), np.zeros(9, np.int64))):
+        rows = chosen(arrays)
+        assert len(rows) == 7 and max(rows) < len(arrays[0])
+    rows = chosen((X, MASK))
+    assert MASK[rows[:2]].mean() > 1.5 * MASK[rows[4:]].mean()
+
+
+# --- PyTorch ---------------------------------------------------------------------------------------------------------
+
+def torch_model(task, model=None):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    module = kind("torch")
+    module.task = task
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.net = model() if model else torch.nn.Linear(FEATURES, FEATURES)
+
+        def forward(self, x):
+            return self.net(x)
+    Net.__module__ = module.__name__
+    return Net()
+
+
+def torch_tasks():
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    F = torch.nn.functional
+
+    def of(loss):
+        return lambda model, batch: (loss(model, *batch), len(batch[0]))
+
+    def dice(model, x, y):
+        p = model(x).sigmoid()
+        return (1 - (2 * (y * p).sum() + 1) / (y.sum() + p.sum() + 1)) * len(x)
+
+    def tversky(model, x, y):
+        p = model(x).sigmoid()
+        hit = (y * p).sum()
+        return (1 - (hit + 1) / (hit + 0.3 * (p * (1 - y)).sum() + 0.7 * ((1 - p) * y).sum() + 1)) * len(x)
+
+    def contrastive(model, x, y):
+        z, w = F.normalize(model(x), dim=1), F.normalize(y, dim=1)
+        return F.cross_entropy(z @ w.T, torch.arange(len(x)), reduction="sum")
+
+    def training_only(model, x, y):
+        return dice(model, x, y) if model.training else F.mse_loss(model(x), y, reduction="sum")
+
+    def noisy(model, x, y):
+        return F.mse_loss(model(x + torch.randn_like(x)), y, reduction="sum")
+
+    def penalty(model, x, y):
+        x = x.clone().requires_grad_()
+        slope, = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return ((slope.norm(dim=1) - 1) ** 2).sum() + (model(x) - y).square().sum()
+
+    coupled = {
+        "dice": of(dice), "tversky": of(tversky), "contrastive": of(contrastive), "only in training": of(training_only),
+        "masked mean": of(lambda m, x, y: ((m(x) - 1).square() * y).sum() / y.sum() * len(x)),
+        "sum": of(lambda m, x, y: F.mse_loss(m(x), y, reduction="sum") * len(x)),
+        "variance": of(lambda m, x, y: F.mse_loss(m(x), y, reduction="sum") + m(x).std(0).sum() * len(x))}
+    fine = {
+        "mean times samples": of(lambda m, x, y: F.mse_loss(m(x), y) * len(x)),
+        "masked sums": lambda m, b: (((m(b[0]) - 1).square() * b[1]).sum(), b[1].sum()),
+        "dice of each": of(lambda m, x, y: (1 - (2 * (y * m(x).sigmoid()).sum(1) + 1) / (
+            y.sum(1) + m(x).sigmoid().sum(1) + 1)).sum()),
+        "noise": of(noisy), "functional dropout": of(lambda m, x, y: (F.dropout(m(x), 0.5, m.training) - y).square(
+            ).sum()), "slope": of(penalty),
+        "regularised": of(lambda m, x, y: (m(x) - y).square().sum() + len(x) * sum(p.norm() for p in m.parameters()))}
+    return coupled, fine
+
+
+COUPLED = ["dice", "tversky", "contrastive", "only in training", "masked mean", "sum", "variance"]
+FINE = ["mean times samples", "masked sums", "dice of each", "noise", "functional dropout", "slope", "regularised"]
+REFUSED = r"the loss is not a weighted mean over samples: .*\(loss_sum, weight\)"
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_a_coupled_task_is_refused_where_the_batch_is_divided_and_named_elsewhere(name):
+    task = torch_tasks()[0][name]
+    with pytest.raises(UserError, match=REFUSED):
+        solo(config(global_batch=8, accumulate=2), torch_model(task), (X, MASK))
+    run = solo(config(global_batch=8, max_steps=2), torch_model(task), (X, MASK))
+    assert sum("not a weighted mean over samples" in note for note in run.notes) == 1
+    assert not run.recovery.shrinks and "weighted mean" in run.recovery.because
+    before = weights(run)
+    fitted(run)
+    assert any((a != b).any() for a, b in zip(before, weights(run)))
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_other_tasks_are_not_refused(name):
+    task = torch_tasks()[1][name]
+    run = solo(config(global_batch=8, max_steps=1, accumulate=2), torch_model(task), (X, MASK))
+    assert not any("weighted mean" in note for note in run.notes)
+
+
+def test_every_rank_is_refused():
+    task = torch_tasks()[0]["dice"]
+    with pytest.raises(UserError, match=REFUSED):
+        lockstep(2, config(global_batch=8), lambda rank: torch_model(task), (X, MASK), fitted)
+
+
+def test_layers_that_couple_samples_are_not_blamed_on_the_loss():
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    nn = torch.nn
+
+    class Own(nn.Module):
+        def forward(self, x):
+            return x - x.mean(0) if self.training else x
+
+    class Always(nn.Module):
+        def forward(self, x):
+            return x - x.mean(0)
+
+    task = torch_tasks()[1]["mean times samples"]
+    for layers in ([nn.BatchNorm1d(FEATURES), nn.Dropout(0.5)], [nn.BatchNorm1d(FEATURES, track_running_stats=False)],
+                   [Own()], [Always()]):
+        model = torch_model(task, lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), *layers))  # noqa: B023
+        run = solo(config(global_batch=8, accumulate=2), model, (X, MASK))
+        assert any("depend on the other samples" in note for note in run.notes) is isinstance(layers[0], Always)
+
+
+@pytest.mark.parametrize("name", ["dice", "mean times samples"])
+def test_a_model_that_is_cut_over_ranks_is_judged_too(name):
+    coupled, fine = torch_tasks()
+    task = {**coupled, **fine}[name]
+    nn = pytest.importorskip("torch", reason="PyTorch is not installed").nn
+
+    def chain(rank):
+        module = kind("torch", name.replace(" ", "_"))
+        module.task, module.blocks = task, lambda model: list(model.named_children())
+        net = type("Chain", (nn.Sequential,), {"__module__": module.__name__})
+        return net(*(nn.Linear(FEATURES, FEATURES) for _ in range(3)))
+
+    settings = config(global_batch=8, max_steps=2, pipeline=Pipeline(2, cut=["1"]), metrics=[])
+    with contextlib.nullcontext() if name in fine else pytest.raises(UserError, match=REFUSED):
+        lockstep(2, settings, chain, (X, MASK), fitted)
+
+
+def test_a_batch_that_is_divided_later_is_refused_then():
+    run = solo(config(global_batch=8), torch_model(torch_tasks()[0]["dice"]), (X, MASK))
+    run.feed.recut(Cut.of([1]), 0)
+    with pytest.raises(UserError, match=REFUSED):
+        run.feed.recut(Cut.of([1], micro_batch=4), 0)
+
+
+def test_out_of_memory_ends_the_run_where_smaller_micro_batches_would_change_the_loss():
+    def short(model, batch):
+        if len(batch[0]) >= 8:
+            raise MemoryError("no room for 8")
+        return torch_tasks()[0]["dice"](model, batch)
+
+    with pytest.raises(UserError, match="out of memory in training .* would change a loss that is not a weighted mean"):
+        fitted(solo(config(global_batch=8, max_steps=1), torch_model(short), (X, MASK)))
+
+
+# --- Keras -----------------------------------------------------------------------------------------------------------
+
+def keras_model(loss="mse", add=None, extra=(), regularised=None):
+    keras = pytest.importorskip("keras", reason="Keras is not installed")
+    pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+    class Adds(keras.layers.Layer):
+        def call(self, x, training=False):
+            if add is not None:
+                self.add_loss(add(keras.ops, x, training))
+            return x
+
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(
+        FEATURES, "sigmoid", activity_regularizer=regularised, kernel_regularizer=regularised), *extra, Adds()])
+    model.compile(keras.optimizers.SGD(0.1), loss)
+    return model
+
+
+def ratio(y, p):
+    """A ratio of sums over the batch, given for each sample."""
+    from keras import ops
+
+    return 1 - (2 * ops.sum(y * p) + 1) / (ops.sum(y) + ops.sum(p) + 1) + 0 * ops.mean(p, axis=-1)
+
+
+def dice_of_each(y, p):
+    from keras import ops
+
+    return 1 - (2 * ops.sum(y * p, -1) + 1) / (ops.sum(y, -1) + ops.sum(p, -1) + 1)
+
+
+ADDED = {"sum": lambda ops, x, training: ops.sum(x), "small sum": lambda ops, x, training: 1e-7 * ops.sum(x * x),
+         "only in training": lambda ops, x, training: ops.sum(x) * float(bool(training)),
+         "deviation": lambda ops, x, training: ops.mean(ops.std(x, axis=0))}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_what_layers_add_over_the_batch_is_refused(name):
+    import keras
+
+    extra = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)] if name == "only in training" else []
+    with pytest.raises(UserError, match=r"add_loss\) is not a mean over the batch: .*keras.ops.mean"):
+        solo(config(global_batch=8, accumulate=2, metrics=[]), keras_model(add=ADDED[name], extra=extra), (X, MASK))
+    run = solo(config(global_batch=8, max_steps=1, metrics=[]), keras_model(add=ADDED[name]), (X, MASK))
+    assert sum("add_loss" in note for note in run.notes) == 1
+    fitted(run)
+
+
+def test_a_compiled_loss_over_the_batch_is_refused_whatever_it_returns():
+    with pytest.raises(UserError, match=REFUSED):
+        lockstep(2, config(global_batch=8, metrics=[]), lambda rank: keras_model(ratio), (X, MASK), fitted)
+
+
+@pytest.mark.parametrize("settings", [
+    {"loss": dice_of_each}, {"add": lambda ops, x, training: ops.mean(x)}, {"regularised": "l2"},
+    {"loss": "binary_crossentropy"}], ids=["dice of each", "mean", "regularisers", "crossentropy"])
+def test_other_losses_of_keras_are_not_refused(settings):
+    import keras
+
+    extra = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.GaussianNoise(0.1)]
+    model = keras_model(**settings, extra=extra)
+    before = [keras.ops.convert_to_numpy(v) for v in model.variables]
+    run = solo(config(global_batch=8, accumulate=2, metrics=[], max_steps=1), model, (X, MASK))
+    assert not any("mean over" in note for note in run.notes)
+    assert all((a == b).all() for a, b in zip(before, map(keras.ops.convert_to_numpy, model.variables)))
+    assert not any("call" in vars(layer) for layer in model._flatten_layers())
+    fitted(run)

@@ -18,6 +18,7 @@ import numpy as np
 
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.data.feed import Feed
+from hvdtrain.data.stream import on_disk
 from hvdtrain.errors import UserError
 from hvdtrain.misfit import out_of_memory, told
 from hvdtrain.pipeline.first_sample import walked
@@ -129,7 +130,7 @@ def _samples(feed: Feed, most: int) -> Batch:
 
 def extremes(array: np.ndarray) -> Iterator[int]:
     """Yield the rows that hold the largest and the smallest number, and the next ones after these."""
-    if array.size == 0 or _on_disk(array):
+    if array.size == 0 or on_disk(array):
         return
     per_row = array.size // len(array)
     part = array[:max(1, LOOKED_AT // per_row)]
@@ -141,12 +142,3 @@ def extremes(array: np.ndarray) -> Iterator[int]:
             limits = np.iinfo(part.dtype)
             yield int(np.where(inner, part, limits.min).argmax()) // per_row
             yield int(np.where(inner, part, limits.max).argmin()) // per_row
-
-
-def _on_disk(array: Any) -> bool:
-    """Whether reading ``array`` reads a file."""
-    while array is not None:
-        if isinstance(array, np.memmap):
-            return True
-        array = getattr(array, "base", None)
-    return False

@@ -67,6 +67,9 @@ def flat(parts: Sequence[Any]) -> tuple[Layout, list[Any]]:
 class Columns:
     """Nested arrays as a `Source`; looked at when its length is first asked for, so that a mistake is told in a run."""
 
+    fixed = True
+    """As `hvdtrain.data.sources.ArraySource.fixed`."""
+
     def __init__(self, parts: Sequence[Any]) -> None:
         if not 1 <= len(parts) <= 3:
             raise UserError(f"the data has {len(parts)} parts", "(x, y) or (x, y, sample_weight)",

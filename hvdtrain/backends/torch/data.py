@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import (DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset,
+from torch.utils.data import (DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset,
                               default_collate)
 
 from hvdtrain.data.sources import ArraySource, Source, fields
@@ -68,6 +68,15 @@ class DatasetSource:
                             "a map-style Dataset with __len__",
                             "add __len__, or make it an IterableDataset")
         self.dataset = dataset
+
+    @property
+    def subset_indices(self) -> tuple[np.ndarray, ...]:
+        """The indices of a `Subset`, such as `random_split` draws them, and of those within it."""
+        found, inner = [], self.dataset
+        while isinstance(inner, Subset):
+            found.append(np.asarray(inner.indices))
+            inner = inner.dataset
+        return tuple(found)
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ class Spec:
     ``blocks(model) -> [(name, block)]``; ``example(B) -> (x_B, y_B)``; ``parameter_groups(model) -> [group]`` and
     ``optimizer(model, config) -> optimizer`` in the framework's own terms.
 
+    ``rows``: how columns of the data are taken by name (`hvdtrain.data.rows.Rows`), in a run.
     ``again()``: builds the model once more, to the same initial weights, where a callable built it. ``model`` may be no
     more than an outline without values then (`build_spec`), which `become` replaces.
     """
@@ -42,6 +43,7 @@ class Spec:
     parameter_groups: Callable[..., Any] | None = None
     optimizer: Callable[..., Any] | None = None
     again: Callable[[], Any] | None = None
+    rows: Any = None
 
     def become(self, model: Any) -> None:
         """Take ``model`` in place of an outline of it."""

@@ -25,6 +25,7 @@ import numpy as np
 
 from hvdtrain.cluster.exit_calls import called
 from hvdtrain.data import sources
+from hvdtrain.data.rows import of_data
 from hvdtrain.data.stream import Arrays
 from hvdtrain.errors import UserError
 
@@ -70,7 +71,7 @@ def work(channel_fd: int, setup_fd: int, slots: Sequence[int]) -> None:
     except BaseException as error:  # noqa: BLE001  (told to the rank, which decides)
         channel.send(("failed", _failure(error)))
         return
-    memory = [Memory(fd) for fd in slots]
+    memory, told = [Memory(fd) for fd in slots], set[int]()
     while True:
         try:
             task, slot, number, indices_n, epoch = channel.recv()
@@ -78,9 +79,11 @@ def work(channel_fd: int, setup_fd: int, slots: Sequence[int]) -> None:
             return
         try:
             arrays = fetch(found[number], indices_n, epoch, setup["seed"])
-            channel.send(("done", task, memory[slot].write(arrays)))
+            rows = None if number in told else of_data(found[number])
+            channel.send(("done", task, memory[slot].write(arrays), rows))
+            told.add(number)
         except BaseException as error:  # noqa: BLE001
-            channel.send(("error", task, _carried(error)))
+            channel.send(("error", task, _carried(error), None))
 
 
 def fetch(source: Any, indices_n: np.ndarray, epoch: int, seed: int) -> Arrays:

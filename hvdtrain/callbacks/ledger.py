@@ -76,7 +76,7 @@ class Ledger(Callback):
             return
         self._unchecked.append(epoch)
         if reason != self._reason:  # one note, however many epochs
-            run.note(f"ledger: that epoch {epoch} has each sample exactly once is not verified: {reason}")
+            run.note(f"ledger: epoch {epoch} is not verified: {reason}")
         self._reason = reason
 
     def _left_out(self, run: Any, batch: Any) -> None:

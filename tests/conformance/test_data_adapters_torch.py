@@ -133,6 +133,20 @@ def test_iterable_dataset_streams_anew_each_epoch_and_is_told_the_epoch():
     assert [a.dtype for a in next(stream.chunks(0))] == [np.float32, np.int64]
 
 
+def test_a_stream_that_each_rank_shuffles_is_not_verified():
+    class Shuffled(IterableDataset):
+        def __iter__(self):
+            return ((np.float32(i), i % 2) for i in np.random.default_rng().permutation(40))
+
+    def work(control, wire):
+        feed = Feed(adapt(Shuffled()), 8, rank=control.rank, size=2, control=control)
+        steps = list(feed.epoch(Cursor()))
+        return len(steps), feed.unlike
+
+    with pytest.warns(UserWarning, match="read different streams"):
+        assert LockstepWorld(2).run(work, timeout_s=30.0) == [(5, "the ranks read different streams")] * 2
+
+
 @pytest.mark.parametrize("loader, expected", [
     (DataLoader(Squares(7), batch_size=3), [[0, 1, 2], [3, 4, 5], [6]]),
     (DataLoader(Squares(7), batch_size=3, drop_last=True), [[0, 1, 2], [3, 4, 5]]),

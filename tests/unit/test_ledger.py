@@ -226,7 +226,7 @@ def test_a_checkpoint_from_before_the_ledger_is_told_once(tmp_path, monkeypatch)
     reason = "the checkpoint does not say which samples came before"
     assert found(again) == facts(1, unchecked=[0], reason=reason)
     assert [note for note in again.notes if note.startswith("ledger: ")] == [
-        f"ledger: that epoch 0 has each sample exactly once is not verified: {reason}"]
+        f"ledger: epoch 0 is not verified: {reason}"]
 
 
 # --- streams ---------------------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def test_streams_that_ranks_shuffle_differently_are_not_verified(tmp_path):
     reason = "the ranks read different streams"
     for got, notes, rows in ranks:
         assert got == facts(1, unchecked=[1, 2], reason=reason), "the first epoch was opened by assembly, alike"
-        assert notes == [f"ledger: that epoch 1 has each sample exactly once is not verified: {reason}"]
+        assert notes == [f"ledger: epoch 1 is not verified: {reason}"]
         assert rows["samples"] == f"each exactly once in 1 epoch; epochs 1, 2 not verified: {reason}"
     log = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
     told = [(r["epoch"], r["whole"], r.get("words")) for r in log if r["event"] == "ledger"]

@@ -57,7 +57,7 @@ class Rows:
     def arrays(self, row: Any, to_array: Callable[[Any], np.ndarray]) -> Arrays:
         """Return a sample or batch as a flat tuple. Errors: `UserError` for columns whose meaning is not clear."""
         parts = self.parts(row)
-        if self.nests:
+        if self.nests and len(parts) <= 3 and not self._names.get(len(parts)):
             from hvdtrain.keras.layout import flat, nested
 
             if any(nested(part) for part in parts):
@@ -84,6 +84,8 @@ class Rows:
         weight = _one_of(rest, WEIGHTS)
         if {*x, *y, *weight} != set(row) or not x or weight and not y:
             raise self._unclear(row)
+        if self.whole:
+            self._settle((), len(row))
         kinds = {"x": x, "y": y, "the sample weight": weight}
         self.note = "data: " + ", ".join(f"{kind} is {', '.join(names)}" for kind, names in kinds.items() if names)
         return [_columns(row, names) for names in kinds.values() if names]

@@ -105,7 +105,6 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     spec = rows.of_model_file(spec)
     adapters, cores = (partial(backend.adapt_data, seed=config.seed, rows=rows),), topology.cores_of(control.rank)
     train, test = agreed(control, lambda: prepare.read(config, data, adapters, cores, notes), "data")
-    _seed(config, backend, 0)  # again: ranks may have timed another number of samples; they compare what they draw
     feed, test_feed = _feeds(spelled, spec, mesh, control, train, test)
     spelled = run_length.filled(spelled, feed.steps_per_epoch, notes)
     _seed(config, backend, control.rank)

@@ -21,6 +21,7 @@ from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.sampler import epoch_order
 from hvdtrain.data.sources import ArraySource, Source, Unreadable, checked, fetched, innermost
 from hvdtrain.data.stream import Arrays, Stream, fingerprint, on_disk, rebatch
+from hvdtrain.data.workers.worker import fetch_seeded
 from hvdtrain.errors import UserError
 from hvdtrain.protocols import Control
 
@@ -109,6 +110,7 @@ class SourceWalk:
         self._skip = skip and not isinstance(data, ArraySource)  # whose samples have all been read
         self._empty: Arrays = ()
         self._read: Arrays = ()
+        self._compared = np.unique([0, self.samples // 2, self.samples - 1])
         self.unlike, self.head = "", None
 
     def parts(self, cursor: Cursor, shuffle: bool, bounds: Bounds) -> Generator[Part, None, None]:
@@ -218,7 +220,8 @@ class SourceWalk:
         """Compare arrays in memory, a subset's indices, and the first, middle and last sample of all ranks; collective.
 
         Arrays, sets of files (``fixed``) and indices must be the same on every rank (`UserError`). A dataset may draw
-        random numbers when it is read: rank 0 warns, and ``unlike`` says why samples cannot be verified.
+        random numbers when it is read: from the global generators is fine, else rank 0 warns, and ``unlike`` says why
+        samples cannot be verified.
         """
         source = innermost(self._data)
         fixed = getattr(source, "fixed", False)
@@ -230,14 +233,22 @@ class SourceWalk:
         if fixed or len({row[0] for row in rows}) > 1:
             raise UserError("ranks hold different samples", "the same data in the same order on every rank",
                             "seed what shuffles or splits it; the sampler does the cut")
+        if len(set(found := control.gather(self._seeded()))) == 1 and found[0] is not None:
+            return
         self.unlike = _REASONS[_UNLIKE]
         if control.rank == 0:
             warnings.warn(_UNLIKE, stacklevel=3)
 
+    def _seeded(self) -> int | None:
+        """Return a checksum of the samples compared, drawn from generators seeded alike; None if one is unreadable."""
+        with contextlib.suppress(Unreadable):
+            return fingerprint(fetch_seeded(self._data, self._compared, self._seed))
+        return None
+
     def read_before(self) -> Arrays:
         """The first, middle and last sample, for which the source is asked once."""
         if not self._read:
-            _, self._read, _ = self._readable(np.unique([0, self.samples // 2, self.samples - 1]))
+            _, self._read, _ = self._readable(self._compared)
         return self._read or self.sample(1, Cursor())
 
     def _none_like(self, index_1: np.ndarray) -> Arrays:

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain import rng
 from hvdtrain.cluster.exit_calls import called
 from hvdtrain.data import sources
 from hvdtrain.data.rows import of_data
@@ -96,6 +97,18 @@ def fetch(source: Any, indices_n: np.ndarray, epoch: int, seed: int) -> Arrays:
         pieces.append(sources.fetched(source, np.array([number], np.int64), epoch))
         refuse_unlike(pieces[0], pieces[-1])
     return tuple(np.concatenate(column) for column in zip(*pieces))
+
+
+def fetch_seeded(source: Any, indices_n: np.ndarray, seed: int) -> Arrays:
+    """Fetch samples of the first epoch as a worker does, and put this process's generators back."""
+    put_back, torch = rng.mark(), sys.modules.get("torch")
+    state = None if torch is None else torch.get_rng_state()
+    try:
+        return fetch(source, indices_n, 0, seed)
+    finally:
+        put_back()
+        if torch is not None:
+            torch.set_rng_state(state)
 
 
 def refuse_unlike(some: Sequence[Any], others: Sequence[Any]) -> None:

@@ -36,6 +36,7 @@ from hvdtrain.cluster.wire import Wires
 from hvdtrain.config import Config
 from hvdtrain.data import prepare
 from hvdtrain.data.feed import Feed
+from hvdtrain.data.rows import of_data, rows_of
 from hvdtrain.data.workers import choose, start
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.unused import UnusedParameters
@@ -101,7 +102,9 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     wire = wires.first(notes)
     notes += unused.notes(unused.setup_of(config, spec, wire.name, facts.kind, model, data))
     _seed(config, backend, 0)  # user code that shuffles or splits must do so alike on every rank
-    adapters, cores = (partial(backend.adapt_data, seed=config.seed),), topology.cores_of(control.rank)
+    rows = rows_of(spec)
+    spec = rows.of_model_file(spec)
+    adapters, cores = (partial(backend.adapt_data, seed=config.seed, rows=rows),), topology.cores_of(control.rank)
     train, test = agreed(control, lambda: prepare.read(config, data, adapters, cores, notes), "data")
     feed, test_feed = _feeds(spelled, spec, mesh, control, train, test)
     spelled = run_length.filled(spelled, feed.steps_per_epoch, notes)
@@ -143,6 +146,7 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
     agreed(control, lambda: parts.install(collective=False), "transforms")
     check_parts(control, parts, run.group)
     run.written.start(run, first_sample.check(run, backend))
+    run.notes += [note] if (note := of_data(feed.data).note) else []
     run.dp = agreed(control, lambda: data_parallel.create(data_parallel.Setup(
         run.spelled, control, run.topology, run.group, run.collectives, backend.Ops(), parts, run.notes,
         scene_of(run, backend))), "exchange")
@@ -316,7 +320,7 @@ def _cut(config: Config, mesh: Mesh, control: Control) -> dict[str, Any]:
 
 def eval_feed(run: Run, data: Any) -> Feed:
     """A feed over evaluation ``data`` given to an assembled run: its test split, or all of it. Collective."""
-    adapters = (partial(backends.load(run.spec.framework).adapt_data, seed=run.config.seed),)
+    adapters = (partial(backends.load(run.spec.framework).adapt_data, seed=run.config.seed, rows=run.spec.rows),)
     cores = run.topology.cores_of(run.control.rank)
     test, remark = agreed(run.control, lambda: prepare.later(run.config, data, adapters, cores, run.control.size),
                           "data")

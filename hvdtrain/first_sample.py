@@ -18,6 +18,7 @@ import numpy as np
 
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.data.feed import Feed
+from hvdtrain.data.stream import on_disk
 from hvdtrain.errors import UserError
 from hvdtrain.loss_coupling import CANDIDATE_BYTES, CANDIDATES, chosen, found_on_any, judge, settle
 from hvdtrain.misfit import out_of_memory, told
@@ -165,13 +166,13 @@ def _pool(feed: Feed) -> Batch:
     if not isinstance(arrays, tuple):
         return tuple(feed.read_before())
     most = CANDIDATE_BYTES // max(1, sum(array[:1].nbytes for array in arrays))
-    n = min(feed.samples, CANDIDATES, max(LEAST * MOST, 0 if any(map(_on_disk, arrays)) else most))
+    n = min(feed.samples, CANDIDATES, max(LEAST * MOST, 0 if any(map(on_disk, arrays)) else most))
     return tuple(feed.data.fetch(np.linspace(0, feed.samples - 1, n, dtype=np.int64)))
 
 
 def extremes(array: np.ndarray) -> Iterator[int]:
     """Yield the rows that hold the largest and the smallest number, and the next ones after these."""
-    if array.size == 0 or _on_disk(array):
+    if array.size == 0 or on_disk(array):
         return
     per_row = array.size // len(array)
     part = array[:max(1, LOOKED_AT // per_row)]
@@ -183,12 +184,3 @@ def extremes(array: np.ndarray) -> Iterator[int]:
             limits = np.iinfo(part.dtype)
             yield int(np.where(inner, part, limits.min).argmax()) // per_row
             yield int(np.where(inner, part, limits.max).argmin()) // per_row
-
-
-def _on_disk(array: Any) -> bool:
-    """Whether reading ``array`` reads a file."""
-    while array is not None:
-        if isinstance(array, np.memmap):
-            return True
-        array = getattr(array, "base", None)
-    return False

@@ -28,6 +28,7 @@ class Spec:
     ``optimizer(model, config) -> optimizer`` in the framework's own terms; ``buffer_reduction(model) -> {name:
     reduction}`` (`hvdtrain.written_state`), which may also be a method of the model.
 
+    ``rows``: how columns of the data are taken by name (`hvdtrain.data.rows.Rows`), in a run.
     ``again()``: builds the model once more, to the same initial weights, where a callable built it. ``model`` may be no
     more than an outline without values then (`build_spec`), which `become` replaces.
     """
@@ -44,6 +45,7 @@ class Spec:
     optimizer: Callable[..., Any] | None = None
     buffer_reduction: Callable[..., Any] | None = None
     again: Callable[[], Any] | None = None
+    rows: Any = None
 
     def become(self, model: Any) -> None:
         """Take ``model`` in place of an outline of it."""

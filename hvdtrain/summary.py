@@ -95,7 +95,10 @@ def _ledger(found: dict[str, Any]) -> list[tuple[str, str]]:
     said += [f"the first {found['partial']} of the last epoch once each"] if found.get("partial") else []
     said += [f"{found['skipped']} in steps without an update"] if found.get("skipped") else []
     said += [f"{found['unread']} left out, since they could not be read"] if found.get("unread") else []
-    said += [f"epochs {', '.join(map(str, found['unchecked']))} not checked"] if found.get("unchecked") else []
+    why = f": {found['reason']}" if found.get("reason") else ""
+    if found.get("unchecked"):
+        which = ", ".join(map(str, found["unchecked"]))
+        said.append(f"epoch{'s' if len(found['unchecked']) > 1 else ''} {which} not verified{why}")
     return [("samples", "; ".join(said))] if said else []
 
 

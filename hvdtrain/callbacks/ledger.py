@@ -24,9 +24,9 @@ class Ledger(Callback):
     """Runs on all ranks, which compare at the end of each epoch, and of a fit that ends within one.
 
     ``run.ledger`` holds what was found: ``epochs`` whole, over all resumptions, the ``samples`` in them, ``skipped``:
-    those of them whose step made no update (nan_guard skip, an overflow in fp16), ``unchecked`` epochs, and ``partial``
-    samples of an epoch that a fit ended in, and ``unread``: samples left out since they could not be read. A step
-    without update counts as consumed. On a GPU it is told a step late.
+    those of them whose step made no update (nan_guard skip, an overflow in fp16), ``unchecked`` epochs, which are not
+    verified, with the ``reason``, and ``partial`` samples of an epoch that a fit ended in, and ``unread``: samples left
+    out since they could not be read. A step without update counts as consumed. On a GPU it is told a step late.
     """
 
     where = "all"
@@ -34,7 +34,9 @@ class Ledger(Callback):
     def __init__(self) -> None:
         self._book = Book()
         self._at = (0, 0)
-        self._unknown = ""
+        self._unknown = self._reason = ""
+        self._head: int | None = None
+        self._resumed = False
         self._skipped = self._skipped_before = self._epochs = self._samples = 0
         self._unread = self._unread_before = 0
         self._unchecked: list[int] = []
@@ -48,9 +50,11 @@ class Ledger(Callback):
         if (cursor.epoch, cursor.samples) != self._at:
             why = "the checkpoint does not say which samples came before" if cursor.samples else ""
             self._begin(cursor.epoch, cursor.samples, why)
-        if self._unknown and cursor.epoch not in self._unchecked:
-            self._unchecked.append(cursor.epoch)
-            run.note(f"ledger: whether epoch {cursor.epoch} has each sample once is not checked: {self._unknown}")
+        self._resumed = bool(cursor.samples) and run.feed.samples is None
+        if self._resumed and self._head is None and run.feed.head and run.feed.head[0] == cursor.epoch:
+            self._head = run.feed.head[1]  # a second fit of this process
+        if self._unknown:
+            self._doubt(run, self._unknown)
 
     def step_end(self, run: Any) -> None:
         """Count the samples of a step that was finished."""
@@ -61,8 +65,19 @@ class Ledger(Callback):
         if batch.numbers is not None:
             self._book.add(batch.numbers[:sum(len(micro[0]) for micro in batch.micros)])  # those it computed on
             self._left_out(run, batch)
-        elif not self._unknown:
-            self._unknown = "the ranks' streams differ in length"
+        if run.feed.unlike:
+            self._doubt(run, run.feed.unlike)
+
+    def _doubt(self, run: Any, reason: str) -> None:
+        """Take the epoch under way as not verified, for a ``reason`` that all ranks have."""
+        epoch = self._at[0]
+        self._unknown = self._unknown or reason
+        if epoch in self._unchecked:
+            return
+        self._unchecked.append(epoch)
+        if reason != self._reason:  # one note, however many epochs
+            run.note(f"ledger: epoch {epoch} is not verified: {reason}")
+        self._reason = reason
 
     def _left_out(self, run: Any, batch: Any) -> None:
         """Account for samples that could not be read: a rank has seen its own; each is named once."""
@@ -75,16 +90,15 @@ class Ledger(Callback):
     def epoch_end(self, run: Any) -> None:
         """Compare the epoch that has ended with what it must hold; `UserError` on every rank. Collective."""
         epoch, consumed = self._at
-        if self._unknown:
-            if epoch not in self._unchecked:
-                self._unchecked.append(epoch)
-        else:
+        self._compare_head(run)
+        if not self._unknown:
             samples = consumed if run.feed.samples is None else run.feed.samples
             self._compare(run, samples, None)
             self._epochs, self._samples = self._epochs + 1, self._samples + samples
             self._skipped_before += self._skipped
             self._unread_before += self._unread
-        self._record(run, epoch, not self._unknown)
+        more = {"words": f"not verified: {self._unknown}"} if self._unknown else {}
+        self._record(run, epoch, not self._unknown, **more)
         self._begin(epoch + 1, 0, "")
         run.ledger = self._facts()
 
@@ -92,6 +106,7 @@ class Ledger(Callback):
         """Compare the part of an epoch that a fit has ended in; `UserError` on every rank. Collective."""
         epoch, consumed = self._at
         partial = 0
+        self._compare_head(run)
         if consumed and not self._unknown and (epoch, consumed) == (run.state.cursor.epoch, run.state.cursor.samples):
             feed = run.feed
             order = None if feed.samples is None else epoch_order(feed.samples, feed.seed, epoch, feed.shuffle)
@@ -109,11 +124,13 @@ class Ledger(Callback):
         """Bring the ranks' sums together for `state_dict`. Collective."""
         sums = books.from_limbs(voices(run.control, run.mesh).sum(books.to_limbs(self._book.sums())))
         epoch, samples = self._at
+        begun = run.feed.head if samples and run.feed.head and run.feed.head[0] == epoch else (epoch, None)
         self._kept = {"epoch": epoch, "samples": samples, "count": sums.count, "sum": f"{sums.total:016x}",
                       "unknown": self._unknown, "skipped": self._skipped, "order": _order(run.feed),
                       "epochs": self._epochs, "whole": self._samples, "skipped_before": self._skipped_before,
                       "unread": self._unread, "unread_before": self._unread_before,
-                      "unchecked": list(self._unchecked)}
+                      "unchecked": list(self._unchecked), "reason": self._reason,
+                      "head": begun[1] if self._head is None else self._head}
 
     def state_dict(self) -> dict[str, Any]:
         """What all ranks have counted, as `saving` found it."""
@@ -134,7 +151,8 @@ class Ledger(Callback):
         self._skipped, self._skipped_before = kept["skipped"], kept["skipped_before"]
         self._epochs, self._samples = kept["epochs"], kept["whole"]
         self._unread, self._unread_before = kept.get("unread", 0), kept.get("unread_before", 0)  # newer than the rest
-        self._unchecked = list(kept["unchecked"])
+        self._unchecked, self._reason = list(kept["unchecked"]), kept.get("reason", "")
+        self._head = kept.get("head")
 
     # --- sums --------------------------------------------------------------------------------------------------------
 
@@ -142,6 +160,16 @@ class Ledger(Callback):
         """Stand at ``samples`` of ``epoch``, of which ``before`` was counted; ``unknown``: why that is not all."""
         self._book.start(epoch, before)
         self._at, self._unknown, self._skipped, self._unread = (epoch, samples), unknown, 0, 0
+        self._head = None
+
+    def _compare_head(self, run: Any) -> None:
+        """Doubt an epoch whose stream began otherwise before the resumption; collective after one."""
+        if not self._resumed:
+            return
+        epoch, head = run.feed.head or (-1, None)
+        differs = None not in (self._head, head) and epoch == self._at[0] and head != self._head
+        if voices(run.control, run.mesh).sum(np.array([float(differs)]))[0]:
+            self._doubt(run, "the stream's order is another than before the resumption")
 
     def _compare(self, run: Any, samples: int, order_n: np.ndarray | None) -> None:
         """Raise `UserError` on every rank unless the ranks together had the first ``samples`` of ``order_n`` once each.
@@ -168,7 +196,8 @@ class Ledger(Callback):
     def _facts(self) -> dict[str, Any]:
         unread = self._unread_before + self._unread
         return {"epochs": self._epochs, "samples": self._samples, "skipped": self._skipped_before + self._skipped,
-                "unchecked": list(self._unchecked), "partial": 0, **({"unread": unread} if unread else {})}
+                "unchecked": list(self._unchecked), "partial": 0, **({"unread": unread} if unread else {}),
+                **({"reason": self._reason} if self._unchecked else {})}
 
     def _record(self, run: Any, epoch: int, whole: bool, **more: Any) -> None:
         """Tell what was counted of an epoch."""

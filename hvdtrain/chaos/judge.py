@@ -86,7 +86,7 @@ def _samples(leg: Leg, reference: Mapping[str, Any]) -> Finding:
     if leg.record["steps"] != reference["steps"]:
         unlike.append(f"steps {leg.record['steps']} for {reference['steps']}")
     if got.get("unchecked"):
-        unlike.append(f"epochs {got['unchecked']} not checked")
+        unlike.append(f"epochs {got['unchecked']} not verified")
     total = got.get("samples", 0) + got.get("partial", 0)
     good = f"0 lost and 0 doubled of {total} samples in {leg.record['steps']} steps"
     return Finding(not unlike, f"{name}: {'; '.join(unlike) if unlike else good}")

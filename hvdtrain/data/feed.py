@@ -69,7 +69,7 @@ class Feed:
     ``samples``: those of an epoch, None for a stream, whose length nobody knows. ``unread``: samples that all ranks
     have left out of the walk under way, or of the last one.
     Errors: `UserError` for empty data, a global batch < 1, unusable shares. Ranks whose streams differ get a
-    warning from rank 0: in length (the run goes on while one of them has samples) or in their first sample.
+    warning from rank 0: in length (the run goes on while one of them has samples) or in a batch.
     """
 
     def __init__(self, data: Source | Stream, global_batch: int, *, rank: int = 0, size: int = 1,
@@ -103,6 +103,16 @@ class Feed:
             assert control is not None, "ranks find out together that a stream has ended"
             self._walk = StreamWalk(data, self.global_batch, rank, size, control, even_micros)
         self.samples: int | None = self._walk.samples
+
+    @property
+    def unlike(self) -> str:
+        """Why the samples of this epoch cannot be verified, the same on all ranks; "" where nothing is against it."""
+        return self._walk.unlike
+
+    @property
+    def head(self) -> tuple[int, int] | None:
+        """(epoch, checksum) of a stream's first samples in the epoch opened last; None for a source and before that."""
+        return self._walk.head
 
     @property
     def ahead(self) -> int:

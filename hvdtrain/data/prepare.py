@@ -13,7 +13,9 @@ import numpy as np
 from hvdtrain.config import Config
 from hvdtrain.data import sources
 from hvdtrain.data.augment import Augmented
+from hvdtrain.data.rows import INPUTS, of_data
 from hvdtrain.data.workers.choose import with_workers
+from hvdtrain.errors import UserError
 
 START_S = 5.0
 """About what workers take to start that import a framework."""
@@ -54,4 +56,8 @@ def prepared(config: Config, train: Any, test: Any) -> tuple[Any, Any]:
         train = Augmented(train, config.data.augment, config.seed)
         if len(train):
             train.fetch(np.zeros(1, np.int64))  # what does not suit it is told before anything is made
+        rows = of_data(train)
+        if not rows.x_first or rows.layout is not None:
+            raise UserError(f"data.augment with rows of which none or several columns are pictures ({rows.note})",
+                            f"one of the columns {', '.join(INPUTS)}", "rename or drop columns, or leave it out")
     return train, test

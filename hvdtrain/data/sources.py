@@ -104,6 +104,9 @@ class ArraySource:
     values, integers or real numbers.
     """
 
+    rows: Any = None
+    """How columns were taken by name (`hvdtrain.data.rows.Rows`), where they had names; ``layout``: of nested ones."""
+    layout: Any = None
     fixed = True
     """Whether a sample is the same at every reading, so that ranks that read different ones are refused."""
 
@@ -222,14 +225,23 @@ def is_array(obj: Any) -> bool:
     return hasattr(obj, "__array__") and hasattr(obj, "shape")
 
 
-def by_name(arrays: Mapping[str, Any], split: str, origin: str) -> list[Any] | None:
-    """Pick x, y, sample_weight of a split in this order; None where the test split has no x."""
+def check_names(arrays: Mapping[str, Any], origin: str) -> None:
+    """Raise `UserError` for an array named otherwise than x, y and sample_weight, and for a weight without y."""
     known = [name + suffix for suffix in ("", "_test") for name in _NAMES]
     for name in arrays:
         if name not in known:
             raise UserError(f"{origin} has an array named {name!r}",
                             nearest(name, known),
                             "rename or remove it")
+    for end in ("", "_test"):
+        if "sample_weight" + end in arrays and "y" + end not in arrays:
+            raise UserError(f"{origin} has sample_weight{end} without y{end}", f"y{end}, which it weighs",
+                            "add or rename an array")
+
+
+def by_name(arrays: Mapping[str, Any], split: str, origin: str) -> list[Any] | None:
+    """Pick x, y, sample_weight of a split in this order; None where the test split has no x."""
+    check_names(arrays, origin)
     suffix = "_test" if split == "test" else ""
     found = {part: [name for name in _NAMES if name + part in arrays] for part in ("", "_test")}
     if not found[suffix] and suffix:
@@ -238,26 +250,6 @@ def by_name(arrays: Mapping[str, Any], split: str, origin: str) -> list[Any] | N
         raise UserError(f"{origin} has the arrays {', '.join(arrays) or '(none)'}",
                         "x, and the same of y and sample_weight in train and test", "add what is missing")
     return [arrays[name + suffix] for name in found[suffix]]
-
-
-def fields(batch: Any) -> list[Any]:
-    """Return the parts of a sample or batch that a framework's dataset gave, in order.
-
-    Those of a tuple or list, or the one there is. Of a dict: x, y and sample_weight if it has an x, else all
-    values in its own order. Errors: `UserError` for other names beside x.
-    """
-    if isinstance(batch, (tuple, list)):
-        return list(batch)
-    if not isinstance(batch, Mapping):
-        return [batch]
-    if "x" not in batch:
-        return list(batch.values())
-    for name in batch:
-        if name not in _NAMES:
-            raise UserError(f"a sample has a part named {name!r}",
-                            nearest(name, _NAMES),
-                            "rename or remove it")
-    return [batch[name] for name in _NAMES if name in batch]
 
 
 def _takes(function: Callable, name: str) -> bool:

@@ -8,9 +8,10 @@ alone may enter collectives), `sample` and `check_alike`. The cut over the ranks
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,8 @@ import numpy as np
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.sampler import epoch_order
 from hvdtrain.data.sources import ArraySource, Source, Unreadable, checked, fetched, innermost
-from hvdtrain.data.stream import Arrays, Stream, fingerprint, rebatch
+from hvdtrain.data.stream import Arrays, Stream, fingerprint, on_disk, rebatch
+from hvdtrain.data.workers.worker import fetch_seeded
 from hvdtrain.errors import UserError
 from hvdtrain.protocols import Control
 
@@ -28,9 +30,15 @@ WeightFn = Callable[[Arrays], float]
 _NONE = np.empty(0, np.int64)
 _UNEVEN = "the ranks' streams differ in length: steps go on with the samples there are"
 _DIFFERENT = ("the ranks read different streams: each takes its cut of what it reads, so samples are lost or "
-              "repeated; seed the shuffle alike and do not split the stream by rank")
+              "repeated; seed the shuffle alike and do not split the stream by rank (a stream that draws random "
+              "numbers for each sample needs a seed too)")
 _UNLIKE = ("the ranks read different samples at the same place: seed what shuffles or splits the data alike, unless "
            "the dataset draws random numbers when it is read")
+_REASONS = {_UNEVEN: "the ranks' streams differ in length", _DIFFERENT: "the ranks read different streams",
+            _UNLIKE: "the ranks read different samples at the same place"}
+"""Why the ranks cannot verify that each sample came once, by the warning that the run prints."""
+HEAD_ROWS = 16
+"""Samples at the start of a stream's epoch that are compared after a resumption."""
 
 
 Bounds = Callable[[int, int], tuple[int, int]]
@@ -49,7 +57,7 @@ FEW_UNREAD, MOST_UNREAD = 3, 0.01
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's ``n_local`` of a global batch's ``n`` samples; ``check``: a stream's checksum of the first of all.
+    """This rank's ``n_local`` of a global batch's ``n`` samples; ``check``: a stream's checksum of all of them.
 
     ``numbers``: int64[n_local], of a stream the positions in it; None where the ranks' streams are of several lengths.
     ``unread``: (number, place, reason) of samples of this rank that were left out, which ``n_local`` does not count.
@@ -105,6 +113,8 @@ class SourceWalk:
         self._skip = skip and not isinstance(data, ArraySource)  # whose samples have all been read
         self._empty: Arrays = ()
         self._read: Arrays = ()
+        self._compared = np.unique(np.linspace(0, self.samples - 1, READ_BEFORE, dtype=np.int64))
+        self.unlike, self.head = "", None
 
     def parts(self, cursor: Cursor, shuffle: bool, bounds: Bounds) -> Generator[Part, None, None]:
         """Yield the parts from ``cursor`` to the end of its epoch; `UserError` at once for a position beyond it."""
@@ -210,23 +220,38 @@ class SourceWalk:
         return tuple(np.resize(array, (n, *array.shape[1:])) for array in arrays)
 
     def check_alike(self, control: Control) -> None:
-        """Compare the samples of `read_before` over the ranks; collective.
+        """Compare arrays in memory, a subset's indices, and the samples of `read_before` of all ranks; collective.
 
-        Arrays and sets of files (``fixed``) must be the same on every rank (`UserError`). A dataset may draw random
-        numbers when it is read: rank 0 warns.
+        Arrays, sets of files (``fixed``) and indices must be the same on every rank (`UserError`). A dataset may draw
+        random numbers when it is read: from the global generators is fine, else rank 0 warns, and ``unlike`` says why
+        samples cannot be verified.
         """
-        if len(set(control.gather(fingerprint(self.read_before(), rows=READ_BEFORE)))) == 1:
+        source = innermost(self._data)
+        fixed = getattr(source, "fixed", False)
+        held = [array for array in getattr(source, "arrays", ()) if not on_disk(array)] if fixed else []
+        rows = control.gather((fingerprint((*held, *getattr(source, "subset_indices", ()))),
+                               fingerprint(self.read_before())))
+        if len(set(rows)) == 1:
             return
-        if getattr(innermost(self._data), "fixed", False):
+        if fixed or len({row[0] for row in rows}) > 1:
             raise UserError("ranks hold different samples", "the same data in the same order on every rank",
                             "seed what shuffles or splits it; the sampler does the cut")
+        if len(set(found := control.gather(self._seeded()))) == 1 and found[0] is not None:
+            return
+        self.unlike = _REASONS[_UNLIKE]
         if control.rank == 0:
             warnings.warn(_UNLIKE, stacklevel=3)
+
+    def _seeded(self) -> int | None:
+        """Return a checksum of the samples compared, drawn from generators seeded alike; None if one is unreadable."""
+        with contextlib.suppress(Unreadable):
+            return fingerprint(fetch_seeded(self._data, self._compared, self._seed))
+        return None
 
     def read_before(self) -> Arrays:
         """Return `READ_BEFORE` samples from the first to the last, for which the source is asked once."""
         if not self._read:
-            _, self._read, _ = self._readable(np.unique(np.linspace(0, self.samples - 1, READ_BEFORE, dtype=np.int64)))
+            _, self._read, _ = self._readable(self._compared)
         return self._read or self.sample(1, Cursor())
 
     def _none_like(self, index_1: np.ndarray) -> Arrays:
@@ -242,7 +267,9 @@ class SourceWalk:
 class StreamWalk:
     """Walks a stream: the ranks read it alike and find out together that it has ended.
 
-    ``even``: give a rank whose stream has ended arrays (0, ...) of the shapes that it had.
+    ``even``: give a rank whose stream has ended arrays (0, ...) of the shapes that it had. ``unlike``: why the samples
+    of the epoch cannot be verified, the same on all ranks. ``head``: (epoch, checksum) of the first `HEAD_ROWS` samples
+    of the latest epoch that this rank has opened.
     """
 
     samples, begins = None, 0
@@ -252,6 +279,8 @@ class StreamWalk:
         self._rank, self._size, self._control = rank, size, control
         self._empty: Arrays = ()
         self._warned: set[str] = set()
+        self.unlike = ""
+        self.head: tuple[int, int] | None = None
         self._peeked: tuple[tuple[int, int], Arrays | None, Generator[Arrays, None, None]] | None = None
 
     def parts(self, cursor: Cursor, shuffle: bool, bounds: Bounds) -> Generator[Part, None, None]:
@@ -268,23 +297,23 @@ class StreamWalk:
 
         Errors: `UserError` on every rank where a whole epoch has no sample.
         """
-        first = True
+        first, self.unlike = True, ""
         while True:
             part = next(parts, Part(0, 0, (), numbers=_NONE))
             own = part.weight(weight_fn)
-            sums = self._control.sum(np.array([part.n_local, own, part.n, part.n ** 2, part.n > 0,
-                                               part.check, part.check ** 2], np.float64))
-            n_global, seen, seen2, ranks, checks, checks2 = (int(sums[i]) for i in (0, 2, 3, 4, 5, 6))
+            sums = self._control.sum(np.array([part.n_local, own, part.n, part.n ** 2, part.check, part.check ** 2],
+                                              np.float64))
+            n_global, seen, seen2, checks, checks2 = (int(sums[i]) for i in (0, 2, 3, 4, 5))
             if n_global == 0:
                 if first and cursor.samples == 0:
                     raise _no_samples(cursor.epoch)
                 return
             alike = self._size * seen2 == seen ** 2  # no variance over ranks
             if not alike:
-                self._warn_once(_UNEVEN)
+                self._refute(_UNEVEN)
                 part = replace(part, numbers=None)
-            if first and ranks * checks2 != checks ** 2:
-                self._warn_once(_DIFFERENT)
+            elif self._size * checks2 != checks ** 2:
+                self._refute(_DIFFERENT)
             first, counts_P = False, None
             if self._even:
                 part = self._shaped(part)
@@ -296,11 +325,11 @@ class StreamWalk:
     def sample(self, n: int, cursor: Cursor) -> Arrays:
         """``n`` samples of the global batch at ``cursor``, over and over where there are fewer.
 
-        The batch is kept: `parts` from there goes on with it, so that the stream is opened no oftener.
+        The batch is kept: `parts` goes on with it in the same epoch, so that the stream is opened no oftener.
         """
         place = (cursor.epoch, cursor.samples)
         if self._peeked is None or self._peeked[0] != place:
-            batches = self._opened(cursor)
+            batches = self._continued(cursor)
             self._peeked = (place, next(batches, None), batches)
         first = self._peeked[1]
         if first is None:
@@ -308,25 +337,39 @@ class StreamWalk:
         return tuple(np.resize(array, (n, *array.shape[1:])) for array in first)
 
     def check_alike(self, control: Control) -> None:
-        """Do nothing: `meet` compares the first batch of each epoch, where the stream is read anyway."""
+        """Do nothing: `meet` compares each batch, where the stream is read anyway."""
 
     def _opened(self, cursor: Cursor) -> Generator[Arrays, None, None]:
         chunks = self._data.chunks(cursor.epoch)
         try:
-            yield from rebatch(chunks, self._global_batch, cursor.samples)
+            yield from rebatch(self._headed(chunks, cursor.epoch), self._global_batch, cursor.samples)
         finally:
             if hasattr(chunks, "close"):
                 chunks.close()
 
+    def _headed(self, chunks: Iterable[Arrays], epoch: int) -> Iterator[Arrays]:
+        """Yield ``chunks`` and set ``head`` once their first samples have been read."""
+        rows: list[np.ndarray] = []
+        n, self.head = 0, None
+        for chunk in chunks:
+            if n < HEAD_ROWS and isinstance(chunk, tuple) and all(map(np.ndim, chunk)):
+                for row in zip(*(array[:HEAD_ROWS - n] for array in chunk)):
+                    rows, n = [*rows, *map(np.asarray, row)], n + 1
+                self.head = (epoch, fingerprint(tuple(rows))) if n == HEAD_ROWS else None
+            yield chunk
+
     def _continued(self, cursor: Cursor) -> Generator[Arrays, None, None]:
-        """Yield the batches from ``cursor``, beginning with what `sample` has read already."""
+        """Yield the batches from ``cursor``, out of what `sample` has opened where that is of the same epoch.
+
+        Some streams have another order when they are opened again, so a resumed run must not open its epoch twice.
+        """
         peeked, self._peeked = self._peeked, None
-        if peeked is None or peeked[0] != (cursor.epoch, cursor.samples):
+        if peeked is None or peeked[0][0] != cursor.epoch or peeked[0][1] > cursor.samples:
             yield from self._opened(cursor)
         elif peeked[1] is not None:
             with contextlib.closing(peeked[2]) as rest:
-                yield peeked[1]
-                yield from rest
+                batches = itertools.chain([peeked[1]], rest)
+                yield from rebatch(batches, self._global_batch, cursor.samples - peeked[0][1])
 
     def _shaped(self, part: Part) -> Part:
         """``part``, with empty arrays of the stream's shapes where the stream has ended on this rank only."""
@@ -339,7 +382,9 @@ class StreamWalk:
                             "sync_batchnorm: false")
         return replace(part, arrays=self._empty)
 
-    def _warn_once(self, text: str) -> None:
+    def _refute(self, text: str) -> None:
+        """Set ``unlike`` and warn of it once."""
+        self.unlike = self.unlike or _REASONS[text]
         if self._rank == 0 and text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, stacklevel=3)

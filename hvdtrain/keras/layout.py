@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.data.sources import ArraySource, fields, is_array
+from hvdtrain.data.sources import ArraySource, check_names, is_array
 from hvdtrain.data.stream import Arrays
 from hvdtrain.errors import UserError
 
@@ -25,24 +25,26 @@ class Layout:
     def __init__(self, x: Any, y: Any = None) -> None:
         import keras
 
-        self._tree = keras.tree
-        self._x, self._y = (self._tree.map_structure(lambda leaf: 0, part) if part is not None else None
+        self._x, self._y = (keras.tree.map_structure(lambda leaf: 0, part) if part is not None else None
                             for part in (x, y))
-        self.n_x = len(self._tree.flatten(x))
-        self.n_y = 0 if y is None else len(self._tree.flatten(y))
+        self.n_x = len(keras.tree.flatten(x))
+        self.n_y = 0 if y is None else len(keras.tree.flatten(y))
 
     def pack(self, batch: Sequence[Any]) -> tuple[Any, Any, Any]:
         """(x, y, sample_weight) of a flat batch; None for what it lacks."""
+        import keras
+
+        pack = keras.tree.pack_sequence_as
         n_w = len(batch) - self.n_x - self.n_y
         if n_w < 0 or n_w not in (0, 1, self.n_y):
             raise UserError(f"a batch has {len(batch)} arrays", f"{self.n_x} of x, {self.n_y} of y, and none, 1 or "
                             f"{self.n_y} of sample weights", "give the evaluation data x and y as the training data's")
-        x = self._tree.pack_sequence_as(self._x, list(batch[:self.n_x]))
-        y = self._tree.pack_sequence_as(self._y, list(batch[self.n_x:self.n_x + self.n_y])) if self.n_y else None
+        x = pack(self._x, list(batch[:self.n_x]))
+        y = pack(self._y, list(batch[self.n_x:self.n_x + self.n_y])) if self.n_y else None
         weights = list(batch[self.n_x + self.n_y:])
         if n_w == 1:
             return x, y, weights[0]
-        return x, y, self._tree.pack_sequence_as(self._y, weights) if n_w else None
+        return x, y, pack(self._y, weights) if n_w else None
 
 
 def nested(part: Any) -> bool:
@@ -66,6 +68,9 @@ def flat(parts: Sequence[Any]) -> tuple[Layout, list[Any]]:
 
 class Columns:
     """Nested arrays as a `Source`; looked at when its length is first asked for, so that a mistake is told in a run."""
+
+    fixed = True
+    """As `hvdtrain.data.sources.ArraySource.fixed`."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         if not 1 <= len(parts) <= 3:
@@ -103,7 +108,7 @@ def named(data: Any) -> Any:
                   for end in ("", "_test")]
         if not any(nested(part) for split in splits for part in split):
             return data
-        fields({k.removesuffix("_test"): v for k, v in data.items()})  # refuses other names
+        check_names(data, "the data")
         return tuple(Columns(split) for split in splits) if splits[1] else Columns(splits[0])
     if not isinstance(data, (tuple, list)) or not 2 <= len(data) <= 3:
         return data

@@ -71,10 +71,11 @@ EVENTS = {
     }),
     "checkpoint": Event("A checkpoint was due here."),
     "ledger": Event("An epoch's samples were counted.", {
-        "epoch": "which", "whole": "whether each was seen exactly once", "skipped": "samples in steps without update",
+        "epoch": "which", "whole": "whether it is verified that each was seen exactly once",
+        "skipped": "samples in steps without update",
         "unread": "samples left out that could not be read",
         "ledger": "totals so far", "got": "samples seen, where not whole", "want": "samples there are",
-        "words": "what is wrong",
+        "words": "what is wrong, or why it is not verified",
     }),
     "balance": Event("Ranks get other parts of the batch.", {
         "stage": "plan: at the start; replan; ceilings: a rank's memory holds less",

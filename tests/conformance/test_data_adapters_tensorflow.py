@@ -1,13 +1,18 @@
 """Keras' PyDataset and tf.data as numpy streams."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from small_runs import bits, config, fitted, make_model, samples, solo
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import keras  # noqa: E402
 
 from hvdtrain.backends.tensorflow.data import adapt  # noqa: E402
+from hvdtrain.collectives.lockstep import LockstepWorld  # noqa: E402
+from hvdtrain.config import Checkpoint  # noqa: E402
 from hvdtrain.data.cursor import Cursor  # noqa: E402
 from hvdtrain.data.feed import Feed  # noqa: E402
 from hvdtrain.data.sources import ArraySource, Source, interpret  # noqa: E402
@@ -218,6 +223,31 @@ def test_feed_resumes_a_shuffling_dataset_in_the_middle_of_an_epoch():
     rest = list(feed().epoch(whole[1].cursor_after))
     assert [s.micros[0][0].tolist() for s in rest] == [s.micros[0][0].tolist() for s in whole[2:]]
     assert [s.n_global for s in whole] == [5, 5, 5, 5, 3]
+
+
+def test_a_stream_that_each_rank_shuffles_is_not_verified():
+    def numbers():
+        yield from np.random.default_rng().permutation(40)
+
+    def work(control, wire):
+        dataset = tf.data.Dataset.from_generator(numbers, output_signature=tf.TensorSpec((), tf.int64)).batch(4)
+        feed = Feed(adapt(dataset), 8, rank=control.rank, size=2, control=control)
+        steps = list(feed.epoch(Cursor()))
+        return len(steps), feed.unlike
+
+    with pytest.warns(UserWarning, match="read different streams"):
+        assert LockstepWorld(2).run(work, timeout_s=30.0) == [(5, "the ranks read different streams")] * 2
+
+
+def test_a_run_resumed_in_its_first_epoch_opens_a_shuffling_dataset_once(tmp_path):
+    settings = config(out=str(tmp_path / "run"), epochs=1, global_batch=8, max_steps=3,
+                      checkpoint=Checkpoint(at_end=True))
+    dataset = [tf.data.Dataset.from_tensor_slices(samples(40)).shuffle(40, seed=3).batch(8) for _ in range(3)]
+    whole = replace(settings, max_steps=0, out=str(tmp_path / "whole"))
+    want = fitted(solo(whole, make_model("tensorflow"), dataset[0]))
+    fitted(solo(settings, make_model("tensorflow"), dataset[1]))
+    got = fitted(solo(replace(settings, resume="auto", max_steps=0), make_model("tensorflow"), dataset[2]))
+    assert bits(got) == bits(want) and got.ledger["epochs"] == 1 and not got.ledger["unchecked"]
 
 
 @pytest.mark.parametrize("obj", [None, 3, "text", (1, 2), [], (np.arange(3), np.arange(3)), {"x": 1}])

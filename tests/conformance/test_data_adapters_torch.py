@@ -6,9 +6,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from torch.utils.data import (DataLoader, Dataset, DistributedSampler, IterableDataset,  # noqa: E402
-                              TensorDataset)
+                              Subset, TensorDataset)
 
 from hvdtrain.backends.torch.data import adapt  # noqa: E402
+from hvdtrain.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.data.cursor import Cursor  # noqa: E402
 from hvdtrain.data.feed import Feed  # noqa: E402
 from hvdtrain.data.sources import ArraySource, Source, interpret  # noqa: E402
@@ -83,6 +84,18 @@ def test_map_style_dataset_is_collated(make, arity):
         assert arrays[1].tolist() == [25, 4] and arrays[1].dtype == np.int64
 
 
+def test_subsets_that_ranks_draw_differently_are_refused():
+    def work(control, wire):
+        rows = TensorDataset(torch.arange(40.0)[:, None], torch.arange(40))
+        indices = [0, 3 + control.rank, 20, 30, 39]  # the first, middle and last are the same
+        feed = Feed(adapt(Subset(rows, indices)), 4, rank=control.rank, size=2, control=control)
+        with pytest.raises(UserError, match="ranks hold different samples"):
+            feed.check_ranks_agree()
+        return True
+
+    assert LockstepWorld(2).run(work, timeout_s=30.0) == [True, True]
+
+
 def test_getitems_is_used_where_there_is_one():
     class Many(Squares):
         def __getitems__(self, indices):
@@ -118,6 +131,20 @@ def test_iterable_dataset_streams_anew_each_epoch_and_is_told_the_epoch():
     assert firsts(stream) == firsts(stream) == list(range(150))
     assert firsts(stream, epoch=2) == list(range(2000, 2150))
     assert [a.dtype for a in next(stream.chunks(0))] == [np.float32, np.int64]
+
+
+def test_a_stream_that_each_rank_shuffles_is_not_verified():
+    class Shuffled(IterableDataset):
+        def __iter__(self):
+            return ((np.float32(i), i % 2) for i in np.random.default_rng().permutation(40))
+
+    def work(control, wire):
+        feed = Feed(adapt(Shuffled()), 8, rank=control.rank, size=2, control=control)
+        steps = list(feed.epoch(Cursor()))
+        return len(steps), feed.unlike
+
+    with pytest.warns(UserWarning, match="read different streams"):
+        assert LockstepWorld(2).run(work, timeout_s=30.0) == [(5, "the ranks read different streams")] * 2
 
 
 @pytest.mark.parametrize("loader, expected", [

@@ -219,7 +219,7 @@ def test_a_fault_that_hit_nobody_or_had_no_way_back_is_bad(tmp_path, outcomes, p
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"samples": 299}, "samples 299 for 300"), ({"epochs": 2}, "epochs 2 for 3"),
-    ({"partial": 21}, "partial 21 for 20"), ({"unchecked": [1]}, "epochs [1] not checked"),
+    ({"partial": 21}, "partial 21 for 20"), ({"unchecked": [1]}, "epochs [1] not verified"),
 ])
 def test_a_lost_or_doubled_or_unchecked_sample_is_bad(tmp_path, changes, said):
     found = bad(judge.findings([outcome()], 1, "", [leg(tmp_path / "run-1", **changes)], REFERENCE))

@@ -208,6 +208,24 @@ def test_a_stream_that_was_sampled_is_opened_no_oftener():
         assert taken(list(feed.epoch(first[0].cursor_after))) == [[4, 5, 6, 7], [8, 9]] and opened == [0, 0]
 
 
+def test_a_resumed_epoch_goes_on_with_the_stream_that_was_sampled():
+    class Turning(NumberStream):
+        """Another order at each opening, as of a `tf.data.Dataset` that reshuffles."""
+
+        opened = 0
+
+        def chunks(self, epoch):
+            self.opened += 1
+            yield from ((np.roll(x, self.opened), y) for x, y in super().chunks(epoch))
+
+    whole = taken(list(Feed(Turning(10), 4, control=SoloControl()).epoch(Cursor())))
+    feed = Feed(Turning(10), 4, control=SoloControl())
+    feed.sample(2)  # before the checkpoint is restored
+    at = Cursor().advance(4)
+    feed.sample(1, at)
+    assert taken(list(feed.epoch(at))) == whole[1:]
+
+
 def test_cursor_counts_steps_and_epochs():
     feed = Feed(numbers(10), 4)
     steps = list(feed.epoch(Cursor()))
@@ -406,10 +424,12 @@ def test_rebatch_names_chunks_that_do_not_fit(chunks, words):
         list(rebatch(chunks, 3))
 
 
-def test_fingerprint_tells_first_samples_apart():
-    batch = (np.arange(6).reshape(3, 2), np.ones(3))
-    assert fingerprint(batch) == fingerprint((batch[0][:1].copy(), batch[1][:1]))
-    assert fingerprint(batch) != fingerprint((batch[0][1:], batch[1][1:]))
+@pytest.mark.parametrize("rows, width", [(3, 2), (64, 4096)])
+def test_fingerprint_tells_samples_in_another_order_apart(rows, width):
+    batch = (np.random.default_rng(0).normal(size=(rows, width)).astype("f"), np.ones(rows))
+    order = [0, *range(2, rows), 1]
+    assert fingerprint(batch) == fingerprint((np.asfortranarray(batch[0]), batch[1].copy()))
+    assert fingerprint(batch) != fingerprint((batch[0][order], batch[1]))
 
 
 # --- the fetching thread ---------------------------------------------------------------------------------

@@ -231,3 +231,8 @@ def test_a_damaged_npz_file_is_said_to_be_damaged(tmp_path):
         (tmp_path / f"{name}.npz").write_bytes(broken)
         with pytest.raises(UserError, match="cannot be read: it is damaged"):
             npz(str(tmp_path / f"{name}.npz"), "train")
+
+
+def test_weights_without_targets_are_refused():
+    with pytest.raises(UserError, match="sample_weight without y"):
+        interpret({"x": np.zeros((4, 2)), "sample_weight": np.ones(4)}, "train")

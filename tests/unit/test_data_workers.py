@@ -15,6 +15,7 @@ from hvdtrain.config import Config, Data
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.sources import ArraySource, Unreadable
 from hvdtrain.data.workers import choose, start
+from hvdtrain.data.workers.worker import fetch_seeded
 from hvdtrain.errors import ExitCalled, UserError
 
 
@@ -80,6 +81,23 @@ def alive(pid: int) -> bool:
 def own_server(monkeypatch):
     """A server that no other test of this process holds."""
     monkeypatch.setattr(start, "_held", {"server": None, "users": 0, "pid": 0})
+
+
+def test_samples_read_in_the_rank_are_drawn_as_in_a_worker():
+    class Noisy(Slow):
+        def fetch(self, indices_n):
+            return (indices_n + np.random.normal() + random.random(),)
+
+    def drawn():
+        return random.random(), np.random.random()
+
+    random.seed(1), np.random.seed(1)
+    want, numbers = drawn(), np.array([0, 4, 8])
+    random.seed(1), np.random.seed(1)
+    once = fetch_seeded(Noisy(), numbers, 5)
+    assert drawn() == want
+    assert np.array_equal(fetch_seeded(Noisy(), numbers, 5), once)
+    assert not np.array_equal(fetch_seeded(Noisy(), numbers, 6), once)
 
 
 @pytest.fixture

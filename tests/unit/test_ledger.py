@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 from small_runs import Recut, config, fitted, lockstep, make_model, samples, solo
 
 from hvdtrain import loop
+from hvdtrain import summary as run_summary
+from hvdtrain.assemble import assemble
 from hvdtrain.callbacks.ledger import Ledger
+from hvdtrain.collectives.lockstep import LockstepWorld
 from hvdtrain.config import Checkpoint, Data
 from hvdtrain.data import ledger as books
 from hvdtrain.data.ledger import Book, Sums
@@ -220,10 +223,10 @@ def test_a_checkpoint_from_before_the_ledger_is_told_once(tmp_path, monkeypatch)
         patch.setattr(Ledger, "state_dict", lambda self: {})
         fitted(solo(first, make_model("numpy"), DATA))
     again = solo(replace(first, resume="auto", max_steps=0), make_model("numpy"), DATA)
-    assert found(again) == facts(1, unchecked=[0])
+    reason = "the checkpoint does not say which samples came before"
+    assert found(again) == facts(1, unchecked=[0], reason=reason)
     assert [note for note in again.notes if note.startswith("ledger: ")] == [
-        "ledger: whether epoch 0 has each sample once is not checked: the checkpoint does not say which samples came "
-        "before"]
+        f"ledger: epoch 0 is not verified: {reason}"]
 
 
 # --- streams ---------------------------------------------------------------------------------------------------------
@@ -254,3 +257,80 @@ def test_streams_of_several_lengths_are_not_checked(tmp_path):
         got = lockstep(2, run_of(tmp_path), lambda rank: make_model("numpy"), Lines(N), work)
     assert [each["unchecked"] for each in got] == [[1], [1]], "the first epoch was opened by assembly, alike"
     assert all(each["epochs"] == 1 for each in got)
+
+
+def on_ranks(data, settings_):
+    """The ledger of each rank, which reads its own of ``data``."""
+    return LockstepWorld(len(data)).run(lambda control, wire: found(assemble(
+        settings_, make_model("numpy"), data[control.rank], control, wire)), timeout_s=30.0)
+
+
+class Shuffled(Lines):
+    """A stream in an order of entropy: another one at each opening."""
+
+    def chunks(self, epoch):
+        order = np.random.default_rng().permutation(N)
+        yield from ((x[order[at:at + 7]], y[order[at:at + 7]]) for x, y in [self.arrays] for at in range(0, N, 7))
+
+
+def test_streams_that_ranks_shuffle_differently_are_not_verified(tmp_path):
+    def work(run):
+        run.feed._walk._data = Shuffled(N)
+        got = found(run)
+        return got, [note for note in run.notes if note.startswith("ledger: ")], dict(run_summary.rows(run))
+
+    with pytest.warns(UserWarning, match="read different streams"):
+        ranks = lockstep(2, run_of(tmp_path, epochs=3), lambda rank: make_model("numpy"), Lines(N), work)
+    reason = "the ranks read different streams"
+    for got, notes, rows in ranks:
+        assert got == facts(1, unchecked=[1, 2], reason=reason), "the first epoch was opened by assembly, alike"
+        assert notes == [f"ledger: epoch 1 is not verified: {reason}"]
+        assert rows["samples"] == f"each exactly once in 1 epoch; epochs 1, 2 not verified: {reason}"
+    log = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+    told = [(r["epoch"], r["whole"], r.get("words")) for r in log if r["event"] == "ledger"]
+    assert told == [(0, True, None), *((epoch, False, f"not verified: {reason}") for epoch in (1, 2))]
+
+
+def test_streams_that_differ_within_a_batch_or_late_are_not_verified(tmp_path):
+    class Swapped(Lines):
+        def chunks(self, epoch):
+            x, y = (a.copy() for a in self.arrays)
+            x[[41, 43]], y[[41, 43]] = x[[43, 41]], y[[43, 41]]
+            yield x, y
+
+    with pytest.warns(UserWarning, match="read different streams"):
+        got = on_ranks([Lines(N), Swapped(N)], run_of(tmp_path, epochs=1))
+    assert [each["unchecked"] for each in got] == [[0], [0]] and all(each["epochs"] == 0 for each in got)
+
+
+@pytest.mark.parametrize("stream, unchecked", [(Lines, []), (Shuffled, [0])])
+def test_a_stream_that_resumes_in_another_order_is_not_verified(stream, unchecked, tmp_path):
+    first = run_of(tmp_path, max_steps=4, checkpoint=Checkpoint(at_end=True))
+    solo_fit = fitted(solo(first, make_model("numpy"), stream(N)))
+    assert solo_fit.ledger["partial"] == 32
+    got = found(solo(replace(first, resume="auto", max_steps=0), make_model("numpy"), stream(N)))
+    assert got["unchecked"] == unchecked and got["epochs"] == 2 - len(unchecked)
+
+
+def test_samples_that_ranks_read_differently_are_not_verified(tmp_path):
+    class Drawn:
+        """A map-style dataset that draws its own samples from entropy."""
+
+        def __len__(self):
+            return N
+
+        def fetch(self, indices_n):
+            x, y = DATA
+            return x[indices_n] + np.random.default_rng().normal(size=1), y[indices_n]
+
+    with pytest.warns(UserWarning, match="read different samples"):
+        got = on_ranks([Drawn(), Drawn()], run_of(tmp_path, data=Data(workers=0)))
+    assert [each["unchecked"] for each in got] == [[0, 1], [0, 1]] and all(each["epochs"] == 0 for each in got)
+
+
+def test_arrays_that_differ_anywhere_are_refused(tmp_path):
+    x, y = samples(N)
+    other = y.copy()
+    other[7] += 1  # none of the first, middle and last sample
+    with pytest.raises(UserError, match="ranks hold different samples"):
+        on_ranks([(x, y), (x, other)], run_of(tmp_path))

@@ -18,7 +18,7 @@ __all__ = ["Ops", "adapt_data", "allocators", "collectives", "device_facts", "fl
            "traced", "try_samples", "untouched"]
 
 
-def adapt_data(obj: object, seed: int = 0) -> None:
+def adapt_data(obj: object, seed: int = 0, rows: object = None) -> None:
     """No dataset classes of its own."""
 
 

@@ -13,10 +13,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.data.sources import ArraySource, Source, fields
+from hvdtrain.data.rows import Rows, columns
+from hvdtrain.data.sources import ArraySource, Source
 from hvdtrain.data.stream import Arrays, Stream
 from hvdtrain.errors import UserError
-from hvdtrain.keras.layout import Columns, Layout, flat, nested
+from hvdtrain.keras.layout import Columns, nested
 
 _CHUNK = 64
 """Samples of an unbatched dataset that are stacked at once; of no consequence for the batches."""
@@ -29,20 +30,22 @@ _KEEPS_ELEMENTS = {"_PrefetchDataset", "_OptionsDataset", "CacheDataset", "_Cach
                    "_MapDataset", "_ParallelMapDataset"}
 
 
-def adapt(obj: Any, seed: int = 0) -> Source | Stream | None:
+def adapt(obj: Any, seed: int = 0, rows: Rows = Rows(nests=True)) -> Source | Stream | None:
     """Return ``obj`` as a `Source` or `Stream`; None if it is nothing of TensorFlow's or Keras'.
 
     A tensor or a tuple or list of tensors: an `ArraySource`.
     A `keras.utils.PyDataset`: a `Stream` whose chunks are its items; see `PyDatasetStream`.
     A `tf.data.Dataset`: a `Stream`; see `DatasetStream`. ``seed`` is not used: both carry their own order.
-    An element is a tensor, a tuple, or a dict: by the names x, y, sample_weight, or else in its order. Where x, y or
-    sample_weight is itself a dict or tuple of arrays, its leaves are laid flat and ``layout`` tells how.
+    An element is a tensor, a tuple, or a dict, whose columns ``rows`` takes by name; so is a dict of whole columns.
+    Where x, y or sample_weight is itself a dict or tuple of arrays, its leaves are laid flat and ``layout`` tells how.
     Errors: `UserError` for a dataset without an end, and for one that ranks would read in different orders.
     """
     if isinstance(obj, keras.utils.PyDataset):
-        return PyDatasetStream(obj)
+        return PyDatasetStream(obj, rows)
     if isinstance(obj, tf.data.Dataset):
-        return DatasetStream(obj)
+        return DatasetStream(obj, rows)
+    if (named := columns(obj, rows.for_source(), _array)) is not None:
+        return named
     parts = obj if isinstance(obj, (tuple, list)) else (obj,)
     if 1 < len(parts) <= 3 and any(nested(part) for part in parts):
         return Columns(parts)
@@ -55,16 +58,16 @@ def adapt(obj: Any, seed: int = 0) -> Source | Stream | None:
 class _Elements:
     """How a stream's elements become arrays; ``layout`` is there once the first that is nested has been read."""
 
-    layout: Layout | None = None
+    rows: Rows
+
+    @property
+    def layout(self) -> Any:
+        """The structure of nested x and y."""
+        return self.rows.layout
 
     def arrays(self, element: Any) -> Arrays:
-        """One element as a flat tuple of numpy arrays."""
-        parts = fields(element)
-        if not any(nested(part) for part in parts):
-            return to_arrays(element)
-        layout, leaves = flat(parts)
-        self.layout = self.layout or layout
-        return tuple(_array(leaf) for leaf in leaves)
+        """Return one element as a flat tuple of numpy arrays."""
+        return self.rows.arrays(element, _array)
 
 
 class PyDatasetStream(_Elements):
@@ -76,11 +79,11 @@ class PyDatasetStream(_Elements):
     ``use_multiprocessing`` are not used.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, rows: Rows = Rows(nests=True)) -> None:
         if dataset.num_batches is None:
             raise UserError("the PyDataset has no end: num_batches is None", "a finite number of batches",
                             "return the batches of one epoch from __len__")
-        self.dataset = dataset
+        self.dataset, self.rows = dataset, rows.for_source()
         self.epochs_behind = 0
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:
@@ -104,7 +107,7 @@ class DatasetStream(_Elements):
     that may differ from run to run.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, rows: Rows = Rows(nests=True)) -> None:
         if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
             raise UserError("the tf.data.Dataset has no end", "one epoch's worth of elements",
                             "remove .repeat(): the trainer repeats; or add .take(n)")
@@ -114,7 +117,7 @@ class DatasetStream(_Elements):
             raise UserError("the tf.data.Dataset has options().deterministic = False",
                             "the same order on every rank",
                             "leave deterministic unset")
-        self.dataset = untuned(dataset)
+        self.dataset, self.rows = untuned(dataset), rows.for_source()
         self.batched = _is_batched(dataset)
         self.epochs_started = 0
 
@@ -148,11 +151,6 @@ class DatasetStream(_Elements):
             for _ in iterator:
                 pass
         self.epochs_started += 1
-
-
-def to_arrays(element: Any) -> Arrays:
-    """Return one element as numpy arrays; `UserError` where it is nested, ragged, sparse or not numeric."""
-    return tuple(_array(part) for part in fields(element))
 
 
 def _array(part: Any) -> np.ndarray:

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import (DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset,
+from torch.utils.data import (DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset,
                               default_collate)
 
-from hvdtrain.data.sources import ArraySource, Source, fields
+from hvdtrain.data.rows import Rows, columns
+from hvdtrain.data.sources import ArraySource, Source
 from hvdtrain.data.stream import Arrays, Stream
 from hvdtrain.errors import UserError
 
@@ -25,7 +26,7 @@ _CHUNK = 64
 """Samples of an `IterableDataset` that are collated at once; of no consequence for the batches."""
 
 
-def adapt(obj: Any, seed: int = 0) -> Source | Stream | None:
+def adapt(obj: Any, seed: int = 0, rows: Rows = Rows()) -> Source | Stream | None:
     """Return ``obj`` as a `Source` or `Stream`; None if it is nothing of PyTorch's.
 
     A tensor, a tuple or list of tensors, a `TensorDataset`: an `ArraySource` that shares their memory.
@@ -35,19 +36,21 @@ def adapt(obj: Any, seed: int = 0) -> Source | Stream | None:
     A `DataLoader`: a `Stream` of its batches, each epoch shuffled from (its generator's seed or ``seed``,
     epoch); with its own ``collate_fn`` and workers. ``drop_last`` drops from the end of the stream; the
     loader's batch size is not the run's.
-    A sample or batch is a tensor, a flat tuple or list, or a dict: by the names x, y, sample_weight, or
-    else in its order.
+    A sample or batch is a tensor, a flat tuple or list, or a dict, whose columns ``rows`` takes by name; so is a dict
+    of whole columns.
     Errors: `UserError` for a `DistributedSampler` (the cut over ranks is the feed's) and for values that
     are not numeric.
     """
     if isinstance(obj, DataLoader):
-        return LoaderStream(obj, seed)
+        return LoaderStream(obj, seed, rows)
     if isinstance(obj, IterableDataset):
-        return IterableStream(obj)
+        return IterableStream(obj, rows)
     if isinstance(obj, TensorDataset):
         return ArraySource([_array(tensor) for tensor in obj.tensors])
     if isinstance(obj, Dataset):
-        return DatasetSource(obj)
+        return DatasetSource(obj, rows)
+    if (named := columns(obj, rows.for_source(), _array)) is not None:
+        return named
     parts = obj if isinstance(obj, (tuple, list)) else (obj,)
     if any(isinstance(part, torch.Tensor) for part in parts) and all(
             isinstance(part, (torch.Tensor, np.ndarray)) for part in parts):
@@ -55,19 +58,43 @@ def adapt(obj: Any, seed: int = 0) -> Source | Stream | None:
     return None
 
 
-class DatasetSource:
+class _Named:
+    """How a dataset's rows become arrays; ``layout`` is known once a row with nested inputs has been read."""
+
+    rows: Rows
+
+    @property
+    def layout(self) -> Any:
+        """The structure of nested inputs of a Keras model."""
+        return self.rows.layout
+
+    def read(self, batch: Any) -> Arrays:
+        """Return a collated batch as a flat tuple of numpy arrays."""
+        return self.rows.arrays(batch, _array)
+
+
+class DatasetSource(_Named):
     """A map-style `Dataset`, sample by sample (or by its ``__getitems__``).
 
     A dataset that draws random numbers in ``__getitem__`` draws them from generators which law 2 does not
     cover.
     """
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: Dataset, rows: Rows = Rows()) -> None:
         if not hasattr(dataset, "__len__"):
             raise UserError(f"the dataset {type(dataset).__qualname__} has no len()",
                             "a map-style Dataset with __len__",
                             "add __len__, or make it an IterableDataset")
-        self.dataset = dataset
+        self.dataset, self.rows = dataset, rows.for_source()
+
+    @property
+    def subset_indices(self) -> tuple[np.ndarray, ...]:
+        """The indices of a `Subset`, such as `random_split` draws them, and of those within it."""
+        found, inner = [], self.dataset
+        while isinstance(inner, Subset):
+            found.append(np.asarray(inner.indices))
+            inner = inner.dataset
+        return tuple(found)
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -77,33 +104,33 @@ class DatasetSource:
         indices = indices_n.tolist()
         many = getattr(self.dataset, "__getitems__", None)
         samples = many(indices) if callable(many) else [self.dataset[i] for i in indices]
-        return to_arrays(default_collate(samples))
+        return self.read(default_collate(samples))
 
 
-class IterableStream:
+class IterableStream(_Named):
     """An `IterableDataset`: one iteration is one epoch, in the consumer's process."""
 
-    def __init__(self, dataset: IterableDataset) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: IterableDataset, rows: Rows = Rows()) -> None:
+        self.dataset, self.rows = dataset, rows.for_source()
 
     def chunks(self, epoch: int) -> Iterator[Arrays]:
         """Yield the samples, collated in chunks."""
         _set_epoch(self.dataset, epoch)
         samples = iter(self.dataset)
         while chunk := list(itertools.islice(samples, _CHUNK)):
-            yield to_arrays(default_collate(chunk))
+            yield self.read(default_collate(chunk))
 
 
-class LoaderStream:
+class LoaderStream(_Named):
     """A `DataLoader`: one iteration is one epoch; its batches are the chunks."""
 
-    def __init__(self, loader: DataLoader, seed: int = 0) -> None:
+    def __init__(self, loader: DataLoader, seed: int = 0, rows: Rows = Rows()) -> None:
         for sampler in _samplers(loader):
             if isinstance(sampler, DistributedSampler):
                 raise UserError("the DataLoader has a DistributedSampler",
                                 "a loader of the whole data on every rank",
                                 "leave the sampler out: the trainer cuts each global batch over the ranks")
-        self.loader = loader
+        self.loader, self.rows = loader, rows.for_source()
         owned = [getattr(owner, "generator", None) for owner in (loader, *_samplers(loader))]
         self.seed = next((own.initial_seed() for own in owned if own is not None), seed)
 
@@ -113,12 +140,7 @@ class LoaderStream:
             _set_epoch(owner, epoch)
         with _seeded(self.loader, self.seed, epoch):
             for batch in self.loader:
-                yield to_arrays(batch)
-
-
-def to_arrays(batch: Any) -> Arrays:
-    """Return a collated batch as a tuple of numpy arrays; `UserError` where it is nested or not numeric."""
-    return tuple(_array(part) for part in fields(batch))
+                yield self.read(batch)
 
 
 def _array(part: Any) -> np.ndarray:

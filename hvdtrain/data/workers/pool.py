@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.data.rows import Rows, of_data
 from hvdtrain.data.stream import Arrays
 from hvdtrain.data.workers import start
 from hvdtrain.data.workers.worker import Memory, WorkerTraceback, nameless, refuse_unlike
@@ -99,6 +100,7 @@ class Pool:
         self._tasks: dict[int, _Task] = {}
         self._waiting: deque[_Task] = deque()
         self._broken: UserError | None = None
+        self.rows: dict[int, Rows] = {}
         self._server = start.hold()
         self.workers: list[_Worker] = []
         self._by_fd: dict[int, _Worker] = {}
@@ -193,7 +195,9 @@ class Pool:
             self._break(UserError(f"a worker cannot be given the data: {rest[0]}", "a dataset that can be pickled and "
                                   "unpickled in another process", "make it so, or set data.workers: 0"))
         worker.since = time.monotonic()
-        number, found = rest
+        number, found, rows = rest
+        if rows is not None:
+            self.rows[worker.busy[0][0].source].learn(rows)
         task, slot = worker.busy.popleft()
         assert self._tasks.pop(number) is task
         fetch = task.fetch
@@ -236,6 +240,7 @@ class Pooled:
 
     def __init__(self, source: Any, pool: Pool, number: int) -> None:
         self.wraps, self.pool, self._number = source, pool, number
+        pool.rows[number] = of_data(source)
 
     def __len__(self) -> int:
         return len(self.wraps)

@@ -23,8 +23,10 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain import rng
 from hvdtrain.cluster.exit_calls import called
 from hvdtrain.data import sources
+from hvdtrain.data.rows import of_data
 from hvdtrain.data.stream import Arrays
 from hvdtrain.errors import UserError
 
@@ -70,7 +72,7 @@ def work(channel_fd: int, setup_fd: int, slots: Sequence[int]) -> None:
     except BaseException as error:  # noqa: BLE001  (told to the rank, which decides)
         channel.send(("failed", _failure(error)))
         return
-    memory = [Memory(fd) for fd in slots]
+    memory, told = [Memory(fd) for fd in slots], set[int]()
     while True:
         try:
             task, slot, number, indices_n, epoch = channel.recv()
@@ -78,9 +80,11 @@ def work(channel_fd: int, setup_fd: int, slots: Sequence[int]) -> None:
             return
         try:
             arrays = fetch(found[number], indices_n, epoch, setup["seed"])
-            channel.send(("done", task, memory[slot].write(arrays)))
+            rows = None if number in told else of_data(found[number])
+            channel.send(("done", task, memory[slot].write(arrays), rows))
+            told.add(number)
         except BaseException as error:  # noqa: BLE001
-            channel.send(("error", task, _carried(error)))
+            channel.send(("error", task, _carried(error), None))
 
 
 def fetch(source: Any, indices_n: np.ndarray, epoch: int, seed: int) -> Arrays:
@@ -93,6 +97,18 @@ def fetch(source: Any, indices_n: np.ndarray, epoch: int, seed: int) -> Arrays:
         pieces.append(sources.fetched(source, np.array([number], np.int64), epoch))
         refuse_unlike(pieces[0], pieces[-1])
     return tuple(np.concatenate(column) for column in zip(*pieces))
+
+
+def fetch_seeded(source: Any, indices_n: np.ndarray, seed: int) -> Arrays:
+    """Fetch samples of the first epoch as a worker does, and put this process's generators back."""
+    put_back, torch = rng.mark(), sys.modules.get("torch")
+    state = None if torch is None else torch.get_rng_state()
+    try:
+        return fetch(source, indices_n, 0, seed)
+    finally:
+        put_back()
+        if torch is not None:
+            torch.set_rng_state(state)
 
 
 def refuse_unlike(some: Sequence[Any], others: Sequence[Any]) -> None:

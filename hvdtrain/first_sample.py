@@ -20,7 +20,7 @@ from hvdtrain.cluster.exit import agreed
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.stream import on_disk
 from hvdtrain.errors import UserError
-from hvdtrain.loss_coupling import CANDIDATE_BYTES, CANDIDATES, chosen, found_on_any, judge, settle
+from hvdtrain.loss_coupling import CANDIDATE_BYTES, CANDIDATES, choose_rows, agree_on, judge, apply_finding
 from hvdtrain.misfit import out_of_memory, told
 from hvdtrain.pipeline.first_sample import evaluating, walked
 from hvdtrain.protocols import Batch
@@ -62,15 +62,15 @@ def check(run: Any, backend: Any) -> list[str]:
 def _check_loss(run: Any, backend: Any) -> None:
     """Judge whether the loss is a weighted mean over samples (`hvdtrain.loss_coupling`); collective."""
     pool = agreed(run.control, lambda: _pool(run.feed), "first sample")
-    rows = chosen(pool)
+    rows = choose_rows(pool)
     batch = tuple(array[rows] for array in pool)
     if run.parts.layout is not None:
         with evaluating(run, backend, batch) as evaluate:
             finding = judge(evaluate)
     else:
-        with backend.loss_evaluated(run.parts, batch) as evaluate:
+        with backend.loss_evaluator(run.parts, batch) as evaluate:
             finding = judge(evaluate)
-    settle(run, found_on_any(run.control, finding))
+    apply_finding(run, agree_on(run.control, finding))
 
 
 def _check_parts(run: Any, backend: Any) -> list[str]:

@@ -1,6 +1,6 @@
 """Find losses that are no weighted mean over samples before the first step, and refuse them where the batch is divided.
 
-Owns the samples, the decision and what follows from it. How a loss is evaluated is each backend's ``loss_evaluated``,
+Owns the samples, the decision and what follows from it. How a loss is evaluated is each backend's ``loss_evaluator``,
 or the pipeline's; `hvdtrain.keras.coupling` does the same for `hvdtrain.keras.shard`.
 
 With (S, W) the loss's numerator and weight, a weighted mean over samples has S(A and B) = S(A) + S(B), and W alike,
@@ -23,7 +23,7 @@ FIRST, SECOND, THIRD = (0, 1), (2, 3), (4, 5, 6)
 COMBINED = ((FIRST, SECOND, THIRD), (FIRST, SECOND), (FIRST, FIRST, THIRD))
 """Shares that are evaluated together: several, since a coupling may cancel in one of them."""
 CANDIDATES, CANDIDATE_BYTES = 256, 1 << 24
-"""Samples that the evaluated ones are chosen from, at most, and their bytes."""
+"""Most samples from which `choose_rows` takes those to evaluate, and their bytes."""
 REPEATS = 3
 """Evaluations of the same samples that must agree before a loss is refused: some losses draw random numbers."""
 TOLERANCE, ROUNDINGS = 2e-5, 8
@@ -33,7 +33,7 @@ COUPLED_OUTPUTS = 1e-3
 
 
 class LossValue(NamedTuple):
-    """A loss of some samples. ``added``: the part of ``total`` that Keras layers add. ``eps``: of the computing type.
+    """The loss of some samples. ``added``: the part of ``total`` that Keras layers add. ``eps``: of the computing type.
 
     ``rows``: of each of the model's outputs with a row per sample, its shape and two numbers for each row.
     """
@@ -74,27 +74,27 @@ def per_row(outputs: Sequence[np.ndarray], n: int) -> tuple[tuple[tuple[int, ...
 # --- the decision ----------------------------------------------------------------------------------------------------
 
 def judge(evaluate: Evaluate) -> Finding | None:
-    """Return what is wrong with the loss of the samples that `chosen` has taken; None: nothing.
+    """Return what is wrong with the loss of the samples that `choose_rows` has taken; None: nothing.
 
     The loss is judged in training mode; where training draws random numbers or the model itself couples samples, in
     evaluation mode. A loss that cannot be evaluated, or whose value differs from call to call, is not judged.
     """
     for training in (True, False):
         try:
-            found = _compared(lambda numbers: evaluate(numbers, training))  # noqa: B023
+            found = _compare(lambda numbers: evaluate(numbers, training))  # noqa: B023
         except Exception:  # noqa: BLE001  (such as a model for one number of samples: the first step reports failures)
             continue
         if found is None:
             return None
         coupled = _coupled(*found)
         if coupled is False or coupled is None and not training:
-            return _told(*found)
+            return _finding_of(*found)
         if coupled and not training:
             return Finding(OUTPUTS, outputs=True)
     return None
 
 
-def _compared(evaluate: Callable[[Sequence[int]], LossValue]) -> tuple[LossValue, list[LossValue]] | None:
+def _compare(evaluate: Callable[[Sequence[int]], LossValue]) -> tuple[LossValue, list[LossValue]] | None:
     """Return a loss together and apart, where the two differ by more than rounding; None where they do not.
 
     Errors: `ValueError` for a loss that is not finite or differs from call to call.
@@ -119,7 +119,7 @@ def _compared(evaluate: Callable[[Sequence[int]], LossValue]) -> tuple[LossValue
 
 
 def _differ(whole: LossValue, parts: Sequence[LossValue], noise: float = 0.0) -> bool:
-    """Whether numerator, weight, or what layers add differs from its sum over ``parts`` by more than rounding."""
+    """Return whether numerator, weight or added losses differ from their sums over ``parts`` by more than rounding."""
     relative = max(TOLERANCE, ROUNDINGS * whole.eps)
     noises = {"total": noise + ROUNDINGS * whole.eps * abs(whole.weight), "weight": 0.0, "added": 0.0}
     for name, absolute in noises.items():
@@ -137,7 +137,7 @@ def _grain(number: float) -> float:
 
 
 def _coupled(whole: LossValue, parts: Sequence[LossValue]) -> bool | None:
-    """Whether the model's outputs for a sample depend on the other samples; None: no output has a row per sample."""
+    """Return whether outputs for a sample depend on the other samples; None: no output has a row per sample."""
     found = None
     for i, (shape, rows_N2) in enumerate(whole.rows):
         others = [part.rows[i] for part in parts if len(part.rows) == len(whole.rows)]
@@ -150,7 +150,7 @@ def _coupled(whole: LossValue, parts: Sequence[LossValue]) -> bool | None:
     return found
 
 
-def _told(whole: LossValue, parts: Sequence[LossValue]) -> Finding:
+def _finding_of(whole: LossValue, parts: Sequence[LossValue]) -> Finding:
     """Return the finding: the loss, or what layers add to it where that is all of the difference."""
     gap = whole.total - sum(part.total for part in parts)
     added = whole.added - sum(part.added for part in parts)
@@ -170,7 +170,7 @@ def _numbers(total: float, weight: float, parts: Sequence[tuple[float, float]]) 
 
 # --- samples ---------------------------------------------------------------------------------------------------------
 
-def chosen(arrays: Sequence[np.ndarray]) -> list[int]:
+def choose_rows(arrays: Sequence[np.ndarray]) -> list[int]:
     """Return the rows to evaluate, which may hold one several times.
 
     The first share has rows of the largest means, the third those of the smallest, of up to three arrays from the last
@@ -197,13 +197,13 @@ def refusal(finding: Finding, divided_by: str) -> UserError:
                      "batch", finding.do)
 
 
-def remark(finding: Finding) -> str:
+def note_of(finding: Finding) -> str:
     """Return the line that names such a loss where nothing divides the batch."""
     return f"{finding.got}; nothing divides the batch here, so it trains as it is; several ranks or micro-batches " \
            "would change its gradient, and are refused"
 
 
-def settle(run: Any, finding: Finding | None) -> None:
+def apply_finding(run: Any, finding: Finding | None) -> None:
     """Refuse the loss of ``run`` where its batch is divided, else keep the batch undivided; alike on every rank.
 
     Errors: `UserError`.
@@ -218,7 +218,7 @@ def settle(run: Any, finding: Finding | None) -> None:
     error = refusal(finding, "ranks or micro-batches")
     if divided:
         raise error
-    run.notes.append(remark(finding))
+    run.notes.append(note_of(finding))
     feed.undivided = error
     if run.recovery.shrinks:
         run.recovery.shrinks = False
@@ -227,7 +227,7 @@ def settle(run: Any, finding: Finding | None) -> None:
             run.recovery.guard.off = True
 
 
-def found_on_any(control: Any, finding: Finding | None) -> Finding | None:
+def agree_on(control: Any, finding: Finding | None) -> Finding | None:
     """Return what any rank has found, the loss before the outputs; collective."""
     found = [one for one in control.gather(finding) if one is not None]
     return min(found, key=lambda one: Finding(*one).outputs, default=None)

@@ -1,7 +1,7 @@
 """One folder per framework, the same file names in each; this file tells which one a model belongs to.
 
 Imports no framework. A backend's package offers ``make_parts``, ``Ops``, ``collectives``, ``stage``,
-``in_host_memory``, ``device_facts``, ``adapt_data``, ``try_samples`` and ``loss_evaluated``.
+``in_host_memory``, ``device_facts``, ``adapt_data``, ``try_samples`` and ``loss_evaluator``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Judges the loss of a Keras model on a few samples, for `hvdtrain.loss_coupling`, and refuses it over
+"""Judge the loss of a Keras model on a few samples, for `hvdtrain.loss_coupling`, and refuse it over
 `hvdtrain.keras.shard`.
 
 Owns what must not differ between two evaluations beside the samples, on any backend of Keras: layers that draw random
@@ -27,14 +27,13 @@ _NEUTRAL = (_L.BatchNormalization, _L.Dropout, _L.SpatialDropout1D, _L.SpatialDr
             _L.GroupQueryAttention)
 """Layers that differ in training by drawing random numbers, or by taking statistics over a batch."""
 
-_judged: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""The compiled loss with which a model was found to be a mean over samples."""
+_accepted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""By model, the compiled loss that is a mean over samples."""
 
 
 @contextlib.contextmanager
 def neutral_layers(model: Any, keep: Callable[[Any, Any, Any], None]) -> Iterator[None]:
-    """Within it layers of Keras' that draw or take statistics of a batch compute as in evaluation, and layers with a
-    mixed policy in float32.
+    """Have Keras' layers that draw or normalize compute as in evaluation, and layers of mixed policies in float32.
 
     ``keep(model, inputs, outputs)`` is called after each call of the model.
     """
@@ -88,27 +87,27 @@ def check_shard(model: Any, shard: Shard, ranks: int) -> None:
     from hvdtrain.tensorflow import basics
 
     loss = getattr(model, "_compile_loss", None)
-    if loss is not None and _judged.get(model) is loss:
+    if loss is not None and _accepted.get(model) is loss:
         return
-    finding = _found(model, shard)
+    finding = _judge(model, shard)
     if ranks > 1:
         findings = [one for one in basics.gathered(finding) if one is not None and not one.outputs]
         finding = findings[0] if findings else None
     if finding is None or finding.outputs:
         if loss is not None:
-            _judged[model] = loss
+            _accepted[model] = loss
         return
     if shard.size > 1:
         raise loss_coupling.refusal(finding, "the ranks of hvdtrain.keras.shard")
-    warnings.warn(loss_coupling.remark(finding), stacklevel=4)
+    warnings.warn(loss_coupling.note_of(finding), stacklevel=4)
 
 
-def _found(model: Any, shard: Shard) -> loss_coupling.Finding | None:
+def _judge(model: Any, shard: Shard) -> loss_coupling.Finding | None:
     """Judge the loss on samples of ``shard``."""
-    from hvdtrain.backends.tensorflow.loss_coupling import evaluated
+    from hvdtrain.backends.tensorflow.loss_coupling import evaluator_of
 
     pool = shard.spread(loss_coupling.CANDIDATES)
-    rows = loss_coupling.chosen(keras.tree.flatten(pool))
+    rows = loss_coupling.choose_rows(keras.tree.flatten(pool))
     x, y, weight = (keras.tree.map_structure(lambda a: a[rows], part) for part in pool)
     try:
         if not model.built:
@@ -124,5 +123,5 @@ def _found(model: Any, shard: Shard) -> loss_coupling.Finding | None:
         return model.compute_loss(x=some[0], y=some[1], y_pred=outputs, sample_weight=some[2], **more) * len(
             numbers), len(numbers)
 
-    with evaluated(model, of_samples) as evaluate:
+    with evaluator_of(model, of_samples) as evaluate:
         return loss_coupling.judge(evaluate)

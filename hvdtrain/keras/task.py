@@ -58,7 +58,7 @@ class Task:
 
     @property
     def of_layers(self) -> bool:
-        """Whether what layers add is part of the loss."""
+        """Return whether what layers add is part of the loss."""
         return self._own is None
 
     def __call__(self, model: Any, batch: Sequence[Any], training: bool) -> Pair:

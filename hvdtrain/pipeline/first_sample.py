@@ -130,7 +130,7 @@ def walked(run: Any, backend: Any, batches: Sequence[Batch], training: bool) -> 
 
 @contextmanager
 def evaluating(run: Any, backend: Any, pool: Batch) -> Iterator[Evaluate]:
-    """Give what evaluates the loss of samples of ``pool``, in evaluation alone, and leave everything as it was.
+    """Yield a function that evaluates the loss of samples of ``pool``, in evaluation mode; leave everything as it was.
 
     Every rank calls it alike, and gets the same value; collective. ``pool`` is the same on all ranks.
     """

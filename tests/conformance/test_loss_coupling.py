@@ -13,7 +13,7 @@ from small_runs import FEATURES, config, fitted, lockstep, solo, weights
 from hvdtrain.config import Pipeline
 from hvdtrain.data.sampler import Cut
 from hvdtrain.errors import UserError
-from hvdtrain.loss_coupling import LossValue, chosen, judge
+from hvdtrain.loss_coupling import LossValue, choose_rows, judge
 
 N = 24
 DRAW = np.random.default_rng(5)
@@ -48,7 +48,7 @@ def value_of(loss):
     (lambda i: np.inf, False),
 ], ids=["sum", "large", "cancelling", "sum for each", "mean of masked", "neighbours", "weakly", "infinite"])
 def test_numerators_that_do_not_add_up(loss, coupled):
-    rows = chosen([X, MASK])
+    rows = choose_rows([X, MASK])
     finding = judge(lambda numbers, training: value_of(loss)([rows[i] for i in numbers], training))
     assert (finding is not None) is coupled, finding
 
@@ -60,9 +60,9 @@ def test_a_loss_that_draws_is_not_judged():
 
 def test_shares_differ_whichever_samples_come_first():
     for arrays in ((X, MASK), (MASK, CLASSES), (X[:2], MASK[:2]), (X[:1],), (np.ones((9, 3)), np.zeros(9, np.int64))):
-        rows = chosen(arrays)
+        rows = choose_rows(arrays)
         assert len(rows) == 7 and max(rows) < len(arrays[0])
-    rows = chosen((X, MASK))
+    rows = choose_rows((X, MASK))
     assert MASK[rows[:2]].mean() > 1.5 * MASK[rows[4:]].mean()
 
 

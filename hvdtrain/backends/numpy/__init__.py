@@ -13,7 +13,7 @@ from hvdtrain.memory_plan.facts import Model, Slots
 from hvdtrain.protocols import Collectives
 
 __all__ = ["Ops", "adapt_data", "allocators", "collectives", "device_facts", "flops_of_graphs",
-           "flops_of_pass", "free_cached", "held", "hold_bytes", "in_host_memory", "loss_evaluated", "make_parts",
+           "flops_of_pass", "free_cached", "held", "hold_bytes", "in_host_memory", "loss_evaluator", "make_parts",
            "model_bytes", "out_of_memory", "peak_bytes", "product_type", "seed", "setup", "stage", "state_now",
            "traced", "try_samples", "untouched"]
 
@@ -119,7 +119,7 @@ def try_samples(parts: object, batch: object, training: bool) -> list[str]:
     return []
 
 
-def loss_evaluated(parts: object, pool: object) -> contextlib.AbstractContextManager[Evaluate]:
+def loss_evaluator(parts: object, pool: object) -> contextlib.AbstractContextManager[Evaluate]:
     """Return nothing to be judged: its one loss is a mean over samples."""
     return contextlib.nullcontext(lambda numbers, training: LossValue(0.0, 0.0))
 

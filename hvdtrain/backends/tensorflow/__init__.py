@@ -6,7 +6,7 @@ from hvdtrain.backends.tensorflow.data import adapt as adapt_data
 from hvdtrain.backends.tensorflow.first_sample import try_samples, untouched
 from hvdtrain.backends.tensorflow.flops import flops_of_graphs, flops_of_pass, product_type
 from hvdtrain.backends.tensorflow.footprint import model_bytes, state_now, traced
-from hvdtrain.backends.tensorflow.loss_coupling import loss_evaluated
+from hvdtrain.backends.tensorflow.loss_coupling import loss_evaluator
 from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.backends.tensorflow.placement import building, device_facts, in_host_memory, seed, setup
 from hvdtrain.backends.tensorflow.profiler import Profiler, ranges
@@ -18,5 +18,5 @@ SYNCS_OVER_HOST = False
 
 __all__ = ["Ops", "Profiler", "SYNCS_OVER_HOST", "adapt_data", "allocators", "building", "collectives",
            "device_facts", "flops_of_graphs", "flops_of_pass", "free_cached", "held", "hold_bytes", "in_host_memory",
-           "loss_evaluated", "make_parts", "model_bytes", "out_of_memory", "peak_bytes", "peak_so_far", "product_type",
+           "loss_evaluator", "make_parts", "model_bytes", "out_of_memory", "peak_bytes", "peak_so_far", "product_type",
            "ranges", "seed", "setup", "stage", "state_now", "traced", "try_samples", "untouched"]

@@ -1,4 +1,4 @@
-"""Evaluates the loss of a Keras model on a few samples, in no graph, for `hvdtrain.loss_coupling`."""
+"""Evaluate the loss of a Keras model on a few samples, in no graph, for `hvdtrain.loss_coupling`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from hvdtrain.parts import Parts
 from hvdtrain.protocols import Batch
 
 
-def loss_evaluated(parts: Parts, pool: Batch) -> contextlib.AbstractContextManager[Evaluate]:
-    """Give what evaluates the loss of samples of ``pool``, and leave everything as it was."""
+def loss_evaluator(parts: Parts, pool: Batch) -> contextlib.AbstractContextManager[Evaluate]:
+    """Return a context that gives what evaluates the loss of samples of ``pool``, and leaves everything as it was."""
     stage: Any = parts.stage
 
     def of_samples(numbers: Sequence[int], training: bool) -> tuple[Any, Any]:
         batch = tuple(tf.convert_to_tensor(array[list(numbers)]) for array in pool)
         return stage.task(parts.model, batch, training)  # type: ignore[no-any-return]
-    return evaluated(parts.model, of_samples, stage.task.of_layers)
+    return evaluator_of(parts.model, of_samples, stage.task.of_layers)
 
 
 @contextlib.contextmanager
-def evaluated(model: Any, of_samples: Callable[[Sequence[int], bool], tuple[Any, Any]],
-              of_layers: bool = True) -> Iterator[Evaluate]:
-    """Give what evaluates ``of_samples(numbers, training) -> (loss_sum, weight)``, and leave ``model`` as it was.
+def evaluator_of(model: Any, of_samples: Callable[[Sequence[int], bool], tuple[Any, Any]],
+                 of_layers: bool = True) -> Iterator[Evaluate]:
+    """Yield a function that evaluates ``of_samples(numbers, training) -> (loss_sum, weight)``; restore ``model``.
 
     ``of_layers``: what layers add to the loss is part of it.
     """
@@ -53,7 +53,7 @@ def evaluated(model: Any, of_samples: Callable[[Sequence[int], bool], tuple[Any,
 
 @contextlib.contextmanager
 def _without_tf32() -> Iterator[None]:
-    """Within it GPUs multiply float32 in float32."""
+    """Have GPUs multiply float32 in float32."""
     before = tf.config.experimental.tensor_float_32_execution_enabled()
     wanted = before and not tf.config.list_physical_devices("GPU")
     try:

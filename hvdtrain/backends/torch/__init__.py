@@ -6,7 +6,7 @@ from hvdtrain.backends.torch.data import adapt as adapt_data
 from hvdtrain.backends.torch.first_sample import try_samples, untouched
 from hvdtrain.backends.torch.flops import flops_of_graphs, flops_of_pass, product_type
 from hvdtrain.backends.torch.footprint import model_bytes, state_now, traced
-from hvdtrain.backends.torch.loss_coupling import loss_evaluated
+from hvdtrain.backends.torch.loss_coupling import loss_evaluator
 from hvdtrain.backends.torch.ops import Ops
 from hvdtrain.backends.torch.pipelined.outline import outline
 from hvdtrain.backends.torch.placement import device_facts, in_host_memory, seed, setup
@@ -15,6 +15,6 @@ from hvdtrain.backends.torch.trial import free_cached, hold_bytes, out_of_memory
 from hvdtrain.backends.torch.usage import allocators, held
 
 __all__ = ["Ops", "Profiler", "adapt_data", "allocators", "collectives", "device_facts", "flops_of_graphs",
-           "flops_of_pass", "free_cached", "held", "hold_bytes", "in_host_memory", "loss_evaluated", "make_parts",
+           "flops_of_pass", "free_cached", "held", "hold_bytes", "in_host_memory", "loss_evaluator", "make_parts",
            "model_bytes", "out_of_memory", "outline", "peak_bytes", "peak_so_far", "product_type", "ranges", "seed",
            "setup", "stage", "state_now", "traced", "try_samples", "untouched"]

@@ -1,4 +1,4 @@
-"""Evaluates the loss of a PyTorch model on a few samples, for `hvdtrain.loss_coupling`.
+"""Evaluate the loss of a PyTorch model on a few samples, for `hvdtrain.loss_coupling`.
 
 Owns what must not differ between two evaluations beside the samples: layers that draw random numbers or take
 statistics of a batch compute as in evaluation. What is put back is `first_sample`'s and `trial`'s.
@@ -28,8 +28,8 @@ _NEUTRAL = (_BatchNorm, _DropoutNd, torch.nn.RNNBase, torch.nn.MultiheadAttentio
 
 
 @contextlib.contextmanager
-def loss_evaluated(parts: Parts, pool: Batch) -> Iterator[Evaluate]:
-    """Give what evaluates the loss of samples of ``pool``, and leave everything as it was."""
+def loss_evaluator(parts: Parts, pool: Batch) -> Iterator[Evaluate]:
+    """Yield a function that evaluates the loss of samples of ``pool``; leave everything as it was."""
     stage: Any = parts.stage
     floating = [p.dtype for p in parts.model.parameters() if p.is_floating_point()]
     eps = max((torch.finfo(dtype).eps for dtype in floating), default=2.0**-23)
@@ -56,7 +56,7 @@ def loss_evaluated(parts: Parts, pool: Batch) -> Iterator[Evaluate]:
 
 @contextlib.contextmanager
 def _evaluated(model: torch.nn.Module, training: bool) -> Iterator[list[torch.Tensor]]:
-    """Within it ``model`` is in that mode, but for `_NEUTRAL` layers; the list gets the outputs of its first call."""
+    """Put ``model``, except `_NEUTRAL` layers, into that mode; yield a list that gets the outputs of its first call."""
     outputs: list[torch.Tensor] = []
 
     def keep(module: Any, inputs: Any, found: Any) -> None:
@@ -86,7 +86,7 @@ def _added(model: torch.nn.Module) -> float:
 
 @contextlib.contextmanager
 def _without_tf32() -> Iterator[None]:
-    """Within it GPUs multiply float32 in float32."""
+    """Have GPUs multiply float32 in float32."""
     backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn] if torch.cuda.is_available() else []
     before = [backend.allow_tf32 for backend in backends]
     try:

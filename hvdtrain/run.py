@@ -201,6 +201,8 @@ class Run:
     """Directories that were made for ``out``, innermost first."""
     average: Average | None = None
     """The moving average of the weights, where the configuration asks for one."""
+    final: list[Any] = field(default_factory=list)
+    """What has put the final weights in the place of those of training: its ``release`` and ``hold`` exchange them."""
     batch: StepBatch | None = None
     """This rank's part of the step under way, from STEP_START to CHECKPOINT."""
     updated: bool = True

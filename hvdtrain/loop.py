@@ -87,6 +87,7 @@ def _fit(run: Run) -> None:
         evaluate(run)
     _checkpoint_due(run)  # asked for outside of a step
     run.emit(Event.FIT_END)
+    run.emit(Event.FIT_SAVED)
 
 
 def _epoch(run: Run) -> None:

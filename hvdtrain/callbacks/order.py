@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 def in_order(run: Run, more: Callable[[Run], list[Callback]] | None) -> list[Callback]:
     """Those that decide and measure before those that report; checkpoints last, so that they hold the others' state.
 
-    The ranks' weights are compared after all that may change them, and before they are saved. A callback's
-    ``after_saving`` is another, which may change the model for its user once the weights of training are saved.
+    The ranks' weights are compared after all that may change them, and before they are saved.
     """
     config = run.config
     own: list[Any] = [*([Supervised()] if causes.folder() else []), Preempt(config.time_limit_s()),
@@ -71,14 +70,12 @@ def in_order(run: Run, more: Callable[[Run], list[Callback]] | None) -> list[Cal
     copies = len(run.mesh.copies) > 1 and run.collectives.name != "null"  # null: every rank trains its own
     one_model = copies and run.parts.layout is None
     own += [System(), *([WhatIf()] if one_model else []), Recorder(meter)]
-    given = more(run) if more else []
-    own += given
+    own += more(run) if more else ()
     if config.check_every and copies:
         own.append(Divergence(config.check_every))
     if config.audit and one_model:
         own.append(Audit(config.audit))
-    after_saving = [one.after_saving for one in given if hasattr(one, "after_saving")]
-    return [*own, Checkpoint(config.checkpoint), *after_saving, Seconds()]
+    return [*own, Checkpoint(config.checkpoint), Seconds()]
 
 
 def _own_callback(text: str) -> Callback:

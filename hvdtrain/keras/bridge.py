@@ -23,7 +23,7 @@ from hvdtrain.data.cursor import Cursor
 from hvdtrain.errors import UserError
 from hvdtrain.keras.callback_state import CallbackStates, decode, encode, numpy_of, writes
 from hvdtrain.keras.compiled import setup_of
-from hvdtrain.keras.measured_weights import Saves, TrainEnd, check, measured, one_owner_of_rate, saves_after
+from hvdtrain.keras.measured_weights import FinalWeights, Saves, check, measured, one_owner_of_rate, saves_after
 from hvdtrain.keras.training_metrics import TrainingMetrics
 
 NOT_NEEDED = ("MetricAverageCallback", "BroadcastGlobalVariablesCallback", "DivergenceGuardCallback")
@@ -56,7 +56,7 @@ class Bridge(History):
         self._eval_feed: Any = None
         self._states, self._saves = CallbackStates(self.callbacks, run.note), Saves(model, run)
         self.steps: dict[int, int] = {}
-        self.after_saving = TrainEnd(self, model)
+        self._final = FinalWeights(model)
         self._restored: dict[str, Any] = {}
         self._arrays: dict[str, np.ndarray] = {}
         self._state: dict[str, Any] = {}
@@ -168,14 +168,15 @@ class Bridge(History):
         for values in self.history.values():
             values += [math.nan] * (epochs - len(values))
 
-    def train_end(self, run: Any) -> None:
-        """``on_train_end``; called by `TrainEnd`. Collective."""
-        if self._writers:
-            run.leave()
-        self._tell("on_train_end", {name: values[-1] for name, values in self.history.items()})
-        if self._writers:
-            run.join()
-        self.close(run)
+    def fit_saved(self, run: Any) -> None:
+        """``on_train_end``, after the last checkpoint, which holds the weights of training. Collective."""
+        with self._final.measured(run, self.callbacks, self.steps):
+            if self._writers:
+                run.leave()
+            self._tell("on_train_end", {name: values[-1] for name, values in self.history.items()})
+            if self._writers:
+                run.join()
+            self.close(run)
 
     def close(self, run: Any) -> None:
         """Give the model its methods and its compiled optimizer, and the run its evaluation feed back."""

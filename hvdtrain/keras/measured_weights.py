@@ -9,19 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
 
 from hvdtrain import loop
 from hvdtrain.average import averaged
-from hvdtrain.callbacks.base import Callback
 from hvdtrain.errors import UserError
 from hvdtrain.keras.compiled import setup_of
-
-if TYPE_CHECKING:
-    from hvdtrain.keras.bridge import Bridge
 
 SAVES = ("save", "save_weights", "export")
 """Methods of a model that write it; they write the model in its own types, and with ``ema`` the averages."""
@@ -125,41 +121,41 @@ class Saves:
             return plain(self._model, *args, **kwargs)
 
 
-class TrainEnd(Callback):
-    """``on_train_end`` after the last checkpoint: what callbacks change then is not what training continues from.
+class FinalWeights:
+    """The weights that a fit ends with, where ``on_train_end`` makes them others than those of training.
 
-    Weights that they restore are measured again, so that the model in memory, its file and the metrics are of the same
-    weights. `release` and `hold` exchange them with those of training, for a checkpoint that is asked for later.
+    They are measured again, so that the model in memory, its file and the metrics are of the same weights. `release`
+    and `hold` exchange them with those of training, for a checkpoint that is asked for later.
     """
 
-    where = "all"
-
-    def __init__(self, bridge: Bridge, model: Any) -> None:
-        self._bridge, self._model = bridge, model
+    def __init__(self, model: Any) -> None:
+        self._model = model
         self._of_training: list[np.ndarray] = []
         self._final: list[np.ndarray] = []
 
-    def fit_end(self, run: Any) -> None:
-        """Tell the callbacks, and measure what they have restored. Collective."""
+    @contextlib.contextmanager
+    def measured(self, run: Any, callbacks: Sequence[Any], steps: dict[int, int]) -> Iterator[None]:
+        """Have the weights in the model that were measured, and measure those that callbacks leave there. Collective.
+
+        ``steps``: the last step of each epoch.
+        """
         if run.average is not None and not run.state.requeue:
             run.average.hold()
             run.final.append(run.average)
         before = self._model.get_weights()
-        self._bridge.train_end(run)
+        yield
         if not run.control.agree(not _equal(before, self._model.get_weights())):
             return
         run.parts.buffers.share()  # rank 0's weights are those of the file
         self._of_training = before
         run.final.append(self)
-        if not run.state.requeue:
-            self._measure(run)
-
-    def _measure(self, run: Any) -> None:
-        by, step = restored_by(self._bridge.callbacks, self._bridge.steps)
+        if run.state.requeue:
+            return
+        by, step = restored_by(callbacks, steps)
         state = run.state
         state.metrics_at = state.cursor.step if step is None else step
-        whose = f"weights that {by} restored, of step {step}" if step is not None else \
-            "weights that a Keras callback has set in on_train_end"
+        whose = "weights that a Keras callback has set in on_train_end" if step is None else \
+            f"weights of step {step}, which {by} has restored"
         if run.eval_feed is not None:
             state.metrics = loop.measure(run, run.eval_feed)
             run.record("eval", epoch=state.cursor.epoch, metrics=dict(state.metrics),

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import keras  # noqa: E402
-from small_runs import config  # noqa: E402
+from small_runs import config, make_model, samples  # noqa: E402
 
 from hvdtrain import Trainer  # noqa: E402
 from hvdtrain.callbacks.base import Callback  # noqa: E402
@@ -57,15 +57,13 @@ def same(a, b):
         np.testing.assert_array_equal(one, other)
 
 
-def resumed(callbacks, at, epochs=3, changes=None, **more):
+def resumed(callbacks, at, epochs=3):
     """Models and results of an undisturbed run and of one that ``max_steps`` ends ``at`` a step and is resumed."""
-    changes = changes or {}
-    whole, parts, rest = made(), made(), made()
-    _, want = trained(whole, *callbacks(), epochs=epochs, out="whole", **changes)
-    trained(parts, *callbacks(), epochs=epochs, max_steps=at, **changes)
-    own = callbacks()
-    trainer, got = trained(rest, *own, epochs=epochs, resume="auto", **changes)
-    return (whole, want), (rest, got), own, trainer
+    whole, rest, own = made(), made(), callbacks()
+    _, want = trained(whole, *callbacks(), epochs=epochs, out="whole")
+    trained(made(), *callbacks(), epochs=epochs, max_steps=at)
+    _, got = trained(rest, *own, epochs=epochs, resume="auto")
+    return (whole, want), (rest, got), own
 
 
 # --- events --------------------------------------------------------------------------------------------------------
@@ -91,10 +89,10 @@ def acting():
             keras.callbacks.ReduceLROnPlateau("auc", patience=0, min_delta=10.0, mode="max")]
 
 
-@pytest.mark.parametrize("at", [4, 5, 6], ids=["inside an epoch", "before its last step", "at its end"])
+@pytest.mark.parametrize("at", [4, 6], ids=["inside an epoch", "at its end"])
 def test_events_of_a_resumed_run_act_once(at):
-    """Also those that depend on loss and metrics of the whole epoch, of which a checkpoint holds the first part."""
-    (whole, want), (rest, got), *_ = resumed(acting, at)
+    """Also those by loss and metrics of a whole epoch, of which a checkpoint holds the first part."""
+    (whole, want), (rest, got), _ = resumed(acting, at)
     same(whole, rest)
     for name, values in want.history.items():
         assert got.history[name] == values[-len(got.history[name]):], name
@@ -129,16 +127,21 @@ def test_an_epoch_that_max_steps_cuts_is_closed_once(at):
 
 
 def test_an_evaluation_of_a_cut_epoch_takes_no_patience_of_early_stop():
-    changes = {"early_stop": EarlyStop(metric="loss", min_delta=10.0, patience=2)}  # nothing is better than epoch 0
-    (_, want), (_, got), *_ = resumed(list, 4, epochs=6, changes=changes)
-    assert got.steps == want.steps == 3 * STEPS
+    """Of three steps an epoch; no epoch is better than the first."""
+    def steps(**changes):
+        base = config(epochs=6, global_batch=20, eval_every=1, checkpoint=Checkpoint(at_end=True),
+                      early_stop=EarlyStop(metric="loss", min_delta=10.0, patience=2), **changes)
+        return Trainer(base).fit(make_model("numpy"), (samples(60), samples(21, 1))).steps
+
+    assert steps(out="half", max_steps=4) == 4
+    assert steps(out="half", resume="auto") == steps(out="whole") == 3 * STEPS
 
 
 # --- state ---------------------------------------------------------------------------------------------------------
 
 def test_values_come_back_exactly():
-    values = [None, True, 3, -0.1, float("inf"), "text", b"bytes", [1, [2.5, "x"]], (1, (2,)), {1, 2}, {"a": 1, 2: (3,)},
-              collections.OrderedDict(a=1), collections.deque([1, 2], 3), np.float32(0.1), np.bool_(True),
+    values = [None, True, 3, -0.1, float("inf"), "text", b"bytes", [1, [2.5, "x"]], (1, (2,)), {1, 2},
+              {"a": 1, 2: (3,)}, collections.OrderedDict(a=1), collections.deque([1, 2], 3), np.float32(0.1), np.bool_(True),
               np.arange(300.0).reshape(3, 100), np.zeros((0, 3)), np.array("text"), np.ones(200, "complex64"),
               [np.ones(500, np.float32), np.float16(0.1)]]
     arrays: dict = {}
@@ -186,9 +189,8 @@ def best(**more):
     return keras.callbacks.EarlyStopping("loss", mode="max", restore_best_weights=True, **more)
 
 
-@pytest.mark.parametrize("at", [4, 6])
-def test_best_weights_are_restored_after_a_resume(at):
-    (whole, want), (rest, got), (own,), _ = resumed(lambda: [best(patience=9)], at)
+def test_best_weights_are_restored_after_a_resume():
+    (whole, want), (rest, got), (own,) = resumed(lambda: [best(patience=9)], 4)
     same(whole, rest)
     assert own.best_epoch == 0 and got.metrics == want.metrics and got.metrics_at == want.metrics_at == STEPS
     assert got.metrics["loss"] == pytest.approx(want.history["val_loss"][0], rel=1e-6)
@@ -228,13 +230,13 @@ def loaded(path):
 
 @pytest.mark.parametrize("ema", [0.0, 0.5])
 @pytest.mark.parametrize("restores", [False, True], ids=["last", "best"])
-@pytest.mark.parametrize("each", ["epoch", 2], ids=["save_best_only", "save_freq"])
-def test_files_memory_and_metrics_are_of_the_same_weights(ema, restores, each):
+def test_files_memory_and_metrics_are_of_the_same_weights(ema, restores):
+    """Files of the best epoch and of every second step, the final file, the model in memory and all records."""
     model = made()
     measures = Measures(model)
-    files = keras.callbacks.ModelCheckpoint("best.keras", "loss", mode="max", save_best_only=True) \
-        if each == "epoch" else keras.callbacks.ModelCheckpoint("step-{epoch}-{batch}.keras", save_freq=each)
-    trainer, result = trained(model, measures, files, *([best(patience=9)] if restores else []), ema=ema)
+    files = [keras.callbacks.ModelCheckpoint("best.keras", "loss", mode="max", save_best_only=True),
+             keras.callbacks.ModelCheckpoint("step-{epoch}-{batch}.keras", save_freq=2)]
+    trainer, result = trained(model, measures, *files, *([best(patience=9)] if restores else []), ema=ema)
     final = 0 if restores else 2
     for one in (model, loaded("run/model/model.keras")):
         for got, want in zip(one.get_weights(), measures.measured[final], strict=True):
@@ -245,11 +247,9 @@ def test_files_memory_and_metrics_are_of_the_same_weights(ema, restores, each):
     assert record["metrics"]["loss"] == result.metrics["loss"]
     assert record["metrics_at"] == result.metrics_at == STEPS * (final + 1)
     assert any("of step 3" in note for note in record["notes"]) is restores
-    if each == "epoch":
-        assert evaluated(loaded("best.keras")) == pytest.approx(result.history["val_loss"][0], rel=1e-5)
-    else:  # step 6 is an epoch's last: what is written after it is what is measured then
-        for got, want in zip(loaded("step-2-3.keras").get_weights(), measures.measured[1], strict=True):
-            np.testing.assert_array_equal(got, want)
+    assert evaluated(loaded("best.keras")) == pytest.approx(result.history["val_loss"][0], rel=1e-5)
+    for got, want in zip(loaded("step-2-3.keras").get_weights(), measures.measured[1], strict=True):
+        np.testing.assert_array_equal(got, want)  # step 6 is an epoch's last: what is written is what is measured
     assert trainer.evaluate()["loss"] == pytest.approx(result.metrics["loss"], rel=1e-6)
     trainer.save()  # the weights of training, which a resumed run continues from
     again = made()

@@ -141,9 +141,9 @@ def test_an_evaluation_of_a_cut_epoch_takes_no_patience_of_early_stop():
 
 def test_values_come_back_exactly():
     values = [None, True, 3, -0.1, float("inf"), "text", b"bytes", [1, [2.5, "x"]], (1, (2,)), {1, 2},
-              {"a": 1, 2: (3,)}, collections.OrderedDict(a=1), collections.deque([1, 2], 3), np.float32(0.1), np.bool_(True),
-              np.arange(300.0).reshape(3, 100), np.zeros((0, 3)), np.array("text"), np.ones(200, "complex64"),
-              [np.ones(500, np.float32), np.float16(0.1)]]
+              {"a": 1, 2: (3,)}, collections.OrderedDict(a=1), collections.deque([1, 2], 3), np.float32(0.1),
+              np.bool_(True), np.arange(300.0).reshape(3, 100), np.zeros((0, 3)), np.array("text"),
+              np.ones(200, "complex64"), [np.ones(500, np.float32), np.float16(0.1)]]
     arrays: dict = {}
     text = json.dumps(encode(values, arrays, "x"), allow_nan=False)
     found = decode(json.loads(text), arrays)

@@ -89,7 +89,7 @@ class Bridge(History):
             callback.set_params(params)
             callback.set_model(model)
         resumed, self._restored = self._restored, {}
-        with unchanged(self._model, run) if resumed else contextlib.nullcontext():
+        with unchanged(self._model, run) if resumed and self.callbacks else contextlib.nullcontext():
             self._tell("on_train_begin")
         self._states.begin()
         if resumed:
@@ -107,7 +107,7 @@ class Bridge(History):
         if self._opened == self.epoch and run.state.cursor.epoch_step:
             self._trained.resume(resumed)
             copies = self._states.copies()
-            with unchanged(self._model, run):
+            with unchanged(self._model, run) if self.callbacks else contextlib.nullcontext():
                 if self._rate_before is not None and _plain_rate(self._setup.optimizer) is not None:
                     self._setup.optimizer.learning_rate = self._rate_before
                 self._tell("on_epoch_begin", self.epoch)
@@ -156,7 +156,7 @@ class Bridge(History):
         if _cut_short(run) or self._ended == self.epoch:
             return
         self._ended, self.steps[self.epoch] = self.epoch, run.state.cursor.step
-        with measured(self._model, run, self._writers):
+        with measured(self._model, run, self._writers) if self.callbacks else contextlib.nullcontext():
             self._tell("on_epoch_end", self.epoch, logs)
         self.history = {name: list(values) for name, values in self._model.history.history.items()}
         self._settle(run)

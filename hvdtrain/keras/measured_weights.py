@@ -130,6 +130,7 @@ class FinalWeights:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self._state: Any = None
         self._of_training: list[np.ndarray] = []
         self._final: list[np.ndarray] = []
 
@@ -139,23 +140,35 @@ class FinalWeights:
 
         ``steps``: the last step of each epoch.
         """
+        if run.parts.layout is not None:  # no rank has all of the model, and no Keras callback is there
+            yield
+            return
+        optimizer = setup_of(self._model).optimizer
+        before = self._model.get_weights()
         if run.average is not None and not run.state.requeue:
             run.average.hold()
             run.final.append(run.average)
-        before = self._model.get_weights()
+            before = self._model.get_weights()
+        elif getattr(optimizer, "use_ema", False) and not run.state.requeue:
+            optimizer.finalize_variable_values(self._model.trainable_variables)
+        told = self._model.get_weights()
         yield
-        if not run.control.agree(not _equal(before, self._model.get_weights())):
+        found = self._model.get_weights()
+        if not run.control.agree(not _equal(before, found)):
             return
+        by_callback = run.control.agree(not _equal(told, found))
         run.parts.buffers.share()  # rank 0's weights are those of the file
-        self._of_training = before
+        self._of_training, self._state = before, run.parts.state
+        self._state.finalized = True
         run.final.append(self)
-        if run.state.requeue:
-            return
-        by, step = restored_by(callbacks, steps)
+        if not run.state.requeue:
+            self._measure(run, *(restored_by(callbacks, steps) if by_callback else ("use_ema", None)))
+
+    def _measure(self, run: Any, by: str, step: int | None) -> None:
         state = run.state
         state.metrics_at = state.cursor.step if step is None else step
-        whose = "weights that a Keras callback has set in on_train_end" if step is None else \
-            f"weights of step {step}, which {by} has restored"
+        whose = f"weights of step {step}, which {by} has restored" if step is not None else \
+            "moving average of the weights (use_ema)" if by else "weights that a Keras callback has set in on_train_end"
         if run.eval_feed is not None:
             state.metrics = loop.measure(run, run.eval_feed)
             run.record("eval", epoch=state.cursor.epoch, metrics=dict(state.metrics),
@@ -165,11 +178,12 @@ class FinalWeights:
 
     def release(self) -> None:
         """Put the weights of training into the model."""
-        self._final = self._model.get_weights()
+        self._final, self._state.finalized = self._model.get_weights(), False
         self._model.set_weights(self._of_training)
 
     def hold(self) -> None:
         """Put the final weights into the model again."""
+        self._state.finalized = True
         self._model.set_weights(self._final)
 
 

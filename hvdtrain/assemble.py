@@ -152,6 +152,8 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
         scene_of(run, backend))), "exchange")
     agreed(control, lambda: settle(run, backend), "remat")
     agreed(control, run.join, "exchange")
+    if parts.facts is not None:
+        parts.facts.renew()
     parts.buffers.share()
     if run.devices[control.rank].kind == "cuda":
         run.timeline.marks = backend.ranges()

@@ -41,7 +41,7 @@ class Average:
         self._ops_of = lambda bucket: parts.ops_of_place[bucket.place] if parts.ops_of_place else ops
         self._ops_B = [self._ops_of(bucket) for bucket in self._buckets]
         self._flats: list[Array] = []
-        self._in_place = False
+        self._weights: list[Array] = []
         lowest = {i: min(each.group.ranks) for each in parts.replicas for i in each.params(parts.params.specs)}
         self._root = rank == 0
         self._gives = [lowest.get(i, 0) == rank for i in range(len(parts.params.specs))]
@@ -83,19 +83,27 @@ class Average:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Have the averages where the weights are, which return at the end, bit by bit; nothing before `start`."""
-        if not self._flats or self._in_place:
+        if not self._flats or self._weights:
             yield
             return
-        own = [self._params.flat(bucket) for bucket in self._buckets]
-        self._in_place = True
         try:
-            for bucket, flat_N, ops in zip(self._buckets, self._flats, self._ops_B):
-                self._params.write(bucket, ops.cast(flat_N, bucket.dtype))
+            self.hold()
             yield
         finally:
-            for bucket, flat_N in zip(self._buckets, own):
-                self._params.write(bucket, flat_N)
-            self._in_place = False
+            self.release()
+
+    def hold(self) -> None:
+        """Put the averages where the weights are, until `release`; nothing before `start`."""
+        if self._flats and not self._weights:
+            self._weights = [self._params.flat(bucket) for bucket in self._buckets]
+            for bucket, flat_N, ops in zip(self._buckets, self._flats, self._ops_B):
+                self._params.write(bucket, ops.cast(flat_N, bucket.dtype))
+
+    def release(self) -> None:
+        """Undo `hold`, bit by bit."""
+        for bucket, flat_N in zip(self._buckets, self._weights):
+            self._params.write(bucket, flat_N)
+        self._weights = []
 
     def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (name, average) of the tensors that this rank speaks for, in host memory."""
@@ -139,6 +147,24 @@ def average_bytes(specs: Sequence[ParamSpec]) -> int:
 def averaged(average: Average | None) -> contextlib.AbstractContextManager[None]:
     """`Average.in_place`, or nothing where a run keeps no average."""
     return contextlib.nullcontext() if average is None else average.in_place()
+
+
+@contextlib.contextmanager
+def training_weights(run: Any) -> Iterator[None]:
+    """Have the weights that training continues from in the model, which has the final ones after a fit."""
+    for one in reversed(run.final):
+        one.release()
+    try:
+        yield
+    finally:
+        for one in run.final:
+            one.hold()
+
+
+def leave_final(run: Any) -> None:
+    """Put the weights that training continues from into the model, for good."""
+    with training_weights(run):
+        run.final = []
 
 
 class WithAverage:

@@ -25,7 +25,8 @@
             EVAL_END                                   # exact sums over uneven shards
         EPOCH_END
         if a vote to stop was cast: break
-    FIT_END                                            # also after a stop
+    FIT_END                                            # also after a stop; callbacks save last
+    FIT_SAVED                                          # a change of the model is not what training continues from
 """
 
 from __future__ import annotations
@@ -46,3 +47,4 @@ class Event(enum.Enum):
     EVAL_END = "eval_end"
     EPOCH_END = "epoch_end"
     FIT_END = "fit_end"
+    FIT_SAVED = "fit_saved"

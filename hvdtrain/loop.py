@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hvdtrain.average import averaged
+from hvdtrain.average import averaged, leave_final
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.data.feed import Feed, StepBatch
 from hvdtrain.events import Event
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 def fit(run: Run) -> None:
     """Train ``run`` from its cursor to its last epoch or to an agreed stop; the model is its user's own again then."""
+    leave_final(run)
     with active(run.timeline), joined(run):
         try:
             with span("start", "start"):
@@ -71,7 +72,7 @@ def _fit(run: Run) -> None:
     while state.cursor.epoch < config.epochs and not run.stopping():
         run.emit(Event.EPOCH_START)
         _epoch(run)
-        if run.stopping():
+        if run.stopping() and (state.requeue or run.feed.steps_left(state.cursor) != 0):
             break
         run.parts.optimizer.end_epoch()
         state.cursor = state.cursor.next_epoch()
@@ -87,6 +88,7 @@ def _fit(run: Run) -> None:
         evaluate(run)
     _checkpoint_due(run)  # asked for outside of a step
     run.emit(Event.FIT_END)
+    run.emit(Event.FIT_SAVED)
 
 
 def _epoch(run: Run) -> None:

@@ -206,6 +206,8 @@ class Run:
     """Directories that were made for ``out``, innermost first."""
     average: Average | None = None
     """The moving average of the weights, where the configuration asks for one."""
+    final: list[Any] = field(default_factory=list)
+    """What has put the final weights in the place of those of training: its ``release`` and ``hold`` exchange them."""
     batch: StepBatch | None = None
     """This rank's part of the step under way, from STEP_START to CHECKPOINT."""
     updated: bool = True
@@ -300,8 +302,6 @@ class Run:
             self.parts.install()
             self.parts.stage.connect(self.dp)
             self._joined = True
-            if self.parts.facts is not None:
-                self.parts.facts.renew()
 
     def leave(self) -> None:
         """Give the model back as its user made it: no hooks, no joint statistics, its own compute types."""

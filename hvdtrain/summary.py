@@ -35,6 +35,7 @@ def record(run: Any) -> dict[str, Any]:
         "samples_per_s": _number(phases.samples_per_s()),
         "loss": _number(s.loss),
         "metrics": {k: _number(v) for k, v in s.metrics.items()},
+        "metrics_at": s.metrics_at,
         "test_unread": run.eval_feed.unread if run.eval_feed is not None else 0,
         "meter": _meter(run),
         "zero": _zero(run.dp),
@@ -60,7 +61,9 @@ def rows(run: Any) -> list[tuple[str, str]]:
              ("steps", f"{r['steps']} in {r['epochs']} epochs" + (f", stopped: {r['stop']}" if r["stop"] else "")),
              ("speed", f"{r['samples_per_s']:,.0f} samples/s" if r["samples_per_s"] else "too few steps to tell"),
              ("train loss", f"{r['loss']:.4g}" if r["loss"] is not None else "none")]
-    table += [(f"test {name}", f"{value:.4f}" if value is not None else "none") for name, value in r["metrics"].items()]
+    other = f", of the weights of step {r['metrics_at']}" if 0 <= r["metrics_at"] < r["steps"] else ""
+    table += [(f"test {name}", (f"{value:.4f}" if value is not None else "none") + other)
+              for name, value in r["metrics"].items()]
     if r["test_unread"]:
         table.append(("test samples", f"{r['test_unread']} left out, since they could not be read"))
     table += _ledger(r["ledger"])

@@ -17,7 +17,7 @@ from typing import Any
 
 from hvdtrain import loop, summary
 from hvdtrain.assemble import assemble, eval_feed
-from hvdtrain.average import averaged
+from hvdtrain.average import averaged, leave_final, training_weights
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.callbacks.history import History
 from hvdtrain.checkpoint import final, session
@@ -43,8 +43,9 @@ from hvdtrain.run import Run
 class Result:
     """What a fit ended with; the same on every rank.
 
-    ``loss``: of the last step. ``metrics``: of the last evaluation. ``samples_per_s``: global. ``out``: the run's
-    directory. ``stop``: why it stopped before its last epoch, "" if it did not; ``requeue``: its job was about to end,
+    ``loss``: of the last step. ``metrics``: of the final model, which is in memory and in ``out/model``;
+    ``metrics_at``: the step of its weights. ``samples_per_s``: global. ``out``: the run's directory. ``stop``: why it
+    stopped before its last epoch, "" if it did not; ``requeue``: its job was about to end,
     so it was saved and is not complete: end the script with ``sys.exit(75)``. ``history``: each epoch's "loss",
     "val_loss" and so on, as in Keras (`hvdtrain.callbacks.history.History`).
     """
@@ -57,6 +58,7 @@ class Result:
     stop: str = ""
     history: dict[str, list[float]] = field(default_factory=dict)
     requeue: bool = False
+    metrics_at: int = -1
 
 
 class Trainer:
@@ -113,7 +115,7 @@ class Trainer:
             causes.leave("requeue", s.stop, step=s.cursor.step)
         history = next((dict(c.history) for c in run.callbacks if isinstance(c, History)), {})
         return Result(s.cursor.step, s.loss, dict(s.metrics), run.phases.samples_per_s(), run.out, s.stop, history,
-                      s.requeue)
+                      s.requeue, s.metrics_at)
 
     @staticmethod
     def _fit(run: Run) -> None:
@@ -127,6 +129,9 @@ class Trainer:
             for callback in run.callbacks:
                 getattr(callback, "close", _nothing)(run)
             run.records.close(run)
+        if run.average is not None and run.average not in run.final and not run.state.requeue:
+            run.average.hold()
+            run.final.append(run.average)
         if run.begun and not run.state.requeue:
             export(run)
         if run.control.rank == 0:
@@ -153,7 +158,7 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint of the current state into the run's directory; collective. `UserError` if it fails."""
         run = self._assembled(None, None)
-        with loop.joined(run):
+        with loop.joined(run), training_weights(run):
             error = session.save(run)
         if error:
             raise UserError(f"the checkpoint was not written: {error}", "a writable directory with room",
@@ -169,6 +174,7 @@ class Trainer:
         def look() -> Any:
             return session.find(str(path), None, run.note) if run.control.rank == 0 else None
 
+        leave_final(run)
         with loop.joined(run):
             session.restore(run, agreed(run.control, look, "restore"))
 

@@ -34,6 +34,8 @@ class EarlyStop(Callback):
         if s.metric not in run.state.metrics:
             raise UserError(f"early_stop.metric {s.metric!r} is not evaluated", nearest(s.metric, run.state.metrics),
                             "correct early_stop.metric")
+        if run.state.cursor.epoch_step:
+            return  # a stop cut the epoch short: a resumed run evaluates again, at its end
         value = run.state.metrics[s.metric]
         sign = 1.0 if s.mode == "max" else -1.0
         if math.isfinite(value) and (self.best is None or sign * (value - self.best) > s.min_delta):

@@ -20,16 +20,20 @@ class History(Callback):
     def __init__(self) -> None:
         self.history: dict[str, list[float]] = {}
         self.epoch = 0
-        self._begun = False
+        self._begun = self._unfinished = False
+        self._resumed: list[Any] = []
         self._sum = self._weight = 0.0
         self._at = 0
         self._late_n = 0
         self._evaluated: dict[str, float] = {}
 
     def epoch_start(self, run: Any) -> None:
-        """Begin at nothing."""
+        """Begin at nothing, or at what a checkpoint inside this epoch holds."""
         self._begun, self.epoch, self._at = True, run.state.cursor.epoch, run.state.cursor.samples
         self._sum, self._weight, self._late_n, self._evaluated = 0.0, 0.0, 0, {}
+        if self._resumed and self._resumed[0] == self.epoch and run.state.cursor.epoch_step:
+            _, self._sum, self._weight = self._resumed
+        self._resumed, self._unfinished = [], True
 
     def step_end(self, run: Any) -> None:
         """Add the step's loss, which is a mean over its samples."""
@@ -48,6 +52,7 @@ class History(Callback):
 
     def epoch_end(self, run: Any) -> None:
         """Close the epoch."""
+        self._unfinished = False
         self._close(run)
 
     def fit_end(self, run: Any) -> None:
@@ -58,6 +63,15 @@ class History(Callback):
     def loss(self) -> float:
         """Mean loss per sample of the epoch so far."""
         return self._sum / self._weight if self._weight else math.nan
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums of an epoch that is not over."""
+        kept = self._unfinished and math.isfinite(self._sum)
+        return {"mean": [self.epoch, self._sum, self._weight]} if kept else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo `state_dict`."""
+        self._resumed = list(state.get("mean", ()))
 
     def _close(self, run: Any) -> None:
         self._begun = False

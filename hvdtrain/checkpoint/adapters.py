@@ -146,6 +146,51 @@ class Divided:
         return ""
 
 
+CALLBACKS = "callbacks"
+"""The group of a checkpoint that holds the arrays of callbacks."""
+
+
+class WithCallbacks:
+    """The state ``inner`` of a checkpoint, and the arrays of callbacks that have ``arrays`` and ``load_arrays``.
+
+    All ranks hold the arrays alike: rank 0 gives them, every rank gets them.
+    """
+
+    def __init__(self, inner: Any, rank: int, callbacks: Sequence[Any]) -> None:
+        self._inner, self._rank = inner, rank
+        self._callbacks = {f"{n}.{type(c).__name__}/": c for n, c in enumerate(callbacks)}
+
+    def shards(self, place: Place | None = None) -> Iterator[Shard]:
+        """Yield what ``inner`` gives, then on rank 0 the callbacks' arrays."""
+        yield from self._inner.shards(place)
+        for prefix, callback in self._callbacks.items() if self._rank == 0 else ():
+            for name, array in callback.arrays().items():
+                memory = None if place is None else place(CALLBACKS, prefix + name, array.shape, array.dtype)
+                if isinstance(memory, np.ndarray):
+                    memory[...] = array
+                    array = memory
+                yield Shard(CALLBACKS, prefix + name, array.shape, 0, np.ascontiguousarray(array).reshape(-1))
+
+    def rest(self) -> dict[str, Any]:
+        """Return what comes with ``inner``."""
+        rest: dict[str, Any] = self._inner.rest()
+        return rest
+
+    def wants(self, heads: Sequence[Head]) -> list[Want]:
+        """Return what ``inner`` wants, and all arrays of callbacks."""
+        own = [one for one in heads if one.group != CALLBACKS]
+        return [*self._inner.wants(own), *(_all_of(one) for one in heads if one.group == CALLBACKS)]
+
+    def load(self, read: Read, rest: Mapping[str, Any]) -> str:
+        """Undo `shards`; the arrays come before the callbacks' other state."""
+        unfit: str = self._inner.load(read, rest)
+        arrays = read(CALLBACKS)
+        for prefix, callback in self._callbacks.items():
+            callback.load_arrays({name.removeprefix(prefix): array for name, array in arrays.items()
+                                  if name.startswith(prefix)})
+        return unfit
+
+
 def _all_of(one: Head) -> Want:
     return Want(one.group, one.name, 0, one.n)
 

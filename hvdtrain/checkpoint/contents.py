@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdtrain import __version__
 from hvdtrain.average import WithAverage
-from hvdtrain.checkpoint.adapters import Cut, Divided, Held, Own, Replicated, part
+from hvdtrain.checkpoint.adapters import Cut, Divided, Held, Own, Replicated, WithCallbacks, part
 from hvdtrain.checkpoint.holders import Holders, holders_of
 from hvdtrain.data_parallel.replicate import Replicate
 from hvdtrain.data_parallel.zero import Zero
@@ -53,8 +53,10 @@ def parts_of(run: Run, holders: Holders | None) -> tuple[Stateful, Stateful]:
 
 
 def _beside(run: Run, shared: Any) -> Any:
-    """``shared`` with the averages of the weights beside it, where the run keeps such."""
-    return shared if run.average is None else WithAverage(shared, run.average)
+    """``shared`` with the averages of the weights and the arrays of callbacks beside it, where the run has such."""
+    shared = shared if run.average is None else WithAverage(shared, run.average)
+    callbacks = [c for c in run.callbacks if hasattr(c, "arrays")]
+    return WithCallbacks(shared, run.control.rank, callbacks) if callbacks else shared
 
 
 def held_by(run: Run) -> Holders | None:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvdtrain import tensorflow as hvd
 from hvdtrain.errors import UserError
 from hvdtrain.keras.exchange import exchange_of, tf_variable
-from hvdtrain.keras.guard import Guard
+from hvdtrain.keras.guard import Guard, stops_early
 from hvdtrain.keras.rates import LearningRateScheduleCallback, LearningRateWarmupCallback
 from hvdtrain.tensorflow import basics
 
@@ -121,7 +121,9 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 
 class DivergenceGuardCallback(keras.callbacks.Callback):
-    """Compares the ranks' weights after batches 2, 8 and then every ``every``-th; stops every rank if they differ.
+    """Compares the ranks' weights and learning rates; stops every rank if they differ.
+
+    Compares after batches 2, 8 and then every ``every``-th, and at the end of each epoch and of ``fit``.
 
     For training steps of one's own and plain optimizers: `hvdtrain.keras.DistributedOptimizer` compares by itself.
     ``local_variables``: left out. ``process_set``: the ranks that compare. Raises
@@ -143,12 +145,23 @@ class DivergenceGuardCallback(keras.callbacks.Callback):
         if self._guard is None and self.model.built:
             exchange = exchange_of(getattr(self.model, "optimizer", None))
             self._guard = Guard(self._process_set, self._every, "DivergenceGuardCallback", exchange is not None)
-            self._guard.before_update(self._variables())
+            own = getattr(self.model, "optimizer", None)
+            self._guard.before_update(self._variables(), None if own is None else lambda: own.learning_rate)
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Compare if it is time to."""
         if self._guard is not None:
             self._guard.between_steps(1)
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Compare what the epoch ends with."""
+        if self._guard is not None:
+            self._guard.after_epoch(stops_early(self, epoch))
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        """Compare what ``fit`` ends with."""
+        if self._guard is not None:
+            self._guard.after_epoch()
 
     def _variables(self) -> list[Any]:
         return [v for v in self.model.trainable_variables if tf_variable(v).ref() not in self._local]

@@ -164,7 +164,7 @@ class Exchange:
         shared = [i for i, v in enumerate(variables) if _key(v) not in local]
         if len(shared) < len(variables):
             _refuse_global_clip(optimizer)
-        self.guard.before_update([variables[i] for i in shared])
+        self.guard.before_update([variables[i] for i in shared], lambda: optimizer.learning_rate)
         if self.ranks > 1:
             grads = self._exchanged(optimizer, grads, variables, shared)
         self.inside = True

@@ -1,8 +1,9 @@
-"""The guard against ranks that train different models: fingerprints of the weights, compared every N updates.
+"""The guard against ranks that train different models: fingerprints of weights and rates, compared every N updates.
 
-Owns when ranks compare and what each sends; `hvdtrain.faults.divergence` owns the verdict. Three numbers per variable
-travel. Under ``fit`` the comparison runs between two steps and adds nothing to them; in a training loop of one's own it
-lies inside the step's graph, in a branch that is taken when it is due.
+Owns when ranks compare and what each sends; `hvdtrain.faults.divergence` owns the verdict on weights. Three numbers per
+variable and the learning rate travel. Under ``fit`` the comparison runs between two steps, at the end of each epoch
+and of ``fit``, and adds nothing to a step; in a training loop of one's own it lies inside the step's graph, in a branch
+that is taken when it is due.
 """
 
 from __future__ import annotations
@@ -11,21 +12,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
 from hvdtrain.errors import UserError
-from hvdtrain.faults.divergence import Rows, judge
+from hvdtrain.faults.divergence import Diverged, Rows, judge
 from hvdtrain.tensorflow import basics
 from hvdtrain.tensorflow.nodes import node_name, through_trace
 
 EARLY = (2, 8)
 """Updates after which ranks compare besides every N-th. Not the first: Horovod's own examples broadcast after it."""
 
+RATE_ROUNDING = 1e-6
+"""Relative difference between learning rates that is taken for float32 rounding."""
+
 
 class Guard:
-    """Compares the weights of the ranks of ``process_set`` after updates 2, 8 and then every ``every``-th.
+    """Compares weights and learning rates of the ranks of ``process_set`` after updates 2, 8 and every ``every``-th.
 
     ``every``: 0 never compares. ``distributed``: whether the updates are known to come from exchanged gradients; it
     decides the likely cause. Raises `hvdtrain.faults.divergence.Diverged` on every rank; from inside a graph it comes
@@ -38,13 +43,14 @@ class Guard:
         self._process_set, self._every, self.name, self._distributed = process_set, every, name, distributed
         self._variables: list[tf.Variable] = []
         self._names: list[str] = []
+        self._rate: Callable[[], Any] | None = None
         self._before: tf.Variable | None = None
         self._updates: tf.Variable | None = None
         self._eps = 0.0
         self._between = 0.0
         self._late = 0
         self._driven = False
-        self._rows: Callable[[], tf.Tensor] | None = None
+        self._rows: Callable[[float], tf.Tensor] | None = None
 
     def begin_after(self, updates: int) -> None:
         """Count from the update after the next ``updates``: ranks may differ until then (a broadcast will come)."""
@@ -53,8 +59,11 @@ class Guard:
         if self._updates is not None:
             self._updates.assign(-updates)
 
-    def before_update(self, variables: Sequence[Any]) -> None:
-        """Remember what is compared and where this rank began; reads the weights once, in the first call."""
+    def before_update(self, variables: Sequence[Any], rate: Callable[[], Any] | None = None) -> None:
+        """Remember what is compared and where this rank began; reads the weights once, in the first call.
+
+        ``rate``: returns the learning rate of now, in a graph too.
+        """
         if self._before is not None or not self._every or ranks_of(self._process_set) == 1:
             return
         with tf.init_scope():
@@ -62,6 +71,7 @@ class Guard:
             self._names = [getattr(v, "path", None) or v.name for v in variables]
             self._eps = max((_eps(v.dtype) for v in self._variables), default=0.0)
             self._before = tf.Variable(fingerprints(self._variables)[0], trainable=False)
+            self._rate = rate
 
     @contextmanager
     def driven(self) -> Iterator[None]:
@@ -79,10 +89,23 @@ class Guard:
         before, self._between = self._between, self._between + updates
         due = self._every * np.floor(self._between / self._every)
         if before < due > 0 or any(before < early <= self._between for early in EARLY):
-            if self._rows is None:
-                self._rows = tf.function(self._gathered, input_signature=[], jit_compile=False, autograph=False)
-            self._judge(self._rows().numpy(), self._between)
-            self._before.assign(fingerprints(self._variables)[0])
+            self._compare_now()
+
+    def after_epoch(self, stops: bool = False) -> None:
+        """Compare at the end of an epoch or of ``fit``; outside of graphs. Collective.
+
+        ``stops``: this rank leaves ``fit`` before its last epoch, where the others would wait for its gradients.
+        """
+        if self._before is not None and self._between >= EARLY[0]:
+            self._compare_now(stops)
+
+    def _compare_now(self, stops: bool = False) -> None:
+        assert self._before is not None
+        if self._rows is None:
+            self._rows = tf.function(self._gathered, input_signature=[tf.TensorSpec([], tf.float32)],
+                                     jit_compile=False, autograph=False)
+        self._judge(self._rows(float(stops)).numpy(), self._between)
+        self._before.assign(fingerprints(self._variables)[0])
 
     def after_update(self) -> None:
         """Count an update, and compare where it is time to, within the step. Collective."""
@@ -109,18 +132,62 @@ class Guard:
             self._before.assign(fingerprints(self._variables)[0])
         return tf.ensure_shape(alike, [])
 
-    def _gathered(self) -> tf.Tensor:
-        """float32 (P, 3V): every rank's fingerprints at the last comparison, its fingerprints now, its norms."""
+    def _gathered(self, stops: Any = 0.0) -> tf.Tensor:
+        """Gather float32 (P, 3V + 2): of each rank its fingerprints at the last comparison and now, its norms, learning
+        rate and ``stops``."""
         assert self._before is not None
-        row_K = tf.concat([self._before.read_value(), *fingerprints(self._variables)], 0)
+        rate = 0.0 if self._rate is None else keras.ops.convert_to_tensor(self._rate())
+        scalars_2 = [tf.cast(x, tf.float32) for x in (rate, stops)]
+        row_K = tf.concat([self._before.read_value(), *fingerprints(self._variables), scalars_2], 0)
         return basics.wire(self._process_set).allgather(row_K, node_name(f"{self.name}_weights")).wait()
 
     def _judge(self, rows_PK: np.ndarray, count: float) -> np.bool_:
         ranks = getattr(self._process_set, "ranks", None) or None
-        found = judge(Rows.unpack(rows_PK), self._names, int(count), self._eps, self._distributed, ranks)
+        found = _settings_apart(rows_PK[:, -2:], int(count), ranks)  # first: a rate that differs explains the weights
+        if found is None:
+            found = judge(Rows.unpack(rows_PK[:, :-2]), self._names, int(count), self._eps, self._distributed, ranks)
         if found is not None:
             raise through_trace(found)
         return np.bool_(True)
+
+
+class GuardOfFit(keras.callbacks.Callback):
+    """Compares at the end of each epoch and of ``fit``, after all other callbacks. Collective."""
+
+    def __init__(self, guard: Guard) -> None:
+        super().__init__()
+        self._guard = guard
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Compare what the epoch ends with."""
+        self._guard.after_epoch(stops_early(self, epoch))
+
+    def on_train_end(self, logs: dict | None = None) -> None:
+        """Compare what ``fit`` ends with."""
+        self._guard.after_epoch()
+
+
+def stops_early(callback: Any, epoch: int) -> bool:
+    """Return whether this rank's ``fit`` ends after ``epoch`` though more epochs were asked for."""
+    return bool(callback.model.stop_training) and epoch + 1 < callback.params.get("epochs", 0)
+
+
+def _settings_apart(rows_P2: np.ndarray, count: int, ranks: Sequence[int] | None) -> Diverged | None:
+    """Return the error for learning rates that differ by more than rounding, or for ranks that stop alone. Pure."""
+    numbers = list(range(len(rows_P2)) if ranks is None else ranks)
+    for name, column_P, said, expected, do in (
+            ("learning_rate", rows_P2[:, 0].astype(np.float64), "have different learning rates: {:g}",
+             "one learning rate", "give callbacks that change the rate, such as ReduceLROnPlateau"),
+            ("stop_training", rows_P2[:, 1], "do not end training together: model.stop_training is {:g}",
+             "one decision to stop", "give callbacks that stop training, such as EarlyStopping")):
+        apart_P = ~np.isclose(column_P, column_P[0], rtol=RATE_ROUNDING, atol=0.0, equal_nan=True)
+        if apart_P.any():
+            other = int(np.argmax(apart_P))
+            return Diverged(f"after update {count} the ranks {said.format(column_P[0])} on rank {numbers[0]} and "
+                            f"{column_P[other]:g} on rank {numbers[other]}", f"{expected} on every rank",
+                            f"{do}, to every rank, after MetricAverageCallback", name,
+                            tuple(numbers[r] for r in np.flatnonzero(apart_P)))
+    return None
 
 
 def ranks_of(process_set: Any) -> int:

@@ -7,7 +7,8 @@ for other optimizers:
   ranks would skip unlike steps, and those that do not skip would wait for ever. The gradients are exchanged before.
 - ``jit_compile="auto"`` takes XLA where there is a GPU; Horovod's operations have no XLA kernels.
 - ``make_train_function`` knows when a step of ``fit`` is over: there the ranks' weights are compared, which costs less
-  than inside the step, and the verdict reaches the user as itself. It also knows that XLA was asked for.
+  than inside the step, and the verdict reaches the user as itself. It also knows that XLA was asked for. ``fit`` gets
+  one more callback, which compares at the end of each epoch and of ``fit``.
 - ``fit`` knows that its data is a `hvdtrain.keras.data.Shard`, and ``compute_loss`` what a batch's loss is made of:
   models for which the shard's weights are not enough are refused (`hvdtrain.keras.shardable`, and by evaluating a few
   samples `hvdtrain.keras.coupling`).
@@ -16,6 +17,7 @@ for other optimizers:
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import weakref
 from typing import Any
@@ -28,6 +30,7 @@ from hvdtrain.keras import shardable
 from hvdtrain.keras.coupling import check_shard
 from hvdtrain.keras.data import Shard
 from hvdtrain.keras.exchange import Exchange, exchange_of
+from hvdtrain.keras.guard import GuardOfFit
 from hvdtrain.tensorflow.near import failures
 
 _seen: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -41,6 +44,7 @@ def install() -> None:
     _scale_after_exchange(keras.optimizers.LossScaleOptimizer)
     _auto_without_xla(_owner(keras.Model, "_resolve_auto_jit_compile"))
     _compare_between_steps(_owner(keras.Model, "make_train_function"))
+    _compare_after_epochs(_owner(keras.Model, "fit"))
     _look_at_shards(_owner(keras.Model, "fit"), _owner(keras.Model, "compute_loss"))
 
 
@@ -89,6 +93,30 @@ def _compare_between_steps(cls: Any) -> None:
             self.train_function = _guarded(self, self.train_function, exchange)
         return self.train_function if out is not None else None
     cls.make_train_function = make
+
+
+def _compare_after_epochs(cls: Any) -> None:
+    plain = cls.fit
+    takes = inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        exchange = exchange_of(getattr(self, "optimizer", None))
+        if exchange is None or exchange.ranks == 1:
+            return plain(self, *args, **kwargs)
+        given = takes.bind(self, *args, **kwargs)
+        own, guard = given.arguments.get("callbacks"), GuardOfFit(exchange.guard)
+        if not isinstance(own, keras.callbacks.CallbackList):
+            given.arguments["callbacks"] = [*keras.tree.flatten(own or []), guard]
+            return plain(*given.args, **given.kwargs)
+        guard.set_model(self)
+        guard.set_params(own.params)
+        own.callbacks.append(guard)
+        try:
+            return plain(*given.args, **given.kwargs)
+        finally:
+            own.callbacks.remove(guard)
+    cls.fit = fit
 
 
 def _look_at_shards(fits: Any, loses: Any) -> None:

@@ -156,12 +156,12 @@ class CompiledMetrics:
                 labels = keras.ops.where(keras.ops.cast(counts, "bool"), labels, keras.ops.zeros_like(labels))
             metric.update_state(labels, keras.tree.flatten(outputs)[0], counts)
 
-    def take(self) -> dict[str, np.ndarray]:
-        """float64[k] by name since the last call, and `SHAPES`; empty before any batch. Starts anew."""
+    def take(self, reset: bool = True) -> dict[str, np.ndarray]:
+        """Return float64[k] by name since the last call that reset the metrics, and `SHAPES`; {} before any batch."""
         if not self.built:
             return {}
         totals = {name: vector(metric) for name, metric in self.named.items()}
-        for metric in self.named.values():
+        for metric in self.named.values() if reset else ():
             metric.reset_state()
         assert self._shapes_k is not None
         return {**totals, SHAPES: self._shapes_k}

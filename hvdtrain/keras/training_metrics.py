@@ -26,6 +26,7 @@ class TrainingMetrics:
         self._model, self._setup = model, setup_of(model)
         self._states: dict[str, np.ndarray] = {}
         self._losses: dict[str, Any] = {}
+        self.resumed: dict[str, np.ndarray] = {}
         self._before: list[Any] = []
 
     def begin(self, run: Run) -> None:
@@ -72,7 +73,7 @@ class TrainingMetrics:
 
     def restart(self) -> None:
         """Forget all batches: an epoch begins."""
-        self._states = {}
+        self._states, self.resumed = {}, {}
         if self._setup.follow is not None:
             self._take()
 
@@ -81,15 +82,26 @@ class TrainingMetrics:
         if self._setup.follow is not None and not self._states:
             self._states = self._take()
 
+    def resume(self, totals: dict[str, np.ndarray]) -> None:
+        """Count the batches before a checkpoint inside the epoch too, from what `totals` returned."""
+        self.resumed = dict(totals)
+
+    def totals(self, control: Control) -> dict[str, np.ndarray]:
+        """Return the totals of the epoch so far over all ranks, which go on counting; collective."""
+        if self._setup.follow is None:
+            return {}
+        own = self._states or self._take(reset=False)
+        everyone = control.gather(own)
+        names = list(dict.fromkeys(name for states in everyone for name in states))
+        everyone.append(self.resumed)
+        return {name: sum(s[name] for s in everyone if name in s) for name in names}
+
     def results(self, control: Control) -> dict[str, float]:
         """Each metric over all ranks' batches of the epoch, under Keras' name; collective."""
         if self._setup.follow is None:
             return {}
         self.set_aside()
-        everyone = control.gather(self._states)
-        names = list(dict.fromkeys(name for states in everyone for name in states))
-        summed = {name: sum(s[name] for s in everyone if name in s) for name in names}
-        return self.renamed(self._setup.metrics.results(summed))
+        return self.renamed(self._setup.metrics.results(self.totals(control)))
 
     def renamed(self, found: dict[str, float]) -> dict[str, float]:
         """``found`` under the names that Keras has for the metrics."""
@@ -107,10 +119,11 @@ class TrainingMetrics:
             value = keras.ops.divide_no_nan(keras.ops.stop_gradient(total), weight)
             self._losses[name].update_state(value, sample_weight=weight)
 
-    def _take(self) -> dict[str, np.ndarray]:
-        """The totals since the last call, those of single outputs' losses among them."""
-        totals: dict[str, np.ndarray] = self._setup.metrics.take()
+    def _take(self, reset: bool = True) -> dict[str, np.ndarray]:
+        """The totals since the last call that reset them, those of single outputs' losses among them."""
+        totals: dict[str, np.ndarray] = self._setup.metrics.take(reset)
         for name, mean in self._losses.items():
             totals[name] = vector(mean)
-            mean.reset_state()
+            if reset:
+                mean.reset_state()
         return totals

@@ -160,6 +160,26 @@ def resumed():
             "buffers": [name for name, _ in trainer.run.parts.model.named_buffers()]}
 
 
+def callbacks_resumed():
+    """10 steps, ended inside an epoch, and the rest of 3 epochs in a new trainer, with callbacks that hold state."""
+    def more():
+        stop = keras.callbacks.EarlyStopping("loss", mode="max", patience=9, restore_best_weights=True)  # epoch 0
+        return {"callbacks": [stop, keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7),
+                              keras.callbacks.ReduceLROnPlateau("accuracy", factor=0.5, patience=0, min_delta=9.0)]}
+
+    def model():
+        made = perceptron()
+        made.compile(keras.optimizers.SGD(0.1), CE, metrics=["accuracy"])
+        return made
+    settings = {"epochs": 3, "checkpoint": Checkpoint(at_end=True), "ema": 0.5}
+    trainer, whole = train(model(), "undisturbed", more=more(), **{**settings, "max_steps": 0})
+    train(model(), "cut", more=more(), **{**settings, "max_steps": 8})
+    own = model()
+    _, rest = train(own, "cut", more=more(), **{**settings, "max_steps": 0, "resume": "auto"})
+    loss = float(keras.ops.mean(CE(Y, own(X, training=False))))
+    return {"whole": whole, "rest": rest, "loss": loss, "at": trainer.run.state.metrics_at}
+
+
 def exported():
     """What Keras reads back gives the same outputs; a plain training in Keras' own loop gives the same weights."""
     model = perceptron()

@@ -38,7 +38,7 @@ def need(*packages):
 def alone(tmp_path_factory):
     need("torch", "keras")
     return child(tmp_path_factory.mktemp("alone"), 1, "torch", *CURVES, "frozen", "rates", "gpt", "resumed", "seeded",
-                 "lazy", "mistakes", "modules", "exported")
+                 "callbacks_resumed", "lazy", "mistakes", "modules", "exported")
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +122,13 @@ def test_what_is_written_is_keras_own(alone):
     facts = alone["exported"]
     assert facts["files"] == ["model.keras", "model.safetensors"]
     np.testing.assert_array_equal(*facts["outputs"])
+
+
+def test_callbacks_act_once_over_a_resume_and_restore_what_was_measured(alone):
+    facts = alone["callbacks_resumed"]
+    assert facts["rest"]["weights"] == facts["whole"]["weights"]
+    assert facts["rest"]["metrics"] == facts["whole"]["metrics"] and facts["at"] == 5  # the first epoch's last step
+    assert facts["loss"] == pytest.approx(facts["whole"]["metrics"]["loss"], rel=1e-5)
 
 
 def test_frozen_layers_stay(alone):

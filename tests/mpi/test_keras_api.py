@@ -375,6 +375,50 @@ def test_the_guard_as_a_callback_names_a_plain_optimizer(hvd):
         ranks_fit(hvd, model, callbacks=[hvd.callbacks.DivergenceGuardCallback(every=50)])
 
 
+class Spoils(keras.callbacks.Callback):
+    """On rank 1, changes the rate after epoch 0, the last weights after fit, or stops after epoch 0."""
+
+    def __init__(self, what, rank):
+        super().__init__()
+        self.what = what if rank == 1 else "nothing"
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training |= self.what == "stop"
+        if self.what == "rate":
+            self.model.optimizer.learning_rate = 0.05
+
+    def on_train_end(self, logs=None):
+        if self.what == "weights":
+            self.model.set_weights([w + 0.1 for w in self.model.get_weights()])
+
+
+RATES = "after update 4 the ranks have different learning rates: 0.1 on rank 0 and 0.05 on rank 1"
+
+
+@pytest.mark.parametrize("what, words, wrapped", [
+    ("rate", RATES, False), ("rate", RATES, True), ("weights", "after update 12 the ranks no longer hold", False),
+    ("stop", "after update 4 the ranks do not end training together: model.stop_training is 0 on rank 0 and", False)])
+def test_the_guard_compares_at_the_end_of_epochs_and_of_fit(hvd, control, what, words, wrapped):
+    """A plain optimizer of ranks with the same data trains one model, until a callback of rank 1 spoils it."""
+    only(hvd, 2)
+    optimizer = keras.optimizers.SGD(0.1)
+    model = compiled(mlp(), optimizer if wrapped else hvd.DistributedOptimizer(optimizer))
+    guard = [hvd.callbacks.DivergenceGuardCallback(every=100)] if wrapped else []
+    with pytest.raises(Diverged, match=words) as caught:
+        model.fit(X, Y, batch_size=12, epochs=3, shuffle=False, verbose=0,
+                  callbacks=[Spoils(what, hvd.rank()), *guard])
+    assert caught.value.ranks == (1,) and len(set(control.gather(str(caught.value)))) == 1
+
+
+def test_the_guard_at_the_end_of_epochs_takes_any_form_of_callbacks(hvd, control):
+    only(hvd, 2)
+    model = compiled(mlp(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    whole = keras.callbacks.CallbackList([], add_history=True, model=model, epochs=2)
+    for callbacks in (None, keras.callbacks.History(), (keras.callbacks.History(),), whole):
+        model.fit(X, Y, 12, 2, 0, callbacks)
+    assert [type(c).__name__ for c in whole.callbacks] == ["History"]
+
+
 # --- callbacks, files ------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ if keras.backend.backend() != "tensorflow":
 from small_runs import config  # noqa: E402
 
 from hvdtrain import Trainer  # noqa: E402
-from hvdtrain.config import Named  # noqa: E402
+from hvdtrain.config import Checkpoint, Named  # noqa: E402
 from hvdtrain.keras.data import shard  # noqa: E402
 from hvdtrain.keras.metrics import MetricAverageCallback  # noqa: E402
 
@@ -77,6 +77,38 @@ def test_trainer_fit_is_keras_fit(control, tmp_path, monkeypatch):
     for a, b in zip(model.get_weights(), single.get_weights()):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     assert len(set(control.gather(repr(result.history)))) == 1
+
+
+def test_callbacks_resume_and_leave_what_was_measured_on_all_ranks(control, tmp_path, monkeypatch):
+    """Files of rank 0 hold statistics of all ranks; metrics of an epoch count what all ranks saw before the resume."""
+    if control.size > 2:
+        pytest.skip("runs with 2 ranks, to keep the file short")
+    monkeypatch.chdir(control.bcast(str(tmp_path)))
+    monkeypatch.setattr("hvdtrain.summary.show", lambda run: None)
+
+    def fit(out, **changes):
+        keras.utils.set_random_seed(7)
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4), keras.layers.BatchNormalization(),
+                                  keras.layers.Dense(1, activation="sigmoid")])
+        model.compile(keras.optimizers.SGD(0.2), "binary_crossentropy", metrics=["accuracy"], run_eagerly=True)
+        stop = keras.callbacks.EarlyStopping("loss", mode="max", patience=9, restore_best_weights=True)  # epoch 0
+        files = keras.callbacks.ModelCheckpoint(f"{out}-{{epoch}}-{{batch}}.keras", save_freq=3)
+        rates = keras.callbacks.ReduceLROnPlateau("accuracy", patience=0, factor=0.5)
+        base = config(epochs=3, optimizer=Named("auto"), metrics=[], global_batch=BATCH, eval_every=1, out=out,
+                      checkpoint=Checkpoint(at_end=True), shares=[3.0, 1.0], ema=0.5, **changes)
+        result = Trainer(base).fit(model, ((X["a"], Y["kind"]), (X["a"], Y["kind"])), callbacks=[stop, files, rates])
+        return model, result
+
+    whole, want = fit("whole")
+    fit("parts", max_steps=4)
+    parts, got = fit("parts", resume="auto")
+    weights = [w.tobytes() for w in parts.get_weights()]
+    assert weights == [w.tobytes() for w in whole.get_weights()] and len(set(control.gather(tuple(weights)))) == 1
+    assert got.metrics == want.metrics and got.metrics_at == 3
+    assert got.history["accuracy"] == want.history["accuracy"][1:]
+    if control.rank == 0:
+        first = keras.saving.load_model("whole-1-3.keras")  # what is written after an epoch's last step is measured
+        assert [w.tobytes() for w in first.get_weights()] == weights
 
 
 @pytest.mark.parametrize("weighted", ["class", "sample"])

@@ -69,6 +69,21 @@ def test_it_is_evaluated_and_written_in_place_of_the_weights(framework, tmp_path
         np.testing.assert_allclose(norms, wanted, rtol=1e-5)
 
 
+@pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow"])
+def test_after_a_fit_the_model_is_what_was_measured_and_a_checkpoint_has_the_weights(framework, tmp_path):
+    own = trainer.Trainer(replace(BASE, out=str(tmp_path), checkpoint=Checkpoint()))
+    result = own.fit(make_model(framework), (TRAIN, TEST))
+    final = bits(own.run)
+    assert own.evaluate() == result.metrics and bits(own.run) == final
+    own.save()
+    assert bits(own.run) == final
+    resumed = solo(replace(BASE, out=str(tmp_path / "again"), resume=str(tmp_path)), make_model(framework),
+                   (TRAIN, TEST))
+    assert bits(resumed) != final
+    with averaged(resumed.average):
+        assert bits(resumed) == final
+
+
 def test_a_skipped_update_is_not_averaged(tmp_path):
     x, y = TRAIN
     torn = x.copy()

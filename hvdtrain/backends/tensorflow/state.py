@@ -153,6 +153,7 @@ class ModelState:
         self._model, self._opt, self._scale, self._buffers, self._rank = model, opt, scale, buffers, rank
         self._names: dict[str, str] = {}
         self._base_lr: list[float | None] = []
+        self.finalized = False
 
     def state(self, place: Place | None = None) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
         """Return groups "model" and "optimizer" (with its count of updates); optimizer, base rate and loss scale."""
@@ -239,10 +240,11 @@ class ModelState:
 
     @contextlib.contextmanager
     def final(self) -> Iterator[None]:
-        """Have the averaged weights in the body, with use_ema."""
+        """Have the averaged weights in the body, with use_ema; not where the final weights are in the model already."""
         trained, own = self._opt.trained, self._opt.optimizer
-        weights = [to_numpy(v) for v in trained] if own.use_ema else []
-        if own.use_ema:
+        averages = own.use_ema and not self.finalized
+        weights = [to_numpy(v) for v in trained] if averages else []
+        if averages:
             own.finalize_variable_values(trained)
         try:
             yield

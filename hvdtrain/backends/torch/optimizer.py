@@ -264,6 +264,8 @@ class TorchOptimizer:
         before = state.get("group_rates") or [state.get("base_lr", self.base_lr)] * len(self._rates)
         if self._obeys_lr:
             self._rescale([now / then if now != then else 1.0 for now, then in zip(self._rates, before)])
+        if self.adopted is not None and self.schedule is None:
+            self.adopted.resume()
 
     def _rescale(self, factors: Sequence[float]) -> None:
         for group, factor in zip(self.optimizer.param_groups, factors):

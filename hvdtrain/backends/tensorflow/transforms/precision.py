@@ -46,6 +46,10 @@ class MixedPrecision:
         """Give the layers their own policies back."""
         give_back(model)
 
+    def as_built(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
+        """Return `own_types` of ``model``, for what writes it down during a run."""
+        return own_types(model)
+
     def describe(self) -> dict[str, str]:
         """Return types, layers that stay in float32 and the loss scale in words."""
         return {**self._precision.describe(), **self._words, **self._scale.describe()}

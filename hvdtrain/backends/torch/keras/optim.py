@@ -116,6 +116,12 @@ class Adopted(torch.optim.Optimizer):
             if self._given != before:
                 self.param_groups[0]["lr"] = self._given * self._scale
 
+    def resume(self) -> None:
+        """Give ``own`` the rate that a checkpoint holds, which callbacks had set; they read and change it there."""
+        if not self.scheduled and self._scale and self.rate != self._given * self._scale:
+            self.own.learning_rate = self.rate / self._scale
+            self._read()
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One ``apply`` with the group's rate."""

@@ -20,7 +20,7 @@ class KerasState(state.TorchState):
 
     def __init__(self, keras_model: keras.Model, *args: Any) -> None:
         super().__init__(*args)
-        self._keras_model = keras_model
+        self._keras_model, self.finalized = keras_model, False
         self._adopted = self.optimizer.optimizer if isinstance(self.optimizer.optimizer, Adopted) else None
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
@@ -37,7 +37,8 @@ class KerasState(state.TorchState):
         The latter is model.keras, or model.weights.h5 for a model whose class Keras cannot describe. With use_ema the
         averaged weights are written, as `keras.Model.fit` leaves them.
         """
-        averaged = self._adopted if self._adopted is not None and self._adopted.own.use_ema else None
+        use_ema = self._adopted is not None and self._adopted.own.use_ema and not self.finalized
+        averaged = self._adopted if use_ema else None
         kept = [tensor.detach().clone() for tensor in self.optimizer.tensors] if averaged else []
         if averaged:
             averaged.own.finalize_variable_values(self._keras_model.trainable_variables)

@@ -1,0 +1,322 @@
+"""Keras callbacks over a resume, and the weights that they see and write, against an undisturbed run."""
+
+from __future__ import annotations
+
+import collections
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+import keras  # noqa: E402
+from small_runs import config, make_model, samples  # noqa: E402
+
+from hvdtrain import Trainer  # noqa: E402
+from hvdtrain.callbacks.base import Callback  # noqa: E402
+from hvdtrain.config import Checkpoint, EarlyStop, Named, Schedule  # noqa: E402
+from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.keras.callback_state import decode, encode  # noqa: E402
+
+DRAW = np.random.default_rng(1)
+X, V = (DRAW.standard_normal((n, 4)).astype(np.float32) for n in (22, 9))
+Y, W = (X.sum(1) > 0).astype(np.int64), (V.sum(1) > 0).astype(np.int64)
+STEPS = 3  # of an epoch
+BCE = "binary_crossentropy"
+
+
+@pytest.fixture(autouse=True)
+def in_a_directory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def made(**more):
+    keras.utils.set_random_seed(2)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, activation="tanh"),
+                              keras.layers.BatchNormalization(), keras.layers.Dense(1, activation="sigmoid")])
+    model.compile(keras.optimizers.SGD(0.5, momentum=0.9), BCE, metrics=[keras.metrics.AUC(name="auc")],
+                  run_eagerly=True, **more)
+    return model
+
+
+def trained(model, *callbacks, epochs=3, **changes):
+    base = config(epochs=epochs, optimizer=Named("auto"), metrics=[], global_batch=8, eval_every=1,
+                  checkpoint=Checkpoint(at_end=True))
+    trainer = Trainer(replace(base, **{"out": "run", **changes}))
+    return trainer, trainer.fit(model, ((X, Y), (V, W)), callbacks=callbacks)
+
+
+def evaluated(model):
+    """Keras' own loss of a model on the test data."""
+    return float(np.mean(keras.losses.binary_crossentropy(W[:, None], model(V, training=False))))
+
+
+def same(a, b):
+    for one, other in zip(a.get_weights(), b.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def resumed(callbacks, at, epochs=3):
+    """Models and results of an undisturbed run and of one that ``max_steps`` ends ``at`` a step and is resumed."""
+    whole, rest, own = made(), made(), callbacks()
+    _, want = trained(whole, *callbacks(), epochs=epochs, out="whole")
+    trained(made(), *callbacks(), epochs=epochs, max_steps=at)
+    _, got = trained(rest, *own, epochs=epochs, resume="auto")
+    return (whole, want), (rest, got), own
+
+
+# --- events --------------------------------------------------------------------------------------------------------
+
+class Everything(keras.callbacks.Callback):
+    """Changes rate, weights and momentum at the begin of training and of epochs, the rate at their ends."""
+
+    def on_train_begin(self, logs=None):
+        self.model.layers[0].kernel.assign(self.model.layers[0].kernel * 0.5)
+        self.model.optimizer.learning_rate = 0.3
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.layers[0].kernel.assign(self.model.layers[0].kernel + 0.1)
+        self.model.optimizer.momentums[0].assign(self.model.optimizer.momentums[0] * 0.0)
+        np.random.random()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate) * (0.5 + logs["loss"] % 0.4)
+
+
+def acting():
+    return [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7), Everything(),
+            keras.callbacks.ReduceLROnPlateau("auc", patience=0, min_delta=10.0, mode="max")]
+
+
+@pytest.mark.parametrize("at", [4, 6], ids=["inside an epoch", "at its end"])
+def test_events_of_a_resumed_run_act_once(at):
+    """Also those by loss and metrics of a whole epoch, of which a checkpoint holds the first part."""
+    (whole, want), (rest, got), _ = resumed(acting, at)
+    same(whole, rest)
+    for name, values in want.history.items():
+        assert got.history[name] == values[-len(got.history[name]):], name
+
+
+class Counts(keras.callbacks.Callback):
+    """Keeps the epochs whose events it has seen, and evaluations."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.ended, self.tests = [], [], 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.begun.append(epoch)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.ended.append((epoch, sorted(logs)))
+
+    def on_test_begin(self, logs=None):
+        self.tests += 1
+
+
+@pytest.mark.parametrize("at", [4, 6])
+def test_an_epoch_that_max_steps_cuts_is_closed_once(at):
+    half = Counts()
+    _, result = trained(made(), half, max_steps=at)
+    assert [e for e, _ in half.ended] == ([0, 1] if at == 6 else [0]) and half.tests == len(half.ended)
+    assert len(result.history["loss"]) == 2 and result.steps == at  # the history of a process has what it trained
+    rest = Counts()
+    trained(made(), rest, resume="auto")
+    assert rest.begun == [e for e, _ in rest.ended] == [0, 1, 2] and rest.tests == 3
+
+
+def test_an_evaluation_of_a_cut_epoch_takes_no_patience_of_early_stop():
+    """Of three steps an epoch; no epoch is better than the first."""
+    def steps(**changes):
+        base = config(epochs=6, global_batch=20, eval_every=1, checkpoint=Checkpoint(at_end=True),
+                      early_stop=EarlyStop(metric="loss", min_delta=10.0, patience=2), **changes)
+        return Trainer(base).fit(make_model("numpy"), (samples(60), samples(21, 1))).steps
+
+    assert steps(out="half", max_steps=4) == 4
+    assert steps(out="half", resume="auto") == steps(out="whole") == 3 * STEPS
+
+
+# --- state ---------------------------------------------------------------------------------------------------------
+
+def test_values_come_back_exactly():
+    values = [None, True, 3, -0.1, float("inf"), "text", b"bytes", [1, [2.5, "x"]], (1, (2,)), {1, 2},
+              {"a": 1, 2: (3,)}, collections.OrderedDict(a=1), collections.deque([1, 2], 3), np.float32(0.1),
+              np.bool_(True), np.arange(300.0).reshape(3, 100), np.zeros((0, 3)), np.array("text"),
+              np.ones(200, "complex64"), [np.ones(500, np.float32), np.float16(0.1)]]
+    arrays: dict = {}
+    text = json.dumps(encode(values, arrays, "x"), allow_nan=False)
+    found = decode(json.loads(text), arrays)
+    for value, got in zip(values, found, strict=True):
+        assert type(got) is type(value)
+        np.testing.assert_equal(got, value)
+    assert found[13].dtype == np.float32 and found[12].maxlen == 3 and len(arrays) == 3
+    tensor = decode(encode(keras.ops.ones(3, "bfloat16"), arrays, "t"), arrays)
+    assert keras.ops.is_tensor(tensor) and keras.backend.standardize_dtype(tensor.dtype) == "bfloat16"
+
+
+class Holds(keras.callbacks.Callback):
+    """State of many kinds, private too; of one that no checkpoint holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self._sums, self._by_epoch = [], np.zeros(400), {}
+        self.variable, self.tracker, self.function = keras.Variable(0.0), object(), len
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(logs["loss"])
+        self._sums += logs["loss"]
+        self.variable.assign_add(1.0)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._by_epoch[epoch] = (np.float32(logs["loss"]), list(self.seen))
+
+
+def test_all_state_of_callbacks_comes_back_and_the_rest_is_named_once():
+    whole = Holds()
+    trained(made(), whole, out="whole")
+    trained(made(), Holds(), max_steps=4)
+    held = Holds()
+    trainer, _ = trained(made(), held, resume="auto")
+    assert held.seen == whole.seen and held._by_epoch == whole._by_epoch and float(held.variable) == 3 * STEPS
+    np.testing.assert_array_equal(held._sums, whole._sums)
+    named, = [note for note in trainer.run.notes if "checkpoints do not hold" in note]
+    assert "tracker (a object)" in named and "function" not in named
+
+
+def best(**more):
+    """EarlyStopping that takes the first epoch for the best, since the training loss falls."""
+    return keras.callbacks.EarlyStopping("loss", mode="max", restore_best_weights=True, **more)
+
+
+def test_best_weights_are_restored_after_a_resume():
+    (whole, want), (rest, got), (own,) = resumed(lambda: [best(patience=9)], 4)
+    same(whole, rest)
+    assert own.best_epoch == 0 and got.metrics == want.metrics and got.metrics_at == want.metrics_at == STEPS
+    assert got.metrics["loss"] == pytest.approx(want.history["val_loss"][0], rel=1e-6)
+
+
+def test_a_run_that_a_callback_has_stopped_stays_stopped():
+    model, again = made(), made()
+    _, first = trained(model, best(patience=1), epochs=6)
+    _, second = trained(again, best(patience=1), epochs=6, resume="auto")
+    assert second.steps == first.steps == 2 * STEPS and second.metrics == first.metrics
+    same(model, again)
+
+
+# --- one owner -----------------------------------------------------------------------------------------------------
+
+class Measures(Callback):
+    """Keeps the weights that each evaluation measures, and those that training continues from at its end."""
+
+    where = "all"
+
+    def __init__(self, model):
+        self.model, self.measured = model, []
+
+    def epoch_end(self, run):
+        from hvdtrain.average import averaged
+
+        with averaged(run.average):
+            self.measured.append(self.model.get_weights())
+
+    def fit_end(self, run):
+        self.training = self.model.get_weights()
+
+
+def loaded(path):
+    return keras.saving.load_model(path, compile=False)
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.5])
+@pytest.mark.parametrize("restores", [False, True], ids=["last", "best"])
+def test_files_memory_and_metrics_are_of_the_same_weights(ema, restores):
+    """Files of the best epoch and of every second step, the final file, the model in memory and all records."""
+    model = made()
+    measures = Measures(model)
+    files = [keras.callbacks.ModelCheckpoint("best.keras", "loss", mode="max", save_best_only=True),
+             keras.callbacks.ModelCheckpoint("step-{epoch}-{batch}.keras", save_freq=2)]
+    trainer, result = trained(model, measures, *files, *([best(patience=9)] if restores else []), ema=ema)
+    final = 0 if restores else 2
+    for one in (model, loaded("run/model/model.keras")):
+        for got, want in zip(one.get_weights(), measures.measured[final], strict=True):
+            np.testing.assert_array_equal(got, want)
+        assert evaluated(one) == pytest.approx(result.metrics["loss"], rel=1e-5)
+    assert result.metrics["loss"] == pytest.approx(result.history["val_loss"][final], rel=1e-6)
+    record = json.loads(open("run/completed.json").read())
+    assert record["metrics"]["loss"] == result.metrics["loss"]
+    assert record["metrics_at"] == result.metrics_at == STEPS * (final + 1)
+    assert any("of step 3" in note for note in record["notes"]) is restores
+    assert evaluated(loaded("best.keras")) == pytest.approx(result.history["val_loss"][0], rel=1e-5)
+    for got, want in zip(loaded("step-2-3.keras").get_weights(), measures.measured[1], strict=True):
+        np.testing.assert_array_equal(got, want)  # step 6 is an epoch's last: what is written is what is measured
+    assert trainer.evaluate()["loss"] == pytest.approx(result.metrics["loss"], rel=1e-6)
+    trainer.save()  # the weights of training, which a resumed run continues from
+    again = made()
+    other = Trainer(replace(trainer.config, out="again", resume="run", epochs=3))
+    other.evaluate(model=again, data=((X, Y), (V, W))[1])
+    for got, want in zip(again.get_weights(), measures.training, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+class Saves(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.save("by_batch.keras")
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.save("by_epoch.keras")
+
+
+def test_files_of_any_callback_hold_the_types_of_the_user(tmp_path):
+    trained(made(), Saves(), keras.callbacks.ModelCheckpoint("each.keras", save_freq=1), epochs=1, precision="bf16")
+    for name in ("by_batch", "by_epoch", "each"):
+        policies = {layer.dtype_policy.name for layer in loaded(f"{name}.keras").layers}
+        assert policies == {"float32"}, name
+
+
+class ChangesWeights(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.set_weights([w * 0.9 for w in self.model.get_weights()])
+
+
+class SetsRate(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.optimizer.learning_rate = 0.1
+
+
+PLATEAU, WARM = keras.callbacks.ReduceLROnPlateau, Schedule(warmup_steps=2)
+
+
+@pytest.mark.parametrize("callback, changes, words", [
+    (lambda: PLATEAU("loss"), {"schedule": WARM}, "ReduceLROnPlateau sets the learning rate beside schedule.warmup_"),
+    (lambda: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate),
+     {"schedule": Schedule("CosineDecay", {"decay_steps": 9})}, "LearningRateScheduler sets .* schedule.name Cosine"),
+    (SetsRate, {"schedule": WARM}, "SetsRate sets the learning rate beside a schedule"),
+    (ChangesWeights, {"ema": 0.5}, "changed the weights at the end of an epoch, where with ema"),
+    (lambda: keras.callbacks.BackupAndRestore("backup"), {"ema": 0.5}, "BackupAndRestore with ema"),
+])
+def test_two_owners_are_refused(callback, changes, words):
+    with pytest.raises(UserError, match=words):
+        trained(made(), callback(), **changes)
+
+
+@pytest.mark.parametrize("restores", [False, True], ids=["average", "best"])
+def test_with_use_ema_file_memory_and_metrics_are_of_the_same_weights(restores):
+    model = made()
+    model.compile(keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5), BCE, run_eagerly=True)
+    trainer, result = trained(model, *([best(patience=9)] if restores else [keras.callbacks.History()]))
+    for one in (model, loaded("run/model/model.keras")):
+        assert evaluated(one) == pytest.approx(result.metrics["loss"], rel=1e-5)
+    assert (result.metrics["loss"] == pytest.approx(result.history["val_loss"][0], rel=1e-6)) is restores
+    assert result.metrics["loss"] != pytest.approx(result.history["val_loss"][-1], rel=1e-3)
+
+
+def test_weights_that_a_callback_sets_at_the_end_are_measured():
+    class Ends(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            self.model.set_weights([w * 0.5 for w in self.model.get_weights()])
+
+    model = made()
+    trainer, result = trained(model, Ends())
+    assert result.metrics["loss"] == pytest.approx(evaluated(model), rel=1e-5) != result.history["val_loss"][-1]
+    assert any("a Keras callback has set in on_train_end" in note for note in trainer.run.notes)

@@ -43,7 +43,7 @@ from hvdtrain.run import Run
 class Result:
     """What a fit ended with; the same on every rank.
 
-    ``loss``: of the last step. ``metrics``: of the last evaluation. ``samples_per_s``: global. ``out``: the run's
+    ``loss``: of the last step that was not skipped. ``metrics``: of the last evaluation. ``samples_per_s``: global. ``out``: the run's
     directory. ``stop``: why it stopped before its last epoch, "" if it did not; ``requeue``: its job was about to end,
     so it was saved and is not complete: end the script with ``sys.exit(75)``. ``history``: each epoch's "loss",
     "val_loss" and so on, as in Keras (`hvdtrain.callbacks.history.History`).
@@ -112,7 +112,7 @@ class Trainer:
         if s.requeue:
             causes.leave("requeue", s.stop, step=s.cursor.step)
         history = next((dict(c.history) for c in run.callbacks if isinstance(c, History)), {})
-        return Result(s.cursor.step, s.loss, dict(s.metrics), run.phases.samples_per_s(), run.out, s.stop, history,
+        return Result(s.cursor.step, s.last_loss, dict(s.metrics), run.phases.samples_per_s(), run.out, s.stop, history,
                       s.requeue)
 
     @staticmethod

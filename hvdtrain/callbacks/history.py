@@ -13,6 +13,7 @@ class History(Callback):
 
     ``history``: "loss", and each metric as "val_" and its name, to a value per epoch, NaN where an epoch lacks it. An
     epoch that a stop cut short counts as one. Where losses arrive a step late (GPUs), an epoch's last is left out.
+    Skipped steps do not count.
     """
 
     where = "all"
@@ -22,21 +23,20 @@ class History(Callback):
         self.epoch = 0
         self._begun = False
         self._sum = self._weight = 0.0
-        self._at = 0
         self._late_n = 0
         self._evaluated: dict[str, float] = {}
 
     def epoch_start(self, run: Any) -> None:
         """Begin at nothing."""
-        self._begun, self.epoch, self._at = True, run.state.cursor.epoch, run.state.cursor.samples
+        self._begun, self.epoch = True, run.state.cursor.epoch
         self._sum, self._weight, self._late_n, self._evaluated = 0.0, 0.0, 0, {}
 
     def step_end(self, run: Any) -> None:
-        """Add the step's loss, which is a mean over its samples."""
-        n, self._at = run.state.cursor.samples - self._at, run.state.cursor.samples
-        if run.parts.stage.asynchronous:
+        """Add the step's loss, which is a mean over its samples; a skipped step has none."""
+        n = run.batch.n_global
+        if run.parts.stage.asynchronous and n:
             n, self._late_n = self._late_n, n
-        if n:
+        if n and not math.isnan(run.state.loss):
             self._sum += run.state.loss * n
             self._weight += n
 

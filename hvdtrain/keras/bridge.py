@@ -97,14 +97,16 @@ class Bridge(History):
 
     def step_start(self, run: Any) -> None:
         """``on_train_batch_begin``."""
-        if run.recovery.shrinks:
-            self._trained.keep()
+        self._trained.keep()
         self._tell("on_train_batch_begin", run.state.cursor.epoch_step)
 
     def step_end(self, run: Any) -> None:
-        """``on_train_batch_end``."""
+        """``on_train_batch_end``; a skipped step counts in no metric."""
         super().step_end(run)
-        self._tell("on_train_batch_end", run.state.cursor.epoch_step - 1, {"loss": self.loss()})
+        if not run.updated:
+            self._trained.take_back()
+        logs = {"loss": self.loss()} if self._weight else {}  # else TerminateOnNaN would end the run
+        self._tell("on_train_batch_end", run.state.cursor.epoch_step - 1, logs)
         self._wish(run)
 
     def test_begin(self) -> None:

@@ -12,8 +12,8 @@ class History(Callback):
     """Keeps, for each epoch that this process trained, its mean loss per sample and what was evaluated after it.
 
     ``history``: "loss", and each metric as "val_" and its name, to a value per epoch, NaN where an epoch lacks it. An
-    epoch that a stop cut short counts as one. Where losses arrive a step late (GPUs), an epoch's last is left out.
-    Skipped steps do not count.
+    epoch that a stop cut short counts as one, unless the run stopped for a requeue: then another fit continues it.
+    Skipped steps do not count. Where losses arrive a step late (GPUs), an epoch's last is left out.
     """
 
     where = "all"
@@ -27,7 +27,9 @@ class History(Callback):
         self._evaluated: dict[str, float] = {}
 
     def epoch_start(self, run: Any) -> None:
-        """Begin at nothing."""
+        """Begin at nothing, or continue the epoch that a requeue interrupted."""
+        if self._begun and self.epoch == run.state.cursor.epoch:
+            return
         self._begun, self.epoch = True, run.state.cursor.epoch
         self._sum, self._weight, self._late_n, self._evaluated = 0.0, 0.0, 0, {}
 
@@ -50,7 +52,7 @@ class History(Callback):
 
     def fit_end(self, run: Any) -> None:
         """Close an epoch that a stop cut short."""
-        if self._begun and self._weight:
+        if self._begun and self._weight and not run.state.requeue:
             self._close(run)
 
     def loss(self) -> float:

@@ -154,6 +154,10 @@ class Bridge(History):
         found = super().logs(run)
         return {"loss": found.pop("loss"), **self._trained.results(run.control), **found}
 
+    def continued(self, run: Any) -> None:
+        """Keep what the callbacks have counted, which ``on_train_begin`` sets back."""
+        self.load_state_dict(self.state_dict())
+
     def state_dict(self) -> dict[str, Any]:
         """The numbers and words that each callback has changed since training began: best value, patience used."""
         changed = [{k: v for k, v in _plain(c).items() if k not in before or before[k] != v}

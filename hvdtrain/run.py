@@ -212,6 +212,8 @@ class Run:
     """The same of the latest step that computed: on an asynchronous device its loss is still to be read."""
     pending_read: bool = True
     """Whether the step whose loss `local_loss` read last on an asynchronous device made its update."""
+    idle: frozenset[str] = frozenset()
+    """Keys that have no effect as the run is set up (`hvdtrain.unused`)."""
     ledger: dict[str, Any] = field(default_factory=dict)
     """What `hvdtrain.callbacks.ledger` has found so far."""
     memory: dict[str, Any] = field(default_factory=dict)

@@ -44,9 +44,9 @@ class Result:
     """What a fit ended with; the same on every rank.
 
     ``loss``: of the last step that was not skipped. ``metrics``: of the last evaluation. ``samples_per_s``: global.
-    ``out``: the run's directory. ``stop``: why it stopped before its last epoch, "" if it did not; ``requeue``: its job was about to end,
-    so it was saved and is not complete: end the script with ``sys.exit(75)``. ``history``: each epoch's "loss",
-    "val_loss" and so on, as in Keras (`hvdtrain.callbacks.history.History`).
+    ``out``: the run's directory. ``stop``: why it stopped before its last epoch, "" if it did not. ``requeue``: its job
+    was about to end, so it was saved and is not complete: end the script with ``sys.exit(75)``. ``history``: each
+    epoch's "loss", "val_loss" and so on, as in Keras (`hvdtrain.callbacks.history.History`).
     """
 
     steps: int

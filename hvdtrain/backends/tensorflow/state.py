@@ -97,7 +97,8 @@ def matched(what: str, own: Mapping[str, tuple[int, ...]], given: Mapping[str, t
     """
     names = sorted(given)
     plain = [without_counters(name) for name in own]
-    if plain != [without_counters(name) for name in names]:
+    in_order = [[without_counters(name).partition("/")[2] for name in side] for side in (own, names)]
+    if in_order[0] != in_order[1]:
         missing = [n for n in own if without_counters(n) not in {without_counters(g) for g in names}]
         extra = [g for g in names if without_counters(g) not in set(plain)]
         raise UserError(f"the checkpoint's {what} lacks {missing[:3]} and has {extra[:3]} besides",

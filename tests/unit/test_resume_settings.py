@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs import FRAMEWORKS, apart, config, fitted, make_model, samples, solo, weights
+from small_runs import FRAMEWORKS, apart, config, fitted, lockstep, make_model, samples, solo, weights
 
 from hvdtrain.callbacks.base import Callback
-from hvdtrain.config import Checkpoint, Config, Named, Schedule
+from hvdtrain.config import Checkpoint, Config, DataParallel, Named, Schedule
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.errors import UserError
 from hvdtrain.run_length import changed, check_resumed, filled, kept, length, updates
@@ -93,7 +93,7 @@ def test_the_rate_is_that_of_the_new_schedule_from_the_start(framework, before, 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_what_the_user_did_not_change_is_the_checkpoints(framework, first, tmp_path):
-    """Momentum that OneCycle moves, and a rate that a callback set."""
+    """No note, and the same rate."""
     first(framework, scheduled(framework, "none"), tmp_path / "run")
     run = solo(replace(scheduled(framework, "none"), out=str(tmp_path / "run"), resume="auto"), make_model(framework),
                DATA)
@@ -194,3 +194,20 @@ def test_only_keys_that_change_the_result_are_listed(tmp_path):
                    log_every=3, max_skipped=3, clip_norm=1.0)
     note, = [note for note in solo(more, make_model("numpy"), DATA).notes if "other settings" in note]
     assert note == "resumed with other settings than before: clip_norm 0.0 -> 1.0"
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_zero_follows_the_changes_as_replicas_do(framework, first, tmp_path):
+    """Slots that begin, and a rate that is no state of the checkpoint's optimizer, over slices."""
+    base = replace(scheduled(framework, "cosine"), optimizer=Named("Adam"), lr=0.01)
+    found = []
+    for size, changes in ((1, {}), (2, {"data_parallel": DataParallel("zero", 2, [1, 3])})):
+        first(framework, base, tmp_path / str(size))
+        settings = replace(base, optimizer=Named("Adam", {"amsgrad": True}), schedule=Schedule(), epochs=3,
+                           out=str(tmp_path / str(size)), resume="auto", **changes)
+        found.append(lockstep(size, settings, lambda rank: make_model(framework), DATA,
+                              lambda run: weights(fitted(run))))
+    assert apart(found[1][0], found[0][0]) < 1e-5
+    start = solo(replace(base, out=str(tmp_path / "1"), resume=str(tmp_path / "1/checkpoints/step-00000006")),
+                 make_model(framework), DATA)
+    assert apart(weights(start), found[0][0]) > 1e-3, "the rate is 0.01 again, where the cosine had come down to 0"

@@ -201,10 +201,11 @@ class Optimization:
         """Return the settings of the optimizer as its user gave them, JSON-able; a plain rate is `base_lr`."""
         given = _given_rate(self._adopted)
         with instead(self.optimizer, "_learning_rate", tf.zeros([])):  # a schedule need not tell itself as text
-            found = {**self.optimizer.get_config(), "name": None, "learning_rate": None}
+            found = {**self.optimizer.get_config(), "name": None, "learning_rate": "constant"}
         if isinstance(given, schedules.LearningRateSchedule):
+            found["learning_rate"] = type(given).__name__
             with contextlib.suppress(NotImplementedError):
-                found["learning_rate"] = str(schedules.serialize(given))
+                found["learning_rate"] += f" {given.get_config()}"
         return {k: v for k, v in found.items() if v is None or isinstance(v, (bool, int, float, str))}
 
     def resume(self, rest: Mapping[str, Any], rate_loaded: bool = True) -> None:

@@ -255,7 +255,7 @@ class TorchOptimizer:
         if self.schedule is not None and state["schedule"]:
             self.schedule.load_state_dict({**self.schedule.state_dict(), **state["schedule"]})
         resuming.load_groups(self, state)
-        self._before = state.get("group_rates") or [state.get("base_lr", self.base_lr)] * len(self._rates)
+        self._before = resuming.rates_before(self, state, self._rates)
 
     def resumed(self, epochs: int, rescheduled: bool) -> None:
         """Follow a schedule or base rate that is another than the checkpoint's.

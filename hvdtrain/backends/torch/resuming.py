@@ -28,6 +28,9 @@ NOT_SETTINGS = ("params", "param_names", "lr", "initial_lr", "differentiable", *
 OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 """Entries that schedules of torch.optim.lr_scheduler put into a group."""
 
+CONSTANT = "constant"
+"""What the settings of a compiled optimizer of Keras say of a rate without a schedule."""
+
 SLOTS = (("max_exp_avg_sq", "amsgrad"), ("momentum_buffer", "momentum"), ("grad_avg", "centered"))
 """State that an optimizer of torch.optim has only with a setting, and makes only with the first update."""
 
@@ -38,10 +41,10 @@ def settings_of(optimizer: Any, adopted: bool) -> list[dict[str, Any]]:
     ``adopted``: it is a compiled optimizer of Keras, whose settings its own configuration tells.
     """
     if adopted:
-        settings = {"scheduled": optimizer.scheduled, **optimizer.own.get_config()}
-        rate = settings.pop("learning_rate")
-        settings |= {"learning_rate": str(rate)} if optimizer.scheduled else {}
-        found = [settings | {"name": None}]
+        settings = dict(optimizer.own.get_config())
+        rate = settings["learning_rate"]  # of a constant one the base rate tells
+        words = f"{rate['class_name']} {rate['config']}" if optimizer.scheduled else CONSTANT
+        found = [{**settings, "name": None, "learning_rate": words}]
     else:
         found = [dict(group) for group in optimizer.param_groups]
     return [{k: _listed(v) for k, v in group.items() if k not in NOT_SETTINGS and _is_plain(v)} for group in found]
@@ -114,17 +117,31 @@ def load_groups(opt: TorchOptimizer, state: Mapping[str, Any]) -> None:
             overruled |= {"optimizer.args.betas"} if new["betas"][1:] == then["betas"][1:] else set()
             new["betas"] = [saved["betas"][0], *new["betas"][1:]]
         if opt.adopted is not None:
-            saved = {**saved, "lr": opt.base_lr} if "scheduled" in new else saved
-            new = {}
+            saved, new = ({**saved, "lr": opt.base_lr} if "learning_rate" in new else saved), {}
         group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in {**saved, **new}.items()
                       if k not in KERNELS})
-    by_itself = opt.schedule is not None and any(key in opt.config.schedule.args for key in by_name.FIRST_RATES)
-    same = opt.given.kind is not None and state.get("base_lr") == opt.base_lr
+    args = {} if opt.schedule is None else opt.config.schedule.args
+    by_itself = any(key in args for key in by_name.FIRST_RATES)
+    base_lr = state.get("base_lr", opt.base_lr)
+    same = opt.given.kind is not None and base_lr == opt.base_lr
     opt.overruled = frozenset(overruled | ({"lr"} if by_itself or same else set()))
     if opt.adopted is None and opt.given.kind is None:
         opt.changes = opt.changes if opt.given.groups else []  # the configuration tells
-    elif not math.isclose(state.get("base_lr", opt.base_lr), opt.base_lr, rel_tol=1e-9):
-        opt.changes.append(f"learning rate {state['base_lr']:g} -> {opt.base_lr:g}")
+    elif not _of_schedule(opt, state) and not math.isclose(base_lr, opt.base_lr, rel_tol=1e-9):
+        opt.changes.append(f"learning rate {base_lr:g} -> {opt.base_lr:g}")
+
+
+def _of_schedule(opt: TorchOptimizer, state: Mapping[str, Any]) -> bool:
+    """Return whether the rate is that of a compiled Keras schedule, now or in the checkpoint."""
+    rates = [one[0].get("learning_rate", CONSTANT) for one in (opt.settings, before_of(state))]
+    return opt.adopted is not None and rates != [CONSTANT, CONSTANT]
+
+
+def rates_before(opt: TorchOptimizer, state: Mapping[str, Any], now: Sequence[float]) -> list[float]:
+    """Return the configured rates of the checkpoint's groups; those of ``now`` where they tell nothing of the rate."""
+    if _of_schedule(opt, state):
+        return list(now)
+    return list(state.get("group_rates") or [state.get("base_lr", opt.base_lr)] * len(now))
 
 
 def complete_slots(optimizer: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +60,8 @@ class TorchOptimizer:
         self._shown = rates.index(self.base_lr) if self.base_lr in rates else 0
         self.config, self._scale = config, scale or LossScale()
         self.schedule = by_name.schedule(config, self.optimizer, self.ratios)
-        self._before: list[float] = rates
+        self._obeys_lr = all(group.get("initial_lr", group["lr"]) == rate for group, rate in zip(groups, rates))
+        self._rates_changed = False
         self._device = self.tensors[0].device if self.tensors else placement.device()
         self._on_gpu = any(t.device.type == "cuda" for t in self.tensors)
         self.looks = self._on_gpu and slices is None
@@ -250,25 +252,24 @@ class TorchOptimizer:
         }
 
     def load_scalars(self, state: dict[str, Any]) -> None:
-        """Undo `scalars`, but for settings that differ from that run's: `resuming.load_groups`."""
+        """Undo `scalars`, but for settings that differ from that run's (`resuming.load_groups`).
+
+        A base rate configured otherwise than then scales the rates of the checkpoint that follow it.
+        """
         self.updates, self._complete = int(state["updates"]), True
         if self.schedule is not None and state["schedule"]:
             self.schedule.load_state_dict({**self.schedule.state_dict(), **state["schedule"]})
         resuming.load_groups(self, state)
-        self._before = resuming.rates_before(self, state, self._rates)
+        then = resuming.rates_before(self, state, self._rates)
+        self._rates_changed = not all(map(partial(math.isclose, rel_tol=1e-9), self._rates, then))
+        if self._obeys_lr:
+            resuming.rescale(self, [now / before if before and now != before else 1.0
+                                    for now, before in zip(self._rates, then)])
 
     def resumed(self, epochs: int, rescheduled: bool) -> None:
-        """Follow a schedule or base rate that is another than the checkpoint's.
-
-        Without a schedule another base rate scales those of the checkpoint, which a callback may have moved.
-        """
-        others = [not math.isclose(now, then, rel_tol=1e-9) for now, then in zip(self._rates, self._before)]
-        if rescheduled or self.schedule is not None and any(others):
+        """Follow a schedule that is another than the checkpoint's, or starts from another rate."""
+        if rescheduled or self.schedule is not None and self._rates_changed:
             self.schedule = resuming.reschedule(self, self._rates, epochs)
-            return
-        for group, now, then, other in zip(self.optimizer.param_groups, self._rates, self._before, others):
-            if other:
-                group["lr"] = group["lr"] * (now / then) if then else now
 
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:

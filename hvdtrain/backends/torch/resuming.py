@@ -161,6 +161,15 @@ def complete_slots(optimizer: Any) -> None:
                     state[slot] = torch.zeros_like(param, memory_format=torch.preserve_format)
 
 
+def rescale(opt: TorchOptimizer, factors: Sequence[float]) -> None:
+    """Multiply each group's rate, and the rate that a schedule starts from, by its factor."""
+    for group, factor in zip(opt.optimizer.param_groups, factors):
+        for key in {"lr", "initial_lr"} & set(group):
+            group[key] *= factor
+    if opt.schedule is not None:
+        opt.schedule.base_lrs = [rate * factor for rate, factor in zip(opt.schedule.base_lrs, factors)]
+
+
 def reschedule(opt: TorchOptimizer, rates: Sequence[float], epochs: int) -> Any:
     """Return the configured schedule where it stands after the updates, or ``epochs``, made so far; None: none.
 

@@ -207,7 +207,7 @@ def _newest_meta(config: Config, name: str, control: Control) -> Mapping[str, An
     """Return the meta of the newest manifest of the run that ``config.resume`` means, on rank 0; {} without any."""
     if control.rank:
         return {}
-    with contextlib.suppress(CheckpointError, OSError):
+    with contextlib.suppress(CheckpointError, OSError, UserError, KeyError, ValueError):  # `find` says what is wrong
         out = find_out(config, name) if config.resume == "auto" else Path(config.resume)
         for root in () if out is None else (out, out / DIRECTORY):
             stored = CheckpointStore(root, 1).list()

@@ -127,6 +127,8 @@ def test_state_that_a_setting_asks_for_begins_and_ends_with_it(framework, optimi
     settings = replace(base, optimizer=Named(optimizer, after), epochs=3, out=str(tmp_path / "run"), resume="auto")
     run = fitted(solo(settings, make_model(framework), DATA))
     assert all(np.isfinite(array).all() for array in weights(run)) and run.state.cursor.step == 9
+    slots = {slot for slot, _, _ in run.parts.optimizer.slots()}
+    assert len(slots) == (3 if optimizer != "SGD" else 1 if after else 0), slots
     if optimizer != "SGD":
         return
     model = make_model(framework)  # without other state the rest is a run of its own

@@ -100,14 +100,16 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     spelled = placed.of_copies(config, placed.spelled_out(config, topology, devices, notes), mesh)
     wires = Wires(config, spec.framework, backend, control, topology, devices, collectives)
     wire = wires.first(notes)
-    notes += unused.notes(unused.setup_of(config, spec, wire.name, facts.kind, model, data))
+    setup = unused.setup_of(config, spec, wire.name, facts.kind, model, data)
+    notes += unused.notes(setup)
     _seed(config, backend, 0)  # user code that shuffles or splits must do so alike on every rank
     rows = rows_of(spec)
     spec = rows.of_model_file(spec)
     adapters, cores = (partial(backend.adapt_data, seed=config.seed, rows=rows),), topology.cores_of(control.rank)
     train, test = agreed(control, lambda: prepare.read(config, data, adapters, cores, notes), "data")
     feed, test_feed = _feeds(spelled, spec, mesh, control, train, test)
-    spelled = run_length.filled(spelled, feed.steps_per_epoch, notes)
+    at = session.position(config, spec.name, control)
+    spelled = run_length.filled(spelled, feed.steps_per_epoch, notes, at, feed.steps_left(at))
     _seed(config, backend, control.rank)
     precision = _precision(spelled, control, devices, notes)
     parts = agreed(control, lambda: backend.make_parts(spec, spelled, control, wire, feed.steps_per_epoch or 0,
@@ -123,7 +125,8 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     pulse.role(words.role(parts.layout))
     schedule = _schedule(parts, control, config, recovery)
     run = Run(config, control, group, topology, wire, spec, parts, schedule, feed, test_feed, spelled, devices,
-              mesh if parts.layout is None else parts.layout.mesh, wires, notes=notes, recovery=recovery)
+              mesh if parts.layout is None else parts.layout.mesh, wires, notes=notes, recovery=recovery,
+              idle=unused.idle(setup))
     try:
         _complete(run, facts, backend, more)
     except BaseException:

@@ -110,8 +110,11 @@ def train_step(run: Run, batch: StepBatch) -> None:
     run.batch, run.timeline.step = batch, run.state.cursor.step
     run.emit(Event.STEP_START)
     follow(run)
-    state, run.updated = run.state, False
+    state = run.state
     # Without samples where none could be read; without weight where no label counts, and so no update is due.
+    if not (batch.n_global and batch.weight):
+        state.loss = math.nan
+        _skipped(run)
     while batch.n_global and batch.weight and not _stepped(run, batch):
         run.emit_told()
     state.cursor = batch.cursor_after
@@ -165,18 +168,27 @@ def _stepped(run: Run, batch: StepBatch) -> bool:
     run.phases.add("wait", voted - begin - compute_s)
     run.phases.add("update", updated - voted)
     run.phases.step(updated - begin, batch.n_global, batch.n_local, len(batch.micros))
-    run.updated = not bad
+    run.updated = run.pending_updated = not bad
     # The same on every rank where they have voted. What overflows on one stage shows in the loss of its copy.
     overflowed = parts.scale.update([rank for r in bad for rank in run.mesh.copies[run.mesh.copy_of(r)]])
     if bad:
         parts.buffers.discard()
         dp.discard()
+        _skipped(run)
+    state.last_loss = state.last_loss if math.isnan(state.loss) else state.loss
     if bad and not overflowed:
         if meets:
             _tell_not_finite(run, batch, bad)
         state.poisoned = not meets  # told at the next vote (law 6)
     state.met = meets and (not bad or state.met)
     return True
+
+
+def _skipped(run: Run) -> None:
+    """Mark the step at hand as one without an update: it has no loss and no gradient norm."""
+    run.updated, run.state.grad_norm = False, math.nan
+    if not run.parts.stage.asynchronous:  # there the loss is that of the step before
+        run.state.loss = math.nan
 
 
 def _undo(run: Run) -> None:
@@ -243,7 +255,8 @@ def _vote(run: Run, batch: StepBatch, done: Done) -> list[int]:
     pulse.heard(state.cursor.step)
     if not asynchronous and not n_bad:
         check_weight(float(total), batch.weight)
-    state.loss = float(loss / total) if total and not n_bad else math.nan
+    counts = not n_bad and (run.pending_read or not asynchronous)  # a late loss may be of a step that was skipped
+    state.loss = float(loss / total) if total and counts else math.nan
     state.save_due = state.save_due or n_save > 0
     state.wants_save = False
     if n_stop:

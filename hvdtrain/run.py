@@ -101,10 +101,13 @@ class Word(NamedTuple):
 class State:
     """Where the run stands; equal on all ranks but for the two wishes, ``words`` (to tell at the next vote) and
     ``poisoned``: a step in which the copies did not meet was not finite on this rank. ``met``: after the latest step
-    the copies of the model are one model, since they met in it and were updated."""
+    the copies of the model are one model, since they met in it and were updated. ``loss``: of the latest step, on an
+    asynchronous device of the one before; NaN where that step made no update. ``last_loss``: of the last one that did.
+    """
 
     cursor: Cursor = field(default_factory=Cursor)
     loss: float = math.nan
+    last_loss: float = math.nan
     grad_norm: float = math.nan
     samples_per_s: float = math.nan
     metrics: dict[str, float] = field(default_factory=dict)
@@ -212,6 +215,12 @@ class Run:
     """This rank's part of the step under way, from STEP_START to CHECKPOINT."""
     updated: bool = True
     """Whether the latest step made its update; on an asynchronous device the step before, where the loss decides."""
+    pending_updated: bool = True
+    """The same of the latest step that computed: on an asynchronous device its loss is still to be read."""
+    pending_read: bool = True
+    """Whether the step whose loss `local_loss` read last on an asynchronous device made its update."""
+    idle: frozenset[str] = frozenset()
+    """Keys that have no effect as the run is set up (`hvdtrain.unused`)."""
     ledger: dict[str, Any] = field(default_factory=dict)
     """What `hvdtrain.callbacks.ledger` has found so far."""
     memory: dict[str, Any] = field(default_factory=dict)
@@ -255,7 +264,7 @@ class Run:
         On an asynchronous device those of the step before, which are there without waiting for the device.
         """
         if self.parts.stage.asynchronous:
-            self._read = self._pending
+            self._read, self.pending_read = self._pending, self.pending_updated
             totals, self._pending = self._pending or [], totals
         return sum(float(loss) for loss, _ in totals), sum(float(weight) for _, weight in totals)
 

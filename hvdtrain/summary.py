@@ -33,7 +33,7 @@ def record(run: Any) -> dict[str, Any]:
         "steps": s.cursor.step,
         "epochs": s.cursor.epoch,
         "samples_per_s": _number(phases.samples_per_s()),
-        "loss": _number(s.loss),
+        "loss": _number(s.last_loss),
         "metrics": {k: _number(v) for k, v in s.metrics.items()},
         "metrics_at": s.metrics_at,
         "test_unread": run.eval_feed.unread if run.eval_feed is not None else 0,

@@ -43,11 +43,11 @@ from hvdtrain.run import Run
 class Result:
     """What a fit ended with; the same on every rank.
 
-    ``loss``: of the last step. ``metrics``: of the final model, which is in memory and in ``out/model``;
-    ``metrics_at``: the step of its weights. ``samples_per_s``: global. ``out``: the run's directory. ``stop``: why it
-    stopped before its last epoch, "" if it did not; ``requeue``: its job was about to end,
-    so it was saved and is not complete: end the script with ``sys.exit(75)``. ``history``: each epoch's "loss",
-    "val_loss" and so on, as in Keras (`hvdtrain.callbacks.history.History`).
+    ``loss``: of the last step that was not skipped. ``metrics``: of the final model, which is in memory and in
+    ``out/model``; ``metrics_at``: the step of its weights. ``samples_per_s``: global. ``out``: the run's directory.
+    ``stop``: why it stopped before its last epoch, "" if it did not. ``requeue``: its job was about to end, so it was
+    saved and is not complete: end the script with ``sys.exit(75)``. ``history``: each epoch's "loss", "val_loss" and so
+    on, as in Keras (`hvdtrain.callbacks.history.History`).
     """
 
     steps: int
@@ -101,11 +101,14 @@ class Trainer:
 
         ``callbacks``: hvdtrain's, and for a Keras model Keras' (`hvdtrain.keras.bridge`); the same on every rank.
         ``class_weight``: class number -> what its samples' loss is multiplied by, as in `keras.Model.fit`.
+        After a fit that ended for a requeue, another call without arguments continues where that one ended.
         """
         if self._evaluates_only:
             raise UserError("this Trainer was made by evaluate(data) and has no training data",
                             "a Trainer of its own for fit", "make a new Trainer, or call fit before evaluate")
         run = self._assembled(model, data, callbacks, class_weight)
+        if run.state.requeue:
+            _continue(run)
         with page.told(run):
             self._fit(run)
         run.control.barrier("end of fit", self.config.control_timeout_s)
@@ -114,7 +117,7 @@ class Trainer:
         if s.requeue:
             causes.leave("requeue", s.stop, step=s.cursor.step)
         history = next((dict(c.history) for c in run.callbacks if isinstance(c, History)), {})
-        return Result(s.cursor.step, s.loss, dict(s.metrics), run.phases.samples_per_s(), run.out, s.stop, history,
+        return Result(s.cursor.step, s.last_loss, dict(s.metrics), run.phases.samples_per_s(), run.out, s.stop, history,
                       s.requeue, s.metrics_at)
 
     @staticmethod
@@ -193,8 +196,21 @@ class Trainer:
         return self.run
 
 
+def _continue(run: Run) -> None:
+    """Let the next fit train from where the last one stopped for a requeue."""
+    state = run.state
+    state.requeue, state.save_due, state.wants_save, state.stop, state.wants_stop = False, False, False, "", ""
+    causes.withdraw()
+    for callback in run.callbacks:
+        getattr(callback, "continued", _nothing)(run)
+        if hasattr(callback, "arrays") and hasattr(callback, "load_arrays"):  # Keras' on_train_begin sets them back
+            callback.load_arrays(callback.arrays())
+            callback.load_state_dict(callback.state_dict())
+    run.note(f"fit continues at step {state.cursor.step}, after the requeue")
+
+
 def _nothing(run: Run) -> None:
-    """What a callback without ``close`` does."""
+    """Stand for a callback's ``close`` or ``continued`` where it has none."""
 
 
 def _is_keras(thing: Any, base: str) -> bool:

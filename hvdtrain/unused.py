@@ -82,6 +82,11 @@ def notes(setup: Setup) -> list[str]:
     return list(found.values())
 
 
+def idle(setup: Setup) -> frozenset[str]:
+    """Return all keys that do nothing, changed or not. Pure."""
+    return frozenset(key for keys, _, idles in TABLE for key in keys.split() if idles(setup))
+
+
 def setup_of(config: Config, spec: Any, wire: str, kind: str, model: Any, data: Any) -> Setup:
     """The `Setup` of a run: its model's ``spec``, the name of its ``wire``, the launcher's ``kind``, what fit got."""
     compiled = getattr(spec.model, "compiled", False) and getattr(spec.model, "optimizer", None) is not None

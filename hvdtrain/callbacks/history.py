@@ -12,7 +12,8 @@ class History(Callback):
     """Keeps, for each epoch that this process trained, its mean loss per sample and what was evaluated after it.
 
     ``history``: "loss", and each metric as "val_" and its name, to a value per epoch, NaN where an epoch lacks it. An
-    epoch that a stop cut short counts as one. Where losses arrive a step late (GPUs), an epoch's last is left out.
+    epoch that a stop cut short counts as one, unless the run stopped for a requeue: then another fit continues it.
+    Skipped steps do not count. Where losses arrive a step late (GPUs), an epoch's last is left out.
     """
 
     where = "all"
@@ -23,26 +24,25 @@ class History(Callback):
         self._begun = self._unfinished = False
         self._resumed: list[Any] = []
         self._sum = self._weight = 0.0
-        self._at = 0
         self._late_n = 0
         self._evaluated: dict[str, float] = {}
 
     def epoch_start(self, run: Any) -> None:
-        """Begin at nothing, or at what a checkpoint inside this epoch holds."""
-        self._begun, self.epoch, self._at = True, run.state.cursor.epoch, run.state.cursor.samples
+        """Begin at nothing, at what a checkpoint inside this epoch holds, or continue what a requeue interrupted."""
+        if self._begun and self.epoch == run.state.cursor.epoch:
+            return
+        self._begun, self.epoch = True, run.state.cursor.epoch
         self._sum, self._weight, self._late_n, self._evaluated = 0.0, 0.0, 0, {}
         if self._resumed and self._resumed[0] == self.epoch and run.state.cursor.epoch_step:
             _, self._sum, self._weight = self._resumed
         self._resumed, self._unfinished = [], True
 
     def step_end(self, run: Any) -> None:
-        """Add the step's loss, which is a mean over its samples."""
-        n, self._at = run.state.cursor.samples - self._at, run.state.cursor.samples
-        if not run.batch.weight:  # no loss: nothing was computed
-            return
-        if run.parts.stage.asynchronous:
+        """Add the step's loss, which is a mean over its samples; a skipped step has none."""
+        n = run.batch.n_global if run.batch.weight else 0
+        if run.parts.stage.asynchronous and n:
             n, self._late_n = self._late_n, n
-        if n:
+        if n and not math.isnan(run.state.loss):
             self._sum += run.state.loss * n
             self._weight += n
 
@@ -57,7 +57,7 @@ class History(Callback):
 
     def fit_end(self, run: Any) -> None:
         """Close an epoch that a stop cut short."""
-        if self._begun and self._weight:
+        if self._begun and self._weight and not run.state.requeue:
             self._close(run)
 
     def loss(self) -> float:

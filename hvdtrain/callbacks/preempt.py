@@ -91,6 +91,12 @@ class Preempt(Callback):
             run.state.stop = run.state.stop or f"requeue: {words[0].text} (rank {words[0].rank})"
             run.state.save_due = run.state.cursor.step > 0
 
+    def continued(self, run: Any) -> None:
+        """Forget the signal that ended the fit before; a wall limit and the supervisor's request still hold."""
+        self._asked = self._signalled = False
+        self._look_at = 0.0
+        _early.clear()
+
     def close(self, run: Any) -> None:
         """Give SIGUSR2 back to whom it belonged to."""
         if self._installed:

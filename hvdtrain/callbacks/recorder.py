@@ -36,7 +36,7 @@ class Recorder(Callback):
 
     def step_end(self, run: Any) -> None:
         """Loss, rate, speed and phase seconds so far, where a report wants this step."""
-        if not run.records.wanted(run):
+        if not run.records.wanted(run) or not run.updated:  # each step asks whose turn it is
             return
         s, reading = run.state, self._reading()
         run.record("step", epoch=s.cursor.epoch, samples=s.cursor.samples, loss=s.loss, grad_norm=s.grad_norm,

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain import __version__
+from hvdtrain import __version__, run_length
 from hvdtrain.average import WithAverage
 from hvdtrain.checkpoint.adapters import Cut, Divided, Held, Own, Replicated, WithCallbacks, part
 from hvdtrain.checkpoint.holders import Holders, holders_of
+from hvdtrain.data.cursor import Cursor
 from hvdtrain.data_parallel.replicate import Replicate
 from hvdtrain.data_parallel.zero import Zero
 from hvdtrain.errors import UserError
@@ -72,10 +73,18 @@ def meta_of(run: Run, rest: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "hvdtrain": __version__, "framework": run.spec.framework, "model": run.spec.name,
         "world_size": run.control.size, "cursor": run.state.cursor.to_dict(), "step_rest": copy.deepcopy(dict(rest)),
-        "config": json_able(run.config.to_dict()), "samples": run.feed.samples,
+        "config": json_able(run.config.to_dict()), "schedule": schedule_of(run, run.state.cursor),
+        "samples": run.feed.samples,
         "callbacks": [[type(c).__name__, copy.deepcopy(c.state_dict())] for c in run.callbacks], **sharded,
         **_cut_of(run),
     }
+
+
+def schedule_of(run: Run, at: Cursor) -> dict[str, Any]:
+    """Return the schedule with the arguments that follow from the run, and the run's length, at ``at``; JSON-able."""
+    whole = run_length.length(run.spelled, run.feed.steps_per_epoch, at, run.feed.steps_left(at))
+    kept: dict[str, Any] = json_able(run_length.kept(run.spelled.schedule, whole))
+    return kept
 
 
 def _cut_of(run: Run) -> dict[str, Any]:

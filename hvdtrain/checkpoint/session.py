@@ -7,20 +7,21 @@ it written, `passage` and `transfer` move it between ranks, `store` and its neig
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hvdtrain import model_changes
+from hvdtrain import model_changes, run_length
 from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Kept, read_snapshot
-from hvdtrain.checkpoint.contents import held_by, json_able, parts_of
+from hvdtrain.checkpoint.contents import held_by, json_able, parts_of, schedule_of
 from hvdtrain.checkpoint.saving import DIRECTORY, Saving
 from hvdtrain.checkpoint.snapshot import inspect
 from hvdtrain.checkpoint.transfer import fetch
 from hvdtrain.cluster.exit import agreed
-from hvdtrain.config import Config
+from hvdtrain.config import Config, Schedule
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.errors import UserError
 from hvdtrain.mesh import Before
@@ -34,11 +35,14 @@ from hvdtrain.run import Run
 MOST_NAMES = 8
 """Damaged checkpoints that are named."""
 QUIET = frozenset({"out", "resume", "progress", "log_every", "epochs", "max_steps", "threads", "control_timeout_s",
-                   "heartbeat_timeout_s", "time_limit", "check_every", "audit",
+                   "heartbeat_timeout_s", "time_limit", "check_every", "audit", "on_oom", "peak_tflops", "trackers",
+                   "trace", "data.prefetch", "data.workers", "model_parallel", "devices_per_rank",
                    "checkpoint", "collectives", "exchange.bucket_mb", "exchange.fusion_threshold_mb",
                    "exchange.cycle_time_ms", "exchange.autotune", "exchange.hierarchical", "exchange.auto_margin",
                    "pipeline", "balance", "rebalance", "emulate_speed", "exchange_device", "callbacks"})
 """Keys that may change between a run and its resumption without a word: they leave the curve alone."""
+CUTS = frozenset({"shares", "accumulate", "micro_batch", "remat", "split_micro_batches"})
+"""Keys that decide how a batch is cut, which matters only to what depends on the number of ranks too."""
 
 
 def save(run: Run) -> str:
@@ -119,6 +123,8 @@ def restore(run: Run, kept: Kept | None) -> None:
     meta = run.control.bcast(dict(kept.meta) if kept else None)
     copies = meta.get("pipeline", {}).get("copies") or [[rank] for rank in range(meta["world_size"])]
     alike, unlike = _alike(meta, copies, run)
+    cursor = Cursor.from_dict(meta["cursor"])
+    before, now = _schedule_before(run, meta, cursor), schedule_of(run, cursor)
     model_changes.resume(run, meta["step_rest"])
     shared, own = parts_of(run, held_by(run))
     rows = run.control.bcast([tuple(one) for group in kept.tensors.values() for one in group.heads()] if kept else [])
@@ -128,6 +134,7 @@ def restore(run: Run, kept: Kept | None) -> None:
         if meta.get("framework") != run.spec.framework:
             raise UserError(f"the checkpoint is of a {meta.get('framework')} model",
                             f"one of {run.spec.framework}, as this model", "resume with the model of that run")
+        run_length.check_resumed(before, run.config.schedule, now)
         return [*shared.wants(heads), *(own.wants(heads) if alike else ())]
 
     groups = fetch(run.control, kept, agreed(run.control, wants, "restore"), heads)
@@ -137,6 +144,9 @@ def restore(run: Run, kept: Kept | None) -> None:
 
     def load() -> str:
         unfit = shared.load(read, meta["step_rest"])
+        run.parts.optimizer.resumed(cursor.epoch, run_length.changed(before, now))
+        if meta["config"].get("loss_scale", run.config.loss_scale) != run.config.loss_scale:
+            run.parts.scale.restart()
         for callback, state in _states(run, meta["callbacks"]):
             callback.load_state_dict(state)
             callback.restored(run)
@@ -146,7 +156,7 @@ def restore(run: Run, kept: Kept | None) -> None:
         return unfit
 
     unfit = agreed(run.control, load, "restore")
-    run.state.cursor = Cursor.from_dict(meta["cursor"])
+    run.state.cursor = cursor
     run.state.stop, run.state.wants_stop, run.state.wants_save, run.state.metrics_at = "", "", False, -1
     if not alike:
         run.note(f"resumed a run of {ranks_of(copies)} on {unlike}: random generators start anew "
@@ -157,6 +167,7 @@ def restore(run: Run, kept: Kept | None) -> None:
         run.note(f"resumed with {run.feed.samples} samples where the run had {meta.get('samples')}: "
                  "the order of the data is another")
     _tell_changes(run, meta["config"])
+    _tell_schedule(run, before, now)
 
 
 def _alike(meta: Mapping[str, Any], copies: list[list[int]], run: Run) -> tuple[bool, str]:
@@ -175,22 +186,50 @@ def cut_before(config: Config, name: str, control: Control, devices: Sequence[st
 
     None where there is none, or on other devices. Whether the checkpoint is whole is not looked at: `find` does.
     """
-    def look() -> Mapping[str, Any]:
-        if control.rank or not config.resume or not cut_over_ranks(config):
-            return {}
-        out = find_out(config, name) if config.resume == "auto" else Path(config.resume)
-        with contextlib.suppress(CheckpointError, OSError):
-            for root in () if out is None else (out, out / DIRECTORY):
-                stored = CheckpointStore(root, 1).list()
-                if stored:
-                    return inspect(stored[-1].path).meta
-            return {} if out is None else inspect(out).meta
-        return {}
-
-    found = control.bcast(look().get("pipeline"))
+    if not config.resume or not cut_over_ranks(config):
+        return None
+    found = control.bcast(_newest_meta(config, name, control).get("pipeline"))
     if not found or found.get("devices") != list(devices):
         return None
     return Before(tuple(map(tuple, found["copies"])), tuple(map(tuple, found["starts"])), tuple(found["blocks"]))
+
+
+def position(config: Config, name: str, control: Control) -> Cursor:
+    """Return where the run that ``config.resume`` means stands by its newest manifest, else the start; collective."""
+    if not config.resume:
+        return Cursor()
+    with contextlib.suppress(UserError):
+        return Cursor.from_dict(control.bcast(_newest_meta(config, name, control).get("cursor")))
+    return Cursor()
+
+
+def _newest_meta(config: Config, name: str, control: Control) -> Mapping[str, Any]:
+    """Return the meta of the newest manifest of the run that ``config.resume`` means, on rank 0; {} without any."""
+    if control.rank:
+        return {}
+    with contextlib.suppress(CheckpointError, OSError, UserError, KeyError, ValueError):  # `find` says what is wrong
+        out = find_out(config, name) if config.resume == "auto" else Path(config.resume)
+        for root in () if out is None else (out, out / DIRECTORY):
+            stored = CheckpointStore(root, 1).list()
+            if stored:
+                return inspect(stored[-1].path).meta
+        return {} if out is None else inspect(out).meta
+    return {}
+
+
+def _schedule_before(run: Run, meta: Mapping[str, Any], at: Cursor) -> dict[str, Any]:
+    """Return the schedule of the run that is resumed; of a checkpoint that lacks it by its configuration."""
+    if "schedule" in meta:
+        return dict(meta["schedule"])
+    old, usual = meta["config"], Config()
+    known = {k: v for k, v in old.get("schedule", {}).items() if k in vars(usual.schedule)}
+    lengths = {key: old.get(key, getattr(usual, key)) for key in ("epochs", "max_steps")}
+    config = replace(run.config, schedule=Schedule(**known), **lengths)
+    per_epoch, left = run.feed.steps_per_epoch, run.feed.steps_left(at)
+    with contextlib.suppress(UserError):
+        config = run_length.filled(config, per_epoch, None, at, left)
+    kept: dict[str, Any] = json_able(run_length.kept(config.schedule, run_length.length(config, per_epoch, at, left)))
+    return kept
 
 
 def _states(run: Run, kept: list[list[Any]] | dict[str, dict[str, Any]]) -> list[tuple[Callback, dict[str, Any]]]:
@@ -211,28 +250,64 @@ def _states(run: Run, kept: list[list[Any]] | dict[str, dict[str, Any]]) -> list
     return [(callback, state) for callback, state in found if state]
 
 
-def _flat(keys: dict[str, Any]) -> dict[str, Any]:
-    """Return ``keys`` with those of the section "exchange" as keys of their own, some of which are quiet.
+def _leaves(keys: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return every value by its key, such as ``optimizer.args.momentum``; an empty section is one value."""
+    found: dict[str, Any] = {}
+    for key, value in keys.items():
+        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found
+
+
+def _flat(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``keys`` by `_leaves`.
 
     Of data_parallel the name alone: how zero divides leaves the curve alone, as zero itself does. Version 0.1.0 kept it
     as a text.
     """
+    keys = dict(keys)
     if "data_parallel" in keys:
         way = keys["data_parallel"]
         name = way["name"] if isinstance(way, dict) else way
-        keys = {**keys, "data_parallel": "replicate" if name == "zero" else name}
-    section = keys.get("exchange") or {}
-    return {**{k: v for k, v in keys.items() if k != "exchange"}, **{f"exchange.{k}": v for k, v in section.items()}}
+        keys["data_parallel"] = "replicate" if name == "zero" else name
+    return _leaves(keys)
+
+
+def _among(key: str, keys: Collection[str]) -> bool:
+    """Return whether ``key``, or a section that it is in, is one of ``keys``."""
+    parts = key.split(".")
+    return any(".".join(parts[:n]) in keys for n in range(1, len(parts) + 1))
 
 
 def _tell_changes(run: Run, before: dict[str, Any]) -> None:
-    """Name the keys that change the curve and differ from the run that is resumed.
+    """Name the settings that change the result, differ from the run that is resumed, and are in force.
 
     A key that is newer than the checkpoint was at its default.
     """
-    now, usual = (_flat(json_able(config.to_dict())) for config in (run.config, Config()))
-    before = {**usual, **_flat(before)}
-    changed = [k for k in now if k not in QUIET and before.get(k) != now[k]]
-    if changed:
-        words = ", ".join(f"{k} {before.get(k)} -> {now[k]}" for k in changed)
-        run.note(f"resumed with other settings than before: {words}")
+    now, usual, old = (_flat(json_able(keys)) for keys in (run.config.to_dict(), Config().to_dict(), before))
+    optimizer = run.parts.optimizer
+    quiet = QUIET | run.idle | set(optimizer.overruled) | (set() if run.parts.caveats() else CUTS)
+    words = []
+    for key in dict.fromkeys((*now, *old)):
+        was, new = (side.get(key, usual.get(key)) for side in (old, now))
+        empty = {} in (was, new) or [] in (was, new)
+        if was != new and not (empty and None in (was, new)) and not _among(key, quiet):
+            words.append(f"{key} {_shown(was)} -> {_shown(new)}")
+    words += optimizer.changes
+    if words:
+        run.note(f"resumed with other settings than before: {', '.join(words)}")
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else str(value)
+
+
+def _tell_schedule(run: Run, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Say that another schedule is in force than before the resume, and where it stands."""
+    if not run_length.changed(before, now):
+        return
+    same = before["name"].lower() == now["name"].lower()
+    args = ", ".join(f"{key} {before['args'].get(key)} -> {value}" for key, value in now["args"].items()
+                     if before["args"].get(key) != value) if same else ""
+    what = f"schedule {now['name']}" if now["name"].lower() not in ("none", "") else "a constant rate"
+    run.note(f"resumed with {what}{' of ' * bool(args)}{args}, as if from the start of the run: the next update's rate "
+             f"is {run.parts.optimizer.learning_rate():.4g}")

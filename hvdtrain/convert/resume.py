@@ -67,6 +67,7 @@ def meta_for(meta: Mapping[str, Any], framework: str, model: str, rest: Mapping[
              config: Config) -> dict[str, Any]:
     """The manifest's facts: position, samples and callbacks as they are, the rest of the other framework."""
     scale = {k: v for k, v in meta["step_rest"].items() if k == "loss_scale"}
+    meta = {k: v for k, v in meta.items() if k != "schedule"}  # follows from the configuration
     return {**meta, "hvdtrain": __version__, "framework": framework, "model": model, "step_rest": {**rest, **scale},
             "config": config.to_dict(), "converted_from": meta["framework"]}
 

@@ -87,6 +87,15 @@ def leave(kind: str, text: str, *, rank: int | None = None, step: int | None = N
         return False
 
 
+def withdraw() -> None:
+    """Remove this rank's cause: the process goes on, and another one may come."""
+    with contextlib.suppress(Exception):
+        where, who = folder(), launch_facts(os.environ).rank
+        _left.discard(who)
+        if where is not None:
+            (where / f"cause-{who:04d}.json").unlink(missing_ok=True)
+
+
 def leave_error(error: BaseException, *, echo: bool = False) -> bool:
     """Write an exception as this rank's cause; ``echo``: it only tells that another rank went away."""
     try:

@@ -119,17 +119,19 @@ class Bridge(History):
 
     def step_start(self, run: Any) -> None:
         """``on_train_batch_begin``."""
-        if run.recovery.shrinks:
-            self._trained.keep()
+        self._trained.keep()
         self._tell("on_train_batch_begin", run.state.cursor.epoch_step)
 
     def step_end(self, run: Any) -> None:
-        """``on_train_batch_end``."""
+        """``on_train_batch_end``; a skipped step counts in no metric."""
         super().step_end(run)
+        if not run.updated:
+            self._trained.take_back()
         batch = run.state.cursor.epoch_step - 1
         if saves_after(self.callbacks, batch, self._mine):
             run.written.sync(run)
-        self._tell("on_train_batch_end", batch, {"loss": self.loss()})
+        logs = {"loss": self.loss()} if self._weight else {}  # else TerminateOnNaN would end the run
+        self._tell("on_train_batch_end", batch, logs)
         _wish(self._model, run)
 
     def test_begin(self, run: Any) -> bool:

@@ -64,7 +64,7 @@ class TrainingMetrics:
         self._before = [keras.ops.copy(v.value) for v in self._variables()] if self._setup.follow is not None else []
 
     def take_back(self) -> None:
-        """Forget what has been counted since `keep`: the step is repeated."""
+        """Forget what has been counted since `keep`: the step is repeated, or skipped."""
         for variable, value in zip(self._variables(), self._before):
             variable.assign(value)
 

@@ -23,7 +23,7 @@ class LossScale:
     """
 
     def __init__(self, value: float = 1.0, ranks: Collection[int] = (), growth_interval: int = 2000) -> None:
-        self.value = float(value)
+        self.value = self._first = float(value)
         self.skipped = 0
         self._ranks = frozenset(ranks)
         self._growth_interval = growth_interval
@@ -68,6 +68,10 @@ class LossScale:
     def state(self) -> dict[str, Any]:
         """JSON-able state for a checkpoint: under the key "loss_scale"; {} where no rank scales."""
         return {"loss_scale": [self.value, self._clean, self.skipped]} if self.on else {}
+
+    def restart(self) -> None:
+        """Start from the first value again, as where another one is configured than in the run that is resumed."""
+        self.value, self._clean = self._first, 0
 
     def load(self, rest: dict[str, Any]) -> None:
         """Undo `state`; nothing changes where no rank scales, or none did when the state was kept."""

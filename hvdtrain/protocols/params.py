@@ -42,11 +42,15 @@ class Optimizer(Protocol):
     may round the last elements of a tensor otherwise.
     ``looks``: on an asynchronous device `step` looks by itself whether gradients are finite, and `skipped` tells.
     ``needs_all``: what of it needs the gradients of all tensors of the model together, in words, or "".
+    ``overruled``: keys of the configuration that the schedule, or the model file's optimizer, leaves without effect.
+    ``changes``: settings of an optimizer that the model file or `compile` gives, as they differ from the checkpoint's.
     """
 
     elementwise: bool
     looks: bool
     needs_all: str
+    overruled: frozenset[str]
+    changes: list[str]
 
     def step(self, grads: Sequence[Array], buckets: Sequence[Bucket], clip_norm: float, look: bool,
              norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
@@ -84,6 +88,13 @@ class Optimizer(Protocol):
 
     def end_epoch(self) -> None:
         """Let per-epoch schedules move on."""
+        ...
+
+    def resumed(self, epochs: int, rescheduled: bool) -> None:
+        """Follow the settings of this run after a load, at the updates and ``epochs`` that the checkpoint counts.
+
+        ``rescheduled``: the schedule is another than the checkpoint's, and holds as if from the start of the run.
+        """
         ...
 
     def describe(self) -> dict[str, str]:

@@ -51,7 +51,7 @@ EVENTS = {
         "pid": "process of rank 0",
     }),
     "note": Event("A remark, as it is printed.", {"text": "the remark"}),
-    "step": Event("A step has ended; step is how many have.", {
+    "step": Event("A step has ended with its update; step is how many have ended.", {
         "epoch": "whole epochs before",
         "samples": "samples of this epoch so far",
         "loss": "mean over the global batch",

@@ -42,6 +42,10 @@ def _rate(samples_per_s: float) -> str:
     return "" if math.isnan(samples_per_s) else f"{samples_per_s:,.0f} samples/s"
 
 
+def _loss(loss: float) -> str:
+    return "" if math.isnan(loss) else f"loss {loss:.4f}"
+
+
 def _used(percent: float | None) -> str:
     """What part of the ranks' solo speeds the run reaches, where there are several."""
     return "" if percent is None else f"{percent:.0f} % of solo"
@@ -115,7 +119,7 @@ class Lines(_Shown):
         where = f"step {record.step}" + (f"/{self._total}" if self._total else "")
         left_s = self._remaining.after(record.step)
         eta = "" if left_s is None else f"eta {datetime.timedelta(seconds=round(left_s))}"
-        say_parts(where, f"epoch {v['epoch'] + 1}/{self._epochs}", f"loss {v['loss']:.4f}", f"lr {v['lr']:.3g}",
+        say_parts(where, f"epoch {v['epoch'] + 1}/{self._epochs}", _loss(v["loss"]), f"lr {v['lr']:.3g}",
                   _rate(v["samples_per_s"]), _used(v["percent_of_solo"]), eta)
 
     def _eval(self, record: Record, v: dict[str, Any]) -> None:

@@ -5,14 +5,14 @@ import signal
 from dataclasses import replace
 
 import pytest
-from small_runs import Record, config, lockstep, make_model, samples
+from small_runs import Record, apart, config, lockstep, make_model, samples, weights
 
 from hvdtrain import Trainer, loop
 from hvdtrain.callbacks import preempt as preempting
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.callbacks.preempt import Preempt
 from hvdtrain.cli import train
-from hvdtrain.config import Checkpoint
+from hvdtrain.config import Checkpoint, Named
 from hvdtrain.errors import UserError
 from hvdtrain.faults import causes
 from hvdtrain.wall_limit import reserve_s, seconds_of
@@ -134,6 +134,29 @@ def test_the_users_handler_is_called_and_comes_back(tmp_path):
     assert not (tmp_path / "run" / "completed.json").exists() and not (tmp_path / "run" / "model").exists()
     again = Trainer(replace(trainer.config, resume="auto", epochs=2))
     assert not again.fit(make_model("numpy"), samples(64)).requeue
+    assert (tmp_path / "run" / "completed.json").exists()
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow"])
+def test_another_fit_continues_after_a_requeue(tmp_path, framework, monkeypatch):
+    monkeypatch.setenv(causes.DIRECTORY, str(tmp_path))
+    monkeypatch.setattr(causes, "_left", set())
+    settings = config(out=str(tmp_path / "run"), eval_every=1, epochs=2, global_batch=32, checkpoint=Checkpoint())
+    if framework != "numpy":
+        settings = replace(settings, optimizer=Named("SGD", {"momentum": 0.9}))
+    unbroken = Trainer(replace(settings, out=str(tmp_path / "unbroken")))
+    wanted = unbroken.fit(make_model(framework), (samples(160), samples(16)))
+    trainer = Trainer(settings)
+    stops = [At(step, 0, lambda run: os.kill(os.getpid(), signal.SIGUSR2)) for step in (1, 6)]
+    first = trainer.fit(make_model(framework), (samples(160), samples(16)), callbacks=stops)
+    assert first.requeue and first.steps == 3 and [row["kind"] for row in causes.read(tmp_path)] == ["requeue"]
+    second = trainer.fit()
+    assert second.requeue and second.steps == 8, "a signal of its own ends it again"
+    last = trainer.fit()
+    assert not last.requeue and (last.steps, last.stop, last.metrics) == (wanted.steps, "", wanted.metrics)
+    assert list(last.history) == list(wanted.history)
+    assert all(last.history[name] == pytest.approx(values) for name, values in wanted.history.items())
+    assert apart(weights(trainer.run), weights(unbroken.run)) == 0.0 and not causes.read(tmp_path)
     assert (tmp_path / "run" / "completed.json").exists()
 
 

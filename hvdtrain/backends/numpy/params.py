@@ -19,9 +19,11 @@ class Sgd:
     elementwise = True
     looks = False
     needs_all = ""
+    overruled: frozenset[str] = frozenset()
 
     def __init__(self, tensors: Sequence[np.ndarray], lr: float, momentum: float = 0.0) -> None:
         self.tensors, self.lr, self.momentum = list(tensors), lr, momentum
+        self.changes: list[str] = []
         self.velocity = [np.zeros_like(p) for p in self.tensors]
 
     def step(self, grads: Sequence[np.ndarray], buckets: Sequence[Bucket], clip_norm: float, look: bool,
@@ -63,6 +65,9 @@ class Sgd:
 
     def end_epoch(self) -> None:
         """No schedule."""
+
+    def resumed(self, epochs: int, rescheduled: bool) -> None:
+        """Nothing: a checkpoint holds no setting."""
 
     def describe(self) -> dict[str, str]:
         """In words."""

@@ -10,10 +10,11 @@ import contextlib
 import inspect
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
+import tensorflow as tf
 from keras.optimizers import schedules
 
 from hvdtrain.backends.tensorflow import groups
@@ -94,6 +95,8 @@ class Optimization:
             groups.refuse_both(spec)
         given = groups.own_optimizer(spec, config)
         self._of_file = given is not None
+        self.overruled: frozenset[str] = frozenset()
+        self.changes: list[str] = []
         left_out = ("learning_rate",) if given is None else ()  # copies of a compiled model get the first rank's rate
         self._settings = groups.words(given or own, left_out) if given is not None or self.compiled else ""
         self.optimizer = self._create() if given is None and not self.compiled else self._adopt(given or own)
@@ -195,13 +198,27 @@ class Optimization:
             raise UserError(f"schedule {made.__name__} refused args {named.args}: {error}",
                             "keyword arguments it knows", "correct schedule.args") from None
 
-    def resume(self, stored_base_lr: float | None) -> None:
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the optimizer as its user gave them, JSON-able; a plain rate is `base_lr`."""
+        given = _given_rate(self._adopted)
+        with instead(self.optimizer, "_learning_rate", tf.zeros([])):  # a schedule need not tell itself as text
+            found = {**self.optimizer.get_config(), "name": None, "learning_rate": "constant"}
+        if isinstance(given, schedules.LearningRateSchedule):
+            found["learning_rate"] = type(given).__name__
+            with contextlib.suppress(NotImplementedError):
+                found["learning_rate"] += f" {given.get_config()}"
+        return {k: v for k, v in found.items() if v is None or isinstance(v, (bool, int, float, str))}
+
+    def resume(self, rest: Mapping[str, Any], rate_loaded: bool = True) -> None:
         """After a load: where another base rate is configured than was stored, it takes effect.
 
-        A schedule or warm-up holds the new base already; a plain rate, which was loaded, is scaled by new / stored.
+        A schedule or warm-up holds the new base already; a plain rate, which was loaded (``rate_loaded``; not where the
+        checkpoint had a schedule), is scaled by new / stored. ``rest``: of the checkpoint's state.
         """
+        stored_base_lr = rest.get("base_lr")
+        self._note_changes(rest)
         held = self.optimizer._learning_rate
-        if callable(held):
+        if callable(held) or not rate_loaded:
             return
         if stored_base_lr is not None and self.base_lr is not None \
                 and not math.isclose(stored_base_lr, self.base_lr, rel_tol=1e-6):
@@ -209,6 +226,20 @@ class Optimization:
             self.optimizer.learning_rate = float(held.numpy()) * factor if factor else self.base_lr
         if _PUT in vars(self._adopted):
             vars(self._adopted)[_PUT] = (vars(self._adopted)[_PUT][0], float(held.numpy()))
+
+    def _note_changes(self, rest: Mapping[str, Any]) -> None:
+        """Note which settings of an optimizer that the configuration does not give differ from the checkpoint's."""
+        now, base_lr = self.settings(), rest.get("base_lr")
+        by_itself = {"initial_learning_rate", "max_learning_rate"} & set(self._config.schedule.args)
+        same = self._of_file and base_lr == self.base_lr
+        self.overruled = frozenset({"lr"} if by_itself or same else ())
+        if not (self.compiled or self._of_file):
+            return
+        then = rest.get("settings", now)
+        self.changes = [f"{k} {then.get(k)} -> {now.get(k)}" for k in dict.fromkeys((*then, *now))
+                        if then.get(k) != now.get(k)]
+        if base_lr is not None and self.base_lr is not None and not math.isclose(base_lr, self.base_lr, rel_tol=1e-6):
+            self.changes.append(f"learning rate {base_lr:g} -> {self.base_lr:g}")
 
     def made_of(self) -> str:
         """The optimizer's class and its schedule, to compare between ranks."""

@@ -46,6 +46,8 @@ class Optimizer:
         self._vectors: list[np.ndarray] = []
         self._views: list[tuple[np.ndarray, tf.Tensor | None]] = []
         self._limit: tuple[float, Any] = (math.nan, None)
+        self.overruled: frozenset[str] = frozenset()
+        self.changes: list[str] = []
         self.traced: Callable[..., tf.Tensor] | None = self._traced
         self.unused_in_trace: Callable[[], frozenset[int]] = frozenset
         self.own = opt.optimizer
@@ -167,6 +169,10 @@ class Optimizer:
 
     def end_epoch(self) -> None:
         """Nothing: Keras' schedules count updates."""
+
+    def resumed(self, epochs: int, rescheduled: bool) -> None:
+        """Take over what differs from the checkpoint: Keras' schedules are functions of the count of updates."""
+        self.overruled, self.changes = self.opt.overruled, self.opt.changes
 
     def describe(self) -> dict[str, str]:
         """Return optimizer, rate and schedule in words."""

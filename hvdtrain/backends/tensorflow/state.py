@@ -11,7 +11,7 @@ import contextlib
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +97,8 @@ def matched(what: str, own: Mapping[str, tuple[int, ...]], given: Mapping[str, t
     """
     names = sorted(given)
     plain = [without_counters(name) for name in own]
-    if plain != [without_counters(name) for name in names]:
+    in_order = [[without_counters(name).partition("/")[2] for name in side] for side in (own, names)]
+    if in_order[0] != in_order[1]:
         missing = [n for n in own if without_counters(n) not in {without_counters(g) for g in names}]
         extra = [g for g in names if without_counters(g) not in set(plain)]
         raise UserError(f"the checkpoint's {what} lacks {missing[:3]} and has {extra[:3]} besides",
@@ -116,6 +117,23 @@ def load(what: str, variables: Sequence[Any], got: dict[str, np.ndarray]) -> Non
                     {name: tuple(array.shape) for name, array in got.items()})
     for name, variable in own.items():
         assign(variable, got[names[name]])
+
+
+def of_other_settings(model: keras.Model, own: Iterable[str], given: Iterable[str]) -> frozenset[str]:
+    """Return the names of the optimizer's variables that only one of two runs has, ``own`` or the checkpoint's.
+
+    Settings decide which slots there are for every variable (momentum, velocity_hat), and whether the rate is one.
+    """
+    stems = sorted({without_counters(v.path.replace("/", "_")) + "_" for v in model.weights}, key=len, reverse=True)
+
+    def slot(name: str) -> str:
+        leaf = without_counters(name.rpartition("/")[2])
+        alone = leaf if leaf == "learning_rate" else ""
+        return next((leaf.removeprefix(stem) for stem in stems if leaf.startswith(stem)), alone)
+
+    sides = [{name: slot(name) for name in names} for names in (own, given)]
+    return frozenset(name for side, other in (sides, sides[::-1]) for name, word in side.items()
+                     if word and word not in other.values())
 
 
 def seed_states(model: keras.Model) -> dict[str, Any]:
@@ -152,7 +170,8 @@ class ModelState:
                  rank: int = 0) -> None:
         self._model, self._opt, self._scale, self._buffers, self._rank = model, opt, scale, buffers, rank
         self._names: dict[str, str] = {}
-        self._base_lr: list[float | None] = []
+        self._rests: list[Mapping[str, Any]] = []
+        self._alone: frozenset[str] = frozenset()
         self.finalized = False
 
     def state(self, place: Place | None = None) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
@@ -161,7 +180,12 @@ class ModelState:
         groups = {"model": arrays(self._model.weights, "model", place)}
         if self._opt.slices is None:
             groups["optimizer"] = arrays(own.variables, "optimizer", place)
-        return groups, {"optimizer": type(own).__name__, "base_lr": self._opt.base_lr, **self._scale.state()}
+        return groups, self.rest()
+
+    def rest(self) -> dict[str, Any]:
+        """Return the numbers and settings of optimizer and loss scale, JSON-able."""
+        return {"optimizer": type(self._opt.optimizer).__name__, "base_lr": self._opt.base_lr,
+                "settings": self._opt.settings(), **self._scale.state()}
 
     def state_bytes(self) -> int:
         """Return the bytes of all variables, which a Keras optimizer has from the start; of slices, this rank's."""
@@ -175,12 +199,24 @@ class ModelState:
                             "resume with the optimizer of that run")
         load("model", self._model.weights, groups["model"])
         if self._opt.slices is None:
-            load("optimizer", self._opt.optimizer.variables, groups["optimizer"])
-            self._opt.resume(rest.get("base_lr"))
+            held, given = named(self._opt.optimizer.variables), groups["optimizer"]
+            alone = of_other_settings(self._model, held, given)
+            load("optimizer", [v for name, v in held.items() if name not in alone],
+                 {name: array for name, array in given.items() if name not in alone})
+            self._begin({name: held[name] for name in held if name in alone}, rest)
         else:
-            self._base_lr = [rest.get("base_lr")]  # the rate comes with the slices
+            self._rests = [rest]  # the rate comes with the slices
         self._scale.load(rest)
         self._buffers.restart()
+
+    def _begin(self, alone: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
+        """Give variables of the optimizer that the checkpoint lacks their first values, and the rate its own."""
+        own = {without_counters(v.path.replace("/", "_")) + "_average": v for v in self._model.weights}
+        of_rate = {name for name in alone if name.endswith("learning_rate")}
+        for name in alone.keys() - of_rate:
+            average = own.get(without_counters(name.rpartition("/")[2]))  # of use_ema, which starts with the weights
+            assign(alone[name], np.zeros(tuple(alone[name].shape)) if average is None else to_numpy(average))
+        self._opt.resume(rest, not of_rate)
 
     def take(self, optimizer: Any, spans: Sequence[tuple[int, int]]) -> None:
         """Nothing: the optimizer over slices has taken the place of the whole one."""
@@ -206,20 +242,23 @@ class ModelState:
 
     def wanted(self, heads: Sequence[Head]) -> list[tuple[str, int, int]]:
         """Return the names of a checkpoint, and which elements of each this rank needs."""
-        own = list(self._slices())
-        self._names = matched("optimizer", {name: shape for name, _, shape, _, _ in own},
-                              {head.name: tuple(head.shape) for head in heads})
-        return [(self._names[name], begin, end) for name, _, _, begin, end in own if begin < end]
+        own, given = list(self._slices()), {head.name: tuple(head.shape) for head in heads}
+        self._alone = of_other_settings(self._model, [name for name, *_ in own], given)
+        self._names = matched("optimizer", {name: shape for name, _, shape, _, _ in own if name not in self._alone},
+                              {name: shape for name, shape in given.items() if name not in self._alone})
+        return [(self._names[name], begin, end) for name, _, _, begin, end in own
+                if begin < end and name in self._names]
 
     def load_slices(self, values: Mapping[str, np.ndarray]) -> None:
         """Undo `slices`; a base rate that is configured otherwise than in what was loaded takes effect."""
-        for name, variable, _, _, _ in self._slices():
+        own = {name: variable for name, variable, _, _, _ in self._slices()}
+        for name, variable in own.items():
             array = values.get(self._names.get(name, name))
             if array is not None:
                 assign(variable, array.reshape(tuple(variable.shape)))
-        for base_lr in self._base_lr:
-            self._opt.resume(base_lr)
-        self._base_lr = []
+        for rest in self._rests:
+            self._begin({name: own[name] for name in own if name in self._alone}, rest)
+        self._rests = []
 
     def rank_state(self) -> dict[str, np.ndarray]:
         """Return this rank's random generators."""

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from hvdtrain.backends.torch import by_name, placement
+from hvdtrain.backends.torch import by_name, placement, resuming
 from hvdtrain.backends.torch.groups import Given
 from hvdtrain.backends.torch.slices import Slices
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError
 from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.precision.scaler import LossScale
 
-
-KERNELS = ("fused", "foreach", "capturable")
-"""Entries of an optimizer's groups that say how an update is computed, not what it is."""
 
 ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam,
                torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.ASGD,
@@ -42,7 +39,7 @@ class TorchOptimizer:
         schedule = config.schedule
         self.tensors, self.slices, self.given = list(tensors), slices, given or Given()
         self._warmup = schedule.warmup_steps
-        self._interval = schedule.interval
+        self.interval = schedule.interval
         self.updates = 0
         base = schedule.linear_scaling_base
         self.base_lr = self.given.rate(config) * (config.global_batch / base if base else 1.0)
@@ -54,11 +51,16 @@ class TorchOptimizer:
         self.optimizer = self.given.make(config, of, updated, self.base_lr) if adopted is None else adopted
         groups = self.optimizer.param_groups
         rates = self._rates = [float(group["lr"]) for group in groups]
-        ratios = [rate / self.base_lr if self.base_lr else 1.0 for rate in rates]
+        self.ratios = [rate / self.base_lr if self.base_lr else 1.0 for rate in rates]
+        self.settings = resuming.settings_of(self.optimizer, adopted is not None)
+        self.overruled: frozenset[str] = frozenset()
+        self.changes: list[str] = []
+        self._complete = False
         self._shown = rates.index(self.base_lr) if self.base_lr in rates else 0
-        self.schedule = by_name.schedule(config, self.optimizer, ratios)  # some (OneCycleLR) have rates of their own
+        self.config, self._scale = config, scale or LossScale()
+        self.schedule = by_name.schedule(config, self.optimizer, self.ratios)
         self._obeys_lr = all(group.get("initial_lr", group["lr"]) == rate for group, rate in zip(groups, rates))
-        self._config, self._scale = config, scale or LossScale()
+        self._rates_changed = False
         self._device = self.tensors[0].device if self.tensors else placement.device()
         self._on_gpu = any(t.device.type == "cuda" for t in self.tensors)
         self.looks = self._on_gpu and slices is None
@@ -82,7 +84,7 @@ class TorchOptimizer:
             _clip(grads, clip_norm, norm)
         elif self.looks:
             self._left_out = any_not_finite(grads, self._device)
-            if not self._gate(self._left_out) and self.skipped():
+            if not _gate(self, self._left_out) and self.skipped():
                 return False, norm
         self._take(grads, buckets)
         for i in unused:
@@ -112,9 +114,12 @@ class TorchOptimizer:
             self.slices.link()
         self._follow()
         factor, groups = self._factor(), self.optimizer.param_groups
+        if self._complete:
+            resuming.complete_slots(self.optimizer)
+            self._complete = False
         for group in groups:  # a model may have been given another memory order since the optimizer was made
             if group.get("fused") and not all(p.is_contiguous() for p in group["params"]):
-                by_name.refuse_fused(group["params"], self.given.asks_fused(self._config))
+                by_name.refuse_fused(group["params"], self.given.asks_fused(self.config))
                 group["fused"] = False
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates):
@@ -125,19 +130,8 @@ class TorchOptimizer:
         for group, rate in zip(groups, rates):
             group["lr"] = rate
         self.updates += 1
-        if self.schedule is not None and self._interval == "step":
-            self.schedule.step()
-
-    def _gate(self, not_finite: torch.Tensor) -> bool:
-        """Have the next update leave parameters and state alone where ``not_finite`` (scalar, on the device) is true.
-
-        Returns False where the optimizer cannot: only PyTorch's fused kernels read such a flag on the device.
-        """
-        groups = self.optimizer.param_groups
-        if self.adopted is not None or not all(group.get("fused") for group in groups):
-            return False
-        setattr(self.optimizer, "found_inf", not_finite.float())  # noqa: B010  (torch declares it nowhere)
-        return True
+        if self.schedule is not None and self.interval == "step":
+            resuming.move(self.schedule)
 
     def skipped(self) -> bool:
         """Return whether the device left the last update out; by the next step it has decided."""
@@ -148,8 +142,8 @@ class TorchOptimizer:
 
     def end_epoch(self) -> None:
         """Let a per-epoch schedule move."""
-        if self.schedule is not None and self._interval == "epoch":
-            self.schedule.step()
+        if self.schedule is not None and self.interval == "epoch":
+            resuming.move(self.schedule)
 
     def _factor(self) -> float:
         return min(1.0, (self.updates + 1) / self._warmup) if self._warmup else 1.0
@@ -192,7 +186,7 @@ class TorchOptimizer:
 
     def describe(self) -> dict[str, str]:
         """In words, for the summary."""
-        s = self._config.schedule
+        s = self.config.schedule
         words = {"optimizer": f"{self.kind()}, lr {self.base_lr:g}" + " (the model file's)" * bool(self.given.kind)}
         if self.given.groups:
             words["parameter groups"] = "; ".join(group.words() for group in self.given.groups)
@@ -203,8 +197,8 @@ class TorchOptimizer:
         if s.warmup_steps:
             words["warm-up"] = f"linear over {s.warmup_steps} steps"
         if s.linear_scaling_base:
-            before = self.base_lr * s.linear_scaling_base / self._config.global_batch
-            words["lr scaling"] = f"{before:g} x {self._config.global_batch}/{s.linear_scaling_base}"
+            before = self.base_lr * s.linear_scaling_base / self.config.global_batch
+            words["lr scaling"] = f"{before:g} x {self.config.global_batch}/{s.linear_scaling_base}"
         return words
 
     def made_of(self) -> str:
@@ -229,63 +223,32 @@ class TorchOptimizer:
             "base_lr": self.base_lr,
             "groups": groups,
             "schedule": schedule,
+            "settings": self.settings,
             **({"group_names": [list(group.names) for group in self.given.groups], "group_rates": self._rates}
                if self.given.groups else {}),
         }
 
-    def check(self, state: dict[str, Any]) -> None:
-        """Raise `UserError` if `scalars` of another optimizer are given."""
-        own, then = self.kind(), state["optimizer"]
-        if then != own:
-            raise UserError(f"the checkpoint was made with {then}", f"{own}, as configured now",
-                            f"{_again(then)}, or start anew")
-        names = [list(group.names) for group in self.given.groups]
-        before = len(state["groups"]), state.get("group_names", [])
-        if before[0] != len(self.optimizer.param_groups):
-            raise UserError(f"the checkpoint's optimizer has {_groups(before[0])}",
-                            f"{_groups(len(self.optimizer.param_groups))}, as in this run", _SAME_GROUPS)
-        if before[1] and names and before[1] != names:
-            odd = next(i for i, (a, b) in enumerate(zip(before[1], names)) if a != b)
-            apart = sorted(set(before[1][odd]) ^ set(names[odd]))
-            raise UserError(f"parameter group {odd} of the checkpoint's optimizer and of this run's differ in "
-                            f"{', '.join(apart[:3])}", "the same parameters in each group", _SAME_GROUPS)
-
     def load_scalars(self, state: dict[str, Any]) -> None:
-        """Undo `scalars`; a base rate configured otherwise than then scales the rates of the checkpoint that follow it.
+        """Undo `scalars`, but for settings that differ from that run's (`resuming.load_groups`).
 
-        The kernels stay this run's: the checkpoint's may be for another device or memory order.
+        A base rate configured otherwise than then scales the rates of the checkpoint that follow it.
         """
-        self.updates = int(state["updates"])
+        self.updates, self._complete = int(state["updates"]), True
         if self.schedule is not None and state["schedule"]:
             self.schedule.load_state_dict({**self.schedule.state_dict(), **state["schedule"]})
-        for group, saved in zip(self.optimizer.param_groups, state["groups"]):
-            group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in saved.items()
-                          if k not in KERNELS})
-        before = state.get("group_rates") or [state.get("base_lr", self.base_lr)] * len(self._rates)
+        resuming.load_groups(self, state)
+        then = resuming.rates_before(self, state, self._rates)
+        self._rates_changed = not all(map(partial(math.isclose, rel_tol=1e-9), self._rates, then))
         if self._obeys_lr:
-            self._rescale([now / then if now != then else 1.0 for now, then in zip(self._rates, before)])
+            resuming.rescale(self, [now / before if before and now != before else 1.0
+                                    for now, before in zip(self._rates, then)])
         if self.adopted is not None and self.schedule is None:
             self.adopted.resume()
 
-    def _rescale(self, factors: Sequence[float]) -> None:
-        for group, factor in zip(self.optimizer.param_groups, factors):
-            for key in {"lr", "initial_lr"} & set(group):
-                group[key] *= factor
-        if self.schedule is not None:
-            self.schedule.base_lrs = [rate * factor for rate, factor in zip(self.schedule.base_lrs, factors)]
-
-
-_SAME_GROUPS = "take the model file's parameter_groups and optimizer of that run, or start anew"
-
-
-def _groups(n: int) -> str:
-    return f"{n} parameter group{'s' * (n != 1)}"
-
-
-def _again(kind: str) -> str:
-    """How to have the optimizer that `TorchOptimizer.scalars` called ``kind``."""
-    keras = kind.startswith("Keras' ")
-    return "compile the model with it and leave optimizer.name auto" if keras else f"set optimizer.name: {kind}"
+    def resumed(self, epochs: int, rescheduled: bool) -> None:
+        """Follow a schedule that is another than the checkpoint's, or starts from another rate."""
+        if rescheduled or self.schedule is not None and self._rates_changed:
+            self.schedule = resuming.reschedule(self, self._rates, epochs)
 
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:
@@ -301,6 +264,18 @@ def _clip(grads: Sequence[torch.Tensor], clip_norm: float, norm: float) -> None:
     """Bring ``grads`` of the global ``norm`` to ``clip_norm``; a part of a model may have none."""
     if 0 < clip_norm < norm and grads:
         torch._foreach_mul_(list(grads), clip_norm / norm)
+
+
+def _gate(opt: TorchOptimizer, not_finite: torch.Tensor) -> bool:
+    """Have the next update leave parameters and state alone where ``not_finite`` (scalar, on the device) is true.
+
+    Returns False where the optimizer cannot: only PyTorch's fused kernels read such a flag on the device.
+    """
+    groups = opt.optimizer.param_groups
+    if opt.adopted is not None or not all(group.get("fused") for group in groups):
+        return False
+    setattr(opt.optimizer, "found_inf", not_finite.float())  # noqa: B010  (torch declares it nowhere)
+    return True
 
 
 def any_not_finite(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -335,7 +310,7 @@ def state_bytes(opt: TorchOptimizer) -> int:
                for v in entries.values() if isinstance(v, torch.Tensor))
     if held or opt.adopted is not None:
         return held
-    return int(slot_share(opt._config, opt.given) * sum(t.numel() * t.element_size() for t in opt.tensors))
+    return int(slot_share(opt.config, opt.given) * sum(t.numel() * t.element_size() for t in opt.tensors))
 
 
 def check_slots(optimizer: torch.optim.Optimizer) -> None:

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from hvdtrain.backends.torch import audit
-from hvdtrain.backends.torch.optimizer import ELEMENTWISE, KERNELS, TorchOptimizer
+from hvdtrain.backends.torch.optimizer import ELEMENTWISE, TorchOptimizer
+from hvdtrain.backends.torch.resuming import KERNELS
 from hvdtrain.backends.torch.slices import Slices, take_over
 from hvdtrain.data_parallel.shards import in_bucket
 from hvdtrain.errors import UserError

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from hvdtrain import rng
+from hvdtrain.backends.torch import resuming
 from hvdtrain.backends.torch.optimizer import TorchOptimizer, order_of, state_bytes
 from hvdtrain.errors import UserError
 from hvdtrain.precision.scaler import LossScale
@@ -175,7 +176,7 @@ class TorchState:
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
         """Undo `state`; a checkpoint that does not fit changes nothing."""
-        self.optimizer.check(rest)
+        resuming.check(self.optimizer, rest)
         if not self._spans:
             check_optimizer(self.names, groups["optimizer"])
         load_model(self.model, groups["model"])

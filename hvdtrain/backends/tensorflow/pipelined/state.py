@@ -27,7 +27,7 @@ class PartState(state.ModelState):
         groups = {"model": self._arrays("model", self._of_model, self._model.weights, place)}
         if self._opt.slices is None:
             groups["optimizer"] = self._arrays("optimizer", self._of_optimizer, own.variables, place)
-        return groups, {"optimizer": type(own).__name__, "base_lr": self._opt.base_lr, **self._scale.state()}
+        return groups, self.rest()
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
         """Undo `state` from arrays among which are this rank's."""
@@ -41,9 +41,9 @@ class PartState(state.ModelState):
         for variable, array in pairs:
             state.assign(variable, array)
         if self._opt.slices is None:
-            self._opt.resume(rest.get("base_lr"))
+            self._opt.resume(rest)
         else:
-            self._base_lr = [rest.get("base_lr")]
+            self._rests = [rest]
         self._scale.load(rest)
         self._buffers.restart()
 

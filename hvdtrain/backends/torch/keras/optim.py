@@ -136,10 +136,15 @@ class Adopted(torch.optim.Optimizer):
         self._updates += 1
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state into ``own``'s variables; `UserError` before anything is changed if it does not fit."""
+        """Copy a state into ``own``'s variables; `UserError` before anything is changed if it does not fit.
+
+        Slots that only one of the two runs has, by its settings (momentum, amsgrad), begin here or are left out.
+        """
         params = self.param_groups[0]["params"]
         own = {i: self.state[p] for i, p in enumerate(params) if p in self.state}
-        got = state_dict["state"]
+        words = [{key for entries in side.values() for key in entries} for side in (own, state_dict["state"])]
+        own, got = ({i: {key: tensor for key, tensor in entries.items() if key in words[0] & words[1]}
+                     for i, entries in side.items()} for side in (own, state_dict["state"]))
         shapes = [{(i, key): tuple(torch.as_tensor(tensor).shape) for i, entries in side.items()
                    for key, tensor in entries.items()} for side in (own, got)]
         if shapes[0] != shapes[1]:
@@ -147,6 +152,10 @@ class Adopted(torch.optim.Optimizer):
             raise UserError(f"the checkpoint's optimizer state differs in {odd[:3]}", f"the state of {self.name}",
                             "resume with the model and optimizer of that run")
         with torch.no_grad():
+            for param in params:
+                for key in words[0] - words[1] if param in self.state else ():
+                    if key in self.state[param]:  # "average": of use_ema, which starts with the weights
+                        self.state[param][key].copy_(param if key == "average" else torch.zeros_like(param))
             for i, entries in own.items():
                 for key, tensor in entries.items():
                     tensor.copy_(torch.as_tensor(got[i][key]))

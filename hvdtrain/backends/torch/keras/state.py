@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import torch
 
-from hvdtrain.backends.torch import state
+from hvdtrain.backends.torch import resuming, state
 from hvdtrain.backends.torch.keras.alone import without_tensorflow
 from hvdtrain.backends.torch.keras.optim import Adopted
 
@@ -25,10 +25,14 @@ class KerasState(state.TorchState):
 
     def load(self, groups: dict[str, dict[str, np.ndarray]], rest: dict[str, Any]) -> None:
         """Undo `state`; a checkpoint that does not fit changes nothing."""
-        self.optimizer.check(rest)
+        resuming.check(self.optimizer, rest)
         if self._adopted is not None:
             own = state.optimizer_arrays(self.optimizer, self.names)
-            state.check_names("optimizer", own, groups["optimizer"])
+            alone = set(map(_slot, own)) ^ set(map(_slot, groups["optimizer"]))  # by the settings of one of the runs
+            kept = [{name: array for name, array in side.items() if _slot(name) not in alone}
+                    for side in (own, groups["optimizer"])]
+            state.check_names("optimizer", *kept)
+            groups = {**groups, "optimizer": kept[1]}
         super().load(groups, rest)
 
     def export(self, directory: Path) -> list[str]:
@@ -64,3 +68,8 @@ def _write(module: torch.nn.Module, model: keras.Model, directory: Path) -> list
             whole.unlink(missing_ok=True)
             model.save_weights(only_weights)
             return ["model.safetensors", only_weights.name]
+
+
+def _slot(name: str) -> str:
+    """Return the word of an optimizer's array by its name in a checkpoint, such as momentum."""
+    return name.rpartition("/")[2]

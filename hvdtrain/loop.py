@@ -21,7 +21,7 @@ from hvdtrain.events import Event
 from hvdtrain.exchange.weighting import check_weight
 from hvdtrain.faults import pulse
 from hvdtrain.faults.finite import blame
-from hvdtrain.model_changes import follow, watched
+from hvdtrain.model_changes import check_late, follow, watched
 from hvdtrain.out_of_memory.evaluating import Evaluating
 from hvdtrain.out_of_memory.recovery import mended, repeats
 from hvdtrain.outdir import release, starting
@@ -69,6 +69,7 @@ def _start(run: Run) -> None:
 
 def _fit(run: Run) -> None:
     config, state = run.config, run.state
+    follow(run, first=True)
     while state.cursor.epoch < config.epochs and not run.stopping():
         run.emit(Event.EPOCH_START)
         _epoch(run)
@@ -115,6 +116,9 @@ def train_step(run: Run, batch: StepBatch) -> None:
     if not (batch.n_global and batch.weight):
         state.loss = math.nan
         _skipped(run)
+        run.settle()
+        state.save_due = run.control.agree(state.wants_save) or state.save_due
+        state.wants_save = False
     while batch.n_global and batch.weight and not _stepped(run, batch):
         run.emit_told()
     state.cursor = batch.cursor_after
@@ -249,9 +253,10 @@ def _vote(run: Run, batch: StepBatch, done: Done) -> list[int]:
     squares = math.nan if lost else run.dp.squares(done.grads)
     wishes = [bool(state.wants_stop), state.wants_save, bool(state.words)]
     changed = not lost and run.unused.changed(parts.stage.unused)
-    mine = [0.0 if bad else loss_sum, weight, bad, *wishes, changed, squares]
+    unfrozen = "" if parts.facts is None else parts.facts.late()
+    mine = [0.0 if bad else loss_sum, weight, bad, *wishes, changed, bool(unfrozen), squares]
     sums = run.control.sum(np.array(mine, dtype=np.float64))
-    loss, total, n_bad, n_stop, n_save, n_words, n_changed, squares = sums
+    loss, total, n_bad, n_stop, n_save, n_words, n_changed, n_late, squares = sums
     pulse.heard(state.cursor.step)
     if not asynchronous and not n_bad:
         check_weight(float(total), batch.weight)
@@ -265,6 +270,8 @@ def _vote(run: Run, batch: StepBatch, done: Done) -> list[int]:
         run.hear()
     if n_changed:
         run.unused.gather()
+    if n_late:
+        check_late(run, unfrozen)
     if n_bad:
         return [r for r, b in enumerate(run.control.gather(bad)) if b]
     if not math.isfinite(squares):

@@ -26,13 +26,14 @@ def watched(run: Run) -> bool:
         not type(callback).__module__.startswith("hvdtrain.callbacks.") for callback in run.callbacks))
 
 
-def follow(run: Run) -> None:
+def follow(run: Run, first: bool = False) -> None:
     """Go along with what callbacks changed of the model since the step before; collective where ``run.watched``.
 
+    ``first``: look in any case, for what was changed between assembling and this fit.
     Errors: `UserError` on every rank for changes on some ranks only, and for changes that the run cannot follow.
     """
     facts = run.parts.facts
-    if facts is None or not run.watched:
+    if facts is None or not (run.watched or first):
         return
     changes = facts.changes()
     if not run.control.agree(bool(changes)):
@@ -47,12 +48,25 @@ def follow(run: Run) -> None:
         raise UserError(f"a callback changed the model on some ranks only: {_short(rows[0])} on rank 0, "
                         f"{_short(rows[other])} on rank {other}", "the same change on every rank",
                         'set where = "all" in the callback, and let it decide by what all ranks know')
-    first = agreed(run.control, lambda: facts.follow(changes, run.note), "model")
-    if first is not None:
-        _extend(run, first)
-        names = [spec.name for spec in run.parts.params.specs[first:]]
+    begin = agreed(run.control, lambda: facts.follow(changes, run.note), "model")
+    if any(change.endswith(("evaluation mode", "is frozen")) for change in changes):
+        run.written.sync(run)  # normalisation may compute with its running statistics from now on, which ranks made
+    if begin is not None:
+        _extend(run, begin)
+        names = [spec.name for spec in run.parts.params.specs[begin:]]
         run.note(f"step {run.state.cursor.step}: {len(names)} unfrozen parameter{'s' * (len(names) > 1)} "
-                 f"({_short(names)}) are trained from now on")
+                 f"({_short(names)}) join training")
+
+
+def check_late(run: Run, late: str) -> None:
+    """Raise `UserError` on every rank for a parameter that was unfrozen while a step computed; collective.
+
+    ``late``: that parameter's name on this rank, or "".
+    """
+    name = next(name for name in run.control.gather(late) if name)
+    raise UserError(f"parameter {name} was unfrozen in the model's forward pass or task: its gradient of this step was "
+                    "not exchanged", "requires_grad that changes between steps",
+                    'set it in a callback with where = "all", at step_start or before')
 
 
 def resume(run: Run, rest: Mapping[str, Any]) -> None:

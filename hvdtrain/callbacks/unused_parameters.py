@@ -43,8 +43,10 @@ class UnusedReport(Callback):
         if self._reported or not self._steps:
             return
         self._reported = True
-        own = [spoken(run.unused.names[i]) for i in sorted(run.unused.never or ())]
-        names = list(dict.fromkeys(name for row in run.control.gather(own) for name in row))
+        never = (run.unused.never or frozenset()) - run.parts.params.frozen()
+        names = [spoken(run.unused.names[i]) for i in sorted(never)]
+        if run.parts.layout is not None:  # else all ranks have found the same
+            names = list(dict.fromkeys(name for row in run.control.gather(names) for name in row))
         if names:
             shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
             run.note(f"no step so far has used {len(names)} trainable parameter{'s' * (len(names) > 1)} ({shown}): "

@@ -96,6 +96,10 @@ class KerasFacts:
              "trainable when the run began is trained; to change that, end the run and fit again")
         return None
 
+    def late(self) -> str:
+        """Return what ``inner`` finds, or ""."""
+        return "" if self._inner is None else str(self._inner.late())
+
     def take_in(self, names: Sequence[str]) -> int | None:
         """Add parameters to the run's; none without ``inner``."""
         found: int | None = None if self._inner is None else self._inner.take_in(names)

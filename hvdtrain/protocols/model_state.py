@@ -182,6 +182,10 @@ class ModelFacts(Protocol):
         """
         ...
 
+    def late(self) -> str:
+        """Return the name of a parameter that a step unfroze while it computed, or ""; cheap."""
+        ...
+
     def take_in(self, names: Sequence[str]) -> int | None:
         """Add parameters to `Params`; return the index of the first one, None for none. `UserError` as `follow`."""
         ...

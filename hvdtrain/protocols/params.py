@@ -114,6 +114,10 @@ class Params(Protocol):
         """
         ...
 
+    def frozen(self) -> frozenset[int]:
+        """Return the indices of those that are frozen for now."""
+        ...
+
     def flat(self, bucket: Bucket, begin: int = 0, end: int | None = None) -> Array:
         """Return a copy of the tensors of ``bucket`` as one vector (n,); of its elements [begin, end), where those are
         asked for, maybe a view, good until they change."""

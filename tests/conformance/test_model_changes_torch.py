@@ -9,9 +9,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import unfreezing  # noqa: E402
-from small_runs import apart, lockstep, solo  # noqa: E402
+from small_runs import apart, fitted, lockstep, solo  # noqa: E402
 from torch import nn  # noqa: E402
-from unfreezing import BASE, WAYS, Net, data, model, plain, work  # noqa: E402
+from unfreezing import BASE, WAYS, Net, arrays, data, model, plain, work  # noqa: E402
 
 from hvdtrain.callbacks.base import Callback  # noqa: E402
 from hvdtrain.config import Checkpoint  # noqa: E402
@@ -45,7 +45,7 @@ def test_unfreezing_and_freezing_are_plain_pytorchs(tmp_path, monkeypatch, ranks
         ranks, setting, lambda rank: model(), data(), work)
     for got, notes in found:
         assert apart(got, want) < (2e-2 if way == "fp16" else 1e-5)
-        assert [n[:7] for n in notes if "trained from now on" in n] == ["step 4:", "step 8:"]
+        assert [n[:7] for n in notes if "join training" in n] == ["step 4:", "step 8:"]
 
 
 @pytest.mark.parametrize("stop", (6, 11))
@@ -148,3 +148,67 @@ def test_a_buffer_that_a_forward_pass_registers_is_no_change_of_a_callbacks(tmp_
             return super().forward(x)
 
     work(solo(replace(BASE, out=str(tmp_path)), model(Caching), data()))
+
+
+class Before(Callback):
+    where = "all"
+
+    def fit_start(self, run):
+        run.spec.model.middle.requires_grad_(True)
+        run.spec.model.head.bias.requires_grad_(False)
+
+
+def test_what_changes_between_assembling_and_the_first_step_counts(tmp_path):
+    """By a callback, or by the user between `Trainer.evaluate` and `Trainer.fit`, without any callback."""
+    def changed(run):
+        run.spec.model.middle.requires_grad_(True)
+        run.spec.model.head.bias.requires_grad_(False)
+        fitted(run)
+        return arrays(run.spec.model), run.notes
+
+    net = model()
+    net.middle.requires_grad_(True)
+    net.head.bias.requires_grad_(False)
+    want = fitted(solo(replace(BASE, out=str(tmp_path / "plain")), net, data())).spec.model
+    for name, how in (("callback", lambda run: work(run, Before())), ("user", changed)):
+        for got, notes in lockstep(2, replace(BASE, out=str(tmp_path / name)), lambda rank: model(), data(), how):
+            assert apart(got, arrays(want)) < 1e-5
+            assert not [note for note in notes if "no step so far" in note and "head" in note], "frozen on purpose"
+
+
+def test_unfreezing_within_a_step_is_refused(tmp_path):
+    class Late(Net):
+        def forward(self, x):
+            self.calls = getattr(self, "calls", 0) + 1
+            if self.calls > 8:
+                self.middle.requires_grad_(True)
+            return super().forward(x)
+
+    assert "middle.weight was unfrozen in the model's forward pass or task" in refused(
+        tmp_path, lambda run: None, built=lambda: model(Late))
+
+
+def test_another_type_or_shape_is_refused(tmp_path):
+    assert "head.weight was changed from float32[1, 8] to float64[1, 8]" in refused(
+        tmp_path, lambda run: run.spec.model.double())
+
+
+@pytest.mark.parametrize("saves", (0, 1))
+def test_statistics_that_a_mode_brings_in_are_equal_on_all_ranks(tmp_path, saves):
+    """A BatchNorm that a callback sets to eval computes with statistics that each rank has gathered for itself."""
+    class Freeze(Callback):
+        where = "all"
+
+        def step_end(self, run):
+            if run.state.cursor.step == 2:
+                run.spec.model.norm.eval()
+
+    setting = replace(BASE, out=str(tmp_path), checkpoint=Checkpoint(at_end=False, every_steps=saves))
+    runs = lockstep(2, setting, lambda rank: model(Normed), data(), lambda run: (work(run, Freeze()), run)[1])
+    held = [[t.detach().numpy() for t in run.spec.model.state_dict().values()] for run in runs]
+    assert apart(held[0], held[1]) == 0
+    STATISTICS.setdefault("first", held[0])
+    assert apart(held[0], STATISTICS["first"]) < 1e-6, "saves change nothing"
+
+
+STATISTICS: dict[str, list] = {}

@@ -86,6 +86,10 @@ class Params:
         """One line for each parameter."""
         return [f"parameter {s.name} {s.dtype}{list(s.shape)}" for s in self.specs]
 
+    def frozen(self) -> frozenset[int]:
+        """Return nothing."""
+        return frozenset()
+
     def flat(self, bucket: Bucket, begin: int = 0, end: int | None = None) -> np.ndarray:
         """The tensors of ``bucket`` as (n,), or its elements [begin, end)."""
         pieces = [self.tensors[i].reshape(-1)[a:b]

@@ -57,6 +57,10 @@ class Params:
                 f"optimizer {self._opt.made_of()}",
                 *(line("variable of the optimizer", v) for v in self._opt.optimizer.variables)]
 
+    def frozen(self) -> frozenset[int]:
+        """Return nothing: what is trainable when a run begins stays so."""
+        return frozenset()
+
     def flat(self, bucket: Bucket, begin: int = 0, end: int | None = None) -> tf.Tensor:
         """Return a copy of the variables of ``bucket`` as one vector (n,).
 

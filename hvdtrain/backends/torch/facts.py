@@ -26,13 +26,15 @@ class _Look(NamedTuple):
 
     params: list[torch.nn.Parameter]
     trained: list[bool]
+    kinds: list[tuple[torch.dtype, torch.Size]]
     modules: list[torch.nn.Module]
     modes: list[bool]
     grouped: int
 
     def equals(self, other: _Look) -> bool:
         """Return whether nothing differs."""
-        return (self.trained == other.trained and self.modes == other.modes and self.grouped == other.grouped
+        return (self.trained == other.trained and self.kinds == other.kinds and self.modes == other.modes
+                and self.grouped == other.grouped
                 and all(a is b for a, b in zip(self.params, other.params))
                 and all(a is b for a, b in zip(self.modules, other.modules)))
 
@@ -53,13 +55,16 @@ class TorchFacts:
     def _look(self) -> _Look:
         params, modules = list(self._model.parameters()), list(self._model.modules())
         grouped = sum(len(group["params"]) for group in self._state.optimizer.optimizer.param_groups)
-        return _Look(params, [p.requires_grad for p in params], modules, [m.training for m in modules], grouped)
+        return _Look(params, [p.requires_grad for p in params], [(p.dtype, p.shape) for p in params], modules,
+                     [m.training for m in modules], grouped)
 
     def renew(self) -> None:
         """Take the model as it is now for unchanged."""
         self._last = self._look()
         self._params_by = {name: id(p) for name, p in self._model.named_parameters()}
         self._modules_by = {name: id(module) for name, module in self._model.named_modules()}
+        known = set(self._params.names)
+        self._frozen = [(name, p) for name, p in self._model.named_parameters() if name not in known]
         self._with_buffers = {path for path, module in self._model.named_modules()
                               if next(module.buffers(recurse=False), None) is not None}
 
@@ -77,6 +82,9 @@ class TorchFacts:
         if now.grouped != before.grouped:
             found.append(f"the optimizer was given {now.grouped} parameters in place of {before.grouped}")
         names = {i: name for name, i in self._params_by.items()}
+        kinds = dict(zip(map(id, before.params), before.kinds))
+        found += [f"parameter {names[id(p)]} was changed from {_kind(*kinds[id(p)])} to {_kind(*kind)}"
+                  for p, kind in zip(now.params, now.kinds) if kinds.get(id(p), kind) != kind]
         paths = {i: path or "(the model)" for path, i in self._modules_by.items()}
         trained, modes = dict(zip(map(id, before.params), before.trained)), dict(
             zip(map(id, before.modules), before.modes))
@@ -97,6 +105,10 @@ class TorchFacts:
                             "build the model with all layers and set requires_grad, or begin another run")
         return self.take_in([name for name, p in self._model.named_parameters() if p.requires_grad])
 
+    def late(self) -> str:
+        """Return the name of a parameter that the run does not train and that has a gradient now, or ""."""
+        return next((name for name, p in self._frozen if p.requires_grad), "")
+
     def take_in(self, names: Sequence[str]) -> int | None:
         """Add those of ``names`` that the run does not train yet; return the first one's index, or None."""
         first = len(self._params.names)
@@ -113,7 +125,7 @@ class TorchFacts:
         names, tensors = self._params.names[first:], self._params.tensors[first:]
         _join(self._state.optimizer, names, tensors, spans)
         self._state.extend(names, spans)
-        self._last = self._look()
+        self.renew()
 
     # --- through a checkpoint ----------------------------------------------------------------------------------------
 
@@ -142,6 +154,10 @@ class TorchFacts:
                 modules[name].training = bool(mode)
         self.renew()
         return batches
+
+
+def _kind(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def _check(optimizer: TorchOptimizer, names: Sequence[str]) -> None:

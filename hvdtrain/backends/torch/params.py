@@ -67,6 +67,10 @@ class TorchParams:
         return [flat_N[offset:offset + self.specs[i].n].view(shape)
                 for i, offset, shape in zip(bucket.params, bucket.offsets, bucket.shapes)]
 
+    def frozen(self) -> frozenset[int]:
+        """Return the indices of the parameters without requires_grad."""
+        return frozenset(i for i, tensor in enumerate(self.tensors) if not tensor.requires_grad)
+
     def flat(self, bucket: Bucket, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """Return a copy of the tensors of ``bucket`` as one vector (n,) on their device.
 

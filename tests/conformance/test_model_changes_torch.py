@@ -189,7 +189,7 @@ def test_unfreezing_within_a_step_is_refused(tmp_path):
 
 
 def test_another_type_or_shape_is_refused(tmp_path):
-    assert "head.weight was changed from float32[1, 8] to float64[1, 8]" in refused(
+    assert "backbone.weight was changed from float32[8, 8] to float64[8, 8]" in refused(
         tmp_path, lambda run: run.spec.model.double())
 
 

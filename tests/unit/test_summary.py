@@ -38,7 +38,8 @@ def run():
     for name, seconds in (("data", 0.04), ("compute", 0.2), ("wait", 0.1), ("update", 0.1)):
         made.phases.add(name, seconds)
     made.state.cursor = Cursor(epoch=2, step=40)
-    made.state.loss, made.state.metrics = 0.25, {"loss": 0.5, "accuracy": 0.97}
+    made.state.loss = made.state.last_loss = 0.25
+    made.state.metrics = {"loss": 0.5, "accuracy": 0.97}
     return made
 
 
@@ -92,7 +93,7 @@ def test_the_table_says_what_the_issue_asks_for(run, capsys):
 
 
 def test_a_run_that_went_wrong_or_nowhere_has_a_table_too(run, capsys):
-    run.state.loss, run.state.metrics, run.state.stop = (
+    run.state.last_loss, run.state.metrics, run.state.stop = (
         math.nan,
         {"loss": math.inf},
         "early stop: [bold]loss[/x] not better",

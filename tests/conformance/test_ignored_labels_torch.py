@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-from small_runs import CLASSES, config, fitted, lockstep, make_model, samples, solo, weights  # noqa: E402
+from small_runs import CLASSES, Record, config, fitted, lockstep, make_model, samples, solo, weights  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from hvdtrain import loop  # noqa: E402
 from hvdtrain.backends.torch.losses import Loss, names, refuse_other_inputs  # noqa: E402
 from hvdtrain.backends.torch.task import ByName, Metrics  # noqa: E402
+from hvdtrain.callbacks.base import Callback  # noqa: E402
 from hvdtrain.callbacks.history import History  # noqa: E402
 from hvdtrain.config import Named  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
@@ -248,6 +249,23 @@ def test_a_global_batch_without_labels_changes_nothing(size, ignored):
         for a, b in zip(got, want):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
     assert history.history["loss"] == [pytest.approx(loss, rel=1e-5)]
+
+
+def test_a_wish_to_stop_or_save_is_heard_in_a_step_without_labels(tmp_path):
+    class Wish(Callback):
+        def step_start(self, run):
+            if run.state.cursor.step == 1:
+                run.want_stop("enough")
+                run.want_save()
+
+    def work(run):
+        record = Record()
+        run.callbacks[:0] = [Wish(), record]
+        fitted(run)
+        return run.state.cursor.step, run.state.stop, record.saved_at
+
+    found = lockstep(2, settings(out=str(tmp_path)), lambda rank: make_model("torch"), data(range(8, 16)), work)
+    assert found == [(2, "enough", [2])] * 2
 
 
 def test_data_in_memory_without_ignored_labels_is_not_weighed():

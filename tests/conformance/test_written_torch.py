@@ -171,6 +171,30 @@ def test_a_model_without_such_buffers_sends_nothing():
         assert sent == [] and not any("write to" in note for note in notes)
 
 
+class Renormalised(nn.BatchNorm1d):
+    """Reads its running mean in training."""
+
+    def forward(self, x):
+        out = x - self.running_mean
+        if self.training:
+            with torch.no_grad():
+                self.running_mean.lerp_(x.mean(0), 0.3)
+        return out
+
+
+def test_statistics_that_enter_training_are_written_state(tmp_path):
+    def model(rank):
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(FEATURES, 4), Renormalised(4), nn.Linear(4, CLASSES), nn.BatchNorm1d(CLASSES))
+
+    run = lockstep(2, short(), model, DATA, fitted)[0]
+    noted = next(note for note in run.notes if "write to" in note)
+    assert "1.running_mean" in noted and "3." not in noted
+    saving = lockstep(2, short(checkpoint=Checkpoint(every_steps=1), out=str(tmp_path / "run")), model, DATA, fitted)[0]
+    trained = [[p.detach() for p in each.spec.model.parameters()] for each in (run, saving)]
+    assert all(map(torch.equal, *trained))
+
+
 @pytest.mark.parametrize("reductions", [None, RIGHT], ids=["default", "declared"])
 def test_a_resumed_run_goes_on_with_the_same_values(reductions, tmp_path):
     out = str(tmp_path / "run")

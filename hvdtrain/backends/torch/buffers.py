@@ -6,6 +6,7 @@ optimizer and no checkpoint; formulas of reductions are `hvdtrain.exchange.writt
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -24,6 +25,9 @@ LARGE = 1 << 16
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """The buffers of BatchNorm and InstanceNorm, which do not enter training's result."""
+
+_NORMS = re.compile(r"(torch|hvdtrain)\.|timm\.layers\.norm_act$")
+"""The modules whose forward passes of a BatchNorm read running statistics in evaluation only."""
 
 
 def remember(module: torch.nn.Module) -> Callable[[], list[str]]:
@@ -133,7 +137,8 @@ class Buffers:
         """Parameters that only a forward pass can change before the update."""
         self._versions: list[int] = []
         for number, (prefix, (_, module)) in enumerate(zip(self._prefixes, modules)):
-            counted = STATISTICS if isinstance(module, torch.nn.modules.batchnorm._NormBase) else ()
+            norm = isinstance(module, torch.nn.modules.batchnorm._NormBase)
+            counted = STATISTICS if norm and _NORMS.match(type(module).forward.__module__) else ()
             for key, _ in module._buffers.items():
                 place = self._place(number, key)
                 (self._statistics if key in counted or place.name in statistics else self._own).append(place)

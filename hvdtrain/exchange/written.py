@@ -64,6 +64,8 @@ def combine(transport: Transport, entries: Sequence[Entry], reductions: Mapping[
         row += [zlib.crc32(entry.form.encode()), int(changed)]
     rows_PK = _gathered(transport, np.array(row, np.int64), "written")
     samples_P = rows_PK[:, 0]
+    queues = {module_of(entry.name) for i, (entry, _, _) in enumerate(held) if rows_PK[:, 2 + 2 * i].any()
+              and GATHER.fullmatch(reductions.get(entry.name, FIRST))}
     sent = []
     for i, (entry, old, own) in enumerate(held):
         reduction = reductions.get(entry.name, FIRST)
@@ -72,7 +74,7 @@ def combine(transport: Transport, entries: Sequence[Entry], reductions: Mapping[
                 raise UserError(f"buffer {entry.name!r} has other shapes on one rank than on another, and "
                                 f"buffer_reduction says {reduction}", "one shape on every rank",
                                 "leave it out of buffer_reduction if it only caches")
-        elif rows_PK[:, 2 + 2 * i].any():
+        elif rows_PK[:, 2 + 2 * i].any() or GATHER.fullmatch(reduction) and module_of(entry.name) in queues:
             sent.append((entry, reduction, own if old is None else old, own))
         elif old is not None and not _same(old, own):  # by a placeholder's forward, which is no sample
             entry.write(old)
@@ -143,9 +145,10 @@ def gathered(buffers: Sequence[tuple[str, str, np.ndarray, Sequence[np.ndarray]]
              samples_P: Sequence[int]) -> dict[str, np.ndarray]:
     """Return the queues, and the positions in them, with the rows of all ranks; by name. Pure.
 
-    ``buffers``: (name, ``gather`` or ``gather:1``, old value, the ranks' values). The rows that a rank wrote, in any
-    queue of the module with as many rows, go one rank after the other to the first of them, and on from row 0 behind
-    the last row. A position is old + sum of the ranks' steps, modulo the queue's rows where it was less than these.
+    ``buffers``: (name, ``gather`` or ``gather:1``, old value, the ranks' values). The rows that a rank wrote go one
+    rank after the other to the first of them, and on from row 0 behind the last row. The step of the module's position
+    tells which rows these are; without a position, the rows that changed in any queue of as many rows do. A position
+    is old + sum of the ranks' steps, modulo the queue's rows where it was less than these.
     Errors: `UserError` where rows are no queue's: all of them changed, or ranks began at different rows.
     """
     made = {}
@@ -153,10 +156,11 @@ def gathered(buffers: Sequence[tuple[str, str, np.ndarray, Sequence[np.ndarray]]
         own = [one for one in buffers if module_of(one[0]) == module]
         queues = [(name, int((GATHER.fullmatch(how) or [0, 0])[1] or 0), old, own_P) for name, how, old, own_P in own
                   if not is_position(old)]
+        moves = [(old, own_P) for _, _, old, own_P in own if is_position(old)]
         for rows in dict.fromkeys(old.shape[axis] for _, axis, old, _ in queues):
             alike = [(name, np.moveaxis(old, axis, 0), [np.moveaxis(x, axis, 0) for x in own_P], axis)
                      for name, axis, old, own_P in queues if old.shape[axis] == rows]
-            spans = [_span(alike, rank, rows) if n else (0, 0) for rank, n in enumerate(samples_P)]
+            spans = [_span(alike, rank, rows, moves) if n else (0, 0) for rank, n in enumerate(samples_P)]
             for name, old_K, own_PK, axis in alike:
                 made[name] = np.ascontiguousarray(np.moveaxis(_laid(old_K, own_PK, spans), 0, axis))
         rows = next((old.shape[axis] for _, axis, old, _ in queues), 0)
@@ -175,15 +179,28 @@ def _moved(old: np.ndarray, owns: Sequence[np.ndarray], rows: int) -> np.ndarray
     return np.full(old.shape, after, old.dtype)
 
 
-def _span(alike: Sequence[tuple[str, np.ndarray, list[np.ndarray], int]], rank: int, rows: int) -> tuple[int, int]:
-    """Return (first row that ``rank`` changed, how many from there on), on a ring of ``rows``."""
+def _span(alike: Sequence[tuple[str, np.ndarray, list[np.ndarray], int]], rank: int, rows: int,
+          moves: Sequence[tuple[np.ndarray, list[np.ndarray]]]) -> tuple[int, int]:
+    """Return (first row that ``rank`` wrote, how many from there on), on a ring of ``rows``.
+
+    ``moves``: the module's positions, old and by rank; the rows are those of a step that covers what changed.
+    """
     changed_K = np.zeros(rows, bool)
     for _, old_K, own_PK, _ in alike:
         changed_K |= (_bits(old_K) != _bits(own_PK[rank])).any(1)
     at = np.flatnonzero(changed_K)
+    for old, own_P in moves:
+        first = int(old.reshape(-1)[0])
+        n = (int(own_P[rank].reshape(-1)[0]) - first) % rows
+        if ((at - first) % rows < n).all():  # a row that was given the value it had does not show
+            return first % rows, n
     if at.size == 0:
         return 0, 0
     name = alike[0][0]
+    if moves and at.size < rows:
+        raise UserError(f"rank {rank} changed rows {at[:8].tolist()} of the queue {name!r} of {rows} rows, outside the "
+                        "step of its position", "a position that each row written moves by 1, from that row on, and "
+                        "fewer rows a step than the queue has", "correct the position, or do not gather it")
     if at.size == rows:
         raise UserError(f"a step wrote all {rows} rows of the queue {name!r} on rank {rank}, so that its first is "
                         "not known", "a queue longer than what a rank puts into it in a step",

@@ -46,8 +46,7 @@ class WrittenState:
         Errors: `UserError` on every rank for a declaration that does not fit the model.
         """
         control, aliases = run.control, run.parts.buffers.aliases()
-        own = agreed(control, lambda: _given(run.spec), "buffer_reduction")
-        given = control.gather({aliases.get(name, name): how for name, how in own.items()})
+        given = control.gather(agreed(control, lambda: _given(run.spec, aliases), "buffer_reduction"))
 
         def checked() -> dict[str, str]:
             if any(one != given[0] for one in given):
@@ -140,8 +139,11 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST]) + (f" and {len(names) - MOST} more" if len(names) > MOST else "")
 
 
-def _given(spec: Any) -> dict[str, str]:
-    """Return what ``buffer_reduction`` of the model's file, or the method of the model, declares; {} without one."""
+def _given(spec: Any, aliases: Mapping[str, str]) -> dict[str, str]:
+    """Return what ``buffer_reduction`` of the model's file, or the method of the model, declares; {} without one.
+
+    Errors: `UserError` for what is no such dict, and for two reductions of one buffer by its ``aliases``.
+    """
     if spec.buffer_reduction is not None:
         given = called(spec, "buffer_reduction", spec.model)
     else:
@@ -150,7 +152,12 @@ def _given(spec: Any) -> dict[str, str]:
     if not (isinstance(given, Mapping) and all(isinstance(x, str) for pair in given.items() for x in pair)):
         raise UserError(f"buffer_reduction returned {given!r}"[:300], f"a dict from a buffer's name to {NAMES}",
                         "correct buffer_reduction")
-    return dict(given)
+    found: dict[str, str] = {}
+    for name, how in given.items():
+        if found.setdefault(aliases.get(name, name), how) != how:
+            raise UserError(f"buffer_reduction says {how} for {name!r}, and {found[aliases.get(name, name)]} for the "
+                            "same buffer by another name", "one reduction", "leave one of them out")
+    return found
 
 
 def resolved(given: Mapping[str, str], writable: Mapping[str, Writable], statistics: Iterable[str]) -> dict[str, str]:

@@ -171,6 +171,47 @@ def test_a_model_without_such_buffers_sends_nothing():
         assert sent == [] and not any("write to" in note for note in notes)
 
 
+class Shared(nn.Module):
+    """Two modules have one counter; the second has its own from the third pass on, if ``parting``."""
+
+    def __init__(self, reductions=None, parting=False):
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.b = nn.Linear(FEATURES, CLASSES), nn.Linear(1, 1).requires_grad_(False)
+        self.a.register_buffer("count", torch.zeros(2))
+        self.b.register_buffer("count", self.a.count)
+        self.reductions, self.parting, self.passes = reductions, parting, 0
+
+    def buffer_reduction(self):
+        return self.reductions
+
+    def forward(self, x):
+        if self.training and torch.is_grad_enabled():
+            self.passes += 1
+            if self.parting and self.passes == 3:
+                self.b.count = torch.zeros(2)
+            self.a.count[0] += len(x)
+            self.b.count[1] += len(x)
+        return self.a(x)
+
+
+@pytest.mark.parametrize("name", ["a.count", "b.count"])
+def test_a_buffer_of_two_modules_is_reduced_once(name):
+    run = ranks(short(), reductions={name: "sum"}, model=Shared)[0]
+    assert run.spec.model.a.count.tolist() == [24, 24] and run.spec.model.b.count is run.spec.model.a.count
+    assert not any("b.count" in note for note in run.notes)
+
+
+def test_a_buffer_that_is_no_longer_shared_is_state_of_its_own():
+    run = ranks(short(), reductions={}, model=lambda reductions: Shared(reductions, parting=True))[0]
+    assert any("b.count" in note for note in run.notes)
+
+
+def test_two_reductions_of_one_buffer_are_refused():
+    with pytest.raises(UserError, match="same buffer"):
+        ranks(short(), reductions={"a.count": "sum", "b.count": "max"}, model=Shared)
+
+
 class Renormalised(nn.BatchNorm1d):
     """Reads its running mean in training."""
 

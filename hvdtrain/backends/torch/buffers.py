@@ -136,18 +136,27 @@ class Buffers:
         self._fixed: list[_Place] = []
         """Parameters that only a forward pass can change before the update."""
         self._versions: list[int] = []
+        first: dict[int, _Place] = {}
         for number, (prefix, (_, module)) in enumerate(zip(self._prefixes, modules)):
             norm = isinstance(module, torch.nn.modules.batchnorm._NormBase)
             counted = STATISTICS if norm and _NORMS.match(type(module).forward.__module__) else ()
-            for key, _ in module._buffers.items():
+            for key, buffer in module._buffers.items():
                 place = self._place(number, key)
+                shared = place if buffer is None else first.setdefault(id(buffer), place)
+                if shared is not place:  # one tensor in several modules is reduced once
+                    self._aliases[place.name] = shared.name
+                    continue
                 (self._statistics if key in counted or place.name in statistics else self._own).append(place)
             for key, param in module._parameters.items():
                 place = _Place(f"{prefix}.{key}" if prefix else key, module._parameters, key, (-1, ""))
-                self._params.append(place)
+                shared = place if param is None else first.setdefault(id(param), place)
+                if shared is place:
+                    self._params.append(place)
+                else:
+                    self._aliases[place.name] = shared.name
                 renormalised = getattr(module, "max_norm", None) is not None  # torch.nn.Embedding
-                if param is not None and (renormalised or not param.requires_grad):
-                    self._fixed.append(place)
+                if param is not None and (renormalised or not param.requires_grad) and shared not in self._fixed:
+                    self._fixed.append(shared)
 
     def _place(self, number: int, key: str) -> _Place:
         """Return where the buffer ``key`` of a module stands."""
@@ -174,9 +183,9 @@ class Buffers:
                 if buffer is None:
                     continue
                 if kept is None or kept.of is not buffer or kept.copy.shape != buffer.shape:
-                    if kept is None and number < len(self._prefixes) and all(
-                            place.at != (number, name) for place in (*self._own, *self._statistics)):
-                        self._own.append(self._place(number, name))  # registered by a forward pass
+                    if number < len(self._prefixes) and all(place.at != (number, name) and place.tensor is not buffer
+                                                            for place in (*self._own, *self._statistics)):
+                        self._own.append(self._place(number, name))  # registered or no longer shared
                     self._kept[number, name] = _Kept(buffer, buffer.detach().clone(), buffer._version)
                 elif not kept.large or kept.version != buffer._version:
                     changed.append(buffer)

@@ -2,8 +2,8 @@
 
 Owns the names, the reductions that a model declares, and the notes. The formulas are `hvdtrain.exchange.written`'s.
 
-DDP broadcasts rank 0's buffers before each forward pass. Here the ranks reduce what is written at the end of each step
-that made an update, so that no save and no evaluation decides about a value. Runs without such a buffer send nothing:
+DDP broadcasts rank 0's buffers before each forward pass. Here the ranks reduce what is written before the update of
+each step, so that no save and no evaluation decides about a value. Runs without such a buffer send nothing:
 a rank that notices a write to one reports it in the step's agreement.
 """
 
@@ -89,7 +89,8 @@ class WrittenState:
     def combine(self, run: Run, meets: bool) -> None:
         """Reduce what the step has written; collective where the replicas synchronize in it and a buffer is known."""
         if meets and self.reductions:
-            run.parts.buffers.combine(self.reductions, force=self._apart)
+            # A step whose update was left out has given back what its replicas had before they synchronized.
+            run.parts.buffers.combine(self.reductions, force=self._apart or not run.updated)
         self._apart = not meets
 
     def evaluating(self, run: Run) -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from small_runs import CLASSES, FEATURES, config, fitted, lockstep, samples, solo, weights
+from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples, solo, weights
 
 from hvdtrain import loop
 from hvdtrain.config import Checkpoint, Data, DataParallel, Pipeline
@@ -113,6 +113,20 @@ def test_a_step_without_an_update_writes_nothing(reductions):
     assert int(run.spec.model.count) == (18 if reductions else 12)
 
 
+@pytest.mark.parametrize("name", ["replicate", "zero"])
+def test_an_update_that_is_left_out_gives_back_what_was_combined(name):
+    def one(run):
+        update = run.dp.update
+        run.dp.update = lambda step, *rest: (False, float("nan")) if step == 1 else update(step, *rest)
+        return fitted(run)
+
+    settings = short(nan_guard="skip", data_parallel=DataParallel(name), data=Data(prefetch=0, shuffle=False))
+    for run in lockstep(2, settings, lambda rank: Counting(RIGHT), DATA, one):
+        kept = torch.from_numpy(np.delete(DATA[0], range(6, 12), 0))
+        assert int(run.spec.model.count) == 18 and int(run.spec.model.at) == 18 % 16
+        assert run.spec.model.seen.tolist() == [1 + int((kept > 1).sum()), 1 + int((kept < -1).sum())]
+
+
 class Writing(nn.Module):
     """Writes to an untrained parameter, a half-precision buffer, a replaced one, and behind PyTorch's count."""
 
@@ -153,6 +167,27 @@ def test_whatever_is_written_becomes_one_value():
     note = next(note for note in run.notes if "write to" in note)
     assert all(name in note for name in ("slow.weight", "narrow", "replaced", "data", "embedding.weight"))
     assert "untouched" not in note and "linear" not in note
+
+
+class Centred(nn.Module):
+    """Writes a mean of its samples to a trainable parameter."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear, self.shift = nn.Linear(FEATURES, CLASSES), nn.Parameter(torch.zeros(FEATURES))
+
+    def forward(self, x):
+        if self.training and torch.is_grad_enabled():
+            self.shift.data.copy_(x.mean(0))
+        return self.linear(x - self.shift)
+
+
+def test_an_update_starts_from_what_was_written_to_a_parameter():
+    """ZeRO's owner of a parameter may be another rank than the one whose value all take."""
+    replicate, *zero = [weights(lockstep(2, short(data_parallel=DataParallel(*how)), lambda rank: Centred(), DATA,
+                                         fitted)[0]) for how in (("replicate",), ("zero", 1), ("zero", 2))]
+    assert all(apart(one, replicate) < 1e-6 for one in zero)
 
 
 def test_a_model_without_such_buffers_sends_nothing():

@@ -204,8 +204,9 @@ def _check_queues(gathered: Mapping[str, tuple[str, Writable]]) -> None:
     for name, key in rows.items():
         if key not in sure and key[0] not in placed:
             raise UserError(f"buffer_reduction gathers {name!r} of whole numbers alone: a row that gets the number it "
-                            "had does not show", "its position or a floating queue of as many rows in the same module, "
-                            "gathered too", "gather its position, or keep it beside its features, or in a floating dtype")
+                            "had does not show", "its position or a floating queue of as many rows in the same "
+                            "module, gathered too",
+                            "gather its position, or keep it beside its features, or in a floating dtype")
     for name, (how, one) in gathered.items():
         sizes = {n for module, n in rows.values() if module == module_of(name)}
         if one.position and len(sizes) != 1:

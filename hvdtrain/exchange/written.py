@@ -5,6 +5,7 @@ Owns the formula of each reduction and the exchange. Which buffers have which re
 
 from __future__ import annotations
 
+import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -26,11 +27,14 @@ KINDS = {"first": "biufc", "sum": "iufc", "mean": "fc", "max": "biuf", "min": "b
 
 NAMES = " | ".join(KINDS)
 
+HEAD_BYTES = 1024
+"""Bytes for the dtype and shape of a buffer, as JSON."""
+
 
 class Entry(Protocol):
     """One buffer on this rank. Arrays are numpy's, float64 for a dtype that numpy lacks.
 
-    ``form``: dtype and shape, as the ranks compare them.
+    ``form``: dtype and shape, as the ranks compare them; "" where this rank lacks the buffer, or has an empty one.
     """
 
     name: str
@@ -60,10 +64,16 @@ def combine(transport: Transport, entries: Sequence[Entry], reductions: Mapping[
     held = [(entry, entry.old(), entry.own()) for entry in entries]
     row: list[int] = [samples]
     for entry, old, own in held:
-        changed = samples > 0 and (force or old is None or not _same(old, own))
+        changed = samples > 0 and own.size > 0 and (force or old is None or not _same(old, own))
         row += [zlib.crc32(entry.form.encode()), int(changed)]
-    rows_PK = _gathered(transport, np.array(row, np.int64), "written")
+    rows_PK = np.array(_gathered(transport, np.array(row, np.int64), "written"))
     samples_P = rows_PK[:, 0]
+    for i, one in enumerate(held):
+        lacks_P = rows_PK[:, 1 + 2 * i] == 0
+        if lacks_P.any() and not lacks_P.all() and not samples_P[lacks_P].any():
+            root = int(lacks_P.argmin())
+            held[i] = _described(transport, one, root)
+            rows_PK[lacks_P, 1 + 2 * i] = rows_PK[root, 1 + 2 * i]
     queues = {module_of(entry.name) for i, (entry, _, _) in enumerate(held) if rows_PK[:, 2 + 2 * i].any()
               and GATHER.fullmatch(reductions.get(entry.name, FIRST))}
     sent = []
@@ -75,12 +85,29 @@ def combine(transport: Transport, entries: Sequence[Entry], reductions: Mapping[
                                 f"buffer_reduction says {reduction}", "one shape on every rank",
                                 "leave it out of buffer_reduction if it only caches")
         elif rows_PK[:, 2 + 2 * i].any() or GATHER.fullmatch(reduction) and module_of(entry.name) in queues:
-            sent.append((entry, reduction, own if old is None else old, own))
+            sent.append((entry, reduction, np.zeros_like(own) if old is None else old, own))  # made in this step
         elif old is not None and not _same(old, own):  # by a placeholder's forward, which is no sample
             entry.write(old)
     # A rank that computed on a placeholder has written what is no sample's.
     sent = [(entry, reduction, old, own if samples_P[transport.rank] else old) for entry, reduction, old, own in sent]
     _exchange(transport, sent, [int(n) for n in samples_P])
+
+
+def _described(transport: Transport, held: tuple[Entry, np.ndarray | None, np.ndarray],
+               root: int) -> tuple[Entry, np.ndarray | None, np.ndarray]:
+    """Have a rank without the buffer know its dtype and shape from rank ``root``; collective."""
+    entry, old, own = held
+    head_N = np.zeros(HEAD_BYTES, np.uint8)
+    text = json.dumps([entry.form, own.dtype.str, own.shape]).encode()
+    head_N[:len(text)] = np.frombuffer(text, np.uint8)
+    got_N = np.asarray(transport.ops.to_host(transport.broadcast(transport.ops.from_host(head_N),
+                                                                 f"written.head.from{root}", root)))
+    if entry.form:
+        return held
+    entry.form, dtype, shape = json.loads(got_N.tobytes().rstrip(b"\0"))
+    made = np.zeros(shape, dtype)
+    entry.write(made)
+    return entry, None, made
 
 
 def _exchange(transport: Transport, sent: Sequence[tuple[Entry, str, np.ndarray, np.ndarray]],
@@ -180,7 +207,7 @@ def _moved(old: np.ndarray, owns: Sequence[np.ndarray], rows: int) -> np.ndarray
 
 
 def _span(alike: Sequence[tuple[str, np.ndarray, list[np.ndarray], int]], rank: int, rows: int,
-          moves: Sequence[tuple[np.ndarray, list[np.ndarray]]]) -> tuple[int, int]:
+          moves: Sequence[tuple[np.ndarray, Sequence[np.ndarray]]]) -> tuple[int, int]:
     """Return (first row that ``rank`` wrote, how many from there on), on a ring of ``rows``.
 
     ``moves``: the module's positions, old and by rank; the rows are those of a step that covers what changed.

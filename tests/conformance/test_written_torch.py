@@ -271,6 +271,69 @@ def test_statistics_that_enter_training_are_written_state(tmp_path):
     assert all(map(torch.equal, *trained))
 
 
+class Lazy(nn.Module):
+    """Has state that its first training pass makes: a buffer that was None, an empty and a new one, and attributes."""
+
+    def __init__(self, reductions=None):
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("total", None)
+        self.register_buffer("least", torch.tensor([]))
+        self.register_buffer("centre", torch.zeros(FEATURES))
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+        self.ready, self.sizes, self.reductions = False, [], reductions
+
+    def buffer_reduction(self):
+        return self.reductions or {}
+
+    def forward(self, x):
+        if self.training and torch.is_grad_enabled():
+            with torch.no_grad():
+                self.sizes.append(len(x))
+                self.total = x.sum(0) if self.total is None else self.total + x.sum(0)
+                self.least = x.amin(0) if self.least.numel() == 0 else torch.minimum(self.least, x.amin(0))
+                if not self.ready:
+                    self.register_buffer("first", x.mean(0))
+                    self.centre.copy_(x.mean(0))
+                    self.ready = True
+        if len(self.cache) < len(x):
+            self.cache = torch.zeros(len(x))
+        return self.linear(x - self.centre)
+
+
+LAZY = {"total": "sum", "least": "min", "first": "mean", "centre": "mean"}
+
+
+@pytest.mark.parametrize("shares", [[2, 1], [0, 1]], ids=str)
+def test_the_first_samples_leave_no_state_behind(shares):
+    settings = short(max_steps=1, data=Data(prefetch=0, shuffle=False))
+    x = torch.from_numpy(DATA[0][:6])
+    want = {"total": x.sum(0), "least": x.amin(0), "first": x.mean(0), "centre": x.mean(0)}
+    alone = fitted(solo(settings, Lazy(), DATA)).spec.model
+    assert alone.sizes == [6]
+    for run in (*ranks(short(max_steps=1, data=settings.data, shares=shares), reductions=LAZY, model=Lazy),
+                fitted(solo(settings, Lazy(LAZY), DATA))):
+        for name, value in want.items():
+            torch.testing.assert_close(getattr(run.spec.model, name), value, msg=name)
+    for name, value in want.items():
+        torch.testing.assert_close(getattr(alone, name), value, msg=name)
+
+
+def test_state_that_the_first_step_makes_is_one_value_after_it():
+    note = next(note for note in ranks(short(max_steps=1), model=Lazy)[0].notes if "write to" in note)
+    assert all(name in note for name in ("total", "least", "first", "centre")) and "cache" not in note
+
+
+def test_a_skipped_first_step_makes_no_buffer():
+    def one(run):
+        run.dp.update = lambda *rest: (False, float("nan"))
+        return fitted(run).spec.model
+
+    for model in lockstep(2, short(max_steps=1, nan_guard="skip"), lambda rank: Lazy(LAZY), DATA, one):
+        assert model.total is None
+
+
 @pytest.mark.parametrize("reductions", [None, RIGHT], ids=["default", "declared"])
 def test_a_resumed_run_goes_on_with_the_same_values(reductions, tmp_path):
     out = str(tmp_path / "run")

@@ -271,6 +271,29 @@ def test_statistics_that_enter_training_are_written_state(tmp_path):
     assert all(map(torch.equal, *trained))
 
 
+class Bounded(nn.Module):
+    """Has an embedding that its forward passes renormalise, and a parameter that they write."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding, self.linear = nn.Embedding(8, 4, max_norm=0.5), nn.Linear(4, CLASSES)
+        self.slow = nn.Linear(4, CLASSES).requires_grad_(False)
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.slow.weight.mul_(0.9).add_(self.linear.weight * 0.1)
+        features = self.embedding((x[:, 0] * 2).long().clamp(-4, 3) + 4)
+        return self.linear(features) + self.slow(features)
+
+
+def test_an_audit_changes_no_parameter():
+    plain, audited = (weights(lockstep(2, short(shares=[], audit=audit), lambda rank: Bounded(), DATA, fitted)[0])
+                      for audit in (0, 1))
+    assert all(map(np.array_equal, plain, audited))
+
+
 class Lazy(nn.Module):
     """Has state that its first training pass makes: a buffer that was None, an empty and a new one, and attributes."""
 

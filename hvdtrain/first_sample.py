@@ -39,8 +39,8 @@ def check(run: Any, backend: Any) -> list[str]:
 
     Returns the buffers and parameters that were written to here, by name.
 
-    Nothing of it remains but samples that a stream has handed out, with which its first step begins, and what no
-    framework knows of: a counter or a random generator of the model's own has moved on.
+    Nothing of it remains but samples that a stream has handed out, with which its first step begins, and state that
+    is neither a buffer nor an attribute of the model or of objects of the user's own classes that it holds.
     Errors: `UserError` on every rank for what does not fit; other exceptions of the model pass through.
     """
     if run.parts.layout is not None:

@@ -159,12 +159,11 @@ def _stepped(run: Run, batch: StepBatch) -> bool:
         with run.recovery.once("the update"), span("update", "update"):
             unused = run.unused.agreed if meets else parts.stage.unused
             run.unused.check(unused)
+            run.written.combine(run, meets)  # the update starts from what forward passes have written to parameters
             finite, norm = dp.update(state.cursor.step, done.grads, unused)
             run.unused.updated(unused)
         bad = [] if finite else list(range(run.control.size))
         state.grad_norm = state.grad_norm if math.isnan(norm) else norm
-    if not bad:
-        run.written.combine(run, meets)
     updated = time.perf_counter()
     device_s = parts.stage.device_s()  # where the host's clock cannot tell computing from waiting
     compute_s = computed - begin - done.waited_s if device_s is None else min(device_s, voted - begin)

@@ -2,8 +2,8 @@
 
 Owns the names, the reductions that a model declares, and the notes. The formulas are `hvdtrain.exchange.written`'s.
 
-DDP broadcasts rank 0's buffers before each forward pass. Here the ranks reduce what is written at the end of each step
-that made an update, so that no save and no evaluation decides about a value. Runs without such a buffer send nothing:
+DDP broadcasts rank 0's buffers before each forward pass. Here the ranks reduce what is written before the update of
+each step, so that no save and no evaluation decides about a value. Runs without such a buffer send nothing:
 a rank that notices a write to one reports it in the step's agreement.
 """
 
@@ -46,8 +46,7 @@ class WrittenState:
         Errors: `UserError` on every rank for a declaration that does not fit the model.
         """
         control, aliases = run.control, run.parts.buffers.aliases()
-        own = agreed(control, lambda: _given(run.spec), "buffer_reduction")
-        given = control.gather({aliases.get(name, name): how for name, how in own.items()})
+        given = control.gather(agreed(control, lambda: _given(run.spec, aliases), "buffer_reduction"))
 
         def checked() -> dict[str, str]:
             if any(one != given[0] for one in given):
@@ -90,7 +89,8 @@ class WrittenState:
     def combine(self, run: Run, meets: bool) -> None:
         """Reduce what the step has written; collective where the replicas synchronize in it and a buffer is known."""
         if meets and self.reductions:
-            run.parts.buffers.combine(self.reductions, force=self._apart)
+            # A step whose update was left out has given back what its replicas had before they synchronized.
+            run.parts.buffers.combine(self.reductions, force=self._apart or not run.updated)
         self._apart = not meets
 
     def evaluating(self, run: Run) -> None:
@@ -140,8 +140,11 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST]) + (f" and {len(names) - MOST} more" if len(names) > MOST else "")
 
 
-def _given(spec: Any) -> dict[str, str]:
-    """Return what ``buffer_reduction`` of the model's file, or the method of the model, declares; {} without one."""
+def _given(spec: Any, aliases: Mapping[str, str]) -> dict[str, str]:
+    """Return what ``buffer_reduction`` of the model's file, or the method of the model, declares; {} without one.
+
+    Errors: `UserError` for what is no such dict, and for two reductions of one buffer by its ``aliases``.
+    """
     if spec.buffer_reduction is not None:
         given = called(spec, "buffer_reduction", spec.model)
     else:
@@ -150,7 +153,12 @@ def _given(spec: Any) -> dict[str, str]:
     if not (isinstance(given, Mapping) and all(isinstance(x, str) for pair in given.items() for x in pair)):
         raise UserError(f"buffer_reduction returned {given!r}"[:300], f"a dict from a buffer's name to {NAMES}",
                         "correct buffer_reduction")
-    return dict(given)
+    found: dict[str, str] = {}
+    for name, how in given.items():
+        if found.setdefault(aliases.get(name, name), how) != how:
+            raise UserError(f"buffer_reduction says {how} for {name!r}, and {found[aliases.get(name, name)]} for the "
+                            "same buffer by another name", "one reduction", "leave one of them out")
+    return found
 
 
 def resolved(given: Mapping[str, str], writable: Mapping[str, Writable], statistics: Iterable[str]) -> dict[str, str]:
@@ -192,11 +200,13 @@ def _check_queues(gathered: Mapping[str, tuple[str, Writable]]) -> None:
                             "choose another reduction")
         rows[name] = (module_of(name), one.shape[axis])
     sure = {key for name, key in rows.items() if gathered[name][1].kind == "f"}
+    placed = {module_of(name) for name, (_, one) in gathered.items() if one.position}
     for name, key in rows.items():
-        if key not in sure:
+        if key not in sure and key[0] not in placed:
             raise UserError(f"buffer_reduction gathers {name!r} of whole numbers alone: a row that gets the number it "
-                            "had does not show", "a floating queue of as many rows in the same module, gathered too",
-                            "keep it beside its features, or in a floating dtype")
+                            "had does not show", "its position or a floating queue of as many rows in the same "
+                            "module, gathered too",
+                            "gather its position, or keep it beside its features, or in a floating dtype")
     for name, (how, one) in gathered.items():
         sizes = {n for module, n in rows.values() if module == module_of(name)}
         if one.position and len(sizes) != 1:

@@ -5,6 +5,7 @@ Owns the formula of each reduction and the exchange. Which buffers have which re
 
 from __future__ import annotations
 
+import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -26,11 +27,14 @@ KINDS = {"first": "biufc", "sum": "iufc", "mean": "fc", "max": "biuf", "min": "b
 
 NAMES = " | ".join(KINDS)
 
+HEAD_BYTES = 1024
+"""Bytes for the dtype and shape of a buffer, as JSON."""
+
 
 class Entry(Protocol):
     """One buffer on this rank. Arrays are numpy's, float64 for a dtype that numpy lacks.
 
-    ``form``: dtype and shape, as the ranks compare them.
+    ``form``: dtype and shape, as the ranks compare them; "" where this rank lacks the buffer, or has an empty one.
     """
 
     name: str
@@ -60,10 +64,18 @@ def combine(transport: Transport, entries: Sequence[Entry], reductions: Mapping[
     held = [(entry, entry.old(), entry.own()) for entry in entries]
     row: list[int] = [samples]
     for entry, old, own in held:
-        changed = samples > 0 and (force or old is None or not _same(old, own))
+        changed = samples > 0 and own.size > 0 and (force or old is None or not _same(old, own))
         row += [zlib.crc32(entry.form.encode()), int(changed)]
-    rows_PK = _gathered(transport, np.array(row, np.int64), "written")
+    rows_PK = np.array(_gathered(transport, np.array(row, np.int64), "written"))
     samples_P = rows_PK[:, 0]
+    for i, one in enumerate(held):
+        lacks_P = rows_PK[:, 1 + 2 * i] == 0
+        if lacks_P.any() and not lacks_P.all() and not samples_P[lacks_P].any():
+            root = int(lacks_P.argmin())
+            held[i] = _described(transport, one, root)
+            rows_PK[lacks_P, 1 + 2 * i] = rows_PK[root, 1 + 2 * i]
+    queues = {module_of(entry.name) for i, (entry, _, _) in enumerate(held) if rows_PK[:, 2 + 2 * i].any()
+              and GATHER.fullmatch(reductions.get(entry.name, FIRST))}
     sent = []
     for i, (entry, old, own) in enumerate(held):
         reduction = reductions.get(entry.name, FIRST)
@@ -72,13 +84,30 @@ def combine(transport: Transport, entries: Sequence[Entry], reductions: Mapping[
                 raise UserError(f"buffer {entry.name!r} has other shapes on one rank than on another, and "
                                 f"buffer_reduction says {reduction}", "one shape on every rank",
                                 "leave it out of buffer_reduction if it only caches")
-        elif rows_PK[:, 2 + 2 * i].any():
-            sent.append((entry, reduction, own if old is None else old, own))
+        elif rows_PK[:, 2 + 2 * i].any() or GATHER.fullmatch(reduction) and module_of(entry.name) in queues:
+            sent.append((entry, reduction, np.zeros_like(own) if old is None else old, own))  # made in this step
         elif old is not None and not _same(old, own):  # by a placeholder's forward, which is no sample
             entry.write(old)
     # A rank that computed on a placeholder has written what is no sample's.
     sent = [(entry, reduction, old, own if samples_P[transport.rank] else old) for entry, reduction, old, own in sent]
     _exchange(transport, sent, [int(n) for n in samples_P])
+
+
+def _described(transport: Transport, held: tuple[Entry, np.ndarray | None, np.ndarray],
+               root: int) -> tuple[Entry, np.ndarray | None, np.ndarray]:
+    """Have a rank without the buffer know its dtype and shape from rank ``root``; collective."""
+    entry, old, own = held
+    head_N = np.zeros(HEAD_BYTES, np.uint8)
+    text = json.dumps([entry.form, own.dtype.str, own.shape]).encode()
+    head_N[:len(text)] = np.frombuffer(text, np.uint8)
+    got_N = np.asarray(transport.ops.to_host(transport.broadcast(transport.ops.from_host(head_N),
+                                                                 f"written.head.from{root}", root)))
+    if entry.form:
+        return held
+    entry.form, dtype, shape = json.loads(got_N.tobytes().rstrip(b"\0"))
+    made = np.zeros(shape, dtype)
+    entry.write(made)
+    return entry, None, made
 
 
 def _exchange(transport: Transport, sent: Sequence[tuple[Entry, str, np.ndarray, np.ndarray]],
@@ -143,9 +172,10 @@ def gathered(buffers: Sequence[tuple[str, str, np.ndarray, Sequence[np.ndarray]]
              samples_P: Sequence[int]) -> dict[str, np.ndarray]:
     """Return the queues, and the positions in them, with the rows of all ranks; by name. Pure.
 
-    ``buffers``: (name, ``gather`` or ``gather:1``, old value, the ranks' values). The rows that a rank wrote, in any
-    queue of the module with as many rows, go one rank after the other to the first of them, and on from row 0 behind
-    the last row. A position is old + sum of the ranks' steps, modulo the queue's rows where it was less than these.
+    ``buffers``: (name, ``gather`` or ``gather:1``, old value, the ranks' values). The rows that a rank wrote go one
+    rank after the other to the first of them, and on from row 0 behind the last row. The step of the module's position
+    tells which rows these are; without a position, the rows that changed in any queue of as many rows do. A position
+    is old + sum of the ranks' steps, modulo the queue's rows where it was less than these.
     Errors: `UserError` where rows are no queue's: all of them changed, or ranks began at different rows.
     """
     made = {}
@@ -153,10 +183,11 @@ def gathered(buffers: Sequence[tuple[str, str, np.ndarray, Sequence[np.ndarray]]
         own = [one for one in buffers if module_of(one[0]) == module]
         queues = [(name, int((GATHER.fullmatch(how) or [0, 0])[1] or 0), old, own_P) for name, how, old, own_P in own
                   if not is_position(old)]
+        moves = [(old, own_P) for _, _, old, own_P in own if is_position(old)]
         for rows in dict.fromkeys(old.shape[axis] for _, axis, old, _ in queues):
             alike = [(name, np.moveaxis(old, axis, 0), [np.moveaxis(x, axis, 0) for x in own_P], axis)
                      for name, axis, old, own_P in queues if old.shape[axis] == rows]
-            spans = [_span(alike, rank, rows) if n else (0, 0) for rank, n in enumerate(samples_P)]
+            spans = [_span(alike, rank, rows, moves) if n else (0, 0) for rank, n in enumerate(samples_P)]
             for name, old_K, own_PK, axis in alike:
                 made[name] = np.ascontiguousarray(np.moveaxis(_laid(old_K, own_PK, spans), 0, axis))
         rows = next((old.shape[axis] for _, axis, old, _ in queues), 0)
@@ -175,15 +206,28 @@ def _moved(old: np.ndarray, owns: Sequence[np.ndarray], rows: int) -> np.ndarray
     return np.full(old.shape, after, old.dtype)
 
 
-def _span(alike: Sequence[tuple[str, np.ndarray, list[np.ndarray], int]], rank: int, rows: int) -> tuple[int, int]:
-    """Return (first row that ``rank`` changed, how many from there on), on a ring of ``rows``."""
+def _span(alike: Sequence[tuple[str, np.ndarray, list[np.ndarray], int]], rank: int, rows: int,
+          moves: Sequence[tuple[np.ndarray, Sequence[np.ndarray]]]) -> tuple[int, int]:
+    """Return (first row that ``rank`` wrote, how many from there on), on a ring of ``rows``.
+
+    ``moves``: the module's positions, old and by rank; the rows are those of a step that covers what changed.
+    """
     changed_K = np.zeros(rows, bool)
     for _, old_K, own_PK, _ in alike:
         changed_K |= (_bits(old_K) != _bits(own_PK[rank])).any(1)
     at = np.flatnonzero(changed_K)
+    for old, own_P in moves:
+        first = int(old.reshape(-1)[0])
+        n = (int(own_P[rank].reshape(-1)[0]) - first) % rows
+        if ((at - first) % rows < n).all():  # a row that was given the value it had does not show
+            return first % rows, n
     if at.size == 0:
         return 0, 0
     name = alike[0][0]
+    if moves and at.size < rows:
+        raise UserError(f"rank {rank} changed rows {at[:8].tolist()} of the queue {name!r} of {rows} rows, outside the "
+                        "step of its position", "a position that each row written moves by 1, from that row on, and "
+                        "fewer rows a step than the queue has", "correct the position, or do not gather it")
     if at.size == rows:
         raise UserError(f"a step wrote all {rows} rows of the queue {name!r} on rank {rank}, so that its first is "
                         "not known", "a queue longer than what a rank puts into it in a step",

@@ -117,6 +117,28 @@ def test_an_rnn_without_dropout_is_not_said_to_draw():
     assert not any("not independent" in note for note in run.notes)
 
 
+class Renormalised(keras.layers.BatchNormalization):
+    """Reads its moving mean in training."""
+
+    def call(self, x, training=None, mask=None):
+        out = x - self.moving_mean
+        if training:
+            self.moving_mean.assign(0.7 * self.moving_mean + 0.3 * tf.reduce_mean(x, 0))
+        return out
+
+
+def test_statistics_that_enter_training_are_written_state():
+    def model(rank):
+        keras.utils.set_random_seed(3)
+        return keras.Sequential([keras.layers.Input((FEATURES,)), Renormalised(name="renormalised"),
+                                 keras.layers.Dense(CLASSES), keras.layers.BatchNormalization(name="plain")])
+
+    run, other = lockstep(2, short(), model, DATA, fitted)
+    note = next(note for note in run.notes if "write to" in note)
+    assert "renormalised/moving_mean" in note and "plain" not in note
+    np.testing.assert_array_equal(*(each.spec.model.layers[0].moving_mean.numpy() for each in (run, other)))
+
+
 def stateful(n):
     keras.utils.set_random_seed(3)
     return keras.Sequential([keras.layers.Input(batch_shape=(n, FEATURES)), keras.layers.Reshape((3, 4)),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from small_runs import CLASSES, FEATURES, config, fitted, lockstep, samples, solo, weights
+from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples, solo, weights
 
 from hvdtrain import loop
 from hvdtrain.config import Checkpoint, Data, DataParallel, Pipeline
@@ -113,6 +113,20 @@ def test_a_step_without_an_update_writes_nothing(reductions):
     assert int(run.spec.model.count) == (18 if reductions else 12)
 
 
+@pytest.mark.parametrize("name", ["replicate", "zero"])
+def test_an_update_that_is_left_out_gives_back_what_was_combined(name):
+    def one(run):
+        update = run.dp.update
+        run.dp.update = lambda step, *rest: (False, float("nan")) if step == 1 else update(step, *rest)
+        return fitted(run)
+
+    settings = short(nan_guard="skip", data_parallel=DataParallel(name), data=Data(prefetch=0, shuffle=False))
+    for run in lockstep(2, settings, lambda rank: Counting(RIGHT), DATA, one):
+        kept = torch.from_numpy(np.delete(DATA[0], range(6, 12), 0))
+        assert int(run.spec.model.count) == 18 and int(run.spec.model.at) == 18 % 16
+        assert run.spec.model.seen.tolist() == [1 + int((kept > 1).sum()), 1 + int((kept < -1).sum())]
+
+
 class Writing(nn.Module):
     """Writes to an untrained parameter, a half-precision buffer, a replaced one, and behind PyTorch's count."""
 
@@ -155,6 +169,27 @@ def test_whatever_is_written_becomes_one_value():
     assert "untouched" not in note and "linear" not in note
 
 
+class Centred(nn.Module):
+    """Writes a mean of its samples to a trainable parameter."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear, self.shift = nn.Linear(FEATURES, CLASSES), nn.Parameter(torch.zeros(FEATURES))
+
+    def forward(self, x):
+        if self.training and torch.is_grad_enabled():
+            self.shift.data.copy_(x.mean(0))
+        return self.linear(x - self.shift)
+
+
+def test_an_update_starts_from_what_was_written_to_a_parameter():
+    """ZeRO's owner of a parameter may be another rank than the one whose value all take."""
+    replicate, *zero = [weights(lockstep(2, short(data_parallel=DataParallel(*how)), lambda rank: Centred(), DATA,
+                                         fitted)[0]) for how in (("replicate",), ("zero", 1), ("zero", 2))]
+    assert all(apart(one, replicate) < 1e-6 for one in zero)
+
+
 def test_a_model_without_such_buffers_sends_nothing():
     def one(run):
         sent = []
@@ -169,6 +204,157 @@ def test_a_model_without_such_buffers_sends_nothing():
 
     for sent, notes in lockstep(2, short(), lambda rank: Normalised(), DATA, one):
         assert sent == [] and not any("write to" in note for note in notes)
+
+
+class Shared(nn.Module):
+    """Two modules have one counter; the second has its own from the third pass on, if ``parting``."""
+
+    def __init__(self, reductions=None, parting=False):
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.b = nn.Linear(FEATURES, CLASSES), nn.Linear(1, 1).requires_grad_(False)
+        self.a.register_buffer("count", torch.zeros(2))
+        self.b.register_buffer("count", self.a.count)
+        self.reductions, self.parting, self.passes = reductions, parting, 0
+
+    def buffer_reduction(self):
+        return self.reductions
+
+    def forward(self, x):
+        if self.training and torch.is_grad_enabled():
+            self.passes += 1
+            if self.parting and self.passes == 3:
+                self.b.count = torch.zeros(2)
+            self.a.count[0] += len(x)
+            self.b.count[1] += len(x)
+        return self.a(x)
+
+
+@pytest.mark.parametrize("name", ["a.count", "b.count"])
+def test_a_buffer_of_two_modules_is_reduced_once(name):
+    run = ranks(short(), reductions={name: "sum"}, model=Shared)[0]
+    assert run.spec.model.a.count.tolist() == [24, 24] and run.spec.model.b.count is run.spec.model.a.count
+    assert not any("b.count" in note for note in run.notes)
+
+
+def test_a_buffer_that_is_no_longer_shared_is_state_of_its_own():
+    run = ranks(short(), reductions={}, model=lambda reductions: Shared(reductions, parting=True))[0]
+    assert any("b.count" in note for note in run.notes)
+
+
+def test_two_reductions_of_one_buffer_are_refused():
+    with pytest.raises(UserError, match="same buffer"):
+        ranks(short(), reductions={"a.count": "sum", "b.count": "max"}, model=Shared)
+
+
+class Renormalised(nn.BatchNorm1d):
+    """Reads its running mean in training."""
+
+    def forward(self, x):
+        out = x - self.running_mean
+        if self.training:
+            with torch.no_grad():
+                self.running_mean.lerp_(x.mean(0), 0.3)
+        return out
+
+
+def test_statistics_that_enter_training_are_written_state(tmp_path):
+    def model(rank):
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(FEATURES, 4), Renormalised(4), nn.Linear(4, CLASSES), nn.BatchNorm1d(CLASSES))
+
+    run = lockstep(2, short(), model, DATA, fitted)[0]
+    noted = next(note for note in run.notes if "write to" in note)
+    assert "1.running_mean" in noted and "3." not in noted
+    saving = lockstep(2, short(checkpoint=Checkpoint(every_steps=1), out=str(tmp_path / "run")), model, DATA, fitted)[0]
+    trained = [[p.detach() for p in each.spec.model.parameters()] for each in (run, saving)]
+    assert all(map(torch.equal, *trained))
+
+
+class Bounded(nn.Module):
+    """Has an embedding that its forward passes renormalise, and a parameter that they write."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding, self.linear = nn.Embedding(8, 4, max_norm=0.5), nn.Linear(4, CLASSES)
+        self.slow = nn.Linear(4, CLASSES).requires_grad_(False)
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.slow.weight.mul_(0.9).add_(self.linear.weight * 0.1)
+        features = self.embedding((x[:, 0] * 2).long().clamp(-4, 3) + 4)
+        return self.linear(features) + self.slow(features)
+
+
+def test_an_audit_changes_no_parameter():
+    plain, audited = (weights(lockstep(2, short(shares=[], audit=audit), lambda rank: Bounded(), DATA, fitted)[0])
+                      for audit in (0, 1))
+    assert all(map(np.array_equal, plain, audited))
+
+
+class Lazy(nn.Module):
+    """Has state that its first training pass makes: a buffer that was None, an empty and a new one, and attributes."""
+
+    def __init__(self, reductions=None):
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("total", None)
+        self.register_buffer("least", torch.tensor([]))
+        self.register_buffer("centre", torch.zeros(FEATURES))
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+        self.ready, self.sizes, self.reductions = False, [], reductions
+
+    def buffer_reduction(self):
+        return self.reductions or {}
+
+    def forward(self, x):
+        if self.training and torch.is_grad_enabled():
+            with torch.no_grad():
+                self.sizes.append(len(x))
+                self.total = x.sum(0) if self.total is None else self.total + x.sum(0)
+                self.least = x.amin(0) if self.least.numel() == 0 else torch.minimum(self.least, x.amin(0))
+                if not self.ready:
+                    self.register_buffer("first", x.mean(0))
+                    self.centre.copy_(x.mean(0))
+                    self.ready = True
+        if len(self.cache) < len(x):
+            self.cache = torch.zeros(len(x))
+        return self.linear(x - self.centre)
+
+
+LAZY = {"total": "sum", "least": "min", "first": "mean", "centre": "mean"}
+
+
+@pytest.mark.parametrize("shares", [[2, 1], [0, 1]], ids=str)
+def test_the_first_samples_leave_no_state_behind(shares):
+    settings = short(max_steps=1, data=Data(prefetch=0, shuffle=False))
+    x = torch.from_numpy(DATA[0][:6])
+    want = {"total": x.sum(0), "least": x.amin(0), "first": x.mean(0), "centre": x.mean(0)}
+    alone = fitted(solo(settings, Lazy(), DATA)).spec.model
+    assert alone.sizes == [6]
+    for run in (*ranks(short(max_steps=1, data=settings.data, shares=shares), reductions=LAZY, model=Lazy),
+                fitted(solo(settings, Lazy(LAZY), DATA))):
+        for name, value in want.items():
+            torch.testing.assert_close(getattr(run.spec.model, name), value, msg=name)
+    for name, value in want.items():
+        torch.testing.assert_close(getattr(alone, name), value, msg=name)
+
+
+def test_state_that_the_first_step_makes_is_one_value_after_it():
+    note = next(note for note in ranks(short(max_steps=1), model=Lazy)[0].notes if "write to" in note)
+    assert all(name in note for name in ("total", "least", "first", "centre")) and "cache" not in note
+
+
+def test_a_skipped_first_step_makes_no_buffer():
+    def one(run):
+        run.dp.update = lambda *rest: (False, float("nan"))
+        return fitted(run).spec.model
+
+    for model in lockstep(2, short(max_steps=1, nan_guard="skip"), lambda rank: Lazy(LAZY), DATA, one):
+        assert model.total is None
 
 
 @pytest.mark.parametrize("reductions", [None, RIGHT], ids=["default", "declared"])

@@ -59,8 +59,31 @@ def test_a_queue_has_the_rows_of_all_ranks(how, at, sizes):
     assert got["m.at"].tolist() == [position]
 
 
+@pytest.mark.parametrize("at", [0, 6])
+def test_a_position_tells_rows_that_keep_their_value(at):
+    """Features after a ReLU, with dead rows, and labels alone; the position stands in the same module."""
+    old, labels = np.zeros((8, 2), F), np.ones(8, I64)
+    parts, numbers = [F([[0, 0], [1, 2], [0, 0]]), F([[0, 0], [3, 4]])], [I64([1, 2, 1]), I64([1, 1])]
+
+    def one_rank(control, wire):
+        rank = control.rank
+        queue, after = enqueue(old, at, parts[rank])
+        held = [Held("m.queue", old, queue), Held("m.at", I64([at]), I64([after])),
+                Held("l.labels", labels, enqueue(labels, at, numbers[rank])[0]), Held("l.at", I64([at]), I64([after])),
+                Held("k.labels", labels, labels), Held("k.at", I64([at]), I64([after]))]
+        combine(Transport(wire, Ops()), held, {one.name: "gather" for one in held}, samples=1)
+        return [one.value.tolist() for one in held]
+
+    queue, after = enqueue(old, at, np.concatenate(parts))
+    want = [queue.tolist(), [after], enqueue(labels, at, np.concatenate(numbers))[0].tolist(), [after],
+            labels.tolist(), [after]]
+    assert LockstepWorld(2).run(one_rank) == [want, want]
+
+
 def test_rows_that_are_no_queue_are_refused():
     old = np.zeros((4, 2), F)
+    with pytest.raises(UserError, match="outside the step of its position"):
+        gathered([("q", "gather", old, [enqueue(old, 1, old[:2] + 1)[0]]), ("at", "gather", I64([1]), [I64([2])])], [1])
     with pytest.raises(UserError, match="all 4 rows"):
         gathered([("q", "gather", old, [old + 1, old])], [1, 1])
     with pytest.raises(UserError, match="from row 0 on and rank 1 from row 2"):
@@ -117,3 +140,4 @@ def test_declarations_that_do_not_fit(given, said):
 def test_declarations_that_fit():
     given = {"m.seen": "sum", "q": "gather", "at": "gather", "flag": "any", "labels": "gather", "n": "max"}
     assert resolved(given, QUEUE, ["bn.running_mean"]) == given
+    assert resolved({"labels": "gather", "at": "gather"}, QUEUE, [])

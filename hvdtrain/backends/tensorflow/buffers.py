@@ -275,8 +275,9 @@ def state_variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def _statistics(model: keras.Model) -> list[keras.Variable]:
-    """Return the moving statistics of BatchNorm layers, which their class tells."""
-    return [v for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)
+    """Return the moving statistics of BatchNorm layers with Keras' own call, which reads them in evaluation only."""
+    plain = keras.layers.BatchNormalization
+    return [v for layer in model._flatten_layers() if isinstance(layer, plain) and type(layer).call is plain.call
             for name in ("moving_mean", "moving_variance") if (v := getattr(layer, name, None)) is not None]
 
 

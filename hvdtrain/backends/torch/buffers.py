@@ -6,13 +6,24 @@ optimizer and no checkpoint; formulas of reductions are `hvdtrain.exchange.writt
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
+from hvdtrain.backends.torch.entries import (
+    Entry,
+    OneEntry,
+    Place,
+    assign,
+    describe,
+    holders_of,
+    mark_written,
+    put_back_buffers,
+)
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.transport import Transport
 from hvdtrain.exchange.written import combine
@@ -25,16 +36,22 @@ LARGE = 1 << 16
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """The buffers of BatchNorm and InstanceNorm, which do not enter training's result."""
 
+_NORMS = re.compile(r"(torch|hvdtrain)\.|timm\.layers\.norm_act$")
+"""The modules whose forward passes of a BatchNorm read running statistics in evaluation only."""
+
 
 def remember(module: torch.nn.Module) -> Callable[[], list[str]]:
     """Copy the buffers of ``module``; the function returned gives them these values again, and tells which had others.
 
-    A buffer that has another shape by then, such as a cache that has grown, stays.
+    A buffer that was made or replaced since is what it was; one that was resized in place, such as a cache, stays.
     """
     kept = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    holders = holders_of(module)
 
     @torch.no_grad()
     def put_back() -> list[str]:
+        for holder in holders:
+            put_back_buffers(*holder, kept, {})
         changed = [(name, buffer) for name, buffer in module.named_buffers() if name in kept
                    and kept[name].shape == buffer.shape and not torch.equal(kept[name], buffer)]
         for name, buffer in changed:
@@ -49,62 +66,6 @@ class _Kept:
     def __init__(self, of: torch.Tensor, copy: torch.Tensor, version: int) -> None:
         self.of, self.copy, self.version = of, copy, version
         self.large = of.numel() >= LARGE
-
-
-class _Place(NamedTuple):
-    """Where a tensor that forward passes may write to stands: ``holder[key]``; ``name``: in the whole model.
-
-    ``at``: its key among the copies of `Buffers`.
-    """
-
-    name: str
-    holder: Any
-    key: str
-    at: tuple[int, str]
-
-    @property
-    def tensor(self) -> torch.Tensor | None:
-        """Return the tensor there."""
-        found: torch.Tensor | None = self.holder[self.key] if self.key in self.holder else None  # TorchScript lacks get
-        return found
-
-
-class _Only:
-    """One entry of a module's dict of parameters."""
-
-    def __init__(self, holder: dict[str, Any], key: str) -> None:
-        self._holder, self._key = holder, key
-
-    def items(self) -> list[tuple[str, Any]]:
-        """Return the entry."""
-        return [(self._key, self._holder[self._key])] if self._key in self._holder else []
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._holder
-
-    def __getitem__(self, key: str) -> Any:
-        return self._holder[key]
-
-
-class _Entry:
-    """Implements `hvdtrain.exchange.written.Entry`. ``before``: the value of the step's begin, where it is known."""
-
-    def __init__(self, name: str, tensor: torch.Tensor, before: torch.Tensor | None) -> None:
-        self.name, self._tensor = name, tensor
-        self._before = before if before is not None and before.shape == tensor.shape else None
-        self.form = f"{tensor.dtype} {tuple(tensor.shape)}"
-
-    def old(self) -> np.ndarray | None:
-        """Return the value of the step's begin."""
-        return None if self._before is None else _array(self._before)
-
-    def own(self) -> np.ndarray:
-        """Return the value of now."""
-        return _array(self._tensor)
-
-    def write(self, value: np.ndarray) -> None:
-        """Assign ``value``."""
-        _assign(self._tensor, torch.from_numpy(np.array(value)).to(self._tensor.dtype).reshape(self._tensor.shape))
 
 
 class Buffers:
@@ -124,30 +85,45 @@ class Buffers:
         self._holders: list[Any] = [module._buffers for _, module in modules]
         self._prefixes = [(paths or {}).get(id(module), name) for name, module in modules]
         self._kept: dict[tuple[int, str], _Kept] = {}
-        self._known: dict[str, _Place] = {}
-        self._statistics: list[_Place] = []
-        self._own: list[_Place] = []
+        self._known: dict[str, Place] = {}
+        self._statistics: list[Place] = []
+        self._own: list[Place] = []
         """The buffers that are no statistics."""
-        self._params: list[_Place] = []
-        self._fixed: list[_Place] = []
+        self._params: list[Place] = []
+        self._fixed: list[Place] = []
         """Parameters that only a forward pass can change before the update."""
         self._versions: list[int] = []
+        self._empty: set[tuple[int, str]] = set()
+        """The buffers that were None at `keep`."""
+        self._transient = {(number, key) for number, (_, module) in enumerate(modules)
+                           for key in getattr(module, "_non_persistent_buffers_set", ())}
+        self._lazy: dict[str, Writable] = {}
+        first: dict[int, Place] = {}
         for number, (prefix, (_, module)) in enumerate(zip(self._prefixes, modules)):
-            counted = STATISTICS if isinstance(module, torch.nn.modules.batchnorm._NormBase) else ()
-            for key, _ in module._buffers.items():
+            norm = isinstance(module, torch.nn.modules.batchnorm._NormBase)
+            counted = STATISTICS if norm and _NORMS.match(type(module).forward.__module__) else ()
+            for key, buffer in module._buffers.items():
                 place = self._place(number, key)
+                shared = place if buffer is None else first.setdefault(id(buffer), place)
+                if shared is not place:  # one tensor in several modules is reduced once
+                    self._aliases[place.name] = shared.name
+                    continue
                 (self._statistics if key in counted or place.name in statistics else self._own).append(place)
             for key, param in module._parameters.items():
-                place = _Place(f"{prefix}.{key}" if prefix else key, module._parameters, key, (-1, ""))
-                self._params.append(place)
+                place = Place(f"{prefix}.{key}" if prefix else key, module._parameters, key, (-1, ""))
+                shared = place if param is None else first.setdefault(id(param), place)
+                if shared is place:
+                    self._params.append(place)
+                else:
+                    self._aliases[place.name] = shared.name
                 renormalised = getattr(module, "max_norm", None) is not None  # torch.nn.Embedding
-                if param is not None and (renormalised or not param.requires_grad):
-                    self._fixed.append(place)
+                if param is not None and (renormalised or not param.requires_grad) and shared not in self._fixed:
+                    self._fixed.append(shared)
 
-    def _place(self, number: int, key: str) -> _Place:
+    def _place(self, number: int, key: str) -> Place:
         """Return where the buffer ``key`` of a module stands."""
         prefix = self._prefixes[number]
-        return _Place(f"{prefix}.{key}" if prefix else key, self._holders[number], key, (number, key))
+        return Place(f"{prefix}.{key}" if prefix else key, self._holders[number], key, (number, key))
 
     def saw(self, samples: int) -> None:
         """Count the samples of one forward pass."""
@@ -169,9 +145,9 @@ class Buffers:
                 if buffer is None:
                     continue
                 if kept is None or kept.of is not buffer or kept.copy.shape != buffer.shape:
-                    if kept is None and number < len(self._prefixes) and all(
-                            place.at != (number, name) for place in (*self._own, *self._statistics)):
-                        self._own.append(self._place(number, name))  # registered by a forward pass
+                    if number < len(self._prefixes) and all(place.at != (number, name) and place.tensor is not buffer
+                                                            for place in (*self._own, *self._statistics)):
+                        self._own.append(self._place(number, name))  # registered or no longer shared
                     self._kept[number, name] = _Kept(buffer, buffer.detach().clone(), buffer._version)
                 elif not kept.large or kept.version != buffer._version:
                     changed.append(buffer)
@@ -180,6 +156,7 @@ class Buffers:
         if changed:
             with torch.no_grad():
                 torch._foreach_copy_(copies, changed)
+        self._empty = {place.at for place in self._own if place.tensor is None}
         self._versions = [-1 if place.tensor is None else place.tensor._version for place in self._fixed]
 
     def discard(self) -> None:
@@ -188,7 +165,10 @@ class Buffers:
             holder = self._holders[number]
             buffer = holder[name] if name in holder else None
             if buffer is not None and kept.copy.shape == buffer.shape:
-                _assign(buffer, kept.copy)
+                assign(buffer, kept.copy)
+        for place in self._own:
+            if place.at in self._empty and isinstance(place.holder, dict) and place.tensor is not None:
+                place.holder[place.key] = None  # filled since
         self._seen, self._step_samples = self._kept_seen, 0
 
     def undone(self) -> Callable[[], None]:
@@ -199,7 +179,7 @@ class Buffers:
         def undo() -> None:
             for place, copy in copies:
                 if place.tensor is not None and place.tensor.shape == copy.shape:
-                    _assign(place.tensor, copy)
+                    assign(place.tensor, copy)
         return undo
 
     def share(self) -> None:
@@ -209,14 +189,18 @@ class Buffers:
         for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
             if tensor.numel():
                 got = self._transport.broadcast(_bits(tensor), f"initial.{name}")
-                _assign(tensor, got.view(tensor.dtype).reshape(tensor.shape))
+                assign(tensor, got.view(tensor.dtype).reshape(tensor.shape))
 
     # --- written in forward --------------------------------------------------------------------------------------
 
+    def appeared(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Note what the first samples have filled or registered, so that a model may declare it."""
+        self._lazy.update({name: describe(tensor) for name, tensor in buffers.items()})
+
     def writable(self) -> dict[str, Writable]:
         """Return the buffers that are no statistics, and the parameters that are not trained, by name."""
-        return {place.name: Writable(str(tensor.dtype).removeprefix("torch."), _kind(tensor), tuple(tensor.shape))
-                for place in (*self._own, *self._fixed) if (tensor := place.tensor) is not None}
+        return self._lazy | {place.name: describe(tensor) for place in (*self._own, *self._fixed)
+                             if (tensor := place.tensor) is not None and place.name not in self._lazy}
 
     def statistics(self) -> list[str]:
         """Return the names of BatchNorm's statistics."""
@@ -235,6 +219,9 @@ class Buffers:
         found = []
         for place in self._own:
             kept, buffer = self._kept.get(place.at), place.tensor
+            if place.at in self._empty - self._transient and buffer is not None and place.name not in self._known:
+                found.append(place.name)
+                continue
             if kept is None or buffer is None or place.name in self._known or kept.copy.shape != buffer.shape:
                 continue
             counted = kept.of is not buffer or kept.version != buffer._version
@@ -248,21 +235,26 @@ class Buffers:
     def track(self, names: Iterable[str]) -> None:
         """Have `keep` copy these always, parameters too."""
         fresh = {name for name in names if name not in self._known}
+        for name in fresh - {place.name for place in (*self._own, *self._params)}:  # another rank has registered it
+            prefix, _, key = name.rpartition(".")
+            if prefix in self._prefixes:
+                self._own.append(self._place(self._prefixes.index(prefix), key))
         self._known.update({place.name: place for place in self._own if place.name in fresh})
         for place in self._params:
-            if place.name in fresh:
+            if place.name in fresh and place.tensor is not None:
+                mark_written([place.tensor])
                 self._known[place.name] = place._replace(at=(len(self._holders), place.key))
-                self._holders.append(_Only(place.holder, place.key))
+                self._holders.append(OneEntry(place.holder, place.key))
 
     def combine(self, reductions: Mapping[str, str], samples: int | None = None, force: bool = False) -> None:
         """Reduce those of ``reductions`` that this model has; collective."""
         if self._transport.size == 1:
             return
+        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         entries = []
         for place in (self._known[name] for name in reductions if name in self._known):
-            kept, tensor = self._kept.get(place.at), place.tensor
-            if tensor is not None and tensor.numel():
-                entries.append(_Entry(place.name, tensor, None if kept is None else kept.copy))
+            kept = self._kept.get(place.at)
+            entries.append(Entry(place, None if kept is None else kept.copy, device))
         if entries:
             combine(self._transport, entries, reductions, self._step_samples if samples is None else samples, force)
 
@@ -298,7 +290,7 @@ class Buffers:
         for (name, buffer), apart in zip(buffers.items(), (all_PN != all_PN[:1]).any(0).tolist()):
             if apart:
                 sent = self._transport.broadcast(_bits(buffer), f"buffer.{name}.from{root}", root)
-                _assign(buffer, sent.view(buffer.dtype).reshape(buffer.shape))
+                assign(buffer, sent.view(buffer.dtype).reshape(buffer.shape))
                 found.append(names.get(id(buffer), name))
         return found
 
@@ -315,11 +307,11 @@ class Buffers:
             part_N = torch.where(still_N, torch.zeros_like(own_N), (own_N - root_N) * self._seen)
             total_N = self._transport.allreduce(part_N, f"buffer.{name}.sum").to(own_N.device)
             mean_N = torch.where(total_N == 0, root_N, root_N + total_N / int(seen_P.sum()))
-            _assign(buffer, mean_N.to(buffer.dtype).reshape(buffer.shape))
+            assign(buffer, mean_N.to(buffer.dtype).reshape(buffer.shape))
         for name, buffer in whole.items():
             own_N = buffer.detach().reshape(-1).to(torch.int64)
             all_PN = self._transport.allgather(own_N, f"buffer.{name}")
-            _assign(buffer, all_PN.amax(0).to(buffer.dtype).reshape(buffer.shape))
+            assign(buffer, all_PN.amax(0).to(buffer.dtype).reshape(buffer.shape))
 
     def _agree(self) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
         """Samples by rank, and the buffers to make equal.
@@ -345,14 +337,6 @@ def _print(buffers: dict[str, torch.Tensor]) -> int:
     return zlib.crc32(repr([(n, tuple(b.shape), b.dtype) for n, b in buffers.items()]).encode())
 
 
-def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy ``value`` in, unless it is there: an expanded buffer cannot be written to, and seldom needs it."""
-    value = value.to(tensor.device)
-    with torch.no_grad():
-        if not torch.equal(tensor, value):
-            tensor.copy_(value)
-
-
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor, uint8 (N,), so that every dtype travels."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -361,18 +345,3 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Compare values of one shape; a NaN equals itself."""
     return torch.equal(a, b) or torch.equal(_bits(a), _bits(b))
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    """Return a copy on the host, float64 for a dtype that numpy lacks."""
-    host = tensor.detach().cpu()
-    try:
-        return np.array(host.numpy())
-    except TypeError:
-        return np.array((host.to(torch.complex128) if host.is_complex() else host.double()).numpy())
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    """Return the kind of a dtype, as numpy has it."""
-    return "b" if tensor.dtype == torch.bool else "f" if tensor.is_floating_point() else (
-        "c" if tensor.is_complex() else "i")

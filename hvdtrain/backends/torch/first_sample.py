@@ -1,7 +1,8 @@
 """Runs samples through a PyTorch model and its loss or metrics, and puts everything back as it was.
 
-Owns what has to be put back: parameters, buffers, gradients, modes, random generators, metrics. Exchanges nothing:
-it comes before `Stage.connect` and `Parts.install`, so that there are no hooks and no joint statistics yet.
+Owns what has to be put back: parameters, buffers, attributes, gradients, modes, random generators, metrics.
+Exchanges nothing: it comes before `Stage.connect` and `Parts.install`, so that there are no hooks and no joint
+statistics yet.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 import torch
 
 from hvdtrain.backends.torch import placement
+from hvdtrain.backends.torch.entries import holders_of, mark_written, put_back_buffers
 from hvdtrain.backends.torch.modes import modes_kept
+from hvdtrain.backends.torch.recompute.memory import Modules, attributes_kept
 from hvdtrain.backends.torch.stage import check_loss
 from hvdtrain.parts import Parts
 from hvdtrain.protocols import Batch
@@ -65,17 +68,23 @@ def _untouched(parts: Parts) -> Iterator[list[str]]:
     put_back, kept = _undo(parts.model), contextlib.ExitStack()
     kept.enter_context(stage.generators.kept())
     kept.enter_context(modes_kept(parts.model))
+    kept.enter_context(attributes_kept(Modules(parts.model)))
     try:
         yield written
     finally:
         with contextlib.suppress(_DEVICE_ERROR):  # a GPU that has failed does nothing any more
             parts.evaluator.totals()
-            written += put_back()
+            names, appeared = put_back()
+            written += names
+            parts.buffers.appeared(appeared)  # type: ignore[attr-defined]
             kept.close()
 
 
-def _undo(model: torch.nn.Module) -> Callable[[], list[str]]:
-    """Return what puts the model back as it is now and gives the names of what was written to."""
+def _undo(model: torch.nn.Module) -> Callable[[], tuple[list[str], dict[str, torch.Tensor]]]:
+    """Return what puts the model back as it is now.
+
+    That returns the names of what was written to, and the buffers that were made.
+    """
     frozen = [p for p in model.parameters() if not p.requires_grad]
     large = sum(p.nbytes for p in frozen) > COPIED_BYTES
     tensors = [t for t in (*model.parameters(), *model.buffers()) if not (large and any(t is p for p in frozen))]
@@ -83,20 +92,23 @@ def _undo(model: torch.nn.Module) -> Callable[[], list[str]]:
     copies = {name: t.detach().clone() for name, t in _named(model).items() if id(t) in kept}
     grads = [(p, p.grad) for p in model.parameters()]
     versions = {name: t._version for name, t in _named(model).items() if id(t) not in kept}
+    holders = holders_of(model)
 
-    def put_back() -> list[str]:
-        written = []
+    def put_back() -> tuple[list[str], dict[str, torch.Tensor]]:
+        appeared: dict[str, torch.Tensor] = {}
+        written = [name for holder in holders for name in put_back_buffers(*holder, copies, appeared)]
         for param, grad in grads:
             param.grad = grad
         with torch.no_grad():
             for name, tensor in _named(model).items():  # by name: a buffer may be another tensor now
                 copy = copies.get(name)
                 if copy is not None and tensor.shape == copy.shape and not torch.equal(tensor, copy):
-                    tensor.copy_(copy)  # a cache that has grown stays
+                    tensor.copy_(copy)  # a cache that was resized in place stays
                     written.append(name)
                 elif copy is None and versions.get(name, tensor._version) != tensor._version:
                     written.append(name)
-        return written
+        mark_written(t for name, t in _named(model).items() if name in written)
+        return written, appeared
     return put_back
 
 

@@ -17,7 +17,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from hvdtrain.backends.torch import trees
 from hvdtrain.backends.torch.first_sample import untouched
 from hvdtrain.backends.torch.modes import modes_kept
-from hvdtrain.backends.torch.recompute.memory import Modules, attributes_kept
 from hvdtrain.backends.torch.trial import out_of_memory
 from hvdtrain.loss_coupling import Evaluate, LossValue, per_row
 from hvdtrain.parts import Parts
@@ -50,7 +49,7 @@ def loss_evaluator(parts: Parts, pool: Batch) -> Iterator[Evaluate]:
         leaves = [t.detach().double().cpu().numpy() for t in outputs if t.is_floating_point()]
         return LossValue(total, weight, _added(parts.model) * weight, eps, per_row(leaves, len(numbers)))
 
-    with untouched(parts, pool), attributes_kept(Modules(parts.model)), _without_tf32():
+    with untouched(parts, pool), _without_tf32():
         yield evaluate
 
 

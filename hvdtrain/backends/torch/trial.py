@@ -1,7 +1,7 @@
 """What a batch that is computed for its time and memory alone leaves behind: nothing.
 
-Owns what has to be put back: buffers (BatchNorm statistics), a module's attributes (counters), random
-generators, gradients. Exchanges nothing.
+Owns what has to be put back: buffers (BatchNorm statistics), parameters that forward passes write, a module's
+attributes (counters), random generators, gradients. Exchanges nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from hvdtrain.backends.torch.buffers import remember
+from hvdtrain.backends.torch.entries import assign, written_parameters
 from hvdtrain.backends.torch.generators import Generators
 from hvdtrain.backends.torch.recompute.memory import Modules, attributes_kept
 
@@ -31,8 +32,8 @@ WIRES = re.compile(r"nccl|horovod|gloo|\bMPI_", re.IGNORECASE)
 
 @contextlib.contextmanager
 def untouched(model: torch.nn.Module, params: Sequence[torch.Tensor], generators: Generators) -> Iterator[None]:
-    """After it, buffers, attributes and random generators are as they were before it, and there are no gradients."""
-    put_back = remember(model)
+    """Put back buffers, attributes, random generators and parameters that forward passes write; drop gradients."""
+    put_back, written = remember(model), [(p, p.detach().clone()) for p in written_parameters(model)]
     try:
         with generators.kept(), attributes_kept(Modules(model)):
             yield
@@ -40,6 +41,8 @@ def untouched(model: torch.nn.Module, params: Sequence[torch.Tensor], generators
         for param in params:
             param.grad = None
         put_back()
+        for param, value in written:
+            assign(param, value)
 
 
 def first_not_finite(params: Sequence[torch.Tensor]) -> int | None:

@@ -106,8 +106,9 @@ class KerasMaker(Maker):
     def buffers(self) -> Buffers:
         """Return the variables under their names in the module; a model may declare them by their paths."""
         own, weights = {id(t): n for n, t in self.model.named_buffers()}, self.keras_model.weights
+        plain = keras.layers.BatchNormalization
         counted = [own[id(v.value)] for layer in self.keras_model._flatten_layers()
-                   if isinstance(layer, keras.layers.BatchNormalization)
+                   if isinstance(layer, plain) and type(layer).call is plain.call
                    for v in (layer.moving_mean, layer.moving_variance) if id(v.value) in own]
         paths = {v.path: name for v, name in zip(weights, stable_names(weights))}
         return Buffers(self.model, self.transport, statistics=counted, aliases=paths)

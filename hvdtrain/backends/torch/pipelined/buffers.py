@@ -52,6 +52,10 @@ class PartBuffers(Buffers):
         """Make the buffers equal; return those that are no statistics and differed; collective."""
         return [name for part in self._parts for name in part.sync()]
 
+    def appeared(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Note what the first samples have filled or registered."""
+        self._parts[0].appeared(buffers)
+
     def writable(self) -> dict[str, Writable]:
         """Return what forward passes may write to in this rank's blocks, by name."""
         return {name: one for part in self._parts for name, one in part.writable().items()}

@@ -115,7 +115,7 @@ def attributes_kept(modules: Modules) -> Iterator[None]:
 
     Of Keras' layers none is touched: what their first call makes belongs to them.
     """
-    own = [vars(m) for _, m in modules.named if not _of_keras(m)]
+    own = [vars(m) for _, m in modules.named if not of_keras(m)]
     before = [(values, {k: copied(v) for k, v in values.items() if k not in _OWN}) for values in own]
     backs = [back for values in own for k, v in values.items() if k not in _OWN and (back := _way_back(v))]
     try:
@@ -127,7 +127,8 @@ def attributes_kept(modules: Modules) -> Iterator[None]:
             back()
 
 
-def _of_keras(module: Any) -> bool:
+def of_keras(module: Any) -> bool:
+    """Return whether a module is a layer or model of Keras."""
     return any(c.__module__.partition(".")[0] == "keras" for c in type(module).__mro__)
 
 

@@ -43,7 +43,8 @@ class UnusedReport(Callback):
         if self._reported or not self._steps:
             return
         self._reported = True
-        own = [spoken(run.unused.names[i]) for i in sorted(run.unused.never or ())]
+        frozen: frozenset[int] = getattr(run.parts.facts, "frozen", frozenset())  # by a callback, which needs no report
+        own = [spoken(run.unused.names[i]) for i in sorted((run.unused.never or frozenset()) - frozen)]
         names = list(dict.fromkeys(name for row in run.control.gather(own) for name in row))
         if names:
             shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -474,7 +474,8 @@ def test_what_layers_write_is_rank_0s_after_each_step(hvd, control, recwarn):
     moving = control.gather(model.layers[2].moving_mean.numpy().tolist())
     assert moving[0] != moving[1], "each rank's own, as with Horovod"
     said = [str(w.message) for w in recwarn if "forward passes" in str(w.message)]
-    assert len(said) == (hvd.rank() == 0) and all("last, " in text and "moving" not in text and "rate," not in text for text in said)
+    assert len(said) == (hvd.rank() == 0) and all(
+        "last, " in text and "moving" not in text and "rate" not in text for text in said)
 
 
 def test_an_unbuilt_model_is_broadcast_after_the_first_batch(hvd, control):

@@ -43,7 +43,8 @@ class UnusedReport(Callback):
         if self._reported or not self._steps:
             return
         self._reported = True
-        never = (run.unused.never or frozenset()) - run.parts.params.frozen()
+        frozen: frozenset[int] = getattr(run.parts.facts, "frozen", frozenset())  # before Keras' first step
+        never = (run.unused.never or frozenset()) - run.parts.params.frozen() - frozen
         names = [spoken(run.unused.names[i]) for i in sorted(never)]
         if run.parts.layout is not None:  # else all ranks have found the same
             names = list(dict.fromkeys(name for row in run.control.gather(names) for name in row))

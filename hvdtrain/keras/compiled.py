@@ -26,7 +26,7 @@ import numpy as np
 
 from hvdtrain.errors import UserError
 from hvdtrain.keras.layout import Layout
-from hvdtrain.keras.shapes import guarded, refuse_mask
+from hvdtrain.keras.shapes import guarded, has_fixed_batch, refuse_mask, weight_of_batch
 from hvdtrain.misfit import told
 
 Pair = tuple[Any, Any]
@@ -145,7 +145,7 @@ class CompiledTask:
         refuse_own_training(model)
         for loss in _losses(model):
             _refuse_reduction(loss)
-        self._loss = _summed(model._compile_loss)
+        self._loss = _summed(model._compile_loss, has_fixed_batch(model))
         setup_of(model).task = self
 
     def __call__(self, model: Any, batch: Sequence[Any], training: bool) -> Pair:
@@ -198,8 +198,11 @@ def _refuse_reduction(loss: Any) -> None:
                         "rename the method to call, or give the model file a task(model, batch)")
 
 
-def _summed(compile_loss: Any) -> Any:
-    """A fresh copy of Keras' `CompileLoss` that returns sums instead of means, and keeps no metric."""
+def _summed(compile_loss: Any, fixed: bool) -> Any:
+    """A fresh copy of Keras' `CompileLoss` that returns sums instead of means, and keeps no metric.
+
+    ``fixed``: the model is for one number of samples.
+    """
     kind = type(compile_loss)
 
     class Summed(kind):  # type: ignore[valid-type, misc]
@@ -211,7 +214,7 @@ def _summed(compile_loss: Any) -> Any:
             self._tracker = _NoMetrics()
             with keras.StatelessScope():  # Keras makes a metric for each output: no variable while a graph is traced
                 super().build(y_true, y_pred)
-            self._flat_losses = [entry._replace(loss=_Sum(entry.loss)) for entry in self._flat_losses]
+            self._flat_losses = [entry._replace(loss=_Sum(entry.loss, fixed)) for entry in self._flat_losses]
             self._kept = [_Kept(entry.name) for entry in self._flat_losses] if len(self._flat_losses) > 1 else []
 
         @property
@@ -263,10 +266,10 @@ class _Kept:
 class _Sum:
     """One of Keras' losses: called as it, returns the sum in the head of this file; ``weight`` and ``kind`` beside."""
 
-    def __init__(self, loss: Any) -> None:
+    def __init__(self, loss: Any, fixed: bool) -> None:
         fn = getattr(loss, "fn", None)
         home = str(getattr(fn if fn is not None else type(loss), "__module__", ""))
-        self._loss = loss
+        self._loss, self._fixed = loss, fixed
         name = str(getattr(fn, "__name__", loss.name))
         self._values = guarded(self._called, name) if home.startswith("keras.") else self._called
         self.name, self.weight, self.kind = loss.name, None, ""
@@ -284,8 +287,9 @@ class _Sum:
         mask = getattr(values, "_keras_mask", None)
         values = ops.convert_to_tensor(values, dtype=loss.dtype)
         if len(values.shape) == 0:
-            raise UserError("the loss returns one number for the whole batch", "one value per sample",
-                            "leave out the loss's own reduction, or give the model file a task(model, batch)")
+            alike = sample_weight is None and mask is None and not self._fixed
+            self.kind, self.weight = "samples", weight_of_batch(values, y_pred, alike)
+            return values * self.weight
         if sample_weight is not None:
             sample_weight = ops.convert_to_tensor(sample_weight, dtype=loss.dtype)
             if mask is not None:  # a mean over a sample's elements would forget which of them count

@@ -43,14 +43,18 @@ class _Look(NamedTuple):
 class KerasFacts:
     """Implements `hvdtrain.protocols.ModelFacts` of ``model``.
 
-    ``inner``: follows what changes of parameters, where the framework can; without it `trainable` is what it was when
-    the run began, as in a step that Keras has compiled.
+    ``inner``: follows what changes of parameters, where the framework can; without it `trainable` is what it is before
+    the first step, where Keras traces its own. ``retrace``: drops what was traced before that step.
     """
 
-    def __init__(self, model: keras.Model, inner: Any = None) -> None:
-        self._model, self._inner = model, inner
+    def __init__(self, model: keras.Model, inner: Any = None, retrace: Callable[[], None] = lambda: None) -> None:
+        self._model, self._inner, self._retrace = model, inner, retrace
         self._refused: list[str] = []
-        self._begun = self._last = self._look()
+        self._assembled = self._begun = self._last = self._look()
+        self._trained = [id(v) for v in model.trainable_variables]
+        self.frozen: frozenset[int] = frozenset()
+        """The indices of the run's variables that were frozen before the first step."""
+        self._steps, self._resumed, self._noted = 0, False, False
 
     def _look(self) -> _Look:
         model = self._model
@@ -68,6 +72,7 @@ class KerasFacts:
 
     def changes(self) -> list[str]:
         """Return what differs from the last call, or from `renew`."""
+        self._steps += 1  # `changes` is called once before each step, on every rank
         before, now = self._last, self._look()
         followed = [] if self._inner is None else self._inner.changes()
         if now.equals(before):
@@ -92,13 +97,34 @@ class KerasFacts:
         if self._inner is not None:
             found: int | None = self._inner.follow(changes, note)
             return found
-        note(f"{_short(changes)}: this has no effect on the run, as in Keras until compile() is called again. What was "
-             "trainable when the run began is trained; to change that, end the run and fit again")
+        if self._steps == 1 and not self._resumed:
+            self._begin(changes)
+        elif not self._noted and self._last.flags != self._begun.flags:
+            self._noted = True
+            note(f"{_short(changes)}: this has no effect on the run, as in Keras until compile() is called again. What "
+                 "was trainable at the first step is trained; to change that, end the run and fit again. Later changes "
+                 "of trainable have no effect either and are not reported")
         return None
 
     def late(self) -> str:
         """Return what ``inner`` finds, or ""."""
         return "" if self._inner is None else str(self._inner.late())
+
+    def _begin(self, changes: Sequence[str]) -> None:
+        """Train what is trainable before the first step. Errors: `UserError` for what the optimizer does not have."""
+        trained = {id(v) for v in self._model.trainable_variables}
+        if not trained or trained - set(self._trained):
+            raise UserError(f"a callback changed the model before the first step: {_short(changes)}",
+                            "some or all of the variables that were trainable when fit was called",
+                            "set trainable before fit, and compile again")
+        self._begin_with(self._last)
+
+    def _begin_with(self, begun: _Look) -> None:
+        self._begun = begun
+        with self.as_begun():
+            trained = {id(v) for v in self._model.trainable_variables}
+        self.frozen = frozenset(i for i, one in enumerate(self._trained) if one not in trained)
+        self._retrace()
 
     def take_in(self, names: Sequence[str]) -> int | None:
         """Add parameters to the run's; none without ``inner``."""
@@ -112,7 +138,7 @@ class KerasFacts:
 
     @contextlib.contextmanager
     def as_begun(self) -> Iterator[None]:
-        """Give layers and variables in the body the `trainable` that they had when the run began.
+        """Give layers and variables in the body the `trainable` that they had at the first step.
 
         A graph that is traced later, for another number of samples, is then the same model.
         """
@@ -132,7 +158,9 @@ class KerasFacts:
     def saved(self) -> dict[str, Any]:
         """Return how the model differs from what its user built, JSON-able; {} where it does not."""
         if self._inner is None:
-            return {}
+            changed = {str(i): flag for i, (was, flag) in enumerate(zip(self._assembled.flags, self._begun.flags))
+                       if was != flag}
+            return {"trainable_at_first_step": changed} if changed else {}
         found: dict[str, Any] = self._inner.saved()
         begun, now = self._begun, self._look()
         layers = {str(i): flag for i, (was, flag) in enumerate(zip(begun.flags, now.flags))
@@ -142,6 +170,10 @@ class KerasFacts:
     def resume(self, rest: Mapping[str, Any]) -> list[list[str]]:
         """Bring the model to what `saved` gave; return lists of names to `take_in` one after another."""
         if self._inner is None:
+            flags = [rest.get("trainable_at_first_step", {}).get(str(i), flag)
+                     for i, flag in enumerate(self._assembled.flags)]
+            self._resumed = True
+            self._begin_with(self._assembled._replace(flags=flags))
             return []
         found: list[list[str]] = self._inner.resume(rest)
         for i, flag in rest.get("layers_trainable", {}).items():

@@ -150,7 +150,7 @@ class FinalWeights:
             run.final.append(run.average)
             before = self._model.get_weights()
         elif getattr(optimizer, "use_ema", False) and not run.state.requeue:
-            optimizer.finalize_variable_values(self._model.trainable_variables)
+            optimizer.finalize_variable_values(optimizer._trainable_variables)
         told = self._model.get_weights()
         yield
         found = self._model.get_weights()

@@ -113,6 +113,25 @@ def refuse_mask(outputs: Any) -> None:
                         "weight(batch) in the model file")
 
 
+def has_fixed_batch(model: Any) -> bool:
+    """Return whether ``model`` was built for one number of samples."""
+    return any(x.shape[0] is not None for x in keras.tree.flatten(getattr(model, "inputs", None) or ()))
+
+
+def weight_of_batch(loss: Any, outputs: Any, alike: bool) -> Any:
+    """Return the weight of a ``loss`` that is one number for the whole batch: its samples, in the type of the loss.
+
+    `hvdtrain.loss_coupling` decides whether the batch may be divided. Errors: `UserError` where samples do not count
+    ``alike`` or `loss_coupling` cannot judge.
+    """
+    if not alike:
+        raise UserError("the loss returns one number for the whole batch, and samples or labels have weights, or the "
+                        "model is for one number of samples", "one value per sample", "leave out the loss's own "
+                        "reduction (Keras' Dice and Tversky: axis=(1, 2, 3)), or give the model file a "
+                        "task(model, batch)")
+    return keras.ops.cast(keras.ops.shape(keras.tree.flatten(outputs)[0])[0], loss.dtype)
+
+
 def counted(labels: Any, ignored: int) -> Any:
     """Return 1 for labels that count and 0 for ``ignored`` ones, float32."""
     return keras.ops.cast(keras.ops.not_equal(labels, keras.ops.cast(ignored, labels.dtype)), "float32")

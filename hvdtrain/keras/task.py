@@ -98,7 +98,11 @@ class Task:
             assert self._loss is not None
             shapes.refuse_mask(outputs)
             with self._full(outputs):
-                total = _summed(self._loss(y, compiled.widened(outputs)), weight)
+                values = self._loss(y, compiled.widened(outputs))
+            if len(values.shape) == 0:
+                alike = weight is None and self.ignored is None and not shapes.has_fixed_batch(model)
+                weight = shapes.weight_of_batch(values, outputs, alike)
+            total = _summed(values, weight)
         for extra in added:
             extra = keras.ops.sum(keras.ops.cast(extra, getattr(total, "dtype", "float32")))
             total = total + extra * keras.ops.cast(n, extra.dtype)
@@ -112,9 +116,6 @@ def _labels(model: Any, batch: Sequence[Any]) -> Any:
 
 def _summed(values: Any, weight: Any) -> Any:
     """Sum over samples of the per-sample mean of unreduced ``values``, times weights per sample or element if given."""
-    if len(values.shape) == 0:
-        raise UserError("the loss returns one number for the whole batch", "one value per sample",
-                        "leave out the loss's own reduction, or give the model file a task(model, batch)")
     wide = "float64" if keras.backend.standardize_dtype(values.dtype) == "float64" else "float32"
     values = keras.ops.cast(values, wide)
     if weight is not None:

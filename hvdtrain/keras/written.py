@@ -21,7 +21,8 @@ from hvdtrain.tensorflow import basics
 
 
 class Written:
-    """Looks after the first, second and eighth call and every N-th (``check_every``) which variables were written to.
+    """Compares before and after the first, second and eighth call and every N-th (``check_every``), to find variables
+    that the call writes. What callbacks set between calls is no such variable.
 
     From then on every rank takes the lowest rank's values after each call, which is one step of ``fit``, or
     ``steps_per_execution`` of them. A model without such variables exchanges nothing.
@@ -29,25 +30,23 @@ class Written:
 
     def __init__(self, model: Any, exchange: Exchange) -> None:
         self._model, self._exchange = model, exchange
-        self._before: dict[str, np.ndarray] | None = None
+        self._before: dict[str, np.ndarray] = {}
         self._known: list[str] = []
         self._calls = 0
 
     def before(self) -> None:
-        """Note the values before the first call."""
-        if self._before is None and self._model.built:
-            self._before = {name: to_numpy(v) for name, v in self._variables().items()}
+        """Keep the values before a call that is compared."""
+        self._calls += 1
+        every = self._exchange.settings.check_every
+        due = self._calls in (1, *EARLY) or every and self._calls % every == 0
+        self._before = {name: to_numpy(v) for name, v in self._variables().items()} if due and self._model.built else {}
 
     def after(self) -> None:
         """Take the lowest rank's values of what is written; collective."""
-        self._calls += 1
-        if self._before is None:
-            self.before()
-        if not self._before:
+        if not (self._before or self._known):
             return
         variables = self._variables()
-        every = self._exchange.settings.check_every
-        if self._calls in (1, *EARLY) or every and self._calls % every == 0:
+        if self._before:
             self._look(variables)
         if self._known:
             process_set = self._exchange.settings.process_set
@@ -56,7 +55,6 @@ class Written:
                                     process_set=process_set)
 
     def _look(self, variables: dict[str, Any]) -> None:
-        assert self._before is not None
         own = [name for name, before in self._before.items()
                if name not in self._known and before.tobytes() != to_numpy(variables[name]).tobytes()]
         found = basics.gathered(own, self._exchange.settings.process_set)

@@ -205,7 +205,6 @@ def test_each_outputs_loss_is_measured_as_keras_does():
 @pytest.mark.parametrize("make, words", [
     (lambda m: m.compile("sgd", loss=losses.MeanSquaredError(reduction="sum")), "reduction 'sum'"),
     (lambda m: m.compile("sgd", loss=losses.MeanSquaredError(reduction=None)), "reduction None"),
-    (lambda m: m.compile("sgd", loss=lambda y, p: keras.ops.mean(p)), "one number for the whole batch"),
 ])
 def test_what_is_no_mean_over_samples_is_refused(make, words):
     model = one()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from small_runs import FEATURES, config, fitted, lockstep, solo, weights
 
-from hvdtrain.config import Pipeline
+from hvdtrain.config import Data, Named, Pipeline
 from hvdtrain.data.sampler import Cut
 from hvdtrain.errors import UserError
 from hvdtrain.loss_coupling import LossValue, choose_rows, judge
@@ -269,6 +269,42 @@ def test_what_layers_add_over_the_batch_is_refused(name):
 def test_a_compiled_loss_over_the_batch_is_refused_whatever_it_returns():
     with pytest.raises(UserError, match=REFUSED):
         lockstep(2, config(global_batch=8, metrics=[]), lambda rank: keras_model(ratio), (X, MASK), fitted)
+
+
+def one_number(y, p):
+    from keras import ops
+
+    return ops.mean(ops.square(y - p))
+
+
+@pytest.mark.parametrize("way", ["Dice", "Tversky", "by name"])
+def test_one_number_for_the_batch_is_refused_where_the_batch_is_divided_and_trains_elsewhere(way):
+    import keras
+
+    def made():
+        return keras_model("mse" if way == "by name" else getattr(keras.losses, way)())
+
+    settings = {"global_batch": 8, "metrics": [], "max_steps": 2, "data": Data(shuffle=False, prefetch=0),
+                **({"loss": Named("Dice")} if way == "by name" else {})}
+    with pytest.raises(UserError, match=REFUSED):
+        lockstep(2, config(**settings), lambda rank: made(), (X, MASK), fitted)
+    run, plain = solo(config(**settings), made(), (X, MASK)), made()
+    plain.compile("sgd", keras.losses.Dice() if way == "by name" else plain.loss)
+    plain.optimizer.learning_rate = 0.1
+    assert sum("not a weighted mean over samples" in note for note in run.notes) == 1
+    plain.fit(X[:16], MASK[:16], batch_size=8, shuffle=False, verbose=0)
+    for a, b in zip(fitted(run).spec.model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+
+
+def test_one_number_that_is_a_mean_is_exact_on_several_ranks_and_refused_with_weights():
+    settings = config(global_batch=8, metrics=[], max_steps=2, shares=[3, 1])
+    runs = [lockstep(2, settings, lambda rank: keras_model(loss), (X, MASK), fitted)[0]  # noqa: B023
+            for loss in (one_number, "mse")]
+    for a, b in zip(*map(weights, runs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+    with pytest.raises(UserError, match="one number for the whole batch"):
+        solo(config(global_batch=8, metrics=[]), keras_model(one_number), (X, MASK, np.ones(N, np.float32)))
 
 
 @pytest.mark.parametrize("settings", [

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from small_runs import bits, config, fitted, lockstep, samples
+from small_runs import bits, config, fitted, lockstep, samples, weights
 
 from hvdtrain.callbacks.base import Callback
-from hvdtrain.config import Data, DataParallel, Named
+from hvdtrain.config import Checkpoint, Data, DataParallel, Named
 from hvdtrain.errors import UserError
 
 pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
@@ -33,23 +34,23 @@ def model(frozen=False):
 
 
 class Change(Callback):
-    """Changes the model before step 2, on all ranks or on the last one alone."""
+    """Changes the model before step 2, or steps ``at``, on all ranks or on the last one alone."""
 
     where = "all"
 
-    def __init__(self, change, alone=False):
-        self.change, self.alone = change, alone
+    def __init__(self, change, alone=False, at=(2,)):
+        self.change, self.alone, self.at = change, alone, at
 
     def step_start(self, run):
-        if run.state.cursor.step == 2 and (not self.alone or run.control.rank == run.control.size - 1):
+        if run.state.cursor.step in self.at and (not self.alone or run.control.rank == run.control.size - 1):
             self.change(run.spec.model)
 
 
-def trained(change=None, size=2, frozen=False, alone=False, **changes):
+def trained(change=None, size=2, frozen=False, alone=False, at=(2,), **changes):
     """The runs, with ``told``: what a run told of its model."""
     def work(run):
         if change is not None:
-            run.callbacks.insert(0, Change(change, alone))
+            run.callbacks.insert(0, Change(change, alone, at))
         fitted(run)
         run.told = [note for note in run.notes if "trainable" in note]
         return run
@@ -74,6 +75,39 @@ def test_trainable_has_no_effect_and_a_note(frozen, changes, tmp_path):
         assert told.startswith(f"layer backbone is {now}; variable kernel (number ")
         assert "no effect on the run, as in Keras until compile() is called again" in told
         assert run.spec.model.get_layer("backbone").trainable == frozen  # as the callback left it
+
+
+def freeze(model):
+    model.get_layer("backbone").trainable = False
+
+
+@pytest.mark.parametrize("changes", [{}, {"data_parallel": DataParallel("zero"), "accumulate": 2}], ids=str)
+def test_freezing_before_the_first_step_is_freezing_before_the_run(changes, tmp_path):
+    """Also of a run that resumes, whose callback changes the model later than the first run's."""
+    want = trained(None, frozen=True, out=str(tmp_path / "a"), **changes)
+    whole = trained(freeze, at=(0,), out=str(tmp_path / "b"), **changes)
+    cut = {**changes, "max_steps": 2, "out": str(tmp_path / "c"), "checkpoint": Checkpoint(at_end=True)}
+    trained(freeze, at=(0,), **cut)
+    resumed = trained(freeze, at=(3,), out=str(tmp_path / "d"), resume=str(tmp_path / "c"), **changes)
+    for got in (*whole, *resumed):
+        for a, b in zip(weights(got), weights(want[0]), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
+        assert not got.told
+
+
+def test_unfreezing_before_the_first_step_is_refused(tmp_path):
+    with pytest.raises(UserError, match="before the first step: layer backbone is trainable now.*Set trainable before "
+                                        "fit, and compile again"):
+        trained(switch, frozen=True, at=(0,), out=str(tmp_path))
+
+
+def test_a_layer_that_alternates_gives_one_note(tmp_path):
+    def alternate(model):
+        model.get_layer("backbone").trainable ^= True
+
+    for run in trained(alternate, at=range(1, 6), out=str(tmp_path)):
+        told, = run.told
+        assert "Later changes of trainable have no effect either and are not reported" in told
 
 
 @pytest.mark.parametrize("change, said", [

@@ -190,6 +190,19 @@ if HERE:
         run, = lockstep(1, half, lambda rank: normed(), both(), work)
         assert apart(run.spec.model.get_weights(), plain.get_weights()) < 1e-5
 
+    def test_averages_of_a_model_with_a_layer_that_a_callback_froze_are_written(tmp_path):
+        model = normed()
+        model.compile(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5), "mse")
+        run = solo(plain_settings(tmp_path / "run", max_steps=4), model, both())
+        run.callbacks.insert(0, Freeze())
+        fitted(run)
+        assert len(model.trainable_variables) < len(model.optimizer._trainable_variables)
+        before = model.get_weights()
+        run.parts.state.export(tmp_path)
+        written = keras.saving.load_model(tmp_path / "model.keras", compile=False)
+        head = written.get_layer("head").kernel.value, model.optimizer._model_variables_moving_average[-2].value
+        assert (head[0] == head[1]).all() and all((a == b).all() for a, b in zip(before, model.get_weights()))
+
     def test_layers_that_a_callback_replaces_are_refused(tmp_path):
         class Replace(Callback):
             where = "all"

@@ -447,11 +447,12 @@ def test_the_broadcast_covers_statistics_and_slots_but_no_generators(hvd, contro
 
 
 class Counts(keras.layers.Layer):
-    """Keeps the sum of the last samples, and counts large ones."""
+    """Keeps the sum of the last samples, and counts large ones; has a rate that callbacks set."""
 
     def build(self, shape):
         self.last = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False, name="last")
         self.large = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="large")
+        self.rate = self.add_weight(shape=(), initializer="ones", trainable=False, name="rate")
 
     def call(self, x, training=None):
         if training:
@@ -463,14 +464,18 @@ class Counts(keras.layers.Layer):
 @pytest.mark.filterwarnings("ignore")
 def test_what_layers_write_is_rank_0s_after_each_step(hvd, control, recwarn):
     model = mlp(0, Counts(), keras.layers.BatchNormalization())
-    ranks_fit(hvd, compiled(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))))
-    last, large = model.layers[1].weights
+    annealing = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: model.layers[1].rate.assign(
+        1 + epoch * (1 + hvd.rank())))
+    ranks_fit(hvd, compiled(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))), callbacks=[annealing])
+    last, large, rate = model.layers[1].weights
+    assert float(rate) == 2 + hvd.rank(), "set by a callback, not by the layer"
     for value in (last.numpy().tolist(), int(large.numpy())):
         assert control.gather(value) == [value] * hvd.size()
     moving = control.gather(model.layers[2].moving_mean.numpy().tolist())
     assert moving[0] != moving[1], "each rank's own, as with Horovod"
     said = [str(w.message) for w in recwarn if "forward passes" in str(w.message)]
-    assert len(said) == (hvd.rank() == 0) and all("last, " in text and "moving" not in text for text in said)
+    assert len(said) == (hvd.rank() == 0) and all(
+        "last, " in text and "moving" not in text and "rate" not in text for text in said)
 
 
 def test_an_unbuilt_model_is_broadcast_after_the_first_batch(hvd, control):

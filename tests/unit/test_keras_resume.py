@@ -300,11 +300,17 @@ def test_two_owners_are_refused(callback, changes, words):
         trained(made(), callback(), **changes)
 
 
+class Freezes(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.layers[0].trainable = not epoch
+
+
 @pytest.mark.parametrize("restores", [False, True], ids=["average", "best"])
 def test_with_use_ema_file_memory_and_metrics_are_of_the_same_weights(restores):
+    """Also where a callback has frozen a layer meanwhile."""
     model = made()
     model.compile(keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5), BCE, run_eagerly=True)
-    trainer, result = trained(model, *([best(patience=9)] if restores else [keras.callbacks.History()]))
+    trainer, result = trained(model, *([best(patience=9)] if restores else [Freezes()]))
     for one in (model, loaded("run/model/model.keras")):
         assert evaluated(one) == pytest.approx(result.metrics["loss"], rel=1e-5)
     assert (result.metrics["loss"] == pytest.approx(result.history["val_loss"][0], rel=1e-6)) is restores

@@ -141,15 +141,17 @@ class _Making:
             remat.measures = Costs(model, gradients, across)
         compile = self._compile(remat) if config.compile == "auto" else None
         gradients.compile = compile
-        facts = KerasFacts(model)
+        facts = KerasFacts(model, retrace=gradients.retrace)
         gradients.around = facts.as_begun
         stage = Stage(model, self._task, self._class_numbers, buffers, gradients, lambda: scale.of(self._rank), across,
                       config.balance != "auto", loss_name(self._spec, config))
         optimizer.unused_in_trace = lambda: stage.unused & gradients.unused
         transforms = in_order(placement=Placement(split) if split else None, precision=self._mixed,
                               sync_batchnorm=across, compile=compile, remat=remat)
-        return Parts(model, blocks, stage, params, optimizer, buffers, self._evaluator,
-                     ModelState(model, self.opt, scale, buffers, self._rank), transforms, self._precision, scale,
+        model_state = ModelState(model, self.opt, scale, buffers, self._rank)
+        model_state.facts = facts.saved
+        return Parts(model, blocks, stage, params, optimizer, buffers, self._evaluator, model_state, transforms,
+                     self._precision, scale,
                      [Ops(device) for device in split.plan.devices] if split else (), remat,
                      compile, facts=facts, batch_weight=self._task.batch_weight)
 

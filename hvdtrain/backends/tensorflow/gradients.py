@@ -35,7 +35,8 @@ class Gradients:
     def __init__(self, model: keras.Model, task: Task, scaled: bool = False, split: Split | None = None,
                  remat: Remat | None = None) -> None:
         self._model, self.task, self.split, self._remat = model, task, split, remat
-        self._variables = [v.value for v in model.trainable_variables]
+        self._keras_variables = list(model.trainable_variables)
+        self._variables = [v.value for v in self._keras_variables]
         self._sums: list[tf.Variable] = []
         self._loss_sum = tf.Variable(0.0, trainable=False, dtype=tf.float64, name="loss_sum")
         self._zero = tf.Variable(0.0, trainable=False, name="zero")
@@ -65,6 +66,10 @@ class Gradients:
 
     def _beside(self, variable: tf.Variable) -> Any:
         return tf.device(variable.device) if self.split else contextlib.nullcontext()
+
+    def retrace(self) -> None:
+        """Drop the function that XLA compiles, which was traced for a model that trained other variables."""
+        self._xla = None
 
     # --- while a graph is traced -------------------------------------------------------------------------------------
 
@@ -117,7 +122,12 @@ class Gradients:
         return loss_sum, weight, tape.gradient(scaled, self._variables)
 
     def _complete(self, grads: Sequence[Any]) -> list[tf.Tensor]:
-        """Return dense gradients, zeros for the variables that have none here: on another rank they may have one."""
+        """Return dense gradients, zeros for the variables that have none here: on another rank they may have one.
+
+        A variable that a callback froze before the first step has none.
+        """
+        trained = {id(v) for v in self._model.trainable_variables}
+        grads = [grad if id(v) in trained else None for v, grad in zip(self._keras_variables, grads)]
         self.unused = frozenset(i for i, grad in enumerate(grads) if grad is None)
         self.unused_of[tf.compat.v1.get_default_graph()] = self.unused
         return [self._filled(v, self._zero) if grad is None else tf.convert_to_tensor(grad)

@@ -11,7 +11,7 @@ import contextlib
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,6 +173,7 @@ class ModelState:
         self._rests: list[Mapping[str, Any]] = []
         self._alone: frozenset[str] = frozenset()
         self.finalized = False
+        self.facts: Callable[[], dict[str, Any]] = dict
 
     def state(self, place: Place | None = None) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
         """Return groups "model" and "optimizer" (with its count of updates); optimizer, base rate and loss scale."""
@@ -185,7 +186,7 @@ class ModelState:
     def rest(self) -> dict[str, Any]:
         """Return the numbers and settings of optimizer and loss scale, JSON-able."""
         return {"optimizer": type(self._opt.optimizer).__name__, "base_lr": self._opt.base_lr,
-                "settings": self._opt.settings(), **self._scale.state()}
+                "settings": self._opt.settings(), **self._scale.state(), **self.facts()}
 
     def state_bytes(self) -> int:
         """Return the bytes of all variables, which a Keras optimizer has from the start; of slices, this rank's."""

@@ -45,7 +45,7 @@ class KerasState(state.TorchState):
         averaged = self._adopted if use_ema else None
         kept = [tensor.detach().clone() for tensor in self.optimizer.tensors] if averaged else []
         if averaged:
-            averaged.own.finalize_variable_values(self._keras_model.trainable_variables)
+            averaged.own.finalize_variable_values(averaged.own._trainable_variables)
         try:
             return _write(self.model, self._keras_model, Path(directory))
         finally:

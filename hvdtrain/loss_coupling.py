@@ -137,8 +137,9 @@ def _difference(evaluate: Callable[[Sequence[int]], LossValue], rows: int,
         return small
     if small in (None, DRAWS) and slowest(min(seconds)) > SLOW_S:
         return small
-    first = 7 + (rows - 7) * 3 // 14 * 2  # uneven shares of even lengths, as losses of pairs need them
-    large = _compare(evaluate, ((range(7, first), range(first, rows)),), (rows - 7) / 7)
+    # uneven shares, but of even lengths: losses of pairs need them
+    bounds = 7 + (rows - 7) * 3 // 14 * 2, 7 + (rows - 7) // 6 * 2
+    large = _compare(evaluate, [(range(7, bound), range(bound, rows)) for bound in bounds], (rows - 7) / 7)
     if isinstance(large, Difference):
         return None if small is None and not _finite(large) else large
     if large is None or small is None:

@@ -61,15 +61,15 @@ def check(run: Any, backend: Any) -> list[str]:
 
 def _check_loss(run: Any, backend: Any) -> None:
     """Judge whether the loss is a weighted mean over samples (`hvdtrain.loss_coupling`); collective."""
-    pool = agreed(run.control, lambda: _pool(run.feed), "first sample")
-    rows = choose_rows(pool)
+    pool, n_micro = agreed(run.control, lambda: (_pool(run.feed), _micro_batch(run.feed)), "first sample")
+    rows = choose_rows(pool, max(run.control.gather(n_micro)))
     batch = tuple(array[rows] for array in pool)
     if run.parts.layout is not None:
         with evaluating(run, backend, batch) as evaluate:
-            finding = judge(evaluate)
+            finding = judge(evaluate, len(rows), lambda seconds: float(max(run.control.gather(seconds))))
     else:
         with backend.loss_evaluator(run.parts, batch) as evaluate:
-            finding = judge(evaluate)
+            finding = judge(evaluate, len(rows))
     apply_finding(run, agree_on(run.control, finding))
 
 

@@ -60,7 +60,7 @@ def joined(run: Run) -> Iterator[None]:
 
 
 def _start(run: Run) -> None:
-    run.watched = watched(run)
+    run.watched, run.starts = watched(run), True
     with starting(run):  # what may still refuse the run comes in here, and changes nothing on disk
         run.emit(Event.FIT_START)
         run.settle()  # a resumed run may have been at its end
@@ -69,7 +69,6 @@ def _start(run: Run) -> None:
 
 def _fit(run: Run) -> None:
     config, state = run.config, run.state
-    follow(run, first=True)
     while state.cursor.epoch < config.epochs and not run.stopping():
         run.emit(Event.EPOCH_START)
         _epoch(run)

@@ -26,14 +26,15 @@ def watched(run: Run) -> bool:
         not type(callback).__module__.startswith("hvdtrain.callbacks.") for callback in run.callbacks))
 
 
-def follow(run: Run, first: bool = False) -> None:
+def follow(run: Run) -> None:
     """Go along with what callbacks changed of the model since the step before; collective where ``run.watched``.
 
-    ``first``: look in any case, for what was changed between assembling and this fit.
+    Before a fit's first step (``run.starts``) it looks in any case, for what changed since the run was assembled.
     Errors: `UserError` on every rank for changes on some ranks only, and for changes that the run cannot follow.
     """
     facts = run.parts.facts
-    if facts is None or not (run.watched or first):
+    starts, run.starts = run.starts, False
+    if facts is None or not (run.watched or starts):
         return
     changes = facts.changes()
     if not run.control.agree(bool(changes)):

@@ -191,6 +191,8 @@ class Run:
     """What opens other wires; None where ``collectives`` was given."""
     dp: DataParallel = field(init=False)
     """How the copies of the model stay one; `hvdtrain.assemble` sets it when the first sample has gone through."""
+    starts: bool = False
+    """Whether the next step is the first of a fit."""
     watched: bool = False
     """Whether a fit looks before each step for what callbacks have changed of the model, the same on every rank."""
     unused: UnusedParameters = field(init=False)

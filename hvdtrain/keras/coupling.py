@@ -91,9 +91,10 @@ def check_shard(model: Any, shard: Shard, ranks: int) -> None:
         return
     finding = _judge(model, shard)
     if ranks > 1:
-        findings = [one for one in basics.gathered(finding) if one is not None and not one.outputs]
-        finding = findings[0] if findings else None
-    if finding is None or finding.outputs:
+        finding = loss_coupling.first_of(basics.gathered(finding))
+    if finding is None or finding.outputs or finding.unjudged:
+        if finding is not None and finding.unjudged and shard.size > 1 and shard.rank == 0:
+            warnings.warn(finding.got, stacklevel=4)
         if loss is not None:
             _accepted[model] = loss
         return
@@ -107,7 +108,7 @@ def _judge(model: Any, shard: Shard) -> loss_coupling.Finding | None:
     from hvdtrain.backends.tensorflow.loss_coupling import evaluator_of
 
     pool = shard.spread(loss_coupling.CANDIDATES)
-    rows = loss_coupling.choose_rows(keras.tree.flatten(pool))
+    rows = loss_coupling.choose_rows(keras.tree.flatten(pool), max(shard.count(0), 1))
     x, y, weight = (keras.tree.map_structure(lambda a: a[rows], part) for part in pool)
     try:
         if not model.built:
@@ -124,4 +125,4 @@ def _judge(model: Any, shard: Shard) -> loss_coupling.Finding | None:
             numbers), len(numbers)
 
     with evaluator_of(model, of_samples) as evaluate:
-        return loss_coupling.judge(evaluate)
+        return loss_coupling.judge(evaluate, len(rows))

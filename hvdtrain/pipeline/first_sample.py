@@ -132,7 +132,8 @@ def walked(run: Any, backend: Any, batches: Sequence[Batch], training: bool) -> 
 def evaluating(run: Any, backend: Any, pool: Batch) -> Iterator[Evaluate]:
     """Yield a function that evaluates the loss of samples of ``pool``, in evaluation mode; leave everything as it was.
 
-    Every rank calls it alike, and gets the same value; collective. ``pool`` is the same on all ranks.
+    Every rank calls it alike, and gets the same value; collective. ``pool`` is the same on all ranks. Random generators
+    run on between evaluations, so that a loss that draws differs from call to call.
     """
     stage, evaluator, control = cast(PipelineStage, run.parts.stage), run.parts.evaluator, run.control
     narrow = any(name != "fp32" for name in run.parts.precision.names)
@@ -148,7 +149,6 @@ def evaluating(run: Any, backend: Any, pool: Batch) -> Iterator[Evaluate]:
             stage.drop()
             evaluator.totals()
             run.parts.buffers.discard()
-            stage.rewind()
         total, weight = next(loss for loss in losses if loss is not None)
         return LossValue(float(total), float(weight), eps=2.0**-8 if narrow else 2.0**-23)
 

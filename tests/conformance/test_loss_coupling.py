@@ -49,19 +49,82 @@ def value_of(loss):
 ], ids=["sum", "large", "cancelling", "sum for each", "mean of masked", "neighbours", "weakly", "infinite"])
 def test_numerators_that_do_not_add_up(loss, coupled):
     rows = choose_rows([X, MASK])
-    finding = judge(lambda numbers, training: value_of(loss)([rows[i] for i in numbers], training))
-    assert (finding is not None) is coupled, finding
+    finding = judge(lambda numbers, training: value_of(loss)([rows[i] for i in numbers], training), len(rows))
+    assert (finding is not None and not finding.unjudged) is coupled, finding
+    assert (finding is not None and "not finite: whether" in finding.got) is bool(np.isinf(loss([0])))
 
 
-def test_a_loss_that_draws_is_not_judged():
+@pytest.mark.parametrize("size, words", [(1.0, "draws random numbers: whether"), (1e-3, "weighted mean over samples:")])
+def test_a_loss_that_draws_is_judged_where_the_difference_is_large_against_its_spread(size, words):
     draw = np.random.default_rng(0)
-    assert judge(value_of(lambda i: len(i) ** 2 * draw.random())) is None
+    assert words in judge(value_of(lambda i: len(i) ** 2 * (1 + size * draw.normal()))).got
+    assert judge(value_of(lambda i: np.sum(1 + size * draw.normal(size=len(i))))).unjudged
+
+
+def of_rows(arrays, loss, micro_batch=8):
+    rows = np.array(choose_rows(arrays, micro_batch))
+    with np.errstate(all="ignore"):
+        return judge(lambda numbers, training: value_of(loss)(rows[list(numbers)], training), len(rows))
+
+
+SPARSE = np.zeros((N, FEATURES), np.float32)
+SPARSE[::8] = 1
+PAIRS_X, PAIR_CLASSES = np.random.default_rng(1).standard_normal((96, 1)), np.arange(96) // 2
+
+
+def triplet(i):
+    """Batch-hard triplets: 0 without two samples of one class."""
+    away = np.abs(PAIRS_X[i] - PAIRS_X[i].T)
+    same = PAIR_CLASSES[i][:, None] == PAIR_CLASSES[i]
+    has = same.sum(1) > (away == 0).sum(1)
+    return np.sum(np.where(has, np.maximum((away * same).max(1) - (away + 1e6 * same).min(1) + 1, 0), 0))
+
+
+def masked_mean(i):
+    return np.sum(X[i] * SPARSE[i]) / np.sum(SPARSE[i]) * len(i)
+
+
+@pytest.mark.parametrize("arrays, loss", [
+    ((X, SPARSE), masked_mean),
+    ((X, MASK), lambda i: np.sort(X[i, 0] ** 2)[-(len(i) // 4):].mean() * len(i) if len(i) > 3 else np.nan),
+    ((X, MASK), lambda i: np.sum(X[i, 0]) if len(i) > 20 else np.nan),
+    ((PAIRS_X, PAIR_CLASSES), triplet),
+    ((X, MASK), lambda i: np.sum(X[i[:8]] ** 2)),
+    ((X, MASK), lambda i: np.sum((X[i[0::2][:len(i) // 2]] - X[i[1::2]]) ** 2))],
+    ids=["rare masks", "quarter", "finite together only", "triplets", "capacity", "pairs"])
+def test_couplings_that_few_samples_do_not_show(arrays, loss):
+    finding = of_rows(arrays, loss)
+    assert finding is not None and "not a weighted mean" in finding.got, finding
+
+
+def test_sums_that_few_samples_do_not_show():
+    assert of_rows((X, SPARSE), lambda i: masked_mean(i) / len(i) * SPARSE[i].sum()) is None  # NaN in some small shares
+    assert of_rows((X, MASK), lambda i: np.sum(np.diff(X[i].reshape(-1, 2, FEATURES), axis=1) ** 2)) is None  # pairs
+    assert "is 0: whether" in of_rows((X, MASK), lambda i: 0.0).got
+    assert "cannot be evaluated" in of_rows((X, MASK), lambda i: X[i].reshape(5, -1).sum()).got
+
+
+def test_slow_losses_are_judged_on_seven_samples():
+    counts = []
+    judge(lambda numbers, training: (counts.append(len(numbers)), LossValue(1.0 * len(numbers), len(numbers)))[1], 29,
+          lambda seconds: 1.0)
+    assert max(counts) == 7
+
+
+def test_what_layers_add_is_judged_though_the_total_draws():
+    draw = np.random.default_rng(0)
+    for power, coupled in ((2, True), (1, False)):
+        def evaluate(numbers, training):
+            added, n = 1e-3 * len(numbers) ** power, len(numbers)  # noqa: B023
+            rows = (((2,), draw.normal(size=(n, 2))),)
+            return LossValue(added + draw.normal() * n, float(n), added, rows=rows)
+        assert ("add_loss" in judge(evaluate).got) is coupled
 
 
 def test_shares_differ_whichever_samples_come_first():
     for arrays in ((X, MASK), (MASK, CLASSES), (X[:2], MASK[:2]), (X[:1],), (np.ones((9, 3)), np.zeros(9, np.int64))):
         rows = choose_rows(arrays)
-        assert len(rows) == 7 and max(rows) < len(arrays[0])
+        assert len(rows) == 29 and max(rows) < len(arrays[0])
     rows = choose_rows((X, MASK))
     assert MASK[rows[:2]].mean() > 1.5 * MASK[rows[4:]].mean()
 
@@ -109,7 +172,8 @@ def torch_tasks():
         return dice(model, x, y) if model.training else F.mse_loss(model(x), y, reduction="sum")
 
     def noisy(model, x, y):
-        return F.mse_loss(model(x + torch.randn_like(x)), y, reduction="sum")
+        outputs = model(x)
+        return F.mse_loss(outputs + torch.randn_like(outputs), y, reduction="sum")
 
     def penalty(model, x, y):
         x = x.clone().requires_grad_()
@@ -154,7 +218,8 @@ def test_a_coupled_task_is_refused_where_the_batch_is_divided_and_named_elsewher
 def test_other_tasks_are_not_refused(name):
     task = torch_tasks()[1][name]
     run = solo(config(global_batch=8, max_steps=1, accumulate=2), torch_model(task), (X, MASK))
-    assert not any("weighted mean" in note for note in run.notes)
+    assert sum("weighted mean" in note for note in run.notes) == (name == "noise"), run.notes
+    assert not any("weighted mean" in note for note in solo(config(global_batch=8), torch_model(task), (X, MASK)).notes)
 
 
 def test_every_rank_is_refused():
@@ -183,7 +248,7 @@ def test_layers_that_couple_samples_are_not_blamed_on_the_loss():
         assert any("depend on the other samples" in note for note in run.notes) is isinstance(layers[0], Always)
 
 
-@pytest.mark.parametrize("name", ["dice", "mean times samples"])
+@pytest.mark.parametrize("name", ["dice", "mean times samples", "noise"])
 def test_a_model_that_is_cut_over_ranks_is_judged_too(name):
     coupled, fine = torch_tasks()
     task = {**coupled, **fine}[name]
@@ -224,10 +289,14 @@ def keras_model(loss="mse", add=None, extra=(), regularised=None):
     pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
     class Adds(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.seed = keras.random.SeedGenerator(3)
+
         def call(self, x, training=False):
             if add is not None:
                 self.add_loss(add(keras.ops, x, training))
-            return x
+            return x + keras.random.normal(keras.ops.shape(x), seed=self.seed) if add is beside_noise else x
 
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(
@@ -249,7 +318,13 @@ def dice_of_each(y, p):
     return 1 - (2 * ops.sum(y * p, -1) + 1) / (ops.sum(y, -1) + ops.sum(p, -1) + 1)
 
 
+def beside_noise(ops, x, training):
+    """A sum over the batch, in a layer that returns its input with noise."""
+    return ops.sum(x)
+
+
 ADDED = {"sum": lambda ops, x, training: ops.sum(x), "small sum": lambda ops, x, training: 1e-7 * ops.sum(x * x),
+         "sum beside noise": beside_noise,
          "only in training": lambda ops, x, training: ops.sum(x) * float(bool(training)),
          "deviation": lambda ops, x, training: ops.mean(ops.std(x, axis=0))}
 
@@ -259,7 +334,7 @@ def test_what_layers_add_over_the_batch_is_refused(name):
     import keras
 
     extra = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)] if name == "only in training" else []
-    with pytest.raises(UserError, match=r"add_loss\) is not a mean over the batch: .*keras.ops.mean"):
+    with pytest.raises(UserError, match=r"add_loss\) is not a mean over.*keras.ops.mean.*product of means.*task"):
         solo(config(global_batch=8, accumulate=2, metrics=[]), keras_model(add=ADDED[name], extra=extra), (X, MASK))
     run = solo(config(global_batch=8, max_steps=1, metrics=[]), keras_model(add=ADDED[name]), (X, MASK))
     assert sum("add_loss" in note for note in run.notes) == 1

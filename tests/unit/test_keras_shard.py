@@ -273,10 +273,20 @@ class AddsSum(keras.layers.Layer):
         return x
 
 
+class AddsSumAndNoise(AddsSum):
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(3)
+
+    def call(self, x):
+        return keras.ops.clip(super().call(x) + keras.random.normal(keras.ops.shape(x), seed=self.seed), 0, 1)
+
+
 @pytest.mark.parametrize("loss, added, words", [
+    ("mse", [AddsSumAndNoise()], "add_loss.* not a mean over the batch"),
     (keras.losses.Dice(), [], "weighted mean over samples"), (keras.losses.Tversky(), [], "weighted mean over samples"),
     (ratio, [], "weighted mean over samples"), ("mse", [AddsSum()], "add_loss.* not a mean over the batch")],
-    ids=["dice", "tversky", "own", "add_loss"])
+    ids=["noise", "dice", "tversky", "own", "add_loss"])
 def test_losses_over_the_whole_batch_are_refused_and_named_on_one_rank(loss, added, words):
     x = X["a"][:16]  # equal parts, for which what layers add is let through
     y = np.abs(np.repeat(x, 2, 1))

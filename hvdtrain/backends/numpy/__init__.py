@@ -121,7 +121,7 @@ def try_samples(parts: object, batch: object, training: bool) -> list[str]:
 
 def loss_evaluator(parts: object, pool: object) -> contextlib.AbstractContextManager[Evaluate]:
     """Return nothing to be judged: its one loss is a mean over samples."""
-    return contextlib.nullcontext(lambda numbers, training: LossValue(0.0, 0.0))
+    return contextlib.nullcontext(lambda numbers, training: LossValue(float(len(numbers)), float(len(numbers))))
 
 
 def untouched(parts: object, batch: object) -> contextlib.AbstractContextManager[None]:

@@ -22,6 +22,7 @@ from hvdtrain.data_parallel.replicate import Replicate
 from hvdtrain.exchange.buckets import plan_buckets
 from hvdtrain.exchange.compressors.none import NoCompression
 from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.exchange.transport import Transport
 from hvdtrain.model import Spec
 from hvdtrain.precision.policy import FP32, Precision
 
@@ -64,6 +65,7 @@ class OneStep:
         self.join()
         self.parts.buffers.share()
         self.grads: list[Any] = []
+        self._transport = Transport(wire, made.Ops())
         self._handed_over, self._waited_s = False, 0.0
         self._at = 0
 
@@ -123,10 +125,17 @@ class OneStep:
     def apply(self, clip: float = 0.0, check: bool = False) -> tuple[bool, float]:
         """Update."""
         self.dp.clip_norm, self.dp.look_first = clip, check
-        # A step without any sample, which no run takes, is one of zeros here.
-        unused = self.parts.stage.unused if self._handed_over else frozenset()
-        finite, norm = self.dp.update(self._at, self.grads, unused)
+        finite, norm = self.dp.update(self._at, self.grads, self._unused())
         return finite, norm
+
+    def _unused(self) -> frozenset[int]:
+        """The parameters that no rank used; of a step without any sample, which no run takes, none: it has zeros."""
+        own, n = self.parts.stage.unused, len(self.params())
+        used = np.array([self._handed_over and i not in own for i in range(n)], np.float32)
+        if self._transport.size > 1:
+            ops = self._transport.ops
+            used = np.array(ops.to_host(self._transport.allreduce(ops.from_host(used), "used")))
+        return frozenset(np.flatnonzero(used == 0).tolist()) if used.any() else frozenset()
 
     def discard(self) -> None:
         """Undo the step."""

@@ -59,7 +59,7 @@ TOKENS = np.sort(np.random.default_rng(5).integers(0, 7, 24))  # the zeros come 
 @pytest.mark.parametrize("name, args", [("sgd", {"momentum": 0.9}), ("adamw", {"weight_decay": 0.3})])
 @pytest.mark.parametrize("sizes", [(12, 12), (4, 20), (24, 0), (8, 8, 8)], ids=str)
 def test_tied_unused_and_sometimes_used_parameters(sizes, name, args):
-    """A parameter that some ranks or none use has a zero gradient there, in one process too (law 2)."""
+    """A parameter that some ranks use has a zero gradient on the others; one that none uses has no gradient (law 2)."""
     config = Config(optimizer=Named(name, args), lr=0.05)
     parts = cut((TOKENS, (TOKENS + 1) % 7), 24), cut((TOKENS, (TOKENS + 1) % 7), *sizes)
     single = attached(tied(), config)

@@ -27,7 +27,7 @@ INLINE_BYTES = 256
 DEEPEST = 32
 """Containers inside of each other; more are taken for a structure that contains itself."""
 NOT_STATE = ("params", "model", "_model", "validation_data", "monitor_op")
-"""Attributes that Keras sets anew at the start of each fit."""
+"""Attributes that Keras sets at the start of each fit."""
 WRITERS = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "BackupAndRestore", "RemoteMonitor", "ProgbarLogger",
            "OrbaxCheckpoint")
 """Keras callbacks, and classes made of them, that run on rank 0 alone; so does any with ``where = "root"``."""

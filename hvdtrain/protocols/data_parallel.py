@@ -67,7 +67,7 @@ class DataParallel(GradientSink, Protocol):
     def extend(self, specs: Sequence[ParamSpec], first: int) -> Sequence[tuple[int, int]] | None:
         """Take in the parameters from index ``first`` of ``specs`` on, which have been added to the model's.
 
-        The stage is to be connected anew. Returns the elements [begin, end) of each that this rank updates; None: all.
+        The stage is to be connected again. Returns the elements [begin, end) of each that this rank updates; None: all.
         """
         ...
 

@@ -200,7 +200,7 @@ def check_loss(model: torch.nn.Module, loss_sum: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def few_samples(samples: int, rank: int) -> Iterator[None]:
-    """Within it, BatchNorm's complaint about a micro-batch of one sample is told as a `UserError`."""
+    """Within it, BatchNorm's complaint about a micro-batch of one sample becomes a `UserError`."""
     try:
         yield
     except ValueError as error:

@@ -147,7 +147,9 @@ def test_a_buffer_that_a_forward_pass_registers_is_no_change_of_a_callbacks(tmp_
                 self.register_buffer("cache", torch.ones(3), persistent=False)
             return super().forward(x)
 
-    work(solo(replace(BASE, out=str(tmp_path)), model(Caching), data()))
+    run = solo(replace(BASE, out=str(tmp_path)), model(Caching), data())
+    work(run, Before())
+    assert run.state.cursor.step == 16 and run.spec.model.cache.shape == (3,)
 
 
 class Before(Callback):

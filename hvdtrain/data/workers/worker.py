@@ -115,7 +115,8 @@ def refuse_unlike(some: Sequence[Any], others: Sequence[Any]) -> None:
     """Raise `UserError` where samples (n, ...) of one batch have not the shapes and types of others (m, ...)."""
     kinds = [[(np.shape(array)[1:], np.asarray(array).dtype) for array in arrays] for arrays in (some, others)]
     if kinds[0] != kinds[1]:
-        first, second = (", ".join(f"{dtype}{list(shape)}" for shape, dtype in each) for each in kinds)
+        # In one order, whichever worker was first.
+        first, second = sorted(", ".join(f"{dtype}{list(shape)}" for shape, dtype in each) for each in kinds)
         raise UserError(f"samples of one batch have the shapes and types {first} and {second}",
                         "one shape and type for all samples", "pad, crop or cast them in the dataset")
 

@@ -26,10 +26,10 @@ class Short(Model):
             raise MemoryError("in forward")
         return super().gradient(*args, **kwargs)
 
-def update(*args):
+def update(*args, **more):
     if WHERE == "update" and boot.current_control().rank == 1:
         raise MemoryError("in the update")
-    return own(*args)
+    return own(*args, **more)
 
 made = params.Params.optimizer
 def short_of_memory(self, *args):

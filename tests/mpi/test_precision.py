@@ -91,6 +91,7 @@ def test_the_scale_goes_on_from_a_checkpoint(settings, framework):
     whole, _, watch = watched(settings("fp16", loss_scale=2.0**20, compression="topk"), framework)
     watched(settings("fp16", at="kept", loss_scale=2.0**20, compression="topk", max_steps=6, checkpoint=each),
             framework)
-    again, _, rest = watched(settings("fp16", at="kept", compression="topk", resume="auto"), framework, seed=1)
+    again, _, rest = watched(settings("fp16", at="kept", loss_scale=2.0**20, compression="topk", resume="auto"),
+                             framework, seed=1)
     assert rest.scales == watch.scales[6:] and rest.bits == watch.bits[6:]
     assert again.parts.scale.state() == whole.parts.scale.state() and whole.parts.scale.skipped > 0

@@ -89,9 +89,10 @@ class Bridge(History):
             callback.set_params(params)
             callback.set_model(model)
         resumed, self._restored = self._restored, {}
+        self._states.begin()
         with unchanged(self._model, run) if resumed and self.callbacks else contextlib.nullcontext():
             self._tell("on_train_begin")
-        self._states.begin()
+        self._states.begun()
         if resumed:
             self._take_up(resumed)
             model._initial_epoch = None

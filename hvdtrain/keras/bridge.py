@@ -226,7 +226,7 @@ class Bridge(History):
 
     def _tell(self, method: str, *args: Any) -> None:
         for callback in self._mine:
-            with one_owner_of_rate(callback):
+            with one_owner_of_rate(callback, self._setup.optimizer):
                 getattr(callback, method)(*args)
 
     def _take_up(self, state: dict[str, Any]) -> None:

@@ -347,6 +347,11 @@ def test_files_of_any_callback_hold_the_types_of_the_user(tmp_path):
         assert policies == {"float32"}, name
 
 
+class AssignsRate(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.optimizer.learning_rate.assign(0.1)
+
+
 class ChangesWeights(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         self.model.set_weights([w * 0.9 for w in self.model.get_weights()])
@@ -365,6 +370,7 @@ PLATEAU, WARM = keras.callbacks.ReduceLROnPlateau, Schedule(warmup_steps=2)
     (lambda: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate),
      {"schedule": Schedule("CosineDecay", {"decay_steps": 9})}, "LearningRateScheduler sets .* schedule.name Cosine"),
     (SetsRate, {"schedule": WARM}, "SetsRate sets the learning rate beside a schedule"),
+    (AssignsRate, {"schedule": WARM}, "AssignsRate sets the learning rate beside a schedule"),
     (ChangesWeights, {"ema": 0.5}, "changed the weights at the end of an epoch, where with ema"),
     (lambda: keras.callbacks.BackupAndRestore("backup"), {"ema": 0.5}, "BackupAndRestore with ema"),
 ])

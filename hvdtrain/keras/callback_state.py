@@ -190,7 +190,8 @@ def _variable(array: np.ndarray, held: Any, kind: str, parts: Parts) -> Any:
         tensor = keras.ops.convert_to_tensor(array, dtype=keras.backend.standardize_dtype(held.dtype))
         (held.assign if hasattr(held, "assign") else held.data.copy_)(tensor)
         return held
-    made = keras.Variable(array, dtype=keras.backend.standardize_dtype(array.dtype))
+    dtype = keras.backend.standardize_dtype(array.dtype)
+    made = keras.Variable(array, dtype=dtype, trainable=keras.backend.is_float_dtype(dtype))
     return made if kind == "variable" else made.value
 
 

@@ -89,9 +89,10 @@ class Bridge(History):
             callback.set_params(params)
             callback.set_model(model)
         resumed, self._restored = self._restored, {}
+        self._states.begin()
         with unchanged(self._model, run) if resumed and self.callbacks else contextlib.nullcontext():
             self._tell("on_train_begin")
-        self._states.begin()
+        self._states.begun()
         if resumed:
             self._take_up(resumed)
             model._initial_epoch = None
@@ -225,7 +226,7 @@ class Bridge(History):
 
     def _tell(self, method: str, *args: Any) -> None:
         for callback in self._mine:
-            with one_owner_of_rate(callback):
+            with one_owner_of_rate(callback, self._setup.optimizer):
                 getattr(callback, method)(*args)
 
     def _take_up(self, state: dict[str, Any]) -> None:

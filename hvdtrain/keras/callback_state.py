@@ -9,7 +9,9 @@ from __future__ import annotations
 import base64
 import collections
 import copy
+import functools
 import hashlib
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +30,8 @@ DEEPEST = 32
 """Containers inside of each other; more are taken for a structure that contains itself."""
 NOT_STATE = ("params", "model", "_model", "validation_data", "monitor_op")
 """Attributes that Keras sets at the start of each fit."""
+STATELESS = (type, functools.partial, np.ufunc)
+"""Types of callables besides functions and methods that hold no state."""
 WRITERS = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "BackupAndRestore", "RemoteMonitor", "ProgbarLogger",
            "OrbaxCheckpoint")
 """Keras callbacks, and classes made of them, that run on rank 0 alone; so does any with ``where = "root"``."""
@@ -50,30 +54,58 @@ def _of_keras(callback: Any) -> set[str]:
 
 # --- one value -----------------------------------------------------------------------------------------------------
 
-def encode(value: Any, arrays: Arrays, name: str, depth: int = 0) -> Any:
+class Parts:
+    """Model, optimizer, layers and variables, which checkpoints hold elsewhere, by a name that each process gives them.
+
+    A callback that refers to one of them gets the reference back, not a copy.
+    """
+
+    def __init__(self, model: Any = None) -> None:
+        self.named: dict[str, Any] = {}
+        if isinstance(model, keras.Model):
+            optimizer: Any = getattr(model, "optimizer", None)
+            groups = {"model": [model], "optimizer": [optimizer], "layer": model._flatten_layers(include_self=False),
+                      "weight": model.weights, "variable": model.variables,
+                      "slot": getattr(optimizer, "variables", [])}
+            self.named = {f"{kind} {i}": one for kind, group in groups.items() for i, one in enumerate(group)}
+            self.named |= {f"{name} value": one._value for name, one in self.named.items()
+                           if isinstance(one, keras.Variable)}
+        self.names = {id(one): name for name, one in reversed(self.named.items()) if one is not None}
+
+
+def is_variable(value: Any) -> bool:
+    """Return whether ``value`` is a variable of Keras or of its backend: it keeps its identity."""
+    if isinstance(value, keras.Variable):
+        return True
+    return keras.ops.is_tensor(value) and (hasattr(value, "assign") or getattr(value, "requires_grad", False)
+                                           and value.is_leaf)
+
+
+def encode(value: Any, arrays: Arrays, name: str, depth: int = 0, parts: Parts | None = None) -> Any:
     """Return ``value`` as JSON; arrays go into ``arrays`` under ``name`` and a counter. `Unstorable`."""
     if value is None or isinstance(value, (bool, int, str)) and type(value) in (bool, int, str):
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {TAG: "float", "value": repr(value)}
+    if parts and id(value) in parts.names:
+        return {TAG: "part", "value": parts.names[id(value)]}
     if depth > DEEPEST:
         raise Unstorable(f"a {type(value).__name__} that contains itself")
     if type(value) is list:
-        return [encode(one, arrays, name, depth + 1) for one in value]
+        return [encode(one, arrays, name, depth + 1, parts) for one in value]
     if type(value) in (tuple, set, frozenset, collections.deque):
         found: dict[str, Any] = {TAG: type(value).__name__,
-                                 "items": [encode(one, arrays, name, depth + 1) for one in value]}
+                                 "items": [encode(one, arrays, name, depth + 1, parts) for one in value]}
         return {**found, "maxlen": value.maxlen} if isinstance(value, collections.deque) else found
     if type(value) in (dict, collections.OrderedDict):
-        items = [[encode(one, arrays, name, depth + 1) for one in pair] for pair in value.items()]
+        items = [[encode(one, arrays, name, depth + 1, parts) for one in pair] for pair in value.items()]
         return {TAG: type(value).__name__, "items": items}
     if type(value) is bytes:
         return {TAG: "bytes", "value": base64.b64encode(value).decode()}
     if isinstance(value, keras.Variable) or keras.ops.is_tensor(value):
-        array = numpy_of(value)
-        return {TAG: "variable" if isinstance(value, keras.Variable) else "tensor",
-                "value": _array(array, arrays, name)}
-    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        kind = "tensor" if not is_variable(value) else "variable" if isinstance(value, keras.Variable) else "own value"
+        return {TAG: kind, "value": _array(numpy_of(value), arrays, name)}
+    if isinstance(value, (np.ndarray, np.generic)):
         return _array(value, arrays, name)
     raise Unstorable(f"a {type(value).__name__}")
 
@@ -86,6 +118,8 @@ def numpy_of(tensor: Any) -> np.ndarray:
 def _array(value: Any, arrays: Arrays, name: str) -> dict[str, Any]:
     """Return an array or a scalar of numpy as JSON, of large ones the place in ``arrays``."""
     array = np.ascontiguousarray(value)
+    if array.dtype.hasobject:
+        raise Unstorable("an array of objects")
     named = array.dtype.kind == "V"  # such as bfloat16, a type that numpy lacks
     found = {TAG: "scalar" if isinstance(value, np.generic) else "array", "shape": list(np.shape(value)),
              "dtype": array.dtype.name if named else array.dtype.str}
@@ -96,13 +130,18 @@ def _array(value: Any, arrays: Arrays, name: str) -> dict[str, Any]:
     return {**found, "place": place}
 
 
-def decode(value: Any, arrays: Arrays) -> Any:
-    """Undo `encode`."""
+def decode(value: Any, arrays: Arrays, parts: Parts | None = None, held: Any = None) -> Any:
+    """Undo `encode`; the callback's own variables in ``held``, the value of now, and their containers are kept."""
+    parts = parts or Parts()
     if isinstance(value, list):
-        return [decode(one, arrays) for one in value]
+        return _filled(held, _members(value, arrays, parts, held if type(held) is list else ()), parts)
     if not isinstance(value, dict):
         return value
     kind = value[TAG]
+    if kind == "part":
+        return parts.named.get(value["value"], held)
+    if kind in ("variable", "own value"):
+        return _variable(decode(value["value"], arrays), held, kind, parts)
     if kind in ("scalar", "array"):
         dtype = np.dtype(value["dtype"])
         raw = arrays[value["place"]].tobytes() if "place" in value else base64.b64decode(value["value"])
@@ -110,27 +149,62 @@ def decode(value: Any, arrays: Arrays) -> Any:
         return array[()] if kind == "scalar" else array
     simple: dict[str, Callable[[], Any]] = {
         "float": lambda: float(value["value"]), "bytes": lambda: base64.b64decode(value["value"]),
-        "variable": lambda: decode(value["value"], arrays),
         "tensor": lambda: keras.ops.convert_to_tensor(decode(value["value"], arrays))}
     if kind in simple:
         return simple[kind]()
-    items = [decode(one, arrays) for one in value["items"]]
+    same_kind = held is not None and type(held).__name__ == kind
+    if kind in ("dict", "OrderedDict"):
+        now = held if same_kind else {}
+        keys = [decode(key, arrays, parts) for key, _ in value["items"]]
+        found = [decode(one, arrays, parts, now.get(key)) for key, (_, one) in zip(keys, value["items"])]
+        return _filled(held, (dict if kind == "dict" else collections.OrderedDict)(zip(keys, found)), parts)
+    items = _members(value["items"], arrays, parts, held if same_kind and kind in ("tuple", "deque") else ())
     if kind == "deque":
-        return collections.deque(items, value["maxlen"])
-    return {"tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict,
-            "OrderedDict": collections.OrderedDict}[kind](items)
+        return _filled(held, collections.deque(items, value["maxlen"]), parts)
+    return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
+
+
+def _members(values: list[Any], arrays: Arrays, parts: Parts, held: Sequence[Any]) -> list[Any]:
+    """Decode the members of a sequence, each with the one that ``held`` has in its place."""
+    now = [*held, *[None] * len(values)]
+    return [decode(one, arrays, parts, before) for one, before in zip(values, now)]
+
+
+def _filled(held: Any, found: Any, parts: Parts) -> Any:
+    """Return ``held`` with the members of ``found`` if it holds variables of the callback, else ``found``."""
+    if type(held) is not type(found):
+        return found
+    if not any(is_variable(one) and id(one) not in parts.names
+               for one in (held.values() if isinstance(held, dict) else held)):
+        return found
+    held.clear()
+    (held.update if isinstance(held, dict) else held.extend)(found)
+    return held
+
+
+def _variable(array: np.ndarray, held: Any, kind: str, parts: Parts) -> Any:
+    """Assign to the variable ``held``, unless it is the model's; return a new one where there is none of the shape."""
+    if id(held) in parts.names:
+        return held
+    if is_variable(held) and numpy_of(held).shape == np.shape(array):
+        tensor = keras.ops.convert_to_tensor(array, dtype=keras.backend.standardize_dtype(held.dtype))
+        (held.assign if hasattr(held, "assign") else held.data.copy_)(tensor)
+        return held
+    dtype = keras.backend.standardize_dtype(array.dtype)
+    made = keras.Variable(array, dtype=dtype, trainable=keras.backend.is_float_dtype(dtype))
+    return made if kind == "variable" else made.value
 
 
 # --- one callback --------------------------------------------------------------------------------------------------
 
 def attributes(callback: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of the attributes that may be state: no functions, no parts of the model."""
+    """Yield (name, value) of the attributes that may be state: no functions, no classes."""
     bases = _of_keras(callback)
     left_out = {*NOT_STATE, *(("min_delta",) if "MonitorCallback" in bases else ()),  # Keras turns its sign
                 *(("history", "epoch") if "History" in bases else ())}  # of the epochs of one process
     own_files = type(callback).__module__.startswith("keras.") and writes(callback)
     for name, value in vars(callback).items():
-        if name in left_out or callable(value) and not isinstance(value, keras.metrics.Metric):
+        if name in left_out or inspect.isroutine(value) or isinstance(value, STATELESS):
             continue
         if own_files and name.startswith("_") and (isinstance(value, bool) or not isinstance(value, (int, float))):
             continue  # whether files, traces and the like are open in this process
@@ -140,10 +214,11 @@ def attributes(callback: Any) -> Iterator[tuple[str, Any]]:
 def take(callback: Any, arrays: Arrays, prefix: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a callback's attributes as JSON, and why others cannot be stored; arrays go into ``arrays``."""
     found, unstorable = {}, {}
+    parts = Parts(getattr(callback, "model", None))
     for name, value in attributes(callback):
         own: Arrays = {}
         try:
-            found[name] = encode(value, own, f"{prefix}/{name}")
+            found[name] = encode(value, own, f"{prefix}/{name}", parts=parts)
             arrays.update(own)
         except Unstorable as problem:
             unstorable[name] = str(problem)
@@ -152,12 +227,9 @@ def take(callback: Any, arrays: Arrays, prefix: str) -> tuple[dict[str, Any], di
 
 def put(callback: Any, state: dict[str, Any], arrays: Arrays) -> None:
     """Undo `take`."""
+    parts = Parts(getattr(callback, "model", None))
     for name, value in state.items():
-        decoded, held = decode(value, arrays), vars(callback).get(name)
-        if isinstance(held, keras.Variable):
-            held.assign(decoded)
-        else:
-            vars(callback)[name] = decoded
+        vars(callback)[name] = decode(value, arrays, parts, vars(callback).get(name))
 
 
 def _digest(value: Any, arrays: Arrays) -> bytes:
@@ -182,25 +254,37 @@ class CallbackStates:
 
     def __init__(self, callbacks: Sequence[Any], note: Callable[[str], None]) -> None:
         self._callbacks, self._note = list(callbacks), note
-        self._at_begin: list[dict[str, bytes]] = [{} for _ in self._callbacks]
+        self._at_begin: list[list[dict[str, bytes]]] = [[] for _ in self._callbacks]
         self._noted: set[tuple[int, str]] = set()
 
     def begin(self) -> None:
-        """Remember what the callbacks begin with, and name the attributes that cannot be stored."""
+        """Remember what the callbacks have before ``on_train_begin``."""
+        self._at_begin = [[] for _ in self._callbacks]
+        self._remember()
+
+    def begun(self) -> None:
+        """Remember what they have after it, and name the attributes that cannot be stored."""
+        for i, unstorable in enumerate(self._remember()):
+            self._name(i, unstorable)
+
+    def _remember(self) -> list[dict[str, str]]:
+        found = []
         for i, callback in enumerate(self._callbacks):
             arrays: Arrays = {}
             state, unstorable = take(callback, arrays, str(i))
-            self._at_begin[i] = {name: _digest(value, arrays) for name, value in state.items()}
-            self._name(i, unstorable)
+            self._at_begin[i].append({name: _digest(value, arrays) for name, value in state.items()})
+            found.append(unstorable)
+        return found
 
     def changed(self) -> tuple[list[list[Any]], Arrays]:
-        """Return [class name, changed attributes] of each callback, and the arrays among them."""
+        """Return [class name, attributes that an event has changed] of each callback, and the arrays among them."""
         every, kept = [], {}
         for i, (callback, before) in enumerate(zip(self._callbacks, self._at_begin)):
             arrays: Arrays = {}
             state, unstorable = take(callback, arrays, str(i))
             self._name(i, unstorable)
-            own = {name: value for name, value in state.items() if before.get(name) != _digest(value, arrays)}
+            own = {name: value for name, value in state.items()
+                   if {then.get(name) for then in before} != {_digest(value, arrays)}}
             kept.update({n: a for n, a in arrays.items() if n.split("/")[1] in own})
             every.append([type(callback).__name__, own])
         return every, kept

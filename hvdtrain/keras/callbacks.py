@@ -161,7 +161,7 @@ class DivergenceGuardCallback(keras.callbacks.Callback):
     def on_train_end(self, logs: dict | None = None) -> None:
         """Compare what ``fit`` ends with."""
         if self._guard is not None:
-            self._guard.after_epoch()
+            self._guard.after_epoch(fit=True)
 
     def _variables(self) -> list[Any]:
         return [v for v in self.model.trainable_variables if tf_variable(v).ref() not in self._local]

@@ -91,12 +91,14 @@ class Guard:
         if before < due > 0 or any(before < early <= self._between for early in EARLY):
             self._compare_now()
 
-    def after_epoch(self, stops: bool = False) -> None:
+    def after_epoch(self, stops: bool = False, fit: bool = False) -> None:
         """Compare at the end of an epoch or of ``fit``; outside of graphs. Collective.
 
         ``stops``: this rank leaves ``fit`` before its last epoch, where the others would wait for its gradients.
+        ``fit``: the fit ends, and with it any broadcast after its first update: one update is enough.
         """
-        if self._before is not None and self._between >= EARLY[0]:
+        updates = self._between + self._late if fit else self._between
+        if self._before is not None and updates >= (1 if fit else EARLY[0]):
             self._compare_now(stops)
 
     def _compare_now(self, stops: bool = False) -> None:
@@ -164,7 +166,7 @@ class GuardOfFit(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict | None = None) -> None:
         """Compare what ``fit`` ends with."""
-        self._guard.after_epoch()
+        self._guard.after_epoch(fit=True)
 
 
 def stops_early(callback: Any, epoch: int) -> bool:

@@ -47,12 +47,14 @@ def check(callbacks: Sequence[Any], run: Any) -> None:
 
 
 @contextlib.contextmanager
-def one_owner_of_rate(callback: Any) -> Iterator[None]:
+def one_owner_of_rate(callback: Any, optimizer: Any) -> Iterator[None]:
     """Make Keras' error for a callback that sets the rate of a scheduled optimizer a `UserError`."""
     try:
         yield
-    except TypeError as error:
-        if "LearningRateSchedule" not in str(error):
+    except (TypeError, AttributeError) as error:
+        assigns = isinstance(error, AttributeError) and str(error.name).startswith("assign") \
+            and keras.ops.is_tensor(error.obj) and callable(getattr(optimizer, "_learning_rate", None))
+        if not assigns and "LearningRateSchedule" not in str(error):
             raise
         raise UserError(f"the Keras callback {type(callback).__name__} sets the learning rate beside a schedule",
                         "one owner of the learning rate", "leave out one of the two") from error

@@ -88,8 +88,9 @@ def test_halves_of_a_micro_batch_give_the_same_gradient(tmp_path):
 
     plain = [Faults(), Faults()]
     want = ran(plain, "undisturbed")
-    last = plain[1].runs["high", "evaluation"]  # some runs are of samples before the first step
-    faults = [Faults(), Faults([("high", "backward", 1), ("low", "forward", 3), ("high", "evaluation", last - 1),
+    # Some runs are of samples before the first step.
+    last, trained = plain[1].runs["high", "evaluation"], plain[1].runs["low", "forward"]
+    faults = [Faults(), Faults([("high", "backward", 1), ("low", "forward", trained), ("high", "evaluation", last - 1),
                                 ("high", "evaluation", last)])]
     got = ran(faults, "disturbed")
     assert faults[1].happened == len(faults[1].at) and got[1].recovery.limit and got[1].recovery.evaluation.limit

@@ -26,6 +26,7 @@ if HERE:
     from torch_tools import TorchKit, one_thread  # noqa: F401
     from unused_keras import chain
 
+    from hvdtrain import Trainer
     from hvdtrain.backends.torch.create import make_parts
     from hvdtrain.callbacks.base import Callback
     from hvdtrain.cluster.control import SoloControl
@@ -189,6 +190,20 @@ if HERE:
         half = plain_settings(tmp_path / "half", resume="auto")
         run, = lockstep(1, half, lambda rank: normed(), both(), work)
         assert apart(run.spec.model.get_weights(), plain.get_weights()) < 1e-5
+
+    def test_a_checkpoint_holds_the_rate_that_a_callback_of_keras_set_after_its_epoch(tmp_path):
+        class Halves(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate) * 0.5
+
+        def trained(**changes):
+            model = adamw(normed())
+            settings = plain_settings(tmp_path / "run", checkpoint=Checkpoint(at_end=True), **changes)
+            Trainer(settings).fit(model, (both(), None), callbacks=[Halves()])
+            return float(model.optimizer.learning_rate)
+
+        assert trained(max_steps=2) == pytest.approx(0.025)  # two steps an epoch
+        assert trained(max_steps=4, resume="auto") == pytest.approx(0.0125)
 
     def test_averages_of_a_model_with_a_layer_that_a_callback_froze_are_written(tmp_path):
         model = normed()

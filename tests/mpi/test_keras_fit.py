@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import numpy as np
@@ -143,3 +144,22 @@ def test_plain_fit_over_shards_is_keras_fit(control, weighted):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     same(got.history, want.history, 2e-4)
     assert len(set(control.gather(repr(got.history)))) == 1
+
+
+def test_the_guard_compares_at_the_end_of_a_fit_of_one_update(control):
+    import hvdtrain.keras as hvd
+    from hvdtrain.faults.divergence import Diverged
+
+    class Spoils(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if spoils and hvd.rank() == 1:
+                self.model.layers[0].kernel.assign(self.model.layers[0].kernel * 1.5)
+
+    hvd.init()
+    for spoils, built in ((False, True), (False, False), (True, True), (True, False)):
+        keras.utils.set_random_seed(hvd.rank())
+        model = keras.Sequential([*[keras.Input((5,))] * built, keras.layers.Dense(1)])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+        with pytest.raises(Diverged, match="after update") if spoils else contextlib.nullcontext():
+            model.fit(X["a"][:8], Y["size"][:8], batch_size=8, verbose=0,
+                      callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), Spoils()])

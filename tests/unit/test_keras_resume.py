@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import keras  # noqa: E402
+import tensorflow as tf  # noqa: E402
 from small_runs import config, make_model, samples  # noqa: E402
 
 from hvdtrain import Trainer  # noqa: E402
@@ -184,6 +185,78 @@ def test_all_state_of_callbacks_comes_back_and_the_rest_is_named_once():
     assert "tracker (a object)" in named and "function" not in named
 
 
+class Refers(keras.callbacks.Callback):
+    """Has variables of its own and of the model, in containers too, and values that ``on_train_begin`` computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.plain, self.several = tf.Variable(0.1), [keras.Variable(1.0), {"one": tf.Variable(2.0)}]
+        self.first, self.aliases = self.several[0], (self.several[1]["one"],)
+
+    def on_train_begin(self, logs=None):
+        model = self.model
+        self.base, self.start = float(model.optimizer.learning_rate), model.get_weights()
+        self.kernels, self.read = [layer.kernel for layer in model.layers if hasattr(layer, "kernel")], {
+            "bias": model.layers[0].bias.value}
+        self.layer, self.slots = model.layers[-1], []
+
+    def on_epoch_end(self, epoch, logs=None):
+        for variable in (self.plain, self.first, *self.aliases):
+            variable.assign(variable * 0.5 + 0.2)
+        self.slots = self.model.optimizer.momentums[:1]
+        share = float(self.plain + self.several[0] + self.several[1]["one"]) * 0.1
+        for kernel in self.kernels:
+            kernel.assign(kernel * (1 - share))
+        self.slots[0].assign(self.slots[0] * 0.5)
+        self.layer.bias.assign_add(tf.reduce_sum(self.read["bias"])[None] + float(np.sum(self.start[0])))
+        self.model.optimizer.learning_rate = self.base * 0.8 ** epoch
+
+
+@pytest.mark.parametrize("at", [4, 6])
+def test_variables_keep_their_identity_and_begin_values_are_of_the_first_begin(at):
+    (whole, _), (rest, _), (own,) = resumed(lambda: [Refers()], at)
+    same(whole, rest)
+    assert own.base == 0.5 and own.kernels[0] is rest.layers[0].kernel and own.slots[0] is rest.optimizer.momentums[0]
+    assert isinstance(own.plain, tf.Variable) and own.first is own.several[0] and own.layer is rest.layers[-1]
+
+
+def test_an_attribute_that_returns_to_its_first_value_is_stored():
+    class Begins(keras.callbacks.Callback):
+        value = "class"
+
+        def __init__(self):
+            super().__init__()
+            self.value = "constructor"
+
+        def on_train_begin(self, logs=None):
+            self.value = "begin"
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.value = "constructor"
+
+        def on_epoch_begin(self, epoch, logs=None):
+            seen.append(self.value)
+
+    seen: list = []
+    trained(made(), Begins(), max_steps=3)
+    trained(made(), Begins(), resume="auto")
+    assert seen == ["begin", "constructor", "constructor"]
+
+
+def test_models_and_callable_objects_that_no_checkpoint_holds_are_named():
+    class Objects(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.teacher, self.block, self.function, self.kind = made(), keras.layers.Dense(2), np.mean, dict
+
+        def on_train_begin(self, logs=None):
+            self.same, self.method = self.model, self.model.get_weights
+
+    trainer, _ = trained(made(), Objects(), epochs=1)
+    named, = [note for note in trainer.run.notes if "checkpoints do not hold" in note]
+    assert "Objects: teacher (a Sequential), block (a Dense). A" in named
+
+
 def best(**more):
     """EarlyStopping that takes the first epoch for the best, since the training loss falls."""
     return keras.callbacks.EarlyStopping("loss", mode="max", restore_best_weights=True, **more)
@@ -274,6 +347,11 @@ def test_files_of_any_callback_hold_the_types_of_the_user(tmp_path):
         assert policies == {"float32"}, name
 
 
+class AssignsRate(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.optimizer.learning_rate.assign(0.1)
+
+
 class ChangesWeights(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         self.model.set_weights([w * 0.9 for w in self.model.get_weights()])
@@ -292,6 +370,7 @@ PLATEAU, WARM = keras.callbacks.ReduceLROnPlateau, Schedule(warmup_steps=2)
     (lambda: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate),
      {"schedule": Schedule("CosineDecay", {"decay_steps": 9})}, "LearningRateScheduler sets .* schedule.name Cosine"),
     (SetsRate, {"schedule": WARM}, "SetsRate sets the learning rate beside a schedule"),
+    (AssignsRate, {"schedule": WARM}, "AssignsRate sets the learning rate beside a schedule"),
     (ChangesWeights, {"ema": 0.5}, "changed the weights at the end of an epoch, where with ema"),
     (lambda: keras.callbacks.BackupAndRestore("backup"), {"ema": 0.5}, "BackupAndRestore with ema"),
 ])

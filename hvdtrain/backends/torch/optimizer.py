@@ -215,6 +215,7 @@ class TorchOptimizer:
 
     def scalars(self) -> dict[str, Any]:
         """JSON-able state beside the optimizer's tensors: all of a group, as schedules also move betas and momentum."""
+        self._follow()
         groups = [_plain({k: v for k, v in g.items() if k != "params"}) for g in self.optimizer.param_groups]
         schedule = {} if self.schedule is None else _plain(self.schedule.state_dict())
         return {

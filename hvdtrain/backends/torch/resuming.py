@@ -41,7 +41,7 @@ def settings_of(optimizer: Any, adopted: bool) -> list[dict[str, Any]]:
     ``adopted``: it is a compiled optimizer of Keras, whose settings its own configuration tells.
     """
     if adopted:
-        settings = dict(optimizer.own.get_config())
+        settings = optimizer.settings()
         rate = settings["learning_rate"]  # of a constant one the base rate tells
         words = f"{rate['class_name']} {rate['config']}" if optimizer.scheduled else CONSTANT
         found = [{**settings, "name": None, "learning_rate": words}]

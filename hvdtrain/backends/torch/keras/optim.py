@@ -91,6 +91,11 @@ class Adopted(torch.optim.Optimizer):
             own = type(self.own).from_config(self.own.get_config())
             return Adopted(own, [keras.Variable(vector) for vector in vectors], self._scale)
 
+    def settings(self) -> dict[str, Any]:
+        """Return the configuration of ``own``."""
+        with without_tensorflow():  # which Keras asks for where it describes a schedule
+            return dict(self.own.get_config())
+
     def plain_sgd(self) -> bool:
         """Whether an update is rate x gradient (weight decay aside)."""
         return isinstance(self.own, keras.optimizers.SGD) and not (self.own.momentum or self.own.use_ema)

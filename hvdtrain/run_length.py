@@ -163,7 +163,7 @@ def _end(schedule: Schedule) -> int:
         end += _warm_up(args)
     if schedule.name.lower() == "polynomialdecay" and args.get("cycle"):
         return 0
-    return math.ceil(end) if isinstance(end, Real) and math.isfinite(end) else 0
+    return math.ceil(float(end)) if isinstance(end, Real) and math.isfinite(end) else 0
 
 
 def _warm_up(args: Mapping[str, Any]) -> int:

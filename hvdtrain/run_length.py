@@ -5,8 +5,10 @@ Owns the table of such arguments, by the names that PyTorch, Keras and `hvdtrain
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 from hvdtrain.config import Config, Schedule
@@ -66,7 +68,7 @@ def filled(config: Config, steps_per_epoch: int | None, notes: list[str] | None 
         if not whole:
             raise UserError(f"schedule {schedule.name} needs the length of the run, which is not known",
                             "max_steps, or data that tells its length", f"set schedule.args.{names[0]}")
-        taken = int(given.get("warmup_steps", 0)) if name == "cosinedecay" else 0  # Keras' own warm-up comes before
+        taken = _warm_up(given) if name == "cosinedecay" else 0
         more[names[0]] = max(1, whole - taken)
     if "onecycle" in name:
         _check_one_cycle(schedule.name, {**more, **given}, whole)
@@ -99,9 +101,24 @@ def _check_one_cycle(name: str, args: dict[str, Any], length: int) -> None:
 
 # --- over a resume -------------------------------------------------------------------------------------------------
 
-def kept(schedule: Schedule, whole: int) -> dict[str, Any]:
-    """Return what a checkpoint keeps of a filled schedule in a run of the length ``whole``."""
-    return {"name": schedule.name, "args": dict(schedule.args), "interval": schedule.interval, "length": whole}
+def kept(schedule: Schedule, whole: int, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what a checkpoint keeps of a filled schedule in a run of the length ``whole``; ``own``: see `own_of`."""
+    return {"name": schedule.name, "args": dict(schedule.args), "interval": schedule.interval, "length": whole,
+            "own": own}
+
+
+def own_of(rate: object, steps: int, epochs: int) -> dict[str, Any] | None:
+    """Return what a checkpoint keeps of ``rate``, the schedule that an optimizer was made with; None: it never ends.
+
+    ``steps``, ``epochs``: of the run. Also None for a class that is not in the table above.
+    """
+    for base in type(rate).__mro__:
+        names = _LENGTHS.get(base.__name__.lower(), ())
+        end = _end(Schedule(base.__name__, dict(vars(rate)))) if names else 0
+        if end:  # scripts that leave out the last batch of each epoch count one step less for each
+            return {"name": type(rate).__name__, "arg": names[0], "end": end, "steps": steps,
+                    "covers": end + min(epochs, steps // 10) >= steps}
+    return None
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -116,7 +133,8 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 def check_resumed(before: Mapping[str, Any], schedule: Schedule, now: Mapping[str, Any]) -> None:
     """Raise `UserError` for a schedule whose given length ended the run before, and not the longer one of now.
 
-    ``schedule``: as the user gave it; ``before``, ``now``: see `kept`.
+    ``schedule``: as the user gave it; ``before``, ``now``: see `kept`. A schedule that the optimizer was made with may
+    end before the run if it did so in the run before.
     """
     end, whole = _end(schedule), now["length"]
     if end and end < whole and (before["length"] <= end or changed(before, now)):
@@ -124,6 +142,15 @@ def check_resumed(before: Mapping[str, Any], schedule: Schedule, now: Mapping[st
         raise UserError(f"the resumed run has {whole} {schedule.interval}s, and schedule {schedule.name} ends after "
                         f"{end}", "a schedule as long as the run",
                         f"leave schedule.args.{name} out, or set it for the whole run")
+    own = now["own"]
+    if own is None or own["steps"] <= own["end"]:
+        return
+    old = {"end": own["end"], "steps": before["length"], "covers": before["length"] <= own["end"]}
+    then = before.get("own", old)  # an old checkpoint tells the length alone
+    if then and then["covers"] and own["end"] * then["steps"] < then["end"] * own["steps"]:
+        raise UserError(f"the resumed run has {own['steps']} steps, and the optimizer's own schedule {own['name']} "
+                        f"ends after {own['end']}", "a schedule as long as the run",
+                        f"make the optimizer with {own['arg']} for all {own['steps']} steps")
 
 
 def _end(schedule: Schedule) -> int:
@@ -133,5 +160,12 @@ def _end(schedule: Schedule) -> int:
     if "steps_per_epoch" in names and not args.get("total_steps"):
         end = args.get("epochs", 0) * args.get("steps_per_epoch", 0)
     if schedule.name.lower() == "cosinedecay" and end:
-        end += args.get("warmup_steps", 0)
-    return end if isinstance(end, int) else 0
+        end += _warm_up(args)
+    if schedule.name.lower() == "polynomialdecay" and args.get("cycle"):
+        return 0
+    return math.ceil(float(end)) if isinstance(end, Real) and math.isfinite(end) else 0
+
+
+def _warm_up(args: Mapping[str, Any]) -> int:
+    """Return the steps of the warm-up before a CosineDecay of Keras, which makes none without a target."""
+    return 0 if args.get("warmup_target") is None else int(args.get("warmup_steps", 0))

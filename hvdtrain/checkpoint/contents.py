@@ -82,8 +82,9 @@ def meta_of(run: Run, rest: Mapping[str, Any]) -> dict[str, Any]:
 
 def schedule_of(run: Run, at: Cursor) -> dict[str, Any]:
     """Return the schedule with the arguments that follow from the run, and the run's length, at ``at``; JSON-able."""
-    whole = run_length.length(run.spelled, run.feed.steps_per_epoch, at, run.feed.steps_left(at))
-    kept: dict[str, Any] = json_able(run_length.kept(run.spelled.schedule, whole))
+    config, given = run.spelled, (run.feed.steps_per_epoch, at, run.feed.steps_left(at))
+    own = run_length.own_of(run.parts.optimizer.own_schedule(), run_length.updates(config, *given), config.epochs)
+    kept: dict[str, Any] = json_able(run_length.kept(config.schedule, run_length.length(config, *given), own))
     return kept
 
 

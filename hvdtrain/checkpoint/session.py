@@ -37,10 +37,13 @@ MOST_NAMES = 8
 QUIET = frozenset({"out", "resume", "progress", "log_every", "epochs", "max_steps", "threads", "control_timeout_s",
                    "heartbeat_timeout_s", "time_limit", "check_every", "audit", "on_oom", "peak_tflops", "trackers",
                    "trace", "data.prefetch", "data.workers", "model_parallel", "devices_per_rank",
-                   "checkpoint", "collectives", "exchange.bucket_mb", "exchange.fusion_threshold_mb",
-                   "exchange.cycle_time_ms", "exchange.autotune", "exchange.hierarchical", "exchange.auto_margin",
+                   "checkpoint", "collectives", "compile", "deterministic", "max_skipped", "exchange.bucket_mb",
+                   "exchange.fusion_threshold_mb", "exchange.cycle_time_ms", "exchange.autotune",
+                   "exchange.hierarchical", "exchange.auto_margin",
                    "pipeline", "balance", "rebalance", "emulate_speed", "exchange_device", "callbacks"})
 """Keys that may change between a run and its resumption without a word: they leave the curve alone."""
+MEASURES = frozenset({"eval_every", "metrics"})
+"""Keys that decide what is measured, and when: the result changes where something steers the run by it."""
 CUTS = frozenset({"shares", "accumulate", "micro_batch", "remat", "split_micro_batches"})
 """Keys that decide how a batch is cut, which matters only to what depends on the number of ranks too."""
 
@@ -285,7 +288,9 @@ def _tell_changes(run: Run, before: dict[str, Any]) -> None:
     """
     now, usual, old = (_flat(json_able(keys)) for keys in (run.config.to_dict(), Config().to_dict(), before))
     optimizer = run.parts.optimizer
+    steered = run.config.early_stop.metric or any(getattr(callback, "callbacks", ()) for callback in run.callbacks)
     quiet = QUIET | run.idle | set(optimizer.overruled) | (set() if run.parts.caveats() else CUTS)
+    quiet |= set() if steered else MEASURES
     words = []
     for key in dict.fromkeys((*now, *old)):
         was, new = (side.get(key, usual.get(key)) for side in (old, now))
@@ -302,7 +307,11 @@ def _shown(value: Any) -> str:
 
 
 def _tell_schedule(run: Run, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Say that another schedule is in force than before the resume, and where it stands."""
+    """Say that another schedule is in force than before the resume, and where it stands; or that it ends early."""
+    own = now["own"]
+    if own and own["end"] < own["steps"]:
+        run.note(f"the optimizer's own schedule {own['name']} ends after {own['end']} steps of a run of "
+                 f"{own['steps']}: from there on the rate stays as it is")
     if not run_length.changed(before, now):
         return
     same = before["name"].lower() == now["name"].lower()

@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import json
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +33,10 @@ NOT_STATE = ("params", "model", "_model", "validation_data", "monitor_op")
 """Attributes that Keras sets at the start of each fit."""
 STATELESS = (type, functools.partial, np.ufunc)
 """Types of callables besides functions and methods that hold no state."""
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
+"""Random generators, whose state is numbers."""
+MUTABLE = (list, dict, collections.OrderedDict, collections.deque, set, np.ndarray, *GENERATORS)
+"""Types of which one object may be held in several places, and is one again after a resume."""
 WRITERS = ("ModelCheckpoint", "CSVLogger", "TensorBoard", "BackupAndRestore", "RemoteMonitor", "ProgbarLogger",
            "OrbaxCheckpoint")
 """Keras callbacks, and classes made of them, that run on rank 0 alone; so does any with ``where = "root"``."""
@@ -57,11 +62,15 @@ def _of_keras(callback: Any) -> set[str]:
 class Parts:
     """Model, optimizer, layers and variables, which checkpoints hold elsewhere, by a name that each process gives them.
 
-    A callback that refers to one of them gets the reference back, not a copy.
+    A callback that refers to one of them gets the reference back, not a copy. ``shared``: objects that are held in
+    several places, by id a name. ``made``: by that name what `decode` has made of them.
     """
 
-    def __init__(self, model: Any = None) -> None:
+    def __init__(self, model: Any = None, shared: dict[int, str] | None = None,
+                 made: dict[str, Any] | None = None) -> None:
         self.named: dict[str, Any] = {}
+        self.shared = {} if shared is None else shared
+        self.made = {} if made is None else made
         if isinstance(model, keras.Model):
             optimizer: Any = getattr(model, "optimizer", None)
             groups = {"model": [model], "optimizer": [optimizer], "layer": model._flatten_layers(include_self=False),
@@ -71,6 +80,63 @@ class Parts:
             self.named |= {f"{name} value": one._value for name, one in self.named.items()
                            if isinstance(one, keras.Variable)}
         self.names = {id(one): name for name, one in reversed(self.named.items()) if one is not None}
+
+    def without(self, value: Any) -> Parts:
+        """Return the same for the value of a shared object itself."""
+        rest = copy.copy(self)
+        rest.shared = {key: name for key, name in self.shared.items() if key != id(value)}
+        return rest
+
+
+def shared_among(callbacks: Sequence[Any]) -> dict[int, str]:
+    """Return by id the mutable objects that attributes of ``callbacks`` hold in more than one place, each with a name.
+
+    The name is that of the first place, so that it does not depend on other objects.
+    """
+    first: dict[int, str] = {}
+    several: dict[int, str] = {}
+
+    def visit(value: Any, place: str, depth: int = 0) -> None:
+        if type(value) in MUTABLE or is_variable(value) or keras.ops.is_tensor(value):
+            if id(value) in first:
+                several[id(value)] = first[id(value)]
+                return
+            first[id(value)] = place
+        if depth <= DEEPEST and isinstance(value, (list, tuple, set, frozenset, collections.deque, dict)):
+            for i, one in enumerate(value.values() if isinstance(value, dict) else value):
+                visit(one, f"{place}/{i}", depth + 1)
+
+    for i, callback in enumerate(callbacks):
+        for name, value in attributes(callback):
+            visit(value, f"{i}/{name}")
+    return several
+
+
+def _state_of(generator: Any) -> Any:
+    """Return the state of a random generator as dictionaries, tuples, numbers and arrays. `Unstorable`."""
+    if type(generator) is random.Random:
+        return generator.getstate()
+    state = generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(False)
+    if not hasattr(np.random, state["bit_generator"]):
+        raise Unstorable(f"a random generator of the kind {state['bit_generator']}")
+    return state
+
+
+def _generator(state: Any, held: Any) -> Any:
+    """Give ``held`` the state, where it is of the kind, else a new generator."""
+    if isinstance(state, tuple):
+        plain = held if type(held) is random.Random else random.Random()
+        plain.setstate(state)
+        return plain
+    kind = getattr(np.random, state["bit_generator"])
+    same = type(held) in GENERATORS[:2] and _state_of(held)["bit_generator"] == kind.__name__
+    if "has_gauss" in state:
+        legacy = held if same and type(held) is np.random.RandomState else np.random.RandomState(kind())
+        legacy.set_state(state)
+        return legacy
+    made = held if same and type(held) is np.random.Generator else np.random.Generator(kind())
+    made.bit_generator.state = state
+    return made
 
 
 def is_variable(value: Any) -> bool:
@@ -91,6 +157,11 @@ def encode(value: Any, arrays: Arrays, name: str, depth: int = 0, parts: Parts |
         return {TAG: "part", "value": parts.names[id(value)]}
     if depth > DEEPEST:
         raise Unstorable(f"a {type(value).__name__} that contains itself")
+    if parts and id(value) in parts.shared:  # its value in each place: a checkpoint may lack the others
+        rest = parts.without(value)
+        return {TAG: "shared", "name": parts.shared[id(value)], "value": encode(value, arrays, name, depth, rest)}
+    if type(value) in GENERATORS:
+        return {TAG: "generator", "value": encode(_state_of(value), arrays, name, depth + 1)}
     if type(value) is list:
         return [encode(one, arrays, name, depth + 1, parts) for one in value]
     if type(value) in (tuple, set, frozenset, collections.deque):
@@ -140,6 +211,12 @@ def decode(value: Any, arrays: Arrays, parts: Parts | None = None, held: Any = N
     kind = value[TAG]
     if kind == "part":
         return parts.named.get(value["value"], held)
+    if kind == "shared":
+        if value["name"] not in parts.made:
+            parts.made[value["name"]] = decode(value["value"], arrays, parts, held)
+        return parts.made[value["name"]]
+    if kind == "generator":
+        return _generator(decode(value["value"], arrays), held)
     if kind in ("variable", "own value"):
         return _variable(decode(value["value"], arrays), held, kind, parts)
     if kind in ("scalar", "array"):
@@ -211,10 +288,13 @@ def attributes(callback: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def take(callback: Any, arrays: Arrays, prefix: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a callback's attributes as JSON, and why others cannot be stored; arrays go into ``arrays``."""
+def take(callback: Any, arrays: Arrays, prefix: str, shared: dict[int, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a callback's attributes as JSON, and why others cannot be stored; arrays go into ``arrays``.
+
+    ``shared``: see `shared_among`.
+    """
     found, unstorable = {}, {}
-    parts = Parts(getattr(callback, "model", None))
+    parts = Parts(getattr(callback, "model", None), shared)
     for name, value in attributes(callback):
         own: Arrays = {}
         try:
@@ -225,9 +305,9 @@ def take(callback: Any, arrays: Arrays, prefix: str) -> tuple[dict[str, Any], di
     return found, unstorable
 
 
-def put(callback: Any, state: dict[str, Any], arrays: Arrays) -> None:
-    """Undo `take`."""
-    parts = Parts(getattr(callback, "model", None))
+def put(callback: Any, state: dict[str, Any], arrays: Arrays, made: dict[str, Any]) -> None:
+    """Undo `take`; ``made``: what it has made so far of objects that callbacks share."""
+    parts = Parts(getattr(callback, "model", None), made=made)
     for name, value in state.items():
         vars(callback)[name] = decode(value, arrays, parts, vars(callback).get(name))
 
@@ -268,20 +348,20 @@ class CallbackStates:
             self._name(i, unstorable)
 
     def _remember(self) -> list[dict[str, str]]:
-        found = []
+        found, shared = [], shared_among(self._callbacks)
         for i, callback in enumerate(self._callbacks):
             arrays: Arrays = {}
-            state, unstorable = take(callback, arrays, str(i))
+            state, unstorable = take(callback, arrays, str(i), shared)
             self._at_begin[i].append({name: _digest(value, arrays) for name, value in state.items()})
             found.append(unstorable)
         return found
 
     def changed(self) -> tuple[list[list[Any]], Arrays]:
         """Return [class name, attributes that an event has changed] of each callback, and the arrays among them."""
-        every, kept = [], {}
+        every, kept, shared = [], {}, shared_among(self._callbacks)
         for i, (callback, before) in enumerate(zip(self._callbacks, self._at_begin)):
             arrays: Arrays = {}
-            state, unstorable = take(callback, arrays, str(i))
+            state, unstorable = take(callback, arrays, str(i), shared)
             self._name(i, unstorable)
             own = {name: value for name, value in state.items()
                    if {then.get(name) for then in before} != {_digest(value, arrays)}}
@@ -292,16 +372,18 @@ class CallbackStates:
     def restore(self, states: Sequence[Sequence[Any]], arrays: Arrays) -> None:
         """Undo `changed`: the nth callback of a class gets the state of the nth of that class."""
         left: dict[str, list[dict[str, Any]]] = {}
+        made: dict[str, Any] = {}
         for name, state in states:
             left.setdefault(name, []).append(state)
         for callback in self._callbacks:
             if states_of := left.get(type(callback).__name__):
-                put(callback, states_of.pop(0), arrays)
+                put(callback, states_of.pop(0), arrays, made)
 
     def copies(self) -> tuple[list[list[Any]], Arrays]:
         """Return all attributes that can be stored, as they are now, for `restore`."""
         arrays: Arrays = {}
-        states = [[type(c).__name__, take(c, arrays, str(i))[0]] for i, c in enumerate(self._callbacks)]
+        shared = shared_among(self._callbacks)
+        states = [[type(c).__name__, take(c, arrays, str(i), shared)[0]] for i, c in enumerate(self._callbacks)]
         return states, copy.deepcopy(arrays)
 
     def _name(self, i: int, unstorable: dict[str, str]) -> None:
@@ -312,4 +394,4 @@ class CallbackStates:
             words = ", ".join(f"{name} ({why})" for name, why in new.items())
             self._note(f"checkpoints do not hold these attributes of the Keras callback {type(callback).__name__}: "
                        f"{words}. A resumed run has them as on_train_begin leaves them; checkpoints hold numbers, "
-                       "text, lists, dictionaries, sets, arrays and tensors")
+                       "text, lists, dictionaries, sets, arrays, tensors and random generators")

@@ -6,6 +6,7 @@ Owns the broadcast, the checkpoint of the best model and `DivergenceGuardCallbac
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -14,7 +15,7 @@ import tensorflow as tf
 from hvdtrain import tensorflow as hvd
 from hvdtrain.errors import UserError
 from hvdtrain.keras.exchange import exchange_of, tf_variable
-from hvdtrain.keras.guard import Guard, stops_early
+from hvdtrain.keras.guard import Guard, frozen_weights, stops_early
 from hvdtrain.keras.rates import LearningRateScheduleCallback, LearningRateWarmupCallback
 from hvdtrain.tensorflow import basics
 
@@ -146,7 +147,8 @@ class DivergenceGuardCallback(keras.callbacks.Callback):
             exchange = exchange_of(getattr(self.model, "optimizer", None))
             self._guard = Guard(self._process_set, self._every, "DivergenceGuardCallback", exchange is not None)
             own = getattr(self.model, "optimizer", None)
-            self._guard.before_update(self._variables(), None if own is None else lambda: own.learning_rate)
+            self._guard.before_update(self._shared(self.model.trainable_variables), None if own is None else
+                                      lambda: own.learning_rate, lambda: self._shared(frozen_weights(self.model)))
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Compare if it is time to."""
@@ -163,8 +165,8 @@ class DivergenceGuardCallback(keras.callbacks.Callback):
         if self._guard is not None:
             self._guard.after_epoch(fit=True)
 
-    def _variables(self) -> list[Any]:
-        return [v for v in self.model.trainable_variables if tf_variable(v).ref() not in self._local]
+    def _shared(self, variables: Iterable[Any]) -> list[Any]:
+        return [v for v in variables if tf_variable(v).ref() not in self._local]
 
 
 def _optimizers(model: Any) -> list[Any]:

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.optimizer import fused
 from hvdtrain.errors import UserError
-from hvdtrain.keras.guard import Guard, ranks_of
+from hvdtrain.keras.guard import Guard, frozen_weights, ranks_of
 from hvdtrain.tensorflow import basics
 from hvdtrain.tensorflow.nodes import node_name, refuse_xla, through_trace, unconverted
 
@@ -51,6 +51,7 @@ class Exchange:
         self.settings = settings
         self.inside = False
         self.guard = Guard(settings.process_set, settings.check_every, settings.name)
+        self.model: keras.Model | None = None
         self._name = ""
         self._list: list[Any] = []
         self._local: set[Any] = set()
@@ -164,7 +165,7 @@ class Exchange:
         shared = [i for i, v in enumerate(variables) if _key(v) not in local]
         if len(shared) < len(variables):
             _refuse_global_clip(optimizer)
-        self.guard.before_update([variables[i] for i in shared], lambda: optimizer.learning_rate)
+        self.guard.before_update([variables[i] for i in shared], lambda: optimizer.learning_rate, self._frozen)
         if self.ranks > 1:
             grads = self._exchanged(optimizer, grads, variables, shared)
         self.inside = True
@@ -204,6 +205,11 @@ class Exchange:
         wire = basics.wire(self.settings.process_set)
         flag = wire.allreduce(flag[None], node_name(f"{self._name}_finite")).wait()[0]
         return [_plus(g, tf.cast(flag, g.dtype)) for g in own]
+
+    def _frozen(self) -> list[Any]:
+        """Return the frozen weights of the model that ``fit`` trains, without those of local layers."""
+        local = self._local | {_key(v) for layer in self.settings.local_layers for v in layer.weights}
+        return [v for v in frozen_weights(self.model) if _key(v) not in local] if self.model is not None else []
 
     def _locals(self) -> set[Any]:
         layers = {_key(v) for layer in self.settings.local_layers for v in layer.trainable_weights}

@@ -59,17 +59,21 @@ class Guard:
         if self._updates is not None:
             self._updates.assign(-updates)
 
-    def before_update(self, variables: Sequence[Any], rate: Callable[[], Any] | None = None) -> None:
+    def before_update(self, variables: Sequence[Any], rate: Callable[[], Any] | None = None,
+                      frozen: Callable[[], list[Any]] = list) -> None:
         """Remember what is compared and where this rank began; reads the weights once, in the first call.
 
-        ``rate``: returns the learning rate of now, in a graph too.
+        ``rate``: returns the learning rate of now, in a graph too. ``frozen``: returns the weights that are compared
+        besides ``variables``, which the optimizer updates.
         """
         if self._before is not None or not self._every or ranks_of(self._process_set) == 1:
             return
         with tf.init_scope():
-            self._variables = [v if isinstance(v, tf.Variable) else v.value for v in variables]
-            self._names = [getattr(v, "path", None) or v.name for v in variables]
-            self._eps = max((_eps(v.dtype) for v in self._variables), default=0.0)
+            compared = [*variables, *frozen()]
+            self._variables = [v if isinstance(v, tf.Variable) else v.value for v in compared]
+            self._names = [getattr(v, "path", None) or v.name for v in compared]
+            # Of the updated ones: a frozen weight of a narrow type must not widen the tolerance of all.
+            self._eps = max((_eps(v.dtype) for v in self._variables[:len(variables)]), default=0.0)
             self._before = tf.Variable(fingerprints(self._variables)[0], trainable=False)
             self._rate = rate
 
@@ -167,6 +171,13 @@ class GuardOfFit(keras.callbacks.Callback):
     def on_train_end(self, logs: dict | None = None) -> None:
         """Compare what ``fit`` ends with."""
         self._guard.after_epoch(fit=True)
+
+
+def frozen_weights(model: keras.Model) -> list[Any]:
+    """Return the weights of frozen layers; no variables that layers make as not trainable, such as statistics."""
+    trained = {id(v) for v in model.trainable_variables}
+    made = {id(v): v for layer in model._flatten_layers() for v in layer._trainable_variables}
+    return [v for key, v in made.items() if key not in trained]
 
 
 def stops_early(callback: Any, epoch: int) -> bool:

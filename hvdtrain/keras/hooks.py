@@ -90,7 +90,7 @@ def _compare_between_steps(cls: Any) -> None:
                 raise UserError("model.compile(jit_compile=True) with hvd.DistributedOptimizer",
                                 "no XLA: Horovod's operations have no XLA kernels",
                                 "pass jit_compile=False to model.compile")
-            self.train_function = _guarded(self, self.train_function, exchange)
+            self.train_function, exchange.model = _guarded(self, self.train_function, exchange), self
         return self.train_function if out is not None else None
     cls.make_train_function = make
 

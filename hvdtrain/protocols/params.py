@@ -86,6 +86,10 @@ class Optimizer(Protocol):
         """Return the rate of the next update."""
         ...
 
+    def own_schedule(self) -> object | None:
+        """Return the schedule that an optimizer of the model file or of `compile` was made with; None: it has none."""
+        ...
+
     def end_epoch(self) -> None:
         """Let per-epoch schedules move on."""
         ...

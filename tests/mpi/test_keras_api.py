@@ -379,7 +379,7 @@ def test_the_guard_as_a_callback_names_a_plain_optimizer(hvd):
 
 
 class Spoils(keras.callbacks.Callback):
-    """On rank 1, changes the rate after epoch 0, the last weights after fit, or stops after epoch 0."""
+    """On rank 1, changes the rate or frozen weights after epoch 0, all weights after fit, or stops after epoch 0."""
 
     def __init__(self, what, rank):
         super().__init__()
@@ -389,6 +389,8 @@ class Spoils(keras.callbacks.Callback):
         self.model.stop_training |= self.what == "stop"
         if self.what == "rate":
             self.model.optimizer.learning_rate = 0.05
+        if self.what == "frozen":
+            self.model.layers[0].kernel.assign(self.model.layers[0].kernel * 1.5)
 
     def on_train_end(self, logs=None):
         if self.what == "weights":
@@ -396,16 +398,20 @@ class Spoils(keras.callbacks.Callback):
 
 
 RATES = "after update 4 the ranks have different learning rates: 0.1 on rank 0 and 0.05 on rank 1"
+FROZEN = "after update 4 the ranks no longer hold the same weights: '[^']*kernel' differs on rank 1"
 
 
 @pytest.mark.parametrize("what, words, wrapped", [
     ("rate", RATES, False), ("rate", RATES, True), ("weights", "after update 12 the ranks no longer hold", False),
+    ("frozen", FROZEN, False), ("frozen", FROZEN, True),
     ("stop", "after update 4 the ranks do not end training together: model.stop_training is 0 on rank 0 and", False)])
 def test_the_guard_compares_at_the_end_of_epochs_and_of_fit(hvd, control, what, words, wrapped):
     """A plain optimizer of ranks with the same data trains one model, until a callback of rank 1 spoils it."""
     only(hvd, 2)
     optimizer = keras.optimizers.SGD(0.1)
-    model = compiled(mlp(), optimizer if wrapped else hvd.DistributedOptimizer(optimizer))
+    model = mlp()
+    model.layers[0].trainable = what != "frozen"
+    compiled(model, optimizer if wrapped else hvd.DistributedOptimizer(optimizer))
     guard = [hvd.callbacks.DivergenceGuardCallback(every=100)] if wrapped else []
     with pytest.raises(Diverged, match=words) as caught:
         model.fit(X, Y, batch_size=12, epochs=3, shuffle=False, verbose=0,

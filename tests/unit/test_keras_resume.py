@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import collections
 import json
+import os
+import random
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -21,9 +24,10 @@ from hvdtrain.errors import UserError  # noqa: E402
 from hvdtrain.keras.callback_state import decode, encode  # noqa: E402
 
 DRAW = np.random.default_rng(1)
-X, V = (DRAW.standard_normal((n, 4)).astype(np.float32) for n in (22, 9))
+X, V = (DRAW.standard_normal((n, 4)).astype(np.float32) for n in (24, 8))
 Y, W = (X.sum(1) > 0).astype(np.int64), (V.sum(1) > 0).astype(np.int64)
 STEPS = 3  # of an epoch
+UNEVEN = (X[:22], Y[:22]), (np.concatenate([V, X[22:23]]), np.concatenate([W, Y[22:23]]))  # a graph more for each
 BCE = "binary_crossentropy"
 
 
@@ -36,16 +40,16 @@ def made(**more):
     keras.utils.set_random_seed(2)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, activation="tanh"),
                               keras.layers.BatchNormalization(), keras.layers.Dense(1, activation="sigmoid")])
-    model.compile(keras.optimizers.SGD(0.5, momentum=0.9), BCE, metrics=[keras.metrics.AUC(name="auc")],
+    model.compile(keras.optimizers.SGD(0.5, momentum=0.5), BCE, metrics=[keras.metrics.AUC(name="auc")],
                   run_eagerly=True, **more)
     return model
 
 
-def trained(model, *callbacks, epochs=3, **changes):
+def trained(model, *callbacks, epochs=3, data=((X, Y), (V, W)), **changes):
     base = config(epochs=epochs, optimizer=Named("auto"), metrics=[], global_batch=8, eval_every=1,
                   checkpoint=Checkpoint(at_end=True))
     trainer = Trainer(replace(base, **{"out": "run", **changes}))
-    return trainer, trainer.fit(model, ((X, Y), (V, W)), callbacks=callbacks)
+    return trainer, trainer.fit(model, data, callbacks=callbacks)
 
 
 def evaluated(model):
@@ -58,46 +62,17 @@ def same(a, b):
         np.testing.assert_array_equal(one, other)
 
 
-def resumed(callbacks, at, epochs=3):
-    """Models and results of an undisturbed run and of one that ``max_steps`` ends ``at`` a step and is resumed."""
-    whole, rest, own = made(), made(), callbacks()
-    _, want = trained(whole, *callbacks(), epochs=epochs, out="whole")
-    trained(made(), *callbacks(), epochs=epochs, max_steps=at)
-    _, got = trained(rest, *own, epochs=epochs, resume="auto")
-    return (whole, want), (rest, got), own
+def halves(callbacks, at, **more):
+    """(model, result, callbacks, notes) of a run that ``max_steps`` ends ``at`` a step and of the one resumed there."""
+    found = []
+    for changes in ({"max_steps": at}, {"resume": "auto"}):
+        model, own = made(), callbacks()
+        trainer, result = trained(model, *own, out=f"at {at}", **more, **changes)
+        found.append((model, result, own, trainer.run.notes))
+    return found
 
 
 # --- events --------------------------------------------------------------------------------------------------------
-
-class Everything(keras.callbacks.Callback):
-    """Changes rate, weights and momentum at the begin of training and of epochs, the rate at their ends."""
-
-    def on_train_begin(self, logs=None):
-        self.model.layers[0].kernel.assign(self.model.layers[0].kernel * 0.5)
-        self.model.optimizer.learning_rate = 0.3
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.model.layers[0].kernel.assign(self.model.layers[0].kernel + 0.1)
-        self.model.optimizer.momentums[0].assign(self.model.optimizer.momentums[0] * 0.0)
-        np.random.random()
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate) * (0.5 + logs["loss"] % 0.4)
-
-
-def acting():
-    return [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7), Everything(),
-            keras.callbacks.ReduceLROnPlateau("auc", patience=0, min_delta=10.0, mode="max")]
-
-
-@pytest.mark.parametrize("at", [4, 6], ids=["inside an epoch", "at its end"])
-def test_events_of_a_resumed_run_act_once(at):
-    """Also those by loss and metrics of a whole epoch, of which a checkpoint holds the first part."""
-    (whole, want), (rest, got), _ = resumed(acting, at)
-    same(whole, rest)
-    for name, values in want.history.items():
-        assert got.history[name] == values[-len(got.history[name]):], name
-
 
 class Counts(keras.callbacks.Callback):
     """Keeps the epochs whose events it has seen, and evaluations."""
@@ -116,15 +91,52 @@ class Counts(keras.callbacks.Callback):
         self.tests += 1
 
 
-@pytest.mark.parametrize("at", [4, 6])
-def test_an_epoch_that_max_steps_cuts_is_closed_once(at):
-    half = Counts()
-    _, result = trained(made(), half, max_steps=at)
-    assert [e for e, _ in half.ended] == ([0, 1] if at == 6 else [0]) and half.tests == len(half.ended)
-    assert len(result.history["loss"]) == 2 and result.steps == at  # the history of a process has what it trained
-    rest = Counts()
-    trained(made(), rest, resume="auto")
-    assert rest.begun == [e for e, _ in rest.ended] == [0, 1, 2] and rest.tests == 3
+class Requeues(Callback):
+    """Asks for a requeue inside the second epoch."""
+
+    def step_start(self, run):
+        if run.state.cursor.step == 3:
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+
+class Everything(keras.callbacks.Callback):
+    """Changes rate, weights and momentum at the begin of training and of epochs, the rate at their ends."""
+
+    def on_train_begin(self, logs=None):
+        self.model.layers[0].kernel.assign(self.model.layers[0].kernel * 0.5)
+        self.model.optimizer.learning_rate = 0.3
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.layers[0].kernel.assign(self.model.layers[0].kernel + 0.1)
+        self.model.optimizer.momentums[0].assign(self.model.optimizer.momentums[0] * 0.0)
+        np.random.random()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate) * (0.5 + logs["loss"] % 0.4)
+
+
+def acting():
+    return [Counts(), keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7), Everything(),
+            keras.callbacks.ReduceLROnPlateau("auc", patience=0, min_delta=10.0, mode="max")]
+
+
+def test_events_of_a_resumed_run_act_once():
+    """Also those by loss and metrics of a whole epoch, of which a checkpoint holds the first part."""
+    whole = made()
+    _, want = trained(whole, *acting(), data=UNEVEN)
+    for at in (4, 6):  # inside an epoch, and at its end
+        (_, cut, half, _), (rest, got, own, _) = halves(acting, at, data=UNEVEN)
+        same(whole, rest)
+        for name, values in want.history.items():
+            assert got.history[name] == values[-len(got.history[name]):], name
+        half, own = half[0], own[0]
+        assert [e for e, _ in half.ended] == ([0, 1] if at == 6 else [0]) and half.tests == len(half.ended)
+        assert len(cut.history["loss"]) == 2 and cut.steps == at  # the history of a process has what it trained
+        assert own.begun == [e for e, _ in own.ended] == [0, 1, 2] and own.tests == 3
+    model = made()
+    trainer, cut = trained(model, *acting(), Requeues(), data=UNEVEN, out="requeue")
+    assert cut.requeue and cut.steps < 9 and trainer.fit().history == want.history
+    same(whole, model)
 
 
 def test_an_evaluation_of_a_cut_epoch_takes_no_patience_of_early_stop():
@@ -145,6 +157,8 @@ def test_values_come_back_exactly():
               {"a": 1, 2: (3,)}, collections.OrderedDict(a=1), collections.deque([1, 2], 3), np.float32(0.1),
               np.bool_(True), np.arange(300.0).reshape(3, 100), np.zeros((0, 3)), np.array("text"),
               np.ones(200, "complex64"), [np.ones(500, np.float32), np.float16(0.1)]]
+    generators = [np.random.default_rng(5), np.random.Generator(np.random.Philox(5)), np.random.RandomState(5),
+                  random.Random(5)]
     arrays: dict = {}
     text = json.dumps(encode(values, arrays, "x"), allow_nan=False)
     found = decode(json.loads(text), arrays)
@@ -152,6 +166,9 @@ def test_values_come_back_exactly():
         assert type(got) is type(value)
         np.testing.assert_equal(got, value)
     assert found[13].dtype == np.float32 and found[12].maxlen == 3 and len(arrays) == 3
+    for generator in generators:
+        got = decode(json.loads(json.dumps(encode(generator, arrays, "g"))), arrays)
+        assert type(got) is type(generator) and got.random() == generator.random()
     tensor = decode(encode(keras.ops.ones(3, "bfloat16"), arrays, "t"), arrays)
     assert keras.ops.is_tensor(tensor) and keras.backend.standardize_dtype(tensor.dtype) == "bfloat16"
 
@@ -171,18 +188,6 @@ class Holds(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         self._by_epoch[epoch] = (np.float32(logs["loss"]), list(self.seen))
-
-
-def test_all_state_of_callbacks_comes_back_and_the_rest_is_named_once():
-    whole = Holds()
-    trained(made(), whole, out="whole")
-    trained(made(), Holds(), max_steps=4)
-    held = Holds()
-    trainer, _ = trained(made(), held, resume="auto")
-    assert held.seen == whole.seen and held._by_epoch == whole._by_epoch and float(held.variable) == 3 * STEPS
-    np.testing.assert_array_equal(held._sums, whole._sums)
-    named, = [note for note in trainer.run.notes if "checkpoints do not hold" in note]
-    assert "tracker (a object)" in named and "function" not in named
 
 
 class Refers(keras.callbacks.Callback):
@@ -212,49 +217,74 @@ class Refers(keras.callbacks.Callback):
         self.model.optimizer.learning_rate = self.base * 0.8 ** epoch
 
 
-@pytest.mark.parametrize("at", [4, 6])
-def test_variables_keep_their_identity_and_begin_values_are_of_the_first_begin(at):
-    (whole, _), (rest, _), (own,) = resumed(lambda: [Refers()], at)
-    same(whole, rest)
-    assert own.base == 0.5 and own.kernels[0] is rest.layers[0].kernel and own.slots[0] is rest.optimizer.momentums[0]
-    assert isinstance(own.plain, tf.Variable) and own.first is own.several[0] and own.layer is rest.layers[-1]
+class Begins(keras.callbacks.Callback):
+    """Has an attribute that returns to its first value."""
+
+    def __init__(self):
+        super().__init__()
+        self.value, self.seen = "constructor", []
+
+    def on_train_begin(self, logs=None):
+        self.value = "begin"
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.seen.append(self.value)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.value = "constructor"
 
 
-def test_an_attribute_that_returns_to_its_first_value_is_stored():
-    class Begins(keras.callbacks.Callback):
-        value = "class"
+class Objects(keras.callbacks.Callback):
+    """Holds models and callable objects."""
 
-        def __init__(self):
-            super().__init__()
-            self.value = "constructor"
+    def __init__(self):
+        super().__init__()
+        self.teacher, self.block, self.function, self.kind = made(), keras.layers.Dense(2), np.mean, dict
 
-        def on_train_begin(self, logs=None):
-            self.value = "begin"
-
-        def on_epoch_end(self, epoch, logs=None):
-            self.value = "constructor"
-
-        def on_epoch_begin(self, epoch, logs=None):
-            seen.append(self.value)
-
-    seen: list = []
-    trained(made(), Begins(), max_steps=3)
-    trained(made(), Begins(), resume="auto")
-    assert seen == ["begin", "constructor", "constructor"]
+    def on_train_begin(self, logs=None):
+        self.same, self.method = self.model, self.model.get_weights
 
 
-def test_models_and_callable_objects_that_no_checkpoint_holds_are_named():
-    class Objects(keras.callbacks.Callback):
-        def __init__(self):
-            super().__init__()
-            self.teacher, self.block, self.function, self.kind = made(), keras.layers.Dense(2), np.mean, dict
+class Draws(keras.callbacks.Callback):
+    """Appends random numbers to what it shares with another callback, and begins to share a list of its own."""
 
-        def on_train_begin(self, logs=None):
-            self.same, self.method = self.model, self.model.get_weights
+    def __init__(self, shared, *generators):
+        super().__init__()
+        self.shared, self.sums, self.generators, self.log = shared, shared["sums"], generators, []
 
-    trainer, _ = trained(made(), Objects(), epochs=1)
-    named, = [note for note in trainer.run.notes if "checkpoints do not hold" in note]
-    assert "Objects: teacher (a Sequential), block (a Dense). A" in named
+    def on_epoch_end(self, epoch, logs=None):
+        self.shared["log"] += [float(generator.random()) for generator in self.generators]
+        self.sums += len(self.shared["log"])
+        self.shared["last"] = self.log
+        self.log.append(epoch)
+
+
+def holding():
+    shared, generator = {"log": [], "sums": np.zeros(2)}, np.random.default_rng(3)
+    return [Refers(), Holds(), Begins(), Objects(), Draws(shared, generator, random.Random(3)),
+            Draws(shared, generator, np.random.RandomState(3), np.random.Generator(np.random.MT19937(3)))]
+
+
+def test_all_state_of_callbacks_comes_back_and_the_rest_is_named_once():
+    """Variables, objects that callbacks share and generators keep their identity; begin values are of the first."""
+    whole, (_, wanted, _, _, numbers, _) = made(), (every := holding())
+    trained(whole, *every)
+    for at in (4, 6):
+        _, (rest, _, (refers, held, begins, _, first, second), notes) = halves(holding, at)
+        same(whole, rest)
+        assert held.seen == wanted.seen and held._by_epoch == wanted._by_epoch and float(held.variable) == 3 * STEPS
+        np.testing.assert_array_equal(held._sums, wanted._sums)
+        assert refers.base == 0.5 and isinstance(refers.plain, tf.Variable) and refers.first is refers.several[0]
+        assert refers.kernels[0] is rest.layers[0].kernel and refers.layer is rest.layers[-1]
+        assert refers.slots[0] is rest.optimizer.momentums[0]
+        assert begins.seen == ["begin", "constructor", "constructor"]
+        assert first.shared is second.shared and first.sums is second.sums is first.shared["sums"]
+        assert first.shared["log"] == numbers.shared["log"] and first.generators[0] is second.generators[0]
+        assert first.shared["last"] is second.log and first.log == second.log == [0, 1, 2]
+        np.testing.assert_array_equal(first.sums, numbers.sums)
+        named, objects = [note for note in notes if "checkpoints do not hold" in note]
+        assert "tracker (a object)" in named and "function" not in named
+        assert "Objects: teacher (a Sequential), block (a Dense). A" in objects
 
 
 def best(**more):
@@ -263,7 +293,9 @@ def best(**more):
 
 
 def test_best_weights_are_restored_after_a_resume():
-    (whole, want), (rest, got), (own,) = resumed(lambda: [best(patience=9)], 4)
+    whole = made()
+    _, want = trained(whole, best(patience=9))
+    _, (rest, got, (own,), _) = halves(lambda: [best(patience=9)], 4)
     same(whole, rest)
     assert own.best_epoch == 0 and got.metrics == want.metrics and got.metrics_at == want.metrics_at == STEPS
     assert got.metrics["loss"] == pytest.approx(want.history["val_loss"][0], rel=1e-6)
@@ -301,8 +333,7 @@ def loaded(path):
     return keras.saving.load_model(path, compile=False)
 
 
-@pytest.mark.parametrize("ema", [0.0, 0.5])
-@pytest.mark.parametrize("restores", [False, True], ids=["last", "best"])
+@pytest.mark.parametrize("ema, restores", [(0.5, False), (0.0, True), (0.5, True)])
 def test_files_memory_and_metrics_are_of_the_same_weights(ema, restores):
     """Files of the best epoch and of every second step, the final file, the model in memory and all records."""
     model = made()

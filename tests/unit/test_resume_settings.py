@@ -11,10 +11,10 @@ import pytest
 from small_runs import FRAMEWORKS, apart, config, fitted, lockstep, make_model, samples, solo, weights
 
 from hvdtrain.callbacks.base import Callback
-from hvdtrain.config import Checkpoint, Config, DataParallel, Named, Schedule
+from hvdtrain.config import Checkpoint, Config, DataParallel, EarlyStop, Named, Schedule
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.errors import UserError
-from hvdtrain.run_length import changed, check_resumed, filled, kept, length, updates
+from hvdtrain.run_length import changed, check_resumed, filled, kept, length, own_of, updates
 from hvdtrain.trainer import Trainer
 
 N, BATCH, LR = 40, 16, 0.1  # three steps an epoch
@@ -157,8 +157,15 @@ def test_a_compiled_model_s_changes_are_told(backend, tmp_path):
     run = fit(keras.optimizers.SGD(0.05, momentum=0.9), epochs=2, resume="auto", lr=7.0, eval_every=0, log_every=3)
     note, = [note for note in run.notes if "other settings" in note]
     assert note.endswith("before: momentum 0.0 -> 0.9, learning rate 0.1 -> 0.05"), "the key lr has no effect"
-    run = fit(keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.5, 9)), epochs=3, resume="auto")
+    decay = keras.optimizers.schedules.CosineDecay
+    run = fit(keras.optimizers.SGD(decay(0.5, 9)), epochs=3, resume="auto")
     assert run.parts.optimizer.learning_rate() == pytest.approx(0.0, abs=1e-7) and run.state.cursor.step == 9
+    with pytest.raises(UserError, match="has 12 steps, and the optimizer's own schedule CosineDecay ends after 9"):
+        fit(keras.optimizers.SGD(decay(0.5, 9)), epochs=4, resume="auto")
+    run = fit(keras.optimizers.SGD(decay(0.5, 12)), epochs=4, max_steps=10, resume="auto")
+    assert run.parts.optimizer.learning_rate() == pytest.approx(cosine(0.5, 10, 12))
+    note, = [note for note in run.notes if "other settings" in note]
+    assert "'decay_steps': 9" in note and "'decay_steps': 12" in note
 
 
 @pytest.mark.parametrize("framework, name, key", [("torch", "CosineAnnealingLR", "T_max"),
@@ -190,12 +197,43 @@ def test_the_length_of_a_resumed_run():
     assert "ends after 3 steps of a run of 24" in notes[0]
 
 
+def test_the_end_of_a_schedule_that_the_optimizer_was_made_with():
+    keras = pytest.importorskip("keras", reason="Keras is not installed")
+    rates = keras.optimizers.schedules
+
+    class Own(rates.PolynomialDecay):
+        pass
+
+    def end(rate):
+        return (own_of(rate, 12, 2) or {"end": 0})["end"]
+
+    assert [end(rate) for rate in (
+        rates.CosineDecay(0.1, 9.5), rates.CosineDecay(0.0, 9, warmup_target=0.1, warmup_steps=3),
+        rates.CosineDecay(0.1, 9, warmup_steps=3), Own(0.1, 7), rates.PolynomialDecay(0.1, 7, cycle=True),
+        rates.ExponentialDecay(0.1, 5, 0.5), None)] == [10, 12, 9, 7, 0, 0, 0]
+
+    def check(*ends_and_steps):
+        before, now = (kept(Schedule(), n, own_of(rates.CosineDecay(0.1, end), n, 2)) for end, n in ends_and_steps)
+        check_resumed(before, Schedule(), now)
+
+    for before, now in (((30, 30), (40, 60)), ((29, 30), (29, 60)), ((30, 30), (20, 30))):
+        with pytest.raises(UserError, match="decay_steps"):
+            check(before, now)
+    for before, now in (((20, 30), (20, 60)), ((28, 30), (56, 60)), ((30, 30), (60, 60)), ((30, 60), (30, 45))):
+        check(before, now)  # of the first two the user meant the end
+
+
 def test_only_keys_that_change_the_result_are_listed(tmp_path):
-    fitted(solo(replace(BASE, out=str(tmp_path)), make_model("numpy"), DATA))
-    more = replace(BASE, out=str(tmp_path), resume="auto", epochs=3, accumulate=2, trackers=["csv"], on_oom="stop",
-                   log_every=3, max_skipped=3, clip_norm=1.0)
-    note, = [note for note in solo(more, make_model("numpy"), DATA).notes if "other settings" in note]
-    assert note == "resumed with other settings than before: clip_norm 0.0 -> 1.0"
+    base = replace(BASE, out=str(tmp_path), nan_guard="skip")
+    fitted(solo(base, make_model("numpy"), DATA))
+    more = replace(base, resume="auto", epochs=3, accumulate=2, trackers=["csv"], on_oom="stop", log_every=3,
+                   max_skipped=3, deterministic=True, eval_every=2, metrics=[], clip_norm=1.0)
+    steered = replace(more, early_stop=EarlyStop("loss"))
+    for settings, words in ((more, "clip_norm 0.0 -> 1.0"),
+                            (steered, "metrics ['accuracy'] -> [], clip_norm 0.0 -> 1.0, eval_every 0 -> 2, "
+                                      "early_stop.metric  -> loss")):
+        note, = [note for note in solo(settings, make_model("numpy"), DATA).notes if "other settings" in note]
+        assert note == f"resumed with other settings than before: {words}"
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

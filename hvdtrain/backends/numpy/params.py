@@ -66,6 +66,9 @@ class Sgd:
     def end_epoch(self) -> None:
         """No schedule."""
 
+    def own_schedule(self) -> None:
+        """Return None: the rate is a number."""
+
     def resumed(self, epochs: int, rescheduled: bool) -> None:
         """Nothing: a checkpoint holds no setting."""
 

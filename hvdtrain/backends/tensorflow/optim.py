@@ -252,6 +252,11 @@ class Optimization:
                 return f"{name} {type(held).__name__}{self._settings}"
         return name + self._settings
 
+    def own_schedule(self) -> schedules.LearningRateSchedule | None:
+        """Return the schedule in the optimizer of the compiled model or of its file, None where there is none."""
+        given = _given_rate(self._adopted) if self.compiled or self._of_file else None
+        return given if isinstance(given, schedules.LearningRateSchedule) else None
+
     def rate(self) -> float:
         """The rate of the next update."""
         return float(self.optimizer.learning_rate)

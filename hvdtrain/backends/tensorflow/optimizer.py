@@ -167,6 +167,10 @@ class Optimizer:
         """Return the rate of the next update."""
         return self.opt.rate()
 
+    def own_schedule(self) -> object | None:
+        """Return the schedule that the optimizer's owner gave; see `hvdtrain.protocols.Optimizer`."""
+        return self.opt.own_schedule()
+
     def end_epoch(self) -> None:
         """Nothing: Keras' schedules count updates."""
 

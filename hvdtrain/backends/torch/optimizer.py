@@ -158,6 +158,10 @@ class TorchOptimizer:
         self._follow()
         return float(self.optimizer.param_groups[self._shown]["lr"]) * self._factor()
 
+    def own_schedule(self) -> object | None:
+        """Return the schedule of a compiled Keras optimizer; see `hvdtrain.protocols.Optimizer`."""
+        return None if self.adopted is None else self.adopted.own_schedule()
+
     # --- what it keeps -------------------------------------------------------------------------------------------
 
     def slots(self) -> Iterator[tuple[str, int, torch.Tensor]]:

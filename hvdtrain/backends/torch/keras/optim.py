@@ -65,6 +65,10 @@ class Adopted(torch.optim.Optimizer):
         """Whether the rate comes from a schedule of Keras."""
         return isinstance(self.own._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
 
+    def own_schedule(self) -> object | None:
+        """Return Keras' schedule where the rate comes from one."""
+        return self.own._learning_rate if self.scheduled else None
+
     @property
     def name(self) -> str:
         """The class of ``own``."""

@@ -36,7 +36,7 @@ from hvdtrain.cluster.wire import Wires
 from hvdtrain.config import Config
 from hvdtrain.data import prepare
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.rows import of_data, rows_of
+from hvdtrain.data.rows import note_of, rows_of
 from hvdtrain.data.workers import choose, start
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.unused import UnusedParameters
@@ -149,7 +149,7 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
     agreed(control, lambda: parts.install(collective=False), "transforms")
     check_parts(control, parts, run.group)
     run.written.start(run, first_sample.check(run, backend))
-    run.notes += [note] if (note := of_data(feed.data).note) else []
+    run.notes += [note] if (note := note_of(feed.data, run.spec.task is not None)) else []
     run.dp = agreed(control, lambda: data_parallel.create(data_parallel.Setup(
         run.spelled, control, run.topology, run.group, run.collectives, backend.Ops(), parts, run.notes,
         scene_of(run, backend))), "exchange")

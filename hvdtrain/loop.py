@@ -300,6 +300,10 @@ def measure(run: Run, feed: Feed) -> dict[str, float]:
     """Exact metrics over ``feed``: additive totals, summed over ranks in rank order. Collective."""
     with span("evaluation", "evaluation"), averaged(run.average):
         found = _measured(run, feed)
+        feed.compare(run.state.cursor.epoch)
+    doubt = f"ledger: the evaluation is not verified: {feed.unlike}"
+    if feed.unlike and doubt not in run.notes:
+        run.note(doubt)
     for text in feed.left_out("of the evaluation data "):
         run.note(text)
     return found

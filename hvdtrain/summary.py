@@ -94,7 +94,9 @@ def _meter(run: Any) -> dict[str, Any] | None:
 def _ledger(found: dict[str, Any]) -> list[tuple[str, str]]:
     """What was checked of the samples, in words; nothing where no step was made."""
     epochs = found.get("epochs", 0)
-    said = [f"each exactly once in {epochs} epoch{'s' if epochs > 1 else ''}"] if epochs else []
+    rows = found.get("compared", 0)  # none where all rows were compared, or there is one rank
+    said = [f"each {'index ' if rows else ''}exactly once in {epochs} epoch{'s' if epochs > 1 else ''}"
+            + (f", {rows} rows compared across ranks" if rows else "")] if epochs else []
     said += [f"the first {found['partial']} of the last epoch once each"] if found.get("partial") else []
     said += [f"{found['skipped']} in steps without an update"] if found.get("skipped") else []
     said += [f"{found['unread']} left out, since they could not be read"] if found.get("unread") else []
@@ -102,6 +104,7 @@ def _ledger(found: dict[str, Any]) -> list[tuple[str, str]]:
     if found.get("unchecked"):
         which = ", ".join(map(str, found["unchecked"]))
         said.append(f"epoch{'s' if len(found['unchecked']) > 1 else ''} {which} not verified{why}")
+    said += [f"the evaluation is not verified: {found['evaluation']}"] if found.get("evaluation") else []
     return [("samples", "; ".join(said))] if said else []
 
 

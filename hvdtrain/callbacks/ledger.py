@@ -26,7 +26,8 @@ class Ledger(Callback):
     ``run.ledger`` holds what was found: ``epochs`` whole, over all resumptions, the ``samples`` in them, ``skipped``:
     those of them whose step made no update (nan_guard skip, an overflow in fp16), ``unchecked`` epochs, which are not
     verified, with the ``reason``, and ``partial`` samples of an epoch that a fit ended in, and ``unread``: samples left
-    out since they could not be read. A step without update counts as consumed. On a GPU it is told a step late.
+    out since they could not be read, ``compared`` rows across ranks, where these are not all, and ``evaluation``, why
+    the evaluation data is not verified. A step without update counts as consumed. On a GPU it is told a step late.
     """
 
     where = "all"
@@ -38,7 +39,8 @@ class Ledger(Callback):
         self._head: int | None = None
         self._resumed = False
         self._skipped = self._skipped_before = self._epochs = self._samples = 0
-        self._unread = self._unread_before = 0
+        self._unread = self._unread_before = self._compared = 0
+        self._evaluation = ""
         self._unchecked: list[int] = []
         self._kept: dict[str, Any] = {}
 
@@ -87,10 +89,17 @@ class Ledger(Callback):
         for text in run.feed.left_out():
             run.note(text)
 
+    def eval_end(self, run: Any) -> None:
+        """Keep why the evaluation data is not verified."""
+        if run.eval_feed.unlike:
+            self._evaluation = run.eval_feed.unlike
+            self._record(run, self._at[0], False, words=f"the evaluation is not verified: {self._evaluation}")
+
     def epoch_end(self, run: Any) -> None:
         """Compare the epoch that has ended with what it must hold; `UserError` on every rank. Collective."""
         epoch, consumed = self._at
         self._compare_head(run)
+        self._compare_rows(run)
         if not self._unknown:
             samples = consumed if run.feed.samples is None else run.feed.samples
             self._compare(run, samples, None)
@@ -107,6 +116,8 @@ class Ledger(Callback):
         epoch, consumed = self._at
         partial = 0
         self._compare_head(run)
+        if consumed and not run.state.requeue:  # the run that resumes compares
+            self._compare_rows(run)
         if consumed and not self._unknown and (epoch, consumed) == (run.state.cursor.epoch, run.state.cursor.samples):
             feed = run.feed
             order = None if feed.samples is None else epoch_order(feed.samples, feed.seed, epoch, feed.shuffle)
@@ -129,6 +140,7 @@ class Ledger(Callback):
                       "unknown": self._unknown, "skipped": self._skipped, "order": _order(run.feed),
                       "epochs": self._epochs, "whole": self._samples, "skipped_before": self._skipped_before,
                       "unread": self._unread, "unread_before": self._unread_before,
+                      "compared": self._compared, "evaluation": self._evaluation,
                       "unchecked": list(self._unchecked), "reason": self._reason,
                       "head": begun[1] if self._head is None else self._head}
 
@@ -153,6 +165,7 @@ class Ledger(Callback):
         self._unread, self._unread_before = kept.get("unread", 0), kept.get("unread_before", 0)  # newer than the rest
         self._unchecked, self._reason = list(kept["unchecked"]), kept.get("reason", "")
         self._head = kept.get("head")
+        self._compared, self._evaluation = kept.get("compared", 0), kept.get("evaluation", "")
 
     # --- sums --------------------------------------------------------------------------------------------------------
 
@@ -170,6 +183,14 @@ class Ledger(Callback):
         differs = None not in (self._head, head) and epoch == self._at[0] and head != self._head
         if voices(run.control, run.mesh).sum(np.array([float(differs)]))[0]:
             self._doubt(run, "the stream's order is another than before the resumption")
+
+    def _compare_rows(self, run: Any) -> None:
+        """Compare a few rows of a source across ranks, which may have come to differ; collective."""
+        if self._unknown:
+            return
+        self._compared += run.feed.compare(self._at[0])
+        if run.feed.unlike:
+            self._doubt(run, run.feed.unlike)
 
     def _compare(self, run: Any, samples: int, order_n: np.ndarray | None) -> None:
         """Raise `UserError` on every rank unless the ranks together had the first ``samples`` of ``order_n`` once each.
@@ -197,7 +218,9 @@ class Ledger(Callback):
         unread = self._unread_before + self._unread
         return {"epochs": self._epochs, "samples": self._samples, "skipped": self._skipped_before + self._skipped,
                 "unchecked": list(self._unchecked), "partial": 0, **({"unread": unread} if unread else {}),
-                **({"reason": self._reason} if self._unchecked else {})}
+                **({"compared": self._compared} if self._compared else {}),
+                **({"reason": self._reason} if self._unchecked else {}),
+                **({"evaluation": self._evaluation} if self._evaluation else {})}
 
     def _record(self, run: Any, epoch: int, whole: bool, **more: Any) -> None:
         """Tell what was counted of an epoch."""

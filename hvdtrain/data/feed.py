@@ -186,6 +186,14 @@ class Feed:
                             "give every rank the same data and configuration; the sampler does the cut")
         self._walk.check_alike(self.control)
 
+    def compare(self, epoch: int) -> int:
+        """Compare a few samples of a source with those of all ranks, others in each ``epoch``; collective.
+
+        Return how many were compared since the last time, 0 where all were; `unlike` tells whether some differ. Not
+        while an epoch is walked. Errors: `UserError` on every rank for arrays and files that differ.
+        """
+        return 0 if self.control is None else self._walk.compare(self.control, epoch)
+
     def read_before(self) -> Arrays:
         """Return a few samples from the first to the last of a source, which is asked for them once."""
         assert isinstance(self._walk, SourceWalk)
@@ -234,14 +242,8 @@ class Feed:
                 self._unnamed += met.unread
                 yield StepBatch(cursor, after, self._micros(met, cursor.step), met.part.n_local, met.n_global,
                                 met.weight, met.own_weight, met.part.numbers, met.part.unread, met.unread,
-                                partial(self._coming, shelf, cursor.step + 1))
+                                partial(_coming, self, shelf, cursor.step + 1))
                 cursor = after
-
-    def _coming(self, shelf: Shelf[Part], step: int) -> Arrays:
-        part = shelf.first()
-        if part is None or not part.n_local:
-            return ()
-        return tuple(array[:self.cut_at(step).bounds(part.n_local, self.rank)[0][1]] for array in part.arrays)
 
     def _micros(self, met: Met, step: int) -> list[Arrays]:
         cut = self.cut_at(step)
@@ -250,3 +252,10 @@ class Feed:
             counts_P = np.diff(cut.offsets(met.part.n)).tolist() if met.counts_P is None else met.counts_P
             bounds = padded(bounds, cut.rounds(counts_P))
         return [tuple(array[start:stop] for array in met.part.arrays) for start, stop in bounds]
+
+
+def _coming(feed: Feed, shelf: Shelf[Part], step: int) -> Arrays:
+    part = shelf.first()
+    if part is None or not part.n_local:
+        return ()
+    return tuple(array[:feed.cut_at(step).bounds(part.n_local, feed.rank)[0][1]] for array in part.arrays)

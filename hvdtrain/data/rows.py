@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,7 @@ class Rows:
         """Return [x[, y[, sample_weight]]], or all columns of a row for a task, x, y and weight first if known."""
         if isinstance(row, tuple) and hasattr(row, "_asdict") and not self.whole:
             row = row._asdict()
+        row = by_field(row)
         if not isinstance(row, Mapping):
             row = list(row) if isinstance(row, (tuple, list)) else [row]
             if self.whole:
@@ -136,6 +137,13 @@ class Rows:
                          f"rename or drop columns, return (x, y) tuples, or give the model file a {TASK}")
 
 
+def by_field(row: Any) -> Any:
+    """Return a dataclass instance as a dict of its fields, which stay as they are; anything else as it is."""
+    if not is_dataclass(row) or isinstance(row, type):
+        return row
+    return {field.name: getattr(row, field.name) for field in fields(row)}
+
+
 def rows_of(spec: Any) -> Rows:
     """Return how the model of ``spec`` takes rows with names."""
     keras = any(c.__name__ == "Model" and c.__module__.startswith("keras.") for c in type(spec.model).__mro__)
@@ -147,6 +155,17 @@ def of_data(data: Any) -> Rows:
     """Return what is known of the rows of a source or stream, which may be wrapped."""
     rows = getattr(innermost(data), "rows", None)
     return rows if isinstance(rows, Rows) else Rows()
+
+
+def note_of(data: Any, task: bool) -> str:
+    """Return one line about what is x, y and weight; "" where nothing can be taken for another. ``task``: it decides.
+    """
+    source = innermost(data)
+    rows = getattr(source, "rows", None)
+    if isinstance(rows, Rows):
+        return rows.note
+    three = isinstance(source, ArraySource) and len(source.arrays) == 3
+    return "data: the arrays are x, y and sample weight, in this order" if three and not task else ""
 
 
 def columns(obj: Any, rows: Rows, to_array: Callable[[Any], np.ndarray]) -> ArraySource | None:

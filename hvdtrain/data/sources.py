@@ -213,6 +213,11 @@ def _adapted(obj: Any, adapters: Sequence[Adapter], origin: str) -> Data:
             return found
     if parts and all(is_array(part) for part in parts):
         return ArraySource(parts)
+    named = obj.items() if isinstance(obj, Mapping) else zip(_NAMES, parts if len(parts) <= len(_NAMES) else ())
+    lists = [name for name, part in named if isinstance(part, list)]
+    if lists:
+        raise UserError(f"{origin} gave the columns {', '.join(map(repr, lists))} as Python lists", "arrays",
+                        "make them arrays, such as numpy.asarray(column, numpy.float32)")
     kind = f"{type(obj).__module__}.{type(obj).__qualname__}".removeprefix("builtins.")
     raise UserError(f"{origin} gave a {kind}",
                     "arrays (x, y[, sample_weight]) or a dict of them, ((x, y), (x_test, y_test)), an object "

@@ -67,9 +67,14 @@ def fingerprint(batch: Arrays) -> int:
     """
     crc = 0
     for array in batch:
-        every = 1 if array.nbytes <= HASHED_BYTES else array.size // HASHED_ELEMENTS | 1  # odd: no fixed columns
+        every = _stride(array)
         crc = zlib.crc32(np.ascontiguousarray(array if every == 1 else array.flat[::every]).tobytes(), crc)
     return crc & 0xFFFF
+
+
+def rows_hashed(array: np.ndarray) -> int:
+    """Return how many rows of ``array`` `fingerprint` reads elements of."""
+    return min(len(array), -(-array.size // _stride(array)))
 
 
 def on_disk(array: Any) -> bool:
@@ -79,6 +84,10 @@ def on_disk(array: Any) -> bool:
             return True
         array = getattr(array, "base", None)
     return False
+
+
+def _stride(array: np.ndarray) -> int:
+    return 1 if array.nbytes <= HASHED_BYTES else array.size // HASHED_ELEMENTS | 1  # odd: no fixed columns
 
 
 def _joined(pieces: list[Arrays]) -> Arrays:

@@ -2,7 +2,7 @@
 that can be fetched by number, `StreamWalk` of data that can only be read in order.
 
 Both have `samples` (None: unknown), `parts` (walked in the fetching thread), `meet` (in the consumer's thread, which
-alone may enter collectives), `sample` and `check_alike`. The cut over the ranks is told them step by step.
+alone may enter collectives), `sample`, `check_alike` and `compare`. The cut over the ranks is told them step by step.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.data.comparison import Comparison
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.sampler import epoch_order
-from hvdtrain.data.sources import ArraySource, Source, Unreadable, checked, fetched, innermost
-from hvdtrain.data.stream import Arrays, Stream, fingerprint, on_disk, rebatch
-from hvdtrain.data.workers.worker import fetch_seeded
+from hvdtrain.data.sources import ArraySource, Source, Unreadable, checked, fetched
+from hvdtrain.data.stream import Arrays, Stream, fingerprint, rebatch
 from hvdtrain.errors import UserError
 from hvdtrain.protocols import Control
 
@@ -32,10 +32,7 @@ _UNEVEN = "the ranks' streams differ in length: steps go on with the samples the
 _DIFFERENT = ("the ranks read different streams: each takes its cut of what it reads, so samples are lost or "
               "repeated; seed the shuffle alike and do not split the stream by rank (a stream that draws random "
               "numbers for each sample needs a seed too)")
-_UNLIKE = ("the ranks read different samples at the same place: seed what shuffles or splits the data alike, unless "
-           "the dataset draws random numbers when it is read")
-_REASONS = {_UNEVEN: "the ranks' streams differ in length", _DIFFERENT: "the ranks read different streams",
-            _UNLIKE: "the ranks read different samples at the same place"}
+_REASONS = {_UNEVEN: "the ranks' streams differ in length", _DIFFERENT: "the ranks read different streams"}
 """Why the ranks cannot verify that each sample came once, by the warning that the run prints."""
 HEAD_ROWS = 16
 """Samples at the start of a stream's epoch that are compared after a resumption."""
@@ -113,8 +110,13 @@ class SourceWalk:
         self._skip = skip and not isinstance(data, ArraySource)  # whose samples have all been read
         self._empty: Arrays = ()
         self._read: Arrays = ()
-        self._compared = np.unique(np.linspace(0, self.samples - 1, READ_BEFORE, dtype=np.int64))
-        self.unlike, self.head = "", None
+        self._first = np.unique(np.linspace(0, self.samples - 1, READ_BEFORE, dtype=np.int64))
+        self._comparison, self.head = Comparison(data, self.samples, seed), None
+
+    @property
+    def unlike(self) -> str:
+        """Why samples cannot be verified, the same on all ranks; "" where nothing is against it."""
+        return self._comparison.unlike
 
     def parts(self, cursor: Cursor, shuffle: bool, bounds: Bounds) -> Generator[Part, None, None]:
         """Yield the parts from ``cursor`` to the end of its epoch; `UserError` at once for a position beyond it."""
@@ -220,38 +222,17 @@ class SourceWalk:
         return tuple(np.resize(array, (n, *array.shape[1:])) for array in arrays)
 
     def check_alike(self, control: Control) -> None:
-        """Compare arrays in memory, a subset's indices, and the samples of `read_before` of all ranks; collective.
+        """Compare the samples of `read_before` and others with those of all ranks (`Comparison.begin`); collective."""
+        self._comparison.begin(control, self._first, self.read_before())
 
-        Arrays, sets of files (``fixed``) and indices must be the same on every rank (`UserError`). A dataset may draw
-        random numbers when it is read: from the global generators is fine, else rank 0 warns, and ``unlike`` says why
-        samples cannot be verified.
-        """
-        source = innermost(self._data)
-        fixed = getattr(source, "fixed", False)
-        held = [array for array in getattr(source, "arrays", ()) if not on_disk(array)] if fixed else []
-        rows = control.gather((fingerprint((*held, *getattr(source, "subset_indices", ()))),
-                               fingerprint(self.read_before())))
-        if len(set(rows)) == 1:
-            return
-        if fixed or len({row[0] for row in rows}) > 1:
-            raise UserError("ranks hold different samples", "the same data in the same order on every rank",
-                            "seed what shuffles or splits it; the sampler does the cut")
-        if len(set(found := control.gather(self._seeded()))) == 1 and found[0] is not None:
-            return
-        self.unlike = _REASONS[_UNLIKE]
-        if control.rank == 0:
-            warnings.warn(_UNLIKE, stacklevel=3)
-
-    def _seeded(self) -> int | None:
-        """Return a checksum of the samples compared, drawn from generators seeded alike; None if one is unreadable."""
-        with contextlib.suppress(Unreadable):
-            return fingerprint(fetch_seeded(self._data, self._compared, self._seed))
-        return None
+    def compare(self, control: Control, epoch: int) -> int:
+        """Compare other samples of ``epoch``; return how many since the last time (`Comparison.again`); collective."""
+        return self._comparison.again(control, epoch)
 
     def read_before(self) -> Arrays:
         """Return `READ_BEFORE` samples from the first to the last, for which the source is asked once."""
         if not self._read:
-            _, self._read, _ = self._readable(self._compared)
+            _, self._read, _ = self._readable(self._first)
         return self._read or self.sample(1, Cursor())
 
     def _none_like(self, index_1: np.ndarray) -> Arrays:
@@ -338,6 +319,10 @@ class StreamWalk:
 
     def check_alike(self, control: Control) -> None:
         """Do nothing: `meet` compares each batch, where the stream is read anyway."""
+
+    def compare(self, control: Control, epoch: int) -> int:
+        """Return 0, no few samples of many: `meet` has compared each batch."""
+        return 0
 
     def _opened(self, cursor: Cursor) -> Generator[Arrays, None, None]:
         chunks = self._data.chunks(cursor.epoch)

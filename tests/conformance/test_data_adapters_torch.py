@@ -1,17 +1,20 @@
 """PyTorch's datasets and loaders as numpy sources and streams."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from torch.utils.data import (DataLoader, Dataset, DistributedSampler, IterableDataset,  # noqa: E402
-                              Subset, TensorDataset)
+                              Subset, TensorDataset, default_collate)
 
 from hvdtrain.backends.torch.data import adapt  # noqa: E402
 from hvdtrain.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.data.cursor import Cursor  # noqa: E402
 from hvdtrain.data.feed import Feed  # noqa: E402
+from hvdtrain.data.rows import Rows  # noqa: E402
 from hvdtrain.data.sources import ArraySource, Source, interpret  # noqa: E402
 from hvdtrain.data.stream import Stream  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
@@ -82,6 +85,42 @@ def test_map_style_dataset_is_collated(make, arity):
     assert arrays[0].tolist() == [[5.0] * 3, [2.0] * 3]
     if arity > 1:
         assert arrays[1].tolist() == [25, 4] and arrays[1].dtype == np.int64
+
+
+def test_dataclasses_are_taken_by_the_names_of_their_fields():
+    @dataclass
+    class Sample:
+        site: int
+        label: int
+        image: np.ndarray
+
+    def named(i):
+        return Sample(i % 3, i, np.full(3, i, np.float32))
+
+    class Samples(Squares):
+        def __getitem__(self, i):
+            return named(i)
+
+    class Items(IterableDataset):
+        def __iter__(self):
+            return map(named, range(6))
+
+    loader = DataLoader(Samples(6, None), batch_size=4)
+    for data in (Samples(6, None), Items(), loader):
+        rows = Rows(whole=True)
+        source = adapt(data, rows=rows)
+        arrays = source.fetch(np.arange(4)) if isinstance(source, Source) else next(iter(source.chunks(0)))
+        assert [a[:4].tolist() for a in arrays] == [[[i] * 3 for i in range(4)], list(range(4)), [0, 1, 2, 0]]
+        assert list(rows.packed(arrays)) == ["image", "label", "site"]
+        with pytest.raises(UserError, match="not taken by position"):
+            adapt(data).fetch(np.arange(2)) if isinstance(source, Source) else next(iter(adapt(data).chunks(0)))
+    assert loader.collate_fn is default_collate
+
+
+def test_samples_that_cannot_be_collated_are_named():
+    for make in (lambda x, y: (x, None), lambda x, y: object()):
+        with pytest.raises(UserError, match="cannot be collated"):
+            adapt(Squares(4, make)).fetch(np.array([0, 1]))
 
 
 def test_subsets_that_ranks_draw_differently_are_refused():

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from small_runs import FRAMEWORKS, bits, config, fitted, make_model, samples, solo
 
+from hvdtrain import backends
 from hvdtrain.config import Data
-from hvdtrain.data.rows import Rows
+from hvdtrain.data.rows import Rows, note_of
+from hvdtrain.data.sources import Source, interpret
 from hvdtrain.errors import UserError
 
 X, Y = samples(40)
@@ -120,12 +122,43 @@ CASES = [(framework, kind) for framework in FRAMEWORKS for kind in ("rows", "bat
 
 
 @pytest.mark.parametrize("framework, kind", CASES)
+def test_columns_become_arrays_by_their_names(framework, kind):
+    for names, whole in ((("label", "image"), False), (("site", "label", "image"), True)):
+        rows = Rows(whole, nests=framework == "tensorflow")
+        data = backends.load(framework).adapt_data(records(framework, kind, *names), rows=rows)
+        batches = [data.fetch(np.arange(40))] if isinstance(data, Source) else list(data.chunks(0))
+        arrays = [np.concatenate(column) for column in zip(*batches)]
+        assert all((a == b).all() for a, b in zip(arrays, (X, Y, SITE)[:len(names)], strict=True))
+        assert note_of(data, whole) == ("data: the task gets each batch as a dict of image, label, site" if whole
+                                        else "data: x is image, y is label")
+        assert not whole or list(rows.packed(arrays)) == ["image", "label", "site"]
+
+
+@pytest.mark.parametrize("framework, kind", [("torch", "rows"), ("tensorflow", "columns")])
 def test_training_by_names_is_training_by_position(framework, kind):
-    settings = replace(SHORT, data=Data(prefetch=0, shuffle=False))
+    settings = replace(SHORT, max_steps=2, data=Data(prefetch=0, workers=0, shuffle=False))
     want = fitted(solo(settings, make_model(framework), (X, Y)))
     got = fitted(solo(settings, make_model(framework), records(framework, kind, "label", "image")))
     assert bits(got) == bits(want)
     assert "data: x is image, y is label" in got.notes
+    assert not any(note.startswith("data: ") for note in want.notes)
+
+
+def test_three_arrays_are_named_in_a_note():
+    for data in ((X, Y, np.ones(40)), {"x": X, "y": Y, "sample_weight": np.ones(40)}):
+        run = solo(SHORT, make_model("numpy"), data)
+        assert "data: the arrays are x, y and sample weight, in this order" in run.notes
+    torch = pytest.importorskip("torch")
+    three = backends.load("torch").adapt_data(torch.utils.data.TensorDataset(*map(torch.from_numpy, (X, Y, SITE))))
+    assert note_of(three, False).endswith("in this order") and note_of(three, True) == ""
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_columns_that_are_python_lists_are_refused(framework):
+    adapters = (backends.load(framework).adapt_data,)
+    for columns, names in (({"image": X.tolist(), "label": Y}, "'image'"), ({"x": X, "y": Y.tolist()}, "'y'")):
+        with pytest.raises(UserError, match=f"the columns {names} as Python lists; expected arrays.*numpy.asarray"):
+            interpret(columns, "train", adapters)
 
 
 @pytest.mark.parametrize("framework, kind", CASES)
@@ -165,7 +198,7 @@ def loss(logits, label):
 
 
 @pytest.mark.parametrize("framework, kind, workers", [
-    ("torch", "rows", 1), ("torch", "batches", 0), ("tensorflow", "batches", 0), ("tensorflow", "columns", 0)])
+    ("torch", "rows", 1), ("tensorflow", "batches", 0)])
 def test_a_task_gets_whole_rows(framework, kind, workers, tmp_path, monkeypatch):
     pytest.importorskip(framework)
     (tmp_path / "named_rows.py").write_text(LOSSES[framework] + TASK.format(framework=framework))

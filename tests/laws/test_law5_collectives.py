@@ -166,7 +166,7 @@ COLLECTIVE = {
     "collectives": {"allreduce", "allgather", "alltoall", "reducescatter", "broadcast"},
     "step": {"share_initial", "sync_buffers", "exchange", "apply", "evaluate", "forward_backward"},
     "run": {"settle", "hear"},
-    "feed": {"epoch", "eval_epoch", "check_ranks_agree"},
+    "feed": {"epoch", "eval_epoch", "check_ranks_agree", "compare"},
 }
 FUNCTIONS = {"agreed", "begin", "ensure_out", "export", "evaluate", "fit", "restore", "save", "starting", "survey"}
 """Collective methods by the attribute they are reached through, and collective functions of hvdtrain."""

@@ -28,7 +28,7 @@ class ThreadControl:
     """Sums over ranks that are threads of one process; a rank that stays away breaks the others' wait."""
 
     def __init__(self, rank, barrier, slots):
-        self.rank, self.barrier, self.slots, self.sums = rank, barrier, slots, 0
+        self.rank, self.size, self.barrier, self.slots, self.sums = rank, len(slots), barrier, slots, 0
 
     def gather(self, obj):
         self.slots[self.rank] = obj

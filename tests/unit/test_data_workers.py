@@ -94,10 +94,10 @@ def test_samples_read_in_the_rank_are_drawn_as_in_a_worker():
     random.seed(1), np.random.seed(1)
     want, numbers = drawn(), np.array([0, 4, 8])
     random.seed(1), np.random.seed(1)
-    once = fetch_seeded(Noisy(), numbers, 5)
+    once = fetch_seeded(Noisy(), numbers, 5, 0)
     assert drawn() == want
-    assert np.array_equal(fetch_seeded(Noisy(), numbers, 5), once)
-    assert not np.array_equal(fetch_seeded(Noisy(), numbers, 6), once)
+    assert np.array_equal(fetch_seeded(Noisy(), numbers, 5, 0), once)
+    assert not np.array_equal(fetch_seeded(Noisy(), numbers, 6, 0), once)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The ledger of samples: the sums, what it sees, and what it carries over resumptions."""
 
 import json
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -12,11 +13,15 @@ from small_runs import Recut, config, fitted, lockstep, make_model, samples, sol
 from hvdtrain import loop
 from hvdtrain import summary as run_summary
 from hvdtrain.assemble import assemble
+from hvdtrain.callbacks.base import Callback
 from hvdtrain.callbacks.ledger import Ledger
 from hvdtrain.collectives.lockstep import LockstepWorld
 from hvdtrain.config import Checkpoint, Data
+from hvdtrain.data import comparison
 from hvdtrain.data import ledger as books
+from hvdtrain.data.comparison import COMPARED
 from hvdtrain.data.ledger import Book, Sums
+from hvdtrain.data.walk import READ_BEFORE
 from hvdtrain.errors import UserError
 
 N = 50
@@ -312,20 +317,93 @@ def test_a_stream_that_resumes_in_another_order_is_not_verified(stream, unchecke
     assert got["unchecked"] == unchecked and got["epochs"] == 2 - len(unchecked)
 
 
-def test_samples_that_ranks_read_differently_are_not_verified(tmp_path):
-    class Drawn:
-        """A map-style dataset that draws its own samples from entropy."""
+class Rows:
+    """A map-style dataset in an order of its rank's, from epoch ``since`` on."""
 
-        def __len__(self):
-            return N
+    def __init__(self, rank, since=0, fixed=False, draws=None):
+        self.order, self.since, self.fixed = np.arange(N), since, fixed
+        self.draws = draws
+        self.own = np.arange(N)
+        others = np.setdiff1d(self.own, np.linspace(0, N - 1, READ_BEFORE, dtype=np.int64))
+        self.own[others] = np.roll(others, rank)
+        self.begin_epoch(0)
 
-        def fetch(self, indices_n):
-            x, y = DATA
-            return x[indices_n] + np.random.default_rng().normal(size=1), y[indices_n]
+    def begin_epoch(self, epoch):
+        self.order = self.own if epoch >= self.since else self.order
 
+    def __len__(self):
+        return N
+
+    def fetch(self, indices_n):
+        x, y = (array[self.order[indices_n]] for array in DATA)
+        return (x if self.draws is None else x + np.float32(self.draws())), y
+
+
+class Reorder(Callback):
+    where = "all"
+
+    def epoch_start(self, run):
+        run.feed.data.begin_epoch(run.state.cursor.epoch)
+
+
+def of_rows(make, settings_):
+    """The ledger, notes and summary of two ranks, of which each reads its own ``make(rank)``."""
+    def work(control, wire):
+        run = assemble(settings_, make_model("numpy"), make(control.rank), control, wire)
+        run.callbacks.insert(0, Reorder())
+        return found(run), run.notes, dict(run_summary.rows(run))
+
+    return LockstepWorld(2).run(work, timeout_s=30.0)
+
+
+DIFFER = "the ranks read different samples at the same place"
+READ_HERE = {"data": Data(workers=0, prefetch=0)}
+
+
+@pytest.mark.parametrize("make, epochs", [
+    (lambda rank: Rows(rank), 0), (lambda rank: Rows(rank, since=1), 1),
+    (lambda rank: Rows(0, draws=np.random.default_rng().normal), 0)],
+    ids=["rows between", "later epoch", "entropy"])
+def test_samples_that_ranks_read_differently_are_not_verified(make, epochs, tmp_path):
     with pytest.warns(UserWarning, match="read different samples"):
-        got = on_ranks([Drawn(), Drawn()], run_of(tmp_path, data=Data(workers=0)))
-    assert [each["unchecked"] for each in got] == [[0, 1], [0, 1]] and all(each["epochs"] == 0 for each in got)
+        ranks = of_rows(make, run_of(tmp_path, **READ_HERE))
+    for ledger, notes, table in ranks:
+        assert ledger["unchecked"] == list(range(epochs, 2)) and ledger["epochs"] == epochs
+        assert ledger["reason"] == DIFFER and f"ledger: epoch {epochs} is not verified: {DIFFER}" in notes
+        assert f"not verified: {DIFFER}" in table["samples"]
+
+
+@pytest.mark.parametrize("draws", [None, lambda: np.random.normal()], ids=["as they are", "augmented"])
+def test_a_certificate_says_how_many_rows_were_compared(draws, tmp_path, monkeypatch):
+    seeded, one_process = comparison.fetch_seeded, threading.Lock()  # whose threads share the generators
+
+    def alone(*args):
+        with one_process:
+            return seeded(*args)
+
+    monkeypatch.setattr(comparison, "fetch_seeded", alone)
+    for ledger, _, table in of_rows(lambda rank: Rows(0, draws=draws), run_of(tmp_path, **READ_HERE)):
+        rows = ledger["compared"]
+        assert ledger == facts(2, compared=rows) and READ_BEFORE + 2 * COMPARED < rows <= READ_BEFORE + 3 * COMPARED
+        assert table["samples"] == f"each index exactly once in 2 epochs, {rows} rows compared across ranks"
+
+
+def test_fixed_samples_that_come_to_differ_end_the_run(tmp_path):
+    with pytest.raises(UserError, match="ranks hold different samples"):
+        of_rows(lambda rank: Rows(rank, since=1, fixed=True), run_of(tmp_path, **READ_HERE))
+
+
+@pytest.mark.parametrize("kind, reason", [(Rows, DIFFER), (Shuffled, "the ranks read different streams")])
+def test_evaluation_data_that_ranks_read_differently_is_not_verified(kind, reason, tmp_path):
+    with pytest.warns(UserWarning, match="read different"):
+        ranks = of_rows(lambda rank: ((Rows(0)), kind(rank if kind is Rows else N)),
+                        run_of(tmp_path, eval_every=1, **READ_HERE))
+    words = f"the evaluation is not verified: {reason}"
+    for ledger, notes, table in ranks:
+        assert ledger["epochs"] == 2 and not ledger["unchecked"] and ledger["evaluation"] == reason
+        assert notes.count(f"ledger: {words}") == 1 and table["samples"].endswith(f"; {words}")
+    log = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+    assert words in [r.get("words") for r in log if r["event"] == "ledger"]
 
 
 def test_arrays_that_differ_anywhere_are_refused(tmp_path):

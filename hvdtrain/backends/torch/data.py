@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import (DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset,
                               default_collate)
 
-from hvdtrain.data.rows import Rows, columns
+from hvdtrain.data.rows import Rows, by_field, columns
 from hvdtrain.data.sources import ArraySource, Source
 from hvdtrain.data.stream import Arrays, Stream
 from hvdtrain.errors import UserError
@@ -36,8 +36,8 @@ def adapt(obj: Any, seed: int = 0, rows: Rows = Rows()) -> Source | Stream | Non
     A `DataLoader`: a `Stream` of its batches, each epoch shuffled from (its generator's seed or ``seed``,
     epoch); with its own ``collate_fn`` and workers. ``drop_last`` drops from the end of the stream; the
     loader's batch size is not the run's.
-    A sample or batch is a tensor, a flat tuple or list, or a dict, whose columns ``rows`` takes by name; so is a dict
-    of whole columns.
+    A sample or batch is a tensor, a flat tuple or list, or a dict or dataclass, whose columns ``rows`` takes by name;
+    so is a dict of whole columns.
     Errors: `UserError` for a `DistributedSampler` (the cut over ranks is the feed's) and for values that
     are not numeric.
     """
@@ -104,7 +104,7 @@ class DatasetSource(_Named):
         indices = indices_n.tolist()
         many = getattr(self.dataset, "__getitems__", None)
         samples = many(indices) if callable(many) else [self.dataset[i] for i in indices]
-        return self.read(default_collate(samples))
+        return self.read(_collated(samples))
 
 
 class IterableStream(_Named):
@@ -118,7 +118,7 @@ class IterableStream(_Named):
         _set_epoch(self.dataset, epoch)
         samples = iter(self.dataset)
         while chunk := list(itertools.islice(samples, _CHUNK)):
-            yield self.read(default_collate(chunk))
+            yield self.read(_collated(chunk))
 
 
 class LoaderStream(_Named):
@@ -141,6 +141,16 @@ class LoaderStream(_Named):
         with _seeded(self.loader, self.seed, epoch):
             for batch in self.loader:
                 yield self.read(batch)
+
+
+def _collated(samples: list[Any]) -> Any:
+    """Collate samples, dataclasses by their fields. Errors: `UserError` for what PyTorch cannot collate."""
+    try:
+        return default_collate([by_field(sample) for sample in samples])
+    except TypeError as error:
+        raise UserError(f"samples of type {type(samples[0]).__qualname__} cannot be collated: {error}",
+                        "tensors, arrays or numbers, in a tuple, dict or dataclass",
+                        "return (x, y) or (x, y, sample_weight), or give a DataLoader a collate_fn") from None
 
 
 def _array(part: Any) -> np.ndarray:
@@ -172,14 +182,19 @@ def _set_epoch(owner: Any, epoch: int) -> None:
 
 @contextlib.contextmanager
 def _seeded(loader: DataLoader, seed: int, epoch: int) -> Iterator[None]:
-    """Give the loader and its samplers one fresh generator of (seed, epoch) for the time of an iteration."""
+    """Give the loader and its samplers one fresh generator of (seed, epoch) for the time of an iteration, and the
+    loader a collation that takes dataclasses, where it has PyTorch's own.
+    """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
     owners = [owner for owner in (loader, *_samplers(loader)) if hasattr(owner, "generator")]
     before = [owner.generator for owner in owners]
     for owner in owners:
         owner.generator = generator
+    collate = loader.collate_fn
+    loader.collate_fn = _collated if collate is default_collate else collate
     try:
         yield
     finally:
+        loader.collate_fn = collate
         for owner, old in zip(owners, before):
             owner.generator = old

@@ -99,12 +99,12 @@ def fetch(source: Any, indices_n: np.ndarray, epoch: int, seed: int) -> Arrays:
     return tuple(np.concatenate(column) for column in zip(*pieces))
 
 
-def fetch_seeded(source: Any, indices_n: np.ndarray, seed: int) -> Arrays:
-    """Fetch samples of the first epoch as a worker does, and put this process's generators back."""
+def fetch_seeded(source: Any, indices_n: np.ndarray, seed: int, epoch: int) -> Arrays:
+    """Fetch samples of ``epoch`` as a worker does, and put this process's generators back."""
     put_back, torch = rng.mark(), sys.modules.get("torch")
     state = None if torch is None else torch.get_rng_state()
     try:
-        return fetch(source, indices_n, 0, seed)
+        return fetch(source, indices_n, epoch, seed)
     finally:
         put_back()
         if torch is not None:

@@ -11,10 +11,10 @@ import numpy as np
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
-    from hvdtrain.data.feed import StepBatch
     from hvdtrain.parts import Parts
     from hvdtrain.pipeline.origin import Origin
     from hvdtrain.protocols import Control
+    from hvdtrain.protocols.types import StepBatch
 
 
 def finite(name: str, array: np.ndarray) -> bool:

@@ -16,7 +16,7 @@ from hvdtrain.parallel import table
 from hvdtrain.parallel.cut import Cut, min_max_cut
 from hvdtrain.parallel.memory import Block, Needs, shown
 from hvdtrain.parallel.schedule import bubble
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 MICROS_FOR_EACH = 4
 """Split micro-batches for each device where nothing is configured: a bubble below a fifth."""

@@ -25,7 +25,7 @@ from hvdtrain.protocols import Batch, Cargo, Control, Done, Evaluator, GradientS
 from hvdtrain.timeline import idle, span
 
 if TYPE_CHECKING:
-    from hvdtrain.data.feed import StepBatch
+    from hvdtrain.protocols.types import StepBatch
 
 KINDS = {FORWARD: FORTH, BACKWARD: BACK}
 

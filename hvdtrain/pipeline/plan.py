@@ -24,7 +24,7 @@ from hvdtrain.pipeline.search import Choice, Task, fullness, search, spread
 from hvdtrain.pipeline.settings import cut_over_ranks, micro_batches
 from hvdtrain.pipeline.table import text
 from hvdtrain.protocols import Control
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 __all__ = ["CopyPlan", "Measured", "Planned", "agree", "even_layout", "measured_samples", "planned"]
 

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.host import Memory, aligned, fill
 from hvdtrain.cluster import boot
-from hvdtrain.exchange.buckets import Bucket
+from hvdtrain.protocols.types import Bucket
 
 if TYPE_CHECKING:
     from hvdtrain.collectives.shared import SharedCollectives

@@ -13,8 +13,8 @@ from hvdtrain.backends.torch import by_name, placement, resuming
 from hvdtrain.backends.torch.groups import Given
 from hvdtrain.backends.torch.slices import Slices
 from hvdtrain.config import Config
-from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.precision.scaler import LossScale
+from hvdtrain.protocols.types import Bucket
 
 
 ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam,

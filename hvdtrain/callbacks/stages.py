@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.callbacks.base import Callback
-from hvdtrain.pipeline.plan import Planned
-from hvdtrain.pipeline.table import measured_text, record, rows
+from hvdtrain.pipeline.plan import Planned, measured_text, record, rows
 from hvdtrain.terminal import say
 
 SKIPPED_STEPS = 2

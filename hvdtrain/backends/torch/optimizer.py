@@ -39,7 +39,7 @@ class TorchOptimizer:
         schedule = config.schedule
         self.tensors, self.slices, self.given = list(tensors), slices, given or Given()
         self._warmup = schedule.warmup_steps
-        self.interval = schedule.interval
+        self.interval: str = schedule.interval
         self.updates = 0
         base = schedule.linear_scaling_base
         self.base_lr = self.given.rate(config) * (config.global_batch / base if base else 1.0)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hvdtrain.cluster.group import Group, spans
 from hvdtrain.errors import UserError
-from hvdtrain.faults.finite import spoken
+from hvdtrain.finite import spoken
 from hvdtrain.protocols import Control
 
 if TYPE_CHECKING:

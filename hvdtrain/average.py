@@ -17,10 +17,11 @@ import numpy as np
 from hvdtrain.checkpoint import weights
 from hvdtrain.checkpoint.holders import key
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.buckets import itemsize, plan_buckets, plan_some
+from hvdtrain.exchange.buckets import plan_buckets, plan_some
 from hvdtrain.parts import Parts
 from hvdtrain.protocols import Array, Ops, ParamSpec
 from hvdtrain.protocols.state import Given, Head, Place, Read, Shard, Stateful, Want
+from hvdtrain.protocols.types import itemsize
 
 GROUP = weights.AVERAGES
 """The group of a checkpoint that holds the averages, under the names of the parameters."""

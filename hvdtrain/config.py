@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hvdtrain import placed, schema, trackers
+from hvdtrain import placed, schema
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.pipeline import settings
 from hvdtrain.remat import names as remat_names
@@ -29,6 +29,7 @@ from hvdtrain.sections import Pipeline as Pipeline
 from hvdtrain.sections import Rebalance as Rebalance
 from hvdtrain.sections import Schedule as Schedule
 from hvdtrain.sections import Trace as Trace
+from hvdtrain.slots import ask, in_slot
 from hvdtrain.trace.window import window_of
 from hvdtrain.wall_limit import seconds_of
 
@@ -264,16 +265,13 @@ class Config:
 
     def _check_names(self) -> None:
         """Raise `UserError` for what is neither built in nor spelt as a callable."""
-        from hvdtrain.data import augment  # these read this file's classes
-        from hvdtrain.exchange.compressors import names
-
-        augment.check(self.data.augment)
-
-        known = [*(name for name in names() if name != "adasum"), "auto"]  # adasum has a key of its own
+        ask("hvdtrain.data.augment", "check", self.data.augment)
+        built_in = in_slot("hvdtrain.exchange.compressors", "make")
+        known = [*(name for name in built_in if name != "adasum"), "auto"]  # adasum has a key of its own
         if ":" not in self.compression and self.compression not in known:
             raise UserError(f"compression is {self.compression!r}", f"{nearest(self.compression, known)}, one of "
                             f"{', '.join(known)}, or module:callable", "correct compression")
-        trackers.check(self.trackers)
+        ask("hvdtrain.trackers", "check", self.trackers)
 
     def _check_data_parallel(self) -> None:
         """Raise `UserError` for a stage or shards that cannot be, and for a pipeline that cannot."""
@@ -326,9 +324,7 @@ class Config:
     @property
     def mixes_classes(self) -> bool:
         """Whether training targets are shares of classes (mixup), whatever the data's own are."""
-        from hvdtrain.data import augment
-
-        return augment.mixes(self.data.augment)
+        return bool(ask("hvdtrain.data.augment", "mixes", self.data.augment))
 
     @property
     def in_parts(self) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 
 from hvdtrain.average import averaged, leave_final
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.data.feed import Feed, StepBatch
+from hvdtrain.data.feed import Feed
 from hvdtrain.events import Event
 from hvdtrain.exchange.weighting import check_weight
 from hvdtrain.faults import pulse
@@ -26,6 +26,7 @@ from hvdtrain.out_of_memory.evaluating import Evaluating
 from hvdtrain.out_of_memory.recovery import mended, repeats
 from hvdtrain.outdir import release, starting
 from hvdtrain.protocols import Done
+from hvdtrain.protocols.types import StepBatch
 from hvdtrain.timeline import active, span
 
 if TYPE_CHECKING:

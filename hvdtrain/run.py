@@ -5,13 +5,10 @@ Owns state, phase times and the delivery of events. Is built by `hvdtrain.assemb
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,7 +18,7 @@ from hvdtrain.cluster.group import Group
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Config
 from hvdtrain.data.cursor import Cursor
-from hvdtrain.data.feed import Feed, StepBatch
+from hvdtrain.data.feed import Feed
 from hvdtrain.data_parallel.replicate import Replicate
 from hvdtrain.events import Event
 from hvdtrain.exchange.compressors import create
@@ -32,7 +29,9 @@ from hvdtrain.model import Spec
 from hvdtrain.out_of_memory.recovery import Recovery
 from hvdtrain.parts import Parts
 from hvdtrain.protocols import Callback, Collectives, Control, DataParallel, Schedule
+from hvdtrain.protocols.types import StepBatch, Word
 from hvdtrain.records.stream import Stream
+from hvdtrain.terminal import say
 from hvdtrain.timeline import Timeline, span
 from hvdtrain.written_state import WrittenState
 
@@ -40,61 +39,6 @@ if TYPE_CHECKING:
     from hvdtrain.average import Average
     from hvdtrain.checkpoint.saving import Saving
     from hvdtrain.cluster.wire import Wires
-
-
-_UNREAD = (OSError, ValueError, AttributeError)
-"""What writing to a stdout raises that is full, closed, or none at all (Python's stdout is then None)."""
-
-
-def say(line: str) -> None:
-    """Print one line in one write (mpirun tags every write), and go on where nobody reads any more.
-
-    A run must not end because the reader of its output did, such as ``| head`` or a full disk.
-    """
-    try:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
-    except _UNREAD:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-
-
-class Stdout:
-    """Passes on to the stdout of now what a library prints, and drops what that does not take.
-
-    rich ends the program where it meets a broken pipe.
-    """
-
-    encoding = "utf-8"
-
-    def __init__(self) -> None:
-        self._stream: Any = sys.stdout
-        self.encoding = getattr(self._stream, "encoding", None) or "utf-8"
-
-    def write(self, text: str) -> int:
-        """Write, or drop."""
-        with contextlib.suppress(*_UNREAD):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush, or do nothing."""
-        with contextlib.suppress(*_UNREAD):
-            self._stream.flush()
-
-    def isatty(self) -> bool:
-        """Return whether a person may look at it."""
-        with contextlib.suppress(*_UNREAD):
-            return bool(self._stream.isatty())
-        return False
-
-
-class Word(NamedTuple):
-    """What ``rank`` had to tell all others: ``topic`` says which callback it is for."""
-
-    rank: int
-    topic: str
-    text: str
 
 
 @dataclass

@@ -34,3 +34,11 @@ def load_slot(package: str, name: str, key: str, function: str) -> Callable[...,
         raise UserError(f"{key} is {name!r}", f"{nearest(name, built_in)}, or module:callable", f"correct {key}")
     found: Callable[..., Any] = getattr(importlib.import_module(f"{package}.{name}"), function)
     return found
+
+
+def ask(package: str, function: str, *values: Any) -> Any:
+    """Return what ``function`` of the folder ``package`` says of ``values``.
+
+    For `hvdtrain.config`, whose keys name files of folders that read the configuration: it must not import them.
+    """
+    return getattr(importlib.import_module(package), function)(*values)

@@ -7,7 +7,7 @@ from typing import IO, Any, cast
 
 from hvdtrain.memory_plan.kinds import shown
 from hvdtrain.pipeline import words
-from hvdtrain.run import Stdout, say
+from hvdtrain.terminal import Stdout, say
 
 
 MOST_RANKS = 8

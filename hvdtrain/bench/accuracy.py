@@ -25,7 +25,7 @@ from hvdtrain.exchange.buckets import plan_buckets
 from hvdtrain.exchange.compressors import create, names
 from hvdtrain.outdir import COMPLETED
 from hvdtrain.protocols import ParamSpec
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 BASE = "none"
 """What every compression is compared with."""

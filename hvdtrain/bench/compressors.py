@@ -27,13 +27,14 @@ from hvdtrain.collectives.lockstep import LockstepWorld
 from hvdtrain.collectives.null import NullCollectives
 from hvdtrain.config import Config, Exchange
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.buckets import Bucket, plan_buckets
+from hvdtrain.exchange.buckets import plan_buckets
 from hvdtrain.exchange.compressors import create, names
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.exchange.sweep import exchange, settle
 from hvdtrain.exchange.transport import Transport
 from hvdtrain.protocols import (
     AllGather, AllReduce, Array, Collectives, Compressor, Control, Handle, Ops, ParamSpec, Request)
+from hvdtrain.protocols.types import Bucket
 
 FRAMEWORKS = ("torch", "tensorflow", "numpy")
 WORKLOAD_NAMES = ("mlp", "resnet", "gpt")

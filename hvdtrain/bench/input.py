@@ -25,7 +25,7 @@ from hvdtrain.bench import options, race, record, table
 from hvdtrain.bench.jobs import Job, JobFailed
 from hvdtrain.build.children import orderly_signals
 from hvdtrain.errors import UserError
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 CONTENDERS = {"hvdtrain": "PIL", "dataloader": "torch", "tfdata": "tensorflow"}
 """Name -> the package without which it is left out."""

@@ -23,7 +23,7 @@ from hvdtrain.bench.jobs import Job, JobFailed
 from hvdtrain.bench.workloads import FILES, WORKLOADS
 from hvdtrain.build.children import orderly_signals
 from hvdtrain.errors import UserError
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 WAYS = {"replicate": ["--data_parallel", "replicate"],
         "zero1": ["--data_parallel.name", "zero", "--data_parallel.stage", "1"],

@@ -22,7 +22,7 @@ from hvdtrain.bench.race import Plan, Race
 from hvdtrain.bench.throttle import Throttle
 from hvdtrain.build.children import orderly_signals
 from hvdtrain.errors import UserError
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 CONTENDERS = {"torch": ("hvdtrain", "hvdtrain@static", "hvdtrain@auto", "ddp", "horovod", "horovod-tuned"),
               "tensorflow": ("hvdtrain", "hvdtrain@static", "hvdtrain@auto", "horovod", "horovod-tuned", "mwms")}

@@ -27,7 +27,7 @@ from hvdtrain.build.children import orderly_signals
 from hvdtrain.errors import UserError
 from hvdtrain.pipeline import which
 from hvdtrain.pipeline.settings import FOR_EACH
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 CONTENDERS = {"torch": ("hvdtrain/pipeline", "pipelining"), "tensorflow": ("hvdtrain/pipeline",)}
 ON_HOSTS = {"torch": ("hvdtrain-mpi/pipeline", "pipelining", "hvdtrain-mpi", "ddp"),

@@ -21,7 +21,7 @@ from hvdtrain.bench.peers import Contender
 from hvdtrain.bench.race import Plan, Race
 from hvdtrain.bench.workloads import FILES
 from hvdtrain.build.children import orderly_signals
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 OURS = {"torch": ("hvdtrain", "hvdtrain-null", "hvdtrain-horovod", "hvdtrain-mpi"),
         "tensorflow": ("hvdtrain", "hvdtrain-null", "hvdtrain-horovod")}

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 Rows = Sequence[Sequence[str]]
 

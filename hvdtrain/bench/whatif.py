@@ -22,7 +22,7 @@ from hvdtrain.bench.throttle import Throttle
 from hvdtrain.bench.workloads import WORKLOADS
 from hvdtrain.build.children import orderly_signals
 from hvdtrain.errors import UserError
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 WHOLE, LESS = "all ranks", "without"
 TARGET = 5.0

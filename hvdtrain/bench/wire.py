@@ -21,9 +21,9 @@ from hvdtrain.bench.session import Session, open_session, records
 from hvdtrain.bench.timing import shown, spread
 from hvdtrain.collectives.shared import SUMMED
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.buckets import itemsize
 from hvdtrain.exchange.sweep import settle
 from hvdtrain.protocols import Array, Ops
+from hvdtrain.protocols.types import itemsize
 
 KINDS = ("allreduce", "allgather", "alltoall", "reducescatter", "broadcast")
 FRAMEWORKS = ("torch", "tensorflow", "numpy")

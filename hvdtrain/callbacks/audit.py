@@ -13,11 +13,11 @@ from typing import Any
 from hvdtrain import backends
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.faults.audit_pairs import Pair, comparable, left_out, pairs
-from hvdtrain.faults.finite import spoken
 from hvdtrain.faults.fingerprint import vectors_of
 from hvdtrain.faults.kinds import kinds
 from hvdtrain.faults.miscomputed import Miscomputed, clearly_farther, resolution, tell
 from hvdtrain.faults.recompute import Case, Recomputed, bystander, case_of, deliver
+from hvdtrain.finite import spoken
 
 CONFIRM = 3
 """Steps in a row that ranks of several kinds are audited again where they were far apart; twice decides.

@@ -18,7 +18,7 @@ from hvdtrain.exchange import choice, sweep
 from hvdtrain.exchange.attach import unlike_threads
 from hvdtrain.exchange.choice import Baseline, Choice
 from hvdtrain.exchange.link import Link
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 OtherWire = tuple[Mapping[str, Link], bool]
 """(links by kind of call, whether it works beside backward) of a wire that is not in use."""

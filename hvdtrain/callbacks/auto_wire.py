@@ -23,7 +23,7 @@ from hvdtrain.data_parallel.replicate import Replicate
 from hvdtrain.exchange import sweep, wire_choice, wire_sweep
 from hvdtrain.exchange.choice import Baseline
 from hvdtrain.exchange.wire_choice import Row, WireChoice
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 BUDGET_S, LEAST_S = 2.0, 0.3
 """For opening the wires and measuring them; what is left for measuring at least."""

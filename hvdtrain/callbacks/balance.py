@@ -22,7 +22,7 @@ from hvdtrain.callbacks.base import Callback
 from hvdtrain.callbacks.meter import Meter
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.data.sampler import Cut
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 VERIFY_ROUNDS = 4
 """Plans that are tried against the devices' memory; one more is made from what they showed, and followed."""

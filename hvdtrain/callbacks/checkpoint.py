@@ -17,7 +17,7 @@ from hvdtrain.checkpoint.together import check_shared
 from hvdtrain.config import Checkpoint as Settings
 from hvdtrain.data_parallel.zero import Zero
 from hvdtrain.errors import UserError
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 from hvdtrain.timeline import span
 
 if TYPE_CHECKING:

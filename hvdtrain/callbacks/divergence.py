@@ -18,9 +18,9 @@ from hvdtrain.callbacks.base import Callback
 from hvdtrain.data_parallel.replicate import Replicate
 from hvdtrain.data_parallel.zero import Zero
 from hvdtrain.faults.divergence import Bits, Diverged, Rows, judge
-from hvdtrain.faults.finite import spoken
 from hvdtrain.faults.fingerprint import Fingerprints, Prints
 from hvdtrain.faults.kinds import kinds
+from hvdtrain.finite import spoken
 
 EARLY = (2, 8)
 """Steps of a fit after which ranks compare besides every so many."""

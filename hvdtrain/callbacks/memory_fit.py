@@ -23,7 +23,7 @@ from hvdtrain.memory_fit.settle import Own, Settling, reckoned
 from hvdtrain.memory_plan import imported, survey
 from hvdtrain.out_of_memory import advice
 from hvdtrain.out_of_memory.shortage import Shortage, first_line
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 Reckoned = Callable[[int], int] | None
 

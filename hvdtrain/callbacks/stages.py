@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.callbacks.base import Callback
-from hvdtrain.pipeline.plan import Planned
-from hvdtrain.pipeline.table import measured_text, record, rows
-from hvdtrain.run import say
+from hvdtrain.pipeline.plan import Planned, measured_text, record, rows
+from hvdtrain.terminal import say
 
 SKIPPED_STEPS = 2
 """Steps at the start that tell nothing: tracing, allocation, connections."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hvdtrain.callbacks.base import Callback
-from hvdtrain.faults.finite import spoken
+from hvdtrain.finite import spoken
 
 if TYPE_CHECKING:
     from hvdtrain.run import Run

@@ -20,7 +20,7 @@ from hvdtrain.data.cursor import Cursor
 from hvdtrain.data_parallel.replicate import Replicate
 from hvdtrain.data_parallel.zero import Zero
 from hvdtrain.errors import UserError
-from hvdtrain.faults.finite import finite, has_nan, spoken
+from hvdtrain.finite import finite, has_nan, spoken
 from hvdtrain.protocols.state import Given, Shard, Stateful
 from hvdtrain.run import Run
 

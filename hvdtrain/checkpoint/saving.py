@@ -33,7 +33,8 @@ from hvdtrain.faults.finite import trained
 from hvdtrain.outdir import CONFIG, keep_config
 from hvdtrain.protocols import Channel
 from hvdtrain.protocols.state import Given, Head, Outcome, Saver, Shard
-from hvdtrain.run import Run, say
+from hvdtrain.run import Run
+from hvdtrain.terminal import say
 
 DIRECTORY = "checkpoints"
 

@@ -27,7 +27,7 @@ from hvdtrain.cli import train, verify
 from hvdtrain.errors import UserError
 from hvdtrain.launch.detect import hosts_of
 from hvdtrain.outdir import COMPLETED
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 STEPS_A_FAULT, LEAST_STEPS, MOST_STEPS = 30, 90, 600
 """The default length of a training. In longer ones rounding alone grows: 3,000 steps of the Keras perceptron at lr

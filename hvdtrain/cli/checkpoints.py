@@ -21,7 +21,7 @@ from hvdtrain.checkpoint.manifest import MANIFEST_NAME
 from hvdtrain.checkpoint.snapshot import check_listing, inspect
 from hvdtrain.checkpoint.store import Candidate
 from hvdtrain.errors import UserError
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 DIRECTORY = "checkpoints"
 LISTED, WHOLE = "complete by names and sizes", "whole"

@@ -12,7 +12,7 @@ from hvdtrain import recipe
 from hvdtrain.convert import Request, convert, source_of, target_of
 from hvdtrain.convert.request import TOLERANCE
 from hvdtrain.errors import UserError, nearest
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 HELP = "see python -m hvdtrain convert --help"
 _ARGS = ("model_args", "twin_args")

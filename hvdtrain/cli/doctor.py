@@ -22,7 +22,7 @@ from hvdtrain.launch import detect as launch_detect
 from hvdtrain.launch.environment import laid_over
 from hvdtrain.launch.options import add_options, wishes
 from hvdtrain.launch.prepare import Wishes, check, prepare
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 TIMEOUT_S = 60.0
 """How long a job may take to come together, beside the time for packages to load."""

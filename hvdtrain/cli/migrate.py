@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 NOTHING = ("{name}: nothing recognised: no Horovod, tf.distribute, model.fit of Keras, "
            "DistributedDataParallel, DataParallel or Accelerate is used in it")

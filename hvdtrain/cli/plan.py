@@ -100,8 +100,7 @@ def _stages(config: Any, check: bool, target: str) -> None:
     """Print where the model would be cut over ranks, and what each stage would hold: making it prints the table."""
     from hvdtrain.assemble import assemble
     from hvdtrain.cluster.exit import agreed
-    from hvdtrain.pipeline.plan import Planned
-    from hvdtrain.pipeline.table import record
+    from hvdtrain.pipeline.plan import Planned, record
 
     if check:
         raise UserError("--check with a pipeline over ranks", "a training, whose summary has peaks of memory, and "

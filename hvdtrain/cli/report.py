@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from hvdtrain.errors import UserError
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 
 def main(argv: list[str]) -> int:

@@ -28,7 +28,7 @@ from hvdtrain.curve import Tolerance
 from hvdtrain.errors import UserError
 from hvdtrain.outdir import COMPLETED
 from hvdtrain.pipeline.settings import cut_over_ranks
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 Case = tuple[int, tuple[int, ...] | None]
 """(ranks, their shares or None for equal ones)."""

@@ -87,3 +87,12 @@ def words(option: str, rows: Sequence[Tried], found: dict[str, Verdict]) -> list
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def shortened(error: BaseException) -> str:
+    """Return what an error says in a line: compilers print pages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = next((line for line in lines if "rror" in line), lines[0] if lines else "")
+    name = type(error).__name__
+    said = said if len(said) <= 160 else said[:157] + "..."
+    return said if said.startswith(name) else f"{name}: {said}" if said else name

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.compile.choice import Tried
+from hvdtrain.compile.choice import Tried, shortened
 
 if TYPE_CHECKING:
     from hvdtrain.protocols import Compile
@@ -87,15 +87,6 @@ def micro_batches(run: Run, kinds: Sequence[str]) -> list[Any]:
 def bound_s(run: Run) -> float:
     """Return the most seconds that one option may be compiled: the other ranks wait that long, and not in vain."""
     return min(COMPILE_S, run.config.control_timeout_s / 2)
-
-
-def shortened(error: BaseException) -> str:
-    """Return what an error says in a line: compilers print pages."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = next((line for line in lines if "rror" in line), lines[0] if lines else "")
-    name = type(error).__name__
-    said = said if len(said) <= 160 else said[:157] + "..."
-    return said if said.startswith(name) else f"{name}: {said}" if said else name
 
 
 def _work(run: Run, batch: Any) -> Callable[[], None]:

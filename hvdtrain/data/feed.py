@@ -7,8 +7,7 @@ thread. Does not compute, does not move samples between ranks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,37 +18,11 @@ from hvdtrain.data.prefetch import Shelf, prefetched
 from hvdtrain.data.sampler import Cut, at_least, cut, micro_batches, padded, steps_per_epoch
 from hvdtrain.data.sources import Source
 from hvdtrain.data.stream import Arrays, Stream
-from hvdtrain.data.walk import Met, Part, SourceWalk, StreamWalk, Unread, WeightFn
+from hvdtrain.data.walk import Met, Part, SourceWalk, StreamWalk, WeightFn
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.weighting import LabelWeight
 from hvdtrain.protocols import Control
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """One rank's part of one global batch.
-
-    ``micros``: tuples of arrays (b, ...), none empty; no micro-batch at all on a rank that has no samples
-    of this step. With a feed's ``even_micros`` as many as on every other rank, the last ones empty (0, ...).
-    ``n_local``, ``n_global``: samples of this rank and of all ranks. ``weight``: the global weight W that
-    the summed loss is divided by (law 1); ``own_weight``: this rank's part of it. ``cursor_before``,
-    ``cursor_after``: positions around the step, equal on all ranks. ``numbers``: int64[n_local] of this rank's samples;
-    of a stream positions in it, or None where the ranks' streams differ in length. ``own_unread``, ``unread``: samples
-    of this rank and of all ranks that could not be read and were left out; without any left ``n_global`` is 0.
-    ``coming``: what this rank's next step is likely to begin with, as far as that is fetched already, else ().
-    """
-
-    cursor_before: Cursor
-    cursor_after: Cursor
-    micros: list[Arrays]
-    n_local: int
-    n_global: int
-    weight: float
-    own_weight: float
-    numbers: np.ndarray | None = None
-    own_unread: tuple[Unread, ...] = ()
-    unread: tuple[Unread, ...] = ()
-    coming: Callable[[], Arrays] = tuple
+from hvdtrain.protocols.types import StepBatch, Unread
 
 
 class Feed:

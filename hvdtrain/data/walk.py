@@ -24,6 +24,7 @@ from hvdtrain.data.sources import ArraySource, Source, Unreadable, checked, fetc
 from hvdtrain.data.stream import Arrays, Stream, fingerprint, rebatch
 from hvdtrain.errors import UserError
 from hvdtrain.protocols import Control
+from hvdtrain.protocols.types import Unread
 
 WeightFn = Callable[[Arrays], float]
 
@@ -41,9 +42,6 @@ HEAD_ROWS = 16
 Bounds = Callable[[int, int], tuple[int, int]]
 """From a step of the run and the samples of its global batch to this rank's part of them, [low, high)."""
 
-
-Unread = tuple[int, str, str]
-"""A sample that could not be read: its number, its place, and why."""
 
 READ_BEFORE = 7
 """Samples of a source that are read before the first step: to compare ranks, and to judge the loss by them."""

@@ -15,8 +15,7 @@ from hvdtrain.exchange.weighting import loss_scale
 from hvdtrain.protocols import Array, Control, Ops, Optimizer, ParamSpec
 
 if TYPE_CHECKING:
-    from hvdtrain.data.feed import StepBatch
-    from hvdtrain.exchange.buckets import Bucket
+    from hvdtrain.protocols.types import Bucket, StepBatch
 
 
 class Alone:

@@ -13,8 +13,7 @@ from hvdtrain.exchange.weighting import loss_scale
 from hvdtrain.protocols import ParamSpec
 
 if TYPE_CHECKING:
-    from hvdtrain.data.feed import StepBatch
-    from hvdtrain.exchange.buckets import Bucket
+    from hvdtrain.protocols.types import Bucket, StepBatch
 
 
 class Reducing:

@@ -21,7 +21,7 @@ from hvdtrain.exchange.squares import sum_squares
 from hvdtrain.protocols import Array, Collectives, Compressor, Control, DataParallel, Optimizer, ParamSpec
 
 if TYPE_CHECKING:
-    from hvdtrain.exchange.buckets import Bucket
+    from hvdtrain.protocols.types import Bucket
 
 
 def make(setup: Setup) -> DataParallel:

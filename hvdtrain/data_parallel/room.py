@@ -13,7 +13,7 @@ from hvdtrain.balance import memory
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.data_parallel import shards
 from hvdtrain.exchange.attach import compression_of
-from hvdtrain.memory_plan.facts import Facts, Way
+from hvdtrain.memory_plan.facts import Way
 from hvdtrain.memory_plan.forecast import forecast
 from hvdtrain.memory_plan.kinds import shown
 
@@ -94,21 +94,14 @@ def stage_needed(setup: Setup) -> int:
 
     A few samples are measured. Where no stage fits it is the one of 1 and 2 that comes nearer.
     """
-    from hvdtrain.memory_plan import survey  # which reads this package
-
     scene, control = setup.scene, setup.control
     if not setup.parts.optimizer.elementwise:
         setup.notes.append("data_parallel.stage auto divides nothing: the optimizer looks at whole tensors")
         return 0
-
-    def look() -> Facts:
-        model = survey.model_of(scene)
-        return Facts(model, survey.rank_of(scene), Way(), survey.measure(scene, model, Way()))
-
-    facts = agreed(control, look, "memory")
+    facts = agreed(control, scene.facts_of_replica, "memory")
     free_P = control.gather(facts.rank.free_bytes)
     parts_P = setup.config.data_parallel.shards or parts_of(setup)[0]
-    way = Way(0, survey.buckets_for(scene), parts_P, scene.wire.name, compression_of(setup))
+    way = Way(0, scene.buckets(), parts_P, scene.wire.name, compression_of(setup))
     needs_PS = control.gather([forecast(replace(facts, way=replace(way, stage=stage))).total for stage in (0, 1, 2)])
     stage, words = least_stage(needs_PS, free_P)
     setup.notes.append(words)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hvdtrain.exchange.buckets import Bucket
+    from hvdtrain.protocols.types import Bucket
 
 ALIGN = 16
 """Elements: every rank's part of a bucket begins at a multiple of them, 64 bytes in float32, a line of the cache."""

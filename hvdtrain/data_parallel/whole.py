@@ -14,7 +14,7 @@ import numpy as np
 from hvdtrain.protocols import Array, Control, Optimizer
 
 if TYPE_CHECKING:
-    from hvdtrain.exchange.buckets import Bucket
+    from hvdtrain.protocols.types import Bucket
 
 
 class Whole:

@@ -22,15 +22,15 @@ from hvdtrain.data_parallel import Setup, replicate, room, shards
 from hvdtrain.data_parallel.reducing import Reducing
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.attach import buckets_of, check, compression_of
-from hvdtrain.exchange.buckets import itemsize
 from hvdtrain.exchange.compressors import create
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.exchange.squares import sum_squares
 from hvdtrain.exchange.transport import Transport
 from hvdtrain.protocols import Array, Collectives, Control, DataParallel, Handle, ParamSpec
+from hvdtrain.protocols.types import itemsize
 
 if TYPE_CHECKING:
-    from hvdtrain.exchange.buckets import Bucket
+    from hvdtrain.protocols.types import Bucket
 
 LAID_OUT = 2
 """Updates after which all that stays has been made."""

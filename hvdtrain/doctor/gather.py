@@ -24,7 +24,7 @@ from hvdtrain.doctor.facts import FRAMEWORKS, PROBE_S, UNKNOWN, Facts
 from hvdtrain.doctor.problem import STOPS, Problem
 from hvdtrain.doctor.start import STAGE, Report, answer, last_words, run
 from hvdtrain.protocols import Control
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 GATHER_S = PROBE_S + 30.0
 """How long the job may take from its start to rank 0's answer."""

@@ -19,7 +19,7 @@ import hvdtrain
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.ends import survivor, words
 from hvdtrain.protocols import Record
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 AFTER_S = 2.0
 """A run that has lasted so long has something to tell: from the next record on a process waits for its end."""

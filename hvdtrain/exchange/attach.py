@@ -12,9 +12,10 @@ from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.topology import Topology, affinity, compute_threads
 from hvdtrain.config import Config, Exchange
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.buckets import Bucket, plan_buckets, plan_some
+from hvdtrain.exchange.buckets import plan_buckets, plan_some
 from hvdtrain.exchange.compressors import create
 from hvdtrain.protocols import Control
+from hvdtrain.protocols.types import Bucket
 
 if TYPE_CHECKING:
     from hvdtrain.data_parallel import Setup

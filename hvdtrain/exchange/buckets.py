@@ -7,54 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from hvdtrain.protocols import ParamSpec
+from hvdtrain.protocols.types import Bucket, ParamSpec, itemsize
 
 MIB = 1 << 20
 ALIGNMENT = 64
 """Bytes at a multiple of which a tensor must begin for TensorFlow to read it where it lies."""
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """One flat vector: which parameters it holds (indices into the model's list) and where each begins.
-
-    ``group``: the ranks that sum it, as the prefix of its collectives' names (`hvdtrain.cluster.group.Group.name`).
-    ``first``: index of the first bucket of its group: ranks of one group may have unlike buckets before it.
-    """
-
-    index: int
-    params: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    offsets: tuple[int, ...]
-    n: int
-    dtype: str
-    place: int = 0
-    group: str = "world"
-    first: int = 0
-
-    @property
-    def number(self) -> int:
-        """Its number within its group, the same on every rank of it."""
-        return self.index - self.first
-
-    @property
-    def name(self) -> str:
-        """What the names of its collectives begin with."""
-        return f"{self.group}.b{self.number}"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the uncompressed vector."""
-        return self.n * itemsize(self.dtype)
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes of one element; numpy does not know bfloat16."""
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
 def plan_buckets(params: Sequence[ParamSpec], bucket_mb: float, group: str = "world",

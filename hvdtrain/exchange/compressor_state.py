@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.protocols import Array, Compressor, Ops
+from hvdtrain.protocols.types import Bucket
 
 OTHER = "compressor state starts anew: compression, buckets or parameters are others than in the checkpoint"
 

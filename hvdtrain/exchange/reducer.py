@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.buckets import Bucket, itemsize
 from hvdtrain.exchange.compressor_state import CompressorState
 from hvdtrain.exchange.squares import own_parts, sum_squares
 from hvdtrain.exchange.transfer import Transfer
@@ -18,6 +17,7 @@ from hvdtrain.exchange.transfer import transfer as transfer_of
 from hvdtrain.exchange.transport import Transport
 from hvdtrain.exchange.watched import Asker, Watched
 from hvdtrain.protocols import Array, Collectives, Compressor, Ops
+from hvdtrain.protocols.types import Bucket, itemsize
 from hvdtrain.timeline import Taker, current
 
 

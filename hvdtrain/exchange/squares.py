@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.protocols import Array, Ops
+from hvdtrain.protocols.types import Bucket
 
 ALIGN = 64
 """Elements: a slice from one multiple of them to another is a view in TensorFlow too, which copies any other."""

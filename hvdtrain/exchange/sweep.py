@@ -20,13 +20,14 @@ from hvdtrain.collectives.null import Done, NullCollectives
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.exchange import compressors
-from hvdtrain.exchange.buckets import MIB, Bucket, itemsize, plan_buckets
+from hvdtrain.exchange.buckets import MIB, plan_buckets
 from hvdtrain.exchange.choice import NUMERICS, Cost, pick_bucket
 from hvdtrain.exchange.link import Link, Traffic, fit
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.exchange.transport import Transport
 from hvdtrain.protocols import (AllGather, AllReduce, AllToAll, Array, Collectives, Compressor, Control, Ops,
                                 ParamSpec, Request)
+from hvdtrain.protocols.types import Bucket, itemsize
 
 Work = Callable[[Sequence[Array]], list[Array]]
 

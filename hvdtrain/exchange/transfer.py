@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from hvdtrain.exchange.buckets import MIB, Bucket, itemsize
+from hvdtrain.exchange.buckets import MIB
 from hvdtrain.exchange.transport import Transport
 from hvdtrain.exchange.watched import Watched
 from hvdtrain.protocols import Array, Compressor, Exchange, Handle
+from hvdtrain.protocols.types import Bucket, itemsize
 
 PIECE_BYTES = 2 * MIB
 """Of a bucket that a compressor takes apart: one is encoded while another travels."""

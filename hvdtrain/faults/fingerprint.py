@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdtrain.exchange.buckets import Bucket, plan_buckets, plan_some
+from hvdtrain.exchange.buckets import plan_buckets, plan_some
 from hvdtrain.faults.digest import digest, norm, signed_sum
 from hvdtrain.protocols import Array, Ops, ParamSpec
+from hvdtrain.protocols.types import Bucket
 
 VECTOR_MB = 16.0
 """Tensors are looked at in vectors of so many MiB, which is what this takes of memory."""

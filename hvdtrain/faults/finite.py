@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hvdtrain.errors import UserError
+from hvdtrain.finite import Origin, finite, has_nan, spoken
 
 if TYPE_CHECKING:
-    from hvdtrain.data.feed import StepBatch
     from hvdtrain.parts import Parts
-    from hvdtrain.pipeline.origin import Origin
     from hvdtrain.protocols import Control
-
-
-def finite(name: str, array: np.ndarray) -> bool:
-    """Return whether no entry is NaN or infinite; bfloat16 travels as its bits, under a name that says so."""
-    if name.endswith("#bfloat16"):
-        return not bool((array & 0x7F80 == 0x7F80).any())  # an exponent of ones
-    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
-
-
-def has_nan(name: str, array: np.ndarray) -> bool:
-    """Return whether an entry is NaN; bfloat16 as in `finite`."""
-    if name.endswith("#bfloat16"):
-        return bool((array & 0x7FFF > 0x7F80).any())
-    return array.dtype.kind == "f" and bool(np.isnan(array).any())
+    from hvdtrain.protocols.types import StepBatch
 
 
 def check_trainable(parts: Parts) -> None:
@@ -54,15 +39,6 @@ def not_finite(parts: Parts) -> str:
 def trained(parts: Parts) -> set[str]:
     """Return the names of the trainable parameters."""
     return {spoken(spec.name) for spec in parts.params.specs}
-
-
-def spoken(name: str) -> str:
-    """Return a parameter's own name, without the place and the type that a checkpoint adds to it.
-
-    >>> spoken("00002/dense/kernel"), spoken("blocks.0.weight#bfloat16")
-    ('dense/kernel', 'blocks.0.weight')
-    """
-    return re.sub(r"^\d{5}/", "", name).removesuffix("#bfloat16")
 
 
 def blame(parts: Parts, batch: StepBatch, suspects: list[int], control: Control,

@@ -122,7 +122,7 @@ class Exchange:
                 "give each list an optimizer of its own, or leave backward_passes_per_step at 1"))
         missing = [v for g, v in zip(grads, variables) if g is not None and _key(v) not in self._sums]
         if missing and self._sums and not tf.executing_eagerly():  # graphs that update without it are there already
-            from hvdtrain.tensorflow.gradients import label_of
+            from hvdtrain.tensorflow.nodes import label_of
 
             raise through_trace(UserError(
                 f"backward_passes_per_step={self.settings.passes} and a gradient of {label_of(missing[0])}, which "

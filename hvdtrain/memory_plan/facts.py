@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hvdtrain.data_parallel import shards
-from hvdtrain.exchange.buckets import Bucket, itemsize
 from hvdtrain.memory_plan.trace import Line
 from hvdtrain.protocols import BlockCost, ParamSpec
+from hvdtrain.protocols.types import Bucket, itemsize
 
 
 @dataclass(frozen=True)

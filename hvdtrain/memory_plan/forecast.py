@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdtrain.data_parallel import shards
-from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.memory_plan.facts import Facts
 from hvdtrain.memory_plan.kinds import Footprint
 from hvdtrain.memory_plan.trace import first_copies
+from hvdtrain.protocols.types import Bucket
 
 MARGIN = {"torch": 0.17, "tensorflow": 0.08, "numpy": 0.06}
 """Part of what is allocated and freed in a step that fragmentation of the heap takes beside it, as measured on CPUs."""

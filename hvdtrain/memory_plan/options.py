@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.memory_plan import recompute
 from hvdtrain.memory_plan.facts import Facts
 from hvdtrain.memory_plan.forecast import forecast
 from hvdtrain.memory_plan.kinds import Footprint, shown
+from hvdtrain.protocols.types import Bucket
 
 LEAST_PART = 0.01
 """Part of what a rank holds that an option has to save to be worth a line."""

@@ -108,7 +108,7 @@ def agreed_plan(scene: Scene, facts: Facts, always: bool = True) -> Plan:
     if not always and plan.load(plan.tightest()) < CLOSE:
         return plan
     parts_P = scene.config.data_parallel.shards or parts_by(free_P)
-    found = list(options.changes(facts, scene.config, facts.way.buckets or survey.buckets_for(scene), parts_P,
+    found = list(options.changes(facts, scene.config, facts.way.buckets or scene.buckets(), parts_P,
                                  bool(scene.parts.blocks), scene.device.kind))
     names_P = control.gather([change.name for change in found])  # a rank with one sample cannot halve it
     found = [change for change in found if all(change.name in names for names in names_P)]

@@ -21,6 +21,7 @@ from hvdtrain.memory_plan import imported
 from hvdtrain.memory_plan.facts import Facts, Measured, Model, Rank, Way
 from hvdtrain.memory_plan.trace import Line, Trace, first_copies, line
 from hvdtrain.protocols import Batch, BlockCost
+from hvdtrain.protocols.types import Bucket
 
 PARTS = (8, 4)
 """A micro-batch is measured by an eighth and by a quarter of its samples."""
@@ -52,6 +53,17 @@ class Scene:
     def sample(self, n: int) -> Batch:
         """Return ``n`` samples to try the model on; of a stream those that the run comes to next, which are kept."""
         return self.feed.sample(n, self.cursor)
+
+    def facts_of_replica(self) -> Facts:
+        """Measure a few samples and return the facts of this rank where the state is not divided."""
+        model = model_of(self)
+        return Facts(model, rank_of(self), Way(), measure(self, model, Way()))
+
+    def buckets(self) -> list[Bucket]:
+        """Return the buckets that an exchange would have, of a run that has none yet."""
+        size_mb = self.config.exchange.bucket_mb
+        return plan_buckets(self.parts.params.specs, 16.0 if size_mb == "auto" else size_mb,
+                            aligned=self.wire.host and self.config.compression == "none")
 
     @property
     def local(self) -> int:
@@ -119,13 +131,6 @@ def remembered_bytes(dp: Any) -> int:
     state = dp.reducer.state
     found = sum(_nbytes(cell.read()) for cells in state.cells for cell in cells.values())
     return found * (2 if state.undoable else 1)
-
-
-def buckets_for(scene: Scene) -> Any:
-    """Return the buckets that an exchange would have, of a run that has none yet."""
-    size_mb = scene.config.exchange.bucket_mb
-    return plan_buckets(scene.parts.params.specs, 16.0 if size_mb == "auto" else size_mb,
-                        aligned=scene.wire.host and scene.config.compression == "none")
 
 
 def _nbytes(array: Any) -> int:

@@ -11,7 +11,7 @@ from hvdtrain.out_of_memory.shortage import Shortage, first_line
 from hvdtrain.protocols import Batch, Evaluator
 
 if TYPE_CHECKING:
-    from hvdtrain.data.feed import StepBatch
+    from hvdtrain.protocols.types import StepBatch
 
 
 class Evaluating:

@@ -19,7 +19,7 @@ from hvdtrain.out_of_memory.recut import largest, recut
 from hvdtrain.out_of_memory.shortage import ALONE, REPEAT, Ceiling, Shortage, among, first_line
 
 if TYPE_CHECKING:
-    from hvdtrain.data.feed import StepBatch
+    from hvdtrain.protocols.types import StepBatch
     from hvdtrain.run import Run
 
 LESS = ("give it less to hold: a smaller micro_batch, remat: auto, data_parallel: zero or model_parallel; see "

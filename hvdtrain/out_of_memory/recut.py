@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hvdtrain.data.feed import StepBatch
 from hvdtrain.data.sampler import micro_batches
 from hvdtrain.protocols import Batch
+from hvdtrain.protocols.types import StepBatch
 
 
 def largest(batch: StepBatch) -> int:

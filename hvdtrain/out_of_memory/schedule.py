@@ -12,7 +12,7 @@ from hvdtrain.out_of_memory.shortage import Lost, first_line
 from hvdtrain.protocols import Done, GradientSink, Schedule, Stage
 
 if TYPE_CHECKING:
-    from hvdtrain.data.feed import StepBatch
+    from hvdtrain.protocols.types import StepBatch
 
 
 class Recovering:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from hvdtrain.run import Word
+    from hvdtrain.protocols.types import Word
 
 REPEAT = "out of memory"
 """What a rank tells the others under that ran out and wants the step repeated (`hvdtrain.run.Word`)."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from hvdtrain.protocols import Done, GradientSink, Stage
 
 if TYPE_CHECKING:
-    from hvdtrain.data.feed import StepBatch
     from hvdtrain.out_of_memory.guard import Guard
+    from hvdtrain.protocols.types import StepBatch
 
 
 class Accumulate:

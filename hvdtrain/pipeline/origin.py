@@ -6,22 +6,45 @@ its chunks and what they give, and the one is named that made the first bad numb
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from hvdtrain.faults.finite import finite, spoken
+from hvdtrain.finite import Origin, finite, spoken
+from hvdtrain.mesh import Layout
+from hvdtrain.pipeline.orders import FORWARD, Action
 from hvdtrain.protocols import Batch, Cargo, Pair, PipelineStage
 
-if TYPE_CHECKING:
-    from hvdtrain.pipeline.over_ranks import Places
 
+class Places:
+    """Where the chunks before and behind those of this rank are."""
 
-class Origin(NamedTuple):
-    """``when``: its turn among the forwards and backwards of a micro-batch in the copy's chunks; ``what``: in words."""
+    def __init__(self, layout: Layout) -> None:
+        mesh = layout.mesh
+        self._ranks, self._depth, self._place = mesh.ranks, mesh.depth, mesh.place
+        self.own, self.all = len(layout.mine), len(layout.chunks())
 
-    when: int
-    what: str
+    def number(self, chunk: int) -> int:
+        """The copy's number of this rank's chunk ``chunk``."""
+        return chunk * self._depth + self._place
+
+    def last(self, action: Action) -> bool:
+        """Whether it is the forward of the copy's last chunk."""
+        return action.phase == FORWARD and self.number(action.chunk) == self.all - 1
+
+    def before(self, action: Action) -> int | None:
+        """The copy's chunk that gives what ``action`` needs; None where the batch or the loss does."""
+        number = self.number(action.chunk) + (-1 if action.phase == FORWARD else 1)
+        return number if 0 <= number < self.all else None
+
+    def behind(self, action: Action) -> int | None:
+        """The copy's chunk that needs what ``action`` gives; None where no other does."""
+        number = self.number(action.chunk) + (1 if action.phase == FORWARD else -1)
+        return number if 0 <= number < self.all else None
+
+    def rank(self, number: int) -> int:
+        """The rank that has the copy's chunk ``number``."""
+        return self._ranks[number % self._depth]
 
 
 class Looking:

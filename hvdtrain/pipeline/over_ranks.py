@@ -11,6 +11,7 @@ import numpy as np
 
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
+from hvdtrain.finite import Origin
 from hvdtrain.mesh import Layout
 from hvdtrain.out_of_memory.recovery import Recovery
 from hvdtrain.out_of_memory.recut import largest
@@ -19,49 +20,18 @@ from hvdtrain.out_of_memory.shortage import Lost, first_line
 from hvdtrain.parts import Parts
 from hvdtrain.pipeline.accumulate import Accumulate
 from hvdtrain.pipeline.orders import BACKWARD, FORWARD, Action, Order, order_of
-from hvdtrain.pipeline.origin import Looking, Origin
+from hvdtrain.pipeline.origin import Looking, Places
 from hvdtrain.pipeline.post import BACK, FORTH, MEASURED, Label, Post
 from hvdtrain.protocols import Batch, Cargo, Control, Done, Evaluator, GradientSink, Pair, PipelineStage
 from hvdtrain.timeline import idle, span
 
 if TYPE_CHECKING:
-    from hvdtrain.data.feed import StepBatch
+    from hvdtrain.protocols.types import StepBatch
 
 KINDS = {FORWARD: FORTH, BACKWARD: BACK}
 
 AHEAD = 4
 """Batches of an evaluation that a stage may be ahead of the next one."""
-
-
-class Places:
-    """Where the chunks before and behind those of this rank are."""
-
-    def __init__(self, layout: Layout) -> None:
-        mesh = layout.mesh
-        self._ranks, self._depth, self._place = mesh.ranks, mesh.depth, mesh.place
-        self.own, self.all = len(layout.mine), len(layout.chunks())
-
-    def number(self, chunk: int) -> int:
-        """The copy's number of this rank's chunk ``chunk``."""
-        return chunk * self._depth + self._place
-
-    def last(self, action: Action) -> bool:
-        """Whether it is the forward of the copy's last chunk."""
-        return action.phase == FORWARD and self.number(action.chunk) == self.all - 1
-
-    def before(self, action: Action) -> int | None:
-        """The copy's chunk that gives what ``action`` needs; None where the batch or the loss does."""
-        number = self.number(action.chunk) + (-1 if action.phase == FORWARD else 1)
-        return number if 0 <= number < self.all else None
-
-    def behind(self, action: Action) -> int | None:
-        """The copy's chunk that needs what ``action`` gives; None where no other does."""
-        number = self.number(action.chunk) + (1 if action.phase == FORWARD else -1)
-        return number if 0 <= number < self.all else None
-
-    def rank(self, number: int) -> int:
-        """The rank that has the copy's chunk ``number``."""
-        return self._ranks[number % self._depth]
 
 
 class OverRanks:

@@ -20,7 +20,7 @@ from hvdtrain.progress import words
 from hvdtrain.progress.layout import clock
 from hvdtrain.progress.line import Line
 from hvdtrain.progress.terminal import line_terminal
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 SILENT_S = 3.0
 LOOK_S = 0.5

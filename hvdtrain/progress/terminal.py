@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from hvdtrain.run import Stdout
+from hvdtrain.terminal import Stdout
 
 LAUNCHERS = frozenset(("mpirun", "mpiexec", "orterun", "prterun", "prun", "horovodrun", "mpiexec.hydra"))
 """Programs whose output is what a person sees of a job's ranks."""

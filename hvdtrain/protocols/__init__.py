@@ -12,11 +12,12 @@ from hvdtrain.protocols.control import Control
 from hvdtrain.protocols.data_parallel import DataParallel
 from hvdtrain.protocols.model_state import Buffers, Evaluator, ModelFacts, ModelState, Transform, Writable
 from hvdtrain.protocols.ops import Cell, Ops
-from hvdtrain.protocols.params import Optimizer, Params, ParamSpec
+from hvdtrain.protocols.params import Optimizer, Params
 from hvdtrain.protocols.pipeline import Cargo, PipelineStage
 from hvdtrain.protocols.remat import BlockCost, Remat
 from hvdtrain.protocols.report import Record, Report, Tracker
 from hvdtrain.protocols.stage import Done, GradientSink, ModelSpec, Schedule, Stage
+from hvdtrain.protocols.types import ParamSpec
 from hvdtrain.protocols.wire import (AllGather, AllReduce, AllToAll, Carrier, Channel, Collectives, Coming, Exchange,
                                      Handle, Request)
 

@@ -9,7 +9,7 @@ from hvdtrain.protocols.ops import Ops
 from hvdtrain.protocols.wire import Exchange
 
 if TYPE_CHECKING:
-    from hvdtrain.exchange.buckets import Bucket
+    from hvdtrain.protocols.types import Bucket
 
 
 class Compressor(Protocol):

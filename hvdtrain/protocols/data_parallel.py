@@ -11,8 +11,7 @@ from hvdtrain.protocols.arrays import Array
 from hvdtrain.protocols.stage import GradientSink
 
 if TYPE_CHECKING:
-    from hvdtrain.data.feed import StepBatch
-    from hvdtrain.protocols.params import ParamSpec
+    from hvdtrain.protocols.types import ParamSpec, StepBatch
 
 
 class DataParallel(GradientSink, Protocol):

@@ -3,35 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
+from typing import Protocol
 
 from hvdtrain.protocols.arrays import Array
-
-if TYPE_CHECKING:
-    from hvdtrain.exchange.buckets import Bucket
-
-
-@dataclass(frozen=True)
-class ParamSpec:
-    """One trainable tensor as the exchange sees it: deterministic name, shape, numpy dtype name.
-
-    ``place``: which of the rank's devices it lives on, 0 but for models that are split over several. ``block``: the
-    block of the model it belongs to, counted from 0; no bucket holds tensors of two blocks.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    place: int = 0
-    block: int = 0
-
-    @property
-    def n(self) -> int:
-        """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+from hvdtrain.protocols.types import Bucket, ParamSpec
 
 
 class Optimizer(Protocol):

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hvdtrain.protocols.arrays import Array, Batch, Pair
 
 if TYPE_CHECKING:
-    from hvdtrain.data.feed import StepBatch
-    from hvdtrain.exchange.buckets import Bucket
     from hvdtrain.out_of_memory.shortage import Shortage
+    from hvdtrain.protocols.types import Bucket, StepBatch
 
 
 class GradientSink(Protocol):

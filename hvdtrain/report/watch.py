@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hvdtrain.errors import UserError
 from hvdtrain.report import page
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 LOOPBACK = "127.0.0.1"
 OWN_NAMES = (LOOPBACK, "localhost")

@@ -17,7 +17,7 @@ from hvdtrain.progress.layout import Standing
 from hvdtrain.progress.line import Line
 from hvdtrain.progress.terminal import line_terminal
 from hvdtrain.protocols import Record, Report
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 OVER_S = 60.0
 """The time that is left is reckoned from the speed of so many seconds, evaluations and saves with it."""

@@ -15,8 +15,8 @@ _HOMES = {
     "compression": "Compression",
     "gradients": "GradientExchange",
     "left_out": "BroadcastGlobalVariablesHook broadcast_global_variables broadcast_object_fn",
-    "objects": "allgather_object broadcast_object broadcast_variables",
-    "ops": "allgather allreduce alltoall broadcast broadcast_ check_num_rank_power_of_2 grouped_allgather "
+    "objects": "allgather_object broadcast_ broadcast_object broadcast_variables",
+    "ops": "allgather allreduce alltoall broadcast check_num_rank_power_of_2 grouped_allgather "
            "grouped_allreduce grouped_reducescatter handle_average_backwards_compatibility join local_rank_op "
            "local_size_op process_set_included_op rank_op reducescatter size_op",
     "optimizer": "DistributedOptimizer",

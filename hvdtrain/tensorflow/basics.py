@@ -237,7 +237,7 @@ def near_wire(process_set: ProcessSet) -> Any:
     if not here.near:
         from hvdtrain.tensorflow.near import open_near
 
-        here.near.append(open_near(here))
+        here.near.append(open_near(here.control))
     return here.near[0]
 
 
@@ -251,15 +251,6 @@ def _refuse_sessions() -> None:
         raise WrongMode("a collective in a tf.Graph (tf.Graph().as_default(), or a session of TensorFlow 1)",
                         "eager TensorFlow 2, or a tf.function",
                         "call it outside of that graph, or write the graph as a tf.function")
-
-
-def gathered(obj: Any, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Every member's small object, by rank, over the control plane, or within a smaller set over its wire."""
-    if process_set.process_set_id == 0:
-        return world().control.gather(obj)
-    from hvdtrain.tensorflow.objects import allgather_object
-
-    return allgather_object(obj, name="gathered", process_set=process_set)
 
 
 def shutdown() -> None:

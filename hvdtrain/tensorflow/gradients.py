@@ -15,12 +15,12 @@ import tensorflow as tf
 from hvdtrain.errors import UserError, WaitTimeout
 from hvdtrain.exchange.compressors import create
 from hvdtrain.config import Config
-from hvdtrain.tensorflow import basics
+from hvdtrain.tensorflow import basics, objects
 from hvdtrain.tensorflow.basics import Adasum, Average, Sum
 from hvdtrain.tensorflow.compression import Compression, kind_of
 from hvdtrain.tensorflow.errors import NotSupported, WrongValue
 from hvdtrain.tensorflow.near import DTYPES as NEAR
-from hvdtrain.tensorflow.nodes import refuse_xla, through_trace, unconverted
+from hvdtrain.tensorflow.nodes import label_of, refuse_xla, through_trace, unconverted
 from hvdtrain.tensorflow.plan import DENSE, NONE, SPARSE, Item, Plan, Scale, check_alike
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
 from hvdtrain.tensorflow.wiretypes import summable
@@ -108,7 +108,7 @@ class GradientExchange:
             if self._plans:
                 self._expect_others(items, variables)
             with tf.init_scope():
-                rows_P = basics.gathered((self._describe(), items), self.process_set)
+                rows_P = objects.gathered((self._describe(), items), self.process_set)
             check_alike(rows_P, self.process_set.ranks or [])
             self._plans[key] = self._made(grads, items, variables, wire), variables
             if len(self._plans) > KEPT:
@@ -193,11 +193,6 @@ def identity_of(variable: Any) -> int:
     if isinstance(inner, tf.Variable):
         return id(inner)
     return id(variable) if isinstance(variable, tf.Variable) else 0
-
-
-def label_of(variable: Any) -> str:
-    """A variable's name for messages."""
-    return str(getattr(variable, "path", None) or getattr(variable, "name", None) or "a tensor")
 
 
 def _item(grad: Any, variable: Any) -> Item:

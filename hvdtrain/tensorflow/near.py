@@ -21,11 +21,11 @@ import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.host import Memory, aligned, fill
 from hvdtrain.cluster import boot
-from hvdtrain.exchange.buckets import Bucket
+from hvdtrain.protocols import Control
+from hvdtrain.protocols.types import Bucket
 
 if TYPE_CHECKING:
     from hvdtrain.collectives.shared import SharedCollectives
-    from hvdtrain.tensorflow.basics import World
 
 KEY = "HVDTRAIN_COLLECTIVES"
 """Environment variable; anything but "auto" and "shared" leaves all gradients to Horovod."""
@@ -36,9 +36,8 @@ SMALL = 1 << 14
 _failures: list[BaseException] = []
 
 
-def open_near(world: World) -> SharedCollectives | None:
+def open_near(control: Control) -> SharedCollectives | None:
     """The wire over shared memory; None where not all ranks are CPUs of one host that share it. Collective."""
-    control = world.control
     if control.size == 1 or not boot.has_mpi():
         return None
     wanted = os.environ.get(KEY, "auto") in ("auto", "shared")

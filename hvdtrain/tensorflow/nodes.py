@@ -36,6 +36,11 @@ def node_name(base: str) -> str:
     return clean if uses[clean] == 1 else f"{clean}.{uses[clean] - 1}"
 
 
+def label_of(variable: Any) -> str:
+    """A variable's name for messages."""
+    return str(getattr(variable, "path", None) or getattr(variable, "name", None) or "a tensor")
+
+
 def unfolded(x: tf.Tensor) -> tf.Tensor:
     """``x`` as something TensorFlow takes for no constant, without a copy.
 

@@ -14,8 +14,7 @@ import tensorflow as tf
 
 from hvdtrain.tensorflow import basics, ops, roots
 from hvdtrain.tensorflow.errors import Mismatch
-from hvdtrain.tensorflow.gradients import label_of
-from hvdtrain.tensorflow.nodes import node_name, through_trace, unconverted
+from hvdtrain.tensorflow.nodes import label_of, node_name, through_trace, unconverted
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
 from hvdtrain.tensorflow.wiretypes import movable
 
@@ -73,6 +72,21 @@ def allgather_object(obj: Any, session: Any = None, name: str | None = None,
     return [pickle.loads(part.tobytes()) for part in np.split(whole, np.cumsum(sizes_P)[:-1])]
 
 
+def gathered(obj: Any, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Every member's small object, by rank, over the control plane, or within a smaller set over its wire."""
+    if process_set.process_set_id == 0:
+        return basics.world().control.gather(obj)
+    return allgather_object(obj, name="gathered", process_set=process_set)
+
+
+def broadcast_(variables: Sequence[Any], root_rank: int, name: str | None = None,
+               process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Give ``variables`` the values of rank ``root_rank``, and return those. Errors: those of `broadcast_variables`.
+    Collective."""
+    broadcast_variables(variables, root_rank, process_set)
+    return [tf.convert_to_tensor(v) for v in variables]
+
+
 def _raw(variable: Any) -> Any:
     """Keras' variable as TensorFlow's, as which no autocast changes what is read."""
     inner = getattr(variable, "_value", None)
@@ -98,7 +112,7 @@ def _pieces(variables: Sequence[Any]) -> list[list[Any]]:
 def _check_alike(variables: Sequence[Any], root_rank: int, process_set: ProcessSet) -> None:
     """Raise `UserError` that names the roots, or the first variable, that differ between ranks; collective."""
     own = [(label_of(v), tuple(_raw(v).shape), _raw(v).dtype.name) for v in variables]
-    roots_P, rows_P = zip(*basics.gathered((root_rank, own), process_set))
+    roots_P, rows_P = zip(*gathered((root_rank, own), process_set))
     roots.check_alike(roots_P, process_set)
     ranks = process_set.ranks or []
     for rank, theirs in zip(ranks[1:], rows_P[1:]):

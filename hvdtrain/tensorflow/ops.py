@@ -136,16 +136,6 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_
     return back(sent(wire.broadcast, moved, label, roots.stand_in(root_rank, process_set)))
 
 
-def broadcast_(variables: Sequence[Any], root_rank: int, name: str | None = None,
-               process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Give ``variables`` the values of rank ``root_rank``, and return those. Errors: those of `broadcast_variables`.
-    Collective."""
-    from hvdtrain.tensorflow.objects import broadcast_variables
-
-    broadcast_variables(variables, root_rank, process_set)
-    return [tf.convert_to_tensor(v) for v in variables]
-
-
 @unconverted
 def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_name_scope: bool = False,
              process_set: ProcessSet = global_process_set) -> Any:

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hvdtrain.trace.chrome import RankTrace
+from hvdtrain.trace.taken import KERNEL
 
 BLOCKED = "wait"
 """Cause of spans in which the main thread stands in the exchange of the span's name (`hvdtrain.timeline.blocked`)."""
-KERNEL = "kernel"
-"""Cause of spans that a device worked in, from a profiler."""
 LEAST_SHARE = 0.001
 """Of the chain; shorter entries are left out."""
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+KERNEL = "kernel"
+"""Cause of spans that a device worked in, from a profiler."""
+
 
 class Span(NamedTuple):
     """A piece of work ``name`` of a ``lane`` (a thread, a wire), in seconds of the rank's `time.perf_counter`.

@@ -135,4 +135,4 @@ def test_where_memory_is_shared(monkeypatch, lacks):
     monkeypatch.setenv(near.KEY, "horovod" if lacks == "consent" else "auto")
     monkeypatch.setattr(near.tf.config, "list_physical_devices", lambda kind: ["GPU:0"] * (lacks == "a CPU"))
     with pytest.warns(UserWarning, match="Horovod: separate") if lacks == "memory" else nullcontext():
-        assert near.open_near(SimpleNamespace(control=control)) == (None if lacks else "the wire")
+        assert near.open_near(control) == (None if lacks else "the wire")

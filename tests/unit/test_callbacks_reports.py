@@ -23,7 +23,8 @@ from hvdtrain.progress.line import Line
 from hvdtrain.progress.terminal import Own
 from hvdtrain.reports import progress
 from hvdtrain.reports.jsonl import Jsonl
-from hvdtrain.run import Phases, say
+from hvdtrain.run import Phases
+from hvdtrain.terminal import say
 from hvdtrain.trainer import Trainer
 
 

@@ -15,10 +15,10 @@ from small_runs import CUTS, Record, apart, bits, config, fitted, lockstep, make
 from hvdtrain import summary
 from hvdtrain.config import DataParallel
 from hvdtrain.data.cursor import Cursor
-from hvdtrain.data.feed import StepBatch
 from hvdtrain.errors import UserError
 from hvdtrain.out_of_memory.recovery import no_repeat, stopped
 from hvdtrain.out_of_memory.recut import recut
+from hvdtrain.protocols.types import StepBatch
 
 SETTINGS = replace(config(), max_steps=6, global_batch=24)
 DATA = samples(96)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
-from hvdtrain.parallel import plan, table
+from hvdtrain.parallel import plan
 from hvdtrain.parallel.cut import Cut, min_max_cut
 from hvdtrain.parallel.memory import MIB, Block, Needs, shown
 
@@ -139,7 +139,7 @@ def test_blocks_are_measured_with_the_samples_of_a_part():
 
 def test_the_table_shows_each_device():
     made = plan.agree(measured(3, 1, 1, 1, together_bytes=64 * MIB), Config(model_parallel=2), SoloControl())
-    row = table.rows(made)[1]
+    row = plan.rows(made)[1]
     assert row._asdict() | {"capacity_mib": 0} == {
         "stage": 1, "device": "/CPU:1", "blocks": "b1..b3", "cost_share": 0.5, "parameters_mib": 3,
         "gradients_mib": 3, "slots_mib": 6, "activations_mib": 0, "total_mib": 12, "capacity_mib": 0}

@@ -19,10 +19,9 @@ from hvdtrain.mesh import Mesh
 from hvdtrain.parallel.memory import MIB, Block, Needs
 from hvdtrain.pipeline.measured import Measured, evened, measured_samples
 from hvdtrain.pipeline.orders import gpipe, interleaved, one_f_one_b
-from hvdtrain.pipeline.plan import planned
+from hvdtrain.pipeline.plan import planned, rows, text
 from hvdtrain.pipeline.predict import play
 from hvdtrain.pipeline.search import Choice, Task, candidates, search
-from hvdtrain.pipeline.table import rows, text
 
 
 def row(costs: list[float], *, params: list[int] | None = None, activations: list[int] | None = None, capacity: int = 0,

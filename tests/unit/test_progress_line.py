@@ -22,7 +22,7 @@ from hvdtrain.progress import layout, terminal
 from hvdtrain.progress.layout import Standing
 from hvdtrain.progress.line import Line
 from hvdtrain.reports import progress
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 FULL = Standing(140, 300, 1, 3, 0.12345, 12345.6, 87.4, 83.0)
 

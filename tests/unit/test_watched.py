@@ -12,11 +12,12 @@ import pytest
 from hvdtrain.backends.numpy import Ops
 from hvdtrain.collectives.lockstep import LockstepWorld
 from hvdtrain.config import Config
-from hvdtrain.exchange.buckets import Bucket, plan_buckets
+from hvdtrain.exchange.buckets import plan_buckets
 from hvdtrain.exchange.compressors import create
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.exchange.watched import Asker, Watched
 from hvdtrain.protocols import ParamSpec
+from hvdtrain.protocols.types import Bucket
 from hvdtrain.timeline import Timeline, active
 from hvdtrain.trace.taken import Taken
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.data_parallel.shards import in_bucket
-from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.protocols import ParamSpec
+from hvdtrain.protocols.types import Bucket
 
 
 class Sgd:

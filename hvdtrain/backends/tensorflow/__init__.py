@@ -8,7 +8,8 @@ from hvdtrain.backends.tensorflow.flops import flops_of_graphs, flops_of_pass, p
 from hvdtrain.backends.tensorflow.footprint import model_bytes, state_now, traced
 from hvdtrain.backends.tensorflow.loss_coupling import loss_evaluator
 from hvdtrain.backends.tensorflow.ops import Ops
-from hvdtrain.backends.tensorflow.placement import building, device_facts, in_host_memory, seed, setup
+from hvdtrain.backends.tensorflow.pipelined.deferred import building
+from hvdtrain.backends.tensorflow.placement import device_facts, in_host_memory, seed, setup
 from hvdtrain.backends.tensorflow.profiler import Profiler, ranges
 from hvdtrain.backends.tensorflow.trial import free_cached, hold_bytes, out_of_memory, peak_bytes, peak_so_far
 from hvdtrain.backends.tensorflow.usage import allocators, held

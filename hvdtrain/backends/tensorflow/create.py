@@ -148,7 +148,7 @@ class _Making:
         optimizer.unused_in_trace = lambda: stage.unused & gradients.unused
         transforms = in_order(placement=Placement(split) if split else None, precision=self._mixed,
                               sync_batchnorm=across, compile=compile, remat=remat)
-        model_state = ModelState(model, self.opt, scale, buffers, self._rank)
+        model_state = ModelState(model, self.opt, scale, buffers.restart, self._rank)
         model_state.facts = facts.saved
         return Parts(model, blocks, stage, params, optimizer, buffers, self._evaluator, model_state, transforms,
                      self._precision, scale,

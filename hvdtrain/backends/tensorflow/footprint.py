@@ -8,9 +8,9 @@ import keras
 
 from hvdtrain.backends.tensorflow.optim_state import alike
 from hvdtrain.backends.tensorflow.optimizer import Optimizer
-from hvdtrain.exchange.buckets import itemsize
 from hvdtrain.memory_plan.facts import Model, Slots
 from hvdtrain.parts import Parts
+from hvdtrain.protocols.types import itemsize
 
 SMALL = 3
 """Elements of the vectors that stand in for variables."""

@@ -22,9 +22,9 @@ from hvdtrain.backends.tensorflow.ops import HostVector, Ops
 from hvdtrain.backends.tensorflow.optim import Optimization, instead
 from hvdtrain.backends.tensorflow.split import Split
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.keras.facts import apply_gradients
 from hvdtrain.precision.scaler import LossScale
+from hvdtrain.protocols.types import Bucket
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Lion"}
 """Classes of keras.optimizers that update each element by itself."""

@@ -18,9 +18,9 @@ from hvdtrain.backends.tensorflow.sliced import Sliced
 from hvdtrain.backends.tensorflow.split import Split
 from hvdtrain.data_parallel.shards import in_bucket
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.precision.scaler import LossScale
 from hvdtrain.protocols import ParamSpec
+from hvdtrain.protocols.types import Bucket
 
 VIEWED = ("float32", "float64")
 """Types that are looked at in host memory: Python's buffers lack bfloat16."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import keras
@@ -96,18 +95,6 @@ def keep_sums() -> None:
     config.graph_options.rewrite_options.memory_optimization = RewriterConfig.NO_MEM_OPT
     own._config = config
     tf.config.optimizer.set_experimental_options({})  # it forgets the options that calls have had
-
-
-def building(devices: int, over_ranks: bool = False) -> Any:
-    """The scope in which a model for so many devices is built: host memory, where no one device may hold all of it.
-
-    ``over_ranks``: it is cut over ranks, and its weights are made by the ranks that keep them.
-    """
-    if over_ranks:
-        from hvdtrain.backends.tensorflow.pipelined.deferred import deferring
-
-        return deferring()
-    return tf.device(HOST) if devices > 1 else contextlib.nullcontext()
 
 
 def split_devices(n: int) -> tuple[str, ...]:

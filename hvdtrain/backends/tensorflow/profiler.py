@@ -12,8 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.trace.profiler import Marks
-from hvdtrain.trace.summary import KERNEL
-from hvdtrain.trace.taken import Span
+from hvdtrain.trace.taken import KERNEL, Span
 
 _MARK = "hvdtrain mark"
 

@@ -21,9 +21,9 @@ from hvdtrain.backends.tensorflow.optim import Optimization, Slice, instead
 from hvdtrain.backends.tensorflow.optim_state import alike, share, take_over
 from hvdtrain.backends.tensorflow.entered import PLAIN
 from hvdtrain.backends.tensorflow.optimizer import Optimizer, check_elementwise, fused
-from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.keras.facts import apply_gradients
 from hvdtrain.precision.scaler import LossScale
+from hvdtrain.protocols.types import Bucket
 
 Block = tuple[tuple[int, int], ...]
 """(begin, end) along each dimension of a tensor."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.exchange.buckets import Bucket, itemsize
+from hvdtrain.protocols.types import Bucket, itemsize
 from hvdtrain.timeline import current
 
 

@@ -26,7 +26,6 @@ from hvdtrain.precision.scaler import LossScale
 from hvdtrain.protocols.state import Head, Place, Shard, Window
 
 if TYPE_CHECKING:
-    from hvdtrain.backends.tensorflow.buffers import Buffers
     from hvdtrain.backends.tensorflow.optim import Optimization
 
 _COUNTER = re.compile(r"_\d+(?=[/_]|$)")
@@ -164,11 +163,14 @@ def load_random(model: keras.Model, own: dict[str, np.ndarray]) -> None:
 
 
 class ModelState:
-    """Implements `hvdtrain.protocols.ModelState`. ``rank``: rank 0 gives what no owner of a slice does."""
+    """Implements `hvdtrain.protocols.ModelState`. ``rank``: rank 0 gives what no owner of a slice does.
 
-    def __init__(self, model: keras.Model, opt: Optimization, scale: LossScale, buffers: Buffers,
+    ``restart``: forgets how many samples the statistics of the buffers were made of, which a checkpoint makes equal.
+    """
+
+    def __init__(self, model: keras.Model, opt: Optimization, scale: LossScale, restart: Callable[[], None],
                  rank: int = 0) -> None:
-        self._model, self._opt, self._scale, self._buffers, self._rank = model, opt, scale, buffers, rank
+        self._model, self._opt, self._scale, self._restart, self._rank = model, opt, scale, restart, rank
         self._names: dict[str, str] = {}
         self._rests: list[Mapping[str, Any]] = []
         self._alone: frozenset[str] = frozenset()
@@ -208,7 +210,7 @@ class ModelState:
         else:
             self._rests = [rest]  # the rate comes with the slices
         self._scale.load(rest)
-        self._buffers.restart()
+        self._restart()
 
     def _begin(self, alone: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
         """Give variables of the optimizer that the checkpoint lacks their first values, and the rate its own."""

@@ -20,8 +20,8 @@ import torch
 
 from hvdtrain.backends.torch.params import TorchParams
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.protocols import GradientSink
+from hvdtrain.protocols.types import Bucket
 
 
 class _Filling:

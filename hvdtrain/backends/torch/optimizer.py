@@ -13,8 +13,8 @@ from hvdtrain.backends.torch import by_name, placement, resuming
 from hvdtrain.backends.torch.groups import Given
 from hvdtrain.backends.torch.slices import Slices
 from hvdtrain.config import Config
-from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.precision.scaler import LossScale
+from hvdtrain.protocols.types import Bucket
 
 
 ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam,
@@ -39,7 +39,7 @@ class TorchOptimizer:
         schedule = config.schedule
         self.tensors, self.slices, self.given = list(tensors), slices, given or Given()
         self._warmup = schedule.warmup_steps
-        self.interval = schedule.interval
+        self.interval: str = schedule.interval
         self.updates = 0
         base = schedule.linear_scaling_base
         self.base_lr = self.given.rate(config) * (config.global_batch / base if base else 1.0)

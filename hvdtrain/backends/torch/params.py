@@ -13,8 +13,8 @@ from hvdtrain.backends.torch.resuming import KERNELS
 from hvdtrain.backends.torch.slices import Slices, take_over
 from hvdtrain.data_parallel.shards import in_bucket
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.protocols import ParamSpec
+from hvdtrain.protocols.types import Bucket
 
 
 class Make(Protocol):

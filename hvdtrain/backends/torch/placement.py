@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
-from hvdtrain.backends.torch import keras
 from hvdtrain.cluster.devices import VISIBLE, DeviceFacts, cpu_facts
 from hvdtrain.errors import UserError
 
@@ -121,7 +121,7 @@ def setup(threads: int, deterministic: bool, devices: int = 1) -> None:
 def seed(seed: int, rank: int) -> None:
     """Give this rank its own stream of random numbers (dropout); rank 0 of seed s is `torch.manual_seed(s)`."""
     torch.manual_seed(seed + 1_000_003 * rank)
-    keras.forget_generator()
+    forget_keras_generator()
 
 
 class DeviceClock:
@@ -150,3 +150,14 @@ class DeviceClock:
             begin, end = self._open.pop(0)
             self._seconds = begin.elapsed_time(end) / 1e3
         return self._seconds
+
+
+def forget_keras_generator() -> None:
+    """Let Keras seed the generator of unseeded `keras.random` calls again, from Python's ``random``, which is seeded.
+
+    Layers and initializers take their seeds from that generator too. `keras.utils.set_random_seed` does the same, but
+    imports TensorFlow. Without Keras in this process nothing happens.
+    """
+    state = sys.modules.get("keras.src.backend.common.global_state")
+    if state is not None:
+        state.set_global_attribute("global_seed_generator", None)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from hvdtrain.trace.profiler import Marks
-from hvdtrain.trace.summary import KERNEL
-from hvdtrain.trace.taken import Span
+from hvdtrain.trace.taken import KERNEL, Span
 
 _MARK, _WARM = "hvdtrain mark", "hvdtrain start"
 

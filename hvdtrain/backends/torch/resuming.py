@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from hvdtrain.backends.torch import by_name
+from hvdtrain.backends.torch.groups import Given
+from hvdtrain.config import Config
 from hvdtrain.errors import UserError
-
-if TYPE_CHECKING:
-    from hvdtrain.backends.torch.optimizer import TorchOptimizer
 
 KERNELS = ("fused", "foreach", "capturable")
 """Entries of an optimizer's groups that say how an update is computed, not what it is."""
@@ -33,6 +32,27 @@ CONSTANT = "constant"
 
 SLOTS = (("max_exp_avg_sq", "amsgrad"), ("momentum_buffer", "momentum"), ("grad_avg", "centered"))
 """State that an optimizer of torch.optim has only with a setting, and makes only with the first update."""
+
+
+class ResumedOptimizer(Protocol):
+    """What this file needs of `hvdtrain.backends.torch.optimizer.TorchOptimizer`, which documents it."""
+
+    optimizer: Any
+    schedule: Any
+    adopted: Any
+    config: Config
+    given: Given
+    settings: list[dict[str, Any]]
+    changes: list[str]
+    overruled: frozenset[str]
+    ratios: list[float]
+    interval: str
+    updates: int
+    base_lr: float
+
+    def kind(self) -> str:
+        """The optimizer's class."""
+        ...
 
 
 def settings_of(optimizer: Any, adopted: bool) -> list[dict[str, Any]]:
@@ -68,7 +88,7 @@ def before_of(state: Mapping[str, Any]) -> list[dict[str, Any]]:
             for group, of in zip(state["groups"], moved)]
 
 
-def check(opt: TorchOptimizer, state: Mapping[str, Any]) -> None:
+def check(opt: ResumedOptimizer, state: Mapping[str, Any]) -> None:
     """Raise `UserError` unless ``state``, of `TorchOptimizer.scalars`, is that of the same kind of optimizer."""
     own, then = opt.kind(), state["optimizer"]
     if then != own:
@@ -99,7 +119,7 @@ def _again(kind: str) -> str:
     return "compile the model with it and leave optimizer.name auto" if keras else f"set optimizer.name: {kind}"
 
 
-def load_groups(opt: TorchOptimizer, state: Mapping[str, Any]) -> None:
+def load_groups(opt: ResumedOptimizer, state: Mapping[str, Any]) -> None:
     """Give the groups the checkpoint's values, but for settings that differ from that run's; note which these are.
 
     The kernels stay this run's: the checkpoint's may be for another device or memory order. Momentum that the schedule
@@ -131,13 +151,13 @@ def load_groups(opt: TorchOptimizer, state: Mapping[str, Any]) -> None:
         opt.changes.append(f"learning rate {base_lr:g} -> {opt.base_lr:g}")
 
 
-def _of_schedule(opt: TorchOptimizer, state: Mapping[str, Any]) -> bool:
+def _of_schedule(opt: ResumedOptimizer, state: Mapping[str, Any]) -> bool:
     """Return whether the rate is that of a compiled Keras schedule, now or in the checkpoint."""
     rates = [one[0].get("learning_rate", CONSTANT) for one in (opt.settings, before_of(state))]
     return opt.adopted is not None and rates != [CONSTANT, CONSTANT]
 
 
-def rates_before(opt: TorchOptimizer, state: Mapping[str, Any], now: Sequence[float]) -> list[float]:
+def rates_before(opt: ResumedOptimizer, state: Mapping[str, Any], now: Sequence[float]) -> list[float]:
     """Return the configured rates of the checkpoint's groups; those of ``now`` where they tell nothing of the rate."""
     if _of_schedule(opt, state):
         return list(now)
@@ -161,7 +181,7 @@ def complete_slots(optimizer: Any) -> None:
                     state[slot] = torch.zeros_like(param, memory_format=torch.preserve_format)
 
 
-def rescale(opt: TorchOptimizer, factors: Sequence[float]) -> None:
+def rescale(opt: ResumedOptimizer, factors: Sequence[float]) -> None:
     """Multiply each group's rate, and the rate that a schedule starts from, by its factor."""
     for group, factor in zip(opt.optimizer.param_groups, factors):
         for key in {"lr", "initial_lr"} & set(group):
@@ -170,7 +190,7 @@ def rescale(opt: TorchOptimizer, factors: Sequence[float]) -> None:
         opt.schedule.base_lrs = [rate * factor for rate, factor in zip(opt.schedule.base_lrs, factors)]
 
 
-def reschedule(opt: TorchOptimizer, rates: Sequence[float], epochs: int) -> Any:
+def reschedule(opt: ResumedOptimizer, rates: Sequence[float], epochs: int) -> Any:
     """Return the configured schedule where it stands after the updates, or ``epochs``, made so far; None: none.
 
     ``rates``: each group's, as configured.

@@ -15,7 +15,7 @@ from hvdtrain.bench.peers import IDLE_S, Prepared, Setup, tensorflow_common
 from hvdtrain.bench.workloads import LR, MOMENTUM
 from hvdtrain.config import Exchange, Pipeline, Rebalance
 from hvdtrain.errors import UserError, nearest
-from hvdtrain.exchange.buckets import itemsize
+from hvdtrain.protocols.types import itemsize
 
 
 def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance: str = "off",

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from hvdtrain import config
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.exchange.compressors.base import Ops, Uncompressed
 from hvdtrain.protocols import AllReduce, Array, Exchange
+from hvdtrain.protocols.types import Bucket
 
 
 class Adasum(Uncompressed):

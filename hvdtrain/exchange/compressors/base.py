@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from hvdtrain import protocols
-from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.protocols import Array
+from hvdtrain.protocols.types import Bucket
 
 
 DEPENDENT = 1e-5

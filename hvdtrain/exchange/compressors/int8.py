@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from hvdtrain import config, protocols
-from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.exchange.compressors.base import Ops, Stateless
 from hvdtrain.exchange.compressors.twoshot import as_rows, part_length, sum_of_rows
 from hvdtrain.protocols import AllGather, AllToAll, Array, Exchange
+from hvdtrain.protocols.types import Bucket
 
 BLOCK = 1024
 """Most elements that share one scale of int8."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from hvdtrain import config
-from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.exchange.compressors.base import Uncompressed
 from hvdtrain.protocols import AllReduce, Array, Exchange, Ops
+from hvdtrain.protocols.types import Bucket
 
 
 class NoCompression(Uncompressed):

@@ -13,9 +13,9 @@ from functools import lru_cache
 import numpy as np
 
 from hvdtrain import config, protocols
-from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.exchange.compressors.base import Ops, Stateless, ring_allreduce_bytes
 from hvdtrain.protocols import AllReduce, Array, Exchange
+from hvdtrain.protocols.types import Bucket
 
 MIN_RATE = 2
 """A matrix is compressed if that makes it more than this many times smaller, as in PyTorch's PowerSGD hook."""

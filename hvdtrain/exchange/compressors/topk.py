@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 
 from hvdtrain import config, protocols
-from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.exchange.compressors.base import Ops, Stateless
 from hvdtrain.protocols import AllGather, Array, Exchange
+from hvdtrain.protocols.types import Bucket
 
 WARMUP_STAGES = 4
 """The warm-up sends 1/4, 1/16, 1/64 and 1/256 of the entries, never less than the ratio (section 3.3 of the paper)."""

@@ -8,9 +8,9 @@ everywhere.
 
 from __future__ import annotations
 
-from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.exchange.compressors.base import Ops, Stateless
 from hvdtrain.protocols import AllGather, AllToAll, Array, Exchange
+from hvdtrain.protocols.types import Bucket
 
 
 class Halves(Stateless):

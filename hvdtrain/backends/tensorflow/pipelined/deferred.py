@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -118,3 +118,13 @@ def _repeats(initializer: Any) -> bool:
             "keras."):
         return False
     return not hasattr(initializer, "seed") or isinstance(initializer.seed, int)
+
+
+def building(devices: int, over_ranks: bool = False) -> Any:
+    """The scope in which a model for so many devices is built: host memory, where no one device may hold all of it.
+
+    ``over_ranks``: it is cut over ranks, and its weights are made by the ranks that keep them.
+    """
+    if over_ranks:
+        return deferring()
+    return tf.device(HOST) if devices > 1 else nullcontext()

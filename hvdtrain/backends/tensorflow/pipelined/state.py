@@ -45,7 +45,7 @@ class PartState(state.ModelState):
         else:
             self._rests = [rest]
         self._scale.load(rest)
-        self._buffers.restart()
+        self._restart()
 
     def wanted(self, heads: Sequence[Head]) -> list[tuple[str, int, int]]:
         """Return what this rank needs of a checkpoint whose optimizer's state is that of the whole model."""

@@ -9,21 +9,30 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import keras
 
 from hvdtrain.backends.tensorflow import recompute
 from hvdtrain.protocols import Batch, BlockCost
 
-if TYPE_CHECKING:
-    from hvdtrain.backends.tensorflow.recompute_costs import Costs
-
 _MARK = "_hvdtrain_remat"
 """Attribute of a wrapped ``call``: the layer's own one, if it was set on the instance before."""
 
 SAMPLES = 2
 """Samples of the forward pass that is looked at for refusals."""
+
+
+class Measures(Protocol):
+    """What looks at the model's blocks: `hvdtrain.backends.tensorflow.recompute_costs.Costs`."""
+
+    def forward(self, batch: Batch) -> recompute.Recording:
+        """Return which blocks a training forward pass of ``batch`` calls."""
+        ...
+
+    def measure(self, batch: Batch) -> dict[str, BlockCost]:
+        """Return the cost of each block that a step on ``batch`` calls."""
+        ...
 
 
 class Remat:
@@ -34,7 +43,7 @@ class Remat:
     def __init__(self, blocks: Sequence[tuple[str, Any]], sample: Callable[[int], Batch] | None = None) -> None:
         self.names: Sequence[str] = tuple(name for name, _ in blocks)
         self.chosen: tuple[str, ...] = ()
-        self.measures: Costs | None = None
+        self.measures: Measures | None = None
         self._layers, self._sample = dict(blocks), sample
         self._installed = False
         self._forward: recompute.Recording | None = None

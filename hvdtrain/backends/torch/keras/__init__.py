@@ -7,7 +7,6 @@ this package imports nothing; `maker` imports keras, which the model has importe
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 
@@ -26,14 +25,3 @@ def maker(spec: Any, *args: Any, sample: Any = None, data: Any = None) -> Any:
 
     begin(spec.model, data)
     return KerasMaker(spec, *args, sample=sample)  # type: ignore[misc]
-
-
-def forget_generator() -> None:
-    """Let Keras make the generator of unseeded `keras.random` calls anew, from Python's ``random``, which is seeded.
-
-    Layers and initializers take their seeds from there too. `keras.utils.set_random_seed` would do the same, and
-    import TensorFlow. Without Keras in this process nothing happens.
-    """
-    state = sys.modules.get("keras.src.backend.common.global_state")
-    if state is not None:
-        state.set_global_attribute("global_seed_generator", None)

@@ -16,16 +16,15 @@ import keras
 import numpy as np
 import torch
 
+from hvdtrain.backends.torch import placement
 from hvdtrain.backends.torch.buffers import Buffers
-from hvdtrain.backends.torch.maker import Maker
 from hvdtrain.backends.torch.evaluator import TorchEvaluator
 from hvdtrain.backends.torch.generators import Generators
-from hvdtrain.backends.torch.keras import forget_generator
 from hvdtrain.backends.torch.keras.alone import without_tensorflow
 from hvdtrain.backends.torch.keras.module import KerasModule, dropping, normalising, seed_states
-from hvdtrain.keras.names import stable_names
 from hvdtrain.backends.torch.keras.optim import compiled_optimizer
 from hvdtrain.backends.torch.keras.state import KerasState
+from hvdtrain.backends.torch.maker import Maker
 from hvdtrain.backends.torch.optimizer import TorchOptimizer
 from hvdtrain.backends.torch.params import TorchParams
 from hvdtrain.backends.torch.slices import Slices
@@ -35,6 +34,7 @@ from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.keras.compiled import build, setup_of
 from hvdtrain.keras.evaluation import Evaluation
+from hvdtrain.keras.names import stable_names
 from hvdtrain.keras.facts import KerasFacts
 from hvdtrain.keras.seeds import generator_kept
 from hvdtrain.keras.shapes import check_stateful
@@ -78,7 +78,7 @@ class KerasMaker(Maker):
         self._adopted = compiled_optimizer(config, self.keras_model)
         if self._adopted is not None:
             setup_of(self.keras_model).optimizer = self._adopted.own
-        forget_generator()
+        placement.forget_keras_generator()
         for seed in seed_states(self.keras_model):
             first, counter = (int(n) for n in keras.ops.convert_to_numpy(seed))
             seed.assign([(first + _STRIDE * rank) % 2**31, counter])

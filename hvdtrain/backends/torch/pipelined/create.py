@@ -42,7 +42,7 @@ from hvdtrain.pipeline.plan import Measured, agree, measured_samples
 from hvdtrain.pipeline.replicas import Replicas, replicas_of
 from hvdtrain.precision.policy import Precision
 from hvdtrain.protocols import Batch, Collectives, Control
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 Sample = Callable[[int], Batch]
 Source = Tape | ByBlock

@@ -21,10 +21,10 @@ from hvdtrain.backends.torch.trees import count_samples
 from hvdtrain.backends.torch.uploads import Uploads
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.buckets import Bucket
 from hvdtrain.parallel.memory import Block, Needs
 from hvdtrain.parallel.plan import Measured, Plan, micros_of, part_samples
 from hvdtrain.protocols import Batch, Control
+from hvdtrain.protocols.types import Bucket
 
 
 class Placement:

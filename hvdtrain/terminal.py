@@ -1,0 +1,57 @@
+"""Print lines to a stdout that may be closed, full or absent.
+
+Owns the one way in which a run prints. Knows nothing of terminals and progress lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any
+
+_UNREAD = (OSError, ValueError, AttributeError)
+"""What writing to a stdout raises that is full, closed, or none at all (Python's stdout is then None)."""
+
+
+def say(line: str) -> None:
+    """Print one line in one write (mpirun tags every write), and go on where nobody reads any more.
+
+    A run must not end because the reader of its output did, such as ``| head`` or a full disk.
+    """
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except _UNREAD:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+class Stdout:
+    """Passes on to the stdout of now what a library prints, and drops what that does not take.
+
+    rich ends the program where it meets a broken pipe.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(self) -> None:
+        self._stream: Any = sys.stdout
+        self.encoding = getattr(self._stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        """Write, or drop."""
+        with contextlib.suppress(*_UNREAD):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or do nothing."""
+        with contextlib.suppress(*_UNREAD):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        """Return whether a person may look at it."""
+        with contextlib.suppress(*_UNREAD):
+            return bool(self._stream.isatty())
+        return False

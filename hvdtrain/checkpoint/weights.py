@@ -83,15 +83,8 @@ def _bytes(content: Content, place: str) -> bytes:
 
 def put(plan: Layout, blocks: Iterable[memoryview], target: Path) -> None:
     """Write weights as the file ``target``, which appears, or is replaced, whole or not at all. OSError."""
-    files.make_directories(target.parent)
-    temp = files.make_temp(target.parent)
-    try:
-        files.write_durably(temp / FILE, plan.pieces(blocks))
-        os.chmod(temp / FILE, 0o644)
-        os.rename(temp / FILE, target)
-        files.fsync_directory(target.parent)
-    finally:
-        files.remove_quietly(temp)
+    with files.replacing(target) as place:
+        files.write_durably(place, plan.pieces(blocks))
 
 
 def _torch(model: Mapping[str, Spec]) -> Named:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hvdtrain import loop, summary
 from hvdtrain.assemble import assemble, eval_feed
@@ -36,7 +36,23 @@ from hvdtrain.faults import causes, pulse
 from hvdtrain.faults.finite import trained
 from hvdtrain.outdir import kind_of, write_completed
 from hvdtrain.progress import silence
+from hvdtrain.resolve import paths_from
 from hvdtrain.run import Run
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def _from_home(method: Callable[Concatenate[Trainer, P], R]) -> Callable[Concatenate[Trainer, P], R]:
+    """Take relative paths of the configuration from the directory in which the Trainer was made.
+
+    User code may change the current directory: it would divide the files of one run.
+    """
+    @wraps(method)
+    def call(self: Trainer, *args: P.args, **kwargs: P.kwargs) -> R:
+        with paths_from(self._home):
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -88,9 +104,13 @@ class Trainer:
         self.config = replace(config, **overrides).check()
         self.run: Run | None = None
         self._evaluates_only = False
+        self._home = ""
+        with contextlib.suppress(FileNotFoundError):  # it may have been deleted
+            self._home = os.getcwd()
 
     @exit_calls.told()
     @silence.told
+    @_from_home
     def fit(self, model: Any = None, data: Any = None, *, callbacks: Sequence[Any] = (),
             class_weight: dict[int, float] | None = None) -> Result:
         """Train, evaluate, write checkpoints and the final model; collective.
@@ -144,6 +164,7 @@ class Trainer:
 
     @exit_calls.told()
     @silence.told
+    @_from_home
     def evaluate(self, *, model: Any = None, data: Any = None) -> dict[str, float]:
         """Exact weighted metrics over the evaluation data, however unevenly the ranks hold it; collective."""
         if self.run is None:
@@ -158,6 +179,7 @@ class Trainer:
 
     @exit_calls.told()
     @silence.told
+    @_from_home
     def save(self) -> Path:
         """Write a checkpoint of the current state into the run's directory; collective. `UserError` if it fails."""
         run = self._assembled(None, None)
@@ -170,12 +192,14 @@ class Trainer:
 
     @exit_calls.told()
     @silence.told
+    @_from_home
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Load a checkpoint, the newest whole one of a run's directory; collective."""
+        path = os.path.abspath(path)
         run = self._assembled(None, None)
 
         def look() -> Any:
-            return session.find(str(path), None, run.note) if run.control.rank == 0 else None
+            return session.find(path, None, run.note) if run.control.rank == 0 else None
 
         leave_final(run)
         with loop.joined(run):

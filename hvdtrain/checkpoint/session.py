@@ -30,6 +30,7 @@ from hvdtrain.pipeline.settings import cut_over_ranks
 from hvdtrain.pipeline.words import ranks_of
 from hvdtrain.protocols import Callback, Control
 from hvdtrain.protocols.state import Head, Want
+from hvdtrain.resolve import absolute
 from hvdtrain.run import Run
 
 MOST_NAMES = 8
@@ -87,7 +88,7 @@ def find(resume: str, out: Path | None, log: Callable[[str], None]) -> Kept | No
         if out is None or not (out / DIRECTORY).is_dir():
             return None
         return _newest_whole(out / DIRECTORY, log)
-    path = Path(resume)
+    path = absolute(resume)
     if not path.exists():
         raise UserError(f"there is no checkpoint {resume}", "the directory of a checkpoint or of a run",
                         "correct resume")
@@ -208,7 +209,7 @@ def _newest_meta(config: Config, name: str, control: Control) -> Mapping[str, An
     if control.rank:
         return {}
     with contextlib.suppress(CheckpointError, OSError, UserError, KeyError, ValueError):  # `find` says what is wrong
-        out = find_out(config, name) if config.resume == "auto" else Path(config.resume)
+        out = find_out(config, name) if config.resume == "auto" else absolute(config.resume)
         for root in () if out is None else (out, out / DIRECTORY):
             stored = CheckpointStore(root, 1).list()
             if stored:

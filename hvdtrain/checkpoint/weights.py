@@ -89,6 +89,9 @@ def put(plan: Layout, blocks: Iterable[memoryview], target: Path) -> None:
 
 def _torch(model: Mapping[str, Spec]) -> Named:
     places = {name.removesuffix(_BFLOAT16): name for name in model}
+    bare = {name: ".".join(part for part in name.split(".") if part != "_orig_mod") for name in places}
+    if len(set(bare.values())) == len(bare):  # a checkpoint of before 2026-11 has torch.compile's names
+        places = {bare[name]: place for name, place in places.items()}
     return places, {name: "BF16" for name, place in places.items() if place.endswith(_BFLOAT16)}
 
 

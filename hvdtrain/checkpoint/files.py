@@ -126,13 +126,18 @@ def make_directories(path: Path) -> None:
     fsync_directory(path.parent)
 
 
+def free_bytes(directory: Path) -> int:
+    """Return what this process may still write into ``directory``, quotas aside. OSError."""
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
+
+
 def require_space(directory: Path, needed_bytes: int) -> None:
     """Raise OSError(ENOSPC), in words, where ``directory`` has less than ``needed_bytes`` free."""
-    status = os.statvfs(directory)
-    free_bytes = status.f_bavail * status.f_frsize
-    if free_bytes < needed_bytes:
+    free = free_bytes(directory)
+    if free < needed_bytes:
         text = (
-            f"not enough space for a checkpoint: {free_bytes / 2**20:.1f} MiB free; expected at least "
+            f"not enough space for a checkpoint: {free / 2**20:.1f} MiB free; expected at least "
             f"{needed_bytes / 2**20:.1f} MiB. Free some space, keep fewer checkpoints, or save elsewhere"
         )
         raise OSError(errno.ENOSPC, text, str(directory))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hvdtrain.backends.torch import names, placement, state
+from hvdtrain.backends.torch import export, names, placement, state
 from hvdtrain.backends.torch.modes import modes_kept
 from hvdtrain.convert import rule as rules
 from hvdtrain.convert.layers import Layer, Model, Weight
@@ -159,11 +159,9 @@ def read_file(model: nn.Module, path: Path) -> None:
 def write_file(model: nn.Module, path: Path) -> None:
     """Write model.safetensors or a state_dict, by the file's ending."""
     if path.suffix == ".safetensors":
-        from safetensors.torch import save_model
-
-        save_model(model, str(path))
+        export.write_safetensors(model, path)
     else:
-        torch.save({n: t.detach().cpu() for n, t in model.state_dict().items()}, path)
+        export.write_state_dict(model, path)
 
 
 def own_optimizer(parts: Any) -> torch.optim.Optimizer:

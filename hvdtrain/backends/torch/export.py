@@ -24,17 +24,22 @@ _BITS = {torch.bfloat16: (np.uint16, "BF16"), torch.float8_e4m3fn: (np.uint8, "F
 
 def write(model: torch.nn.Module, directory: Path) -> list[str]:
     """Write model.safetensors and model.pt (a state_dict, for ``torch.load(..., weights_only=True)``). OSError."""
-    write_safetensors(model, directory)
-    with files.replacing(directory / NATIVE) as place:
-        torch.save(_alone(state_dict(model)), place)
+    write_safetensors(model, directory / weights.FILE)
+    write_state_dict(model, directory / NATIVE)
     return [weights.FILE, NATIVE]
 
 
-def write_safetensors(model: torch.nn.Module, directory: Path) -> None:
-    """Write model.safetensors; of a tensor with several names the first, its others are in the file's metadata."""
+def write_safetensors(model: torch.nn.Module, path: Path) -> None:
+    """Write a safetensors file; of a tensor with several names the first, its others are in the file's metadata."""
     tensors = state_dict(model)
     plan = plan_of(tensors)
-    weights.put(plan, (_bytes(tensors[name]) for name in plan.names), directory / weights.FILE)
+    weights.put(plan, (_bytes(tensors[name]) for name in plan.names), path)
+
+
+def write_state_dict(model: torch.nn.Module, path: Path) -> None:
+    """Write the model's state_dict for ``torch.load``."""
+    with files.replacing(path) as place:
+        torch.save(_alone(state_dict(model)), place)
 
 
 def plan_of(tensors: Mapping[str, torch.Tensor]) -> Layout:

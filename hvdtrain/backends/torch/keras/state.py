@@ -61,7 +61,7 @@ class KerasState(state.TorchState):
 
 
 def _write(module: torch.nn.Module, model: keras.Model, directory: Path) -> list[str]:
-    export.write_safetensors(module, directory)
+    export.write_safetensors(module, directory / weights.FILE)
     with without_tensorflow():
         return [weights.FILE, *final_files.write(model, directory)]
 

@@ -144,9 +144,10 @@ class Checkpoint(Callback):
             while error and room.made(error):
                 error = save(run)
             if error:
-                run.unsaved = _problem("the last checkpoint", error, "resume from the checkpoint before")
-            if error and run.state.requeue:  # nothing else is written then
-                raise run.unsaved
+                problem = _problem("the last checkpoint", error, "resume from the checkpoint before")
+                if run.state.requeue:  # no model is written then
+                    raise problem
+                run.unsaved = problem
         elif run.saver is not None:
             run.saver.end()
 

@@ -6,11 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from safetensors import safe_open
-from safetensors.torch import load_file, load_model
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import load_file, load_model  # noqa: E402
 
-from hvdtrain.backends.torch import export
-from hvdtrain.checkpoint.manifest import CheckpointError
+from hvdtrain.backends.torch import export  # noqa: E402
+from hvdtrain.checkpoint.manifest import CheckpointError  # noqa: E402
 
 
 class Parts(torch.nn.Module):
@@ -21,7 +21,7 @@ class Parts(torch.nn.Module):
         large = torch.arange(80_000, dtype=torch.float32).reshape(10_000, 8)
         self.cut = torch.nn.Parameter(large[:3])
         self.lstm = torch.nn.LSTM(3, 4)
-        packed = torch.cat([p.detach().reshape(-1) for p in self.lstm.parameters()])  # as cuDNN's flattening leaves them
+        packed = torch.cat([p.detach().reshape(-1) for p in self.lstm.parameters()])  # as cuDNN leaves them
         place = 0
         for name, p in list(self.lstm.named_parameters()):
             setattr(self.lstm, name, torch.nn.Parameter(packed[place:place + p.numel()].view_as(p)))

@@ -5,17 +5,17 @@ import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
-import torch
-from safetensors.torch import load_file
-from small_runs import bits, config, fitted, lockstep, make_model, samples, solo
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from small_runs import bits, config, fitted, lockstep, make_model, samples, solo  # noqa: E402
 
-from hvdtrain import trainer
-from hvdtrain.backends.torch import names
-from hvdtrain.checkpoint import read_snapshot, session
-from hvdtrain.checkpoint.holders import fitting
-from hvdtrain.cli import checkpoints
-from hvdtrain.config import Checkpoint, DataParallel, Named
-from hvdtrain.errors import UserError
+from hvdtrain import trainer  # noqa: E402
+from hvdtrain.backends.torch import names  # noqa: E402
+from hvdtrain.checkpoint import read_snapshot, session  # noqa: E402
+from hvdtrain.checkpoint.holders import fitting  # noqa: E402
+from hvdtrain.cli import checkpoints  # noqa: E402
+from hvdtrain.config import Checkpoint, DataParallel, Named  # noqa: E402
+from hvdtrain.errors import UserError  # noqa: E402
 
 DATA = samples(48)
 
@@ -87,11 +87,15 @@ def with_wrappers(monkeypatch):
     monkeypatch.setattr(names.Plain, "__call__", lambda self, name: name)
 
 
-@pytest.mark.parametrize("first, then", [("plain", "compiled"), ("compiled", "plain"), ("half", "compiled"),
-                                         ("older compiled", "plain"), ("older half", "half")])
-def test_a_run_resumes_with_and_without_wrappers_to_the_bit(tmp_path, monkeypatch, first, then):
-    models = {"plain": plain, **WRAPPED}
-    want = fitted(solo(settings(tmp_path / "whole", max_steps=6), plain(), DATA))
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of the plain model that nothing interrupts."""
+    return fitted(solo(settings(tmp_path_factory.mktemp("whole") / "run", max_steps=6), plain(), DATA))
+
+
+@pytest.mark.parametrize("first, then", [("plain", "compiled"), ("half", "plain"), ("older compiled", "half")])
+def test_a_run_resumes_with_and_without_wrappers_to_the_bit(tmp_path, monkeypatch, whole, first, then):
+    models, want = {"plain": plain, **WRAPPED}, whole
     with monkeypatch.context() as older:
         if first.startswith("older"):
             with_wrappers(older)

@@ -311,8 +311,8 @@ def _write(model: keras.Model, directory: Path) -> list[str]:
 def _planned(model: keras.Model) -> tuple[Layout, dict[str, Any]]:
     """Return the file model.safetensors, and its variables by name. `CheckpointError` for what no file can hold."""
     named: dict[str, Any] = {}
-    codes = {}
-    specs = {}
+    codes: dict[str, str] = {}
+    specs: dict[str, Spec] = {}
     for variable in model.weights:
         name, n = variable.path, 1
         while name in named:

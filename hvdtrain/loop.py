@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hvdtrain.average import averaged, leave_final
+from hvdtrain.checkpoint import dry_run
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.data.feed import Feed
 from hvdtrain.events import Event
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 def fit(run: Run) -> None:
     """Train ``run`` from its cursor to its last epoch or to an agreed stop; the model is its user's own again then."""
     leave_final(run)
+    run.unsaved = None
     with active(run.timeline), joined(run):
         try:
             with span("start", "start"):
@@ -65,6 +67,7 @@ def _start(run: Run) -> None:
     with starting(run):  # what may still refuse the run comes in here, and changes nothing on disk
         run.emit(Event.FIT_START)
         run.settle()  # a resumed run may have been at its end
+        dry_run.check(run)
         _stop_at_max_steps(run)
 
 

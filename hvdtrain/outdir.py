@@ -13,15 +13,16 @@ import fcntl
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from hvdtrain import recipe
+from hvdtrain.checkpoint import files
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
+from hvdtrain.resolve import absolute
 
 COMPLETED, CONFIG = "completed.json", "config.yaml"
 TRACES = ("log.jsonl", "checkpoints", COMPLETED)
@@ -45,7 +46,7 @@ def ensure_out(run: Any) -> Path:
 def find_out(config: Config, name: str) -> Path | None:
     """Return the directory that ``resume auto`` goes on with, None where there is none yet; makes nothing."""
     with contextlib.suppress(OSError):  # what cannot even be looked at cannot be made: `ensure_out` says so
-        path = _given(config) if config.out else _newest(Path("runs"), name)
+        path = absolute(config.out) if config.out else _newest(absolute("runs"), name)
         return path if path is not None and path.is_dir() else None
     return None
 
@@ -136,7 +137,7 @@ def choose(config: Config, name: str) -> tuple[Path, list[Path]]:
     found = find_out(config, name) if config.resume == "auto" else None
     if found is not None:
         return found, []
-    path = _given(config) if config.out else Path("runs")
+    path = absolute(config.out or "runs")
     try:
         if config.out and not config.resume and any((path / trace).exists() for trace in TRACES):
             raise UserError(f"{path} holds a run already", "a new directory, so that nothing is overwritten",
@@ -149,11 +150,6 @@ def choose(config: Config, name: str) -> tuple[Path, list[Path]]:
     except OSError as error:
         raise _unusable(error) from None
     return path, made
-
-
-def _given(config: Config) -> Path:
-    """``config.out``; the current directory by its full name, since ``Path()`` means that there is none yet."""
-    return Path.cwd() if Path(config.out) == Path() else Path(config.out)
 
 
 def _unusable(error: OSError) -> UserError:
@@ -214,14 +210,5 @@ def write_completed(path: Path, record: dict[str, Any]) -> None:
 
 def _write(path: Path, text: str) -> None:
     """Write beside, flush to disk, rename."""
-    handle, temp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temp, 0o644)
-        os.replace(temp, path)
-    except BaseException:
-        os.unlink(temp)
-        raise
+    with files.replacing(path) as place:
+        place.write_text(text, encoding="utf-8")

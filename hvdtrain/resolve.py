@@ -1,16 +1,19 @@
-"""Finds what a user names as ``module:callable`` or ``path/to/file.py:callable``.
+"""Find what a user names as ``module:callable`` or ``path/to/file.py:callable``, and the paths of a configuration.
 
-Owns the import of user code and the words for what is missing. Runs code the user asked to run, nothing else.
+Owns the directory that relative paths start from, the import of user code, and the messages about what is missing.
+Runs code the user asked to run, nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import os
 import sys
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +21,23 @@ from typing import Any
 from hvdtrain.errors import UserError, nearest
 
 _LOADING = threading.RLock()  # a user's file may load another
+_start = ""
+
+
+@contextlib.contextmanager
+def paths_from(directory: str) -> Iterator[None]:
+    """Take relative paths from ``directory`` within, also where user code has changed the current directory."""
+    global _start
+    before, _start = _start, directory
+    try:
+        yield
+    finally:
+        _start = before
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """Return ``path`` as an absolute path, from the directory of `paths_from`, else from the current one."""
+    return Path(os.path.abspath(os.path.join(_start, path)))
 
 
 def load_callable(text: str, key: str) -> Callable[..., Any]:
@@ -54,8 +74,9 @@ def load_module(where: str, key: str) -> ModuleType:
             "a dotted module name, or a file that ends in .py",
             f"correct {key}",
         )
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    here = str(absolute(""))
+    if here not in sys.path and ("" not in sys.path or here != str(Path.cwd())):
+        sys.path.insert(0, here)
     try:
         return importlib.import_module(where)
     except ModuleNotFoundError as error:
@@ -88,7 +109,7 @@ def _lacking(where: object, missing: str, key: str) -> UserError:
 
 def _load_file(path: Path, key: str) -> ModuleType:
     """Import one file under a name made from its path, once."""
-    full = path.resolve()
+    full = absolute(path).resolve()
     if not full.is_file():
         raise UserError(f"{key}: there is no file {path}", "an existing .py file", f"correct the path in {key}")
     name = f"hvdtrain_user_{full.stem}_{zlib.crc32(str(full).encode()):08x}"

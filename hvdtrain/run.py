@@ -20,6 +20,7 @@ from hvdtrain.config import Config
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.feed import Feed
 from hvdtrain.data_parallel.replicate import Replicate
+from hvdtrain.errors import UserError
 from hvdtrain.events import Event
 from hvdtrain.exchange.compressors import create
 from hvdtrain.exchange.unused import UnusedParameters
@@ -180,6 +181,8 @@ class Run:
     shortages: list[dict[str, Any]] = field(default_factory=list)
     """Each time that a rank ran out of memory: ``rank`` and the fields of `hvdtrain.out_of_memory.shortage.Shortage`.
     """
+    unsaved: UserError | None = None
+    """Why the last checkpoint of the latest fit was not written; the final model is written all the same."""
     saver: Saving | None = None
     """Saves the run; made with the first save."""
     callbacks: list[Callback] = field(default_factory=list)

@@ -9,19 +9,19 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hvdtrain import loop, summary
 from hvdtrain.assemble import assemble, eval_feed
-from hvdtrain.average import averaged, leave_final, training_weights
+from hvdtrain.average import leave_final, training_weights
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.callbacks.history import History
-from hvdtrain.checkpoint import final, session
-from hvdtrain.checkpoint.contents import check_finite
+from hvdtrain.checkpoint import session
+from hvdtrain.checkpoint.final import export
 from hvdtrain.cluster import exit as exits
 from hvdtrain.cluster import quiet
 from hvdtrain.cluster import exit_calls
@@ -33,10 +33,26 @@ from hvdtrain.ends.words import failure
 from hvdtrain.data.workers.worker import refuse_inside
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.faults import causes, pulse
-from hvdtrain.faults.finite import trained
 from hvdtrain.outdir import kind_of, write_completed
 from hvdtrain.progress import silence
+from hvdtrain.resolve import paths_from
 from hvdtrain.run import Run
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _from_home(method: Callable[Concatenate[Trainer, P], R]) -> Callable[Concatenate[Trainer, P], R]:
+    """Take relative paths of the configuration from the directory in which the Trainer was made.
+
+    User code may change the current directory: it would divide the files of one run.
+    """
+    @wraps(method)
+    def call(self: Trainer, *args: P.args, **kwargs: P.kwargs) -> R:
+        with paths_from(self._home):
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -88,9 +104,13 @@ class Trainer:
         self.config = replace(config, **overrides).check()
         self.run: Run | None = None
         self._evaluates_only = False
+        self._home = ""
+        with contextlib.suppress(FileNotFoundError):  # it may have been deleted
+            self._home = os.getcwd()
 
     @exit_calls.told()
     @silence.told
+    @_from_home
     def fit(self, model: Any = None, data: Any = None, *, callbacks: Sequence[Any] = (),
             class_weight: dict[int, float] | None = None) -> Result:
         """Train, evaluate, write checkpoints and the final model; collective.
@@ -125,6 +145,8 @@ class Trainer:
         """Train, then write the final model, the summary and the completion record; collective."""
         try:
             loop.fit(run)
+            if run.unsaved is not None:
+                run.record("failed", **failure(run.unsaved, run.control.rank))
         except BaseException as error:
             run.record("failed", **failure(error, run.control.rank))
             raise
@@ -136,7 +158,7 @@ class Trainer:
             run.average.hold()
             run.final.append(run.average)
         if run.begun and not run.state.requeue:
-            export(run)
+            _write_model(run)
         if run.control.rank == 0:
             summary.show(run)
         if run.begun and not run.state.requeue:
@@ -144,6 +166,7 @@ class Trainer:
 
     @exit_calls.told()
     @silence.told
+    @_from_home
     def evaluate(self, *, model: Any = None, data: Any = None) -> dict[str, float]:
         """Exact weighted metrics over the evaluation data, however unevenly the ranks hold it; collective."""
         if self.run is None:
@@ -158,6 +181,7 @@ class Trainer:
 
     @exit_calls.told()
     @silence.told
+    @_from_home
     def save(self) -> Path:
         """Write a checkpoint of the current state into the run's directory; collective. `UserError` if it fails."""
         run = self._assembled(None, None)
@@ -170,12 +194,14 @@ class Trainer:
 
     @exit_calls.told()
     @silence.told
+    @_from_home
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Load a checkpoint, the newest whole one of a run's directory; collective."""
+        path = os.path.abspath(path)
         run = self._assembled(None, None)
 
         def look() -> Any:
-            return session.find(str(path), None, run.note) if run.control.rank == 0 else None
+            return session.find(path, None, run.note) if run.control.rank == 0 else None
 
         leave_final(run)
         with loop.joined(run):
@@ -281,32 +307,19 @@ def _tell_keras(run: Run, class_weight: dict[int, float] | None) -> None:
         run.feed.weight_fn = compiled.batch_weight(run.spec.model)
 
 
-def export(run: Run) -> list[str]:
-    """Write the final model under ``out/model`` on rank 0; return the file names there, on every rank. Collective."""
-    run.written.sync(run)
-    directory, parted = run.out / "model", run.parts.layout is not None
-
-    def write() -> list[str]:
-        if run.control.rank != 0:
-            return []
-        if not parted:
-            check_finite(run.parts.state.state()[0]["model"], trained(run.parts))
-        with _room_for_the_model():
-            directory.mkdir(parents=True, exist_ok=True)  # also where the run's directory was deleted meanwhile
-            return [] if parted else run.parts.state.export(directory)
-
-    with averaged(run.average):
-        names = run.control.bcast(agreed(run.control, write, "export"))
-        return final.write(run, directory, _room_for_the_model) if parted else names
-
-
-@contextlib.contextmanager
-def _room_for_the_model() -> Iterator[None]:
+def _write_model(run: Run) -> None:
+    """Write the final model, also where the last checkpoint failed; then raise what failed, on every rank. Collective.
+    """
+    unsaved = run.unsaved
     try:
-        yield
-    except OSError as error:
-        raise UserError(f"the final model could not be written: {error}", "a writable directory with room",
-                        "free space; the last checkpoint holds the weights").of_kind(kind_of(error)) from None
+        export(run)
+    except UserError as error:
+        if unsaved is None:
+            raise
+        raise UserError(f"{unsaved.got}; {error.got}", error.expected, error.do).of_kind(unsaved.kind) from error
+    if unsaved is not None:
+        raise UserError(f"{unsaved.got}; the final model is in {run.out / 'model'}", unsaved.expected,
+                        unsaved.do).of_kind(unsaved.kind)
 
 
 def _complete(run: Run) -> None:

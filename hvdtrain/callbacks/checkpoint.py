@@ -12,6 +12,7 @@ from hvdtrain.callbacks.base import Callback
 from hvdtrain.checkpoint import disk
 from hvdtrain.checkpoint.copies import view
 from hvdtrain.checkpoint.interval import FIRST_S, interval_s
+from hvdtrain.checkpoint.room import Room, of_disk
 from hvdtrain.checkpoint.session import begin, save
 from hvdtrain.checkpoint.together import check_shared
 from hvdtrain.config import Checkpoint as Settings
@@ -105,9 +106,8 @@ class Checkpoint(Callback):
 
     def _not_written(self, run: Run, step: int, error: str) -> None:
         if self._settings.on_failure == "stop":
-            raise UserError(f"the checkpoint of step {step} could not be written: {error}",
-                            "a writable directory with room", "free space and resume from the checkpoint before; "
-                            "with checkpoint.on_failure: warn the run goes on without it").of_kind("disk")
+            raise _problem(f"the checkpoint of step {step}", error, "resume from the checkpoint before; with "
+                           "checkpoint.on_failure: warn the run goes on without it")
         if not self._failed:
             run.note(f"step {step}: checkpoint not written ({error}); training goes on, "
                      "earlier ones are kept, and further failures are counted")
@@ -127,7 +127,7 @@ class Checkpoint(Callback):
         return self._settings.at_end and step > 0
 
     def fit_end(self, run: Run) -> None:
-        """Save for the last time, where a failure is an error; say how many have failed."""
+        """Save for the last time; say how many have failed. A failure is an error, raised once the model is written."""
         with span("the last save", "checkpoint"):
             self._finish(run)
 
@@ -140,9 +140,21 @@ class Checkpoint(Callback):
             last = f", the last {self._in_a_row} in a row" if self._in_a_row else ""
             run.note(f"{self._failed} checkpoints could not be written{last}")
         if run.begun and self._needs_last(run):
-            error = save(run)
+            room, error = Room(run), save(run)
+            while error and room.made(error):
+                error = save(run)
             if error:
-                raise UserError(f"the last checkpoint could not be written: {error}", "a writable directory with room",
-                                "free space and resume from the checkpoint before").of_kind("disk")
+                problem = _problem("the last checkpoint", error, "resume from the checkpoint before")
+                if run.state.requeue:  # no model is written then
+                    raise problem
+                run.unsaved = problem
         elif run.saver is not None:
             run.saver.end()
+
+
+def _problem(what: str, error: str, do: str) -> UserError:
+    """Return the error of a checkpoint that was not written: the disk's, or of what was to be stored."""
+    if of_disk(error):
+        return UserError(f"{what} could not be written: {error}", "a writable directory with room",
+                         f"free space and {do}").of_kind("disk")
+    return UserError(f"{what} could not be written: {error.rstrip('.')}", "", do)

@@ -190,13 +190,17 @@ class Campaign:
         return bool(name) and hit
 
     def _full(self, attempt: Attempt) -> bool:
-        """Let no checkpoint be written for some steps, then give the room back and see one written."""
+        """Fill the disk for some steps, which must pass, then give the room back and see a checkpoint written.
+
+        The run may write meanwhile: it removes older checkpoints for the next one. The newest must stay.
+        """
         if not self.disk.fill(attempt.ranks):
             self.disk.free(attempt.ranks)
             return False
         self._steps(attempt, self.every + 1)  # a save that was all but written is over then
         before = look.newest(self.job.out)
-        held = self._steps(attempt, 2 * self.every + 1) and look.newest(self.job.out) == before
+        held = self._steps(attempt, 2 * self.every + 1) and look.newest(self.job.out) >= before
+        before = look.newest(self.job.out)
         freed = time.monotonic()
         self.disk.free(attempt.ranks)
         while held and time.monotonic() - freed < FULL_S:

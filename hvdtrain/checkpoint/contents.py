@@ -16,6 +16,7 @@ from hvdtrain import __version__, run_length
 from hvdtrain.average import WithAverage
 from hvdtrain.checkpoint.adapters import Cut, Divided, Held, Own, Replicated, WithCallbacks, part
 from hvdtrain.checkpoint.holders import Holders, holders_of
+from hvdtrain.checkpoint.values import encode
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.data_parallel.replicate import Replicate
 from hvdtrain.data_parallel.zero import Zero
@@ -75,9 +76,14 @@ def meta_of(run: Run, rest: Mapping[str, Any]) -> dict[str, Any]:
         "world_size": run.control.size, "cursor": run.state.cursor.to_dict(), "step_rest": copy.deepcopy(dict(rest)),
         "config": json_able(run.config.to_dict()), "schedule": schedule_of(run, run.state.cursor),
         "samples": run.feed.samples,
-        "callbacks": [[type(c).__name__, copy.deepcopy(c.state_dict())] for c in run.callbacks], **sharded,
-        **_cut_of(run),
+        "callbacks": callback_states(run), **sharded, **_cut_of(run),
     }
+
+
+def callback_states(run: Run) -> list[list[Any]]:
+    """Return (name of the class, state as JSON) of each callback. `CheckpointError` for a state of another type."""
+    return [[name, encode(c.state_dict(), f"callback {name}: state_dict()")]
+            for c in run.callbacks for name in [type(c).__name__]]
 
 
 def schedule_of(run: Run, at: Cursor) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class Leftover:
 def write_durably(path: Path, pieces: Iterable[memoryview]) -> FileEntry:
     """Create ``path``, write ``pieces``, fsync; returns size and SHA-256 of what was given. OSError."""
     digest, size_bytes = hashlib.sha256(), 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         for piece in pieces:
             for start in range(0, len(piece), CHUNK_BYTES):
@@ -95,6 +95,15 @@ def read_into(path: Path, offset: int, memory: memoryview) -> None:
         os.close(descriptor)
 
 
+def fsync(path: Path) -> None:
+    """Make the content of a file durable. OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def fsync_directory(path: Path) -> None:
     """Make the names in a directory durable; a filesystem that cannot fsync directories is taken as it is."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -117,23 +126,42 @@ def make_directories(path: Path) -> None:
     fsync_directory(path.parent)
 
 
+def free_bytes(directory: Path) -> int:
+    """Return what this process may still write into ``directory``, quotas aside. OSError."""
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
+
+
 def require_space(directory: Path, needed_bytes: int) -> None:
     """Raise OSError(ENOSPC), in words, where ``directory`` has less than ``needed_bytes`` free."""
-    status = os.statvfs(directory)
-    free_bytes = status.f_bavail * status.f_frsize
-    if free_bytes < needed_bytes:
+    free = free_bytes(directory)
+    if free < needed_bytes:
         text = (
-            f"not enough space for a checkpoint: {free_bytes / 2**20:.1f} MiB free; expected at least "
+            f"not enough space for a checkpoint: {free / 2**20:.1f} MiB free; expected at least "
             f"{needed_bytes / 2**20:.1f} MiB. Free some space, keep fewer checkpoints, or save elsewhere"
         )
         raise OSError(errno.ENOSPC, text, str(directory))
 
 
 def make_temp(parent: Path) -> Path:
-    """Create a hidden directory of this process in ``parent``, readable by its owner only."""
+    """Create a hidden directory of this process in ``parent``; the umask decides who may read it."""
     path = parent / _hidden_name("tmp")
-    os.mkdir(path, 0o700)
+    os.mkdir(path)
     return path
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a place for a new file, which becomes ``path``, or replaces it, whole or not at all. OSError."""
+    make_directories(path.parent)
+    temp = make_temp(path.parent)
+    try:
+        yield temp / path.name
+        fsync(temp / path.name)
+        os.rename(temp / path.name, path)
+        fsync_directory(path.parent)
+    finally:
+        remove_quietly(temp)
 
 
 def publish(temp: Path, target: Path) -> None:

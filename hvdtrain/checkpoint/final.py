@@ -1,31 +1,105 @@
-"""The final weights of a model that is cut over ranks, as one file that no rank ever holds the content of.
+"""The final files of a run, and where they go on a full disk; the weights of a partitioned model as one file.
 
-Owns who sends what: each array comes from the lowest rank that has it, in pieces, and rank 0 writes each as it comes.
+Owns who sends what of a partitioned model: each array comes from the lowest rank that has it, in pieces, and rank 0
+writes each as it comes. What a whole model is written as is the backends'.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from hvdtrain.average import averaged
 from hvdtrain.checkpoint import weights
 from hvdtrain.checkpoint.adapters import Held
-from hvdtrain.checkpoint.contents import check_shards, held_by
+from hvdtrain.checkpoint.contents import check_finite, check_shards, held_by
 from hvdtrain.checkpoint.copies import view
+from hvdtrain.checkpoint.room import Room, is_full
 from hvdtrain.checkpoint.stream import Stream, head, in_order
 from hvdtrain.checkpoint.tensors import Spec, layout
 from hvdtrain.checkpoint.transfer import arriving
 from hvdtrain.cluster.exit import agreed
+from hvdtrain.errors import UserError
 from hvdtrain.faults.finite import trained
+from hvdtrain.outdir import kind_of
 from hvdtrain.protocols.state import Head, Shard
 from hvdtrain.run import Run
 
 NATIVE = {"torch": "model.pt", "tensorflow": "model.keras"}
 """What a whole model is written as besides, by framework."""
+
+
+def export(run: Run) -> list[str]:
+    """Write the final model under ``out/model`` on rank 0; return the file names there, on every rank. Collective.
+
+    On a full disk older checkpoints go for it, then the run waits, then the model is written under TMPDIR.
+    """
+    run.written.sync(run)
+    room, directory = Room(run), run.out / "model"
+    with averaged(run.average):
+        while True:
+            try:
+                return _export(run, directory)
+            except UserError as error:
+                if room.made(str(error)):
+                    continue
+                if is_full(str(error)):
+                    _elsewhere(run, error)
+                raise
+
+
+def _export(run: Run, directory: Path) -> list[str]:
+    parted = run.parts.layout is not None
+
+    def written() -> list[str]:
+        if run.control.rank != 0:
+            return []
+        if not parted:
+            check_finite(run.parts.state.state(view)[0]["model"], trained(run.parts))
+        with _room_for_the_model(run, directory):
+            directory.mkdir(parents=True, exist_ok=True)  # also where the run's directory was deleted meanwhile
+            return [] if parted else run.parts.state.export(directory)
+
+    names = run.control.bcast(agreed(run.control, written, "export"))
+    return write(run, directory, lambda: _room_for_the_model(run, directory)) if parted else names
+
+
+def _elsewhere(run: Run, error: UserError) -> None:
+    """Write the model under TMPDIR and raise `UserError` that tells where; return where that fails. Collective."""
+    target = Path()
+    if run.control.rank == 0:
+        with contextlib.suppress(OSError):
+            target = Path(tempfile.mkdtemp(prefix=f"{run.out.name}-model-"))
+    target = run.control.bcast(target)
+    if target == Path():
+        return
+    try:
+        names = _export(run, target)
+    except UserError:
+        if run.control.rank == 0:
+            shutil.rmtree(target, ignore_errors=True)
+        return
+    raise UserError(f"{error.got}; it was written to {target} ({', '.join(names)})", error.expected,
+                    f"copy it from {target}, which may be cleared, and free space").of_kind("disk")
+
+
+@contextlib.contextmanager
+def _room_for_the_model(run: Run, directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        at = run.state.cursor.step
+        saved = run.saver is not None and run.saver.spent.written == at
+        kept = f"the checkpoint of step {at} holds the weights" if saved else "no checkpoint holds the last weights"
+        raise UserError(f"the final model could not be written to {directory}: {error}", "a writable directory with "
+                        "room", f"free space; {kept}").of_kind(kind_of(error)) from None
 
 
 def write(run: Run, directory: Path, guarded: Callable[[], AbstractContextManager[None]]) -> list[str]:

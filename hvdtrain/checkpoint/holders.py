@@ -7,7 +7,7 @@ model, so that a checkpoint of any cut fits any other, and the whole model.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,9 @@ from hvdtrain.protocols.state import Head, Window
 _PLACE = re.compile(r"\d{5}(?=/)")
 """What stands before the path of a Keras variable: its place among those of the whole model."""
 
+WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
+"""Parts of names that wrappers of PyTorch (DataParallel, torch.compile) add; older checkpoints hold them."""
+
 Keys = dict[str, list[str]]
 """By group: a key for each array."""
 
@@ -27,6 +30,23 @@ def key(name: str) -> str:
     """Return what tells an array from the others of its group: of a Keras variable its place alone, which decides."""
     found = _PLACE.match(name)
     return found[0] if found else name
+
+
+def fitting(own: Iterable[str], kept: Iterable[str]) -> dict[str, str]:
+    """Return the own name of each name in ``kept`` that is an own one with other wrappers around it. Pure.
+
+    A name that is an own one, and one that could be several, stay as they are.
+
+    >>> fitting(["module.w", "b"], ["_orig_mod.module.w", "b"])
+    {'_orig_mod.module.w': 'module.w'}
+    """
+    own, kept = set(own), set(kept)
+    ways: dict[str, tuple[list[str], list[str]]] = {}
+    for side, names in enumerate((own - kept, kept - own)):
+        for name in sorted(names):
+            bare = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+            ways.setdefault(bare, ([], []))[side].append(name)
+    return {theirs[0]: ours[0] for ours, theirs in ways.values() if len(ours) == len(theirs) == 1}
 
 
 class Holders:
@@ -74,6 +94,14 @@ def holders_of(control: Control, state: ModelState, params: Collection[str]) -> 
 
 
 def _keys(state: ModelState) -> Keys:
-    groups: Mapping[str, Mapping[str, Any]]
+    return {group: [key(name) for name in arrays] for group, arrays in _named(state).items()}
+
+
+def model_names(state: ModelState) -> list[str]:
+    """Return what a checkpoint calls the tensors of this rank's model. Copies no array."""
+    return list(_named(state)["model"])
+
+
+def _named(state: ModelState) -> Mapping[str, Mapping[str, Any]]:
     groups, _ = state.state(lambda group, name, shape, dtype: Window(0, np.empty(0, dtype)))
-    return {group: [key(name) for name in arrays] for group, arrays in groups.items()}
+    return groups

@@ -29,6 +29,13 @@ class Group(Mapping[str, np.ndarray]):
     def __init__(self, name: str, tensors: Mapping[str, Tensor], places: Places) -> None:
         self.name, self._tensors, self._places = name, {key: tensors[key] for key in sorted(tensors)}, places
 
+    def called(self, names: Mapping[str, str]) -> Group:
+        """Return these arrays with other names; ``names``: those here by new names."""
+        new = {old: new for new, old in names.items()}
+        places = {(source, group, new.get(name, name) if group == self.name else name): place
+                  for (source, group, name), place in self._places.items()}
+        return Group(self.name, {new.get(name, name): tensor for name, tensor in self._tensors.items()}, places)
+
     def __len__(self) -> int:
         return len(self._tensors)
 
@@ -86,6 +93,11 @@ class Kept:
 
     def __init__(self, tensors: Mapping[str, Group], meta: Mapping[str, Any]) -> None:
         self.tensors, self.meta = tensors, meta
+
+    def called(self, names: Mapping[tuple[str, str], str]) -> Kept:
+        """Return this checkpoint with other names; ``names``: those here by (group, new name)."""
+        return Kept({name: group.called({new: old for (of, new), old in names.items() if of == name})
+                     for name, group in self.tensors.items()}, self.meta) if names else self
 
     def specs(self) -> dict[str, dict[str, Spec]]:
         """What arrays there are, by group and name."""

@@ -221,7 +221,7 @@ class Saving:
         rank, others = control.rank, range(1, control.size)
         order: Note = {}
         if rank == 0:
-            order = together.order(self._store, step, together.needed(shards, control.size))
+            order = together.order(self._store, step, together.needed(shards, control.size), say)
         if channel is None:
             order = control.bcast(order)
         elif rank == 0:

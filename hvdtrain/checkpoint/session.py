@@ -15,11 +15,14 @@ from typing import Any
 import numpy as np
 
 from hvdtrain import model_changes, run_length
+from hvdtrain.average import GROUP
 from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Kept, read_snapshot
 from hvdtrain.checkpoint.contents import held_by, json_able, parts_of, schedule_of
+from hvdtrain.checkpoint.holders import WRAPPERS, fitting, model_names
 from hvdtrain.checkpoint.saving import DIRECTORY, Saving
 from hvdtrain.checkpoint.snapshot import inspect
 from hvdtrain.checkpoint.transfer import fetch
+from hvdtrain.checkpoint.values import decode
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.config import Config, Schedule
 from hvdtrain.data.cursor import Cursor
@@ -30,6 +33,7 @@ from hvdtrain.pipeline.settings import cut_over_ranks
 from hvdtrain.pipeline.words import ranks_of
 from hvdtrain.protocols import Callback, Control
 from hvdtrain.protocols.state import Head, Want
+from hvdtrain.resolve import absolute
 from hvdtrain.run import Run
 
 MOST_NAMES = 8
@@ -90,7 +94,7 @@ def find(resume: str, out: Path | None, log: Callable[[str], None]) -> Kept | No
         if out is None or not (out / DIRECTORY).is_dir():
             return None
         return _newest_whole(out / DIRECTORY, log)
-    path = Path(resume)
+    path = absolute(resume)
     if not path.exists():
         raise UserError(f"there is no checkpoint {resume}", "the directory of a checkpoint or of a run",
                         "correct resume")
@@ -131,7 +135,7 @@ def restore(run: Run, kept: Kept | None) -> None:
     model_changes.resume(run, meta["step_rest"])
     shared, own = parts_of(run, held_by(run))
     rows = run.control.bcast([tuple(one) for group in kept.tensors.values() for one in group.heads()] if kept else [])
-    heads = [Head(*row) for row in rows]
+    kept_as, heads = _in_own_names(run, [Head(*row) for row in rows])
 
     def wants() -> list[Want]:
         if meta.get("framework") != run.spec.framework:
@@ -140,7 +144,8 @@ def restore(run: Run, kept: Kept | None) -> None:
         run_length.check_resumed(before, run.config.schedule, now)
         return [*shared.wants(heads), *(own.wants(heads) if alike else ())]
 
-    groups = fetch(run.control, kept, agreed(run.control, wants, "restore"), heads)
+    wanted = agreed(run.control, wants, "restore")
+    groups = fetch(run.control, None if kept is None else kept.called(kept_as), wanted, heads)
 
     def read(group: str) -> dict[str, np.ndarray]:
         return groups.get(group, {})
@@ -151,7 +156,7 @@ def restore(run: Run, kept: Kept | None) -> None:
         if meta["config"].get("loss_scale", run.config.loss_scale) != run.config.loss_scale:
             run.parts.scale.restart()
         for callback, state in _states(run, meta["callbacks"]):
-            callback.load_state_dict(state)
+            callback.load_state_dict(decode(state))
             callback.restored(run)
         if alike:
             return "; ".join(filter(None, (unfit, own.load(read, {}))))
@@ -171,6 +176,27 @@ def restore(run: Run, kept: Kept | None) -> None:
                  "the order of the data is another")
     _tell_changes(run, meta["config"])
     _tell_schedule(run, before, now)
+
+
+def _in_own_names(run: Run, heads: list[Head]) -> tuple[dict[tuple[str, str], str], list[Head]]:
+    """Return a checkpoint's names by (group, own name) where these differ, and ``heads`` by own names. Collective.
+
+    Checkpoints of before 2026-11 name the tensors of a model with its wrappers, such as torch.compile's.
+    """
+    def tensor(head: Head) -> str:
+        return head.name.rpartition("/")[0] if head.group == "optimizer" else head.name
+
+    named = [head for head in heads if head.group in ("model", "optimizer", GROUP)]
+    if run.spec.framework != "torch" or not any(WRAPPERS & set(tensor(head).split(".")) for head in named):
+        return {}, heads
+    params = [spec.name for spec in run.parts.params.specs]
+    rows = run.control.gather((model_names(run.parts.state), params))
+    own = {"model": {name for row, _ in rows for name in row}, "optimizer": {name for _, row in rows for name in row}}
+    own[GROUP] = own["optimizer"]
+    now = {group: fitting(own[group], {tensor(head) for head in named if head.group == group}) for group in own}
+    called = [head._replace(name=now[head.group][tensor(head)] + head.name.removeprefix(tensor(head)))
+              if tensor(head) in now.get(head.group, {}) else head for head in heads]
+    return {(one.group, one.name): head.name for one, head in zip(called, heads) if one != head}, called
 
 
 def _alike(meta: Mapping[str, Any], copies: list[list[int]], run: Run) -> tuple[bool, str]:
@@ -211,7 +237,7 @@ def _newest_meta(config: Config, name: str, control: Control) -> Mapping[str, An
     if control.rank:
         return {}
     with contextlib.suppress(CheckpointError, OSError, UserError, KeyError, ValueError):  # `find` says what is wrong
-        out = find_out(config, name) if config.resume == "auto" else Path(config.resume)
+        out = find_out(config, name) if config.resume == "auto" else absolute(config.resume)
         for root in () if out is None else (out, out / DIRECTORY):
             stored = CheckpointStore(root, 1).list()
             if stored:

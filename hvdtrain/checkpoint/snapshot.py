@@ -10,7 +10,7 @@ import hashlib
 import operator
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,12 +61,14 @@ class Snapshot:
             yield portable(name, self.tensors[group][name], group).reshape(-1).view(np.uint8).data
 
 
-def write_snapshot(directory: Path, content: Content, *, step: int = 0) -> Path:
+def write_snapshot(directory: Path, content: Content, *, step: int = 0,
+                   make_room: Callable[[int], None] | None = None) -> Path:
     """Write state as the checkpoint ``directory``, which appears, or is replaced, whole or not at all.
 
     Every file is fsynced, then their directory, which is renamed into place, then the parent. Raises OSError
     (disk full, I/O error, permission) with nothing left behind and an older checkpoint of that name kept;
-    CheckpointError for what cannot be stored and for a ``directory`` that is no checkpoint.
+    CheckpointError for what cannot be stored and for a ``directory`` that is no checkpoint. ``make_room``: is given the
+    bytes that are needed before any is written.
     """
     directory = Path(os.path.abspath(directory))
     step = _step(step)
@@ -75,7 +77,7 @@ def write_snapshot(directory: Path, content: Content, *, step: int = 0) -> Path:
     planned = {file_name(group): FileEntry(plan.size_bytes, "0" * 64) for group, plan in layouts.items()}
     manifest_bytes = len(encode(Manifest(step, planned, dict(content.meta))))
     sizes = [manifest_bytes, *(entry.size_bytes for entry in planned.values())]
-    temp = open_new(directory, sum(size + BLOCK_BYTES for size in sizes))
+    temp = open_new(directory, sum(size + BLOCK_BYTES for size in sizes), make_room)
     try:
         _fill(temp, content, step, layouts)
         files.publish(temp, directory)
@@ -85,10 +87,12 @@ def write_snapshot(directory: Path, content: Content, *, step: int = 0) -> Path:
     return directory
 
 
-def open_new(directory: Path, needed_bytes: int) -> Path:
+def open_new(directory: Path, needed_bytes: int, make_room: Callable[[int], None] | None = None) -> Path:
     """Make the hidden directory in which the checkpoint ``directory`` is written. OSError, CheckpointError."""
     _refuse_to_replace(directory)
     files.make_directories(directory.parent)
+    if make_room is not None:
+        make_room(needed_bytes)
     files.require_space(directory.parent, needed_bytes)
     return files.make_temp(directory.parent)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -70,9 +71,29 @@ class CheckpointStore:
         started over from an earlier one) and damaged or foreign directories are never removed.
         """
         self.begin()
-        saved = write_snapshot(self.path_of(step), content, step=step)
+        saved = write_snapshot(self.path_of(step), content, step=step,
+                               make_room=lambda needed_bytes: self.make_room(step, needed_bytes, log))
         self.saved(step, log)
         return saved
+
+    def make_room(self, step: int, needed_bytes: int, log: Log = silent) -> None:
+        """Remove checkpoints before ``step``, never the newest whole one, where that gives the room that is needed."""
+        whole = [stored for stored in self.list() if stored.step < step and self._looks_whole(stored.path)]
+        lacking = needed_bytes - files.free_bytes(self.root)
+        if lacking > sum(files.tree_bytes(stored.path) for stored in whole[:-1]):
+            return
+        while lacking > 0 and (path := self.drop_oldest(step)) is not None:
+            lacking = needed_bytes - files.free_bytes(self.root)
+            log(f"note: too little room for the checkpoint of step {step}: the oldest one, {path.name}, was removed")
+
+    def drop_oldest(self, before: int = sys.maxsize) -> Path | None:
+        """Remove the oldest whole checkpoint; return its path, None where it is the only one before a step. OSError."""
+        whole = [stored.path for stored in self.list() if stored.step < before and self._looks_whole(stored.path)]
+        if len(whole) < 2:
+            return None
+        self._inspected.pop(whole[0], None)
+        files.discard(whole[0])
+        return whole[0]
 
     def begin(self) -> None:
         """Clear up after writers that died, before a checkpoint is written."""

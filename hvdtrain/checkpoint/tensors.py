@@ -101,18 +101,20 @@ class Layout:
             yield memoryview(small)
 
 
-def layout(specs: Mapping[str, Spec], group: str, codes: Mapping[str, str] | None = None) -> Layout:
+def layout(specs: Mapping[str, Spec], group: str, codes: Mapping[str, str] | None = None,
+           metadata: Mapping[str, str] | None = None) -> Layout:
     """Plan the file of ``group``; CheckpointError for a name or a dtype that the file cannot hold exactly.
 
     ``codes``: the dtype that the file states for the arrays of these names, of the same size as theirs: bfloat16, which
-    numpy lacks, as the "BF16" that an array of uint16 holds the bits of.
+    numpy lacks, as the "BF16" that an array of uint16 holds the bits of. ``metadata``: further texts for the header.
     """
     codes = codes or {}
     for name, spec in specs.items():
         check(name, spec.dtype, group)
     # Widest first keeps every array aligned to its own item size.
     order = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
-    entries, offset = {}, 0
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
     for name in order:
         end = offset + specs[name].n_bytes
         entries[name] = {

@@ -16,7 +16,7 @@ from hvdtrain.checkpoint.contents import check_shards
 from hvdtrain.checkpoint.manifest import FileEntry
 from hvdtrain.checkpoint.sharded import Written, seal, sees, write_shard
 from hvdtrain.checkpoint.snapshot import BLOCK_BYTES, open_new
-from hvdtrain.checkpoint.store import CheckpointStore
+from hvdtrain.checkpoint.store import CheckpointStore, Log, silent
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.errors import UserError
 from hvdtrain.protocols import Control
@@ -51,12 +51,13 @@ def check_shared(control: Control, out: Path) -> None:
                         "choose such an --out, or set checkpoint.layout: gathered")
 
 
-def order(store: CheckpointStore, step: int, needed_bytes: int) -> Note:
+def order(store: CheckpointStore, step: int, needed_bytes: int, log: Log = silent) -> Note:
     """Make the directory that the ranks are to write into, or say why not; rank 0's part."""
     note: Note = {"step": step, "temp": "", "error": ""}
     try:
         store.begin()
-        note["temp"] = str(open_new(store.path_of(step), needed_bytes))
+        note["temp"] = str(open_new(store.path_of(step), needed_bytes,
+                                    lambda needed_bytes: store.make_room(step, needed_bytes, log)))
     except (OSError, UserError) as problem:
         note["error"] = str(problem)
     return note

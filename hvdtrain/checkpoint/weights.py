@@ -83,19 +83,15 @@ def _bytes(content: Content, place: str) -> bytes:
 
 def put(plan: Layout, blocks: Iterable[memoryview], target: Path) -> None:
     """Write weights as the file ``target``, which appears, or is replaced, whole or not at all. OSError."""
-    files.make_directories(target.parent)
-    temp = files.make_temp(target.parent)
-    try:
-        files.write_durably(temp / FILE, plan.pieces(blocks))
-        os.chmod(temp / FILE, 0o644)
-        os.rename(temp / FILE, target)
-        files.fsync_directory(target.parent)
-    finally:
-        files.remove_quietly(temp)
+    with files.replacing(target) as place:
+        files.write_durably(place, plan.pieces(blocks))
 
 
 def _torch(model: Mapping[str, Spec]) -> Named:
     places = {name.removesuffix(_BFLOAT16): name for name in model}
+    bare = {name: ".".join(part for part in name.split(".") if part != "_orig_mod") for name in places}
+    if len(set(bare.values())) == len(bare):  # a checkpoint of before 2026-11 has torch.compile's names
+        places = {bare[name]: place for name, place in places.items()}
     return places, {name: "BF16" for name, place in places.items() if place.endswith(_BFLOAT16)}
 
 

@@ -16,12 +16,15 @@ import numpy as np
 from hvdtrain.data.splits import SPLITS
 from hvdtrain.data.stream import Arrays, Stream
 from hvdtrain.errors import UserError, nearest
-from hvdtrain.resolve import load_callable
+from hvdtrain.resolve import absolute, load_callable
 from hvdtrain.slots import in_slot, load_slot
 
 SETS = "hvdtrain.data.sets"
 ENDINGS = (".npz", ".npy")
 """Endings of files that ``data.name`` may spell out; the set of that name gets the file as ``path``."""
+
+PATHS = ("root", "cache")
+"""Arguments of sets by name that are paths."""
 
 _NAMES = ("x", "y", "sample_weight")
 
@@ -151,13 +154,14 @@ def resolve(name: str, args: Mapping[str, Any], split: str, adapters: Sequence[A
                         "it to be left to the trainer",
                         "remove it from data.args")
     if ending:
-        return _call(load_slot(SETS, ending[1:], "data.name", "make"), f"a {ending} file", args, path=name, split=split)
+        return _call(load_slot(SETS, ending[1:], "data.name", "make"), f"a {ending} file", args, path=_path(name), split=split)
     if ":" not in name:
         known = in_slot(SETS, "make")
         if name not in known:
             raise UserError(f"data {name!r} is unknown",
                             nearest(name, [*known, *(f"FILE{e}" for e in ENDINGS), "module:callable"]),
                             "name one of these in data.name")
+        args = {key: _path(value) if key in PATHS else value for key, value in args.items()}
         return _call(load_slot(SETS, name, "data.name", "make"), name, args, split=split)
     function = load_callable(name, "data.name")
     takes_split = _takes(function, "split")
@@ -194,6 +198,11 @@ def interpret(obj: Any, split: str, adapters: Sequence[Adapter] = (), origin: st
     if split == "test" and (whole or obj is None):
         return None
     return _adapted(obj, adapters, origin)
+
+
+def _path(given: Any) -> Any:
+    """Return a path as an absolute one, since files may be read later; ``~`` and what is no path as given."""
+    return str(absolute(given)) if isinstance(given, str) and given and not given.startswith("~") else given
 
 
 def _ending(name: str) -> str:

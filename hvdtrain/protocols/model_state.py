@@ -157,7 +157,14 @@ class ModelState(Protocol):
         ...
 
     def export(self, directory: Path) -> list[str]:
-        """Write the final model in safetensors and the framework's native format; return the file names."""
+        """Write the final model in safetensors and the framework's native format; return the file names. OSError."""
+        ...
+
+    def try_export(self) -> str:
+        """Raise `UserError` for what `export` could not write; return what it will leave out and why, or "".
+
+        Cheap: writes nothing and copies no weights.
+        """
         ...
 
 

@@ -285,8 +285,8 @@ def test_checkpoints_by_rank_0s_clock(tmp_path, saved, monkeypatch, rank, steps)
 def test_a_checkpoint_that_fails_is_told_and_the_last_one_is_an_error(run, saved, capsys):
     saved.error = "disk full"
     callback = Checkpoint(CheckpointSettings(every_steps=4))
-    with pytest.raises(UserError, match="the last checkpoint could not be written: disk full"):
-        drive(run, callback)
+    drive(run, callback)
+    assert str(run.unsaved).startswith("the last checkpoint could not be written: disk full")  # the trainer raises it
     said = capsys.readouterr().out
     assert "step 4: checkpoint not written (disk full)" in said and saved.steps == [4, 8, 10]
     assert said.count("not written (") == 1 and "2 checkpoints could not be written, the last 2 in a row" in said

@@ -132,13 +132,18 @@ def test_saving_takes_no_second_copy_of_the_state(tmp_path):
     assert peak_bytes < array.nbytes / 4
 
 
-def test_files_are_for_the_owner_only_and_parents_are_made(tmp_path):
-    path = write_snapshot(tmp_path / "new" / "root" / "a", Snapshot({"model": {"w": np.ones(1)}}))
+@pytest.mark.parametrize("umask, file, folder", [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0o002, 0o664, 0o775)])
+def test_files_follow_the_umask_and_parents_are_made(tmp_path, umask, file, folder):
+    before = os.umask(umask)
+    try:
+        path = write_snapshot(tmp_path / "new" / "root" / "a", Snapshot({"model": {"w": np.ones(1)}}))
+    finally:
+        os.umask(before)
     assert {p.name: p.stat().st_mode & 0o777 for p in path.iterdir()} == {
-        "manifest.json": 0o600,
-        "model.safetensors": 0o600,
+        "manifest.json": file,
+        "model.safetensors": file,
     }
-    assert path.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o777 == folder
 
 
 @pytest.mark.parametrize(

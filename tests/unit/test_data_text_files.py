@@ -223,11 +223,11 @@ def test_a_tokenizer_json_of_this_machine(english):
     ({"root": "english.txt", "vocab": 300}, "the 256 of tokenizer bytes"),
     ({"root": "english.txt", "tokenizer": "their_tokens:letter"}, "did you mean 'letters'"),
     ({"root": "english.txt", "tokenizer": "their_tokens:without"}, "set data.args.vocab|Set data.args.vocab"),
-    ({"root": "english.txt", "tokenizer": "their_tokens:without", "vocab": 50}, "gave the number 1.. in english.txt"),
+    ({"root": "english.txt", "tokenizer": "their_tokens:without", "vocab": 50}, "gave the number 1.. in .*english.txt"),
     ({"root": "english.txt", "tokenizer": "their_tokens:negative", "vocab": 50}, "gave the number -1"),
     ({"root": "english.txt", "tokenizer": "their_tokens:words", "vocab": 50}, "a list of whole numbers"),
     ({"root": "english.txt", "tokenizer": "their_tokens:number", "vocab": 50}, "a list of whole numbers"),
-    ({"root": "english.txt", "mask_token": -2}, "mask_token"), ({"root": "english.txt", "test": "no"}, "test is no"),
+    ({"root": "english.txt", "mask_token": -2}, "mask_token"), ({"root": "english.txt", "test": "no"}, "test is .*no,"),
     ({"root": "english.txt", "test_fraction": 0}, "test_fraction"), ({"root": "english.txt", "mask": 3}, "'masked'"),
 ])
 def test_what_is_wrong_is_one_clear_error(english, theirs, args, words):

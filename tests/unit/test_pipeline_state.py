@@ -164,11 +164,12 @@ def test_final_weights_that_find_no_room_end_every_rank_in_words(tmp_path: Path,
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(weights, "put", full)
+    monkeypatch.setattr("hvdtrain.checkpoint.room.WAITS_S", ())
     said: list[str] = []
 
     def work(run: Any) -> None:
         fitted(run)
-        with pytest.raises(UserError, match="the final model could not be written: .*No space left") as error:
+        with pytest.raises(UserError, match="the final model could not be written to .*No space left") as error:
             trainer.export(run)
         said.append(str(error.value))
 

@@ -12,6 +12,8 @@ import numpy as np
 from hvdtrain import rng
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.backends.numpy.params import Sgd
+from hvdtrain.checkpoint import weights
+from hvdtrain.checkpoint.tensors import Layout, Spec, layout
 from hvdtrain.exchange.transport import Transport
 from hvdtrain.pairs import Totals, means
 from hvdtrain.protocols import Batch, Writable
@@ -164,7 +166,15 @@ class State:
 
     def export(self, directory: Path) -> list[str]:
         """Write model.safetensors."""
-        from safetensors.numpy import save_file
+        plan = self._plan()
+        weights.put(plan, (self._model.params[name].reshape(-1).view(np.uint8).data for name in plan.names),
+                    Path(directory) / weights.FILE)
+        return [weights.FILE]
 
-        save_file(self._model.params, str(Path(directory) / "model.safetensors"))
-        return ["model.safetensors"]
+    def try_export(self) -> str:
+        """Return "": all arrays can be written."""
+        self._plan()
+        return ""
+
+    def _plan(self) -> Layout:
+        return layout({name: Spec(p.dtype, p.shape) for name, p in self._model.params.items()}, "model")

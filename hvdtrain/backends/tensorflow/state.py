@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,10 @@ import tensorflow as tf
 
 from hvdtrain import rng
 from hvdtrain.backends.tensorflow.transforms.precision import own_types
+from hvdtrain.checkpoint import weights
+from hvdtrain.checkpoint.tensors import Layout, Spec, layout
 from hvdtrain.errors import UserError
+from hvdtrain.keras import final_files
 from hvdtrain.precision.scaler import LossScale
 from hvdtrain.protocols.state import Head, Place, Shard, Window
 
@@ -280,6 +282,12 @@ class ModelState:
         with self.final(), own_types(self._model):
             return _write(self._model, Path(directory))
 
+    def try_export(self) -> str:
+        """Raise `UserError` for a variable that no file can hold; return what Keras cannot write, or ""."""
+        with own_types(self._model):
+            _planned(self._model)
+            return final_files.left_out(self._model)
+
     @contextlib.contextmanager
     def final(self) -> Iterator[None]:
         """Have the averaged weights in the body, with use_ema; not where the final weights are in the model already."""
@@ -296,22 +304,24 @@ class ModelState:
 
 
 def _write(model: keras.Model, directory: Path) -> list[str]:
-    from safetensors.numpy import save_file
+    plan, variables = _planned(model)
+    blocks = (np.ascontiguousarray(view(variables[name])).reshape(-1).view(np.uint8).data for name in plan.names)
+    weights.put(plan, blocks, directory / weights.FILE)
+    return [weights.FILE, *final_files.write(model, directory)]
 
-    tensors: dict[str, np.ndarray] = {}
+
+def _planned(model: keras.Model) -> tuple[Layout, dict[str, Any]]:
+    """Return the file model.safetensors, and its variables by name. `CheckpointError` for what no file can hold."""
+    named: dict[str, Any] = {}
+    codes: dict[str, str] = {}
+    specs: dict[str, Spec] = {}
     for variable in model.weights:
         name, n = variable.path, 1
-        while name in tensors:
+        while name in named:
             name, n = f"{variable.path}#{n}", n + 1
-        tensors[name] = np.asarray(variable.value.numpy(), order="C")
-    save_file(tensors, str(directory / "model.safetensors"))
-    whole, only_weights = directory / "model.keras", directory / "model.weights.h5"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            model.save(whole)
-            return ["model.safetensors", whole.name]
-        except (NotImplementedError, TypeError, ValueError):
-            whole.unlink(missing_ok=True)
-            model.save_weights(only_weights)
-            return ["model.safetensors", only_weights.name]
+        dtype = tf.as_dtype(variable.dtype)
+        named[name] = variable
+        codes |= {name: "BF16"} if dtype == tf.bfloat16 else {}
+        specs[name] = Spec(np.dtype(np.uint16 if dtype == tf.bfloat16 else dtype.as_numpy_dtype),
+                           tuple(variable.shape))
+    return layout(specs, "model", codes), named

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from hvdtrain.backends.torch import names
 from hvdtrain.errors import UserError
 
 
@@ -16,6 +17,7 @@ def check_model(model: torch.nn.Module) -> None:
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
             raise UserError(f"{type(module).__name__} {name!r} gives sparse gradients",
                             "dense gradients, which the exchange sums", "build it with sparse=False")
+    names.check(model)
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
             owner = name.rpartition(".")[0] or type(model).__name__
@@ -30,7 +32,7 @@ def made_of(model: torch.nn.Module) -> list[str]:
         return f"{kind} {name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
     parameters = [line("parameter" if p.requires_grad else "frozen parameter", n, p)
-                  for n, p in model.named_parameters()]
+                  for n, p in names.named_parameters(model)]
     return parameters + [line("buffer", n, b) for n, b in model.named_buffers()]
 
 

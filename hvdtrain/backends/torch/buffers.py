@@ -24,6 +24,7 @@ from hvdtrain.backends.torch.entries import (
     mark_written,
     put_back_buffers,
 )
+from hvdtrain.backends.torch.names import Plain
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.transport import Transport
 from hvdtrain.exchange.written import combine
@@ -119,6 +120,11 @@ class Buffers:
                 renormalised = getattr(module, "max_norm", None) is not None  # torch.nn.Embedding
                 if param is not None and (renormalised or not param.requires_grad) and shared not in self._fixed:
                     self._fixed.append(shared)
+
+        plain = Plain(model)
+        for place in (*self._own, *self._fixed):  # a model may declare them without the names of wrappers
+            if plain(place.name) != place.name:
+                self._aliases.setdefault(plain(place.name), place.name)
 
     def _place(self, number: int, key: str) -> Place:
         """Return where the buffer ``key`` of a module stands."""

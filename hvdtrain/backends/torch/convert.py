@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hvdtrain.backends.torch import placement, state
+from hvdtrain.backends.torch import export, names, placement, state
 from hvdtrain.backends.torch.modes import modes_kept
 from hvdtrain.convert import rule as rules
 from hvdtrain.convert.layers import Layer, Model, Weight
@@ -36,7 +36,7 @@ def describe(model: nn.Module) -> Model:
     layers: list[Layer] = []
     seen: set[int] = set()
     inside: tuple[str, ...] = ()
-    kept = set(model.state_dict())
+    kept, plain = set(model.state_dict()), names.Plain(model)
     for name, module in model.named_modules():
         if any(name.startswith(f"{whole}.") or not whole for whole in inside):
             continue
@@ -50,7 +50,7 @@ def describe(model: nn.Module) -> Model:
                 continue
             seen.add(id(tensor))
             dtype = str(tensor.dtype).removeprefix(_SHORT)
-            weights[role] = Weight(full, tuple(tensor.shape), dtype, bool(tensor.requires_grad))
+            weights[role] = Weight(plain(full), tuple(tensor.shape), dtype, bool(tensor.requires_grad))
         if weights:
             # Of a Linear that shares its weight (an output tied to an embedding) a bias is left, as of any layer's own.
             kind = "own" if isinstance(module, nn.Linear) and "weight" not in weights else _kind(module)
@@ -98,7 +98,7 @@ def _facts(module: Any) -> dict[str, float]:
 def arrays(model: nn.Module) -> dict[str, np.ndarray]:
     """Every weight by name, a shared one by its first; bfloat16 as its bits."""
     first: dict[int, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in names.state_dict(model, keep_vars=True).items():
         first.setdefault(id(tensor), name)
     found = {name.removesuffix(state._BFLOAT16): a for name, a in state.model_arrays(model).items()}
     return {name: found[name] for name in first.values() if not name.endswith("num_batches_tracked")}
@@ -106,7 +106,7 @@ def arrays(model: nn.Module) -> dict[str, np.ndarray]:
 
 def assign(model: nn.Module, given: dict[str, np.ndarray]) -> None:
     """Copy arrays of `arrays`' form into the model."""
-    own = model.state_dict()
+    own = names.state_dict(model)
     for name, array in given.items():
         tensor = torch.from_numpy(np.array(array, copy=True))
         if own[name].dtype == torch.bfloat16:
@@ -159,11 +159,9 @@ def read_file(model: nn.Module, path: Path) -> None:
 def write_file(model: nn.Module, path: Path) -> None:
     """Write model.safetensors or a state_dict, by the file's ending."""
     if path.suffix == ".safetensors":
-        from safetensors.torch import save_model
-
-        save_model(model, str(path))
+        export.write_safetensors(model, path)
     else:
-        torch.save({n: t.detach().cpu() for n, t in model.state_dict().items()}, path)
+        export.write_state_dict(model, path)
 
 
 def own_optimizer(parts: Any) -> torch.optim.Optimizer:

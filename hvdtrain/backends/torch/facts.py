@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hvdtrain.backends.torch.names import Plain, named_parameters
 from hvdtrain.backends.torch.optimizer import TorchOptimizer
 from hvdtrain.backends.torch.params import TorchParams
 from hvdtrain.backends.torch.state import TorchState
+from hvdtrain.checkpoint.holders import fitting
 from hvdtrain.errors import UserError
 
 TRAINED, FROZEN = "is trained from now on", "is frozen"
@@ -61,10 +63,10 @@ class TorchFacts:
     def renew(self) -> None:
         """Take the model as it is now for unchanged."""
         self._last = self._look()
-        self._params_by = {name: id(p) for name, p in self._model.named_parameters()}
+        self._params_by = {name: id(p) for name, p in named_parameters(self._model)}
         self._modules_by = {name: id(module) for name, module in self._model.named_modules()}
         known = set(self._params.names)
-        self._frozen = [(name, p) for name, p in self._model.named_parameters() if name not in known]
+        self._frozen = [(name, p) for name, p in named_parameters(self._model) if name not in known]
         self._with_buffers = {path for path, module in self._model.named_modules()
                               if next(module.buffers(recurse=False), None) is not None}
 
@@ -103,7 +105,7 @@ class TorchFacts:
                             "the parameters, buffers and layers that the run began with (requires_grad and modes may "
                             "change at any step)",
                             "build the model with all layers and set requires_grad, or begin another run")
-        return self.take_in([name for name, p in self._model.named_parameters() if p.requires_grad])
+        return self.take_in([name for name, p in named_parameters(self._model) if p.requires_grad])
 
     def late(self) -> str:
         """Return the name of a parameter that the run does not train and that has a gradient now, or ""."""
@@ -131,11 +133,12 @@ class TorchFacts:
 
     def saved(self) -> dict[str, Any]:
         """Return how the model differs from what its user built, JSON-able; {} where it does not."""
-        live, known = dict(self._model.named_parameters()), set(self._params.names)
+        live, known = dict(named_parameters(self._model)), set(self._params.names)
         coming = [name for name, p in live.items() if p.requires_grad and name not in known]
+        plain = Plain(self._model)
         found = {"unfrozen": [*self._unfrozen, *([coming] if coming else [])],
                  "frozen": [name for name in self._params.names if name in live and not live[name].requires_grad],
-                 "modes": {name: module.training for name, module in self._model.named_modules()
+                 "modes": {plain(name): module.training for name, module in self._model.named_modules()
                            if self._built_modes.get(name, module.training) != module.training}}
         return {"model_facts": found} if any(found.values()) else {}
 
@@ -143,15 +146,19 @@ class TorchFacts:
         """Bring the model to what `saved` gave; return lists of names to `take_in` one after another, as that run did.
         """
         found = rest.get("model_facts", {})
-        live, modules = dict(self._model.named_parameters()), dict(self._model.named_modules())
-        batches = [[name for name in names if name in live] for names in found.get("unfrozen", [])]
-        for names, flag in [*((names, True) for names in batches), (found.get("frozen", []), False)]:
+        live, plain = dict(named_parameters(self._model)), Plain(self._model)
+        named, modes = list(self._model.named_modules()), found.get("modes", {})
+        known = fitting([plain(name) for name, _ in named], modes)
+        modes = {known.get(name, name): mode for name, mode in modes.items()}
+        lists = [*found.get("unfrozen", []), found.get("frozen", [])]
+        now = fitting(live, {name for names in lists for name in names})
+        *batches, frozen = [[now.get(name, name) for name in names if now.get(name, name) in live] for names in lists]
+        for names, flag in [*((names, True) for names in batches), (frozen, False)]:
             for name in names:
-                if name in live:
-                    live[name].requires_grad_(flag)
-        for name, mode in found.get("modes", {}).items():
-            if name in modules:
-                modules[name].training = bool(mode)
+                live[name].requires_grad_(flag)
+        for name, module in named:
+            if (mode := modes.get(plain(name))) is not None:
+                module.training = bool(mode)
         self.renew()
         return batches
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hvdtrain.backends.torch import by_name
+from hvdtrain.backends.torch.names import named_parameters
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.model import called
@@ -139,12 +140,12 @@ def given_by(spec: Any, config: Config) -> Given:
 
 def _named(model: torch.nn.Module) -> dict[int, str]:
     """Return the name of each parameter that is trained by its id; of a shared one the first."""
-    return {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    return {id(p): name for name, p in named_parameters(model) if p.requires_grad}
 
 
 def _frozen(groups: Sequence[Mapping[str, Any]], model: torch.nn.Module, first: int = 0) -> dict[str, int]:
     """Return the number of the group that each parameter is in which is not trained, by name, from ``first`` on."""
-    names = {id(p): name for name, p in model.named_parameters() if not p.requires_grad}
+    names = {id(p): name for name, p in named_parameters(model) if not p.requires_grad}
     return {names[id(p)]: number for number, group in enumerate(groups, first) for p in group["params"]
             if id(p) in names}
 

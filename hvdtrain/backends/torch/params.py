@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from hvdtrain.backends.torch import audit
+from hvdtrain.backends.torch.names import named_parameters
 from hvdtrain.backends.torch.optimizer import ELEMENTWISE, TorchOptimizer
 from hvdtrain.backends.torch.resuming import KERNELS
 from hvdtrain.backends.torch.slices import Slices, take_over
@@ -41,7 +42,7 @@ class TorchParams:
                  make: Make, whole: bool = True) -> None:
         self._model, self._make = model, make
         self._run_optimizer: TorchOptimizer | None = None
-        named = trainable(model) if whole else [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        named = trainable(model) if whole else [(n, p) for n, p in named_parameters(model) if p.requires_grad]
         self.names, self.tensors = [n for n, _ in named], [p for _, p in named]
         self._places, self._blocks = places, blocks
         self.specs = self._specs(named)
@@ -53,7 +54,7 @@ class TorchParams:
 
     def extend(self, names: Sequence[str]) -> None:
         """Add parameters of the model, by name, behind all others."""
-        live = dict(self._model.named_parameters())
+        live = dict(named_parameters(self._model))
         self.names += names
         self.tensors += [live[name] for name in names]
         self.specs += self._specs([(name, live[name]) for name in names])
@@ -130,7 +131,7 @@ class TorchParams:
 
 def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     """Return the parameters of ``model`` that are trained, by name; `UserError` where there is none."""
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    named = [(n, p) for n, p in named_parameters(model) if p.requires_grad]
     if not named:
         raise UserError("the model has no trainable parameter", "at least one with requires_grad", "unfreeze one")
     return named

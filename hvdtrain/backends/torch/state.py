@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from hvdtrain import rng
-from hvdtrain.backends.torch import resuming
+from hvdtrain.backends.torch import export, resuming
+from hvdtrain.backends.torch.names import load_state_dict, named_parameters, state_dict
 from hvdtrain.backends.torch.optimizer import TorchOptimizer, order_of, state_bytes
 from hvdtrain.errors import UserError
 from hvdtrain.precision.scaler import LossScale
@@ -71,12 +72,12 @@ def from_arrays(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 def model_arrays(model: torch.nn.Module, place: Place | None = None) -> dict[str, np.ndarray]:
     """Parameters and persistent buffers by name."""
-    return to_arrays(model.state_dict(), "model", place)
+    return to_arrays(state_dict(model), "model", place)
 
 
 def load_model(model: torch.nn.Module, arrays: dict[str, np.ndarray]) -> None:
     """Copy arrays into the model in place; `UserError` names the first that does not fit."""
-    own, saved = model.state_dict(), from_arrays(arrays)
+    own, saved = state_dict(model), from_arrays(arrays)
     check_names("model", own, saved)
     for name, tensor in own.items():
         if tensor.shape != saved[name].shape:
@@ -85,7 +86,7 @@ def load_model(model: torch.nn.Module, arrays: dict[str, np.ndarray]) -> None:
                 f"{tuple(tensor.shape)}, as in this model",
                 "resume with the model and model_args of that run",
             )
-    model.load_state_dict(saved)
+    load_state_dict(model, saved)
 
 
 def check_names(what: str, own: Any, got: Any) -> None:
@@ -191,7 +192,7 @@ class TorchState:
     def take(self, optimizer: Any, spans: Sequence[tuple[int, int]]) -> None:
         """Keep the state of ``optimizer``, a `TorchOptimizer` over ``spans`` of the parameters, from now on."""
         self.optimizer, self._spans = optimizer, list(spans)
-        shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+        shapes = {name: tuple(p.shape) for name, p in named_parameters(self.model)}
         self._shapes = {name: shapes[name] for name in self.names}
 
     def extend(self, names: Sequence[str], spans: Sequence[tuple[int, int]] | None) -> None:
@@ -253,9 +254,10 @@ class TorchState:
         return contextlib.nullcontext()
 
     def export(self, directory: Path) -> list[str]:
-        """Write model.safetensors and model.pt (a state_dict, for ``torch.load(..., weights_only=True)``)."""
-        from safetensors.torch import save_model
+        """Write model.safetensors and model.pt; return their names. OSError."""
+        return export.write(self.model, Path(directory))
 
-        save_model(self.model, str(Path(directory) / "model.safetensors"))
-        torch.save({n: t.detach().cpu() for n, t in self.model.state_dict().items()}, Path(directory) / "model.pt")
-        return ["model.safetensors", "model.pt"]
+    def try_export(self) -> str:
+        """Raise `UserError` for a tensor that no file can hold; return ""."""
+        export.plan_of(state_dict(self.model))
+        return ""

@@ -19,6 +19,7 @@ from hvdtrain.data.splits import held_out
 from hvdtrain.data.tokenizer import tokenizer_of
 from hvdtrain.data.tokens import kept, opened
 from hvdtrain.errors import UserError
+from hvdtrain.resolve import absolute
 
 ENDINGS = (".txt", ".text", ".md")
 IGNORED = -1
@@ -60,7 +61,7 @@ def _files(root: Any, key: str) -> tuple[list[bytes], Path]:
     """The files, sorted by the bytes of their paths, and the folder that they are in."""
     if not isinstance(root, (str, os.PathLike)) or not str(root):
         raise UserError(f"data.args.{key} is {root!r}", "a text file, or a folder of them", f"set data.args.{key}")
-    top = Path(root).expanduser()
+    top = absolute(Path(root).expanduser())
     if top.is_file():
         return [os.fsencode(top)], top.parent
     if not top.is_dir():

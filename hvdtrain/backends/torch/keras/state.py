@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,11 @@ import keras
 import numpy as np
 import torch
 
-from hvdtrain.backends.torch import resuming, state
+from hvdtrain.backends.torch import export, resuming, state
 from hvdtrain.backends.torch.keras.alone import without_tensorflow
 from hvdtrain.backends.torch.keras.optim import Adopted
+from hvdtrain.checkpoint import weights
+from hvdtrain.keras import final_files
 
 
 class KerasState(state.TorchState):
@@ -35,6 +36,11 @@ class KerasState(state.TorchState):
             groups = {**groups, "optimizer": kept[1]}
         super().load(groups, rest)
 
+    def try_export(self) -> str:
+        """Raise `UserError` for a tensor that no file can hold; return what Keras cannot write, or ""."""
+        with without_tensorflow():
+            return super().try_export() or final_files.left_out(self._keras_model)
+
     def export(self, directory: Path) -> list[str]:
         """Write model.safetensors and Keras' own file; return their names.
 
@@ -55,19 +61,9 @@ class KerasState(state.TorchState):
 
 
 def _write(module: torch.nn.Module, model: keras.Model, directory: Path) -> list[str]:
-    from safetensors.torch import save_model
-
-    save_model(module, str(directory / "model.safetensors"))
-    whole, only_weights = directory / "model.keras", directory / "model.weights.h5"
-    with warnings.catch_warnings(), without_tensorflow():
-        warnings.simplefilter("ignore")
-        try:
-            model.save(whole)
-            return ["model.safetensors", whole.name]
-        except (NotImplementedError, TypeError, ValueError):
-            whole.unlink(missing_ok=True)
-            model.save_weights(only_weights)
-            return ["model.safetensors", only_weights.name]
+    export.write_safetensors(module, directory / weights.FILE)
+    with without_tensorflow():
+        return [weights.FILE, *final_files.write(model, directory)]
 
 
 def _slot(name: str) -> str:

@@ -162,13 +162,32 @@ LISTENS = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_sigterm_saves_and_ends_with_75(supervisor, tmp_path, number):
-    one, said = supervisor(LISTENS)
-    with ended_by(tmp_path / "run" / "up", number):
-        assert one.run() == 75
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 75), (signal.SIGUSR2, 75), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_ends_with_its_status(supervisor, tmp_path, number, status):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    try:
+        one, said = supervisor(LISTENS)
+        with ended_by(tmp_path / "run" / "up", number):
+            assert one.run() == status
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (tmp_path / "run" / "attempts" / "001" / causes.REQUEUE).exists()
-    assert "asked to end" in "\n".join(said)
+    assert "asked to end" in "\n".join(said) and history.read(tmp_path / "run")[0]["cause"] == "requeue"
+
+
+def test_a_second_interrupt_does_not_wait_for_the_save(supervisor, tmp_path):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        one, _ = supervisor("""
+            signal.signal(signal.SIGUSR2, lambda *a: (out / "again").touch())
+            (out / "up").touch()
+            time.sleep(60)
+        """)
+        with ended_by(tmp_path / "run" / "up", signal.SIGINT), ended_by(tmp_path / "run" / "again", signal.SIGINT):
+            assert one.run() == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert history.read(tmp_path / "run")[0]["cause"] == "interrupted"
 
 
 AFTER_FIT = "complete(); (out / 'up').touch(); time.sleep(1.5); (out / 'scores').touch(); causes.leave('done', '')"

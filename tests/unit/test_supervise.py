@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.config import Config, DataParallel
+from hvdtrain.config import Config, DataParallel, Rebalance
 from hvdtrain.faults import causes, pulse
 from hvdtrain.faults.supervisor import Candidate
 from hvdtrain.launch import history
@@ -354,6 +354,9 @@ def test_the_words_of_an_attempt(tmp_path):
     zero = Job(("train",), tmp_path, Config(data_parallel=DataParallel("zero", 2, [3, 0])), two)
     assert zero.attempt(2, (Host("a", 2),), 0)[-2:] == ("--data_parallel.shards", "[3, 3]")
     assert zero.attempt(2, one, 0)[-2:] == ("--data_parallel.shards", "[1]"), "somebody has to own the state"
+    every = Config(emulate_speed=[1, 0.5], peak_tflops=[300, 2], rebalance=Rebalance(max_micro_batch=[8, 4]))
+    assert Job(("train",), tmp_path, every, two).attempt(2, one, 0)[5:] == (
+        "--rebalance.max_micro_batch", "[4]", "--emulate_speed", "[0.5]", "--peak_tflops", "[2]")
     (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
     (tmp_path / "checkpoints" / ".step-00000009.x").mkdir(parents=True)
     assert job.checkpoint() == 7 and job.attempt(2, two, 0)[-2:] == ("--resume", "auto")

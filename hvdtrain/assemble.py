@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import (backends, data_parallel, first_sample, placed, reports, rng, run_length, trackers, transforms,
-                      unused)
+from hvdtrain import (backends, data_parallel, first_sample, placed, reports, rng, run_length, schema, trackers,
+                      transforms, unused)
 from hvdtrain.alike import check_parts
 from hvdtrain.balance.emulate import Slowed
 from hvdtrain.callbacks.order import in_order
@@ -262,10 +262,8 @@ def _check_world(config: Config, control: Control) -> None:
         raise UserError(f"shares has {len(config.shares)} entries for {copies} "
                         + ("ranks" if copies == control.size else "copies of the model"),
                         "one per " + ("rank" if copies == control.size else "copy"), f"give {copies} numbers")
-    for name, given in (("emulate_speed", config.emulate_speed),
-                        ("peak_tflops", config.peak_tflops),
-                        ("rebalance.max_micro_batch", config.rebalance.max_micro_batch)):
-        if given and not isinstance(given, Mapping) and len(given) != control.size:
+    for name, given in schema.per_rank(config).items():
+        if name != "shares" and isinstance(given, (list, tuple)) and given and len(given) != control.size:
             raise UserError(f"{name} has {len(given)} entries for {control.size} ranks", "one per rank",
                             f"give {control.size} numbers")
 

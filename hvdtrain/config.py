@@ -64,14 +64,14 @@ class Config:
         "samples of one step over all ranks; the curve depends on this, not on the ranks")
     shares: list[float] | dict[str, float] = _key(
         [], "", "relative part of the batch for each rank, such as [3, 1], or for each rank of a host or kind of "
-        "device, such as fast=3,old=1 (a mapping in a file), which holds for any ranks; empty: equal")
+        "device, such as fast=3,old=1 (a mapping in a file), which holds for any ranks; empty: equal", per_rank=True)
     balance: Literal["off", "static", "auto"] = _key(
         "off", "", "off: equal parts, or shares; static: the parts that a probe of all ranks at the start "
         "asks for; auto: also made anew while training, when speeds change")
     rebalance: Rebalance = _key(Rebalance(), "", "")
     emulate_speed: list[float] = _key(
         [], "factor", "for tests: ranks' speeds as parts of their own, such as [1, 0.4]; below 1 a rank's computing "
-        "is stretched by waiting")
+        "is stretched by waiting", per_rank=True)
     accumulate: int = _key(1, "micro-batches", "micro-batches each rank cuts its part into")
     micro_batch: int | Literal["auto"] = _key(
         0, "samples", "largest micro-batch; more are made where a part exceeds it; 0: no limit; auto: the largest that "
@@ -88,7 +88,7 @@ class Config:
         "channels_last on real batches at the start, and keep what is fastest")
     peak_tflops: list[float] | dict[str, float] = _key(
         [], "TFLOPS", "what a device could compute a second in the type that the run multiplies in, by rank, or by "
-        "host or device such as A100=312, for its utilisation (MFU); empty: by the table of devices")
+        "host or device such as A100=312, for its utilisation (MFU); empty: by the table of devices", per_rank=True)
     seed: int = _key(0, "", "seeds the data order, the initial weights and the ranks' random generators")
     lr: float = _key(2e-3, "", "base learning rate")
     optimizer: Named = _key(
@@ -110,7 +110,7 @@ class Config:
     precision: dict[str, str] | str = _key(
         "fp32", "", "what ranks compute in: fp32 (the model's own types), bf16, fp16 (with loss scaling), auto (by "
         "what each rank's device does well), one for each rank such as bf16:fp32, or by host or device such as "
-        "cpu=fp32,H200=bf16 (a mapping in a file); parameters and gradients keep their types")
+        "cpu=fp32,H200=bf16 (a mapping in a file); parameters and gradients keep their types", per_rank=True)
     loss_scale: float = _key(65536.0, "factor", "first loss scale of ranks that compute in fp16, a power of two")
     model_parallel: int = _key(
         1, "devices", "devices of each rank that the model's named blocks are split over, in contiguous parts")

@@ -49,6 +49,10 @@ def through_trace(error: UserError) -> UserError:
     return error
 
 
+class Interrupted(KeyboardInterrupt):
+    """A SIGINT (Ctrl-C) ended a fit on all ranks, after the run was saved; the message says where it is."""
+
+
 class ExitCalled(RuntimeError):
     """A callable of the user's called ``sys.exit()`` in the middle of a run; the message names it."""
 

@@ -67,7 +67,9 @@ class State:
     met: bool = True
     words: list[Word] = field(default_factory=list)
     requeue: bool = False
-    """Whether the ranks have agreed to save and to end with status 75, for another job to go on."""
+    """Whether the ranks have agreed to save and to end before the last step, for a later run to resume."""
+    interrupted: bool = False
+    """Whether they have agreed to that because of a SIGINT: the status is 130 then, else 75."""
     told: list[Word] = field(default_factory=list)
     """What the ranks told each other at the latest vote, by rank, while TOLD is emitted; else empty."""
 

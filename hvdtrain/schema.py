@@ -24,13 +24,17 @@ _NUMBERS = {int: numbers.Integral, float: numbers.Real}
 
 @dataclass(frozen=True)
 class Key:
-    """One key: dotted ``name``, type ``hint``, ``default``, ``unit`` ("" if it has none) and meaning ``doc``."""
+    """One key: dotted ``name``, type ``hint``, ``default``, ``unit`` ("" if it has none) and meaning ``doc``.
+
+    ``per_rank``: its value may be a list, or a text with colons, of one entry for each rank.
+    """
 
     name: str
     hint: Any
     default: Any
     unit: str
     doc: str
+    per_rank: bool = False
 
 
 def keys(cls: type, prefix: str = "") -> list[Key]:
@@ -43,8 +47,15 @@ def keys(cls: type, prefix: str = "") -> list[Key]:
         else:
             make: Any = f.default_factory
             default = make() if f.default is dataclasses.MISSING else f.default
-            out.append(Key(name, hint, default, f.metadata.get("unit", ""), f.metadata.get("doc", "")))
+            meta = f.metadata
+            out.append(Key(name, hint, default, meta.get("unit", ""), meta.get("doc", ""), meta.get("per_rank", False)))
     return out
+
+
+def per_rank(config: Any) -> dict[str, Any]:
+    """Return the values of the dataclass instance ``config`` whose keys may hold an entry for each rank, by name."""
+    names = {key.name for key in keys(type(config)) if key.per_rank}
+    return {name: value for name, value in leaves(config) if name in names}
 
 
 def by_name(hint: Any) -> bool:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 
-def key(default: Any, unit: str, doc: str) -> Any:
-    """A field with its unit and meaning, for docs/config.md."""
-    meta = {"unit": unit, "doc": doc}
+def key(default: Any, unit: str, doc: str, per_rank: bool = False) -> Any:
+    """A field with its unit and meaning, for docs/config.md. ``per_rank``: may hold a value for each rank."""
+    meta = {"unit": unit, "doc": doc, "per_rank": per_rank}
     if isinstance(default, (dict, list)):
         return field(default_factory=lambda: type(default)(default), metadata=meta)
     if dataclasses.is_dataclass(default):  # its own copy for each, since its args can be written to
@@ -98,7 +98,7 @@ class DataParallel:
         "little as the memory plan says is needed, which may be nothing")
     shards: list[float] = key(
         [], "", "of zero, relative part of the state for each rank, such as [3, 1]; empty: by the memory that each "
-        "rank has free")
+        "rank has free", per_rank=True)
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Rebalance:
                             "measurement confirms it")
     max_micro_batch: list[int] | dict[str, int] = key(
         [], "samples", "largest micro-batch that the memory of each rank holds, one number per rank or by host or "
-        "device such as H200=512,old=64, 0 for no limit; empty: found by the probe")
+        "device such as H200=512,old=64, 0 for no limit; empty: found by the probe", per_rank=True)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from hvdtrain.config import Config
 from hvdtrain.ends import page
 from hvdtrain.ends.words import failure
 from hvdtrain.data.workers.worker import refuse_inside
-from hvdtrain.errors import UserError, nearest
+from hvdtrain.errors import Interrupted, UserError, nearest
 from hvdtrain.faults import causes, pulse
 from hvdtrain.outdir import kind_of, write_completed
 from hvdtrain.progress import silence
@@ -121,7 +121,8 @@ class Trainer:
 
         ``callbacks``: hvdtrain's, and for a Keras model Keras' (`hvdtrain.keras.bridge`); the same on every rank.
         ``class_weight``: class number -> what its samples' loss is multiplied by, as in `keras.Model.fit`.
-        After a fit that ended for a requeue, another call without arguments continues where that one ended.
+        After a fit that ended for a requeue, another call without arguments continues where that one ended; also after
+        Ctrl-C, which saves, ends the fit on all ranks and raises `hvdtrain.errors.Interrupted`, a KeyboardInterrupt.
         """
         if self._evaluates_only:
             raise UserError("this Trainer was made by evaluate(data) and has no training data",
@@ -135,7 +136,10 @@ class Trainer:
         pulse.at("the script, after fit")
         s = run.state
         if s.requeue:
-            causes.leave("requeue", s.stop, step=s.cursor.step)
+            causes.leave("interrupted" if s.interrupted else "requeue", s.stop, step=s.cursor.step)
+        if s.interrupted:
+            where = f"saved at step {s.cursor.step} in {run.out}" if s.cursor.step else "before the first step"
+            raise Interrupted(f"interrupted: {where}; --resume auto, or fit() of this Trainer, continues the run")
         history = next((dict(c.history) for c in run.callbacks if isinstance(c, History)), {})
         return Result(s.cursor.step, s.last_loss, dict(s.metrics), run.phases.samples_per_s(), run.out, s.stop, history,
                       s.requeue, s.metrics_at)
@@ -225,7 +229,8 @@ class Trainer:
 def _continue(run: Run) -> None:
     """Let the next fit train from where the last one stopped for a requeue."""
     state = run.state
-    state.requeue, state.save_due, state.wants_save, state.stop, state.wants_stop = False, False, False, "", ""
+    state.requeue, state.interrupted, state.save_due, state.wants_save = False, False, False, False
+    state.stop, state.wants_stop = "", ""
     causes.withdraw()
     for callback in run.callbacks:
         getattr(callback, "continued", _nothing)(run)

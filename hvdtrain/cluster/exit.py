@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from hvdtrain.cluster.control import MpiControl, flush_streams
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.launcher import LaunchFacts
-from hvdtrain.errors import EXIT_USER_ERROR, ExitCalled, UserError, WaitTimeout
+from hvdtrain.errors import EXIT_USER_ERROR, ExitCalled, Interrupted, UserError, WaitTimeout
 from hvdtrain.faults import causes, pulse
 from hvdtrain.protocols import Control
 
@@ -73,10 +73,16 @@ def run_guarded(main: Callable[[], int | None], facts: LaunchFacts) -> int:
         return _leave("", EXIT_CRASH, facts)
     except BaseException as error:  # noqa: BLE001  (this is where every exception ends)
         return end(error, facts)
-    if status == EXIT_REQUEUE and threading.current_thread() is threading.main_thread():
-        # A launcher ends the others as soon as one has left with a status: theirs must stay this one.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if status == EXIT_REQUEUE:
+        _keep_status()
     return _leave("", status, facts)
+
+
+def _keep_status() -> None:
+    """Ignore SIGTERM: a launcher ends the others as soon as one has left with a status, and theirs must stay this one.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def install_hooks(facts: LaunchFacts) -> None:
@@ -90,7 +96,7 @@ def install_hooks(facts: LaunchFacts) -> None:
     usual, usual_thread = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        if facts.kind == "solo" and not isinstance(error, (UserError, ExitCalled)):
+        if facts.kind == "solo" and not isinstance(error, (UserError, ExitCalled, Interrupted)):
             causes.leave_error(error)
             usual(kind, error, tb)
             return
@@ -120,6 +126,10 @@ def end(error: BaseException, facts: LaunchFacts) -> int:
         return _leave(str(error.code), EXIT_CRASH, facts)
     if isinstance(error, ExitCalled):
         return _exit_called(error, facts)
+    if isinstance(error, Interrupted):  # on all ranks, which leave together
+        if facts.kind != "solo":
+            _keep_status()
+        return _leave(str(error), EXIT_INTERRUPTED, facts)
     if isinstance(error, KeyboardInterrupt):
         return _abort(f"{_who(facts)}: interrupted", EXIT_INTERRUPTED)
     return _crash(error, facts)

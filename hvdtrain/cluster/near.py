@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import mmap
 import os
 import resource
@@ -257,19 +258,25 @@ class Coming:
 
 
 class NearCarrier:
-    """Messages among ``ranks`` of one host, known by their rank in the job; see `make`."""
+    """Messages among ``ranks`` of one host, known by their rank in the job; see `make`.
+
+    ``free``: closes what is open. It also runs when the last reference is gone: a `Trainer` may evaluate after its fit,
+    so that nothing but its own end says that its pipeline needs them no more.
+    """
 
     def __init__(self, host: Any, memory: mmap.mmap, bells: Bells, ranks: Sequence[int], timeout_s: float) -> None:
         self.ranks, self.bells, self.timeout_s = list(ranks), bells, timeout_s
         self._own, self._node = host.Get_rank(), socket.gethostname()
         n = len(self.ranks)
         lanes = np.frombuffer(memory, np.int64, n * n * TAGS * _LANE).reshape(n, n, TAGS, _LANE)
-        self._numbers = 0
+        number = itertools.count(1).__next__
         mapped: dict[tuple[int, int], mmap.mmap] = {}
-        self._sending = {(i, tag): _Sending(lanes[self._own, i, tag], self._number)
+        self._sending = {(i, tag): _Sending(lanes[self._own, i, tag], number)
                          for i in range(n) for tag in range(TAGS)}
         self._taking = {(i, tag): _Taking(lanes[i, self._own, tag], self.ranks[i], bells.pids[i], mapped)
                         for i in range(n) for tag in range(TAGS)}
+        self.free = weakref.finalize(self, _close, list(self._sending.values()), bells)
+        self.free.atexit = False  # a process that ends closes its files itself
 
     @classmethod
     def make(cls, host: Any, rank: int, timeout_s: float) -> NearCarrier | None:
@@ -314,12 +321,8 @@ class NearCarrier:
                                       f"{pulse.missing()}".rstrip())
                 self.bells.sleep(LONGEST_S)
 
-    def free(self) -> None:
-        """Close what is open."""
-        for sending in self._sending.values():
-            sending.close()
-        self.bells.close()
 
-    def _number(self) -> int:
-        self._numbers += 1
-        return self._numbers
+def _close(sending: list[_Sending], bells: Bells) -> None:
+    for one in sending:
+        one.close()
+    bells.close()

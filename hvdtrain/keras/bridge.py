@@ -64,6 +64,9 @@ class Bridge(History):
         self._rate_before: float | None = None
         for name in left_out:
             run.note(f"{name} is left out: Trainer.fit does by itself what it does")
+        if run.config.nan_guard == "skip" and any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in given):
+            run.note("TerminateOnNaN with nan_guard: skip ends nothing: callbacks get no loss of a skipped step; "
+                     f"{run.config.max_skipped} of them in a row (max_skipped) end the run, nan_guard: stop the first")
 
     # --- what a run tells ------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvdtrain import schema
 from hvdtrain.errors import UserError
 from hvdtrain.faults import causes
 from hvdtrain.faults.supervisor import refit
@@ -56,9 +57,7 @@ class Job:
         if not self.first or not hosts or hosts == self.first:
             return []
         ranks = sum(host.slots for host in self.first)
-        lists = {"shares": self.config.shares, "emulate_speed": self.config.emulate_speed,
-                 "rebalance.max_micro_batch": self.config.rebalance.max_micro_batch,
-                 "data_parallel.shards": self.config.data_parallel.shards}
+        lists = schema.per_rank(self.config)
         more: list[str] = []
         if cut_over_ranks(self.config):
             more += options(self.config, recut(self.config, self.first, hosts))
@@ -70,10 +69,8 @@ class Job:
                 if name in ("shares", "data_parallel.shards") and not any(float(value) for value in fitted):
                     fitted = ["1"] * len(fitted)  # only ranks without a part are left: equal parts
                 more += [f"--{name}", f"[{', '.join(fitted)}]"]
-        given = self.config.precision
-        precision = given.split(":") if isinstance(given, str) else []
-        if len(precision) == ranks and len(precision) > 1:
-            more += ["--precision", ":".join(refit(precision, self.first, hosts))]
+            elif isinstance(values, str) and ":" in values and len(words := values.split(":")) == ranks:  # precision
+                more += [f"--{name}", ":".join(refit(words, self.first, hosts))]
         return more
 
     def cut_anew(self, hosts: tuple[Host, ...]) -> str:

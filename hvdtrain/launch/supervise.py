@@ -86,11 +86,16 @@ class Watched:
 
 
 class Signals:
-    """What the supervisor is asked while it works: SIGTERM or SIGUSR2 to save and end, SIGINT or SIGHUP to end now."""
+    """What the supervisor is asked while it works: the first signal to save and end, a further one to end now.
+
+    A further SIGUSR2 changes nothing, and SIGHUP ends now: nobody reads the output any more. ``status``: of a run that
+    was saved, 130 where SIGINT asked for it.
+    """
 
     def __init__(self) -> None:
         self.requeue = False
         self.interrupt = False
+        self.status = EXIT_REQUEUE
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
@@ -105,10 +110,10 @@ class Signals:
                 signal.signal(number, handler)
 
     def _heard(self, number: int, _frame: object) -> None:
-        if number in (signal.SIGINT, signal.SIGHUP) or number == signal.SIGTERM and self.requeue:
+        if number == signal.SIGHUP or number != signal.SIGUSR2 and self.requeue:
             self.interrupt = True
-        else:
-            self.requeue = True
+        elif not self.requeue:
+            self.requeue, self.status = True, EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE
 
 
 class Supervisor:
@@ -150,7 +155,7 @@ class Supervisor:
             for line in history.table(self.records):
                 self.around.say(line)
         self.around.say(f"{history.sentence(self.records, time.monotonic() - begin)}; files in {self.job.out}")
-        return decision.status
+        return self.signals.status if decision.status == EXIT_REQUEUE else decision.status
 
     def _decide(self, hosts: Sequence[Candidate]) -> Launch | End:
         last, ends_at = self.attempts[-1], self.around.ends_at
@@ -247,12 +252,17 @@ class Supervisor:
         A rank that does not listen yet, or no longer, or runs a program of the user's without a handler, would die of
         the signal.
         """
-        self.around.say("asked to end: the ranks save, and end with status 75")
         with contextlib.suppress(OSError):
             (seen.where / causes.REQUEUE).touch()
         listening = [row for row in causes.read_marks(seen.where) if row["name"] == "fit"]
         told = [group.tell_rank(row["pid"], signal.SIGUSR2) for row in listening
                 if isinstance(row.get("pid"), int) and row.get("host") == socket.gethostname()]
+        interrupted = self.signals.status == EXIT_INTERRUPTED
+        if interrupted and not any(told) and all(row.get("host") == socket.gethostname() for row in listening):
+            self.signals.interrupt = True  # no rank is in a fit: there is nothing to save
+            return
+        again = "; another Ctrl-C ends them at once" if interrupted else ""
+        self.around.say(f"asked to end: the ranks save, and end with status 75{again}")
         if not any(told) and self.around.forwards and not listening and self.job.config is None:
             group.tell(signal.SIGUSR2)
 

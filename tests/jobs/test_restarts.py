@@ -4,7 +4,9 @@ One job per framework, since start-ups are most of their time; the others train 
 decides is tested without jobs.
 """
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import time
 import uuid
 
 import pytest
-from runner import _env, end, processes, run
+from runner import _env, _flags, _path, end, processes, run
 
 from hvdtrain.launch import history
 
@@ -47,10 +49,12 @@ class Slowly(Callback):
 
     def step_end(self, run):
         time.sleep(0.1)
+        run.out.joinpath("stepped").touch()
 
 x, y = np.random.default_rng(0).standard_normal((640, 12)), np.arange(640) % 5
 result = Trainer(Config(global_batch=8, epochs=9, out=sys.argv[1], resume="auto", collectives="mpi", progress="off",
-                        checkpoint=Checkpoint(every_steps=2))).fit(Model((12, 16, 5)), (x, y), callbacks=[Slowly()])
+                        checkpoint=Checkpoint(every_steps=int(sys.argv[2])))
+                 ).fit(Model((12, 16, 5)), (x, y), callbacks=[Slowly()])
 sys.exit(75 if result.requeue else 0)
 """
 
@@ -73,21 +77,30 @@ def test_a_killed_rank_costs_a_restart(framework, script, tmp_path):
     assert {"start", "import", "load", "first step"} <= set(second["seconds"])
 
 
-@pytest.fixture
-def supervised(script, tmp_path):
-    """Start a slow run under a supervisor; yields (its process, its folder, its job's id) after its first steps."""
+@contextlib.contextmanager
+def slow_run(tmp_path, words, begun):
+    """Start a slow run; yields (its process, its folder, its job's id) once it has written a file like ``begun``."""
     job_id, out = uuid.uuid4().hex, tmp_path / "run"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     with (tmp_path / "said").open("w") as said:
-        child = subprocess.Popen([sys.executable, "-m", "hvdtrain", "launch", "--restarts", "2", "-H", "localhost:2",
-                                  *AS_ROOT, "--out", str(out), "--", sys.executable, script(SLOW), str(out)],
-                                 env=_env(job_id, {}), stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+        child = subprocess.Popen(words, env=_env(job_id, {}), stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+    signal.signal(signal.SIGINT, before)
     try:
-        assert until(lambda: any(out.glob("checkpoints/step-*")), 60.0), (tmp_path / "said").read_text()
+        assert until(lambda: any(out.glob(begun)), 60.0), (tmp_path / "said").read_text()
         yield child, out, job_id
     finally:
         child.kill()
         child.wait()
         end(job_id)
+
+
+@pytest.fixture
+def supervised(script, tmp_path):
+    """Start a slow run under a supervisor; yields (its process, its folder, its job's id) after its first steps."""
+    words = [sys.executable, "-m", "hvdtrain", "launch", "--restarts", "2", "-H", "localhost:2", *AS_ROOT,
+             "--out", str(tmp_path / "run"), "--", sys.executable, script(SLOW), str(tmp_path / "run"), "2"]
+    with slow_run(tmp_path, words, "checkpoints/step-*") as started:
+        yield started
 
 
 def until(true, timeout_s):
@@ -105,6 +118,21 @@ def test_sigterm_saves_and_ends_with_75(supervised):
     row, = history.read(out)
     assert row["cause"] == "requeue" and row["steps_lost"] == 0, "saved at its last step"
     assert not (out / "completed.json").exists() and until(lambda: not processes(job_id), 5.0)
+
+
+def test_ctrl_c_under_mpirun_saves_within_its_grace(script, tmp_path):
+    launcher = shutil.which("mpirun", path=_path())
+    if launcher is None or "(Open MPI) 4." not in subprocess.run([launcher, "--version"], capture_output=True,
+                                                                 text=True).stdout:
+        pytest.skip("only Open MPI 4 leaves its ranks a second")
+    words = [launcher, *_flags(launcher), "--mca", "odls_base_sigkill_timeout", "3", "-np", "2", sys.executable,
+             script(SLOW), str(tmp_path / "run"), "999"]
+    with slow_run(tmp_path, words, "stepped") as (child, out, job_id):
+        child.send_signal(signal.SIGINT)
+        child.wait(timeout=60)
+    step, = [int(path.name[5:]) for path in (out / "checkpoints").iterdir()]
+    assert step > 0 and not (out / "completed.json").exists() and not processes(job_id)
+    assert "the run saves after this step and ends; --resume auto" in (tmp_path / "said").read_text()
 
 
 def test_a_killed_supervisor_leaves_no_rank(supervised):

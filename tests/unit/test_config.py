@@ -228,3 +228,9 @@ def test_values_are_shown_on_one_short_line():
     loop: list = []
     loop.append(loop)
     assert schema.shown(loop) == "[[...]]"
+
+
+def test_every_key_that_may_hold_numbers_of_ranks_is_declared_so():
+    """The supervisor refits what is declared when ranks leave; any other list would end the run."""
+    lists = {key.name for key in schema.keys(Config) if schema.lists_numbers(key.hint) or schema.by_name(key.hint)}
+    assert lists - set(schema.per_rank(Config())) == {"pipeline.depths"}, "of copies of the model, see launch/recut.py"

@@ -11,7 +11,7 @@ from hvdtrain.cluster.control import SoloControl
 from hvdtrain.cluster.exit import agreed, run_guarded
 from hvdtrain.cluster.launcher import SOLO, LaunchFacts
 from hvdtrain.config import Exchange
-from hvdtrain.errors import UserError
+from hvdtrain.errors import Interrupted, UserError
 
 TWO = LaunchFacts("mpi", 1, 2, 1, 2, "Open MPI mpirun")
 
@@ -198,7 +198,7 @@ def test_mismatch_names_both():
 
 @pytest.mark.parametrize("raised, status", [
     (UserError("x is 1", "2", "set x"), 2), (SystemExit(5), 5), (SystemExit(), 0), (SystemExit("words"), 1),
-    (KeyboardInterrupt(), 130), (ValueError("v"), 1)])
+    (KeyboardInterrupt(), 130), (Interrupted("saved"), 130), (ValueError("v"), 1)])
 def test_run_guarded_alone(raised, status, capsys):
     def main():
         raise raised
@@ -208,6 +208,7 @@ def test_run_guarded_alone(raised, status, capsys):
     assert ("Traceback" in said) is isinstance(raised, ValueError)
     if status == 2:
         assert said == "hvdtrain: x is 1; expected 2. Set x.\n"
+    assert (said == "hvdtrain: saved\n") is isinstance(raised, Interrupted)
 
 
 def test_run_guarded_passes_the_status_on():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
+import os
 import threading
 from typing import Any
 
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.cluster.carrier import Boxes, ThreadCarrier
+from hvdtrain.cluster.near import _LANE, TAGS, Bells, NearCarrier
 from hvdtrain.cluster.packing import ALIGNED
 from hvdtrain.errors import PeerFailed, WaitTimeout
 from hvdtrain.pipeline.post import BACK, FORTH, Label, Post
@@ -118,3 +122,24 @@ def test_who_is_too_far_ahead_waits_for_room():
         assert len(ahead) <= micro + 4  # two wait, one was taken, one is told of after it was sent
     thread.join(10)
     assert ahead == list(range(6))
+
+
+class Twice:
+    """A host of two ranks that are both this process."""
+
+    def Get_rank(self) -> int:
+        return 0
+
+    def allgather(self, own: Any) -> list[Any]:
+        return [own, own]
+
+
+def test_a_carrier_that_nobody_has_any_more_closes_its_files():
+    before = len(os.listdir("/proc/self/fd"))
+    carrier = NearCarrier(Twice(), mmap.mmap(-1, 4 * TAGS * _LANE * 8), Bells(Twice()), [0, 1], 1.0)
+    for _ in range(3):
+        carrier.put([np.ones(100)], 1, 0)
+    assert len(os.listdir("/proc/self/fd")) >= before + 3 + 3, "both ends of a pipe, another's, each message's file"
+    del carrier
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -13,7 +13,7 @@ from hvdtrain.callbacks.base import Callback
 from hvdtrain.callbacks.preempt import Preempt
 from hvdtrain.cli import train
 from hvdtrain.config import Checkpoint, Named
-from hvdtrain.errors import UserError
+from hvdtrain.errors import Interrupted, UserError
 from hvdtrain.faults import causes
 from hvdtrain.wall_limit import reserve_s, seconds_of
 
@@ -71,13 +71,15 @@ def ended(size, tmp_path, more, **changes):
     return lockstep(size, settings, lambda rank: make_model("numpy"), (samples(96), samples(16)), work)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_that_is_told_ends_all_saved(tmp_path, rank):
+@pytest.mark.parametrize("rank, name", [(0, "SIGUSR2"), (1, "SIGTERM"), (1, "SIGINT")])
+def test_one_rank_that_is_told_ends_all_saved(tmp_path, rank, name):
     def tell(run):
-        preempt(run)._heard(signal.SIGUSR2, None)
+        preempt(run)._heard(getattr(signal, name), None)
 
     for run, record in ended(2, tmp_path, lambda run: [At(3, rank, tell)], eval_every=1):
-        assert run.state.requeue and run.state.stop == f"requeue: SIGUSR2 (rank {rank})"
+        interrupted = name == "SIGINT"
+        assert run.state.requeue and run.state.interrupted == interrupted
+        assert run.state.stop == f"{'interrupted' if interrupted else 'requeue'}: {name} (rank {rank})"
         assert run.state.cursor.step == 4, "the next vote"
         assert record.saved_at == [4] and run.state.metrics_at == 2, "saved, not evaluated again"
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]
@@ -119,18 +121,19 @@ def test_a_known_limit_ends_it_before(tmp_path):
         assert 5 <= run.state.cursor.step <= 9
 
 
-def test_the_users_handler_is_called_and_comes_back(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_the_users_handler_is_called_and_comes_back(tmp_path, number):
     heard = []
-    before = signal.signal(signal.SIGUSR2, lambda *args: heard.append(args))
+    before = signal.signal(number, lambda *args: heard.append(args))
     try:
-        mine = signal.getsignal(signal.SIGUSR2)
+        mine = signal.getsignal(number)
         trainer = Trainer(replace(config(out=str(tmp_path / "run"), eval_every=0), checkpoint=Checkpoint()))
         result = trainer.fit(make_model("numpy"), samples(64),
-                             callbacks=[At(2, 0, lambda run: os.kill(os.getpid(), signal.SIGUSR2))])
-        assert signal.getsignal(signal.SIGUSR2) is mine and len(heard) == 1
+                             callbacks=[At(2, 0, lambda run: os.kill(os.getpid(), number))])
+        assert signal.getsignal(number) is mine and len(heard) == 1
     finally:
-        signal.signal(signal.SIGUSR2, before)
-    assert result.requeue and result.steps <= 3 and result.stop.startswith("requeue: SIGUSR2")
+        signal.signal(number, before)
+    assert result.requeue and result.steps <= 3 and result.stop.startswith(f"requeue: {number.name}")
     assert not (tmp_path / "run" / "completed.json").exists() and not (tmp_path / "run" / "model").exists()
     again = Trainer(replace(trainer.config, resume="auto", epochs=2))
     assert not again.fit(make_model("numpy"), samples(64)).requeue
@@ -138,7 +141,7 @@ def test_the_users_handler_is_called_and_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow"])
-def test_another_fit_continues_after_a_requeue(tmp_path, framework, monkeypatch):
+def test_another_fit_continues_after_a_requeue(tmp_path, framework, monkeypatch, interruptible):
     monkeypatch.setenv(causes.DIRECTORY, str(tmp_path))
     monkeypatch.setattr(causes, "_left", set())
     settings = config(out=str(tmp_path / "run"), eval_every=1, epochs=2, global_batch=32, checkpoint=Checkpoint())
@@ -147,11 +150,13 @@ def test_another_fit_continues_after_a_requeue(tmp_path, framework, monkeypatch)
     unbroken = Trainer(replace(settings, out=str(tmp_path / "unbroken")))
     wanted = unbroken.fit(make_model(framework), (samples(160), samples(16)))
     trainer = Trainer(settings)
-    stops = [At(step, 0, lambda run: os.kill(os.getpid(), signal.SIGUSR2)) for step in (1, 6)]
+    stops = [At(1, 0, press(signal.SIGTERM)), At(6, 0, press(signal.SIGINT))]
     first = trainer.fit(make_model(framework), (samples(160), samples(16)), callbacks=stops)
-    assert first.requeue and first.steps == 3 and [row["kind"] for row in causes.read(tmp_path)] == ["requeue"]
-    second = trainer.fit()
-    assert second.requeue and second.steps == 8, "a signal of its own ends it again"
+    assert first.requeue and first.steps == 2 and [row["kind"] for row in causes.read(tmp_path)] == ["requeue"]
+    with pytest.raises(Interrupted, match=f"saved at step 7 in {tmp_path}/run"):
+        trainer.fit()
+    assert [row["kind"] for row in causes.read(tmp_path)] == ["interrupted"]
+    assert (tmp_path / "run" / "checkpoints" / "step-00000007").is_dir()
     last = trainer.fit()
     assert not last.requeue and (last.steps, last.stop, last.metrics) == (wanted.steps, "", wanted.metrics)
     assert list(last.history) == list(wanted.history)
@@ -160,16 +165,75 @@ def test_another_fit_continues_after_a_requeue(tmp_path, framework, monkeypatch)
     assert (tmp_path / "run" / "completed.json").exists()
 
 
-def test_train_keeps_a_signal_that_comes_before_its_fit(tmp_path, monkeypatch):
-    before = signal.getsignal(signal.SIGUSR2)
+@pytest.fixture
+def interruptible():
+    """Python's own handler of SIGINT, which is ignored where the tests run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def press(*numbers):
+    """A callback's act that sends this process signals."""
+    return lambda run: [os.kill(os.getpid(), number) for number in numbers]
+
+
+@pytest.mark.parametrize("again_s, error", [(0.0, KeyboardInterrupt), (60.0, Interrupted)])
+def test_a_second_interrupt_ends_at_once_unless_it_is_the_first_one_twice(tmp_path, monkeypatch, interruptible,
+                                                                          again_s, error, capsys):
+    monkeypatch.setattr(preempting, "AGAIN_S", again_s)
+    trainer = Trainer(config(out=str(tmp_path / "run")))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        trainer.fit(make_model("numpy"), samples(256), callbacks=[At(1, 0, press(signal.SIGINT, signal.SIGINT))])
+    assert caught.type is error and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").exists() == (error is Interrupted)
+    assert "interrupt again to end it at once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_signal_after_the_last_step_saves_or_lets_the_run_complete(tmp_path, early):
+    class Last(Callback):
+        where = "all"
+
+        def fit_end(self, run):
+            preempt(run)._heard(signal.SIGINT, None)
+
+    def more(run):
+        run.callbacks.insert(0 if early else len(run.callbacks), Last())  # before or after the last agreement
+        return []
+
+    (run, _), = ended(1, tmp_path, more, epochs=1)
+    assert run.state.requeue == run.state.interrupted == early
+    assert (tmp_path / "run" / "checkpoints").exists() == early
+
+
+def test_an_ignored_signal_stays_ignored_and_a_forked_child_has_the_handler_of_before(tmp_path):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        trainer = Trainer(config(out=str(tmp_path / "run"), epochs=2))
+        result = trainer.fit(make_model("numpy"), samples(64), callbacks=[At(1, 0, press(signal.SIGTERM))])
+        assert not result.requeue and signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    one, heard = preempt(trainer.run), []
+    one._before, one._pid = {signal.SIGTERM: lambda *args: heard.append(args)}, -1
+    one._heard(signal.SIGTERM, None)
+    assert len(heard) == 1 and not one._asked
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_train_keeps_a_signal_that_comes_before_its_fit(tmp_path, monkeypatch, number):
+    before = {one: signal.getsignal(one) for one in (signal.SIGUSR2, signal.SIGTERM)}
     monkeypatch.setattr(preempting, "_early", [])
     try:
         assert train.main(["--print_config"]) == 0
-        os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getpid(), number)
         (run, record), = ended(1, tmp_path, lambda run: [], epochs=1)
         assert run.state.requeue and run.state.cursor.step == 0 and record.saved_at == []
+        assert run.state.stop == f"requeue: {number.name} (rank 0)"
     finally:
-        signal.signal(signal.SIGUSR2, before)
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def test_without_any_of_it_a_run_ends_as_ever(tmp_path):

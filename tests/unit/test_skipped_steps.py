@@ -99,7 +99,7 @@ def test_a_loss_that_arrives_a_step_late_counts_for_its_own_step(tmp_path):
     assert history.history["loss"] == [pytest.approx(losses @ n / n.sum())]
 
 
-def test_compiled_metrics_and_keras_logs_leave_it_out(tmp_path, monkeypatch):
+def test_compiled_metrics_and_keras_logs_leave_it_out(tmp_path, monkeypatch, capsys):
     keras = pytest.importorskip("keras", reason="Keras is not installed")
     pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
     monkeypatch.chdir(tmp_path)
@@ -118,5 +118,8 @@ def test_compiled_metrics_and_keras_logs_leave_it_out(tmp_path, monkeypatch):
 
     found = fitted_with(x, Y, nan_guard="skip", out="a", on_oom="stop")
     assert logs[0] == {} and all(math.isfinite(one["loss"]) for one in logs[1:]) and len(logs) == STEPS
+    note = "note: TerminateOnNaN with nan_guard: skip ends nothing"
+    assert note in capsys.readouterr().out
     wanted = fitted_with(X[BATCH:], Y[BATCH:], out="b")
+    assert note not in capsys.readouterr().out
     assert found == {name: [pytest.approx(values[0], rel=1e-6)] for name, values in wanted.items()}

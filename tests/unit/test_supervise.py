@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.config import Config, DataParallel
+from hvdtrain.config import Config, DataParallel, Rebalance
 from hvdtrain.faults import causes, pulse
 from hvdtrain.faults.supervisor import Candidate
 from hvdtrain.launch import history
@@ -162,13 +162,32 @@ LISTENS = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_sigterm_saves_and_ends_with_75(supervisor, tmp_path, number):
-    one, said = supervisor(LISTENS)
-    with ended_by(tmp_path / "run" / "up", number):
-        assert one.run() == 75
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 75), (signal.SIGUSR2, 75), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_ends_with_its_status(supervisor, tmp_path, number, status):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    try:
+        one, said = supervisor(LISTENS)
+        with ended_by(tmp_path / "run" / "up", number):
+            assert one.run() == status
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (tmp_path / "run" / "attempts" / "001" / causes.REQUEUE).exists()
-    assert "asked to end" in "\n".join(said)
+    assert "asked to end" in "\n".join(said) and history.read(tmp_path / "run")[0]["cause"] == "requeue"
+
+
+def test_a_second_interrupt_does_not_wait_for_the_save(supervisor, tmp_path):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        one, _ = supervisor("""
+            signal.signal(signal.SIGUSR2, lambda *a: (out / "again").touch())
+            (out / "up").touch()
+            time.sleep(60)
+        """)
+        with ended_by(tmp_path / "run" / "up", signal.SIGINT), ended_by(tmp_path / "run" / "again", signal.SIGINT):
+            assert one.run() == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert history.read(tmp_path / "run")[0]["cause"] == "interrupted"
 
 
 AFTER_FIT = "complete(); (out / 'up').touch(); time.sleep(1.5); (out / 'scores').touch(); causes.leave('done', '')"
@@ -335,6 +354,9 @@ def test_the_words_of_an_attempt(tmp_path):
     zero = Job(("train",), tmp_path, Config(data_parallel=DataParallel("zero", 2, [3, 0])), two)
     assert zero.attempt(2, (Host("a", 2),), 0)[-2:] == ("--data_parallel.shards", "[3, 3]")
     assert zero.attempt(2, one, 0)[-2:] == ("--data_parallel.shards", "[1]"), "somebody has to own the state"
+    every = Config(emulate_speed=[1, 0.5], peak_tflops=[300, 2], rebalance=Rebalance(max_micro_batch=[8, 4]))
+    assert Job(("train",), tmp_path, every, two).attempt(2, one, 0)[5:] == (
+        "--rebalance.max_micro_batch", "[4]", "--emulate_speed", "[0.5]", "--peak_tflops", "[2]")
     (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
     (tmp_path / "checkpoints" / ".step-00000009.x").mkdir(parents=True)
     assert job.checkpoint() == 7 and job.attempt(2, two, 0)[-2:] == ("--resume", "auto")

@@ -328,7 +328,8 @@ class Watcher:
 
 def main(fd: int) -> None:
     """Watch the ranks that come to the socket ``fd``."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal, or of Slurm to all of a step: the ranks decide
+        signal.signal(number, signal.SIG_IGN)
     Watcher(socket.socket(fileno=fd)).run()
 
 

@@ -66,6 +66,7 @@ class Shard(keras.utils.PyDataset):
             sample_weight = keras.ops.convert_to_numpy(
                 with_class_weight(check_class_weight(class_weight), self._y, sample_weight))
         self._weight = np.ones(self.samples, np.float32) if sample_weight is None else sample_weight
+        self._weighted = sample_weight is not None
         self._cut, self.rank, self.size = Cut.of(shares), rank, len(shares)
         self._cut.offsets(0)
         assert 0 <= rank < self.size
@@ -100,6 +101,10 @@ class Shard(keras.utils.PyDataset):
         """Whether all ranks have as many samples in every step."""
         return all(len({b - a for a, b in zip(offsets, offsets[1:])}) == 1
                    for offsets in (self._cut.offsets(self.total(step)).tolist() for step in (0, self._steps - 1)))
+
+    def of_ones(self) -> bool:
+        """Whether every sample weight of every rank is 1."""
+        return self.even() and not self._weighted
 
     def on_epoch_begin(self) -> None:
         """Take the order of the next epoch."""

@@ -267,7 +267,8 @@ def stepped(text):
     import linecache
 
     source = ("class Stepped(keras.Sequential):\n    def train_step(self, data):\n        {}\n"
-              "        with tf.GradientTape() as tape:\n            loss = {}\n        weights = self.trainable_variables\n"
+              "        with tf.GradientTape() as tape:\n            loss = {}\n"
+              "        weights = self.trainable_variables\n"
               "        self.optimizer.apply(tape.gradient(loss, weights), weights)\n"
               "        return {{'loss': loss}}\n").format(*text)
     linecache.cache["<stepped>"] = (len(source), None, source.splitlines(True), "<stepped>")

@@ -24,7 +24,7 @@ from hvdtrain.chaos.job import Job
 from hvdtrain.chaos.plan import Amounts, draw
 from hvdtrain.chaos.space import disk
 from hvdtrain.cli import train, verify
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.launch.detect import hosts_of
 from hvdtrain.outdir import COMPLETED
 from hvdtrain.run import say
@@ -63,8 +63,9 @@ def main(argv: list[str]) -> int:
                "--checkpoint.every_steps", str(args.every_steps), "--checkpoint.keep", str(KEEP),
                "--heartbeat_timeout_s", str(HEARTBEAT_S)]
     plan = draw(amounts, most, args.hold_ranks, args.seed)
-    say(f"chaos: {total} faults, seed {args.seed}, {steps} steps, "
-        + (f"{most} ranks at all times" if args.hold_ranks else f"1 to {most} ranks") + f"; files in {work}")
+    say(f"chaos: {count(total, 'fault')}, seed {args.seed}, {count(steps, 'step')}, "
+        + (f"{count(most, 'rank')} at all times" if args.hold_ranks else f"1 to {count(most, 'rank')}")
+        + f"; files in {work}")
     with orderly_signals():
         quiet = [*words, "--max_steps", str(steps), "--epochs", "1000000", "--progress", "off"]
         ranks = most if args.hold_ranks else 1

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 
 if TYPE_CHECKING:
     from hvdtrain.memory_plan.plan import Plan
@@ -138,7 +138,8 @@ def _memory(config: Any, check: bool, target: str) -> None:
     if run.control.rank == 0:
         show(plan, run.control.size > 1)
         if rows:
-            table.show(f"blocks recomputed in a trial of {measured.block_samples} samples on rank 0", blocks.COLUMNS,
+            table.show(f"blocks recomputed in a trial of {count(measured.block_samples, 'sample')} on rank 0",
+                       blocks.COLUMNS,
                        rows, launched=run.control.size > 1)
     agreed(run.control, lambda: _written(plan.to_dict(), target if run.control.rank == 0 else ""), "--json")
     if check:

@@ -22,7 +22,7 @@ import keras
 import numpy as np
 
 from hvdtrain.data.sampler import Cut, at_least, epoch_order
-from hvdtrain.errors import UserError, nearest
+from hvdtrain.errors import UserError, count, nearest
 from hvdtrain.keras.compiled import check_class_weight, with_class_weight
 
 
@@ -73,7 +73,8 @@ class Shard(keras.utils.PyDataset):
         self.global_batch, self._shuffle, self._seed = int(global_batch), shuffle, seed
         self._steps = self.samples // self.global_batch if drop_remainder else -(-self.samples // self.global_batch)
         if self._steps == 0:
-            raise UserError(f"{self.samples} samples for a global batch of {global_batch}", "at least one whole batch",
+            raise UserError(f"{count(self.samples, 'sample')} for a global batch of {global_batch}",
+                            "at least one whole batch",
                             "lower global_batch, or leave drop_remainder out")
         self._epoch, self._begun = epoch - 1, False
         self._next: int | None = None

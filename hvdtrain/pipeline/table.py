@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.errors import count
 from hvdtrain.parallel.memory import MIB
 from hvdtrain.parallel.table import columns, span
 
@@ -54,7 +55,8 @@ def foretold(layout: Planned) -> list[str]:
     """Return the predicted step and idle share of each copy, equal ones together, and of all."""
     said: dict[str, list[int]] = {}
     for copy, plan in enumerate(layout.plans):
-        said.setdefault(f"{plan.task.micros} micro-batches in {1e3 * plan.step.step_s:.2f} ms, "
+        said.setdefault(f"{count(plan.task.micros, 'micro-batch', 'micro-batches')} in "
+                        f"{1e3 * plan.step.step_s:.2f} ms, "
                         f"{plan.step.idle_share:.1%} idle", []).append(copy)
     lines = [f"{'copy' if len(copies) == 1 else 'copies'} {', '.join(map(str, copies))}: {words}"
              for words, copies in said.items()]

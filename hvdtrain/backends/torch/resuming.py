@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvdtrain.backends.torch import by_name
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 
 if TYPE_CHECKING:
     from hvdtrain.backends.torch.optimizer import TorchOptimizer
@@ -90,7 +90,7 @@ _SAME_GROUPS = "take the model file's parameter_groups and optimizer of that run
 
 
 def _groups(n: int) -> str:
-    return f"{n} parameter group{'s' * (n != 1)}"
+    return count(n, "parameter group")
 
 
 def _again(kind: str) -> str:

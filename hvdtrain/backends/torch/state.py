@@ -17,7 +17,7 @@ import torch
 from hvdtrain import rng
 from hvdtrain.backends.torch import resuming
 from hvdtrain.backends.torch.optimizer import TorchOptimizer, order_of, state_bytes
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.precision.scaler import LossScale
 from hvdtrain.protocols.state import Head, Place, Shard, Window
 
@@ -93,7 +93,8 @@ def check_names(what: str, own: Any, got: Any) -> None:
     missing, extra = sorted(set(own) - set(got)), sorted(set(got) - set(own))
     if missing or extra:
         raise UserError(f"the checkpoint's {what} lacks {missing[:3]} and has {extra[:3]} besides",
-                        f"the {len(own)} tensors of this {what}", "resume with the model and optimizer of that run")
+                        f"the {count(len(own), 'tensor')} of this {what}",
+                        "resume with the model and optimizer of that run")
 
 
 def optimizer_arrays(opt: TorchOptimizer, names: list[str], place: Place | None = None) -> dict[str, np.ndarray]:

@@ -190,7 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--disk-full", type=int, default=0, help="times that no checkpoint can be written for a while")
     parser.add_argument("--flips", type=int, default=0, help="bits changed in the newest checkpoint")
     parser.add_argument("--cuts", type=int, default=0,
-                        help="cuts of the network between two hosts, by turns for good and mended in time, in a "
+                        help="cuts of the network between two hosts, in turn permanent and repaired in time, in a "
                              "training of their own; needs root, which makes the hosts of this machine")
     parser.add_argument("--seed", type=int, default=0, help="of the plan (default 0)")
     parser.add_argument("-H", "--hosts", action="append", default=[], help="this host and its ranks: localhost:3")

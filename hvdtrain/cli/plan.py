@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 USAGE = """usage: python -m hvdtrain plan [--memory [--json FILE] [--check]] [options of train]
 
-Probes how fast every rank of this job computes the model, and prints the part of the global batch that each would get
+Probes how fast every rank of this job computes the model, and prints each rank's share of the global batch
 (balance: static). Trains nothing and writes no run. Start it as the training would be, for example:
 
   mpirun -np 4 python -m hvdtrain plan --model torch_models.resnet:build --global_batch 256
 
-Measures anew; --rebalance.max_micro_batch 64,64,16,16 sets ceilings of memory by hand.
+Measures again; --rebalance.max_micro_batch 64,64,16,16 sets ceilings of memory by hand.
 
 --memory prints in place of it how many bytes each rank would hold, by what they are for, whether that fits, and what
 would make it less, best first, each with what to add to the command. Optimizer state is counted to the byte; a few

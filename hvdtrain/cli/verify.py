@@ -117,7 +117,7 @@ def launcher(ranks: int) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hvdtrain verify", allow_abbrev=False,
-        description="Train the same model on several numbers of ranks, evenly and unevenly cut, and show in a table "
+        description="Train the same model on numbers of ranks, with even and uneven shares, and show in a table "
                     "how far the final weights are apart. Every other option goes to train (--model, --data, ...).")
     parser.add_argument("--np", default="1,2,3", help="numbers of ranks, the first is compared with (default 1,2,3)")
     parser.add_argument("--steps", type=int, default=20, help="training steps of each run (default 20)")

@@ -1,4 +1,4 @@
-"""The story of a run in a few sentences: how it ended, what it cost, who held whom up, what went wrong, what to do.
+"""The story of a run in a few sentences: how it ended, what it cost, stragglers, what went wrong, what to do.
 
 Owns the sentences and which of them are worth saying. Each is made from records alone and says what it does not know.
 """
@@ -125,10 +125,10 @@ def _held_up(facts: Facts) -> Answer:
                       f"most often for {facts.who(worst)}.", "good")
     took = f"Waiting took {part} of all recorded time."
     if share < max(0.5, min(0.7, 1.6 / max(1, facts.ranks))):
-        return Answer("No one rank: they waited for one another in turns, most for "
+        return Answer("No one rank: the ranks waited for one another, most for "
                       f"{facts.who(worst)} ({percent(100 * share)} of it). {took}", "warn")
     said = (
-        f"{begin(facts.who(worst))} held the others up: {percent(100 * share)} of all waiting that has a name was for "
+        f"{begin(facts.who(worst))} is the straggler: {percent(100 * share)} of all attributed waiting was for "
         f"it, {duration(worst_s)} of the others' time. {took}"
     )
     return Answer(said, "warn", _about(facts, worst))
@@ -152,7 +152,7 @@ def _about(facts: Facts, worst: int) -> list[str]:
         then = f"ithout rank {worst}, with the same global batch, the run would be"
         said = (f"W{then} {percent(gain)} faster than now" if gain > 0 else
                 f"It is worth its wait: w{then} {percent(-gain)} slower")
-        points.append(f"{said}, as reckoned from the ranks' measured steps")
+        points.append(f"{said}, as estimated from the ranks' measured steps")
     return points
 
 
@@ -242,6 +242,6 @@ def _do(facts: Facts) -> Answer:
     return Answer(points[0], "", points[1:])
 
 
-QUESTIONS = {"How it ended": _ended, "What it cost": _cost, "Who held whom up": _held_up, "What went wrong": _wrong,
+QUESTIONS = {"How it ended": _ended, "What it cost": _cost, "Stragglers": _held_up, "What went wrong": _wrong,
              "What to do": _do}
 """The chapters, in order."""

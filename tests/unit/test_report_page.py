@@ -62,8 +62,8 @@ def test_a_page_tells_the_story_at_its_top(throttled):
     said = chapters(throttled)
     assert "all 400 steps are done, through 1 restart" in said["How it ended"]
     assert "1 restart cost 30 steps computed again, 1.4 s between attempts" in said["What it cost"]
-    assert said["Who held whom up"].startswith("Rank 3 on b held the others up: 98 %")
-    assert "rank 3, with the same global batch, the run would be 7 % faster than now" in said["Who held whom up"]
+    assert said["Stragglers"].startswith("Rank 3 on b is the straggler: 98 %")
+    assert "rank 3, with the same global batch, the run would be 7 % faster than now" in said["Stragglers"]
     assert "killed (SIGKILL)" in said["What went wrong"]
     assert (
         "At step 190 attempt 1 ended badly" in said["What went wrong"]

@@ -38,7 +38,7 @@ from hvdtrain.data import prepare
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.rows import note_of, rows_of
 from hvdtrain.data.workers import choose, start
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.exchange.unused import UnusedParameters
 from hvdtrain.faults import causes, pulse
 from hvdtrain.faults.finite import check_trainable
@@ -259,12 +259,13 @@ def _check_world(config: Config, control: Control) -> None:
     """The shares and other keys of ranks must fit the world."""
     copies = len(depths_of(config.pipeline.stages, config.pipeline.depths, control.size))
     if config.shares and not isinstance(config.shares, Mapping) and len(config.shares) != copies:
-        raise UserError(f"shares has {len(config.shares)} entries for {copies} "
+        raise UserError(f"shares has {count(len(config.shares), 'entry', 'entries')} for {copies} "
                         + ("ranks" if copies == control.size else "copies of the model"),
                         "one per " + ("rank" if copies == control.size else "copy"), f"give {copies} numbers")
     for name, given in schema.per_rank(config).items():
         if name != "shares" and isinstance(given, (list, tuple)) and given and len(given) != control.size:
-            raise UserError(f"{name} has {len(given)} entries for {control.size} ranks", "one per rank",
+            raise UserError(f"{name} has {count(len(given), 'entry', 'entries')} for "
+                            f"{count(control.size, 'rank')}", "one per rank",
                             f"give {control.size} numbers")
 
 

@@ -1,6 +1,7 @@
 """Errors a user can mend: what was got, what was expected, what to do.
 
-Owns the exception types and the nearest-name hint. Does not print or exit: `hvdtrain.cluster.exit` does.
+Owns the exception types, the nearest-name hint and counts with their nouns. Does not print or exit:
+`hvdtrain.cluster.exit` does.
 """
 
 from __future__ import annotations
@@ -63,6 +64,16 @@ class WaitTimeout(RuntimeError):
 
 class PeerFailed(RuntimeError):
     """A collective failed because another rank went away; that rank's own error is the one to read."""
+
+
+def count(n: float, one: str, many: str = "") -> str:
+    """Return a number with its noun, which is plural but for 1.
+
+    >>> count(1, "restart"), count(1200, "step"), count(2, "loss", "losses"), count(0.5, "core")
+    ('1 restart', '1,200 steps', '2 losses', '0.5 cores')
+    """
+    number = f"{n:,}" if isinstance(n, int) else f"{n:g}"
+    return f"{number} {one if n == 1 else many or one + 's'}"
 
 
 def closest(name: str, choices: Iterable[str], cutoff: float = 0.5) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from hvdtrain.cluster.group import Group
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 
 
 @dataclass(frozen=True)
@@ -173,11 +173,13 @@ def depths_of(stages: int, depths: Sequence[int], size: int) -> list[int]:
     """
     if depths:
         if sum(depths) != size:
-            raise UserError(f"pipeline.depths {list(depths)} make up {sum(depths)} ranks in a job of {size}",
-                            "depths that add up to the number of ranks", f"start {sum(depths)} ranks, or correct them")
+            raise UserError(f"pipeline.depths {list(depths)} make up {count(sum(depths), 'rank')} in a job of {size}",
+                            "depths that add up to the number of ranks", f"start {count(sum(depths), 'rank')}, or "
+                            "correct them")
         return list(depths)
     if size % stages:
-        raise UserError(f"pipeline.stages is {stages} in a job of {size} ranks", f"a multiple of {stages} ranks, or "
+        raise UserError(f"pipeline.stages is {stages} in a job of {count(size, 'rank')}",
+                        f"a multiple of {count(stages, 'rank')}, or "
                         "pipeline.depths for copies of unlike depth",
-                        f"start {size // stages * stages or stages} ranks")
+                        f"start {count(size // stages * stages or stages, 'rank')}")
     return [stages] * (size // stages)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.cluster.exit import agreed
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.exchange.unused import UnusedParameters
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def follow(run: Run) -> None:
     if begin is not None:
         _extend(run, begin)
         names = [spec.name for spec in run.parts.params.specs[begin:]]
-        run.note(f"step {run.state.cursor.step}: {len(names)} unfrozen parameter{'s' * (len(names) > 1)} "
+        run.note(f"step {run.state.cursor.step}: {count(len(names), 'unfrozen parameter')} "
                  f"({_short(names)}) join training")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from hvdtrain.config import Config, Schedule
 from hvdtrain.data.cursor import Cursor
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 
 _LENGTHS = {"onecyclelr": ("total_steps", "steps_per_epoch"), "cosineannealinglr": ("T_max",),
             "onecycle": ("total_steps",), "cosinedecay": ("decay_steps",), "polynomialdecay": ("decay_steps",)}
@@ -82,7 +82,8 @@ def too_long(config: Config, steps: int) -> list[str]:
     """Return a sentence for each setting by which a run of ``steps`` updates never comes to what was meant."""
     found = []
     if config.schedule.warmup_steps > steps:
-        found.append(f"the warm-up of {config.schedule.warmup_steps} steps is longer than the run of {steps}, in which "
+        found.append(f"the warm-up of {count(config.schedule.warmup_steps, 'step')} is longer than "
+                     f"the run of {steps}, in which "
                      f"the rate stays below its own: set schedule.warmup_steps to {max(1, steps // 20)} or so")
     first = config.ema ** steps
     if first > 0.5:
@@ -95,7 +96,7 @@ def too_long(config: Config, steps: int) -> list[str]:
 def _check_one_cycle(name: str, args: dict[str, Any], length: int) -> None:
     total = args.get("total_steps") or args.get("epochs", 0) * args.get("steps_per_epoch", 0)
     if isinstance(total, int) and 0 < total < length:
-        raise UserError(f"schedule {name} of {total} steps in a run of {length}", "a cycle as long as the run",
+        raise UserError(f"schedule {name} of {count(total, 'step')} in a run of {length}", "a cycle as long as the run",
                         "leave schedule.args.total_steps out, or make it longer")
 
 

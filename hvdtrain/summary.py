@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import IO, Any, cast
 
+from hvdtrain.errors import count
 from hvdtrain.memory_plan.kinds import shown
 from hvdtrain.pipeline import words
 from hvdtrain.terminal import Stdout, say
@@ -56,9 +57,11 @@ def rows(run: Any) -> list[tuple[str, str]]:
     r = record(run)
     per_rank = f"{r['ranks']} on {r['hosts']}"
     table = [("framework", f"{r['framework']}, {r['model']}"), ("ranks", per_rank),
-             ("wire", f"{r['wire']}, compression {r['compression']}"), ("global batch", f"{r['global_batch']} samples"),
+             ("wire", f"{r['wire']}, compression {r['compression']}"),
+             ("global batch", count(r["global_batch"], "sample")),
              *([("pipeline", words.summary(r["pipeline"]))] if r["pipeline"] else []), *r["step"].items(),
-             ("steps", f"{r['steps']} in {r['epochs']} epochs" + (f", stopped: {r['stop']}" if r["stop"] else "")),
+             ("steps", f"{r['steps']} in {count(r['epochs'], 'epoch')}"
+              + (f", stopped: {r['stop']}" if r["stop"] else "")),
              ("speed", f"{r['samples_per_s']:,.0f} samples/s" if r["samples_per_s"] else "too few steps to tell"),
              ("train loss", f"{r['loss']:.4g}" if r["loss"] is not None else "none")]
     other = f", of the weights of step {r['metrics_at']}" if 0 <= r["metrics_at"] < r["steps"] else ""
@@ -95,8 +98,8 @@ def _ledger(found: dict[str, Any]) -> list[tuple[str, str]]:
     """What was checked of the samples, in words; nothing where no step was made."""
     epochs = found.get("epochs", 0)
     rows = found.get("compared", 0)  # none where all rows were compared, or there is one rank
-    said = [f"each {'index ' if rows else ''}exactly once in {epochs} epoch{'s' if epochs > 1 else ''}"
-            + (f", {rows} rows compared across ranks" if rows else "")] if epochs else []
+    said = [f"each {'index ' if rows else ''}exactly once in {count(epochs, 'epoch')}"
+            + (f", {count(rows, 'row')} compared across ranks" if rows else "")] if epochs else []
     said += [f"the first {found['partial']} of the last epoch once each"] if found.get("partial") else []
     said += [f"{found['skipped']} in steps without an update"] if found.get("skipped") else []
     said += [f"{found['unread']} left out, since they could not be read"] if found.get("unread") else []
@@ -165,7 +168,7 @@ def _shortages(found: dict[str, Any]) -> list[tuple[str, str]]:
         return []
     smaller = [f"rank {rank} takes at most {limit} in a micro-batch" for rank, limit in
                sorted(found["micro_batch"].items())]
-    return [("out of memory", "; ".join([f"{found['times']} times", *smaller]))]
+    return [("out of memory", "; ".join([count(found["times"], "time"), *smaller]))]
 
 
 def _saves(run: Any) -> dict[str, Any] | None:
@@ -192,7 +195,7 @@ def _efficiency(found: dict[str, Any]) -> list[tuple[str, str]]:
                      f"wait {1e3 * row['wait_s']:.1f}, input {1e3 * row['data_s']:.1f}, update "
                      f"{1e3 * row['update_s']:.1f} ms"))
     more = len(found["ranks"]) - MOST_RANKS
-    return rows + ([("", f"and {more} ranks more")] if more > 0 else []) + [("advice", found["advice"])]
+    return rows + ([("", f"and {count(more, 'more rank')}")] if more > 0 else []) + [("advice", found["advice"])]
 
 
 def show(run: Any) -> None:

@@ -36,6 +36,7 @@ from typing import Any
 
 from hvdtrain.balance.line import Line
 from hvdtrain.balance.plan import Ceilings, Part, Parts, Plan, of_shares, plan, predicted
+from hvdtrain.errors import count
 
 TRUST = 4
 """Windows that the probe's line is worth."""
@@ -166,13 +167,13 @@ class Rebalancer:
     def load_state_dict(self, state: dict[str, Any]) -> str:
         """Undo `state_dict`; return in words why it cannot be used here and nothing was loaded, or ""."""
         if len(state["lines"]) != len(self.base_P):
-            return f"the plan was made for {len(state['lines'])} ranks, these are {len(self.base_P)}"
+            return f"the plan was made for {count(len(state['lines']), 'rank')}, these are {len(self.base_P)}"
         if state["n"] != self.n:
-            return f"the plan was made for {state['n']} samples a step, these are {self.n}"
+            return f"the plan was made for {count(state['n'], 'sample')} a step, these are {self.n}"
         parts = tuple(Part(*part) for part in state["plan"])
         for rank, (part, ceiling) in enumerate(zip(parts, self.ceilings_P or [None] * len(parts))):
             if ceiling and part.micro_batch > ceiling:
-                return f"rank {rank} holds {ceiling} samples, the plan has micro-batches of {part.micro_batch}"
+                return f"rank {rank} holds {count(ceiling, 'sample')}, the plan has micro-batches of {part.micro_batch}"
         self.base_P = [Line(*line) for line in state["lines"]]
         self.plan = Plan(parts, max(part.predicted_s for part in parts))
         self._held = [self.plan]

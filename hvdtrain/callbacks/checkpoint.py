@@ -17,7 +17,7 @@ from hvdtrain.checkpoint.session import begin, save
 from hvdtrain.checkpoint.together import check_shared
 from hvdtrain.config import Checkpoint as Settings
 from hvdtrain.data_parallel.zero import Zero
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.terminal import say
 from hvdtrain.timeline import span
 
@@ -138,7 +138,7 @@ class Checkpoint(Callback):
         run.hear_last()
         if self._failed:
             last = f", the last {self._in_a_row} in a row" if self._in_a_row else ""
-            run.note(f"{self._failed} checkpoints could not be written{last}")
+            run.note(f"{count(self._failed, 'checkpoint')} could not be written{last}")
         if run.begun and self._needs_last(run):
             room, error = Room(run), save(run)
             while error and room.made(error):

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.config import EarlyStop as Settings
-from hvdtrain.errors import UserError, nearest
+from hvdtrain.errors import UserError, count, nearest
 
 
 class EarlyStop(Callback):
@@ -26,7 +26,8 @@ class EarlyStop(Callback):
             raise UserError("early_stop.metric is set and there is no evaluation data", "a test split",
                             "give one, or leave early_stop.metric empty")
         if self.waited >= self._settings.patience:
-            run.want_stop(f"early stop: {self._settings.metric} had not got better for {self.waited} evaluations")
+            run.want_stop(f"early stop: {self._settings.metric} had not got better for "
+                          f"{count(self.waited, 'evaluation')}")
 
     def eval_end(self, run: Any) -> None:
         """Compare the metric with the best so far."""
@@ -44,7 +45,7 @@ class EarlyStop(Callback):
         self.waited += 1
         if self.waited >= s.patience:
             best = "never finite" if self.best is None else f"not better than {self.best:.6g}"
-            run.want_stop(f"early stop: {s.metric} {best} for {self.waited} evaluations")
+            run.want_stop(f"early stop: {s.metric} {best} for {count(self.waited, 'evaluation')}")
 
     def state_dict(self) -> dict[str, Any]:
         """Best value and patience used."""

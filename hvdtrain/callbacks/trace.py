@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdtrain import backends
 from hvdtrain.callbacks.base import Callback
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.sections import Trace as Settings
 from hvdtrain.trace import chrome, gather, summary
 from hvdtrain.trace.align import Alignment, Measured
@@ -46,7 +46,8 @@ class Trace(Callback):
             total = run.state.cursor.step + (steps + left * run.feed.steps_per_epoch if left >= 0 else 0)
             total = min(total, run.config.max_steps or total)
             if self.window.first >= total > run.state.cursor.step:
-                raise UserError(f"trace.steps is {self.window.first}:{self.window.last}, and the run has {total} steps",
+                raise UserError(f"trace.steps is {self.window.first}:{self.window.last}, and the run has "
+                                f"{count(total, 'step')}",
                                 "a window within the run", f"for example trace.steps: {total // 2}:{total // 2 + 10}")
         self._clock_names = run.control.gather(gather.clock_name())
 
@@ -150,7 +151,7 @@ class Trace(Callback):
         run.record("trace", path=chrome.NAME, steps=steps, within_s=within_s, events=n, dropped=dropped, bytes=size,
                    overlap_percent=about["overlap_percent"], critical=about["critical"])
         lost = f", {dropped} left out for its size" if dropped else ""
-        run.note(f"trace of steps {steps[0]} to {steps[1]}: {path}, {n} events of {len(ranks)} ranks{lost}; "
+        run.note(f"trace of steps {steps[0]} to {steps[1]}: {path}, {n} events of {count(len(ranks), 'rank')}{lost}; "
                  f"{_clocks_in_words(within_s)}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hvdtrain.callbacks.base import Callback
+from hvdtrain.errors import count
 from hvdtrain.finite import spoken
 
 if TYPE_CHECKING:
@@ -50,5 +51,5 @@ class UnusedReport(Callback):
             names = list(dict.fromkeys(name for row in run.control.gather(names) for name in row))
         if names:
             shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-            run.note(f"no step so far has used {len(names)} trainable parameter{'s' * (len(names) > 1)} ({shown}): "
+            run.note(f"no step so far has used {count(len(names), 'trainable parameter')} ({shown}): "
                      "without a gradient they are not updated")

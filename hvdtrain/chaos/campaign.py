@@ -19,6 +19,7 @@ from hvdtrain.chaos import inject, look
 from hvdtrain.chaos.aim import Aim, Attempt
 from hvdtrain.chaos.job import Job
 from hvdtrain.chaos.plan import DISK, FLIP, FREEZE, KILL, LAUNCHER, SUPERVISOR, SURVIVED, Fault
+from hvdtrain.errors import count
 
 MOST_TRIES = 8
 """Times that a fault is tried which hits no live rank."""
@@ -243,7 +244,8 @@ class Campaign:
         ends = time.monotonic() + inject.GONE_WITHIN_S
         while left := self.job.left():
             if time.monotonic() > ends:
-                raise Lost(f"{len(left)} processes outlived their supervisor by {inject.GONE_WITHIN_S:g} s: {left}")
+                raise Lost(f"{count(len(left), 'process', 'processes')} outlived the supervisor by "
+                           f"{inject.GONE_WITHIN_S:g} s: {left}")
             time.sleep(0.02)
 
     def _finish(self, ranks: int, shares: Sequence[int]) -> None:
@@ -271,7 +273,7 @@ class Campaign:
         assert record is not None
         self.legs.append(Leg(self.job.out, record, self.job.refused(), self._flipped))
         self._flipped = set()
-        self.say(f"{self.job.out.name} is complete after {record['steps']} steps, "
+        self.say(f"{self.job.out.name} is complete after {count(record['steps'], 'step')}, "
                  f"{sum(o.hit for o in self.outcomes)} faults so far")
 
     def _last_words(self) -> str:

@@ -19,7 +19,7 @@ def often(settings: Checkpoint) -> str:
     """
     words = []
     if settings.every_steps:
-        words.append(f"every {settings.every_steps} steps")
+        words.append("every step" if settings.every_steps == 1 else f"every {settings.every_steps} steps")
     if settings.every_s:
         words.append(f"every {settings.every_s:g} s")
     if not words and settings.every == "auto":

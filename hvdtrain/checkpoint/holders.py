@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.protocols import Control, ModelState
 from hvdtrain.protocols.state import Head, Window
 
@@ -84,7 +84,8 @@ class Holders:
         missing, extra = sorted(own - set(kept)), sorted(kept[name] for name in set(kept) - own)
         if missing or extra:
             raise UserError(f"the checkpoint's model lacks {missing[:3]} and has {extra[:3]} besides",
-                            f"the {len(own)} tensors of this model", "resume with the model and optimizer of that run")
+                            f"the {count(len(own), 'tensor')} of this model",
+                            "resume with the model and optimizer of that run")
 
 
 def holders_of(control: Control, state: ModelState, params: Collection[str]) -> Holders:

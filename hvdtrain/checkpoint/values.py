@@ -1,4 +1,4 @@
-"""State of callbacks as JSON and back, exactly: also numbers and arrays of numpy, sets, bytes, and keys that are no text.
+"""Store the state of callbacks as JSON, exactly: also numpy numbers and arrays, sets, bytes and keys that are no text.
 
 Owns which types can be stored. What JSON holds by itself stays as it is, so a tuple comes back as a list.
 """

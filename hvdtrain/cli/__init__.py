@@ -10,17 +10,17 @@ import os
 
 COMMANDS = {
     "train": "train a model (the default: without arguments, the built-in recipe)",
-    "plan": "probe every rank's speed and print the part of a batch that each would get",
+    "plan": "probe every rank's speed and print its share of the batch; --memory: what each rank would hold",
     "launch": "start a job on the hosts of a list: the right command line for the MPI found here",
-    "report": "write the page about a run: what it did, how it ended, what it cost (one HTML file)",
-    "checkpoints": "list a run's checkpoints, verify or remove them, write the weights of one as a file",
-    "doctor": "show what would stop or slow a run here or on the hosts of a list, with the commands that mend it",
-    "verify": "show that a model trains alike on 1, 2, 3, ... ranks (law 2)",
-    "chaos": "break a supervised training on purpose, again and again, and show that nothing was lost",
-    "migrate": "show how a script of Horovod, tf.distribute, Keras, DDP or Accelerate moves here: a diff, or code",
-    "convert": "carry weights and optimizer state between a PyTorch model and its Keras twin, both ways",
+    "report": "write an HTML report of a run: result, cost, stragglers, failures, recommendations",
+    "checkpoints": "list, verify or remove a run's checkpoints, or export the weights of one",
+    "doctor": "list set-up problems, here or on the hosts of a list, with the commands that fix them",
+    "verify": "check that a model gets the same results on 1, 2, 3, ... ranks",
+    "chaos": "inject faults into a supervised training and check that nothing is lost",
+    "migrate": "convert a script of Horovod, tf.distribute, Keras, DDP or Accelerate: a diff, or code",
+    "convert": "convert weights and optimizer state between a PyTorch model and its Keras twin",
     "build": "build, install and check Horovod for the frameworks and the MPI found here",
-    "bench": "measure the wire, compressors, whole steps (also against other trainers) and accuracy",
+    "bench": "benchmark transports, compressors, training steps (also against other trainers) and accuracy",
 }
 
 USAGE = """usage: python -m hvdtrain [command] [options]
@@ -31,7 +31,7 @@ Ranks come from the launcher: horovodrun -np 4 python -m hvdtrain, or mpirun -np
 commands:
 {commands}
 
-python -m hvdtrain COMMAND --help tells a command's options.
+python -m hvdtrain COMMAND --help prints a command's options.
 """
 
 

@@ -24,7 +24,7 @@ from hvdtrain.chaos.job import Job
 from hvdtrain.chaos.plan import Amounts, draw
 from hvdtrain.chaos.space import disk
 from hvdtrain.cli import train, verify
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.launch.detect import hosts_of
 from hvdtrain.outdir import COMPLETED
 from hvdtrain.terminal import say
@@ -63,8 +63,9 @@ def main(argv: list[str]) -> int:
                "--checkpoint.every_steps", str(args.every_steps), "--checkpoint.keep", str(KEEP),
                "--heartbeat_timeout_s", str(HEARTBEAT_S)]
     plan = draw(amounts, most, args.hold_ranks, args.seed)
-    say(f"chaos: {total} faults, seed {args.seed}, {steps} steps, "
-        + (f"{most} ranks at all times" if args.hold_ranks else f"1 to {most} ranks") + f"; files in {work}")
+    say(f"chaos: {count(total, 'fault')}, seed {args.seed}, {count(steps, 'step')}, "
+        + (f"{count(most, 'rank')} at all times" if args.hold_ranks else f"1 to {count(most, 'rank')}")
+        + f"; files in {work}")
     with orderly_signals():
         quiet = [*words, "--max_steps", str(steps), "--epochs", "1000000", "--progress", "off"]
         ranks = most if args.hold_ranks else 1
@@ -189,7 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--disk-full", type=int, default=0, help="times that no checkpoint can be written for a while")
     parser.add_argument("--flips", type=int, default=0, help="bits changed in the newest checkpoint")
     parser.add_argument("--cuts", type=int, default=0,
-                        help="cuts of the network between two hosts, by turns for good and mended in time, in a "
+                        help="cuts of the network between two hosts, in turn permanent and repaired in time, in a "
                              "training of their own; needs root, which makes the hosts of this machine")
     parser.add_argument("--seed", type=int, default=0, help="of the plan (default 0)")
     parser.add_argument("-H", "--hosts", action="append", default=[], help="this host and its ranks: localhost:3")

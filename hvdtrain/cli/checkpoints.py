@@ -20,7 +20,7 @@ from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Kept, Manifest
 from hvdtrain.checkpoint.manifest import MANIFEST_NAME
 from hvdtrain.checkpoint.snapshot import check_listing, inspect
 from hvdtrain.checkpoint.store import Candidate
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.terminal import say
 
 DIRECTORY = "checkpoints"
@@ -209,7 +209,7 @@ def _export(root: Path, args: argparse.Namespace) -> int:
                         "choose another") from None
     what = "moving average, " if args.average else ""
     more = "" if args.average or not weights.has_average(snapshot) else "; --average writes their moving average"
-    say(f"wrote {what}{tensors} tensors of {path.name} to {target}{more}")
+    say(f"wrote {what}{count(tensors, 'tensor')} of {path.name} to {target}{more}")
     return 0
 
 

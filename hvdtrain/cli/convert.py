@@ -47,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m hvdtrain convert", allow_abbrev=False,
         usage="python -m hvdtrain convert SOURCE TARGET [--model M] [--twin M] [--model_args.NAME VALUE ...] ...",
         description="Convert a model between PyTorch and Keras, and a run with its optimizer (SGD, Adam, AdamW) and "
-                    "its position in the data, so that it goes on in the other framework on the same curve. Both "
+                    "its position in the data, so that it resumes in the other framework with the same results. Both "
                     "models' outputs on the same random input are compared; TARGET is made only if they agree.")
     parser.add_argument("source", metavar="SOURCE", help="a run's directory or checkpoint, or a file of weights: "
                         ".safetensors, .pt or .pth (state_dict), .keras, .weights.h5")

@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m hvdtrain doctor", allow_abbrev=False,
         description="Show what a run would find here (versions, builds, GPUs, network, memory) and what would stop or "
-                    "slow it, each with the command that mends it. With hosts: one rank on each under the real "
+                    "slow it, each with the command that fixes it. With hosts: one rank on each under the real "
                     "launcher. Exit status 1 if something would stop a run.",
         epilog="For example: python -m hvdtrain doctor -H fast:4,old:2")
     add_options(made)

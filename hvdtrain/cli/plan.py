@@ -12,19 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 
 if TYPE_CHECKING:
     from hvdtrain.memory_plan.plan import Plan
 
 USAGE = """usage: python -m hvdtrain plan [--memory [--json FILE] [--check]] [options of train]
 
-Probes how fast every rank of this job computes the model, and prints the part of the global batch that each would get
+Probes how fast every rank of this job computes the model, and prints each rank's share of the global batch
 (balance: static). Trains nothing and writes no run. Start it as the training would be, for example:
 
   mpirun -np 4 python -m hvdtrain plan --model torch_models.resnet:build --global_batch 256
 
-Measures anew; --rebalance.max_micro_batch 64,64,16,16 sets ceilings of memory by hand.
+Measures again; --rebalance.max_micro_batch 64,64,16,16 sets ceilings of memory by hand.
 
 --memory prints in place of it how many bytes each rank would hold, by what they are for, whether that fits, and what
 would make it less, best first, each with what to add to the command. Optimizer state is counted to the byte; a few
@@ -137,7 +137,8 @@ def _memory(config: Any, check: bool, target: str) -> None:
     if run.control.rank == 0:
         show(plan, run.control.size > 1)
         if rows:
-            table.show(f"blocks recomputed in a trial of {measured.block_samples} samples on rank 0", blocks.COLUMNS,
+            table.show(f"blocks recomputed in a trial of {count(measured.block_samples, 'sample')} on rank 0",
+                       blocks.COLUMNS,
                        rows, launched=run.control.size > 1)
     agreed(run.control, lambda: _written(plan.to_dict(), target if run.control.rank == 0 else ""), "--json")
     if check:

@@ -34,11 +34,11 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hvdtrain report",
-        description="Write report.html: what a run did, how it ended, what it cost, who held whom up, what to do. One "
-        "file that loads nothing; made from the run's directory alone, also after a crash or while it goes on.")
+        description="Write report.html: result, cost, stragglers, failures and recommendations of a run. One file that "
+        "loads nothing, made from the run's directory alone, also after a crash or during training.")
     parser.add_argument("run", nargs="+", metavar="RUN", help="a run's directory; several are shown side by side")
     parser.add_argument("--out", metavar="FILE", help="where to write (default: report.html in the first RUN)")
     parser.add_argument("--watch", action="store_true",
-                        help="write nothing: show the page on a loopback address and renew it while runs go on")
+                        help="write no file: serve the report on a loopback address and refresh it during training")
     parser.add_argument("--port", type=int, default=0, help="with --watch: its port (default: any that is free)")
     return parser

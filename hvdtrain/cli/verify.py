@@ -25,7 +25,7 @@ from hvdtrain.build.run import ChildFailed, logged
 from hvdtrain.build.verify import launch_argv
 from hvdtrain.cli import train
 from hvdtrain.curve import Tolerance
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.outdir import COMPLETED
 from hvdtrain.pipeline.settings import cut_over_ranks
 from hvdtrain.terminal import say
@@ -117,7 +117,7 @@ def launcher(ranks: int) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hvdtrain verify", allow_abbrev=False,
-        description="Train the same model on several numbers of ranks, evenly and unevenly cut, and show in a table "
+        description="Train the same model on numbers of ranks, with even and uneven shares, and show in a table "
                     "how far the final weights are apart. Every other option goes to train (--model, --data, ...).")
     parser.add_argument("--np", default="1,2,3", help="numbers of ranks, the first is compared with (default 1,2,3)")
     parser.add_argument("--steps", type=int, default=20, help="training steps of each run (default 20)")
@@ -175,7 +175,7 @@ def _train(case: Case, temp: Path, args: argparse.Namespace, rest: Sequence[str]
         command += ["--shares", str(list(shares))]
     if parts:
         command += ["--accumulate", str(parts), "--micro_batch", "0"]
-    return completed(f"the run on {n} ranks", n, command, out, args.timeout, "--timeout and --steps bound it")
+    return completed(f"the run on {count(n, 'rank')}", n, command, out, args.timeout, "--timeout and --steps bound it")
 
 
 def completed(what: str, ranks: int, options: Sequence[str], out: Path, timeout_s: float, bounds: str) -> Path:
@@ -227,6 +227,6 @@ def _report(first: int, rows: Sequence[Row], limit: Tolerance, steps: int, cavea
             "smaller lr or fewer --steps")
     for note in caveats if beyond else ():
         say(f"note: {note}")
-    table.show(f"weights after {steps} steps", HEADERS,
+    table.show(f"weights after {count(steps, 'step')}", HEADERS,
                [[str(first), "equal", "", "", "reference"], *(row.cells(row in beyond, limit.value) for row in rows)])
     return int(bool(beyond))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.cluster.group import spans
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -140,22 +140,23 @@ def _check_together(devices: Sequence[str], per_rank: int) -> None:
     """Raise `UserError` for entries of which CUDA would show one process fewer than are listed."""
     mig = next((d for d in devices if d.startswith("MIG-")), None)
     if mig:
-        raise UserError(f"{VISIBLE} lists MIG instances ({mig}) for {per_rank} devices of each rank",
+        raise UserError(f"{VISIBLE} lists MIG instances ({mig}) for {count(per_rank, 'device')} of each rank",
                         "whole GPUs: a process sees one MIG instance at most",
                         "set model_parallel: 1 and devices_per_rank: 1, or list whole GPUs")
     plain = [str(int(d)) if d.isdigit() else d for d in devices]
     twice = next((d for i, d in enumerate(plain) if d in plain[:i]), None)
     if twice is not None:
-        raise UserError(f"{VISIBLE} lists GPU {twice} twice ({','.join(devices)}) for {per_rank} devices of each rank",
+        raise UserError(f"{VISIBLE} lists GPU {twice} twice ({','.join(devices)}) for "
+                        f"{count(per_rank, 'device')} of each rank",
                         "each GPU once", f"mend {VISIBLE}")
 
 
 def too_few(shown: int, ranks: int, per_rank: int) -> UserError:
     """The error of a host that shows fewer GPUs than its ranks own together."""
     fits = shown // per_rank
-    do = (f"start at most {fits} rank{'s' if fits > 1 else ''} on this host (-H HOST:{fits})" if fits
-          else f"take a host with {per_rank} GPUs for each rank")
-    gpus, of_ranks = f"{shown} GPU{'s' if shown > 1 else ''}", f"{ranks} rank{'s' if ranks > 1 else ''}"
+    do = (f"start at most {count(fits, 'rank')} on this host (-H HOST:{fits})" if fits
+          else f"take a host with {count(per_rank, 'GPU')} for each rank")
+    gpus, of_ranks = count(shown, "GPU"), count(ranks, "rank")
     return UserError(f"this host shows {gpus} for {of_ranks} x {per_rank} devices",
                      f"{ranks * per_rank}, so that no two ranks share one",
                      f"{do}, set model_parallel and devices_per_rank lower, or compute on CPUs only with "
@@ -175,7 +176,8 @@ def overlap(owned: Sequence[tuple[str, Sequence[str]]]) -> UserError | None:
                 alike = [r for r, (h, _) in enumerate(owned) if h == host]
                 shown = len({e for h, own in owned if h == host for e in own})
                 return UserError(f"ranks {first} and {rank} on host {host} were both given GPU {entry}: it shows "
-                                 f"{shown} GPUs for {len(alike)} ranks x {len(entries)} devices",
+                                 f"{count(shown, 'GPU')} for {count(len(alike), 'rank')} x "
+                                 f"{count(len(entries), 'device')}",
                                  f"{len(alike) * len(entries)}, so that no two ranks share one",
                                  f"list them all in {VISIBLE} for every rank, or start fewer ranks on this host")
     return None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.cluster.group import spans
+from hvdtrain.errors import count
 from hvdtrain.protocols import Control
 
 
@@ -51,9 +52,9 @@ class Topology:
     def describe(self) -> str:
         """One line for the summary: "2 hosts: a (ranks 0-3, 8 cores), b (ranks 4-5, 4 cores)"."""
         each = ", ".join(f"{h.node} (rank{'s' if len(h.ranks) > 1 else ''} {spans(h.ranks)}, "
-                         f"{h.cores} core{'s' if h.cores != 1 else ''})" for h in self.hosts[:8])
+                         f"{count(h.cores, 'core')})" for h in self.hosts[:8])
         more = f", and {len(self.hosts) - 8} more" if len(self.hosts) > 8 else ""
-        return f"{len(self.hosts)} host{'s' if len(self.hosts) != 1 else ''}: {each}{more}"
+        return f"{count(len(self.hosts), 'host')}: {each}{more}"
 
 
 def arrange(rows: Sequence[tuple[str, Sequence[int], float] | tuple[str, Sequence[int], float, str]]) -> Topology:

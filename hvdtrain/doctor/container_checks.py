@@ -104,9 +104,10 @@ def quota(host: Facts, parallel: bool) -> Found:
     """Processor time is a number of cores, not a part of many."""
     allowed, have = host["limits"], host["affinity"]
     if known(allowed) and known(have) and allowed["cores"] and allowed["cores"] < have:
-        yield Problem(NOTE, (host["host"],), f"a quota gives {allowed['cores']:g} of {have} cores: whoever uses it "
-                      "up waits for the rest of each period (0.1 s mostly), all ranks with it",
-                      "give whole cores where you can: docker run --cpuset-cpus; in Kubernetes equal requests and "
+        yield Problem(NOTE, (host["host"],), f"a quota gives {allowed['cores']:g} of {have} cores: whoever uses "
+                      "it up waits for the rest of each period (0.1 s mostly), all ranks with it",
+                      f"give whole cores where you can: docker run --cpuset-cpus "
+                      f"0-{max(1, int(allowed['cores'])) - 1}; in Kubernetes equal requests and "
                       "limits with the static CPU manager")
 
 

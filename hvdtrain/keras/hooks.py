@@ -10,8 +10,8 @@ for other optimizers:
   than inside the step, and the verdict reaches the user as itself. It also knows that XLA was asked for. ``fit`` gets
   one more callback, which compares at the end of each epoch and of ``fit``.
 - ``fit`` knows that its data is a `hvdtrain.keras.data.Shard`, and ``compute_loss`` what a batch's loss is made of:
-  models for which the shard's weights are not enough are refused (`hvdtrain.keras.shardable`, and by evaluating a few
-  samples `hvdtrain.keras.coupling`).
+  models for which the shard's weights are not enough are refused (`hvdtrain.keras.shardable`, by the source of their
+  own steps `own_steps`, and by evaluating a few samples `hvdtrain.keras.coupling`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import keras
 
 from hvdtrain.errors import UserError
 from hvdtrain.faults import pulse
-from hvdtrain.keras import shardable
+from hvdtrain.keras import own_steps, shardable
 from hvdtrain.keras.coupling import check_shard
 from hvdtrain.keras.data import Shard
 from hvdtrain.keras.exchange import Exchange, exchange_of
@@ -124,18 +124,22 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
 
     @functools.wraps(plain_fit)
     def fit(self: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
-        shards = [data for data in (x, kwargs.get("validation_data")) if isinstance(data, Shard)]
+        held_out = kwargs.get("validation_data")
+        shards = [data for data in (x, held_out) if isinstance(data, Shard)]
         exchange = exchange_of(getattr(self, "optimizer", None))
         if not shards or exchange is None:
             _seen.pop(self, None)
             return plain_fit(self, x, *args, **kwargs)
         shardable.check_losses(self)
+        for step, data in zip(own_steps.STEPS, (x, held_out)):
+            if isinstance(data, Shard):
+                own_steps.check(self, step, data)
         even = all(shard.even() for shard in shards)
         if _seen.get(self) not in (False, even):
             self.train_function = self.test_function = None
         _seen[self] = even
         try:
-            with shardable.reading(shards):
+            with shardable.reading(shards, held_out is None or len(shards) == 2):
                 if isinstance(x, Shard):
                     check_shard(self, x, exchange.ranks)
                 return plain_fit(self, x, *args, **kwargs)
@@ -146,7 +150,7 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
 
     @functools.wraps(plain_loss)
     def compute_loss(self: Any, x: Any = None, y: Any = None, y_pred: Any = None, *args: Any, **kwargs: Any) -> Any:
-        shardable.check_batch(self, y_pred)
+        shardable.check_batch(self, y_pred, args[0] if args else kwargs.get("sample_weight"))
         return plain_loss(self, x, y, y_pred, *args, **kwargs)
     fits.fit, loses.compute_loss = fit, compute_loss
 

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.keras import data, states
 from hvdtrain.keras.shardable import check_losses
 
@@ -202,12 +202,13 @@ def check_lengths(model: Any, params: dict[str, Any], gather: Callable[[Any], li
             and not hasattr(optimizer, "_hvd_exchange"):
         return
     found = gather({key: params.get(key) for key in ("steps", "epochs")})
-    for key, noun, do in (("steps", "batches", "use hvd.shard(x, y, global_batch=...), or give fit steps_per_epoch"),
-                          ("epochs", "epochs", "give fit the same epochs on all ranks")):
+    for key, noun, do in (("steps", ("batch", "batches"),
+                           "use hvd.shard(x, y, global_batch=...), or give fit steps_per_epoch"),
+                          ("epochs", ("epoch",), "give fit the same epochs on all ranks")):
         numbers = [one[key] for one in found]
         other = next((r for r, n in enumerate(numbers) if n != numbers[0] and None not in (n, numbers[0])), None)
         if other is not None:
-            raise UserError(f"rank {other} has {numbers[other]} {noun}, rank 0 has {numbers[0]}",
+            raise UserError(f"rank {other} has {count(numbers[other], *noun)}, rank 0 has {numbers[0]}",
                             "the same number on every rank, which each step waits for", do)
 
 

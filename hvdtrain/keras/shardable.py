@@ -1,7 +1,8 @@
 """Which models plain `keras.Model.fit` trains exactly over `hvdtrain.keras.shard`, and the refusal of the others.
 
-Owns the three looks: at the losses' reductions, at masks that reach the loss, and at what layers add to it. Scaled
-sample weights put a mean over samples right (`hvdtrain.keras.data`), and nothing else. Knows no collectives.
+Owns four checks: the losses' reductions, masks that reach the loss, losses that layers add, and weights that a step
+leaves out. Scaled sample weights put a mean over samples right (`hvdtrain.keras.data`), and nothing else. Knows no
+collectives.
 """
 
 from __future__ import annotations
@@ -18,11 +19,16 @@ from hvdtrain.keras.data import Shard
 
 _TRAINER = "train with hvdtrain.Trainer, which weighs them by what they count"
 _reading: list[Shard] = []
+_weighed: list[Shard] = []
+"""Of those, the ones whose weights are not all 1, in a fit that reads nothing else: no loss of it goes without."""
 
 
 @contextmanager
-def reading(shards: Sequence[Shard]) -> Iterator[None]:
-    """While a fit reads these: `check_batch` looks at the model's batches, and masked values of a loss are refused."""
+def reading(shards: Sequence[Shard], alone: bool) -> Iterator[None]:
+    """While a fit reads these: `check_batch` looks at the model's batches, and masked values of a loss are refused.
+
+    ``alone``: whether the fit has no other data, such as arrays to validate on.
+    """
     plain = loss_base.reduce_weighted_values
 
     def reduce(values: Any, sample_weight: Any = None, mask: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -31,11 +37,13 @@ def reading(shards: Sequence[Shard]) -> Iterator[None]:
         return plain(values, sample_weight, mask, *args, **kwargs)
 
     _reading[:], loss_base.reduce_weighted_values = shards, reduce
+    _weighed[:] = [shard for shard in shards if alone and not shard.of_ones()]
     try:
         yield
     finally:
         loss_base.reduce_weighted_values = plain
         _reading.clear()
+        _weighed.clear()
 
 
 def check_losses(model: Any) -> None:
@@ -63,13 +71,19 @@ def _masked(got: str) -> UserError:
         "leave the mask out and give sample weights of 0 and 1 per element"))
 
 
-def check_batch(model: Any, outputs: Any) -> None:
-    """The same for what only a batch shows, while its loss is taken: masks, and losses that layers add.
+def check_batch(model: Any, outputs: Any, sample_weight: Any) -> None:
+    """The same for what only a batch shows, while its loss is taken: masks, losses that layers add, and weights that a
+    step of the model's own leaves out.
 
     Nothing unless within `reading`.
     """
     if not _reading:
         return
+    if _weighed and sample_weight is None:
+        raise through_trace(UserError(
+            f"compute_loss of {type(model).__name__} without sample_weight over hvdtrain.keras.shard",
+            "the sample weights of the batch, which make the mean over ranks that of the global batch",
+            "give compute_loss the sample_weight that keras.utils.unpack_x_y_sample_weight(data) returns"))
     if any(getattr(leaf, "_keras_mask", None) is not None for leaf in keras.tree.flatten(outputs)):
         raise _masked("a mask that reaches the loss (mask_zero, Masking)")
     uneven = next((shard for shard in _reading if not shard.even()), None)

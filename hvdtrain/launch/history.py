@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.errors import count
 from hvdtrain.faults.marks import PARTS
 from hvdtrain.faults.supervisor import Attempt
 
@@ -77,8 +78,8 @@ def table(records: Sequence[Mapping[str, Any]]) -> list[str]:
 def sentence(records: Sequence[Mapping[str, Any]], seconds: float) -> str:
     """How much the restarts cost, in a sentence."""
     restarts, steps = len(records) - 1, sum(one["steps_lost"] for one in records[:-1])
-    many = {0: "no restart", 1: "1 restart"}.get(restarts, f"{restarts} restarts")
-    return f"{many}, {steps} step{'' if steps == 1 else 's'} computed again, {seconds:.1f} s in all"
+    many = count(restarts, "restart") if restarts else "no restart"
+    return f"{many}, {count(steps, 'step')} computed again, {seconds:.1f} s in all"
 
 
 def _step(step: int) -> str:

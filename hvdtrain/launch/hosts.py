@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.launch.spec import Host
 
 MOST_SLOTS = 4096
@@ -55,11 +55,12 @@ def bounded(hosts: tuple[Host, ...]) -> tuple[Host, ...]:
     """``hosts`` as they are; `UserError` where one, or all together, are for more ranks than anybody means."""
     for host in hosts:
         if host.slots > MOST_SLOTS:
-            raise UserError(f"{host.name} is for {host.slots} ranks", f"at most {MOST_SLOTS} on one host",
+            raise UserError(f"{host.name} is for {count(host.slots, 'rank')}", f"at most {MOST_SLOTS} on one host",
                             "correct its slots or -np")
     total = sum(host.slots for host in hosts)
     if total > MOST_RANKS:
-        raise UserError(f"the hosts are for {total} ranks", f"at most {MOST_RANKS}", "correct the slots or -np")
+        raise UserError(f"the hosts are for {count(total, 'rank')}", f"at most {MOST_RANKS}",
+                        "correct the slots or -np")
     return hosts
 
 
@@ -76,7 +77,8 @@ def place(hosts: Sequence[Host], ranks: int, oversubscribe: bool) -> tuple[Host,
     total = sum(host.slots for host in hosts)
     if ranks > total:
         if not oversubscribe:
-            raise UserError(f"{ranks} ranks are asked for and the hosts have {total} slots", f"-np {total} or less",
+            raise UserError(f"-np asks for {count(ranks, 'rank')} and the hosts have {count(total, 'slot')}",
+                            f"-np {total} or less",
                             "raise the slots of a host, or say --oversubscribe")
         # Largest remainder; of equal remainders the first host's.
         shares = [ranks * host.slots // total for host in hosts]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.launch import environment, slurm
 from hvdtrain.launch.hosts import MOST_RANKS, bounded, is_address, place
 from hvdtrain.launch.spec import Host, LaunchSpec, Tool
@@ -158,5 +158,5 @@ def _cores_short(hosts: tuple[Host, ...], wishes: Wishes, here: Here, notes: lis
     if wishes.bind == "core":
         raise UserError(f"--bind core with {ranks} ranks of {wishes.cores_per_rank} cores on this host, which has "
                         f"{here.cores}", "a core of its own for every rank", "take fewer ranks, or --bind none")
-    notes.append(f"{ranks} ranks share the {here.cores} {'core' if here.cores == 1 else 'cores'} of this host")
+    notes.append(f"{ranks} ranks share the {count(here.cores, 'core')} of this host")
     return True

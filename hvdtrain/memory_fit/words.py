@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hvdtrain.errors import count
 from hvdtrain.memory_fit.settle import Own
 from hvdtrain.memory_plan.kinds import shown
 
@@ -21,7 +22,7 @@ def note(rank: int, own: Own, micro: bool, remat: bool) -> str:
     room = "unknown room" if free is None else f"{shown(free)} that it may take"
     words = []
     if micro:
-        words.append(f"{fit.parts} micro-batch{'es' if fit.parts > 1 else ''} of {fit.micro_batch}")
+        words.append(f"{count(fit.parts, 'micro-batch', 'micro-batches')} of {fit.micro_batch}")
     if remat:
         names = fit.choice.names
         some = ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
@@ -29,7 +30,7 @@ def note(rank: int, own: Own, micro: bool, remat: bool) -> str:
                      "ms a micro-batch" if names else "recomputes nothing")
     then = f"{shown(fit.choice.peak)} in place of {shown(fit.need)}" if fit.choice.names else shown(fit.need)
     fits = "" if fit.choice.fits else ", which does not fit: nothing that is left to choose would"
-    tried = (f"; in a trial of {own.tried} samples that saved {shown(max(0, own.measured))}, predicted "
+    tried = (f"; in a trial of {count(own.tried, 'sample')} that saved {shown(max(0, own.measured))}, predicted "
              f"{shown(own.predicted)}") if own.tried else ""
     return f"rank {rank}: {', '.join(words)}; needs {then} of {room}{fits}{tried}"
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from hvdtrain.balance import memory
 from hvdtrain.bench import table
+from hvdtrain.errors import count
 from hvdtrain.memory_plan import watch
 from hvdtrain.memory_plan.kinds import shown
 from hvdtrain.memory_plan.plan import Plan
@@ -28,5 +29,5 @@ def checked(run: Any, plan: Plan, steps: int) -> None:
     if control.rank == 0:
         rows = [[str(r), shown(need.total), shown(peak), f"{100 * (need.total / peak - 1):+.1f} %" if peak else "N/A"]
                 for r, (need, peak) in enumerate(zip(plan.needs_P, peaks))]
-        table.show(f"measured in {steps} steps", ("rank", "predicted", "measured", "off by"), rows,
+        table.show(f"measured in {count(steps, 'step')}", ("rank", "predicted", "measured", "off by"), rows,
                    launched=control.size > 1)

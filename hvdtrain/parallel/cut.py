@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.parallel.memory import Block, Needs, shown
 
 
@@ -40,9 +40,10 @@ def min_max_cut(blocks: Sequence[Block], devices: int, capacity_bytes: Sequence[
     """
     n, needs = len(blocks), needs or Needs()
     if devices > n:
-        raise UserError(f"model_parallel is {devices} and the model has {n} blocks"
+        raise UserError(f"model_parallel is {devices} and the model has {count(n, 'block')}"
                         + (f" ({', '.join(b.name for b in blocks[:6])})" if n <= 6 else ""),
-                        f"{n} devices at most: each holds a block at least", f"set model_parallel: {max(1, n)}")
+                        f"{count(n, 'device')} at most: each holds a block at least",
+                        f"set model_parallel: {max(1, n)}")
     room = [c or math.inf for c in capacity_bytes] or [math.inf] * devices
     fast = list(speeds) or [1.0] * devices
     assert len(room) == len(fast) == devices, "a capacity and a speed for each device"

@@ -13,7 +13,7 @@ from hvdtrain.cluster.exit import agreed
 from hvdtrain.config import Config
 from hvdtrain.data.sampler import cut
 from hvdtrain.data.sampler import micro_batches as bounds_of
-from hvdtrain.errors import UserError, nearest
+from hvdtrain.errors import UserError, count, nearest
 from hvdtrain.mesh import Layout, Mesh
 from hvdtrain.parallel.memory import MIB, Block, Needs, shown
 from hvdtrain.parallel.plan import columns, span
@@ -160,10 +160,10 @@ def _task(config: Config, copy: int, copies: int, kinds: Sequence[Measured], kin
     chunks = config.pipeline.chunks if config.pipeline.order == "interleaved" and depth > 1 else 1
     if depth * chunks > len(names):
         what = f"{depth} stages" + (f" of {chunks} chunks each" if chunks > 1 else "")
-        counted = f"{len(names)} block" + ("s" if len(names) > 1 else "")
+        counted = count(len(names), "block")
         most = len(names) // chunks
         do = "leave pipeline out" if len(names) == 1 else "set fewer pipeline.chunks" if most < 2 else \
-            f"cut it over {most} ranks at most"
+            f"cut it over {count(most, 'rank')} at most"
         raise UserError(f"the model has {counted} ({', '.join(names[:6])}{', ...' if len(names) > 6 else ''})"
                         f" for {what}", "a block for each part", f"{do}, or give the model more blocks")
     fixed = _fixed(config.pipeline.cut, names, depth * chunks) if depth > 1 else ()
@@ -185,7 +185,8 @@ def _fixed(cut: Sequence[str], names: Sequence[str], parts: int) -> tuple[int, .
                             "name blocks that stages begin with")
     starts = (0, *(list(names).index(name) for name in cut))
     if len(starts) != parts:
-        raise UserError(f"pipeline.cut names {len(cut)} blocks for a copy in {parts} parts", f"{parts - 1} names: of "
+        raise UserError(f"pipeline.cut names {count(len(cut), 'block')} for a copy in {parts} parts",
+                        f"{count(parts - 1, 'name')}: of "
                         "the block that each part but the first begins with", "correct pipeline.cut, or leave it out")
     if any(a >= b for a, b in zip(starts, starts[1:])):
         raise UserError(f"pipeline.cut is {list(cut)}", "blocks in the order of the model, none twice and not its "
@@ -281,7 +282,8 @@ def foretold(layout: Planned) -> list[str]:
     """Return the predicted step and idle share of each copy, equal ones together, and of all."""
     said: dict[str, list[int]] = {}
     for copy, plan in enumerate(layout.plans):
-        said.setdefault(f"{plan.task.micros} micro-batches in {1e3 * plan.step.step_s:.2f} ms, "
+        said.setdefault(f"{count(plan.task.micros, 'micro-batch', 'micro-batches')} in "
+                        f"{1e3 * plan.step.step_s:.2f} ms, "
                         f"{plan.step.idle_share:.1%} idle", []).append(copy)
     lines = [f"{'copy' if len(copies) == 1 else 'copies'} {', '.join(map(str, copies))}: {words}"
              for words, copies in said.items()]

@@ -146,7 +146,8 @@ def _why(one: Attempt, events: Sequence[Event]) -> None:
     """The cause in the attempt's own records; "" where it has none."""
     for event in reversed(events):
         if event.name == "end":
-            one.cause, one.words = "done", cut(event.values.get("stop") or "")
+            stop = cut(event.values.get("stop") or "")
+            one.cause, one.words = "requeue" if stop.startswith("requeue:") else "done", stop
             return
         if event.name == "failed":
             one.cause, one.words = _kind(error := str(event.values.get("error") or "")), cut(error)

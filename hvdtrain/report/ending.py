@@ -25,12 +25,10 @@ def of(facts: Facts) -> Ending:
     """Say how the run in ``facts`` ended."""
     last = facts.attempts[-1] if facts.attempts else None
     through = f", through {count(facts.restarts, 'restart')}" if facts.restarts else ""
-    took = duration(facts.end_s - facts.begin_s)
+    took = duration(facts.ran_s)
     if facts.completed is not None:
-        stop = str(facts.completed.get("stop") or "")
-        early = f" It stopped there because of {stop}." if stop and not stop.startswith("max_steps") else ""
         return Ending(GOOD, "completed", f"Trained {count(max(0, facts.step), 'step')} in {took}{through}",
-                      f"It came to its end: all {count(max(0, facts.step), 'step')} are done{through}.{early}")
+                      f"{_completed(facts)}{through}.")
     if facts.alive:
         return Ending(GOING, "running", f"Training: step {_where(facts)} after {took}{through}",
                       f"It goes on: step {_where(facts)} so far{_left(facts)}.")
@@ -47,6 +45,15 @@ def of(facts: Facts) -> Ending:
     who = f" {facts.who(last.rank)}:" if last.rank >= 0 else ""
     return Ending(BAD, "failed", f"Failed at step {_where(facts)} after {took}{through}",
                   f"It failed: {last.fault}.{who} {last.words}".rstrip(" :.") + ".")
+
+
+def _completed(facts: Facts) -> str:
+    """Say how far a completed run came, and what stopped it before its last step."""
+    done, stop = max(0, facts.step), str((facts.completed or {}).get("stop") or "")
+    if not stop or stop.startswith("max_steps"):
+        return f"It came to its end: all {count(done, 'step')} are done"
+    of = f" of {facts.steps:,}" if facts.steps > done else ""
+    return f"It stopped early at step {done:,}{of}, by {stop.rstrip('.')}"
 
 
 def _where(facts: Facts) -> str:

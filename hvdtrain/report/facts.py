@@ -85,6 +85,16 @@ class Facts:
         return math.fsum(one.end_s - one.begin_s for one in self.attempts if one.end_s >= one.begin_s)
 
     @cached_property
+    def between_s(self) -> float:
+        """Seconds between attempts, in a queue or until somebody started the run again."""
+        return math.fsum(max(0.0, b.begin_s - a.end_s) for a, b in zip(self.attempts, self.attempts[1:]))
+
+    @cached_property
+    def ran_s(self) -> float:
+        """Seconds from the begin to the end, without those between attempts."""
+        return self.end_s - self.begin_s - self.between_s
+
+    @cached_property
     def rank_s(self) -> float:
         """Seconds of all ranks together, while attempts lasted."""
         return math.fsum((one.end_s - one.begin_s) * (one.ranks or 1) for one in self.attempts)

@@ -47,7 +47,7 @@ def tiles(facts: Facts) -> list[Tile]:
     """Return the numbers of the top."""
     ratio = 100.0 * max(0, facts.step) / facts.steps if facts.steps else -1.0
     found = [Tile("steps", f"{max(0, facts.step):,}", f"of {facts.steps:,}" if facts.steps else "", ratio),
-             Tile("time", duration(facts.end_s - facts.begin_s), _ranks_time(facts))]
+             Tile("time", duration(facts.ran_s), _ranks_time(facts))]
     score = next((name for name in facts.metrics if name != "loss"), "loss" if facts.metrics else "")
     if score:
         others = [f"{name} {metric(value)}" for name, value in facts.metrics.items() if name != score]
@@ -85,7 +85,9 @@ def _mean_speed(facts: Facts) -> float:
 
 
 def _ranks_time(facts: Facts) -> str:
-    return f"{duration(facts.rank_s)} of all ranks" if facts.ranks > 1 else ""
+    parts = [f"{duration(facts.rank_s)} of all ranks"] if facts.ranks > 1 else []
+    parts += [f"{duration(facts.between_s)} more between attempts"] if facts.between_s >= 1.0 else []
+    return ", ".join(parts)
 
 
 def _peak(facts: Facts) -> float:

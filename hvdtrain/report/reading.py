@@ -20,7 +20,7 @@ COLUMNS = ("loss", "grad_norm", "lr", "samples_per_s", "percent_of_solo", "epoch
 """What is kept of a "step" record, beside its step and time."""
 
 
-BEFORE_START = ("environment", "clocks", "note", "memory_fit", "compile", "balance")
+BEFORE_START = ("environment", "clocks", "note", "memory_fit", "compile", "compression", "balance", "pipeline", "wire")
 """Events that a fit may have recorded before its "start"."""
 
 

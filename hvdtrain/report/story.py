@@ -1,4 +1,4 @@
-"""The story of a run in a few sentences: how it ended, what it cost, who held whom up, what went wrong, what to do.
+"""The story of a run in a few sentences: how it ended, what it cost, stragglers, what went wrong, what to do.
 
 Owns the sentences and which of them are worth saying. Each is made from records alone and says what it does not know.
 """
@@ -73,7 +73,7 @@ def _cost(facts: Facts) -> Answer:
     """Time, and what part of it trained."""
     spent, ranks = facts.spent, sorted({one.ranks for one in facts.attempts if one.ranks})
     span = f"{ranks[0]} to {ranks[-1]} ranks" if len(ranks) > 1 else count(ranks[0], "rank") if ranks else "its ranks"
-    said = f"{duration(facts.end_s - facts.begin_s)} on {span}"
+    said = f"{duration(facts.ran_s)} on {span}"
     if len(ranks) != 1 or ranks[0] > 1:
         said += f", {duration(facts.rank_s)} of all ranks together"
     points = []
@@ -84,11 +84,11 @@ def _cost(facts: Facts) -> Answer:
             said += f". {duration(missing_s)} more are in no record: {UNRECORDED}"
     elif spent.basis:
         said += ". This log does not say where all seconds went"
-    down_s = sum(max(0.0, b.begin_s - a.end_s) for a, b in zip(facts.attempts, facts.attempts[1:]))
     if facts.restarts:
-        text = f"{count(facts.restarts, 'restart')} cost {count(facts.lost_steps, 'step')} that were computed again"
         start_s = sum(one.trained_s - one.begin_s for one in facts.attempts[1:] if one.trained_s >= one.begin_s)
-        points.append(f"{text}, {duration(down_s)} between attempts and {duration(start_s)} of starting anew")
+        again = f"{count(facts.lost_steps, 'step')} computed again, " if facts.lost_steps else ""
+        points.append(f"{count(facts.restarts, 'restart')} cost {again}{duration(facts.between_s)} between attempts "
+                      f"and {duration(start_s)} of starting again")
     return Answer(said + ".", "", points)
 
 
@@ -109,27 +109,26 @@ def _held_up(facts: Facts) -> Answer:
     spent = facts.spent
     if facts.ranks == 1 and max((one.ranks for one in facts.attempts), default=1) <= 1:
         return Answer("Nobody: there was one rank.", "good")
-    wait = spent.after_start("wait")
+    wait, part = spent.after_start("wait"), percent(spent.part("wait"), 1)
     if not spent.waits:
         if spent.basis == "meter":
             return Answer("The log gives mean steps only: who waited, but not for whom. The meter said: "
                           f"{facts.log.last('meter').get('advice') or 'nothing'}.")
         if spent.basis == "seconds" and wait < LITTLE:
-            return Answer(f"Nobody: ranks waited for one another for {percent(wait, 1)} of their time.", "good")
+            return Answer(f"Nobody: ranks waited for one another for {part} of all recorded time.", "good")
         return Answer("Not known: the log names nobody.")
     held, named_s = spent.held_up(), sum(spent.waits.values())
     worst, worst_s = next(iter(held.items()))
     share = worst_s / named_s
     if wait < LITTLE:
-        return Answer(f"Hardly anybody: ranks waited for one another for {percent(wait, 1)} of their time, "
+        return Answer(f"Hardly anybody: ranks waited for one another for {part} of all recorded time, "
                       f"most often for {facts.who(worst)}.", "good")
-    took = (f"Waiting took {percent(wait)} of the time after the start "
-            f"({percent(spent.part('wait'))} of all that is recorded).")
+    took = f"Waiting took {part} of all recorded time."
     if share < max(0.5, min(0.7, 1.6 / max(1, facts.ranks))):
-        return Answer("No one rank: they waited for one another in turns, most for "
+        return Answer("No one rank: the ranks waited for one another, most for "
                       f"{facts.who(worst)} ({percent(100 * share)} of it). {took}", "warn")
     said = (
-        f"{begin(facts.who(worst))} held the others up: {percent(100 * share)} of all waiting that has a name was for "
+        f"{begin(facts.who(worst))} is the straggler: {percent(100 * share)} of all attributed waiting was for "
         f"it, {duration(worst_s)} of the others' time. {took}"
     )
     return Answer(said, "warn", _about(facts, worst))
@@ -153,7 +152,7 @@ def _about(facts: Facts, worst: int) -> list[str]:
         then = f"ithout rank {worst}, with the same global batch, the run would be"
         said = (f"W{then} {percent(gain)} faster than now" if gain > 0 else
                 f"It is worth its wait: w{then} {percent(-gain)} slower")
-        points.append(f"{said}, as reckoned from the ranks' measured steps")
+        points.append(f"{said}, as estimated from the ranks' measured steps")
     return points
 
 
@@ -243,6 +242,6 @@ def _do(facts: Facts) -> Answer:
     return Answer(points[0], "", points[1:])
 
 
-QUESTIONS = {"How it ended": _ended, "What it cost": _cost, "Who held whom up": _held_up, "What went wrong": _wrong,
+QUESTIONS = {"How it ended": _ended, "What it cost": _cost, "Stragglers": _held_up, "What went wrong": _wrong,
              "What to do": _do}
 """The chapters, in order."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from hvdtrain.errors import count as count  # noqa: F401  (for the report's sections)
 from hvdtrain.memory_plan.kinds import shown
 
 NOT_KNOWN = "not known"
@@ -69,15 +70,6 @@ def short(value: float) -> str:
 def metric(value: float) -> str:
     """Say a loss or a metric with four digits, as the summary does."""
     return f"{value:.4g}" if math.isfinite(value) else NOT_KNOWN
-
-
-def count(n: int, one: str, many: str = "") -> str:
-    """Say how many.
-
-    >>> count(1, "restart"), count(1200, "step"), count(2, "loss", "losses")
-    ('1 restart', '1,200 steps', '2 losses')
-    """
-    return f"{n:,} {one if n == 1 else many or one + 's'}"
 
 
 def times(n: int) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint.files import write_all
+from hvdtrain.errors import count
 from hvdtrain.protocols import Record
 
 NAME = "log.jsonl"
@@ -54,7 +55,7 @@ class Jsonl:
         missing, self._lost = self._lost + len(self._waiting), 0
         self._waiting.clear()
         if missing:
-            self._run.note(f"{missing} records of {NAME} could not be written and are lost")
+            self._run.note(f"{count(missing, 'record')} of {NAME} could not be written and are lost")
 
     def _append(self) -> None:
         """Append the records that wait, oldest first, and keep those that do not go."""

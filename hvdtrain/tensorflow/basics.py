@@ -15,7 +15,7 @@ from typing import Any
 from hvdtrain.cluster import boot
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.config import Config, Exchange
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.faults import pulse
 from hvdtrain.protocols import Control
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
@@ -119,7 +119,7 @@ def _check_comm(comm: Any, control: Control) -> None:
     """Refuse fewer ranks than the job has, which Horovod would leave the others out of."""
     n = 0 if comm is None else comm.Get_size() if hasattr(comm, "Get_size") else len(comm)
     if n not in (0, control.size):
-        raise UserError(f"init with a comm of {n} ranks in a job of {control.size}", "all ranks",
+        raise UserError(f"init with a comm of {count(n, 'rank')} in a job of {control.size}", "all ranks",
                         "leave comm out, and hand hvd.init process_sets=[hvd.ProcessSet(...)] for collectives among "
                         "some ranks")
 

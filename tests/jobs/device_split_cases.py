@@ -380,7 +380,7 @@ def case_what_cannot_be_split_is_said(folder):
     refused("model_parallel is 3 and TensorFlow has started with 2 logical CPU devices", lambda: step_of(
         spec_of(sequential()), split(model_parallel=3), sample=sample))
     short_one = keras.Sequential([keras.Input((12,)), keras.layers.Dense(5)])
-    refused("model_parallel is 2 and the model has 1 blocks (dense", lambda: step_of(
+    refused("model_parallel is 2 and the model has 1 block (dense", lambda: step_of(
         spec_of(short_one), split(), sample=sample))
     x = keras.Input((12,))
     y = keras.layers.Dense(12)(x)

@@ -183,7 +183,7 @@ def test_early_stop(run, values, settings, after):
 
 def test_early_stop_only_wishes(run):
     watch(run, [1, 1], patience=1)
-    assert run.state.wants_stop == "early stop: loss not better than 1 for 1 evaluations" and not run.stopping()
+    assert run.state.wants_stop == "early stop: loss not better than 1 for 1 evaluation" and not run.stopping()
     run.settle()
     assert run.stopping()
 

@@ -434,3 +434,24 @@ def test_passes_whose_graphs_have_gradients_of_other_variables_are_refused():
     step(None)
     with pytest.raises(UserError, match="which other batches had not"):
         step(tf.ones(1))
+
+
+def test_what_migrate_says_of_keras_3_is_so():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    space, files = {"keras": keras, "m": model, "o": model.optimizer, "K": keras.backend}, keras.callbacks
+    for line in ("m.fit_generator", "K.get_value", "K.set_value", "K.set_session", "keras.optimizers.legacy.SGD()",
+                 "keras.optimizers.SGD(lr=1)", "o.variables()", "o.get_weights", "m.fit(x=1, workers=2)",
+                 "m.evaluate(x=1, workers=2)", "m.compile(experimental_run_tf_function=False)", "m.save('folder')",
+                 "m.save('folder', save_format='tf')", "m.save_weights('x.h5')", "m.save_weights('x')",
+                 "m.save_weights('x.weights.h5', save_format='h5')", "m.load_weights('x')",
+                 "keras.preprocessing.image.ImageDataGenerator"):
+        with pytest.raises((AttributeError, ValueError, TypeError, ImportError)):
+            eval(line, space)
+    for given in ({"filepath": "c"}, {"filepath": "c.hdf5"}, {"filepath": "c.h5", "save_weights_only": True},
+                  {"filepath": "c.keras", "period": 2}):
+        with pytest.raises((ValueError, TypeError)):
+            files.ModelCheckpoint(**given)
+    assert files.ModelCheckpoint("c.h5") and files.ModelCheckpoint("c.weights.h5", save_weights_only=True)
+    with pytest.warns(UserWarning, match="decay.* ignored"):
+        keras.optimizers.SGD(0.1, decay=0.5)

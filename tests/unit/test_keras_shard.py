@@ -262,6 +262,51 @@ def test_losses_that_layers_add_want_parts_of_one_length():
     assert one.history["loss"] and over_shard(dense(kernel_regularizer="l2"), Y["size"]).history["loss"]
 
 
+def stepped(text):
+    """A model whose ``train_step`` takes its batch and its loss by the two lines of ``text``."""
+    import linecache
+
+    source = ("class Stepped(keras.Sequential):\n    def train_step(self, data):\n        {}\n"
+              "        with tf.GradientTape() as tape:\n            loss = {}\n"
+              "        weights = self.trainable_variables\n"
+              "        self.optimizer.apply(tape.gradient(loss, weights), weights)\n"
+              "        return {{'loss': loss}}\n").format(*text)
+    linecache.cache["<stepped>"] = (len(source), None, source.splitlines(True), "<stepped>")
+    space = {"keras": keras, "tf": tf, "__name__": __name__}
+    exec(compile(source, "<stepped>", "exec"), space)
+    return space["Stepped"]([keras.Input((5,)), keras.layers.Dense(1)])
+
+
+UNPACK = "x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)"
+LOSS = "self.compute_loss(x, y, self(x), {})"
+
+
+@pytest.mark.parametrize("take, loss, uneven, even", [
+    ("x, y = data", LOSS.format(None), "takes two elements", "takes two elements"),
+    ("x, y, _ = data", LOSS.format(None), "drops the sample weights", None),
+    ("x, y = data[0], data[1]", "keras.ops.mean((y - self(x)) ** 2)", "drops the sample weights", None),
+    ("x, y, *_ = data", "keras.ops.mean((y - self(x)) ** 2)", "drops the sample weights", None),
+    (UNPACK, "self.compute_loss(x, y, self(x)) + 0 * keras.ops.sum(sample_weight)", "without sample_weight", None),
+    (UNPACK, LOSS.format("sample_weight"), None, None)], ids=["pair", "unread", "indices", "rest", "left out", "given"])
+def test_a_train_step_of_the_users_own_has_to_take_the_weights(take, loss, uneven, even):
+    for words, samples in ((uneven, N), (even, 14)):  # batches of 8 over two ranks end with 5, or with 6
+        model, x, y = stepped((take, loss)), X["a"][:samples], Y["size"][:samples]
+        if words is None:
+            over_shard(model, y, x=x, batch=8)
+        else:
+            with pytest.raises(UserError, match=words):
+                over_shard(model, y, x=x, batch=8)
+
+
+def test_a_short_branch_of_a_step_is_no_pair():
+    from hvdtrain.keras.own_steps import taken
+
+    both = ("def train_step(self, data):\n  if len(data) == 3:\n    x, y, w = data\n"
+            "  else:\n    x, y = data\n  f(x, y{})")
+    assert (taken(both.format(", w")), taken(both.format(""))) == ("weighted", "unweighted")
+    assert taken("def train_step(self, data):\n    return super().train_step(data)") == "unknown"
+
+
 def ratio(y, p):
     """A ratio of sums over the batch, given for each sample."""
     return keras.ops.sum(y * p) / keras.ops.sum(y * y + p * p) + 0 * keras.ops.mean(p, -1)

@@ -72,7 +72,7 @@ def test_a_line_ends_where_it_does_for_every_other_program():
 
 
 def test_more_ranks_than_anybody_means_are_refused():
-    with pytest.raises(UserError, match="for 1052672 ranks"):
+    with pytest.raises(UserError, match="for 1,052,672 ranks"):
         bounded(tuple(Host(f"h{i}", 4096) for i in range(257)))
 
 

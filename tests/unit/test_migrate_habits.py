@@ -40,6 +40,12 @@ def told(text: str) -> list[tuple[int, str]]:
     (TORCH, "torch.manual_seed(7 + hvd.rank())", "torch.manual_seed(7)", "seeds each rank"),
     (KERAS, "keras.utils.set_random_seed(hvd.rank())", "keras.utils.set_random_seed(hvd.size())", "seeds each rank"),
     (KERAS, "m.save('m.keras')", "if hvd.rank() == 0:\n    m.save('m.keras')", "every rank runs m.save"),
+    (KERAS, "m.save('m.keras')", "verbose = 1 if hvd.rank() == 0 else 0\nif verbose:\n    m.save('m.keras')",
+     "every rank runs m.save"),
+    (KERAS, "m.save('m.keras')", "v = 0\nif hvd.rank() == 0:\n    v = 1\nif v == 1:\n    m.save('m.keras')",
+     "every rank runs m.save"),
+    (KERAS, "v = 1 if hvd.rank() == 0 else 0\nif v > 0:\n    hvd.allreduce(x)",
+     "v = 1 if x else 0\nif v > 0:\n    hvd.allreduce(x)", "allreduce inside"),
     (TORCH, "torch.save(m, 'p')", "def f():\n    torch.save(m, 'p')\nif hvd.rank() == 0:\n    f()",
      "every rank runs"),
     (TORCH, "torch.save(m, 'p')", "torch.save(m, f'p{hvd.rank()}')", "every rank runs"),
@@ -106,13 +112,12 @@ def test_a_habit(head, unsafe, safe, named):
 
 
 @pytest.mark.parametrize("line, named", [
-    ("m.fit_generator(*g)", "fit_generator"), ("keras.optimizers.SGD(0.1, decay=1e-6)", "decay="),
-    ("keras.callbacks.ModelCheckpoint('c-{epoch}')", "c-{epoch}"), ("optimizer.get_weights()", "get_weights"),
-    ("keras.callbacks.ModelCheckpoint('c.h5', save_weights_only=True)", "c.h5"),
+    ("m.fit_generator(*g)", "fit_generator"), ("keras.optimizers.SGD(0.1, decay=1e-6)", "ignores decay="),
+    ("optimizer.get_weights()", "get_weights"), ("optimizer.set_weights(w)", "takes other values"),
     ("keras.backend.set_session(s)", "TensorFlow 1"),
     ("hvd.broadcast_variables(opt.variables(), 0)", "a list in Keras 3"),
-    ("keras.optimizers.legacy.SGD(0.1)", "legacy"),
-    ("model.save('folder')", "'folder'"), ("keras.models.save_model(m, 'folder')", "'folder'"),
+    ("keras.optimizers.legacy.SGD(0.1)", "legacy"), ("model.save('folder/')", "'folder/'"),
+    ("model.load_weights('ckpt')", "'ckpt'"), ("keras.callbacks.ModelCheckpoint('c.keras', period=2)", "gets period"),
     ("keras.backend.get_value(v)", "get_value")])
 def test_words_that_keras_3_refuses(line, named):
     findings = migrate(of_text(KERAS + line + "\n"), Wish()).findings

@@ -66,6 +66,51 @@ if __name__ == "__main__":
 '''
 
 
+STEP = '''{}
+
+class Net(keras.Model):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = {}
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return self.compute_metrics(x, y, y_pred)
+
+
+model = Net()
+model.compile("sgd", "mse")
+model.fit(x, y)
+'''
+
+
+@pytest.mark.parametrize("head, name", [
+    ("import keras\nimport tensorflow as tf", "keras"),
+    ("from tensorflow import keras\nimport tensorflow as tf", "keras"),
+    ("import tensorflow as tf\nkeras = tf.keras", "tf.keras"), ("import tensorflow as tf\nimport keras as k", "k")])
+def test_a_train_step_gets_the_weights_of_a_shard(head, name):
+    found = moved(STEP.format(head, "self.compute_loss(y=y, y_pred=y_pred)"))
+    after = found.after.decode()
+    assert f"        x, y, sample_weight = {name}.utils.unpack_x_y_sample_weight(data)\n" in after
+    assert "self.compute_loss(y=y, y_pred=y_pred, sample_weight=sample_weight)\n" in after
+    assert "return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)\n" in after
+    assert [f.kind for f in found.findings if "train_step takes the sample weights" in f.what] == ["changed"]
+
+
+@pytest.mark.parametrize("old, new, target, named", [
+    ("", "", "trainer", "has train_step"),
+    ("self.compute_loss(y=y, y_pred=y_pred)", "f(y, y_pred)", "auto", "takes no sample weights"),
+    ("x, y = data", "x, y = data[0], data[1]", "auto", "takes no sample weights"),
+    ("x, y = data", "x, y, *_ = data", "auto", "takes no sample weights"),
+    ('compile("sgd", ', 'compile(d_optimizer="sgd", loss=', "auto", "gets d_optimizer")])
+def test_steps_of_ones_own_that_cannot_be_moved(old, new, target, named):
+    text = STEP.format("import keras\nimport tensorflow as tf", "self.compute_loss(y=y, y_pred=y_pred)")
+    text = text.replace(old, new).replace("class Net(keras.Model):\n", "class Net(keras.Model):\n    def compile(self, "
+                                          "d_optimizer, *args):\n        pass\n\n")
+    found = moved(text, target=target)
+    assert found.after.decode() == text and named in next(f.what for f in found.findings if f.kind == "by hand")
+
+
 PLAIN = '''import keras
 
 model = keras.Sequential()

@@ -22,7 +22,7 @@ from hvdtrain.records import schema
 from hvdtrain.report import attempts, ending, facts, page, story
 from hvdtrain.report.figures import curve, scale, stack
 from hvdtrain.report.figures.timeline import TimeAxis
-from hvdtrain.report.sections import learning, trace
+from hvdtrain.report.sections import course, learning, trace
 from hvdtrain.report.watch import server_of
 
 
@@ -61,9 +61,9 @@ def test_a_page_tells_the_story_at_its_top(throttled):
     assert "could not be drawn" not in told.words
     said = chapters(throttled)
     assert "all 400 steps are done, through 1 restart" in said["How it ended"]
-    assert "30 steps that were computed again" in said["What it cost"]
-    assert said["Who held whom up"].startswith("Rank 3 on b held the others up: 98 %")
-    assert "rank 3, with the same global batch, the run would be 7 % faster than now" in said["Who held whom up"]
+    assert "1 restart cost 30 steps computed again, 1.4 s between attempts" in said["What it cost"]
+    assert said["Stragglers"].startswith("Rank 3 on b is the straggler: 98 %")
+    assert "rank 3, with the same global batch, the run would be 7 % faster than now" in said["Stragglers"]
     assert "killed (SIGKILL)" in said["What went wrong"]
     assert (
         "At step 190 attempt 1 ended badly" in said["What went wrong"]
@@ -158,6 +158,44 @@ def test_a_completed_run_whose_log_was_deleted_tells_its_steps(tmp_path):
     log.train(90)
     (tmp_path / "completed.json").write_text("{}")
     assert ending.of(facts.gather(tmp_path)).headline.startswith("Trained 90 steps")
+
+
+def test_a_run_that_stopped_early_says_where_and_by_what(tmp_path):
+    (tmp_path / "completed.json").write_text('{"steps": 52, "stop": "early stop: loss 0.4 for 3 evaluations"}')
+    log = told_runs.Log(tmp_path)
+    log.start(steps=900)
+    log.train(52)
+    said = chapters(tmp_path)["How it ended"]
+    assert said.startswith("It stopped early at step 52 of 900, by early stop: loss 0.4 for 3 evaluations.")
+
+
+def test_time_in_a_queue_is_no_training(tmp_path):
+    """What the second job records before its "start", under collectives auto a wire too, is not of the first."""
+    (tmp_path / "completed.json").write_text("{}")
+    log = told_runs.Log(tmp_path)
+    log.start(steps=100)
+    log.train(50)
+    log.record("end", epoch=0, stop="requeue: SIGUSR2 (rank 0)", metrics={}, ledger={}, memory={})
+    log.now += 601.0
+    log.record("wire", stage="rule", choice="shared", reason="one host")
+    log.record("environment", attempt=1)
+    log.start(steps=100)
+    log.train(100)
+    found = facts.gather(tmp_path)
+    first, second = found.attempts
+    assert (first.cause, first.ended_well) == ("requeue", True) and first.end_s < second.begin_s - 599
+    training = [span for span in course._attempts(found, course.axis_of(found)).spans if span.kind == "training"]
+    assert [span.words for span in training] == ["attempt 1, 4 ranks: steps 0 to 50, 4.5 s",
+                                                 "attempt 2, 4 ranks: steps 50 to 100, 4.5 s"]
+    assert "Trained 100 steps in 9.9 s" in ending.of(found).headline
+    assert "1 restart cost 10 min 00 s between attempts" in chapters(tmp_path)["What it cost"]
+    first.lost = 1
+    assert "1 restart cost 1 step computed again, 10 min" in " ".join(story._cost(found).points)
+
+
+def test_percentages_of_one_card_have_one_basis(throttled):
+    said = story._held_up(facts.gather(throttled)).answer
+    assert re.findall(r"[\d.]+ %[^,.]*", said)[1:] == ["16.9 % of all recorded time"]
 
 
 def test_a_wait_without_its_seconds_is_left_out(tmp_path):

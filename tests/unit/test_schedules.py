@@ -121,7 +121,7 @@ def test_what_is_set_for_a_longer_run_is_told():
     long = Config(epochs=3, schedule=Schedule(warmup_steps=6250), ema=0.9999)
     notes: list[str] = []
     filled(long, 200, notes)
-    assert len(notes) == 2 and "6250 steps is longer than the run of 600" in notes[0] and "94 % " in notes[1]
+    assert len(notes) == 2 and "6,250 steps is longer than the run of 600" in notes[0] and "94 % " in notes[1]
     assert not too_long(replace(long, ema=0.0), 6250) and not too_long(replace(long, ema=0.99), 6250)
     filled(long, None, notes)
     assert len(notes) == 2

@@ -167,7 +167,7 @@ def test_what_is_refused(jobs, argv, said):
 
 def test_a_run_that_fails_shows_its_output(jobs, capsys):
     jobs.completes = False
-    with pytest.raises(UserError, match="the run on 1 ranks did not complete"):
+    with pytest.raises(UserError, match="the run on 1 rank did not complete"):
         verify.main(["--np", "1,2"])
     assert "said this" in capsys.readouterr().err
 

@@ -85,8 +85,8 @@ def test_stage_2_has_two_buckets_under_way_where_the_wire_works_beside_backward(
 def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(UserError, match="parameters divided too.*model_parallel"):
         replace(MOMENTUM, data_parallel=DataParallel("zero", 3)).check()
-    for stage, given in ((2, [1, 1, 1]), ("auto", [1])):
-        with pytest.raises(UserError, match=f"shards has {len(given)} entries for 2 ranks"):
+    for stage, given, many in ((2, [1, 1, 1], "3 entries"), ("auto", [1], "1 entry")):
+        with pytest.raises(UserError, match=f"shards has {many} for 2 ranks"):
             trained(2, replace(MOMENTUM, data_parallel=DataParallel("zero", stage, given)), tmp_path / "run")
 
 

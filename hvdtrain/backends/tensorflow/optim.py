@@ -19,7 +19,7 @@ from keras.optimizers import schedules
 
 from hvdtrain.backends.tensorflow import groups
 from hvdtrain.config import Config, Schedule
-from hvdtrain.errors import UserError, nearest
+from hvdtrain.errors import UserError, count, nearest
 from hvdtrain.keras.compiled import setup_of
 from hvdtrain.keras.one_cycle import OneCycle
 
@@ -276,12 +276,12 @@ class Optimization:
         rated = "" if rate is None else f", lr {float(rate):g}"
         words = {"optimizer": type(self.optimizer).__name__ + rated + source}
         if self._without_decay:
-            words["parameter groups"] = (f"weight_decay 0: {len(self._without_decay)} tensors; "
-                                         f"as configured: {self._decayed} tensors")
+            words["parameter groups"] = (f"weight_decay 0: {count(len(self._without_decay), 'tensor')}; "
+                                         f"as configured: {count(self._decayed, 'tensor')}")
         if scheduled:
             words["schedule"] = f"{type(held).__name__} per step"
         if s.warmup_steps:
-            words["warm-up"] = f"linear over {s.warmup_steps} steps"
+            words["warm-up"] = f"linear over {count(s.warmup_steps, 'step')}"
         if s.linear_scaling_base:
             words["lr scaling"] = f"x {config.global_batch}/{s.linear_scaling_base}"
         return words

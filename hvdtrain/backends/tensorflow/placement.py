@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.balance.memory import DEVICE_PART, host_budget_bytes
 from hvdtrain.cluster.devices import DeviceFacts, cpu_facts
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.machine.nvml import total_bytes
 
 _STRIDE = 1_000_003
@@ -107,7 +107,7 @@ def split_devices(n: int) -> tuple[str, ...]:
     if len(found) >= n:
         return tuple(f"/{kind}:{i}" for i in range(n))
     if kind == "GPU":
-        raise UserError(f"model_parallel is {n} and this rank has {len(found)} GPU{'s' * (len(found) != 1)}",
+        raise UserError(f"model_parallel is {n} and this rank has {count(len(found), 'GPU')}",
                         f"{n} of them", "start fewer ranks on each host, or set model_parallel accordingly")
     raise UserError(f"model_parallel is {n} and TensorFlow has started with {len(found)} logical CPU "
                     f"device{'s' * (len(found) != 1)}", f"{n} of them, made before TensorFlow starts",

@@ -20,7 +20,7 @@ from hvdtrain.backends.tensorflow.moving import move, move_slots
 from hvdtrain.backends.tensorflow.pipeline import Pipeline
 from hvdtrain.backends.tensorflow.trial import Trial, out_of_memory
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.parallel.memory import Needs
 from hvdtrain.parallel.plan import Measured, Plan, micros_of, part_samples, parts_of
 from hvdtrain.parallel.schedule import measured_bubble
@@ -52,7 +52,7 @@ def measured(chain: Chain, optimizer: Any, config: Config, control: Any,
     except Exception as error:
         if not out_of_memory(error):
             raise
-        raise UserError(f"{devices[0]} is out of memory with one block and {n} samples",
+        raise UserError(f"{devices[0]} is out of memory with one block and {count(n, 'sample')}",
                         "a device that holds any block",
                         "cut the model into smaller blocks, or set a smaller micro_batch") from error
     capacity, together = placement.capacity_bytes(devices, getattr(control, "local_size", 1))

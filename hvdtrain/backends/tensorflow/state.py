@@ -22,7 +22,7 @@ from hvdtrain import rng
 from hvdtrain.backends.tensorflow.transforms.precision import own_types
 from hvdtrain.checkpoint import weights
 from hvdtrain.checkpoint.tensors import Layout, Spec, layout
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.keras import final_files
 from hvdtrain.precision.scaler import LossScale
 from hvdtrain.protocols.state import Head, Place, Shard, Window
@@ -103,7 +103,8 @@ def matched(what: str, own: Mapping[str, tuple[int, ...]], given: Mapping[str, t
         missing = [n for n in own if without_counters(n) not in {without_counters(g) for g in names}]
         extra = [g for g in names if without_counters(g) not in set(plain)]
         raise UserError(f"the checkpoint's {what} lacks {missing[:3]} and has {extra[:3]} besides",
-                        f"the {len(own)} variables of this {what}", "resume with the model and optimizer of that run")
+                        f"the {count(len(own), 'variable')} of this {what}",
+                        "resume with the model and optimizer of that run")
     for name, other in zip(own, names):
         if own[name] != given[other]:
             raise UserError(f"checkpoint variable {name} has shape {given[other]}", f"{own[name]}, as in this {what}",

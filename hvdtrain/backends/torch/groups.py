@@ -18,7 +18,7 @@ import torch
 from hvdtrain.backends.torch import by_name
 from hvdtrain.backends.torch.names import named_parameters
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError, nearest
+from hvdtrain.errors import UserError, count, nearest
 from hvdtrain.model import called
 
 NOT_OPTIONS = ("params", "param_names", "initial_lr")
@@ -38,7 +38,7 @@ class Group:
     def words(self) -> str:
         """Return options and number of parameters."""
         options = ", ".join(f"{key} {value}" for key, value in self.options.items()) or "as configured"
-        return f"{options}: {len(self.names)} tensor{'s' * (len(self.names) != 1)}"
+        return f"{options}: {count(len(self.names), 'tensor')}"
 
     def checksum(self) -> int:
         """Return a number for names and options, the same in every process."""

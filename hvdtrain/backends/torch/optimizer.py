@@ -13,6 +13,7 @@ from hvdtrain.backends.torch import by_name, placement, resuming
 from hvdtrain.backends.torch.groups import Given
 from hvdtrain.backends.torch.slices import Slices
 from hvdtrain.config import Config
+from hvdtrain.errors import count
 from hvdtrain.precision.scaler import LossScale
 from hvdtrain.protocols.types import Bucket
 
@@ -199,7 +200,7 @@ class TorchOptimizer:
         if self.schedule is not None:
             words["schedule"] = f"{type(self.schedule).__name__} per {s.interval}"
         if s.warmup_steps:
-            words["warm-up"] = f"linear over {s.warmup_steps} steps"
+            words["warm-up"] = f"linear over {count(s.warmup_steps, 'step')}"
         if s.linear_scaling_base:
             before = self.base_lr * s.linear_scaling_base / self.config.global_batch
             words["lr scaling"] = f"{before:g} x {self.config.global_batch}/{s.linear_scaling_base}"

@@ -16,7 +16,7 @@ import torch
 from hvdtrain.backends.torch import by_name
 from hvdtrain.backends.torch.groups import Given
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 
 KERNELS = ("fused", "foreach", "capturable")
 """Entries of an optimizer's groups that say how an update is computed, not what it is."""
@@ -110,7 +110,7 @@ _SAME_GROUPS = "take the model file's parameter_groups and optimizer of that run
 
 
 def _groups(n: int) -> str:
-    return f"{n} parameter group{'s' * (n != 1)}"
+    return count(n, "parameter group")
 
 
 def _again(kind: str) -> str:

@@ -18,7 +18,7 @@ from hvdtrain import rng
 from hvdtrain.backends.torch import export, resuming
 from hvdtrain.backends.torch.names import load_state_dict, named_parameters, state_dict
 from hvdtrain.backends.torch.optimizer import TorchOptimizer, order_of, state_bytes
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.precision.scaler import LossScale
 from hvdtrain.protocols.state import Head, Place, Shard, Window
 
@@ -94,7 +94,8 @@ def check_names(what: str, own: Any, got: Any) -> None:
     missing, extra = sorted(set(own) - set(got)), sorted(set(got) - set(own))
     if missing or extra:
         raise UserError(f"the checkpoint's {what} lacks {missing[:3]} and has {extra[:3]} besides",
-                        f"the {len(own)} tensors of this {what}", "resume with the model and optimizer of that run")
+                        f"the {count(len(own), 'tensor')} of this {what}",
+                        "resume with the model and optimizer of that run")
 
 
 def optimizer_arrays(opt: TorchOptimizer, names: list[str], place: Place | None = None) -> dict[str, np.ndarray]:

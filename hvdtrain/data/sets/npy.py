@@ -14,7 +14,7 @@ import numpy as np
 from hvdtrain.data.sources import Source, by_name
 from hvdtrain.data.splits import held_out
 from hvdtrain.data.stream import Arrays
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 
 _NAMES = ("x", "y", "sample_weight")
 _PARTS = ("", "_train", "_test")
@@ -92,7 +92,7 @@ class Mapped:
         if self._held is not None:
             split, fraction, seed = self._held
             if n < 2:
-                raise UserError(f"{self._files[0]} holds {n} samples, and there is no x_test.npy",
+                raise UserError(f"{self._files[0]} holds {count(n, 'sample')}, and there is no x_test.npy",
                                 "at least 2 to hold one out", "add x_test.npy and y_test.npy")
             self._chosen = np.flatnonzero(held_out(np.zeros(n, np.int8), fraction, seed) == (split == "test"))
 

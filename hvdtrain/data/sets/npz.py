@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdtrain.data.sources import ArraySource, Source, by_name
 from hvdtrain.data.splits import held_out
-from hvdtrain.errors import UserError, nearest
+from hvdtrain.errors import UserError, count, nearest
 
 
 def make(path: str, split: str, test_fraction: float = 0.2, seed: int = 0) -> Source:
@@ -43,7 +43,7 @@ def make(path: str, split: str, test_fraction: float = 0.2, seed: int = 0) -> So
     if test is not None:
         return whole
     if len(whole) < 2:
-        raise UserError(f"{path} holds {len(whole)} samples and no x_test", "at least 2 to hold one out",
+        raise UserError(f"{path} holds {count(len(whole), 'sample')} and no x_test", "at least 2 to hold one out",
                         "add x_test and y_test")
     chosen = held_out(np.zeros(len(whole), np.int64), test_fraction, seed) == (split == "test")
     return ArraySource([array[chosen] for array in train])

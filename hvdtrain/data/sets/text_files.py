@@ -18,7 +18,7 @@ from hvdtrain.data.sources import Source
 from hvdtrain.data.splits import held_out
 from hvdtrain.data.tokenizer import tokenizer_of
 from hvdtrain.data.tokens import kept, opened
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.resolve import absolute
 
 ENDINGS = (".txt", ".text", ".md")
@@ -96,7 +96,8 @@ class Sequences:
         self._tokens = opened(self._path)
         n = (len(self._tokens) - 1) // self.context
         if n < (1 if self._held is None else 2):
-            raise UserError(f"the text has {len(self._tokens)} tokens, and data.args.context is {self.context}",
+            raise UserError(f"the text has {count(len(self._tokens), 'token')}, and data.args.context is "
+                            f"{self.context}",
                             "text for 2 sequences at least, and a token more", "set data.args.context to less")
         self._chosen = np.arange(n)
         if self._held is not None:

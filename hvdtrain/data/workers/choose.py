@@ -18,7 +18,7 @@ from hvdtrain.data import sources
 from hvdtrain.data.sources import ArraySource, Source
 from hvdtrain.data.workers.pool import Pool, Pooled
 from hvdtrain.data.workers.worker import pack
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 
 CHEAP_S = 50e-6
 """A sample that takes less is read in the rank: handing it over takes about as long."""
@@ -62,7 +62,7 @@ def with_workers(config: Config, seed: int, found: Sequence[Any], cores: int,
         data[i] = Pooled(data[i], pool, number)
     slowest_s = max(costs[i] for i in chosen)
     took = "" if slowest_s in (0.0, float("inf")) else f", a sample of which takes about {slowest_s * 1e3:.2g} ms"
-    return data, f"data.workers: {n} process{'es' if n > 1 else ''} read the data of rank 0{took}"
+    return data, f"data.workers: {count(n, 'process', 'processes')} read the data of rank 0{took}"
 
 
 def fits(data: Any) -> bool:

@@ -87,14 +87,25 @@ def mentions_rank(scan: Scan, test: cst.BaseExpression) -> bool:
         return mentions_rank(scan, test.expression)
     if isinstance(test, cst.Comparison):
         sides = [test.left, *(c.comparator for c in test.comparisons)]
-        return any(is_rank(scan, side) for side in sides)
+        return any(is_rank(scan, side) or isinstance(side, cst.Name) and mentions_rank(scan, side) for side in sides)
     if isinstance(test, cst.Call):
         return (name_of(test.func) or "").rpartition(".")[2] in ROOT_FLAGS or is_rank(scan, test)
     value = scan.value(test)
     if value is not test and isinstance(value, (cst.Comparison, cst.BooleanOperation, cst.UnaryOperation)):
         return mentions_rank(scan, value)
+    if value is not test and isinstance(value, cst.IfExp):  # verbose = 1 if hvd.rank() == 0 else 0
+        return mentions_rank(scan, value.test)
     last = (name_of(test) or "").rpartition(".")[2]
-    return last in ROOT_FLAGS or is_rank(scan, test)
+    return last in ROOT_FLAGS or is_rank(scan, test) or isinstance(test, cst.Name) and any(
+        _set_by_rank(scan, assign) for assign in scan.assigned(test.value))
+
+
+def _set_by_rank(scan: Scan, assign: cst.Assign) -> bool:
+    """Whether a flag is set under an ``if`` of the rank: ``if hvd.rank() == 0: verbose = 1``."""
+    flag = isinstance(assign.value, cst.Integer) or name_of(assign.value) in ("True", "False")
+    tests = (up.test for up in scan.above(assign) if flag and isinstance(up, cst.If))
+    return any(is_rank(scan, node) for test in tests for node in scan.inner(test)
+               if isinstance(node, (cst.Name, cst.Call, cst.Subscript)))
 
 
 def some_ranks(scan: Scan, node: cst.CSTNode) -> str:

@@ -1,7 +1,7 @@
 """Words of Keras 2 and TensorFlow 1, and what Keras 3 wants in their place.
 
 Owns the list of them: each `Word` says what to do by hand, and has an edit where Keras 3 has one form that means the
-same. The pinning of GPUs by a session of TensorFlow 1 is ``session``'s.
+same. The pinning of GPUs by a session of TensorFlow 1 is ``session``'s, the names of files are ``keras_files``'.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 import libcst as cst
 
 from hvdtrain.migrate.edit import Edits, arg, expression, with_args
-from hvdtrain.migrate.rules import Plan, Word, session
-from hvdtrain.migrate.rules.keras_calls import models
-from hvdtrain.migrate.scan import Scan, argument, is_true, local_name, name_of, starred, text_of
+from hvdtrain.migrate.rules import Plan, Word, keras_files, session
+from hvdtrain.migrate.scan import Scan, argument, local_name, name_of, starred
 
 QUEUES = ("workers", "use_multiprocessing", "max_queue_size")
 GENERATORS = {"fit_generator": ("x", "steps_per_epoch", "epochs", "verbose", "callbacks", "validation_data",
@@ -54,38 +53,38 @@ def _by_call(scan: Scan) -> Iterator[Word]:
                            "take it out" + ("" if last == "compile" else "; a PyDataset takes workers itself"),
                            _without(call, given))
         else:
-            yield from _files(scan, call, last)
+            yield from keras_files.words(scan, call, last)
+            yield from _values(scan, call, last)
 
 
 def _optimizer(scan: Scan, call: cst.Call) -> Iterator[Word]:
     lr = argument(call, "lr")
     if argument(call, "decay") is not None:
-        yield Word(call, "decay= of an optimizer is not in Keras 3",
-                   "give learning_rate a keras.optimizers.schedules.InverseTimeDecay(rate, 1, decay)")
+        yield Word(call, "Keras 3 ignores decay= of an optimizer",
+                   "give learning_rate a keras.optimizers.schedules.InverseTimeDecay(rate, 1, decay)",
+                   why="it warns once and trains on with a constant rate")
     if lr is not None and lr.keyword is not None and argument(call, "learning_rate") is None:
         yield Word(lr, "lr= of an optimizer is not in Keras 3", "write learning_rate=", _renamed(lr.keyword))
     if ".optimizers.legacy." in scan.dotted(call.func):
         yield Word(call, f"{scan.short(call.func)} is not in Keras 3", "take the optimizer of that name without legacy")
 
 
-def _files(scan: Scan, call: cst.Call, last: str) -> Iterator[Word]:
-    """Files whose names Keras 3 does not take, and values of its old backend."""
-    if last in ("save", "save_model") and (saved := _folder(scan, call)):
-        yield Word(call, f"a model is saved as {saved!r}", "name it .keras (or .h5); model.export writes a SavedModel")
-    elif scan.dotted(call.func) in ("keras.backend.get_value", "keras.backend.set_value"):
+def _values(scan: Scan, call: cst.Call, last: str) -> Iterator[Word]:
+    """Values of Keras 2's backend and optimizers."""
+    dotted = scan.dotted(call.func)
+    if dotted in ("keras.backend.get_value", "keras.backend.set_value"):
         yield Word(call, f"{scan.short(call.func)} is not in Keras 3",
                    "use keras.ops.convert_to_numpy(x), float(x), or x.assign(...)")
-    elif last == "ModelCheckpoint":
-        path = argument(call, "filepath", 0)
-        text = (text_of(path.value) or "") if path else ""
-        weights = is_true(argument(call, "save_weights_only", 4))
-        if text and not text.endswith(".weights.h5" if weights else (".keras", ".h5")):
-            yield Word(call, f"ModelCheckpoint to {text!r}",
-                       "name it .weights.h5" if weights else "name it .keras (or .h5)")
+    elif dotted == "tensorflow.keras.backend.set_value":
+        yield Word(call, f"{scan.short(call.func)} does not take a variable of Keras 3", "use x.assign(...)")
     elif last in ("get_weights", "set_weights") and isinstance(call.func, cst.Attribute) and is_optimizer(
             scan, call.func.value) is not None:
-        yield Word(call, f"{scan.short(call.func)} is not in Keras 3",
-                   "use its variables: [v.numpy() for v in optimizer.variables], and v.assign(value) for each")
+        what, why = f"{scan.short(call.func)} is not in Keras 3", Word.why
+        if last == "set_weights":
+            what = f"{scan.short(call.func)} takes other values in Keras 3"
+            why = "its list begins with iteration and learning_rate, and an optimizer without variables refuses it"
+        yield Word(call, what, "use its variables: [v.numpy() for v in optimizer.variables], and v.assign(value) for "
+                   "each", None, why)
 
 
 def is_optimizer(scan: Scan, node: cst.BaseExpression) -> bool | None:
@@ -104,18 +103,6 @@ def _made(scan: Scan, binder: cst.CSTNode) -> cst.BaseExpression | None:
     target = scan.parent.get(binder)
     assign = scan.parent.get(target) if isinstance(target, cst.AssignTarget) else None
     return assign.value if isinstance(assign, cst.Assign) else None
-
-
-def _folder(scan: Scan, call: cst.Call) -> str:
-    """The path that a Keras model is saved to where it has no ending that Keras 3 knows; else ""."""
-    is_function = scan.means(call.func, "models.save_model", "saving.save_model")
-    owner = scan.code(call.func.value) if isinstance(call.func, cst.Attribute) and not is_function else ""
-    if not is_function and (not owner or scan.dotted(call.func) or owner not in models(scan)
-                            and "model" not in owner.lower()):
-        return ""
-    path = argument(call, "filepath", 1 if is_function else 0)
-    text = text_of(path.value) if path is not None else None
-    return "" if text is None or text.endswith((".keras", ".h5", ".hdf5")) else text
 
 
 # --- generators ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import libcst as cst
 from hvdtrain.migrate.edit import (
     arg, comments, expression, guarded, in_a_row, keyword, with_args, with_elements)
 from hvdtrain.migrate.finding import Refused
-from hvdtrain.migrate.rules import Plan, keras_models
+from hvdtrain.migrate.rules import Plan, keras_models, keras_steps
 from hvdtrain.migrate.rules.keras_calls import (
     COMPILE, DATASET, FIT, Chain, chain, compiles, fits, given, is_generator, saves, sole)
 from hvdtrain.migrate.scan import Scan, argument, is_true, local_name, name_of
@@ -38,6 +38,7 @@ def rewrite(scan: Scan, made: Plan) -> list[str]:
     made.edits.imports.append(IMPORT)
     for call in compiles(scan):
         _compile(scan, made, call)
+    keras_steps.rewrite(scan, made)
     datasets: set[str] = set()
     for call in fits(scan):
         _fit(scan, made, call, datasets)
@@ -68,6 +69,11 @@ def _device(scan: Scan, made: Plan) -> list[str]:
 def _compile(scan: Scan, made: Plan, call: cst.Call) -> None:
     """``optimizer=x`` becomes ``optimizer=hvd.DistributedOptimizer(x)``, ``jit_compile=True`` False."""
     where = given(scan, call, COMPILE)
+    unknown = sorted(set(where) - set(COMPILE))
+    if unknown and any(True for _ in keras_steps.methods(scan, "compile")):
+        raise Refused(scan.line(call), f"compile of a model of your own gets {', '.join(unknown)}",
+                      "which of them are optimizers cannot be read here, and each has to be distributed",
+                      "wrap each optimizer by hvd.DistributedOptimizer of hvdtrain.keras where it is made")
     index = where.get("optimizer")
     if index is None:  # Keras' default
         made.edits.put(call, lambda new: with_args(

@@ -9,7 +9,7 @@ import libcst as cst
 
 from hvdtrain.migrate.edit import arg, comments, expression, guarded, in_a_row, keyword, with_args
 from hvdtrain.migrate.finding import Refused
-from hvdtrain.migrate.rules import Plan
+from hvdtrain.migrate.rules import Plan, keras_steps
 from hvdtrain.migrate.rules.keras_calls import FIT, fits, given, saves, sole
 from hvdtrain.migrate.rules.own import Names
 from hvdtrain.migrate.scan import Scan, argument, name_of, text_of
@@ -78,6 +78,10 @@ def _result(scan: Scan, call: cst.Call, small: cst.BaseSmallStatement) -> None:
 
 def _refuse(scan: Scan, call: cst.Call, where: dict[str, int]) -> None:
     line = scan.line(call)
+    for step in keras_steps.methods(scan, "train_step", "compute_loss"):
+        raise Refused(scan.line(step), f"a model of your own has {step.name.value}", "Trainer does not call it",
+                      "give the model's file a task(model, batch) -> (loss_sum, weight), or run migrate with --to "
+                      "hvdtrain.keras, whose fit calls it")
     for name in NEITHER:
         if name in where:
             raise Refused(line, f"fit gets {name}", "Trainer has it in another form, or not at all",

@@ -15,6 +15,7 @@ from hvdtrain.migrate.scan import Scan, argument, name_of
 
 WORDS = ("ConfigProto", "set_session", "Session", "get_session", "enable_eager_execution")
 DO = "use tf.config.set_visible_devices and tf.config.experimental.set_memory_growth"
+IDLE = "TensorFlow 2 has it under compat.v1 alone, and Keras 3 computes in no session"
 HOMES = ("tensorflow", "tensorflow.compat.v1")
 
 
@@ -29,7 +30,8 @@ def words(scan: Scan) -> Iterator[Word]:
     for call in scan.all(cst.Call):
         dotted, last = scan.dotted(call.func), (name_of(call.func) or "").rpartition(".")[2]
         if last in WORDS and ("tensorflow" in dotted or "keras" in dotted) and call not in seen:
-            yield Word(call, f"{scan.short(call.func)} is of TensorFlow 1", DO)
+            idle = "compat.v1" in dotted and ".keras." not in dotted
+            yield Word(call, f"{scan.short(call.func)} is of TensorFlow 1", DO, None, IDLE if idle else Word.why)
 
 
 class _Pin:

@@ -8,7 +8,7 @@ from hvdtrain.report.blocks import Bars, Section, Stacked, Table
 from hvdtrain.report.facts import Facts
 from hvdtrain.report.figures.scale import along, steps_in_short
 from hvdtrain.report.figures.stack import Areas, areas, bar
-from hvdtrain.report.words import duration, number, percent, short, times
+from hvdtrain.report.words import count, duration, number, percent, short, times
 
 MOST = 24
 COLORS = 8
@@ -89,7 +89,7 @@ def _latest(facts: Facts, samples: list[float]) -> Bars:
     return Bars(
         "Samples of a step, in the latest plan",
         rows,
-        note=f"{hidden} ranks with fewer are not drawn." if hidden > 0 else "",
+        note=f"{count(hidden, 'rank')} with fewer are not drawn." if hidden > 0 else "",
     )
 
 

@@ -19,7 +19,7 @@ from hvdtrain.backends.tensorflow.pipelined.deferred import present, reads
 from hvdtrain.backends.tensorflow.pipelined.ends import UNDO, First, Last, input_of
 from hvdtrain.backends.tensorflow.trial import Trial, out_of_memory
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.keras import compiled
 from hvdtrain.keras.states import zeros_like_one
 from hvdtrain.keras.task import Phase
@@ -107,7 +107,8 @@ def measure(chain: Chain, task: Any, config: Config, control: Control, mesh: Mes
     except Exception as error:
         if not out_of_memory(error):
             raise
-        raise UserError(f"{device} is out of memory with one block and {samples} samples", "a device that holds any "
+        raise UserError(f"{device} is out of memory with one block and {count(samples, 'sample')}",
+                        "a device that holds any "
                         "block", "cut the model into smaller blocks, or set more pipeline.micro_batches") from error
     (capacity,), _ = placement.capacity_bytes((device,), getattr(control, "local_size", 1))
     buckets = float(len(mesh.copies) > 1)

@@ -11,7 +11,7 @@ may be written for that number alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,10 @@ import numpy as np
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.stream import on_disk
-from hvdtrain.errors import UserError
-from hvdtrain.loss_coupling import CANDIDATE_BYTES, CANDIDATES, choose_rows, agree_on, judge, apply_finding
-from hvdtrain.misfit import out_of_memory, told
+from hvdtrain.loss_coupling import (
+    CANDIDATE_BYTES, CANDIDATES, Evaluate, LossValue, agree_on, apply_finding, choose_rows, judge)
+from hvdtrain.misfit import told
+from hvdtrain.out_of_memory.attempt import attempt
 from hvdtrain.pipeline.first_sample import evaluating, walked
 from hvdtrain.protocols import Batch
 
@@ -69,8 +70,19 @@ def _check_loss(run: Any, backend: Any) -> None:
             finding = judge(evaluate, len(rows), lambda seconds: float(max(run.control.gather(seconds))))
     else:
         with backend.loss_evaluator(run.parts, batch) as evaluate:
-            finding = judge(evaluate, len(rows))
+            finding = judge(_within_memory(evaluate, backend), len(rows))
     apply_finding(run, agree_on(run.control, finding))
+
+
+def _within_memory(evaluate: Evaluate, backend: Any) -> Evaluate:
+    """Return ``evaluate`` with `MemoryError` for any shortage."""
+    def evaluated(numbers: Sequence[int], training: bool) -> LossValue:
+        value, why = attempt(lambda: evaluate(numbers, training), backend.out_of_memory, backend.free_cached)
+        if value is None:
+            raise MemoryError(why)
+        return value
+
+    return evaluated
 
 
 def _check_parts(run: Any, backend: Any) -> list[str]:
@@ -113,15 +125,10 @@ def _run(run: Any, backend: Any, batch: Batch, training: bool) -> list[str]:
 
     The first step tells what memory does not suffice for: it may hold what is needed then.
     """
-    try:
-        with told(run.spec.model, batch):
-            written: list[str] = backend.try_samples(run.parts, batch, training)
-            return written
-    except Exception as error:
-        said = error.__cause__ if isinstance(error, UserError) and error.__cause__ else error
-        if not (out_of_memory(said) or backend.out_of_memory(said)):
-            raise
-        return []
+    with told(run.spec.model, batch):
+        written: tuple[list[str] | None, str] = attempt(lambda: backend.try_samples(run.parts, batch, training),
+                                                        backend.out_of_memory, backend.free_cached)
+    return written[0] or []
 
 
 def _fits(run: Any, backend: Any, batch: Batch, training: bool) -> list[str] | None:

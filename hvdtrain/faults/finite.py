@@ -12,6 +12,7 @@ from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
     from hvdtrain.data.feed import StepBatch
+    from hvdtrain.out_of_memory.recovery import Recovery
     from hvdtrain.parts import Parts
     from hvdtrain.pipeline.origin import Origin
     from hvdtrain.protocols import Control
@@ -65,19 +66,19 @@ def spoken(name: str) -> str:
     return re.sub(r"^\d{5}/", "", name).removesuffix("#bfloat16")
 
 
-def blame(parts: Parts, batch: StepBatch, suspects: list[int], control: Control,
+def blame(parts: Parts, batch: StepBatch, suspects: list[int], control: Control, recovery: Recovery,
           origin: Callable[[], Origin | None] | None = None) -> dict[int, str]:
     """Return the ranks that brought a gradient which is not finite -> where it is first, in words; collective.
 
     Each of ``suspects`` (ranks; the same list on every rank) computes its part of the step once more, alone. Where the
     weights are not finite any more, that is said instead. {} where nobody finds anything: finite gradients, whose sum
-    or exchange overflowed.
+    or exchange overflowed. Where memory lacks for that computation, a rank finds nothing.
     ``origin``: of a model that is cut over ranks, computes the step once more together with the copy's other ranks and
     tells what began on this one; of each copy the rank is named where it began first.
     """
     if parts.layout is not None and origin is not None:
         return _first_of_copies(parts.layout.mesh.copies, control.gather(_began(parts, origin())))
-    found = _look(parts, batch) if control.rank in suspects else ""
+    found = recovery.attempt(lambda: _look(parts, batch))[0] if control.rank in suspects else ""
     return {rank: where for rank, where in enumerate(control.gather(found)) if where}
 
 

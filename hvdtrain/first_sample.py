@@ -11,6 +11,8 @@ may be written for that number alone.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,9 +21,10 @@ import numpy as np
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.stream import on_disk
+from hvdtrain.errors import UserError
 from hvdtrain.loss_coupling import (
     CANDIDATE_BYTES, CANDIDATES, Evaluate, LossValue, agree_on, apply_finding, choose_rows, judge)
-from hvdtrain.misfit import told
+from hvdtrain.misfit import ONE_SAMPLE, one_sample, told
 from hvdtrain.out_of_memory.attempt import attempt
 from hvdtrain.pipeline.first_sample import evaluating, walked
 from hvdtrain.protocols import Batch
@@ -51,6 +54,8 @@ def check(run: Any, backend: Any) -> list[str]:
 
     def work() -> list[str]:
         written = _try(run, backend, run.feed, True)
+        with _single_told(run) as single:
+            written += _run(run, backend, _samples(run.feed, LEAST), True, single) if single else []
         if run.eval_feed is not None:  # a stream of test data is opened when it is evaluated, no earlier
             written += _try(run, backend, run.feed if run.eval_feed.samples is None else run.eval_feed, False)
         return written
@@ -93,6 +98,8 @@ def _check_parts(run: Any, backend: Any) -> list[str]:
 
     train = agreed(run.control, lambda: read(run.feed), "first sample")
     written = walked(run, backend, train, True)
+    with _single_told(run) as single:
+        written += walked(run, backend, [tuple(array[:1] for array in train[0])] if single else [], True)
     if run.eval_feed is not None:
         test = agreed(run.control, lambda: train if run.eval_feed.samples is None else read(run.eval_feed),
                       "first sample")
@@ -114,18 +121,55 @@ def _try(run: Any, backend: Any, feed: Feed, training: bool) -> list[str]:
         return [name for names in found for name in names or ()]
 
 
+@contextlib.contextmanager
+def _single_told(run: Any) -> Iterator[int]:
+    """Yield 1 where a micro-batch of this run has one sample, else 0; turn BatchNorm's refusal of it into a message.
+
+    With ``sync_batchnorm`` the ranks' micro-batches of one number count as one.
+    """
+    feed, config = run.feed, run.config
+    n = feed.global_batch if feed.samples is None else min(feed.global_batch, feed.samples)
+    batches = {"each step": n}
+    if feed.samples is not None and not 0 < config.max_steps < feed.steps_per_epoch:
+        batches["the last step of an epoch"] = feed.samples % feed.global_batch
+    found = [(where, rank) for where, n in batches.items()
+             if (rank := _rank_of_one(feed, n, config.sync_batchnorm)) is not None]
+    where, rank = found[0] if found else ("", 0)
+    try:
+        yield int(bool(found))
+    except UserError as error:
+        if not found or ONE_SAMPLE not in error.got:
+            raise
+        alone = config.sync_batchnorm or _rank_of_one(feed, batches[where], True) is not None
+        way = "" if alone or run.parts.layout is not None else "set sync_batchnorm: true, which takes the statistics " \
+            "over all ranks; or "
+        raise one_sample(rank, f" in {where}", f"{way}change global_batch, shares, accumulate or micro_batch, or use "
+                         "GroupNorm") from error.__cause__
+
+
+def _rank_of_one(feed: Feed, n: int, together: bool) -> int | None:
+    """Return a rank that has a micro-batch of one sample of ``n``; ``together``: one that all ranks have one of."""
+    cut = feed.cut_at(0)
+    rows = [[b - a for a, b in cut.bounds(count, rank)] for rank, count in enumerate(np.diff(cut.offsets(n)).tolist())]
+    if not together:
+        return next((rank for rank, sizes in enumerate(rows) if 1 in sizes), None)
+    sums = [sum(sizes) for sizes in itertools.zip_longest(*rows, fillvalue=0)]
+    return next((rank for rank, sizes in enumerate(rows) if len(sizes) > sums.index(1)), None) if 1 in sums else None
+
+
 def _parts(batch: Batch, n: int) -> Iterator[Batch]:
     """``batch`` in parts of ``n`` samples each, the last one filled up."""
     for i in range(0, len(batch[0]), n):
         yield tuple(np.resize(array[i:i + n], (n, *array.shape[1:])) for array in batch)
 
 
-def _run(run: Any, backend: Any, batch: Batch, training: bool) -> list[str]:
-    """Try once; return what the try wrote to.
+def _run(run: Any, backend: Any, batch: Batch, training: bool, n: int = 0) -> list[str]:
+    """Try once, with the first ``n`` samples (0: all); return what the try wrote to.
 
     The first step tells what memory does not suffice for: it may hold what is needed then.
     """
-    with told(run.spec.model, batch):
+    batch = tuple(array[:n or None] for array in batch)
+    with told(run.spec.model, batch, not training):
         written: tuple[list[str] | None, str] = attempt(lambda: backend.try_samples(run.parts, batch, training),
                                                         backend.out_of_memory, backend.free_cached)
     return written[0] or []

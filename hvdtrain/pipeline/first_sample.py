@@ -81,7 +81,7 @@ class Walk:
             return None
 
         try:
-            with told(run.spec.model, self._batch):
+            with told(run.spec.model, self._batch, not self._training):
                 gave, why = attempt(compute, self._backend.out_of_memory, self._backend.free_cached)
         except Exception as error:
             if self._agreeing:

@@ -67,7 +67,7 @@ def told(model: Any, batch: Sequence[Any], evaluates: bool = False) -> Iterator[
         said, (layer, sizes) = reason(error), _layer(model, [frame for frame, _ in places])
         where = ", ".join(filter(None, [f"in {layer}" if layer else "", _line_of_the_user(places)]))
         if evaluates and "does not require grad" in said:
-            raise UserError(f"the model or a metric takes a gradient in an evaluation, where PyTorch records none: {said}"
+            raise UserError(f"the model or a metric takes a gradient in an evaluation, which records none: {said}"
                             + (f" ({where})" if where else ""), "a forward pass that enables gradients itself where it "
                             "needs them", "put `with torch.enable_grad():` around that part of the model, and call "
                             "requires_grad_() on what it differentiates by") from error

@@ -24,7 +24,7 @@ from hvdtrain.data.stream import on_disk
 from hvdtrain.errors import UserError
 from hvdtrain.loss_coupling import (
     CANDIDATE_BYTES, CANDIDATES, Evaluate, LossValue, agree_on, apply_finding, choose_rows, judge)
-from hvdtrain.misfit import ONE_SAMPLE, one_sample, told
+from hvdtrain.misfit import ONE_SAMPLE, fixed_batch, one_sample, told
 from hvdtrain.out_of_memory.attempt import attempt
 from hvdtrain.pipeline.first_sample import evaluating, walked
 from hvdtrain.protocols import Batch
@@ -53,9 +53,12 @@ def check(run: Any, backend: Any) -> list[str]:
         return written
 
     def work() -> list[str]:
+        _check_fixed(run, backend, run.feed, True)
         written = _try(run, backend, run.feed, True)
         with _single_told(run) as single:
             written += _run(run, backend, _samples(run.feed, LEAST), True, single) if single else []
+        if run.eval_feed is not None:
+            _check_fixed(run, backend, run.eval_feed, False)
         if run.eval_feed is not None:  # a stream of test data is opened when it is evaluated, no earlier
             written += _try(run, backend, run.feed if run.eval_feed.samples is None else run.eval_feed, False)
         return written
@@ -128,10 +131,7 @@ def _single_told(run: Any) -> Iterator[int]:
     With ``sync_batchnorm`` the ranks' micro-batches of one number count as one.
     """
     feed, config = run.feed, run.config
-    n = feed.global_batch if feed.samples is None else min(feed.global_batch, feed.samples)
-    batches = {"each step": n}
-    if feed.samples is not None and not 0 < config.max_steps < feed.steps_per_epoch:
-        batches["the last step of an epoch"] = feed.samples % feed.global_batch
+    batches = _batches(feed, config.max_steps)
     found = [(where, rank) for where, n in batches.items()
              if (rank := _rank_of_one(feed, n, config.sync_batchnorm)) is not None]
     where, rank = found[0] if found else ("", 0)
@@ -147,10 +147,38 @@ def _single_told(run: Any) -> Iterator[int]:
                          "GroupNorm") from error.__cause__
 
 
+def _batches(feed: Feed, max_steps: int = 0) -> dict[str, int]:
+    """Return the samples of global batches, of all steps but the last of an epoch, and of that one where it is due."""
+    n = feed.global_batch if feed.samples is None else min(feed.global_batch, feed.samples)
+    reached = feed.samples is not None and not 0 < max_steps < (feed.steps_per_epoch or 0)
+    last = feed.samples % feed.global_batch if reached and feed.samples else 0
+    return {"each step": n, "the last step of an epoch": last}
+
+
+def _sizes(feed: Feed, n: int) -> list[list[int]]:
+    """Return the samples of each rank's micro-batches of a global batch of ``n``."""
+    cut = feed.cut_at(0)
+    return [[b - a for a, b in cut.bounds(count, rank)] for rank, count in enumerate(np.diff(cut.offsets(n)).tolist())]
+
+
+def _check_fixed(run: Any, backend: Any, feed: Feed, training: bool) -> None:
+    """Refuse micro-batches of other sizes than a Keras model with a fixed batch takes."""
+    fixed = fixed_batch(run.spec.model)
+    for where, n in _batches(feed, run.config.max_steps if training else 0).items() if fixed else ():
+        for rank, size in ((rank, size) for rank, sizes in enumerate(_sizes(feed, n)) for size in {*sizes} - {fixed}):
+            try:
+                _run(run, backend, next(_parts(_samples(feed, LEAST), size)), training)
+            except UserError as error:
+                kind, n_all = "training" if training else "evaluation", fixed * feed.size * run.config.accumulate
+                raise UserError(f"micro-batches of {size} samples in {kind} (rank {rank}, {where}) for a model that is "
+                                f"built for {fixed} at a time (batch_shape)", f"micro-batches of {fixed} samples",
+                                f"set global_batch: {n_all} and give a multiple of {n_all} samples, or build the model "
+                                "without a fixed batch") from error.__cause__
+
+
 def _rank_of_one(feed: Feed, n: int, together: bool) -> int | None:
     """Return a rank that has a micro-batch of one sample of ``n``; ``together``: one that all ranks have one of."""
-    cut = feed.cut_at(0)
-    rows = [[b - a for a, b in cut.bounds(count, rank)] for rank, count in enumerate(np.diff(cut.offsets(n)).tolist())]
+    rows = _sizes(feed, n)
     if not together:
         return next((rank for rank, sizes in enumerate(rows) if 1 in sizes), None)
     sums = [sum(sizes) for sizes in itertools.zip_longest(*rows, fillvalue=0)]

@@ -42,6 +42,13 @@ DO = (
 ONE_SAMPLE = "with BatchNorm, which takes its statistics over more than one value per channel"
 
 
+def fixed_batch(model: Any) -> int:
+    """Return the number of samples that a Keras model was built for (``batch_shape``); 0: any number."""
+    inputs = getattr(model, "inputs", None)
+    found = [x.shape[0] for x in inputs if hasattr(x, "shape")] if isinstance(inputs, (list, tuple)) else []
+    return next((n for n in found if isinstance(n, int)), 0)
+
+
 def one_sample(rank: int, where: str = "", do: str = "") -> UserError:
     """Return the error of ``rank``, whose micro-batch has one sample, in the batches ``where``."""
     return UserError(f"a micro-batch of 1 sample on rank {rank}{where} {ONE_SAMPLE}", "at least 2 samples in each "

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples
+from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples, solo
 
 from hvdtrain.config import Named, Pipeline, Rebalance
+from hvdtrain.errors import UserError
 
 keras = pytest.importorskip("keras", reason="Keras is not installed")
 pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
@@ -96,6 +97,8 @@ def test_blocks_are_measured_with_fewer_samples_where_memory_lacks(monkeypatch, 
 
     monkeypatch.setattr(costs, "measure", short)
     _, (run, _) = trained(2, steps=1, pipeline=Pipeline(2, micro_batches=4), progress="plain")
+    with pytest.raises(UserError, match="an earlier run with a pipeline.*Build the model again"):
+        solo(config(), run.spec.model, samples(20))
     assert sorted(tried) == [3, 3, 6, 6] and run.parts.layout.plans[0].task.kinds[0].samples == 6
     assert "measured its blocks with fewer samples than a micro-batch has: out of memory" in capsys.readouterr().out
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-from small_runs import CLASSES, FEATURES, HIDDEN, apart, config, fitted, lockstep, samples  # noqa: E402
+from small_runs import CLASSES, FEATURES, HIDDEN, apart, config, fitted, lockstep, samples, solo  # noqa: E402
 import split_models  # noqa: E402
 from split_models import Chain, Skips, deep, tied  # noqa: E402
 from torch import nn  # noqa: E402
@@ -364,6 +364,8 @@ def test_what_a_task_seeks_on_another_rank_is_told():
     assert not hasattr(model.first, "weight") and is_cut(model)
     with pytest.raises(UserError, match="block second of the model is on another rank.*its weight was asked for"):
         model.second.weight
+    with pytest.raises(UserError, match="an earlier run with a pipeline.*Build the model again"):
+        solo(config(), model, samples(20))
     with pytest.raises(UserError, match="block first of the model is on another rank.*it was called"):
         model(torch.zeros(1, FEATURES))
     Cut(model)

@@ -22,7 +22,7 @@ from hvdtrain.backends.torch.pipelined import in_parts, measuring
 from hvdtrain.backends.torch.pipelined.buffers import PartBuffers
 from hvdtrain.backends.torch.pipelined.by_block import ByBlock
 from hvdtrain.backends.torch.pipelined.outline import free, source_of, why_whole
-from hvdtrain.backends.torch.pipelined.own import UNDO, Cut, is_cut, take_out
+from hvdtrain.backends.torch.pipelined.own import UNDO, Cut, refuse_cut, take_out
 from hvdtrain.backends.torch.pipelined.stage import PipelineStage
 from hvdtrain.backends.torch.pipelined.tape import Inexact, Tape
 from hvdtrain.backends.torch.recompute.memory import Modules, attributes_kept
@@ -148,9 +148,7 @@ def refuse(spec: Any, config: Config) -> None:
         if on:
             raise UserError(f"{key} with a pipeline over ranks and PyTorch", "one of the two",
                             f"leave {key.partition(':')[0]} out, or {UNDO}")
-    if is_cut(spec.model):
-        raise UserError("a model of which a former run with a pipeline has left some blocks only on this rank",
-                        "a whole model", "build it anew")
+    refuse_cut(spec.model)
 
 
 class PartMaker(Maker):

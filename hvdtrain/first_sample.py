@@ -55,7 +55,7 @@ def check(run: Any, backend: Any) -> list[str]:
     def work() -> list[str]:
         _check_fixed(run, backend, run.feed, True)
         written = _try(run, backend, run.feed, True)
-        with _single_told(run) as single:
+        with _one_sample_refusal(run) as single:
             written += _run(run, backend, _samples(run.feed, LEAST), True, single) if single else []
         if run.eval_feed is not None:
             _check_fixed(run, backend, run.eval_feed, False)
@@ -101,7 +101,7 @@ def _check_parts(run: Any, backend: Any) -> list[str]:
 
     train = agreed(run.control, lambda: read(run.feed), "first sample")
     written = walked(run, backend, train, True)
-    with _single_told(run) as single:
+    with _one_sample_refusal(run) as single:
         written += walked(run, backend, [tuple(array[:1] for array in train[0])] if single else [], True)
     if run.eval_feed is not None:
         test = agreed(run.control, lambda: train if run.eval_feed.samples is None else read(run.eval_feed),
@@ -125,7 +125,7 @@ def _try(run: Any, backend: Any, feed: Feed, training: bool) -> list[str]:
 
 
 @contextlib.contextmanager
-def _single_told(run: Any) -> Iterator[int]:
+def _one_sample_refusal(run: Any) -> Iterator[int]:
     """Yield 1 where a micro-batch of this run has one sample, else 0; turn BatchNorm's refusal of it into a message.
 
     With ``sync_batchnorm`` the ranks' micro-batches of one number count as one.

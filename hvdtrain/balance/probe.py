@@ -116,12 +116,12 @@ def _held(run: Any, tools: Tools, limit: int) -> _Held:
     sizes = sizes_of(share, config.global_batch, limit)
     batches: dict[int, Any] = {}
     peaks: list[int] = []
-    local, lacked = len(run.topology.host_of(rank).ranks), ""
+    local, shortage = len(run.topology.host_of(rank).ranks), ""
 
     def short(error: BaseException) -> bool:
         # MemoryError: the host has no room for so many samples, whatever the device holds. BatchNorm takes no sample
         # alone, to which memory has driven the probe then.
-        return isinstance(error, MemoryError) or tools.out_of_memory(error) or bool(lacked) and isinstance(
+        return isinstance(error, MemoryError) or tools.out_of_memory(error) or bool(shortage) and isinstance(
             error, UserError)
 
     def work(size: int) -> Any:
@@ -137,13 +137,13 @@ def _held(run: Any, tools: Tools, limit: int) -> _Held:
         if not why:
             batches[b] = batch
             continue
-        lacked, sizes = lacked or why, []
+        shortage, sizes = shortage or why, []
         if not batches and b > 1:
             sizes = sorted({max(min(2, b // 2), b // 4), b // 2})
     if not batches:
-        raise UserError(f"{device.name} is out of memory with a micro-batch of {b} on rank {rank} ({lacked})",
+        raise UserError(f"{device.name} is out of memory with a micro-batch of {b} on rank {rank} ({shortage})",
                         "memory for the model and a few samples", "use a smaller model, or precision: bf16")
-    if lacked:
+    if shortage:
         return _Held(batches, max(batches))
     budget = (memory.host_budget_bytes(local) if device.kind == "cpu" else memory.DEVICE_PART * device.memory_bytes)
     room = memory.ceiling((min(batches), max(batches)), (peaks[0], peaks[-1]),

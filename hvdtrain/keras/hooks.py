@@ -154,8 +154,8 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
 
 
 def _refuse_class_weight(fit: Any, *args: Any, **kwargs: Any) -> None:
-    given = inspect.signature(fit).bind(*args, **kwargs).arguments
-    if given.get("class_weight") is not None:
+    arguments = inspect.signature(fit).bind(*args, **kwargs).arguments
+    if arguments.get("class_weight") is not None:
         raise UserError("fit(hvd.shard(...), class_weight=...)", "class weights in the shard, which multiplies sample "
                         "weights by them", "write hvd.shard(x, y, class_weight=...), and leave class_weight out of fit")
 

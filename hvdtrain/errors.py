@@ -6,7 +6,11 @@ Owns the exception types, the nearest-name hint and counts with their nouns. Doe
 
 from __future__ import annotations
 
+import codecs
 import difflib
+import locale
+import os
+import traceback
 from collections.abc import Iterable
 
 EXIT_USER_ERROR = 2
@@ -41,6 +45,25 @@ class UserError(Exception):
         """Have a supervisor take this error for ``kind`` ("non_finite", "disk", ...); return self."""
         self.kind = kind
         return self
+
+
+def of_locale(error: BaseException) -> BaseException:
+    """Return a `UserError` for a text that the locale's encoding does not hold, ``error`` for any other error."""
+    encoding = codecs.lookup(locale.getpreferredencoding(False)).name
+    if not isinstance(error, (UnicodeEncodeError, UnicodeDecodeError)) or encoding == "utf-8":
+        return error
+    # Surrogates stand for the bytes of a file name that the locale did not decode.
+    if codecs.lookup(error.encoding).name != encoding and "surrogates" not in error.reason:
+        return error
+    cause = next((f"{name}={os.environ[name]}" for name in ("LC_ALL", "LC_CTYPE", "LANG") if os.environ.get(name)),
+                 "no LC_ALL and no LANG")
+    places = [place for place in traceback.extract_tb(error.__traceback__) if not place.filename.startswith("<")]
+    where = f", {places[-1].filename}:{places[-1].lineno}" if places else ""
+    found = UserError(f"a text or file name that the locale's encoding {encoding} does not hold ({error}{where})",
+                      f"a UTF-8 locale, not {cause} with Python's UTF-8 mode off",
+                      "set LC_ALL=C.UTF-8 or PYTHONUTF8=1 on every host")
+    found.__cause__ = error
+    return found.with_traceback(error.__traceback__)
 
 
 def through_trace(error: UserError) -> UserError:

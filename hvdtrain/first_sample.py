@@ -11,7 +11,9 @@ may be written for that number alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,10 @@ from hvdtrain.cluster.exit import agreed
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.stream import on_disk
 from hvdtrain.errors import UserError
-from hvdtrain.loss_coupling import CANDIDATE_BYTES, CANDIDATES, choose_rows, agree_on, judge, apply_finding
-from hvdtrain.misfit import out_of_memory, told
+from hvdtrain.loss_coupling import (
+    CANDIDATE_BYTES, CANDIDATES, Evaluate, LossValue, agree_on, apply_finding, choose_rows, judge)
+from hvdtrain.misfit import ONE_SAMPLE, fixed_batch, one_sample, told
+from hvdtrain.out_of_memory.attempt import attempt
 from hvdtrain.pipeline.first_sample import evaluating, walked
 from hvdtrain.protocols import Batch
 
@@ -49,7 +53,12 @@ def check(run: Any, backend: Any) -> list[str]:
         return written
 
     def work() -> list[str]:
+        _check_fixed(run, backend, run.feed, True)
         written = _try(run, backend, run.feed, True)
+        with _one_sample_refusal(run) as single:
+            written += _run(run, backend, _samples(run.feed, LEAST), True, single) if single else []
+        if run.eval_feed is not None:
+            _check_fixed(run, backend, run.eval_feed, False)
         if run.eval_feed is not None:  # a stream of test data is opened when it is evaluated, no earlier
             written += _try(run, backend, run.feed if run.eval_feed.samples is None else run.eval_feed, False)
         return written
@@ -69,8 +78,19 @@ def _check_loss(run: Any, backend: Any) -> None:
             finding = judge(evaluate, len(rows), lambda seconds: float(max(run.control.gather(seconds))))
     else:
         with backend.loss_evaluator(run.parts, batch) as evaluate:
-            finding = judge(evaluate, len(rows))
+            finding = judge(_within_memory(evaluate, backend), len(rows))
     apply_finding(run, agree_on(run.control, finding))
+
+
+def _within_memory(evaluate: Evaluate, backend: Any) -> Evaluate:
+    """Return ``evaluate`` with `MemoryError` for any shortage."""
+    def evaluated(numbers: Sequence[int], training: bool) -> LossValue:
+        value, why = attempt(lambda: evaluate(numbers, training), backend.out_of_memory, backend.free_cached)
+        if value is None:
+            raise MemoryError(why)
+        return value
+
+    return evaluated
 
 
 def _check_parts(run: Any, backend: Any) -> list[str]:
@@ -81,6 +101,8 @@ def _check_parts(run: Any, backend: Any) -> list[str]:
 
     train = agreed(run.control, lambda: read(run.feed), "first sample")
     written = walked(run, backend, train, True)
+    with _one_sample_refusal(run) as single:
+        written += walked(run, backend, [tuple(array[:1] for array in train[0])] if single else [], True)
     if run.eval_feed is not None:
         test = agreed(run.control, lambda: train if run.eval_feed.samples is None else read(run.eval_feed),
                       "first sample")
@@ -102,26 +124,83 @@ def _try(run: Any, backend: Any, feed: Feed, training: bool) -> list[str]:
         return [name for names in found for name in names or ()]
 
 
+@contextlib.contextmanager
+def _one_sample_refusal(run: Any) -> Iterator[int]:
+    """Yield 1 where a micro-batch of this run has one sample, else 0; turn BatchNorm's refusal of it into a message.
+
+    With ``sync_batchnorm`` the ranks' micro-batches of one number count as one.
+    """
+    feed, config = run.feed, run.config
+    batches = _batches(feed, config.max_steps)
+    found = [(where, rank) for where, n in batches.items()
+             if (rank := _rank_of_one(feed, n, config.sync_batchnorm)) is not None]
+    where, rank = found[0] if found else ("", 0)
+    try:
+        yield int(bool(found))
+    except UserError as error:
+        if not found or ONE_SAMPLE not in error.got:
+            raise
+        alone = config.sync_batchnorm or _rank_of_one(feed, batches[where], True) is not None
+        way = "" if alone or run.parts.layout is not None else "set sync_batchnorm: true, which takes the statistics " \
+            "over all ranks; or "
+        raise one_sample(rank, f" in {where}", f"{way}change global_batch, shares, accumulate or micro_batch, or use "
+                         "GroupNorm") from error.__cause__
+
+
+def _batches(feed: Feed, max_steps: int = 0) -> dict[str, int]:
+    """Return the samples of global batches, of all steps but the last of an epoch, and of that one where it is due."""
+    n = feed.global_batch if feed.samples is None else min(feed.global_batch, feed.samples)
+    reached = feed.samples is not None and not 0 < max_steps < (feed.steps_per_epoch or 0)
+    last = feed.samples % feed.global_batch if reached and feed.samples else 0
+    return {"each step": n, "the last step of an epoch": last}
+
+
+def _sizes(feed: Feed, n: int) -> list[list[int]]:
+    """Return the samples of each rank's micro-batches of a global batch of ``n``."""
+    cut = feed.cut_at(0)
+    return [[b - a for a, b in cut.bounds(count, rank)] for rank, count in enumerate(np.diff(cut.offsets(n)).tolist())]
+
+
+def _check_fixed(run: Any, backend: Any, feed: Feed, training: bool) -> None:
+    """Refuse micro-batches of other sizes than a Keras model with a fixed batch takes."""
+    fixed = fixed_batch(run.spec.model)
+    for where, n in _batches(feed, run.config.max_steps if training else 0).items() if fixed else ():
+        for rank, size in ((rank, size) for rank, sizes in enumerate(_sizes(feed, n)) for size in {*sizes} - {fixed}):
+            try:
+                _run(run, backend, next(_parts(_samples(feed, LEAST), size)), training)
+            except UserError as error:
+                kind, n_all = "training" if training else "evaluation", fixed * feed.size * run.config.accumulate
+                raise UserError(f"micro-batches of {size} samples in {kind} (rank {rank}, {where}) for a model that is "
+                                f"built for {fixed} at a time (batch_shape)", f"micro-batches of {fixed} samples",
+                                f"set global_batch: {n_all} and give a multiple of {n_all} samples, or build the model "
+                                "without a fixed batch") from error.__cause__
+
+
+def _rank_of_one(feed: Feed, n: int, together: bool) -> int | None:
+    """Return a rank that has a micro-batch of one sample of ``n``; ``together``: one that all ranks have one of."""
+    rows = _sizes(feed, n)
+    if not together:
+        return next((rank for rank, sizes in enumerate(rows) if 1 in sizes), None)
+    sums = [sum(sizes) for sizes in itertools.zip_longest(*rows, fillvalue=0)]
+    return next((rank for rank, sizes in enumerate(rows) if len(sizes) > sums.index(1)), None) if 1 in sums else None
+
+
 def _parts(batch: Batch, n: int) -> Iterator[Batch]:
     """``batch`` in parts of ``n`` samples each, the last one filled up."""
     for i in range(0, len(batch[0]), n):
         yield tuple(np.resize(array[i:i + n], (n, *array.shape[1:])) for array in batch)
 
 
-def _run(run: Any, backend: Any, batch: Batch, training: bool) -> list[str]:
-    """Try once; return what the try wrote to.
+def _run(run: Any, backend: Any, batch: Batch, training: bool, n: int = 0) -> list[str]:
+    """Try once, with the first ``n`` samples (0: all); return what the try wrote to.
 
     The first step tells what memory does not suffice for: it may hold what is needed then.
     """
-    try:
-        with told(run.spec.model, batch):
-            written: list[str] = backend.try_samples(run.parts, batch, training)
-            return written
-    except Exception as error:
-        said = error.__cause__ if isinstance(error, UserError) and error.__cause__ else error
-        if not (out_of_memory(said) or backend.out_of_memory(said)):
-            raise
-        return []
+    batch = tuple(array[:n or None] for array in batch)
+    with told(run.spec.model, batch, not training):
+        written: tuple[list[str] | None, str] = attempt(lambda: backend.try_samples(run.parts, batch, training),
+                                                        backend.out_of_memory, backend.free_cached)
+    return written[0] or []
 
 
 def _fits(run: Any, backend: Any, batch: Batch, training: bool) -> list[str] | None:

@@ -228,7 +228,7 @@ def _tell_not_finite(run: Run, batch: StepBatch, bad: list[int]) -> None:
     if not run.parts.stage.asynchronous:
         origin = getattr(run.schedule, "origin", None)  # of a model that is cut over ranks
         again = None if origin is None else partial(origin, batch, run.dp.scale(batch), run.dp)
-        state.bad_where = blame(run.parts, batch, bad, run.control, again)
+        state.bad_where = blame(run.parts, batch, bad, run.control, run.recovery, again)
         state.bad_ranks = sorted(state.bad_where) or bad
     run.emit(Event.NON_FINITE)
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.errors import UserError
+from hvdtrain.misfit import out_of_memory
 
 FIRST, SECOND, THIRD = (0, 1), (2, 3), (4, 5, 6)
 """The shares of the samples: uneven, and none of a single sample."""
@@ -81,6 +82,7 @@ MEAN_OF_BATCH = "add a mean over the batch (keras.ops.mean) in place of a sum; f
                 "give the model file a task(model, batch) -> (loss_sum, weight), each of the two a sum over samples"
 DRAWS = "the loss draws random numbers"
 FAILS = "the loss cannot be evaluated on a few samples"
+SHORT = "memory lacks for the loss of a few samples"
 NOT_FINITE = "the loss of a few samples is not finite"
 ZERO = "the loss of a few samples is 0"
 OUTPUTS = "the model's outputs for a sample depend on the other samples of its batch"
@@ -172,8 +174,8 @@ def _compare(evaluate: Callable[[Sequence[int]], LossValue], combined: Sequence[
         if not finite:
             return _not_finite(*repeated[0])
         noise = _noise(evaluate, pairs[0][0], firsts)
-    except Exception:  # noqa: BLE001  (such as a model for one number of samples: the first step reports failures)
-        return FAILS
+    except Exception as error:  # noqa: BLE001  (as a model for one number of samples: the first step reports failures)
+        return SHORT if out_of_memory(error) or getattr(error, "kind", "") == "oom" else FAILS
     for whole, parts in repeated:
         if names := _gaps(whole, parts, scale, noise, SPREADS):
             return Difference(whole, parts, names)

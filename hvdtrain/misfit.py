@@ -27,6 +27,7 @@ _PLAIN_BUGS = ("RecursionError", "UnicodeError", "NotImplementedError", "OutOfMe
 _OF_INPUT = ("ValueError", "IndexError", "RuntimeError", "AssertionError", "InvalidArgumentError", "UnimplementedError")
 
 DO = (
+    (r"does not require grad", "call requires_grad_() on what the model or loss differentiates by"),
     (r"label value|device-side assert|out of range|is not in \[0", "number tokens and classes from 0, below the size "
      "of the model's table or output, or build the model with a larger one"),
     (r"indices.*scalar type|expected.*(Long|Int)\b.*Float", "give token and class numbers as integers (int64)"),
@@ -38,11 +39,29 @@ DO = (
 """What to do, by the first pattern that the framework's words match."""
 
 
+ONE_SAMPLE = "with BatchNorm, which takes its statistics over more than one value per channel"
+
+
+def fixed_batch(model: Any) -> int:
+    """Return the number of samples that a Keras model was built for (``batch_shape``); 0: any number."""
+    inputs = getattr(model, "inputs", None)
+    found = [x.shape[0] for x in inputs if hasattr(x, "shape")] if isinstance(inputs, (list, tuple)) else []
+    return next((n for n in found if isinstance(n, int)), 0)
+
+
+def one_sample(rank: int, where: str = "", do: str = "") -> UserError:
+    """Return the error of ``rank``, whose micro-batch has one sample, in the batches ``where``."""
+    return UserError(f"a micro-batch of 1 sample on rank {rank}{where} {ONE_SAMPLE}", "at least 2 samples in each "
+                     "micro-batch of every rank", do or "change global_batch, shares, accumulate or micro_batch, or "
+                     "use GroupNorm")
+
+
 @contextlib.contextmanager
-def told(model: Any, batch: Sequence[Any]) -> Iterator[None]:
+def told(model: Any, batch: Sequence[Any], evaluates: bool = False) -> Iterator[None]:
     """Turn a framework's refusal of ``batch``, a tuple of arrays, into a `UserError` with that refusal as its cause.
 
-    Errors that are no such refusal, bugs such as a NameError, pass through.
+    ``evaluates``: PyTorch records no gradient within the body. Errors that are no such refusal, bugs such as a
+    NameError, pass through.
     """
     try:
         yield
@@ -54,6 +73,11 @@ def told(model: Any, batch: Sequence[Any]) -> Iterator[None]:
             raise
         said, (layer, sizes) = reason(error), _layer(model, [frame for frame, _ in places])
         where = ", ".join(filter(None, [f"in {layer}" if layer else "", _line_of_the_user(places)]))
+        if evaluates and "does not require grad" in said:
+            raise UserError(f"the model or a metric takes a gradient in an evaluation, which records none: {said}"
+                            + (f" ({where})" if where else ""), "a forward pass that enables gradients itself where it "
+                            "needs them", "put `with torch.enable_grad():` around that part of the model, and call "
+                            "requires_grad_() on what it differentiates by") from error
         subject = "the model" if layer or _is_of_keras(said) else "the loss or a metric"
         raise UserError(f"{subject} does not take the data, {kinds(batch)}: {said}" + (f" ({where})" if where else ""),
                         _expected(model, layer, sizes, said),

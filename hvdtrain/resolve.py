@@ -112,7 +112,7 @@ def _load_file(path: Path, key: str) -> ModuleType:
     full = absolute(path).resolve()
     if not full.is_file():
         raise UserError(f"{key}: there is no file {path}", "an existing .py file", f"correct the path in {key}")
-    name = f"hvdtrain_user_{full.stem}_{zlib.crc32(str(full).encode()):08x}"
+    name = f"hvdtrain_user_{full.stem}_{zlib.crc32(os.fsencode(full)):08x}"
     with _LOADING:  # of threads, the second would find a module that has run half
         return sys.modules[name] if name in sys.modules else _run_file(full, name, path, key)
 

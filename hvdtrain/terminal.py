@@ -20,11 +20,20 @@ def say(line: str) -> None:
     A run must not end because the reader of its output did, such as ``| head`` or a full disk.
     """
     try:
-        sys.stdout.write(line + "\n")
+        try:
+            sys.stdout.write(line + "\n")
+        except UnicodeEncodeError:
+            sys.stdout.write(escaped(line, sys.stdout) + "\n")
         sys.stdout.flush()
     except _UNREAD:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def escaped(text: str, stream: Any) -> str:
+    """Return ``text`` with escapes in place of what the encoding of ``stream`` does not hold."""
+    encoding = getattr(stream, "encoding", None) or "ascii"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 class Stdout:
@@ -42,7 +51,10 @@ class Stdout:
     def write(self, text: str) -> int:
         """Write, or drop."""
         with contextlib.suppress(*_UNREAD):
-            self._stream.write(text)
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:
+                self._stream.write(escaped(text, self._stream))
         return len(text)
 
     def flush(self) -> None:

@@ -15,7 +15,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from hvdtrain import loop, summary
+from hvdtrain import backends, loop, summary
 from hvdtrain.assemble import assemble, eval_feed
 from hvdtrain.average import leave_final, training_weights
 from hvdtrain.callbacks.base import Callback
@@ -127,11 +127,12 @@ class Trainer:
         if self._evaluates_only:
             raise UserError("this Trainer was made by evaluate(data) and has no training data",
                             "a Trainer of its own for fit", "make a new Trainer, or call fit before evaluate")
-        run = self._assembled(model, data, callbacks, class_weight)
-        if run.state.requeue:
-            _continue(run)
-        with page.told(run):
-            self._fit(run)
+        with backends.gradients_recorded():
+            run = self._assembled(model, data, callbacks, class_weight)
+            if run.state.requeue:
+                _continue(run)
+            with page.told(run):
+                self._fit(run)
         run.control.barrier("end of fit", self.config.control_timeout_s)
         pulse.at("the script, after fit")
         s = run.state

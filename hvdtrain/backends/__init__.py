@@ -6,6 +6,7 @@ Imports no framework. A backend's package offers ``make_parts``, ``Ops``, ``coll
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -59,6 +60,21 @@ def built_in_model() -> str:
         raise UserError("neither torch nor tensorflow is installed", "one of them",
                         "run `make setup`, or `pip install -r requirements/torch-cpu.txt`")
     return BUILT_IN[names[0]]
+
+
+def gradients_recorded() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which PyTorch, where it is imported, records gradients, also within `torch.no_grad`.
+
+    Errors: `UserError` within `torch.inference_mode`, whose tensors take no part in a later backward.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "enable_grad"):
+        return contextlib.nullcontext()
+    if torch.is_inference_mode_enabled():
+        raise UserError("fit within torch.inference_mode(), where PyTorch makes tensors that take no gradient",
+                        "a fit outside of it", "build the model and call fit outside of `with torch.inference_mode():`")
+    context: contextlib.AbstractContextManager[Any] = torch.enable_grad()
+    return context
 
 
 def load(framework: str) -> Any:

@@ -6,6 +6,7 @@ Without a pipeline a copy is a rank, and its speed is found by `hvdtrain.balance
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -82,14 +83,23 @@ def probe(run: Any) -> list[Speed]:
                   _ceiling(run.parts.layout, mesh.copy))
     micros = micro_batches(config, mesh.depth)
     share = -(-config.global_batch // len(mesh.copies))
-    sizes = sizes_of(max(1, share // micros), max(1, config.global_batch // micros), limit)
-    seconds = []
+    due = sizes_of(max(1, share // micros), max(1, config.global_batch // micros), limit)
+    seconds: dict[int, float] = {}
     with deadline(config.control_timeout_s, "the probe of balance"):
-        for number in range(SIZES):
-            size = sizes[min(number, len(sizes) - 1)]
+        for number in itertools.count():
+            if not control.agree(number < SIZES or not seconds):  # every copy takes part in each round
+                break
+            size = due[0]
             batch = agreed(control, lambda size=size: run.feed.sample(size, run.state.cursor), "probe")  # type: ignore
-            seconds.append(_time(run, [batch] * micros, config.rebalance.probe_s / SIZES) / micros)
-    rows = control.gather((sizes, seconds[:len(sizes)], limit))
+            took_s, why = _time(run, [batch] * micros, config.rebalance.probe_s / SIZES)
+            agreed(control, lambda size=size, why=why: _check_least(size, why), "probe")  # type: ignore[misc]
+            if why:
+                due = [max(seconds, default=size // 2)]
+                limit = due[0]
+                continue
+            seconds.setdefault(size, took_s / micros)
+            due = due[1:] or due
+    rows = control.gather((list(seconds), list(seconds.values()), limit))
     speeds = []
     for ranks in mesh.copies:
         tried, _, limit = rows[ranks[0]]
@@ -98,32 +108,40 @@ def probe(run: Any) -> list[Speed]:
     return speeds
 
 
-def _time(run: Any, micros: list[Any], slot_s: float) -> float:
-    """Mean seconds that this rank's copy takes over ``micros``, over about ``slot_s`` of the slowest copy; collective.
+def _time(run: Any, micros: list[Any], slot_s: float) -> tuple[float, str]:
+    """(mean seconds that this rank's copy takes over ``micros``, over about ``slot_s`` of the slowest copy, "");
+    (0, why) where memory lacked on a rank of this copy. Collective.
     """
     spent_s = total_s = 0.0
     repeats = -1  # the first traces and allocates
-    while repeats < LEAST_REPEATS or total_s < slot_s:
+    whys: dict[int, str] = {}  # by copy, which computes nothing more then
+    while (repeats < LEAST_REPEATS or total_s < slot_s) and len(whys) < len(run.mesh.copies):
         run.control.agree(False)  # so that all begin together
-        took_s = run.control.gather(agreed(run.control, lambda: _trial(run, micros), "probe"))
+        rows = run.control.gather(agreed(run.control, lambda: (0.0, "") if run.mesh.copy in whys else _trial(
+            run, micros), "probe"))
         run.parts.buffers.discard()
         repeats += 1
+        for rank, (_, why) in enumerate(rows):
+            if why:
+                whys.setdefault(run.mesh.copy_of(rank), why)
         if repeats:
-            spent_s += max(took_s[rank] for rank in run.mesh.ranks)
-            total_s += max(took_s)
-    return spent_s / repeats
+            spent_s += max(rows[rank][0] for rank in run.mesh.ranks)
+            total_s += max(took_s for took_s, _ in rows)
+    return spent_s / max(1, repeats), whys.get(run.mesh.copy, "")
 
 
-def _trial(run: Any, micros: list[Any]) -> float:
-    """Seconds of one trial."""
+def _trial(run: Any, micros: list[Any]) -> tuple[float, str]:
+    """(seconds of one trial, why memory did not suffice for it or "")."""
     begin = time.perf_counter()
-    try:
-        run.schedule.trial(micros)
-    except MemoryError as error:
-        raise UserError(f"memory lacks for a micro-batch of {len(micros[0][0])} samples in a pipeline: {error}",
-                        "stages that hold their part of the batch", "set rebalance.max_micro_batch, or more "
-                        "pipeline.micro_batches") from error
-    return time.perf_counter() - begin
+    _, why = run.recovery.attempt(lambda: run.schedule.trial(micros), out_of_memory=lambda error: isinstance(
+        error, MemoryError) or run.recovery.out_of_memory(error))
+    return time.perf_counter() - begin, why
+
+
+def _check_least(size: int, why: str) -> None:
+    if why and size == 1:
+        raise UserError(f"memory lacks for a micro-batch of 1 sample in a pipeline: {why}", "stages that hold a sample",
+                        "cut the model over more ranks, or set remat or precision: bf16")
 
 
 def _ceiling(layout: Any, copy: int) -> int:

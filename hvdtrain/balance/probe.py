@@ -7,6 +7,7 @@ share cores or memory bandwidth find what is left to them.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.errors import UserError
 from hvdtrain.memory_fit import learnt
+from hvdtrain.out_of_memory.attempt import attempt
 
 CONFIRMS = 0.15
 """A remembered time is confirmed by a measurement that differs from it by less than this part."""
@@ -34,6 +36,7 @@ class Tools:
     trial: Callable[[Any], None]
     sample: Callable[[int], Any]
     out_of_memory: Callable[[BaseException], bool]
+    free: Callable[[], None]
     peak_bytes: Callable[[Callable[[], None]], int]
 
 
@@ -46,7 +49,7 @@ def probe(run: Any, backend: Any) -> list[Speed]:
     config, control = run.config, run.control
     cursor = run.state.cursor
     tools = Tools(run.parts.stage.trial, lambda n: run.feed.sample(n, cursor), backend.out_of_memory,
-                  backend.peak_bytes)
+                  backend.free_cached, backend.peak_bytes)
     given = run.spelled.rebalance.max_micro_batch
     remembers = config.rebalance.probe_cache
     with deadline(config.control_timeout_s, "the probe of balance"):
@@ -83,17 +86,14 @@ def verified(run: Any, backend: Any, micro_batch: int, tried: int) -> int:
     Meanwhile the memory that the optimizer will take with its first update is held. A host's memory is not tried: the
     kernel would end the process instead of refusing.
     """
+    def trial() -> None:
+        ballast = [backend.hold_bytes(run.parts.optimizer.bytes_to_come())]
+        run.parts.stage.trial(run.feed.sample(size, run.state.cursor))
+        ballast.clear()
+
     size = micro_batch
-    while size > tried:
-        try:
-            ballast = [backend.hold_bytes(run.parts.optimizer.bytes_to_come())]
-            run.parts.stage.trial(run.feed.sample(size, run.state.cursor))
-            ballast.clear()
-            return size
-        except Exception as error:
-            if not backend.out_of_memory(error):
-                raise
-            size = max(tried, int(0.8 * size))
+    while size > tried and attempt(trial, backend.out_of_memory, backend.free_cached)[1]:
+        size = max(tried, int(0.8 * size))
     return size
 
 
@@ -106,33 +106,48 @@ class _Held:
 
 
 def _held(run: Any, tools: Tools, limit: int) -> _Held:
-    """Run the sizes once, which also traces, tunes and allocates what later runs reuse; find the ceiling."""
+    """Run the sizes once, which also traces, tunes and allocates what later runs reuse; find the ceiling.
+
+    Where memory lacks for the smallest size, a half and a quarter are tried, down to one sample.
+    """
     config, rank = run.config, run.control.rank
     device = run.devices[rank]
     share = -(-config.global_batch // run.control.size)
     sizes = sizes_of(share, config.global_batch, limit)
     batches: dict[int, Any] = {}
     peaks: list[int] = []
-    local = len(run.topology.host_of(rank).ranks)
-    for b in sizes:
+    local, shortage = len(run.topology.host_of(rank).ranks), ""
+
+    def short(error: BaseException) -> bool:
+        # MemoryError: the host has no room for so many samples, whatever the device holds. BatchNorm takes no sample
+        # alone, to which memory has driven the probe then.
+        return isinstance(error, MemoryError) or tools.out_of_memory(error) or bool(shortage) and isinstance(
+            error, UserError)
+
+    def work(size: int) -> Any:
+        batch = tools.sample(size)
+        peaks.append(_peak(device.kind, tools, batch))
+        return batch
+
+    while sizes:
+        b = sizes.pop(0)
         if device.kind == "cpu" and _beyond(b, tuple(batches), peaks, memory.host_budget_bytes(local)):
-            sizes = list(batches)  # the kernel would not refuse it, but end the process
-            break
-        try:
-            batch = tools.sample(b)
-            peaks.append(_peak(device.kind, tools, batch))
-        except Exception as error:
-            if not isinstance(error, MemoryError) and not tools.out_of_memory(error):
-                raise
-            break  # MemoryError: the host has no room for so many samples, whatever the device holds
-        batches[b] = batch
+            break  # the kernel would not refuse it, but end the process
+        batch, why = attempt(lambda: work(b), short, tools.free)  # noqa: B023  (called at once)
+        if not why:
+            batches[b] = batch
+            continue
+        shortage, sizes = shortage or why, []
+        if not batches and b > 1:
+            sizes = sorted({max(min(2, b // 2), b // 4), b // 2})
     if not batches:
-        raise UserError(f"{device.name} is out of memory with a micro-batch of {sizes[0]} on rank {rank}",
+        raise UserError(f"{device.name} is out of memory with a micro-batch of {b} on rank {rank} ({shortage})",
                         "memory for the model and a few samples", "use a smaller model, or precision: bf16")
-    if len(batches) < len(sizes):
+    if shortage:
         return _Held(batches, max(batches))
     budget = (memory.host_budget_bytes(local) if device.kind == "cpu" else memory.DEVICE_PART * device.memory_bytes)
-    room = memory.ceiling((sizes[0], sizes[-1]), (peaks[0], peaks[-1]), budget - run.parts.optimizer.bytes_to_come())
+    room = memory.ceiling((min(batches), max(batches)), (peaks[0], peaks[-1]),
+                          budget - run.parts.optimizer.bytes_to_come())
     return _Held(batches, least(limit, room))
 
 
@@ -152,18 +167,31 @@ def _peak(kind: str, tools: Tools, batch: Any) -> int:
 
 
 def _measured(run: Any, held: _Held, tools: Tools) -> Speed:
-    """Time every size."""
+    """Time every size; one that memory does not suffice for by now, and larger ones, are left out."""
     slot_s = run.config.rebalance.probe_s / len(held.batches)
-    sizes = tuple(held.batches)
-    seconds = tuple(_time(tools, batch, slot_s) for batch in held.batches.values())
-    return Speed(fit(sizes, seconds), held.ceiling, sizes, seconds)
+    seconds: dict[int, float] = {}
+    ceiling = held.ceiling
+    for size, batch in held.batches.items():
+        found, why = attempt(lambda: _time(tools, batch, slot_s), tools.out_of_memory, tools.free)  # noqa: B023
+        if found is None:
+            if not seconds:
+                raise UserError(f"out of memory with a micro-batch of {size}, which fitted before ({why})",
+                                "memory for the model and a few samples", "leave more memory to this rank")
+            ceiling = max(seconds)
+            break
+        seconds[size] = found
+    sizes, times = tuple(seconds), tuple(seconds.values())
+    return Speed(fit(sizes, times), ceiling, sizes, times)
 
 
 def _confirmed(seconds: Sequence[float], held: _Held, tools: Tools) -> Speed | None:
-    """The remembered times, corrected by one of them that is measured anew; None where that is another altogether."""
+    """The remembered times, corrected by one of them that is measured anew; None where that is another altogether, or
+    memory lacks for it.
+    """
     at = len(seconds) // 2
     sizes = tuple(held.batches)
-    ratio = _time(tools, held.batches[sizes[at]], CONFIRM_S) / seconds[at]
+    found, _ = attempt(lambda: _time(tools, held.batches[sizes[at]], CONFIRM_S), tools.out_of_memory, tools.free)
+    ratio = math.inf if found is None else found / seconds[at]
     if abs(ratio - 1.0) >= CONFIRMS:
         return None
     corrected = tuple(t * ratio for t in seconds)

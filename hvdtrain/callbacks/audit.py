@@ -8,9 +8,11 @@ so ranks of one kind have to come to the same bits; ranks of several kinds to th
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain import backends
+from hvdtrain.balance.speed import least
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.faults.audit_pairs import Pair, comparable, left_out, pairs
 from hvdtrain.faults.fingerprint import vectors_of
@@ -18,6 +20,7 @@ from hvdtrain.faults.kinds import kinds
 from hvdtrain.faults.miscomputed import Miscomputed, clearly_farther, resolution, tell
 from hvdtrain.faults.recompute import Case, Recomputed, bystander, case_of, deliver
 from hvdtrain.finite import spoken
+from hvdtrain.out_of_memory.shortage import ALONE, Shortage
 
 CONFIRM = 3
 """Steps in a row that ranks of several kinds are audited again where they were far apart; twice decides.
@@ -42,6 +45,7 @@ class Audit(Callback):
         self._own_s = self._begin_s = 0.0
         self._loose = False
         self._doubts: dict[Pair, list[bool]] = {}
+        self._most: dict[int, int] = {}  # by rank that ran out of memory in an audit: samples of its next ones
 
     def fit_start(self, run: Any) -> None:
         """Learn which ranks compute alike."""
@@ -90,15 +94,19 @@ class Audit(Callback):
     def _audit(self, run: Any, plan: list[Pair]) -> bool:
         """Have both ranks of each pair compute one case; return whether any had one that can travel. Collective."""
         control, rank = run.control, run.control.rank
-        case = case_of(run.batch.micros, run.parts.state.rank_state) if any(rank in pair for pair in plan) else None
+        mine = next((pair for pair in plan if rank in pair), None)
+        limit = 0 if mine is None else least(*(self._most.get(r, 0) for r in mine),
+                                             *(run.recovery.ceilings.get(r, 0) for r in mine))
+        case = case_of(run.batch.micros, run.parts.state.rank_state, limit) if mine is not None else None
         headers = control.gather(None if case is None else case.header())
         turned = {pair: pair if headers[pair[0]] else pair[::-1] for pair in plan}  # whose micro-batch it is
         plan = [pair for pair in plan if headers[turned[pair][0]]]
         for pair in plan:
             source, target = turned[pair]
             case = deliver(control, case, headers[source], source, target)
-        own = self._compute(run, case) if any(rank in pair for pair in plan) else None
+        own, short = self._compute(run, case, [r for pair in plan for r in pair])
         digests = control.gather(None if own is None else own.digests())
+        plan = [pair for pair in plan if not short.intersection(pair)]
         for pair in plan:
             source, target = turned[pair]
             exact = self._kinds[source] == self._kinds[target] and not self._loose
@@ -122,7 +130,9 @@ class Audit(Callback):
                 return
             if len(self._doubts[pair]) <= CONFIRM and sum(self._doubts[pair]) < 2:
                 return
-        again = self._compute(run, case) if involved else None
+        again, short = self._compute(run, case, pair)
+        if short:
+            return  # found apart, but not confirmed: the next audit looks again
         moved = again.far_from(own) if again is not None and own is not None else (0.0, 0)
         same = again is None or own is None or again.digests() == own.digests()
         rows = control.gather((moved, same, _first_other(own, turned, control.rank)))
@@ -166,8 +176,11 @@ class Audit(Callback):
         third = others[0]
         header = control.gather(None if control.rank != source or case is None else case.header())[source]
         case = deliver(control, case, header, source, third)
+        found, short = self._compute(run, case, [third])
+        if short:
+            return pair, None
         if control.rank == third:
-            own = self._compute(run, case)
+            own = found
         if control.rank not in (*pair, third):
             own = None
         fars = [control.gather(self._distance(run, own, (r, third)))[third][0] for r in pair]
@@ -178,9 +191,28 @@ class Audit(Callback):
         worse = clearly_farther(fars[0], fars[1], max(self._eps[r] for r in (*pair, third)))
         return (pair if worse is None else (pair[worse],)), third
 
-    def _compute(self, run: Any, case: Case | None) -> Recomputed:
-        assert case is not None
-        return Recomputed(run.parts, self._ops, case, run.config.model_parallel > 1)
+    def _compute(self, run: Any, case: Case | None, ranks: Sequence[int]) -> tuple[Recomputed | None, set[int]]:
+        """Compute the case on ``ranks``; return (this rank's result, the ranks on which memory lacked); collective.
+
+        Later audits of such a rank take half the samples; one that has no smaller number is left out.
+        """
+        own, why, samples = None, "", 0
+        if run.control.rank in ranks:
+            assert case is not None
+            samples = len(case.arrays[0])
+            own, why = run.recovery.attempt(lambda: Recomputed(run.parts, self._ops, case,
+                                                               run.config.model_parallel > 1))
+        rows = [(rank, n, why) for rank, (n, why) in enumerate(run.control.gather((samples, why))) if why]
+        fewest = 2 if run.parts.caveats() else 1  # BatchNorm takes no statistics of one sample
+        for rank, n, _ in rows:
+            self._most[rank] = max(fewest, n // 2)
+            if n <= fewest:
+                self._ranks.remove(rank)
+                self._doubts = {pair: fars for pair, fars in self._doubts.items() if rank not in pair}
+        step = run.state.cursor.step
+        run.deliver([(rank, ALONE, Shortage(step, "an audit", n, self._most[rank] if rank in self._ranks else -1,
+                                            why).spelled()) for rank, n, why in rows])
+        return own, {rank for rank, _, _ in rows}
 
     def _distance(self, run: Any, own: Recomputed | None, turned: Pair) -> tuple[float, int]:
         """How far ``turned``'s results are apart, and in which parameter, on the second of them; collective."""

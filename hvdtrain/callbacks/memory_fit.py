@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from hvdtrain import backends
 from hvdtrain.balance import memory
@@ -17,11 +17,11 @@ from hvdtrain.callbacks.balance import grid
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.exit import agreed
-from hvdtrain.errors import UserError
 from hvdtrain.memory_fit import learnt, words
 from hvdtrain.memory_fit.settle import Own, Settling, reckoned
 from hvdtrain.memory_plan import imported, survey
 from hvdtrain.out_of_memory import advice
+from hvdtrain.out_of_memory.attempt import T
 from hvdtrain.out_of_memory.shortage import Shortage, first_line
 from hvdtrain.terminal import say
 
@@ -85,10 +85,10 @@ class MemoryFit(Callback):
             with deadline(run.config.control_timeout_s, "the fitting of micro-batches to memory"):
                 settling = agreed(control, lambda: self._settling(run, scene, micro, remat), "memory")
                 parts = self._parts_before(run, settling, micro)
-                own = agreed(control, lambda: settling.decide(parts), "memory")
+                own = agreed(control, lambda: _least(run, lambda: settling.decide(parts)), "memory")
                 parts_P = control.gather(own.fit.parts)
                 if run.feed.even_micros and parts_P != [max(parts_P)] * len(parts_P):
-                    own = agreed(control, lambda: settling.decide(max(parts_P)), "memory")
+                    own = agreed(control, lambda: _least(run, lambda: settling.decide(max(parts_P))), "memory")
         finally:
             run.parts.state.load_rank(random)
         if run.recovery.guard is not None:
@@ -155,24 +155,18 @@ class MemoryFit(Callback):
         run.record("memory_fit", ranks=[own.to_dict() for own in owns_P])
 
 
-def _least(run: Any, settling: Callable[[], Settling]) -> Settling:
+def _least(run: Any, settle: Callable[[], T]) -> T:
     """What it returns; `UserError` where memory lacks even for the one sample that is tried last."""
-    try:
-        return settling()
-    except Exception as error:
-        if isinstance(error, UserError) or not run.recovery.out_of_memory(error):
-            raise
+    def caught(error: Exception) -> None:
         shortage = Shortage(run.state.cursor.step, "training", 1, -1, first_line(error))
         raise advice.at_its_least(run.control.rank, shortage, "") from error
+
+    found, _ = run.recovery.attempt(settle, caught)
+    return cast(T, found)
 
 
 def _looked(run: Any, look: Callable[[], Reckoned]) -> Reckoned:
     """What it returns; None where memory lacks for the look itself: the first step then finds its own size."""
     if run.recovery.guard is None:
         return None
-    try:
-        return look()
-    except Exception as error:
-        if isinstance(error, UserError) or not run.recovery.out_of_memory(error):
-            raise
-    return None
+    return cast(Reckoned, run.recovery.attempt(look)[0])

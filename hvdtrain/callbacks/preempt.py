@@ -20,7 +20,7 @@ from typing import Any
 
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.faults import causes
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 from hvdtrain.wall_limit import reserve_s
 
 TOPIC = "requeue"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hvdtrain.checkpoint.store import CheckpointStore
 from hvdtrain.faults import pulse
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 if TYPE_CHECKING:
     from hvdtrain.run import Run

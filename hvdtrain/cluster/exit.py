@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from hvdtrain.cluster.control import MpiControl, flush_streams
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.launcher import LaunchFacts
-from hvdtrain.errors import EXIT_USER_ERROR, ExitCalled, Interrupted, UserError, WaitTimeout
+from hvdtrain.errors import EXIT_USER_ERROR, ExitCalled, Interrupted, UserError, WaitTimeout, of_locale
 from hvdtrain.faults import causes, pulse
 from hvdtrain.protocols import Control
 
@@ -96,6 +96,7 @@ def install_hooks(facts: LaunchFacts) -> None:
     usual, usual_thread = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        error = of_locale(error)
         if facts.kind == "solo" and not isinstance(error, (UserError, ExitCalled, Interrupted)):
             causes.leave_error(error)
             usual(kind, error, tb)
@@ -114,6 +115,7 @@ def install_hooks(facts: LaunchFacts) -> None:
 def end(error: BaseException, facts: LaunchFacts) -> int:
     """Say what is to be said about ``error`` and return the exit status, or abort the job and not return."""
     pulse.leaving()
+    error = of_locale(error)
     if isinstance(error, SystemExit) and error.code in (None, 0, EXIT_REQUEUE):
         causes.leave("requeue" if error.code else "done", "")
     else:

@@ -96,6 +96,16 @@ def checked(found: Any, n: int) -> Arrays:
     return arrays
 
 
+def refuse_strings(values: Any, where: str) -> None:
+    """Raise `UserError` where ``values``, an array or a sequence, holds strings; ``where``: in words."""
+    first = next(iter(values.flat if isinstance(values, np.ndarray) else values), None)
+    if isinstance(first, (str, bytes)):
+        text = first.decode(errors="replace") if isinstance(first, bytes) else str(first)
+        raise UserError(f"{where} holds strings, such as {text[:20]!r}", "numbers", "turn the text into numbers before "
+                        "training: tokenize it, or map Keras' StringLookup or TextVectorization over the data, outside "
+                        "the model")
+
+
 Data = Source | Stream
 Adapter = Callable[[Any], "Data | None"]
 
@@ -119,6 +129,7 @@ class ArraySource:
         for i, array in enumerate(self.arrays):
             if array.dtype.kind not in "biuf":
                 name = _NAMES[i] if i < len(_NAMES) else "more"
+                refuse_strings(array, f"data array {i} ({name})")
                 raise UserError(f"data array {i} ({name}) has dtype {array.dtype} and shape {list(array.shape)}",
                                 "bool, integer or floating-point elements", "convert the data to plain numeric arrays")
         if not shapes or () in shapes:
@@ -223,6 +234,9 @@ def _adapted(obj: Any, adapters: Sequence[Adapter], origin: str) -> Data:
             return found
     if parts and all(is_array(part) for part in parts):
         return ArraySource(parts)
+    for part in (obj, *parts):
+        if isinstance(part, (list, tuple)):
+            refuse_strings(part, origin)
     named = obj.items() if isinstance(obj, Mapping) else zip(_NAMES, parts if len(parts) <= len(_NAMES) else ())
     lists = [name for name, part in named if isinstance(part, list)]
     if lists:

@@ -24,7 +24,7 @@ import json, os
 def tell(**facts):
     os.write(1, b"\\n" + {mark!r}.encode() + json.dumps(facts).encode() + b"\\n")
 def libmpi():
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         paths = {{line.split(maxsplit=5)[-1].strip() for line in maps if "/" in line}}
     return sorted(p for p in paths if os.path.basename(p).startswith("libmpi.") or "libmpi_abi." in p)
 """

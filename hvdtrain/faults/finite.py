@@ -11,6 +11,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.finite import Origin, finite, has_nan, spoken
 
 if TYPE_CHECKING:
+    from hvdtrain.out_of_memory.recovery import Recovery
     from hvdtrain.parts import Parts
     from hvdtrain.protocols import Control
     from hvdtrain.protocols.types import StepBatch
@@ -41,19 +42,19 @@ def trained(parts: Parts) -> set[str]:
     return {spoken(spec.name) for spec in parts.params.specs}
 
 
-def blame(parts: Parts, batch: StepBatch, suspects: list[int], control: Control,
+def blame(parts: Parts, batch: StepBatch, suspects: list[int], control: Control, recovery: Recovery,
           origin: Callable[[], Origin | None] | None = None) -> dict[int, str]:
     """Return the ranks that brought a gradient which is not finite -> where it is first, in words; collective.
 
     Each of ``suspects`` (ranks; the same list on every rank) computes its part of the step once more, alone. Where the
     weights are not finite any more, that is said instead. {} where nobody finds anything: finite gradients, whose sum
-    or exchange overflowed.
+    or exchange overflowed. Where memory lacks for that computation, a rank finds nothing.
     ``origin``: of a model that is cut over ranks, computes the step once more together with the copy's other ranks and
     tells what began on this one; of each copy the rank is named where it began first.
     """
     if parts.layout is not None and origin is not None:
         return _first_of_copies(parts.layout.mesh.copies, control.gather(_began(parts, origin())))
-    found = _look(parts, batch) if control.rank in suspects else ""
+    found = recovery.attempt(lambda: _look(parts, batch))[0] if control.rank in suspects else ""
     return {rank: where for rank, where in enumerate(control.gather(found)) if where}
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvdtrain.faults.fingerprint import Fingerprints
+from hvdtrain.out_of_memory import recut
 from hvdtrain.protocols import Array, Ops
 
 if TYPE_CHECKING:
@@ -43,13 +44,13 @@ class Case:
                 *((name, np.shape(x), np.asarray(x).dtype.str) for name, x in self.random.items())]
 
 
-def case_of(micros: list[Any], random: Callable[[], dict[str, np.ndarray]]) -> Case | None:
+def case_of(micros: list[Any], random: Callable[[], dict[str, np.ndarray]], limit: int = 0) -> Case | None:
     """Return the first micro-batch that has samples, with this rank's random state; None without any.
 
-    None too for arrays that are no numbers.
+    ``limit``: most of its samples, 0 for all. None too for arrays that are no numbers.
     """
     for micro in micros:
-        arrays = [np.asarray(x) for x in micro]
+        arrays = [np.asarray(x) for x in recut.parts(micro, limit)[0]]
         if len(arrays[0]) and all(x.dtype.kind in "biufc" for x in arrays):
             return Case([_aligned(x) for x in arrays], random())
     return None

@@ -126,6 +126,8 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
     def fit(self: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
         held_out = kwargs.get("validation_data")
         shards = [data for data in (x, held_out) if isinstance(data, Shard)]
+        if isinstance(x, Shard):
+            _refuse_class_weight(plain_fit, self, x, *args, **kwargs)
         exchange = exchange_of(getattr(self, "optimizer", None))
         if not shards or exchange is None:
             _seen.pop(self, None)
@@ -153,6 +155,13 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
         shardable.check_batch(self, y_pred, args[0] if args else kwargs.get("sample_weight"))
         return plain_loss(self, x, y, y_pred, *args, **kwargs)
     fits.fit, loses.compute_loss = fit, compute_loss
+
+
+def _refuse_class_weight(fit: Any, *args: Any, **kwargs: Any) -> None:
+    arguments = inspect.signature(fit).bind(*args, **kwargs).arguments
+    if arguments.get("class_weight") is not None:
+        raise UserError("fit(hvd.shard(...), class_weight=...)", "class weights in the shard, which multiplies sample "
+                        "weights by them", "write hvd.shard(x, y, class_weight=...), and leave class_weight out of fit")
 
 
 def _guarded(model: Any, function: Any, exchange: Exchange) -> Any:

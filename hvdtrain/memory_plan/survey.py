@@ -20,6 +20,7 @@ from hvdtrain.exchange.buckets import plan_buckets
 from hvdtrain.memory_plan import imported
 from hvdtrain.memory_plan.facts import Facts, Measured, Model, Rank, Way
 from hvdtrain.memory_plan.trace import Line, Trace, first_copies, line
+from hvdtrain.out_of_memory.attempt import attempt
 from hvdtrain.protocols import Batch, BlockCost
 from hvdtrain.protocols.types import Bucket
 
@@ -165,25 +166,25 @@ def measure(scene: Scene, model: Model, way: Way, with_blocks: bool = False) -> 
     own = max(0, _now(scene) - held)  # now: TensorFlow gives nothing back of what a larger pass has taken
     again = int(GRAPH_PART * max(0, own + held - before))  # training's own graph is made beside that of a trial
     sizes = _sizes(most, _at_most(scene, first, peak - before))
+
+    def work() -> Measured:
+        found = _measured(scene, model, sizes, held + own, own, again)
+        blocks = _blocks(scene, sizes[-1]) if with_blocks else ()
+        return replace(found, blocks=blocks, block_samples=sizes[-1])
+
     while True:
-        try:
-            found = _measured(scene, model, sizes, held + own, own, again)
-            blocks = _blocks(scene, sizes[-1]) if with_blocks else ()
-            return replace(found, blocks=blocks, block_samples=sizes[-1])
-        except Exception as error:
-            if not scene.backend.out_of_memory(error) or sizes == [1]:
-                raise
+        measured, _ = attempt(work, lambda error: sizes != [1] and scene.backend.out_of_memory(error),
+                              scene.backend.free_cached)
+        if measured is not None:
+            return measured
         sizes = _sizes(most, max(1, sizes[-1] // 2))
 
 
 def _first_pass(scene: Scene, n: int) -> tuple[int, int]:
     """(samples, most bytes held) of a pass of ``n`` samples, or of one where memory lacks for more."""
-    try:
-        return n, _peak(scene, n)
-    except Exception as error:
-        if n == 1 or not scene.backend.out_of_memory(error):
-            raise
-    return 1, _peak(scene, 1)
+    peak, _ = attempt(lambda: _peak(scene, n), lambda error: n > 1 and scene.backend.out_of_memory(error),
+                      scene.backend.free_cached)
+    return (1, _peak(scene, 1)) if peak is None else (n, peak)
 
 
 def _measured(scene: Scene, model: Model, sizes: list[int], held: int, own: int, again: int) -> Measured:

@@ -37,7 +37,6 @@ class Evaluating:
             why = self._tried(first)
             if not why:
                 continue
-            self._recovery.clean_up()
             size = len(first[0])
             then = self._recovery.evaluation.lower(size)
             self.shortages.append(Shortage(self._step, "evaluation", size, then, why))
@@ -56,18 +55,13 @@ class Evaluating:
             evaluator.short, (size, why) = None, short
             if not self._recovery.in_evaluation:
                 raise stopped(size, "evaluation", why, self._recovery.because)
-            self._recovery.clean_up()
             self.shortages.append(Shortage(self._step, "evaluation", size, self._recovery.evaluation.lower(size), why))
         return self.shortages
 
     def _tried(self, micro: Batch) -> str:
         """"" where ``micro`` was added, else why memory lacked; then none of it was added."""
-        try:
-            self._evaluator.add(micro)
-            return ""
-        except Exception as error:
-            if not self._recovery.out_of_memory(error):
-                raise
+        def caught(error: Exception) -> None:
             if not self._recovery.in_evaluation:
                 raise stopped(len(micro[0]), "evaluation", first_line(error), self._recovery.because) from error
-            return first_line(error)
+
+        return self._recovery.attempt(lambda: self._evaluator.add(micro), caught)[1]

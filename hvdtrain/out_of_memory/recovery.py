@@ -7,13 +7,12 @@ and the vote is `schedule`'s.
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from hvdtrain.cluster import heap
 from hvdtrain.errors import UserError
 from hvdtrain.out_of_memory import advice
+from hvdtrain.out_of_memory.attempt import T, attempt
 from hvdtrain.out_of_memory.guard import Guard
 from hvdtrain.out_of_memory.recut import largest, recut
 from hvdtrain.out_of_memory.shortage import ALONE, REPEAT, Ceiling, Shortage, among, first_line
@@ -40,7 +39,7 @@ class Recovery:
 
     def __init__(self, out_of_memory: Callable[[BaseException], bool], free: Callable[[], None] = lambda: None,
                  shrinks: bool = True, in_evaluation: bool = True, because: str = "on_oom is stop") -> None:
-        self.out_of_memory, self._free, self.because = out_of_memory, free, because
+        self.out_of_memory, self.free, self.because = out_of_memory, free, because
         self.shrinks, self.in_evaluation = shrinks, in_evaluation
         self.training, self.evaluation = Ceiling(), Ceiling()
         self.ceilings: dict[int, int] = {}
@@ -64,12 +63,11 @@ class Recovery:
         """
         return self.out_of_memory(error) or self.training.lowered and isinstance(error, UserError)
 
-    def clean_up(self) -> None:
-        """Give memory back that nothing needs. The error that told of its lack must be forgotten by now, with the
-        frames that hold the step's tensors."""
-        gc.collect()
-        self._free()
-        heap.give_back()
+    def attempt(self, compute: Callable[[], T], caught: Callable[[Exception], None] | None = None,
+                out_of_memory: Callable[[BaseException], bool] | None = None) -> tuple[T | None, str]:
+        """Return what `hvdtrain.out_of_memory.attempt.attempt` does, with this rank's ``out_of_memory`` and ``free``.
+        """
+        return attempt(compute, out_of_memory or self.out_of_memory, self.free, caught)
 
     def ran_out(self, batch: StepBatch, why: str, fits: bool = True) -> Shortage:
         """Decide how ``batch`` is tried again. Without ``fits`` no smaller size would do."""

@@ -31,21 +31,27 @@ class Recovering:
         Errors: `UserError`, on this rank alone, where memory lacks and the step cannot be repeated: the exchange of a
         bucket broke off midway, memory lacks for the poison too, or the run is to end with that.
         """
-        recovery, own = self._recovery, True
-        try:
-            return self._schedule.gradients(batch, scale, sink)
-        except Lost as lost_step:
-            why, fits, own = lost_step.why, lost_step.fits, lost_step.own
-        except Exception as error:
-            if not recovery.answers(error):
-                if error.__cause__ is not None and recovery.out_of_memory(error.__cause__):
-                    raise no_repeat("a step", first_line(error)) from error  # such as an update that is half made
-                raise
-            why, fits = first_line(error), not isinstance(error, UserError)
+        recovery, fits, own = self._recovery, True, True
+
+        def answers(error: BaseException) -> bool:
+            if isinstance(error, Lost) or recovery.answers(error):
+                return True
+            if error.__cause__ is not None and recovery.out_of_memory(error.__cause__):
+                raise no_repeat("a step", first_line(error)) from error  # such as an update that is half made
+            return False
+
+        def caught(error: Exception) -> None:
+            nonlocal fits, own
+            if isinstance(error, Lost):
+                fits, own = error.fits, error.own
+                return
+            fits = not isinstance(error, UserError)
             if not recovery.shrinks:
-                raise stopped(largest(batch), "training", why, recovery.because) from error
-        # Out of the handler: the error's frames, which hold the step's tensors, are gone by now.
-        recovery.clean_up()
+                raise stopped(largest(batch), "training", first_line(error), recovery.because) from error
+
+        done, why = recovery.attempt(lambda: self._schedule.gradients(batch, scale, sink), caught, answers)
+        if done is not None:
+            return done
         if sink.owed() is None:
             raise no_repeat("the exchange of gradients", why)
         lost = recovery.ran_out(batch, why, fits) if own else None  # else another rank of the copy tells it

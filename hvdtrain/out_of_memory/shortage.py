@@ -94,6 +94,8 @@ class Lost(MemoryError):
 
 def first_line(error: BaseException) -> str:
     """Return what an error says, in one line."""
+    if isinstance(error, Lost):
+        return error.why
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}"[:MOST_WORDS] if lines else type(error).__name__
 

@@ -9,7 +9,8 @@ keeps the activations of all of them (Huang et al. 2019, arXiv 1811.06965)::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -30,6 +31,13 @@ class Block:
     activation_bytes: int
     forward_s: float = 0.0
     cargo_bytes: int = 0
+
+    def over(self, factor: float, memory_factor: float | None = None) -> Block:
+        """Return what the block costs for ``factor`` times the samples; ``memory_factor``: of what backward keeps."""
+        kept = factor if memory_factor is None else memory_factor
+        return replace(self, cost_s=self.cost_s * factor, forward_s=self.forward_s * factor,
+                       cargo_bytes=ceil(self.cargo_bytes * factor),
+                       activation_bytes=round(self.activation_bytes * kept))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from hvdtrain.cluster.exit import agreed
 from hvdtrain.errors import UserError
 from hvdtrain.loss_coupling import Evaluate, LossValue
 from hvdtrain.mesh import Layout
-from hvdtrain.misfit import out_of_memory, told
+from hvdtrain.misfit import told
+from hvdtrain.out_of_memory.attempt import attempt
 from hvdtrain.protocols import Batch, Cargo, Control, PipelineStage
 
 
@@ -70,20 +71,25 @@ class Walk:
             return None
         run, stage = self._run, cast(PipelineStage, self._run.parts.stage)
         chunk, came = mine.number // len(self._layout.mesh.ranks), self._came if mine.number else None
+
+        def compute() -> Cargo | None:
+            if not self._training:
+                return stage.evaluate(chunk, came, self._batch)
+            if mine.to >= 0:
+                return stage.forward(chunk, 0, came, self._batch)
+            stage.loss(chunk, 0, came, self._batch, 1.0)
+            return None
+
         try:
-            with told(run.spec.model, self._batch):
-                if not self._training:
-                    return stage.evaluate(chunk, came, self._batch)
-                if mine.to >= 0:
-                    return stage.forward(chunk, 0, came, self._batch)
-                stage.loss(chunk, 0, came, self._batch, 1.0)
-        except Exception as error:  # the first step tells what memory does not suffice for: it may hold what is needed
+            with told(run.spec.model, self._batch, not self._training):
+                gave, why = attempt(compute, self._backend.out_of_memory, self._backend.free_cached)
+        except Exception as error:
             if self._agreeing:
                 raise UserError(str(error)) from None
-            said = error.__cause__ or error
-            if not (out_of_memory(said) or self._backend.out_of_memory(said)):
-                raise
-        return None
+            raise
+        if why and self._agreeing:
+            raise UserError(why).of_kind("oom")
+        return gave  # None: the first step tells what memory does not suffice for: it may hold what is needed
 
     def _pass_on(self, control: Control, turn: Turn, gave: Cargo | None) -> None:
         """Bring what a chunk gave to the next one; collective."""

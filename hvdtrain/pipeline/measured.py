@@ -30,7 +30,8 @@ class Measured:
     ``blocks``: costs, activations and cargo of a micro-batch of ``samples`` samples. ``capacity_bytes``: what this rank
     may hold, on a host that it shares its part; 0 where unknown. ``needs``: what it holds beside parameters; how many
     micro-batches are in flight the plan counts by itself. ``device``: its name. A device whose speed is emulated is
-    measured as it is. ``most``: samples of the largest micro-batch where they are not all alike; 0: they are.
+    measured as it is. ``most``: samples of the largest micro-batch where they are not all alike; 0: they are. ``why``:
+    why fewer samples were measured, and the blocks scaled from those; "": they were not.
     """
 
     blocks: tuple[Block, ...]
@@ -39,6 +40,7 @@ class Measured:
     needs: Needs
     device: str
     most: float = 0.0
+    why: str = ""
 
     @property
     def cost_s(self) -> float:
@@ -48,9 +50,7 @@ class Measured:
     def over(self, samples: float, most: float) -> Measured:
         """The same over micro-batches of ``samples`` in the mean and ``most`` at most, in proportion."""
         f, g = samples / self.samples, most / self.largest
-        blocks = (replace(b, cost_s=b.cost_s * f, forward_s=b.forward_s * f, cargo_bytes=math.ceil(b.cargo_bytes * f),
-                          activation_bytes=round(b.activation_bytes * g)) for b in self.blocks)
-        return replace(self, blocks=tuple(blocks), samples=samples, most=most)
+        return replace(self, blocks=tuple(b.over(f, g) for b in self.blocks), samples=samples, most=most)
 
     @property
     def largest(self) -> float:

@@ -75,10 +75,16 @@ class OverRanks:
         `Buffers.discard` puts the buffers back. Errors: `Lost`.
         """
         if self._deep:
-            self._ordered.passes(micros, 1.0, self._post.step)
+            lost: Lost | None = None
+            try:
+                self._ordered.passes(micros, 1.0, self._post.step)
+            except Lost as error:
+                lost = error
             self._post.flush()
             self._stage.rewind()
             self._stage.drop()
+            if lost is not None:
+                raise lost
         else:
             for micro in micros:
                 self._stage.trial(micro)
@@ -91,7 +97,8 @@ class OverRanks:
         stage, own = self._stage, [self._layout.names[block] for block in self._layout.blocks]
         looking = Looking(stage, self._ordered.places)
         stage.rewind()
-        try:
+
+        def compute() -> str:
             if self._layout.mesh.depth > 1:
                 again = Ordered(cast(PipelineStage, looking), self._layout, self._order, self._post, self._recovery)
                 again.passes(batch.micros, scale, batch.cursor_before.step)
@@ -100,9 +107,13 @@ class OverRanks:
                 stage.begin()
                 for micro in batch.micros:
                     stage.run(micro, scale, False, sink)
-        except Lost:
+            return next(filter(None, map(stage.culprit, batch.micros)), "")
+
+        # A number that is not finite keeps no name where memory lacks.
+        name, _ = self._recovery.attempt(compute, out_of_memory=lambda error: isinstance(
+            error, Lost) or self._recovery.out_of_memory(error))
+        if name is None:
             return None
-        name = next(filter(None, map(stage.culprit, batch.micros)), "")
         return looking.origin(name, f"block {own[0]}" if len(own) == 1 else f"blocks {own[0]} to {own[-1]}")
 
 
@@ -162,7 +173,8 @@ class Ordered:
     def _did(self, action: Action, came: Cargo | None, micro: Batch, scale: float) -> Cargo | Pair | None:
         """Do one action; return what goes to another rank, or loss and weight. Notes where memory lacks."""
         recovery, stage = self._recovery, self._stage
-        try:
+
+        def compute() -> Cargo | Pair | None:
             with span(action.phase, "compute", samples=len(micro[0])):
                 if action.phase == BACKWARD:
                     return stage.backward(action.chunk, action.micro, came)
@@ -171,14 +183,13 @@ class Ordered:
                 if self.places.last(action):
                     return stage.loss(action.chunk, action.micro, came, micro, scale)
                 return stage.forward(action.chunk, action.micro, came, micro)
-        except Exception as error:
-            if not (recovery.shrinks and recovery.answers(error)):
-                raise
+
+        def caught(error: Exception) -> None:
             self._lost = Lost(first_line(error), not isinstance(error, UserError))
-        # Out of the handler: the error's frames, which hold tensors, are gone by now. Other ranks compute on meanwhile.
-        stage.drop()
-        recovery.clean_up()
-        return None
+            stage.drop()
+
+        # Other ranks compute on meanwhile.
+        return recovery.attempt(compute, caught, lambda error: recovery.shrinks and recovery.answers(error))[0]
 
     def _lane(self, action: Action) -> tuple[int, int] | None:
         """The rank that sends what ``action`` needs, and the kind of message; None where it needs nothing."""
@@ -235,7 +246,7 @@ class Evaluating:
     def __init__(self, inner: Evaluator, stage: PipelineStage, layout: Layout, post: Post,
                  recovery: Recovery | None = None) -> None:
         self._inner, self._stage, self._post, self._places = inner, stage, post, Places(layout)
-        self._depth, self._out_of_memory = layout.mesh.depth, recovery.out_of_memory if recovery else _never
+        self._depth, self._recovery = layout.mesh.depth, recovery or Recovery(lambda error: False)
         self._batches: deque[Batch] = deque()
         self._turn = self._first = 0
         self._lost = False
@@ -288,17 +299,10 @@ class Evaluating:
                             Label(MEASURED, number, action.micro, len(batch[0])))
 
     def _measured(self, chunk: int, came: Cargo | None, batch: Batch) -> Cargo | None:
-        try:
-            return self._stage.evaluate(chunk, came, batch)
-        except Exception as error:
-            if not self._out_of_memory(error):
-                raise
-            self.short, self._lost = (len(batch[0]), first_line(error)), True
-            return None
-
-
-def _never(error: BaseException) -> bool:
-    return False
+        gave, why = self._recovery.attempt(lambda: self._stage.evaluate(chunk, came, batch))
+        if why:
+            self.short, self._lost = (len(batch[0]), why), True
+        return gave
 
 
 def join(parts: Parts, control: Control, config: Config, recovery: Recovery) -> OverRanks:

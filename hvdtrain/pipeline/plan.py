@@ -99,6 +99,9 @@ def agree(measured: Measured, config: Config, control: Control, mesh: Mesh,
     layout = replace(layout, mesh=mesh.ordered(copies), starts=starts)
     if control.rank == 0 and config.progress != "off":
         say(text(layout))
+        for rank, (row, _) in enumerate(rows):
+            if row.why:
+                say(f"note: rank {rank} measured its blocks with fewer samples than a micro-batch has: {row.why}")
     return layout
 
 

@@ -113,8 +113,9 @@ EVENTS = {
     "compile": Event("Compile auto has decided.", {"option": "what was tried", "kinds": "device -> times and choice"}),
     "memory_fit": Event("Micro-batch and recomputed blocks were chosen by memory.", {"ranks": "by rank"}),
     "out_of_memory": Event("A rank ran out of memory.", {
-        "rank": "which", "at_step": "in which step", "phase": "training or evaluation", "size": "samples of its "
-        "micro-batch", "then": "samples tried next; -1: no fewer are left", "why": "the error's words",
+        "rank": "which", "at_step": "in which step", "phase": "training, evaluation or an audit",
+        "size": "samples of its micro-batch", "then": "samples tried next; -1: no fewer are left",
+        "why": "the error's words",
     }),
     "meter": Event("How the ranks' time was used, over the run; before end.", {
         "percent_of_solo": "percent of the sum of solo speeds", "step_s": "mean seconds of a step",

@@ -171,7 +171,7 @@ def test_several_inputs_are_laid_flat_and_packed_again(batch):
 @pytest.mark.parametrize("make, words", [
     (lambda: count().map(lambda x: {"x": x, "yy": x}), "'yy'"),
     (lambda: count().map(lambda x: ((x, tf.strings.as_string(x)), x)), "plain array of numbers"),
-    (lambda: count().map(lambda x: tf.strings.as_string(x)), "plain array of numbers"),
+    (lambda: count().map(lambda x: tf.strings.as_string(x)), "element holds strings, such as '0'.*tokenize"),
     (lambda: count().map(lambda x: tf.range(x)), "one shape"),
     (lambda: count().map(lambda x: tf.range(x)).ragged_batch(3), "plain array of numbers"),
     (lambda: count().window(3), "cannot be read as arrays"),

@@ -131,6 +131,55 @@ def test_a_bug_keeps_its_traceback_and_a_models_own_words_are_said(framework):
     assert isinstance(error.value.__cause__, ValueError)
 
 
+@pytest.mark.parametrize("size, n, where, settings", [
+    (2, 32, "rank 0 in each step", {"global_batch": 2}),
+    (2, 32, "rank 0 in each step", {"global_batch": 4, "accumulate": 2}),
+    (2, 32, "rank 0 in each step", {"global_batch": 6, "micro_batch": 2}),
+    (2, 34, "rank 0 in the last step of an epoch", {"global_batch": 8}),
+    (3, 32, "rank 1 in each step", {"global_batch": 8, "shares": [6, 1, 1]}),
+    (2, 33, "rank 0 in the last step of an epoch", {"global_batch": 8}),
+    (1, 32, "rank 0 in each step", {"global_batch": 1})])
+def test_batchnorm_with_one_sample_is_refused_before_the_first_step(size, n, where, settings):
+    nn = need("torch").nn
+    data, settings = samples(n), {"epochs": 1, "eval_every": 0, **settings}
+
+    def model(rank=0):
+        return nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
+
+    synchronized = size > 1 and n != 33
+    with pytest.raises(UserError, match=f"a micro-batch of 1 sample on {where} with BatchNorm") as error:
+        lockstep(size, config(**settings), model, data, lambda run: None)
+    assert ("sync_batchnorm: true" in str(error.value)) == synchronized
+    if synchronized:
+        assert lockstep(size, config(sync_batchnorm=True, **settings), model, data, fitted)[0].state.cursor.epoch == 1
+    else:
+        with pytest.raises(UserError, match="a micro-batch of 1 sample") as error:
+            lockstep(size, config(sync_batchnorm=True, **settings), model, data, lambda run: None)
+        assert "set sync_batchnorm" not in str(error.value)
+    if "last" in where:
+        lockstep(size, config(**{**settings, "max_steps": 2}), model, data, fitted)
+
+
+def test_a_gradient_taken_in_evaluation_is_named_as_the_cause():
+    torch = need("torch")
+
+    def call(self, x):
+        x = x.requires_grad_() if torch.is_grad_enabled() else x
+        return self.layer(x + torch.autograd.grad(self.layer(x).square().sum(), x)[0])
+
+    def enabled(self, x):
+        with torch.enable_grad():
+            return call(self, x)
+
+    with pytest.raises(UserError, match=r"takes a gradient in an evaluation.*does not require grad.*"
+                                        r"test_first_sample.*torch.enable_grad\(\)") as error:
+        alone(calling("torch", call), ((X, Y), (X, Y)))
+    assert "reshape" not in str(error.value)
+    fitted(alone(calling("torch", enabled), ((X, Y), (X, Y))))
+    with pytest.raises(UserError, match=r"does not require grad.*requires_grad_\(\)"):
+        alone(calling("torch", lambda self, x: torch.autograd.grad(self.layer(x).sum(), x)[0]), (X, Y))
+
+
 def test_every_rank_is_told_also_one_without_samples():
     def rank(run):
         raise AssertionError("assembled")

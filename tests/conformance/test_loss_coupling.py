@@ -102,6 +102,11 @@ def test_sums_that_few_samples_do_not_show():
     assert of_rows((X, MASK), lambda i: np.sum(np.diff(X[i].reshape(-1, 2, FEATURES), axis=1) ** 2)) is None  # pairs
     assert "is 0: whether" in of_rows((X, MASK), lambda i: 0.0).got
     assert "cannot be evaluated" in of_rows((X, MASK), lambda i: X[i].reshape(5, -1).sum()).got
+    assert "memory lacks" in of_rows((X, MASK), raising).got
+
+
+def raising(i):
+    raise MemoryError("of a test")
 
 
 def test_slow_losses_are_judged_on_seven_samples():

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples
+from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples, solo
 
 from hvdtrain.config import Named, Pipeline, Rebalance
+from hvdtrain.errors import UserError
 
 keras = pytest.importorskip("keras", reason="Keras is not installed")
 pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
@@ -81,6 +82,25 @@ def test_blocks_that_give_unlike_shapes_are_measured_apart() -> None:
     for row in rows:
         row.build(x.shape)
     assert _kind(rows[0], x) == _kind(rows[1], x) != _kind(rows[2], x)
+
+
+def test_blocks_are_measured_with_fewer_samples_where_memory_lacks(monkeypatch, capsys) -> None:
+    from hvdtrain.backends.tensorflow import costs
+
+    measure, tried = costs.measure, []
+
+    def short(chain: Any, x: Any, *args: Any, **named: Any) -> Any:
+        tried.append(len(x))
+        if len(x) > 3:
+            raise MemoryError("of a test")
+        return measure(chain, x, *args, **named)
+
+    monkeypatch.setattr(costs, "measure", short)
+    _, (run, _) = trained(2, steps=1, pipeline=Pipeline(2, micro_batches=4), progress="plain")
+    with pytest.raises(UserError, match="an earlier run with a pipeline.*Build the model again"):
+        solo(config(), run.spec.model, samples(20))
+    assert sorted(tried) == [3, 3, 6, 6] and run.parts.layout.plans[0].task.kinds[0].samples == 6
+    assert "measured its blocks with fewer samples than a micro-batch has: out of memory" in capsys.readouterr().out
 
 
 def test_metrics_of_training_batches_are_counted_where_the_outputs_are() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-from small_runs import CLASSES, FEATURES, HIDDEN, apart, config, fitted, lockstep, samples  # noqa: E402
+from small_runs import CLASSES, FEATURES, HIDDEN, apart, config, fitted, lockstep, samples, solo  # noqa: E402
 import split_models  # noqa: E402
 from split_models import Chain, Skips, deep, tied  # noqa: E402
 from torch import nn  # noqa: E402
@@ -216,7 +216,7 @@ def test_copies_have_one_mean_of_their_statistics():
     got, runs = trained(4, noisy, samples(96), pipeline=Pipeline(2, cut=["second"], micro_batches=3), max_steps=8,
                         shares=[2, 1], work=meeting)
     assert got["second.1.num_batches_tracked"] == 24 and len(runs) == 4
-    with pytest.raises(UserError, match="a micro-batch of 1 sample on rank .* with BatchNorm"):
+    with pytest.raises(UserError, match="1 sample on rank 0 in the last step of an epoch with BatchNorm"):
         trained(2, noisy, samples(97), pipeline=Pipeline(2, cut=["second"]))
 
 
@@ -364,6 +364,8 @@ def test_what_a_task_seeks_on_another_rank_is_told():
     assert not hasattr(model.first, "weight") and is_cut(model)
     with pytest.raises(UserError, match="block second of the model is on another rank.*its weight was asked for"):
         model.second.weight
+    with pytest.raises(UserError, match="an earlier run with a pipeline.*Build the model again"):
+        solo(config(), model, samples(20))
     with pytest.raises(UserError, match="block first of the model is on another rank.*it was called"):
         model(torch.zeros(1, FEATURES))
     Cut(model)

@@ -17,6 +17,7 @@ from torch import nn  # noqa: E402
 from torch_tools import one_thread  # noqa: E402,F401
 
 from hvdtrain import rng  # noqa: E402
+from hvdtrain.backends.torch import blocks  # noqa: E402
 from hvdtrain.backends.torch.maker import build_lazy  # noqa: E402
 from hvdtrain.backends.torch.pipelined import create  # noqa: E402
 from hvdtrain.backends.torch.pipelined.outline import outline, source_of  # noqa: E402
@@ -214,6 +215,24 @@ def test_a_rank_gets_its_blocks_and_builds_a_model_whole_only_where_it_must(make
     for name, tensor in {**found[0], **found[1]}.items():
         assert torch.equal(tensor, want[name])
     assert len(built) == 2 * whole
+
+
+@pytest.mark.parametrize("make", [deep, lambda: deep(kind=Between)], ids=["in parts", "whole"])
+def test_blocks_are_measured_with_fewer_samples_where_memory_lacks(make, monkeypatch):
+    measure, agree, tried, planned = blocks.measure, create.agree, [], []
+
+    def short(named, x, device, came=None):
+        tried.append(len(x))
+        if len(x) > 2:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory (of a test)")
+        return measure(named, x, device, came)
+
+    monkeypatch.setattr(blocks, "measure", short)
+    monkeypatch.setattr(create, "measured_samples", lambda *_: 4)
+    monkeypatch.setattr(create, "agree", lambda found, *args: (planned.append(found), agree(found, *args))[1])
+    parts_of([outlined(make) for _ in range(2)], None, seeded(make), ["third"])
+    assert set(tried) == {4, 2}
+    assert all(found.samples == 4 and "out of memory with 4 samples" in found.why for found in planned)
 
 
 def test_lazy_layers_have_the_weights_that_one_process_gives_them():

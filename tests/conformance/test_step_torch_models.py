@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+from small_runs import config, samples  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_tools import (  # noqa: E402,F401
@@ -17,6 +18,7 @@ from hvdtrain.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.collectives.null import NullCollectives  # noqa: E402
 from hvdtrain.config import Config, Named, Schedule  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.trainer import Trainer  # noqa: E402
 
 
 # --- buffers -------------------------------------------------------------------------------------------------------
@@ -93,6 +95,24 @@ def test_batch_norm_of_one_sample_is_told_in_words():
     other = attached(mlp(), task=lambda m, b: (int("x"), 1))
     with pytest.raises(ValueError, match="invalid literal"):
         other.forward_backward(batch(0), 1.0, True)
+
+
+@pytest.mark.parametrize("within", [torch.no_grad, torch.inference_mode])
+def test_a_fit_without_gradients_records_them_or_is_refused(within, tmp_path):
+    settings = config(max_steps=2, global_batch=8, out=str(tmp_path / "run"))
+    plain, model = mlp(), mlp()
+    Trainer(replace(settings, out=str(tmp_path / "plain"))).fit(plain, samples(16))
+    with within():
+        if within is torch.no_grad:
+            Trainer(settings).fit(model, samples(16))
+            assert not torch.is_grad_enabled()
+            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters()))
+            return
+        with pytest.raises(UserError, match=r"fit within torch.inference_mode\(\)"):
+            Trainer(settings).fit(model, samples(16))
+        inside = mlp()
+    with pytest.raises(UserError, match=r"built within torch.inference_mode\(\)"):
+        Trainer(settings).fit(inside, samples(16))
 
 
 # --- modes ---------------------------------------------------------------------------------------------------------

@@ -160,6 +160,16 @@ def test_a_stateful_layer_is_refused_where_its_rows_change(change):
         lockstep(2, config(global_batch=6, **change), lambda rank: stateful(3), DATA, fitted)
 
 
+@pytest.mark.parametrize("ranks, n, test, change, words", [
+    (1, 24, None, {"global_batch": 6}, r"of 6 samples in training \(rank 0, each step\) .* for 3 at a time.*batch: 3 "),
+    (2, 27, None, {"global_batch": 6}, r"of 2 samples in training \(rank 0, the last step of an epoch\).*batch: 6 "),
+    (1, 24, 7, {"global_batch": 3}, r"of 1 samples in evaluation \(rank 0, the last step of an epoch\)")])
+def test_other_samples_than_a_fixed_batch_are_named(ranks, n, test, change, words):
+    data = samples(n) if test is None else (samples(n), samples(test))
+    with pytest.raises(UserError, match=words):
+        lockstep(ranks, config(epochs=1, **change), lambda rank: stateful(3), data, lambda run: None)
+
+
 def test_a_wrong_declaration_is_refused():
     with pytest.raises(UserError, match="int32"):
         lockstep(2, short(), lambda rank: Net({"count": "mean"}), DATA, loop.fit)

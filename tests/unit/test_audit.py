@@ -211,3 +211,27 @@ def test_what_cannot_travel_is_not_audited():
         config(audit=-1).check()
     with pytest.raises(UserError, match="audit is"):
         config(audit=SimpleNamespace()).check()
+
+
+@pytest.mark.parametrize("room_P, sizes, audits", [
+    ([9, 3], [8, 4, 2, 2], 2), ([9, 9], [8, 8, 8, 8], 4), ([9, 1], [8, 4, 2, 1], 1), ([9, 0], [8, 4, 2, 1], 0)])
+def test_a_rank_without_memory_for_an_audit_is_audited_with_fewer_samples(room_P, sizes, audits):
+    computed = {0: [], 1: []}
+
+    def work(run):
+        rank, alone = run.control.rank, run.parts.stage.alone
+
+        def short(batch):
+            computed[rank].append(len(batch[0]))
+            if len(batch[0]) > room_P[rank]:
+                raise MemoryError("of a test")
+            return alone(batch)
+
+        run.parts.stage.alone = short
+        return fitted(run)
+
+    runs = lockstep(2, config(global_batch=16, max_steps=4, audit=1), lambda rank: numpy_model(None), samples(64), work)
+    assert computed[0] == computed[1] == sizes
+    for run in runs:
+        assert [(s["rank"], s["phase"]) for s in run.shortages] == [(1, "an audit")] * sum(n > room_P[1] for n in sizes)
+        assert audit(run).audits == audits and run.state.cursor.step == 4

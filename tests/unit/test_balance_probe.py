@@ -34,7 +34,7 @@ class Device:
 
     def backend(self):
         return SimpleNamespace(out_of_memory=lambda error: isinstance(error, MemoryError), peak_bytes=self.peak,
-                               hold_bytes=lambda n: None)
+                               hold_bytes=lambda n: None, free_cached=lambda: None)
 
     def peak(self, work):
         work()
@@ -77,9 +77,28 @@ def test_out_of_memory_is_met_and_backed_off(monkeypatch):
     device = Device(Line(0.01, 0.001), room=40)
     (speed,) = probe.probe(run_of(device, monkeypatch), device.backend())
     assert speed.sizes == (32,) and speed.ceiling == 32
-    with pytest.raises(UserError, match="out of memory with a micro-batch of 32"):
-        small = Device(Line(0.01, 0.001), room=1)
-        probe.probe(run_of(small, monkeypatch), small.backend())
+    for room, sizes in ((20, (8, 16)), (3, (2,)), (1, (1,))):
+        small = Device(Line(0.01, 0.001), room=room)
+        (speed,) = probe.probe(run_of(small, monkeypatch), small.backend())
+        assert (speed.sizes, speed.ceiling) == (sizes, max(sizes)), "halves and quarters of 32"
+    with pytest.raises(UserError, match="out of memory with a micro-batch of 1 on rank 0"):
+        none = Device(Line(0.01, 0.001), room=0)
+        probe.probe(run_of(none, monkeypatch), none.backend())
+
+
+def test_a_size_that_runs_out_while_it_is_timed_is_left_out(monkeypatch):
+    device = Device(Line(0.01, 0.001))
+    run = run_of(device, monkeypatch)
+    trial = run.parts.stage.trial
+
+    def later(batch):
+        if batch == 64 and 64 in device.tried:
+            raise MemoryError
+        trial(batch)
+
+    run.parts.stage.trial = later
+    (speed,) = probe.probe(run, device.backend())
+    assert speed.sizes == (32,) and speed.ceiling == 32
 
 
 def test_other_errors_pass(monkeypatch):

@@ -202,12 +202,21 @@ def test_array_source_refuses_what_holds_no_samples(arrays):
 
 
 @pytest.mark.parametrize("y, words", [
-    (np.array(["a", "b", "c"]), r"array 1 \(y\) has dtype <U1"), (np.zeros(3, complex), "complex128"),
+    (np.array(["a", "b", "c"]), r"array 1 \(y\) holds strings, such as 'a'; expected numbers.*tokenize.*StringLookup"),
+    (np.array(["a", "b", "c"], object), "holds strings"), (np.array([b"a", b"b", b"c"]), "holds strings, such as 'a'"),
+    (np.zeros(3, complex), "complex128"),
     (np.array([1, None, 2]), "dtype object"), (np.zeros(3, "M8[s]"), "datetime64"),
 ])
 def test_arrays_that_are_not_numbers_are_refused_by_name(y, words):
     with pytest.raises(UserError, match=words):
         ArraySource((np.zeros((3, 2)), y))
+
+
+def test_a_list_of_strings_is_refused_as_strings():
+    with pytest.raises(UserError, match="data holds strings, such as 'a b'; expected numbers"):
+        interpret((["a b", "c"], np.zeros(2)), "train")
+    with pytest.raises(UserError, match="data holds strings, such as 'a b'; expected numbers"):
+        interpret((["a b", "c", "d"], [0, 1, 2]), "train")
 
 
 def test_a_file_that_is_no_npz_is_said_to_be_none(tmp_path):

@@ -86,6 +86,16 @@ def test_the_mean_over_ranks_of_keras_gradients_is_the_whole_batchs(shares, weig
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
+def test_class_weights_given_to_fit_are_refused_with_the_remedy():
+    import hvdtrain.keras as hvd
+
+    hvd.init()
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+    with pytest.raises(UserError, match=r"class_weight=.*Write hvd.shard\(x, y, class_weight=\.\.\.\)"):
+        model.fit(shard(X["a"], Y["kind"], global_batch=7, rank=0, size=1), class_weight={0: 2.0}, verbose=0)
+
+
 def test_class_weights_multiply_sample_weights():
     y = DRAW.integers(0, 3, N)
     one = shard(X["a"], y, WEIGHTS, global_batch=N, class_weight={1: 4.0}, shuffle=False, rank=0, size=1)

@@ -16,6 +16,7 @@ from hvdtrain import summary
 from hvdtrain.config import DataParallel
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.errors import UserError
+from hvdtrain.out_of_memory.attempt import attempt, attempt_halving
 from hvdtrain.out_of_memory.recovery import no_repeat, stopped
 from hvdtrain.out_of_memory.recut import recut
 from hvdtrain.protocols.types import StepBatch
@@ -30,6 +31,38 @@ def test_a_part_is_cut_again_in_its_own_order():
     parts = [micro[0] for micro in recut(batch, 4).micros]
     assert [len(part) for part in parts] == [3, 3, 4] and np.array_equal(np.concatenate(parts), x)
     assert recut(batch, 6) is batch and recut(batch, 0) is batch
+
+
+def test_a_shortage_is_caught_with_its_frames_forgotten_and_halved_down_to_the_least():
+    freed: list[bool] = []
+    alive: list[Any] = []
+
+    def short(error: BaseException) -> bool:
+        return isinstance(error, MemoryError)
+
+    def compute(n: int) -> str:
+        array = np.zeros(n)
+        alive.append(weakref.ref(array))
+        if n > 3:
+            raise MemoryError("of a test")
+        return f"{n} samples"
+
+    def free() -> None:
+        freed.append(alive[-1]() is None)
+
+    assert attempt(lambda: compute(9), short, free) == (None, "MemoryError: of a test")
+    assert attempt_halving(compute, 13, short, free, 2) == (
+        "3 samples", 3, "out of memory with 13 samples (MemoryError: of a test)")
+    assert attempt_halving(compute, 3, short, free) == ("3 samples", 3, "") and freed == [True] * 3
+    with pytest.raises(UserError, match="out of memory with 4 samples while the model is measured"):
+        attempt_halving(compute, 8, short, free, least=4)
+
+    def refused() -> None:
+        raise UserError("got") from MemoryError("inner")
+
+    assert attempt(refused, short, free)[1] == "MemoryError: inner"
+    with pytest.raises(ZeroDivisionError):
+        attempt(lambda: 1 // 0, short, free)
 
 
 def failing(run: Any, rank: int, at: set[int]) -> Any:

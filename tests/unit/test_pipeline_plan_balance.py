@@ -126,6 +126,30 @@ def test_probe_times_pipelines_and_leaves_the_model_as_it_was() -> None:
     assert probed[0][1] == pytest.approx(plain[0], rel=1e-12)
 
 
+def test_probe_halves_the_micro_batches_of_a_copy_that_runs_out_of_memory() -> None:
+    settings = config(global_batch=48, max_steps=1, pipeline=Pipeline(2), rebalance=Rebalance(probe_s=0.0))
+
+    def work(run: Any, room: int) -> Any:
+        stage, own = run.parts.stage, run.parts.stage.loss
+
+        def loss(chunk: int, micro: int, came: Any, batch: Any, scale: float) -> Any:
+            if run.control.rank == 3 and len(batch[0]) > room:
+                raise MemoryError("of a test")
+            return own(chunk, micro, came, batch, scale)
+
+        stage.loss = loss
+        found = copies.probe(run)
+        fitted(run)
+        return found
+
+    for room, sizes, ceiling in ((1, (1,), 1), (5, (2, 3), 3)):
+        found = lockstep(4, settings, model, samples(96), lambda run, room=room: work(run, room))
+        assert all(speeds == found[0] for speeds in found)
+        assert [(speed.sizes, speed.ceiling) for speed in found[0]] == [((2, 3, 6), 0), (sizes, ceiling)]
+    with pytest.raises(UserError, match="memory lacks for a micro-batch of 1 sample"):
+        lockstep(4, settings, model, samples(96), lambda run: work(run, 0))
+
+
 def test_ceiling_of_a_copy_is_that_of_its_fullest_stage() -> None:
     blocks = tuple(Block(f"b{i}", 1.0, 100, 10) for i in range(4))
     rows = [Measured(blocks, 2, capacity, Needs(1.0, 0.0), "gpu") for capacity in (1000, 2000)]

@@ -18,6 +18,7 @@ from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.optimizer import Optimizer, SplitOptimizer
 from hvdtrain.backends.tensorflow.params import Params
 from hvdtrain.backends.tensorflow.pipelined.create import cut_parts
+from hvdtrain.backends.tensorflow.pipelined.part import refuse_released
 from hvdtrain.backends.tensorflow.recompute_costs import Costs
 from hvdtrain.backends.tensorflow.split import Split, measured
 from hvdtrain.backends.tensorflow.stage import Stage
@@ -104,6 +105,7 @@ class _Making:
         placement.require_tensorflow()
         placement.keep_sums()
         model: keras.Model = self._spec.model
+        refuse_released(model)
         compiled.build(self._spec, sample)
         check_stateful(model, self._config, "tensorflow")
         self._sample = sample or self._spec.example

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.data.rows import Rows, columns
-from hvdtrain.data.sources import ArraySource, Source
+from hvdtrain.data.sources import ArraySource, Source, refuse_strings
 from hvdtrain.data.stream import Arrays, Stream
 from hvdtrain.errors import UserError
 from hvdtrain.keras.layout import Columns, nested
@@ -158,6 +158,7 @@ def _array(part: Any) -> np.ndarray:
         array = np.asarray(part)
         if not array.dtype.hasobject and array.dtype.kind not in "SU":
             return array
+        refuse_strings(array, "a dataset element")
     raise UserError(f"a dataset element holds a {type(part).__qualname__}, not a plain array of numbers",
                     "arrays or numbers, in a flat tuple",
                     "map the dataset to (x, y) or (x, y, sample_weight)")

@@ -18,10 +18,10 @@ from hvdtrain.backends.tensorflow import costs, placement
 from hvdtrain.backends.tensorflow.chain import Chain, check_same
 from hvdtrain.backends.tensorflow.moving import move, move_slots
 from hvdtrain.backends.tensorflow.pipeline import Pipeline
-from hvdtrain.backends.tensorflow.trial import Trial, out_of_memory
+from hvdtrain.backends.tensorflow.trial import Trial, free_cached, out_of_memory
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError, count
-from hvdtrain.parallel.memory import Needs
+from hvdtrain.out_of_memory.attempt import attempt_halving
+from hvdtrain.parallel.memory import Block, Needs
 from hvdtrain.parallel.plan import Measured, Plan, micros_of, part_samples, parts_of
 from hvdtrain.parallel.schedule import measured_bubble
 
@@ -40,23 +40,22 @@ def measured(chain: Chain, optimizer: Any, config: Config, control: Any,
     devices = placement.split_devices(config.model_parallel)
     with tf.device(placement.HOST):
         check_same(chain, sample(2)[0])
-    found: list[Any] = []
 
-    def work(batch: tuple[Any, ...]) -> list[tf.Tensor]:
-        found.extend(costs.measure(chain, batch[0], devices[0]))
-        return []
+    def blocks_of(samples: int) -> list[Block]:
+        found: list[Block] = []
 
-    n = part_samples(config, control.rank, control.size)
-    try:
-        Trial(chain.model, work)(tuple(sample(n)))
-    except Exception as error:
-        if not out_of_memory(error):
-            raise
-        raise UserError(f"{devices[0]} is out of memory with one block and {count(n, 'sample')}",
-                        "a device that holds any block",
-                        "cut the model into smaller blocks, or set a smaller micro_batch") from error
+        def work(batch: tuple[Any, ...]) -> list[tf.Tensor]:
+            found.extend(costs.measure(chain, batch[0], devices[0]))
+            return []
+
+        Trial(chain.model, work)(tuple(sample(samples)))
+        return found
+
+    samples = part_samples(config, control.rank, control.size)
+    found, n, _ = attempt_halving(blocks_of, samples, out_of_memory, free_cached)
     capacity, together = placement.capacity_bytes(devices, getattr(control, "local_size", 1))
-    return Measured(tuple(found), devices, capacity, _needs(chain, optimizer, config, control.size), together)
+    blocks = tuple(block.over(samples / n) for block in found)
+    return Measured(blocks, devices, capacity, _needs(chain, optimizer, config, control.size), together)
 
 
 def _needs(chain: Chain, optimizer: Any, config: Config, ranks: int) -> Needs:

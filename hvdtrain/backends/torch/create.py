@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from hvdtrain.backends.torch import keras, placement
 from hvdtrain.backends.torch.maker import Maker, build_lazy
 from hvdtrain.backends.torch.pipelined import create as pipelined
+from hvdtrain.backends.torch.pipelined.own import refuse_cut
 from hvdtrain.cluster import heap
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.config import Config
@@ -47,6 +48,7 @@ def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, s
 
     def begin() -> Maker:
         if not keras.is_keras(spec.model):
+            refuse_cut(spec.model)
             build_lazy(spec.model, spec, sample)
             return Maker(spec, config, control.rank, wire, steps_per_epoch, precision, sample)
         if config.model_parallel > 1:

@@ -18,7 +18,7 @@ from torch.utils.data import (DataLoader, Dataset, DistributedSampler, IterableD
                               default_collate)
 
 from hvdtrain.data.rows import Rows, by_field, columns
-from hvdtrain.data.sources import ArraySource, Source
+from hvdtrain.data.sources import ArraySource, Source, refuse_strings
 from hvdtrain.data.stream import Arrays, Stream
 from hvdtrain.errors import UserError
 
@@ -159,6 +159,8 @@ def _array(part: Any) -> np.ndarray:
         return (part.float() if part.dtype is torch.bfloat16 else part).numpy()  # numpy has no bfloat16
     if isinstance(part, np.ndarray) and not part.dtype.hasobject:
         return part
+    if isinstance(part, (list, tuple, np.ndarray)):
+        refuse_strings(part, "a sample")
     raise UserError(f"a sample holds a {type(part).__qualname__} after collation",
                     "tensors, arrays or numbers, in a flat tuple",
                     "return (x, y) or (x, y, sample_weight), or give the DataLoader a collate_fn")

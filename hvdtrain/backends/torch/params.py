@@ -134,6 +134,9 @@ def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     named = [(n, p) for n, p in named_parameters(model) if p.requires_grad]
     if not named:
         raise UserError("the model has no trainable parameter", "at least one with requires_grad", "unfreeze one")
+    if any(p.is_inference() for _, p in named):
+        raise UserError("a model that was built within torch.inference_mode(), whose parameters take no gradient",
+                        "parameters that can be trained", "build the model outside of `with torch.inference_mode():`")
     return named
 
 

@@ -19,6 +19,7 @@ from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm
 from hvdtrain.backends.torch.trial import first_not_finite, untouched
 from hvdtrain.data.empty import StandIn
 from hvdtrain.errors import UserError
+from hvdtrain.misfit import one_sample
 from hvdtrain.exchange.unused import without_gradient
 from hvdtrain.protocols import Batch, GradientSink, Pair
 from hvdtrain.timeline import span
@@ -107,7 +108,7 @@ class TorchStage:
     def loss_of(self, batch: Batch) -> Pair:
         """Return the task's (loss_sum, weight); `UserError` for a loss that is none, or too few samples for BatchNorm.
         """
-        with few_samples(len(batch[0]), self._rank), self._precision.computing():
+        with few_samples(self._rank), self._precision.computing():
             loss_sum, weight = self._task(self._model, self._placement.tensors(batch))
         if not isinstance(loss_sum, torch.Tensor) or loss_sum.dim() != 0:
             shape = tuple(getattr(loss_sum, "shape", ()))
@@ -199,14 +200,11 @@ def check_loss(model: torch.nn.Module, loss_sum: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def few_samples(samples: int, rank: int) -> Iterator[None]:
+def few_samples(rank: int) -> Iterator[None]:
     """Within it, BatchNorm's complaint about a micro-batch of one sample becomes a `UserError`."""
     try:
         yield
     except ValueError as error:
         if "Expected more than 1 value per channel when training" not in str(error):
             raise
-        raise UserError(f"a micro-batch of {samples} sample on rank {rank} with BatchNorm, which takes "
-                        "its statistics over more than one value per channel",
-                        "at least 2 samples in each micro-batch of every rank",
-                        "change global_batch, shares, accumulate or micro_batch, or use GroupNorm") from error
+        raise one_sample(rank) from error

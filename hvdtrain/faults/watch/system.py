@@ -90,7 +90,7 @@ def segments(pid: int) -> set[str]:
     """Return the shared-memory files of Open MPI that a process maps; one that is killed may leave them behind."""
     found = set()
     with contextlib.suppress(OSError):
-        with open(f"/proc/{pid}/maps") as file:
+        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
             for line in file:
                 path = line.rstrip("\n").partition("/dev/shm/")[2]
                 if "segment" in path and not path.endswith("(deleted)"):

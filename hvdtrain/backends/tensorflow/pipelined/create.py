@@ -19,7 +19,7 @@ from hvdtrain.backends.tensorflow.pipelined.ends import UNDO
 from hvdtrain.backends.tensorflow.pipelined.evaluator import PartEvaluator
 from hvdtrain.backends.tensorflow.pipelined.measuring import check, measure
 from hvdtrain.backends.tensorflow.pipelined.names import Names
-from hvdtrain.backends.tensorflow.pipelined.part import Part, is_released, release
+from hvdtrain.backends.tensorflow.pipelined.part import Part, refuse_released, release
 from hvdtrain.backends.tensorflow.pipelined.runs import Runs
 from hvdtrain.backends.tensorflow.pipelined.stage import Chunks
 from hvdtrain.backends.tensorflow.pipelined.state import PartState
@@ -159,6 +159,4 @@ def _refuse(model: Any, config: Config) -> None:
         if on:
             raise UserError(f"{key} with a pipeline over ranks and Keras", "one of the two",
                             f"leave {key.partition(':')[0]} out, or {UNDO}")
-    if is_released(model):
-        raise UserError("a model of which a former run with a pipeline has left some blocks only on this rank",
-                        "a whole model", "build it anew")
+    refuse_released(model)

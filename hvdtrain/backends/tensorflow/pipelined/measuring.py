@@ -17,15 +17,16 @@ from hvdtrain.backends.tensorflow.pipeline import _seam
 from hvdtrain.backends.tensorflow.pipelined.cargo import Crossing
 from hvdtrain.backends.tensorflow.pipelined.deferred import present, reads
 from hvdtrain.backends.tensorflow.pipelined.ends import UNDO, First, Last, input_of
-from hvdtrain.backends.tensorflow.trial import Trial, out_of_memory
+from hvdtrain.backends.tensorflow.trial import Trial, free_cached, out_of_memory
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError, count
+from hvdtrain.errors import UserError
 from hvdtrain.keras import compiled
 from hvdtrain.keras.states import zeros_like_one
 from hvdtrain.keras.task import Phase
 from hvdtrain.mesh import Mesh
 from hvdtrain.misfit import told
-from hvdtrain.parallel.memory import Needs
+from hvdtrain.out_of_memory.attempt import attempt_halving
+from hvdtrain.parallel.memory import Block, Needs
 from hvdtrain.pipeline.measured import Measured, measured_samples
 from hvdtrain.protocols import Batch, Control
 
@@ -90,26 +91,26 @@ def measure(chain: Chain, task: Any, config: Config, control: Control, mesh: Mes
             sample: Callable[[int], Sequence[Any]]) -> Measured:
     """Return what this rank finds of the blocks, one at a time on its device. ``slots``: an optimizer's slots.
 
-    Errors: `UserError` where one block does not fit.
+    A shortage of memory halves the samples; `UserError` where one sample of one block does not fit.
     """
     device = placement.HOST if placement.in_host_memory() else "/GPU:0"
-    samples, found = measured_samples(config, mesh), list[Any]()
 
-    def work(batch: tuple[Any, ...]) -> list[tf.Tensor]:
-        tensors = tf.nest.map_structure(tf.convert_to_tensor, batch)
-        found.extend(costs.measure(chain, _input(chain, task, tensors), device, apart=True, around=present))
-        return []
+    def blocks_of(samples: int) -> list[Block]:
+        found: list[Block] = []
 
-    batch = tuple(sample(samples))
-    try:
+        def work(batch: tuple[Any, ...]) -> list[tf.Tensor]:
+            tensors = tf.nest.map_structure(tf.convert_to_tensor, batch)
+            found.extend(costs.measure(chain, _input(chain, task, tensors), device, apart=True, around=present))
+            return []
+
+        batch = tuple(sample(samples))
         with told(chain.model, batch), tf.device(placement.HOST):
             Trial(chain.model, work)(batch)
-    except Exception as error:
-        if not out_of_memory(error):
-            raise
-        raise UserError(f"{device} is out of memory with one block and {count(samples, 'sample')}",
-                        "a device that holds any "
-                        "block", "cut the model into smaller blocks, or set more pipeline.micro_batches") from error
+        return found
+
+    samples = measured_samples(config, mesh)
+    found, n, why = attempt_halving(blocks_of, samples, out_of_memory, free_cached)
+    blocks = tuple(block.over(samples / n) for block in found)
     (capacity,), _ = placement.capacity_bytes((device,), getattr(control, "local_size", 1))
     buckets = float(len(mesh.copies) > 1)
-    return Measured(tuple(found), samples, capacity, Needs(1.0 + buckets, slots), device.lstrip("/"))
+    return Measured(blocks, samples, capacity, Needs(1.0 + buckets, slots), device.lstrip("/"), why=why)

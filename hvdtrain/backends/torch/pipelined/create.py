@@ -22,13 +22,14 @@ from hvdtrain.backends.torch.pipelined import in_parts, measuring
 from hvdtrain.backends.torch.pipelined.buffers import PartBuffers
 from hvdtrain.backends.torch.pipelined.by_block import ByBlock
 from hvdtrain.backends.torch.pipelined.outline import free, source_of, why_whole
-from hvdtrain.backends.torch.pipelined.own import UNDO, Cut, is_cut, take_out
+from hvdtrain.backends.torch.pipelined.own import UNDO, Cut, refuse_cut, take_out
 from hvdtrain.backends.torch.pipelined.stage import PipelineStage
 from hvdtrain.backends.torch.pipelined.tape import Inexact, Tape
 from hvdtrain.backends.torch.recompute.memory import Modules, attributes_kept
 from hvdtrain.backends.torch.stage import TorchStage
 from hvdtrain.backends.torch.transforms.placement import Placement, least_samples
 from hvdtrain.backends.torch.transforms.remat import Remat
+from hvdtrain.backends.torch.trial import free_cached, out_of_memory
 from hvdtrain.cluster import heap
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.cluster.in_turn import in_turn
@@ -36,7 +37,8 @@ from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.mesh import Layout, Mesh
 from hvdtrain.misfit import told
-from hvdtrain.parallel.memory import Needs
+from hvdtrain.out_of_memory.attempt import attempt_halving
+from hvdtrain.parallel.memory import Block, Needs
 from hvdtrain.parts import Parts
 from hvdtrain.pipeline.plan import Measured, agree, measured_samples
 from hvdtrain.pipeline.replicas import Replicas, replicas_of
@@ -146,9 +148,7 @@ def refuse(spec: Any, config: Config) -> None:
         if on:
             raise UserError(f"{key} with a pipeline over ranks and PyTorch", "one of the two",
                             f"leave {key.partition(':')[0]} out, or {UNDO}")
-    if is_cut(spec.model):
-        raise UserError("a model of which a former run with a pipeline has left some blocks only on this rank",
-                        "a whole model", "build it anew")
+    refuse_cut(spec.model)
 
 
 class PartMaker(Maker):
@@ -182,9 +182,18 @@ class PartMaker(Maker):
         if self.sample is None:
             raise UserError("pipeline without data or example(B) to measure the blocks with", "one of them",
                             "define example(B) in the model file")
-        samples, host = measured_samples(self.config, self._mesh), torch.device("cpu")
-        samples = max(samples, least_samples(self.named))
-        random = state.random_arrays()
+        samples, least = measured_samples(self.config, self._mesh), least_samples(self.named)
+        blocks, n, why = attempt_halving(self._blocks_of, max(samples, least), out_of_memory, free_cached, least)
+        blocks = tuple(block.over(max(samples, least) / n) for block in blocks)
+        needs = Needs(gradients=1.0, slots=slot_share(self.config, self.given))
+        capacity = placement.memory_bytes(self.placement.home)
+        ranks = max(1, getattr(control, "local_size", 1)) if not self.placement.on_gpu else 1
+        return Measured(blocks, max(samples, least), capacity // ranks, needs, str(self.placement.home), why=why)
+
+    def _blocks_of(self, samples: int) -> tuple[Block, ...]:
+        """Measure the blocks with so many samples."""
+        assert self.sample is not None
+        random, host = state.random_arrays(), torch.device("cpu")
         batch = self.sample(samples)
         try:
             with told(self.spec.model, batch), attributes_kept(Modules(self.model)):
@@ -198,12 +207,9 @@ class PartMaker(Maker):
                 with self.precision.computing(), steps:
                     blocks, self.came = (measuring.measure(self.named, x, self.placement.home) if self._source is None
                                          else in_parts.measure(self.named, self._source, x, self.placement.home))
+                return blocks
         finally:
             state.load_random(random)
-        needs = Needs(gradients=1.0, slots=slot_share(self.config, self.given))
-        capacity = placement.memory_bytes(self.placement.home)
-        ranks = max(1, getattr(control, "local_size", 1)) if not self.placement.on_gpu else 1
-        return Measured(blocks, samples, capacity // ranks, needs, str(self.placement.home))
 
     def cut(self, layout: Layout, came: Sequence[Any]) -> None:
         """Keep the blocks that ``layout`` gives to this rank, on its device; ``came``: what each block may get."""

@@ -80,6 +80,13 @@ def is_cut(model: torch.nn.Module) -> bool:
     return any(isinstance(module, Elsewhere) for module in model.modules())
 
 
+def refuse_cut(model: torch.nn.Module) -> None:
+    """Raise `UserError` for a model that an earlier run has partitioned over ranks."""
+    if is_cut(model):
+        raise UserError("a model of which an earlier run with a pipeline has left some blocks only on this rank",
+                        "the whole model", "build the model again and load the weights of that run's folder")
+
+
 class Cut:
     """The forward pass of ``model``, of which this rank has some blocks; all, where ``whole``: then it is its own."""
 
@@ -94,7 +101,7 @@ class Cut:
             return self._own(*args, **named)
         if self._give is None:
             raise UserError(f"a call of {type(self._model).__name__}, of which this rank of a pipeline has some blocks "
-                            "only", "the whole model", "build it anew and load the weights of the run's folder")
+                            "only", "the whole model", "build the model again and load the weights of the run's folder")
         if len(args) != 1 or named:
             raise called_with(args, named, UNDO)
         return self._give(args[0])

@@ -83,7 +83,7 @@ class PipelineStage(TorchStage):
     def forward(self, chunk: int, micro: int, came: Cargo | None, batch: Batch) -> Cargo:
         """Compute a chunk that is not the model's last."""
         kept = self._keep(chunk, micro, batch)
-        with few_samples(len(batch[0]), self._rank), self._precision.computing():
+        with few_samples(self._rank), self._precision.computing():
             value = self._input(batch) if came is None else self._received(chunk, came, kept)
             value = self._through(chunk, value)
         kept.ends = [get_gradient_edge(t) if t.requires_grad else None

@@ -18,9 +18,11 @@ from hvdtrain.backends.torch.optimizer import slot_share
 from hvdtrain.backends.torch.pipelined.over_devices import OverDevices, release
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision, floating_dtype
 from hvdtrain.backends.torch.trees import count_samples
+from hvdtrain.backends.torch.trial import free_cached, out_of_memory
 from hvdtrain.backends.torch.uploads import Uploads
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
+from hvdtrain.out_of_memory.attempt import attempt_halving
 from hvdtrain.parallel.memory import Block, Needs
 from hvdtrain.parallel.plan import Measured, Plan, micros_of, part_samples
 from hvdtrain.protocols import Batch, Control
@@ -64,21 +66,26 @@ class Placement:
         if source is None:
             raise UserError("model_parallel without data or example(B) to measure the blocks with", "one of them",
                             "define example(B) in the model file")
-        random = state.random_arrays()
-        try:
-            samples = max(least_samples(named), part_samples(self._config, control.rank, control.size))
+
+        def blocks_of(samples: int) -> tuple[tuple[Block, ...], tuple[float, ...]]:
             batch = self.tensors(source(samples), torch.device("cpu"))
             x = blocks.model_input(model, task, batch)
             count_samples(x)
             self._changing = _beside_batchnorm(model, blocks.check_chain(model, named, x))
             if micros_of(self._config) > 1:
-                some = self.tensors(source(2 * least_samples(named) + 1), torch.device("cpu"))
-                blocks.check_parts(model, named, task, some, least_samples(named))
+                some = self.tensors(source(2 * least + 1), torch.device("cpu"))
+                blocks.check_parts(model, named, task, some, least)
             with precision.computing():
                 found = blocks.measure(named, x, self.home)
-                speeds = self._speeds(named, x, found)
+                return found, self._speeds(named, x, found)
+
+        least, random = least_samples(named), state.random_arrays()
+        samples = max(least, part_samples(self._config, control.rank, control.size))
+        try:
+            (found, speeds), n, _ = attempt_halving(blocks_of, samples, out_of_memory, free_cached, least)
         finally:
             state.load_random(random)
+        found = tuple(block.over(samples / n) for block in found)
         needs = Needs(gradients=1.0, slots=slot_share(self._config, given), micros=micros_of(self._config))
         capacity_bytes, together_bytes = self._memory(getattr(control, "local_size", 1))
         return Measured(found, tuple(str(d) for d in self.devices), capacity_bytes, needs, together_bytes, speeds)

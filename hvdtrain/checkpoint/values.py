@@ -1,4 +1,4 @@
-"""Store the state of callbacks as JSON, exactly: also numpy numbers and arrays, sets, bytes and keys that are no text.
+"""Convert states of callbacks to JSON and back, exactly: also numpy's numbers and arrays, sets, bytes, any keys.
 
 Owns which types can be stored. What JSON holds by itself stays as it is, so a tuple comes back as a list.
 """

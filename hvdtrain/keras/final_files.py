@@ -1,4 +1,4 @@
-"""Write the final files of a Keras model besides model.safetensors: model.keras, else model.weights.h5.
+"""Write the final files of a Keras model besides model.safetensors: model.keras, or model.weights.h5.
 
 Owns which of the two is written and why. Weights are put in place by the backends.
 """
@@ -9,13 +9,14 @@ import contextlib
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import keras
 
 from hvdtrain.checkpoint import files
-from hvdtrain.terminal import say
+from hvdtrain.run import say
 
 WHOLE, ONLY_WEIGHTS = "model.keras", "model.weights.h5"
 
@@ -44,7 +45,8 @@ def left_out(model: keras.Model) -> str:
 
     whole = _problem(described)
     layers = [layer for layer in model._flatten_layers() if _saves_itself(layer)]
-    stored = next((why for layer in layers if (why := _problem(lambda: layer.save_own_variables({})))), "")
+    tried = (_problem(partial(layer.save_own_variables, {})) for layer in layers)
+    stored = next(filter(None, tried), "")
     if stored:
         return f"{WHOLE} and {ONLY_WEIGHTS} will be left out: {stored}; model.safetensors holds the weights"
     return f"{WHOLE} will be left out, and {ONLY_WEIGHTS} written: {whole}" if whole else ""

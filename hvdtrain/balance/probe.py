@@ -21,11 +21,17 @@ from hvdtrain.cluster.exit import agreed
 from hvdtrain.errors import UserError
 from hvdtrain.memory_fit import learnt
 from hvdtrain.out_of_memory.attempt import attempt
+from hvdtrain.protocols import Batch
 
 CONFIRMS = 0.15
 """A remembered time is confirmed by a measurement that differs from it by less than this part."""
 
 CONFIRM_S = 0.2
+
+HOST_PART = 0.1
+"""Of a host's memory: where the samples alone would take more, no smaller sizes are tried after a shortage, since near
+its limit the kernel ends the process."""
+
 LEAST_REPEATS = 2
 
 
@@ -112,8 +118,8 @@ def _held(run: Any, tools: Tools, limit: int) -> _Held:
     """
     config, rank = run.config, run.control.rank
     device = run.devices[rank]
-    share = -(-config.global_batch // run.control.size)
-    sizes = sizes_of(share, config.global_batch, limit)
+    most = config.global_batch if run.feed.samples is None else min(config.global_batch, run.feed.samples)
+    sizes = sizes_of(-(-most // run.control.size), most, limit)
     batches: dict[int, Any] = {}
     peaks: list[int] = []
     local, shortage = len(run.topology.host_of(rank).ranks), ""
@@ -129,26 +135,32 @@ def _held(run: Any, tools: Tools, limit: int) -> _Held:
         peaks.append(_peak(device.kind, tools, batch))
         return batch
 
+    host = memory.host_budget_bytes(local)
+    budget = host if device.kind == "cpu" else memory.DEVICE_PART * device.memory_bytes
     while sizes:
         b = sizes.pop(0)
-        if device.kind == "cpu" and _beyond(b, tuple(batches), peaks, memory.host_budget_bytes(local)):
+        if device.kind == "cpu" and _beyond(b, tuple(batches), peaks, host):
             break  # the kernel would not refuse it, but end the process
         batch, why = attempt(lambda: work(b), short, tools.free)  # noqa: B023  (called at once)
         if not why:
             batches[b] = batch
             continue
         shortage, sizes = shortage or why, []
-        if not batches and b > 1:
+        small = device.kind != "cpu" or not host or b * _bytes_of(tools.sample(1)) < HOST_PART * host
+        if not batches and b > 1 and small:
             sizes = sorted({max(min(2, b // 2), b // 4), b // 2})
     if not batches:
         raise UserError(f"{device.name} is out of memory with a micro-batch of {b} on rank {rank} ({shortage})",
                         "memory for the model and a few samples", "use a smaller model, or precision: bf16")
     if shortage:
         return _Held(batches, max(batches))
-    budget = (memory.host_budget_bytes(local) if device.kind == "cpu" else memory.DEVICE_PART * device.memory_bytes)
     room = memory.ceiling((min(batches), max(batches)), (peaks[0], peaks[-1]),
                           budget - run.parts.optimizer.bytes_to_come())
     return _Held(batches, least(limit, room))
+
+
+def _bytes_of(batch: Batch) -> int:
+    return sum(int(getattr(array, "nbytes", 0)) for array in batch)
 
 
 def _beyond(size: int, tried: Sequence[int], peaks: Sequence[int], budget_bytes: int) -> bool:

@@ -30,7 +30,10 @@ def test_a_good_part_of_them_trained():
 
 
 @pytest.mark.parametrize("changed", [
-    {"checkpoint.every_steps": 10**400}, {"optimizer.args": {"momentum": "x"}}, {"callbacks": ["builtins:dict"]},
-    {"balance": "static", "global_batch": 2**53}])
+    {"checkpoint.every_steps": 10**400}, {"optimizer.args": {"momentum": "x"}}, {"callbacks": ["builtins:dict"]}])
 def test_what_was_found_once(changed, tmp_path):
     assert outcome(changed, 2, tmp_path / "run") not in ("steps", "no steps")
+
+
+def test_the_probe_tries_no_more_samples_than_there_are(tmp_path):
+    assert outcome({"balance": "static", "global_batch": 2**53}, 2, tmp_path / "run") == "steps"

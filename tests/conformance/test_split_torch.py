@@ -311,7 +311,7 @@ def test_a_cpu_beside_a_gpu_is_given_what_it_can_do(monkeypatch):
 
 
 @pytest.mark.parametrize("model, words", [
-    (lambda: nn.Sequential(nn.Linear(12, 5)), "model_parallel is 2 and the model has 1 blocks"),
+    (lambda: nn.Sequential(nn.Linear(12, 5)), "model_parallel is 2 and the model has 1 block"),
     (lambda: deep(kind=Skips), "do not give what the model gives"),
     (lambda: Unnamed(), "Unnamed, which has no named blocks"),
     (lambda: Loose(), "extra of the model is in none of its blocks"),

@@ -49,7 +49,7 @@ def run_of(device, monkeypatch, **config):
         config=settings, spelled=settings, control=SoloControl("here"), devices=[device.facts],
         parts=SimpleNamespace(stage=SimpleNamespace(trial=device.trial),
                               optimizer=SimpleNamespace(bytes_to_come=lambda: device.to_come)),
-        feed=SimpleNamespace(sample=lambda n, cursor: n), state=SimpleNamespace(cursor=None),
+        feed=SimpleNamespace(sample=lambda n, cursor: n, samples=None), state=SimpleNamespace(cursor=None),
         topology=SimpleNamespace(host_of=lambda rank: Host("here", (0,), 1)))
 
 

@@ -269,9 +269,10 @@ class Optimization:
             held = held.base
         scheduled = isinstance(held, schedules.LearningRateSchedule)
         source = " (as compiled)" if self.compiled else " (the model file's)" if self._of_file else ""
-        rate: Any = getattr(held, "initial_learning_rate", None) if scheduled else float(held)
+        # A rate may also be a function of the user's, which is not called outside of updates.
+        rate: Any = getattr(held, "initial_learning_rate", None) if scheduled or callable(held) else float(held)
         rate = getattr(held, "max_learning_rate", rate)
-        if s.warmup_steps and not scheduled:
+        if s.warmup_steps and not scheduled and rate is not None:
             rate = rate * self._scale
         rated = "" if rate is None else f", lr {float(rate):g}"
         words = {"optimizer": type(self.optimizer).__name__ + rated + source}

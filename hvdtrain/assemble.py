@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import (backends, data_parallel, first_sample, placed, reports, rng, run_length, schema, trackers,
+from hvdtrain import (backends, data_parallel, first_sample, per_rank, reports, rng, run_length, schema, trackers,
                       transforms, unused)
 from hvdtrain.alike import check_parts
 from hvdtrain.balance.emulate import Slowed
@@ -97,7 +97,7 @@ def _assembled(config: Config, model: Any, data: Any, control: Control | None, c
     devices = control.gather(backend.device_facts())
     before = session.cut_before(config, spec.name, control, [device.name for device in devices])
     mesh = replace(_mesh(config, control), before=before)
-    spelled = placed.of_copies(config, placed.spelled_out(config, topology, devices, notes), mesh)
+    spelled = per_rank.of_copies(config, per_rank.spelled_out(config, topology, devices, notes), mesh)
     wires = Wires(config, spec.framework, backend, control, topology, devices, collectives)
     wire = wires.first(notes)
     setup = unused.setup_of(config, spec, wire.name, facts.kind, model, data)

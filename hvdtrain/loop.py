@@ -24,7 +24,7 @@ from hvdtrain.faults import pulse
 from hvdtrain.faults.finite import blame
 from hvdtrain.model_changes import check_late, follow, watched
 from hvdtrain.out_of_memory.evaluating import Evaluating
-from hvdtrain.out_of_memory.recovery import mended, repeats
+from hvdtrain.out_of_memory.advice import mended, repeats, tell
 from hvdtrain.outdir import release, starting
 from hvdtrain.protocols import Done
 from hvdtrain.protocols.types import StepBatch
@@ -146,7 +146,7 @@ def _stepped(run: Run, batch: StepBatch) -> bool:
     pulse.at("vote")
     meets = dp.meets(state.cursor.step)
     if done.lost is not None:
-        run.recovery.tell(run, done.lost, meets)
+        tell(run, done.lost, meets)
     with span("vote", "compute"):  # looks at the gradient, and waits for a device's loss
         run.written.look(run)
         bad = _vote(run, batch, done) if meets else _by_myself(run, done)

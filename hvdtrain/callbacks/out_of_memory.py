@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvdtrain.callbacks.base import Callback
+from hvdtrain.out_of_memory.advice import heard
 
 
 class OutOfMemory(Callback):
@@ -18,7 +19,7 @@ class OutOfMemory(Callback):
 
     def told(self, run: Any) -> None:
         """Note what ranks have just told; the first time that one takes smaller micro-batches also what that bends."""
-        for rank, shortage in run.recovery.heard(run):
+        for rank, shortage in heard(run):
             run.shortages.append({"rank": rank, **shortage._asdict()})
             run.note(f"step {shortage.step}: rank {rank} {shortage.words()}")
             fields = run.shortages[-1]

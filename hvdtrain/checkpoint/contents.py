@@ -6,11 +6,9 @@ Moves nothing and writes nothing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
-
-import numpy as np
 
 from hvdtrain import __version__, run_length
 from hvdtrain.average import WithAverage
@@ -20,9 +18,7 @@ from hvdtrain.checkpoint.values import encode
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.data_parallel.replicate import Replicate
 from hvdtrain.data_parallel.zero import Zero
-from hvdtrain.errors import UserError
-from hvdtrain.finite import finite, has_nan, spoken
-from hvdtrain.protocols.state import Given, Shard, Stateful
+from hvdtrain.protocols.state import Given, Stateful
 from hvdtrain.run import Run
 
 
@@ -102,24 +98,6 @@ def _cut_of(run: Run) -> dict[str, Any]:
     return {"pipeline": {"copies": [list(copy) for copy in layout.mesh.copies], "blocks": list(layout.names),
                          "starts": [list(starts) for starts in layout.starts],
                          "devices": [device.name for device in run.devices]}}
-
-
-def check_shards(shards: Sequence[Shard], trainable: Collection[str]) -> None:
-    """Raise what `check_finite` raises of the model's shards among ``shards``."""
-    for shard in shards:
-        if shard.group == "model":
-            check_finite({shard.name: shard.values}, trainable)
-
-
-def check_finite(model: Mapping[str, np.ndarray], names: Collection[str]) -> None:
-    """Raise `UserError` naming the first array that is not finite: such weights are never written.
-
-    ``names``: of the trainable parameters. What is not trained may be infinite, as an attention mask is, not NaN.
-    """
-    for name, array in model.items():
-        if not finite(name, array) and (spoken(name) in names or has_nan(name, array)):
-            raise UserError(f"parameter {name} is not finite", "finite weights",
-                            "go back to the newest checkpoint; lower lr, set clip_norm or nan_guard: skip")
 
 
 def json_able(value: Any) -> Any:

@@ -19,12 +19,13 @@ import numpy as np
 from hvdtrain.average import averaged
 from hvdtrain.checkpoint import weights
 from hvdtrain.checkpoint.adapters import Held
-from hvdtrain.checkpoint.contents import check_finite, check_shards, held_by
+from hvdtrain.checkpoint.contents import held_by
 from hvdtrain.checkpoint.copies import view
 from hvdtrain.checkpoint.room import Room, is_full
 from hvdtrain.checkpoint.stream import Stream, head, in_order
 from hvdtrain.checkpoint.tensors import Spec, layout
 from hvdtrain.checkpoint.transfer import arriving
+from hvdtrain.checkpoint.weights import check_finite, check_shards
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.errors import UserError
 from hvdtrain.faults.finite import trained

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint import files, stream, together
-from hvdtrain.checkpoint.contents import check_shards, given_by, held_by, meta_of
+from hvdtrain.checkpoint.contents import given_by, held_by, meta_of
 from hvdtrain.checkpoint.copies import Copies, NoRoom, view
 from hvdtrain.checkpoint.passage import give, hear, take, tell
 from hvdtrain.checkpoint.savers.background import BackgroundSaver
@@ -27,6 +27,7 @@ from hvdtrain.checkpoint.store import CheckpointStore
 from hvdtrain.checkpoint.stream import Stream, head, held, in_order, n_bytes
 from hvdtrain.checkpoint.together import Note
 from hvdtrain.checkpoint.transfer import arriving
+from hvdtrain.checkpoint.weights import check_shards
 from hvdtrain.errors import UserError, WaitTimeout
 from hvdtrain.faults import pulse
 from hvdtrain.faults.finite import trained

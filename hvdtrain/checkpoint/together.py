@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint import files
-from hvdtrain.checkpoint.contents import check_shards
 from hvdtrain.checkpoint.manifest import FileEntry
 from hvdtrain.checkpoint.sharded import Written, seal, sees, write_shard
 from hvdtrain.checkpoint.snapshot import BLOCK_BYTES, open_new
 from hvdtrain.checkpoint.store import CheckpointStore, Log, silent
+from hvdtrain.checkpoint.weights import check_shards
 from hvdtrain.cluster.exit import agreed
 from hvdtrain.errors import UserError
 from hvdtrain.protocols import Control

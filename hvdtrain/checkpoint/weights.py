@@ -7,7 +7,7 @@ paths. Imports no framework, so that weights can be had where none is installed.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,9 @@ from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.holders import key
 from hvdtrain.checkpoint.manifest import CheckpointError
 from hvdtrain.checkpoint.tensors import Content, Layout, Spec, layout
+from hvdtrain.errors import UserError
+from hvdtrain.finite import finite, has_nan, spoken
+from hvdtrain.protocols.state import Shard
 
 FILE = "model.safetensors"
 _BFLOAT16 = "#bfloat16"
@@ -106,3 +109,21 @@ def _keras(model: Mapping[str, Spec]) -> Named:
         places[name] = place
     # No variable of Keras is of whole numbers of 16 bits without a sign: they are bfloat16's bits.
     return places, {name: "BF16" for name, place in places.items() if model[place].dtype == np.uint16}
+
+
+def check_shards(shards: Sequence[Shard], trainable: Collection[str]) -> None:
+    """Raise what `check_finite` raises of the model's shards among ``shards``."""
+    for shard in shards:
+        if shard.group == "model":
+            check_finite({shard.name: shard.values}, trainable)
+
+
+def check_finite(model: Mapping[str, np.ndarray], names: Collection[str]) -> None:
+    """Raise `UserError` naming the first array that is not finite: such weights are never written.
+
+    ``names``: of the trainable parameters. What is not trained may be infinite, as an attention mask is, not NaN.
+    """
+    for name, array in model.items():
+        if not finite(name, array) and (spoken(name) in names or has_nan(name, array)):
+            raise UserError(f"parameter {name} is not finite", "finite weights",
+                            "go back to the newest checkpoint; lower lr, set clip_norm or nan_guard: skip")

@@ -10,9 +10,11 @@ are often nobody's fault, so they end it only after `LOST_AT_ONE_STEP` such.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from hvdtrain.faults.marks import PARTS
 from hvdtrain.launch.spec import Host
 
 OURS = ("exception", "non_finite", "oom", "disk")
@@ -234,3 +236,23 @@ def refit(values: Sequence[str], before: Sequence[Host], after: Sequence[Host]) 
         mine = own.get(host.name) or [values[0]]
         fitted += [mine[min(i, len(mine) - 1)] for i in range(host.slots)]
     return fitted
+
+
+def row(one: Attempt, began: float, ran_s: float, parts: Mapping[str, float], decision: str) -> dict[str, Any]:
+    """One attempt as a record.
+
+    ``began``: unix seconds; ``ran_s``: from its launcher's start to its end; ``parts``: seconds of its start and of the
+    end that the next attempt follows, by the names in `marks.PARTS`; ``decision``: what was done then.
+    """
+    return {
+        "attempt": one.number, "cause": one.kind, "words": one.text, "rank": one.rank, "host": one.host,
+        "hosts": [str(host) for host in one.hosts], "ranks": sum(host.slots for host in one.hosts),
+        "step_start": one.begin, "step_end": one.end, "checkpoint": one.checkpoint, "steps_lost": lost(one),
+        "time": round(began, 3), "seconds": {"ran": round(ran_s, 3), **{p: parts[p] for p in PARTS if p in parts}},
+        "decision": decision,
+    }
+
+
+def lost(one: Attempt) -> int:
+    """Steps that have to be computed once more: those since the newest checkpoint, where the attempt failed."""
+    return 0 if one.kind == "done" else max(0, one.end - max(0, one.checkpoint))

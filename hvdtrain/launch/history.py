@@ -12,30 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import count
-from hvdtrain.faults.marks import PARTS
-from hvdtrain.faults.supervisor import Attempt
 
 NAME = "history.jsonl"
-
-
-def row(one: Attempt, began: float, ran_s: float, parts: Mapping[str, float], decision: str) -> dict[str, Any]:
-    """One attempt as a record.
-
-    ``began``: unix seconds; ``ran_s``: from its launcher's start to its end; ``parts``: seconds of its start and of the
-    end that the next attempt follows, by the names in `marks.PARTS`; ``decision``: what was done then.
-    """
-    return {
-        "attempt": one.number, "cause": one.kind, "words": one.text, "rank": one.rank, "host": one.host,
-        "hosts": [str(host) for host in one.hosts], "ranks": sum(host.slots for host in one.hosts),
-        "step_start": one.begin, "step_end": one.end, "checkpoint": one.checkpoint, "steps_lost": lost(one),
-        "time": round(began, 3), "seconds": {"ran": round(ran_s, 3), **{p: parts[p] for p in PARTS if p in parts}},
-        "decision": decision,
-    }
-
-
-def lost(one: Attempt) -> int:
-    """Steps that have to be computed once more: those since the newest checkpoint, where the attempt failed."""
-    return 0 if one.kind == "done" else max(0, one.end - max(0, one.checkpoint))
 
 
 def append(out: Path, record: Mapping[str, Any]) -> str:

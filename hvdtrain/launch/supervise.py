@@ -21,7 +21,7 @@ from typing import Any
 from hvdtrain.faults import causes
 from hvdtrain.faults.marks import in_words, start_parts
 from hvdtrain.faults.pulse import WAITING
-from hvdtrain.faults.supervisor import EXIT_INTERRUPTED, EXIT_REQUEUE, Attempt, Candidate, End, Launch, next_launch
+from hvdtrain.faults.supervisor import EXIT_INTERRUPTED, EXIT_REQUEUE, Attempt, Candidate, End, Launch, next_launch, row
 from hvdtrain.launch import history
 from hvdtrain.launch.group import Group
 from hvdtrain.launch.job import Job, next_number, prepare_attempt
@@ -144,8 +144,8 @@ class Supervisor:
                 hosts = self.around.candidates(seen.where)  # before the verdict: it brings causes from other hosts
                 self.attempts.append(self._judge(seen))
                 decision = self._decide(hosts)
-                self.records.append(history.row(self.attempts[-1], seen.began, seen.ended - seen.began, seen.parts,
-                                                decision.why))
+                self.records.append(row(self.attempts[-1], seen.began, seen.ended - seen.began, seen.parts,
+                                        decision.why))
                 trouble = history.append(self.job.out, self.records[-1])
                 self.around.page(self.job.out)
                 for text in filter(None, (trouble, decision.why)):

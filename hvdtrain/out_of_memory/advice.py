@@ -5,6 +5,7 @@ The bytes are the memory plan's (`hvdtrain.memory_plan.options`), of recomputed 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain import backends
@@ -12,7 +13,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.memory_plan import plan as plans
 from hvdtrain.memory_plan import survey
 from hvdtrain.memory_plan.kinds import shown
-from hvdtrain.out_of_memory.shortage import Shortage
+from hvdtrain.out_of_memory.shortage import ALONE, REPEAT, Shortage, among
 
 if TYPE_CHECKING:
     from hvdtrain.memory_plan.facts import Facts
@@ -31,6 +32,59 @@ def at_its_least(rank: int, shortage: Shortage, ways: str) -> UserError:
     return UserError(f"rank {rank} is out of memory in {shortage.phase} with {held} ({shortage.why})",
                      "memory for the model and one sample" if shortage.size <= 1 else "a smaller micro-batch that fits",
                      ways or in_general)
+
+
+def tell(run: Run, shortage: Shortage, meets: bool) -> None:
+    """Have all ranks hear of it, at the vote of this step where they meet in it.
+
+    Errors: `UserError` where they do not, and no smaller size is left.
+    """
+    if not meets and shortage.then < 0:
+        raise at_its_least(run.control.rank, shortage, "")
+    run.tell_all(REPEAT if meets else ALONE, shortage.spelled())
+
+
+def heard(run: Run) -> list[tuple[int, Shortage]]:
+    """Take note of what ranks have just told; return it, by rank."""
+    found = list(among(run.state.told, REPEAT, ALONE))
+    for rank, shortage in found:
+        if shortage.phase == "training" and 0 <= shortage.then < shortage.size:
+            run.recovery.ceilings[rank] = shortage.then
+        if shortage.phase == "training" and rank in run.recovery.copy:
+            run.recovery.training.follow(shortage.size, shortage.then)
+    return found
+
+
+def repeats(run: Run) -> bool:
+    """Return whether a rank has told at the vote just held that it ran out of memory: then all repeat the step.
+
+    Errors: `UserError`, the same on every rank, where one of them has no smaller size to try. Collective then.
+    """
+    found = list(among(run.state.told, REPEAT))
+    lost = next(((rank, shortage) for rank, shortage in found if shortage.then < 0), None)
+    if lost is not None:
+        raise at_its_least(*lost, of_plan(run, lost[0]))
+    return bool(found)
+
+
+def mended(run: Run, shortages_P: Sequence[Sequence[Shortage]]) -> bool:
+    """Tell the callbacks of what happened in an evaluation, by rank; every rank calls it alike.
+
+    Returns whether all are to measure again: a rank of a pipeline was short, and all of its copy now cut alike.
+    Errors: `UserError`, the same on every rank, where one of them has no smaller size to try. Collective then.
+    """
+    lost = [(rank, shortage) for rank, shortages in enumerate(shortages_P) for shortage in shortages
+            if shortage.then < 0]
+    if lost:
+        raise at_its_least(*lost[0], of_plan(run, lost[0][0]))
+    run.deliver([(rank, ALONE, shortage.spelled()) for rank, shortages in enumerate(shortages_P)
+                 for shortage in shortages])
+    together = [(rank, shortage) for rank, shortages in enumerate(shortages_P) for shortage in shortages
+                if len(run.mesh.copies[run.mesh.copy_of(rank)]) > 1]
+    for rank, shortage in together:
+        if rank in run.recovery.copy:
+            run.recovery.evaluation.follow(shortage.size, shortage.then)
+    return bool(together)
 
 
 def of_plan(run: Run, rank: int) -> str:

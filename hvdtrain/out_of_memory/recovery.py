@@ -7,19 +7,17 @@ and the vote is `schedule`'s.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from hvdtrain.errors import UserError
-from hvdtrain.out_of_memory import advice
 from hvdtrain.out_of_memory.attempt import T, attempt
 from hvdtrain.out_of_memory.guard import Guard
 from hvdtrain.out_of_memory.recut import largest, recut
-from hvdtrain.out_of_memory.shortage import ALONE, REPEAT, Ceiling, Shortage, among, first_line
+from hvdtrain.out_of_memory.shortage import Ceiling, Shortage, first_line
 
 if TYPE_CHECKING:
     from hvdtrain.protocols.types import StepBatch
-    from hvdtrain.run import Run
 
 LESS = ("give it less to hold: a smaller micro_batch, remat: auto, data_parallel: zero or model_parallel; see "
         "python -m hvdtrain plan --memory")
@@ -85,25 +83,6 @@ class Recovery:
                 raise
             raise no_repeat(what, first_line(error)) from error
 
-    def tell(self, run: Run, shortage: Shortage, meets: bool) -> None:
-        """Have all ranks hear of it, at the vote of this step where they meet in it.
-
-        Errors: `UserError` where they do not, and no smaller size is left.
-        """
-        if not meets and shortage.then < 0:
-            raise advice.at_its_least(run.control.rank, shortage, "")
-        run.tell_all(REPEAT if meets else ALONE, shortage.spelled())
-
-    def heard(self, run: Run) -> list[tuple[int, Shortage]]:
-        """Take note of what ranks have just told; return it, by rank."""
-        found = list(among(run.state.told, REPEAT, ALONE))
-        for rank, shortage in found:
-            if shortage.phase == "training" and 0 <= shortage.then < shortage.size:
-                self.ceilings[rank] = shortage.then
-            if shortage.phase == "training" and rank in self.copy:
-                self.training.follow(shortage.size, shortage.then)
-        return found
-
 
 def no_repeat(what: str, why: str) -> UserError:
     """Return the error of a rank that runs out where its step cannot be repeated; a supervisor may restart."""
@@ -115,35 +94,3 @@ def stopped(size: int, phase: str, why: str, because: str) -> UserError:
     """Return the error of a rank that runs out where the run is to end with that."""
     return UserError(f"out of memory in {phase} with micro-batches of {size} ({why})",
                      f"room for them, since {because}", LESS).of_kind("oom")
-
-
-def repeats(run: Run) -> bool:
-    """Return whether a rank has told at the vote just held that it ran out of memory: then all repeat the step.
-
-    Errors: `UserError`, the same on every rank, where one of them has no smaller size to try. Collective then.
-    """
-    found = list(among(run.state.told, REPEAT))
-    lost = next(((rank, shortage) for rank, shortage in found if shortage.then < 0), None)
-    if lost is not None:
-        raise advice.at_its_least(*lost, advice.of_plan(run, lost[0]))
-    return bool(found)
-
-
-def mended(run: Run, shortages_P: Sequence[Sequence[Shortage]]) -> bool:
-    """Tell the callbacks of what happened in an evaluation, by rank; every rank calls it alike.
-
-    Returns whether all are to measure again: a rank of a pipeline was short, and all of its copy now cut alike.
-    Errors: `UserError`, the same on every rank, where one of them has no smaller size to try. Collective then.
-    """
-    lost = [(rank, shortage) for rank, shortages in enumerate(shortages_P) for shortage in shortages
-            if shortage.then < 0]
-    if lost:
-        raise advice.at_its_least(*lost[0], advice.of_plan(run, lost[0][0]))
-    run.deliver([(rank, ALONE, shortage.spelled()) for rank, shortages in enumerate(shortages_P)
-                 for shortage in shortages])
-    together = [(rank, shortage) for rank, shortages in enumerate(shortages_P) for shortage in shortages
-                if len(run.mesh.copies[run.mesh.copy_of(rank)]) > 1]
-    for rank, shortage in together:
-        if rank in run.recovery.copy:
-            run.recovery.evaluation.follow(shortage.size, shortage.then)
-    return bool(together)

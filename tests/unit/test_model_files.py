@@ -76,7 +76,7 @@ def test_a_model_that_is_not_finite_is_not_exported(tmp_path):
 
 
 def test_bfloat16_weights_are_looked_at_too():
-    from hvdtrain.checkpoint.contents import check_finite
+    from hvdtrain.checkpoint.weights import check_finite
 
     one, inf, nan = np.array([0x3F80], np.uint16), np.array([0x7F80], np.uint16), np.array([0xFFC1], np.uint16)
     check_finite({"w#bfloat16": one, "i": inf}, ["w", "i"])  # plain uint16 is just a number

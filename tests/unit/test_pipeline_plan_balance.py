@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from small_runs import CLASSES, FEATURES, Record, apart, config, fitted, lockstep, samples
 
-from hvdtrain import placed
+from hvdtrain import per_rank
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.balance import copies
 from hvdtrain.balance.line import Line
@@ -174,10 +174,10 @@ def test_limits_and_hosts_are_those_of_copies() -> None:
 
 def test_shares_by_name_are_of_copies_or_refused() -> None:
     mesh, given = Mesh.of([1, 2], 0), config(shares={"a": 2.0, "b": 1.0})
-    assert placed.of_copies(given, config(shares=[2.0, 1.0, 1.0]), mesh).shares == [2.0, 1.0]
+    assert per_rank.of_copies(given, config(shares=[2.0, 1.0, 1.0]), mesh).shares == [2.0, 1.0]
     with pytest.raises(UserError, match="copy 1"):
-        placed.of_copies(given, config(shares=[2.0, 1.0, 2.0]), mesh)
-    assert placed.of_copies(config(), config(shares=[2.0, 1.0]), mesh).shares == [2.0, 1.0]
+        per_rank.of_copies(given, config(shares=[2.0, 1.0, 2.0]), mesh)
+    assert per_rank.of_copies(config(), config(shares=[2.0, 1.0]), mesh).shares == [2.0, 1.0]
 
 
 def test_plan_takes_a_least_number_of_micro_batches_of_each() -> None:

@@ -14,7 +14,8 @@ from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.topology import arrange
 from hvdtrain.config import Config, Rebalance
 from hvdtrain.errors import UserError
-from hvdtrain.placed import Place, absent, as_yaml, by_rank, entries, meaning, spelled_out
+from hvdtrain.per_rank import spelled_out
+from hvdtrain.placed import Place, absent, as_yaml, by_rank, entries, meaning
 
 H200 = Place("node1.cluster.org", "cuda", "NVIDIA H200")
 A100 = Place("node2", "cuda", "NVIDIA A100-SXM4-40GB")

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.first_sample import _untouched
-from hvdtrain.keras.coupling import added_losses, computing_eps, neutral_layers
+from hvdtrain.keras.neutral import added_losses, computing_eps, neutral_layers
 from hvdtrain.keras.seeds import generator_kept
 from hvdtrain.loss_coupling import Evaluate, LossValue, per_row
 from hvdtrain.parts import Parts

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hvdtrain.backends.torch import export, names, placement, state
+from hvdtrain.backends.torch import export, generators, names, placement, state
 from hvdtrain.backends.torch.modes import modes_kept
 from hvdtrain.convert import rule as rules
 from hvdtrain.convert.layers import Layer, Model, Weight
@@ -213,7 +213,7 @@ def state_of(parts: Any, rule: Rule, slots: Slots) -> tuple[dict[str, dict[str, 
 def fresh_generators(model: nn.Module, seed: int, rank: int) -> dict[str, np.ndarray]:
     """The generators of a rank at the start of a run."""
     placement.seed(seed, rank)
-    return state.random_arrays()
+    return generators.random_arrays()
 
 
 def _unfit(path: Path, error: Exception) -> UserError:

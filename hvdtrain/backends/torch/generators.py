@@ -9,7 +9,23 @@ import numpy as np
 import torch
 
 from hvdtrain import rng
-from hvdtrain.backends.torch import placement, state
+from hvdtrain.backends.torch import placement
+
+
+def random_arrays() -> dict[str, np.ndarray]:
+    """Every random generator of this process."""
+    out = {**rng.capture(), "torch.cpu": torch.get_rng_state().numpy().copy()}
+    if torch.cuda.is_available():
+        out["torch.cuda"] = torch.cuda.get_rng_state().numpy().copy()
+    return out
+
+
+def load_random(arrays: dict[str, np.ndarray]) -> None:
+    """Undo `random_arrays`."""
+    rng.restore(arrays)
+    torch.set_rng_state(torch.from_numpy(np.array(arrays["torch.cpu"])))
+    if "torch.cuda" in arrays and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.from_numpy(np.array(arrays["torch.cuda"])))
 
 
 class Generators:
@@ -20,11 +36,11 @@ class Generators:
 
     def state(self) -> dict[str, np.ndarray]:
         """Return the state of each by name."""
-        return {**state.random_arrays(), **placement.further_random(self._devices)}
+        return {**random_arrays(), **placement.further_random(self._devices)}
 
     def load(self, arrays: dict[str, np.ndarray]) -> None:
         """Undo `state`, for the devices that are here again."""
-        state.load_random(arrays)
+        load_random(arrays)
         placement.load_further_random(arrays, self._devices)
 
     def mark(self) -> Callable[[], None]:

@@ -79,7 +79,7 @@ def moved(value: Any, where: torch.device) -> Any:
 
 
 def further_random(where: Iterable[torch.device]) -> dict[str, np.ndarray]:
-    """State of the random generators of every GPU but the current one, whose state `state.random_arrays` holds."""
+    """State of the random generators of every GPU but the current one, whose state `generators.random_arrays` holds."""
     others = {d for d in where if d.type == "cuda"} - {device()}
     return {f"torch.{d}": torch.cuda.get_rng_state(d).numpy().copy() for d in sorted(others, key=str)}
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hvdtrain import rng
 from hvdtrain.backends.torch import export, resuming
+from hvdtrain.backends.torch.generators import Generators
 from hvdtrain.backends.torch.names import load_state_dict, named_parameters, state_dict
 from hvdtrain.backends.torch.optimizer import TorchOptimizer, order_of, state_bytes
 from hvdtrain.errors import UserError, count
@@ -24,7 +24,6 @@ from hvdtrain.protocols.state import Head, Place, Shard, Window
 
 if TYPE_CHECKING:
     from hvdtrain.backends.torch.buffers import Buffers
-    from hvdtrain.backends.torch.generators import Generators
 
 
 _BFLOAT16 = "#bfloat16"
@@ -131,22 +130,6 @@ def load_optimizer(opt: TorchOptimizer, names: list[str], arrays: dict[str, np.n
         for key, tensor in entries.items():
             if placed[key].dtype != tensor.dtype:
                 placed[key] = tensor.to(placed[key].device)
-
-
-def random_arrays() -> dict[str, np.ndarray]:
-    """Every random generator of this process."""
-    out = {**rng.capture(), "torch.cpu": torch.get_rng_state().numpy().copy()}
-    if torch.cuda.is_available():
-        out["torch.cuda"] = torch.cuda.get_rng_state().numpy().copy()
-    return out
-
-
-def load_random(arrays: dict[str, np.ndarray]) -> None:
-    """Undo `random_arrays`."""
-    rng.restore(arrays)
-    torch.set_rng_state(torch.from_numpy(np.array(arrays["torch.cpu"])))
-    if "torch.cuda" in arrays and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.from_numpy(np.array(arrays["torch.cuda"])))
 
 
 class TorchState:

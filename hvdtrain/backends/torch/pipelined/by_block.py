@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hvdtrain import rng
-from hvdtrain.backends.torch import state
+from hvdtrain.backends.torch import generators
 from hvdtrain.errors import UserError
 
 
@@ -44,14 +44,14 @@ class ByBlock:
 
         The generators are at another place each time.
         """
-        random = state.random_arrays()
+        random = generators.random_arrays()
         self._built += 1
         rng.seed(self._built, 0)
         torch.manual_seed(self._built)
         try:
             block = self._build(name)
         finally:
-            state.load_random(random)
+            generators.load_random(random)
         if not isinstance(block, torch.nn.Module):
             raise UserError(f"build_block gives a {type(block).__name__} for {name!r}", "a torch.nn.Module",
                             "mend build_block in the model file")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hvdtrain import rng
-from hvdtrain.backends.torch import keras, placement, state
+from hvdtrain.backends.torch import generators, keras, placement
 from hvdtrain.backends.torch.blocks import refuse_shared
 from hvdtrain.backends.torch.buffers import Buffers
 from hvdtrain.backends.torch.evaluator import TorchEvaluator
@@ -121,22 +121,22 @@ def built(spec: Any) -> torch.nn.Module:
     """Return the whole model of ``spec`` in host memory, built anew if it is an outline; generators are as before."""
     if spec.again is None:
         return spec.model  # type: ignore[no-any-return]
-    random = state.random_arrays()
+    random = generators.random_arrays()
     try:
         return spec.again()  # type: ignore[no-any-return]
     finally:
-        state.load_random(random)
+        generators.load_random(random)
 
 
 def build_lazy_as_alone(model: torch.nn.Module, spec: Any, seed: int, sample: Sample | None) -> None:
     """`build_lazy` with the random numbers of one process, whatever this rank's are; generators are as before."""
-    random = state.random_arrays()
+    random = generators.random_arrays()
     rng.seed(seed, 0)
     torch.manual_seed(seed)
     try:
         build_lazy(model, spec, sample)
     finally:
-        state.load_random(random)
+        generators.load_random(random)
 
 
 def refuse(spec: Any, config: Config) -> None:
@@ -193,7 +193,7 @@ class PartMaker(Maker):
     def _blocks_of(self, samples: int) -> tuple[Block, ...]:
         """Measure the blocks with so many samples."""
         assert self.sample is not None
-        random, host = state.random_arrays(), torch.device("cpu")
+        random, host = generators.random_arrays(), torch.device("cpu")
         batch = self.sample(samples)
         try:
             with told(self.spec.model, batch), attributes_kept(Modules(self.model)):
@@ -209,7 +209,7 @@ class PartMaker(Maker):
                                          else in_parts.measure(self.named, self._source, x, self.placement.home))
                 return blocks
         finally:
-            state.load_random(random)
+            generators.load_random(random)
 
     def cut(self, layout: Layout, came: Sequence[Any]) -> None:
         """Keep the blocks that ``layout`` gives to this rank, on its device; ``came``: what each block may get."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.backends.torch import blocks, state
+from hvdtrain.backends.torch import blocks, generators
 from hvdtrain.backends.torch.blocks import Named
 from hvdtrain.backends.torch.buffers import remember
 from hvdtrain.backends.torch.pipelined.by_block import Blocks
@@ -80,10 +80,10 @@ def check(spec: Any, named: Named, task: Task, one: Tensors, other: Tensors) -> 
 
 def input_of(model: torch.nn.Module, task: Task, batch: Tensors) -> Any:
     """What the task gives to the model; `UserError` where it draws random numbers before it, or calls it otherwise."""
-    before = state.random_arrays()
+    before = generators.random_arrays()
     x = blocks.model_input(model, task, batch, UNDO)
-    if not blocks.equal(before, state.random_arrays()):
-        state.load_random(before)
+    if not blocks.equal(before, generators.random_arrays()):
+        generators.load_random(before)
         raise UserError("task draws random numbers before it calls the model, which the first and the last rank of a "
                         "pipeline would draw apart", "a task whose x depends on the batch alone",
                         f"draw them in the data's source or in a block, or {UNDO}")
@@ -96,7 +96,7 @@ def _check_task(model: torch.nn.Module, task: Task, one: Tensors, other: Tensors
     The loss is taken twice for the same outputs, with other parameters and after another forward pass the second time.
     Nothing is said where ``task`` cannot run here at all.
     """
-    random, buffers_back = state.random_arrays(), remember(model)
+    random, buffers_back = generators.random_arrays(), remember(model)
     params: list[torch.Tensor] = [p for p in model.parameters() if p.is_floating_point()]
     factor = 1.0
     with attributes_kept(Modules(model)):
@@ -120,7 +120,7 @@ def _check_task(model: torch.nn.Module, task: Task, one: Tensors, other: Tensors
                 with torch.no_grad():
                     torch._foreach_mul_(params, 1 / factor)
             buffers_back()
-            state.load_random(random)
+            generators.load_random(random)
     found = float(first.detach()), float(second)
     if reads or all(map(math.isfinite, found)) and found[0] != found[1]:
         raise UserError(f"task gives the loss {found[0]:.6g} and, with other parameters and the same outputs, "
@@ -141,10 +141,10 @@ def loss_of(model: torch.nn.Module, task: Task, batch: Tensors, outputs: Any) ->
             raise blocks.called_with(args, named, UNDO)
         return like(outputs, [t.clone() for t in tensors_of(outputs)])
 
-    state_of = state.random_arrays()
+    state_of = generators.random_arrays()
     with blocks.forward_of(model, forward):
         loss_sum = torch.as_tensor(task(model, batch)[0])
-    state.load_random(state_of)
+    generators.load_random(state_of)
     if calls != 1:
         raise UserError(f"task calls the model {calls} times", "model(x), once", f"mend task, or {UNDO}")
     return loss_sum

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.backends.torch import audit, blocks, placement, state
+from hvdtrain.backends.torch import audit, blocks, generators, placement
 from hvdtrain.backends.torch.groups import Given
 from hvdtrain.backends.torch.ops import Ops
 from hvdtrain.backends.torch.optimizer import slot_share
@@ -79,12 +79,12 @@ class Placement:
                 found = blocks.measure(named, x, self.home)
                 return found, self._speeds(named, x, found)
 
-        least, random = least_samples(named), state.random_arrays()
+        least, random = least_samples(named), generators.random_arrays()
         samples = max(least, part_samples(self._config, control.rank, control.size))
         try:
             (found, speeds), n, _ = attempt_halving(blocks_of, samples, out_of_memory, free_cached, least)
         finally:
-            state.load_random(random)
+            generators.load_random(random)
         found = tuple(block.over(samples / n) for block in found)
         needs = Needs(gradients=1.0, slots=slot_share(self._config, given), micros=micros_of(self._config))
         capacity_bytes, together_bytes = self._memory(getattr(control, "local_size", 1))

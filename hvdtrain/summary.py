@@ -100,7 +100,9 @@ def _ledger(found: dict[str, Any]) -> list[tuple[str, str]]:
     rows = found.get("compared", 0)  # none where all rows were compared, or there is one rank
     said = [f"each {'index ' if rows else ''}exactly once in {count(epochs, 'epoch')}"
             + (f", {count(rows, 'row')} compared across ranks" if rows else "")] if epochs else []
-    said += [f"the first {found['partial']} of the last epoch once each"] if found.get("partial") else []
+    said += [f"the first {found['partial']} of the last epoch once each"
+             + (f", {count(rows, 'row')} compared across ranks" if rows and not epochs else "")
+             ] if found.get("partial") else []
     said += [f"{found['skipped']} in steps without an update"] if found.get("skipped") else []
     said += [f"{found['unread']} left out, since they could not be read"] if found.get("unread") else []
     why = f": {found['reason']}" if found.get("reason") else ""

@@ -81,6 +81,11 @@ class Members(_View):
         return [rows[rank] for rank in self._group.ranks]
 
 
+def every_rank(control: Control) -> Control:
+    """Return the plane of all ranks of the job, of which ``control`` may be a view."""
+    return control._whole if isinstance(control, _View) else control
+
+
 def voices(control: Control, mesh: Mesh) -> Control:
     """Return the plane with one voice for each copy of the model; as it is where no copy is cut over ranks."""
     return Copies(control, mesh.leads, mesh.copy) if mesh.deepest > 1 else control

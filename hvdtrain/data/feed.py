@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.cluster.views import every_rank
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.prefetch import Shelf, prefetched
 from hvdtrain.data.sampler import Cut, at_least, cut, micro_batches, padded, steps_per_epoch
@@ -74,7 +75,7 @@ class Feed:
             self._walk = SourceWalk(data, self.global_batch, seed, control, even_micros, skip_unread)
         else:
             assert control is not None, "ranks find out together that a stream has ended"
-            self._walk = StreamWalk(data, self.global_batch, rank, size, control, even_micros)
+            self._walk = StreamWalk(data, self.global_batch, rank, control, even_micros)
         self.samples: int | None = self._walk.samples
 
     @property
@@ -151,13 +152,14 @@ class Feed:
         """
         if self.control is None:
             return
-        found = self.control.gather((self.samples, self.global_batch, self.seed, self.shuffle))
+        everyone = every_rank(self.control)  # a partitioned model takes x on its first rank and y on its last
+        found = everyone.gather((self.samples, self.global_batch, self.seed, self.shuffle))
         if len(set(found)) > 1:
             table = ", ".join(f"rank {rank}: {values}" for rank, values in enumerate(found))
             raise UserError(f"ranks differ in (samples, global_batch, seed, shuffle): {table}",
                             "the same on every rank",
                             "give every rank the same data and configuration; the sampler does the cut")
-        self._walk.check_alike(self.control)
+        self._walk.check_alike(everyone)
 
     def compare(self, epoch: int) -> int:
         """Compare a few samples of a source with those of all ranks, others in each ``epoch``; collective.
@@ -165,7 +167,7 @@ class Feed:
         Return how many were compared since the last time, 0 where all were; `unlike` tells whether some differ. Not
         while an epoch is walked. Errors: `UserError` on every rank for arrays and files that differ.
         """
-        return 0 if self.control is None else self._walk.compare(self.control, epoch)
+        return 0 if self.control is None else self._walk.compare(every_rank(self.control), epoch)
 
     def read_before(self) -> Arrays:
         """Return a few samples from the first to the last of a source, which is asked for them once."""

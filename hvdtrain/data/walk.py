@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.cluster.views import every_rank
 from hvdtrain.data.comparison import Comparison
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.sampler import epoch_order
@@ -253,9 +254,9 @@ class StreamWalk:
 
     samples, begins = None, 0
 
-    def __init__(self, data: Stream, global_batch: int, rank: int, size: int, control: Control, even: bool) -> None:
+    def __init__(self, data: Stream, global_batch: int, rank: int, control: Control, even: bool) -> None:
         self._data, self._global_batch, self._even = data, global_batch, even
-        self._rank, self._size, self._control = rank, size, control
+        self._rank, self._control, self._everyone = rank, control, every_rank(control)
         self._empty: Arrays = ()
         self._warned: set[str] = set()
         self.unlike = ""
@@ -280,18 +281,19 @@ class StreamWalk:
         while True:
             part = next(parts, Part(0, 0, (), numbers=_NONE))
             own = part.weight(weight_fn)
-            sums = self._control.sum(np.array([part.n_local, own, part.n, part.n ** 2, part.check, part.check ** 2],
-                                              np.float64))
-            n_global, seen, seen2, checks, checks2 = (int(sums[i]) for i in (0, 2, 3, 4, 5))
+            mine = np.array([part.n_local, own, part.n, part.n ** 2, part.check, part.check ** 2], np.float64)
+            sums, size = self._control.sum(mine), self._everyone.size
+            read = sums[2:] if self._everyone is self._control else self._everyone.sum(mine[2:])
+            n_global, (seen, seen2, checks, checks2) = int(sums[0]), map(int, read)
             if n_global == 0:
                 if first and cursor.samples == 0:
                     raise _no_samples(cursor.epoch)
                 return
-            alike = self._size * seen2 == seen ** 2  # no variance over ranks
+            alike = size * seen2 == seen ** 2  # no variance over ranks
             if not alike:
                 self._refute(_UNEVEN)
                 part = replace(part, numbers=None)
-            elif self._size * checks2 != checks ** 2:
+            elif size * checks2 != checks ** 2:
                 self._refute(_DIFFERENT)
             first, counts_P = False, None
             if self._even:

@@ -1,7 +1,7 @@
 """Whether the weights of the ranks have come apart: the verdict from fingerprints. Numpy only; gathers nothing.
 
-A fingerprint of a variable is its sum under pseudo-random signs, beside its norm (`hvdtrain.keras.guard` and
-`hvdtrain.faults.fingerprint` take both). With such signs the difference of two fingerprints is, in the mean square,
+A fingerprint of a variable is its sum under pseudo-random weights, beside its norm (`hvdtrain.keras.guard` and
+`hvdtrain.faults.fingerprint` take both). With such weights the difference of two fingerprints is, in the mean square,
 the distance of the two variables (Johnson and Lindenstrauss), so one number per variable tells both that ranks differ
 and by how much. How much matters where ranks run on unlike devices: the same update may round otherwise there, and that
 is no fault. Like devices make the same bits; where those are known, they are compared (`Bits`).

@@ -25,7 +25,7 @@ def vectors_of(specs: list[ParamSpec], by_block: bool) -> list[Bucket]:
 
 @dataclass(frozen=True)
 class Prints:
-    """Of V tensors: ``bits`` of their bytes, sums under pseudo-random signs, norms."""
+    """Of V tensors: ``bits`` of their bytes, sums under pseudo-random weights, norms."""
 
     bits: list[int]
     sums: list[float]

@@ -97,6 +97,8 @@ def shared_among(callbacks: Sequence[Any]) -> dict[int, str]:
     several: dict[int, str] = {}
 
     def visit(value: Any, place: str, depth: int = 0) -> None:
+        if value is None or type(value) in (bool, int, float, str):  # such as the losses of all steps
+            return
         if type(value) in MUTABLE or is_variable(value) or keras.ops.is_tensor(value):
             if id(value) in first:
                 several[id(value)] = first[id(value)]

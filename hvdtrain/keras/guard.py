@@ -25,6 +25,9 @@ from hvdtrain.tensorflow.nodes import node_name, through_trace
 EARLY = (2, 8)
 """Updates after which ranks compare besides every N-th. Not the first: Horovod's own examples broadcast after it."""
 
+MEAN_SQUARE = 13 / 12
+"""Of numbers spread evenly from 0.5 to 1.5."""
+
 RATE_ROUNDING = 1e-6
 """Relative difference between learning rates that is taken for float32 rounding."""
 
@@ -210,23 +213,26 @@ def ranks_of(process_set: Any) -> int:
 
 
 def fingerprints(variables: Sequence[tf.Variable]) -> tuple[tf.Tensor, tf.Tensor]:
-    """Sum of each variable under pseudo-random signs, and its norm: float32 (V,) each."""
+    """Sum of each variable under pseudo-random weights, and its norm: float32 (V,) each."""
     prints, norms = [], []
     for variable in variables:
         x = tf.cast(variable, tf.float32)
         columns = x.shape[-1] if x.shape.rank else 1
         x_RC = tf.reshape(x, [-1, columns])
-        signs_R, signs_C = _signs(tf.shape(x_RC)[0], 0), _signs(tf.constant(columns), 1)
-        prints.append(tf.reduce_sum(signs_R * tf.reduce_sum(x_RC * signs_C, axis=1)))
+        weights_R, weights_C = _weights(tf.shape(x_RC)[0], 0), _weights(tf.constant(columns), 1)
+        prints.append(tf.reduce_sum(weights_R * tf.reduce_sum(x_RC * weights_C, axis=1)))
         norms.append(tf.sqrt(tf.reduce_sum(tf.square(x_RC))))
     return tf.stack(prints), tf.stack(norms)
 
 
-def _signs(n: tf.Tensor, salt: int) -> tf.Tensor:
-    """n signs, the same on every rank: a bit of a multiplicative hash of the index."""
+def _weights(n: tf.Tensor, salt: int) -> tf.Tensor:
+    """n numbers from 0.48 to 1.44 with signs, of mean square 1, the same on every rank: a hash of the index.
+
+    No bare signs: under as many of each a constant that a rank adds to all elements would add up to 0.
+    """
     i = tf.range(tf.cast(n, tf.int64), dtype=tf.int64)
     mixed = (i * (i + 40503 + 2 * salt) * 2654435761 // 65536 + i * 40503) // 64
-    return tf.cast(1 - 2 * (mixed % 2), tf.float32)
+    return tf.cast((1 - 2 * (mixed % 2)) * (512 + mixed // 2 % 1024), tf.float32) / (1024 * MEAN_SQUARE ** 0.5)
 
 
 def _eps(dtype: tf.DType) -> float:

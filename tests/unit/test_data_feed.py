@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.cluster.control import SoloControl
+from hvdtrain.cluster.views import Copies
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.prefetch import Shelf, prefetched
@@ -311,6 +312,25 @@ def test_ranks_with_different_data_are_told_on_every_rank():
     assert on_ranks(2, work) == ["told", "told"]
 
 
+def test_a_row_that_a_rank_cannot_read_is_not_compared():
+    """Whatever it raises: training may never come to it."""
+    class Broken(ArraySource):
+        fixed, broken = False, False
+
+        def fetch(self, indices_n):
+            if self.broken and 5 in indices_n:
+                raise KeyError("no such file")
+            return super().fetch(indices_n)
+
+    def work(rank, control):
+        data = Broken((np.arange(8),))
+        data.broken = rank == 1
+        feed = Feed(data, 4, rank=rank, size=2, control=control)
+        return feed.compare(0), feed.unlike
+
+    assert on_ranks(2, work) == [(7, "")] * 2
+
+
 # --- streams ---------------------------------------------------------------------------------------------
 
 @settings(max_examples=40, deadline=None)
@@ -377,6 +397,30 @@ def test_ranks_that_read_different_streams_are_warned():
 
     with pytest.warns(UserWarning, match="read different streams"):
         assert on_ranks(2, work) == [2, 2]
+
+
+def test_ranks_of_one_partitioned_model_are_compared_too():
+    """Of which the first takes x, and the last y."""
+    def work(make):
+        def one(rank, control):
+            feed = Feed(make(rank), 4, control=Copies(control, [0], 0), prefetch=0)
+            feed.check_ranks_agree()
+            list(feed.epoch(Cursor()))
+            return feed.unlike
+        return on_ranks(2, one)
+
+    with pytest.raises(UserError, match="ranks hold different samples"):
+        work(lambda rank: ArraySource((np.roll(np.arange(9), rank),)))
+    with pytest.raises(UserError, match="ranks differ in"):
+        work(lambda rank: numbers(8 + rank))
+    with pytest.warns(UserWarning, match="read different streams"):
+        assert all(work(lambda rank: (NumberStream, Swapped)[rank](9)))
+    assert work(lambda rank: NumberStream(9)) == ["", ""]
+
+
+class Swapped(NumberStream):
+    def chunks(self, epoch):
+        yield from ((x[::-1], y) for x, y in super().chunks(epoch))
 
 
 def test_equal_streams_warn_of_nothing_and_use_one_sum_per_step():

@@ -100,6 +100,30 @@ def test_samples_read_in_the_rank_are_drawn_as_in_a_worker():
     assert not np.array_equal(fetch_seeded(Noisy(), numbers, 6, 0), once)
 
 
+@pytest.mark.parametrize("starts", [True, False], ids=["GPUs in use", "GPUs not in use yet"])
+def test_samples_read_in_the_rank_leave_the_generators_of_gpus_alone(starts, monkeypatch):
+    import torch
+
+    gpus, on_cpu = ["states"], torch.get_rng_state()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: starts)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", gpus.append)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: list(gpus))
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda states: gpus.__setitem__(slice(None), states))
+    first, second = (fetch_seeded(Torches(), np.array([0, 4]), 5, 0)[0] for _ in range(2))
+    assert gpus == ["states"] and torch.equal(torch.get_rng_state(), on_cpu)
+    assert np.array_equal(first, second) and first[0] != first[1]
+
+
+class Torches:
+    def __len__(self):
+        return 40
+
+    def fetch(self, indices_n):
+        import torch
+
+        return (torch.rand(len(indices_n)).numpy(),)
+
+
 @pytest.fixture
 def one():
     """A pool of two workers over 40 samples, ended afterwards; also its processes."""

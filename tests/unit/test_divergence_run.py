@@ -262,6 +262,7 @@ def test_the_difference_of_signed_sums_is_about_the_distance():
             x, far = draw.standard_normal(n), 0.1 * draw.standard_normal(n)
             ratios.append(((signed_sum(x + far) - signed_sum(x)) / norm(far)) ** 2)
     assert 0.5 < np.mean(ratios) < 2
+    assert all(abs(signed_sum(np.ones(n))) > 1e-4 * np.sqrt(n) for n in range(1, 200)), "a constant adds up to 0"
     assert np.isnan(signed_sum(np.array([1.0, np.nan]))) and np.isnan(norm(np.array([np.nan])))
 
 

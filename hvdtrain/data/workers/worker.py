@@ -103,12 +103,15 @@ def fetch_seeded(source: Any, indices_n: np.ndarray, seed: int, epoch: int) -> A
     """Fetch samples of ``epoch`` as a worker does, and put this process's generators back."""
     put_back, torch = rng.mark(), sys.modules.get("torch")
     state = None if torch is None else torch.get_rng_state()
+    gpus = torch.cuda.get_rng_state_all() if torch is not None and torch.cuda.is_initialized() else []
     try:
         return fetch(source, indices_n, epoch, seed)
     finally:
         put_back()
         if torch is not None:
             torch.set_rng_state(state)
+            if gpus:
+                torch.cuda.set_rng_state_all(gpus)
 
 
 def refuse_unlike(some: Sequence[Any], others: Sequence[Any]) -> None:
@@ -127,8 +130,10 @@ def reseed(seed: int, epoch: int, number: int) -> None:
     random.seed(first)
     np.random.seed(second)
     torch = sys.modules.get("torch")
-    if torch is not None:
+    if torch is not None and (_inside or torch.cuda.is_initialized()):
         torch.manual_seed(third)
+    elif torch is not None:  # in a rank: the GPUs' generators are to start as they were seeded
+        torch.default_generator.manual_seed(third)
 
 
 class Memory:

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 
 from hvdtrain.checkpoint import files
-from hvdtrain.run import say
+from hvdtrain.terminal import say
 
 WHOLE, ONLY_WEIGHTS = "model.keras", "model.weights.h5"
 

@@ -43,7 +43,7 @@ def reading(shards: Sequence[Shard]) -> Iterator[None]:
 
 @contextmanager
 def weighing(data: Any) -> Iterator[None]:
-    """While batches of ``data`` are read, by a fit or by an evaluation within it, of a callback or of the fit itself."""
+    """While batches of ``data`` are read, by a fit or by an evaluation within it, such as that of a callback."""
     outer = _weighed[:]
     _weighed[:] = [data] if isinstance(data, Shard) and not data.of_ones() else []
     try:

@@ -120,7 +120,7 @@ def _compare_after_epochs(cls: Any) -> None:
 
 
 def _look_at_shards(fits: Any, loses: Any) -> None:
-    plain_fit, plain_evaluate, plain_loss = fits.fit, fits.evaluate, loses.compute_loss
+    plain_fit, plain_loss = fits.fit, loses.compute_loss
 
     @functools.wraps(plain_fit)
     def fit(self: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -150,16 +150,21 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
             self.train_function = self.test_function = None
             raise
 
-    @functools.wraps(plain_evaluate)
-    def evaluate(self: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
-        with shardable.weighing(x):
-            return plain_evaluate(self, x, *args, **kwargs)
-
     @functools.wraps(plain_loss)
     def compute_loss(self: Any, x: Any = None, y: Any = None, y_pred: Any = None, *args: Any, **kwargs: Any) -> Any:
         shardable.check_batch(self, y_pred, args[0] if args else kwargs.get("sample_weight"))
         return plain_loss(self, x, y, y_pred, *args, **kwargs)
-    fits.fit, fits.evaluate, loses.compute_loss = fit, evaluate, compute_loss
+    fits.fit, loses.compute_loss = fit, compute_loss
+    fits.evaluate, fits.test_on_batch = _weighing(fits.evaluate), _weighing(fits.test_on_batch)
+
+
+def _weighing(plain: Any) -> Any:
+    """``plain``, which reads the data ``x``, with `hvdtrain.keras.shardable.weighing`: callbacks of a fit call it."""
+    @functools.wraps(plain)
+    def read(self: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+        with shardable.weighing(x):
+            return plain(self, x, *args, **kwargs)
+    return read
 
 
 def _refuse_class_weight(fit: Any, *args: Any, **kwargs: Any) -> None:

@@ -326,7 +326,7 @@ def test_an_evaluation_within_a_fit_needs_no_weights_for_other_data():
     model, evaluated = stepped((UNPACK, LOSS.format("sample_weight"))), []
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
     callback = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: evaluated.append(
-        model.evaluate(X["a"], Y["size"], verbose=0)))
+        (model.evaluate(X["a"], Y["size"], verbose=0), model.test_on_batch(X["a"], Y["size"]))))
     data = shard(X["a"], Y["size"], global_batch=7, rank=0, size=2)
     model.fit(data, callbacks=[callback], validation_data=(X["a"], Y["size"]), verbose=0)
     model.fit(data, callbacks=[callback], verbose=0)

@@ -7,6 +7,7 @@ Owns the exception types, the nearest-name hint and counts with their nouns. Doe
 from __future__ import annotations
 
 import codecs
+import contextlib
 import difflib
 import locale
 import os
@@ -52,8 +53,11 @@ def of_locale(error: BaseException) -> BaseException:
     encoding = codecs.lookup(locale.getpreferredencoding(False)).name
     if not isinstance(error, (UnicodeEncodeError, UnicodeDecodeError)) or encoding == "utf-8":
         return error
+    other = ""
+    with contextlib.suppress(LookupError):  # a library may name an encoding that is none
+        other = codecs.lookup(error.encoding).name
     # Surrogates stand for the bytes of a file name that the locale did not decode.
-    if codecs.lookup(error.encoding).name != encoding and "surrogates" not in error.reason:
+    if other != encoding and "surrogates" not in error.reason:
         return error
     cause = next((f"{name}={os.environ[name]}" for name in ("LC_ALL", "LC_CTYPE", "LANG") if os.environ.get(name)),
                  "no LC_ALL and no LANG")

@@ -169,6 +169,7 @@ def _check_fixed(run: Any, backend: Any, feed: Feed, training: bool) -> None:
             try:
                 _run(run, backend, next(_parts(_samples(feed, LEAST), size)), training)
             except UserError as error:
+                _run(run, backend, next(_parts(_samples(feed, LEAST), fixed)), training)  # tells what fails there, too
                 kind, n_all = "training" if training else "evaluation", fixed * feed.size * run.config.accumulate
                 raise UserError(f"micro-batches of {size} samples in {kind} (rank {rank}, {where}) for a model that is "
                                 f"built for {fixed} at a time (batch_shape)", f"micro-batches of {fixed} samples",

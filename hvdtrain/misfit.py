@@ -45,7 +45,7 @@ ONE_SAMPLE = "with BatchNorm, which takes its statistics over more than one valu
 def fixed_batch(model: Any) -> int:
     """Return the number of samples that a Keras model was built for (``batch_shape``); 0: any number."""
     inputs = getattr(model, "inputs", None)
-    found = [x.shape[0] for x in inputs if hasattr(x, "shape")] if isinstance(inputs, (list, tuple)) else []
+    found = [x.shape[0] for x in inputs if getattr(x, "shape", ())] if isinstance(inputs, (list, tuple)) else []
     return next((n for n in found if isinstance(n, int)), 0)
 
 

@@ -206,7 +206,7 @@ class Audit(Callback):
         fewest = 2 if run.parts.caveats() else 1  # BatchNorm takes no statistics of one sample
         for rank, n, _ in rows:
             self._most[rank] = max(fewest, n // 2)
-            if n <= fewest:
+            if n <= fewest and rank in self._ranks:  # a third rank may be none of them
                 self._ranks.remove(rank)
                 self._doubts = {pair: fars for pair, fars in self._doubts.items() if rank not in pair}
         step = run.state.cursor.step

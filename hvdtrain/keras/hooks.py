@@ -141,7 +141,7 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
             self.train_function = self.test_function = None
         _seen[self] = even
         try:
-            with shardable.reading(shards, held_out is None or len(shards) == 2):
+            with shardable.reading(shards), shardable.weighing(x):
                 if isinstance(x, Shard):
                     check_shard(self, x, exchange.ranks)
                 return plain_fit(self, x, *args, **kwargs)
@@ -155,6 +155,16 @@ def _look_at_shards(fits: Any, loses: Any) -> None:
         shardable.check_batch(self, y_pred, args[0] if args else kwargs.get("sample_weight"))
         return plain_loss(self, x, y, y_pred, *args, **kwargs)
     fits.fit, loses.compute_loss = fit, compute_loss
+    fits.evaluate, fits.test_on_batch = _weighing(fits.evaluate), _weighing(fits.test_on_batch)
+
+
+def _weighing(plain: Any) -> Any:
+    """``plain``, which reads the data ``x``, with `hvdtrain.keras.shardable.weighing`: callbacks of a fit call it."""
+    @functools.wraps(plain)
+    def read(self: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+        with shardable.weighing(x):
+            return plain(self, x, *args, **kwargs)
+    return read
 
 
 def _refuse_class_weight(fit: Any, *args: Any, **kwargs: Any) -> None:

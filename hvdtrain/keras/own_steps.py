@@ -45,11 +45,14 @@ def check(model: Any, name: str, shard: Shard) -> None:
 
 def taken(source: str) -> Taken:
     """Return how a step's source takes its batch: two elements, three with the weights unread, or with them read."""
-    function = next(node for node in ast.walk(ast.parse(textwrap.dedent(source)))
-                    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
-    if len(function.args.args) < 2:
+    function = next((node for node in ast.walk(ast.parse(textwrap.dedent(source)))
+                     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))), None)
+    if function is None or len(function.args.args) < 2:  # a lambda
         return "unknown"
     data = function.args.args[1].arg
+    if any(isinstance(node, ast.Name) and node.id == data and isinstance(node.ctx, ast.Store)
+           for node in ast.walk(function)):
+        return "unknown"  # what is taken apart may be another batch
     read = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     unpacked = [node.targets[0].elts for node in ast.walk(function) if isinstance(node, ast.Assign)
                 and isinstance(node.targets[0], (ast.Tuple, ast.List)) and _is_batch(node.value, data)]

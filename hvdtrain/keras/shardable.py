@@ -20,15 +20,12 @@ from hvdtrain.keras.data import Shard
 _TRAINER = "train with hvdtrain.Trainer, which weighs them by what they count"
 _reading: list[Shard] = []
 _weighed: list[Shard] = []
-"""Of those, the ones whose weights are not all 1, in a fit that reads nothing else: no loss of it goes without."""
+"""The one whose batches are being read, if its weights are not all 1: no loss of it goes without them."""
 
 
 @contextmanager
-def reading(shards: Sequence[Shard], alone: bool) -> Iterator[None]:
-    """While a fit reads these: `check_batch` looks at the model's batches, and masked values of a loss are refused.
-
-    ``alone``: whether the fit has no other data, such as arrays to validate on.
-    """
+def reading(shards: Sequence[Shard]) -> Iterator[None]:
+    """While a fit reads these: `check_batch` looks at the model's batches, and masked values of a loss are refused."""
     plain = loss_base.reduce_weighted_values
 
     def reduce(values: Any, sample_weight: Any = None, mask: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -37,13 +34,22 @@ def reading(shards: Sequence[Shard], alone: bool) -> Iterator[None]:
         return plain(values, sample_weight, mask, *args, **kwargs)
 
     _reading[:], loss_base.reduce_weighted_values = shards, reduce
-    _weighed[:] = [shard for shard in shards if alone and not shard.of_ones()]
     try:
         yield
     finally:
         loss_base.reduce_weighted_values = plain
         _reading.clear()
-        _weighed.clear()
+
+
+@contextmanager
+def weighing(data: Any) -> Iterator[None]:
+    """While batches of ``data`` are read, by a fit or by an evaluation within it, such as that of a callback."""
+    outer = _weighed[:]
+    _weighed[:] = [data] if isinstance(data, Shard) and not data.of_ones() else []
+    try:
+        yield
+    finally:
+        _weighed[:] = outer
 
 
 def check_losses(model: Any) -> None:

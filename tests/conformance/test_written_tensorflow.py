@@ -170,6 +170,12 @@ def test_other_samples_than_a_fixed_batch_are_named(ranks, n, test, change, word
         lockstep(ranks, config(epochs=1, **change), lambda rank: stateful(3), data, lambda run: None)
 
 
+def test_a_fault_of_the_data_is_not_blamed_on_a_fixed_batch():
+    x, y = samples(24)
+    with pytest.raises(UserError, match="targets run from"):
+        lockstep(1, config(epochs=1, global_batch=6), lambda rank: stateful(3), (x, y + CLASSES), lambda run: None)
+
+
 def test_a_wrong_declaration_is_refused():
     with pytest.raises(UserError, match="int32"):
         lockstep(2, short(), lambda rank: Net({"count": "mean"}), DATA, loop.fit)

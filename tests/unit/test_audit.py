@@ -235,3 +235,14 @@ def test_a_rank_without_memory_for_an_audit_is_audited_with_fewer_samples(room_P
     for run in runs:
         assert [(s["rank"], s["phase"]) for s in run.shortages] == [(1, "an audit")] * sum(n > room_P[1] for n in sizes)
         assert audit(run).audits == audits and run.state.cursor.step == 4
+
+
+def test_a_third_rank_that_is_in_no_audit_may_run_out_of_memory():
+    callback, told = Audit(1), []
+    callback._ranks = [1, 2]
+    run = SimpleNamespace(
+        control=SimpleNamespace(rank=0, gather=lambda row: [row]), deliver=told.extend,
+        recovery=SimpleNamespace(attempt=lambda compute: (None, "of a test")),
+        parts=SimpleNamespace(caveats=list), state=SimpleNamespace(cursor=SimpleNamespace(step=3)))
+    assert callback._compute(run, SimpleNamespace(arrays=[[0]]), [0]) == (None, {0})
+    assert callback._ranks == [1, 2] and len(told) == 1

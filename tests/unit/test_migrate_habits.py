@@ -44,6 +44,8 @@ def told(text: str) -> list[tuple[int, str]]:
      "every rank runs m.save"),
     (KERAS, "m.save('m.keras')", "v = 0\nif hvd.rank() == 0:\n    v = 1\nif v == 1:\n    m.save('m.keras')",
      "every rank runs m.save"),
+    (TORCH, "v = 1 if v else 0\nq = not q\nif v or q == 1:\n    torch.save(m, 'p')",
+     "if hvd.rank() == 0:\n    torch.save(m, 'p')", "every rank runs"),
     (KERAS, "v = 1 if hvd.rank() == 0 else 0\nif v > 0:\n    hvd.allreduce(x)",
      "v = 1 if x else 0\nif v > 0:\n    hvd.allreduce(x)", "allreduce inside"),
     (TORCH, "torch.save(m, 'p')", "def f():\n    torch.save(m, 'p')\nif hvd.rank() == 0:\n    f()",
@@ -117,6 +119,7 @@ def test_a_habit(head, unsafe, safe, named):
     ("keras.backend.set_session(s)", "TensorFlow 1"),
     ("hvd.broadcast_variables(opt.variables(), 0)", "a list in Keras 3"),
     ("keras.optimizers.legacy.SGD(0.1)", "legacy"), ("model.save('folder/')", "'folder/'"),
+    ("model.save('x.pt')", "'x.pt'"),
     ("model.load_weights('ckpt')", "'ckpt'"), ("keras.callbacks.ModelCheckpoint('c.keras', period=2)", "gets period"),
     ("keras.backend.get_value(v)", "get_value")])
 def test_words_that_keras_3_refuses(line, named):

@@ -133,6 +133,8 @@ if gpus:
      "m.save_weights('x.weights.h5')\nm.load_weights('x.weights.h5')\nf('x.h5')\n"),
     ("p = os.path.join(d, 'w')\nm.save_weights(p, save_format='tf')\nm.load_weights(os.path.join(e, 'w'))\n",
      "p = os.path.join(d, 'w.weights.h5')\nm.save_weights(p)\nm.load_weights(os.path.join(e, 'w.weights.h5'))\n"),
+    ("m.save_weights('x.h5')\nshutil.copy('x.h5', d)\n",
+     "m.save_weights('x.weights.h5')\nshutil.copy('x.weights.h5', d)\n"),
     ("m.save_weights(d + f'/w-{e}.hdf5')\n", "m.save_weights(d + f'/w-{e}.weights.h5')\n"),
     ("m.save_weights('w-%d.ckpt' % e)\n", "m.save_weights('w-%d.weights.h5' % e)\n"),
     ("keras.callbacks.ModelCheckpoint('c-{epoch}')\n", "keras.callbacks.ModelCheckpoint('c-{epoch}.keras')\n"),

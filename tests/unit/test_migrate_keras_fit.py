@@ -89,8 +89,10 @@ model.fit(x, y)
     ("from tensorflow import keras\nimport tensorflow as tf", "keras"),
     ("import tensorflow as tf\nkeras = tf.keras", "tf.keras"), ("import tensorflow as tf\nimport keras as k", "k")])
 def test_a_train_step_gets_the_weights_of_a_shard(head, name):
-    found = moved(STEP.format(head, "self.compute_loss(y=y, y_pred=y_pred)"))
+    other = "\n\nclass Agent:\n    def train_step(self, batch):\n        state, action = batch\n"
+    found = moved(STEP.format(head, "self.compute_loss(y=y, y_pred=y_pred)") + other)
     after = found.after.decode()
+    assert other in after
     assert f"        x, y, sample_weight = {name}.utils.unpack_x_y_sample_weight(data)\n" in after
     assert "self.compute_loss(y=y, y_pred=y_pred, sample_weight=sample_weight)\n" in after
     assert "return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)\n" in after

@@ -79,22 +79,24 @@ def environment(scan: Scan, node: cst.BaseExpression) -> str:
     return ""
 
 
-def mentions_rank(scan: Scan, test: cst.BaseExpression) -> bool:
-    """Whether a condition depends on the rank."""
+def mentions_rank(scan: Scan, test: cst.BaseExpression, seen: tuple[cst.CSTNode, ...] = ()) -> bool:
+    """Whether a condition depends on the rank; ``seen``: values of names on the way to it, which may be circular."""
     if isinstance(test, cst.BooleanOperation):
-        return mentions_rank(scan, test.left) or mentions_rank(scan, test.right)
+        return mentions_rank(scan, test.left, seen) or mentions_rank(scan, test.right, seen)
     if isinstance(test, cst.UnaryOperation):
-        return mentions_rank(scan, test.expression)
+        return mentions_rank(scan, test.expression, seen)
     if isinstance(test, cst.Comparison):
         sides = [test.left, *(c.comparator for c in test.comparisons)]
-        return any(is_rank(scan, side) or isinstance(side, cst.Name) and mentions_rank(scan, side) for side in sides)
+        return any(is_rank(scan, side) or isinstance(side, cst.Name) and mentions_rank(scan, side, seen)
+                   for side in sides)
     if isinstance(test, cst.Call):
         return (name_of(test.func) or "").rpartition(".")[2] in ROOT_FLAGS or is_rank(scan, test)
     value = scan.value(test)
-    if value is not test and isinstance(value, (cst.Comparison, cst.BooleanOperation, cst.UnaryOperation)):
-        return mentions_rank(scan, value)
-    if value is not test and isinstance(value, cst.IfExp):  # verbose = 1 if hvd.rank() == 0 else 0
-        return mentions_rank(scan, value.test)
+    if value is not test and not any(value is one for one in seen):
+        if isinstance(value, (cst.Comparison, cst.BooleanOperation, cst.UnaryOperation)):
+            return mentions_rank(scan, value, (*seen, value))
+        if isinstance(value, cst.IfExp):  # verbose = 1 if hvd.rank() == 0 else 0
+            return mentions_rank(scan, value.test, (*seen, value))
     last = (name_of(test) or "").rpartition(".")[2]
     return last in ROOT_FLAGS or is_rank(scan, test) or isinstance(test, cst.Name) and any(
         _set_by_rank(scan, assign) for assign in scan.assigned(test.value))

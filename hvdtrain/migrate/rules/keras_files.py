@@ -19,10 +19,13 @@ Literal = cst.SimpleString | cst.FormattedStringText
 
 WEIGHTS: tuple[str, ...] = (".weights.h5",)
 MODELS: tuple[str, ...] = (".keras", ".h5", ".hdf5")
+FOREIGN = (".pt", ".pth", ".pkl", ".pickle", ".joblib", ".onnx", ".bin", ".json", ".txt", ".zip")
+"""Endings of models and files of other libraries, which stay."""
 OLD = (".h5", ".hdf5", ".hdf", ".keras", ".ckpt", ".tf", ".weights")
 """Endings that a new one replaces; any other is part of the name."""
 READERS = {"save": 0, "save_weights": 0, "load_weights": 0, "load_model": 0, "save_model": 1, "ModelCheckpoint": 0,
-           "exists": 0, "isfile": 0, "isdir": 0, "remove": 0}
+           "exists": 0, "isfile": 0, "isdir": 0, "remove": 0, "unlink": 0, "open": 0, "getsize": 0, "getmtime": 0,
+           "copy": 0, "copy2": 0, "copyfile": 0, "move": 0, "rename": 0}
 """Functions that a file's name is given to, and where: what has to follow when the name changes."""
 GONE = ("save_format", "options")
 """Arguments that chose the format; Keras 3 reads it from the name."""
@@ -61,6 +64,9 @@ def _renamed(scan: Scan, call: cst.Call, at: int, ends: tuple[str, ...], new: st
     shown = scan.value(path.value)
     whole = _text(shown) if isinstance(shown, cst.SimpleString) else None
     sure = not text.endswith(("/", "\\")) and (isinstance(literal, cst.FormattedStringText) or literal.quote in "'\"")
+    owner, _, method = (name_of(call.func) or "").rpartition(".")
+    if method == "save" and owner not in models(scan):  # its name says that it is a model, but not that it is Keras'
+        sure = sure and not text.endswith(FOREIGN)
     yield Word(call, f"{what} {whole!r}" if whole else f"{what} {scan.short(path.value)}",
                f"name it {' or '.join(ends)}{more}",
                partial(_rename, scan, literal, new) if sure else None)

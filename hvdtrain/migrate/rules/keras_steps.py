@@ -25,9 +25,9 @@ DO = (f"write x, y, {WEIGHT} = keras.utils.{UNPACK}(data), and take the loss by 
 
 
 def methods(scan: Scan, *names: str) -> Iterator[cst.FunctionDef]:
-    """Yield the methods of these names that classes of a script define."""
+    """Yield the methods of these names that classes of a script with a base define, such as models."""
     return (node for node in scan.all(cst.FunctionDef) if node.name.value in names
-            and isinstance(scan.parent.get(scan.parent[node]), cst.ClassDef))
+            and isinstance(owner := scan.parent.get(scan.parent[node]), cst.ClassDef) and owner.bases)
 
 
 def rewrite(scan: Scan, made: Plan) -> None:

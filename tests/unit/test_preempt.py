@@ -226,6 +226,8 @@ def test_train_keeps_a_signal_that_comes_before_its_fit(tmp_path, monkeypatch, n
     before = {one: signal.getsignal(one) for one in (signal.SIGUSR2, signal.SIGTERM)}
     monkeypatch.setattr(preempting, "_early", [])
     try:
+        for one in before:
+            signal.signal(one, signal.SIG_DFL)  # whatever other tests of this process have left
         assert train.main(["--print_config"]) == 0
         os.kill(os.getpid(), number)
         (run, record), = ended(1, tmp_path, lambda run: [], epochs=1)

@@ -243,6 +243,6 @@ def test_settings_that_are_newer_than_a_checkpoint_were_at_their_defaults(tmp_pa
     same = settings(tmp_path, resume="auto", data=Data(), optimizer=Named("SGD", {"momentum": 0.9}), audit=3,
                     check_every=7, time_limit="01:00:00")
     told = [note for note in solo(same, make_model("numpy"), DATA).notes if "other settings" in note]
-    assert told == ["resumed with other settings than before: eval_every 1 -> 0"]
+    assert told == []
     other = solo(replace(same, eval_every=1, clip_norm=3.0), make_model("numpy"), DATA)
     assert "resumed with other settings than before: clip_norm 0.0 -> 3.0" in other.notes

@@ -131,7 +131,7 @@ class _Making:
                        evaluator=evaluator)
         return Parts(part, tuple(chain.layers[i] for i in layout.blocks), stage, params,
                      Optimizer(opt, params.variables, scale), buffers, evaluator,
-                     PartState(part, opt, scale, buffers, self._rank, names=names, of_optimizer=of_optimizer),
+                     PartState(part, opt, scale, buffers.restart, self._rank, names=names, of_optimizer=of_optimizer),
                      in_order(precision=self._mixed, remat=remat), self._precision, scale, remat=remat,
                      layout=layout, replicas=replicas, facts=facts, batch_weight=task.batch_weight)
 

@@ -118,6 +118,8 @@ def begin(run: Any) -> None:
         _give_back(run)
         raise
     run.made = []
+    if run.state.requeue:
+        return  # ended by a signal before it began: the note would be wrong
     if not run.begun:
         run.note(f"nothing is left to train: {run.out} holds a run that is complete; its files stay as they are")
     elif not left and run.state.cursor.step > 0:

@@ -144,6 +144,8 @@ class Preempt(Callback):
             if signal.getsignal(number) == self._heard:
                 signal.signal(number, before)
         self._before = {}
+        self._asked, self._interrupted_at = False, -math.inf  # another fit listens anew, also after an exception
+        run.state.words = [word for word in run.state.words if word.topic != TOPIC]
 
     def _install(self) -> None:
         if self._before or threading.current_thread() is not threading.main_thread():

@@ -47,7 +47,9 @@ class Room:
 
     def _make(self) -> bool:
         try:
-            dropped = CheckpointStore(self._run.out / "checkpoints", 1).drop_oldest()
+            # Not by checkpoints of later steps, which a run that goes on from an earlier one does not have.
+            reached = self._run.state.cursor.step + 1
+            dropped = CheckpointStore(self._run.out / "checkpoints", 1).drop_oldest(reached)
         except OSError:  # what cannot be removed gives no room
             dropped = None
         if dropped is not None:

@@ -127,10 +127,16 @@ def test_without_any_room_the_last_checkpoint_is_named(disk, monkeypatch):
     def nowhere(**keys):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    def abandoned(self, run, fill=Fills.fill):
+        """Fill the disk beside a checkpoint of a later step, of a run that this one does not go on from."""
+        CheckpointStore(disk.root / "checkpoints", keep=9).save(Snapshot({"model": {"w": np.zeros(3)}}), 20)
+        fill(self, run)
+
     monkeypatch.setattr("tempfile.mkdtemp", nowhere)
+    monkeypatch.setattr(Fills, "fill", abandoned)
     with pytest.raises(UserError, match="could not be written to .*No space left.*of step 8 holds the weights"):
         fit(disk, "fit_saved", -(1 << 20))
-    assert disk.checkpoints() == ["step-00000008"]
+    assert disk.checkpoints() == ["step-00000008", "step-00000020"]
 
 
 def test_a_last_checkpoint_without_room_does_not_take_the_model_along(disk):

@@ -9,8 +9,11 @@ import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from small_runs import bits, config, fitted, lockstep, make_model, samples, solo  # noqa: E402
 
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: E402
+
 from hvdtrain import trainer  # noqa: E402
-from hvdtrain.backends.torch import names  # noqa: E402
+from hvdtrain.backends.torch import audit, export, names  # noqa: E402
+from hvdtrain.backends.torch.state import load_model, model_arrays  # noqa: E402
 from hvdtrain.checkpoint import read_snapshot, session  # noqa: E402
 from hvdtrain.checkpoint.holders import fitting  # noqa: E402
 from hvdtrain.cli import checkpoints  # noqa: E402
@@ -68,6 +71,52 @@ def test_a_layer_that_its_user_calls_module_keeps_its_name():
     both.module.register_buffer("rest", torch.zeros(1))
     with pytest.raises(UserError, match="'rest' beside 'module.rest'"):
         names.check(both)
+
+
+def test_a_compiled_layer_in_a_recomputed_block_keeps_its_name():
+    block = checkpoint_wrapper(torch.nn.Sequential(compiled(torch.nn.Linear(2, 2))))
+    for model, prefix in ((torch.nn.Sequential(block), "0.0"), (block, "0")):
+        assert list(names.state_dict(model)) == [f"{prefix}.weight", f"{prefix}.bias"]
+        assert [name for name, _ in names.named_parameters(model)] == list(names.state_dict(model))
+
+
+class Second(torch.nn.Linear):
+    """A layer of version 2, which takes weights of no version for those of its first, and has expanded buffers."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.register_buffer("same", torch.ones(1).expand(3))
+        self.register_buffer("other", torch.ones(1).expand(3))
+
+    def _load_from_state_dict(self, given, prefix, facts, *args):
+        if facts.get("version", 1) < 2:
+            given[f"{prefix}weight"] = given[f"{prefix}weight"].T.clone()
+        super()._load_from_state_dict(given, prefix, facts, *args)
+
+
+@pytest.mark.parametrize("wrapped", [lambda model: model, compiled])
+def test_a_model_that_converts_old_weights_takes_its_own_as_they_are(tmp_path, wrapped):
+    model, other = (wrapped(torch.nn.Sequential(Second())) for _ in range(2))
+    arrays = model_arrays(model)
+    arrays["0.other"] = np.array([1, 2, 3], np.float32)
+    load_model(other, arrays)
+    found = names.state_dict(other)
+    assert all(np.array_equal(found[name].numpy(), array) for name, array in arrays.items())
+    assert found["0.same"].stride() == (0,), "a buffer that has its values already stays the model's own"
+    export.write(model, tmp_path)
+    bare = torch.nn.Sequential(Second())
+    bare[0].same, bare[0].other = torch.zeros(3), torch.zeros(3)
+    bare.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    assert torch.equal(bare[0].weight, names.state_dict(model)["0.weight"])
+
+
+def test_a_type_that_no_checkpoint_can_hold_is_refused():
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("table", torch.zeros(2, dtype=torch.float8_e4m3fn))
+    with pytest.raises(UserError, match="'table' is of torch.float8_e4m3fn"):
+        audit.check_model(model)
 
 
 def test_names_of_older_checkpoints_are_matched_with_the_models():

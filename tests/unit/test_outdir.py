@@ -218,6 +218,11 @@ def test_a_finished_run_with_nothing_left_to_train_stays_as_it_is(capsys):
 
     assert LockstepWorld(2).run(work) == [False, False] and files() == before
     assert capsys.readouterr().out.count("mine holds a run that is complete") == 1
+    cut = make_run(Config(out="mine", epochs=3, resume="auto"))
+    cut.state.stop, cut.state.requeue = "requeue: SIGTERM (rank 0)", True
+    with outdir.starting(cut):
+        pass
+    assert not cut.begun and files() == before and not cut.notes, "epoch 3 is left to train"
     more = begun(Config(out="mine", epochs=3, resume="auto"))
     assert more.begun and not Path("mine/completed.json").exists()
 

@@ -188,6 +188,8 @@ def test_a_second_interrupt_ends_at_once_unless_it_is_the_first_one_twice(tmp_pa
     assert caught.type is error and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert (tmp_path / "run" / "checkpoints" / "step-00000002").exists() == (error is Interrupted)
     assert "interrupt again to end it at once" in capsys.readouterr().err
+    if error is KeyboardInterrupt:  # another fit is not ended by the signals of this one
+        assert trainer.fit().stop == "" and (tmp_path / "run" / "completed.json").exists()
 
 
 @pytest.mark.parametrize("early", [True, False])

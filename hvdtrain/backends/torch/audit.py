@@ -12,7 +12,7 @@ from hvdtrain.errors import UserError
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Raise `UserError` for sparse gradients, and for state that is not a tensor."""
+    """Raise `UserError` for sparse gradients, and for state that no checkpoint can hold."""
     for name, module in model.named_modules():
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
             raise UserError(f"{type(module).__name__} {name!r} gives sparse gradients",
@@ -24,6 +24,11 @@ def check_model(model: torch.nn.Module) -> None:
             raise UserError(f"module {owner!r} has extra state of type {type(value).__name__}",
                             "tensors only in the model's state_dict, as checkpoints hold nothing else",
                             "keep it in a tensor given to register_buffer, in place of get_extra_state")
+        try:
+            torch.empty(0, dtype=value.dtype if value.dtype != torch.bfloat16 else torch.int16).numpy()
+        except TypeError:
+            raise UserError(f"{name!r} is of {value.dtype}", "a type that a checkpoint can hold",
+                            "keep its bits, by tensor.view(torch.uint8)") from None
 
 
 def made_of(model: torch.nn.Module) -> list[str]:

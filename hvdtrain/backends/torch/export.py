@@ -6,6 +6,7 @@ to the disk one tensor after another, so that no second copy of the model is mad
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -72,10 +73,10 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _alone(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _alone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors on the host; a part of a larger storage is copied, since PyTorch would write all of that."""
     made: dict[tuple[object, ...], torch.Tensor] = {}
-    found = {}
+    found = copy.copy(tensors)  # with the versions of modules
     for name, tensor in tensors.items():
         key = _memory(tensor) or (name,)
         if key not in made:

@@ -5,7 +5,9 @@ Owns which modules are wrappers. What names of older checkpoints stand for is le
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,6 +32,7 @@ class Plain:
         self._inner = {f"{path}.{held}" if path else held
                        for path, module in model.named_modules(remove_duplicate=False)
                        for kind, held in kinds if isinstance(module, kind)}
+        self._inner |= {path.replace("_checkpoint_wrapped_module.", "") for path in self._inner}  # as state_dict has it
 
     def __call__(self, name: str) -> str:
         """Return ``name``, which the model gives a tensor or a module, without the parts of wrappers."""
@@ -46,15 +49,44 @@ def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Par
 
 
 def state_dict(model: torch.nn.Module, **kwargs: Any) -> dict[str, torch.Tensor]:
-    """Return the model's state_dict by names without wrappers."""
-    plain = Plain(model)
-    return {plain(name): tensor for name, tensor in model.state_dict(**kwargs).items()}
+    """Return the model's state_dict by names without wrappers, with the versions of its modules."""
+    plain, own = Plain(model), model.state_dict(**kwargs)
+    versions = getattr(own, "_metadata", {})
+    return _versioned({plain(name): tensor for name, tensor in own.items()},
+                      {plain(path): facts for path, facts in versions.items()})
 
 
 def load_state_dict(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Undo `state_dict`."""
-    plain = Plain(model)
-    model.load_state_dict({name: tensors[plain(name)] for name in model.state_dict()})
+    plain, own = Plain(model), model.state_dict()
+    given = {name: tensors[plain(name)] for name in own}
+    with _expanded_written(model):
+        model.load_state_dict(_versioned(given, getattr(own, "_metadata", {})))
+
+
+def _versioned(tensors: Mapping[str, torch.Tensor], versions: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return ``tensors`` with what modules ask when they load: without it some convert weights as if of an old version.
+    """
+    found = OrderedDict(tensors)
+    found._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    return found
+
+
+@contextlib.contextmanager
+def _expanded_written(model: torch.nn.Module) -> Iterator[None]:
+    """Let the body write to expanded buffers, whose elements share memory; one that has its values again comes back."""
+    places = [(module._buffers, key, buffer) for module in model.modules() if isinstance(module._buffers, dict)
+              for key, buffer in module._buffers.items()
+              if buffer is not None and any(n > 1 and not step for n, step in zip(buffer.shape, buffer.stride()))]
+    copies = {id(buffer): buffer.clone() for _, _, buffer in places}
+    for holder, key, buffer in places:
+        holder[key] = copies[id(buffer)]
+    try:
+        yield
+    finally:
+        for holder, key, buffer in places:
+            if torch.equal(copies[id(buffer)], buffer):
+                holder[key] = buffer
 
 
 def check(model: torch.nn.Module) -> None:

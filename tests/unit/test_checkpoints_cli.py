@@ -157,7 +157,7 @@ def test_prune_leaves_a_run_alone_that_is_training(run):
 def test_export_takes_the_newest_whole_one_or_the_one_that_is_named(run, capsys, tmp_path):
     flip(at(run, 6) / "model.safetensors")
     status, lines = call(capsys, run, "--export", tmp_path / "deep" / "weights")
-    assert status == 0 and "step-00000006 is not used" in lines[0] and "1 tensors of step-00000004" in lines[1]
+    assert status == 0 and "step-00000006 is not used" in lines[0] and "1 tensor of step-00000004" in lines[1]
     file = tmp_path / "deep" / "weights" / "model.safetensors"
     assert (load_file(str(file))["w"] == 4).all() and [p.name for p in file.parent.iterdir()] == [file.name]
     call(capsys, run, "--export", tmp_path / "w.safetensors", "--step", 2)

@@ -9,6 +9,7 @@ only those that `Config.check` accepts: of the others nearly all end with status
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def passes(changed: dict[str, Any]) -> bool:
 
 def text_of(changed: dict[str, Any], framework: str, out: Path) -> str:
     """The recipe in YAML; what YAML does not hold is left out."""
-    whole: dict[str, Any] = {**BASE, "model": MODELS[framework], "out": str(out)}
+    whole: dict[str, Any] = {**copy.deepcopy(BASE), "model": MODELS[framework], "out": str(out)}
     for name, value in changed.items():
         if name == "out" or name == "model" and value == "auto":
             continue

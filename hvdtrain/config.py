@@ -38,6 +38,10 @@ MOST = 2**53
 """Largest whole number of a key: beyond it a float64 skips numbers, and sums over ranks are float64."""
 
 
+LARGEST = {"seed": 2**32 - 1, "threads": 4096, "control_timeout_s": 1e9, "heartbeat_timeout_s": 1e9,
+           "model_parallel": 1024, "devices_per_rank": 1024}
+"""Bounds of keys. Of devices: without GPUs TensorFlow divides the CPU into so many, each of which takes memory."""
+
 LEAST_TIMEOUT_S = 1.0
 """Shortest bound of a wait: below it ranks that merely take turns on a core would count as lost."""
 
@@ -202,8 +206,7 @@ class Config:
                 if isinstance(number, (int, float)) and not abs(number) <= MOST:  # NaN is not, nor what no float holds
                     raise UserError(f"{name} is {schema.shown(number)}", "a finite number below 2^53",
                                     f"correct {name}")
-        for name, most in (("seed", 2**32 - 1), ("threads", 4096), ("control_timeout_s", 1e9),
-                           ("heartbeat_timeout_s", 1e9)):
+        for name, most in LARGEST.items():
             if getattr(self, name) > most:
                 raise UserError(f"{name} is {getattr(self, name)}", f"{most:.10g} at most", f"correct {name}")
         _at_least("global_batch", self.global_batch, 1)

@@ -48,6 +48,7 @@ def test_wrong_types_are_refused_in_words(values, words):
     "name, value",
     [
         ("global_batch", 0),
+        ("devices_per_rank", 2**31),
         ("global_batch", -1),
         ("epochs", -1),
         ("max_steps", -1),

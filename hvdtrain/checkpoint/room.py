@@ -1,4 +1,4 @@
-"""Room for what a run writes at its end, where the disk is full.
+"""Make room on a full disk for what a run writes at its end.
 
 Owns the order: older checkpoints go, the oldest first and never the newest whole one, then the run waits. What is
 written where after that is the caller's.
@@ -35,7 +35,7 @@ def of_disk(error: str) -> bool:
 
 
 class Room:
-    """What rank 0 does for room before the next attempt, a little more each time."""
+    """Make room before each further attempt: rank 0 removes a checkpoint, or waits."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

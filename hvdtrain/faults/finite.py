@@ -1,4 +1,4 @@
-"""Whether arrays of weights are finite, and who brought in what is not. Numpy only."""
+"""Check that a model's weights are finite, and find the ranks that brought in what is not. Numpy only."""
 
 from __future__ import annotations
 

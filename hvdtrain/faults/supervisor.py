@@ -239,7 +239,7 @@ def refit(values: Sequence[str], before: Sequence[Host], after: Sequence[Host]) 
 
 
 def row(one: Attempt, began: float, ran_s: float, parts: Mapping[str, float], decision: str) -> dict[str, Any]:
-    """One attempt as a record.
+    """Return one attempt as a record.
 
     ``began``: unix seconds; ``ran_s``: from its launcher's start to its end; ``parts``: seconds of its start and of the
     end that the next attempt follows, by the names in `marks.PARTS`; ``decision``: what was done then.

@@ -1,4 +1,4 @@
-"""Judge the loss of a Keras model on a few samples, for `hvdtrain.keras.shard`, and refuse it where it couples them."""
+"""Judge the loss of a Keras model on a few samples, for `hvdtrain.keras.shard`, and refuse a loss that couples them."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Shard(keras.utils.PyDataset):
                    for offsets in (self._cut.offsets(self.total(step)).tolist() for step in (0, self._steps - 1)))
 
     def of_ones(self) -> bool:
-        """Whether every sample weight of every rank is 1."""
+        """Return whether every sample weight of every rank is 1."""
         return self.even() and not self._weighted
 
     def on_epoch_begin(self) -> None:

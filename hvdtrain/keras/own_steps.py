@@ -71,7 +71,7 @@ def taken(source: str) -> Taken:
 
 
 def _is_batch(value: ast.expr, data: str) -> bool:
-    """Whether an expression is the parameter ``data``, or Keras' unpacking of it."""
+    """Return whether an expression is the parameter ``data``, or Keras' unpacking of it."""
     if isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] == UNPACK and value.args:
         value = value.args[0]
     return isinstance(value, ast.Name) and value.id == data

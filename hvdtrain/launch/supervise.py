@@ -86,7 +86,7 @@ class Watched:
 
 
 class Signals:
-    """What the supervisor is asked while it works: the first signal to save and end, a further one to end now.
+    """Hold what a supervisor is asked while it works: the first signal to save and end, a further one to end now.
 
     A further SIGUSR2 changes nothing, and SIGHUP ends now: nobody reads the output any more. ``status``: of a run that
     was saved, 130 where SIGINT asked for it.

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from hvdtrain.cluster import heap
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, count
 from hvdtrain.out_of_memory.shortage import first_line
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ def attempt_halving(compute: Callable[[int], T], samples: int, out_of_memory: Ca
             return value[0], n, first and f"out of memory with {samples} samples ({first})"
         first = first or why
         if n <= least:
-            raise UserError(f"out of memory with {n} sample{'s' if n > 1 else ''} while the model is measured ({why})",
+            raise UserError(f"out of memory with {count(n, 'sample')} while the model is measured ({why})",
                             "memory for the model and one sample", "use a smaller model, precision bf16, or a device "
                             "with more memory")
         n = max(least, n // 2)

@@ -35,7 +35,7 @@ SLOTS = (("max_exp_avg_sq", "amsgrad"), ("momentum_buffer", "momentum"), ("grad_
 
 
 class ResumedOptimizer(Protocol):
-    """What this file needs of `hvdtrain.backends.torch.optimizer.TorchOptimizer`, which documents it."""
+    """List what this file needs of `hvdtrain.backends.torch.optimizer.TorchOptimizer`, which documents it."""
 
     optimizer: Any
     schedule: Any

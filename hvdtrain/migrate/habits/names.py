@@ -103,7 +103,7 @@ def mentions_rank(scan: Scan, test: cst.BaseExpression, seen: tuple[cst.CSTNode,
 
 
 def _set_by_rank(scan: Scan, assign: cst.Assign) -> bool:
-    """Whether a flag is set under an ``if`` of the rank: ``if hvd.rank() == 0: verbose = 1``."""
+    """Return whether a flag is set under an ``if`` of the rank: ``if hvd.rank() == 0: verbose = 1``."""
     flag = isinstance(assign.value, cst.Integer) or name_of(assign.value) in ("True", "False")
     tests = (up.test for up in scan.above(assign) if flag and isinstance(up, cst.If))
     return any(is_rank(scan, node) for test in tests for node in scan.inner(test)

@@ -24,7 +24,7 @@ SAMPLES = 2
 
 
 class Measures(Protocol):
-    """What looks at the model's blocks: `hvdtrain.backends.tensorflow.recompute_costs.Costs`."""
+    """Measure the model's blocks: `hvdtrain.backends.tensorflow.recompute_costs.Costs`."""
 
     def forward(self, batch: Batch) -> recompute.Recording:
         """Return which blocks a training forward pass of ``batch`` calls."""

@@ -10,7 +10,7 @@ import pytest
 from runner import mpirun, run
 
 from hvdtrain.bench.wire import HEADERS, KINDS
-from hvdtrain.cluster.boot import horovod_reason
+from hvdtrain.cluster.horovod import horovod_reason
 
 WIRE = ["-m", "hvdtrain", "bench", "wire", "--max", "16K", "--repeats", "3"]
 

@@ -25,7 +25,7 @@ from hvdtrain.errors import UserError
 def test_a_bad_option_is_refused_in_words_before_any_job(argv, word, monkeypatch):
     monkeypatch.setattr(racing, "Job", lambda *job: pytest.fail("a job was started"))
     monkeypatch.setattr(racing.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr("hvdtrain.cluster.boot.horovod_reason", lambda framework: None)
+    monkeypatch.setattr("hvdtrain.cluster.horovod.horovod_reason", lambda framework: None)
     monkeypatch.setattr("hvdtrain.cli.verify.launcher", lambda ranks: ["mpirun"])
     monkeypatch.setattr(throttle, "available", lambda: "")
     with pytest.raises(UserError) as caught:

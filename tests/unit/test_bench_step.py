@@ -38,7 +38,7 @@ def refused(*argv):
     (["--exchange", "bucket_mb=wide"], "exchange.bucket_mb is"), (["--exchange", "powersgd_rank=2"], "--powersgd_rank"),
     (["--jsonl", "/"], "/ cannot be written"), (["--powersgd-rank", "2"], "did you mean '--powersgd_rank'")])
 def test_a_bad_option_is_refused_in_words_before_any_job(argv, word, monkeypatch):
-    monkeypatch.setattr("hvdtrain.cluster.boot.horovod_reason", lambda framework: None)
+    monkeypatch.setattr("hvdtrain.cluster.horovod.horovod_reason", lambda framework: None)
     monkeypatch.setattr(racing, "Job", lambda *job: pytest.fail("a job was started"))
     monkeypatch.setattr(racing.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr("hvdtrain.cli.verify.launcher", lambda ranks: ["mpirun"])
@@ -116,7 +116,7 @@ def test_what_is_not_installed_is_left_out_with_the_reason(monkeypatch, capsys):
 
 
 def test_a_horovod_without_this_framework_is_left_out(monkeypatch):
-    monkeypatch.setattr("hvdtrain.cluster.boot.horovod_reason", lambda framework: f"no {framework} part")
+    monkeypatch.setattr("hvdtrain.cluster.horovod.horovod_reason", lambda framework: f"no {framework} part")
     for name in ("horovod", "hvdtrain-horovod"):
         assert contender(name, "tensorflow").lacks("tensorflow") == "no tensorflow part"
     assert contender("hvdtrain", "torch").lacks("torch") == ""

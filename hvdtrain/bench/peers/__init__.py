@@ -157,7 +157,7 @@ class Contender:
     def lacks(self, framework: str) -> str:
         """Why it cannot run here, "" where it can. Looks for files, imports no framework."""
         if self.needs == "horovod":
-            from hvdtrain.cluster.boot import horovod_reason
+            from hvdtrain.cluster.horovod import horovod_reason
 
             return horovod_reason(framework) or ""
         missing = bool(self.needs) and importlib.util.find_spec(self.needs) is None

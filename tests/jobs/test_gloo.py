@@ -13,7 +13,8 @@ SCRIPT = """
 import os, sys
 import numpy as np
 from hvdtrain.cluster import boot, horovod
-from hvdtrain.cluster.exit import agreed, run_guarded
+from hvdtrain.cluster.control import agreed
+from hvdtrain.cluster.exit import run_guarded
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.config import Exchange
 from hvdtrain.errors import UserError

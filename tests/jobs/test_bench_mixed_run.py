@@ -9,7 +9,7 @@ import sys
 import pytest
 from runner import run
 
-from hvdtrain.bench import throttle
+from benchmarks import throttle
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

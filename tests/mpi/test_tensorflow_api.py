@@ -10,7 +10,7 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import keras  # noqa: E402
 
 import hvdtrain.tensorflow as hvd  # noqa: E402
-from hvdtrain.bench import eager  # noqa: E402
+from benchmarks import eager  # noqa: E402
 from hvdtrain.bench.session import Session  # noqa: E402
 from hvdtrain.cluster import horovod  # noqa: E402
 from hvdtrain.collectives.mpi import MpiCollectives  # noqa: E402

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hvdtrain.bench import case
+from benchmarks import case
 from hvdtrain.errors import UserError
 
 MIB = 1 << 20

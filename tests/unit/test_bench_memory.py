@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hvdtrain.bench import memory, memory_rank
+from benchmarks import memory, memory_rank
 from hvdtrain.errors import UserError
 
 

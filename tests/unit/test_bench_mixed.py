@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from hvdtrain.bench import mixed, parts, peers, throttle, worker
-from hvdtrain.bench import race as racing
-from hvdtrain.bench.parts import Measured
-from hvdtrain.bench.peers import Prepared, contender
+from benchmarks import mixed, parts, peers, throttle, worker
+from benchmarks import race as racing
+from benchmarks.parts import Measured
+from benchmarks.peers import contender, Prepared
 from hvdtrain.errors import UserError
 
 
@@ -125,7 +125,7 @@ def test_orders(line, order, monkeypatch):
 
 STAND_IN = """
 import json, sys
-from hvdtrain.bench.worker import MARK
+from benchmarks.worker import MARK
 name, ranks = sys.argv[1], int(sys.argv[2])
 def say(**message):
     print(MARK + json.dumps(message), flush=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.bench import peers, pipeline, race, stages, throttle, worker
-from hvdtrain.bench.peers import Prepared, contender, pipelining
+from benchmarks import peers, pipeline, race, stages, throttle, worker
+from benchmarks.peers import contender, pipelining, Prepared
 from hvdtrain.bench.workloads import WORKLOADS
 from hvdtrain.errors import UserError
 from hvdtrain.pipeline import which
@@ -17,7 +17,7 @@ from hvdtrain.pipeline.which import Work
 
 STAND_IN = """
 import json, sys
-from hvdtrain.bench.worker import MARK
+from benchmarks.worker import MARK
 ms, cut = float(sys.argv[1]), json.loads(sys.argv[2])
 def say(**message):
     print(MARK + json.dumps(message), flush=True)
@@ -237,7 +237,7 @@ def test_the_sentences_of_the_page_are_those_that_are_reckoned(work):
 
 @pytest.mark.parametrize("numbers", [[0, 1], [1, 0]])
 def test_a_peer_s_ranks_meet_where_its_number_0_is(numbers, monkeypatch):
-    from hvdtrain.bench.peers import torch_common
+    from benchmarks.peers import torch_common
 
     class Rank:
         size, local_rank, local_size = 2, 0, 1

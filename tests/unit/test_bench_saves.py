@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hvdtrain.bench import saves
+from benchmarks import saves
 
 
 @pytest.mark.parametrize("case, more", [("often", ["--workload", "tiny", "--every", "5", "--steps", "20"]),

@@ -10,9 +10,9 @@ import types
 import numpy as np
 import pytest
 
-from hvdtrain.bench import peers, standings, step, worker
-from hvdtrain.bench import race as racing
-from hvdtrain.bench.peers import Prepared, contender
+from benchmarks import peers, standings, step, worker
+from benchmarks import race as racing
+from benchmarks.peers import contender, Prepared
 from hvdtrain.bench.workloads import BATCHES, WORKLOADS, part
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.cursor import Cursor
@@ -233,7 +233,7 @@ def test_the_first_contender_is_not_the_measure():
 
 STAND_IN = """
 import json, sys
-from hvdtrain.bench.worker import MARK
+from benchmarks.worker import MARK
 name, lasts, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 def say(**message):
     print(MARK + json.dumps(message), flush=True)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cli import COMMANDS, chaos, checkpoints, launch, train, verify
+from benchmarks.chaos import cli as chaos
+from hvdtrain.cli import checkpoints, COMMANDS, launch, train, verify
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -1,7 +1,7 @@
 """Find what a user names as ``module:callable`` or ``path/to/file.py:callable``, and the paths of a configuration.
 
-Owns the place of this package, the directory that relative paths start from, the import of user code, and the messages about what is missing.
-Runs code the user asked to run, nothing else.
+Owns the place of this package, the directory that relative paths start from, the import of user code, and the messages
+about what is missing. Runs code the user asked to run, nothing else.
 """
 
 from __future__ import annotations

@@ -24,10 +24,18 @@ COMMANDS = {
 }
 
 _HOMES = {
-    "train": "hvdtrain.cli.train", "plan": "hvdtrain.cli.plan", "launch": "hvdtrain.cli.launch",
-    "report": "hvdtrain.cli.report", "checkpoints": "hvdtrain.cli.checkpoints", "doctor": "hvdtrain.cli.doctor",
-    "verify": "hvdtrain.cli.verify", "chaos": "hvdtrain.cli.chaos", "migrate": "hvdtrain.cli.migrate",
-    "convert": "hvdtrain.cli.convert", "build": "hvdtrain.cli.build", "bench": "hvdtrain.cli.bench",
+    "train": "hvdtrain.cli.train",
+    "plan": "hvdtrain.cli.plan",
+    "launch": "hvdtrain.cli.launch",
+    "report": "hvdtrain.cli.report",
+    "checkpoints": "hvdtrain.cli.checkpoints",
+    "doctor": "hvdtrain.cli.doctor",
+    "verify": "hvdtrain.cli.verify",
+    "chaos": "hvdtrain.cli.chaos",
+    "migrate": "hvdtrain.cli.migrate",
+    "convert": "hvdtrain.cli.convert",
+    "build": "hvdtrain.cli.build",
+    "bench": "hvdtrain.cli.bench",
 }
 
 USAGE = """usage: python -m hvdtrain [command] [options]

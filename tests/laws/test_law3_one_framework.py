@@ -19,8 +19,9 @@ import pytest
 import hvdtrain
 
 ROOT = Path(hvdtrain.__file__).parent
-KERAS = {"hvdtrain.keras", "hvdtrain.backends.keras", "hvdtrain.keras.bridge", "hvdtrain.keras.callback_state",
-         "hvdtrain.keras.layout", "hvdtrain.keras.measured_weights", "hvdtrain.keras.training_metrics"}
+KERAS = {"hvdtrain.keras", "hvdtrain.backends.keras", "hvdtrain.keras.bridge",
+         "hvdtrain.keras.callback_state", "hvdtrain.keras.layout",
+         "hvdtrain.keras.measured_weights", "hvdtrain.keras.training_metrics"}
 ALLOWED = {
     "horovod": {"hvdtrain.backends.torch.collectives", "hvdtrain.backends.tensorflow.collectives",
                 "hvdtrain.cluster.boot", "hvdtrain.bench.peers"},

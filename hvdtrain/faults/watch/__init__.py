@@ -152,4 +152,5 @@ def _serve(name: bytes) -> None:
         # to the rank's group do not reach it.
         _state["child"] = subprocess.Popen(
             [sys.executable, "-I", "-S", script, str(listener.fileno()), str(ROOT.parent)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[listener.fileno()], start_new_session=True, cwd="/")
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()], start_new_session=True, cwd="/")

@@ -66,7 +66,8 @@ def probe(names: list[str], cwd: Path, *paths: str) -> tuple[dict[str, list[str]
 def test_the_core_imports_the_standard_library_and_numpy(tmp_path):
     names = modules()
     assert {"hvdtrain.loop", "hvdtrain.assemble", "hvdtrain.exchange.reducer",
-            "hvdtrain.backends.numpy.model", "hvdtrain.cli.train", "hvdtrain.collectives.mpi", "hvdtrain"} <= set(names)
+            "hvdtrain.backends.numpy.model", "hvdtrain.cli.train",
+            "hvdtrain.collectives.mpi", "hvdtrain"} <= set(names)
     wrong, effects = probe(names, tmp_path)
     assert not wrong, "these modules import what is not standard"
     assert not effects, "importing these modules changed the process"

@@ -40,6 +40,8 @@ class Bridge(History):
     far; ``on_test_batch_*``: no logs. `close` gives the model back.
     """
 
+    state_key = "Bridge"
+
     def __init__(self, callbacks: Iterable[Any], run: Any) -> None:
         super().__init__()
         model = run.spec.model

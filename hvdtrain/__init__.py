@@ -8,14 +8,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hvdtrain.callbacks.base import Callback as Callback
     from hvdtrain.config import Config as Config
+    from hvdtrain.config import Named as Named
+    from hvdtrain.config import Schedule as Schedule
     from hvdtrain.errors import UserError as UserError
     from hvdtrain.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Trainer", "UserError", "__version__"]
+__all__ = ["Callback", "Config", "Named", "Schedule", "Trainer", "UserError", "__version__"]
 
-_HOME = {"Config": "hvdtrain.config", "Trainer": "hvdtrain.trainer", "UserError": "hvdtrain.errors"}
+_HOME = {
+    "Callback": "hvdtrain.callbacks.base",
+    "Config": "hvdtrain.config",
+    "Named": "hvdtrain.config",
+    "Schedule": "hvdtrain.config",
+    "Trainer": "hvdtrain.trainer",
+    "UserError": "hvdtrain.errors",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,6 @@ import linecache
 import re
 import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,9 +17,9 @@ import numpy as np
 
 from hvdtrain.cluster.exit_calls import owner
 from hvdtrain.errors import UserError
+from hvdtrain.resolve import ROOT
 
 _FRAMEWORKS = re.compile(r"[/\\](torch|keras|tensorflow|numpy)[/\\]")
-_OWN = str(Path(__file__).parent)
 _MODULES = {("torch.nn.modules.module", "Module"), ("keras.src.layers.layer", "Layer")}
 _NAMES = ("x", "y", "sample_weight")
 _PLAIN_BUGS = ("RecursionError", "UnicodeError", "NotImplementedError", "OutOfMemoryError", "ResourceExhaustedError")
@@ -155,7 +154,7 @@ def _line_of_the_user(places: list[tuple[FrameType, int]]) -> str:
     """file:line of the innermost code that is neither a framework's nor this project's; "" where there is none."""
     for frame, line in reversed(places):
         path = frame.f_code.co_filename
-        if owner(path) == "user" and not path.startswith(_OWN):
+        if owner(path) == "user" and not path.startswith(str(ROOT)):
             return f"{path}:{line}"
     return ""
 

@@ -281,7 +281,7 @@ def _extras(run: Run, callbacks: Sequence[Any], class_weight: dict[int, float] |
     other = next((c for c in callbacks if c not in own and c not in keras_own), None)
     if other is not None:
         raise UserError(f"callbacks hold a {type(other).__name__}", "callbacks of hvdtrain or of Keras",
-                        "make it a subclass of hvdtrain.callbacks.base.Callback")
+                        "make it a subclass of hvdtrain.Callback")
     if keras_own and run.parts.layout is not None:
         raise UserError(f"the Keras callback {type(keras_own[0]).__name__} with a pipeline over ranks, where no rank "
                         "has all of the model", "callbacks of hvdtrain", "leave it out, or leave pipeline out")

@@ -79,7 +79,7 @@ def gradients_recorded() -> contextlib.AbstractContextManager[Any]:
 
 def load(framework: str) -> Any:
     """Import and return a backend's package."""
-    return importlib.import_module(f"hvdtrain.backends.{framework}")
+    return importlib.import_module(f"{__name__}.{framework}")
 
 
 def imported() -> list[str]:

@@ -22,6 +22,7 @@ class AutoCompile(Callback):
     """Runs on all ranks. ``chosen``: what each kind of rank uses, by its text; a run that is resumed keeps it."""
 
     where = "all"
+    state_key = "AutoCompile"
 
     def __init__(self) -> None:
         self.chosen: dict[str, list[str]] = {}

@@ -38,6 +38,7 @@ class AutoCompression(Callback):
     """
 
     where = "all"
+    state_key = "AutoCompression"
 
     def __init__(self) -> None:
         self.choice, self.settled = "none", False

@@ -47,6 +47,7 @@ class AutoWire(Callback):
     """
 
     where = "all"
+    state_key = "AutoWire"
 
     def __init__(self, compression: AutoCompression | None = None) -> None:
         self.choice, self.settled, self._ruled = "", False, False

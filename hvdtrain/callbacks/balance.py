@@ -33,6 +33,7 @@ class Balance(Callback):
     which a new plan would change."""
 
     where = "all"
+    state_key = "Balance"
 
     def __init__(self, meter: Meter, holds: Callable[[], bool] = lambda: False) -> None:
         self._meter, self._holds = meter, holds

@@ -17,7 +17,15 @@ class Callback:
 
     where = "root"
     every = ""
+    state_key = "Callback"
+    """Name of the state in checkpoints: of each class its own name, unless its body sets another."""
     _turns: Turns | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Give a class without a ``state_key`` of its own the name of the class; a base's key is not inherited."""
+        super().__init_subclass__(**kwargs)
+        if "state_key" not in vars(cls):
+            cls.state_key = cls.__name__
 
     def on(self, event: Event, run: Any) -> None:
         """Call the method of this event, if there is one and it is its turn."""

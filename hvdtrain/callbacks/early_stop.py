@@ -14,6 +14,7 @@ class EarlyStop(Callback):
     """Runs on all ranks over metrics that are equal on all; the wish to stop still goes through the vote (law 6)."""
 
     where = "all"
+    state_key = "EarlyStop"
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

@@ -17,6 +17,7 @@ class History(Callback):
     """
 
     where = "all"
+    state_key = "History"
 
     def __init__(self) -> None:
         self.history: dict[str, list[float]] = {}

@@ -31,6 +31,7 @@ class Ledger(Callback):
     """
 
     where = "all"
+    state_key = "Ledger"
 
     def __init__(self) -> None:
         self._book = Book()

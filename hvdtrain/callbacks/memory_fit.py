@@ -32,6 +32,7 @@ class MemoryFit(Callback):
     """Runs on all ranks, before balance, whose probe finds the blocks recomputed that were chosen."""
 
     where = "all"
+    state_key = "MemoryFit"
 
     def __init__(self) -> None:
         self._kept: dict[str, Any] = {}

@@ -19,6 +19,7 @@ class NanGuard(Callback):
     """
 
     where = "all"
+    state_key = "NanGuard"
 
     def __init__(self, mode: str, max_skipped: int) -> None:
         self._mode, self._max = mode, max_skipped

@@ -83,5 +83,5 @@ def _own_callback(text: str) -> Callback:
     made: Any = load_callable(text, "callbacks")()
     if not (callable(getattr(made, "on", None)) and getattr(made, "where", None) in ("root", "all")):
         raise UserError(f"callbacks: {text} gave a {type(made).__name__}", "a callback of hvdtrain, whose where is "
-                        "'root' or 'all'", "make it a subclass of hvdtrain.callbacks.base.Callback")
+                        "'root' or 'all'", "make it a subclass of hvdtrain.Callback")
     return made  # type: ignore[no-any-return]

@@ -150,6 +150,11 @@ CALLBACKS = "callbacks"
 """The group of a checkpoint that holds the arrays of callbacks."""
 
 
+def state_key_of(callback: Any) -> str:
+    """Return the name of a callback's state in a checkpoint: `Callback.state_key`, else the name of its class."""
+    return str(getattr(callback, "state_key", type(callback).__name__))
+
+
 class WithCallbacks:
     """The state ``inner`` of a checkpoint, and the arrays of callbacks that have ``arrays`` and ``load_arrays``.
 
@@ -158,7 +163,7 @@ class WithCallbacks:
 
     def __init__(self, inner: Any, rank: int, callbacks: Sequence[Any]) -> None:
         self._inner, self._rank = inner, rank
-        self._callbacks = {f"{n}.{type(c).__name__}/": c for n, c in enumerate(callbacks)}
+        self._callbacks = {f"{n}.{state_key_of(c)}/": c for n, c in enumerate(callbacks)}
 
     def shards(self, place: Place | None = None) -> Iterator[Shard]:
         """Yield what ``inner`` gives, then on rank 0 the callbacks' arrays."""

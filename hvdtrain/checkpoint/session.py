@@ -17,6 +17,7 @@ import numpy as np
 from hvdtrain import model_changes, run_length
 from hvdtrain.average import GROUP
 from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Kept, read_snapshot
+from hvdtrain.checkpoint.adapters import state_key_of
 from hvdtrain.checkpoint.contents import held_by, json_able, parts_of, schedule_of
 from hvdtrain.checkpoint.holders import WRAPPERS, fitting, model_names
 from hvdtrain.checkpoint.saving import DIRECTORY, Saving
@@ -262,12 +263,12 @@ def _schedule_before(run: Run, meta: Mapping[str, Any], at: Cursor) -> dict[str,
 
 
 def _states(run: Run, kept: list[list[Any]] | dict[str, dict[str, Any]]) -> list[tuple[Callback, dict[str, Any]]]:
-    """Return the callbacks that get a state back: the nth of a class the nth of that class in ``kept``.
+    """Return the callbacks that get a state back: the nth of a key the nth of that key in ``kept``.
 
     The first checkpoints of 0.1.0 hold a mapping by class name instead, in which the last of a class had replaced the
     others; it goes to the last.
     """
-    names = [type(callback).__name__ for callback in run.callbacks]
+    names = [state_key_of(callback) for callback in run.callbacks]
     states: dict[str, list[dict[str, Any]]] = {}
     for name, state in kept.items() if isinstance(kept, dict) else kept:
         states.setdefault(name, []).append(state)

@@ -22,6 +22,21 @@ COMMANDS = {
     "bench": "benchmark transports and compressors on this cluster",
 }
 
+_HOMES = {
+    "train": "hvdtrain.cli.train",
+    "plan": "hvdtrain.cli.plan",
+    "launch": "hvdtrain.cli.launch",
+    "report": "hvdtrain.cli.report",
+    "checkpoints": "hvdtrain.cli.checkpoints",
+    "doctor": "hvdtrain.cli.doctor",
+    "verify": "hvdtrain.cli.verify",
+    "chaos": "hvdtrain.cli.chaos",
+    "migrate": "hvdtrain.cli.migrate",
+    "convert": "hvdtrain.cli.convert",
+    "build": "hvdtrain.cli.build",
+    "bench": "hvdtrain.cli.bench",
+}
+
 USAGE = """usage: python -m hvdtrain [command] [options]
 
 Without a command: train the built-in recipe, a CNN on scikit-learn's digits.
@@ -64,4 +79,4 @@ def _dispatch(argv: list[str]) -> int:
     from hvdtrain.cluster import quiet
 
     quiet.watch_import()
-    return importlib.import_module(f"hvdtrain.cli.{name}").main(rest)
+    return importlib.import_module(_HOMES[name]).main(rest)

@@ -17,8 +17,9 @@ from types import CodeType
 
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.errors import ExitCalled
+from hvdtrain.resolve import ROOT
 
-_HERE = str(Path(__file__).resolve().parents[1]) + os.sep
+_HERE = str(ROOT) + os.sep
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 

@@ -18,6 +18,7 @@ from hvdtrain.build.run import ChildFailed, logged
 from hvdtrain.checkpoint.files import fsync_directory, make_directories
 from hvdtrain.convert.request import Request, completed
 from hvdtrain.errors import UserError
+from hvdtrain.resolve import ROOT
 
 CHILD_TIMEOUT_S = 1800.0
 """Longest time that one half may take."""
@@ -54,18 +55,13 @@ def _child(what: str, argv: list[str], exchange: Path) -> None:
     log, said = exchange.with_suffix(f".{argv[0]}.log"), exchange.with_suffix(".error")
     # Outputs are compared on the CPU, where both frameworks compute in full fp32.
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2",
-           "PYTHONPATH": os.pathsep.join(filter(None, [*_own_path(), os.environ.get("PYTHONPATH", "")]))}
+           "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT.parent), os.environ.get("PYTHONPATH", "")]))}
     try:
         logged(what, [sys.executable, "-m", "hvdtrain.convert.worker", *argv], log, env, CHILD_TIMEOUT_S)
     except ChildFailed as failed:
         if said.is_file():
             raise UserError(*json.loads(said.read_text(encoding="utf-8"))) from None
         raise failed.told("models that can be built and loaded here", "see its last lines above") from None
-
-
-def _own_path() -> list[str]:
-    """Where this package was imported from, for a child with another current directory in its path."""
-    return [str(Path(__file__).resolve().parents[2])]
 
 
 def _publish(made: Path, request: Request) -> None:

@@ -70,7 +70,7 @@ def create(setup: Setup) -> DataParallel:
                         "name a compression, or leave data_parallel out")
     if setup.parts.layout is not None:
         setup = _among_replicas(setup)
-    made: DataParallel = load_slot("hvdtrain.data_parallel", name, "data_parallel", "make")(setup)
+    made: DataParallel = load_slot(__name__, name, "data_parallel", "make")(setup)
     if not hasattr(made, "update"):
         raise UserError(f"data_parallel {name} returned a {type(made).__name__}", "a DataParallel, such as "
                         "hvdtrain.data_parallel.replicate.Replicate", "return one from its callable")

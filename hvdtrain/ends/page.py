@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hvdtrain
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.ends import survivor, words
 from hvdtrain.protocols import Record
+from hvdtrain.resolve import ROOT
 from hvdtrain.terminal import say
 
 AFTER_S = 2.0
@@ -70,7 +70,7 @@ class Survivor:
 
 def started(out: Path) -> subprocess.Popen[bytes]:
     """Start the process that writes the page of the run in ``out`` after this one's end. OSError."""
-    root = str(Path(hvdtrain.__file__).resolve().parents[1])
+    root = str(ROOT.parent)
     command = [sys.executable, "-I", "-S", survivor.__file__, os.path.abspath(out), str(os.getpid()), root]
     # A session of its own: signals to the ranks' group do not reach it, and a launcher does not wait for it.
     return subprocess.Popen(command, env=survivor.environment(root), cwd="/", stdin=subprocess.PIPE, bufsize=0,

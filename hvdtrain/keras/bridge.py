@@ -40,12 +40,14 @@ class Bridge(History):
     far; ``on_test_batch_*``: no logs. `close` gives the model back.
     """
 
+    state_key = "Bridge"
+
     def __init__(self, callbacks: Iterable[Any], run: Any) -> None:
         super().__init__()
         model = run.spec.model
         if not isinstance(model, keras.Model):
             raise UserError(f"Keras callbacks for a {type(model).__name__}", "a keras.Model, or hvdtrain's callbacks",
-                            "write them as hvdtrain.callbacks.base.Callback")
+                            "write them as hvdtrain.Callback")
         given = list(callbacks)
         left_out = [type(c).__name__ for c in given if type(c).__name__ in NOT_NEEDED]
         self.callbacks = [c for c in given if type(c).__name__ not in NOT_NEEDED]

@@ -1,1 +1,1 @@
-"""How a rank makes its part of a step fit its memory: its micro-batch, and the blocks that it recomputes."""
+"""Memory of training on a rank: estimated before it starts, and fitted by the micro-batch and recomputed blocks."""

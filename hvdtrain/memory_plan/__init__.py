@@ -1,1 +1,1 @@
-"""How much memory training takes, before it does: by rank and kind, with what would make it less."""
+"""Memory of training on a rank: estimated before it starts, and fitted by the micro-batch and recomputed blocks."""

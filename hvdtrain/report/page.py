@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.report import ending, headline, story
+from hvdtrain.report import sections as slots
 from hvdtrain.report.blocks import Lines, Section
 from hvdtrain.report.facts import Facts, gather
-from hvdtrain.report.sections import ORDER
 from hvdtrain.report.words import moment
 
 FOLDER = Path(__file__).parent / "templates"
@@ -49,9 +49,9 @@ def of_several(runs: Sequence[Facts], live: bool = False) -> str:
 def sections(facts: Facts) -> list[Section]:
     """Return the page's parts in order. One that cannot be drawn from what the files hold says so in its place."""
     found = []
-    for name in ORDER:
+    for name in slots.ORDER:
         try:
-            section = importlib.import_module(f"hvdtrain.report.sections.{name}").make(facts)
+            section = importlib.import_module(f"{slots.__name__}.{name}").make(facts)
         except Exception as error:  # noqa: BLE001  (records of any version and of others' making may hold anything)
             words = f"This part could not be drawn from what the run's files hold ({type(error).__name__}: {error})."
             section = Section(name, name.capitalize(), "", [Lines([words])])

@@ -19,16 +19,20 @@ import pytest
 import hvdtrain
 
 ROOT = Path(hvdtrain.__file__).parent
+KERAS = {"hvdtrain.keras", "hvdtrain.backends.keras", "hvdtrain.keras.bridge",
+         "hvdtrain.keras.callback_state", "hvdtrain.keras.layout",
+         "hvdtrain.keras.measured_weights", "hvdtrain.keras.training_metrics"}
 ALLOWED = {
-    "horovod": {"backends/torch/collectives.py", "backends/tensorflow/collectives.py", "cluster/horovod.py",
-                "bench/peers/"},
-    "mpi4py": {"cluster/", "collectives/mpi.py"},
-    "torch": {"backends/torch/", "bench/peers/"},
-    "tensorflow": {"backends/tensorflow/", "keras/", "tensorflow/", "bench/peers/"},
-    "keras": {"backends/tensorflow/", "backends/torch/keras/", "keras/", "tensorflow/", "bench/peers/"},
+    "horovod": {"hvdtrain.backends.torch.collectives", "hvdtrain.backends.tensorflow.collectives",
+                "hvdtrain.cluster.horovod"},
+    "mpi4py": {"hvdtrain.cluster", "hvdtrain.collectives.mpi"},
+    "torch": {"hvdtrain.backends.torch"},
+    "tensorflow": {"hvdtrain.backends.tensorflow", "hvdtrain.tensorflow", *KERAS},
+    "keras": {"hvdtrain.backends.tensorflow", "hvdtrain.backends.torch.keras", "hvdtrain.tensorflow",
+              *KERAS},
 }
-"""bench/peers/: the trainers that hvdtrain is measured against are what they are; no run imports them. keras/ and
-tensorflow/: Horovod's APIs for users of these frameworks; no run of PyTorch imports what imports TensorFlow there."""
+"""Modules that may import a package, with all below them. keras and tensorflow: Horovod's APIs for users of these
+frameworks; no run of PyTorch imports what imports TensorFlow there."""
 IMPORTERS = ("import_module", "__import__")
 """Functions that import what a string names."""
 
@@ -54,15 +58,20 @@ def strings(node: ast.expr) -> list[str]:
     return [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
 
 
-def allowed(where: str, package: str) -> bool:
-    """Whether the file ``where`` may import ``package``; a place that ends in / is a folder."""
-    return any(where == place or place.endswith("/") and where.startswith(place) for place in ALLOWED[package])
+def module_of(path: Path) -> str:
+    """Return the dotted name of a file of the package."""
+    return ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def allowed(module: str, package: str) -> bool:
+    """Return whether ``module`` may import ``package``."""
+    return any(module == place or module.startswith(f"{place}.") for place in ALLOWED[package])
 
 
 def test_only_the_named_files_import_them():
     files = sorted(ROOT.rglob("*.py"))
     assert len(files) > 50
-    wrong = [f"{where} imports {name}" for path in files for where in [path.relative_to(ROOT).as_posix()]
+    wrong = [f"{where} imports {name}" for path in files for where in [module_of(path)]
              for name in imports(path.read_text(encoding="utf-8"))
              for package in [name.partition(".")[0]] if package in ALLOWED and not allowed(where, package)]
     assert not wrong
@@ -74,8 +83,8 @@ def test_only_the_named_files_import_them():
     "from importlib import import_module\nimport_module(f'horovod.{name}')", "__import__('horovod')"])
 def test_the_check_sees_every_way_to_import(source):
     assert {name.partition(".")[0] for name in imports(source)} >= {"horovod"}
-    assert not allowed("loop.py", "horovod") and allowed("cluster/horovod.py", "horovod")
-    assert not allowed("cluster/boot.py", "torch") and allowed("cluster/control.py", "mpi4py")
+    assert not allowed("hvdtrain.loop", "horovod") and allowed("hvdtrain.cluster.horovod", "horovod")
+    assert not allowed("hvdtrain.cluster.boot", "torch") and allowed("hvdtrain.cluster.control", "mpi4py")
 
 
 SCRIPT = """

@@ -136,7 +136,8 @@ def test_what_is_set_for_all_is_noted_for_all():
 
 def test_all_jobs_get_the_same_command_and_environment(monkeypatch):
     monkeypatch.setattr(racing.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr("hvdtrain.cli.verify.launcher", lambda ranks: ["mpirun", "--oversubscribe", "-np", str(ranks)])
+    monkeypatch.setattr("hvdtrain.cli.verify.launcher",
+                        lambda ranks: ["mpirun", "--oversubscribe", "-np", str(ranks)])
     args = step._parser().parse(["--contenders", "ddp,hvdtrain", "--threads", "3", "--hosts", "a:1,b:1", "--iface",
                                  "eth7", "--mpirun_args", "--mca plm_rsh_agent '/a b'", "--exchange", "bucket_mb=4"])
     plan = step._plan(args, {"PYTHONPATH": "/p"})

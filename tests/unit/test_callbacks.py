@@ -1,17 +1,21 @@
 """Each callback that decides something, alone, driven by a made-up run."""
 
+import importlib
 import json
 import math
+import pkgutil
 from types import SimpleNamespace
 
 import pytest
 from fake_run import all_of, make_run, walk
 
+import hvdtrain.callbacks
 from hvdtrain.callbacks import checkpoint as checkpoint_module
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.callbacks.early_stop import EarlyStop
 from hvdtrain.callbacks.nan_guard import NanGuard
+from hvdtrain.checkpoint.adapters import state_key_of
 from hvdtrain.config import Checkpoint as CheckpointSettings
 from hvdtrain.config import EarlyStop as EarlyStopSettings
 from hvdtrain.data.cursor import Cursor
@@ -44,6 +48,34 @@ def test_every_thins_out_steps_only(run, every, seen):
     seer = Seer()
     all_of(walk(run, seer))
     assert seer.steps == seen and seer.evals == 2
+
+
+STATE_KEYS = {"AutoCompile", "AutoCompression", "AutoWire", "Balance", "EarlyStop", "History", "Ledger", "MemoryFit",
+              "NanGuard"}
+"""Names of states in the checkpoints of released versions. Beside them "Bridge", of Keras' callbacks."""
+
+
+def test_states_in_checkpoints_keep_their_names():
+    """A renamed class would lose its state when a checkpoint of an earlier release is resumed."""
+    found = {member for module in pkgutil.iter_modules(hvdtrain.callbacks.__path__)
+             for member in vars(importlib.import_module(f"hvdtrain.callbacks.{module.name}")).values()
+             if isinstance(member, type) and issubclass(member, Callback) and "state_dict" in vars(member)}
+    assert {cls.state_key for cls in found - {Callback}} == STATE_KEYS
+
+
+def test_a_callback_of_the_user_is_stored_by_the_name_of_its_class():
+    class Own(EarlyStop):
+        pass
+
+    class Renamed(EarlyStop):
+        state_key = "Own"
+
+    class Without:
+        where = "all"
+
+    settings = EarlyStopSettings("loss", 1)
+    keys = [state_key_of(made) for made in (Own(settings), Renamed(settings), Without(), EarlyStop(settings))]
+    assert keys == ["Own", "Own", "Without", "EarlyStop"]
 
 
 def test_every_so_many_seconds(run, monkeypatch):

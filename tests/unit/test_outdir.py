@@ -246,7 +246,8 @@ def test_user_code_that_changes_the_directory_does_not_divide_a_run(tmp_path, ou
     """Also the default directory, data, model and callbacks that are given by relative paths, and a later resume."""
     (tmp_path / "away").mkdir()
     (tmp_path / "parts.py").write_text(
-        "import os\nfrom hvdtrain.backends.numpy.model import Model\nfrom hvdtrain.callbacks.base import Callback\n"
+        "import os\nfrom hvdtrain.backends.numpy.model import Model\n"
+        "from hvdtrain.callbacks.base import Callback\n"
         "class Moves(Callback):\n"
         "    def step_end(self, run): os.chdir(%r)\n"
         "def build():\n    os.chdir(%r)\n    return Model((4, 3), 0)\n" % ((str(tmp_path / "away"),) * 2))

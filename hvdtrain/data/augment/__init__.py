@@ -25,20 +25,19 @@ ORDER = ("crop", "flip", "cutout")
 """The augmentations of files in the order in which they are applied; others of the folder follow, then the user's own
 as they are written, and mixup last."""
 
-PACKAGE = "hvdtrain.data.augment"
 CHANNELS = (1, 3, 4)
 
 
 def check(spec: Mapping[str, Any]) -> None:
     """Raise `UserError` for an augmentation that there is none of, and for a value that it does not take."""
-    files = in_slot(PACKAGE, "apply")
+    files = in_slot(__name__, "apply")
     for name, value in spec.items():
         if ":" in name:
             continue
         if name != "mixup" and name not in files:
             raise UserError(f"data.augment names {name!r}", f"{nearest(name, [*files, 'mixup'])}, or module:callable",
                             "correct data.augment")
-        (mixup.check if name == "mixup" else load_slot(PACKAGE, name, "data.augment", "check"))(value)
+        (mixup.check if name == "mixup" else load_slot(__name__, name, "data.augment", "check"))(value)
 
 
 def mixes(spec: Mapping[str, Any]) -> bool:
@@ -48,9 +47,9 @@ def mixes(spec: Mapping[str, Any]) -> bool:
 
 def steps_of(spec: Mapping[str, Any]) -> list[tuple[str, Callable[..., np.ndarray], Any]]:
     """Return (name of its random numbers, function, value) of all but mixup, in order; those of value 0 are off."""
-    files = [*ORDER, *(name for name in in_slot(PACKAGE, "apply") if name not in ORDER)]
+    files = [*ORDER, *(name for name in in_slot(__name__, "apply") if name not in ORDER)]
     own = [name for name in spec if ":" in name]
-    steps = [(name, load_slot(PACKAGE, name, "data.augment", "apply"), spec[name]) for name in files if spec.get(name)]
+    steps = [(name, load_slot(__name__, name, "data.augment", "apply"), spec[name]) for name in files if spec.get(name)]
     return steps + [(f"own {name.rpartition(':')[2]}", load_callable(name, "data.augment"), spec[name])
                     for name in own]
 

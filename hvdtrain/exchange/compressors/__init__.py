@@ -13,10 +13,10 @@ from hvdtrain.slots import in_slot, load_slot
 
 def names() -> tuple[str, ...]:
     """Return the names of the built-in ones."""
-    return in_slot("hvdtrain.exchange.compressors", "make")
+    return in_slot(__name__, "make")
 
 
 def create(name: str, config: Config) -> Compressor:
     """Return the compressor ``name`` with the settings of ``config.exchange``; `UserError` for a name that is none."""
-    made: Compressor = load_slot("hvdtrain.exchange.compressors", name, "compression", "make")(config.exchange)
+    made: Compressor = load_slot(__name__, name, "compression", "make")(config.exchange)
     return made

@@ -145,9 +145,12 @@ def _serve(name: bytes) -> None:
             time.sleep(TRY_S)
             return
         listener.listen(1024)
+        from hvdtrain.resolve import ROOT
+
         script = str(Path(__file__).with_name("process.py"))
         # -I -S: nothing of the user's or of site-packages is read. A session of its own: signals that a launcher sends
         # to the rank's group do not reach it.
         _state["child"] = subprocess.Popen(
-            [sys.executable, "-I", "-S", script, str(listener.fileno())], stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, pass_fds=[listener.fileno()], start_new_session=True, cwd="/")
+            [sys.executable, "-I", "-S", script, str(listener.fileno()), str(ROOT.parent)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()], start_new_session=True, cwd="/")

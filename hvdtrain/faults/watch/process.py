@@ -1,8 +1,8 @@
 """The small process beside the ranks of a host: looks at them, gives the verdict, ends the job. A program of its own.
 
-``python -I -S process.py FD``: FD is the listening socket at which the ranks come. Standard library only. What holds
-for all of it: it ends soon after the last rank, it holds nothing up (its copies of the ranks' stderr go with it), and
-what it does not understand it leaves alone.
+``python -I -S process.py FD ROOT``: FD is the listening socket at which the ranks come, ROOT the directory that holds
+the package. Standard library only. What holds for all of it: it ends soon after the last rank, it holds nothing up (its
+copies of the ranks' stderr go with it), and what it does not understand it leaves alone.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import socket
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+    sys.path.insert(0, sys.argv[2])
 
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.faults.pulse import Page

@@ -63,7 +63,7 @@ def rule(name: str) -> Any:
     from hvdtrain.migrate.rules.torch_kinds import TORCH_RULES
 
     assert name in RULES
-    return TORCH_RULES.get(name) or import_module(f"hvdtrain.migrate.rules.{name}")
+    return TORCH_RULES.get(name) or import_module(f"{__name__}.{name}")
 
 
 def recognised(scan: Any) -> str:

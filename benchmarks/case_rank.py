@@ -1,4 +1,4 @@
-"""One rank of ``bench case``: trains as a recipe says for some steps, and tells what the timed ones took."""
+"""One rank of ``benchmarks case``: trains as a recipe says for some steps, and tells what the timed ones took."""
 
 from __future__ import annotations
 

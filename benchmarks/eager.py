@@ -1,4 +1,4 @@
-"""``bench eager``: what one call of `hvdtrain.tensorflow` takes outside of graphs, against the same call of Horovod.
+"""``benchmarks eager``: what one call of `hvdtrain.tensorflow` takes outside of graphs, against Horovod's.
 
 Owns the turns and the table. Both call the same Horovod in the same processes, one after the other in each round, in
 alternating order. What is called is in ``peers/eager_tensorflow.py``.

@@ -1,4 +1,4 @@
-"""One rank of ``bench input``: reads whole epochs of a folder of pictures in one of three ways.
+"""One rank of ``benchmarks input``: reads whole epochs of a folder of pictures in one of three ways.
 
 The ways of others are in `benchmarks.peers`: `dataloader` and `tfdata`. All give float32 (B, H, W, 3) in [0, 1] and
 class numbers. A decode is counted where it is done: one byte more in a file that all processes of the job append to;

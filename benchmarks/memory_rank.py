@@ -1,4 +1,4 @@
-"""One rank of ``bench memory``: trains a perceptron for a few steps and tells the most memory that it held.
+"""One rank of ``benchmarks memory``: trains a perceptron for a few steps and tells the most memory that it held.
 
 What counts begins after a step of a tiny model: frameworks import parts of themselves when a first optimizer is made,
 and threads, wires and libraries take some MiB at their first use, of whatever size the model is.
@@ -66,7 +66,7 @@ def _train(args: argparse.Namespace, keys: list[str], facts: Any) -> int:
 
 
 def _fit(args: argparse.Namespace, keys: list[str], control: Any, hidden: list[int], workload: str = "") -> Any:
-    """Train a perceptron of these widths, or a workload of ``bench step``; return its run."""
+    """Train a perceptron of these widths, or a workload of ``benchmarks step``; return its run."""
     from hvdtrain import loop
     from hvdtrain.assemble import assemble
     from hvdtrain.cli.train import parse

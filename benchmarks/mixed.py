@@ -1,4 +1,4 @@
-"""``bench mixed``: ranks of unlike speed, and how much of the sum of their solo speeds each trainer reaches.
+"""``benchmarks mixed``: ranks of unlike speed, and how much of the sum of their solo speeds each trainer reaches.
 
 Owns who runs at which speed, and when speeds change ranks (how ranks are slowed: `throttle`; how jobs are launched and
 take turns: `race`; what is made of the times: `parts`). Beside the contenders there is a plain loop alone for each

@@ -1,4 +1,4 @@
-"""What is made of the times of `bench mixed`: parts of the sum of solo speeds, before and after speeds change ranks.
+"""Figures of `benchmarks mixed` made of its times: parts of the sum of solo speeds, before and after speeds change.
 
 Owns these numbers and their tables. Pure: measures and prints nothing. Everything is by round, and what is told is the
 median over rounds, since solo speeds are measured anew in each.

@@ -1,4 +1,4 @@
-"""``bench pipeline``: a model cut over ranks, against PyTorch's own pipeline cut the same, all under one quota.
+"""``benchmarks pipeline``: a model cut over ranks, against PyTorch's own pipeline cut the same, all under one quota.
 
 Owns who takes part, the quota, and that a peer gets our cut (how jobs are launched and take turns: `race`; how ranks
 are slowed: `throttle`; what is made of the times: `stages`). Each rank of each job has the same part of a core, so that

@@ -1,4 +1,4 @@
-"""What is made of what `bench pipeline` measures: steps against each other, and the stages' idle shares.
+"""What is made of what `benchmarks pipeline` measures: steps against each other, and the stages' idle shares.
 
 Owns these numbers and their tables. Pure: measures and prints nothing. Idle shares are, as a run tells them at its
 end, of a step's forwards and backwards: what a rank waits in them for other stages and what they send, and after its

@@ -1,4 +1,4 @@
-"""What is made of the times and results of `bench step`: ratios within rounds, and who does something else.
+"""What is made of the times and results of `benchmarks step`: ratios within rounds, and who does something else.
 
 Owns what a ratio is and whom a contender is compared with. Pure: measures and prints nothing.
 """

@@ -1,4 +1,4 @@
-"""``bench step``: whole training steps of hvdtrain and of its peers, in turns, in one run.
+"""``benchmarks step``: whole training steps of hvdtrain and of its peers, in turns, in one run.
 
 Owns the choice of contenders, the rounds and what is told of them (how jobs are launched and take turns: `race`; what
 is made of the times: `standings`). Each contender is a job of its own under mpirun, started with the same flags,

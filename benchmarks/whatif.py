@@ -1,4 +1,4 @@
-"""``bench whatif``: what a run reckons of a step without one of its ranks, held against a run without that rank.
+"""``benchmarks whatif``: what a run reckons of a step without one of its ranks, held against a run without that rank.
 
 Owns the two jobs and the comparison. Both train the same global batch at the same speeds, are alive at once and take
 turns (`race`); the forecast is asked of the whole one in each round, right after its turn.

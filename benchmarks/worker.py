@@ -1,4 +1,4 @@
-"""One rank of one contender of `bench step` or `bench mixed`: builds its training job, then steps when told to.
+"""One rank of one contender of `benchmarks step` or `mixed`: builds its training job, then steps when told to.
 
 Owns the conversation with the parent. Rank 0 reads lines from its standard input ("go STEPS", "go STEPS UNTIMED",
 "whatif", "quit") and answers with lines of JSON behind `MARK`; the other ranks hear of it through the control plane,

@@ -1,4 +1,4 @@
-"""The contenders of `bench step` and `bench mixed`: hvdtrain in its variants and its peers, by name.
+"""The contenders of `benchmarks step` and `benchmarks mixed`: hvdtrain in its variants and its peers, by name.
 
 Owns the registry and what a contender's file gets and gives. Each file of this folder has a ``prepare(setup, ...)``
 that builds a whole training job the way that library's own documentation shows it. The peers measured here are the one

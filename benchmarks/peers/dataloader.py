@@ -1,4 +1,4 @@
-"""torch's DataLoader under a DistributedSampler, for ``bench input``: its workers are kept between epochs."""
+"""torch's DataLoader under a DistributedSampler, for ``benchmarks input``: its workers are kept between epochs."""
 
 from __future__ import annotations
 

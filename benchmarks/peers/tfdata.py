@@ -1,4 +1,4 @@
-"""tf.data cut by shard(), for ``bench input``: files are shuffled alike on all ranks, and decoded by threads."""
+"""tf.data cut by shard(), for ``benchmarks input``: files are shuffled alike on all ranks, and decoded by threads."""
 
 from __future__ import annotations
 

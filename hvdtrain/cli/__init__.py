@@ -30,7 +30,6 @@ _HOMES = {
     "checkpoints": "hvdtrain.cli.checkpoints",
     "doctor": "hvdtrain.cli.doctor",
     "verify": "hvdtrain.cli.verify",
-    "chaos": "hvdtrain.cli.chaos",
     "migrate": "hvdtrain.cli.migrate",
     "convert": "hvdtrain.cli.convert",
     "build": "hvdtrain.cli.build",
@@ -70,7 +69,7 @@ def _dispatch(argv: list[str]) -> int:
     from hvdtrain.errors import UserError, nearest
 
     name, rest = ("train", argv) if not argv or argv[0].startswith("-") else (argv[0], argv[1:])
-    if name == "chaos":
+    if name == "chaos":  # of an earlier release
         from hvdtrain.cli.bench import forward
 
         return forward("chaos", "chaos", rest)

@@ -1,4 +1,4 @@
-"""`bench case`: which jobs it starts, what its table makes of them, and one job on a small recipe."""
+"""`benchmarks case`: which jobs it starts, what its table makes of them, and one job on a small recipe."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`bench input`: what its table makes of the times, the counting of decodes, and one job of each reader."""
+"""`benchmarks input`: what its table makes of the times, the counting of decodes, and one job of each reader."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""`bench memory`: the formula beside what is measured, and one job on a small model."""
+"""`benchmarks memory`: the formula beside what is measured, and one job on a small model."""
 
 import json
 

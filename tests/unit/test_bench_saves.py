@@ -1,4 +1,4 @@
-"""`bench saves`: its two cases on a small model, and the parts that its table tells."""
+"""`benchmarks saves`: its two cases on a small model, and the parts that its table tells."""
 
 import json
 

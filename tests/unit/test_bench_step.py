@@ -18,6 +18,7 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.sources import ArraySource
 from hvdtrain.errors import UserError
+from hvdtrain.resolve import ROOT
 
 
 def refused(*argv):
@@ -141,7 +142,7 @@ def test_all_jobs_get_the_same_command_and_environment(monkeypatch):
     args = step._parser().parse(["--contenders", "ddp,hvdtrain", "--threads", "3", "--hosts", "a:1,b:1", "--iface",
                                  "eth7", "--mpirun_args", "--mca plm_rsh_agent '/a b'", "--exchange", "bucket_mb=4"])
     plan = step._plan(args, {"PYTHONPATH": "/p"})
-    assert plan.env["OMP_NUM_THREADS"] == "3" and plan.env["PYTHONPATH"] == "/p"
+    assert plan.env["OMP_NUM_THREADS"] == "3" and plan.env["PYTHONPATH"] == f"{ROOT.parent}:/p"
     lines = [step.command(args, plan, c, "/scratch") for c in plan.contenders]
     assert [[w for w in line if w not in ("ddp", "hvdtrain")] for line in lines][0] == \
         [w for w in lines[1] if w not in ("ddp", "hvdtrain")]

@@ -127,7 +127,7 @@ def test_a_job_ends_with_whoever_started_it_even_when_that_is_killed():
 
 
 def test_a_logged_child_is_ended_on_a_signal_with_what_has_left_its_session(tmp_path):
-    """As of mpirun, whose ranks are in groups of their own; this is what `bench accuracy` and `verify` rely on."""
+    """As of mpirun, whose ranks are in groups of their own; this is what `benchmarks accuracy` and `verify` rely on."""
     pids, program = tmp_path / "pids", "import os, sys, time\n" + STRAY + """
 with open(sys.argv[1] + ".part", "w") as file:
     file.write(f"{os.getpid()} {stray.pid}")

@@ -1,4 +1,4 @@
-"""`bench whatif`: the two jobs it starts, and how it holds the forecast against the second of them."""
+"""`benchmarks whatif`: the two jobs it starts, and how it holds the forecast against the second of them."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""`chaos --cuts`: the plan of the cuts, the verdict on each, and where none can be made; no network is cut here."""
+"""`benchmarks chaos --cuts`: the plan of the cuts, the verdict on each, and where none can be made; cuts no network."""
 
 import contextlib
 import os

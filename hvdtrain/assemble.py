@@ -151,6 +151,7 @@ def _complete(run: Run, facts: LaunchFacts, backend: Any, more: Callable[[Run], 
     run.unused = UnusedParameters(parts, control)
     agreed(control, lambda: parts.install(collective=False), "transforms")
     check_parts(control, parts, run.group)
+    # Before the exchange is attached, so that the samples enter no collective, such as BatchNorm's over ranks.
     run.written.start(run, first_sample.check(run, backend))
     run.notes += [note] if (note := note_of(feed.data, run.spec.task is not None)) else []
     run.dp = agreed(control, lambda: data_parallel.create(data_parallel.Setup(

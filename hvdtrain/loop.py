@@ -329,6 +329,7 @@ def _measured(run: Run, feed: Feed) -> dict[str, float]:
         again = mended(run, [shortages for _, shortages, _ in rows])
     everyone = [totals for totals, _, _ in rows]
     run.written.evaluated(run, samples, [fresh for _, _, fresh in rows])
+    # By name, not by place: a rank without samples does not know what the others measured.
     names = list(dict.fromkeys(name for totals in everyone for name in totals))
     summed = {name: sum(t[name] for t in everyone if name in t) for name in names}
     return evaluator.results(summed)

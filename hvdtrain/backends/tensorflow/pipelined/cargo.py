@@ -58,7 +58,10 @@ def has_gradient(x: tf.Tensor) -> bool:
 
 
 def absent_form(absent: Sequence[int]) -> str:
-    """Return the form of gradients of which those with the numbers ``absent`` are zeros in place of none."""
+    """Return the form of gradients of which those with the numbers ``absent`` are zeros in place of none.
+
+    The blocks before the cut need the difference: weight decay would move variables that one process leaves alone.
+    """
     return json.dumps(list(absent)) if absent else ""
 
 

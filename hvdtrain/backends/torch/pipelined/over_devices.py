@@ -4,6 +4,10 @@ Owns the parts of a micro-batch, the copies at the cuts, and what is measured of
 autograd's: each device has a thread of its own there, which takes the part that came last first, as GPipe does, and
 adds up a parameter's gradients of all parts before it tells that it is made. So each gradient is ready once in a
 backward, as in a model that is not split. Does not choose the cut: `hvdtrain.parallel` does.
+
+Graphs that end at the cuts, with backward called part by part, were measured: exact, but each part adds to all
+gradients in a pass of its own. On a CPU as two devices a step took 1.8 % longer (GPT of 3M parameters, 0.46 s), 6 %
+(GPT of 0.8M, 0.09 s) and 10 % (perceptron of 1.6M, 0.025 s).
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ test: setup
 	@$(PY) tests/run
 
 lint: setup
-	$(PY) -m flake8 hvdtrain tests $(wildcard torch_models tf_models containers)
+	$(PY) -m flake8 hvdtrain benchmarks tests $(wildcard torch_models tf_models containers)
 	$(PY) -m mypy
 
 # Needs no set-up: any Python starts it, and it looks for one that has PyTorch (PYTHON= names one).

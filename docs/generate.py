@@ -1,4 +1,4 @@
-"""Writes docs/config.md from the dataclasses in hvdtrain/config.py, and docs/records.md from
+"""Writes docs/config.md from the dataclasses in hvdtrain/keys.py, and docs/records.md from
 hvdtrain/records/schema.py: ``python docs/generate.py``.
 
 Owns the pages' layout and examples; names, types, units, defaults and meanings are read from the code.
@@ -42,7 +42,7 @@ checkpoint:
 """
 
 INTRO = """\
-<!-- Made by docs/generate.py from hvdtrain/config.py; change it there. -->
+<!-- Made by docs/generate.py from hvdtrain/keys.py; change it there. -->
 # Configuration
 
 A run is described by the keys below. Each has a default, so an empty configuration trains the built-in recipe.

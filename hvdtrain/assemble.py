@@ -24,9 +24,10 @@ from hvdtrain.alike import check_parts
 from hvdtrain.balance.emulate import Slowed
 from hvdtrain.callbacks.order import in_order
 from hvdtrain.checkpoint import session
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import boot, horovod
+from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.devices import DeviceFacts
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.exit import install_hooks
 from hvdtrain.cluster.group import world
 from hvdtrain.cluster.in_turn import in_turn
 from hvdtrain.cluster.launcher import LaunchFacts, launch_facts
@@ -79,6 +80,8 @@ def assemble(config: Config, model: Any = None, data: Any = None, control: Contr
 def _assembled(config: Config, model: Any, data: Any, control: Control | None, collectives: Collectives | None,
                more: Callable[[Run], list[Callback]] | None) -> Run:
     settings.check_launcher(config, (facts := launch_facts(os.environ)).kind)
+    if control is None:
+        install_hooks(facts)
     if control is None and facts.kind != "gloo":
         control = boot.start_control(facts, config.control_timeout_s, devices_per_rank=_devices(config),
                                      heartbeat_s=config.heartbeat_timeout_s)
@@ -236,8 +239,8 @@ def _seed(config: Config, backend: Any, rank: int) -> None:
 
 def _gloo_control(framework: str, config: Config, facts: LaunchFacts) -> Control:
     try:
-        hvd = boot.start_horovod(framework, config.exchange, facts)
-    except boot.HorovodUnavailable as error:
+        hvd = horovod.start_horovod(framework, config.exchange, facts)
+    except horovod.HorovodUnavailable as error:
         raise UserError(f"horovodrun --gloo needs Horovod for {framework}: {error.reason}", "a Horovod built here",
                         "run `python -m hvdtrain build`") from None
     control = boot.start_control(facts, config.control_timeout_s, hvd, _devices(config),

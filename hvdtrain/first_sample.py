@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import agreed
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.stream import on_disk
 from hvdtrain.errors import UserError

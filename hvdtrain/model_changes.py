@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import agreed
 from hvdtrain.errors import UserError, count
 from hvdtrain.exchange.unused import UnusedParameters
 

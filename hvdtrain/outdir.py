@@ -19,7 +19,7 @@ from typing import Any
 
 from hvdtrain import recipe
 from hvdtrain.checkpoint import files
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.resolve import absolute

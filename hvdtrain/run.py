@@ -30,6 +30,7 @@ from hvdtrain.model import Spec
 from hvdtrain.out_of_memory.recovery import Recovery
 from hvdtrain.parts import Parts
 from hvdtrain.protocols import Callback, Collectives, Control, DataParallel, Schedule
+from hvdtrain.protocols.state import RunSaver
 from hvdtrain.protocols.types import StepBatch, Word
 from hvdtrain.records.stream import Stream
 from hvdtrain.terminal import say
@@ -38,7 +39,6 @@ from hvdtrain.written_state import WrittenState
 
 if TYPE_CHECKING:
     from hvdtrain.average import Average
-    from hvdtrain.checkpoint.saving import Saving
     from hvdtrain.cluster.wire import Wires
 
 
@@ -185,7 +185,7 @@ class Run:
     """
     unsaved: UserError | None = None
     """Why the last checkpoint of the latest fit was not written; the final model is written all the same."""
-    saver: Saving | None = None
+    saver: RunSaver | None = None
     """Saves the run; made with the first save."""
     callbacks: list[Callback] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

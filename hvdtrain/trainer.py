@@ -25,7 +25,7 @@ from hvdtrain.checkpoint.final import export
 from hvdtrain.cluster import exit as exits
 from hvdtrain.cluster import quiet
 from hvdtrain.cluster import exit_calls
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.config import Config
 from hvdtrain.ends import page

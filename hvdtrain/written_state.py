@@ -11,22 +11,54 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import agreed
+from hvdtrain.config import Config
 from hvdtrain.errors import UserError, nearest
 from hvdtrain.exchange.written import FIRST, GATHER, KINDS, NAMES, module_of
-from hvdtrain.model import called
-from hvdtrain.protocols import Writable
-
-if TYPE_CHECKING:
-    from hvdtrain.run import Run
+from hvdtrain.mesh import Mesh
+from hvdtrain.model import Spec, called
+from hvdtrain.parts import Parts
+from hvdtrain.protocols import Collectives, Control, Writable
+from hvdtrain.protocols.types import Word
 
 TOPIC = "written buffers"
 BENT = "not independent of the number of ranks: "
 """What a note about an exception to law 2 begins with."""
 MOST = 6
 """Buffers that a note names."""
+
+
+class Told(Protocol):
+    """Where what ranks have told each other is read."""
+
+    told: list[Word]
+
+
+class Replicas(Protocol):
+    """What is needed of a `hvdtrain.run.Run`, which holds a `WrittenState`."""
+
+    config: Config
+    control: Control
+    collectives: Collectives
+    mesh: Mesh
+    spec: Spec
+    parts: Parts
+    updated: bool
+
+    @property
+    def state(self) -> Told:
+        """Where the run stands."""
+        ...
+
+    def tell_all(self, topic: str, text: str) -> None:
+        """Have every rank hear ``text`` at the next vote."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Keep a remark for the summary and the log, and print it on rank 0 now."""
+        ...
 
 
 class WrittenState:
@@ -40,7 +72,7 @@ class WrittenState:
         self.declared: dict[str, str] = {}
         self._apart = self._shared = False
 
-    def start(self, run: Run, found: Iterable[str]) -> None:
+    def start(self, run: Replicas, found: Iterable[str]) -> None:
         """Read what the model declares; ``found``: what the first samples have written to here. Collective.
 
         Errors: `UserError` on every rank for a declaration that does not fit the model.
@@ -72,33 +104,33 @@ class WrittenState:
         """Return what of law 2 is bent, in words."""
         return _words(self.reductions, {n: how for n, how in self.declared.items() if n in self.reductions})
 
-    def fresh(self, run: Run) -> list[str]:
+    def fresh(self, run: Replicas) -> list[str]:
         """Return the buffers that this rank has written to, and that no rank has reported yet."""
         return [n for n in run.parts.buffers.noticed() if n not in self.reductions] if self._shared else []
 
-    def look(self, run: Run) -> None:
+    def look(self, run: Replicas) -> None:
         """Report `fresh` to all ranks, in this step's agreement."""
         fresh = self.fresh(run)
         if fresh:
             run.tell_all(TOPIC, json.dumps(fresh))
 
-    def hear(self, run: Run) -> None:
+    def hear(self, run: Replicas) -> None:
         """Take note of what ranks have reported in this step's agreement."""
         self._learn(run, [name for word in run.state.told if word.topic == TOPIC for name in json.loads(word.text)])
 
-    def combine(self, run: Run, meets: bool) -> None:
+    def combine(self, run: Replicas, meets: bool) -> None:
         """Reduce what the step has written; collective where the replicas synchronize in it and a buffer is known."""
         if meets and self.reductions:
             # A step whose update was left out has given back what its replicas had before they synchronized.
             run.parts.buffers.combine(self.reductions, force=self._apart or not run.updated)
         self._apart = not meets
 
-    def evaluating(self, run: Run) -> None:
+    def evaluating(self, run: Replicas) -> None:
         """Note the values before an evaluation."""
         if self._shared:
             run.parts.buffers.keep()
 
-    def evaluated(self, run: Run, samples: int, fresh: Sequence[Sequence[str]]) -> None:
+    def evaluated(self, run: Replicas, samples: int, fresh: Sequence[Sequence[str]]) -> None:
         """Reduce what an evaluation has written; collective where a buffer is known.
 
         ``samples``: those of this rank. ``fresh``: by rank, what `fresh` returned.
@@ -107,18 +139,18 @@ class WrittenState:
         if self.reductions:
             run.parts.buffers.combine(self.reductions, samples)
 
-    def sync(self, run: Run) -> None:
+    def sync(self, run: Replicas) -> None:
         """Make all buffers equal before they are saved or evaluated; collective."""
         self._learn(run, run.parts.buffers.sync())
 
-    def _learn(self, run: Run, names: Iterable[str]) -> None:
+    def _learn(self, run: Replicas, names: Iterable[str]) -> None:
         fresh = sorted({name for name in names if name not in self.reductions})
         if fresh:
             self._know(run, fresh)
             for text in _words(dict.fromkeys(fresh, FIRST), {}):
                 run.note(BENT + text)
 
-    def _know(self, run: Run, names: Iterable[str]) -> None:
+    def _know(self, run: Replicas, names: Iterable[str]) -> None:
         known = {*self.reductions, *names}
         self.reductions = {name: self.declared.get(name, FIRST) for name in sorted(known)}
         run.parts.buffers.track(list(self.reductions))
@@ -140,7 +172,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST]) + (f" and {len(names) - MOST} more" if len(names) > MOST else "")
 
 
-def _given(spec: Any, aliases: Mapping[str, str]) -> dict[str, str]:
+def _given(spec: Spec, aliases: Mapping[str, str]) -> dict[str, str]:
     """Return what ``buffer_reduction`` of the model's file, or the method of the model, declares; {} without one.
 
     Errors: `UserError` for what is no such dict, and for two reductions of one buffer by its ``aliases``.

@@ -16,8 +16,8 @@ from hvdtrain.balance.line import fit
 from hvdtrain.balance.plan import COLUMNS, Label
 from hvdtrain.balance.probe import LEAST_REPEATS, sizes_of
 from hvdtrain.balance.speed import Speed, least
+from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.cluster.exit import agreed
 from hvdtrain.errors import UserError
 from hvdtrain.mesh import Mesh
 from hvdtrain.pipeline.plan import Planned

@@ -16,8 +16,8 @@ from typing import Any
 from hvdtrain.balance import cache, memory
 from hvdtrain.balance.line import fit
 from hvdtrain.balance.speed import Speed, least
+from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.cluster.exit import agreed
 from hvdtrain.errors import UserError
 from hvdtrain.memory_fit import learnt
 from hvdtrain.out_of_memory.attempt import attempt

@@ -255,7 +255,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options; `UserError` for a bad one."""
     usual = Exchange()
     summing = [name for name in names() if not _reductions(name)]
-    parser = options.Parser("compressors", "Time to encode and decode, bytes sent and error of each gradient "
+    parser = options.Parser("hvdtrain bench compressors",
+                            "Time to encode and decode, bytes sent and error of each gradient "
                             "compressor. One process; the ranks of --ranks are played by it. Encoding is what a "
                             "compressor does up to its last request to the wire, decoding what it does after the last "
                             "answer; ms a step is their sum, which is all that can be told in TensorFlow's graph.")

@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
     """`argparse.ArgumentParser` that raises `UserError` where the other would print its usage and exit."""
 
     def __init__(self, command: str, description: str) -> None:
-        super().__init__(prog=f"python -m hvdtrain bench {command}", description=description, allow_abbrev=False,
+        super().__init__(prog=f"python -m {command}", description=description, allow_abbrev=False,
                          formatter_class=_Formatter)
 
     def error(self, message: str) -> NoReturn:

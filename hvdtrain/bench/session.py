@@ -12,8 +12,8 @@ from typing import Any
 
 from hvdtrain import backends
 from hvdtrain.bench import record
-from hvdtrain.cluster import boot
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster import boot, horovod
+from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.launcher import LaunchFacts, launch_facts
 from hvdtrain.cluster.topology import Topology, affinity, compute_threads, survey
 from hvdtrain.cluster.wire import open_wire
@@ -88,12 +88,12 @@ def require(framework: str) -> None:
 
 def _gloo(framework: str, config: Config, facts: LaunchFacts) -> Any:
     """Horovod, which carries the control plane of a job without MPI."""
-    if framework not in boot.NATIVE:
+    if framework not in horovod.NATIVE:
         raise UserError(f"--framework {framework} under horovodrun --gloo", "torch or tensorflow",
                         "correct --framework")
     try:
-        return boot.start_horovod(framework, config.exchange, facts)
-    except boot.HorovodUnavailable as error:
+        return horovod.start_horovod(framework, config.exchange, facts)
+    except horovod.HorovodUnavailable as error:
         raise UserError(f"horovodrun --gloo needs Horovod for {framework}: {error.reason}", "a Horovod built here",
                         "run `python -m hvdtrain build`") from None
 
@@ -102,7 +102,7 @@ def _facts(wire: Collectives, ops: Ops, framework: str, config: Config, control:
     """What the libraries that are loaded tell of themselves."""
     facts: dict[str, Any] = {"mpi": record.mpi_library(), "settings": record.settings(os.environ)}
     if wire.name == "horovod":
-        hvd = boot.start_horovod(framework, config.exchange, control)
+        hvd = horovod.start_horovod(framework, config.exchange, control)
         device = str(getattr(ops.zeros(1, "float32"), "device", "")).lower()
         facts |= {"nccl": bool(hvd.nccl_built()), "mpi_enabled": bool(hvd.mpi_enabled()),
                   "gpu": "cuda" in device or "gpu" in device}

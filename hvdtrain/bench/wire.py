@@ -258,7 +258,8 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options; `UserError` for a bad one."""
-    parser = options.Parser("wire", "Time and bandwidth of each collective by size, with the columns and definitions "
+    parser = options.Parser("hvdtrain bench wire",
+                            "Time and bandwidth of each collective by size, with the columns and definitions "
                             "of nccl-tests, and the links between hosts. Start it under mpirun; alone it shows what a "
                             "call costs by itself.")
     parser.add_argument("--framework", type=options.one_of("--framework", FRAMEWORKS), default="torch",

@@ -1,4 +1,4 @@
-"""What `bench step` trains: model, batch of a rank, made-up data, and one optimizer for all contenders.
+"""What `benchmarks step` trains: model, batch of a rank, made-up data, and one optimizer for all contenders.
 
 Owns sizes and data only: numpy arrays and names of model files. Knows no framework.
 """

@@ -20,7 +20,7 @@ from hvdtrain.balance.rebalance import Rebalancer
 from hvdtrain.balance.speed import Speed, least
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.callbacks.meter import Meter
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import agreed
 from hvdtrain.data.sampler import Cut
 from hvdtrain.terminal import say
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from hvdtrain import backends
 from hvdtrain.callbacks.base import Callback
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import agreed
 from hvdtrain.machine import reading
 from hvdtrain.memory_plan import plan as plans
 from hvdtrain.memory_plan import survey, watch

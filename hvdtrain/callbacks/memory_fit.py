@@ -15,8 +15,8 @@ from hvdtrain.balance import memory
 from hvdtrain.balance.speed import least
 from hvdtrain.callbacks.balance import grid
 from hvdtrain.callbacks.base import Callback
+from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.cluster.exit import agreed
 from hvdtrain.memory_fit import learnt, words
 from hvdtrain.memory_fit.settle import Own, Settling, reckoned
 from hvdtrain.memory_plan import imported, survey

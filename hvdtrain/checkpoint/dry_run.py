@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hvdtrain import summary
 from hvdtrain.checkpoint.contents import callback_states
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import agreed
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from hvdtrain.checkpoint.stream import Stream, head, in_order
 from hvdtrain.checkpoint.tensors import Spec, layout
 from hvdtrain.checkpoint.transfer import arriving
 from hvdtrain.checkpoint.weights import check_finite, check_shards
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import agreed
 from hvdtrain.errors import UserError
 from hvdtrain.faults.finite import trained
 from hvdtrain.outdir import kind_of

@@ -12,7 +12,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from hvdtrain.faults import pulse
 from hvdtrain.faults.finite import trained
 from hvdtrain.outdir import CONFIG, keep_config
 from hvdtrain.protocols import Channel
-from hvdtrain.protocols.state import Given, Head, Outcome, Saver, Shard
+from hvdtrain.protocols.state import Given, Head, Outcome, Saver, Shard, Spent
 from hvdtrain.run import Run
 from hvdtrain.terminal import say
 
@@ -46,30 +45,10 @@ GRACE_S = 3.0
 """How long a run that ends by an error waits for a save that is under way."""
 
 
-@dataclass
-class Spent:
-    """What saves have cost this rank: ``blocked_s`` of training, ``cpu_s`` of threads, and the same of the ``last``.
-
-    ``longest_s``: from the begin of a save to its end.
-    """
-
-    saves: int = 0
-    blocked_s: float = 0.0
-    cpu_s: float = 0.0
-    last_blocked_s: float = 0.0
-    last_cpu_s: float = 0.0
-    last_took_s: float = 0.0
-    longest_s: float = 0.0
-    written: int = -1
-    """Step of the latest checkpoint that was written; rank 0 knows."""
-
-
 class Saving:
-    """Saves one run; made when the run is saved first. ``spent``: what that has cost this rank.
+    """Implements `hvdtrain.protocols.state.RunSaver`; made when the run is saved first.
 
     ``saver``: does what is left when the state is copied; a thread, unless it is given.
-
-    ``cost_s``: on rank 0, what the latest save that is over has cost the slowest rank; None before there is one.
     """
 
     def __init__(self, run: Run, saver: Saver | None = None) -> None:
@@ -89,10 +68,6 @@ class Saving:
         self._trainable: set[str] = set()
 
     def begin(self) -> None:
-        """Copy the state of the step that has ended and have it written; collective.
-
-        Waits for the save before this one, if that is under way.
-        """
         began = time.perf_counter()
         run, control = self._run, self._run.control
         pulse.at("saving", run.state.cursor.step)
@@ -273,8 +248,6 @@ class Saving:
         return outcomes
 
     def latest(self) -> str:
-        """Return "" or why the latest save, which is over, wrote nothing; what came of those before stays `settled`'s.
-        """
         outcomes = self.settled()
         own = next(outcome for outcome in reversed(outcomes) if outcome.step == self._step)
         self._untold = [outcome for outcome in outcomes if outcome is not own]
@@ -294,11 +267,9 @@ class Saving:
         return outcomes
 
     def busy(self) -> bool:
-        """Return whether a save is under way on this rank."""
         return not self._background.wait(0)
 
     def wait(self) -> None:
-        """Return when nothing is left to write or to send; `WaitTimeout` where that takes too long."""
         limit_s = self._run.config.control_timeout_s
         if not self._background.wait(limit_s):
             control = self._run.control
@@ -306,7 +277,6 @@ class Saving:
                               f"{self._step} to end. {pulse.missing()}".rstrip())
 
     def end(self) -> None:
-        """Give back memory and channel when the last save is over; the next one has its own. Collective."""
         self.wait()
         self._background.end()
         self._copies.forget()

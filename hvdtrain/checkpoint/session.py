@@ -24,7 +24,7 @@ from hvdtrain.checkpoint.saving import DIRECTORY, Saving
 from hvdtrain.checkpoint.snapshot import inspect
 from hvdtrain.checkpoint.transfer import fetch
 from hvdtrain.checkpoint.values import decode
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config, Schedule
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.errors import UserError

@@ -17,7 +17,7 @@ from hvdtrain.checkpoint.sharded import Written, seal, sees, write_shard
 from hvdtrain.checkpoint.snapshot import BLOCK_BYTES, open_new
 from hvdtrain.checkpoint.store import CheckpointStore, Log, silent
 from hvdtrain.checkpoint.weights import check_shards
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import agreed
 from hvdtrain.errors import UserError
 from hvdtrain.protocols import Control
 from hvdtrain.protocols.state import Shard

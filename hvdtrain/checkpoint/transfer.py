@@ -15,7 +15,7 @@ import numpy as np
 from hvdtrain.checkpoint import stream
 from hvdtrain.checkpoint.reading import Kept
 from hvdtrain.checkpoint.stream import held, packed, pieces_of, unpacked
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import agreed
 from hvdtrain.protocols import Control
 from hvdtrain.protocols.state import Head, Shard, Want
 

@@ -1,26 +1,25 @@
-"""``python -m hvdtrain bench``: picks the bench and calls it. The work is in ``hvdtrain.bench``, one file per bench."""
+"""``python -m hvdtrain bench``: what measures a cluster's transports and compressors, one file per bench.
+
+All other benches, and chaos, are in benchmarks/ of a checkout (``python -m benchmarks``). Their former commands lead
+there.
+"""
 
 from __future__ import annotations
 
 import importlib
+import os
+import sys
+import warnings
 
+from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.errors import UserError, nearest
+from hvdtrain.resolve import ROOT
 
 BENCHES = {
     "wire": "time and bandwidth of each collective by size (columns of nccl-tests); under mpirun, or alone",
-    "eager": "one call of hvdtrain.tensorflow outside of graphs, against the same of Horovod; under mpirun",
-    "step": "whole training steps, also against plain PyTorch, Keras and their other trainers (--peers)",
-    "mixed": "ranks of different speed: scaling efficiency of hvdtrain and its peers",
-    "input": "a folder of pictures read on several numbers of ranks, against torch's DataLoader and tf.data",
-    "case": "a recipe on several numbers of ranks: time of an epoch, memory, speed-up, exchange, what ZeRO saves",
-    "whatif": "a step without one of its ranks: as estimated in a run, and as measured without that rank",
-    "pipeline": "a model cut over ranks, against PyTorch's own pipeline and against whole copies, under one quota",
-    "finite": "CPU time that looking whether summed gradients are finite costs; under mpirun, or alone",
-    "saves": "what checkpoints cost the training that they are taken of; under mpirun, or alone",
-    "memory": "most memory that a rank holds while it trains, unsharded and under ZeRO; starts a job for each",
     "compressors": "time, bytes and error of the gradient compressors; one process, no wire needed",
-    "accuracy": "what a compressor does to a model's accuracy at the same number of steps",
 }
+MOVED = ("eager", "step", "mixed", "input", "case", "whatif", "pipeline", "finite", "saves", "memory", "accuracy")
 
 USAGE = """usage: python -m hvdtrain bench BENCH [options]
 
@@ -31,7 +30,8 @@ benches:
 {benches}
 
 For example: mpirun -np 2 python -m hvdtrain bench wire --framework torch --max 64M
-python -m hvdtrain bench BENCH --help tells a bench's options.
+python -m hvdtrain bench BENCH --help prints a bench's options.
+In a checkout, python -m benchmarks runs the other benches: whole steps, accuracy, other trainers.
 """
 
 
@@ -41,6 +41,23 @@ def main(argv: list[str]) -> int:
         print(USAGE.format(benches="\n".join(f"  {name:12} {text}" for name, text in BENCHES.items())))
         return 0
     name, *rest = argv
+    if name in MOVED:
+        return forward(f"bench {name}", name, rest)
     if name not in BENCHES:
         raise UserError(f"there is no bench {name!r}", nearest(name, BENCHES), "see python -m hvdtrain bench --help")
     return importlib.import_module(f"hvdtrain.bench.{name}").main(rest)
+
+
+def forward(old: str, name: str, argv: list[str]) -> int:
+    """Run ``python -m benchmarks NAME`` for the former command ``old``. `UserError` outside of a checkout."""
+    if not (ROOT.parent / "benchmarks" / "__main__.py").is_file():
+        raise UserError(f"python -m hvdtrain {old} has moved to benchmarks/, which is not installed",
+                        f"python -m benchmarks {name}, in a checkout of hvdtrain", "clone it and run that there")
+    if launch_facts(os.environ).rank == 0:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", DeprecationWarning)
+            warnings.warn(f"python -m hvdtrain {old} is now python -m benchmarks {name}", DeprecationWarning,
+                          stacklevel=2)
+    if str(ROOT.parent) not in sys.path:
+        sys.path.append(str(ROOT.parent))
+    return importlib.import_module("benchmarks.__main__").run([name, *argv])

@@ -99,7 +99,7 @@ def _shares(config: Any) -> None:
 def _stages(config: Any, check: bool, target: str) -> None:
     """Print where the model would be cut over ranks, and what each stage would hold: making it prints the table."""
     from hvdtrain.assemble import assemble
-    from hvdtrain.cluster.exit import agreed
+    from hvdtrain.cluster.control import agreed
     from hvdtrain.pipeline.plan import Planned, record
 
     if check:
@@ -118,7 +118,7 @@ def _memory(config: Any, check: bool, target: str) -> None:
     from hvdtrain.assemble import assemble
     from hvdtrain.bench import table
     from hvdtrain.callbacks.memory_fit import MemoryFit
-    from hvdtrain.cluster.exit import agreed
+    from hvdtrain.cluster.control import agreed
     from hvdtrain.memory_fit import blocks
     from hvdtrain.memory_plan import plan as plans
     from hvdtrain.memory_plan import survey

@@ -1,29 +1,24 @@
-"""The one place where MPI and Horovod are started, in the one order that works: device, environment, MPI, Horovod.
+"""The one place where MPI is started, in the one order that works: device, environment, MPI; Horovod comes after it.
 
-Owns start-up effects: environment variables, MPI_Init, hvd.init, the exception hooks. Nothing here runs at import.
+Owns start-up effects: environment variables, MPI_Init, claims of devices. Nothing here runs at import.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
-import socket
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster import exit as exits
 from hvdtrain.cluster import mpi_library
-from hvdtrain.cluster.control import MpiControl, ObjectControl, SoloControl
+from hvdtrain.cluster.control import MpiControl, ObjectControl, SoloControl, agreed
 from hvdtrain.cluster.deadline import deadline, locked_deadline, set_owner
 from hvdtrain.cluster.devices import BY_TASK, VISIBLE, count_gpus, overlap, sharing, usable, visible_devices
 from hvdtrain.cluster.launcher import LaunchFacts
 from hvdtrain.cluster.topology import affinity, cpu_quota
-from hvdtrain.config import Exchange
 from hvdtrain.errors import UserError
 from hvdtrain.faults import causes, pulse, watch
 from hvdtrain.faults.watch.meet import meet
@@ -31,23 +26,9 @@ from hvdtrain.protocols import Control
 
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
 SEND_ONLY = "OMPI_MCA_btl_tcp_flags"
-STALL, STALL_CHECK = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_STALL_CHECK_TIME_SECONDS"
 
 THREADS_PER_RANK = 2
 """Threads of a rank that are busy at once: the one that computes and the one that communicates."""
-
-NATIVE = {"torch": "mpi_lib_v2*.so", "tensorflow": "mpi_lib*.so"}
-"""File of Horovod's native library inside horovod/<framework>/."""
-
-BUILD = "run `python -m hvdtrain build`"
-
-
-class HorovodUnavailable(Exception):
-    """Horovod cannot be used here; ``reason`` says why and names the remedy."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-        super().__init__(reason)
 
 
 _started: dict[str, Any] = {}
@@ -58,8 +39,8 @@ def start_control(facts: LaunchFacts, timeout_s: float, horovod: Any = None, dev
     """Start the control plane that ``facts`` call for, once per process; later calls return the same.
 
     solo: no MPI is imported. mpi: MPI_Init with THREAD_MULTIPLE. gloo: over ``horovod``, the module that
-    `start_horovod` returned. Installs the exception hooks and claims this rank's ``devices_per_rank`` devices; not
-    with ``claim=False``, for scripts that pick a device by their local rank themselves. A later call that claims
+    `start_horovod` returned. Claims this rank's ``devices_per_rank`` devices; not with ``claim=False``, for scripts
+    that pick a device by their local rank themselves. A later call that claims
     still does, which takes effect where nothing has started CUDA yet. ``heartbeat_s``: `hvdtrain.faults.watch`'s
     bound, None: the environment's or the default; it begins before MPI does.
     Raises `UserError` where MPI and the launcher do not fit together, and, on every rank, where a host has too few
@@ -79,7 +60,7 @@ def start_control(facts: LaunchFacts, timeout_s: float, horovod: Any = None, dev
 
 
 def _start_control(facts: LaunchFacts, timeout_s: float, horovod: Any) -> None:
-    """The control plane and the exception hooks."""
+    """The control plane."""
     causes.mark("start")
     causes.leave_done_at_exit()
     notes: list[str] = []
@@ -97,7 +78,6 @@ def _start_control(facts: LaunchFacts, timeout_s: float, horovod: Any) -> None:
         set_owner(f"rank {control.rank} on host {control.node}", control.abort)
         pulse.start(control)
         meet(control)
-    exits.install_hooks(facts)
 
 
 @dataclass
@@ -131,7 +111,7 @@ def _settle_claim(facts: LaunchFacts, devices_per_rank: int) -> None:
     if claim.settled:
         return
     claim.settled, control = True, _started["control"]
-    exits.agreed(control, partial(_raise, claim.error), "claiming devices")
+    agreed(control, partial(_raise, claim.error), "claiming devices")
     _raise(overlap(control.gather((control.node, claim.entries))))
     control.notes = [*_of_hosts(control, claim.note), *control.notes]
 
@@ -297,124 +277,3 @@ def _mismatch(facts: LaunchFacts, size: int, library: str) -> str:
     first = mpi_library.first_line(library)
     return (f"{facts.launcher} started {facts.size} processes, but mpi4py's MPI library ({first}) sees {size}: "
             "they are of different MPIs")
-
-
-def horovod_libraries(framework: str) -> list[Path] | None:
-    """Horovod's native libraries for ``framework`` ("torch" or "tensorflow"); None where Horovod is not installed.
-
-    Cheap: looks for files, imports nothing.
-    """
-    found = importlib.util.find_spec("horovod")
-    if found is None or not found.submodule_search_locations:
-        return None
-    return sorted(Path(found.submodule_search_locations[0], framework).glob(NATIVE[framework]))
-
-
-def horovod_reason(framework: str) -> str | None:
-    """Why Horovod cannot be used with ``framework``, or None where it looks usable; as cheap."""
-    found = horovod_libraries(framework)
-    if found is None:
-        return f"Horovod is not installed; {BUILD}"
-    return None if found else f"Horovod is installed without its {framework} part; {BUILD}"
-
-
-def start_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Control, over_host: bool = False) -> Any:
-    """Import horovod.torch or horovod.tensorflow and initialise it; return the module.
-
-    ``where``: the started control plane (it must be up first: mpi4py asks MPI for threads), or the facts of a gloo
-    job. ``over_host``: it will be given tensors in host memory. Raises `HorovodUnavailable` with the reason and the
-    remedy.
-    """
-    hvd = _running_horovod(framework, exchange, where)
-    if over_host and not (hvd.mpi_enabled() or hvd.gloo_enabled()):
-        raise HorovodUnavailable("Horovod was built for GPUs only, without the operations of MPI or Gloo that move "
-                                 f"gradients over host memory; {BUILD}")
-    return hvd
-
-
-def bound_stalls(timeout_s: float, env: MutableMapping[str, str]) -> None:
-    """Have Horovod end a job where a tensor waits longer than about ``timeout_s`` for some ranks, and say which.
-
-    By itself it warns, and waits for ever. For programs whose steps no deadline of ours watches; before Horovod starts,
-    and for good, as Horovod reads it again for each process set. The user's own value stands, also 0. Horovod takes no
-    time below the one after which it warns (60 s).
-    """
-    try:
-        warned_s = float(env.get(STALL_CHECK, "60"))
-    except ValueError:
-        return
-    if STALL not in env and timeout_s >= warned_s:
-        env[STALL] = f"{timeout_s:.0f}"
-
-
-def stall_bound(env: Mapping[str, str]) -> float:
-    """Return the seconds after which Horovod ends a job that stalls, infinite where it does not (`bound_stalls`).
-
-    It does not see a rank that is frozen, for whose messages it waits without a bound; who calls it can.
-    """
-    try:
-        return float(env.get(STALL, "0")) or float("inf")
-    except ValueError:
-        return float("inf")
-
-
-def _running_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Control) -> Any:
-    """Horovod's module for ``framework``, initialised once per process."""
-    key = f"horovod.{framework}"
-    if key in _started:
-        return _started[key]
-    reason = horovod_reason(framework)
-    if reason is not None:
-        raise HorovodUnavailable(reason)
-    if isinstance(where, LaunchFacts):  # without MPI this is where ranks first meet
-        watch.start(where)
-    _horovod_env(exchange, os.environ)
-    if where.size == 1:
-        prepare_lone_mpi(os.environ)
-    hvd = load_horovod(framework)
-    timeout_s = getattr(where, "timeout_s", 600.0)
-    pulse.at("Horovod")
-    with deadline(timeout_s, "hvd.init"):
-        _guarded_init(hvd.init, framework)
-    if (hvd.rank(), hvd.size()) != (where.rank, where.size):
-        raise HorovodUnavailable(
-            f"Horovod sees rank {hvd.rank()} of {hvd.size()} where this is rank {where.rank} of {where.size}: it was "
-            f"built for another MPI than the one that runs this job; {BUILD}")
-    _started[key] = hvd
-    return hvd
-
-
-def load_horovod(framework: str) -> Any:
-    """Import Horovod's module for ``framework`` without starting it. Raises `HorovodUnavailable`."""
-    try:
-        return importlib.import_module(f"horovod.{framework}")
-    except Exception as error:  # noqa: BLE001  (ImportError, OSError, and TensorFlow's NotFoundError for a stale ABI)
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise HorovodUnavailable(f"Horovod's {framework} part does not load ({line}); it was built for another "
-                                 f"{framework} or MPI; {BUILD}") from error
-
-
-def stop_horovod(framework: str, timeout_s: float) -> None:
-    """Shut down what `start_horovod` has started, its thread with it; it may be started again. Collective."""
-    hvd = _started.pop(f"horovod.{framework}")
-    with deadline(timeout_s, "hvd.shutdown"):
-        hvd.shutdown()
-
-
-def _guarded_init(init: Callable[[], Any], framework: str) -> None:
-    """hvd.init with its failures turned into `HorovodUnavailable`."""
-    try:
-        init()
-    except (RuntimeError, ValueError, OSError, ImportError) as error:
-        raise HorovodUnavailable(f"Horovod does not start with {framework} on {socket.gethostname()}: {error}; "
-                                 f"{BUILD}") from error
-
-
-def _horovod_env(exchange: Exchange, env: MutableMapping[str, str]) -> None:
-    """Horovod's own knobs, only where the user asked: MiB to bytes, ms as they are."""
-    if exchange.fusion_threshold_mb >= 0:
-        env["HOROVOD_FUSION_THRESHOLD"] = str(int(exchange.fusion_threshold_mb * 2**20))
-    if exchange.cycle_time_ms >= 0:
-        env["HOROVOD_CYCLE_TIME"] = f"{exchange.cycle_time_ms:g}"
-    asked = {"HOROVOD_AUTOTUNE": exchange.autotune, "HOROVOD_HIERARCHICAL_ALLREDUCE": exchange.hierarchical}
-    env.update({name: "1" for name, on in asked.items() if on})

@@ -1,7 +1,8 @@
 """The control plane: small Python objects and decisions between the ranks of a job.
 
-Owns `SoloControl` (one process), `MpiControl` (over an mpi4py communicator that it is given) and `ObjectControl`
-(over a framework's object collectives, for horovodrun --gloo). Starts nothing: `hvdtrain.cluster.boot` does.
+Owns `SoloControl` (one process), `MpiControl` (over an mpi4py communicator that it is given), `ObjectControl`
+(over a framework's object collectives, for horovodrun --gloo) and the agreement of ranks on an error. Starts nothing:
+`hvdtrain.cluster.boot` does.
 
 Objects are pickled. They come from ranks of the same job only, which run the same user's code.
 """
@@ -13,7 +14,7 @@ import pickle
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,9 +23,12 @@ from hvdtrain.cluster.channel import Mail, MailChannel, MpiChannel
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.launcher import LaunchFacts
 from hvdtrain.cluster.patience import wait_for
-from hvdtrain.errors import WaitTimeout
+from hvdtrain.errors import UserError, WaitTimeout
 from hvdtrain.faults import pulse
+from hvdtrain.protocols import Control
 from hvdtrain.timeline import blocked
+
+T = TypeVar("T")
 
 INLINE = 4096
 """Bytes of the first message of `MpiControl.bcast`: a small object travels in one round."""
@@ -39,6 +43,31 @@ def sum_rows(rows_PK: np.ndarray) -> np.ndarray:
     ``np.sum`` may add in pairs or in vector lanes; ``accumulate`` is defined to go row by row.
     """
     return np.add.accumulate(rows_PK, axis=0)[-1]
+
+
+def agreed(control: Control, fn: Callable[[], T], what: str) -> T:
+    """Run ``fn`` on this rank; raise `UserError` on every rank if it raised one on any; collective.
+
+    The error names the first failing rank and its host, unless all ranks failed alike. ``what`` ("reading the
+    data") names the place in the error of a wait that ran out. Other exceptions pass through: they end the job.
+    """
+    value, failure, cause = None, None, None
+    pulse.at(what)
+    try:
+        value = fn()
+    except UserError as error:
+        failure, cause = (error.got, error.expected, error.do, error.kind), error.__cause__
+    try:
+        rows = control.gather((failure, control.node))
+    except WaitTimeout as error:
+        raise WaitTimeout(f"{what}: {error}") from None
+    failed = [(rank, row) for rank, row in enumerate(rows) if row[0] is not None]
+    if not failed:
+        return value  # type: ignore[return-value]
+    rank, ((got, expected, do, kind), node) = failed[0]
+    if len(failed) < len(rows) or len({row[0] for row in rows}) > 1:
+        got = f"rank {rank} on host {node}: {got}"
+    raise UserError(got, expected, do).of_kind(kind) from cause
 
 
 def flush_streams() -> None:

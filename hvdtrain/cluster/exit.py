@@ -1,9 +1,9 @@
 """How a process of a job ends: once said, on every rank, with the right status, and never in a hang.
 
-Owns the last words and exit statuses after a user's mistake (2), a crash (1), an interrupt (130), and the agreement of
-ranks on an error. Does not decide what is an error. Two rules shape it: a rank that leaves alone makes the others hang
-in MPI_Finalize or makes mpirun kill them before they have spoken, so a rank either leaves together with all the others
-or aborts the job; and when several ranks fail at once, one speaks.
+Owns the last words and exit statuses after a user's mistake (2), a crash (1), an interrupt (130). Does not decide what
+is an error. Two rules shape it: a rank that leaves alone makes the others hang in MPI_Finalize or makes mpirun kill
+them before they have spoken, so a rank either leaves together with all the others or aborts the job; and when several
+ranks fail at once, one speaks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
+from hvdtrain.cluster import boot
 from hvdtrain.cluster.control import MpiControl, flush_streams
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.launcher import LaunchFacts
 from hvdtrain.errors import EXIT_USER_ERROR, ExitCalled, Interrupted, UserError, WaitTimeout, of_locale
 from hvdtrain.faults import causes, pulse
-from hvdtrain.protocols import Control
 
 EXIT_CRASH = 1
 EXIT_INTERRUPTED = 130
@@ -53,8 +53,6 @@ _ECHO_TEXTS = ("Horovod has been shut down", "HorovodInternalError")
 
 ALARM_GRACE_S = 5.0
 """How much later than the watchdog's bound the alarm clock rings that needs no Python."""
-
-T = TypeVar("T")
 
 
 def run_guarded(main: Callable[[], int | None], facts: LaunchFacts) -> int:
@@ -137,31 +135,6 @@ def end(error: BaseException, facts: LaunchFacts) -> int:
     return _crash(error, facts)
 
 
-def agreed(control: Control, fn: Callable[[], T], what: str) -> T:
-    """Run ``fn`` on this rank; raise `UserError` on every rank if it raised one on any; collective.
-
-    The error names the first failing rank and its host, unless all ranks failed alike. ``what`` ("reading the
-    data") names the place in the error of a wait that ran out. Other exceptions pass through: they end the job.
-    """
-    value, failure, cause = None, None, None
-    pulse.at(what)
-    try:
-        value = fn()
-    except UserError as error:
-        failure, cause = (error.got, error.expected, error.do, error.kind), error.__cause__
-    try:
-        rows = control.gather((failure, control.node))
-    except WaitTimeout as error:
-        raise WaitTimeout(f"{what}: {error}") from None
-    failed = [(rank, row) for rank, row in enumerate(rows) if row[0] is not None]
-    if not failed:
-        return value  # type: ignore[return-value]
-    rank, ((got, expected, do, kind), node) = failed[0]
-    if len(failed) < len(rows) or len({row[0] for row in rows}) > 1:
-        got = f"rank {rank} on host {node}: {got}"
-    raise UserError(got, expected, do).of_kind(kind) from cause
-
-
 def is_echo(error: BaseException) -> bool:
     """Whether ``error`` only tells that another rank went away, whose own error is the one to read."""
     names = {kind.__name__ for kind in type(error).__mro__}
@@ -200,8 +173,6 @@ def _bound_leaving() -> None:
     Python's threads, and so the watchdog, are gone by the time of MPI_Finalize: from there an alarm clock ends the
     process, which ends the job.
     """
-    from hvdtrain.cluster import boot
-
     control = boot.current_control()
     bound_s = getattr(control, "timeout_s", 0.0)
     if control is None or control.size == 1 or not bound_s:
@@ -214,8 +185,6 @@ def _bound_leaving() -> None:
 
 def _meeting_place(text: str, facts: LaunchFacts) -> MpiControl | None:
     """The control plane for leaving; MPI is started for it if need be, since a lone exit would cut the others off."""
-    from hvdtrain.cluster import boot
-
     if boot.exit_control() is None:
         try:
             with deadline(START_S, f"starting MPI to report this mistake: {text}"):
@@ -268,8 +237,6 @@ def _exit_called(error: ExitCalled, facts: LaunchFacts) -> int:
 
 def _abort(text: str, status: int) -> int:
     """Say ``text`` and end every rank; returns ``status`` where there is nobody else or no control plane."""
-    from hvdtrain.cluster import boot
-
     if text:
         _say(text)
     control = boot.current_control()

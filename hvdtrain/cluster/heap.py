@@ -2,7 +2,7 @@
 
 Owns that one setting of the C library. A step on a CPU frees all its activations at its end; glibc then gives the top
 of its heap back, and blocks of some MiB at once, and the system clears each page anew when the next step touches it. On
-the ResNet of `bench step` these were 5000 page faults a step, 7 to 14 ms of the system's time on a busy machine.
+the ResNet of `benchmarks step` these were 5000 page faults a step, 7 to 14 ms of the system's time on a busy machine.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.devices import DeviceFacts, unlike
 from hvdtrain.cluster.topology import Topology, affinity, cpu_quota
 from hvdtrain.collectives.null import NullCollectives
@@ -99,8 +99,8 @@ class Wires:
         hosts = tuple(len(h.ranks) for h in self._topology.hosts)
         asked = config.exchange.hierarchical
         shared = _shared(config, control, notes) if max(hosts) > 1 or asked else None
-        known = self._framework in boot.NATIVE
-        reason = boot.horovod_reason(self._framework) if known else f"Horovod has no part for {self._framework}"
+        known = self._framework in horovod.NATIVE
+        reason = horovod.horovod_reason(self._framework) if known else f"Horovod has no part for {self._framework}"
         lacking = [r for r in control.gather(reason) if r]
         quotas = control.gather((control.node, cpu_quota(), len(affinity())))
         no_shared = notes[-1].partition(": ")[2] if shared is None and max(hosts) > 1 else ""
@@ -156,7 +156,7 @@ class Wires:
         Not one that was up already, of a script or another run; wires over MPI cost nothing and stay.
         """
         if name == "horovod" and self._open.pop(name, None) is not None and not self._found_horovod:
-            boot.stop_horovod(self._framework, self._config.control_timeout_s)
+            horovod.stop_horovod(self._framework, self._config.control_timeout_s)
 
     def _agreed(self, wire: Collectives, notes: list[str] | None = None) -> Collectives:
         """``wire`` with ``overlaps`` and ``drives`` as all ranks can: buckets are cut by them, and must be alike."""
@@ -238,7 +238,7 @@ def _horovod(config: Config, framework: str, backend: Any, control: Control, top
              devices: Sequence[DeviceFacts], host: bool, notes: list[str]) -> Collectives | None:
     """Horovod's collectives, over host memory where ``host``; None, with a note, where auto has to do without."""
     asked = config.collectives == "horovod" or config.exchange.adasum or config.exchange.autotune
-    lacking = [r for r in control.gather(boot.horovod_reason(framework)) if r]
+    lacking = [r for r in control.gather(horovod.horovod_reason(framework)) if r]
     if not lacking:  # a rank whose Horovod does not load would have the others wait in its start
         lacking = [r for r in control.gather(_does_not_load(framework)) if r]
     if not lacking:
@@ -256,8 +256,8 @@ def _horovod(config: Config, framework: str, backend: Any, control: Control, top
 def _does_not_load(framework: str) -> str | None:
     """Why this rank's Horovod cannot be loaded, or None."""
     try:
-        boot.load_horovod(framework)
-    except boot.HorovodUnavailable as error:
+        horovod.load_horovod(framework)
+    except horovod.HorovodUnavailable as error:
         return error.reason
     return None
 
@@ -265,10 +265,10 @@ def _does_not_load(framework: str) -> str | None:
 def _start_horovod(config: Config, framework: str, backend: Any, control: Control,
                    host: bool) -> tuple[Any, str | None]:
     """(Horovod's collectives, None) or (None, why this rank has none)."""
-    start = partial(boot.start_horovod, where=control, over_host=host)
+    start = partial(horovod.start_horovod, where=control, over_host=host)
     try:
         return backend.collectives("horovod", control, config.exchange, start, over_host=host), None
-    except boot.HorovodUnavailable as error:
+    except horovod.HorovodUnavailable as error:
         return None, error.reason
 
 

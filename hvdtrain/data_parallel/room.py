@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hvdtrain.balance import memory
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import agreed
 from hvdtrain.data_parallel import shards
 from hvdtrain.exchange.attach import compression_of
 from hvdtrain.memory_plan.facts import Way

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from hvdtrain.bench.links import NO_MPI
-from hvdtrain.cluster import boot, clocks, links
+from hvdtrain.cluster import boot, clocks, horovod, links
 from hvdtrain.cluster.control import flush_streams
 from hvdtrain.cluster.launcher import LaunchFacts
 from hvdtrain.cluster.topology import affinity, cpu_quota
@@ -77,11 +77,11 @@ def _start(launched: LaunchFacts, timeout_s: float) -> Control:
     """The control plane, its waits bounded by ``timeout_s``; where there is no MPI, over a framework's Horovod."""
     if launched.kind != "gloo":
         return boot.start_control(launched, timeout_s)
-    reasons = {name: boot.horovod_reason(name) for name in FRAMEWORKS}
+    reasons = {name: horovod.horovod_reason(name) for name in FRAMEWORKS}
     usable = next((name for name, reason in reasons.items() if reason is None), None)
     if usable is None:
-        raise boot.HorovodUnavailable(next(filter(None, reasons.values())))
-    return boot.start_control(launched, timeout_s, boot.start_horovod(usable, Exchange(), launched))
+        raise horovod.HorovodUnavailable(next(filter(None, reasons.values())))
+    return boot.start_control(launched, timeout_s, horovod.start_horovod(usable, Exchange(), launched))
 
 
 def _gather(control: Control, env: Mapping[str, str]) -> list[Facts]:

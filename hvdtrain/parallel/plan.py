@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.parallel.cut import Cut, min_max_cut

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import agreed
 from hvdtrain.errors import UserError
 from hvdtrain.loss_coupling import Evaluate, LossValue
 from hvdtrain.mesh import Layout

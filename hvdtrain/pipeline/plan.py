@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config
 from hvdtrain.data.sampler import cut
 from hvdtrain.data.sampler import micro_batches as bounds_of

@@ -3,23 +3,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hvdtrain.errors import UserError
-
-if TYPE_CHECKING:
-    from hvdtrain.config import Config
+from hvdtrain.keys import Keys
 
 FOR_EACH = 4
 """Micro-batches for each rank of a copy where nothing is configured: a bubble below a fifth."""
 
 
-def cut_over_ranks(config: Config) -> bool:
+def cut_over_ranks(config: Keys) -> bool:
     """Return whether the model is cut over ranks."""
     return config.pipeline.stages > 1 or any(depth > 1 for depth in config.pipeline.depths)
 
 
-def micro_batches(config: Config, depth: int) -> int:
+def micro_batches(config: Keys, depth: int) -> int:
     """Return the parts in which a copy of ``depth`` ranks computes its part of a batch, where it has so many samples.
     """
     if depth == 1:
@@ -27,7 +23,7 @@ def micro_batches(config: Config, depth: int) -> int:
     return config.pipeline.micro_batches or max(config.accumulate, FOR_EACH * depth)
 
 
-def check(config: Config) -> None:
+def check(config: Keys) -> None:
     """Raise `UserError` for values that cannot be, and for keys that do not go together with a cut model."""
     pipeline = config.pipeline
     for name, value, least in (("stages", pipeline.stages, 1), ("micro_batches", pipeline.micro_batches, 0),
@@ -53,7 +49,7 @@ def check(config: Config) -> None:
     _check_exchange(config)
 
 
-def _check_exchange(config: Config) -> None:
+def _check_exchange(config: Keys) -> None:
     """Raise `UserError` for keys of what copies of a cut model exchange that ask for more than one rank knows."""
     exchange, horovod = config.exchange, config.collectives == "horovod"
     for name, asked, expected, do in (
@@ -78,7 +74,7 @@ def _check_exchange(config: Config) -> None:
             raise UserError(f"{name} with a pipeline over ranks", expected, do)
 
 
-def check_launcher(config: Config, kind: str) -> None:
+def check_launcher(config: Keys, kind: str) -> None:
     """Raise `UserError` where ranks that were started by ``kind`` of launcher can send each other nothing."""
     if kind == "gloo" and cut_over_ranks(config):
         raise UserError("a pipeline over ranks under horovodrun --gloo, whose ranks cannot send each other messages",

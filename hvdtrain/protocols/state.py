@@ -123,3 +123,63 @@ class Saver(Protocol):
     def end(self) -> None:
         """Give back what is kept from save to save."""
         ...
+
+
+@dataclass
+class Spent:
+    """What saves have cost this rank: ``blocked_s`` of training, ``cpu_s`` of threads, and the same of the ``last``.
+
+    ``longest_s``: from the begin of a save to its end.
+    """
+
+    saves: int = 0
+    blocked_s: float = 0.0
+    cpu_s: float = 0.0
+    last_blocked_s: float = 0.0
+    last_cpu_s: float = 0.0
+    last_took_s: float = 0.0
+    longest_s: float = 0.0
+    written: int = -1
+    """Step of the latest checkpoint that was written; rank 0 knows."""
+
+
+class RunSaver(Protocol):
+    """Saves a run, one save at a time, while it goes on. ``spent``: what that has cost this rank.
+
+    ``cost_s``: on rank 0, what the latest save that is over has cost the slowest rank; None before there is one.
+    """
+
+    spent: Spent
+    cost_s: float | None
+
+    def begin(self) -> None:
+        """Copy the state of the step that has ended and have it written; collective.
+
+        Waits for the save before this one, if that is under way.
+        """
+        ...
+
+    def busy(self) -> bool:
+        """Return whether a save is under way on this rank."""
+        ...
+
+    def settled(self) -> list[Outcome]:
+        """Return what has been written or given up since the last call, oldest first."""
+        ...
+
+    def latest(self) -> str:
+        """Return "" or why the latest save, which is over, wrote nothing; what came of those before stays `settled`'s.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Return when nothing is left to write or to send; `WaitTimeout` where that takes too long."""
+        ...
+
+    def end(self) -> None:
+        """Give back memory and channel when the last save is over; the next one has its own. Collective."""
+        ...
+
+    def close(self) -> None:
+        """Finish a save that is under way, soon, or drop it: a run that ends by an error enters no collective."""
+        ...

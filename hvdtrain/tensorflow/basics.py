@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import boot, horovod
+from hvdtrain.cluster.exit import install_hooks
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.config import Config, Exchange
 from hvdtrain.errors import UserError, count
@@ -84,28 +85,29 @@ def _start() -> tuple[Control, Any]:
     facts, exchange, timeout_s = launch_facts(os.environ), Exchange(), Config().control_timeout_s
     control = boot.current_control()
     if facts.size > 1:
-        boot.bound_stalls(timeout_s, os.environ)
+        horovod.bound_stalls(timeout_s, os.environ)
     try:
-        hvd = boot.start_horovod("tensorflow", exchange, facts) if facts.kind == "gloo" else None
-    except boot.HorovodUnavailable as error:
-        raise UserError(error.reason, "a Horovod built here, which horovodrun --gloo needs", boot.BUILD) from None
+        hvd = horovod.start_horovod("tensorflow", exchange, facts) if facts.kind == "gloo" else None
+    except horovod.HorovodUnavailable as error:
+        raise UserError(error.reason, "a Horovod built here, which horovodrun --gloo needs", horovod.BUILD) from None
     if control is None:
+        install_hooks(facts)
         control = boot.start_control(facts, timeout_s, hvd, claim=False)
     if control.size == 1 or hvd is not None:
         return control, hvd
     reason = None
-    if not control.agree(boot.horovod_reason("tensorflow") is not None):
+    if not control.agree(horovod.horovod_reason("tensorflow") is not None):
         try:
-            hvd = boot.start_horovod("tensorflow", exchange, control)
-        except boot.HorovodUnavailable as error:
+            hvd = horovod.start_horovod("tensorflow", exchange, control)
+        except horovod.HorovodUnavailable as error:
             reason = error.reason
     else:
-        reason = boot.horovod_reason("tensorflow")
+        reason = horovod.horovod_reason("tensorflow")
     lacking = [r for r in control.gather(reason) if r]
     if not lacking:
         return control, hvd
     if not boot.has_mpi():
-        raise UserError(lacking[0], "a Horovod built on every host", boot.BUILD)
+        raise UserError(lacking[0], "a Horovod built on every host", horovod.BUILD)
     if control.rank == 0:
         warnings.warn(f"collectives go over plain MPI, which is slower: {lacking[0]}", stacklevel=2)
     return control, None
@@ -179,7 +181,7 @@ def _adopt(world: World, process_set: ProcessSet, theirs: Any) -> None:
     if world.hvd is not None:
         from hvdtrain.backends.tensorflow.collectives import HorovodCollectives
 
-        world.wires[number] = HorovodCollectives(world.hvd, world.device, theirs, boot.stall_bound(os.environ))
+        world.wires[number] = HorovodCollectives(world.hvd, world.device, theirs, horovod.stall_bound(os.environ))
         return
     from hvdtrain.collectives.mpi import MpiCollectives
     from hvdtrain.tensorflow.plain_mpi import PlainMpi

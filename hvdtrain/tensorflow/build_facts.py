@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import boot, horovod
 from hvdtrain.tensorflow import basics
 
 
@@ -17,7 +17,7 @@ def _horovod() -> Any:
     """Horovod's module, loaded where no job has started it yet; None where it is not built."""
     if basics.is_initialized() and basics.world().hvd is not None:
         return basics.world().hvd
-    if boot.horovod_reason("tensorflow") is not None:
+    if horovod.horovod_reason("tensorflow") is not None:
         return None
     from hvdtrain.backends.tensorflow.collectives import built
 
@@ -74,7 +74,7 @@ def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> b
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: Any) -> None:
     """Raise `ImportError` with the remedy where Horovod's TensorFlow part is not built; the arguments are not needed.
     """
-    reason = boot.horovod_reason("tensorflow")
+    reason = horovod.horovod_reason("tensorflow")
     if reason is not None:
         raise ImportError(f"{ext_name}: {reason}")
 

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.host import Memory, aligned, fill
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import boot, horovod
 from hvdtrain.protocols import Control
 from hvdtrain.protocols.types import Bucket
 
@@ -48,7 +48,7 @@ def open_near(control: Control) -> SharedCollectives | None:
     from hvdtrain.collectives.shared import SharedCollectives, SharedUnavailable
 
     try:
-        return SharedCollectives(boot.mpi_comm(), timeout_s=boot.stall_bound(os.environ))
+        return SharedCollectives(boot.mpi_comm(), timeout_s=horovod.stall_bound(os.environ))
     except SharedUnavailable as error:
         if control.rank == 0:
             warnings.warn(f"gradients go over Horovod: {error.reason}", stacklevel=2)

@@ -22,7 +22,7 @@ from hvdtrain.backends.torch.maker import build_lazy  # noqa: E402
 from hvdtrain.backends.torch.pipelined import create  # noqa: E402
 from hvdtrain.backends.torch.pipelined.outline import outline, source_of  # noqa: E402
 from hvdtrain.backends.torch.pipelined.tape import Inexact, Tape  # noqa: E402
-from hvdtrain.cluster.exit import agreed  # noqa: E402
+from hvdtrain.cluster.control import agreed  # noqa: E402
 from hvdtrain.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.config import Pipeline  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402

@@ -9,7 +9,8 @@ from runner import mpirun, run
 GUARDED = """
 import os, sys, time
 from hvdtrain.cluster import boot
-from hvdtrain.cluster.exit import agreed, run_guarded
+from hvdtrain.cluster.control import agreed
+from hvdtrain.cluster.exit import run_guarded
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.errors import PeerFailed, UserError
 
@@ -31,10 +32,12 @@ sys.exit(run_guarded(main, facts))
 HOOKED = """
 import os, time
 from hvdtrain.cluster import boot
+from hvdtrain.cluster.exit import install_hooks
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.errors import UserError
 
 facts = launch_facts(os.environ)
+install_hooks(facts)
 control = boot.start_control(facts, 60)
 rank = control.rank
 control.barrier("start")

@@ -10,7 +10,7 @@ import pytest
 from runner import mpirun, run
 
 from hvdtrain.bench.wire import HEADERS, KINDS
-from hvdtrain.cluster.boot import horovod_reason
+from hvdtrain.cluster.horovod import horovod_reason
 
 WIRE = ["-m", "hvdtrain", "bench", "wire", "--max", "16K", "--repeats", "3"]
 
@@ -54,7 +54,7 @@ def test_shared_memory_sums_in_place():
 
 def test_what_a_look_at_the_gradients_costs():
     need("torch")
-    job = mpirun(2, ["-m", "hvdtrain", "bench", "finite", "--workload", "tiny", "--rounds", "2", "--steps", "2"], 60)
+    job = mpirun(2, ["-m", "benchmarks", "finite", "--workload", "tiny", "--rounds", "2", "--steps", "2"], 60)
     assert (job.returncode, job.orphans) == (0, []), job.text
     assert "torch tiny, 2 rank(s), 2 rounds of 2 steps: " in job.stdout and "looking adds " in job.stdout, job.text
 

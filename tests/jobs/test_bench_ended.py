@@ -1,4 +1,4 @@
-"""`bench accuracy` and `verify`, which train in jobs of their own: nothing is left of them when they are ended."""
+"""`benchmarks accuracy` and `verify`, which train in jobs of their own: nothing is left of them when they are ended."""
 
 from __future__ import annotations
 

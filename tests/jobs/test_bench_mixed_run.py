@@ -9,7 +9,7 @@ import sys
 import pytest
 from runner import run
 
-from hvdtrain.bench import throttle
+from benchmarks import throttle
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -23,7 +23,7 @@ def test_a_table_and_records_of_ranks_that_change_speeds(tmp_path):
     parent = throttle._home().parent
     before = set(parent.glob(f"{throttle.PREFIX}*"))
     path = tmp_path / "r.jsonl"
-    job = run([sys.executable, "-m", "hvdtrain", "bench", "mixed", "--workload", "tiny", "--contenders",
+    job = run([sys.executable, "-m", "benchmarks", "mixed", "--workload", "tiny", "--contenders",
                "hvdtrain@static,ddp", "--rounds", "1", "--steps", "3", "--warmup", "2", "--move", "5", "--timeout",
                "90", "--rebalance", "probe_s=0.2", "--jsonl", str(path)], 220)
     assert (job.returncode, job.orphans) == (0, []), job.text

@@ -10,7 +10,7 @@ import time
 import pytest
 from runner import run
 
-STEP = [sys.executable, "-m", "hvdtrain", "bench", "step", "--workload", "tiny", "--timeout", "90"]
+STEP = [sys.executable, "-m", "benchmarks", "step", "--workload", "tiny", "--timeout", "90"]
 EXACT = {"torch": {"hvdtrain": "torch", "hvdtrain-mpi": "torch", "ddp": "torch", "accelerate": "accelerate",
                    "fabric": "lightning_fabric", "horovod": "horovod"},
          "tensorflow": {"hvdtrain": "tensorflow", "horovod": "horovod", "mwms": "tensorflow"}}

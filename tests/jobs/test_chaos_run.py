@@ -19,8 +19,8 @@ def test_two_kills_lose_nothing(framework, tmp_path):
         pytest.skip(f"{framework} is not installed")
     model, options = CASES[framework]
     out = tmp_path / "chaos"
-    job = run([sys.executable, "-m", "hvdtrain", "chaos", "--kills", "2", *options, "--steps", "90", "--out", str(out),
-               "--", "train", "--model", model, "--eval_every", "0"], 200)
+    job = run([sys.executable, "-m", "benchmarks", "chaos", "--kills", "2", *options, "--steps", "90",
+               "--out", str(out), "--", "train", "--model", model, "--eval_every", "0"], 200)
     assert job.returncode == 0, job.text
     assert not job.orphans
     assert "2 of 2 faults hit what was alive" in job.stdout and "0 lost and 0 doubled" in job.stdout

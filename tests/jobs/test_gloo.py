@@ -7,13 +7,14 @@ import sys
 import pytest
 from runner import run
 
-from hvdtrain.cluster.boot import horovod_reason
+from hvdtrain.cluster.horovod import horovod_reason
 
 SCRIPT = """
 import os, sys
 import numpy as np
-from hvdtrain.cluster import boot
-from hvdtrain.cluster.exit import agreed, run_guarded
+from hvdtrain.cluster import boot, horovod
+from hvdtrain.cluster.control import agreed
+from hvdtrain.cluster.exit import run_guarded
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.config import Exchange
 from hvdtrain.errors import UserError
@@ -24,7 +25,7 @@ def main():
     assert facts.kind == "gloo", facts
     rank = facts.rank
     {early}
-    hvd = boot.start_horovod("{framework}", Exchange(), facts)
+    hvd = horovod.start_horovod("{framework}", Exchange(), facts)
     control = boot.start_control(facts, 60, hvd)
     for turn in range(2):
         assert control.bcast({{"a": turn}} if rank == 0 else None) == {{"a": turn}}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from runner import mpirun, run
 
-from hvdtrain.cluster.boot import horovod_reason
+from hvdtrain.cluster.horovod import horovod_reason
 
 CASES = Path(__file__).resolve().parents[1] / "conformance"
 
@@ -17,14 +17,14 @@ SCRIPT = """
 import importlib, os, sys
 sys.path.insert(0, {cases!r})
 from collectives_cases import CASES
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.exit import run_guarded
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.config import Exchange
 
 def main():
     control = boot.start_control(launch_facts(os.environ), 60)
-    hvd = boot.start_horovod("{framework}", Exchange(fusion_threshold_mb=4, cycle_time_ms=0.5), control)
+    hvd = horovod.start_horovod("{framework}", Exchange(fusion_threshold_mb=4, cycle_time_ms=0.5), control)
     other = {{"torch": "tensorflow", "tensorflow": "torch"}}["{framework}"]
     assert other not in sys.modules, "one process, one framework"
     if "{framework}" == "torch":

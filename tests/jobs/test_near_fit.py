@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from runner import mpirun
 
-from hvdtrain.cluster.boot import horovod_reason
+from hvdtrain.cluster.horovod import horovod_reason
 
 SCRIPT = str(Path(__file__).parent / "near_cases.py")
 

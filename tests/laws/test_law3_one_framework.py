@@ -24,16 +24,15 @@ KERAS = {"hvdtrain.keras", "hvdtrain.backends.keras", "hvdtrain.keras.bridge",
          "hvdtrain.keras.measured_weights", "hvdtrain.keras.training_metrics"}
 ALLOWED = {
     "horovod": {"hvdtrain.backends.torch.collectives", "hvdtrain.backends.tensorflow.collectives",
-                "hvdtrain.cluster.boot", "hvdtrain.bench.peers"},
+                "hvdtrain.cluster.horovod"},
     "mpi4py": {"hvdtrain.cluster", "hvdtrain.collectives.mpi"},
-    "torch": {"hvdtrain.backends.torch", "hvdtrain.bench.peers"},
-    "tensorflow": {"hvdtrain.backends.tensorflow", "hvdtrain.tensorflow", "hvdtrain.bench.peers", *KERAS},
+    "torch": {"hvdtrain.backends.torch"},
+    "tensorflow": {"hvdtrain.backends.tensorflow", "hvdtrain.tensorflow", *KERAS},
     "keras": {"hvdtrain.backends.tensorflow", "hvdtrain.backends.torch.keras", "hvdtrain.tensorflow",
-              "hvdtrain.bench.peers", *KERAS},
+              *KERAS},
 }
-"""Modules that may import a package, with all below them. bench.peers: the trainers that hvdtrain is measured against;
-no run imports them. keras and tensorflow: Horovod's APIs for users of these frameworks; no run of PyTorch imports what
-imports TensorFlow there."""
+"""Modules that may import a package, with all below them. keras and tensorflow: Horovod's APIs for users of these
+frameworks; no run of PyTorch imports what imports TensorFlow there."""
 IMPORTERS = ("import_module", "__import__")
 """Functions that import what a string names."""
 
@@ -84,7 +83,7 @@ def test_only_the_named_files_import_them():
     "from importlib import import_module\nimport_module(f'horovod.{name}')", "__import__('horovod')"])
 def test_the_check_sees_every_way_to_import(source):
     assert {name.partition(".")[0] for name in imports(source)} >= {"horovod"}
-    assert not allowed("hvdtrain.loop", "horovod") and allowed("hvdtrain.cluster.boot", "horovod")
+    assert not allowed("hvdtrain.loop", "horovod") and allowed("hvdtrain.cluster.horovod", "horovod")
     assert not allowed("hvdtrain.cluster.boot", "torch") and allowed("hvdtrain.cluster.control", "mpi4py")
 
 

@@ -11,7 +11,7 @@ from small_runs import CLASSES, FEATURES, config, samples
 from hvdtrain import loop
 from hvdtrain.assemble import assemble
 from hvdtrain.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS, AutoCompression
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import horovod
 from hvdtrain.collectives.mpi import MpiCollectives
 from hvdtrain.config import Config
 from hvdtrain.exchange import compressors, sweep
@@ -56,7 +56,7 @@ def test_buckets_are_picked_alike(control, wire):
 
 @pytest.mark.parametrize("kind", ["mpi", "shared", "horovod"])
 def test_a_run_decides_alike_on_all_ranks(control, kind, tmp_path):
-    reason = boot.horovod_reason("torch") if kind == "horovod" else None
+    reason = horovod.horovod_reason("torch") if kind == "horovod" else None
     if reason:
         pytest.skip(reason)
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ from hvdtrain.assemble import assemble
 from hvdtrain.callbacks import auto_compression, auto_wire
 from hvdtrain.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS
 from hvdtrain.callbacks.auto_wire import AutoWire
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import horovod
 from hvdtrain.cluster import wire as wires
 from hvdtrain.cluster.topology import Host, Topology
 from hvdtrain.collectives.mpi import MpiCollectives
@@ -73,7 +73,7 @@ def test_a_run_measures_decides_and_goes_on_alike(control, tmp_path, capsys):
 def test_each_wire_can_be_gone_over_to_and_gives_the_same_sums(framework, control, tmp_path, monkeypatch):
     """The wires take turns by order of the test; the curve is that of one wire."""
     out = Path(control.bcast(str(tmp_path)))
-    names = [n for n in ("mpi", "shared", "horovod") if n != "horovod" or boot.horovod_reason(framework) is None]
+    names = [n for n in ("mpi", "shared", "horovod") if n != "horovod" or horovod.horovod_reason(framework) is None]
 
     def train(name, turns):
         setting = config(global_batch=8, max_steps=8, epochs=8, collectives="auto", out=str(out / name))
@@ -100,8 +100,8 @@ def test_each_wire_can_be_gone_over_to_and_gives_the_same_sums(framework, contro
 def test_a_wait_longer_than_reckoned_tries_the_next_best_on_all_ranks(control, tmp_path, monkeypatch):
     monkeypatch.setattr(auto_wire.wire_choice, "doubt", lambda *_: ("mpi", "made up"))
     monkeypatch.setattr(auto_wire.wire_choice, "decide", lambda rows: WireChoice(rows[-1].name, "made up"))
-    monkeypatch.setattr(boot, "horovod_reason", lambda framework: "not here" if control.size > 2 else None)
-    if control.size == 2 and boot.horovod_libraries("torch") in (None, []):
+    monkeypatch.setattr(horovod, "horovod_reason", lambda framework: "not here" if control.size > 2 else None)
+    if control.size == 2 and horovod.horovod_libraries("torch") in (None, []):
         pytest.skip("Horovod is not built")
     monkeypatch.setattr(auto_wire.wire_choice, "better", lambda first, a, tried, b: (tried, f"{tried} from here on"))
     run = run_of("torch", Path(control.bcast(str(tmp_path / "run"))))
@@ -134,7 +134,7 @@ def test_the_sweep_is_the_same_everywhere_and_sane(control, comm):
 
 def test_a_quota_on_one_rank_keeps_horovod_from_all(control, tmp_path, monkeypatch):
     monkeypatch.setattr(wires, "cpu_quota", lambda: 0.3 if control.rank == 1 else float("inf"))
-    monkeypatch.setattr(wires.boot, "start_horovod", lambda *a, **k: pytest.fail("Horovod was started"))
+    monkeypatch.setattr(wires.horovod, "start_horovod", lambda *a, **k: pytest.fail("Horovod was started"))
     run = run_of("torch", Path(control.bcast(str(tmp_path / "run"))))
     assert "horovod" not in run.wires.names and "rank 1 on" in run.wires.left_out["horovod"]
     assert np.all([n == run.wires.names for n in control.gather(run.wires.names)])

@@ -1,7 +1,7 @@
 """Unlike ranks for real: plans, new plans while training, and the curve that does not notice them.
 
-Speeds are made unlike by `emulate_speed`. How well a plan fits is a matter of time and belongs to ``bench mixed``; here
-it is that one was made, followed by every rank, and that law 2 holds across it.
+Speeds are made unlike by `emulate_speed`. How well a plan fits is a matter of time and belongs to
+``benchmarks mixed``; here it is that one was made, followed by every rank, and that law 2 holds across it.
 """
 
 from __future__ import annotations

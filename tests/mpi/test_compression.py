@@ -13,7 +13,7 @@ from small_runs import CUTS, FRAMEWORKS, apart, bits, config, fitted, make_model
 
 from hvdtrain.assemble import assemble
 from hvdtrain.callbacks.base import Callback
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import horovod
 from hvdtrain.config import Checkpoint, Exchange, Named
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
@@ -31,8 +31,8 @@ def framework(request):
 
 @pytest.fixture(params=["horovod", "shared"])
 def wire(request, framework):
-    if request.param == "horovod" and boot.horovod_reason(framework):
-        pytest.skip(boot.horovod_reason(framework))
+    if request.param == "horovod" and horovod.horovod_reason(framework):
+        pytest.skip(horovod.horovod_reason(framework))
     if request.param == "shared" and framework == "tensorflow":
         pytest.skip("TensorFlow goes over Horovod unless told otherwise; eager sums over plain MPI are test_training's")
     return request.param
@@ -165,8 +165,8 @@ def test_adasum_of_a_short_batch_has_the_gradients_own_size(control, out):
     if control.size not in (2, 4):
         pytest.skip("Adasum takes 2, 4, 8, ... ranks")
     pytest.importorskip("torch", reason="PyTorch is not installed")
-    if boot.horovod_reason("torch"):
-        pytest.skip(boot.horovod_reason("torch"))
+    if horovod.horovod_reason("torch"):
+        pytest.skip(horovod.horovod_reason("torch"))
     settings = {"global_batch": 4 * control.size, "max_steps": 1, "exchange": Exchange(adasum=True)}
     run = fitted(assemble(config(out=out, **settings), make_model("torch"), samples(1)))
     assert run.collectives.name == "horovod" and run.dp.reducer.compressor.name == "adasum"

@@ -6,8 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from hvdtrain.cluster.control import CHUNK, INLINE, MpiControl
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import CHUNK, INLINE, MpiControl, agreed
 from hvdtrain.cluster.topology import survey
 from hvdtrain.errors import UserError, WaitTimeout
 

@@ -14,7 +14,7 @@ from split_models import Chain, Skips, deep  # noqa: E402
 
 from hvdtrain.assemble import assemble  # noqa: E402
 from hvdtrain.backends.torch import placement  # noqa: E402
-from hvdtrain.cluster import boot  # noqa: E402
+from hvdtrain.cluster import horovod  # noqa: E402
 from hvdtrain.config import Checkpoint, Exchange, Named  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
 
@@ -46,8 +46,8 @@ def alone(tmp_path, settings, **changes):
 @pytest.mark.parametrize("wire", ["horovod", "mpi", "shared"])
 @pytest.mark.parametrize("cut", [0, -1], ids=["equal", "unequal"])
 def test_law2_split_ranks_follow_one_rank_with_one_device(control, settings, tmp_path, wire, cut):
-    if wire == "horovod" and boot.horovod_reason("torch"):
-        pytest.skip(boot.horovod_reason("torch"))
+    if wire == "horovod" and horovod.horovod_reason("torch"):
+        pytest.skip(horovod.horovod_reason("torch"))
     run = fitted(assemble(replace(settings, collectives=wire, shares=CUTS[control.size][cut]), deep(), DATA))
     assert len(run.parts.ops_of_place) == 2
     assert len(set(control.gather(run.parts.describe()["split"]))) == 1, "the same cut on every rank"

@@ -7,7 +7,7 @@ import pytest
 from small_runs import CUTS, FRAMEWORKS, apart, config, fitted, lockstep, samples, weights
 
 from hvdtrain.assemble import assemble
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import horovod
 from hvdtrain.collectives.mpi import MpiCollectives
 from hvdtrain.config import Named
 
@@ -76,7 +76,7 @@ def test_numpy_over_mpi_is_numpy_in_lockstep(settings, comm, expected):
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_framework_is_numpy_in_lockstep(settings, framework, wire, expected):
     model = twin(framework)
-    reason = boot.horovod_reason(framework) if wire == "horovod" else None
+    reason = horovod.horovod_reason(framework) if wire == "horovod" else None
     if reason:
         pytest.skip(reason)
     run = fitted(assemble(settings(wire), model, samples(40)))

@@ -10,20 +10,20 @@ from small_runs import CUTS, FRAMEWORKS, bits, config, fitted, make_model, sampl
 
 from hvdtrain.assemble import assemble
 from hvdtrain.backends import load
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import horovod
 from hvdtrain.collectives.mpi import MpiCollectives
 from hvdtrain.config import Exchange, Named
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 
 
-def horovod(framework, control, **options):
-    reason = boot.horovod_reason(framework)
+def over_horovod(framework, control, **options):
+    reason = horovod.horovod_reason(framework)
     if reason:
         pytest.skip(reason)
 
     def start(name, exchange):
-        return boot.start_horovod(name, exchange, control, over_host=True)
+        return horovod.start_horovod(name, exchange, control, over_host=True)
 
     return load(framework).collectives("horovod", control, Exchange(), start, **options)
 
@@ -31,7 +31,7 @@ def horovod(framework, control, **options):
 @pytest.fixture(params=["horovod", "mpi"])
 def inner(request, control, comm):
     pytest.importorskip("torch", reason="PyTorch is not installed")
-    return horovod("torch", control) if request.param == "horovod" else MpiCollectives(comm, timeout_s=30.0)
+    return over_horovod("torch", control) if request.param == "horovod" else MpiCollectives(comm, timeout_s=30.0)
 
 
 @pytest.fixture
@@ -90,8 +90,8 @@ def test_ranks_with_and_without_copies_are_one_job(control, inner):
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_on_cpus_alone_the_key_changes_nothing(control, framework, tmp_path):
     pytest.importorskip(framework, reason=f"{framework} is not installed")
-    if boot.horovod_reason(framework):
-        pytest.skip(boot.horovod_reason(framework))
+    if horovod.horovod_reason(framework):
+        pytest.skip(horovod.horovod_reason(framework))
     settings = config(global_batch=20, max_steps=1, out=control.bcast(str(tmp_path)), collectives="horovod",
                       exchange_device="cpu")
     run = assemble(settings, make_model(framework), samples(40))
@@ -101,7 +101,7 @@ def test_on_cpus_alone_the_key_changes_nothing(control, framework, tmp_path):
 
 def test_tensorflow_puts_its_nodes_on_the_cpu_with_their_names(control, tmp_path):
     tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-    direct, over_host = horovod("tensorflow", control), horovod("tensorflow", control, over_host=True)
+    direct, over_host = over_horovod("tensorflow", control), over_horovod("tensorflow", control, over_host=True)
     assert (over_host.name, over_host.hierarchical) == ("horovod over host memory", False)
 
     def nodes(wire):
@@ -122,7 +122,7 @@ def test_tensorflow_puts_its_nodes_on_the_cpu_with_their_names(control, tmp_path
 @pytest.fixture(scope="module")
 def on_cpu(control):
     pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-    return horovod("tensorflow", control, over_host=True)
+    return over_horovod("tensorflow", control, over_host=True)
 
 
 @pytest.mark.parametrize("check", [check_allgather, check_alltoall, check_broadcast, check_many_at_once], ids=name_of)

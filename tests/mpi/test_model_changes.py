@@ -12,7 +12,7 @@ from small_runs import apart  # noqa: E402
 from unfreezing import BASE, data, model, plain, work  # noqa: E402
 
 from hvdtrain.assemble import assemble  # noqa: E402
-from hvdtrain.cluster import boot  # noqa: E402
+from hvdtrain.cluster import horovod  # noqa: E402
 from hvdtrain.config import DataParallel  # noqa: E402
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 @pytest.mark.parametrize("way", (DataParallel(), DataParallel("zero", 2)), ids=("replicate", "zero 2"))
 @pytest.mark.parametrize("wire", ("horovod", "mpi", "shared"))
 def test_unfreezing_over_every_wire(control, tmp_path, monkeypatch, wire, way):
-    if wire == "horovod" and boot.horovod_reason("torch"):
-        pytest.skip(boot.horovod_reason("torch"))
+    if wire == "horovod" and horovod.horovod_reason("torch"):
+        pytest.skip(horovod.horovod_reason("torch"))
     monkeypatch.chdir(tmp_path)
     out = control.bcast(str(tmp_path))
     run = assemble(replace(BASE, collectives=wire, out=f"{out}/{wire}", data_parallel=way), model(), data())

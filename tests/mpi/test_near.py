@@ -7,7 +7,7 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import keras  # noqa: E402
 
 import hvdtrain.keras as hvd  # noqa: E402
-from hvdtrain.cluster import boot  # noqa: E402
+from hvdtrain.cluster import horovod  # noqa: E402
 from hvdtrain.tensorflow import basics, near  # noqa: E402
 from hvdtrain.tensorflow.gradients import GradientExchange  # noqa: E402
 
@@ -18,7 +18,7 @@ DTYPES = ("float32", "float32", "float32", "float64", "float16")
 
 @pytest.fixture(scope="module", autouse=True)
 def job(control):
-    reason = boot.horovod_reason("tensorflow")
+    reason = horovod.horovod_reason("tensorflow")
     if reason:
         pytest.skip(reason)
     hvd.shutdown()

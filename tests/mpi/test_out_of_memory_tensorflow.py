@@ -8,7 +8,7 @@ import pytest
 from small_runs import apart, config, fitted, samples
 
 from hvdtrain.assemble import assemble
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import horovod
 from hvdtrain.config import DataParallel, Exchange, Named
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120), pytest.mark.usefixtures("few_ranks")]
@@ -57,8 +57,8 @@ def state(run):
     ("horovod", {}), ("horovod", {"compression": "topk"}), ("horovod", {"data_parallel": DataParallel("zero", 2)}),
     ("shared", {"data_parallel": DataParallel("zero", 2)})], ids=lambda v: v if isinstance(v, str) else "-".join(v))
 def test_others_get_what_they_wait_for_and_the_step_is_repeated(control, wire, changes, left, tmp_path):
-    if wire == "horovod" and boot.horovod_reason("tensorflow"):
-        pytest.skip(boot.horovod_reason("tensorflow"))
+    if wire == "horovod" and horovod.horovod_reason("tensorflow"):
+        pytest.skip(horovod.horovod_reason("tensorflow"))
     out = control.bcast(str(tmp_path))
     settings = replace(SETTINGS, collectives=wire, out=f"{out}/plain", **changes)
     want = trained(control, settings, ())

@@ -12,7 +12,7 @@ from shortages import DATA, Injected, Setting, model_of  # noqa: E402
 from small_runs import apart, bits, fitted, solo, weights  # noqa: E402
 
 from hvdtrain.assemble import assemble  # noqa: E402
-from hvdtrain.cluster import boot  # noqa: E402
+from hvdtrain.cluster import horovod  # noqa: E402
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 SHARES = {2: (3, 1), 3: (1, 3, 0), 4: (1, 0, 2, 1)}
@@ -22,8 +22,8 @@ SHARES = {2: (3, 1), 3: (1, 3, 0), 4: (1, 0, 2, 1)}
     ("horovod", ("replicate", 1, "none")), ("horovod", ("zero", 2, "none")), ("mpi", ("replicate", 1, "topk")),
     ("mpi", ("zero", 1, "none")), ("shared", ("replicate", 1, "none")), ("shared", ("zero", 2, "none"))])
 def test_a_step_is_repeated_over_every_wire(control, tmp_path, monkeypatch, wire, way):
-    if wire == "horovod" and boot.horovod_reason("torch"):
-        pytest.skip(boot.horovod_reason("torch"))
+    if wire == "horovod" and horovod.horovod_reason("torch"):
+        pytest.skip(horovod.horovod_reason("torch"))
     monkeypatch.chdir(tmp_path)
     out = control.bcast(str(tmp_path))
     setting = Setting("torch", SHARES[control.size], 2, way, "Adam")

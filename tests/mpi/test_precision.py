@@ -11,7 +11,7 @@ from small_runs import FRAMEWORKS, apart, bits, config, fitted, make_model, samp
 
 from hvdtrain.assemble import assemble
 from hvdtrain.callbacks.base import Callback
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import horovod
 from hvdtrain.config import Checkpoint, Exchange
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
@@ -25,8 +25,8 @@ def framework(request):
 
 @pytest.fixture(params=["horovod", "shared"])
 def wire(request, framework):
-    if request.param == "horovod" and boot.horovod_reason(framework):
-        pytest.skip(boot.horovod_reason(framework))
+    if request.param == "horovod" and horovod.horovod_reason(framework):
+        pytest.skip(horovod.horovod_reason(framework))
     if request.param == "shared" and framework == "tensorflow":
         pytest.skip("TensorFlow goes over Horovod unless told otherwise")
     return request.param

@@ -6,7 +6,7 @@ import pytest
 from small_runs import CUTS, bits, config, fitted, samples
 
 from hvdtrain.assemble import assemble
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import horovod
 from hvdtrain.config import DataParallel, Exchange
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120), pytest.mark.usefixtures("few_ranks")]
@@ -28,8 +28,8 @@ def model():
     ("shared", {"data_parallel": DataParallel("zero", 2), "accumulate": 2}),
 ], ids=["horovod, BatchNorm over ranks", "shared, zero"])
 def test_recomputed_blocks_train_the_same_model(control, wire, changes, tmp_path):
-    if wire == "horovod" and boot.horovod_reason("tensorflow"):
-        pytest.skip(boot.horovod_reason("tensorflow"))
+    if wire == "horovod" and horovod.horovod_reason("tensorflow"):
+        pytest.skip(horovod.horovod_reason("tensorflow"))
     out = control.bcast(str(tmp_path / "run"))
 
     def run(remat):

@@ -7,7 +7,7 @@ from small_runs import bits, config, fitted, samples
 from sync_models import with_norms
 
 from hvdtrain.assemble import assemble
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import horovod
 from hvdtrain.config import DataParallel
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
@@ -20,7 +20,7 @@ def test_ranks_that_recompute_end_with_the_bits_of_those_that_do_not(control, tm
     if control.size > 2:
         pytest.skip("shown on two ranks")
     pytest.importorskip("torch", reason="PyTorch is not installed")
-    if wire == "horovod" and (reason := boot.horovod_reason("torch")):
+    if wire == "horovod" and (reason := horovod.horovod_reason("torch")):
         pytest.skip(reason)
     found = []
     for remat in ("off", "every:1"):

@@ -8,7 +8,7 @@ import keras  # noqa: E402
 from tensorflow_tools import X, Y, attached, batch, close, cut, mlp, run, weights  # noqa: E402
 
 from hvdtrain.backends.tensorflow import collectives  # noqa: E402
-from hvdtrain.cluster import boot  # noqa: E402
+from hvdtrain.cluster import horovod  # noqa: E402
 from hvdtrain.collectives.mpi import MpiCollectives  # noqa: E402
 from hvdtrain.config import Config, Exchange  # noqa: E402
 
@@ -19,11 +19,11 @@ pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.usefixtures("few_ranks")]
 def wire(request, control, comm):
     if request.param == "mpi":
         return MpiCollectives(comm, timeout_s=60)
-    reason = boot.horovod_reason("tensorflow")
+    reason = horovod.horovod_reason("tensorflow")
     if reason:
         pytest.skip(reason)
-    return collectives("horovod", control, Exchange(), lambda name, exchange: boot.start_horovod(name, exchange,
-                                                                                                 control))
+    return collectives("horovod", control, Exchange(),
+                       lambda name, exchange: horovod.start_horovod(name, exchange, control))
 
 
 @pytest.mark.parametrize("alone", [0, 1], ids=["rank 0 ran", "rank 1 ran"])

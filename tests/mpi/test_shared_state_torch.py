@@ -8,7 +8,7 @@ from small_runs import CUTS, FEATURES, config, samples
 
 from hvdtrain import loop
 from hvdtrain.assemble import assemble
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import horovod
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch import nn  # noqa: E402
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120), pytest.mark.usefixtures
 
 @pytest.fixture(params=["horovod", "mpi"])
 def wire(request):
-    reason = boot.horovod_reason("torch") if request.param == "horovod" else None
+    reason = horovod.horovod_reason("torch") if request.param == "horovod" else None
     if reason:
         pytest.skip(reason)
     return request.param

@@ -9,7 +9,7 @@ from small_runs import CUTS, apart, bits, config, fitted, samples, solo, weights
 from sync_models import with_norms
 
 from hvdtrain.assemble import assemble
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import horovod
 from hvdtrain.config import Named
 from hvdtrain.errors import UserError
 
@@ -28,7 +28,7 @@ def usable(control, framework, wire):
     if control.size > 3:
         pytest.skip("shown on two and three ranks")
     pytest.importorskip(framework, reason=f"{framework} is not installed")
-    reason = boot.horovod_reason(framework) if wire == "horovod" else None
+    reason = horovod.horovod_reason(framework) if wire == "horovod" else None
     if reason:
         pytest.skip(reason)
 

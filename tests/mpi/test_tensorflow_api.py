@@ -10,9 +10,9 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import keras  # noqa: E402
 
 import hvdtrain.tensorflow as hvd  # noqa: E402
-from hvdtrain.bench import eager  # noqa: E402
+from benchmarks import eager  # noqa: E402
 from hvdtrain.bench.session import Session  # noqa: E402
-from hvdtrain.cluster import boot  # noqa: E402
+from hvdtrain.cluster import horovod  # noqa: E402
 from hvdtrain.collectives.mpi import MpiCollectives  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
 from hvdtrain.tensorflow import basics  # noqa: E402
@@ -26,7 +26,7 @@ SETS, KNOWN = {}, {}
 @pytest.fixture(scope="module", autouse=True)
 def job(control):
     """An initialized job with a set of the first ranks and one of the others."""
-    reason = boot.horovod_reason("tensorflow")
+    reason = horovod.horovod_reason("tensorflow")
     if reason:
         pytest.skip(reason)
     hvd.shutdown()
@@ -62,7 +62,7 @@ def ranks(fn=float):
 
 
 def test_horovod_waits_no_longer_than_the_control_plane():
-    assert os.environ[boot.STALL] == "600"
+    assert os.environ[horovod.STALL] == "600"
 
 
 def test_facts_are_horovods(control):

@@ -14,7 +14,7 @@ from tensorflow.python.eager import context  # noqa: E402
 from tensorflow_tools import SGD, X, Y, attached, batch, close, cut, mlp, run, weights  # noqa: E402
 
 from hvdtrain.backends.tensorflow import collectives, named  # noqa: E402
-from hvdtrain.cluster import boot  # noqa: E402
+from hvdtrain.cluster import horovod  # noqa: E402
 from hvdtrain.collectives.mpi import MpiCollectives  # noqa: E402
 from hvdtrain.config import Exchange  # noqa: E402
 
@@ -24,12 +24,12 @@ FEW = pytest.mark.usefixtures("few_ranks")
 
 @pytest.fixture(scope="module")
 def wire(control):
-    reason = boot.horovod_reason("tensorflow")
+    reason = horovod.horovod_reason("tensorflow")
     if reason:
         pytest.skip(reason)
 
     def start(name, exchange):
-        return boot.start_horovod(name, exchange, control)
+        return horovod.start_horovod(name, exchange, control)
 
     return collectives("horovod", control, Exchange(), start)
 

@@ -9,7 +9,7 @@ import keras  # noqa: E402
 
 import hvdtrain.keras as hvd_keras  # noqa: E402
 import hvdtrain.tensorflow as hvd  # noqa: E402
-from hvdtrain.cluster import boot  # noqa: E402
+from hvdtrain.cluster import horovod  # noqa: E402
 from hvdtrain.collectives.mpi import MpiCollectives  # noqa: E402
 from hvdtrain.errors import UserError  # noqa: E402
 from hvdtrain.tensorflow import basics  # noqa: E402
@@ -23,7 +23,7 @@ SETS = {}
 @pytest.fixture(scope="module", autouse=True)
 def job(control):
     """An initialized job with a set of the first two ranks and, where there are more, one of the others."""
-    reason = boot.horovod_reason("tensorflow")
+    reason = horovod.horovod_reason("tensorflow")
     if reason:
         pytest.skip(reason)
     hvd.shutdown()

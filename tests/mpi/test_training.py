@@ -17,7 +17,7 @@ from small_runs import (CLASSES, CUTS, FEATURES, FRAMEWORKS, Record, apart, bits
 from hvdtrain import loop
 from hvdtrain.assemble import assemble
 from hvdtrain.callbacks.base import Callback
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import horovod
 from hvdtrain.config import Checkpoint, Exchange, Named
 from hvdtrain.errors import UserError
 
@@ -45,7 +45,7 @@ def wire(request, framework):
 
 
 def usable(wire, framework):
-    reason = boot.horovod_reason(framework) if wire == "horovod" else None
+    reason = horovod.horovod_reason(framework) if wire == "horovod" else None
     if reason:
         pytest.skip(reason)
     return wire

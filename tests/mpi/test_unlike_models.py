@@ -6,7 +6,7 @@ import pytest
 from small_runs import FEATURES, FRAMEWORKS, config, samples
 
 from hvdtrain.assemble import assemble
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import horovod
 from hvdtrain.errors import UserError
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(60)]
@@ -44,7 +44,7 @@ def keras_model(width=8, swapped=False, buffer=0):
 def test_the_first_difference_and_its_rank_are_named(control, framework, other, words, tmp_path):
     last = control.size - 1
     build = torch_model if framework == "torch" else keras_model
-    wires = ["mpi"] + (["horovod"] if not boot.horovod_reason(framework) else [])
+    wires = ["mpi"] + (["horovod"] if not horovod.horovod_reason(framework) else [])
     for wire in wires:
         model = build(**(other if control.rank == last else {}))
         with pytest.raises(UserError, match=f"the ranks' models differ: rank {last} has .*({words}).* where rank"):

@@ -14,7 +14,7 @@ from sync_models import with_norms
 
 from hvdtrain import loop, summary
 from hvdtrain.assemble import assemble, eval_feed
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import horovod
 from hvdtrain.config import Checkpoint, Data
 from hvdtrain.errors import UserError
 
@@ -76,8 +76,8 @@ def test_law1_holds_where_samples_cannot_be_read(control, few_ranks, tmp_path):
 def test_law2_holds_where_samples_cannot_be_read(control, few_ranks, framework, wire, tmp_path):
     """Unequal ranks that are replanned, statistics over all of them, resumed between two samples that are left out."""
     pytest.importorskip(framework, reason=f"{framework} is not installed")
-    if wire == "horovod" and boot.horovod_reason(framework):
-        pytest.skip(boot.horovod_reason(framework))
+    if wire == "horovod" and horovod.horovod_reason(framework):
+        pytest.skip(horovod.horovod_reason(framework))
     root = Path(control.bcast(str(tmp_path)))
     data = Files(83, bad=(0, 41, 82)), Files(31, bad=(0, 15, 30))  # those that are looked at first among them
     settings = config(global_batch=40, epochs=3, eval_every=1, out=str(root / "half"), sync_batchnorm=True,

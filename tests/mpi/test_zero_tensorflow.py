@@ -10,7 +10,7 @@ from small_runs import CUTS, apart, bits, config, fitted, make_model, samples, w
 
 from hvdtrain.assemble import assemble
 from hvdtrain.backends import imported
-from hvdtrain.cluster import boot
+from hvdtrain.cluster import horovod
 from hvdtrain.config import Checkpoint, DataParallel, Exchange, Named
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120), pytest.mark.usefixtures("few_ranks")]
@@ -19,8 +19,8 @@ pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 @pytest.fixture
 def wire(request):
-    if request.param == "horovod" and boot.horovod_reason("tensorflow"):
-        pytest.skip(boot.horovod_reason("tensorflow"))
+    if request.param == "horovod" and horovod.horovod_reason("tensorflow"):
+        pytest.skip(horovod.horovod_reason("tensorflow"))
     return request.param
 
 

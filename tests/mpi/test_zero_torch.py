@@ -13,7 +13,7 @@ from split_models import deep  # noqa: E402
 
 from hvdtrain.assemble import assemble  # noqa: E402
 from hvdtrain.backends.torch import placement  # noqa: E402
-from hvdtrain.cluster import boot  # noqa: E402
+from hvdtrain.cluster import horovod  # noqa: E402
 from hvdtrain.collectives.shared import SharedCollectives  # noqa: E402
 from hvdtrain.config import DataParallel, Exchange, Named  # noqa: E402
 from hvdtrain.data_parallel.zero import Zero  # noqa: E402
@@ -32,8 +32,8 @@ def out(control, tmp_path, monkeypatch):
 
 
 def usable(wire):
-    if wire == "horovod" and boot.horovod_reason("torch"):
-        pytest.skip(boot.horovod_reason("torch"))
+    if wire == "horovod" and horovod.horovod_reason("torch"):
+        pytest.skip(horovod.horovod_reason("torch"))
 
 
 @pytest.mark.parametrize("stage", (1, 2))

@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from hvdtrain.bench import accuracy
-from hvdtrain.bench.accuracy import WORKLOADS, Trial, parsed, summary, train_options, wire_bytes
+from benchmarks import accuracy
+from benchmarks.accuracy import parsed, summary, train_options, Trial, wire_bytes, WORKLOADS
 from hvdtrain.cli import verify
 from hvdtrain.config import Config, Exchange
 from hvdtrain.errors import UserError

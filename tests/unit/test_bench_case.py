@@ -1,10 +1,10 @@
-"""`bench case`: which jobs it starts, what its table makes of them, and one job on a small recipe."""
+"""`benchmarks case`: which jobs it starts, what its table makes of them, and one job on a small recipe."""
 
 import json
 
 import pytest
 
-from hvdtrain.bench import case
+from benchmarks import case
 from hvdtrain.errors import UserError
 
 MIB = 1 << 20

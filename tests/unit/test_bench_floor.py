@@ -6,9 +6,9 @@ import types
 
 import pytest
 
-from hvdtrain.bench import floor, worker
-from hvdtrain.bench.peers import Prepared, contender
-from hvdtrain.bench.peers.ours import _Marks
+from benchmarks import floor, worker
+from benchmarks.peers import contender, Prepared
+from benchmarks.peers.ours import _Marks
 from hvdtrain.cluster import boot, links
 from hvdtrain.cluster.pair_links import PairLink, Way
 from hvdtrain.cluster.topology import Host, Topology

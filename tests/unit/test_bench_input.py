@@ -1,4 +1,4 @@
-"""`bench input`: what its table makes of the times, the counting of decodes, and one job of each reader."""
+"""`benchmarks input`: what its table makes of the times, the counting of decodes, and one job of each reader."""
 
 import importlib.util
 import json
@@ -7,8 +7,8 @@ import pickle
 import numpy as np
 import pytest
 
-from hvdtrain.bench import input as bench
-from hvdtrain.bench import input_rank
+from benchmarks import input as bench
+from benchmarks import input_rank
 from hvdtrain.data.sources import ArraySource
 from hvdtrain.errors import UserError
 

@@ -1,10 +1,10 @@
-"""`bench memory`: the formula beside what is measured, and one job on a small model."""
+"""`benchmarks memory`: the formula beside what is measured, and one job on a small model."""
 
 import json
 
 import pytest
 
-from hvdtrain.bench import memory, memory_rank
+from benchmarks import memory, memory_rank
 from hvdtrain.errors import UserError
 
 

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from hvdtrain.bench import mixed, parts, peers, throttle, worker
-from hvdtrain.bench import race as racing
-from hvdtrain.bench.parts import Measured
-from hvdtrain.bench.peers import Prepared, contender
+from benchmarks import mixed, parts, peers, throttle, worker
+from benchmarks import race as racing
+from benchmarks.parts import Measured
+from benchmarks.peers import contender, Prepared
 from hvdtrain.errors import UserError
 
 
@@ -25,7 +25,7 @@ from hvdtrain.errors import UserError
 def test_a_bad_option_is_refused_in_words_before_any_job(argv, word, monkeypatch):
     monkeypatch.setattr(racing, "Job", lambda *job: pytest.fail("a job was started"))
     monkeypatch.setattr(racing.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr("hvdtrain.cluster.boot.horovod_reason", lambda framework: None)
+    monkeypatch.setattr("hvdtrain.cluster.horovod.horovod_reason", lambda framework: None)
     monkeypatch.setattr("hvdtrain.cli.verify.launcher", lambda ranks: ["mpirun"])
     monkeypatch.setattr(throttle, "available", lambda: "")
     with pytest.raises(UserError) as caught:
@@ -125,7 +125,7 @@ def test_orders(line, order, monkeypatch):
 
 STAND_IN = """
 import json, sys
-from hvdtrain.bench.worker import MARK
+from benchmarks.worker import MARK
 name, ranks = sys.argv[1], int(sys.argv[2])
 def say(**message):
     print(MARK + json.dumps(message), flush=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.bench import peers, pipeline, race, stages, throttle, worker
-from hvdtrain.bench.peers import Prepared, contender, pipelining
+from benchmarks import peers, pipeline, race, stages, throttle, worker
+from benchmarks.peers import contender, pipelining, Prepared
 from hvdtrain.bench.workloads import WORKLOADS
 from hvdtrain.errors import UserError
 from hvdtrain.pipeline import which
@@ -17,7 +17,7 @@ from hvdtrain.pipeline.which import Work
 
 STAND_IN = """
 import json, sys
-from hvdtrain.bench.worker import MARK
+from benchmarks.worker import MARK
 ms, cut = float(sys.argv[1]), json.loads(sys.argv[2])
 def say(**message):
     print(MARK + json.dumps(message), flush=True)
@@ -231,13 +231,13 @@ def test_a_peer_that_is_told_no_cut_takes_about_as_many_blocks_for_each_stage():
 
 @pytest.mark.parametrize("work", [Work(2, 0.2, 37.8e6, 262144, 4, 125e6), Work(2, 1.0, 9.7e6, 131072, 8, 1.25e9)])
 def test_the_sentences_of_the_page_are_those_that_are_reckoned(work):
-    page = Path(pipeline.__file__).parents[2] / "docs" / "pipeline.md"
+    page = Path(pipeline.__file__).parents[1] / "docs" / "pipeline.md"
     assert f"> {which.sentence(work)}\n" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("numbers", [[0, 1], [1, 0]])
 def test_a_peer_s_ranks_meet_where_its_number_0_is(numbers, monkeypatch):
-    from hvdtrain.bench.peers import torch_common
+    from benchmarks.peers import torch_common
 
     class Rank:
         size, local_rank, local_size = 2, 0, 1

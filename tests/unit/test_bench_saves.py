@@ -1,10 +1,10 @@
-"""`bench saves`: its two cases on a small model, and the parts that its table tells."""
+"""`benchmarks saves`: its two cases on a small model, and the parts that its table tells."""
 
 import json
 
 import pytest
 
-from hvdtrain.bench import saves
+from benchmarks import saves
 
 
 @pytest.mark.parametrize("case, more", [("often", ["--workload", "tiny", "--every", "5", "--steps", "20"]),

@@ -10,14 +10,15 @@ import types
 import numpy as np
 import pytest
 
-from hvdtrain.bench import peers, standings, step, worker
-from hvdtrain.bench import race as racing
-from hvdtrain.bench.peers import Prepared, contender
+from benchmarks import peers, standings, step, worker
+from benchmarks import race as racing
+from benchmarks.peers import contender, Prepared
 from hvdtrain.bench.workloads import BATCHES, WORKLOADS, part
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.sources import ArraySource
 from hvdtrain.errors import UserError
+from hvdtrain.resolve import ROOT
 
 
 def refused(*argv):
@@ -38,7 +39,7 @@ def refused(*argv):
     (["--exchange", "bucket_mb=wide"], "exchange.bucket_mb is"), (["--exchange", "powersgd_rank=2"], "--powersgd_rank"),
     (["--jsonl", "/"], "/ cannot be written"), (["--powersgd-rank", "2"], "did you mean '--powersgd_rank'")])
 def test_a_bad_option_is_refused_in_words_before_any_job(argv, word, monkeypatch):
-    monkeypatch.setattr("hvdtrain.cluster.boot.horovod_reason", lambda framework: None)
+    monkeypatch.setattr("hvdtrain.cluster.horovod.horovod_reason", lambda framework: None)
     monkeypatch.setattr(racing, "Job", lambda *job: pytest.fail("a job was started"))
     monkeypatch.setattr(racing.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr("hvdtrain.cli.verify.launcher", lambda ranks: ["mpirun"])
@@ -116,7 +117,7 @@ def test_what_is_not_installed_is_left_out_with_the_reason(monkeypatch, capsys):
 
 
 def test_a_horovod_without_this_framework_is_left_out(monkeypatch):
-    monkeypatch.setattr("hvdtrain.cluster.boot.horovod_reason", lambda framework: f"no {framework} part")
+    monkeypatch.setattr("hvdtrain.cluster.horovod.horovod_reason", lambda framework: f"no {framework} part")
     for name in ("horovod", "hvdtrain-horovod"):
         assert contender(name, "tensorflow").lacks("tensorflow") == "no tensorflow part"
     assert contender("hvdtrain", "torch").lacks("torch") == ""
@@ -141,7 +142,7 @@ def test_all_jobs_get_the_same_command_and_environment(monkeypatch):
     args = step._parser().parse(["--contenders", "ddp,hvdtrain", "--threads", "3", "--hosts", "a:1,b:1", "--iface",
                                  "eth7", "--mpirun_args", "--mca plm_rsh_agent '/a b'", "--exchange", "bucket_mb=4"])
     plan = step._plan(args, {"PYTHONPATH": "/p"})
-    assert plan.env["OMP_NUM_THREADS"] == "3" and plan.env["PYTHONPATH"] == "/p"
+    assert plan.env["OMP_NUM_THREADS"] == "3" and plan.env["PYTHONPATH"] == f"{ROOT.parent}:/p"
     lines = [step.command(args, plan, c, "/scratch") for c in plan.contenders]
     assert [[w for w in line if w not in ("ddp", "hvdtrain")] for line in lines][0] == \
         [w for w in lines[1] if w not in ("ddp", "hvdtrain")]
@@ -234,7 +235,7 @@ def test_the_first_contender_is_not_the_measure():
 
 STAND_IN = """
 import json, sys
-from hvdtrain.bench.worker import MARK
+from benchmarks.worker import MARK
 name, lasts, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 def say(**message):
     print(MARK + json.dumps(message), flush=True)

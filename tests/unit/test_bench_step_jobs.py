@@ -12,9 +12,9 @@ import time
 import psutil
 import pytest
 
-from hvdtrain.bench import jobs
-from hvdtrain.bench.jobs import Job, JobFailed
-from hvdtrain.bench.worker import MARK
+from benchmarks import jobs
+from benchmarks.jobs import Job, JobFailed
+from benchmarks.worker import MARK
 from hvdtrain.build.children import orderly_signals, processes
 from hvdtrain.build.run import logged
 
@@ -118,7 +118,7 @@ def test_another_message_or_half_a_one_is_no_answer(start):
 
 
 def test_a_job_ends_with_whoever_started_it_even_when_that_is_killed():
-    program = (f"import os, sys; from hvdtrain.bench.jobs import Job\n"
+    program = (f"import os, sys; from benchmarks.jobs import Job\n"
                f"job = Job('probe', [sys.executable, '-c', {ECHO!r}], dict(os.environ))\n"
                f"print(job.wait('ready', 20)['pid'], flush=True)\nos.kill(os.getpid(), 9)")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=40)
@@ -127,7 +127,7 @@ def test_a_job_ends_with_whoever_started_it_even_when_that_is_killed():
 
 
 def test_a_logged_child_is_ended_on_a_signal_with_what_has_left_its_session(tmp_path):
-    """As of mpirun, whose ranks are in groups of their own; this is what `bench accuracy` and `verify` rely on."""
+    """As of mpirun, whose ranks are in groups of their own; this is what `benchmarks accuracy` and `verify` rely on."""
     pids, program = tmp_path / "pids", "import os, sys, time\n" + STRAY + """
 with open(sys.argv[1] + ".part", "w") as file:
     file.write(f"{os.getpid()} {stray.pid}")

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from hvdtrain.bench import throttle
-from hvdtrain.bench.throttle import Home, Throttle, locate, quota
+from benchmarks import throttle
+from benchmarks.throttle import Home, locate, quota, Throttle
 from hvdtrain.errors import UserError
 
 V1 = """31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
@@ -64,7 +64,7 @@ def test_version_2_gets_both_numbers_in_one_file(speed, expected, tmp_path):
 
 
 def test_processes_enter_change_speed_and_come_back(groups):
-    child = subprocess.Popen([sys.executable, "-c", "import sys; from hvdtrain.bench.throttle import enter\n"
+    child = subprocess.Popen([sys.executable, "-c", "import sys; from benchmarks.throttle import enter\n"
                               "enter(sys.argv[1]); print('in', flush=True); sys.stdin.read()", str(groups)],
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -93,7 +93,7 @@ def test_the_groups_go_when_the_work_fails(groups):
 
 
 def test_groups_of_one_who_was_killed_are_swept_and_others_are_not(groups):
-    hold = ("import sys; from hvdtrain.bench.throttle import Throttle\n"
+    hold = ("import sys; from benchmarks.throttle import Throttle\n"
             "with Throttle([0.5]) as made: print(made.paths[0], flush=True); sys.stdin.read()")
     child = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:

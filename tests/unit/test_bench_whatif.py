@@ -1,16 +1,16 @@
-"""`bench whatif`: the two jobs it starts, and how it holds the forecast against the second of them."""
+"""`benchmarks whatif`: the two jobs it starts, and how it holds the forecast against the second of them."""
 
 import json
 import sys
 
 import pytest
 
-from hvdtrain.bench import peers, race, throttle, whatif
+from benchmarks import peers, race, throttle, whatif
 from hvdtrain.errors import UserError
 
 STAND_IN = """
 import json, sys
-from hvdtrain.bench.worker import MARK
+from benchmarks.worker import MARK
 ms, without_s = float(sys.argv[1]), json.loads(sys.argv[2])
 def say(**message):
     print(MARK + json.dumps(message), flush=True)

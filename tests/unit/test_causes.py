@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from hvdtrain.cluster import exit as exits
+from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.launcher import SOLO
 from hvdtrain.collectives.lockstep import LockstepWorld
 from hvdtrain.errors import PeerFailed, UserError, WaitTimeout
@@ -134,7 +135,7 @@ def test_an_agreed_mistake_keeps_its_kind():
                 raise UserError("disk full", "room", "free some").of_kind("disk")
 
         with pytest.raises(UserError, match="rank 1") as caught:
-            exits.agreed(control, write, "the save")
+            agreed(control, write, "the save")
         return causes.kind_of(caught.value)
 
     assert LockstepWorld(2).run(work, timeout_s=20.0) == ["disk", "disk"]

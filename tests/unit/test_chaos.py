@@ -13,12 +13,14 @@ import pytest
 
 from hvdtrain import curve
 from hvdtrain.build.children import Child
-from hvdtrain.chaos import inject, judge, look
-from hvdtrain.chaos.campaign import Campaign, Leg, Outcome
-from hvdtrain.chaos.plan import (DISK, FLIP, FREEZE, KILL, LAUNCHER, MOST_STARTS, RANK, SAVE, START, STEP, SUPERVISOR,
-                                 Amounts, Fault, draw, spread)
+from benchmarks.chaos import inject, judge, look
+from benchmarks.chaos.campaign import Campaign, Leg, Outcome
+from benchmarks.chaos.plan import (
+    Amounts, DISK, draw, Fault, FLIP, FREEZE, KILL, LAUNCHER, MOST_STARTS, RANK, SAVE, spread, START, STEP,
+    SUPERVISOR,
+)
 from hvdtrain.checkpoint import CheckpointStore, Snapshot
-from hvdtrain.cli import chaos
+from benchmarks.chaos import cli as chaos
 from hvdtrain.errors import UserError
 
 
@@ -157,7 +159,7 @@ def test_a_small_file_system_is_filled_seen_by_nobody_else_and_kept_afterwards(t
     code = """
 import errno, sys
 from pathlib import Path
-from hvdtrain.chaos.space import disk
+from benchmarks.chaos.space import disk
 runs = Path(sys.argv[1])
 with disk(runs, True, 1 << 20) as full:
     print(full.words, flush=True)

@@ -1,4 +1,4 @@
-"""`chaos --cuts`: the plan of the cuts, the verdict on each, and where none can be made; no network is cut here."""
+"""`benchmarks chaos --cuts`: the plan of the cuts, the verdict on each, and where none can be made; cuts no network."""
 
 import contextlib
 import os
@@ -9,11 +9,11 @@ import time
 import numpy as np
 import pytest
 
-from hvdtrain.chaos import cuts, inject, judge, look
-from hvdtrain.chaos.aim import Attempt
-from hvdtrain.chaos.campaign import Leg, Lost, Outcome
-from hvdtrain.chaos.plan import CUT, OUTAGE, RANK, STEP, Fault
-from hvdtrain.cli import chaos
+from benchmarks.chaos import cuts, inject, judge, look
+from benchmarks.chaos.aim import Attempt
+from benchmarks.chaos.campaign import Leg, Lost, Outcome
+from benchmarks.chaos.plan import CUT, Fault, OUTAGE, RANK, STEP
+from benchmarks.chaos import cli as chaos
 from hvdtrain.errors import UserError
 
 

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cli import COMMANDS, chaos, checkpoints, launch, train, verify
+from benchmarks.__main__ import BENCHES
+from benchmarks.chaos import cli as chaos
+from hvdtrain.cli import COMMANDS, checkpoints, launch, train, verify
+from hvdtrain.cli.bench import BENCHES as ON_CLUSTERS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -22,7 +25,7 @@ def commands() -> list[tuple[str, str]]:
         spans = re.findall(r"`([^`\n]+)`", text)
         for block in re.findall(r"```\w*\n(.*?)```", text, re.S):
             spans += block.splitlines()
-        ours = r"(make |(mpirun|horovodrun|python|\.venv/bin/python)\s.*(hvdtrain|\.py|tests/run))"
+        ours = r"(make |(mpirun|horovodrun|python|\.venv/bin/python)\s.*(hvdtrain|benchmarks|\.py|tests/run))"
         where = page.relative_to(ROOT).as_posix()
         found += [(where, s.split(" #")[0].strip()) for s in spans if re.match(ours, s.strip())]
     return found
@@ -39,6 +42,12 @@ def test_a_command_of_the_docs_exists(page, line):
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
         assert all(w in targets for w in words[1:] if "=" not in w), f"{page}: {line}"
         return
+    if "benchmarks" in words:
+        name, options = words[words.index("benchmarks") + 1], words[words.index("benchmarks") + 2:]
+        assert name in BENCHES, f"{page}: {line}"
+        if name == "chaos" and options[-1] != "...":
+            assert chaos.read(options)[1] is not None
+        return
     if "hvdtrain" not in words:
         scripts = [w.partition("::")[0] for w in words if ".py" in w or w == "tests/run"]
         beside = (ROOT, (ROOT / page).parent)
@@ -49,10 +58,9 @@ def test_a_command_of_the_docs_exists(page, line):
         return
     command, options = (rest[0], rest[1:]) if rest and not rest[0].startswith("-") else ("train", rest)
     assert command in COMMANDS, f"{page}: {line}"
+    assert command != "bench" or options[0] in {*ON_CLUSTERS, "--help"}, f"{page}: {line}"
     if command == "checkpoints":
         assert checkpoints.arguments(options).run
-    if command == "chaos" and options[-1] != "...":
-        assert chaos.read(options)[1] is not None
     if command == "launch" and "..." not in options:
         assert launch.parse(options)[1]
     if command == "verify":

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from hvdtrain.cluster import boot
-from hvdtrain.cluster.control import SoloControl
-from hvdtrain.cluster.exit import agreed, run_guarded
+from hvdtrain.cluster import boot, horovod
+from hvdtrain.cluster.control import SoloControl, agreed
+from hvdtrain.cluster.exit import run_guarded
 from hvdtrain.cluster.launcher import SOLO, LaunchFacts
 from hvdtrain.config import Exchange
 from hvdtrain.errors import Interrupted, UserError
@@ -113,7 +113,6 @@ def start(monkeypatch, env, gpus):
     monkeypatch.setattr(boot.os, "environ", env)
     monkeypatch.setattr(boot, "_start_mpi", lambda facts, timeout_s: Ranks())
     monkeypatch.setattr(boot, "set_owner", lambda name, abort: None)
-    monkeypatch.setattr(boot.exits, "install_hooks", lambda facts: None)
 
 
 def test_a_start_without_claiming_leaves_the_devices_to_the_script(monkeypatch):
@@ -144,19 +143,20 @@ def test_two_ranks_with_one_list_of_the_launchers_overlap_unless_slurm_confines_
 
 
 @pytest.mark.parametrize("given, ends", [
-    ({}, "600"), ({boot.STALL: "0"}, "0"), ({boot.STALL_CHECK: "600"}, "600"), ({boot.STALL_CHECK: "900"}, None),
-    ({boot.STALL_CHECK: "soon"}, None)])
+    ({}, "600"), ({horovod.STALL: "0"}, "0"), ({horovod.STALL_CHECK: "600"}, "600"),
+    ({horovod.STALL_CHECK: "900"}, None),
+    ({horovod.STALL_CHECK: "soon"}, None)])
 def test_horovod_ends_a_stall_unless_told_otherwise(given, ends):
     env = dict(given)
-    boot.bound_stalls(600.0, env)
-    assert env.get(boot.STALL) == ends and env.keys() <= given.keys() | {boot.STALL}
+    horovod.bound_stalls(600.0, env)
+    assert env.get(horovod.STALL) == ends and env.keys() <= given.keys() | {horovod.STALL}
 
 
 def test_horovod_environment_only_where_asked():
     env = {}
-    boot._horovod_env(Exchange(), env)
+    horovod._horovod_env(Exchange(), env)
     assert env == {}
-    boot._horovod_env(Exchange(fusion_threshold_mb=2, cycle_time_ms=0.5), env)
+    horovod._horovod_env(Exchange(fusion_threshold_mb=2, cycle_time_ms=0.5), env)
     assert env == {"HOROVOD_FUSION_THRESHOLD": str(2 * 2**20), "HOROVOD_CYCLE_TIME": "0.5"}
 
 
@@ -165,18 +165,18 @@ def test_horovod_reason_names_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path_importer_cache", {})
     for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:  # another test's
         monkeypatch.delitem(sys.modules, name)
-    assert "not installed" in boot.horovod_reason("torch")
-    assert "python -m hvdtrain build" in boot.horovod_reason("torch")
+    assert "not installed" in horovod.horovod_reason("torch")
+    assert "python -m hvdtrain build" in horovod.horovod_reason("torch")
     (tmp_path / "horovod" / "torch").mkdir(parents=True)
     (tmp_path / "horovod" / "__init__.py").write_text("raise RuntimeError('must not be imported')")
     __import__("importlib").invalidate_caches()
-    assert "without its torch part" in boot.horovod_reason("torch")
+    assert "without its torch part" in horovod.horovod_reason("torch")
     (tmp_path / "horovod" / "torch" / "mpi_lib_v2.cpython-311-x86_64-linux-gnu.so").write_text("")
-    assert boot.horovod_reason("torch") is None
-    assert "without its tensorflow part" in boot.horovod_reason("tensorflow")
+    assert horovod.horovod_reason("torch") is None
+    assert "without its tensorflow part" in horovod.horovod_reason("tensorflow")
     monkeypatch.setenv("OPAL_PREFIX", "set already")
-    with pytest.raises(boot.HorovodUnavailable, match="does not load .*must not be imported"):
-        boot.start_horovod("torch", Exchange(), SOLO)
+    with pytest.raises(horovod.HorovodUnavailable, match="does not load .*must not be imported"):
+        horovod.start_horovod("torch", Exchange(), SOLO)
 
 
 def test_a_lone_mpi_process_is_told_where_the_wheel_is(tmp_path):
@@ -226,8 +226,8 @@ def test_agreed_alone_raises_as_it_is():
 
 def test_a_script_alone_says_its_mistake_without_traceback(tmp_path):
     path = tmp_path / "script.py"
-    path.write_text("from hvdtrain.cluster import boot\nfrom hvdtrain.cluster.launcher import SOLO\n"
-                    "from hvdtrain.errors import UserError\nboot.start_control(SOLO, 5)\n"
+    path.write_text("from hvdtrain.cluster import boot, exit\nfrom hvdtrain.cluster.launcher import SOLO\n"
+                    "from hvdtrain.errors import UserError\nexit.install_hooks(SOLO)\nboot.start_control(SOLO, 5)\n"
                     "raise UserError('x is 1', '2', 'set x')\n")
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=60,

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import agreed
 from hvdtrain.collectives.lockstep import LockstepWorld, ring_bytes
 from hvdtrain.errors import PeerFailed, UserError, WaitTimeout
 

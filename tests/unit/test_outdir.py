@@ -12,8 +12,7 @@ import pytest
 
 from hvdtrain import Trainer, outdir
 from hvdtrain.cli.train import parse
-from hvdtrain.cluster.control import SoloControl
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import SoloControl, agreed
 from hvdtrain.collectives.lockstep import LockstepWorld
 from hvdtrain.config import Config, Data, Named
 from hvdtrain.data.cursor import Cursor

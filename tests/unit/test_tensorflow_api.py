@@ -358,7 +358,7 @@ def test_process_sets_before_they_are_registered(alone):
 
 
 def test_without_horovod_nothing_is_built(alone, monkeypatch):
-    monkeypatch.setattr(build_facts.boot, "horovod_reason", lambda framework: "Horovod is not installed; build it")
+    monkeypatch.setattr(build_facts.horovod, "horovod_reason", lambda framework: "Horovod is not installed; build it")
     assert not any((hvd.mpi_built(), hvd.gloo_built(), hvd.nccl_built(), hvd.cuda_built(), hvd.gloo_enabled()))
     with pytest.raises(ImportError, match="not installed; build it"):
         hvd.check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", __file__, "mpi_lib")

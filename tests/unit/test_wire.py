@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from hvdtrain.cluster import wire
-from hvdtrain.cluster.boot import HorovodUnavailable
 from hvdtrain.cluster.devices import DeviceFacts
+from hvdtrain.cluster.horovod import HorovodUnavailable
 from hvdtrain.cluster.topology import Host, Topology
 from hvdtrain.collectives import mpi, shared
 from hvdtrain.config import Config, Exchange
@@ -33,13 +33,13 @@ def job(monkeypatch):
 
     monkeypatch.setattr(wire.boot, "has_mpi", lambda: "mpi" not in lacking)
     monkeypatch.setattr(wire.boot, "mpi_comm", lambda: None)
-    monkeypatch.setattr(wire.boot, "horovod_reason", lambda framework: lacking.get("horovod"))
+    monkeypatch.setattr(wire.horovod, "horovod_reason", lambda framework: lacking.get("horovod"))
     monkeypatch.setattr(wire, "_does_not_load", lambda framework: None)
     monkeypatch.setattr(shared, "SharedCollectives", sharing)
     monkeypatch.setattr(mpi, "MpiCollectives", lambda comm, timeout_s: SimpleNamespace(name="mpi", host=True,
                                                                                             overlaps=True))
     monkeypatch.setattr(wire.boot, "mpi_threads", lambda: "threads" not in lacking)
-    monkeypatch.setattr(wire.boot, "start_horovod", lambda framework, options, where, over_host: over_host)
+    monkeypatch.setattr(wire.horovod, "start_horovod", lambda framework, options, where, over_host: over_host)
 
     def opened(kind="auto", topology=ONE, host_memory=True, size=2, nccl=False, broken="", devices=(CPU, CPU),
                device="auto", **exchange):
@@ -165,7 +165,7 @@ def test_horovod_lacks_on_one_rank_what_it_has_on_another(job, monkeypatch):
     """A rank that failed by itself must not take another wire than the rest."""
     backend = SimpleNamespace(in_host_memory=lambda: False,
                               collectives=lambda *a, over_host: SimpleNamespace(name="horovod", host=False))
-    monkeypatch.setattr(wire.boot, "load_horovod", lambda framework: None)
+    monkeypatch.setattr(wire.horovod, "load_horovod", lambda framework: None)
     answers = iter([[None, None], [None, None], [None, "stale on b"]])
     control = SimpleNamespace(rank=0, size=2, agree=bool, gather=lambda x: next(answers))
     notes = []
@@ -185,23 +185,23 @@ def test_what_horovod_would_hang_on_or_leave_undone_is_refused(job):
 
 def test_horovod_for_gpus_only_is_found_out(monkeypatch):
     hvd = SimpleNamespace(mpi_enabled=lambda: False, gloo_enabled=lambda: False)
-    monkeypatch.setitem(wire.boot._started, "horovod.torch", hvd)
-    assert wire.boot.start_horovod("torch", Exchange(), None) is hvd
+    monkeypatch.setitem(wire.horovod._running, "torch", hvd)
+    assert wire.horovod.start_horovod("torch", Exchange(), None) is hvd
     with pytest.raises(HorovodUnavailable, match="for GPUs only"):
-        wire.boot.start_horovod("torch", Exchange(), None, over_host=True)
+        wire.horovod.start_horovod("torch", Exchange(), None, over_host=True)
     hvd.gloo_enabled = lambda: True
-    assert wire.boot.start_horovod("torch", Exchange(), None, over_host=True) is hvd
+    assert wire.horovod.start_horovod("torch", Exchange(), None, over_host=True) is hvd
 
 
 def test_a_rank_whose_horovod_does_not_load_keeps_the_others_from_starting_theirs(job, monkeypatch):
     monkeypatch.setattr(wire, "_does_not_load", lambda framework: "stale on b")
-    monkeypatch.setattr(wire.boot, "start_horovod", lambda *a, **k: pytest.fail("a rank would wait in hvd.init"))
+    monkeypatch.setattr(wire.horovod, "start_horovod", lambda *a, **k: pytest.fail("a rank would wait in hvd.init"))
     assert job.open(topology=TWO, host_memory=False) == ("mpi", ["gradients go over plain MPI: stale on b"])
 
 
 def test_a_horovod_that_was_up_is_not_shut_down(monkeypatch):
     stopped = []
-    monkeypatch.setattr(wire.boot, "stop_horovod", lambda framework, timeout_s: stopped.append(framework))
+    monkeypatch.setattr(wire.horovod, "stop_horovod", lambda framework, timeout_s: stopped.append(framework))
     for found in (True, False):
         wires = wire.Wires(Config(), "torch", None, None, TWO, (CPU, CPU))
         wires._open, wires._found_horovod = {"horovod": SimpleNamespace(), "mpi": SimpleNamespace()}, found

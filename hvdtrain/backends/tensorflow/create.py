@@ -30,7 +30,7 @@ from hvdtrain.backends.tensorflow.transforms.placement import Placement
 from hvdtrain.backends.tensorflow.transforms.precision import MixedPrecision
 from hvdtrain.backends.tensorflow.transforms.remat import Remat, named_blocks
 from hvdtrain.cluster import heap
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.transport import Transport

@@ -16,7 +16,7 @@ from hvdtrain.backends.torch.maker import Maker, build_lazy
 from hvdtrain.backends.torch.pipelined import create as pipelined
 from hvdtrain.backends.torch.pipelined.own import refuse_cut
 from hvdtrain.cluster import heap
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.mesh import Mesh

@@ -27,7 +27,7 @@ from hvdtrain.backends.tensorflow.pipelined.sums import Sums
 from hvdtrain.backends.tensorflow.task import ClassNumbers, Task
 from hvdtrain.backends.tensorflow.transforms.precision import MixedPrecision
 from hvdtrain.backends.tensorflow.transforms.remat import Remat
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
 from hvdtrain.keras import compiled

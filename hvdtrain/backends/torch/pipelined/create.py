@@ -31,7 +31,7 @@ from hvdtrain.backends.torch.transforms.placement import Placement, least_sample
 from hvdtrain.backends.torch.transforms.remat import Remat
 from hvdtrain.backends.torch.trial import free_cached, out_of_memory
 from hvdtrain.cluster import heap
-from hvdtrain.cluster.exit import agreed
+from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.in_turn import in_turn
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError

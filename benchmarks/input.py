@@ -1,0 +1,161 @@
+"""``python -m benchmarks input``: how fast a folder of pictures is read and decoded on several numbers of ranks.
+
+Owns the pictures, the jobs and the table; what a contender does is in `benchmarks.input_rank`. Each job reads one
+epoch untimed and then some that are timed, with the same number of workers a rank and nobody who trains: what is
+counted is samples a second of all ranks together, and how often each sample was decoded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import race
+from hvdtrain.bench import options, record, table
+from benchmarks.jobs import Job, JobFailed
+from hvdtrain.build.children import orderly_signals
+from hvdtrain.errors import UserError
+from hvdtrain.terminal import say
+
+CONTENDERS = {"hvdtrain": "PIL", "dataloader": "torch", "tfdata": "tensorflow"}
+"""Name -> the package without which it is left out."""
+
+OWN = "hvdtrain"
+CLASSES = 10
+HEADERS = ("ranks", "reader", "workers a rank", "samples/s", "quartiles", "of the best other", "decodes a sample")
+
+Key = tuple[int, str]
+"""(ranks, contender)."""
+
+
+def main(argv: list[str]) -> int:
+    """Measure every contender; 0 if every job did its part, 1 if one failed."""
+    args = _parser().parse(argv)
+    from hvdtrain.cluster.launcher import launch_facts
+
+    if launch_facts(os.environ).kind != "solo":
+        raise UserError("bench input was started under a launcher", "one process: it starts the jobs itself",
+                        "run it without mpirun")
+    if args.root and not Path(args.root, "train").is_dir():
+        raise UserError(f"--root is {args.root!r}, which has no folder train", "a folder with train/CLASS/*.png of one "
+                        "size", "correct --root, or leave it out to have pictures made")
+    names = [name for name in args.readers if _is_here(name)]
+    record.check(args.jsonl)
+    found: dict[Key, list[dict[str, Any]]] = {}
+    failed: dict[str, JobFailed] = {}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(orderly_signals())
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdtrain-bench-"))
+        root = args.root or _made(Path(scratch, "pictures"), args.samples, args.size)
+        for number in range(args.rounds):
+            for ranks in dict.fromkeys(args.np):
+                for name in race.rotated(names, number):
+                    about = _job(args, ranks, name, root, os.path.join(scratch, "decodes"), failed)
+                    if about is not None:
+                        found.setdefault((ranks, name), []).append(about)
+                        if args.jsonl:
+                            record.append(args.jsonl, _record(args, about))
+    table.show(f"a folder of pictures, {args.rounds} rounds, the median; batch {args.batch} a rank", HEADERS,
+               rows(found), args.markdown)
+    return race.report(failed)
+
+
+def _parser() -> options.Parser:
+    parser = options.Parser("benchmarks input",
+                            "Read a folder of pictures with hvdtrain, with torch's DataLoader under a "
+                            "DistributedSampler and with tf.data's shard, on several numbers of ranks of this machine. "
+                            "Not to be started under mpirun.")
+    add, whole = parser.add_argument, options.whole
+    add("--readers", type=options.some_of("--readers", CONTENDERS), default=list(CONTENDERS), metavar="A,B,...",
+        help=f"{', '.join(CONTENDERS)}; all that are installed")
+    add("--np", type=lambda text: [whole("--np", 1, 4096)(part) for part in text.split(",")], default=[1, 2, 4],
+        metavar="A,B,...", help="numbers of ranks (default 1,2,4)")
+    add("--root", default="", metavar="DIR", help="folder with train/CLASS/*.png of one size; empty: one is made")
+    add("--samples", type=whole("--samples", CLASSES), default=4000, metavar="N", help="pictures of the made folder")
+    add("--size", type=whole("--size", 8, 4096), default=64, metavar="N", help="its pictures' height and width")
+    add("--batch", type=whole("--batch", 1), default=32, metavar="N", help="samples of a rank and step")
+    add("--workers", type=whole("--workers", 0, 64), default=1, metavar="N", help="processes (tf.data: threads) that "
+        "decode for each rank; 0: the rank itself")
+    add("--epochs", type=whole("--epochs", 1), default=2, metavar="N", help="timed epochs of a job")
+    add("--rounds", type=whole("--rounds", 1), default=5, metavar="N", help="jobs of each reader and number of ranks")
+    parser.waits(600.0, "longest time of one job, in seconds")
+    parser.reports("job")
+    return parser
+
+
+def _is_here(name: str) -> bool:
+    """Whether the contender's package is installed; a note says so where not."""
+    if importlib.util.find_spec(CONTENDERS[name]) is not None:
+        return True
+    if name == OWN:
+        raise UserError("pillow is not installed", "it, which reads pictures", "run pip install pillow")
+    table.note(f"{name} is left out: {CONTENDERS[name]} is not installed")
+    return False
+
+
+def _made(root: Path, samples: int, size: int) -> str:
+    """Write pictures, smooth with some noise as photographs are, in `CLASSES` folders; return the folder."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for number in range(samples):
+        folder = root / "train" / f"class_{number % CLASSES}"
+        folder.mkdir(parents=True, exist_ok=True)
+        coarse = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).resize((size, size))
+        noise = rng.integers(0, 16, (size, size, 3), dtype=np.uint8)
+        Image.fromarray(np.asarray(coarse) // 2 + noise).save(folder / f"{number:07d}.png")
+    return str(root)
+
+
+def _job(args: argparse.Namespace, ranks: int, name: str, root: str, decodes: str,
+         failed: dict[str, JobFailed]) -> dict[str, Any] | None:
+    """Run one job to its end; what it told, or None where it failed."""
+    title = f"{name} on {ranks}"
+    if title in failed:
+        return None
+    env = race.environment(ranks, 1, os.environ)
+    words = [*race.launcher(argparse.Namespace(mpirun_args="", hosts=""), ranks, env), sys.executable, "-m",
+             "benchmarks.input_rank", "--reader", name, "--root", root, "--batch", str(args.batch), "--workers",
+             str(args.workers), "--epochs", str(args.epochs), "--decodes", decodes]
+    say(f"$ {shlex.join(words)}")
+    job = Job(title, words, env)
+    try:
+        return job.wait("done", args.timeout)
+    except JobFailed as failure:
+        failed[title] = failure
+        return None
+    finally:
+        job.end(grace_s=0.0 if title in failed else 20.0)
+        Path(decodes).unlink(missing_ok=True)
+
+
+def _record(args: argparse.Namespace, about: Mapping[str, Any]) -> dict[str, Any]:
+    where = record.environment(ranks=about["ranks"], framework=about["framework"], threads=1, seed=0)
+    return {"bench": "input", "workers": args.workers, "batch": args.batch, **where, **about}
+
+
+def rows(found: Mapping[Key, Sequence[Mapping[str, Any]]]) -> list[list[str]]:
+    """A row for each number of ranks and reader: median and quartiles of samples a second, and decodes. Pure."""
+    rates = {key: [about["samples"] * about["epochs"] / about["seconds"] for about in told]
+             for key, told in found.items()}
+    made = []
+    for ranks, name in sorted(found, key=lambda key: (key[0], list(CONTENDERS).index(key[1]))):
+        each, told = rates[ranks, name], found[ranks, name]
+        others = [statistics.median(r) for (n, other), r in rates.items() if n == ranks and other != OWN]
+        ratio = f"{statistics.median(each) / max(others):.2f}" if name == OWN and others else "-"
+        low, high = np.percentile(each, [25, 75])
+        decodes = statistics.median(about["decodes"] / about["samples"] / about["epochs"] for about in told)
+        made.append([str(ranks), name, str(told[0]["workers"]), f"{statistics.median(each):.0f}",
+                     f"{low:.0f} to {high:.0f}", ratio, f"{decodes:.4f}".rstrip("0").rstrip(".")])
+    return made

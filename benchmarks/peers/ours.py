@@ -1,0 +1,212 @@
+"""hvdtrain itself: a run as `assemble` builds it, and the loop's own `train_step` with its votes and callbacks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import IDLE_S, Prepared, Setup, tensorflow_common
+from hvdtrain.bench.workloads import LR, MOMENTUM
+from hvdtrain.config import Exchange, Pipeline, Rebalance
+from hvdtrain.errors import UserError, nearest
+from hvdtrain.protocols.types import itemsize
+
+
+def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance: str = "off",
+            looks: bool = True, adam: str = "", compile: str = "off", remat: str = "off",
+            pipeline: bool = False) -> Prepared:
+    """``wire``: the configuration's ``collectives``; ``compression``, ``balance``, ``compile``,
+    ``remat``: its keys of that name.
+
+    ``adam``: "whole", "zero1" or "zero2": Adam in place of SGD, its state on each rank or divided in that stage.
+    ``pipeline``: the ranks are one copy of the model, cut as the setup says.
+    ``looks``: whether summed gradients are looked at, as always but in the bench that tells what it costs.
+    """
+    from hvdtrain import loop
+    from hvdtrain.assemble import assemble
+    from hvdtrain.events import Event
+    from hvdtrain.outdir import starting
+
+    config = _config(setup, wire, compression, balance, adam, compile, remat)
+    if pipeline:
+        config = replace(config, pipeline=_pipeline(setup), out=f"{config.out}-pipeline")
+    run = assemble(config, data=setup.arrays)
+    if not looks:
+        for part in (run.dp, run.collectives):
+            setattr(part, "looks", False)  # noqa: B010  (of the wires only those that look have it)
+    batches = _fetched(run, setup) if balance == "off" else _live(run)
+    with starting(run):
+        run.emit(Event.FIT_START)
+    run.emit(Event.EPOCH_START)
+    n_local, marks = [0], _Marks(run)
+
+    def step(_: int) -> None:
+        begin = marks.begin()
+        batch = next(batches)
+        run.phases.add("data", time.perf_counter() - begin)
+        loop.train_step(run, batch)
+        marks.end()
+        n_local[0] = batch.n_local
+
+    return Prepared(step, lambda: run.state.loss, lambda: _params(run), run.collectives.name, _sync(run),
+                    global_loss=True, notes=run.notes, samples=lambda: n_local[0], whatif=partial(_whatif, run),
+                    split=pipeline, pipeline=_layout(run) if pipeline else None, spent=partial(_spent, run),
+                    marks=marks.taken, gradient_bytes=sum(b.n * itemsize(b.dtype) for b in run.dp.buckets))
+
+
+class _Marks:
+    """Of each step: seconds until its first bucket is handed to the wire, of computing and of the update.
+
+    A bucket that is put inside a graph is put while that is traced, once: its steps have no such mark.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self._phases, self._steps = run.phases, list[dict[str, float]]()
+        self._begin, self._now = 0.0, dict[str, float]()
+        put = run.dp.put
+
+        def stamped(index: int, x: Any) -> None:
+            self._now.setdefault("first_s", time.perf_counter() - self._begin)
+            put(index, x)
+
+        if not run.dp.in_graph:
+            run.dp.put = stamped
+
+    def begin(self) -> float:
+        """A step begins; its time."""
+        self._now, self._before = {}, dict(self._phases.seconds)
+        self._begin = time.perf_counter()
+        return self._begin
+
+    def end(self) -> None:
+        """The step is over."""
+        for phase in ("compute", "update"):
+            self._now[f"{phase}_s"] = self._phases.seconds[phase] - self._before[phase]
+        self._steps.append(self._now)
+
+    def taken(self) -> dict[str, list[float]]:
+        """The marks of all steps since this was last asked, each that every one of them has."""
+        steps, self._steps = self._steps, []
+        keys = set.intersection(*map(set, steps)) if steps else set()
+        return {key: [step[key] for step in steps] for key in sorted(keys)}
+
+
+def _pipeline(setup: Setup) -> Pipeline:
+    """The section that cuts the model over all ranks of the job."""
+    cut = setup.cut
+    return Pipeline(setup.control.size, cut.order, micro_batches=cut.micro_batches,  # type: ignore[arg-type]
+                    chunks=max(2, cut.chunks), cut=list(cut.names))
+
+
+def _layout(run: Any) -> dict[str, Any]:
+    """How the model was cut, and what that was predicted to give: seconds of a step's forwards and backwards."""
+    layout = run.parts.layout
+    parts, step = layout.chunks(), layout.plans[layout.mesh.copy].step
+    return {"cut": [layout.names[blocks[0]] for blocks in parts[1:]], "places": list(layout.mesh.ranks),
+            "blocks": [[layout.names[b] for b in blocks] for blocks in parts],
+            "predicted_step_s": step.step_s, "predicted_busy_s": list(step.busy_s)}
+
+
+def _spent(run: Any) -> dict[str, float]:
+    """This rank's seconds by phase and in steps, of its waits those for other stages, and bytes of cargo sent."""
+    return {**run.phases.seconds, "step": run.phases.step_s, "idle": getattr(run.schedule, "idle_s", 0.0),
+            "sent": getattr(run.schedule, "sent_bytes", 0)}
+
+
+def _whatif(run: Any) -> dict[str, Any]:
+    """What the run reckons of a step without each of its ranks; {} where it cannot. Collective."""
+    from hvdtrain.callbacks.whatif import WhatIf
+
+    found = next((c.look(run, measures=True) for c in run.callbacks if isinstance(c, WhatIf)), None)
+    return {} if found is None else {"step_s": found.step_s, "without_s": found.without_s_P}
+
+
+def _fetched(run: Any, setup: Setup) -> Iterator[Any]:
+    """The batches of one epoch, over and over, fetched beforehand as every peer's are."""
+    with contextlib.closing(run.feed.epoch(run.state.cursor)) as fetched:
+        batches = list(fetched)
+    assert len(batches) == len(setup.batches), "the feed cut another number of batches"
+    return itertools.cycle(batches)
+
+
+def _live(run: Any) -> Iterator[Any]:
+    """Epoch after epoch as the loop fetches them, since the cut may change; the fetch is in what is timed."""
+    while True:
+        with contextlib.closing(run.feed.epoch(run.state.cursor)) as batches:
+            yield from batches
+        run.parts.optimizer.end_epoch()
+        run.state.cursor = run.state.cursor.next_epoch()
+
+
+def _config(setup: Setup, wire: str, compression: str, balance: str, adam: str, compile: str, remat: str) -> Any:
+    """The run's configuration: what all contenders share, nothing else changed from its default."""
+    from hvdtrain.config import Checkpoint, Config, Data, DataParallel, Named
+
+    optimizer = Named("Adam") if adam else Named("SGD", {"momentum": MOMENTUM})
+    divided = DataParallel("zero", int(adam[-1])) if adam.startswith("zero") else DataParallel()
+
+    return Config(model=setup.workload.model(setup.framework), model_args=setup.workload.args,
+                  data=Data(shuffle=False, prefetch=0), global_batch=setup.batch * setup.control.size,
+                  seed=setup.seed, lr=LR, optimizer=optimizer, epochs=10**9,
+                  data_parallel=divided, collectives=wire, compression=compression,  # type: ignore[arg-type]
+                  exchange=exchange(setup.exchange, setup.powersgd_rank),
+                  balance=balance, emulate_speed=list(setup.emulate_speed),  # type: ignore[arg-type]
+                  rebalance=section(Rebalance, "--rebalance", ("probe_cache=false", *setup.rebalance)),
+                  checkpoint=Checkpoint(every="off", at_end=False), progress="off", threads=setup.threads,
+                  control_timeout_s=IDLE_S, compile=compile, remat=remat,  # type: ignore[arg-type]
+                  out=str(Path(setup.scratch, f"hvdtrain-{wire}-{compression}-{balance}-{adam}-{compile}-{remat}")))
+
+
+def exchange(settings: Sequence[str], powersgd_rank: int) -> Exchange:
+    """The section of ``--exchange`` words; the rank of powersgd is told apart, since DDP hears of it too."""
+    for text in settings:
+        if text.partition("=")[0] == "powersgd_rank":
+            raise UserError(f"--exchange is {text!r}", "--powersgd_rank, of which DDP hears too", "use that")
+    return section(Exchange, "--exchange", (*settings, f"powersgd_rank={powersgd_rank}"))
+
+
+def section(kind: Any, option: str, settings: Sequence[str]) -> Any:
+    """A section ``kind`` of the configuration from ``KEY=VALUE`` words, values as YAML reads them.
+
+    The last word for a key counts. `UserError` for a bad word; whether the values are possible is `Config.check`'s to
+    say.
+    """
+    import yaml
+
+    known = [key.name for key in fields(kind)]
+    found: dict[str, Any] = {}
+    for text in settings:
+        name, equals, value = text.partition("=")
+        if name not in known:
+            raise UserError(f"{option} is {text!r}", f"KEY=VALUE; KEY: {nearest(name, known)}", f"correct {option}")
+        try:
+            found[name] = yaml.safe_load(value) if equals else None
+        except yaml.YAMLError:
+            found[name] = None
+        if found[name] is None:
+            example = known[0]
+            raise UserError(f"{option} is {text!r}", f"KEY=VALUE such as {example}=4", f"correct {option}")
+    return kind(**found)
+
+
+def _params(run: Any) -> list[Any]:
+    """Copies of the trainable parameters, in the step's own order."""
+    groups, _ = run.parts.state.state()
+    return [groups["model"][spec.name].copy() for spec in run.parts.params.specs]
+
+
+def _sync(run: Any) -> Callable[[], None]:
+    """How to wait for the device; on a CPU a step has ended when it returns."""
+    if not run.parts.stage.asynchronous:
+        return lambda: None
+    if run.spec.framework == "torch":
+        import torch
+
+        return torch.cuda.synchronize
+    return partial(tensorflow_common.sync, run.parts.model)

@@ -1,0 +1,160 @@
+"""Where Horovod is found, how it is started and stopped, and why it cannot be used. Nothing here runs at import.
+
+Owns hvd.init and Horovod's environment variables. MPI comes first (`hvdtrain.cluster.boot`): mpi4py asks for threads.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import socket
+from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.cluster.boot import prepare_lone_mpi
+from hvdtrain.cluster.deadline import deadline
+from hvdtrain.cluster.launcher import LaunchFacts
+from hvdtrain.config import Exchange
+from hvdtrain.faults import pulse, watch
+from hvdtrain.protocols import Control
+
+STALL, STALL_CHECK = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_STALL_CHECK_TIME_SECONDS"
+
+NATIVE = {"torch": "mpi_lib_v2*.so", "tensorflow": "mpi_lib*.so"}
+"""File of Horovod's native library inside horovod/<framework>/."""
+
+BUILD = "run `python -m hvdtrain build`"
+
+
+class HorovodUnavailable(Exception):
+    """Horovod cannot be used here; ``reason`` says why and names the remedy."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+_running: dict[str, Any] = {}
+"""Horovod's module of each framework that has been started here."""
+
+
+def horovod_libraries(framework: str) -> list[Path] | None:
+    """Horovod's native libraries for ``framework`` ("torch" or "tensorflow"); None where Horovod is not installed.
+
+    Cheap: looks for files, imports nothing.
+    """
+    found = importlib.util.find_spec("horovod")
+    if found is None or not found.submodule_search_locations:
+        return None
+    return sorted(Path(found.submodule_search_locations[0], framework).glob(NATIVE[framework]))
+
+
+def horovod_reason(framework: str) -> str | None:
+    """Why Horovod cannot be used with ``framework``, or None where it looks usable; as cheap."""
+    found = horovod_libraries(framework)
+    if found is None:
+        return f"Horovod is not installed; {BUILD}"
+    return None if found else f"Horovod is installed without its {framework} part; {BUILD}"
+
+
+def start_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Control, over_host: bool = False) -> Any:
+    """Import horovod.torch or horovod.tensorflow and initialise it; return the module.
+
+    ``where``: the started control plane (it must be up first: mpi4py asks MPI for threads), or the facts of a gloo
+    job. ``over_host``: it will be given tensors in host memory. Raises `HorovodUnavailable` with the reason and the
+    remedy.
+    """
+    hvd = _running_horovod(framework, exchange, where)
+    if over_host and not (hvd.mpi_enabled() or hvd.gloo_enabled()):
+        raise HorovodUnavailable("Horovod was built for GPUs only, without the operations of MPI or Gloo that move "
+                                 f"gradients over host memory; {BUILD}")
+    return hvd
+
+
+def bound_stalls(timeout_s: float, env: MutableMapping[str, str]) -> None:
+    """Have Horovod end a job where a tensor waits longer than about ``timeout_s`` for some ranks, and say which.
+
+    By itself it warns, and waits for ever. For programs whose steps no deadline of ours watches; before Horovod starts,
+    and for good, as Horovod reads it again for each process set. The user's own value stands, also 0. Horovod takes no
+    time below the one after which it warns (60 s).
+    """
+    try:
+        warned_s = float(env.get(STALL_CHECK, "60"))
+    except ValueError:
+        return
+    if STALL not in env and timeout_s >= warned_s:
+        env[STALL] = f"{timeout_s:.0f}"
+
+
+def stall_bound(env: Mapping[str, str]) -> float:
+    """Return the seconds after which Horovod ends a job that stalls, infinite where it does not (`bound_stalls`).
+
+    It does not see a rank that is frozen, for whose messages it waits without a bound; who calls it can.
+    """
+    try:
+        return float(env.get(STALL, "0")) or float("inf")
+    except ValueError:
+        return float("inf")
+
+
+def _running_horovod(framework: str, exchange: Exchange, where: LaunchFacts | Control) -> Any:
+    """Horovod's module for ``framework``, initialised once per process."""
+    if framework in _running:
+        return _running[framework]
+    reason = horovod_reason(framework)
+    if reason is not None:
+        raise HorovodUnavailable(reason)
+    if isinstance(where, LaunchFacts):  # without MPI this is where ranks first meet
+        watch.start(where)
+    _horovod_env(exchange, os.environ)
+    if where.size == 1:
+        prepare_lone_mpi(os.environ)
+    hvd = load_horovod(framework)
+    timeout_s = getattr(where, "timeout_s", 600.0)
+    pulse.at("Horovod")
+    with deadline(timeout_s, "hvd.init"):
+        _guarded_init(hvd.init, framework)
+    if (hvd.rank(), hvd.size()) != (where.rank, where.size):
+        raise HorovodUnavailable(
+            f"Horovod sees rank {hvd.rank()} of {hvd.size()} where this is rank {where.rank} of {where.size}: it was "
+            f"built for another MPI than the one that runs this job; {BUILD}")
+    _running[framework] = hvd
+    return hvd
+
+
+def load_horovod(framework: str) -> Any:
+    """Import Horovod's module for ``framework`` without starting it. Raises `HorovodUnavailable`."""
+    try:
+        return importlib.import_module(f"horovod.{framework}")
+    except Exception as error:  # noqa: BLE001  (ImportError, OSError, and TensorFlow's NotFoundError for a stale ABI)
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise HorovodUnavailable(f"Horovod's {framework} part does not load ({line}); it was built for another "
+                                 f"{framework} or MPI; {BUILD}") from error
+
+
+def stop_horovod(framework: str, timeout_s: float) -> None:
+    """Shut down what `start_horovod` has started, its thread with it; it may be started again. Collective."""
+    hvd = _running.pop(framework)
+    with deadline(timeout_s, "hvd.shutdown"):
+        hvd.shutdown()
+
+
+def _guarded_init(init: Callable[[], Any], framework: str) -> None:
+    """hvd.init with its failures turned into `HorovodUnavailable`."""
+    try:
+        init()
+    except (RuntimeError, ValueError, OSError, ImportError) as error:
+        raise HorovodUnavailable(f"Horovod does not start with {framework} on {socket.gethostname()}: {error}; "
+                                 f"{BUILD}") from error
+
+
+def _horovod_env(exchange: Exchange, env: MutableMapping[str, str]) -> None:
+    """Horovod's own knobs, only where the user asked: MiB to bytes, ms as they are."""
+    if exchange.fusion_threshold_mb >= 0:
+        env["HOROVOD_FUSION_THRESHOLD"] = str(int(exchange.fusion_threshold_mb * 2**20))
+    if exchange.cycle_time_ms >= 0:
+        env["HOROVOD_CYCLE_TIME"] = f"{exchange.cycle_time_ms:g}"
+    asked = {"HOROVOD_AUTOTUNE": exchange.autotune, "HOROVOD_HIERARCHICAL_ALLREDUCE": exchange.hierarchical}
+    env.update({name: "1" for name, on in asked.items() if on})

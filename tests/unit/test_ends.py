@@ -16,6 +16,7 @@ from hvdtrain.config import Checkpoint
 from hvdtrain.ends import page, survivor, words
 from hvdtrain.ends.writer import Writer
 from hvdtrain.errors import UserError
+from hvdtrain.resolve import ROOT
 from hvdtrain.trainer import Trainer
 
 
@@ -155,7 +156,7 @@ def test_a_run_that_is_refused_leaves_no_page(tmp_path):
 def test_a_killed_run_gets_its_page_from_the_process_that_outlives_it(tmp_path):
     out = tmp_path / "run"
     script = KILLED.format(out=str(out), fixtures=str(Path(__file__).parents[1] / "fixtures"))
-    env = {**os.environ, "PYTHONPATH": str(Path(page.__file__).parents[2])}
+    env = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=env)
     for _ in range(20):
         child.stdout.readline()

@@ -227,7 +227,8 @@ def test_agreed_alone_raises_as_it_is():
 def test_a_script_alone_says_its_mistake_without_traceback(tmp_path):
     path = tmp_path / "script.py"
     path.write_text("from hvdtrain.cluster import boot, exit\nfrom hvdtrain.cluster.launcher import SOLO\n"
-                    "from hvdtrain.errors import UserError\nexit.install_hooks(SOLO)\nboot.start_control(SOLO, 5)\n"
+                    "from hvdtrain.errors import UserError\n"
+                    "exit.install_hooks(SOLO)\nboot.start_control(SOLO, 5)\n"
                     "raise UserError('x is 1', '2', 'set x')\n")
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=60,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +14,7 @@ from hvdtrain.cluster.launcher import LaunchFacts
 from hvdtrain.config import Config
 from hvdtrain.faults import pulse
 from hvdtrain.progress import silence, words
+from hvdtrain.resolve import ROOT
 
 
 class Told:
@@ -144,8 +144,7 @@ def test_callbacks_that_take_long_have_words(module, name):
 
 
 def test_every_word_is_for_a_phase_that_somebody_publishes():
-    package = Path(silence.__file__).parents[1]
-    sources = [path.read_text() for path in package.rglob("*.py") if path.name != "words.py"]
+    sources = [path.read_text() for path in ROOT.rglob("*.py") if path.name != "words.py"]
     calls = [source for source in sources if "pulse.at(" in source or "agreed(" in source]
     assert [name for name in words._PHASES if not any(f'"{name}"' in source for source in calls)] == []
 

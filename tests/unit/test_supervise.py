@@ -19,6 +19,7 @@ from hvdtrain.launch.group import Group
 from hvdtrain.launch.job import Job, next_number
 from hvdtrain.launch.spec import Host
 from hvdtrain.launch.supervise import Around, Supervisor, cause_of
+from hvdtrain.resolve import ROOT
 
 HERE = Host("localhost", 1)
 
@@ -47,8 +48,7 @@ def supervisor(tmp_path):
         said = []
 
         def command(hosts, program, told):
-            root = Path(supervising.__file__).parents[2]
-            env = {**os.environ, "PYTHONPATH": str(root), **told}
+            env = {**os.environ, "PYTHONPATH": str(ROOT.parent), **told}
             return [sys.executable, str(path), str(out), *program], env
 
         told = Around(command, lambda where: [Candidate(HERE, here=True)], lambda hosts: hosts, said.append, **around)
@@ -275,9 +275,8 @@ def test_the_launcher_goes_with_a_supervisor_that_is_killed(tmp_path):
     code = ("import os, sys, time\nfrom hvdtrain.launch.group import Group\n"
             "group = Group(['sleep', '60'], {**os.environ, 'HVDLAUNCH_JOB': 'u' * 8}, 'u' * 8)\n"
             "print(group._child.pid, flush=True)\ntime.sleep(60)")
-    root = str(Path(supervising.__file__).parents[2])
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
-                             env={**os.environ, "PYTHONPATH": root})
+                             env={**os.environ, "PYTHONPATH": str(ROOT.parent)})
     pid = int(child.stdout.readline())
     child.kill()
     child.wait()

@@ -16,7 +16,7 @@ import numpy as np
 
 from hvdtrain.bench import options, table
 from hvdtrain.bench.session import Session, open_session, records
-from hvdtrain.bench.timing import shown, spread
+from hvdtrain.bench.table import shown, spread
 from hvdtrain.errors import UserError
 
 HEADERS = ("call", "hvdtrain (ms)", "quartiles", "Horovod (ms)", "quartiles", "ratio", "quartiles")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.bench.options import Parser, one_of, whole
-from hvdtrain.bench.timing import spread
+from hvdtrain.bench.table import spread
 from hvdtrain.bench.workloads import BATCHES, FILES, WORKLOADS, part
 
 

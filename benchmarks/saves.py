@@ -18,7 +18,7 @@ import numpy as np
 
 from hvdtrain.bench import record, table
 from hvdtrain.bench.options import Parser, one_of, size, whole
-from hvdtrain.bench.timing import spread
+from hvdtrain.bench.table import spread
 from hvdtrain.bench.workloads import BATCHES, FILES, WORKLOADS
 from hvdtrain.callbacks.base import Callback
 

@@ -19,7 +19,7 @@ import numpy as np
 from hvdtrain import backends
 from hvdtrain.bench import options, record, table
 from hvdtrain.bench.session import require
-from hvdtrain.bench.timing import shown, spread
+from hvdtrain.bench.table import shown, spread
 from hvdtrain.bench.workloads import WORKLOADS
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.cluster.topology import affinity, compute_threads

@@ -1,19 +1,16 @@
 """The links between hosts as `bench wire` and `doctor` show them: nccl-tests' columns, pair by pair, and the slowest.
 
-Owns rows, titles and words, and the part of `bench wire` that measures; the measuring is `hvdtrain.cluster.links`.
+Owns rows, titles and words; the measuring is `hvdtrain.cluster.links`.
 A pair is what nccl-tests' sendrecv moves between two ranks, whose busbw is its algbw; here each direction also goes
 alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdtrain.bench import table
-from hvdtrain.bench.session import Session
-from hvdtrain.bench.timing import shown
-from hvdtrain.cluster import boot, links
+from hvdtrain.bench.table import shown
 from hvdtrain.cluster.pair_links import SINGLY, PairLink, others_Bps, slowest
 
 HEADERS = ("way", "size (B)", "count", "type", "redop", "root", "time (us)", "algbw (GB/s)", "busbw (GB/s)",
@@ -78,23 +75,3 @@ def both(link: PairLink, names: Sequence[str]) -> str:
 def gbit(rate_Bps: float) -> str:
     """Return a rate in words: "0.9412 Gbit/s"."""
     return f"{shown(8e-9 * rate_Bps)} Gbit/s"
-
-
-def tell(session: Session, keep: Callable[[dict[str, Any]], None], markdown: bool) -> None:
-    """Measure the pairs of a session's hosts, print and ``keep`` what was found; collective."""
-    hosts = session.topology.hosts if session.topology is not None else ()
-    if len(hosts) < 2 or not boot.has_mpi():
-        if session.control.rank == 0:
-            table.note(ONE_HOST if len(hosts) < 2 else NO_MPI)
-        return
-    found = links.measure(boot.mpi_comm(), [host.ranks for host in hosts])
-    if session.control.rank != 0:
-        return
-    names = [host.node for host in hosts]
-    for link in found:
-        for row in records(link, names):
-            keep({**row, "wire": "mpi"})
-    for title, rows in tables(found, names):
-        table.show(title, HEADERS, rows, markdown, launched=True)
-    for text in words(found, names):
-        table.note(text)

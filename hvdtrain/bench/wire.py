@@ -18,7 +18,9 @@ import numpy as np
 
 from hvdtrain.bench import links, options, table
 from hvdtrain.bench.session import Session, open_session, records
-from hvdtrain.bench.timing import shown, spread
+from hvdtrain.bench.table import shown, spread
+from hvdtrain.cluster import boot
+from hvdtrain.cluster import links as measuring
 from hvdtrain.collectives.shared import SUMMED
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.sweep import settle
@@ -308,7 +310,7 @@ def bench(session: Session, args: argparse.Namespace) -> int:
         if control.rank == 0:
             table.show(_title(session, found[0]), HEADERS, [cells(row) for row in found], args.markdown,
                        launched=control.size > 1)
-    links.tell(session, keep, args.markdown)
+    _tell_links(session, keep, args.markdown)
     return int(status)
 
 
@@ -330,3 +332,23 @@ def _title(session: Session, row: Mapping[str, Any]) -> str:
     ranks = session.control.size
     return (f"{row['collective']}: {session.framework} over {session.wire.name}, {row['algorithm']}; "
             f"{ranks} rank{'s' if ranks > 1 else ''}, {session.hosts}")
+
+
+def _tell_links(session: Session, keep: Callable[[dict[str, Any]], None], markdown: bool) -> None:
+    """Measure the pairs of a session's hosts, print and ``keep`` what was found; collective."""
+    hosts = session.topology.hosts if session.topology is not None else ()
+    if len(hosts) < 2 or not boot.has_mpi():
+        if session.control.rank == 0:
+            table.note(links.ONE_HOST if len(hosts) < 2 else links.NO_MPI)
+        return
+    found = measuring.measure(boot.mpi_comm(), [host.ranks for host in hosts])
+    if session.control.rank != 0:
+        return
+    names = [host.node for host in hosts]
+    for link in found:
+        for row in links.records(link, names):
+            keep({**row, "wire": "mpi"})
+    for title, rows in links.tables(found, names):
+        table.show(title, links.HEADERS, rows, markdown, launched=True)
+    for text in links.words(found, names):
+        table.note(text)

@@ -1,7 +1,7 @@
-"""Looking at the machine: fills ``facts.Facts`` from files, package metadata and ``--version`` outputs.
+"""What a build depends on, found on this machine: Python, frameworks, MPI, CUDA, compiler flags.
 
-Owns every probe; imports no framework and starts no MPI job. The parsers are pure, so that they can be
-tested on the outputs of machines that are not here.
+Owns `Facts` and every probe, which reads files, package metadata and ``--version`` outputs; imports no framework and
+starts no MPI job. The parsers are pure, so that they can be tested on the outputs of machines that are not here.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from dataclasses import dataclass, field
 from pathlib import Path
-
-from hvdtrain.build.facts import Cuda, Facts, Framework, Mpi
 
 PROBE_TIMEOUT_S = 20.0
 _DISTS = {
@@ -28,6 +27,61 @@ _DISTS = {
 }
 _CUDA_LIBRARY = {"torch": "lib/libtorch_cuda.so", "tensorflow": "include/third_party/gpus"}
 _ARCH_FLAGS = {"f16c": "-mf16c", "avx": "-mavx", "fma": "-mfma"}
+
+
+@dataclass(frozen=True)
+class Framework:
+    """An installed framework: ``dist`` is the name of its distribution, ``cuda`` whether it was built with
+    CUDA.
+    """
+
+    name: str
+    dist: str
+    version: str
+    cuda: bool = False
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """An MPI: ``flavour`` is openmpi, mpich, intel or unknown; ``lib_dir`` holds the libmpi that mpicxx
+    links.
+    """
+
+    flavour: str
+    version: str
+    mpirun: str
+    mpicxx: str = ""
+    lib_dir: str = ""
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """A CUDA toolkit with NCCL: ``home`` holds bin/nvcc; "" stands for a part that was not found."""
+
+    home: str = ""
+    version: str = ""
+    nccl_home: str = ""
+    nccl_version: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that ``plan`` needs; two machines with equal facts can share one wheel.
+
+    ``capabilities`` are the compute capabilities of the GPUs present ("90" for 9.0), empty without a GPU.
+    ``arch_flags`` are the compiler flags among -mf16c -mavx -mfma that this processor has.
+    """
+
+    python_tag: str
+    platform: str
+    prefix: str
+    site_dir: str
+    frameworks: tuple[Framework, ...] = ()
+    mpi: Mpi | None = None
+    capabilities: tuple[str, ...] = ()
+    cuda: Cuda = field(default_factory=Cuda)
+    arch_flags: tuple[str, ...] = ()
+    libc: str = ""
 
 
 def detect(only: tuple[str, ...] | None = None, capabilities: tuple[str, ...] = ()) -> Facts:

@@ -11,7 +11,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from hvdtrain.build.facts import Facts, Mpi
+from hvdtrain.build.detect import Facts, Mpi
 from hvdtrain.build.patches import PATCH_LEVEL
 from hvdtrain.errors import UserError
 

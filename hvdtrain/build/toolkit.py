@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from hvdtrain.build.facts import Cuda
+from hvdtrain.build.detect import Cuda
 
 
 def stage(cuda: Cuda, into: Path) -> dict[str, str]:

@@ -13,8 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.build.detect import search_path
-from hvdtrain.build.facts import Mpi
+from hvdtrain.build.detect import Mpi, search_path
 from hvdtrain.build.plan import Plan
 from hvdtrain.build.progress import SILENT_S, Display
 from hvdtrain.build.run import ChildFailed, logged

@@ -70,9 +70,7 @@ def _dispatch(argv: list[str]) -> int:
 
     name, rest = ("train", argv) if not argv or argv[0].startswith("-") else (argv[0], argv[1:])
     if name == "chaos":  # of an earlier release
-        from hvdtrain.cli.bench import forward
-
-        return forward("chaos", "chaos", rest)
+        return importlib.import_module(_HOMES["bench"]).forward("chaos", "chaos", rest)
     if name not in COMMANDS:
         raise UserError(f"there is no command {name!r}", nearest(name, COMMANDS), "see python -m hvdtrain --help")
     from hvdtrain.cluster import quiet

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.bench import options, record, table
-from hvdtrain.bench.timing import shown, spread
+from hvdtrain.bench.table import shown, spread
 from hvdtrain.cli import bench
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.sweep import settle

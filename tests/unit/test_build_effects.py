@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.build import cache, detect, flow, record, toolkit, tools, verify, wheel
-from hvdtrain.build.facts import Cuda, Facts, Framework, Mpi
+from hvdtrain.build.detect import Cuda, Facts, Framework, Mpi
 from hvdtrain.build.plan import Plan, plan
 from hvdtrain.build.progress import Display, Progress, clock
 from hvdtrain.build.run import ChildFailed, logged

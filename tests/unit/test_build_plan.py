@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.build import detect, patches
-from hvdtrain.build.facts import Cuda, Facts, Framework, Mpi
+from hvdtrain.build.detect import Cuda, Facts, Framework, Mpi
 from hvdtrain.build.plan import plan
 from hvdtrain.cli import build
 from hvdtrain.errors import UserError

@@ -9,7 +9,7 @@ import time
 import pytest
 from test_doctor_checks import BROKEN, CASES, HOST, host, other
 
-from hvdtrain.build.facts import Framework
+from hvdtrain.build.detect import Framework
 from hvdtrain.cli import doctor
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.cluster.launcher import LaunchFacts

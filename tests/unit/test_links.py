@@ -13,6 +13,7 @@ import pytest
 from test_doctor_checks import host
 
 from hvdtrain.bench import links as shown
+from hvdtrain.bench import wire
 from hvdtrain.bench.session import Session
 from hvdtrain.cluster import links
 from hvdtrain.cluster.pair_links import (
@@ -233,17 +234,17 @@ def test_the_bench_measures_prints_and_keeps(monkeypatch, capsys):
     from hvdtrain.cluster.topology import arrange
     from hvdtrain.collectives.null import NullCollectives
 
-    monkeypatch.setattr(shown.boot, "has_mpi", lambda: True)
-    monkeypatch.setattr(shown.boot, "mpi_comm", lambda: None)
-    monkeypatch.setattr(shown.links, "measure", lambda comm, hosts: [link(0, 1)] if hosts == [(0,), (1,)] else None)
+    monkeypatch.setattr(wire.boot, "has_mpi", lambda: True)
+    monkeypatch.setattr(wire.boot, "mpi_comm", lambda: None)
+    monkeypatch.setattr(wire.measuring, "measure", lambda comm, hosts: [link(0, 1)] if hosts == [(0,), (1,)] else None)
     kept = []
     session = Session(SoloControl(), NullCollectives(), Ops(), "numpy",
                       topology=arrange([("x", [0], np.inf), ("y", [0], np.inf)]))
-    shown.tell(session, kept.append, markdown=True)
+    wire._tell_links(session, kept.append, markdown=True)
     text = capsys.readouterr().out
     assert "x and y: link over MPI" in text and "| x to y | 250000 |" in text and "the only pair of hosts" in text
     assert [(row["from"], row["to"], row["wire"]) for row in kept] == [("x", "y", "mpi"), ("y", "x", "mpi"),
                                                                        ("x", "y", "mpi")]
     session.topology = arrange([("x", [0], np.inf)])
-    shown.tell(session, kept.append, markdown=False)
+    wire._tell_links(session, kept.append, markdown=False)
     assert capsys.readouterr().out == f"note: {shown.ONE_HOST}\n" and len(kept) == 3

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from hvdtrain.build.facts import Mpi
+from hvdtrain.build.detect import Mpi
 from hvdtrain.build.run import ChildFailed
 from hvdtrain.cli import verify
 from hvdtrain.errors import UserError

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hvdtrain.protocols import Report
-from hvdtrain.reports import jsonl
-from hvdtrain.reports.progress import make as make_progress
-from hvdtrain.trackers import make as make_trackers
+if TYPE_CHECKING:
+    from hvdtrain.protocols import Report
 
 
 def make(run: Any, launched: bool) -> list[Report]:
     """Return the reports that ``run.config`` asks for: log.jsonl, progress, trackers. ``launched``: by an MPI launcher.
     """
+    # Imported here: processes without site-packages, such as the one that outlives rank 0, import modules below.
+    from hvdtrain.reports import jsonl
+    from hvdtrain.reports.progress import make as make_progress
+    from hvdtrain.trackers import make as make_trackers
+
     return [jsonl.Jsonl(run), *make_progress(run.config, launched), *make_trackers(run)]

@@ -23,8 +23,8 @@ from benchmarks.peers import Contender, ours
 from benchmarks.standings import Times
 from hvdtrain.bench.workloads import FILES, WORKLOADS
 from hvdtrain.config import Config, Rebalance
+from hvdtrain.core import ROOT
 from hvdtrain.errors import UserError
-from hvdtrain.resolve import ROOT
 from hvdtrain.terminal import say
 
 EXPORTED = ("OMP_NUM_THREADS", "PYTHONPATH", "TF_CPP_MIN_LOG_LEVEL", "TORCH_NCCL_ENABLE_MONITORING")

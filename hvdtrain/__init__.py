@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.core import __version__
+
 if TYPE_CHECKING:
     from hvdtrain.callbacks.base import Callback as Callback
     from hvdtrain.config import Config as Config
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
     from hvdtrain.errors import UserError as UserError
     from hvdtrain.trainer import Trainer as Trainer
 
-__version__ = "0.1.0"
 __all__ = ["Callback", "Config", "Named", "Schedule", "Trainer", "UserError", "__version__"]
 
 _HOME = {

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.cluster.exit_calls import owner
+from hvdtrain.core import ROOT
 from hvdtrain.errors import UserError
-from hvdtrain.resolve import ROOT
 
 _FRAMEWORKS = re.compile(r"[/\\](torch|keras|tensorflow|numpy)[/\\]")
 _MODULES = {("torch.nn.modules.module", "Module"), ("keras.src.layers.layer", "Layer")}

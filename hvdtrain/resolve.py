@@ -1,7 +1,7 @@
 """Find what a user names as ``module:callable`` or ``path/to/file.py:callable``, and the paths of a configuration.
 
-Owns the place of this package, the directory that relative paths start from, the import of user code, and the messages
-about what is missing. Runs code the user asked to run, nothing else.
+Owns the directory that relative paths start from, the import of user code, and the messages about what is missing. Runs
+code the user asked to run, nothing else.
 """
 
 from __future__ import annotations
@@ -18,11 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import hvdtrain
 from hvdtrain.errors import UserError, nearest
 
-ROOT = Path(hvdtrain.__file__).parent
-"""Directory of this package, as tracebacks spell it; its parent is what a child needs in ``sys.path``."""
 _LOADING = threading.RLock()  # a user's file may load another
 _start = ""
 

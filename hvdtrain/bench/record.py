@@ -70,7 +70,7 @@ def versions() -> dict[str, str | None]:
     for name, candidates in PACKAGES.items():
         found[name] = next((v for v in map(version_of, candidates) if v is not None), None)
     if found["hvdtrain"] is None:  # run from its source folder
-        from hvdtrain import __version__
+        from hvdtrain.core import __version__
 
         found["hvdtrain"] = __version__
     return found

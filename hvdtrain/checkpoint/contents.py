@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from hvdtrain import __version__, run_length
+from hvdtrain import run_length
 from hvdtrain.average import WithAverage
 from hvdtrain.checkpoint.adapters import Cut, Divided, Held, Own, Replicated, WithCallbacks, part
 from hvdtrain.checkpoint.holders import Holders, holders_of
 from hvdtrain.checkpoint.values import encode
+from hvdtrain.core import __version__
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.data_parallel.replicate import Replicate
 from hvdtrain.data_parallel.zero import Zero

@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
         print(USAGE.format(commands="\n".join(f"  {name:11} {text}" for name, text in COMMANDS.items())))
         return 0
     if argv and argv[0] == "--version":
-        from hvdtrain import __version__
+        from hvdtrain.core import __version__
 
         print(__version__)
         return 0

@@ -12,8 +12,8 @@ import sys
 import warnings
 
 from hvdtrain.cluster.launcher import launch_facts
+from hvdtrain.core import ROOT
 from hvdtrain.errors import UserError, nearest
-from hvdtrain.resolve import ROOT
 
 BENCHES = {
     "wire": "time and bandwidth of each collective by size (columns of nccl-tests); under mpirun, or alone",

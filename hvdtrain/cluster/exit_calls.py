@@ -16,8 +16,8 @@ from pathlib import Path
 from types import CodeType
 
 from hvdtrain.cluster.launcher import launch_facts
+from hvdtrain.core import ROOT
 from hvdtrain.errors import ExitCalled
-from hvdtrain.resolve import ROOT
 
 _HERE = str(ROOT) + os.sep
 _STDLIB = os.path.dirname(os.__file__) + os.sep

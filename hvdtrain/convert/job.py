@@ -17,8 +17,8 @@ from hvdtrain.build.children import orderly_signals
 from hvdtrain.build.run import ChildFailed, logged
 from hvdtrain.checkpoint.files import fsync_directory, make_directories
 from hvdtrain.convert.request import Request, completed
+from hvdtrain.core import ROOT
 from hvdtrain.errors import UserError
-from hvdtrain.resolve import ROOT
 
 CHILD_TIMEOUT_S = 1800.0
 """Longest time that one half may take."""

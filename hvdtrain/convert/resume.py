@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain import __version__, schema
+from hvdtrain import schema
 from hvdtrain.config import Config, Named, Pipeline
 from hvdtrain.convert.rule import Rule
+from hvdtrain.core import __version__
 from hvdtrain.errors import UserError
 
 _GENERATORS = ("python.", "numpy.")

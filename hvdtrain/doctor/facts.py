@@ -46,12 +46,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import __version__
 from hvdtrain.build.detect import answer_of, find_framework, find_mpi, find_mpirun, version_of
 from hvdtrain.cluster.devices import VISIBLE, count_gpus
 from hvdtrain.cluster.horovod import horovod_libraries, horovod_reason
 from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.cluster.topology import affinity, cpu_quota
+from hvdtrain.core import __version__
 from hvdtrain.doctor import container, peers, probes
 from hvdtrain.launch.prepare import ROOT_VARIABLES
 

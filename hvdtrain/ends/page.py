@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.cluster.launcher import launch_facts
+from hvdtrain.core import ROOT
 from hvdtrain.ends import survivor, words
 from hvdtrain.protocols import Record
-from hvdtrain.resolve import ROOT
 from hvdtrain.terminal import say
 
 AFTER_S = 2.0

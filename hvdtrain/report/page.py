@@ -75,7 +75,7 @@ def put(path: Path, text: str) -> None:
 
 
 def _render(template: str, live: bool, **values: Any) -> str:
-    from hvdtrain import __version__
+    from hvdtrain.core import __version__
 
     text = str(_environment().get_template(template).render(live=live, version=__version__, made=moment(time.time()),
                                                             **values))

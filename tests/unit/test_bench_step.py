@@ -14,11 +14,11 @@ from benchmarks import peers, standings, step, worker
 from benchmarks import race as racing
 from benchmarks.peers import contender, Prepared
 from hvdtrain.bench.workloads import BATCHES, WORKLOADS, part
+from hvdtrain.core import ROOT
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.sources import ArraySource
 from hvdtrain.errors import UserError
-from hvdtrain.resolve import ROOT
 
 
 def refused(*argv):

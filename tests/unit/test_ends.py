@@ -13,10 +13,10 @@ from small_runs import config, make_model, samples
 
 from hvdtrain.callbacks.base import Callback
 from hvdtrain.config import Checkpoint
+from hvdtrain.core import ROOT
 from hvdtrain.ends import page, survivor, words
 from hvdtrain.ends.writer import Writer
 from hvdtrain.errors import UserError
-from hvdtrain.resolve import ROOT
 from hvdtrain.trainer import Trainer
 
 

@@ -12,9 +12,9 @@ import pytest
 from hvdtrain.callbacks import auto_compile, auto_compression, balance, memory_fit
 from hvdtrain.cluster.launcher import LaunchFacts
 from hvdtrain.config import Config
+from hvdtrain.core import ROOT
 from hvdtrain.faults import pulse
 from hvdtrain.progress import silence, words
-from hvdtrain.resolve import ROOT
 
 
 class Told:

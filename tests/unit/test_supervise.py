@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.config import Config, DataParallel, Rebalance
+from hvdtrain.core import ROOT
 from hvdtrain.faults import causes, pulse
 from hvdtrain.faults.supervisor import Candidate
 from hvdtrain.launch import history
@@ -19,7 +20,6 @@ from hvdtrain.launch.group import Group
 from hvdtrain.launch.job import Job, next_number
 from hvdtrain.launch.spec import Host
 from hvdtrain.launch.supervise import Around, Supervisor, cause_of
-from hvdtrain.resolve import ROOT
 
 HERE = Host("localhost", 1)
 

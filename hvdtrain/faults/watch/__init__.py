@@ -145,7 +145,7 @@ def _serve(name: bytes) -> None:
             time.sleep(TRY_S)
             return
         listener.listen(1024)
-        from hvdtrain.resolve import ROOT
+        from hvdtrain.core import ROOT
 
         script = str(Path(__file__).with_name("process.py"))
         # -I -S: nothing of the user's or of site-packages is read. A session of its own: signals that a launcher sends

@@ -1,0 +1,8 @@
+"""Parts without imports of other layers: errors, protocols, records, the timeline, units, groups, random numbers."""
+
+from pathlib import Path
+
+__version__ = "0.1.0"
+
+ROOT = Path(__file__).parent.parent
+"""Directory of this package, as tracebacks spell it; its parent is what a child needs in ``sys.path``."""

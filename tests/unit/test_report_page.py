@@ -114,7 +114,7 @@ def test_the_critical_path_is_told_in_words_without_its_crumbs(tmp_path):
 
 
 def test_every_part_is_on_the_page(throttled):
-    assert [one.name for one in page.sections(facts.gather(throttled))] == list(page.ORDER)
+    assert [one.name for one in page.sections(facts.gather(throttled))] == list(page.slots.ORDER)
 
 
 def test_a_log_that_a_crash_has_torn_is_read_as_far_as_it_goes(tmp_path):

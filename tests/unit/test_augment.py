@@ -13,7 +13,7 @@ from hvdtrain.data.prepare import prepared
 from hvdtrain.data.sources import ArraySource, Unreadable
 from hvdtrain.errors import UserError
 
-ALL = {"mixup": 0.4, "cutout": 3, "flip": 0.5, "crop": 2, "tests.unit.test_augment:brighter": 2.0}
+ALL = {"mixup": 0.4, "cutout": 3, "flip": 0.5, "crop": 2, f"{__name__}:brighter": 2.0}
 N = np.arange(20000)
 
 
@@ -150,6 +150,6 @@ def test_data_that_does_not_suit_is_refused_in_words():
             ({"mixup": 1.0}, ArraySource((x, y, y)), "3 arrays"),
             ({"mixup": 1.0}, ArraySource((x, y.astype(np.float32))), "one class number"),
             ({"mixup": {"classes": 3}}, ArraySource((x, y)), "run from 0 to 3"),
-            ({"tests.unit.test_augment:math.pi": 1}, ArraySource((x, y)), "no callable")):
+            ({f"{__name__}:math.pi": 1}, ArraySource((x, y)), "no callable")):
         with pytest.raises(UserError, match=words):
             Augmented(data, spec, 0).fetch(np.arange(4))

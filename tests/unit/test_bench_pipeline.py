@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,6 +13,7 @@ from hvdtrain.bench.workloads import WORKLOADS
 from hvdtrain.errors import UserError
 from hvdtrain.pipeline import which
 from hvdtrain.pipeline.which import Work
+from hvdtrain.resolve import ROOT
 
 STAND_IN = """
 import json, sys
@@ -231,7 +231,7 @@ def test_a_peer_that_is_told_no_cut_takes_about_as_many_blocks_for_each_stage():
 
 @pytest.mark.parametrize("work", [Work(2, 0.2, 37.8e6, 262144, 4, 125e6), Work(2, 1.0, 9.7e6, 131072, 8, 1.25e9)])
 def test_the_sentences_of_the_page_are_those_that_are_reckoned(work):
-    page = Path(pipeline.__file__).parents[1] / "docs" / "pipeline.md"
+    page = ROOT.parent / "docs" / "pipeline.md"
     assert f"> {which.sentence(work)}\n" in page.read_text(encoding="utf-8")
 
 

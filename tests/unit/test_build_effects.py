@@ -19,6 +19,7 @@ from hvdtrain.build.plan import Plan, plan
 from hvdtrain.build.progress import Display, Progress, clock
 from hvdtrain.build.run import ChildFailed, logged
 from hvdtrain.errors import UserError
+from hvdtrain.resolve import ROOT
 
 MPI = Mpi("openmpi", "4.1.8", "mpirun", "mpicxx", "/usr/lib")
 FACTS = Facts("cp311", "linux_x86_64", "/env", "/env/lib/python3.11/site-packages",
@@ -277,7 +278,7 @@ def test_a_missing_tool_is_one_line_that_names_its_package() -> None:
 
 def test_without_a_path_the_tools_check_fails_with_one_line(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "hvdtrain.build.tools"], env={"PATH": str(tmp_path)},
-                          text=True, capture_output=True, timeout=60, cwd=Path(__file__).parents[2])
+                          text=True, capture_output=True, timeout=60, cwd=ROOT.parent)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert "install the package" in done.stderr
 

@@ -6,12 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-HERE = ROOT / "containers"
+from hvdtrain.resolve import ROOT
+
+TREE = ROOT.parent
+HERE = TREE / "containers"
 FILES = ("Containerfile", "Containerfile.cuda")
 DEFINITIONS = ("hvdtrain.def", "hvdtrain-bind.def")
 SCRIPTS = ("install", "entry")
@@ -57,10 +58,10 @@ def test_every_container_copies_what_is_there_and_no_more(name):
                   for source in text.split()[:-1]}
     else:
         copied = set(re.findall(r"^    (\S+) /opt/hvdtrain\S*$", text, re.M)) - {"/opt/hvdtrain"}
-    kept = {row[1:] for row in (ROOT / ".containerignore").read_text().splitlines() if row.startswith("!")}
-    assert (ROOT / ".dockerignore").read_text() == (ROOT / ".containerignore").read_text(), "Docker reads its own name"
+    kept = {row[1:] for row in (TREE / ".containerignore").read_text().splitlines() if row.startswith("!")}
+    assert (TREE / ".dockerignore").read_text() == (TREE / ".containerignore").read_text(), "Docker reads its own name"
     for source in copied:
-        assert (ROOT / source).exists() and source.split("/")[0] in kept, source
+        assert (TREE / source).exists() and source.split("/")[0] in kept, source
     assert {"hvdtrain", "requirements", "torch_models", "tf_models", "Makefile"} <= copied
     assert not re.search(r"latest|https?://|\bADD\b|\d\.\d+==|==\d|password|PRIVATE|token", text, re.IGNORECASE)
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from hvdtrain.convert import Request, check, convert, source_of, target_of
 from hvdtrain.convert.places import Place
 from hvdtrain.convert.request import completed
 from hvdtrain.errors import UserError
+from hvdtrain.resolve import ROOT
 
 
 def run_directory(path, step=12, **meta):
@@ -141,7 +141,7 @@ def test_options(monkeypatch, tmp_path, capsys):
 
 
 def test_the_commands_of_the_docs_parse():
-    text = (Path(__file__).resolve().parents[2] / "docs" / "convert.md").read_text()
+    text = (ROOT.parent / "docs" / "convert.md").read_text()
     lines = re.findall(r"^python -m hvdtrain convert (.*)$", text, re.M)
     assert len(lines) >= 4
     for line in lines:

@@ -10,14 +10,14 @@ import pytest
 
 from hvdtrain.cluster import deadline as module
 from hvdtrain.cluster.deadline import deadline
+from hvdtrain.resolve import ROOT
 
 
 def child(code):
     """Run code in an interpreter of its own."""
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", "import time, sys\nfrom hvdtrain.cluster.deadline import *\n" + code],
-                          capture_output=True, text=True, timeout=30, env=os.environ | {"PYTHONPATH": root})
+                          capture_output=True, text=True, timeout=30, env=os.environ | {"PYTHONPATH": str(ROOT.parent)})
     return done, time.monotonic() - started
 
 

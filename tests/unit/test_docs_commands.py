@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -10,9 +9,10 @@ from benchmarks.__main__ import BENCHES
 from benchmarks.chaos import cli as chaos
 from hvdtrain.cli import COMMANDS, checkpoints, launch, train, verify
 from hvdtrain.cli.bench import BENCHES as ON_CLUSTERS
+from hvdtrain.resolve import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TREE = ROOT.parent
+PAGES = [TREE / "README.md", TREE / "CONTRIBUTING.md", *sorted((TREE / "docs").rglob("*.md"))]
 OWN_FILES = ("mymodel.py:build",)
 """Files that the pages tell the reader to write."""
 
@@ -26,7 +26,7 @@ def commands() -> list[tuple[str, str]]:
         for block in re.findall(r"```\w*\n(.*?)```", text, re.S):
             spans += block.splitlines()
         ours = r"(make |(mpirun|horovodrun|python|\.venv/bin/python)\s.*(hvdtrain|benchmarks|\.py|tests/run))"
-        where = page.relative_to(ROOT).as_posix()
+        where = page.relative_to(TREE).as_posix()
         found += [(where, s.split(" #")[0].strip()) for s in spans if re.match(ours, s.strip())]
     return found
 
@@ -39,7 +39,7 @@ def test_there_are_commands_to_check():
 def test_a_command_of_the_docs_exists(page, line):
     words = shlex.split(line)
     if words[0] == "make":
-        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+        targets = re.findall(r"^([a-z-]+):", (TREE / "Makefile").read_text(), re.M)
         assert all(w in targets for w in words[1:] if "=" not in w), f"{page}: {line}"
         return
     if "benchmarks" in words:
@@ -50,7 +50,7 @@ def test_a_command_of_the_docs_exists(page, line):
         return
     if "hvdtrain" not in words:
         scripts = [w.partition("::")[0] for w in words if ".py" in w or w == "tests/run"]
-        beside = (ROOT, (ROOT / page).parent)
+        beside = (TREE, (TREE / page).parent)
         assert scripts and all(s == "script.py" or any((at / s).exists() for at in beside) for s in scripts), page
         return
     rest = words[words.index("hvdtrain") + 1:]

@@ -2,27 +2,26 @@
 
 import importlib.util
 import re
-from pathlib import Path
 
 import pytest
 
 from hvdtrain import schema
 from hvdtrain.cli.train import parse
 from hvdtrain.config import Config
-
-ROOT = Path(__file__).resolve().parents[2]
+from hvdtrain.resolve import ROOT
 
 
 @pytest.fixture(scope="module")
 def generate():
-    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT.parent / "docs" / "generate.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def test_the_page_is_up_to_date(generate):
-    assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == generate.page(), "run python docs/generate.py"
+    page = (ROOT.parent / "docs" / "config.md").read_text(encoding="utf-8")
+    assert page == generate.page(), "run python docs/generate.py"
 
 
 def test_every_key_has_a_row_with_type_and_meaning(generate):

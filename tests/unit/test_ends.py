@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from small_runs import config, make_model, samples
@@ -155,7 +154,7 @@ def test_a_run_that_is_refused_leaves_no_page(tmp_path):
 @pytest.mark.timeout(60)
 def test_a_killed_run_gets_its_page_from_the_process_that_outlives_it(tmp_path):
     out = tmp_path / "run"
-    script = KILLED.format(out=str(out), fixtures=str(Path(__file__).parents[1] / "fixtures"))
+    script = KILLED.format(out=str(out), fixtures=str(ROOT.parent / "tests" / "fixtures"))
     env = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=env)
     for _ in range(20):

@@ -2,7 +2,6 @@
 
 import contextlib
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ from small_runs import FRAMEWORKS, apart, config, fitted, lockstep, make_model, 
 
 from hvdtrain.config import Data
 from hvdtrain.errors import UserError
+from hvdtrain.resolve import ROOT
 
 MINE = '''
 import json
@@ -178,7 +178,7 @@ def test_a_callback(mine, tmp_path):
 
 def test_a_tracker(mine, tmp_path):
     """The one that docs/trackers.md shows."""
-    page = (Path(__file__).parents[2] / "docs" / "trackers.md").read_text()
+    page = (ROOT.parent / "docs" / "trackers.md").read_text()
     mine.write_text(page.partition("```python\n")[2].partition("```")[0])
     trained(tmp_path / "run", trackers=[f"{mine}:Lines"], log_every=3)
     names = [line.split()[:2] for line in (tmp_path / "run" / "lines.txt").read_text().splitlines()]

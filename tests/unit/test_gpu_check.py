@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-HOME = Path(__file__).resolve().parent.parent / "gpu"
+from hvdtrain.resolve import ROOT
+
+HOME = ROOT.parent / "tests" / "gpu"
 sys.path.insert(0, str(HOME))
 
 import building  # noqa: E402

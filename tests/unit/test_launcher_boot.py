@@ -12,6 +12,7 @@ from hvdtrain.cluster.exit import run_guarded
 from hvdtrain.cluster.launcher import SOLO, LaunchFacts
 from hvdtrain.config import Exchange
 from hvdtrain.errors import Interrupted, UserError
+from hvdtrain.resolve import ROOT
 
 TWO = LaunchFacts("mpi", 1, 2, 1, 2, "Open MPI mpirun")
 
@@ -230,7 +231,6 @@ def test_a_script_alone_says_its_mistake_without_traceback(tmp_path):
                     "from hvdtrain.errors import UserError\n"
                     "exit.install_hooks(SOLO)\nboot.start_control(SOLO, 5)\n"
                     "raise UserError('x is 1', '2', 'set x')\n")
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=60,
-                          env=os.environ | {"PYTHONPATH": root})
+                          env=os.environ | {"PYTHONPATH": str(ROOT.parent)})
     assert (done.returncode, done.stderr) == (2, "hvdtrain: x is 1; expected 2. Set x.\n")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
 from hvdtrain.config import Config, Named
 from hvdtrain.migrate import plan, rules, source
+from hvdtrain.resolve import ROOT
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "migrate"
+DOCS = ROOT.parent / "docs" / "migrate"
 DIFFS = {"horovod_keras": "horovod_keras", "horovod_keras2": "horovod_keras", "horovod_tape": "horovod_keras",
          "tf_distribute": "tf_distribute"}
 """Folders of scripts that a diff moves, and their kinds."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import mixed_host
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import hvdtrain
 from hvdtrain.config import Config, Pipeline
 from hvdtrain.errors import UserError
 from hvdtrain.mesh import Mesh
@@ -22,6 +20,7 @@ from hvdtrain.pipeline.orders import gpipe, interleaved, one_f_one_b
 from hvdtrain.pipeline.plan import planned, rows, text
 from hvdtrain.pipeline.predict import play
 from hvdtrain.pipeline.search import Choice, Task, candidates, search
+from hvdtrain.resolve import ROOT
 
 
 def row(costs: list[float], *, params: list[int] | None = None, activations: list[int] | None = None, capacity: int = 0,
@@ -274,7 +273,7 @@ def test_too_many_parameters_have_no_remedy_but_a_smaller_model() -> None:
 
 def test_page_tells_the_mixed_host_as_it_is_planned() -> None:
     """docs/pipeline.md: its tables and its refusal are what these functions give."""
-    page = (Path(hvdtrain.__file__).parent.parent / "docs" / "pipeline.md").read_text(encoding="utf-8")
+    page = (ROOT.parent / "docs" / "pipeline.md").read_text(encoding="utf-8")
     with pytest.raises(UserError) as caught:
         mixed_host.cut([1] * 6)
     assert str(caught.value) in page

@@ -3,7 +3,6 @@
 import inspect
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from pictures import write_folder
@@ -12,9 +11,9 @@ from hvdtrain import Trainer
 from hvdtrain.cli import train
 from hvdtrain.errors import UserError
 from hvdtrain.model import build_spec
-from hvdtrain.resolve import load_callable
+from hvdtrain.resolve import ROOT, load_callable
 
-RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
+RECIPES = sorted((ROOT.parent / "recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)

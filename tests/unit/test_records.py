@@ -1,7 +1,6 @@
 """The schema of records: docs/records.md is made from it, and somebody makes every event and value that it has."""
 
 import ast
-from pathlib import Path
 from types import SimpleNamespace
 
 from test_docs_config import generate  # noqa: F401  (a fixture)
@@ -9,14 +8,13 @@ from test_docs_config import generate  # noqa: F401  (a fixture)
 from hvdtrain.protocols import Record
 from hvdtrain.records.schema import EVENTS, problems
 from hvdtrain.records.stream import Stream
-
-ROOT = Path(__file__).resolve().parents[2]
+from hvdtrain.resolve import ROOT
 
 
 def made():
     """Event -> (values named where it is made, whether some are made elsewhere), over all of the package."""
     found = {}
-    for path in (ROOT / "hvdtrain").rglob("*.py"):
+    for path in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "record"
                     and node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str)):
@@ -27,7 +25,7 @@ def made():
 
 
 def test_the_page_of_records_is_up_to_date(generate):  # noqa: F811
-    page = (ROOT / "docs" / "records.md").read_text(encoding="utf-8")
+    page = (ROOT.parent / "docs" / "records.md").read_text(encoding="utf-8")
     assert page == generate.records(), "run python docs/generate.py"
 
 

@@ -25,6 +25,7 @@ from hvdtrain.protocols import Record
 from hvdtrain.records import beside
 from hvdtrain.records.numbers import numbers, settings
 from hvdtrain.reports import gauges
+from hvdtrain.resolve import ROOT
 from hvdtrain.trackers.csv import Csv
 from hvdtrain.trackers.prometheus import Prometheus
 
@@ -217,9 +218,8 @@ print(json.dumps([imported, {tag: [[e.step, e.value] for e in read.Scalars(tag)]
 
 def test_tensorboard_reads_the_curves_and_no_tensorflow_is_imported(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    here = Path(__file__).parent
-    done = subprocess.run([sys.executable, "-c", TENSORBOARD, str(tmp_path), str(here)], text=True, timeout=60,
-                          capture_output=True, cwd=here.parent / "fixtures")
+    done = subprocess.run([sys.executable, "-c", TENSORBOARD, str(tmp_path), str(Path(__file__).parent)], text=True,
+                          timeout=60, capture_output=True, cwd=ROOT.parent / "tests" / "fixtures")
     assert done.returncode == 0, done.stderr
     imported, curves, lr, optimizer, notes = json.loads(done.stdout.splitlines()[-1])
     assert imported == [] == notes and lr == 0.002 and optimizer == "auto"

@@ -19,9 +19,9 @@ import pytest
 from hvdtrain.cluster.launcher import LaunchFacts
 from hvdtrain.faults import watch
 from hvdtrain.faults.watch.system import stat
+from hvdtrain.resolve import ROOT
 
 BOUND_S = 1.0
-ROOT = str(Path(__file__).resolve().parents[2])
 
 RANK = """
 import os, signal, sys, time
@@ -60,7 +60,7 @@ class Job:
     def __init__(self, how: str, bound_s: float = BOUND_S) -> None:
         self.mark = uuid.uuid4().hex
         env = os.environ | {"HOROVOD_GLOO_RENDEZVOUS_ADDR": self.mark, "HOROVOD_GLOO_RENDEZVOUS_PORT": "1",
-                            "HOROVOD_SIZE": "2", "PYTHONPATH": ROOT}
+                            "HOROVOD_SIZE": "2", "PYTHONPATH": str(ROOT.parent)}
         self.launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, RANK, how, str(bound_s)], env=env, text=True,
                                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
         assert self.launcher.stdout is not None

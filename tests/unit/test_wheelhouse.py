@@ -9,8 +9,7 @@ import pytest
 
 from hvdtrain.build import cache, flow, tools, wheelhouse
 from hvdtrain.errors import UserError
-
-ROOT = Path(__file__).resolve().parents[2]
+from hvdtrain.resolve import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +21,7 @@ def own_cache(tmp_path, monkeypatch):
 def would_run(*words):
     """What make would run."""
     env = {k: v for k, v in os.environ.items() if k not in ("WHEELHOUSE", "MAKEFLAGS", "MAKELEVEL", "WITH")}
-    return subprocess.run(["make", "-n", *words, f"PYTHON={sys.executable}", "DEVICE=cpu"], cwd=ROOT, env=env,
+    return subprocess.run(["make", "-n", *words, f"PYTHON={sys.executable}", "DEVICE=cpu"], cwd=ROOT.parent, env=env,
                           text=True, capture_output=True, timeout=60, check=True).stdout
 
 
@@ -38,7 +37,7 @@ def test_a_set_up_from_a_wheelhouse_asks_no_index(tmp_path):
 
 def test_a_wheelhouse_without_wheels_is_told_before_anything_is_made(tmp_path):
     tried = subprocess.run(["make", "packages", f"WHEELHOUSE={tmp_path}/none", f"VENV={tmp_path}/venv",
-                            f"PYTHON={sys.executable}", "DEVICE=cpu"], cwd=ROOT, text=True,
+                            f"PYTHON={sys.executable}", "DEVICE=cpu"], cwd=ROOT.parent, text=True,
                            capture_output=True, timeout=60)
     assert tried.returncode and "holds no wheels" in tried.stderr and not (tmp_path / "venv").exists()
 

@@ -3,12 +3,11 @@
 import ast
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import zoo
 
-ROOT = Path(__file__).resolve().parents[2]
+from hvdtrain.resolve import ROOT
 
 
 def test_every_package_of_the_page_has_a_script():
@@ -20,7 +19,7 @@ def test_every_package_of_the_page_has_a_script():
 def test_a_script_is_short_and_its_packages_are_pinned(name):
     code = zoo.scripts()[name]
     assert len(code.strip().splitlines()) + 1 < 30
-    pinned = "".join(path.read_text() for path in (ROOT / "requirements").glob("*.txt"))
+    pinned = "".join(path.read_text() for path in (ROOT.parent / "requirements").glob("*.txt"))
     imported = {(node.module if isinstance(node, ast.ImportFrom) else node.names[0].name).partition(".")[0]
                 for node in ast.walk(ast.parse(code)) if isinstance(node, (ast.Import, ast.ImportFrom))}
     for package in imported - set(sys.stdlib_module_names):
@@ -29,6 +28,6 @@ def test_a_script_is_short_and_its_packages_are_pinned(name):
 
 
 def test_hvdtrain_imports_none_of_them():
-    sources = [path.read_text() for path in (ROOT / "hvdtrain").rglob("*.py")]
+    sources = [path.read_text() for path in ROOT.rglob("*.py")]
     asked = re.compile(r"^\s*(import|from) (timm|transformers|keras_hub|torchvision)\b", re.MULTILINE)
     assert len(sources) > 100 and not any(asked.search(text) for text in sources)

@@ -79,7 +79,7 @@ endif
 ifeq ($(strip $(PYTHON)),)
 	@echo 'error: CPython 3.10 or later is missing; install the package python3 (Debian, Ubuntu) or python3.11 (Fedora, RHEL), or name one: make PYTHON=/path/to/python3' >&2; exit 1
 else
-	@"$(PYTHON)" -m hvdtrain.build.tools $(if $(WHEELHOUSE),--wheels)
+	@"$(PYTHON)" -m hvdtrain.commands.build_horovod.tools $(if $(WHEELHOUSE),--wheels)
 endif
 
 check-house:
@@ -97,7 +97,7 @@ packages: check-house $(PINNED)
 # Needs a set-up of the same kind here: its Horovod is among the wheels. WHEELHOUSE= here is where to, not where from.
 wheelhouse:
 	@$(MAKE) --no-print-directory setup WHEELHOUSE=
-	@$(PY) -m hvdtrain.build.wheelhouse "$(HOUSE)" $(PIN_FILES:%=-r %) --frameworks $(CHOSEN) $(if $(filter cpu,$(DEVICE)),--cpu) --extra-index $(TORCH_CPU_INDEX)
+	@$(PY) -m hvdtrain.commands.build_horovod.wheelhouse "$(HOUSE)" $(PIN_FILES:%=-r %) --frameworks $(CHOSEN) $(if $(filter cpu,$(DEVICE)),--cpu) --extra-index $(TORCH_CPU_INDEX)
 
 # torch's CPU wheels ("+cpu") are not on every index: pip's own are asked first, then PyTorch's. An index that does not
 # answer ends in an error within a minute, never in a hang.

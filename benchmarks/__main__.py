@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         print(USAGE.format(benches="\n".join(f"  {name:9} {text}" for name, text in BENCHES.items())))
         return 0
     from hvdtrain.cluster.exit import run_guarded
-    from hvdtrain.cluster.launcher import launch_facts
+    from hvdtrain.core.launcher import launch_facts
 
     return run_guarded(lambda: run(argv), launch_facts(os.environ))
 
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
 def run(argv: list[str]) -> int:
     """Call the benchmark's own main. `UserError` for a name that is none."""
     from hvdtrain.cluster import quiet
-    from hvdtrain.errors import UserError, nearest
+    from hvdtrain.core.errors import UserError, nearest
 
     name, *rest = argv
     if name not in BENCHES:

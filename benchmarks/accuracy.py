@@ -14,18 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench import record, table
-from hvdtrain.bench.options import Parser, one_of, some_of, whole
-from hvdtrain.build.children import orderly_signals
-from hvdtrain.cli import train
-from hvdtrain.cli.verify import completed
+from hvdtrain.checkpoint.run_directory import COMPLETED
+from hvdtrain.comm.compressors import create, names
+from hvdtrain.commands import train
+from hvdtrain.commands.bench import record
+from hvdtrain.commands.bench.options import Parser, one_of, some_of, whole
+from hvdtrain.commands.verify import completed
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError, nearest
-from hvdtrain.exchange.buckets import plan_buckets
-from hvdtrain.exchange.compressors import create, names
-from hvdtrain.outdir import COMPLETED
-from hvdtrain.protocols import ParamSpec
-from hvdtrain.terminal import say
+from hvdtrain.core import table
+from hvdtrain.core.buckets import plan_buckets
+from hvdtrain.core.errors import UserError, nearest
+from hvdtrain.core.processes import orderly_signals
+from hvdtrain.core.protocols import ParamSpec
+from hvdtrain.core.terminal import say
 
 BASE = "none"
 """What every compression is compared with."""
@@ -93,7 +94,7 @@ MODELS = {"torch": "torch_models", "tensorflow": "tf_models"}
 class Trial:
     """One run: ``value`` of the workload's metric on the test split, ``wire_bytes`` a rank sends in one step.
 
-    ``about``: the run's own record (`hvdtrain.summary.record`).
+    ``about``: the run's own record (`hvdtrain.engine.summary.record`).
     """
 
     compression: str

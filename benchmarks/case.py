@@ -19,12 +19,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import race, throttle
-from hvdtrain.bench import options, record, table
+from hvdtrain.commands.bench import options, record
+from hvdtrain.core import table
 from benchmarks.jobs import Job, JobFailed
 from benchmarks.throttle import Throttle
-from hvdtrain.build.children import orderly_signals
-from hvdtrain.errors import UserError
-from hvdtrain.terminal import say
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.processes import orderly_signals
+from hvdtrain.core.terminal import say
 
 WAYS = {"replicate": ["--data_parallel", "replicate"],
         "zero2": ["--data_parallel.name", "zero", "--data_parallel.stage", "2"]}
@@ -41,12 +42,12 @@ Key = tuple[int, str]
 def main(argv: list[str]) -> int:
     """Measure the recipe; 0 if every job did its part, 1 if one failed."""
     args = _parser().parse(argv)
-    from hvdtrain.cluster.launcher import launch_facts
+    from hvdtrain.core.launcher import launch_facts
 
     if launch_facts(os.environ).kind != "solo":
         raise UserError("bench case was started under a launcher", "one process: it starts a job for each number of "
                         "ranks", "run it without mpirun")
-    from hvdtrain.cli import train
+    from hvdtrain.commands import train
 
     config = train.parse(["--config", args.recipe, *_keys(args)], os.environ)
     assert config is not None

@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks import throttle
 from benchmarks.worker import MARK
-from hvdtrain.callbacks.base import Callback
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine.callbacks.base import Callback
 
 
 class Clock(Callback):
@@ -49,18 +49,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cgroup", action="append", default=[], help="control group to enter, by rank")
     args, keys = parser.parse_known_args(argv)
     from hvdtrain.cluster.exit import run_guarded
-    from hvdtrain.cluster.launcher import launch_facts
+    from hvdtrain.core.launcher import launch_facts
 
     facts = launch_facts(os.environ)
     return run_guarded(lambda: _train(args, keys, facts), facts)
 
 
 def _train(args: argparse.Namespace, keys: list[str], facts: Any) -> int:
-    from hvdtrain import loop
-    from hvdtrain.assemble import assemble
-    from hvdtrain.cli.train import parse
     from hvdtrain.cluster import boot
+    from hvdtrain.commands.train import parse
     from hvdtrain.config import Checkpoint, EarlyStop
+    from hvdtrain.engine import loop
+    from hvdtrain.engine.assemble import assemble
 
     config = parse(keys, os.environ)
     assert config is not None

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.bench import options, table
-from hvdtrain.bench.session import Session, open_session, records
-from hvdtrain.bench.table import shown, spread
-from hvdtrain.errors import UserError
+from hvdtrain.commands.bench import options
+from hvdtrain.commands.bench.session import Session, open_session, records
+from hvdtrain.core import table
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.table import shown, spread
 
 HEADERS = ("call", "hvdtrain (ms)", "quartiles", "Horovod (ms)", "quartiles", "ratio", "quartiles")
 CALLS = 20

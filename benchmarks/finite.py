@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.bench.options import Parser, one_of, whole
-from hvdtrain.bench.table import spread
-from hvdtrain.bench.workloads import BATCHES, FILES, WORKLOADS, part
+from hvdtrain.commands.bench.options import Parser, one_of, whole
+from hvdtrain.commands.bench.workloads import BATCHES, FILES, WORKLOADS, part
+from hvdtrain.core.table import spread
 
 
 def main(argv: list[str]) -> int:
     """Measure on every rank, print one row on rank 0; return 0."""
     args = _parser().parse(argv)
     from hvdtrain.cluster import boot
-    from hvdtrain.cluster.launcher import launch_facts
+    from hvdtrain.core.launcher import launch_facts
 
     control = boot.start_control(launch_facts(os.environ), 600.0)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as scratch:

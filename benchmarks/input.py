@@ -22,11 +22,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks import race
-from hvdtrain.bench import options, record, table
+from hvdtrain.commands.bench import options, record
+from hvdtrain.core import table
 from benchmarks.jobs import Job, JobFailed
-from hvdtrain.build.children import orderly_signals
-from hvdtrain.errors import UserError
-from hvdtrain.terminal import say
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.processes import orderly_signals
+from hvdtrain.core.terminal import say
 
 CONTENDERS = {"hvdtrain": "PIL", "dataloader": "torch", "tfdata": "tensorflow"}
 """Name -> the package without which it is left out."""
@@ -42,7 +43,7 @@ Key = tuple[int, str]
 def main(argv: list[str]) -> int:
     """Measure every contender; 0 if every job did its part, 1 if one failed."""
     args = _parser().parse(argv)
-    from hvdtrain.cluster.launcher import launch_facts
+    from hvdtrain.core.launcher import launch_facts
 
     if launch_facts(os.environ).kind != "solo":
         raise UserError("bench input was started under a launcher", "one process: it starts the jobs itself",

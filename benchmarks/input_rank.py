@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument(name, type=int, required=True)
     args = parser.parse_args(argv)
     from hvdtrain.cluster.exit import run_guarded
-    from hvdtrain.cluster.launcher import launch_facts
+    from hvdtrain.core.launcher import launch_facts
     from hvdtrain.data.workers import start
 
     facts = launch_facts(os.environ)
@@ -94,8 +94,8 @@ def files_of(root: str) -> tuple[list[str], list[int]]:
 def own(args: argparse.Namespace, control: Any, decodes: Decodes) -> tuple[int, Epoch]:
     """Make hvdtrain's own: the set ``folder``, its worker processes and the feed, as a run has them."""
     from hvdtrain.config import Config, Data
+    from hvdtrain.core.cursor import Cursor
     from hvdtrain.data import sources
-    from hvdtrain.data.cursor import Cursor
     from hvdtrain.data.feed import Feed
     from hvdtrain.data.workers.choose import with_workers
 

@@ -17,7 +17,7 @@ import threading
 from typing import Any
 
 from benchmarks.worker import MARK
-from hvdtrain.build.children import TERMINATE_S, Child, signal_all
+from hvdtrain.core.processes import TERMINATE_S, Child, signal_all
 
 LAST_LINES = 25
 GRACE_S = 20.0

@@ -18,12 +18,13 @@ import sys
 import tempfile
 from typing import Any
 
-from hvdtrain.bench import options, record, table
+from hvdtrain.commands.bench import options, record
+from hvdtrain.core import table
 from benchmarks.jobs import Job, JobFailed
-from hvdtrain.bench.workloads import FILES, WORKLOADS
-from hvdtrain.build.children import orderly_signals
-from hvdtrain.errors import UserError
-from hvdtrain.terminal import say
+from hvdtrain.commands.bench.workloads import FILES, WORKLOADS
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.processes import orderly_signals
+from hvdtrain.core.terminal import say
 
 WAYS = {"replicate": ["--data_parallel", "replicate"],
         "zero1": ["--data_parallel.name", "zero", "--data_parallel.stage", "1"],
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
     """Measure each way; 0 if every job did its part, 1 if one failed."""
     args = _parser().parse(argv)
     from benchmarks import race
-    from hvdtrain.cluster.launcher import launch_facts
+    from hvdtrain.core.launcher import launch_facts
 
     if launch_facts(os.environ).kind != "solo":
         raise UserError("bench memory was started under a launcher", "one process: it starts a job for each way",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.worker import MARK
-from hvdtrain.bench.workloads import FILES, WORKLOADS, Workload
+from hvdtrain.commands.bench.workloads import FILES, WORKLOADS, Workload
 
 EVERY_S = 0.005
 """How long the watching thread sleeps between two looks."""
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument(name, type=int, required=True)
     args, keys = parser.parse_known_args(argv)
     from hvdtrain.cluster.exit import run_guarded
-    from hvdtrain.cluster.launcher import launch_facts
+    from hvdtrain.core.launcher import launch_facts
 
     facts = launch_facts(os.environ)
     return run_guarded(lambda: _train(args, keys, facts), facts)
@@ -67,9 +67,9 @@ def _train(args: argparse.Namespace, keys: list[str], facts: Any) -> int:
 
 def _fit(args: argparse.Namespace, keys: list[str], control: Any, hidden: list[int], workload: str = "") -> Any:
     """Train a perceptron of these widths, or a workload of ``benchmarks step``; return its run."""
-    from hvdtrain import loop
-    from hvdtrain.assemble import assemble
-    from hvdtrain.cli.train import parse
+    from hvdtrain.commands.train import parse
+    from hvdtrain.engine import loop
+    from hvdtrain.engine.assemble import assemble
 
     made = WORKLOADS.get(workload) or Workload("mlp", "", "mlp", args.batch, (hidden[0],), args={
         "in_features": hidden[0], "hidden": hidden})

@@ -16,14 +16,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks import parts, peers, race, standings, throttle
-from hvdtrain.bench import options, record, table
+from hvdtrain.commands.bench import options, record
+from hvdtrain.core import table
 from benchmarks.jobs import JobFailed
 from benchmarks.parts import Measured
 from benchmarks.race import Plan, Race
 from benchmarks.throttle import Throttle
-from hvdtrain.build.children import orderly_signals
-from hvdtrain.errors import UserError
-from hvdtrain.terminal import say
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.processes import orderly_signals
+from hvdtrain.core.terminal import say
 
 CONTENDERS = {"torch": ("hvdtrain", "hvdtrain@static", "hvdtrain@auto", "ddp", "horovod", "horovod-tuned"),
               "tensorflow": ("hvdtrain", "hvdtrain@static", "hvdtrain@auto", "horovod", "horovod-tuned", "mwms")}

@@ -18,17 +18,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks import race, stages, standings, throttle
-from hvdtrain.bench import options, record, table
+from hvdtrain.commands.bench import options, record
+from hvdtrain.core import table
 from benchmarks.jobs import GRACE_S, Job, JobFailed
 from benchmarks.peers import Contender
 from benchmarks.race import Plan, Race
 from benchmarks.throttle import Throttle
-from hvdtrain.bench.workloads import WORKLOADS
-from hvdtrain.build.children import orderly_signals
-from hvdtrain.errors import UserError
-from hvdtrain.pipeline import which
-from hvdtrain.pipeline.settings import FOR_EACH
-from hvdtrain.terminal import say
+from hvdtrain.commands.bench.workloads import WORKLOADS
+from hvdtrain.config.pipeline import FOR_EACH
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.processes import orderly_signals
+from hvdtrain.core.terminal import say
+from hvdtrain.planning.pipeline import which
 
 CONTENDERS = {"torch": ("hvdtrain/pipeline", "pipelining"), "tensorflow": ("hvdtrain/pipeline",)}
 ON_HOSTS = {"torch": ("hvdtrain-mpi/pipeline", "pipelining", "hvdtrain-mpi", "ddp"),

@@ -17,15 +17,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks import peers
-from hvdtrain.bench import options, record, table
+from hvdtrain.commands.bench import options, record
+from hvdtrain.core import table
 from benchmarks.jobs import GRACE_S, Job, JobFailed
 from benchmarks.peers import Contender, ours
 from benchmarks.standings import Times
-from hvdtrain.bench.workloads import FILES, WORKLOADS
+from hvdtrain.commands.bench.workloads import FILES, WORKLOADS
 from hvdtrain.config import Config, Rebalance
 from hvdtrain.core import ROOT
-from hvdtrain.errors import UserError
-from hvdtrain.terminal import say
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.terminal import say
 
 EXPORTED = ("OMP_NUM_THREADS", "PYTHONPATH", "TF_CPP_MIN_LOG_LEVEL", "TORCH_NCCL_ENABLE_MONITORING")
 
@@ -87,8 +88,8 @@ def add_options(parser: options.Parser, rounds: int, warmup: int, warmup_help: s
 
 def plan(args: argparse.Namespace, bench: str, names: Iterable[str], ranks: int, env: Mapping[str, str]) -> Plan:
     """Check the options against this machine; `UserError` where they do not fit it. Tells who is left out."""
-    from hvdtrain.cluster.launcher import launch_facts
     from hvdtrain.cluster.topology import affinity
+    from hvdtrain.core.launcher import launch_facts
 
     if launch_facts(env).kind != "solo":
         raise UserError(f"bench {bench} was started under a launcher", "one process: it starts a job for each "
@@ -135,9 +136,9 @@ def _check_settings(args: argparse.Namespace, contenders: Sequence[Contender]) -
 
 def environment(ranks: int, threads: int, env: Mapping[str, str]) -> dict[str, str]:
     """The environment of every job; what hvdtrain's boot would set for itself is set for all."""
-    from hvdtrain.cli.verify import AS_ROOT
     from hvdtrain.cluster.boot import YIELD, should_yield
     from hvdtrain.cluster.topology import affinity, cpu_quota
+    from hvdtrain.commands.verify import AS_ROOT
 
     own = {**env, "OMP_NUM_THREADS": str(threads), "TORCH_NCCL_ENABLE_MONITORING": "0",
            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT.parent), env.get("PYTHONPATH"))))}  # not installed
@@ -161,7 +162,7 @@ def launcher(args: argparse.Namespace, ranks: int, env: Mapping[str, str]) -> tu
     """The words before ``python``; nothing where there is one rank."""
     if ranks == 1:
         return ()
-    from hvdtrain.cli import verify
+    from hvdtrain.commands import verify
 
     words = verify.launcher(ranks)
     try:

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.bench import record, table
-from hvdtrain.bench.options import Parser, one_of, size, whole
-from hvdtrain.bench.table import spread
-from hvdtrain.bench.workloads import BATCHES, FILES, WORKLOADS
-from hvdtrain.callbacks.base import Callback
+from hvdtrain.commands.bench import record
+from hvdtrain.commands.bench.options import Parser, one_of, size, whole
+from hvdtrain.commands.bench.workloads import BATCHES, FILES, WORKLOADS
+from hvdtrain.core import table
+from hvdtrain.core.table import spread
+from hvdtrain.engine.callbacks.base import Callback
 
 CASES = ("often", "large")
 WARM_STEPS = 20
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
     """Measure on every rank, print a table on rank 0; return 0."""
     args = _parser().parse(argv)
     from hvdtrain.cluster import boot
-    from hvdtrain.cluster.launcher import launch_facts
+    from hvdtrain.core.launcher import launch_facts
 
     control = boot.start_control(launch_facts(os.environ), 600.0)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-", dir=args.dir or None) as scratch:
@@ -102,8 +103,8 @@ def _config(args: Any, control: Any, out: Path) -> Any:
 
 def _often(args: Any, control: Any, scratch: Path) -> tuple[list[list[str]], dict[str, Any]]:
     """Train with a save every few steps; what that costs each rank."""
-    from hvdtrain import loop
-    from hvdtrain.assemble import assemble
+    from hvdtrain.engine import loop
+    from hvdtrain.engine.assemble import assemble
 
     config = _config(args, control, scratch / "run")
     config = replace(config, max_steps=WARM_STEPS + args.steps,
@@ -126,10 +127,10 @@ def _often(args: Any, control: Any, scratch: Path) -> tuple[list[list[str]], dic
 
 def _large(args: Any, control: Any, scratch: Path) -> tuple[list[list[str]], dict[str, Any]]:
     """Save a large state in both ways by turns; how long each holds training up on the slowest rank."""
-    from hvdtrain import loop
-    from hvdtrain.assemble import assemble
     from hvdtrain.checkpoint.savers.inline import InlineSaver
-    from hvdtrain.checkpoint.saving import Saving
+    from hvdtrain.engine import loop
+    from hvdtrain.engine.assemble import assemble
+    from hvdtrain.engine.saving.saving import Saving
 
     width = max(8, int((args.parameters / 2) ** 0.5))
     args.workload = "mlp"

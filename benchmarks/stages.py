@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import standings
 from benchmarks.standings import Times
-from hvdtrain.pipeline.which import Work
+from hvdtrain.planning.pipeline.which import Work
 
 HEADERS = ("contender", "wire", "ms a step", "quartiles", "ours to it", "quartiles", "processor ms a step")
 STAGE_HEADERS = ("stage", "rank", "blocks", "busy ms a step", "predicted", "idle %", "predicted", "off by points",
@@ -105,7 +105,7 @@ def stage_rows(each: Sequence[Mapping[str, Any]], quota: float) -> list[tuple[st
 
 def work(spent: Sequence[Sequence[Spent]], steps: int, pipeline: Mapping[str, Any], micro_batches: int,
          parameters: int, link_bytes_s: float) -> Work:
-    """What `hvdtrain.pipeline.which` compares, as a job measured it; parameters of 4 bytes."""
+    """What `hvdtrain.planning.pipeline.which` compares, as a job measured it; parameters of 4 bytes."""
     ranks, counted = totals(spent), steps * len(spent)
     own_s = [(rank["compute"] + rank["update"]) / counted for rank in ranks]
     cuts = len(pipeline["blocks"]) - 1

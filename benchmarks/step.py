@@ -16,13 +16,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import floor, peers, race, standings
-from hvdtrain.bench import options, record, table
+from hvdtrain.commands.bench import options, record
+from hvdtrain.core import table
 from benchmarks.jobs import GRACE_S, Job, JobFailed
 from benchmarks.peers import Contender
 from benchmarks.race import Plan, Race
-from hvdtrain.bench.workloads import FILES
-from hvdtrain.build.children import orderly_signals
-from hvdtrain.terminal import say
+from hvdtrain.commands.bench.workloads import FILES
+from hvdtrain.core.processes import orderly_signals
+from hvdtrain.core.terminal import say
 
 OURS = {"torch": ("hvdtrain", "hvdtrain-null", "hvdtrain-horovod", "hvdtrain-mpi"),
         "tensorflow": ("hvdtrain", "hvdtrain-null", "hvdtrain-horovod")}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 PREFIX = "hvdtrain-throttle-"
 """What the name of every group begins with."""

@@ -15,15 +15,16 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks import mixed, race
-from hvdtrain.bench import options, record, table
+from hvdtrain.commands.bench import options, record
+from hvdtrain.core import table
 from benchmarks.jobs import JobFailed
 from benchmarks.mixed import Course
 from benchmarks.race import Plan, Race
 from benchmarks.throttle import Throttle
-from hvdtrain.bench.workloads import WORKLOADS
-from hvdtrain.build.children import orderly_signals
-from hvdtrain.errors import UserError
-from hvdtrain.terminal import say
+from hvdtrain.commands.bench.workloads import WORKLOADS
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.processes import orderly_signals
+from hvdtrain.core.terminal import say
 
 WHOLE, LESS = "all ranks", "without"
 TARGET = 5.0

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks import floor, throttle
 from benchmarks.peers import contender, Cut, IDLE_S, Prepared, Setup
-from hvdtrain.bench.workloads import BATCHES, FILES, WORKLOADS, part
+from hvdtrain.commands.bench.workloads import BATCHES, FILES, WORKLOADS, part
 
 MARK = "@hvdtrain-bench "
 """What a line for the parent begins with, after a newline of its own: mpirun may mix the ranks' lines."""
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     from hvdtrain.cluster import quiet
     from hvdtrain.cluster.exit import run_guarded
-    from hvdtrain.cluster.launcher import launch_facts
+    from hvdtrain.core.launcher import launch_facts
 
     quiet.watch_import()
     facts = launch_facts(os.environ)
@@ -194,8 +194,8 @@ def _link(control: Any) -> dict[str, Any] | None:
 
 def _about(prepared: Prepared, control: Any) -> dict[str, Any]:
     """What the records say about a job; collective."""
-    from hvdtrain.bench.record import mpi_library, settings
     from hvdtrain.cluster.topology import survey
+    from hvdtrain.commands.bench.record import mpi_library, settings
 
     mine = int(sum(p.size for p in prepared.params()))
     return {"ranks": control.size, "hosts": survey(control).describe(), "wire": prepared.wire, "mpi": mpi_library(),

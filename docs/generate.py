@@ -1,5 +1,5 @@
-"""Writes docs/config.md from the dataclasses in hvdtrain/keys.py, and docs/records.md from
-hvdtrain/records/schema.py: ``python docs/generate.py``.
+"""Writes docs/config.md from the dataclasses in hvdtrain/config/keys.py, and docs/records.md from
+hvdtrain/core/records/schema.py: ``python docs/generate.py``.
 
 Owns the pages' layout and examples; names, types, units, defaults and meanings are read from the code.
 """
@@ -13,9 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from any directory
 
-from hvdtrain import recipe, schema  # noqa: E402
+from hvdtrain.config import schema, yaml_file as recipe  # noqa: E402
 from hvdtrain.config import Config  # noqa: E402
-from hvdtrain.records.schema import EVENTS, VERSION  # noqa: E402
+from hvdtrain.core.records.schema import EVENTS, VERSION  # noqa: E402
 
 PAGE, RECORDS = (Path(__file__).with_name(name) for name in ("config.md", "records.md"))
 
@@ -42,7 +42,7 @@ checkpoint:
 """
 
 INTRO = """\
-<!-- Made by docs/generate.py from hvdtrain/keys.py; change it there. -->
+<!-- Made by docs/generate.py from hvdtrain/config/keys.py; change it there. -->
 # Configuration
 
 A run is described by the keys below. Each has a default, so an empty configuration trains the built-in recipe.
@@ -96,7 +96,7 @@ HEAD = "| key | type | default | unit | meaning |\n|---|---|---|---|---|\n"
 
 
 RECORDS_INTRO = """\
-<!-- Made by docs/generate.py from hvdtrain/records/schema.py; change it there. -->
+<!-- Made by docs/generate.py from hvdtrain/core/records/schema.py; change it there. -->
 # Records
 
 What happens in a run is told as records. Each has an `event`, the `step` (how many have ended), the `time` (unix

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.core import __version__
 
 if TYPE_CHECKING:
-    from hvdtrain.callbacks.base import Callback as Callback
     from hvdtrain.config import Config as Config
     from hvdtrain.config import Named as Named
     from hvdtrain.config import Schedule as Schedule
-    from hvdtrain.errors import UserError as UserError
+    from hvdtrain.core.errors import UserError as UserError
+    from hvdtrain.engine.callbacks.base import Callback as Callback
     from hvdtrain.trainer import Trainer as Trainer
 
 __all__ = ["Callback", "Config", "Named", "Schedule", "Trainer", "UserError", "__version__"]
 
 _HOME = {
-    "Callback": "hvdtrain.callbacks.base",
+    "Callback": "hvdtrain.engine.callbacks.base",
     "Config": "hvdtrain.config",
     "Named": "hvdtrain.config",
     "Schedule": "hvdtrain.config",
     "Trainer": "hvdtrain.trainer",
-    "UserError": "hvdtrain.errors",
+    "UserError": "hvdtrain.core.errors",
 }
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from hvdtrain.cli import main
+from hvdtrain.commands import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The public `Trainer`: fit, evaluate, save, restore over `hvdtrain.assemble` and `hvdtrain.loop`.
+"""The public `Trainer`: fit, evaluate, save, restore over `hvdtrain.engine.assemble` and `hvdtrain.engine.loop`.
 
 What `keras.Model.fit` takes beside model and data (callbacks, class weights, nested inputs) is handed on here to
 `hvdtrain.keras`, which is imported for a Keras model alone.
@@ -15,28 +15,28 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from hvdtrain import backends, loop, summary
-from hvdtrain.assemble import assemble, eval_feed
-from hvdtrain.average import leave_final, training_weights
-from hvdtrain.callbacks.base import Callback
-from hvdtrain.callbacks.history import History
-from hvdtrain.checkpoint import session
-from hvdtrain.checkpoint.final import export
+from hvdtrain import backends
+from hvdtrain.checkpoint.run_directory import kind_of, write_completed
+from hvdtrain.cluster import exit_calls, quiet
 from hvdtrain.cluster import exit as exits
-from hvdtrain.cluster import quiet
-from hvdtrain.cluster import exit_calls
 from hvdtrain.cluster.control import agreed
-from hvdtrain.cluster.launcher import launch_facts
+from hvdtrain.cluster.liveness import causes, pulse
 from hvdtrain.config import Config
-from hvdtrain.ends import page
-from hvdtrain.ends.words import failure
+from hvdtrain.core.errors import Interrupted, UserError, nearest
+from hvdtrain.core.launcher import launch_facts
+from hvdtrain.core.resolve import paths_from
 from hvdtrain.data.workers.worker import refuse_inside
-from hvdtrain.errors import Interrupted, UserError, nearest
-from hvdtrain.faults import causes, pulse
-from hvdtrain.outdir import kind_of, write_completed
-from hvdtrain.progress import silence
-from hvdtrain.resolve import paths_from
-from hvdtrain.run import Run
+from hvdtrain.engine import loop, summary
+from hvdtrain.engine.assemble import assemble, eval_feed
+from hvdtrain.engine.average import leave_final, training_weights
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.callbacks.history import History
+from hvdtrain.engine.ends import page
+from hvdtrain.engine.run import Run
+from hvdtrain.engine.saving import session
+from hvdtrain.engine.saving.final import export
+from hvdtrain.reports.ends.words import failure
+from hvdtrain.reports.progress import silence
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,7 +63,7 @@ class Result:
     ``out/model``; ``metrics_at``: the step of its weights. ``samples_per_s``: global. ``out``: the run's directory.
     ``stop``: why it stopped before its last epoch, "" if it did not. ``requeue``: its job was about to end, so it was
     saved and is not complete: end the script with ``sys.exit(75)``. ``history``: each epoch's "loss", "val_loss" and so
-    on, as in Keras (`hvdtrain.callbacks.history.History`).
+    on, as in Keras (`hvdtrain.engine.callbacks.history.History`).
     """
 
     steps: int
@@ -119,10 +119,11 @@ class Trainer:
         ``((x, y), (x_test, y_test))``, a torch Dataset, a keras PyDataset, a tf.data.Dataset, or an object with
         ``__len__`` and ``fetch`` (None: ``config.data``). For a Keras model x and y may be dicts or tuples of arrays.
 
-        ``callbacks``: hvdtrain's, and for a Keras model Keras' (`hvdtrain.keras.bridge`); the same on every rank.
-        ``class_weight``: class number -> what its samples' loss is multiplied by, as in `keras.Model.fit`.
-        After a fit that ended for a requeue, another call without arguments continues where that one ended; also after
-        Ctrl-C, which saves, ends the fit on all ranks and raises `hvdtrain.errors.Interrupted`, a KeyboardInterrupt.
+        ``callbacks``: hvdtrain's, and for a Keras model Keras' (`hvdtrain.engine.keras_bridge`); the same on every
+        rank. ``class_weight``: class number -> what its samples' loss is multiplied by, as in `keras.Model.fit`. After
+        a fit that ended for a requeue, another call without arguments continues where that one ended; also after
+        Ctrl-C, which saves, ends the fit on all ranks and raises `hvdtrain.core.errors.Interrupted`, a
+        KeyboardInterrupt.
         """
         if self._evaluates_only:
             raise UserError("this Trainer was made by evaluate(data) and has no training data",
@@ -254,7 +255,7 @@ def _measured(config: Config, model: Any) -> Config:
     """``config``, whose default metric gives way to what `model.compile` says: for a Keras model, maybe nothing."""
     if config.metrics != Config().metrics or not _is_keras(model, "Model"):
         return config
-    from hvdtrain.keras.compiled import is_compiled
+    from hvdtrain.backends.keras.compiled import is_compiled
 
     return replace(config, metrics=[]) if is_compiled(model) else config
 
@@ -263,7 +264,7 @@ def _columns(model: Any, data: Any) -> Any:
     """``data`` with the nested x and y of a Keras model laid flat."""
     if data is None or not _is_keras(model, "Model"):
         return data
-    from hvdtrain.keras.layout import named
+    from hvdtrain.data.layout import named
 
     return named(data)
 
@@ -287,7 +288,7 @@ def _extras(run: Run, callbacks: Sequence[Any], class_weight: dict[int, float] |
                         "has all of the model", "callbacks of hvdtrain", "leave it out, or leave pipeline out")
     if not keras_own and not _by_compile(run):
         return [*own, History()]
-    from hvdtrain.keras.bridge import Bridge
+    from hvdtrain.engine.keras_bridge import Bridge
 
     return [*own, Bridge(keras_own, run)]
 
@@ -296,13 +297,13 @@ def _by_compile(run: Run) -> bool:
     """Whether `model.compile` rules the loss, so that its metrics belong to the history."""
     if run.spec.task is not None or run.config.loss.name != "auto" or not _is_keras(run.spec.model, "Model"):
         return False
-    from hvdtrain.keras.compiled import is_compiled
+    from hvdtrain.backends.keras.compiled import is_compiled
 
     return is_compiled(run.spec.model)
 
 
 def _tell_keras(run: Run, class_weight: dict[int, float] | None) -> None:
-    from hvdtrain.keras import compiled
+    from hvdtrain.backends.keras import compiled
 
     setup = compiled.setup_of(run.spec.model)
     if class_weight is not None:

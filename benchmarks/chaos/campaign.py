@@ -19,7 +19,7 @@ from benchmarks.chaos import inject, look
 from benchmarks.chaos.aim import Aim, Attempt
 from benchmarks.chaos.job import Job
 from benchmarks.chaos.plan import DISK, Fault, FLIP, FREEZE, KILL, LAUNCHER, SUPERVISOR, SURVIVED
-from hvdtrain.errors import count
+from hvdtrain.core.errors import count
 
 MOST_TRIES = 8
 """Times that a fault is tried which hits no live rank."""

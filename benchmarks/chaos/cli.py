@@ -15,19 +15,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-from hvdtrain import curve
-from hvdtrain.bench import table
-from hvdtrain.build.children import orderly_signals
+from hvdtrain.core import curve, table
+from hvdtrain.core.processes import orderly_signals
 from benchmarks.chaos import cuts, judge
 from benchmarks.chaos.campaign import Campaign
 from benchmarks.chaos.job import Job
 from benchmarks.chaos.plan import Amounts, draw
 from benchmarks.chaos.space import disk
-from hvdtrain.cli import train, verify
-from hvdtrain.errors import UserError, count
-from hvdtrain.launch.detect import hosts_of
-from hvdtrain.outdir import COMPLETED
-from hvdtrain.terminal import say
+from hvdtrain.checkpoint.run_directory import COMPLETED
+from hvdtrain.cluster.launchers.detect import hosts_of
+from hvdtrain.commands import train, verify
+from hvdtrain.core.errors import UserError, count
+from hvdtrain.core.terminal import say
 
 STEPS_A_FAULT, LEAST_STEPS, MOST_STEPS = 30, 90, 600
 """The default length of a training. In longer ones rounding alone grows: 3,000 steps of the Keras perceptron at lr

@@ -28,10 +28,10 @@ from benchmarks.chaos.job import Job
 from benchmarks.chaos.judge import Finding
 from benchmarks.chaos.look import Rank
 from benchmarks.chaos.plan import CUT, Fault, OUTAGE, RANK, STEP
-from hvdtrain.errors import UserError
-from hvdtrain.faults import causes
-from hvdtrain.launch import history
-from hvdtrain.launch.detect import find, here
+from hvdtrain.cluster.launchers.detect import find, here
+from hvdtrain.cluster.liveness import causes
+from hvdtrain.core.errors import UserError
+from hvdtrain.reports import launch_history as history
 
 HOSTS = ("host0", "host1")
 """What the rig calls its hosts; each has one rank."""

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdtrain.build.children import Child, kill_all, processes
+from hvdtrain.core.processes import Child, kill_all, processes
 from benchmarks.chaos import look
 from benchmarks.chaos.look import Rank
 

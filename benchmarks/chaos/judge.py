@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import curve
+from hvdtrain.core import curve
 from benchmarks.chaos.campaign import Leg, Outcome
 from benchmarks.chaos.plan import KILL, RANK, SAVE, START, STEP
 from hvdtrain.checkpoint import CheckpointError, CheckpointStore, read_snapshot

@@ -12,10 +12,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.build.children import processes
-from hvdtrain.cluster.launcher import launch_facts
-from hvdtrain.faults import causes
-from hvdtrain.outdir import COMPLETED
+from hvdtrain.checkpoint.run_directory import COMPLETED
+from hvdtrain.cluster.liveness import causes
+from hvdtrain.core.launcher import launch_facts
+from hvdtrain.core.processes import processes
 
 TRAIN = ("-m", "hvdtrain", "train")
 _STEP = re.compile(r"step-(\d+)")

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.bench.workloads import Workload, part
-from hvdtrain.errors import UserError, nearest
+from hvdtrain.commands.bench.workloads import Workload, part
+from hvdtrain.core.errors import UserError, nearest
 
 Batches = list[tuple[np.ndarray, ...]]
 
@@ -70,7 +70,8 @@ class Setup:
 
     def begin(self) -> None:
         """Threads and seeds, before anything of the framework has started."""
-        from hvdtrain import backends, rng
+        from hvdtrain import backends
+        from hvdtrain.core import rng
 
         rng.seed(self.seed, 0)
         backend = backends.load(self.framework)
@@ -240,7 +241,7 @@ def _choices(key: str) -> tuple[str, ...]:
     from hvdtrain.config import Config
 
     if key == "compression":
-        from hvdtrain.exchange.compressors import names
+        from hvdtrain.comm.compressors import names
 
         return (*names(), "auto")
     return typing.get_args(typing.get_type_hints(Config)[key])

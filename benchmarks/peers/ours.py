@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import IDLE_S, Prepared, Setup, tensorflow_common
-from hvdtrain.bench.workloads import LR, MOMENTUM
+from hvdtrain.commands.bench.workloads import LR, MOMENTUM
 from hvdtrain.config import Exchange, Pipeline, Rebalance
-from hvdtrain.errors import UserError, nearest
-from hvdtrain.protocols.types import itemsize
+from hvdtrain.core.errors import UserError, nearest
+from hvdtrain.core.protocols.types import itemsize
 
 
 def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance: str = "off",
@@ -28,10 +28,10 @@ def prepare(setup: Setup, wire: str = "auto", compression: str = "none", balance
     ``pipeline``: the ranks are one copy of the model, cut as the setup says.
     ``looks``: whether summed gradients are looked at, as always but in the bench that tells what it costs.
     """
-    from hvdtrain import loop
-    from hvdtrain.assemble import assemble
-    from hvdtrain.events import Event
-    from hvdtrain.outdir import starting
+    from hvdtrain.checkpoint.run_directory import starting
+    from hvdtrain.core.events import Event
+    from hvdtrain.engine import loop
+    from hvdtrain.engine.assemble import assemble
 
     config = _config(setup, wire, compression, balance, adam, compile, remat)
     if pipeline:
@@ -121,7 +121,7 @@ def _spent(run: Any) -> dict[str, float]:
 
 def _whatif(run: Any) -> dict[str, Any]:
     """What the run reckons of a step without each of its ranks; {} where it cannot. Collective."""
-    from hvdtrain.callbacks.whatif import WhatIf
+    from hvdtrain.engine.callbacks.whatif import WhatIf
 
     found = next((c.look(run, measures=True) for c in run.callbacks if isinstance(c, WhatIf)), None)
     return {} if found is None else {"step_s": found.step_s, "without_s": found.without_s_P}

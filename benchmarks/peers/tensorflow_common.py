@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers import Prepared, Setup
-from hvdtrain.bench.workloads import LR, MOMENTUM
+from hvdtrain.commands.bench.workloads import LR, MOMENTUM
 
 
 def build(setup: Setup, prepare: Callable[[], None] = lambda: None) -> tuple[Any, Callable[..., Any], Any]:
@@ -17,7 +17,7 @@ def build(setup: Setup, prepare: Callable[[], None] = lambda: None) -> tuple[Any
     import keras
     import tensorflow as tf
 
-    from hvdtrain.model import build_spec
+    from hvdtrain.backends.model_spec import build_spec
 
     spec = build_spec(setup.workload.model("tensorflow"), setup.workload.args, prepare)
 

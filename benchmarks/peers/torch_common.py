@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers import IDLE_S, Prepared, Setup
-from hvdtrain.bench.workloads import LR, MOMENTUM
+from hvdtrain.commands.bench.workloads import LR, MOMENTUM
 
 TIMEOUT = timedelta(seconds=IDLE_S)
 """Of the process group."""
@@ -31,7 +31,7 @@ def spec_of(setup: Setup) -> tuple[Any, Any]:
     """(model with what its file says about it, from the seed; this rank's device)."""
     import torch
 
-    from hvdtrain.model import build_spec
+    from hvdtrain.backends.model_spec import build_spec
 
     spec = build_spec(setup.workload.model("torch"), setup.workload.args, setup.begin)
     return spec, torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

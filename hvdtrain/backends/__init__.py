@@ -12,7 +12,7 @@ import importlib.util
 import sys
 from typing import Any
 
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 _KERAS = ("keras.src.models.model", "Model")
 _ROOTS = {("torch.nn.modules.module", "Module"): "torch", ("hvdtrain.backends.numpy.model", "Model"): "numpy"}

@@ -1,4 +1,4 @@
-"""What a training step offers of its state, as `hvdtrain.protocols.state.Stateful`."""
+"""What a training step offers of its state, as `hvdtrain.core.protocols.state.Stateful`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 from hvdtrain.checkpoint.holders import Holders
 from hvdtrain.checkpoint.stream import FIRST
 from hvdtrain.checkpoint.transfer import own_group, whole_shards
-from hvdtrain.protocols import ModelState
-from hvdtrain.protocols.state import Given, Head, Place, Read, Shard, Want, Window
+from hvdtrain.core.protocols import ModelState
+from hvdtrain.core.protocols.state import Given, Head, Place, Read, Shard, Want, Window
 
 Arrays = dict[str, np.ndarray]
 

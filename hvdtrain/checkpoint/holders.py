@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.errors import UserError, count
-from hvdtrain.protocols import Control, ModelState
-from hvdtrain.protocols.state import Head, Window
+from hvdtrain.core.errors import UserError, count
+from hvdtrain.core.protocols import Control, ModelState
+from hvdtrain.core.protocols.state import Head, Window
 
 _PLACE = re.compile(r"\d{5}(?=/)")
 """What stands before the path of a Keras variable: its place among those of the whole model."""

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "hvdtrain-checkpoint"

@@ -18,7 +18,7 @@ from hvdtrain.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Manifes
 from hvdtrain.checkpoint.reading import Kept
 from hvdtrain.checkpoint.snapshot import check_listing, inspect, read_snapshot, write_snapshot
 from hvdtrain.checkpoint.tensors import Content
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 _STEP = re.compile(r"step-(\d{1,18})", re.ASCII)
 

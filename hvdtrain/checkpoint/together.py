@@ -18,9 +18,9 @@ from hvdtrain.checkpoint.snapshot import BLOCK_BYTES, open_new
 from hvdtrain.checkpoint.store import CheckpointStore, Log, silent
 from hvdtrain.checkpoint.weights import check_shards
 from hvdtrain.cluster.control import agreed
-from hvdtrain.errors import UserError
-from hvdtrain.protocols import Control
-from hvdtrain.protocols.state import Shard
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Control
+from hvdtrain.core.protocols.state import Shard
 
 Note = dict[str, Any]
 

@@ -16,8 +16,8 @@ from hvdtrain.checkpoint import stream
 from hvdtrain.checkpoint.reading import Kept
 from hvdtrain.checkpoint.stream import held, packed, pieces_of, unpacked
 from hvdtrain.cluster.control import agreed
-from hvdtrain.protocols import Control
-from hvdtrain.protocols.state import Head, Shard, Want
+from hvdtrain.core.protocols import Control
+from hvdtrain.core.protocols.state import Head, Shard, Want
 
 ROUND_SHARDS = 4096
 """Most windows in a round."""

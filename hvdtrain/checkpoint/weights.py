@@ -16,14 +16,14 @@ from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.holders import key
 from hvdtrain.checkpoint.manifest import CheckpointError
 from hvdtrain.checkpoint.tensors import Content, Layout, Spec, layout
-from hvdtrain.errors import UserError
-from hvdtrain.finite import finite, has_nan, spoken
-from hvdtrain.protocols.state import Shard
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.finite import finite, has_nan, spoken
+from hvdtrain.core.protocols.state import Shard
 
 FILE = "model.safetensors"
 _BFLOAT16 = "#bfloat16"
 AVERAGES = "ema"
-"""The group of `hvdtrain.average`, which holds tensors under the names of parameters."""
+"""The group of `hvdtrain.engine.average`, which holds tensors under the names of parameters."""
 
 Named = tuple[dict[str, str], dict[str, str]]
 """Names in a checkpoint by those in the model; for arrays that hold the bits of another type, its safetensors name."""

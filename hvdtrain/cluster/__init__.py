@@ -1,5 +1,5 @@
 """How a job of one or more processes starts, finds its place, agrees and ends.
 
 Owns the control plane, the topology and the ways a process may end. Does not move gradients:
-`hvdtrain.collectives` does.
+`hvdtrain.comm.collectives` does.
 """

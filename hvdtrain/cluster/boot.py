@@ -17,12 +17,12 @@ from hvdtrain.cluster import mpi_library
 from hvdtrain.cluster.control import MpiControl, ObjectControl, SoloControl, agreed
 from hvdtrain.cluster.deadline import deadline, locked_deadline, set_owner
 from hvdtrain.cluster.devices import BY_TASK, VISIBLE, count_gpus, overlap, sharing, usable, visible_devices
-from hvdtrain.cluster.launcher import LaunchFacts
+from hvdtrain.cluster.liveness import causes, pulse, watch
+from hvdtrain.cluster.liveness.watch.meet import meet
 from hvdtrain.cluster.topology import affinity, cpu_quota
-from hvdtrain.errors import UserError
-from hvdtrain.faults import causes, pulse, watch
-from hvdtrain.faults.watch.meet import meet
-from hvdtrain.protocols import Control
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.launcher import LaunchFacts
+from hvdtrain.core.protocols import Control
 
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
 SEND_ONLY = "OMPI_MCA_btl_tcp_flags"
@@ -41,10 +41,9 @@ def start_control(facts: LaunchFacts, timeout_s: float, horovod: Any = None, dev
     solo: no MPI is imported. mpi: MPI_Init with THREAD_MULTIPLE. gloo: over ``horovod``, the module that
     `start_horovod` returned. Claims this rank's ``devices_per_rank`` devices; not with ``claim=False``, for scripts
     that pick a device by their local rank themselves. A later call that claims
-    still does, which takes effect where nothing has started CUDA yet. ``heartbeat_s``: `hvdtrain.faults.watch`'s
-    bound, None: the environment's or the default; it begins before MPI does.
-    Raises `UserError` where MPI and the launcher do not fit together, and, on every rank, where a host has too few
-    devices.
+    still does, which takes effect where nothing has started CUDA yet. ``heartbeat_s``:
+    `hvdtrain.cluster.liveness.watch`'s bound, None: the environment's or the default; it begins before MPI does. Raises
+    `UserError` where MPI and the launcher do not fit together, and, on every rank, where a host has too few devices.
     """
     if heartbeat_s is not None or "control" not in _started:
         watch.start(facts, heartbeat_s)
@@ -138,7 +137,7 @@ def exit_control() -> MpiControl | None:
 
 
 def mpi_comm() -> Any:
-    """A communicator over all ranks for `hvdtrain.collectives.mpi`, apart from the control plane's.
+    """A communicator over all ranks for `hvdtrain.comm.collectives.mpi`, apart from the control plane's.
 
     Starts MPI where the job has one process or runs over Gloo. Collective.
     """

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdtrain.protocols import Control
+from hvdtrain.core.protocols import Control
 
 ROUNDS = 30
 """A round takes a fraction of a millisecond; one that no rank was late for makes the bounds narrow."""

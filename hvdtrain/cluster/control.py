@@ -18,15 +18,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvdtrain.cluster.carrier import Boxes, ByHost, ThreadCarrier, over_mpi
-from hvdtrain.cluster.channel import Mail, MailChannel, MpiChannel
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.cluster.launcher import LaunchFacts
-from hvdtrain.cluster.patience import wait_for
-from hvdtrain.errors import UserError, WaitTimeout
-from hvdtrain.faults import pulse
-from hvdtrain.protocols import Control
-from hvdtrain.timeline import blocked
+from hvdtrain.cluster.liveness import pulse
+from hvdtrain.cluster.messages.carrier import Boxes, ByHost, ThreadCarrier, over_mpi
+from hvdtrain.cluster.messages.channel import Mail, MailChannel, MpiChannel
+from hvdtrain.core.errors import UserError, WaitTimeout
+from hvdtrain.core.launcher import LaunchFacts
+from hvdtrain.core.patience import wait_for
+from hvdtrain.core.protocols import Control
+from hvdtrain.core.timeline import blocked
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from hvdtrain.faults import causes, pulse
+from hvdtrain.cluster.liveness import causes, pulse
 
 EXIT_DEADLINE = 70
 """Exit status after a deadline ran out (EX_SOFTWARE of sysexits.h)."""

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.cluster.group import spans
-from hvdtrain.errors import UserError, count
+from hvdtrain.core.errors import UserError, count
+from hvdtrain.core.group import spans
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

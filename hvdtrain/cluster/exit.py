@@ -23,9 +23,9 @@ from typing import Any
 from hvdtrain.cluster import boot
 from hvdtrain.cluster.control import MpiControl, flush_streams
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.cluster.launcher import LaunchFacts
-from hvdtrain.errors import EXIT_USER_ERROR, ExitCalled, Interrupted, UserError, WaitTimeout, of_locale
-from hvdtrain.faults import causes, pulse
+from hvdtrain.cluster.liveness import causes, pulse
+from hvdtrain.core.errors import EXIT_USER_ERROR, ExitCalled, Interrupted, UserError, WaitTimeout, of_locale
+from hvdtrain.core.launcher import LaunchFacts
 
 EXIT_CRASH = 1
 EXIT_INTERRUPTED = 130

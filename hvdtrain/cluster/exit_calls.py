@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
 
-from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.core import ROOT
-from hvdtrain.errors import ExitCalled
+from hvdtrain.core.errors import ExitCalled
+from hvdtrain.core.launcher import launch_facts
 
 _HERE = str(ROOT) + os.sep
 _STDLIB = os.path.dirname(os.__file__) + os.sep

@@ -15,10 +15,10 @@ from typing import Any
 
 from hvdtrain.cluster.boot import prepare_lone_mpi
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.cluster.launcher import LaunchFacts
+from hvdtrain.cluster.liveness import pulse, watch
 from hvdtrain.config import Exchange
-from hvdtrain.faults import pulse, watch
-from hvdtrain.protocols import Control
+from hvdtrain.core.launcher import LaunchFacts
+from hvdtrain.core.protocols import Control
 
 STALL, STALL_CHECK = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_STALL_CHECK_TIME_SECONDS"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from hvdtrain.cluster.control import agreed
-from hvdtrain.protocols import Control
+from hvdtrain.core.protocols import Control
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """What a link between two hosts carries, in which order the pairs of hosts are measured, and which of them is slow.
 
-Owns the arithmetic; pure. `hvdtrain.cluster.links` measures, `hvdtrain.bench.links` shows.
+Owns the arithmetic; pure. `hvdtrain.cluster.links` measures, `hvdtrain.comm.measure.link_rows` shows.
 """
 
 from __future__ import annotations

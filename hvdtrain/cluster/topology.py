@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.cluster.group import spans
-from hvdtrain.errors import count
-from hvdtrain.protocols import Control
+from hvdtrain.core.errors import count
+from hvdtrain.core.group import spans
+from hvdtrain.core.protocols import Control
 
 
 @dataclass(frozen=True)

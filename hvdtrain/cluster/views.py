@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.cluster.control import sum_rows
-from hvdtrain.cluster.group import Group
-from hvdtrain.mesh import Mesh
-from hvdtrain.protocols import Control
+from hvdtrain.core.group import Group
+from hvdtrain.core.mesh import Mesh
+from hvdtrain.core.protocols import Control
 
 
 class _View:

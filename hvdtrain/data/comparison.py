@@ -1,7 +1,7 @@
 """Compare across ranks the rows of a source that can be fetched by number: before the first step and in each epoch.
 
 Owns which rows are compared and what a difference means. Leaves streams, whose batches are compared where they are
-read, to `hvdtrain.data.walk`, and what is certified of an epoch to `hvdtrain.callbacks.ledger`.
+read, to `hvdtrain.data.walk`, and what is certified of an epoch to `hvdtrain.engine.callbacks.ledger`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Control
 from hvdtrain.data.sources import innermost
 from hvdtrain.data.stream import Arrays, fingerprint, on_disk, rows_hashed
 from hvdtrain.data.workers.worker import fetch_seeded
-from hvdtrain.errors import UserError
-from hvdtrain.protocols import Control
 
 COMPARED = 8
 """Rows compared before the first step, besides those that are read then anyway, and again in each epoch."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.protocols import Batch
+from hvdtrain.core.protocols import Batch
 
 
 class StandIn:

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.cluster.views import every_rank
-from hvdtrain.data.cursor import Cursor
+from hvdtrain.core.cursor import Cursor
+from hvdtrain.core.errors import UserError, count
+from hvdtrain.core.protocols import Control
+from hvdtrain.core.protocols.types import StepBatch, Unread
 from hvdtrain.data.prefetch import Shelf, prefetched
-from hvdtrain.data.sampler import Cut, at_least, cut, micro_batches, padded, steps_per_epoch
 from hvdtrain.data.sources import Source
 from hvdtrain.data.stream import Arrays, Stream
 from hvdtrain.data.walk import Met, Part, SourceWalk, StreamWalk, WeightFn
-from hvdtrain.errors import UserError, count
-from hvdtrain.exchange.weighting import LabelWeight
-from hvdtrain.protocols import Control
-from hvdtrain.protocols.types import StepBatch, Unread
+from hvdtrain.data.weighting import LabelWeight
+from hvdtrain.planning.batch.sampler import Cut, at_least, cut, micro_batches, padded, steps_per_epoch
 
 
 class Feed:

@@ -1,7 +1,7 @@
 """Whether the samples of an epoch were each trained on exactly once: count them, and add up a hash of each number.
 
-Owns the hash, the sums and the words for what does not agree; pure. `hvdtrain.callbacks.ledger` keeps the sums while a
-run trains, brings the ranks' together and carries them in checkpoints.
+Owns the hash, the sums and the words for what does not agree; pure. `hvdtrain.engine.callbacks.ledger` keeps the sums
+while a run trains, brings the ranks' together and carries them in checkpoints.
 
 The hash of (epoch, sample number) is a bijection of 64-bit words, so no two numbers of an epoch share one, and sums are
 taken modulo 2^64. One sample lost, one doubled, and one lost beside another doubled are therefore seen with certainty;
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdtrain.errors import count
+from hvdtrain.core.errors import count
 
 WORD = 2**64
 LIMB_BITS = 16

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 
 def shown(path: bytes) -> str:

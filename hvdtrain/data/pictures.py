@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.core.errors import UserError
 from hvdtrain.data.listing import shown
-from hvdtrain.data.sampler import at_least
 from hvdtrain.data.sources import Unreadable
-from hvdtrain.errors import UserError
+from hvdtrain.planning.batch.sampler import at_least
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")

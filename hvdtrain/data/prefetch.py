@@ -11,7 +11,7 @@ import threading
 from collections.abc import Generator
 from typing import Any, Generic, TypeVar
 
-from hvdtrain.timeline import active, current, span
+from hvdtrain.core.timeline import active, current, span
 
 T = TypeVar("T")
 

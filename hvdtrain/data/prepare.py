@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.config import Config
+from hvdtrain.core.errors import UserError
 from hvdtrain.data import sources
 from hvdtrain.data.augment import Augmented
 from hvdtrain.data.rows import INPUTS, of_data
 from hvdtrain.data.workers.choose import with_workers
-from hvdtrain.errors import UserError
 
 START_S = 5.0
 """About what workers take to start that import a framework."""

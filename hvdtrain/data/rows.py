@@ -1,7 +1,7 @@
 """Resolve rows whose columns have names: which column is x, y or the sample weight, or the whole row for a task.
 
 Owns the names and the one order in which a row's arrays lie in a flat batch. Leaves the conversion of arrays to the
-backends' ``data.py`` and the structure of nested inputs to `hvdtrain.keras.layout`.
+backends' ``data.py`` and the structure of nested inputs to `hvdtrain.data.layout`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.core.errors import UserError
 from hvdtrain.data.sources import ArraySource, innermost, is_array
 from hvdtrain.data.stream import Arrays
-from hvdtrain.errors import UserError
 
 INPUTS = ("x", "image", "images", "img", "pixel_values", "input", "inputs", "input_ids", "feature", "features", "data")
 TARGETS = ("y", "label", "labels", "target", "targets")
@@ -58,7 +58,7 @@ class Rows:
         """Return a sample or batch as a flat tuple. Errors: `UserError` for columns whose meaning is not clear."""
         parts = self.parts(row)
         if self.nests and len(parts) <= 3 and not self._names.get(len(parts)):
-            from hvdtrain.keras.layout import flat, nested
+            from hvdtrain.data.layout import flat, nested
 
             if any(nested(part) for part in parts):
                 layout, parts = flat(parts)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdtrain.data.sampler import at_least, epoch_order, random_bits
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
+from hvdtrain.planning.batch.sampler import at_least, epoch_order, random_bits
 
 SPLITS = ("train", "test")
 STREAM = 2**63

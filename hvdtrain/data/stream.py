@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 Arrays = tuple[np.ndarray, ...]
 

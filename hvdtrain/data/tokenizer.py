@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.resolve import load_callable
 from hvdtrain.data.listing import shown
-from hvdtrain.data.sampler import at_least
-from hvdtrain.errors import UserError
-from hvdtrain.resolve import load_callable
+from hvdtrain.planning.batch.sampler import at_least
 
 PIECE = 1 << 20
 """Bytes that are read at a time, and then the rest of the line; a longer line is cut there."""

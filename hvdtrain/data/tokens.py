@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.core.errors import UserError
 from hvdtrain.data.tokenizer import Tokenizer, files_stamp
-from hvdtrain.errors import UserError
 
 FOLDER = ".hvdtrain-tokens"
 WAIT_S = 1800.0

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.cluster.views import every_rank
+from hvdtrain.core.cursor import Cursor
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Control
+from hvdtrain.core.protocols.types import Unread
 from hvdtrain.data.comparison import Comparison
-from hvdtrain.data.cursor import Cursor
-from hvdtrain.data.sampler import epoch_order
 from hvdtrain.data.sources import ArraySource, Source, Unreadable, checked, fetched
 from hvdtrain.data.stream import Arrays, Stream, fingerprint, rebatch
-from hvdtrain.errors import UserError
-from hvdtrain.protocols import Control
-from hvdtrain.protocols.types import Unread
+from hvdtrain.planning.batch.sampler import epoch_order
 
 WeightFn = Callable[[Arrays], float]
 

@@ -48,7 +48,7 @@ def __dir__() -> list[str]:
 
 
 def _needs_tensorflow(name: str) -> None:
-    """Raise `hvdtrain.errors.UserError` where Keras computes with something else than TensorFlow."""
+    """Raise `hvdtrain.core.errors.UserError` where Keras computes with something else than TensorFlow."""
     from hvdtrain.cluster import quiet
 
     quiet.watch_import()
@@ -56,7 +56,7 @@ def _needs_tensorflow(name: str) -> None:
 
     backend = keras.backend.backend()
     if backend != "tensorflow":
-        from hvdtrain.errors import UserError
+        from hvdtrain.core.errors import UserError
 
         instead = "train it with hvdtrain.Trainer(config).fit(model, data), or set KERAS_BACKEND=tensorflow"
         if backend != "torch":

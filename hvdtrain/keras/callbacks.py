@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain import tensorflow as hvd
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 from hvdtrain.keras.exchange import exchange_of, tf_variable
 from hvdtrain.keras.guard import Guard, frozen_weights, stops_early
 from hvdtrain.keras.rates import LearningRateScheduleCallback, LearningRateWarmupCallback
@@ -128,7 +128,8 @@ class DivergenceGuardCallback(keras.callbacks.Callback):
 
     For training steps of one's own and plain optimizers: `hvdtrain.keras.DistributedOptimizer` compares by itself.
     ``local_variables``: left out. ``process_set``: the ranks that compare. Raises
-    `hvdtrain.faults.divergence.Diverged`, which names the first variable, the ranks and the likely cause. Collective.
+    `hvdtrain.engine.guards.divergence.Diverged`, which names the first variable, the ranks and the likely cause.
+    Collective.
     """
 
     def __init__(self, every: int = 200, process_set: Any = None, local_variables: Any = ()) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain import loss_coupling
+from hvdtrain.backends import loss_coupling
 from hvdtrain.keras.data import Shard
 
 _accepted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

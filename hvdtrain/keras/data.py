@@ -21,9 +21,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.data.sampler import Cut, at_least, epoch_order
-from hvdtrain.errors import UserError, count, nearest
-from hvdtrain.keras.compiled import check_class_weight, with_class_weight
+from hvdtrain.backends.keras.compiled import check_class_weight, with_class_weight
+from hvdtrain.core.errors import UserError, count, nearest
+from hvdtrain.planning.batch.sampler import Cut, at_least, epoch_order
 
 
 def shard(x: Any, y: Any = None, sample_weight: Any = None, *, global_batch: int, shares: Sequence[float] | None = None,

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Raise `hvdtrain.errors.UserError` for ``run``, ``KerasState`` and the rest."""
+    """Raise `hvdtrain.core.errors.UserError` for ``run``, ``KerasState`` and the rest."""
     if name.startswith("__"):
         raise AttributeError(name)
     from hvdtrain.tensorflow.left_out import no_elastic

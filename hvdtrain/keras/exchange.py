@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.optimizer import fused
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 from hvdtrain.keras.guard import Guard, frozen_weights, ranks_of
 from hvdtrain.tensorflow import basics
 from hvdtrain.tensorflow.nodes import node_name, refuse_xla, through_trace, unconverted

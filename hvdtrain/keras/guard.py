@@ -1,9 +1,9 @@
 """The guard against ranks that train different models: fingerprints of weights and rates, compared every N updates.
 
-Owns when ranks compare and what each sends; `hvdtrain.faults.divergence` owns the verdict on weights. Three numbers per
-variable and the learning rate travel. Under ``fit`` the comparison runs between two steps, at the end of each epoch
-and of ``fit``, and adds nothing to a step; in a training loop of one's own it lies inside the step's graph, in a branch
-that is taken when it is due.
+Owns when ranks compare and what each sends; `hvdtrain.engine.guards.divergence` owns the verdict on weights. Three
+numbers per variable and the learning rate travel. Under ``fit`` the comparison runs between two steps, at the end of
+each epoch and of ``fit``, and adds nothing to a step; in a training loop of one's own it lies inside the step's graph,
+in a branch that is taken when it is due.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
-from hvdtrain.errors import UserError
-from hvdtrain.faults.divergence import Diverged, Rows, judge
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine.guards.divergence import Diverged, Rows, judge
 from hvdtrain.tensorflow import basics
 from hvdtrain.tensorflow.nodes import node_name, through_trace
 
@@ -36,8 +36,8 @@ class Guard:
     """Compares weights and learning rates of the ranks of ``process_set`` after updates 2, 8 and every ``every``-th.
 
     ``every``: 0 never compares. ``distributed``: whether the updates are known to come from exchanged gradients; it
-    decides the likely cause. Raises `hvdtrain.faults.divergence.Diverged` on every rank; from inside a graph it comes
-    as an error of TensorFlow's that holds the same words.
+    decides the likely cause. Raises `hvdtrain.engine.guards.divergence.Diverged` on every rank; from inside a graph it
+    comes as an error of TensorFlow's that holds the same words.
     """
 
     def __init__(self, process_set: Any, every: int, name: str, distributed: bool = True) -> None:

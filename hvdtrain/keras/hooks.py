@@ -24,8 +24,8 @@ from typing import Any
 
 import keras
 
-from hvdtrain.errors import UserError
-from hvdtrain.faults import pulse
+from hvdtrain.cluster.liveness import pulse
+from hvdtrain.core.errors import UserError
 from hvdtrain.keras import own_steps, shardable
 from hvdtrain.keras.coupling import check_shard
 from hvdtrain.keras.data import Shard

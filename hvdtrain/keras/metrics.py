@@ -2,7 +2,7 @@
 
 Owns when states are read and how they are put together. Horovod's callback of this name averages each rank's result
 without weights; a mean of means is not the mean, and the mean of AUCs is no AUC. Here states of metrics are summed over
-the ranks and the metric says its result of the sum (`hvdtrain.keras.states`).
+the ranks and the metric says its result of the sum (`hvdtrain.backends.keras.states`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.errors import UserError, count
-from hvdtrain.keras import data, states
+from hvdtrain.backends.keras import states
+from hvdtrain.core.errors import UserError, count
+from hvdtrain.keras import data
 from hvdtrain.keras.shardable import check_losses
 
 

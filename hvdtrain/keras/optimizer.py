@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 from hvdtrain.keras import hooks
 from hvdtrain.keras.exchange import Exchange, Settings, exchange_of
 from hvdtrain.tensorflow import Adasum, Average, Compression, Sum, global_process_set

@@ -1,7 +1,7 @@
 """Read what a ``train_step`` or ``test_step`` of the user's own does with a batch of `hvdtrain.keras.shard`.
 
 Owns the reading of the method's source and the refusal of steps that drop the sample weights; runs nothing. Imports no
-framework: ``hvdtrain.migrate`` reads scripts by `taken`.
+framework: ``hvdtrain.commands.migrate`` reads scripts by `taken`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 import textwrap
 from typing import TYPE_CHECKING, Any, Literal
 
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 if TYPE_CHECKING:
     from hvdtrain.keras.data import Shard

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):

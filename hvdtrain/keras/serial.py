@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 from hvdtrain.keras.optimizer import DistributedOptimizer, renewed
 from hvdtrain.tensorflow import Compression
 

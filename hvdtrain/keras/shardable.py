@@ -14,7 +14,7 @@ from typing import Any
 import keras
 from keras.src.losses import loss as loss_base
 
-from hvdtrain.errors import UserError, through_trace
+from hvdtrain.core.errors import UserError, through_trace
 from hvdtrain.keras.data import Shard
 
 _TRAINER = "train with hvdtrain.Trainer, which weighs them by what they count"

@@ -1,7 +1,7 @@
 """Variables that layers write to in their forward passes, under plain ``fit``: one value on all ranks after each step.
 
 Owns which these are and their broadcast. BatchNorm's statistics, random generators and metrics stay each rank's own, as
-in Horovod; reductions that a model declares are `hvdtrain.written_state`'s, under `Trainer.fit`.
+in Horovod; reductions that a model declares are `hvdtrain.engine.written_state`'s, under `Trainer.fit`.
 """
 
 from __future__ import annotations

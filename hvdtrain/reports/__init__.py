@@ -1,11 +1,11 @@
-"""What shows or keeps a run's records (`hvdtrain.protocols.Report`): a file each, on rank 0 alone."""
+"""What shows or keeps a run's records (`hvdtrain.core.protocols.Report`): a file each, on rank 0 alone."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hvdtrain.protocols import Report
+    from hvdtrain.core.protocols import Report
 
 
 def make(run: Any, launched: bool) -> list[Report]:
@@ -13,7 +13,7 @@ def make(run: Any, launched: bool) -> list[Report]:
     """
     # Imported here: processes without site-packages, such as the one that outlives rank 0, import modules below.
     from hvdtrain.reports import jsonl
-    from hvdtrain.reports.progress import make as make_progress
-    from hvdtrain.trackers import make as make_trackers
+    from hvdtrain.reports.progress.report import make as make_progress
+    from hvdtrain.reports.trackers import make as make_trackers
 
     return [jsonl.Jsonl(run), *make_progress(run.config, launched), *make_trackers(run)]

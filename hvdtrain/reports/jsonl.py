@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint.files import write_all
-from hvdtrain.errors import count
-from hvdtrain.protocols import Record
+from hvdtrain.core.errors import count
+from hvdtrain.core.protocols import Record
 
 NAME = "log.jsonl"
 MOST_WAITING = 1000

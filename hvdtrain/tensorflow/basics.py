@@ -14,11 +14,11 @@ from typing import Any
 
 from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.exit import install_hooks
-from hvdtrain.cluster.launcher import launch_facts
+from hvdtrain.cluster.liveness import pulse
 from hvdtrain.config import Config, Exchange
-from hvdtrain.errors import UserError, count
-from hvdtrain.faults import pulse
-from hvdtrain.protocols import Control
+from hvdtrain.core.errors import UserError, count
+from hvdtrain.core.launcher import launch_facts
+from hvdtrain.core.protocols import Control
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
@@ -183,7 +183,7 @@ def _adopt(world: World, process_set: ProcessSet, theirs: Any) -> None:
 
         world.wires[number] = HorovodCollectives(world.hvd, world.device, theirs, horovod.stall_bound(os.environ))
         return
-    from hvdtrain.collectives.mpi import MpiCollectives
+    from hvdtrain.comm.collectives.mpi import MpiCollectives
     from hvdtrain.tensorflow.plain_mpi import PlainMpi
 
     comm, ranks = boot.mpi_comm(), process_set.ranks or []

@@ -1,6 +1,6 @@
 """`Compression`: how gradients travel, by Horovod's names (none, fp16) and this project's (bf16, int8, topk, powersgd).
 
-Owns the names and their settings. What a compression does to a bucket is `hvdtrain.exchange.compressors`'; here is only
+Owns the names and their settings. What a compression does to a bucket is `hvdtrain.comm.compressors`'; here is only
 Horovod's interface for one tensor, ``compress`` and ``decompress``, for scripts that call it or write their own.
 """
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.comm.compressors import create
 from hvdtrain.config import Config, Exchange
-from hvdtrain.errors import UserError
-from hvdtrain.exchange.compressors import create
+from hvdtrain.core.errors import UserError
 
 
 class Compressor:
@@ -35,7 +35,7 @@ class Compressor:
 
     @classmethod
     def made(cls) -> Any:
-        """A `hvdtrain.protocols.Compressor` of this kind."""
+        """A `hvdtrain.core.protocols.Compressor` of this kind."""
         return create(cls.project, Config())
 
 

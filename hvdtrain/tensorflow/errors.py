@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 
 class _OfTensorFlow(UserError):

@@ -12,9 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.errors import UserError, WaitTimeout
-from hvdtrain.exchange.compressors import create
+from hvdtrain.comm.compressors import create
 from hvdtrain.config import Config
+from hvdtrain.core.errors import UserError, WaitTimeout
 from hvdtrain.tensorflow import basics, objects
 from hvdtrain.tensorflow.basics import Adasum, Average, Sum
 from hvdtrain.tensorflow.compression import Compression, kind_of

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 
 def no_elastic() -> UserError:

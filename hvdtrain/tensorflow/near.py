@@ -1,6 +1,6 @@
 """Dense gradients over memory that the ranks of one host share: a node of a graph, in place of Horovod's operations.
 
-Owns when that is to be had and the node. The sum is `hvdtrain.collectives.shared`'s, the memory
+Owns when that is to be had and the node. The sum is `hvdtrain.comm.collectives.shared`'s, the memory
 `hvdtrain.backends.tensorflow.host`'s. The node copies each gradient once, into memory that all ranks see, sums there
 and gives back tensors over the same memory.
 
@@ -21,11 +21,11 @@ import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.host import Memory, aligned, fill
 from hvdtrain.cluster import boot, horovod
-from hvdtrain.protocols import Control
-from hvdtrain.protocols.types import Bucket
+from hvdtrain.core.protocols import Control
+from hvdtrain.core.protocols.types import Bucket
 
 if TYPE_CHECKING:
-    from hvdtrain.collectives.shared import SharedCollectives
+    from hvdtrain.comm.collectives.shared import SharedCollectives
 
 KEY = "HVDTRAIN_COLLECTIVES"
 """Environment variable; anything but "auto" and "shared" leaves all gradients to Horovod."""
@@ -45,7 +45,7 @@ def open_near(control: Control) -> SharedCollectives | None:
     rows = control.gather((control.node, able))
     if any(row != (control.node, True) for row in rows):
         return None
-    from hvdtrain.collectives.shared import SharedCollectives, SharedUnavailable
+    from hvdtrain.comm.collectives.shared import SharedCollectives, SharedUnavailable
 
     try:
         return SharedCollectives(boot.mpi_comm(), timeout_s=horovod.stall_bound(os.environ))

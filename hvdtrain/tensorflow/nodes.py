@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.errors import through_trace
+from hvdtrain.core.errors import through_trace
 from hvdtrain.tensorflow.errors import InvalidArgument
 
 unconverted = tf.autograph.experimental.do_not_convert

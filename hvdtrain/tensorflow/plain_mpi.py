@@ -1,6 +1,6 @@
 """The wire of TensorFlow users where Horovod is not built: plain MPI, called from inside graphs.
 
-Owns how numpy buffers get in and out of a graph. The collectives are `hvdtrain.collectives.mpi`'s.
+Owns how numpy buffers get in and out of a graph. The collectives are `hvdtrain.comm.collectives.mpi`'s.
 
 MPI pairs collectives by their order alone. `tf.numpy_function` is stateful, so TensorFlow runs those of one function in
 the order in which its Python code made them, which is the same on every rank.
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.mpi import MpiCollectives
+from hvdtrain.comm.collectives.mpi import MpiCollectives
 
 FOLD: dict[str, Any] = {"min": np.minimum, "max": np.maximum, "product": np.multiply}
 
@@ -30,7 +30,8 @@ class _Result:
 
 
 class PlainMpi:
-    """`hvdtrain.protocols.Collectives` for graphs, with the three of `HorovodCollectives` that cut rows over ranks.
+    """`hvdtrain.core.protocols.Collectives` for graphs, with the three of `HorovodCollectives` that cut rows over
+    ranks.
 
     Not differentiable. Sums within hosts are not faster than across them.
     """

@@ -15,11 +15,11 @@ import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.collectives import peer_failures
 from hvdtrain.backends.tensorflow.ops import Ops
+from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.config import Exchange
-from hvdtrain.exchange.buckets import plan_buckets
-from hvdtrain.exchange.reducer import Reducer
-from hvdtrain.protocols import ParamSpec
-from hvdtrain.protocols.types import Bucket
+from hvdtrain.core.buckets import plan_buckets
+from hvdtrain.core.protocols import ParamSpec
+from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.tensorflow.errors import Mismatch
 from hvdtrain.tensorflow.near import NearSum, failures
 from hvdtrain.tensorflow.nodes import node_name, scratch, through_trace, unfolded

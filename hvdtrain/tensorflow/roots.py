@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 from hvdtrain.tensorflow.basics import is_initialized
 from hvdtrain.tensorflow.errors import InvalidArgument, Mismatch
 from hvdtrain.tensorflow.nodes import through_trace, unfolded

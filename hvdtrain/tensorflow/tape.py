@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 from hvdtrain.tensorflow import basics
 from hvdtrain.tensorflow.basics import Average
 from hvdtrain.tensorflow.compression import Compression

@@ -1,4 +1,4 @@
-"""What every `hvdtrain.protocols.Collectives` must do, written once: ``check_*(wire, make, host)``.
+"""What every `hvdtrain.core.protocols.Collectives` must do, written once: ``check_*(wire, make, host)``.
 
 Every rank calls the same check. ``make`` turns a numpy array into what the collectives take, ``host`` turns their
 result back. Answers are in closed form: rank r contributes r, so that the mean of ranks is (P-1)/2.

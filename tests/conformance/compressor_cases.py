@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.backends.numpy.ops import Ops as NumpyOps
-from hvdtrain.collectives.lockstep import LockstepWorld
-from hvdtrain.exchange.buckets import plan_buckets
-from hvdtrain.exchange.compressors.powersgd import PowerSGD
-from hvdtrain.exchange.compressors.topk import TopK
-from hvdtrain.exchange.compressors.bf16 import Bf16
-from hvdtrain.exchange.compressors.fp16 import Fp16
-from hvdtrain.exchange.compressors.int8 import Int8
-from hvdtrain.exchange.reducer import Reducer
-from hvdtrain.protocols import ParamSpec
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
+from hvdtrain.comm.compressors.bf16 import Bf16
+from hvdtrain.comm.compressors.fp16 import Fp16
+from hvdtrain.comm.compressors.int8 import Int8
+from hvdtrain.comm.compressors.powersgd import PowerSGD
+from hvdtrain.comm.compressors.topk import TopK
+from hvdtrain.comm.reducer.reducer import Reducer
+from hvdtrain.core.buckets import plan_buckets
+from hvdtrain.core.protocols import ParamSpec
 
 MAKE = {
     "fp16": Fp16,

@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvdtrain import backends
-from hvdtrain.collectives.null import NullCollectives
+from hvdtrain.backends.model_spec import Spec
+from hvdtrain.comm.collectives.null import NullCollectives
+from hvdtrain.comm.compressors.none import NoCompression
+from hvdtrain.comm.reducer.reducer import Reducer
+from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.config import Config, Named
-from hvdtrain.data_parallel.alone import Alone
-from hvdtrain.data_parallel.replicate import Replicate
-from hvdtrain.exchange.buckets import plan_buckets
-from hvdtrain.exchange.compressors.none import NoCompression
-from hvdtrain.exchange.reducer import Reducer
-from hvdtrain.exchange.transport import Transport
-from hvdtrain.model import Spec
-from hvdtrain.precision.policy import FP32, Precision
+from hvdtrain.core.buckets import plan_buckets
+from hvdtrain.parallel.data_parallel.alone import Alone
+from hvdtrain.parallel.data_parallel.replicate import Replicate
+from hvdtrain.parallel.precision.policy import FP32, Precision
 
 if TYPE_CHECKING:
-    from hvdtrain.parts import Parts
-    from hvdtrain.protocols import Batch, Collectives, Compressor
+    from hvdtrain.core.protocols import Batch, Collectives, Compressor
+    from hvdtrain.parallel.parts import Parts
 
 SGD = Config(optimizer=Named("sgd", {"momentum": 0.9}), lr=0.1)
 RNG = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""What every `hvdtrain.protocols.Ops` must do, written once: ``check_*(ops)`` with answers worked out by hand.
+"""What every `hvdtrain.core.protocols.Ops` must do, written once: ``check_*(ops)`` with answers worked out by hand.
 
 A backend's test is: ``@pytest.mark.parametrize("check", CASES, ids=name_of)`` ... ``check(ops)``.
 Owns no framework: arrays go in by ``ops.from_host`` and come out by ``ops.to_host``.

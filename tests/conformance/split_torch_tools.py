@@ -15,12 +15,12 @@ from torch_tools import spec
 
 from hvdtrain.backends.torch import placement
 from hvdtrain.backends.torch.maker import Maker
-from hvdtrain.collectives.null import NullCollectives
+from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.config import Named
-from hvdtrain.parallel.cut import Cut
-from hvdtrain.parallel.memory import Block, Needs
-from hvdtrain.parallel.plan import Plan
-from hvdtrain.precision.policy import FP32
+from hvdtrain.parallel.pipeline.devices import Plan
+from hvdtrain.parallel.precision.policy import FP32
+from hvdtrain.planning.pipeline.blocks import Block, Needs
+from hvdtrain.planning.pipeline.devices.cut import Cut
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 BASE = config(global_batch=32, max_steps=12, optimizer=Named("SGD", {"momentum": 0.5}), lr=0.1, control_timeout_s=30.0)

@@ -18,11 +18,11 @@ from pipeline_cases import *  # noqa: F401,F403
 from step_kit import (
     EPSILON, Halves, by_hand, given, gradient, length, near, needs, same, same_state, spoilt)
 
-from hvdtrain.collectives.lockstep import LockstepWorld
-from hvdtrain.collectives.null import NullCollectives
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
+from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.config import Config, Named, Schedule
-from hvdtrain.errors import UserError
-from hvdtrain.precision.policy import Precision
+from hvdtrain.core.errors import UserError
+from hvdtrain.parallel.precision.policy import Precision
 
 CUTS = [((20,), (12,)), ((7, 6), (0,), (19,)), ((1,), (30, 1), (0,))]
 """Micro-batch sizes of each rank."""

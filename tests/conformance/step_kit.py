@@ -15,9 +15,9 @@ import pytest
 from one_step import SGD, OneStep, batch
 
 from hvdtrain.backends.numpy.model import Model
+from hvdtrain.comm.compressors.base import Uncompressed
 from hvdtrain.config import Config, Schedule
-from hvdtrain.exchange.compressors.base import Uncompressed
-from hvdtrain.protocols import AllReduce
+from hvdtrain.core.protocols import AllReduce
 
 EPSILON = 1e-4
 """Adam's: so large that a gradient's rounding error stays one."""

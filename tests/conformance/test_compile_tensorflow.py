@@ -73,8 +73,8 @@ def test_metrics_of_training_batches_are_left_out_with_a_note(tmp_path, monkeypa
     """XLA's code is made before the metrics are there: it would leave them at their start, which is no number."""
     import keras
 
-    from hvdtrain.compile import choice
-    from hvdtrain.keras.bridge import Bridge
+    from hvdtrain.engine.keras_bridge import Bridge
+    from hvdtrain.planning import compile_choice as choice
 
     monkeypatch.setattr(choice, "MARGIN", -1000.0)  # kept however slow
     model = make_model("tensorflow")

@@ -18,7 +18,7 @@ from torch import nn  # noqa: E402
 
 from hvdtrain.backends.torch import compiler  # noqa: E402
 from hvdtrain.backends.torch.transforms import compile as transform  # noqa: E402
-from hvdtrain.compile import timing  # noqa: E402
+from hvdtrain.engine.compile import timing  # noqa: E402
 
 
 class Drops(nn.Module):

@@ -8,16 +8,16 @@ from compressor_cases import (
 )
 
 from hvdtrain.backends.numpy.ops import Ops
-from hvdtrain.collectives.lockstep import LockstepWorld
-from hvdtrain.collectives.null import Done
-from hvdtrain.errors import UserError
-from hvdtrain.exchange.buckets import MIB, plan_buckets
-from hvdtrain.exchange.compressors.adasum import Adasum
-from hvdtrain.exchange.compressors.none import NoCompression
-from hvdtrain.exchange.compressors.powersgd import PowerSGD
-from hvdtrain.exchange.compressors.topk import TopK
-from hvdtrain.exchange.reducer import Reducer
-from hvdtrain.protocols import ParamSpec
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
+from hvdtrain.comm.collectives.null import Done
+from hvdtrain.comm.compressors.adasum import Adasum
+from hvdtrain.comm.compressors.none import NoCompression
+from hvdtrain.comm.compressors.powersgd import PowerSGD
+from hvdtrain.comm.compressors.topk import TopK
+from hvdtrain.comm.reducer.reducer import Reducer
+from hvdtrain.core.buckets import MIB, plan_buckets
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import ParamSpec
 
 
 def exchange(compressor, size, n, dtype, give, steps=1):

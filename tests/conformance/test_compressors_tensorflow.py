@@ -10,8 +10,8 @@ from compressor_cases import (  # noqa: E402
 )
 
 from hvdtrain.backends.tensorflow.ops import Ops  # noqa: E402
-from hvdtrain.collectives.null import NullCollectives  # noqa: E402
-from hvdtrain.exchange.reducer import Reducer  # noqa: E402
+from hvdtrain.comm.collectives.null import NullCollectives  # noqa: E402
+from hvdtrain.comm.reducer.reducer import Reducer  # noqa: E402
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from small_runs import CLASSES, FEATURES, FRAMEWORKS, Record, config, fitted, lockstep, samples, solo, weights
 
-from hvdtrain import assemble as assembling
-from hvdtrain import first_sample
-from hvdtrain.assemble import assemble
 from hvdtrain.cluster.control import SoloControl
-from hvdtrain.collectives.null import NullCollectives
-from hvdtrain.errors import UserError
+from hvdtrain.comm.collectives.null import NullCollectives
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine import first_sample
+from hvdtrain.engine import assemble as assembling
+from hvdtrain.engine.assemble import assemble
 
 X, Y = samples(30)
 IMAGES = np.random.default_rng(1).random((30, 8, 8), dtype=np.float32)
@@ -395,7 +395,7 @@ def test_lazy_layers_of_pytorch_are_built_from_the_data():
 
 
 def test_a_model_of_named_inputs_is_built_from_the_data():
-    from hvdtrain.keras.layout import named
+    from hvdtrain.data.layout import named
 
     keras = need("tensorflow")
     run = fitted(alone(named_inputs(keras), named(({"a": X, "b": X}, Y))))

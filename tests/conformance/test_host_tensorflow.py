@@ -8,9 +8,9 @@ import pytest
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 from hvdtrain.backends.tensorflow.host import ALIGNMENT, SLOTS, Memory, aligned, fill, view, zeros  # noqa: E402
-from hvdtrain.collectives.null import NullCollectives  # noqa: E402
-from hvdtrain.exchange.buckets import plan_buckets  # noqa: E402
-from hvdtrain.protocols import ParamSpec  # noqa: E402
+from hvdtrain.comm.collectives.null import NullCollectives  # noqa: E402
+from hvdtrain.core.buckets import plan_buckets  # noqa: E402
+from hvdtrain.core.protocols import ParamSpec  # noqa: E402
 
 SHAPES = ((5, 3), (7,), (), (64, 3), (0, 4))
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from small_runs import FEATURES, config, fitted, lockstep, solo, weights
 
+from hvdtrain.backends.loss_coupling import LossValue, choose_rows, judge
 from hvdtrain.config import Data, Named, Pipeline
-from hvdtrain.data.sampler import Cut
-from hvdtrain.errors import UserError
-from hvdtrain.loss_coupling import LossValue, choose_rows, judge
+from hvdtrain.core.errors import UserError
+from hvdtrain.planning.batch.sampler import Cut
 
 N = 24
 DRAW = np.random.default_rng(5)

@@ -11,9 +11,8 @@ from small_runs import FRAMEWORKS, apart, bits, config, fitted, solo, weights
 
 from hvdtrain import backends
 from hvdtrain.config import Named
-from hvdtrain.memory_fit import settle
-from hvdtrain.memory_fit.choose import Room
-from hvdtrain.memory_plan import plan, survey
+from hvdtrain.engine.memory import plan, settle, survey
+from hvdtrain.planning.memory.fit import Room
 
 BATCH, WIDTH = 1024, 256
 

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 from small_runs import FRAMEWORKS, config, lockstep, make_model, samples, solo
 
-from hvdtrain import backends, loop
-from hvdtrain.callbacks.base import Callback
+from hvdtrain import backends
+from hvdtrain.commands.plan_check import checked
 from hvdtrain.config import DataParallel, Exchange, Named
-from hvdtrain.memory_plan import plan, survey
-from hvdtrain.memory_plan.check import checked
-from hvdtrain.memory_plan.forecast import forecast
-from hvdtrain.protocols import ParamSpec
+from hvdtrain.core.protocols import ParamSpec
+from hvdtrain.engine import loop
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.memory import plan, survey
+from hvdtrain.planning.memory.forecast import forecast
 
 DATA = samples(96)
 OPTIMIZERS = {"torch": [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adam", {}), ("Adam", {"amsgrad": True}),

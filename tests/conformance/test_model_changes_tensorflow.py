@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from small_runs import bits, config, fitted, lockstep, samples, weights
 
-from hvdtrain.callbacks.base import Callback
 from hvdtrain.config import Checkpoint, Data, DataParallel, Named
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine.callbacks.base import Callback
 
 pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import keras  # noqa: E402
 
-from hvdtrain.keras.facts import KerasFacts  # noqa: E402
+from hvdtrain.backends.keras.facts import KerasFacts  # noqa: E402
 
 RUN = config(max_steps=6, global_batch=24, lr=0.05, optimizer=Named("AdamW", {"weight_decay": 0.1}), metrics=[],
              data=Data(shuffle=False, prefetch=0))

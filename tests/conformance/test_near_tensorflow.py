@@ -9,9 +9,9 @@ import pytest
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 from hvdtrain.backends.tensorflow.host import zeros  # noqa: E402
-from hvdtrain.collectives import shared  # noqa: E402
-from hvdtrain.collectives.shared import SharedUnavailable  # noqa: E402
-from hvdtrain.errors import PeerFailed  # noqa: E402
+from hvdtrain.comm.collectives import shared  # noqa: E402
+from hvdtrain.comm.collectives.shared import SharedUnavailable  # noqa: E402
+from hvdtrain.core.errors import PeerFailed  # noqa: E402
 from hvdtrain.tensorflow import near  # noqa: E402
 from hvdtrain.tensorflow.near import NearSum, failures  # noqa: E402
 

@@ -11,9 +11,9 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 from hvdtrain.backends.tensorflow import nodes  # noqa: E402
 from hvdtrain.backends.tensorflow.collectives import peer_failures  # noqa: E402
 from hvdtrain.backends.tensorflow.ops import Ops  # noqa: E402
-from hvdtrain.collectives.lockstep import LockstepWorld  # noqa: E402
-from hvdtrain.collectives.null import Done, NullCollectives  # noqa: E402
-from hvdtrain.errors import PeerFailed, UserError, WaitTimeout  # noqa: E402
+from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
+from hvdtrain.comm.collectives.null import Done, NullCollectives  # noqa: E402
+from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout  # noqa: E402
 
 
 class Wire(NullCollectives):

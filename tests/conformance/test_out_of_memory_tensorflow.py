@@ -15,7 +15,7 @@ pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 from fragile_keras import Faults, model  # noqa: E402
 
 from hvdtrain.backends.tensorflow.entered import Graph  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
 
 SETTINGS = config(global_batch=24, max_steps=3, lr=0.01, accumulate=2, optimizer=Named("Adam"),
                   exchange=Exchange(bucket_mb=0.0005))
@@ -102,7 +102,7 @@ def test_halves_of_a_micro_batch_give_the_same_gradient(tmp_path):
 def test_metrics_of_training_batches_count_a_repeated_step_once():
     import keras
 
-    from hvdtrain.keras.bridge import Bridge
+    from hvdtrain.engine.keras_bridge import Bridge
 
     def history(at):
         faults = [Faults(), Faults(at)]

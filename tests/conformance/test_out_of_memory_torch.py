@@ -14,11 +14,12 @@ from shortages import DATA, Injected, Setting, drawn, wrong  # noqa: E402
 from small_runs import CLASSES, FEATURES, HIDDEN, bits, fitted, lockstep  # noqa: E402
 from split_models import deep  # noqa: E402
 
-from hvdtrain import backends, rng  # noqa: E402
-from hvdtrain.balance import memory  # noqa: E402
+from hvdtrain import backends  # noqa: E402
+from hvdtrain.core import rng  # noqa: E402
+from hvdtrain.cluster.machine import memory  # noqa: E402
 from hvdtrain.backends.torch import placement  # noqa: E402
 from hvdtrain.config import DataParallel  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
 
 nn = torch.nn
 

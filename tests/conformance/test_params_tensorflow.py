@@ -9,9 +9,9 @@ from tensorflow_tools import SGD, attached, batch, close, mlp, run, weights  # n
 
 from hvdtrain.backends.tensorflow.host import ALIGNMENT, readable, view  # noqa: E402
 from hvdtrain.backends.tensorflow.ops import HostVector, Ops  # noqa: E402
-from hvdtrain.collectives.lockstep import LockstepWorld  # noqa: E402
+from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
 from hvdtrain.config import Config, Named  # noqa: E402
-from hvdtrain.exchange.buckets import plan_buckets  # noqa: E402
+from hvdtrain.core.buckets import plan_buckets  # noqa: E402
 
 BY_ELEMENT = [("sgd", {"momentum": 0.9}),
               ("sgd", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}), ("sgd", {}),

@@ -8,7 +8,7 @@ from torch import nn  # noqa: E402
 from torch_tools import SGD, attached, mlp, one_thread, tied  # noqa: E402,F401
 
 from hvdtrain.config import Config, Named  # noqa: E402
-from hvdtrain.exchange.buckets import plan_buckets  # noqa: E402
+from hvdtrain.core.buckets import plan_buckets  # noqa: E402
 
 CUT = 131
 """Where the vector is cut, within a tensor and off every multiple of a processor's vectors."""

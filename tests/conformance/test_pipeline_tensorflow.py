@@ -9,7 +9,7 @@ import pytest
 from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples, solo
 
 from hvdtrain.config import Named, Pipeline, Rebalance
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 keras = pytest.importorskip("keras", reason="Keras is not installed")
 pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
@@ -104,7 +104,7 @@ def test_blocks_are_measured_with_fewer_samples_where_memory_lacks(monkeypatch, 
 
 
 def test_metrics_of_training_batches_are_counted_where_the_outputs_are() -> None:
-    from hvdtrain.keras.bridge import Bridge
+    from hvdtrain.engine.keras_bridge import Bridge
 
     def compiled(rank: int = 0) -> Any:
         made = model()

@@ -20,9 +20,9 @@ from torch_tools import one_thread  # noqa: E402,F401
 from hvdtrain.backends.torch.pipelined import measuring  # noqa: E402
 from hvdtrain.backends.torch.pipelined.own import Cut, is_cut, take_out  # noqa: E402
 from hvdtrain.config import Named, Pipeline  # noqa: E402
-from hvdtrain.curve import LEAST  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
-from hvdtrain.model import Spec  # noqa: E402
+from hvdtrain.core.curve import LEAST  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
+from hvdtrain.backends.model_spec import Spec  # noqa: E402
 
 SGD = Named("SGD", {"momentum": 0.9})
 ADAM = Named("Adam", {"eps": 1e-3})

@@ -16,7 +16,7 @@ from torch import nn  # noqa: E402
 from torch_tools import one_thread  # noqa: E402, F401
 
 from hvdtrain.config import DataParallel, Exchange, Named  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
 
 DATA = samples(107)
 BASE = config(global_batch=32, max_steps=6, optimizer=Named("SGD", {"momentum": 0.5}),

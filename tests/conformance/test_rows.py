@@ -9,9 +9,9 @@ from small_runs import FRAMEWORKS, bits, config, fitted, make_model, samples, so
 
 from hvdtrain import backends
 from hvdtrain.config import Data
+from hvdtrain.core.errors import UserError
 from hvdtrain.data.rows import Rows, note_of
 from hvdtrain.data.sources import Source, interpret
-from hvdtrain.errors import UserError
 
 X, Y = samples(40)
 SITE = np.arange(40) % 4

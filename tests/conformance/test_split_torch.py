@@ -25,19 +25,19 @@ from hvdtrain.backends.torch.optimizer import check_slots, slot_share  # noqa: E
 from hvdtrain.backends.torch.transforms.placement import Placement  # noqa: E402
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision  # noqa: E402
 from hvdtrain.cluster.control import SoloControl  # noqa: E402
-from hvdtrain.collectives.null import NullCollectives  # noqa: E402
+from hvdtrain.comm.collectives.null import NullCollectives  # noqa: E402
 from hvdtrain.config import Named  # noqa: E402
-from hvdtrain.data_parallel.replicate import Replicate  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
-from hvdtrain.exchange.buckets import plan_buckets  # noqa: E402
-from hvdtrain.exchange.compressors import create  # noqa: E402
-from hvdtrain.exchange.compressors.base import Stateless  # noqa: E402
-from hvdtrain.exchange.reducer import Reducer  # noqa: E402
-from hvdtrain.parallel.memory import Block  # noqa: E402
-from hvdtrain.parallel.plan import agree  # noqa: E402
-from hvdtrain.precision.policy import FP32  # noqa: E402
-from hvdtrain.precision.scaler import LossScale  # noqa: E402
-from hvdtrain.protocols import AllReduce, ParamSpec  # noqa: E402
+from hvdtrain.parallel.data_parallel.replicate import Replicate  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
+from hvdtrain.core.buckets import plan_buckets  # noqa: E402
+from hvdtrain.comm.compressors import create  # noqa: E402
+from hvdtrain.comm.compressors.base import Stateless  # noqa: E402
+from hvdtrain.comm.reducer.reducer import Reducer  # noqa: E402
+from hvdtrain.planning.pipeline.blocks import Block  # noqa: E402
+from hvdtrain.parallel.pipeline.devices import agree  # noqa: E402
+from hvdtrain.parallel.precision.policy import FP32  # noqa: E402
+from hvdtrain.parallel.precision.scaler import LossScale  # noqa: E402
+from hvdtrain.core.protocols import AllReduce, ParamSpec  # noqa: E402
 
 
 EXACT = MixedPrecision(FP32, LossScale(), [CPU])

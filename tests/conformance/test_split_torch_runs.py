@@ -20,7 +20,7 @@ import torch_models.device_split  # noqa: E402
 import torch_models.gpt  # noqa: E402
 from hvdtrain.backends.torch.pipelined.over_devices import OverDevices  # noqa: E402
 from hvdtrain.config import Checkpoint, Exchange, Named  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
 
 
 def trained(settings, model=None, data=DATA):

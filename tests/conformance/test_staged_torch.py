@@ -18,14 +18,14 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from hvdtrain.backends.torch import Ops, stage  # noqa: E402
 from hvdtrain.backends.torch.staged import CudaLane, Here, HostLane, Memory, StagedCollectives  # noqa: E402
-from hvdtrain.collectives.lockstep import LockstepWorld  # noqa: E402
-from hvdtrain.collectives.null import NullCollectives  # noqa: E402
+from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
+from hvdtrain.comm.collectives.null import NullCollectives  # noqa: E402
 from hvdtrain.config import Config  # noqa: E402
-from hvdtrain.errors import PeerFailed  # noqa: E402
-from hvdtrain.exchange.buckets import plan_buckets  # noqa: E402
-from hvdtrain.exchange.compressors import create  # noqa: E402
-from hvdtrain.exchange.reducer import Reducer  # noqa: E402
-from hvdtrain.protocols import ParamSpec  # noqa: E402
+from hvdtrain.core.errors import PeerFailed  # noqa: E402
+from hvdtrain.core.buckets import plan_buckets  # noqa: E402
+from hvdtrain.comm.compressors import create  # noqa: E402
+from hvdtrain.comm.reducer.reducer import Reducer  # noqa: E402
+from hvdtrain.core.protocols import ParamSpec  # noqa: E402
 
 LANES = [HostLane, Here]
 

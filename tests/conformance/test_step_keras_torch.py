@@ -27,14 +27,14 @@ if HERE:
     from unused_keras import chain
 
     from hvdtrain import Trainer
+    from hvdtrain.backends.model_spec import spec_of
     from hvdtrain.backends.torch.create import make_parts
-    from hvdtrain.callbacks.base import Callback
     from hvdtrain.cluster.control import SoloControl
-    from hvdtrain.collectives.null import NullCollectives
+    from hvdtrain.comm.collectives.null import NullCollectives
     from hvdtrain.config import Checkpoint, Config, Data, DataParallel, Named
-    from hvdtrain.errors import UserError
-    from hvdtrain.exchange.buckets import plan_buckets
-    from hvdtrain.model import spec_of
+    from hvdtrain.core.buckets import plan_buckets
+    from hvdtrain.core.errors import UserError
+    from hvdtrain.engine.callbacks.base import Callback
 
     class KerasOnTorch(KerasKit):
         """Optimizer and schedule that the configuration names are PyTorch's."""

@@ -15,7 +15,7 @@ from tensorflow_tools import SGD, X, Y, attached, batch, close, cut, mlp, run, w
 
 from hvdtrain.backends.tensorflow import placement  # noqa: E402
 from hvdtrain.config import Config, Named, Schedule  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
 
 
 @pytest.fixture(name="kit")

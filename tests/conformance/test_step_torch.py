@@ -12,8 +12,8 @@ from torch_tools import (  # noqa: E402,F401
     SGD, TorchKit, TwoRanksInOne, attached, batch, close, cut, mlp, one_thread, plain, run, tied, weights,
 )
 
-from hvdtrain.collectives.lockstep import LockstepWorld  # noqa: E402
-from hvdtrain.collectives.null import NullCollectives  # noqa: E402
+from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
+from hvdtrain.comm.collectives.null import NullCollectives  # noqa: E402
 from hvdtrain.config import Config, Named  # noqa: E402
 
 

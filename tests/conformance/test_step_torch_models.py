@@ -14,10 +14,10 @@ from torch_tools import (  # noqa: E402,F401
     SGD, X, Y, TwoRanksInOne, attached, batch, close, mlp, one_thread, plain, run, weights,
 )
 
-from hvdtrain.collectives.lockstep import LockstepWorld  # noqa: E402
-from hvdtrain.collectives.null import NullCollectives  # noqa: E402
+from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
+from hvdtrain.comm.collectives.null import NullCollectives  # noqa: E402
 from hvdtrain.config import Config, Named, Schedule  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.trainer import Trainer  # noqa: E402
 
 

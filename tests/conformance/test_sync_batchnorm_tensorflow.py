@@ -15,10 +15,10 @@ from sync_models import with_norms  # noqa: E402
 from tensorflow_tools import X, Y, attached, close, mlp, run, weights  # noqa: E402
 
 from hvdtrain.backends.tensorflow.transforms.sync_batchnorm import Across, local_statistics, release  # noqa: E402
-from hvdtrain.collectives.lockstep import LockstepWorld  # noqa: E402
-from hvdtrain.collectives.null import Done, NullCollectives  # noqa: E402
+from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
+from hvdtrain.comm.collectives.null import Done, NullCollectives  # noqa: E402
 from hvdtrain.config import Config, Named  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
 
 SYNC = Config(optimizer=Named("sgd", {"momentum": 0.9}), lr=0.1, sync_batchnorm=True)
 

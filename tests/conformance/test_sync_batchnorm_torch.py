@@ -19,11 +19,11 @@ from torch_tools import attached, batch, close, mlp, one_thread, run, weights  #
 
 from hvdtrain.backends.torch import Ops  # noqa: E402
 from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm, release  # noqa: E402
-from hvdtrain.collectives.lockstep import LockstepWorld  # noqa: E402
-from hvdtrain.collectives.null import NullCollectives  # noqa: E402
+from hvdtrain.comm.collectives.lockstep import LockstepWorld  # noqa: E402
+from hvdtrain.comm.collectives.null import NullCollectives  # noqa: E402
 from hvdtrain.config import Config, Named  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
-from hvdtrain.exchange.transport import Transport  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
+from hvdtrain.comm.reducer.transport import Transport  # noqa: E402
 
 CUTS = [[9], [4, 5], [0, 9], [1, 8], [5, 0, 4], [0, 0, 9], [3, 1, 4, 1]]
 """Samples by rank, 9 in all: one rank, unequal ones, and ranks with nothing."""

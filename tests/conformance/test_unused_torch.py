@@ -128,7 +128,7 @@ def test_a_frozen_layer_stays_as_it_is(tmp_path):
             opt.step()
         return [t.detach().numpy() for _, t in sorted(net.state_dict().items())]
 
-    from hvdtrain.callbacks.base import Callback
+    from hvdtrain.engine.callbacks.base import Callback
 
     class Freeze(Callback):
         where = "all"

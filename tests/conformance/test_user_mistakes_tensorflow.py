@@ -12,7 +12,7 @@ import keras  # noqa: E402
 from tensorflow_tools import SGD, X, Y, attached, mlp, run  # noqa: E402
 
 from hvdtrain.config import Named  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
 
 
 def step_of(loss="auto", model=None, args=None, **parts):

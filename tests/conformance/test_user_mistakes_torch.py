@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from hvdtrain.config import Named  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
 from torch_tools import SGD, X, Y, attached, mlp, one_thread, run, weights  # noqa: E402, F401
 
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples, solo, weights
 
-from hvdtrain import loop
 from hvdtrain.config import Checkpoint, Data
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine import loop
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import keras  # noqa: E402

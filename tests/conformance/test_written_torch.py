@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples, solo, weights
 
-from hvdtrain import loop
 from hvdtrain.config import Checkpoint, Data, DataParallel, Pipeline
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine import loop
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch import nn  # noqa: E402

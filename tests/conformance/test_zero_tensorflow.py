@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from small_runs import bits, config, fitted, lockstep, make_model, samples, weights
 
+from hvdtrain.backends.model_spec import spec_of
 from hvdtrain.config import DataParallel, Exchange, Named
-from hvdtrain.errors import UserError
-from hvdtrain.model import spec_of
-from hvdtrain.precision.scaler import LossScale
-from hvdtrain.protocols.state import Head
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.state import Head
+from hvdtrain.parallel.precision.scaler import LossScale
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
@@ -233,7 +233,7 @@ def test_the_state_of_an_earlier_fit_is_taken_over_from_rank_0(tmp_path):
 def test_callbacks_see_the_rate_and_the_count_and_set_the_rate(tmp_path):
     import keras
 
-    from hvdtrain.keras.bridge import Bridge
+    from hvdtrain.engine.keras_bridge import Bridge
 
     seen, files = [], []
 

@@ -15,8 +15,8 @@ from small_runs import config, weights  # noqa: E402
 
 from hvdtrain import Trainer  # noqa: E402
 from hvdtrain.config import DataParallel, Named, Pipeline  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
-from hvdtrain.resolve import load_callable  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
+from hvdtrain.core.resolve import load_callable  # noqa: E402
 
 BASE = config(global_batch=8, max_steps=3, optimizer=Named("SGD", {"momentum": 0.9}), metrics=[],
               control_timeout_s=zoo.WAIT_S)

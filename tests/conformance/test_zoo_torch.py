@@ -14,7 +14,7 @@ from small_runs import config, solo, weights  # noqa: E402
 from torch_tools import one_thread  # noqa: E402,F401
 
 from hvdtrain.config import DataParallel, Named, Pipeline  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
 
 BASE = config(global_batch=8, max_steps=4, optimizer=Named("SGD", {"momentum": 0.9}), metrics=[],
               control_timeout_s=zoo.WAIT_S)

@@ -25,8 +25,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
 from fuzzed import built, changes  # noqa: E402
 from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
 
-from hvdtrain import recipe  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.config import yaml_file as recipe  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
 
 MODELS = {"torch": "torch_models.mlp:build", "tensorflow": "tf_models.mlp:build"}
 BASE = {"epochs": 1, "max_steps": 2, "global_batch": 8, "progress": "off", "control_timeout_s": 60.0,

@@ -128,7 +128,7 @@ def fill(folder: Path, pythons: Sequence[str], machine: str) -> int:
             print(f"error: pip did not find every wheel for CPython {python} on {machine}", file=sys.stderr)
             return 1
     sys.path.insert(0, str(ROOT))
-    from hvdtrain.build import wheelhouse  # the standard library only
+    from hvdtrain.commands.build_horovod import wheelhouse  # the standard library only
 
     try:
         wheelhouse.add_source(folder)

@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from hvdtrain.cli import main as command
+from hvdtrain.backends.model_spec import Spec, build_spec
 from hvdtrain.cluster.control import SoloControl
+from hvdtrain.commands import main as command
 from hvdtrain.config import Config, Named
-from hvdtrain.errors import UserError
-from hvdtrain.model import Spec, build_spec
-from hvdtrain.precision.policy import Precision
+from hvdtrain.core.errors import UserError
+from hvdtrain.parallel.precision.policy import Precision
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
 from one_step import OneStep  # noqa: E402

@@ -9,13 +9,13 @@ import sys
 
 import numpy as np
 
-from hvdtrain import loop
-from hvdtrain.assemble import assemble
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.cluster.exit import run_guarded
-from hvdtrain.cluster.launcher import launch_facts
-from hvdtrain.collectives.null import NullCollectives
+from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.config import Checkpoint, Config, Exchange, Named
+from hvdtrain.core.launcher import launch_facts
+from hvdtrain.engine import loop
+from hvdtrain.engine.assemble import assemble
 
 CONFIG = Config(model="tf_models.mlp:build", global_batch=32, max_steps=5, eval_every=0, progress="off", lr=0.1,
                 optimizer=Named("sgd", {"momentum": 0.9}), checkpoint=Checkpoint(at_end=False), clip_norm=1.0,

@@ -17,7 +17,7 @@ import numpy as np
 
 from hvdtrain import Config, Trainer
 from hvdtrain.config import Checkpoint, Named
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 OUT = Path(sys.argv[1])
 RNG = np.random.default_rng(0)
@@ -254,7 +254,7 @@ class Lazy(keras.Model):
 
 def lazy():
     """A model that is built from its data; the same bits without the try of a first sample."""
-    from hvdtrain import first_sample
+    from hvdtrain.engine import first_sample
 
     x = {"left": X[:, 0], "right": X[:, 1]}
     found, check = [], first_sample.check

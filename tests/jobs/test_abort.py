@@ -11,8 +11,8 @@ import os, sys, time
 from hvdtrain.cluster import boot
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.exit import run_guarded
-from hvdtrain.cluster.launcher import launch_facts
-from hvdtrain.errors import PeerFailed, UserError
+from hvdtrain.core.launcher import launch_facts
+from hvdtrain.core.errors import PeerFailed, UserError
 
 facts = launch_facts(os.environ)
 
@@ -33,8 +33,8 @@ HOOKED = """
 import os, time
 from hvdtrain.cluster import boot
 from hvdtrain.cluster.exit import install_hooks
-from hvdtrain.cluster.launcher import launch_facts
-from hvdtrain.errors import UserError
+from hvdtrain.core.launcher import launch_facts
+from hvdtrain.core.errors import UserError
 
 facts = launch_facts(os.environ)
 install_hooks(facts)

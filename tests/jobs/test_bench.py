@@ -9,8 +9,8 @@ import sys
 import pytest
 from runner import mpirun, run
 
-from hvdtrain.bench.wire import HEADERS, KINDS
 from hvdtrain.cluster.horovod import horovod_reason
+from hvdtrain.commands.bench.wire import HEADERS, KINDS
 
 WIRE = ["-m", "hvdtrain", "bench", "wire", "--max", "16K", "--repeats", "3"]
 

@@ -12,7 +12,7 @@ import time
 import pytest
 import runner
 
-from hvdtrain.build.detect import find_mpi
+from hvdtrain.cluster.machine.software import find_mpi
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -20,7 +20,8 @@ OPTIMIZERS = {"sgd": ("SGD", {"momentum": 0.9, "nesterov": True}, 0.02),
               "adamw": ("AdamW", {"weight_decay": 0.1}, 0.002)}
 APART = {"sgd": (1e-5, 1e-5), "adam": (1e-5, 1e-5), "adamw": (1e-4, 2e-3)}
 """Of losses, and of weights as parts of the largest. The last has Keras' own epsilon, 1e-7, which counts more in Keras
-than in PyTorch in the first updates (`hvdtrain.convert.rule`); that shows in weights with gradients about as small."""
+than in PyTorch in the first updates (`hvdtrain.backends.interchange.rule`); that shows in weights with gradients about
+as small."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("torch", "tensorflow")),
     reason="a conversion needs PyTorch and TensorFlow")]
@@ -31,8 +32,8 @@ from pathlib import Path
 import numpy as np
 from hvdtrain import Config, Trainer
 from hvdtrain.config import Checkpoint, Data, Named
-from hvdtrain.cli import train
-from hvdtrain.convert import Request, source_of, target_of, worker
+from hvdtrain.commands import train
+from hvdtrain.commands.convert import Request, source_of, target_of, worker
 OPTIMIZERS, STEPS, HALF = {OPTIMIZERS!r}, {STEPS}, {HALF}
 
 def data():

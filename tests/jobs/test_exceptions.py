@@ -10,7 +10,7 @@ import sys, threading
 import numpy as np
 from hvdtrain import Config, Trainer
 from hvdtrain.backends.numpy.model import Model
-from hvdtrain.callbacks.base import Callback
+from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.cluster import boot
 from hvdtrain.config import Checkpoint
 

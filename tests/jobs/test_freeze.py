@@ -10,7 +10,7 @@ TRAIN = """
 import os, signal, sys
 import numpy as np
 from hvdtrain import Config, Trainer
-from hvdtrain.callbacks.base import Callback
+from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.config import Checkpoint
 
 class Freeze(Callback):
@@ -37,7 +37,7 @@ LEAVE = """
 import atexit, os, signal, sys
 from hvdtrain.cluster import boot
 from hvdtrain.cluster.exit import run_guarded
-from hvdtrain.cluster.launcher import launch_facts
+from hvdtrain.core.launcher import launch_facts
 
 facts = launch_facts(os.environ)
 

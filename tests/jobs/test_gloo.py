@@ -15,9 +15,9 @@ import numpy as np
 from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.exit import run_guarded
-from hvdtrain.cluster.launcher import launch_facts
+from hvdtrain.core.launcher import launch_facts
 from hvdtrain.config import Exchange
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 facts = launch_facts(os.environ)
 

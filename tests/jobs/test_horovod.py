@@ -19,7 +19,7 @@ sys.path.insert(0, {cases!r})
 from collectives_cases import CASES
 from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.exit import run_guarded
-from hvdtrain.cluster.launcher import launch_facts
+from hvdtrain.core.launcher import launch_facts
 from hvdtrain.config import Exchange
 
 def main():
@@ -59,7 +59,7 @@ def test_horovod(script, framework, ranks):
 def test_mpi_ends_in_order_beside_tensorflow(script):
     """Open MPI and TensorFlow each bring an hwloc; this job used to end with signal 11 in MPI_Finalize."""
     pytest.importorskip("tensorflow")
-    text = ("import os\nfrom hvdtrain.cluster import boot\nfrom hvdtrain.cluster.launcher import launch_facts\n"
+    text = ("import os\nfrom hvdtrain.cluster import boot\nfrom hvdtrain.core.launcher import launch_facts\n"
             "boot.start_control(launch_facts(os.environ), 60).barrier('a')\nimport tensorflow\n")
     job = mpirun(2, [script(text)], timeout_s=100)
     assert (job.returncode, job.orphans) == (0, []), job.text
@@ -67,7 +67,7 @@ def test_mpi_ends_in_order_beside_tensorflow(script):
 
 def test_one_process_can_have_mpi_s_collectives(script):
     job = run([sys.executable, script("import os, numpy\nfrom hvdtrain.cluster import boot\n"
-                                      "from hvdtrain.collectives.mpi import MpiCollectives\n"
+                                      "from hvdtrain.comm.collectives.mpi import MpiCollectives\n"
                                       "wire = MpiCollectives(boot.mpi_comm())\n"
                                       "assert wire.allreduce(numpy.ones(3), 'a').wait().tolist() == [1, 1, 1]\n")])
     assert (job.returncode, job.orphans) == (0, []), job.text

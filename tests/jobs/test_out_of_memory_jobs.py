@@ -10,7 +10,7 @@ import sys
 from hvdtrain import Config, Trainer
 from hvdtrain.backends.numpy import params
 from hvdtrain.backends.numpy.model import Model
-from hvdtrain.cli.train import parse
+from hvdtrain.commands.train import parse
 from hvdtrain.cluster import boot
 import numpy as np
 

@@ -18,7 +18,7 @@ import numpy as np
 from hvdtrain import Config, Trainer
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.config import Checkpoint
-from hvdtrain.progress import silence
+from hvdtrain.reports.progress import silence
 
 silence.SILENT_S, silence.LOOK_S = 0.3, 0.05  # over 3 s would be a long test
 FAILS = len(sys.argv) > 2

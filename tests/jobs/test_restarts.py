@@ -16,13 +16,13 @@ import uuid
 import pytest
 from runner import _env, _flags, _path, end, processes, run
 
-from hvdtrain.launch import history
+from hvdtrain.reports import launch_history as history
 
 AS_ROOT = ["--allow-run-as-root"] if os.geteuid() == 0 else []
 
 ONCE = """
 import os, signal, time
-from hvdtrain.callbacks.base import Callback
+from hvdtrain.engine.callbacks.base import Callback
 
 class Once(Callback):
     # after step 7, but not before the checkpoint of step 5 is written, which a thread does beside the steps
@@ -41,7 +41,7 @@ import sys, time
 import numpy as np
 from hvdtrain import Config, Trainer
 from hvdtrain.backends.numpy.model import Model
-from hvdtrain.callbacks.base import Callback
+from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.config import Checkpoint
 
 class Slowly(Callback):

@@ -24,7 +24,7 @@ RANK = f"""
 import json, os, socket
 import numpy as np
 from mpi4py import MPI
-from hvdtrain.bench import links as shown
+from hvdtrain.comm.measure import link_rows as shown
 from hvdtrain.cluster import links
 
 def sent():
@@ -50,11 +50,11 @@ if world.rank == 0:
 
 from hvdtrain import backends
 from hvdtrain.cluster import boot
-from hvdtrain.cluster.launcher import launch_facts
+from hvdtrain.core.launcher import launch_facts
 from hvdtrain.cluster.topology import survey
-from hvdtrain.cluster.wire import Wires
+from hvdtrain.comm.wires import Wires
 from hvdtrain.config import Config
-from hvdtrain.exchange import wire_choice, wire_sweep
+from hvdtrain.planning.exchange import wire_choice; from hvdtrain.comm.measure import wire_sweep
 
 numpy, control = backends.load("numpy"), boot.start_control(launch_facts(os.environ), 60)
 wires = Wires(Config(), "numpy", numpy, control, survey(control), control.gather(numpy.device_facts()))

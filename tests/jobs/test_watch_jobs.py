@@ -7,14 +7,14 @@ import pytest
 from runner import mpirun
 from test_two_hosts import possible, two_hosts  # noqa: F401  (a fixture)
 
-from hvdtrain.faults.watch.system import stat
+from hvdtrain.cluster.liveness.watch.system import stat
 
 TRAIN = """
 import json, os, signal, sys, time
 import numpy as np
 from hvdtrain import Config, Trainer
 from hvdtrain.backends.numpy.model import Model
-from hvdtrain.callbacks.base import Callback
+from hvdtrain.engine.callbacks.base import Callback
 
 class Slow(Callback):
     where = "all"
@@ -34,9 +34,9 @@ Trainer(Config(epochs=100, global_batch=8, progress="off", out=f"{{sys.argv[1]}}
 
 HOST = """
 import json, os, socket, sys, time
-from hvdtrain.cluster.launcher import LaunchFacts
-from hvdtrain.faults import pulse, watch
-from hvdtrain.faults.watch.meet import meet
+from hvdtrain.core.launcher import LaunchFacts
+from hvdtrain.cluster.liveness import pulse, watch
+from hvdtrain.cluster.liveness.watch.meet import meet
 
 rank, folder, bound_s = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 

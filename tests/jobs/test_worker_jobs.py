@@ -15,7 +15,7 @@ sys.path.insert(0, {fixtures!r})
 from files_of_samples import Files
 from small_runs import make_model
 from hvdtrain import Config, Trainer
-from hvdtrain.callbacks.base import Callback
+from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.config import Data
 
 

@@ -14,11 +14,11 @@ import pytest
 from small_runs import (CLASSES, CUTS, FEATURES, FRAMEWORKS, HIDDEN, apart, config, gradient, lockstep, make_model,
                         samples, weights)
 
-from hvdtrain import loop
-from hvdtrain.data.cursor import Cursor
-from hvdtrain.data.sampler import epoch_order
-from hvdtrain.errors import UserError
-from hvdtrain.exchange.weighting import check_weight, loss_scale
+from hvdtrain.core.cursor import Cursor
+from hvdtrain.core.errors import UserError
+from hvdtrain.data.weighting import check_weight, loss_scale
+from hvdtrain.engine import loop
+from hvdtrain.planning.batch.sampler import epoch_order
 
 BATCH, N = 7, 16
 """Steps of 7, 7 and 2 samples: the last is shorter than a world of 3 or 4."""

@@ -14,14 +14,14 @@ import pytest
 from small_runs import (CLASSES, CUTS, FEATURES, FRAMEWORKS, Recut, apart, config, fitted, lockstep, make_model,
                         replans, samples, weights)
 
-from hvdtrain import curve as curve_of
-from hvdtrain.collectives.null import Done
+from hvdtrain.comm.collectives.null import Done
 from hvdtrain.config import DataParallel, Exchange, Named
+from hvdtrain.core import curve as curve_of
+from hvdtrain.core.cursor import Cursor
 from hvdtrain.data.augment import Augmented
-from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.sampler import epoch_order
 from hvdtrain.data.sources import ArraySource
+from hvdtrain.planning.batch.sampler import epoch_order
 
 N, BATCH, STEPS = 107, 53, 20
 """Steps of 53, 53 and 1 samples: no world size divides the batch, and the last one is shorter than any world."""

@@ -19,13 +19,13 @@ import pytest
 import hvdtrain
 
 ROOT = Path(hvdtrain.__file__).parent
-KERAS = {"hvdtrain.keras", "hvdtrain.backends.keras", "hvdtrain.keras.bridge",
-         "hvdtrain.keras.callback_state", "hvdtrain.keras.layout",
-         "hvdtrain.keras.measured_weights", "hvdtrain.keras.training_metrics"}
+KERAS = {"hvdtrain.keras", "hvdtrain.backends.keras", "hvdtrain.engine.keras_bridge",
+         "hvdtrain.engine.keras_callback_state", "hvdtrain.data.layout",
+         "hvdtrain.engine.keras_measured_weights", "hvdtrain.engine.keras_training_metrics"}
 ALLOWED = {
     "horovod": {"hvdtrain.backends.torch.collectives", "hvdtrain.backends.tensorflow.collectives",
                 "hvdtrain.cluster.horovod"},
-    "mpi4py": {"hvdtrain.cluster", "hvdtrain.collectives.mpi"},
+    "mpi4py": {"hvdtrain.cluster", "hvdtrain.comm.collectives.mpi"},
     "torch": {"hvdtrain.backends.torch"},
     "tensorflow": {"hvdtrain.backends.tensorflow", "hvdtrain.tensorflow", *KERAS},
     "keras": {"hvdtrain.backends.tensorflow", "hvdtrain.backends.torch.keras", "hvdtrain.tensorflow",
@@ -83,7 +83,7 @@ def test_only_the_named_files_import_them():
     "from importlib import import_module\nimport_module(f'horovod.{name}')", "__import__('horovod')"])
 def test_the_check_sees_every_way_to_import(source):
     assert {name.partition(".")[0] for name in imports(source)} >= {"horovod"}
-    assert not allowed("hvdtrain.loop", "horovod") and allowed("hvdtrain.cluster.horovod", "horovod")
+    assert not allowed("hvdtrain.engine.loop", "horovod") and allowed("hvdtrain.cluster.horovod", "horovod")
     assert not allowed("hvdtrain.cluster.boot", "torch") and allowed("hvdtrain.cluster.control", "mpi4py")
 
 

@@ -18,9 +18,9 @@ import hvdtrain
 
 ROOT = Path(hvdtrain.__file__).parent
 ELSEWHERE = ("hvdtrain.backends.torch", "hvdtrain.backends.tensorflow", "hvdtrain.keras", "hvdtrain.backends.keras",
-             "hvdtrain.keras.bridge", "hvdtrain.keras.callback_state", "hvdtrain.keras.layout",
-             "hvdtrain.keras.measured_weights", "hvdtrain.keras.training_metrics", "hvdtrain.tensorflow",
-             "hvdtrain.migrate", "hvdtrain.cli.migrate", "hvdtrain.__main__")
+             "hvdtrain.engine.keras_bridge", "hvdtrain.engine.keras_callback_state", "hvdtrain.data.layout",
+             "hvdtrain.engine.keras_measured_weights", "hvdtrain.engine.keras_training_metrics", "hvdtrain.tensorflow",
+             "hvdtrain.commands.migrate", "hvdtrain.commands.migrate.cli", "hvdtrain.__main__")
 """The backends of the frameworks, Horovod's APIs for their users, and migrate, which edits syntax trees; and
 ``__main__``, which runs. The rest of cli and cluster keeps to the law too."""
 
@@ -65,9 +65,9 @@ def probe(names: list[str], cwd: Path, *paths: str) -> tuple[dict[str, list[str]
 
 def test_the_core_imports_the_standard_library_and_numpy(tmp_path):
     names = modules()
-    assert {"hvdtrain.loop", "hvdtrain.assemble", "hvdtrain.exchange.reducer",
-            "hvdtrain.backends.numpy.model", "hvdtrain.cli.train",
-            "hvdtrain.collectives.mpi", "hvdtrain"} <= set(names)
+    assert {"hvdtrain.engine.loop", "hvdtrain.engine.assemble", "hvdtrain.comm.reducer.reducer",
+            "hvdtrain.backends.numpy.model", "hvdtrain.commands.train",
+            "hvdtrain.comm.collectives.mpi", "hvdtrain"} <= set(names)
     wrong, effects = probe(names, tmp_path)
     assert not wrong, "these modules import what is not standard"
     assert not effects, "importing these modules changed the process"

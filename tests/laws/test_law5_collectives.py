@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_runs import Record, config, fitted, lockstep, make_model, samples
 
-import hvdtrain.callbacks
+import hvdtrain.engine.callbacks
 from hvdtrain.backends.numpy import Ops
-from hvdtrain.callbacks.base import Callback
-from hvdtrain.cluster.group import Group, world
-from hvdtrain.collectives.lockstep import LockstepWorld
-from hvdtrain.collectives.null import NullCollectives
-from hvdtrain.exchange.buckets import plan_buckets
-from hvdtrain.exchange.compressors.base import Uncompressed
-from hvdtrain.exchange.compressors.none import NoCompression
-from hvdtrain.exchange.reducer import Reducer
-from hvdtrain.protocols import AllGather, AllReduce, AllToAll, ParamSpec
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
+from hvdtrain.comm.collectives.null import NullCollectives
+from hvdtrain.comm.compressors.base import Uncompressed
+from hvdtrain.comm.compressors.none import NoCompression
+from hvdtrain.comm.reducer.reducer import Reducer
+from hvdtrain.core.buckets import plan_buckets
+from hvdtrain.core.group import Group, world
+from hvdtrain.core.protocols import AllGather, AllReduce, AllToAll, ParamSpec
+from hvdtrain.engine.callbacks.base import Callback
 
 # --- entered by all ------------------------------------------------------------------------------------------------
 
@@ -188,8 +188,8 @@ def collective_calls(source: str) -> list[str]:
 def callbacks() -> list[type[Callback]]:
     """Every callback class of the project."""
     found = []
-    for module in pkgutil.iter_modules(hvdtrain.callbacks.__path__):
-        members = vars(importlib.import_module(f"hvdtrain.callbacks.{module.name}")).values()
+    for module in pkgutil.iter_modules(hvdtrain.engine.callbacks.__path__):
+        members = vars(importlib.import_module(f"hvdtrain.engine.callbacks.{module.name}")).values()
         found += [m for m in members if isinstance(m, type) and issubclass(m, Callback)
                   and m.__module__.endswith(module.name)]
     return found
@@ -199,7 +199,7 @@ def test_root_only_callbacks_call_nothing_collective():
     root = [cls for cls in callbacks() if cls.where == "root"]
     assert "Recorder" in {cls.__name__ for cls in root} and len(root) > 1
     shown = [member for module in (
-                "hvdtrain.reports.gauges", "hvdtrain.reports.jsonl", "hvdtrain.reports.progress")
+                "hvdtrain.reports.gauges", "hvdtrain.reports.jsonl", "hvdtrain.reports.progress.report")
              for member in vars(importlib.import_module(module)).values()
              if isinstance(member, type) and member.__module__ == module]
     assert {"Jsonl", "Lines"} <= {cls.__name__ for cls in shown}

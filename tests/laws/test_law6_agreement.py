@@ -10,10 +10,10 @@ import pytest
 from small_runs import (CLASSES, FEATURES, FRAMEWORKS, Record, bits, config, hiding_model, lockstep, make_model,
                         samples, weights)
 
-from hvdtrain import loop
-from hvdtrain.callbacks.base import Callback
 from hvdtrain.config import Checkpoint, EarlyStop
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine import loop
+from hvdtrain.engine.callbacks.base import Callback
 
 UNSHUFFLED = replace(config().data, shuffle=False)
 

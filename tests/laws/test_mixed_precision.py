@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from small_runs import FRAMEWORKS, apart, bits, config, lockstep, make_model, samples, weights
 
-from hvdtrain import loop
-from hvdtrain.callbacks.base import Callback
 from hvdtrain.config import Exchange, Named
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine import loop
+from hvdtrain.engine.callbacks.base import Callback
 
 UNSHUFFLED = replace(config().data, shuffle=False)
 CURVE = 2e-2

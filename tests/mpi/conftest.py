@@ -13,8 +13,8 @@ import pytest
 
 from hvdtrain.cluster import boot
 from hvdtrain.cluster.control import MpiControl
-from hvdtrain.cluster.launcher import launch_facts
-from hvdtrain.errors import WaitTimeout
+from hvdtrain.core.errors import WaitTimeout
+from hvdtrain.core.launcher import launch_facts
 
 MEET_S = 60.0
 

@@ -7,7 +7,7 @@ import pytest
 
 from hvdtrain.cluster import boot
 from hvdtrain.cluster.exit import install_hooks
-from hvdtrain.cluster.launcher import launch_facts
+from hvdtrain.core.launcher import launch_facts
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

@@ -7,10 +7,10 @@ import pytest
 from audit_faults import MODELS, Fault
 from small_runs import FRAMEWORKS, config, fitted, samples
 
-from hvdtrain.assemble import assemble
-from hvdtrain.callbacks.audit import Audit
-from hvdtrain.callbacks.divergence import Divergence
-from hvdtrain.faults.miscomputed import Miscomputed
+from hvdtrain.engine.assemble import assemble
+from hvdtrain.engine.callbacks.audit import Audit
+from hvdtrain.engine.callbacks.divergence import Divergence
+from hvdtrain.engine.guards.miscomputed import Miscomputed
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 from small_runs import CLASSES, FEATURES, config, samples
 
-from hvdtrain import loop
-from hvdtrain.assemble import assemble
-from hvdtrain.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS, AutoCompression
 from hvdtrain.cluster import horovod
-from hvdtrain.collectives.mpi import MpiCollectives
+from hvdtrain.comm import compressors
+from hvdtrain.comm.collectives.mpi import MpiCollectives
+from hvdtrain.comm.measure import sweep
 from hvdtrain.config import Config
-from hvdtrain.exchange import compressors, sweep
-from hvdtrain.exchange.buckets import plan_buckets
-from hvdtrain.exchange.choice import NUMERICS
-from hvdtrain.protocols import ParamSpec
+from hvdtrain.core.buckets import plan_buckets
+from hvdtrain.core.protocols import ParamSpec
+from hvdtrain.engine import loop
+from hvdtrain.engine.assemble import assemble
+from hvdtrain.engine.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS, AutoCompression
+from hvdtrain.planning.exchange.choice import NUMERICS
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from hvdtrain.backends.torch.ops import Ops  # noqa: E402

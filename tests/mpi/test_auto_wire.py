@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from small_runs import FRAMEWORKS, apart, config, fitted, make_model, samples, weights
 
-from hvdtrain import assemble as assembling
-from hvdtrain.assemble import assemble
-from hvdtrain.callbacks import auto_compression, auto_wire
-from hvdtrain.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS
-from hvdtrain.callbacks.auto_wire import AutoWire
 from hvdtrain.cluster import horovod
-from hvdtrain.cluster import wire as wires
 from hvdtrain.cluster.topology import Host, Topology
-from hvdtrain.collectives.mpi import MpiCollectives
+from hvdtrain.comm import wires
+from hvdtrain.comm.collectives.mpi import MpiCollectives
+from hvdtrain.comm.measure import wire_sweep
 from hvdtrain.config import Checkpoint
-from hvdtrain.exchange import wire_sweep
-from hvdtrain.exchange.choice import Choice
-from hvdtrain.exchange.wire_choice import WireChoice
+from hvdtrain.engine import assemble as assembling
+from hvdtrain.engine.assemble import assemble
+from hvdtrain.engine.callbacks import auto_compression, auto_wire
+from hvdtrain.engine.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS
+from hvdtrain.engine.callbacks.auto_wire import AutoWire
+from hvdtrain.planning.exchange.choice import Choice
+from hvdtrain.planning.exchange.wire_choice import WireChoice
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 

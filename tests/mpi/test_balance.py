@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 from small_runs import FRAMEWORKS, Recut, apart, bits, config, fitted, make_model, replans, samples, solo, weights
 
-from hvdtrain.assemble import assemble
-from hvdtrain.callbacks.base import Callback
-from hvdtrain.callbacks.meter import Meter
 from hvdtrain.config import Data, Named, Rebalance
+from hvdtrain.engine.assemble import assemble
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.callbacks.meter import Meter
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 N, BATCH = 107, 53

@@ -11,11 +11,11 @@ import subprocess
 import numpy as np
 import pytest
 
-from hvdtrain.cluster import carrier as carriers
-from hvdtrain.cluster import far, near
-from hvdtrain.errors import PeerFailed, UserError, WaitTimeout
-from hvdtrain.pipeline.post import BACK, FORTH, Label, Post
-from hvdtrain.protocols import Cargo
+from hvdtrain.cluster.messages import far, near
+from hvdtrain.cluster.messages import carrier as carriers
+from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout
+from hvdtrain.core.protocols import Cargo
+from hvdtrain.parallel.pipeline.post import BACK, FORTH, Label, Post
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 

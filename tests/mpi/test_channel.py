@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 
-from hvdtrain.cluster import channel as channels
-from hvdtrain.errors import WaitTimeout
+from hvdtrain.cluster.messages import channel as channels
+from hvdtrain.core.errors import WaitTimeout
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 

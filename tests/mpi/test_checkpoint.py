@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from small_runs import CLASSES, FEATURES, config, fitted, samples
 
-from hvdtrain.assemble import assemble
 from hvdtrain.backends.numpy.model import Model
-from hvdtrain.checkpoint import read_snapshot, session, weights, write_snapshot
+from hvdtrain.checkpoint import read_snapshot, weights, write_snapshot
 from hvdtrain.checkpoint.passage import give, take
 from hvdtrain.checkpoint.stream import PIECE_BYTES, Stream, head, held, in_order
 from hvdtrain.checkpoint.transfer import arriving, fetch
 from hvdtrain.config import Exchange
-from hvdtrain.protocols.state import Head, Shard, Want
+from hvdtrain.core.protocols.state import Head, Shard, Want
+from hvdtrain.engine.assemble import assemble
+from hvdtrain.engine.saving import session
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 MIB = 2**20

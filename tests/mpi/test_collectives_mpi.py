@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from collectives_cases import CASES, as_is, name_of
 
-from hvdtrain.collectives.mpi import MpiCollectives
+from hvdtrain.comm.collectives.mpi import MpiCollectives
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from collectives_cases import CASES, as_is, cuts, mixed, name_of
 
-from hvdtrain.collectives import segments, shared
-from hvdtrain.collectives.shared import SharedCollectives, SharedUnavailable
-from hvdtrain.errors import PeerFailed
+from hvdtrain.cluster.messages import segments
+from hvdtrain.comm.collectives import shared
+from hvdtrain.comm.collectives.shared import SharedCollectives, SharedUnavailable
+from hvdtrain.core.errors import PeerFailed
 
 pytestmark = pytest.mark.mpi(min_size=2)
 HOSTS = {"one host": lambda rank: 0, "a host each": lambda rank: rank, "the last apart": lambda rank: int(rank > 1),

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from small_runs import apart, bits, config, fitted, samples, solo, weights
 
-from hvdtrain.assemble import assemble
 from hvdtrain.config import DataParallel
+from hvdtrain.engine.assemble import assemble
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch import nn  # noqa: E402
@@ -35,7 +35,7 @@ def make():
 def test_ranks_compile_alike_and_stay_one_model(control, monkeypatch, tmp_path, zero, remat):
     from hvdtrain.backends.torch import compiler
     from hvdtrain.backends.torch.transforms import compile as transform
-    from hvdtrain.compile import timing
+    from hvdtrain.engine.compile import timing
 
     torch._dynamo.reset()
     monkeypatch.setattr(compiler, "compiled", lambda function: torch.compile(function, backend="aot_eager"))

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from small_runs import CUTS, FRAMEWORKS, apart, bits, config, fitted, make_model, samples, solo, weights
 
-from hvdtrain.assemble import assemble
-from hvdtrain.callbacks.base import Callback
 from hvdtrain.cluster import horovod
 from hvdtrain.config import Checkpoint, Exchange, Named
+from hvdtrain.engine.assemble import assemble
+from hvdtrain.engine.callbacks.base import Callback
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 BATCH = 23

@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain.cluster.control import CHUNK, INLINE, MpiControl, agreed
 from hvdtrain.cluster.topology import survey
-from hvdtrain.errors import UserError, WaitTimeout
+from hvdtrain.core.errors import UserError, WaitTimeout
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

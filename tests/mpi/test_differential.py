@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from small_runs import CUTS, FRAMEWORKS, apart, config, fitted, lockstep, samples, weights
 
-from hvdtrain.assemble import assemble
 from hvdtrain.cluster import horovod
-from hvdtrain.collectives.mpi import MpiCollectives
+from hvdtrain.comm.collectives.mpi import MpiCollectives
 from hvdtrain.config import Named
+from hvdtrain.engine.assemble import assemble
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 SIZES = (12, 16, 5)

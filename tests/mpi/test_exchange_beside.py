@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from collectives_cases import CASES, as_is, name_of
 
-from hvdtrain.collectives import rounds
-from hvdtrain.collectives.mpi import MpiCollectives
-from hvdtrain.collectives.progress import Operation, Progress
-from hvdtrain.collectives.rounds import Peers, Reduced
-from hvdtrain.protocols import AllGather, AllReduce, AllToAll
+from hvdtrain.cluster.messages.progress import Operation, Progress
+from hvdtrain.comm.collectives import rounds
+from hvdtrain.comm.collectives.mpi import MpiCollectives
+from hvdtrain.comm.collectives.rounds import Peers, Reduced
+from hvdtrain.core.protocols import AllGather, AllReduce, AllToAll
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

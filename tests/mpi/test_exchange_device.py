@@ -8,11 +8,11 @@ import pytest
 from collectives_cases import CASES, check_allgather, check_alltoall, check_broadcast, check_many_at_once, name_of
 from small_runs import CUTS, FRAMEWORKS, bits, config, fitted, make_model, samples
 
-from hvdtrain.assemble import assemble
 from hvdtrain.backends import load
 from hvdtrain.cluster import horovod
-from hvdtrain.collectives.mpi import MpiCollectives
+from hvdtrain.comm.collectives.mpi import MpiCollectives
 from hvdtrain.config import Exchange, Named
+from hvdtrain.engine.assemble import assemble
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 

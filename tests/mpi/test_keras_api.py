@@ -11,8 +11,8 @@ import keras  # noqa: E402
 if keras.backend.backend() != "tensorflow":
     pytest.skip("Keras runs on another backend", allow_module_level=True)
 
-from hvdtrain.errors import UserError  # noqa: E402
-from hvdtrain.faults.divergence import Diverged  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
+from hvdtrain.engine.guards.divergence import Diverged  # noqa: E402
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

@@ -85,7 +85,7 @@ def test_callbacks_resume_and_leave_what_was_measured_on_all_ranks(control, tmp_
     if control.size > 2:
         pytest.skip("runs with 2 ranks, to keep the file short")
     monkeypatch.chdir(control.bcast(str(tmp_path)))
-    monkeypatch.setattr("hvdtrain.summary.show", lambda run: None)
+    monkeypatch.setattr("hvdtrain.engine.summary.show", lambda run: None)
 
     def fit(out, **changes):
         keras.utils.set_random_seed(7)
@@ -148,7 +148,7 @@ def test_plain_fit_over_shards_is_keras_fit(control, weighted):
 
 def test_the_guard_compares_at_the_end_of_a_fit_of_one_update(control):
     import hvdtrain.keras as hvd
-    from hvdtrain.faults.divergence import Diverged
+    from hvdtrain.engine.guards.divergence import Diverged
 
     class Spoils(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):

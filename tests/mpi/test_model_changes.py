@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from small_runs import apart  # noqa: E402
 from unfreezing import BASE, data, model, plain, work  # noqa: E402
 
-from hvdtrain.assemble import assemble  # noqa: E402
+from hvdtrain.engine.assemble import assemble  # noqa: E402
 from hvdtrain.cluster import horovod  # noqa: E402
 from hvdtrain.config import DataParallel  # noqa: E402
 

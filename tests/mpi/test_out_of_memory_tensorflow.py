@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from small_runs import apart, config, fitted, samples
 
-from hvdtrain.assemble import assemble
 from hvdtrain.cluster import horovod
 from hvdtrain.config import DataParallel, Exchange, Named
+from hvdtrain.engine.assemble import assemble
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120), pytest.mark.usefixtures("few_ranks")]
 pytest.importorskip("tensorflow", reason="TensorFlow is not installed")

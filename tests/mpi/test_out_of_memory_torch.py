@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from shortages import DATA, Injected, Setting, model_of  # noqa: E402
 from small_runs import apart, bits, fitted, solo, weights  # noqa: E402
 
-from hvdtrain.assemble import assemble  # noqa: E402
+from hvdtrain.engine.assemble import assemble  # noqa: E402
 from hvdtrain.cluster import horovod  # noqa: E402
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 from small_runs import config, solo
 
-from hvdtrain import loop, trainer
-from hvdtrain.assemble import assemble
+from hvdtrain import trainer
 from hvdtrain.backends.numpy.model import Model
-from hvdtrain.balance.memory import host_peak_bytes, resident_bytes
-from hvdtrain.checkpoint import session, stream
+from hvdtrain.checkpoint import stream
 from hvdtrain.cluster import heap
+from hvdtrain.cluster.machine.memory import host_peak_bytes, resident_bytes
 from hvdtrain.config import Checkpoint, Named, Pipeline
+from hvdtrain.engine import loop
+from hvdtrain.engine.assemble import assemble
+from hvdtrain.engine.saving import session
 
 # Three ranks show it best: each then holds a third, and of two ranks half.
 pytestmark = [pytest.mark.mpi(min_size=3), pytest.mark.timeout(120), pytest.mark.usefixtures("few_ranks")]

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from small_runs import CLASSES, FEATURES, apart, config, fitted, samples, solo, weights
 
-from hvdtrain.assemble import assemble
 from hvdtrain.backends.numpy import create
 from hvdtrain.backends.numpy.model import Model
-from hvdtrain.cluster.group import Group
-from hvdtrain.collectives.shared import SharedCollectives
+from hvdtrain.comm.collectives.shared import SharedCollectives
+from hvdtrain.comm.measure.sweep import exchange
 from hvdtrain.config import DataParallel, Exchange, Named, Pipeline
-from hvdtrain.exchange.sweep import exchange
-from hvdtrain.pipeline.plan import even_layout
+from hvdtrain.core.group import Group
+from hvdtrain.engine.assemble import assemble
+from hvdtrain.parallel.pipeline.plan import even_layout
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.timeout(120)]
 SIZES = (FEATURES, 16, 14, 12, 10, CLASSES)

@@ -6,9 +6,9 @@ import pytest
 from small_runs import bits, config, fitted, samples
 from sync_models import with_norms
 
-from hvdtrain.assemble import assemble
 from hvdtrain.cluster import horovod
 from hvdtrain.config import DataParallel
+from hvdtrain.engine.assemble import assemble
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 DATA = samples(106)

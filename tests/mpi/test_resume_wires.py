@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from small_runs import CUTS, FRAMEWORKS, apart, config, fitted, make_model, samples, solo, weights
 
-from hvdtrain.assemble import assemble
 from hvdtrain.config import Checkpoint, Named
-from hvdtrain.curve import LEAST
+from hvdtrain.core.curve import LEAST
+from hvdtrain.engine.assemble import assemble
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 EPOCHS, STOP = 3, 4

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from small_runs import bits, config, fitted, make_model, samples
 
-from hvdtrain.assemble import assemble
-from hvdtrain.callbacks.base import Callback
 from hvdtrain.checkpoint import adapters, files, read_snapshot
-from hvdtrain.checkpoint.saving import Saving
 from hvdtrain.checkpoint.savers.background import BackgroundSaver
 from hvdtrain.checkpoint.savers.inline import InlineSaver
 from hvdtrain.config import Checkpoint, Named
+from hvdtrain.engine.assemble import assemble
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.saving.saving import Saving
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 DATA = samples(48)
@@ -58,7 +58,7 @@ def test_saves_beside_training_have_the_bits_of_saves_that_are_waited_for(contro
     busy = {}
     for name, layout, saver in (("beside", "gathered", BackgroundSaver), ("shards", "sharded", BackgroundSaver),
                                 ("waited", "gathered", InlineSaver)):
-        monkeypatch.setattr("hvdtrain.checkpoint.saving.BackgroundSaver", saver)
+        monkeypatch.setattr("hvdtrain.engine.saving.saving.BackgroundSaver", saver)
         keys = Checkpoint(every_steps=2, keep=9, layout=layout)
         run = assemble(replace(settings, out=str(out / name), checkpoint=keys), make_model(framework), DATA)
         watch = Slow()

@@ -8,8 +8,8 @@ import time
 import pytest
 from small_runs import FRAMEWORKS, config, fitted, make_model, samples
 
-from hvdtrain.assemble import assemble
-from hvdtrain.callbacks.seconds import Seconds
+from hvdtrain.engine.assemble import assemble
+from hvdtrain.engine.callbacks.seconds import Seconds
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 STEPS, SLOW_S = 12, 0.1  # in all longer than a rank may wait for another's first step, which is traced

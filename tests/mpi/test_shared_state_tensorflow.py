@@ -9,7 +9,7 @@ from tensorflow_tools import X, Y, attached, batch, close, cut, mlp, run, weight
 
 from hvdtrain.backends.tensorflow import collectives  # noqa: E402
 from hvdtrain.cluster import horovod  # noqa: E402
-from hvdtrain.collectives.mpi import MpiCollectives  # noqa: E402
+from hvdtrain.comm.collectives.mpi import MpiCollectives  # noqa: E402
 from hvdtrain.config import Config, Exchange  # noqa: E402
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.usefixtures("few_ranks")]

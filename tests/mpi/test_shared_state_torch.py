@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from small_runs import CUTS, FEATURES, config, samples
 
-from hvdtrain import loop
-from hvdtrain.assemble import assemble
 from hvdtrain.cluster import horovod
+from hvdtrain.engine import loop
+from hvdtrain.engine.assemble import assemble
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch import nn  # noqa: E402

@@ -8,10 +8,10 @@ import pytest
 from small_runs import CUTS, apart, bits, config, fitted, samples, solo, weights
 from sync_models import with_norms
 
-from hvdtrain.assemble import assemble
 from hvdtrain.cluster import horovod
 from hvdtrain.config import Named
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine.assemble import assemble
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 N, BATCH = 106, 53

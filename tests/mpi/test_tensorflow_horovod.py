@@ -15,7 +15,7 @@ from tensorflow_tools import SGD, X, Y, attached, batch, close, cut, mlp, run, w
 
 from hvdtrain.backends.tensorflow import collectives, named  # noqa: E402
 from hvdtrain.cluster import horovod  # noqa: E402
-from hvdtrain.collectives.mpi import MpiCollectives  # noqa: E402
+from hvdtrain.comm.collectives.mpi import MpiCollectives  # noqa: E402
 from hvdtrain.config import Exchange  # noqa: E402
 
 pytestmark = pytest.mark.mpi(min_size=2)

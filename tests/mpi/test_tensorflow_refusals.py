@@ -10,8 +10,8 @@ import keras  # noqa: E402
 import hvdtrain.keras as hvd_keras  # noqa: E402
 import hvdtrain.tensorflow as hvd  # noqa: E402
 from hvdtrain.cluster import horovod  # noqa: E402
-from hvdtrain.collectives.mpi import MpiCollectives  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.comm.collectives.mpi import MpiCollectives  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.tensorflow import basics  # noqa: E402
 from hvdtrain.tensorflow.plain_mpi import PlainMpi  # noqa: E402
 

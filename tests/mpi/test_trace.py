@@ -11,10 +11,10 @@ import pytest
 from small_runs import FRAMEWORKS, bits, config, fitted, make_model, samples
 from test_training import usable
 
-from hvdtrain.assemble import assemble
 from hvdtrain.config import Exchange
-from hvdtrain.sections import Trace
-from hvdtrain.trace import chrome
+from hvdtrain.config.sections import Trace
+from hvdtrain.engine.assemble import assemble
+from hvdtrain.reports.trace import chrome
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 

@@ -14,12 +14,12 @@ import pytest
 from small_runs import (CLASSES, CUTS, FEATURES, FRAMEWORKS, Record, apart, bits, config, fitted, make_model, samples,
                         solo, weights)
 
-from hvdtrain import loop
-from hvdtrain.assemble import assemble
-from hvdtrain.callbacks.base import Callback
 from hvdtrain.cluster import horovod
 from hvdtrain.config import Checkpoint, Exchange, Named
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine import loop
+from hvdtrain.engine.assemble import assemble
+from hvdtrain.engine.callbacks.base import Callback
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 FEW = pytest.mark.usefixtures("few_ranks")

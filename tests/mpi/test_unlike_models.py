@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from small_runs import FEATURES, FRAMEWORKS, config, samples
 
-from hvdtrain.assemble import assemble
 from hvdtrain.cluster import horovod
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine.assemble import assemble
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(60)]
 

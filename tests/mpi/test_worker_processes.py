@@ -12,11 +12,11 @@ from files_of_samples import Files
 from small_runs import CUTS, FRAMEWORKS, Recut, apart, config, fitted, make_model, replans, samples, solo, weights
 from sync_models import with_norms
 
-from hvdtrain import loop, summary
-from hvdtrain.assemble import assemble, eval_feed
 from hvdtrain.cluster import horovod
 from hvdtrain.config import Checkpoint, Data
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine import loop, summary
+from hvdtrain.engine.assemble import assemble, eval_feed
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(120)]
 N, BATCH = 107, 53

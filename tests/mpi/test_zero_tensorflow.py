@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from small_runs import CUTS, apart, bits, config, fitted, make_model, samples, weights
 
-from hvdtrain.assemble import assemble
 from hvdtrain.backends import imported
 from hvdtrain.cluster import horovod
 from hvdtrain.config import Checkpoint, DataParallel, Exchange, Named
+from hvdtrain.engine.assemble import assemble
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120), pytest.mark.usefixtures("few_ranks")]
 pytest.importorskip("tensorflow", reason="TensorFlow is not installed")

@@ -30,12 +30,12 @@ from hvdtrain import Config, Trainer  # noqa: E402
 from hvdtrain.backends.tensorflow import convert as keras_side  # noqa: E402
 from hvdtrain.backends.torch import convert as torch_side  # noqa: E402
 from hvdtrain.checkpoint import read_snapshot  # noqa: E402
-from hvdtrain.cli import train  # noqa: E402
+from hvdtrain.commands import train  # noqa: E402
 from hvdtrain.config import Data  # noqa: E402
-from hvdtrain.convert import check, places, worker  # noqa: E402
-from hvdtrain.convert.pairing import carry, hints, pair  # noqa: E402
-from hvdtrain.convert.request import Request, completed  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.commands.convert import check, places, worker  # noqa: E402
+from hvdtrain.backends.interchange.pairing import carry, hints, pair  # noqa: E402
+from hvdtrain.commands.convert.request import Request, completed  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
 
 L = keras.layers
 DEEP = {"depths": (1, 1), "in_shape": (32, 32, 3), "classes": 10, "norm": "batch", "stem": "imagenet"}

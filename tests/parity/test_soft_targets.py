@@ -17,7 +17,7 @@ from twins import copy_torch_to_keras  # noqa: E402
 import tf_models.mlp  # noqa: E402
 import torch_models.mlp  # noqa: E402
 from hvdtrain.config import Data, Named  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
 
 AUGMENT = {"crop": 1, "flip": 0.5, "cutout": 2, "mixup": 0.5}
 STEPS = 4

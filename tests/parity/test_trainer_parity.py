@@ -25,7 +25,7 @@ import torch_models.cnn  # noqa: E402
 import torch_models.gpt  # noqa: E402
 import torch_models.mlp  # noqa: E402
 import torch_models.resnet  # noqa: E402
-from hvdtrain import loop  # noqa: E402
+from hvdtrain.engine import loop  # noqa: E402
 from hvdtrain.config import Named, Schedule  # noqa: E402
 
 STEPS, BATCH, N = 20, 16, 37

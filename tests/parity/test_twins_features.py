@@ -22,7 +22,7 @@ from small_runs import config, fitted, lockstep  # noqa: E402
 
 from hvdtrain.backends.torch import placement  # noqa: E402
 from hvdtrain.config import DataParallel, Named, Pipeline  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
 
 BASE = config(global_batch=8, max_steps=2, lr=0.05, optimizer=Named("SGD", {"momentum": 0.9}), metrics=[])
 TOKENS = {"vocab": 96, "context": 64, "width": 16, "depth": 1, "heads": 2}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.alike import check_alike
-from hvdtrain.cluster.group import Group
-from hvdtrain.collectives.lockstep import LockstepWorld
-from hvdtrain.errors import UserError
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.group import Group
+from hvdtrain.engine.compare_ranks import check_alike
 
 ONE = ["parameter a float32[3]", "parameter b float32[2]", "buffer c int64[]", "optimizer SGD"]
 

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import pytest
 
 from hvdtrain.backends.numpy import Ops
-from hvdtrain.cluster.group import world
 from hvdtrain.cluster.topology import Host, Topology
-from hvdtrain.collectives.null import NullCollectives
+from hvdtrain.comm.collectives.null import NullCollectives
+from hvdtrain.comm.compressors import create as compressor
 from hvdtrain.config import Config, Exchange
-from hvdtrain.errors import UserError
-from hvdtrain.data_parallel import Setup, create
-from hvdtrain.data_parallel.alone import Alone
-from hvdtrain.exchange.compressors import create as compressor
-from hvdtrain.protocols import ParamSpec
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.group import world
+from hvdtrain.core.protocols import ParamSpec
+from hvdtrain.parallel.data_parallel import Setup, create
+from hvdtrain.parallel.data_parallel.alone import Alone
 
 PARAMS = [ParamSpec("w", (30, 20), "float32"), ParamSpec("b", (20,), "float32")]
 

@@ -10,12 +10,12 @@ import pytest
 from audit_faults import BITS, Fault, audited, drawn, numpy_model
 from small_runs import FRAMEWORKS, Recut, config, fitted, lockstep, make_model, replans, samples, weights
 
-from hvdtrain.callbacks import audit as room
-from hvdtrain.callbacks.audit import Audit
 from hvdtrain.config import Named
-from hvdtrain.errors import UserError
-from hvdtrain.faults.miscomputed import Miscomputed, clearly_farther, resolution
-from hvdtrain.faults.recompute import case_of, distance
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine.callbacks import audit as room
+from hvdtrain.engine.callbacks.audit import Audit
+from hvdtrain.engine.guards.miscomputed import Miscomputed, clearly_farther, resolution
+from hvdtrain.engine.guards.recompute import case_of, distance
 
 
 def audit(run):

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from hvdtrain.faults.audit_pairs import comparable, left_out, pairs, tournament
+from hvdtrain.engine.guards.audit_pairs import comparable, left_out, pairs, tournament
 
 
 @pytest.mark.parametrize("size", range(2, 10))

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from hvdtrain.config import Config, Data
+from hvdtrain.core.errors import UserError
 from hvdtrain.data.augment import Augmented, check
 from hvdtrain.data.augment.draw import beta, uniform_of
 from hvdtrain.data.prepare import prepared
 from hvdtrain.data.sources import ArraySource, Unreadable
-from hvdtrain.errors import UserError
 
 ALL = {"mixup": 0.4, "cutout": 3, "flip": 0.5, "crop": 2, f"{__name__}:brighter": 2.0}
 N = np.arange(20000)

@@ -8,14 +8,14 @@ from fake_run import make_run
 from small_runs import CLASSES, FEATURES, config, fitted, lockstep, samples
 
 from hvdtrain.backends.numpy.model import Model
-from hvdtrain.callbacks import auto_compression
-from hvdtrain.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS, AutoCompression
+from hvdtrain.comm.measure.sweep import Sweep
 from hvdtrain.config import Config, Exchange
-from hvdtrain.events import Event
-from hvdtrain.exchange.choice import Choice, Cost
-from hvdtrain.exchange.link import Link, Traffic
-from hvdtrain.exchange.sweep import Sweep
-from hvdtrain.records import stream
+from hvdtrain.core.events import Event
+from hvdtrain.core.records import stream
+from hvdtrain.engine.callbacks import auto_compression
+from hvdtrain.engine.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS, AutoCompression
+from hvdtrain.planning.exchange.choice import Choice, Cost
+from hvdtrain.planning.exchange.link import Link, Traffic
 
 STEPS = WARM_STEPS + WINDOW_STEPS
 

@@ -5,15 +5,15 @@ from types import SimpleNamespace
 import pytest
 from fake_run import make_run
 
-from hvdtrain.callbacks import auto_wire
-from hvdtrain.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS
-from hvdtrain.callbacks.auto_wire import LOOK_STEPS, MOST_TIMES, AutoWire
 from hvdtrain.cluster.topology import Host, Topology
-from hvdtrain.data_parallel.replicate import Replicate
-from hvdtrain.events import Event
-from hvdtrain.exchange.link import Link
-from hvdtrain.exchange.wire_choice import Measured
-from hvdtrain.records import stream
+from hvdtrain.core.events import Event
+from hvdtrain.core.records import stream
+from hvdtrain.engine.callbacks import auto_wire
+from hvdtrain.engine.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS
+from hvdtrain.engine.callbacks.auto_wire import LOOK_STEPS, MOST_TIMES, AutoWire
+from hvdtrain.parallel.data_parallel.replicate import Replicate
+from hvdtrain.planning.exchange.link import Link
+from hvdtrain.planning.exchange.wire_choice import Measured
 
 STEPS = WARM_STEPS + WINDOW_STEPS
 TWO = Topology((Host("a", (0,), 2), Host("b", (1,), 2)))

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hvdtrain.balance.meter import CAUSES, Row, read
-from hvdtrain.callbacks.meter import _row
+from hvdtrain.engine.callbacks.meter import _row
+from hvdtrain.planning.batch.meter import CAUSES, Row, read
 
 TWO = ["rank 0 on host a", "rank 1 on host b"]
 

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.balance.line import Line
-from hvdtrain.balance.minmax import CommonParts, OwnParts, solve
-from hvdtrain.balance.plan import (COLUMNS, Label, Part, Plan, advise_drop, equal, of_shares, plan, predicted, speed,
-                                   table)
-from hvdtrain.data.sampler import cut, micro_batches
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
+from hvdtrain.planning.batch.line import Line
+from hvdtrain.planning.batch.minmax import CommonParts, OwnParts, solve
+from hvdtrain.planning.batch.plan import (
+    COLUMNS, Label, Part, Plan, advise_drop, equal, of_shares, plan, predicted, speed, table,
+)
+from hvdtrain.planning.batch.sampler import cut, micro_batches
 
 # Round numbers make ties, which random ones never do.
 LINES = st.builds(Line, st.one_of(st.sampled_from([0.0, 0.5, 1.0, 3.0]), st.floats(0, 100)),

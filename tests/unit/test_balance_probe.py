@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.balance import cache, memory, probe
-from hvdtrain.balance.line import Line
-from hvdtrain.balance.speed import least
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.cluster.devices import DeviceFacts
+from hvdtrain.cluster.machine import memory
 from hvdtrain.cluster.topology import Host
 from hvdtrain.config import Config, Rebalance
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine.balance import cache, probe
+from hvdtrain.planning.batch.line import Line
+from hvdtrain.planning.batch.speed import least
 
 
 class Device:

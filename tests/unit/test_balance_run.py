@@ -9,15 +9,15 @@ from types import SimpleNamespace
 import pytest
 from small_runs import Record, apart, config, fitted, lockstep, make_model, samples, weights
 
-from hvdtrain.balance.line import Line
-from hvdtrain.balance.speed import Speed
-from hvdtrain.callbacks import balance as room
-from hvdtrain.callbacks import meter
-from hvdtrain.callbacks.base import Callback
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.config import Checkpoint, Data, Named, Rebalance
-from hvdtrain.errors import UserError
-from hvdtrain.mesh import Mesh
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.mesh import Mesh
+from hvdtrain.engine.callbacks import meter
+from hvdtrain.engine.callbacks import balance as room
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.planning.batch.line import Line
+from hvdtrain.planning.batch.speed import Speed
 
 BATCH, STEPS = 48, 60
 FAST, SLOW = Line(0.001, 0.0005), Line(0.001, 0.002)

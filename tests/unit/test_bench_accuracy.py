@@ -8,11 +8,11 @@ import pytest
 
 from benchmarks import accuracy
 from benchmarks.accuracy import parsed, summary, train_options, Trial, wire_bytes, WORKLOADS
-from hvdtrain.cli import verify
+from hvdtrain.checkpoint.run_directory import COMPLETED
+from hvdtrain.commands import verify
 from hvdtrain.config import Config, Exchange
-from hvdtrain.errors import UserError
-from hvdtrain.outdir import COMPLETED
-from hvdtrain.protocols import ParamSpec
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import ParamSpec
 
 DIGITS, TEXT = WORKLOADS["digits"], WORKLOADS["text"]
 
@@ -185,7 +185,7 @@ def test_a_run_that_fails_shows_its_last_lines(program, words, tmp_path, monkeyp
 
 
 def test_a_real_job_is_measured(tmp_path, capsys):
-    from hvdtrain.build.detect import find_mpi
+    from hvdtrain.cluster.machine.software import find_mpi
 
     pytest.importorskip("torch", reason="PyTorch is not installed")
     if find_mpi() is None:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import case
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 MIB = 1 << 20
 

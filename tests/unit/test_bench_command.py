@@ -3,7 +3,8 @@
 import pytest
 
 from benchmarks.__main__ import BENCHES
-from hvdtrain.cli import bench, main
+from hvdtrain.commands import main
+from hvdtrain.commands.bench import cli as bench
 
 
 @pytest.mark.parametrize("words", [["bench", "step"], ["chaos"]])

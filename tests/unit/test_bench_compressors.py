@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from hvdtrain.backends.numpy import Ops
-from hvdtrain.bench import compressors as bench
-from hvdtrain.bench.workloads import WORKLOADS
+from hvdtrain.comm.compressors import create, names
+from hvdtrain.comm.compressors.base import Stateless
+from hvdtrain.commands.bench import compressors as bench
+from hvdtrain.commands.bench.workloads import WORKLOADS
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError
-from hvdtrain.exchange.compressors import create, names
-from hvdtrain.exchange.compressors.base import Stateless
-from hvdtrain.protocols import AllGather, AllReduce, AllToAll
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import AllGather, AllReduce, AllToAll
 
 SUMMING = [name for name in names() if not create(name, Config()).reductions]
 SHAPES = ((12, 10), (12,), (6, 5, 2), (7,))

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks import input as bench
 from benchmarks import input_rank
+from hvdtrain.core.errors import UserError
 from hvdtrain.data.sources import ArraySource
-from hvdtrain.errors import UserError
 
 
 def about(seconds, decodes=40):

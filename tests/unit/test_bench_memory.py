@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import memory, memory_rank
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 
 def test_bytes_a_parameter():

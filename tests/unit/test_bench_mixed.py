@@ -11,7 +11,7 @@ from benchmarks import mixed, parts, peers, throttle, worker
 from benchmarks import race as racing
 from benchmarks.parts import Measured
 from benchmarks.peers import contender, Prepared
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 
 @pytest.mark.parametrize("argv, word", [
@@ -26,7 +26,7 @@ def test_a_bad_option_is_refused_in_words_before_any_job(argv, word, monkeypatch
     monkeypatch.setattr(racing, "Job", lambda *job: pytest.fail("a job was started"))
     monkeypatch.setattr(racing.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr("hvdtrain.cluster.horovod.horovod_reason", lambda framework: None)
-    monkeypatch.setattr("hvdtrain.cli.verify.launcher", lambda ranks: ["mpirun"])
+    monkeypatch.setattr("hvdtrain.commands.verify.launcher", lambda ranks: ["mpirun"])
     monkeypatch.setattr(throttle, "available", lambda: "")
     with pytest.raises(UserError) as caught:
         mixed.main(argv)
@@ -171,7 +171,7 @@ def bench(monkeypatch, tmp_path):
         monkeypatch.setattr(racing, "start", stand_in)
         monkeypatch.setattr(racing.importlib.util, "find_spec", lambda name: object())
         monkeypatch.setattr(peers.Contender, "lacks", lambda self, framework: "")
-        monkeypatch.setattr("hvdtrain.cli.verify.launcher", lambda ranks: ["mpirun"])
+        monkeypatch.setattr("hvdtrain.commands.verify.launcher", lambda ranks: ["mpirun"])
         monkeypatch.setattr(mixed, "Throttle", Groups)
         path = tmp_path / "r.jsonl"
         status = mixed.main(["--jsonl", str(path), "--timeout", "20", "--steps", "2", *argv])

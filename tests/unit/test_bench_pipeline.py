@@ -9,11 +9,11 @@ import pytest
 
 from benchmarks import peers, pipeline, race, stages, throttle, worker
 from benchmarks.peers import contender, pipelining, Prepared
-from hvdtrain.bench.workloads import WORKLOADS
-from hvdtrain.errors import UserError
-from hvdtrain.pipeline import which
-from hvdtrain.pipeline.which import Work
-from hvdtrain.resolve import ROOT
+from hvdtrain.commands.bench.workloads import WORKLOADS
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.resolve import ROOT
+from hvdtrain.planning.pipeline import which
+from hvdtrain.planning.pipeline.which import Work
 
 STAND_IN = """
 import json, sys
@@ -60,7 +60,7 @@ def allowed(monkeypatch):
     """Let everything be installed, and nobody throttle a processor."""
     monkeypatch.setattr(race.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(peers.Contender, "lacks", lambda self, framework: "")
-    monkeypatch.setattr("hvdtrain.cli.verify.launcher", lambda ranks: ["mpirun", "-np", str(ranks)])
+    monkeypatch.setattr("hvdtrain.commands.verify.launcher", lambda ranks: ["mpirun", "-np", str(ranks)])
     monkeypatch.setattr("hvdtrain.cluster.topology.affinity", lambda: [0, 1])
     monkeypatch.setattr(throttle, "available", lambda: "nobody allows it")
 

@@ -9,11 +9,12 @@ import types
 import numpy as np
 import pytest
 
-from hvdtrain.bench import options, record, table
-from hvdtrain.bench.table import shown, spread
-from hvdtrain.cli import bench
-from hvdtrain.errors import UserError
-from hvdtrain.exchange.sweep import settle
+from hvdtrain.comm.measure.sweep import settle
+from hvdtrain.commands.bench import options, record
+from hvdtrain.commands.bench import cli as bench
+from hvdtrain.core import table
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.table import shown, spread
 
 # --- records -------------------------------------------------------------------------------------------------------
 
@@ -29,7 +30,7 @@ def test_the_environment_names_what_a_number_depends_on():
 
 
 def test_versions_are_read_without_an_import():
-    probe = ("import sys; from hvdtrain.bench import record; record.environment(); "
+    probe = ("import sys; from hvdtrain.commands.bench import record; record.environment(); "
              "print(sorted({'torch', 'tensorflow', 'keras', 'horovod', 'mpi4py'} & set(sys.modules)))")
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
@@ -213,7 +214,7 @@ def test_an_unknown_bench_is_refused_with_the_nearest_name():
 
 def test_the_help_of_bench_imports_nothing_heavy():
     heavy = {"torch", "tensorflow", "keras", "horovod", "mpi4py", "rich", "jsonargparse", "safetensors", "sklearn"}
-    probe = ("import sys; from hvdtrain.cli import main; status = main(['bench', '--help']); "
+    probe = ("import sys; from hvdtrain.commands import main; status = main(['bench', '--help']); "
              f"print(status, sorted({heavy!r} & set(sys.modules)))")
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})

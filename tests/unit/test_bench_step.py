@@ -13,12 +13,12 @@ import pytest
 from benchmarks import peers, standings, step, worker
 from benchmarks import race as racing
 from benchmarks.peers import contender, Prepared
-from hvdtrain.bench.workloads import BATCHES, WORKLOADS, part
+from hvdtrain.commands.bench.workloads import BATCHES, WORKLOADS, part
 from hvdtrain.core import ROOT
+from hvdtrain.core.cursor import Cursor
+from hvdtrain.core.errors import UserError
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.cursor import Cursor
 from hvdtrain.data.sources import ArraySource
-from hvdtrain.errors import UserError
 
 
 def refused(*argv):
@@ -42,7 +42,7 @@ def test_a_bad_option_is_refused_in_words_before_any_job(argv, word, monkeypatch
     monkeypatch.setattr("hvdtrain.cluster.horovod.horovod_reason", lambda framework: None)
     monkeypatch.setattr(racing, "Job", lambda *job: pytest.fail("a job was started"))
     monkeypatch.setattr(racing.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr("hvdtrain.cli.verify.launcher", lambda ranks: ["mpirun"])
+    monkeypatch.setattr("hvdtrain.commands.verify.launcher", lambda ranks: ["mpirun"])
     assert word in refused(*argv)
 
 
@@ -108,7 +108,7 @@ def test_the_parts_of_our_names():
 
 def test_what_is_not_installed_is_left_out_with_the_reason(monkeypatch, capsys):
     monkeypatch.setattr(racing.importlib.util, "find_spec", lambda name: None if name == "accelerate" else object())
-    monkeypatch.setattr("hvdtrain.cli.verify.launcher", lambda ranks: ["mpirun", "-np", str(ranks)])
+    monkeypatch.setattr("hvdtrain.commands.verify.launcher", lambda ranks: ["mpirun", "-np", str(ranks)])
     plan = step._plan(step._parser().parse(["--contenders", "accelerate,ddp,plain"]), {})
     assert [c.name for c in plan.contenders] == ["ddp", "plain"]
     assert "accelerate is left out: accelerate is not installed" in capsys.readouterr().out
@@ -137,7 +137,7 @@ def test_what_is_set_for_all_is_noted_for_all():
 
 def test_all_jobs_get_the_same_command_and_environment(monkeypatch):
     monkeypatch.setattr(racing.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr("hvdtrain.cli.verify.launcher",
+    monkeypatch.setattr("hvdtrain.commands.verify.launcher",
                         lambda ranks: ["mpirun", "--oversubscribe", "-np", str(ranks)])
     args = step._parser().parse(["--contenders", "ddp,hvdtrain", "--threads", "3", "--hosts", "a:1,b:1", "--iface",
                                  "eth7", "--mpirun_args", "--mca plm_rsh_agent '/a b'", "--exchange", "bucket_mb=4"])
@@ -254,7 +254,7 @@ def race(monkeypatch, tmp_path):
     def run(lasts, *argv):
         monkeypatch.setattr(step, "command", lambda args, plan, c, scratch: [
             sys.executable, "-c", STAND_IN, c.name, str(lasts[c.name]), "1" if c.alone else "2"])
-        monkeypatch.setattr("hvdtrain.cli.verify.launcher", lambda ranks: ["mpirun"])
+        monkeypatch.setattr("hvdtrain.commands.verify.launcher", lambda ranks: ["mpirun"])
         path = tmp_path / "r.jsonl"
         try:
             status = step.main(["--contenders", ",".join(lasts), "--jsonl", str(path), "--timeout", "20", *argv])

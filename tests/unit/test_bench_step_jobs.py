@@ -15,8 +15,8 @@ import pytest
 from benchmarks import jobs
 from benchmarks.jobs import Job, JobFailed
 from benchmarks.worker import MARK
-from hvdtrain.build.children import orderly_signals, processes
-from hvdtrain.build.run import logged
+from hvdtrain.commands.build_horovod.run import logged
+from hvdtrain.core.processes import orderly_signals, processes
 
 pytestmark = pytest.mark.timeout(60)
 

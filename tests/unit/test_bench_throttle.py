@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import throttle
 from benchmarks.throttle import Home, locate, quota, Throttle
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 V1 = """31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
 32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:5 - cgroup cgroup rw,cpu,cpuacct

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from benchmarks import peers, race, throttle, whatif
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 STAND_IN = """
 import json, sys
@@ -41,7 +41,7 @@ def bench(monkeypatch, tmp_path):
         monkeypatch.setattr(race, "start", stand_in)
         monkeypatch.setattr(race.importlib.util, "find_spec", lambda name: object())
         monkeypatch.setattr(peers.Contender, "lacks", lambda self, framework: "")
-        monkeypatch.setattr("hvdtrain.cli.verify.launcher", lambda ranks: ["mpirun", "-np", str(ranks)])
+        monkeypatch.setattr("hvdtrain.commands.verify.launcher", lambda ranks: ["mpirun", "-np", str(ranks)])
         monkeypatch.setattr(throttle, "available", lambda: "nobody allows it")
         path = tmp_path / "r.jsonl"
         status = whatif.main(["--jsonl", str(path), "--timeout", "20", "--steps", "2", "--rounds", "2",

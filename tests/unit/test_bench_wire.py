@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from hvdtrain.backends.numpy import Ops
-from hvdtrain.bench import wire
-from hvdtrain.bench.session import Session, open_session
-from hvdtrain.collectives.lockstep import LockstepCollectives, LockstepWorld
-from hvdtrain.collectives.null import Done, NullCollectives
-from hvdtrain.errors import UserError
+from hvdtrain.comm.collectives.lockstep import LockstepCollectives, LockstepWorld
+from hvdtrain.comm.collectives.null import Done, NullCollectives
+from hvdtrain.commands.bench import wire
+from hvdtrain.commands.bench.session import Session, open_session
+from hvdtrain.core.errors import UserError
 
 WORLDS = (1, 2, 3)
 OPEN_MPI = {"mpi": "Open MPI 4.1.8"}

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.build import cache, detect, flow, record, toolkit, tools, verify, wheel
-from hvdtrain.build.detect import Cuda, Facts, Framework, Mpi
-from hvdtrain.build.plan import Plan, plan
-from hvdtrain.build.progress import Display, Progress, clock
-from hvdtrain.build.run import ChildFailed, logged
-from hvdtrain.errors import UserError
-from hvdtrain.resolve import ROOT
+from hvdtrain.cluster.machine import software as detect
+from hvdtrain.cluster.machine.software import Cuda, Facts, Framework, Mpi
+from hvdtrain.commands.build_horovod import cache, flow, record, toolkit, tools, verify, wheel
+from hvdtrain.commands.build_horovod.plan import Plan, plan
+from hvdtrain.commands.build_horovod.progress import Display, Progress, clock
+from hvdtrain.commands.build_horovod.run import ChildFailed, logged
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.resolve import ROOT
 
 MPI = Mpi("openmpi", "4.1.8", "mpirun", "mpicxx", "/usr/lib")
 FACTS = Facts("cp311", "linux_x86_64", "/env", "/env/lib/python3.11/site-packages",
@@ -43,8 +44,8 @@ def _python(code: str) -> list[str]:
 
 
 def test_the_build_package_imports_no_third_party_and_no_framework() -> None:
-    code = ("import sys; before = set(sys.modules); import hvdtrain.build.flow, os;"
-            "import hvdtrain.cli.build;"
+    code = ("import sys; before = set(sys.modules); import hvdtrain.commands.build_horovod.flow, os;"
+            "import hvdtrain.commands.build_horovod.cli;"
             "new = {m.split('.')[0] for m in set(sys.modules) - before};"
             "print(sorted(new - set(sys.stdlib_module_names) - {'hvdtrain'}))")
     done = subprocess.run(_python(code), capture_output=True, text=True, timeout=60, check=True)
@@ -108,7 +109,7 @@ def test_a_terminal_gets_one_moving_line_and_a_file_gets_few(stream: io.StringIO
 @pytest.mark.parametrize("stream", [io.StringIO(), _Terminal()])
 def test_what_is_quickly_done_is_not_shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> None:
     clock_s = [0.0]
-    monkeypatch.setattr("hvdtrain.build.progress.time.monotonic", lambda: clock_s[0])
+    monkeypatch.setattr("hvdtrain.commands.build_horovod.progress.time.monotonic", lambda: clock_s[0])
     display = Display("installing the wheel", stream, after_s=3.0)
     for clock_s[0] in (1.0, 2.0):
         display.show(Progress())
@@ -277,7 +278,7 @@ def test_a_missing_tool_is_one_line_that_names_its_package() -> None:
 
 
 def test_without_a_path_the_tools_check_fails_with_one_line(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "hvdtrain.build.tools"], env={"PATH": str(tmp_path)},
+    done = subprocess.run([sys.executable, "-m", "hvdtrain.commands.build_horovod.tools"], env={"PATH": str(tmp_path)},
                           text=True, capture_output=True, timeout=60, cwd=ROOT.parent)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert "install the package" in done.stderr

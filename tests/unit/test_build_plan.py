@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.build import detect, patches
-from hvdtrain.build.detect import Cuda, Facts, Framework, Mpi
-from hvdtrain.build.plan import plan
-from hvdtrain.cli import build
-from hvdtrain.errors import UserError
+from hvdtrain.cluster.machine import software as detect
+from hvdtrain.cluster.machine.software import Cuda, Facts, Framework, Mpi
+from hvdtrain.commands.build_horovod import patches
+from hvdtrain.commands.build_horovod import cli as build
+from hvdtrain.commands.build_horovod.plan import plan
+from hvdtrain.core.errors import UserError
 
 TORCH = Framework("torch", "torch", "2.13.0+cpu")
 TENSORFLOW = Framework("tensorflow", "tensorflow-cpu", "2.21.0")

@@ -9,20 +9,20 @@ from types import SimpleNamespace
 import pytest
 from fake_run import all_of, make_run, walk
 
-import hvdtrain.callbacks
-from hvdtrain.callbacks import checkpoint as checkpoint_module
-from hvdtrain.callbacks.base import Callback
-from hvdtrain.callbacks.checkpoint import Checkpoint
-from hvdtrain.callbacks.early_stop import EarlyStop
-from hvdtrain.callbacks.nan_guard import NanGuard
+import hvdtrain.engine.callbacks
 from hvdtrain.checkpoint.adapters import state_key_of
 from hvdtrain.config import Checkpoint as CheckpointSettings
 from hvdtrain.config import EarlyStop as EarlyStopSettings
-from hvdtrain.data.cursor import Cursor
-from hvdtrain.errors import UserError
-from hvdtrain.events import Event
-from hvdtrain.protocols.state import Outcome
-from hvdtrain.run import Phases, State
+from hvdtrain.core.cursor import Cursor
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.events import Event
+from hvdtrain.core.protocols.state import Outcome
+from hvdtrain.engine.callbacks import checkpoint as checkpoint_module
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.callbacks.checkpoint import Checkpoint
+from hvdtrain.engine.callbacks.early_stop import EarlyStop
+from hvdtrain.engine.callbacks.nan_guard import NanGuard
+from hvdtrain.engine.run import Phases, State
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ STATE_KEYS = {"AutoCompile", "AutoCompression", "AutoWire", "Balance", "EarlySto
 
 def test_states_in_checkpoints_keep_their_names():
     """A renamed class would lose its state when a checkpoint of an earlier release is resumed."""
-    found = {member for module in pkgutil.iter_modules(hvdtrain.callbacks.__path__)
-             for member in vars(importlib.import_module(f"hvdtrain.callbacks.{module.name}")).values()
+    found = {member for module in pkgutil.iter_modules(hvdtrain.engine.callbacks.__path__)
+             for member in vars(importlib.import_module(f"hvdtrain.engine.callbacks.{module.name}")).values()
              if isinstance(member, type) and issubclass(member, Callback) and "state_dict" in vars(member)}
     assert {cls.state_key for cls in found - {Callback}} == STATE_KEYS
 
@@ -80,7 +80,7 @@ def test_a_callback_of_the_user_is_stored_by_the_name_of_its_class():
 
 def test_every_so_many_seconds(run, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("hvdtrain.turns.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hvdtrain.core.turns.time.monotonic", lambda: clock[0])
 
     class Seer(Callback):
         every, count = "2.5 s", 0
@@ -300,7 +300,7 @@ def test_checkpoints_by_steps(run, saved, settings, steps):
 @pytest.mark.parametrize("rank, steps", [(0, [3, 6, 9]), (1, [])])
 def test_checkpoints_by_rank_0s_clock(tmp_path, saved, monkeypatch, rank, steps):
     clock = [0.0]
-    monkeypatch.setattr("hvdtrain.callbacks.checkpoint.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hvdtrain.engine.callbacks.checkpoint.time.monotonic", lambda: clock[0])
     run = make_run(tmp_path, rank)
     callback = Checkpoint(CheckpointSettings(every_s=2.5, at_end=False))
     callback.fit_start(run)
@@ -343,7 +343,7 @@ def test_a_checkpoint_that_fails_ends_the_run_where_that_is_asked_for(run, saved
 def by_the_clock(run, monkeypatch, callback, saver, seconds, **cost):
     """Save a run of one step a second for ``seconds``; returns when."""
     clock, at = [0.0], []
-    monkeypatch.setattr("hvdtrain.callbacks.checkpoint.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hvdtrain.engine.callbacks.checkpoint.time.monotonic", lambda: clock[0])
     callback.fit_start(run)
     for step in range(1, seconds + 1):
         run.state.cursor = Cursor(step=step, epoch_step=step)

@@ -14,17 +14,17 @@ import pytest
 from fake_run import all_of, make_run, reporting, walk
 from small_runs import FRAMEWORKS, config, make_model, samples
 
-from hvdtrain import summary
-from hvdtrain.callbacks.base import Callback
-from hvdtrain.callbacks.throughput import Throughput
 from hvdtrain.config import Config
-from hvdtrain.events import Event
-from hvdtrain.progress.line import Line
-from hvdtrain.progress.terminal import Own
-from hvdtrain.reports import progress
+from hvdtrain.core.events import Event
+from hvdtrain.core.terminal import say
+from hvdtrain.engine import summary
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.callbacks.throughput import Throughput
+from hvdtrain.engine.run import Phases
 from hvdtrain.reports.jsonl import Jsonl
-from hvdtrain.run import Phases
-from hvdtrain.terminal import say
+from hvdtrain.reports.progress import report as progress
+from hvdtrain.reports.progress.line import Line
+from hvdtrain.reports.progress.terminal import Own
 from hvdtrain.trainer import Trainer
 
 
@@ -195,7 +195,7 @@ def test_a_directory_that_is_deleted_in_mid_run_costs_the_run_nothing(framework,
 
 def test_throughput_is_that_of_a_window(run, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("hvdtrain.callbacks.throughput.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("hvdtrain.engine.callbacks.throughput.time.perf_counter", lambda: clock[0])
     meter, seen = Throughput(window=2), []
     meter.on(Event.EPOCH_START, run)
     for step_s in (1.0, 1.0, 4.0, 4.0, 4.0):
@@ -252,8 +252,8 @@ def test_steps_of_the_whole_run(tmp_path, steps, config, total):
 @pytest.mark.parametrize("steps", [5, None])
 def test_lines(tmp_path, capsys, monkeypatch, steps):
     clock = [0.0]
-    monkeypatch.setattr("hvdtrain.reports.progress.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("hvdtrain.turns.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hvdtrain.reports.progress.report.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hvdtrain.core.turns.time.monotonic", lambda: clock[0])
     run = make_run(tmp_path, steps=steps, epochs=2)
     run.state.samples_per_s = 1234.5
     for _ in walk(run, reporting(run, progress.Lines(seconds=3.0))):

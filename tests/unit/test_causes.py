@@ -8,10 +8,10 @@ import pytest
 
 from hvdtrain.cluster import exit as exits
 from hvdtrain.cluster.control import agreed
-from hvdtrain.cluster.launcher import SOLO
-from hvdtrain.collectives.lockstep import LockstepWorld
-from hvdtrain.errors import PeerFailed, UserError, WaitTimeout
-from hvdtrain.faults import causes, marks
+from hvdtrain.cluster.liveness import causes, marks
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
+from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout
+from hvdtrain.core.launcher import SOLO
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_an_agreed_mistake_keeps_its_kind():
 
 FORKS = """
 import atexit, os, sys
-from hvdtrain.faults import causes, pulse
+from hvdtrain.cluster.liveness import causes, pulse
 
 pulse.page()
 atexit.register(pulse.leaving)
@@ -165,7 +165,7 @@ def test_a_forked_childs_end_is_not_the_ranks(folder):
 SAVED = """
 import os, signal, sys
 from hvdtrain.cluster.exit import run_guarded
-from hvdtrain.cluster.launcher import SOLO
+from hvdtrain.core.launcher import SOLO
 
 status = run_guarded(lambda: 75, SOLO)
 os.kill(os.getpid(), signal.SIGTERM)

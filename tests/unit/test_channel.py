@@ -5,10 +5,10 @@ import threading
 import numpy as np
 import pytest
 
-from hvdtrain.cluster.channel import ChannelClosed, Mail, MailChannel
 from hvdtrain.cluster.control import SoloControl
-from hvdtrain.collectives.lockstep import LockstepWorld
-from hvdtrain.errors import WaitTimeout
+from hvdtrain.cluster.messages.channel import ChannelClosed, Mail, MailChannel
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
+from hvdtrain.core.errors import WaitTimeout
 
 
 def test_messages_of_one_tag_come_in_order_and_tags_do_not_mix():

@@ -11,8 +11,8 @@ import time
 import numpy as np
 import pytest
 
-from hvdtrain import curve
-from hvdtrain.build.children import Child
+from hvdtrain.core import curve
+from hvdtrain.core.processes import Child
 from benchmarks.chaos import inject, judge, look
 from benchmarks.chaos.campaign import Campaign, Leg, Outcome
 from benchmarks.chaos.plan import (
@@ -21,7 +21,7 @@ from benchmarks.chaos.plan import (
 )
 from hvdtrain.checkpoint import CheckpointStore, Snapshot
 from benchmarks.chaos import cli as chaos
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 
 def test_the_plan_is_the_seed_s_alone():

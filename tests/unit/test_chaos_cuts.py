@@ -14,7 +14,7 @@ from benchmarks.chaos.aim import Attempt
 from benchmarks.chaos.campaign import Leg, Lost, Outcome
 from benchmarks.chaos.plan import CUT, Fault, OUTAGE, RANK, STEP
 from benchmarks.chaos import cli as chaos
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 
 def test_every_other_cut_is_mended_in_time_and_the_seed_decides_the_rest():

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from small_runs import FRAMEWORKS, Record, config, fitted, lockstep, make_model, samples, solo
 
-from hvdtrain import loop
-from hvdtrain.callbacks.base import Callback
-from hvdtrain.checkpoint import CheckpointStore, files, read_snapshot, saving, session
+from hvdtrain.checkpoint import CheckpointStore, files, read_snapshot
 from hvdtrain.checkpoint.copies import Copies, NoRoom
 from hvdtrain.checkpoint.savers.background import BackgroundSaver
 from hvdtrain.checkpoint.savers.inline import InlineSaver
-from hvdtrain.collectives.lockstep import LockstepControl
+from hvdtrain.comm.collectives.lockstep import LockstepControl
 from hvdtrain.config import Checkpoint, Named
-from hvdtrain.errors import UserError, WaitTimeout
+from hvdtrain.core.errors import UserError, WaitTimeout
+from hvdtrain.engine import loop
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.saving import saving, session
 
 DATA = samples(48)
 

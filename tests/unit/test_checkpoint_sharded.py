@@ -14,9 +14,9 @@ from small_runs import FRAMEWORKS, bits, config, fitted, lockstep, make_model, s
 from hvdtrain.checkpoint import CheckpointError, CheckpointStore, adapters, inspect, read_snapshot
 from hvdtrain.checkpoint.adapters import part
 from hvdtrain.checkpoint.manifest import FileEntry, Manifest, decode, encode
-from hvdtrain.collectives.lockstep import LockstepControl
+from hvdtrain.comm.collectives.lockstep import LockstepControl
 from hvdtrain.config import Checkpoint, Named
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 DATA = samples(48)
 
@@ -180,7 +180,7 @@ def test_without_a_channel_the_ranks_write_their_parts_all_the_same(tmp_path, mo
 
 
 APART = """
-from hvdtrain.data_parallel.alone import Alone
+from hvdtrain.parallel.data_parallel.alone import Alone
 
 
 class Apart(Alone):

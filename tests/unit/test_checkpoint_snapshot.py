@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from hvdtrain.checkpoint import CheckpointError, Snapshot, inspect, read_snapshot, write_snapshot
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 pytestmark = pytest.mark.timeout(60)
 

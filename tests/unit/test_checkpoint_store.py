@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Snapshot, Stored, write_snapshot
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 pytestmark = pytest.mark.timeout(60)
 

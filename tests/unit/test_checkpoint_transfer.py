@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from small_runs import config, fitted, lockstep, make_model, samples
 
-from hvdtrain.checkpoint import Snapshot, files, read_snapshot, session, stream, write_snapshot
+from hvdtrain.checkpoint import Snapshot, files, read_snapshot, stream, write_snapshot
 from hvdtrain.checkpoint.stream import Stream, head, in_order
 from hvdtrain.checkpoint.transfer import arriving, fetch, own_group, whole_shards
-from hvdtrain.collectives.lockstep import LockstepControl, LockstepWorld
+from hvdtrain.comm.collectives.lockstep import LockstepControl, LockstepWorld
 from hvdtrain.config import Checkpoint, DataParallel
-from hvdtrain.errors import UserError
-from hvdtrain.protocols.state import Head, Want
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.state import Head, Want
+from hvdtrain.engine.saving import session
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ import pytest
 from small_runs import CLASSES, FEATURES, FRAMEWORKS, HIDDEN, bits, config, fitted, lockstep, make_model, samples
 
 from hvdtrain.checkpoint import read_snapshot
-from hvdtrain.collectives.lockstep import LockstepControl
+from hvdtrain.comm.collectives.lockstep import LockstepControl
+from hvdtrain.commands.convert import places, worker
+from hvdtrain.commands.convert.request import Request, completed
 from hvdtrain.config import Checkpoint, DataParallel, Exchange, Named
-from hvdtrain.convert import places, worker
-from hvdtrain.convert.request import Request, completed
 
 DATA = samples(96)
 SHARDS = {1: [], 2: [1, 3], 3: [5, 0, 2], 4: [1, 2, 4, 0]}

@@ -15,9 +15,9 @@ from small_runs import config, make_model, samples
 from hvdtrain import Trainer
 from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Snapshot, weights
 from hvdtrain.checkpoint.tensors import Spec
-from hvdtrain.cli import checkpoints
+from hvdtrain.commands import checkpoints
 from hvdtrain.config import Checkpoint
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 
 def snapshot(step):
@@ -241,7 +241,7 @@ def test_tied_weights_have_one_average_and_what_is_not_averaged_stays(tmp_path):
 
 
 def test_it_imports_no_framework(run):
-    code = "import sys; from hvdtrain.cli import main; main(['checkpoints', sys.argv[1], '--verify']); " \
+    code = "import sys; from hvdtrain.commands import main; main(['checkpoints', sys.argv[1], '--verify']); " \
            "sys.exit(len({'torch', 'tensorflow', 'keras', 'horovod'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.count("whole") == 3, done.stderr

@@ -2,10 +2,11 @@
 
 import pytest
 
-from hvdtrain.exchange.choice import (BUCKET_TIE, NUMERICS, TIE, Baseline, Choice, Cost, Row, best_wires, decide,
-                                      pick_bucket, predict, table, verdict)
-from hvdtrain.exchange.compressors import names
-from hvdtrain.exchange.link import Link, Traffic
+from hvdtrain.comm.compressors import names
+from hvdtrain.planning.exchange.choice import (
+    BUCKET_TIE, NUMERICS, TIE, Baseline, Choice, Cost, Row, best_wires, decide, pick_bucket, predict, table, verdict,
+)
+from hvdtrain.planning.exchange.link import Link, Traffic
 
 LINKS = {"allreduce float32": Link(0.0, 1e-8), "allgather": Link(0.0, 2e-8)}
 NONE = Cost("none", 0.0, (Traffic("allreduce float32", False, 1, 10_000_000),), 10_000_000)  # 100 ms

@@ -11,10 +11,10 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from hvdtrain import recipe, schema
-from hvdtrain.cli.train import make_parser, parse
-from hvdtrain.config import Config, Data, Named
-from hvdtrain.errors import UserError
+from hvdtrain.commands.train import make_parser, parse
+from hvdtrain.config import Config, Data, Named, schema
+from hvdtrain.config import yaml_file as recipe
+from hvdtrain.core.errors import UserError
 
 BIG = "9" * 5000
 
@@ -450,7 +450,7 @@ def test_help_of_the_whole_imports_the_standard_library_only():
 import sys
 before = set(sys.modules)
 sys.argv = ["hvdtrain", "--help"]
-from hvdtrain.cli import main
+from hvdtrain.commands import main
 assert main(["--help"]) == 0 and main(["--version"]) == 0
 roots = {m.partition(".")[0] for m in set(sys.modules) - before}
 print(sorted(roots - set(sys.stdlib_module_names) - {"hvdtrain"}))
@@ -462,7 +462,7 @@ print(sorted(roots - set(sys.stdlib_module_names) - {"hvdtrain"}))
 def test_help_of_train_imports_no_framework():
     done = python(["-c", """
 import sys
-from hvdtrain.cli import main
+from hvdtrain.commands import main
 assert main(["train", "--help"]) == 0
 print(sorted({"torch", "tensorflow", "keras", "horovod", "mpi4py"} & set(sys.modules)))
 """])

@@ -2,7 +2,7 @@
 
 import math
 
-from hvdtrain.compile.choice import MARGIN, Tried, verdict, verdicts, words
+from hvdtrain.planning.compile_choice import MARGIN, Tried, verdict, verdicts, words
 
 
 def tried(kind, base, option, **more):

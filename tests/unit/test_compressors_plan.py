@@ -6,17 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.backends.numpy.ops import Ops
-from hvdtrain.collectives.null import NullCollectives
+from hvdtrain.comm.collectives.null import NullCollectives
+from hvdtrain.comm.compressors import bf16, create, fp16, int8, names, twoshot
+from hvdtrain.comm.compressors.candidates import SAMPLE, sample
+from hvdtrain.comm.compressors.powersgd import Matrix, PowerSGD, matrices, split, start
+from hvdtrain.comm.compressors.topk import TopK
+from hvdtrain.comm.reducer.reducer import Reducer
 from hvdtrain.config import Config, Exchange
-from hvdtrain.errors import UserError
-from hvdtrain.exchange.buckets import plan_buckets
-from hvdtrain.exchange.compressors import create, names
-from hvdtrain.exchange.compressors import bf16, fp16, int8, twoshot
-from hvdtrain.exchange.compressors.candidates import SAMPLE, sample
-from hvdtrain.exchange.compressors.powersgd import Matrix, PowerSGD, matrices, split, start
-from hvdtrain.exchange.compressors.topk import TopK
-from hvdtrain.exchange.reducer import Reducer
-from hvdtrain.protocols import ParamSpec
+from hvdtrain.core.buckets import plan_buckets
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import ParamSpec
 
 MLP = [shape for i, o in ((784, 2048), (2048, 2048), (2048, 1792), (1792, 10)) for shape in ((o, i), (o,))]
 NORM = [(256,), (256,)]

@@ -8,9 +8,8 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from hvdtrain import schema
-from hvdtrain.config import Checkpoint, Config, Data, EarlyStop, Exchange, Named, Schedule
-from hvdtrain.errors import UserError
+from hvdtrain.config import Checkpoint, Config, Data, EarlyStop, Exchange, Named, Schedule, schema
+from hvdtrain.core.errors import UserError
 
 
 def refusal(**values):

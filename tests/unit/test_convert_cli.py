@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from hvdtrain.checkpoint import Snapshot, write_snapshot
-from hvdtrain.cli import convert as cli
-from hvdtrain.convert import Request, check, convert, source_of, target_of
-from hvdtrain.convert.places import Place
-from hvdtrain.convert.request import completed
-from hvdtrain.errors import UserError
-from hvdtrain.resolve import ROOT
+from hvdtrain.commands.convert import Request, check, cli, convert, source_of, target_of
+from hvdtrain.commands.convert.places import Place
+from hvdtrain.commands.convert.request import completed
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.resolve import ROOT
 
 
 def run_directory(path, step=12, **meta):
@@ -60,7 +59,7 @@ def test_a_target_that_no_folder_can_hold_is_a_mistake(tmp_path):
 
 
 def test_random_weights_are_none_of_them_zero():
-    from hvdtrain.convert.layers import Layer, Model, Weight
+    from hvdtrain.backends.interchange.layers import Layer, Model, Weight
 
     given = {"w": np.zeros((3, 4), np.float32), "b": np.ones(5, np.float32), "running_var": np.ones(5, np.float32),
              "n": np.array(3), "h": np.zeros((2, 2), np.uint16), "other": np.zeros(2, np.float32)}

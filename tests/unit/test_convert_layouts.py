@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdtrain.convert import layouts
-from hvdtrain.convert.layers import Layer, Model, Weight
-from hvdtrain.convert.layouts import KINDS, Ends
-from hvdtrain.convert.pairing import UNSUPPORTED, carry, carry_moments, hints, pair
-from hvdtrain.errors import UserError
+from hvdtrain.backends.interchange import layouts
+from hvdtrain.backends.interchange.layers import Layer, Model, Weight
+from hvdtrain.backends.interchange.layouts import KINDS, Ends
+from hvdtrain.backends.interchange.pairing import UNSUPPORTED, carry, carry_moments, hints, pair
+from hvdtrain.core.errors import UserError
 
 H, D, E = 2, 3, 6
 """Heads, size of one, width."""

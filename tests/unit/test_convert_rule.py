@@ -7,10 +7,11 @@ import json
 import numpy as np
 import pytest
 
+from hvdtrain.backends.interchange import rule
+from hvdtrain.backends.interchange.rule import Rule
+from hvdtrain.commands.convert import resume
 from hvdtrain.config import Config, Named, Schedule
-from hvdtrain.convert import resume, rule
-from hvdtrain.convert.rule import Rule
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "nesterov": False, "weight_decay": 0, "maximize": False}
 ADAM = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0, "amsgrad": False, "maximize": False}

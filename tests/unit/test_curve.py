@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from hvdtrain import curve
-from hvdtrain.errors import UserError
+from hvdtrain.core import curve
+from hvdtrain.core.errors import UserError
 
 
 def test_largest_difference():

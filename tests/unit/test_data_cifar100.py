@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from cifar_archive import pickled, pictures, write_binary, write_python
 
+from hvdtrain.core.errors import UserError
 from hvdtrain.data import plain_pickle
 from hvdtrain.data.sets import cifar100
 from hvdtrain.data.sources import Source, resolve, resolve_splits
-from hvdtrain.errors import UserError
 
 
 def everything(source):

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from hvdtrain.collectives.lockstep import LockstepWorld
-from hvdtrain.data.cursor import Cursor
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
+from hvdtrain.core.cursor import Cursor
+from hvdtrain.core.errors import UserError
 from hvdtrain.data.empty import StandIn
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.sampler import Cut, micro_batches, padded
 from hvdtrain.data.sources import ArraySource
-from hvdtrain.errors import UserError
+from hvdtrain.planning.batch.sampler import Cut, micro_batches, padded
 
 
 def source(n):

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.cluster.views import Copies
-from hvdtrain.data.cursor import Cursor
+from hvdtrain.core.cursor import Cursor
+from hvdtrain.core.errors import UserError
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.prefetch import Shelf, prefetched
-from hvdtrain.data.sampler import Cut, cut
 from hvdtrain.data.sources import ArraySource
 from hvdtrain.data.stream import fingerprint, rebatch
-from hvdtrain.errors import UserError
+from hvdtrain.planning.batch.sampler import Cut, cut
 
 WAIT_S = 20
 SHARES = st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from pictures import write_folder
 
-from hvdtrain.cli.train import parse
+from hvdtrain.commands.train import parse
+from hvdtrain.core.errors import UserError
 from hvdtrain.data.sources import Source, Unreadable, resolve, resolve_splits
-from hvdtrain.errors import UserError
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 

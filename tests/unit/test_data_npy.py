@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hvdtrain.core.errors import UserError
 from hvdtrain.data.sources import Source, resolve, resolve_splits
-from hvdtrain.errors import UserError
 
 
 def everything(source):

@@ -6,11 +6,11 @@ import textwrap
 import numpy as np
 import pytest
 
+from hvdtrain.core.errors import UserError
 from hvdtrain.data.sets.digits import make as digits
 from hvdtrain.data.sets.npz import make as npz
 from hvdtrain.data.sets.synthetic import make as synthetic
 from hvdtrain.data.sources import ArraySource, interpret, resolve
-from hvdtrain.errors import UserError
 
 
 def everything(source):

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from hvdtrain.core.errors import UserError
 from hvdtrain.data.sets import text
 from hvdtrain.data.sources import resolve
-from hvdtrain.errors import UserError
 
 
 def both(**args):

@@ -11,13 +11,13 @@ import threading
 import numpy as np
 import pytest
 
-from hvdtrain.data import tokenizer as tokenizers_of_files
+from hvdtrain.core.cursor import Cursor
+from hvdtrain.core.errors import UserError
 from hvdtrain.data import tokens
-from hvdtrain.data.cursor import Cursor
+from hvdtrain.data import tokenizer as tokenizers_of_files
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.sets.text import paragraphs
 from hvdtrain.data.sources import EpochSource, Source, resolve, resolve_splits
-from hvdtrain.errors import UserError
 
 ROWS = np.arange(40, dtype=np.int64)
 

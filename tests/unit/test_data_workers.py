@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from hvdtrain.config import Config, Data
+from hvdtrain.core.errors import ExitCalled, UserError
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.sources import ArraySource, Unreadable
 from hvdtrain.data.workers import choose, start
 from hvdtrain.data.workers.worker import fetch_seeded
-from hvdtrain.errors import ExitCalled, UserError
 
 
 class Slow:
@@ -151,7 +151,7 @@ def test_workers_give_what_the_rank_would_read_itself(one):
         return [np.concatenate([m[1] for m in batch.micros]) for batch in feed.epoch(next_to())]
 
     def next_to():
-        from hvdtrain.data.cursor import Cursor
+        from hvdtrain.core.cursor import Cursor
 
         return Cursor()
 
@@ -161,7 +161,7 @@ def test_workers_give_what_the_rank_would_read_itself(one):
 
 def test_a_walk_that_stops_leaves_nothing_behind(one):
     data, _ = one
-    from hvdtrain.data.cursor import Cursor
+    from hvdtrain.core.cursor import Cursor
 
     feed = Feed(data, 4, seed=1)
     walk = feed.epoch(Cursor())

@@ -3,7 +3,7 @@
 import pytest
 
 from hvdtrain.cluster.devices import DeviceFacts, count_gpus, overlap, sharing, unlike, usable, visible_devices
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 V = "CUDA_VISIBLE_DEVICES"
 

@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
+from hvdtrain.core.errors import UserError
 from hvdtrain.data.sets import digits
-from hvdtrain.errors import UserError
 
 
 def test_the_table_is_what_scikit_learn_loads():

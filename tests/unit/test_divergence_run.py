@@ -10,17 +10,17 @@ import test_extensions
 from small_runs import CUTS, FRAMEWORKS, Recut, config, fitted, lockstep, make_model, replans, samples
 
 from hvdtrain import backends
-from hvdtrain.assemble import assemble
-from hvdtrain.callbacks import divergence as room
-from hvdtrain.callbacks.base import Callback
-from hvdtrain.callbacks.divergence import Divergence, stride
-from hvdtrain.collectives.lockstep import LockstepWorld
-from hvdtrain.collectives.null import NullCollectives
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
+from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.config import Exchange, Named
-from hvdtrain.errors import UserError
-from hvdtrain.exchange.buckets import plan_buckets
-from hvdtrain.faults.digest import COLUMNS, digest, norm, signed_sum
-from hvdtrain.faults.divergence import Diverged
+from hvdtrain.core.buckets import plan_buckets
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine.assemble import assemble
+from hvdtrain.engine.callbacks import divergence as room
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.callbacks.divergence import Divergence, stride
+from hvdtrain.engine.guards.digest import COLUMNS, digest, norm, signed_sum
+from hvdtrain.engine.guards.divergence import Diverged
 
 FIRST = {"numpy": "w0", "torch": "dense_0.linear.weight", "tensorflow": "kernel"}
 

@@ -7,9 +7,10 @@ import pytest
 
 from benchmarks.__main__ import BENCHES
 from benchmarks.chaos import cli as chaos
-from hvdtrain.cli import COMMANDS, checkpoints, launch, train, verify
-from hvdtrain.cli.bench import BENCHES as ON_CLUSTERS
-from hvdtrain.resolve import ROOT
+from hvdtrain.commands import COMMANDS, checkpoints, train, verify
+from hvdtrain.commands.bench.cli import BENCHES as ON_CLUSTERS
+from hvdtrain.commands.launch import cli as launch
+from hvdtrain.core.resolve import ROOT
 
 TREE = ROOT.parent
 PAGES = [TREE / "README.md", TREE / "CONTRIBUTING.md", *sorted((TREE / "docs").rglob("*.md"))]

@@ -5,10 +5,9 @@ import re
 
 import pytest
 
-from hvdtrain import schema
-from hvdtrain.cli.train import parse
-from hvdtrain.config import Config
-from hvdtrain.resolve import ROOT
+from hvdtrain.commands.train import parse
+from hvdtrain.config import Config, schema
+from hvdtrain.core.resolve import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 
-from hvdtrain.doctor import checks, gpu_checks, mpi_checks, network_checks
-from hvdtrain.doctor.problem import NOTE, SLOWS, STOPS, Problem, merge, stops
+from hvdtrain.commands.doctor import checks, gpu_checks, mpi_checks, network_checks
+from hvdtrain.commands.doctor.problem import NOTE, SLOWS, STOPS, Problem, merge, stops
 
 TORCH = {"version": "2.13.0", "cuda": "", "hip": "", "devices": [], "horovod_built": ["mpi", "gloo"]}
 HOST = {

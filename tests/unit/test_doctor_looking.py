@@ -9,17 +9,17 @@ import time
 import pytest
 from test_doctor_checks import BROKEN, CASES, HOST, host, other
 
-from hvdtrain.build.detect import Framework
-from hvdtrain.cli import doctor
-from hvdtrain.cluster.control import SoloControl
-from hvdtrain.cluster.launcher import LaunchFacts
 from hvdtrain.cluster import clocks
-from hvdtrain.doctor import container, facts, gather, peers, probes, start, table
-from hvdtrain.doctor.checks import diagnose
-from hvdtrain.doctor.problem import SLOWS, STOPS, Problem
-from hvdtrain.errors import UserError
-from hvdtrain.launch.prepare import Here
-from hvdtrain.launch.spec import Host, Tool
+from hvdtrain.cluster.control import SoloControl
+from hvdtrain.cluster.launchers.prepare import Here
+from hvdtrain.cluster.launchers.spec import Host, Tool
+from hvdtrain.cluster.machine.software import Framework
+from hvdtrain.commands.doctor import container, facts, gather, peers, probes, start, table
+from hvdtrain.commands.doctor import cli as doctor
+from hvdtrain.commands.doctor.checks import diagnose
+from hvdtrain.commands.doctor.problem import SLOWS, STOPS, Problem
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.launcher import LaunchFacts
 
 LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "HOROVOD_")
 TELL = probes._TELL.format(mark=probes.MARK)

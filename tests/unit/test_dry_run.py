@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_runs import config, lockstep, make_model, samples
 
-from hvdtrain.callbacks.base import Callback
 from hvdtrain.checkpoint import CheckpointError, inspect
 from hvdtrain.checkpoint.values import TAG, decode, encode
 from hvdtrain.config import Checkpoint
-from hvdtrain.errors import UserError
-from hvdtrain.loop import fit as fit_run
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.loop import fit as fit_run
 from hvdtrain.trainer import Trainer
 
 KEYS = st.one_of(st.text(max_size=3), st.integers(), st.booleans(), st.none(), st.binary(max_size=3),

@@ -10,12 +10,13 @@ import pytest
 from safetensors.numpy import load_file
 from small_runs import apart, bits, config, fitted, lockstep, make_model, samples, solo, weights
 
-from hvdtrain import loop, trainer
-from hvdtrain.average import averaged
-from hvdtrain.callbacks.base import Callback
+from hvdtrain import trainer
 from hvdtrain.checkpoint import read_snapshot
 from hvdtrain.config import Checkpoint, Config, DataParallel, Named, Pipeline
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine import loop
+from hvdtrain.engine.average import averaged
+from hvdtrain.engine.callbacks.base import Callback
 
 DECAY, STEPS, HALF = 0.8, 8, 5
 TRAIN, TEST = samples(60), samples(21, 1)

@@ -10,12 +10,13 @@ import time
 import pytest
 from small_runs import config, make_model, samples
 
-from hvdtrain.callbacks.base import Callback
 from hvdtrain.config import Checkpoint
 from hvdtrain.core import ROOT
-from hvdtrain.ends import page, survivor, words
-from hvdtrain.ends.writer import Writer
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.ends import page
+from hvdtrain.reports.ends import survivor, words
+from hvdtrain.reports.ends.writer import Writer
 from hvdtrain.trainer import Trainer
 
 
@@ -97,8 +98,8 @@ KILLED = """
 import sys, time
 sys.path.insert(0, {fixtures!r})
 from small_runs import config, make_model, samples
-from hvdtrain.callbacks.base import Callback
-from hvdtrain.ends import page
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.ends import page
 from hvdtrain.trainer import Trainer
 
 class Slow(Callback):
@@ -123,7 +124,7 @@ def test_a_page_that_cannot_be_written_ends_nothing(tmp_path, monkeypatch, capsy
     def broken(out):
         raise ValueError("no ink")
 
-    monkeypatch.setattr("hvdtrain.report.write", broken)
+    monkeypatch.setattr("hvdtrain.reports.html.write", broken)
     result = fit(tmp_path)
     assert result.steps == 6 and (tmp_path / "run" / "completed.json").exists()
     assert "note: report.html could not be written (ValueError: no ink)" in capsys.readouterr().out

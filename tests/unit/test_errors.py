@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.cluster.exit import run_guarded
-from hvdtrain.cluster.launcher import launch_facts
-from hvdtrain.errors import UserError, nearest
-from hvdtrain.terminal import Stdout, say
+from hvdtrain.core.errors import UserError, nearest
+from hvdtrain.core.launcher import launch_facts
+from hvdtrain.core.terminal import Stdout, say
 
 
 def test_got_expected_do():

@@ -2,7 +2,7 @@
 
 from small_runs import config, make_model, samples, solo
 
-from hvdtrain import loop
+from hvdtrain.engine import loop
 
 
 def test_an_evaluation_without_a_fit_leaves_no_file(tmp_path, monkeypatch):

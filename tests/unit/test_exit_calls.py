@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from small_runs import config, make_model, samples
 
-from hvdtrain.callbacks.base import Callback
 from hvdtrain.cluster.exit import end, run_guarded
-from hvdtrain.cluster.launcher import SOLO
 from hvdtrain.config import Data
-from hvdtrain.errors import ExitCalled
+from hvdtrain.core.errors import ExitCalled
+from hvdtrain.core.launcher import SOLO
+from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.trainer import Trainer
 
 HERE = r"\(\S*test_exit_calls.py, line \d+\)"

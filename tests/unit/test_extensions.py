@@ -8,20 +8,20 @@ import pytest
 from small_runs import FRAMEWORKS, apart, config, fitted, lockstep, make_model, samples, solo, weights
 
 from hvdtrain.config import Data
-from hvdtrain.errors import UserError
-from hvdtrain.resolve import ROOT
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.resolve import ROOT
 
 MINE = '''
 import json
 from pathlib import Path
 
-from hvdtrain.callbacks.base import Callback
-from hvdtrain.data_parallel.alone import Alone
-from hvdtrain.exchange.buckets import plan_buckets
-from hvdtrain.exchange.compressors.base import Uncompressed
-from hvdtrain.exchange.transport import Transport
-from hvdtrain.exchange.weighting import loss_scale
-from hvdtrain.protocols import AllReduce
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.parallel.data_parallel.alone import Alone
+from hvdtrain.core.buckets import plan_buckets
+from hvdtrain.comm.compressors.base import Uncompressed
+from hvdtrain.comm.reducer.transport import Transport
+from hvdtrain.data.weighting import loss_scale
+from hvdtrain.core.protocols import AllReduce
 
 
 class Late(Uncompressed):
@@ -161,7 +161,7 @@ class Refusing(Doubled):
 
 def no_way(setup):
     return None
-""".replace("class Refusing", "from hvdtrain.errors import UserError\n\n\nclass Refusing"))
+""".replace("class Refusing", "from hvdtrain.core.errors import UserError\n\n\nclass Refusing"))
     built = []
     with pytest.raises(UserError, match="cannot be doubled"):
         trained(tmp_path / "run", built=built, transforms=[f"{mine}:Doubled", f"{mine}:Refusing"])
@@ -199,7 +199,7 @@ def test_an_update_of_ones_own_sees_the_gradients(framework, mine, tmp_path):
     """Also of one rank in TensorFlow, whose own update is in the graph of the gradients."""
     mine.write_text(MINE + """
 
-from hvdtrain.data_parallel.replicate import make
+from hvdtrain.parallel.data_parallel.replicate import make
 
 
 class Still:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from small_runs import CLASSES, FEATURES, FRAMEWORKS, HIDDEN, bits, config, fitted, make_model, samples, solo
 
-from hvdtrain import summary
 from hvdtrain.cluster.devices import DeviceFacts
-from hvdtrain.machine import flops, peaks
+from hvdtrain.cluster.machine import peaks
+from hvdtrain.engine import summary
+from hvdtrain.engine.machine import flops
 
 PACKAGE = {"torch": "torch_models", "tensorflow": "tf_models"}
 GPT = {"width": 8, "depth": 1, "heads": 2, "context": 4, "vocab": 6, "dropout": 0.1}

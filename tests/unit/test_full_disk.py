@@ -8,10 +8,11 @@ import pytest
 from safetensors.numpy import load_file
 from small_runs import config, lockstep, make_model, samples, weights
 
-from hvdtrain.callbacks.base import Callback
-from hvdtrain.checkpoint import CheckpointStore, Snapshot, files, read_snapshot, room
+from hvdtrain.checkpoint import CheckpointStore, Snapshot, files, read_snapshot
 from hvdtrain.config import Checkpoint, Pipeline
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.saving import room
 from hvdtrain.trainer import Trainer
 
 

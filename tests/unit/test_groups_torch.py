@@ -14,10 +14,10 @@ import grouped_torch  # noqa: E402
 
 from hvdtrain.backends.torch.groups import given_by  # noqa: E402
 from hvdtrain.config import Checkpoint, Config, DataParallel, Exchange, Named, Pipeline, Schedule  # noqa: E402
-from hvdtrain.convert import places, worker  # noqa: E402
-from hvdtrain.convert.request import Request, completed  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
-from hvdtrain.model import Spec, spec_of  # noqa: E402
+from hvdtrain.commands.convert import places, worker  # noqa: E402
+from hvdtrain.commands.convert.request import Request, completed  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
+from hvdtrain.backends.model_spec import Spec, spec_of  # noqa: E402
 
 DATA = samples(24)
 """One global batch, so that a plain loop sees what every step sees."""

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from small_runs import apart
 
-from hvdtrain.cli.train import parse
+from hvdtrain.commands.train import parse
 
 CONFIGS = sorted(Path(kept_runs.__file__).with_name("configs").glob("*.yaml"))
 

@@ -17,7 +17,7 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("Keras runs on another backend", allow_module_level=True)
 
 import hvdtrain.keras as hvd  # noqa: E402
-from hvdtrain.errors import UserError, WaitTimeout  # noqa: E402
+from hvdtrain.core.errors import UserError, WaitTimeout  # noqa: E402
 from hvdtrain.keras.guard import fingerprints  # noqa: E402
 
 X, Y = np.random.default_rng(0).normal(size=(2, 24, 4)).astype("float32")

@@ -6,7 +6,7 @@ import types
 import pytest
 
 from hvdtrain import backends
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 Module = type("Module", (), {"__module__": "torch.nn.modules.module"})
 Model = type("Model", (Module,), {"__module__": "keras.src.models.model"})  # as Keras builds it on PyTorch

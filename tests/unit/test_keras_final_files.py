@@ -11,7 +11,7 @@ pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 from safetensors.numpy import load_file  # noqa: E402
 from small_runs import CLASSES, FEATURES, config, samples  # noqa: E402
 
-from hvdtrain.keras import final_files  # noqa: E402
+from hvdtrain.backends.keras import final_files  # noqa: E402
 from hvdtrain.trainer import Trainer  # noqa: E402
 
 

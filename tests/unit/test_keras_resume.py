@@ -18,10 +18,10 @@ import tensorflow as tf  # noqa: E402
 from small_runs import config, make_model, samples  # noqa: E402
 
 from hvdtrain import Trainer  # noqa: E402
-from hvdtrain.callbacks.base import Callback  # noqa: E402
+from hvdtrain.engine.callbacks.base import Callback  # noqa: E402
 from hvdtrain.config import Checkpoint, EarlyStop, Named, Schedule  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
-from hvdtrain.keras.callback_state import decode, encode  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
+from hvdtrain.engine.keras_callback_state import decode, encode  # noqa: E402
 
 DRAW = np.random.default_rng(1)
 X, V = (DRAW.standard_normal((n, 4)).astype(np.float32) for n in (24, 8))
@@ -320,7 +320,7 @@ class Measures(Callback):
         self.model, self.measured = model, []
 
     def epoch_end(self, run):
-        from hvdtrain.average import averaged
+        from hvdtrain.engine.average import averaged
 
         with averaged(run.average):
             self.measured.append(self.model.get_weights())

@@ -10,7 +10,7 @@ import pytest
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import keras  # noqa: E402
 
-from hvdtrain.errors import UserError  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
 from hvdtrain.keras.data import shard  # noqa: E402
 from hvdtrain.keras.metrics import MetricAverageCallback  # noqa: E402
 

@@ -5,13 +5,13 @@ import time
 
 import pytest
 
-from hvdtrain.cli import launch
-from hvdtrain.errors import UserError
-from hvdtrain.faults import causes
-from hvdtrain.launch.around import UNREACHED, Launching, ask
-from hvdtrain.launch.job import job_of
-from hvdtrain.launch.prepare import Here
-from hvdtrain.launch.spec import Host, Tool
+from hvdtrain.cluster.launchers.prepare import Here
+from hvdtrain.cluster.launchers.spec import Host, Tool
+from hvdtrain.cluster.liveness import causes
+from hvdtrain.commands.launch import cli as launch
+from hvdtrain.commands.launch.around import UNREACHED, Launching, ask
+from hvdtrain.commands.launch.job import job_of
+from hvdtrain.core.errors import UserError
 
 FAR = (Host("near", 1), Host("far", 2), Host("gone", 1), Host("silent", 1))
 TOOL = Tool("openmpi4", "/mpi/bin/mpirun", "openmpi", "4.1.8", "/mpi/bin/mpirun")

@@ -2,10 +2,10 @@
 
 import pytest
 
-from hvdtrain.errors import UserError
-from hvdtrain.launch import LAUNCHERS, Host, LaunchSpec, Tool, mpich
-from hvdtrain.launch.environment import laid_over
-from hvdtrain.launch.spec import BINDINGS
+from hvdtrain.cluster.launchers import LAUNCHERS, Host, LaunchSpec, Tool, mpich
+from hvdtrain.cluster.launchers.environment import laid_over
+from hvdtrain.cluster.launchers.spec import BINDINGS
+from hvdtrain.core.errors import UserError
 
 PROGRAM = ("/v/python", "-m", "hvdtrain", "train", "a b", "$HOME", ";")
 TOOLS = {

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.errors import UserError
-from hvdtrain.launch import Host
-from hvdtrain.launch.hosts import bounded, is_address, parse_hostfile, parse_hosts, place
+from hvdtrain.cluster.launchers import Host
+from hvdtrain.cluster.launchers.hosts import bounded, is_address, parse_hostfile, parse_hosts, place
+from hvdtrain.core.errors import UserError
 
 
 @pytest.mark.parametrize(("text", "hosts"), [

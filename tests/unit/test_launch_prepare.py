@@ -7,16 +7,16 @@ import time
 import psutil
 import pytest
 
-from hvdtrain.build import detect as build_detect
-from hvdtrain.cli import launch as cli
-from hvdtrain.errors import UserError
-from hvdtrain.launch import LAUNCHERS, Host, Tool
-from hvdtrain.launch.detect import PROGRAMS, choose, hosts_of
-from hvdtrain.launch.environment import parse_env, passed
-from hvdtrain.launch.mpich import LAST
-from hvdtrain.launch.options import parse_mpi_args
-from hvdtrain.launch.prepare import Here, Wishes, prepare
-from hvdtrain.launch.ssh import AGENT_VARIABLES, UNREAD, parse_ssh
+from hvdtrain.cluster.launchers import LAUNCHERS, Host, Tool
+from hvdtrain.cluster.launchers.detect import PROGRAMS, choose, hosts_of
+from hvdtrain.cluster.launchers.environment import parse_env, passed
+from hvdtrain.cluster.launchers.mpich import LAST
+from hvdtrain.cluster.launchers.options import parse_mpi_args
+from hvdtrain.cluster.launchers.prepare import Here, Wishes, prepare
+from hvdtrain.cluster.launchers.ssh import AGENT_VARIABLES, UNREAD, parse_ssh
+from hvdtrain.cluster.machine import software as build_detect
+from hvdtrain.commands.launch import cli
+from hvdtrain.core.errors import UserError
 
 OPENMPI = Tool("openmpi4", "/v/bin/mpirun", "openmpi", "4.1.8", "/v/bin/mpirun")
 HERE = Here(env={"PATH": "/usr/bin", "SECRET": "s"}, names=("localhost", "127.0.0.1", "me"), cores=4,

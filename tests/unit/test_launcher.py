@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.cluster.launcher import SOLO, LaunchFacts, _tasks_per_node, launch_facts
+from hvdtrain.core.launcher import SOLO, LaunchFacts, _tasks_per_node, launch_facts
 
 OMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_RANK": "3", "PMIX_NAMESPACE": "n"}

@@ -9,10 +9,10 @@ import pytest
 from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.control import SoloControl, agreed
 from hvdtrain.cluster.exit import run_guarded
-from hvdtrain.cluster.launcher import SOLO, LaunchFacts
 from hvdtrain.config import Exchange
-from hvdtrain.errors import Interrupted, UserError
-from hvdtrain.resolve import ROOT
+from hvdtrain.core.errors import Interrupted, UserError
+from hvdtrain.core.launcher import SOLO, LaunchFacts
+from hvdtrain.core.resolve import ROOT
 
 TWO = LaunchFacts("mpi", 1, 2, 1, 2, "Open MPI mpirun")
 
@@ -20,7 +20,7 @@ TWO = LaunchFacts("mpi", 1, 2, 1, 2, "Open MPI mpirun")
 def test_importing_the_cluster_starts_nothing():
     code = ("import sys, os; before = dict(os.environ)\n"
             "import hvdtrain.cluster.boot, hvdtrain.cluster.exit\n"
-            "import hvdtrain.collectives.mpi, hvdtrain.collectives.lockstep\n"
+            "import hvdtrain.comm.collectives.mpi, hvdtrain.comm.collectives.lockstep\n"
             "assert not {'mpi4py', 'horovod', 'torch', 'tensorflow'} & set(sys.modules), 'imported'\n"
             "assert dict(os.environ) == before, 'environment'\n"
             "import threading; assert threading.active_count() == 1, 'threads'\n")
@@ -227,8 +227,8 @@ def test_agreed_alone_raises_as_it_is():
 
 def test_a_script_alone_says_its_mistake_without_traceback(tmp_path):
     path = tmp_path / "script.py"
-    path.write_text("from hvdtrain.cluster import boot, exit\nfrom hvdtrain.cluster.launcher import SOLO\n"
-                    "from hvdtrain.errors import UserError\n"
+    path.write_text("from hvdtrain.cluster import boot, exit\nfrom hvdtrain.core.launcher import SOLO\n"
+                    "from hvdtrain.core.errors import UserError\n"
                     "exit.install_hooks(SOLO)\nboot.start_control(SOLO, 5)\n"
                     "raise UserError('x is 1', '2', 'set x')\n")
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=60,

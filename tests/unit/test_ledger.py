@@ -10,19 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_runs import Recut, config, fitted, lockstep, make_model, samples, solo
 
-from hvdtrain import loop
-from hvdtrain import summary as run_summary
-from hvdtrain.assemble import assemble
-from hvdtrain.callbacks.base import Callback
-from hvdtrain.callbacks.ledger import Ledger
-from hvdtrain.collectives.lockstep import LockstepWorld
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.config import Checkpoint, Data
+from hvdtrain.core.errors import UserError
 from hvdtrain.data import comparison
 from hvdtrain.data import ledger as books
 from hvdtrain.data.comparison import COMPARED
 from hvdtrain.data.ledger import Book, Sums
 from hvdtrain.data.walk import READ_BEFORE
-from hvdtrain.errors import UserError
+from hvdtrain.engine import loop
+from hvdtrain.engine import summary as run_summary
+from hvdtrain.engine.assemble import assemble
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.callbacks.ledger import Ledger
 
 N = 50
 DATA = samples(N)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.exchange.link import Link, Traffic, fit, wire_seconds
+from hvdtrain.planning.exchange.link import Link, Traffic, fit, wire_seconds
 
 SIZES = [4096 * 4**i for i in range(6)]
 

@@ -11,20 +11,9 @@ import pytest
 
 from hvdtrain.cluster import links
 from hvdtrain.cluster.pair_links import (
-    LEAST_PIECE,
-    MOST_PIECES,
-    PAIR_S,
-    PIECE,
-    PairLink,
-    Way,
-    others_Bps,
-    plan,
-    rounds,
-    sizing,
-    slow,
-    slowest,
+    LEAST_PIECE, MOST_PIECES, PAIR_S, PIECE, PairLink, Way, others_Bps, plan, rounds, sizing, slow, slowest,
 )
-from hvdtrain.errors import WaitTimeout
+from hvdtrain.core.errors import WaitTimeout
 
 
 def link(a, b, mbit=1000.0, at_once=1):

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from test_doctor_checks import host
 
-from hvdtrain.bench import links as shown
-from hvdtrain.bench import wire
-from hvdtrain.bench.session import Session
 from hvdtrain.cluster.pair_links import SINGLY, PairLink, Way, rounds
-from hvdtrain.doctor import checks, gather, link_checks, table
-from hvdtrain.errors import WaitTimeout
+from hvdtrain.comm.measure import link_rows as shown
+from hvdtrain.commands.bench import wire
+from hvdtrain.commands.bench.session import Session
+from hvdtrain.commands.doctor import checks, gather, link_checks, table
+from hvdtrain.core.errors import WaitTimeout
 
 NAMES = ["a", "b", "c", "d"]
 
@@ -104,7 +104,7 @@ def test_the_bench_measures_prints_and_keeps(monkeypatch, capsys):
     from hvdtrain.backends.numpy import Ops
     from hvdtrain.cluster.control import SoloControl
     from hvdtrain.cluster.topology import arrange
-    from hvdtrain.collectives.null import NullCollectives
+    from hvdtrain.comm.collectives.null import NullCollectives
 
     monkeypatch.setattr(wire.boot, "has_mpi", lambda: True)
     monkeypatch.setattr(wire.boot, "mpi_comm", lambda: None)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from hvdtrain.cluster.control import agreed
-from hvdtrain.collectives.lockstep import LockstepWorld, ring_bytes
-from hvdtrain.errors import PeerFailed, UserError, WaitTimeout
+from hvdtrain.comm.collectives.lockstep import LockstepWorld, ring_bytes
+from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from small_runs import CLASSES, FRAMEWORKS, config, fitted, lockstep, make_model, samples, solo
 
-from hvdtrain.callbacks import system
+from hvdtrain.cluster.machine import nvml, process
 from hvdtrain.config import Config, Exchange
-from hvdtrain.machine import environment, nvml, process
-from hvdtrain.machine.reading import Reader
-from hvdtrain.memory_plan.kinds import KINDS
+from hvdtrain.core.units import KINDS
+from hvdtrain.engine.callbacks import system
+from hvdtrain.engine.machine import environment
+from hvdtrain.engine.machine.reading import Reader
 
 STATUS = "Name:\tpython\nVmRSS:\t  2048 kB\nRssShmem:\t 4 kB\nThreads:\t7\nVmSwap:\t0 kB\n"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.balance.line import Line
-from hvdtrain.memory_fit.choose import Room, choose
-from hvdtrain.protocols import BlockCost
+from hvdtrain.core.protocols import BlockCost
+from hvdtrain.planning.batch.line import Line
+from hvdtrain.planning.memory.fit import Room, choose
 
 
 def room(free, fixed=1000, per_sample=10, blocks=0, forward_s=0.0, line=Line(0.0, 1.0)):

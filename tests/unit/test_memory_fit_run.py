@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 from small_runs import apart, bits, config, lockstep, make_model, samples, weights
 
-from hvdtrain import loop
-from hvdtrain.balance.line import Line as Seconds
-from hvdtrain.balance.speed import Speed
-from hvdtrain.callbacks import balance
 from hvdtrain.config import Checkpoint, Named
-from hvdtrain.memory_fit import settle
-from hvdtrain.memory_plan import survey
-from hvdtrain.memory_plan.facts import Measured
-from hvdtrain.memory_plan.trace import Line
-from hvdtrain.protocols import BlockCost
+from hvdtrain.core.protocols import BlockCost
+from hvdtrain.engine import loop
+from hvdtrain.engine.callbacks import balance
+from hvdtrain.engine.memory import settle, survey
+from hvdtrain.planning.batch.line import Line as Seconds
+from hvdtrain.planning.batch.speed import Speed
+from hvdtrain.planning.memory.facts import Measured
+from hvdtrain.planning.memory.pass_trace import Line
 
 PER_SAMPLE, DATA = 1 << 20, samples(96)
 """Bytes that a pass takes for each sample: so many that the tiny model's own do not count."""

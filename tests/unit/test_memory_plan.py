@@ -7,18 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hvdtrain.average import average_bytes
 from hvdtrain.config import Config, DataParallel
-from hvdtrain.data_parallel.room import least_stage
-from hvdtrain.exchange.buckets import plan_buckets
-from hvdtrain.memory_plan import options
-from hvdtrain.memory_plan.facts import Facts, Measured, Model, Rank, Slots, Way
-from hvdtrain.memory_plan.forecast import forecast
-from hvdtrain.memory_plan.kinds import Footprint
-from hvdtrain.memory_plan.options import Option
-from hvdtrain.memory_plan.plan import Plan
-from hvdtrain.memory_plan.trace import Trace, first_copies, line
-from hvdtrain.protocols import BlockCost, ParamSpec
+from hvdtrain.core.buckets import plan_buckets
+from hvdtrain.core.protocols import BlockCost, ParamSpec
+from hvdtrain.core.units import Footprint
+from hvdtrain.engine.average import average_bytes
+from hvdtrain.engine.memory.plan import Plan
+from hvdtrain.parallel.data_parallel.room import least_stage
+from hvdtrain.planning.memory import options
+from hvdtrain.planning.memory.facts import Facts, Measured, Model, Rank, Slots, Way
+from hvdtrain.planning.memory.forecast import forecast
+from hvdtrain.planning.memory.options import Option
+from hvdtrain.planning.memory.pass_trace import Trace, first_copies, line
 
 SPECS = [ParamSpec(f"layer{i}", (512, 512), "float32") for i in range(8)]
 N = sum(spec.n for spec in SPECS)

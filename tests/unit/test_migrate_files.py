@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from hvdtrain.cli import migrate as command
-from hvdtrain.errors import UserError
-from hvdtrain.migrate import source
+from hvdtrain.commands.migrate import source
+from hvdtrain.commands.migrate import cli as command
+from hvdtrain.core.errors import UserError
 
 BEFORE = "import horovod.keras as hvd\nhvd.init()\n"
 AFTER = "import hvdtrain.keras as hvd\nhvd.init()\n"
@@ -115,7 +115,7 @@ def test_nothing_recognised(script, capsys):
 def test_a_terminal_of_ascii_gets_every_line(script, capsys):
     script.write_text("# über\n" + BEFORE)
     env = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(sys.path)}
-    code = "import sys; from hvdtrain.cli.migrate import main; sys.exit(main(['s.py']))"
+    code = "import sys; from hvdtrain.commands.migrate.cli import main; sys.exit(main(['s.py']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, timeout=60)
     assert done.returncode == 0 and b"\\xfcber" in done.stdout and b"+import hvdtrain.keras" in done.stdout
 
@@ -129,7 +129,7 @@ def test_help_loads_no_parser_of_python(capsys):
 
 
 def test_every_rule_has_what_the_registry_asks_for():
-    from hvdtrain.migrate.rules import RULES, TARGETS, rule
+    from hvdtrain.commands.migrate.rules import RULES, TARGETS, rule
 
     for name in RULES:
         found = rule(name)

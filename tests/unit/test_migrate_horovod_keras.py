@@ -2,9 +2,9 @@
 
 import pytest
 
-from hvdtrain.migrate.plan import migrate
-from hvdtrain.migrate.rules import Wish
-from hvdtrain.migrate.source import of_text
+from hvdtrain.commands.migrate.plan import migrate
+from hvdtrain.commands.migrate.rules import Wish
+from hvdtrain.commands.migrate.source import of_text
 
 
 def moved(text: str) -> str:

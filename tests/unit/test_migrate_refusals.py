@@ -4,10 +4,10 @@ import ast
 
 import pytest
 
-from hvdtrain.migrate import bound
-from hvdtrain.migrate.plan import Migration, migrate
-from hvdtrain.migrate.rules import Wish
-from hvdtrain.migrate.source import of_text
+from hvdtrain.commands.migrate import bound
+from hvdtrain.commands.migrate.plan import Migration, migrate
+from hvdtrain.commands.migrate.rules import Wish
+from hvdtrain.commands.migrate.source import of_text
 
 
 def planned(text: str, target: str = "auto") -> Migration:

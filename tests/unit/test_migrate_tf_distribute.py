@@ -2,9 +2,9 @@
 
 import pytest
 
-from hvdtrain.migrate.plan import Migration, migrate
-from hvdtrain.migrate.rules import Wish
-from hvdtrain.migrate.source import of_text
+from hvdtrain.commands.migrate.plan import Migration, migrate
+from hvdtrain.commands.migrate.rules import Wish
+from hvdtrain.commands.migrate.source import of_text
 
 PIN = ('gpus = tf.config.list_physical_devices("GPU")\n'
        'tf.config.set_visible_devices(gpus[hvd.local_rank():][:1] or gpus[:1], "GPU")\n')

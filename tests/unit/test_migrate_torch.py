@@ -3,9 +3,9 @@
 import pytest
 
 from hvdtrain.config import Config, Data, Exchange, Named, Schedule  # noqa: F401
-from hvdtrain.migrate.plan import Migration, migrate
-from hvdtrain.migrate.rules import Wish
-from hvdtrain.migrate.source import of_text
+from hvdtrain.commands.migrate.plan import Migration, migrate
+from hvdtrain.commands.migrate.rules import Wish
+from hvdtrain.commands.migrate.source import of_text
 
 
 def looked(text: str, kind: str, ranks: int = 1) -> Migration:

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from small_runs import config, make_model, samples, solo
 
-from hvdtrain import loop
-from hvdtrain.assemble import assemble
-from hvdtrain.collectives.lockstep import LockstepWorld
+from hvdtrain.backends.model_spec import build_spec, spec_of
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.config import Checkpoint
-from hvdtrain.errors import UserError
-from hvdtrain.model import build_spec, spec_of
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine import loop
+from hvdtrain.engine.assemble import assemble
 
 MAKER = """
 from hvdtrain.backends.numpy.model import Model

@@ -6,9 +6,9 @@ import types
 import pytest
 
 from hvdtrain import backends
+from hvdtrain.backends.model_spec import build_spec, spec_of
 from hvdtrain.backends.numpy.model import Model
-from hvdtrain.errors import UserError
-from hvdtrain.model import build_spec, spec_of
+from hvdtrain.core.errors import UserError
 
 SOURCE = """
 from hvdtrain.backends.numpy.model import Model

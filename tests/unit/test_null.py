@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hvdtrain.collectives.null import Done, NullCollectives
+from hvdtrain.comm.collectives.null import Done, NullCollectives
 
 
 def test_done():

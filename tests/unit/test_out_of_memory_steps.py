@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from small_runs import CUTS, Record, apart, bits, config, fitted, lockstep, make_model, samples, weights
 
-from hvdtrain import summary
 from hvdtrain.config import DataParallel
-from hvdtrain.data.cursor import Cursor
-from hvdtrain.errors import UserError
-from hvdtrain.out_of_memory.attempt import attempt, attempt_halving
-from hvdtrain.out_of_memory.recovery import no_repeat, stopped
-from hvdtrain.out_of_memory.recut import recut
-from hvdtrain.protocols.types import StepBatch
+from hvdtrain.core.cursor import Cursor
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.types import StepBatch
+from hvdtrain.engine import summary
+from hvdtrain.parallel.recovery.attempt import attempt, attempt_halving
+from hvdtrain.parallel.recovery.recovery import no_repeat, stopped
+from hvdtrain.parallel.recovery.recut import recut
 
 SETTINGS = replace(config(), max_steps=6, global_batch=24)
 DATA = samples(96)
@@ -206,7 +206,7 @@ def test_a_loss_that_is_not_finite_is_found_when_the_step_is_repeated():
 
 
 SELDOM = """
-from hvdtrain.data_parallel.alone import Alone
+from hvdtrain.parallel.data_parallel.alone import Alone
 
 
 class Seldom(Alone):

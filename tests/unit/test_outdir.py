@@ -10,14 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hvdtrain import Trainer, outdir
-from hvdtrain.cli.train import parse
+from hvdtrain import Trainer
+from hvdtrain.checkpoint import run_directory as outdir
 from hvdtrain.cluster.control import SoloControl, agreed
-from hvdtrain.collectives.lockstep import LockstepWorld
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
+from hvdtrain.commands.train import parse
 from hvdtrain.config import Config, Data, Named
-from hvdtrain.data.cursor import Cursor
-from hvdtrain.errors import UserError
-from hvdtrain.run import Run, State
+from hvdtrain.core.cursor import Cursor
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine.run import Run, State
 
 
 @pytest.fixture(autouse=True)
@@ -247,7 +248,7 @@ def test_user_code_that_changes_the_directory_does_not_divide_a_run(tmp_path, ou
     (tmp_path / "away").mkdir()
     (tmp_path / "parts.py").write_text(
         "import os\nfrom hvdtrain.backends.numpy.model import Model\n"
-        "from hvdtrain.callbacks.base import Callback\n"
+        "from hvdtrain.engine.callbacks.base import Callback\n"
         "class Moves(Callback):\n"
         "    def step_end(self, run): os.chdir(%r)\n"
         "def build():\n    os.chdir(%r)\n    return Model((4, 3), 0)\n" % ((str(tmp_path / "away"),) * 2))

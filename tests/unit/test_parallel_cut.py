@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError
-from hvdtrain.parallel import plan
-from hvdtrain.parallel.cut import Cut, min_max_cut
-from hvdtrain.parallel.memory import MIB, Block, Needs, shown
+from hvdtrain.core.errors import UserError
+from hvdtrain.parallel.pipeline import devices as plan
+from hvdtrain.planning.pipeline.blocks import MIB, Block, Needs, shown
+from hvdtrain.planning.pipeline.devices.cut import Cut, min_max_cut
 
 BLOCK = st.builds(Block, st.just("b"), st.integers(0, 20).map(float), st.integers(0, 50), st.integers(0, 50))
 ONE = Needs(gradients=0, slots=0, micros=1)

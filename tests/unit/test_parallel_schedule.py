@@ -2,8 +2,8 @@
 
 import pytest
 
-from hvdtrain.parallel.schedule import bubble, gpipe, measured_bubble
-from hvdtrain.pipeline.orders import BACKWARD, FORWARD
+from hvdtrain.planning.pipeline.devices.schedule import bubble, gpipe, measured_bubble
+from hvdtrain.planning.pipeline.orders import BACKWARD, FORWARD
 
 SIZES = [(1, 1), (1, 4), (2, 1), (2, 4), (3, 2), (3, 8), (4, 4)]
 

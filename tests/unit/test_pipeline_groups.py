@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples
 
-from hvdtrain.assemble import assemble
 from hvdtrain.backends.numpy import create
-from hvdtrain.cluster import wire
-from hvdtrain.collectives.lockstep import LockstepWorld
-from hvdtrain.collectives.null import NullCollectives
+from hvdtrain.comm import wires as wire
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
+from hvdtrain.comm.collectives.null import NullCollectives
 from hvdtrain.config import DataParallel, Exchange, Named, Pipeline
-from hvdtrain.errors import PeerFailed, UserError, WaitTimeout
-from hvdtrain.faults.divergence import Diverged
-from hvdtrain.mesh import Layout, Mesh
-from hvdtrain.pipeline.plan import even_layout
-from hvdtrain.precision.scaler import LossScale
+from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout
+from hvdtrain.core.mesh import Layout, Mesh
+from hvdtrain.engine.assemble import assemble
+from hvdtrain.engine.guards.divergence import Diverged
+from hvdtrain.parallel.pipeline.plan import even_layout
+from hvdtrain.parallel.precision.scaler import LossScale
 
 SIZES = (FEATURES, 16, 14, 12, 10, CLASSES)
 MOMENTUM = config(max_steps=20, global_batch=24, lr=0.05, optimizer=Named("SGD", {"momentum": 0.9}))

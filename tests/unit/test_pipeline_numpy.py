@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples
 
-from hvdtrain.assemble import assemble
-from hvdtrain.collectives.lockstep import LockstepControl, LockstepWorld
+from hvdtrain.comm.collectives.lockstep import LockstepControl, LockstepWorld
 from hvdtrain.config import Named, Pipeline
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine.assemble import assemble
 
 SIZES = (FEATURES, 16, 14, 12, 10, CLASSES)
 
@@ -60,7 +60,7 @@ def test_rank_that_read_no_pipeline_is_named_before_the_model_is_made() -> None:
 
 
 def test_ranks_that_cannot_send_messages_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hvdtrain.pipeline.settings import check_launcher
+    from hvdtrain.config.pipeline import check_launcher
 
     settings = config(global_batch=24, pipeline=Pipeline(2))
     with pytest.raises(UserError, match="under horovodrun --gloo.*Start it with mpirun"):

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.config import Config, Pipeline
-from hvdtrain.errors import UserError
-from hvdtrain.mesh import Mesh
-from hvdtrain.parallel.memory import MIB, Block, Needs
-from hvdtrain.pipeline.measured import Measured, evened, measured_samples
-from hvdtrain.pipeline.orders import gpipe, interleaved, one_f_one_b
-from hvdtrain.pipeline.plan import planned, rows, text
-from hvdtrain.pipeline.predict import play
-from hvdtrain.pipeline.search import Choice, Task, candidates, search
-from hvdtrain.resolve import ROOT
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.mesh import Mesh
+from hvdtrain.core.resolve import ROOT
+from hvdtrain.parallel.pipeline.plan import planned, rows, text
+from hvdtrain.planning.pipeline.blocks import MIB, Block, Needs
+from hvdtrain.planning.pipeline.measured import Measured, evened, measured_samples
+from hvdtrain.planning.pipeline.orders import gpipe, interleaved, one_f_one_b
+from hvdtrain.planning.pipeline.predict import play
+from hvdtrain.planning.pipeline.search import Choice, Task, candidates, search
 
 
 def row(costs: list[float], *, params: list[int] | None = None, activations: list[int] | None = None, capacity: int = 0,

@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 from small_runs import CLASSES, FEATURES, Record, apart, config, fitted, lockstep, samples
 
-from hvdtrain import per_rank
 from hvdtrain.backends.numpy.model import Model
-from hvdtrain.balance import copies
-from hvdtrain.balance.line import Line
-from hvdtrain.balance.plan import plan
-from hvdtrain.balance.speed import Speed
-from hvdtrain.callbacks import meter
-from hvdtrain.callbacks.balance import Balance
-from hvdtrain.callbacks.base import Callback
 from hvdtrain.config import Named, Pipeline, Rebalance
-from hvdtrain.data.sampler import Cut
-from hvdtrain.errors import UserError
-from hvdtrain.mesh import Mesh
-from hvdtrain.parallel.memory import Block, Needs
-from hvdtrain.pipeline.measured import Measured
-from hvdtrain.pipeline.plan import planned
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.mesh import Mesh
+from hvdtrain.engine import per_rank
+from hvdtrain.engine.balance import copies
+from hvdtrain.engine.callbacks import meter
+from hvdtrain.engine.callbacks.balance import Balance
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.parallel.pipeline.plan import planned
+from hvdtrain.planning.batch.line import Line
+from hvdtrain.planning.batch.plan import plan
+from hvdtrain.planning.batch.sampler import Cut
+from hvdtrain.planning.batch.speed import Speed
+from hvdtrain.planning.pipeline.blocks import Block, Needs
+from hvdtrain.planning.pipeline.measured import Measured
 
 FAST, SLOW = Line(0.001, 0.0005), Line(0.001, 0.002)
 SIZES = (FEATURES, 16, 14, 12, CLASSES)

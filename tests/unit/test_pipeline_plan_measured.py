@@ -8,15 +8,15 @@ import pytest
 from small_runs import CLASSES, FEATURES, config, fitted, lockstep, samples
 
 from hvdtrain.backends.numpy.model import Model
-from hvdtrain.balance.emulate import Slowed
-from hvdtrain.callbacks.stages import Seen, Spent, Stages
-from hvdtrain.collectives.lockstep import LockstepWorld
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.config import Pipeline
-from hvdtrain.mesh import Mesh
-from hvdtrain.parallel.memory import Block, Needs
-from hvdtrain.pipeline import link
-from hvdtrain.pipeline.measured import Measured
-from hvdtrain.pipeline.plan import planned
+from hvdtrain.core.mesh import Mesh
+from hvdtrain.engine.balance.emulate import Slowed
+from hvdtrain.engine.callbacks.stages import Seen, Spent, Stages
+from hvdtrain.parallel.pipeline import link
+from hvdtrain.parallel.pipeline.plan import planned
+from hvdtrain.planning.pipeline.blocks import Block, Needs
+from hvdtrain.planning.pipeline.measured import Measured
 
 
 def test_idle_is_what_is_neither_computing_nor_exchange() -> None:

@@ -10,7 +10,7 @@ import pytest
 from small_runs import CLASSES, FEATURES, apart, config, fitted, lockstep, samples
 
 from hvdtrain.config import Config, Pipeline
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 DATA = samples(48), samples(21, 1)
 SETTINGS = replace(config(), max_steps=3, global_batch=24, lr=0.05)

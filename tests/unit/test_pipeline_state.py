@@ -12,14 +12,16 @@ import pytest
 from safetensors.numpy import load_file
 from small_runs import CLASSES, FEATURES, config, fitted, lockstep, samples
 
-from hvdtrain import loop, summary, trainer
-from hvdtrain.assemble import assemble
+from hvdtrain import trainer
 from hvdtrain.backends import numpy as numpy_backend
-from hvdtrain.checkpoint import read_snapshot, session, stream, weights
+from hvdtrain.checkpoint import read_snapshot, stream, weights
 from hvdtrain.cluster.devices import cpu_facts
-from hvdtrain.collectives.lockstep import LockstepWorld
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.config import Checkpoint, Config, DataParallel, Named, Pipeline
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine import loop, summary
+from hvdtrain.engine.assemble import assemble
+from hvdtrain.engine.saving import session
 
 SIZES = (FEATURES, 16, 14, 12, CLASSES)
 DATA = samples(100), samples(30, 1)
@@ -164,7 +166,7 @@ def test_final_weights_that_find_no_room_end_every_rank_in_words(tmp_path: Path,
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(weights, "put", full)
-    monkeypatch.setattr("hvdtrain.checkpoint.room.WAITS_S", ())
+    monkeypatch.setattr("hvdtrain.engine.saving.room.WAITS_S", ())
     said: list[str] = []
 
     def work(run: Any) -> None:

@@ -8,14 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_runs import config, lockstep, make_model, samples
 
-from hvdtrain import loop, recipe
-from hvdtrain.cli.train import parse
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.topology import arrange
+from hvdtrain.commands.train import parse
 from hvdtrain.config import Config, Rebalance
-from hvdtrain.errors import UserError
-from hvdtrain.per_rank import spelled_out
-from hvdtrain.placed import Place, absent, as_yaml, by_rank, entries, meaning
+from hvdtrain.config import yaml_file as recipe
+from hvdtrain.config.placed import Place, absent, as_yaml, by_rank, entries, meaning
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine import loop
+from hvdtrain.engine.per_rank import spelled_out
 
 H200 = Place("node1.cluster.org", "cuda", "NVIDIA H200")
 A100 = Place("node2", "cuda", "NVIDIA A100-SXM4-40GB")
@@ -83,7 +84,7 @@ def test_no_names_at_all_are_no_setting():
 
 
 def test_auto_may_be_one_of_several_by_name():
-    from hvdtrain.precision.policy import resolve
+    from hvdtrain.parallel.precision.policy import resolve
 
     made, _ = spelled(Config(precision={"old": "fp16", "*": "auto"}), A100, OLD)
     devices = [DeviceFacts("cuda", "NVIDIA A100", "sm_80"), DeviceFacts("cpu", "Xeon", "x86_64")]

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.cluster.carrier import Boxes, ThreadCarrier
-from hvdtrain.cluster.near import _LANE, TAGS, Bells, NearCarrier
-from hvdtrain.cluster.packing import ALIGNED
-from hvdtrain.errors import PeerFailed, WaitTimeout
-from hvdtrain.pipeline.post import BACK, FORTH, Label, Post
-from hvdtrain.protocols import Cargo
+from hvdtrain.cluster.messages.carrier import Boxes, ThreadCarrier
+from hvdtrain.cluster.messages.near import TAGS, _LANE, Bells, NearCarrier
+from hvdtrain.cluster.messages.packing import ALIGNED
+from hvdtrain.core.errors import PeerFailed, WaitTimeout
+from hvdtrain.core.protocols import Cargo
+from hvdtrain.parallel.pipeline.post import BACK, FORTH, Label, Post
 
 
 def pair(timeout_s: float = 10.0) -> tuple[Post, Post]:

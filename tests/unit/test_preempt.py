@@ -7,15 +7,16 @@ from dataclasses import replace
 import pytest
 from small_runs import Record, apart, config, lockstep, make_model, samples, weights
 
-from hvdtrain import Trainer, loop
-from hvdtrain.callbacks import preempt as preempting
-from hvdtrain.callbacks.base import Callback
-from hvdtrain.callbacks.preempt import Preempt
-from hvdtrain.cli import train
+from hvdtrain import Trainer
+from hvdtrain.cluster.liveness import causes
+from hvdtrain.commands import train
 from hvdtrain.config import Checkpoint, Named
-from hvdtrain.errors import Interrupted, UserError
-from hvdtrain.faults import causes
-from hvdtrain.wall_limit import reserve_s, seconds_of
+from hvdtrain.config.time_limit import reserve_s, seconds_of
+from hvdtrain.core.errors import Interrupted, UserError
+from hvdtrain.engine import loop
+from hvdtrain.engine.callbacks import preempt as preempting
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.callbacks.preempt import Preempt
 
 
 class Clock:

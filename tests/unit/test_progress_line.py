@@ -18,11 +18,11 @@ from types import SimpleNamespace
 import pytest
 from screen import Screen
 
-from hvdtrain.progress import layout, terminal
-from hvdtrain.progress.layout import Standing
-from hvdtrain.progress.line import Line
-from hvdtrain.reports import progress
-from hvdtrain.terminal import say
+from hvdtrain.core.terminal import say
+from hvdtrain.reports.progress import layout, terminal
+from hvdtrain.reports.progress import report as progress
+from hvdtrain.reports.progress.layout import Standing
+from hvdtrain.reports.progress.line import Line
 
 FULL = Standing(140, 300, 1, 3, 0.12345, 12345.6, 87.4, 83.0)
 
@@ -85,7 +85,7 @@ def test_times_in_few_letters(seconds, said):
 
 def test_the_time_that_is_left_follows_the_speed_of_now(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("hvdtrain.reports.progress.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("hvdtrain.reports.progress.report.time", SimpleNamespace(monotonic=lambda: clock[0]))
     remaining = progress.Remaining(10_000)
     clock[0] += 50.0  # the first step traces and compiles
     assert remaining.after(1) is None
@@ -120,7 +120,7 @@ def tty():
 
 LAUNCHED = """
 import os, sys
-from hvdtrain.progress.terminal import of_launcher
+from hvdtrain.reports.progress.terminal import of_launcher
 found = of_launcher(os.getppid())
 print(found.columns() if found else None, file=sys.stderr)
 """

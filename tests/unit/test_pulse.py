@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from hvdtrain.faults import pulse
-from hvdtrain.faults.pulse import Seen, verdict
+from hvdtrain.cluster.liveness import pulse
+from hvdtrain.cluster.liveness.pulse import Seen, verdict
 
 WAIT = "sum of the control plane"
 

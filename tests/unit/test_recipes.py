@@ -8,10 +8,10 @@ import pytest
 from pictures import write_folder
 
 from hvdtrain import Trainer
-from hvdtrain.cli import train
-from hvdtrain.errors import UserError
-from hvdtrain.model import build_spec
-from hvdtrain.resolve import ROOT, load_callable
+from hvdtrain.backends.model_spec import build_spec
+from hvdtrain.commands import train
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.resolve import ROOT, load_callable
 
 RECIPES = sorted((ROOT.parent / "recipes").glob("*.yaml"))
 

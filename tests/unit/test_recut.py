@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.cli.train import parse
+from hvdtrain.cluster.launchers.spec import Host
+from hvdtrain.commands.launch.job import Job
+from hvdtrain.commands.launch.recut import recut
+from hvdtrain.commands.train import parse
 from hvdtrain.config import Config, Pipeline
-from hvdtrain.launch.job import Job
-from hvdtrain.launch.recut import recut
-from hvdtrain.launch.spec import Host
 
 A, B, C = Host("a", 2), Host("b", 2), Host("c", 2)
 

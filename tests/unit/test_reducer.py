@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.backends.numpy.ops import Ops
-from hvdtrain.collectives.lockstep import LockstepWorld
-from hvdtrain.collectives.null import NullCollectives
-from hvdtrain.errors import UserError
-from hvdtrain.exchange.buckets import MIB, plan_buckets
-from hvdtrain.exchange.compressors.base import Uncompressed
-from hvdtrain.exchange.compressors.none import NoCompression
-from hvdtrain.exchange.reducer import Reducer
-from hvdtrain.protocols import AllGather, AllReduce, AllToAll, ParamSpec
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
+from hvdtrain.comm.collectives.null import NullCollectives
+from hvdtrain.comm.compressors.base import Uncompressed
+from hvdtrain.comm.compressors.none import NoCompression
+from hvdtrain.comm.reducer.reducer import Reducer
+from hvdtrain.core.buckets import MIB, plan_buckets
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import AllGather, AllReduce, AllToAll, ParamSpec
 
 SIZES = (5, 3, 4)
 

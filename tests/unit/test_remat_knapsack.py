@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.protocols import BlockCost
-from hvdtrain.remat import knapsack
-from hvdtrain.remat.knapsack import Choice, cheapest, peak, scaled
+from hvdtrain.core.protocols import BlockCost
+from hvdtrain.planning.memory import knapsack
+from hvdtrain.planning.memory.knapsack import Choice, cheapest, peak, scaled
 
 
 def blocks(*rows):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError
-from hvdtrain.remat.names import wanted
+from hvdtrain.config.remat import wanted
+from hvdtrain.core.errors import UserError
 
 NAMES = ["embed", "block.0", "block.1", "block.2", "head"]
 

@@ -13,8 +13,8 @@ import threading
 import pytest
 import told_runs
 
-from hvdtrain.report import facts, page
-from hvdtrain.report.watch import server_of
+from hvdtrain.reports.html import facts, page
+from hvdtrain.reports.html.watch import server_of
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")

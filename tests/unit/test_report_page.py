@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import told_runs
 
-from hvdtrain import report
-from hvdtrain.cli import report as cli
-from hvdtrain.ends.words import SILENT
-from hvdtrain.errors import UserError
-from hvdtrain.records import schema
-from hvdtrain.report import attempts, ending, facts, page, story
-from hvdtrain.report.figures import curve, scale, stack
-from hvdtrain.report.figures.timeline import TimeAxis
-from hvdtrain.report.sections import course, learning, trace
-from hvdtrain.report.watch import server_of
+from hvdtrain.commands import report as cli
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.records import schema
+from hvdtrain.reports import html as report
+from hvdtrain.reports.ends.words import SILENT
+from hvdtrain.reports.html import attempts, ending, facts, page, story
+from hvdtrain.reports.html.figures import curve, scale, stack
+from hvdtrain.reports.html.figures.timeline import TimeAxis
+from hvdtrain.reports.html.sections import course, learning, trace
+from hvdtrain.reports.html.watch import server_of
 
 
 class Told(HTMLParser):

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from hvdtrain.errors import UserError
-from hvdtrain.resolve import load_callable, load_module
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.resolve import load_callable, load_module
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_two_files_of_one_name_are_two_modules(tmp_path):
 def test_a_files_module_has_the_same_name_in_every_process(tmp_path):
     """Ranks pickle objects of a user's classes to each other; the name must not depend on the hash seed."""
     (tmp_path / "net.py").write_text("def build(): return 1\n")
-    code = "from hvdtrain.resolve import load_callable as l; print(l('net.py:build', 'model').__module__)"
+    code = "from hvdtrain.core.resolve import load_callable as l; print(l('net.py:build', 'model').__module__)"
     names = {
         subprocess.run(
             [sys.executable, "-c", code],

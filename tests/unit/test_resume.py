@@ -6,11 +6,11 @@ import first_checkpoint
 import pytest
 from small_runs import CLASSES, FEATURES, FRAMEWORKS, config, fitted, make_model, samples, solo, weights
 
-from hvdtrain.assemble import assemble
-from hvdtrain.callbacks.base import Callback
-from hvdtrain.collectives.lockstep import LockstepWorld
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.config import Checkpoint, Data, EarlyStop, Named
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine.assemble import assemble
+from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.trainer import Trainer
 
 DATA = samples(40)

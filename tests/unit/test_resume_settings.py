@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from small_runs import FRAMEWORKS, apart, config, fitted, lockstep, make_model, samples, solo, weights
 
-from hvdtrain.callbacks.base import Callback
 from hvdtrain.config import Checkpoint, Config, DataParallel, EarlyStop, Named, Schedule
-from hvdtrain.data.cursor import Cursor
-from hvdtrain.errors import UserError
-from hvdtrain.run_length import changed, check_resumed, filled, kept, length, own_of, updates
+from hvdtrain.config.run_length import changed, check_resumed, filled, kept, length, own_of, updates
+from hvdtrain.core.cursor import Cursor
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.trainer import Trainer
 
 N, BATCH, LR = 40, 16, 0.1  # three steps an epoch

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from hvdtrain import rng
+from hvdtrain.core import rng
 
 
 @pytest.fixture(autouse=True)

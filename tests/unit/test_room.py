@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from small_runs import bits, config, fitted, lockstep, make_model, samples
 
-from hvdtrain import summary
 from hvdtrain.config import DataParallel, Named
-from hvdtrain.data_parallel import room, shards
+from hvdtrain.engine import summary
+from hvdtrain.parallel.data_parallel import room
+from hvdtrain.planning import shards
 
 GIB = 1 << 30
 SETTINGS = config(global_batch=24, max_steps=3, optimizer=Named("SGD", {"momentum": 0.9}))

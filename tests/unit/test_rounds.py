@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.collectives import rounds
-from hvdtrain.collectives.course import Course
-from hvdtrain.collectives.parts import begins
-from hvdtrain.collectives.progress import Progress
-from hvdtrain.collectives.rounds import Call, Exchanged, Peers, Reduced, even_parts
-from hvdtrain.protocols import AllReduce
+from hvdtrain.cluster.messages.progress import Progress
+from hvdtrain.comm.collectives import rounds
+from hvdtrain.comm.collectives.course import Course
+from hvdtrain.comm.collectives.parts import begins
+from hvdtrain.comm.collectives.rounds import Call, Exchanged, Peers, Reduced, even_parts
+from hvdtrain.core.protocols import AllReduce
 
 
 class Wires:

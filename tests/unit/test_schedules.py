@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from small_runs import FRAMEWORKS, config, fitted, make_model, samples, solo
 
-from hvdtrain.callbacks.base import Callback
 from hvdtrain.config import Checkpoint, Config, Named, Schedule
-from hvdtrain.errors import UserError
-from hvdtrain.run_length import filled, too_long
+from hvdtrain.config.run_length import filled, too_long
+from hvdtrain.core.errors import UserError
+from hvdtrain.engine.callbacks.base import Callback
 
 N, BATCH, EPOCHS = 40, 16, 4
 STEPS = 12

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from small_runs import config, fitted, lockstep, make_model, samples
 
-from hvdtrain.callbacks.base import Callback
-from hvdtrain.callbacks.seconds import Seconds, longest
 from hvdtrain.cluster import clocks
-from hvdtrain.collectives.lockstep import LockstepWorld
-from hvdtrain.timeline import birth
-from hvdtrain.timeline.clock import CAUSES
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
+from hvdtrain.core.timeline import birth
+from hvdtrain.core.timeline.clock import CAUSES
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.callbacks.seconds import Seconds, longest
 
 
 class Kept:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.data_parallel import shards
-from hvdtrain.exchange.buckets import plan_buckets
-from hvdtrain.protocols import ParamSpec
+from hvdtrain.core.buckets import plan_buckets
+from hvdtrain.core.protocols import ParamSpec
+from hvdtrain.planning import shards
 
 PARTS = st.lists(st.floats(0, 10), min_size=1, max_size=6).filter(lambda parts: sum(parts) > 0.1)
 

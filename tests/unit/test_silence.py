@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain.callbacks import auto_compile, auto_compression, balance, memory_fit
-from hvdtrain.cluster.launcher import LaunchFacts
+from hvdtrain.cluster.liveness import pulse
 from hvdtrain.config import Config
 from hvdtrain.core import ROOT
-from hvdtrain.faults import pulse
-from hvdtrain.progress import silence, words
+from hvdtrain.core.launcher import LaunchFacts
+from hvdtrain.engine.callbacks import auto_compile, auto_compression, balance, memory_fit
+from hvdtrain.reports.progress import silence, words
 
 
 class Told:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from small_runs import CLASSES, FEATURES, apart, config, fitted, make_model, samples, solo, weights
 
-from hvdtrain.average import averaged
-from hvdtrain.callbacks.base import Callback
-from hvdtrain.callbacks.history import History
 from hvdtrain.config import Checkpoint
 from hvdtrain.data.sources import Unreadable
+from hvdtrain.engine.average import averaged
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.callbacks.history import History
 from hvdtrain.trainer import Trainer
 
 X, Y = samples(35)

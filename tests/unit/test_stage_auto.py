@@ -8,9 +8,9 @@ import pytest
 from small_runs import config, lockstep, make_model, samples
 
 from hvdtrain.config import DataParallel, Exchange, Named
-from hvdtrain.data_parallel.room import least_stage
-from hvdtrain.data_parallel.zero import Zero
-from hvdtrain.memory_plan import survey
+from hvdtrain.engine.memory import survey
+from hvdtrain.parallel.data_parallel.room import least_stage
+from hvdtrain.parallel.data_parallel.zero import Zero
 
 GB = 10**9
 NEEDS = [15_200 * 10**6, 9_000 * 10**6, 6_400 * 10**6]

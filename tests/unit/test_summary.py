@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain import summary
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.config import Config
-from hvdtrain.data.cursor import Cursor
-from hvdtrain.run import Run
+from hvdtrain.core.cursor import Cursor
+from hvdtrain.engine import summary
+from hvdtrain.engine.run import Run
 
 
 @pytest.fixture

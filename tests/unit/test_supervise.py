@@ -10,23 +10,23 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.cluster.launchers.spec import Host
+from hvdtrain.cluster.liveness import causes, pulse
+from hvdtrain.commands.launch import supervise as supervising
+from hvdtrain.commands.launch.group import Group
+from hvdtrain.commands.launch.job import Job, next_number
+from hvdtrain.commands.launch.supervise import Around, Supervisor, cause_of
+from hvdtrain.commands.launch.supervisor import Candidate
 from hvdtrain.config import Config, DataParallel, Rebalance
 from hvdtrain.core import ROOT
-from hvdtrain.faults import causes, pulse
-from hvdtrain.faults.supervisor import Candidate
-from hvdtrain.launch import history
-from hvdtrain.launch import supervise as supervising
-from hvdtrain.launch.group import Group
-from hvdtrain.launch.job import Job, next_number
-from hvdtrain.launch.spec import Host
-from hvdtrain.launch.supervise import Around, Supervisor, cause_of
+from hvdtrain.reports import launch_history as history
 
 HERE = Host("localhost", 1)
 
 FAKE = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-from hvdtrain.faults import causes
+from hvdtrain.cluster.liveness import causes
 out, where, number = Path(sys.argv[1]), Path(os.environ["HVDLAUNCH_DIR"]), int(os.environ["HVDLAUNCH_ATTEMPT"])
 def complete():
     (out / "completed.json").write_text("{}")
@@ -239,7 +239,7 @@ def test_an_interrupt_ends_all_at_once(supervisor, tmp_path):
 
 
 def test_a_signal_while_it_waits_starts_nothing_more(supervisor, tmp_path, monkeypatch):
-    monkeypatch.setattr("hvdtrain.faults.supervisor.FIRST_WAIT_S", 30.0)
+    monkeypatch.setattr("hvdtrain.commands.launch.supervisor.FIRST_WAIT_S", 30.0)
     one, _ = supervisor("(out / 'up').touch() if number == 2 else None; sys.exit(1)", restarts=5, config=Config())
     begin = time.monotonic()
     with ended_by(tmp_path / "run" / "up", signal.SIGTERM):
@@ -272,7 +272,7 @@ def test_children_that_ignore_sigterm_and_left_the_group_are_ended(tmp_path):
 
 
 def test_the_launcher_goes_with_a_supervisor_that_is_killed(tmp_path):
-    code = ("import os, sys, time\nfrom hvdtrain.launch.group import Group\n"
+    code = ("import os, sys, time\nfrom hvdtrain.commands.launch.group import Group\n"
             "group = Group(['sleep', '60'], {**os.environ, 'HVDLAUNCH_JOB': 'u' * 8}, 'u' * 8)\n"
             "print(group._child.pid, flush=True)\ntime.sleep(60)")
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,

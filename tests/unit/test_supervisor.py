@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.faults import supervisor
-from hvdtrain.faults.causes import KINDS
-from hvdtrain.faults.supervisor import Attempt, Candidate, End, Launch, next_launch, refit
-from hvdtrain.launch.spec import Host
+from hvdtrain.cluster.launchers.spec import Host
+from hvdtrain.cluster.liveness.causes import KINDS
+from hvdtrain.commands.launch import supervisor
+from hvdtrain.commands.launch.supervisor import Attempt, Candidate, End, Launch, next_launch, refit
 
 A, B = Host("a", 2), Host("b", 1)
 BOTH = [Candidate(A, here=True), Candidate(B)]

@@ -7,13 +7,14 @@ import pytest
 
 from hvdtrain.backends.numpy import Ops
 from hvdtrain.cluster.control import SoloControl
-from hvdtrain.collectives.lockstep import LockstepWorld, ring_bytes
-from hvdtrain.collectives.null import NullCollectives
+from hvdtrain.comm import compressors
+from hvdtrain.comm.collectives.lockstep import LockstepWorld, ring_bytes
+from hvdtrain.comm.collectives.null import NullCollectives
+from hvdtrain.comm.measure import sweep
 from hvdtrain.config import Config, Exchange
-from hvdtrain.exchange import compressors, sweep
-from hvdtrain.exchange.buckets import MIB, plan_buckets
-from hvdtrain.exchange.choice import NUMERICS
-from hvdtrain.protocols import ParamSpec
+from hvdtrain.core.buckets import MIB, plan_buckets
+from hvdtrain.core.protocols import ParamSpec
+from hvdtrain.planning.exchange.choice import NUMERICS
 
 KINDS = ["allgather", "allreduce float32", "alltoall"]
 PARAMS = [ParamSpec("w", (64, 96), "float32"), ParamSpec("b", (96,), "float32"), ParamSpec("v", (96, 32), "float32")]
@@ -24,7 +25,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr("hvdtrain.exchange.sweep.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("hvdtrain.comm.measure.sweep.time.perf_counter", lambda: self.now)
 
 
 class Wire(NullCollectives):

@@ -18,9 +18,9 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import hvdtrain.tensorflow as hvd  # noqa: E402
 from hvdtrain.cluster.control import SoloControl  # noqa: E402
 from hvdtrain.config import Exchange  # noqa: E402
-from hvdtrain.errors import UserError  # noqa: E402
-from hvdtrain.exchange.buckets import plan_buckets  # noqa: E402
-from hvdtrain.protocols import ParamSpec  # noqa: E402
+from hvdtrain.core.errors import UserError  # noqa: E402
+from hvdtrain.core.buckets import plan_buckets  # noqa: E402
+from hvdtrain.core.protocols import ParamSpec  # noqa: E402
 from hvdtrain.tensorflow import basics, build_facts  # noqa: E402
 from hvdtrain.tensorflow.gradients import check_options, identity_of  # noqa: E402
 from hvdtrain.tensorflow.plan import DENSE, Item, check_alike, fused  # noqa: E402

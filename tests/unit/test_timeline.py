@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
-from hvdtrain import timeline
-from hvdtrain.timeline import Timeline, span
-from hvdtrain.timeline.clock import CAUSES, Clock
+from hvdtrain.core import timeline
+from hvdtrain.core.timeline import Timeline, span
+from hvdtrain.core.timeline.clock import CAUSES, Clock
 
 
 def test_each_second_goes_to_the_innermost_cause():

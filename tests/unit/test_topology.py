@@ -3,7 +3,7 @@
 import pytest
 
 from hvdtrain.cluster.topology import affinity, arrange, compute_threads, cpu_quota, survey, tightest_quota
-from hvdtrain.collectives.lockstep import LockstepWorld
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
 
 NO = float("inf")
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from hvdtrain import Config
-from hvdtrain.collectives.lockstep import LockstepWorld
-from hvdtrain.errors import UserError
-from hvdtrain.sections import Trace as Settings
-from hvdtrain.trace import chrome, gather
-from hvdtrain.trace.align import SAME, Alignment, Measured
-from hvdtrain.trace.lanes import rows
-from hvdtrain.trace.taken import Span, Taken, longest
-from hvdtrain.trace.window import window_of
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
+from hvdtrain.config.sections import Trace as Settings
+from hvdtrain.config.trace_window import window_of
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.timeline.taken import Span, Taken, longest
+from hvdtrain.reports.trace import chrome, gather
+from hvdtrain.reports.trace.align import SAME, Alignment, Measured
+from hvdtrain.reports.trace.lanes import rows
 
 
 @pytest.mark.parametrize("text", ["20", "30:20", "20:20", "a:b", "-1:5", "20:30:2", " 2:3"])

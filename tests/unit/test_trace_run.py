@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from small_runs import config, fitted, lockstep, make_model, samples
 
-from hvdtrain.callbacks.base import Callback
 from hvdtrain.config import Checkpoint, Data, Exchange
-from hvdtrain.errors import UserError
-from hvdtrain.sections import Trace
-from hvdtrain.timeline import Timeline, active, blocked, span
-from hvdtrain.trace import chrome
+from hvdtrain.config.sections import Trace
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.timeline import Timeline, active, blocked, span
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.reports.trace import chrome
 
 
 def run(tmp_path: Path, size: int = 2, steps: str = "3:6", max_steps: int = 8, work: Any = fitted, **more: Any) -> list:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.trace.align import SAME, Alignment, Measured
-from hvdtrain.trace.chrome import RankTrace
-from hvdtrain.trace.summary import common_s, course_of, critical, overlaps, union
-from hvdtrain.trace.taken import Span
+from hvdtrain.core.timeline.taken import Span
+from hvdtrain.reports.trace.align import SAME, Alignment, Measured
+from hvdtrain.reports.trace.chrome import RankTrace
+from hvdtrain.reports.trace.summary import common_s, course_of, critical, overlaps, union
 
 
 def _courses(*ranks: list[Span]) -> list[Any]:

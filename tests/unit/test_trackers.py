@@ -16,18 +16,16 @@ import pytest
 from fake_run import all_of, make_run, reporting, walk
 from small_runs import config, fitted, lockstep, make_model, samples
 
-from hvdtrain import trackers
-from hvdtrain.assemble import assemble
-from hvdtrain.collectives.lockstep import LockstepWorld
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError
-from hvdtrain.protocols import Record
-from hvdtrain.records import beside
-from hvdtrain.records.numbers import numbers, settings
-from hvdtrain.reports import gauges
-from hvdtrain.resolve import ROOT
-from hvdtrain.trackers.csv import Csv
-from hvdtrain.trackers.prometheus import Prometheus
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Record
+from hvdtrain.core.records.numbers import numbers, settings
+from hvdtrain.core.resolve import ROOT
+from hvdtrain.engine.assemble import assemble
+from hvdtrain.reports import beside, gauges, trackers
+from hvdtrain.reports.trackers.csv import Csv
+from hvdtrain.reports.trackers.prometheus import Prometheus
 
 FILES = sorted(Path(trackers.__file__).parent.glob("[a-z]*.py"))
 
@@ -152,7 +150,7 @@ def exposed(text):
 
 
 def test_prometheus_writes_a_text_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("hvdtrain.trackers.prometheus.APART_S", 0.0)
+    monkeypatch.setattr("hvdtrain.reports.trackers.prometheus.APART_S", 0.0)
     run = tracked(tmp_path, "prometheus", f"prometheus:{tmp_path}/other.prom")
     text = (tmp_path / "metrics.prom").read_text()
     assert text == (tmp_path / "other.prom").read_text()
@@ -197,7 +195,7 @@ import json, sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from test_trackers import record, tracked
-from hvdtrain.trackers.tensorboard import Tensorboard
+from hvdtrain.reports.trackers.tensorboard import Tensorboard
 out = Path(sys.argv[1])
 run = tracked(out, "tensorboard")
 again = Tensorboard(run, "")
@@ -231,7 +229,7 @@ def test_mlflow_keeps_one_run_in_a_folder_over_a_resume(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("hvdtrain.trackers.mlflow.APART_S", 0.0)
+    monkeypatch.setattr("hvdtrain.reports.trackers.mlflow.APART_S", 0.0)
     run = tracked(tmp_path, "mlflow")
     run.config = replace(run.config, lr=0.5)
     run.state.cursor = run.state.cursor.advance(8)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from hvdtrain.build.detect import Mpi
-from hvdtrain.build.run import ChildFailed
-from hvdtrain.cli import verify
-from hvdtrain.errors import UserError
+from hvdtrain.cluster.machine.software import Mpi
+from hvdtrain.commands import verify
+from hvdtrain.commands.build_horovod.run import ChildFailed
+from hvdtrain.core.errors import UserError
 
 
 @pytest.fixture

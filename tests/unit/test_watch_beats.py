@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.faults.watch import meet
-from hvdtrain.faults.watch.beats import BEAT, BYE, END, SIZE, Beats, Counts, Host, opened, seal
+from hvdtrain.cluster.liveness.watch import meet
+from hvdtrain.cluster.liveness.watch.beats import BEAT, BYE, END, SIZE, Beats, Counts, Host, opened, seal
 
 SECRET = b"s" * 32
 COUNTS = Counts(2, 1, 0, 0)

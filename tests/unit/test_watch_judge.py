@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.faults.watch.judge import Judge, Others, Sight, Verdict
+from hvdtrain.cluster.liveness.watch.judge import Judge, Others, Sight, Verdict
 
 BOUND_S, PAUSE_S = 10.0, 0.5
 WAITS = Sight(0, waits=True, step=9, phase="vote", steps=8, longest_s=0.1)

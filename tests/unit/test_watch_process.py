@@ -16,17 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cluster.launcher import LaunchFacts
-from hvdtrain.faults import watch
-from hvdtrain.faults.watch.system import stat
-from hvdtrain.resolve import ROOT
+from hvdtrain.cluster.liveness import watch
+from hvdtrain.cluster.liveness.watch.system import stat
+from hvdtrain.core.launcher import LaunchFacts
+from hvdtrain.core.resolve import ROOT
 
 BOUND_S = 1.0
 
 RANK = """
 import os, signal, sys, time
-from hvdtrain.cluster.launcher import LaunchFacts
-from hvdtrain.faults import pulse, watch
+from hvdtrain.core.launcher import LaunchFacts
+from hvdtrain.cluster.liveness import pulse, watch
 
 rank = int(os.environ["HOROVOD_RANK"])
 if sys.argv[1] == "early" and rank == 1:

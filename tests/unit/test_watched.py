@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from hvdtrain.backends.numpy import Ops
-from hvdtrain.collectives.lockstep import LockstepWorld
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
+from hvdtrain.comm.compressors import create
+from hvdtrain.comm.reducer.reducer import Reducer
+from hvdtrain.comm.reducer.watched import Asker, Watched
 from hvdtrain.config import Config
-from hvdtrain.exchange.buckets import plan_buckets
-from hvdtrain.exchange.compressors import create
-from hvdtrain.exchange.reducer import Reducer
-from hvdtrain.exchange.watched import Asker, Watched
-from hvdtrain.protocols import ParamSpec
-from hvdtrain.protocols.types import Bucket
-from hvdtrain.timeline import Timeline, active
-from hvdtrain.trace.taken import Taken
+from hvdtrain.core.buckets import plan_buckets
+from hvdtrain.core.protocols import ParamSpec
+from hvdtrain.core.protocols.types import Bucket
+from hvdtrain.core.timeline import Timeline, active
+from hvdtrain.core.timeline.taken import Taken
 
 
 class Handle:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hvdtrain.backends.numpy.model import Model
-from hvdtrain.errors import UserError
-from hvdtrain.exchange.weighting import loss_scale
+from hvdtrain.core.errors import UserError
+from hvdtrain.data.weighting import loss_scale
 
 
 @pytest.mark.parametrize("weight, scale", [(1, 1.0), (4, 0.25), (0.5, 2.0), (0, 0.0), (0.0, 0.0), (3, 1 / 3)])

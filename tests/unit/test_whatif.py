@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from small_runs import config, lockstep, make_model, samples
 
-from hvdtrain import loop
-from hvdtrain.balance.line import Line
-from hvdtrain.balance.plan import equal, plan
-from hvdtrain.balance.whatif import Steps, Work, counted, forecast, line_of
-from hvdtrain.callbacks.whatif import WhatIf
+from hvdtrain.engine import loop
+from hvdtrain.engine.callbacks.whatif import WhatIf
+from hvdtrain.planning.batch.line import Line
+from hvdtrain.planning.batch.plan import equal, plan
+from hvdtrain.planning.batch.whatif import Steps, Work, counted, forecast, line_of
 
 N = 120
 """Global batch, divisible by 2, 3 and 4 ranks."""

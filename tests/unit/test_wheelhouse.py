@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.build import cache, flow, tools, wheelhouse
-from hvdtrain.errors import UserError
-from hvdtrain.resolve import ROOT
+from hvdtrain.commands.build_horovod import cache, flow, tools, wheelhouse
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.resolve import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def test_a_set_up_from_a_wheelhouse_asks_no_index(tmp_path):
     assert f'--no-index --find-links "{tmp_path}"' in install and "requirements/torch-cpu.txt" in install
     assert f'[ -z "{tmp_path}" ] && ' in said and "--extra-index-url" in other, "the other index is for no wheelhouse"
     assert f'hvdtrain build --frameworks tensorflow torch --cpu --wheelhouse "{tmp_path}"' in said
-    assert "hvdtrain.build.tools --wheels" in said, "no compiler is asked for"
+    assert "hvdtrain.commands.build_horovod.tools --wheels" in said, "no compiler is asked for"
     assert "--no-index" not in would_run("setup", f"VENV={tmp_path}/venv")
 
 

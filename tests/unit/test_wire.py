@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain.cluster import wire
 from hvdtrain.cluster.devices import DeviceFacts
 from hvdtrain.cluster.horovod import HorovodUnavailable
 from hvdtrain.cluster.topology import Host, Topology
-from hvdtrain.collectives import mpi, shared
+from hvdtrain.comm import wires as wire
+from hvdtrain.comm.collectives import mpi, shared
 from hvdtrain.config import Config, Exchange
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 ONE = Topology((Host("a", (0, 1), 2),))
 TWO = Topology((Host("a", (0,), 2), Host("b", (1,), 2)))

@@ -2,9 +2,11 @@
 
 import pytest
 
-from hvdtrain.exchange.link import Link
-from hvdtrain.exchange.wire_choice import (Job, Measured, Row, WireChoice, better, by_rule, candidates, changed, decide,
-                                           doubt, rationed, reckon, short_of_cores, table)
+from hvdtrain.planning.exchange.link import Link
+from hvdtrain.planning.exchange.wire_choice import (
+    Job, Measured, Row, WireChoice, better, by_rule, candidates, changed, decide, doubt, rationed, reckon,
+    short_of_cores, table,
+)
 
 NO = float("inf")
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from hvdtrain.backends.numpy.ops import Ops
-from hvdtrain.collectives.lockstep import LockstepWorld
-from hvdtrain.errors import UserError
-from hvdtrain.exchange.transport import Transport
-from hvdtrain.exchange.written import combine, gathered, reduced
-from hvdtrain.protocols import Writable
-from hvdtrain.written_state import resolved
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
+from hvdtrain.comm.reducer.transport import Transport
+from hvdtrain.comm.reducer.written import combine, gathered, reduced
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Writable
+from hvdtrain.engine.written_state import resolved
 
 F, I64 = np.float32, np.int64
 

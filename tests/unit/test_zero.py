@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from small_runs import CUTS, bits, config, fitted, lockstep, make_model, samples, weights
 
-from hvdtrain.collectives.lockstep import LockstepCollectives
+from hvdtrain.comm.collectives.lockstep import LockstepCollectives
 from hvdtrain.config import DataParallel, Exchange, Named
-from hvdtrain.data_parallel.zero import Zero
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
+from hvdtrain.parallel.data_parallel.zero import Zero
 
 MOMENTUM = config(global_batch=24, max_steps=6, optimizer=Named("SGD", {"momentum": 0.9}),
                   exchange=Exchange(bucket_mb=0.0005))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 
 def check(own: str) -> None:

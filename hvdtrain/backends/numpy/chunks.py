@@ -7,10 +7,10 @@ import numpy as np
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.backends.numpy.stage import Stage
 from hvdtrain.backends.numpy.state import Evaluator
-from hvdtrain.mesh import Layout
-from hvdtrain.parallel.memory import Block, Needs
-from hvdtrain.pipeline.measured import Measured
-from hvdtrain.protocols import Batch, Cargo, GradientSink, Pair
+from hvdtrain.core.mesh import Layout
+from hvdtrain.core.protocols import Batch, Cargo, GradientSink, Pair
+from hvdtrain.planning.pipeline.blocks import Block, Needs
+from hvdtrain.planning.pipeline.measured import Measured
 
 
 FLOPS = 2e10
@@ -18,7 +18,7 @@ FLOPS = 2e10
 
 
 class Chunks(Stage):
-    """`hvdtrain.protocols.PipelineStage` over the layers of ``layout``; a block is a layer."""
+    """`hvdtrain.core.protocols.PipelineStage` over the layers of ``layout``; a block is a layer."""
 
     def __init__(self, model: Model, layout: Layout, evaluator: Evaluator) -> None:
         super().__init__(model)

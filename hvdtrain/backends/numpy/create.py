@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvdtrain.backends.model_spec import refuse_groups
 from hvdtrain.backends.numpy import amp
 from hvdtrain.backends.numpy.chunks import Chunks, keep_own, reckoned
 from hvdtrain.backends.numpy.ops import Ops
 from hvdtrain.backends.numpy.params import Params
 from hvdtrain.backends.numpy.stage import Stage
 from hvdtrain.backends.numpy.state import Buffers, Evaluator, State
+from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError
-from hvdtrain.exchange.transport import Transport
-from hvdtrain.mesh import Mesh
-from hvdtrain.model import refuse_groups
-from hvdtrain.parts import Parts
-from hvdtrain.pipeline.plan import agree, measured_samples
-from hvdtrain.pipeline.replicas import replicas_of
-from hvdtrain.precision.policy import FP32, Precision
-from hvdtrain.precision.scaler import LossScale
-from hvdtrain.protocols import Collectives
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.mesh import Mesh
+from hvdtrain.core.protocols import Collectives
+from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.pipeline.plan import agree, measured_samples
+from hvdtrain.parallel.precision.policy import FP32, Precision
+from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.replicas import replicas_of
 
 
 def make_parts(spec: Any, config: Config, control: Any, wire: Collectives, steps_per_epoch: int,

@@ -1,4 +1,4 @@
-"""The readable reference of `hvdtrain.protocols.Ops`, in numpy.
+"""The readable reference of `hvdtrain.core.protocols.Ops`, in numpy.
 
 Owns what each operation means; the other backends' ops must pass the same cases (tests/conformance/ops_cases.py).
 """
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdtrain.exchange.cell import Held
-from hvdtrain.exchange.compressors.base import DEPENDENT
-from hvdtrain.exchange.compressors.candidates import LEAST, sample
-from hvdtrain.protocols import Collectives
+from hvdtrain.comm.compressors.base import DEPENDENT
+from hvdtrain.comm.compressors.candidates import LEAST, sample
+from hvdtrain.comm.reducer.cell import Held
+from hvdtrain.core.protocols import Collectives
 
 
 class Ops:

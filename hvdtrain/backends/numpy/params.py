@@ -8,13 +8,13 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 
 from hvdtrain.backends.numpy.model import Model
-from hvdtrain.data_parallel.shards import in_bucket
-from hvdtrain.protocols import ParamSpec
-from hvdtrain.protocols.types import Bucket
+from hvdtrain.core.protocols import ParamSpec
+from hvdtrain.core.protocols.types import Bucket
+from hvdtrain.planning.shards import in_bucket
 
 
 class Sgd:
-    """`hvdtrain.protocols.Optimizer` over ``tensors``: v = m v + g, p = p - lr v."""
+    """`hvdtrain.core.protocols.Optimizer` over ``tensors``: v = m v + g, p = p - lr v."""
 
     elementwise = True
     looks = False
@@ -78,7 +78,7 @@ class Sgd:
 
 
 class Params:
-    """`hvdtrain.protocols.Params` of a `Model`, in the order they were made."""
+    """`hvdtrain.core.protocols.Params` of a `Model`, in the order they were made."""
 
     def __init__(self, model: Model, lr: float, momentum: float) -> None:
         self.specs = [ParamSpec(n, p.shape, p.dtype.name, block=int(n[1:])) for n, p in model.params.items()]

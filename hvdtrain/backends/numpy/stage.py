@@ -7,11 +7,11 @@ from collections.abc import Collection
 import numpy as np
 
 from hvdtrain.backends.numpy.model import Model
-from hvdtrain.protocols import Batch, GradientSink, Pair
+from hvdtrain.core.protocols import Batch, GradientSink, Pair
 
 
 class Stage:
-    """`hvdtrain.protocols.Stage` over a whole `Model`."""
+    """`hvdtrain.core.protocols.Stage` over a whole `Model`."""
 
     asynchronous = False
     waited_s = 0.0

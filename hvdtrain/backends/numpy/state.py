@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain import rng
 from hvdtrain.backends.numpy.model import Model
 from hvdtrain.backends.numpy.params import Sgd
+from hvdtrain.backends.pairs import Totals, means
 from hvdtrain.checkpoint import weights
 from hvdtrain.checkpoint.tensors import Layout, Spec, layout
-from hvdtrain.exchange.transport import Transport
-from hvdtrain.pairs import Totals, means
-from hvdtrain.protocols import Batch, Writable
-from hvdtrain.protocols.state import Head, Place, Shard, Window
+from hvdtrain.comm.reducer.transport import Transport
+from hvdtrain.core import rng
+from hvdtrain.core.protocols import Batch, Writable
+from hvdtrain.core.protocols.state import Head, Place, Shard, Window
 
 
 class Buffers:
-    """`hvdtrain.protocols.Buffers`: there are none, only initial values."""
+    """`hvdtrain.core.protocols.Buffers`: there are none, only initial values."""
 
     def __init__(self, model: Model, transports: Sequence[Transport], blocks: Sequence[Sequence[int]] = ()) -> None:
         self._model, self._transports, self._blocks = model, transports, blocks
@@ -67,7 +67,7 @@ class Buffers:
 
 
 class Evaluator:
-    """`hvdtrain.protocols.Evaluator`: loss and accuracy."""
+    """`hvdtrain.core.protocols.Evaluator`: loss and accuracy."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -104,7 +104,7 @@ def _copied(group: str, name: str, array: np.ndarray, place: Place | None) -> np
 
 
 class State:
-    """`hvdtrain.protocols.ModelState`: parameters and velocities."""
+    """`hvdtrain.core.protocols.ModelState`: parameters and velocities."""
 
     def __init__(self, model: Model, optimizer: Sgd) -> None:
         self._model, self._optimizer = model, optimizer

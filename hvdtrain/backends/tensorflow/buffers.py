@@ -16,14 +16,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.backends.keras.names import stable_names
 from hvdtrain.backends.tensorflow.entered import PLAIN, Mark
 from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.optim_state import give_back, take_over
 from hvdtrain.backends.tensorflow.state import assign, named, nbytes, seed_states, to_numpy, view
-from hvdtrain.exchange.transport import Transport
-from hvdtrain.exchange.written import combine
-from hvdtrain.keras.names import stable_names
-from hvdtrain.protocols import Writable
+from hvdtrain.comm.reducer.transport import Transport
+from hvdtrain.comm.reducer.written import combine
+from hvdtrain.core.protocols import Writable
 
 LARGE = 1 << 16
 """Elements of a variable that is not compared after every step; the first samples and a save find what is written."""
@@ -36,7 +36,7 @@ PACK_BYTES = 1 << 22
 
 
 class _Entry:
-    """Implements `hvdtrain.exchange.written.Entry` for one variable."""
+    """Implements `hvdtrain.comm.reducer.written.Entry` for one variable."""
 
     def __init__(self, name: str, variable: keras.Variable, before: np.ndarray | None) -> None:
         self.name, self._variable, self._before = name, variable, before
@@ -56,7 +56,7 @@ class _Entry:
 
 
 class Buffers:
-    """Implements `hvdtrain.protocols.Buffers` for ``model`` and the optimizer's variables.
+    """Implements `hvdtrain.core.protocols.Buffers` for ``model`` and the optimizer's variables.
 
     ``kept``: copies of what forward passes change. The stage tells of a step's begin (`begin`) and of its samples
     (`saw`). ``whole``: the model that ``model`` is a part of, whose variables give the names.

@@ -12,10 +12,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.backends.keras.task import Phase
 from hvdtrain.backends.tensorflow import state
 from hvdtrain.backends.tensorflow.buffers import Kept, written_in_forward
-from hvdtrain.errors import UserError
-from hvdtrain.keras.task import Phase
+from hvdtrain.core.errors import UserError
 
 DO = "give the model file blocks(model) -> [(name, layer), ...], the forward pass being a loop over them"
 

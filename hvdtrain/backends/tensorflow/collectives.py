@@ -22,11 +22,11 @@ from hvdtrain.backends.tensorflow import entered
 from hvdtrain.backends.tensorflow.named import NamedCalls
 from hvdtrain.backends.tensorflow.nodes import raised
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.cluster.group import Group
-from hvdtrain.errors import PeerFailed, UserError
-from hvdtrain.faults import pulse
-from hvdtrain.protocols import Collectives
-from hvdtrain.timeline import blocked
+from hvdtrain.cluster.liveness import pulse
+from hvdtrain.core.errors import PeerFailed, UserError
+from hvdtrain.core.group import Group
+from hvdtrain.core.protocols import Collectives
+from hvdtrain.core.timeline import blocked
 
 
 KINDS = {"sum": "Sum", "adasum": "Adasum", "min": "Min", "max": "Max", "product": "Product", "mean": "Average"}
@@ -46,7 +46,7 @@ class _Result:
 
 
 class HorovodCollectives:
-    """`hvdtrain.protocols.Collectives` over ``horovod.tensorflow``: graph nodes, ordered by data dependency only.
+    """`hvdtrain.core.protocols.Collectives` over ``horovod.tensorflow``: graph nodes, ordered by data dependency only.
 
     ``device``: "cpu" puts every node on the CPU; "" leaves the place to TensorFlow. ``process_set``: Horovod's object
     for the ranks that take part, all where None; ``rank`` and ``size`` are those within it, a broadcast's root is

@@ -1,4 +1,5 @@
-"""A Keras model and its optimizer as `hvdtrain.convert` sees them: layers, arrays, outputs, files, state by slot.
+"""A Keras model and its optimizer as `hvdtrain.commands.convert` sees them: layers, arrays, outputs, files, state by
+slot.
 
 Owns the reading and writing of Keras' own objects. What they become in PyTorch is decided in numpy, in that package.
 """
@@ -13,13 +14,13 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.backends.interchange import rule as rules
+from hvdtrain.backends.interchange.layers import Layer, Model, Weight
+from hvdtrain.backends.interchange.pairing import UNSUPPORTED
+from hvdtrain.backends.interchange.rule import KERAS_SLOTS, Rule, Slots
 from hvdtrain.backends.tensorflow import placement, state
 from hvdtrain.backends.tensorflow.optim import WarmUp
-from hvdtrain.convert import rule as rules
-from hvdtrain.convert.layers import Layer, Model, Weight
-from hvdtrain.convert.pairing import UNSUPPORTED
-from hvdtrain.convert.rule import KERAS_SLOTS, Rule, Slots
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 _LAYERS = keras.layers
 _KINDS: tuple[tuple[Any, str], ...] = (
@@ -95,7 +96,7 @@ def _layer_name(model: keras.Model, layer: Any, variable: Any) -> str:
 
 
 def _kind(layer: Any) -> str:
-    """The layer's kind, in the words of `hvdtrain.convert.layouts.KINDS`."""
+    """The layer's kind, in the words of `hvdtrain.backends.interchange.layouts.KINDS`."""
     if isinstance(layer, _LAYERS.EinsumDense):
         given, kernel, out = layer.equation.replace("->", ",").replace(" ", "").split(",")
         plain = len(kernel) == 2 and given.endswith(kernel[0]) and out == given[:-1] + kernel[1]

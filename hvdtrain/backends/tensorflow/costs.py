@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.chain import Chain
 from hvdtrain.backends.tensorflow.moving import lent
-from hvdtrain.parallel.memory import Block
+from hvdtrain.planning.pipeline.blocks import Block
 
 SLOT_S = 0.05
 """About how long one kind of block is timed."""

@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.backends.keras import compiled
+from hvdtrain.backends.keras.evaluation import Evaluation
+from hvdtrain.backends.keras.facts import KerasFacts
+from hvdtrain.backends.keras.shapes import check_stateful
+from hvdtrain.backends.keras.task import loss_name
+from hvdtrain.backends.misfit import told
 from hvdtrain.backends.tensorflow import placement, state
 from hvdtrain.backends.tensorflow.buffers import Buffers
 from hvdtrain.backends.tensorflow.chain import Chain, chain_of
@@ -29,27 +35,21 @@ from hvdtrain.backends.tensorflow.transforms.compile import XlaCompile
 from hvdtrain.backends.tensorflow.transforms.placement import Placement
 from hvdtrain.backends.tensorflow.transforms.precision import MixedPrecision
 from hvdtrain.backends.tensorflow.transforms.remat import Remat, named_blocks
+from hvdtrain.backends.transforms import in_order
 from hvdtrain.cluster import heap
 from hvdtrain.cluster.control import agreed
+from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError
-from hvdtrain.exchange.transport import Transport
-from hvdtrain.keras import compiled
-from hvdtrain.keras.evaluation import Evaluation
-from hvdtrain.keras.facts import KerasFacts
-from hvdtrain.keras.shapes import check_stateful
-from hvdtrain.keras.task import loss_name
-from hvdtrain.mesh import Mesh
-from hvdtrain.misfit import told
-from hvdtrain.parallel import plan
-from hvdtrain.parts import Parts
-from hvdtrain.precision.policy import FP32, Precision
-from hvdtrain.precision.scaler import LossScale
-from hvdtrain.protocols import Collectives, Control, ModelSpec
-from hvdtrain.transforms import in_order
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.mesh import Mesh
+from hvdtrain.core.protocols import Collectives, Control, ModelSpec
+from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.pipeline import devices as plan
+from hvdtrain.parallel.precision.policy import FP32, Precision
+from hvdtrain.parallel.precision.scaler import LossScale
 
 if TYPE_CHECKING:
-    from hvdtrain.protocols import Batch
+    from hvdtrain.core.protocols import Batch
 
 
 def make_parts(spec: ModelSpec, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,

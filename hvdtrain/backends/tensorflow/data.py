@@ -13,11 +13,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.core.errors import UserError
+from hvdtrain.data.layout import Columns, nested
 from hvdtrain.data.rows import Rows, columns
 from hvdtrain.data.sources import ArraySource, Source, refuse_strings
 from hvdtrain.data.stream import Arrays, Stream
-from hvdtrain.errors import UserError
-from hvdtrain.keras.layout import Columns, nested
 
 _CHUNK = 64
 """Samples of an unbatched dataset that are stacked at once; of no consequence for the batches."""

@@ -14,10 +14,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain import rng
-from hvdtrain.keras.seeds import generator_kept
-from hvdtrain.parts import Parts
-from hvdtrain.protocols import Batch
+from hvdtrain.backends.keras.seeds import generator_kept
+from hvdtrain.core import rng
+from hvdtrain.core.protocols import Batch
+from hvdtrain.parallel.parts import Parts
 
 
 def try_samples(parts: Parts, batch: Batch, training: bool) -> list[str]:
@@ -40,7 +40,7 @@ def try_samples(parts: Parts, batch: Batch, training: bool) -> list[str]:
 
 @contextlib.contextmanager
 def untouched(parts: Parts, batch: Batch) -> Iterator[None]:
-    """Put everything back after the body as it was: for `hvdtrain.pipeline.first_sample`."""
+    """Put everything back after the body as it was: for `hvdtrain.engine.pipeline_first_sample`."""
     stage: Any = parts.stage
     evaluator: Any = parts.evaluator
     with _untouched(parts.model), generator_kept(), stage.class_numbers.checked(tuple(batch)):

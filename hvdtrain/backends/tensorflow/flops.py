@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.parts import Parts
+from hvdtrain.parallel.parts import Parts
 
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _BRANCHING = ("While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase")

@@ -8,9 +8,9 @@ import keras
 
 from hvdtrain.backends.tensorflow.optim_state import alike
 from hvdtrain.backends.tensorflow.optimizer import Optimizer
-from hvdtrain.memory_plan.facts import Model, Slots
-from hvdtrain.parts import Parts
-from hvdtrain.protocols.types import itemsize
+from hvdtrain.core.protocols.types import itemsize
+from hvdtrain.parallel.parts import Parts
+from hvdtrain.planning.memory.facts import Model, Slots
 
 SMALL = 3
 """Elements of the vectors that stand in for variables."""

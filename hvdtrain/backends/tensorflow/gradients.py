@@ -21,7 +21,7 @@ from hvdtrain.backends.tensorflow.split import Split
 from hvdtrain.backends.tensorflow.task import Task
 from hvdtrain.backends.tensorflow.transforms.compile import XlaCompile
 from hvdtrain.backends.tensorflow.transforms.remat import Remat
-from hvdtrain.protocols.types import Bucket
+from hvdtrain.core.protocols.types import Bucket
 
 
 class Gradients:

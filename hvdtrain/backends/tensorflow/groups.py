@@ -12,9 +12,9 @@ from typing import Any
 
 import keras
 
+from hvdtrain.backends.model_spec import called
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError
-from hvdtrain.model import called
+from hvdtrain.core.errors import UserError
 
 KEYS = ("params", "variables")
 """What a group may call its variables."""

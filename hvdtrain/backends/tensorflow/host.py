@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.exchange.buckets import ALIGNMENT
-from hvdtrain.protocols import Collectives
-from hvdtrain.protocols.types import Bucket, itemsize
+from hvdtrain.core.buckets import ALIGNMENT
+from hvdtrain.core.protocols import Collectives
+from hvdtrain.core.protocols.types import Bucket, itemsize
 
 SLOTS = 3
 """Of a bucket in the wire's own memory: one to fill, one still held, and one whose sums are copied out."""

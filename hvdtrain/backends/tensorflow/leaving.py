@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import host
 from hvdtrain.backends.tensorflow.nodes import telling
-from hvdtrain.protocols import GradientSink
+from hvdtrain.core.protocols import GradientSink
 
 
 class Leaving:

@@ -1,4 +1,4 @@
-"""Evaluate the loss of a Keras model on a few samples, in no graph, for `hvdtrain.loss_coupling`."""
+"""Evaluate the loss of a Keras model on a few samples, in no graph, for `hvdtrain.backends.loss_coupling`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.backends.keras.neutral import added_losses, computing_eps, neutral_layers
+from hvdtrain.backends.keras.seeds import generator_kept
+from hvdtrain.backends.loss_coupling import Evaluate, LossValue, per_row
 from hvdtrain.backends.tensorflow.first_sample import _untouched
-from hvdtrain.keras.neutral import added_losses, computing_eps, neutral_layers
-from hvdtrain.keras.seeds import generator_kept
-from hvdtrain.loss_coupling import Evaluate, LossValue, per_row
-from hvdtrain.parts import Parts
-from hvdtrain.protocols import Batch
+from hvdtrain.core.protocols import Batch
+from hvdtrain.parallel.parts import Parts
 
 
 def loss_evaluator(parts: Parts, pool: Batch) -> contextlib.AbstractContextManager[Evaluate]:

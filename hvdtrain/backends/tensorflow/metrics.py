@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.backends.keras.evaluation import Evaluation
 from hvdtrain.backends.tensorflow.buffers import Kept, holding
 from hvdtrain.backends.tensorflow.entered import PLAIN
 from hvdtrain.backends.tensorflow.task import ClassNumbers
-from hvdtrain.keras.evaluation import Evaluation
-from hvdtrain.protocols import Batch
+from hvdtrain.core.protocols import Batch
 
 
 class Evaluator:
     """Runs the model in inference mode and keeps the totals; one graph per shape of batch.
 
-    Implements `hvdtrain.protocols.Evaluator`.
+    Implements `hvdtrain.core.protocols.Evaluator`.
     """
 
     def __init__(self, evaluation: Evaluation, class_numbers: ClassNumbers) -> None:

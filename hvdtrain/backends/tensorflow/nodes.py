@@ -23,9 +23,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import entered
-from hvdtrain.cluster.group import Group
-from hvdtrain.collectives.null import Done
-from hvdtrain.protocols import Collectives, Handle
+from hvdtrain.comm.collectives.null import Done
+from hvdtrain.core.group import Group
+from hvdtrain.core.protocols import Collectives, Handle
 
 MOST = 64
 """Errors that are kept for whoever runs the graph to find."""
@@ -77,7 +77,7 @@ def _threads() -> int:
 
 
 class HostNodes:
-    """Implements `hvdtrain.protocols.Collectives` while a graph is traced, over ``wire``, which is not in graphs.
+    """Implements `hvdtrain.core.protocols.Collectives` while a graph is traced, over ``wire``, which is not in graphs.
 
     ``overlaps``: the rest of backward goes on while a node waits, on TensorFlow's other threads.
     """

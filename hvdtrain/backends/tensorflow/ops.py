@@ -1,4 +1,5 @@
-"""TensorFlow's implementation of `hvdtrain.protocols.Ops`; the same code runs eagerly and while a graph is traced."""
+"""TensorFlow's implementation of `hvdtrain.core.protocols.Ops`; the same code runs eagerly and while a graph is
+traced."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import host
-from hvdtrain.backends.tensorflow.placement import free_bytes
 from hvdtrain.backends.tensorflow.nodes import HostNodes
-from hvdtrain.exchange.compressors.base import DEPENDENT
-from hvdtrain.exchange.compressors.candidates import LEAST, sample
-from hvdtrain.protocols import Array, Collectives
+from hvdtrain.backends.tensorflow.placement import free_bytes
+from hvdtrain.comm.compressors.base import DEPENDENT
+from hvdtrain.comm.compressors.candidates import LEAST, sample
+from hvdtrain.core.protocols import Array, Collectives
 
 
 class Ops:
@@ -159,7 +160,7 @@ class HostVector(np.ndarray):
 
 
 class VariableCell:
-    """Implements `hvdtrain.protocols.Cell` by a variable made outside of the graph that is being traced, if any.
+    """Implements `hvdtrain.core.protocols.Cell` by a variable made outside of the graph that is being traced, if any.
 
     A write gives the variable another buffer (no copy), so that what was read before stays as it was.
     """

@@ -17,11 +17,11 @@ import keras
 import tensorflow as tf
 from keras.optimizers import schedules
 
+from hvdtrain.backends.keras.compiled import setup_of
+from hvdtrain.backends.keras.one_cycle import OneCycle
 from hvdtrain.backends.tensorflow import groups
 from hvdtrain.config import Config, Schedule
-from hvdtrain.errors import UserError, count, nearest
-from hvdtrain.keras.compiled import setup_of
-from hvdtrain.keras.one_cycle import OneCycle
+from hvdtrain.core.errors import UserError, count, nearest
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")

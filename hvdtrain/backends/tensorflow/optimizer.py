@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.backends.keras.facts import apply_gradients
 from hvdtrain.backends.tensorflow import entered
 from hvdtrain.backends.tensorflow.entered import PLAIN
 from hvdtrain.backends.tensorflow.following import follow
@@ -21,17 +22,16 @@ from hvdtrain.backends.tensorflow.host import readable, view
 from hvdtrain.backends.tensorflow.ops import HostVector, Ops
 from hvdtrain.backends.tensorflow.optim import Optimization, instead
 from hvdtrain.backends.tensorflow.split import Split
-from hvdtrain.errors import UserError
-from hvdtrain.keras.facts import apply_gradients
-from hvdtrain.precision.scaler import LossScale
-from hvdtrain.protocols.types import Bucket
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.types import Bucket
+from hvdtrain.parallel.precision.scaler import LossScale
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Lion"}
 """Classes of keras.optimizers that update each element by itself."""
 
 
 class Optimizer:
-    """Implements `hvdtrain.protocols.Optimizer` over Keras ``variables``.
+    """Implements `hvdtrain.core.protocols.Optimizer` over Keras ``variables``.
 
     ``opt``: the Keras optimizer (``own``), built for them, and its rate. ``scale``: where it is on, gradients are
     always checked. ``traced``: makes the update in the graph that is being traced; None where that cannot be.
@@ -57,7 +57,7 @@ class Optimizer:
 
     def step(self, grads: Sequence[Any], buckets: Sequence[Bucket], clip_norm: float, look: bool,
              norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
-        """Clip by the global norm and update; see `hvdtrain.protocols.Optimizer`."""
+        """Clip by the global norm and update; see `hvdtrain.core.protocols.Optimizer`."""
         if buckets and all(isinstance(x, np.ndarray) for x in grads):
             grads, buckets = self._read_in_place(grads, buckets), ()
         scaled = norm is not None and 0 < clip_norm < norm
@@ -168,7 +168,7 @@ class Optimizer:
         return self.opt.rate()
 
     def own_schedule(self) -> object | None:
-        """Return the schedule that the optimizer's owner gave; see `hvdtrain.protocols.Optimizer`."""
+        """Return the schedule that the optimizer's owner gave; see `hvdtrain.core.protocols.Optimizer`."""
         return self.opt.own_schedule()
 
     def end_epoch(self) -> None:

@@ -16,18 +16,18 @@ from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.optimizer import Optimizer
 from hvdtrain.backends.tensorflow.sliced import Sliced
 from hvdtrain.backends.tensorflow.split import Split
-from hvdtrain.data_parallel.shards import in_bucket
-from hvdtrain.errors import UserError
-from hvdtrain.precision.scaler import LossScale
-from hvdtrain.protocols import ParamSpec
-from hvdtrain.protocols.types import Bucket
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import ParamSpec
+from hvdtrain.core.protocols.types import Bucket
+from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.planning.shards import in_bucket
 
 VIEWED = ("float32", "float64")
 """Types that are looked at in host memory: Python's buffers lack bfloat16."""
 
 
 class Params:
-    """Implements `hvdtrain.protocols.Params` in the model's own order.
+    """Implements `hvdtrain.core.protocols.Params` in the model's own order.
 
     ``blocks``: the layers that the model file names as the model's blocks, if it does. ``opt``: the run's optimizer.
     """
@@ -106,7 +106,7 @@ class Params:
         return Optimizer(made, variables, self._scale)
 
     def sliced(self, spans: Sequence[tuple[int, int]]) -> Sliced:
-        """Return the run's optimizer over a slice of each variable; see `hvdtrain.protocols.Params`."""
+        """Return the run's optimizer over a slice of each variable; see `hvdtrain.core.protocols.Params`."""
         if self._split:
             raise UserError("data_parallel zero with model_parallel and Keras on TensorFlow", "one of the two",
                             "set model_parallel: 1, or data_parallel: replicate")

@@ -4,9 +4,9 @@ Owns what is traced: each stage under its device with a tape of its own, copies 
 of the parts' gradients. Moves no variable (`hvdtrain.backends.tensorflow.split`), knows no optimizer.
 
 The order is laid down by control edges: a stage computes one part at a time, all forward, then backward from the last
-part to the first (`hvdtrain.parallel.schedule.gpipe`). Between that TensorFlow's executor starts whatever has its
-inputs, so that the devices work at once. What layers add to the loss (regularisers) is computed on their own stage
-and crosses the cut as a scalar, so that no variable ever does.
+part to the first (`hvdtrain.planning.pipeline.devices.schedule.gpipe`). Between that TensorFlow's executor starts
+whatever has its inputs, so that the devices work at once. What layers add to the loss (regularisers) is computed on
+their own stage and crosses the cut as a scalar, so that no variable ever does.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hvdtrain.backends.tensorflow import recompute
 from hvdtrain.backends.tensorflow.chain import Chain
 from hvdtrain.backends.tensorflow.placement import HOST
 from hvdtrain.backends.tensorflow.task import Task
-from hvdtrain.errors import UserError
-from hvdtrain.parallel.schedule import gpipe
-from hvdtrain.pipeline.orders import BACKWARD, FORWARD
+from hvdtrain.core.errors import UserError
+from hvdtrain.planning.pipeline.devices.schedule import gpipe
+from hvdtrain.planning.pipeline.orders import BACKWARD, FORWARD
 
 Gradient = Any
 
@@ -87,7 +87,7 @@ class StandIn:
     """What a task is given in place of the model: called, it runs all stages. Not more than that can be split.
 
     Plain values of the model (numbers, words) can be read from it, and ``losses``. It is equal to its model, so that
-    what is kept for that (`hvdtrain.keras.compiled.setup_of`) is found for it too.
+    what is kept for that (`hvdtrain.backends.keras.compiled.setup_of`) is found for it too.
     """
 
     def __init__(self, model: keras.Model, trace: _Trace, micro: int) -> None:

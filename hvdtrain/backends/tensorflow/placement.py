@@ -7,10 +7,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.balance.memory import DEVICE_PART, host_budget_bytes
 from hvdtrain.cluster.devices import DeviceFacts, cpu_facts
-from hvdtrain.errors import UserError, count
-from hvdtrain.machine.nvml import total_bytes
+from hvdtrain.cluster.machine.memory import DEVICE_PART, host_budget_bytes
+from hvdtrain.cluster.machine.nvml import total_bytes
+from hvdtrain.core.errors import UserError, count
 
 _STRIDE = 1_000_003
 """Distance of two ranks' seeds."""
@@ -154,7 +154,7 @@ def on_gpu(model: keras.Model) -> bool:
 def seed(seed: int, rank: int) -> None:
     """Give this rank its own stream of TensorFlow's random numbers; rank 0 of seed s is `tf.random.set_seed(s)`.
 
-    Python's and numpy's generators belong to the core (`hvdtrain.rng`), those inside a model to `seed_model`.
+    Python's and numpy's generators belong to the core (`hvdtrain.core.rng`), those inside a model to `seed_model`.
     """
     tf.random.set_seed(seed + _STRIDE * rank)
 

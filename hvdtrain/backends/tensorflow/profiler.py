@@ -11,14 +11,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.trace.profiler import Marks
-from hvdtrain.trace.taken import KERNEL, Span
+from hvdtrain.core.timeline.profiler import Marks
+from hvdtrain.core.timeline.taken import KERNEL, Span
 
 _MARK = "hvdtrain mark"
 
 
 class Profiler:
-    """Implements `hvdtrain.trace.profiler.Profiler` for TensorFlow."""
+    """Implements `hvdtrain.core.timeline.profiler.Profiler` for TensorFlow."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="hvdtrain-profile-")

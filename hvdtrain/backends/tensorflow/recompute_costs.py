@@ -17,7 +17,7 @@ from hvdtrain.backends.tensorflow import recompute
 from hvdtrain.backends.tensorflow.gradients import Gradients
 from hvdtrain.backends.tensorflow.transforms import sync_batchnorm
 from hvdtrain.backends.tensorflow.trial import Trial
-from hvdtrain.protocols import Batch, BlockCost
+from hvdtrain.core.protocols import Batch, BlockCost
 
 SLOT_S = 0.05
 """About how long one block is timed."""

@@ -1,4 +1,4 @@
-"""The run's Keras optimizer over a slice of each variable (`hvdtrain.data_parallel.zero`).
+"""The run's Keras optimizer over a slice of each variable (`hvdtrain.parallel.data_parallel.zero`).
 
 Owns how a slice is updated in the midst of its variable. Keras is shown a variable of its own for each of the model's,
 as long as the slice and of the same name, so that the state which it makes lines up one to one with that of a whole
@@ -16,21 +16,21 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.backends.keras.facts import apply_gradients
 from hvdtrain.backends.tensorflow import host, state
+from hvdtrain.backends.tensorflow.entered import PLAIN
 from hvdtrain.backends.tensorflow.optim import Optimization, Slice, instead
 from hvdtrain.backends.tensorflow.optim_state import alike, share, take_over
-from hvdtrain.backends.tensorflow.entered import PLAIN
 from hvdtrain.backends.tensorflow.optimizer import Optimizer, check_elementwise, fused
-from hvdtrain.keras.facts import apply_gradients
-from hvdtrain.precision.scaler import LossScale
-from hvdtrain.protocols.types import Bucket
+from hvdtrain.core.protocols.types import Bucket
+from hvdtrain.parallel.precision.scaler import LossScale
 
 Block = tuple[tuple[int, int], ...]
 """(begin, end) along each dimension of a tensor."""
 
 
 class Sliced(Optimizer):
-    """Implements `hvdtrain.protocols.Optimizer` over row-major elements ``spans`` of the model's ``variables``.
+    """Implements `hvdtrain.core.protocols.Optimizer` over row-major elements ``spans`` of the model's ``variables``.
 
     ``opt``: the run's optimizer over whole variables, whose place that over the slices takes. Its rate stays the one
     variable, whoever changes it.

@@ -1,4 +1,5 @@
-"""A plan of `hvdtrain.parallel` carried out on a Keras model: variables and optimizer slots on their devices.
+"""A plan of `hvdtrain.planning.pipeline.devices` carried out on a Keras model: variables and optimizer slots on their
+devices.
 
 Owns where things live. The graphs are in `pipeline`, the measuring is in `costs`; that blocks compute where their
 variables are is `transforms.placement`'s.
@@ -20,10 +21,10 @@ from hvdtrain.backends.tensorflow.moving import move, move_slots
 from hvdtrain.backends.tensorflow.pipeline import Pipeline
 from hvdtrain.backends.tensorflow.trial import Trial, free_cached, out_of_memory
 from hvdtrain.config import Config
-from hvdtrain.out_of_memory.attempt import attempt_halving
-from hvdtrain.parallel.memory import Block, Needs
-from hvdtrain.parallel.plan import Measured, Plan, micros_of, part_samples, parts_of
-from hvdtrain.parallel.schedule import measured_bubble
+from hvdtrain.parallel.pipeline.devices import Measured, Plan, micros_of, part_samples, parts_of
+from hvdtrain.parallel.recovery.attempt import attempt_halving
+from hvdtrain.planning.pipeline.blocks import Block, Needs
+from hvdtrain.planning.pipeline.devices.schedule import measured_bubble
 
 KEPT = 32
 """Steps whose times are kept for the measured bubble; the first calls, which trace and warm up, are not among them."""

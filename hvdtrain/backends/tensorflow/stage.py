@@ -21,7 +21,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import rng, timeline
 from hvdtrain.backends.tensorflow import host, placement, stamps, state
 from hvdtrain.backends.tensorflow.buffers import Buffers, Kept, holding
 from hvdtrain.backends.tensorflow.calls import Calls
@@ -33,8 +32,9 @@ from hvdtrain.backends.tensorflow.nodes import stood_s
 from hvdtrain.backends.tensorflow.task import ClassNumbers, Task
 from hvdtrain.backends.tensorflow.transforms import sync_batchnorm
 from hvdtrain.backends.tensorflow.trial import Trial
+from hvdtrain.core import rng, timeline
+from hvdtrain.core.protocols import Batch, GradientSink, Pair
 from hvdtrain.data.empty import StandIn
-from hvdtrain.protocols import Batch, GradientSink, Pair
 
 
 STAMPS = 3
@@ -42,7 +42,7 @@ STAMPS = 3
 
 
 class Stage:
-    """Implements `hvdtrain.protocols.Stage` for a whole model, which may be split over devices.
+    """Implements `hvdtrain.core.protocols.Stage` for a whole model, which may be split over devices.
 
     ``loss_scale``: returns this rank's factor of the loss. ``across``: what sums BatchNorm's moments over ranks, if
     anything does. ``exact``: the first sizes of a micro-batch get a graph each (`calls`). ``loss_words``: the loss for

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.protocols.types import Bucket, itemsize
-from hvdtrain.timeline import current
+from hvdtrain.core.protocols.types import Bucket, itemsize
+from hvdtrain.core.timeline import current
 
 
 def wanted() -> bool:

@@ -18,14 +18,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import rng
+from hvdtrain.backends.keras import final_files
 from hvdtrain.backends.tensorflow.transforms.precision import own_types
 from hvdtrain.checkpoint import weights
 from hvdtrain.checkpoint.tensors import Layout, Spec, layout
-from hvdtrain.errors import UserError, count
-from hvdtrain.keras import final_files
-from hvdtrain.precision.scaler import LossScale
-from hvdtrain.protocols.state import Head, Place, Shard, Window
+from hvdtrain.core import rng
+from hvdtrain.core.errors import UserError, count
+from hvdtrain.core.protocols.state import Head, Place, Shard, Window
+from hvdtrain.parallel.precision.scaler import LossScale
 
 if TYPE_CHECKING:
     from hvdtrain.backends.tensorflow.optim import Optimization
@@ -166,7 +166,7 @@ def load_random(model: keras.Model, own: dict[str, np.ndarray]) -> None:
 
 
 class ModelState:
-    """Implements `hvdtrain.protocols.ModelState`. ``rank``: rank 0 gives what no owner of a slice does.
+    """Implements `hvdtrain.core.protocols.ModelState`. ``rank``: rank 0 gives what no owner of a slice does.
 
     ``restart``: forgets how many samples the statistics of the buffers were made of, which a checkpoint makes equal.
     """

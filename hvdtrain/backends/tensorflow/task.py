@@ -11,13 +11,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.backends.keras import compiled, shapes, task
+from hvdtrain.backends.pairs import Pair
 from hvdtrain.config import Config
-from hvdtrain.keras import compiled, shapes, task
-from hvdtrain.pairs import Pair
 
 
 class Task(task.Task):
-    """`hvdtrain.keras.task.Task` that returns tensors, float64 where they come in it, else float32."""
+    """`hvdtrain.backends.keras.task.Task` that returns tensors, float64 where they come in it, else float32."""
 
     def __call__(self, model: Any, batch: Any, training: bool) -> Pair:
         """Run the model once on a flat batch of tensors (B, ...)."""

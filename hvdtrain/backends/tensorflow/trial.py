@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import state
 from hvdtrain.backends.tensorflow.buffers import Kept, written_in_forward
-from hvdtrain.protocols import Batch
+from hvdtrain.core.protocols import Batch
 
 
 class Trial:

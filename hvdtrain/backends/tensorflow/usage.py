@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.footprint import nbytes, state_now
-from hvdtrain.parts import Parts
+from hvdtrain.parallel.parts import Parts
 
 
 def held(parts: Parts) -> dict[str, int | None]:

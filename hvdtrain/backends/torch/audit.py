@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from hvdtrain.backends.torch import names
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 
 def check_model(model: torch.nn.Module) -> None:

@@ -1,7 +1,7 @@
 """The named blocks of a PyTorch model that is to be split: which they are, whether they are the model, what they cost.
 
 Owns what has to be true of such a model, and the measuring, before which nothing is allocated on the devices. The cut
-is `hvdtrain.parallel`'s; `split` puts the blocks where they belong.
+is `hvdtrain.planning.pipeline.devices`'s; `split` puts the blocks where they belong.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hvdtrain.backends.torch.buffers import remember
 from hvdtrain.backends.torch.modes import modes_kept
 from hvdtrain.backends.torch.pipelined.over_devices import OverDevices
 from hvdtrain.backends.torch.trees import count_samples, like, tensors_of
-from hvdtrain.errors import UserError
-from hvdtrain.parallel.memory import Block
+from hvdtrain.core.errors import UserError
+from hvdtrain.planning.pipeline.blocks import Block
 
 Named = list[tuple[str, torch.nn.Module]]
 

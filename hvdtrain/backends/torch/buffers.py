@@ -1,7 +1,7 @@
 """Buffers of a PyTorch model over the ranks: initial values, BatchNorm's statistics, and state written in forward.
 
 Owns which buffer is which, the values of a step's begin, and their way back where a step is left out. Knows no
-optimizer and no checkpoint; formulas of reductions are `hvdtrain.exchange.written`'s.
+optimizer and no checkpoint; formulas of reductions are `hvdtrain.comm.reducer.written`'s.
 """
 
 from __future__ import annotations
@@ -15,20 +15,13 @@ import numpy as np
 import torch
 
 from hvdtrain.backends.torch.entries import (
-    Entry,
-    OneEntry,
-    Place,
-    assign,
-    describe,
-    holders_of,
-    mark_written,
-    put_back_buffers,
+    Entry, OneEntry, Place, assign, describe, holders_of, mark_written, put_back_buffers,
 )
 from hvdtrain.backends.torch.names import Plain
-from hvdtrain.errors import UserError
-from hvdtrain.exchange.transport import Transport
-from hvdtrain.exchange.written import combine
-from hvdtrain.protocols import Writable
+from hvdtrain.comm.reducer.transport import Transport
+from hvdtrain.comm.reducer.written import combine
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Writable
 
 
 LARGE = 1 << 16
@@ -72,9 +65,9 @@ class _Kept:
 class Buffers:
     """The buffers of ``model``, and how many samples this rank has put through it since they were last equal.
 
-    Implements `hvdtrain.protocols.Buffers`. `keep` copies them, so that `discard` can undo a step: small ones at every
-    step, a `LARGE` one (a mask, a table) only where PyTorch has counted a write to it since. ``paths``: the names of
-    modules by id, where ``model`` is a part of a whole one. ``statistics``: names of BatchNorm's, where these do not
+    Implements `hvdtrain.core.protocols.Buffers`. `keep` copies them, so that `discard` can undo a step: small ones at
+    every step, a `LARGE` one (a mask, a table) only where PyTorch has counted a write to it since. ``paths``: the names
+    of modules by id, where ``model`` is a part of a whole one. ``statistics``: names of BatchNorm's, where these do not
     follow from the class of their module. ``aliases``: the names of buffers by those that a model may declare.
     """
 

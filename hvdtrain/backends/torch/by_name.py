@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError, nearest
+from hvdtrain.core.errors import UserError, nearest
 
 UNUSABLE = {"lbfgs": "needs a closure that is evaluated several times a step",
             "sparseadam": "takes sparse gradients, which are not exchanged here"}

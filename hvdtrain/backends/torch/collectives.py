@@ -14,12 +14,12 @@ import torch
 
 from hvdtrain.backends.torch.staged import StagedCollectives
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.cluster.group import Group
-from hvdtrain.collectives.null import Done
-from hvdtrain.errors import PeerFailed, UserError
-from hvdtrain.faults import pulse
-from hvdtrain.protocols import Collectives, Handle
-from hvdtrain.timeline import blocked
+from hvdtrain.cluster.liveness import pulse
+from hvdtrain.comm.collectives.null import Done
+from hvdtrain.core.errors import PeerFailed, UserError
+from hvdtrain.core.group import Group
+from hvdtrain.core.protocols import Collectives, Handle
+from hvdtrain.core.timeline import blocked
 
 
 class _Pending:
@@ -43,7 +43,7 @@ class _Pending:
         return out if self._shape is None else out.reshape(self._shape)
 
     def done(self) -> bool:
-        """Return whether the result is there, without waiting; for who looks on (`hvdtrain.exchange.watched`)."""
+        """Return whether the result is there, without waiting; for who looks on (`hvdtrain.comm.reducer.watched`)."""
         return bool(self._hvd.poll(self._handle))
 
 
@@ -66,7 +66,7 @@ class _Parts:
 
 
 class HorovodCollectives:
-    """`hvdtrain.protocols.Collectives` over ``horovod.torch``: asynchronous, in place, overlapping backward.
+    """`hvdtrain.core.protocols.Collectives` over ``horovod.torch``: asynchronous, in place, overlapping backward.
 
     ``timeout_s``: longest wait for one of them (`deadline`).
     """

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hvdtrain.backends.torch.trial import out_of_memory
-from hvdtrain.compile.choice import shortened
+from hvdtrain.planning.compile_choice import shortened
 
 RECOMPILES = 64
 """Graphs that PyTorch may hold of one function: the blocks of a class share it, each with its shapes."""

@@ -1,4 +1,5 @@
-"""A PyTorch model and its optimizer as `hvdtrain.convert` sees them: layers, arrays, outputs, files, state by slot.
+"""A PyTorch model and its optimizer as `hvdtrain.commands.convert` sees them: layers, arrays, outputs, files, state by
+slot.
 
 Owns the reading and writing of torch's own objects. What they become in Keras is decided in numpy, in that package.
 """
@@ -13,13 +14,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from hvdtrain.backends.interchange import rule as rules
+from hvdtrain.backends.interchange.layers import Layer, Model, Weight
+from hvdtrain.backends.interchange.pairing import UNSUPPORTED
+from hvdtrain.backends.interchange.rule import TORCH_SLOTS, Rule, Slots
 from hvdtrain.backends.torch import export, generators, names, placement, state
 from hvdtrain.backends.torch.modes import modes_kept
-from hvdtrain.convert import rule as rules
-from hvdtrain.convert.layers import Layer, Model, Weight
-from hvdtrain.convert.pairing import UNSUPPORTED
-from hvdtrain.convert.rule import TORCH_SLOTS, Rule, Slots
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 _CONVS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 _TRANSPOSED = {nn.ConvTranspose1d: 1, nn.ConvTranspose2d: 2, nn.ConvTranspose3d: 3}
@@ -60,7 +61,7 @@ def describe(model: nn.Module) -> Model:
 
 
 def _kind(module: nn.Module) -> str:
-    """The layer's kind, in the words of `hvdtrain.convert.layouts.KINDS`."""
+    """The layer's kind, in the words of `hvdtrain.backends.interchange.layouts.KINDS`."""
     for table in (_CONVS, _TRANSPOSED):
         for cls, rank in table.items():
             if isinstance(module, cls):

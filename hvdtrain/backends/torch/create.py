@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from hvdtrain.backends.misfit import told
 from hvdtrain.backends.torch import keras, placement
 from hvdtrain.backends.torch.maker import Maker, build_lazy
 from hvdtrain.backends.torch.pipelined import create as pipelined
@@ -18,13 +19,12 @@ from hvdtrain.backends.torch.pipelined.own import refuse_cut
 from hvdtrain.cluster import heap
 from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError
-from hvdtrain.mesh import Mesh
-from hvdtrain.misfit import told
-from hvdtrain.parallel.plan import Measured, Plan, agree
-from hvdtrain.parts import Parts
-from hvdtrain.precision.policy import FP32, Precision
-from hvdtrain.protocols import Batch, Collectives, Control
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.mesh import Mesh
+from hvdtrain.core.protocols import Batch, Collectives, Control
+from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.pipeline.devices import Measured, Plan, agree
+from hvdtrain.parallel.precision.policy import FP32, Precision
 
 
 def make_parts(spec: Any, config: Config, control: Control, wire: Collectives, steps_per_epoch: int,

@@ -17,10 +17,10 @@ import torch
 from torch.utils.data import (DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset,
                               default_collate)
 
+from hvdtrain.core.errors import UserError
 from hvdtrain.data.rows import Rows, by_field, columns
 from hvdtrain.data.sources import ArraySource, Source, refuse_strings
 from hvdtrain.data.stream import Arrays, Stream
-from hvdtrain.errors import UserError
 
 _CHUNK = 64
 """Samples of an `IterableDataset` that are collated at once; of no consequence for the batches."""

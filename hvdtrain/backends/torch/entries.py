@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hvdtrain.backends.torch.recompute.memory import of_keras
-from hvdtrain.protocols import Writable
+from hvdtrain.core.protocols import Writable
 
 
 class Place(NamedTuple):
@@ -51,7 +51,7 @@ class OneEntry:
 
 
 class Entry:
-    """Implements `hvdtrain.exchange.written.Entry`. ``before``: the value of the step's begin, where it is known.
+    """Implements `hvdtrain.comm.reducer.written.Entry`. ``before``: the value of the step's begin, where it is known.
 
     ``device``: where a tensor is made that this rank lacks.
     """

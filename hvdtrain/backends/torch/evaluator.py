@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdtrain.backends.pairs import means
 from hvdtrain.backends.torch.modes import set_modes
 from hvdtrain.backends.torch.transforms.placement import Placement
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision
-from hvdtrain.pairs import means
-from hvdtrain.protocols import Batch
+from hvdtrain.core.protocols import Batch
 
 
 class TorchEvaluator:
-    """Implements `hvdtrain.protocols.Evaluator`; ``metrics``: a `hvdtrain.backends.torch.task.Metrics`."""
+    """Implements `hvdtrain.core.protocols.Evaluator`; ``metrics``: a `hvdtrain.backends.torch.task.Metrics`."""
 
     def __init__(self, model: torch.nn.Module, metrics: Any, placement: Placement, precision: MixedPrecision) -> None:
         self._model, self._metrics, self._placement, self._precision = model, metrics, placement, precision

@@ -16,7 +16,7 @@ from hvdtrain.backends.torch.optimizer import TorchOptimizer
 from hvdtrain.backends.torch.params import TorchParams
 from hvdtrain.backends.torch.state import TorchState
 from hvdtrain.checkpoint.holders import fitting
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 TRAINED, FROZEN = "is trained from now on", "is frozen"
 SHOWN = 3
@@ -42,7 +42,7 @@ class _Look(NamedTuple):
 
 
 class TorchFacts:
-    """Implements `hvdtrain.protocols.ModelFacts` of ``model``, whose ``params`` and ``state`` a run has.
+    """Implements `hvdtrain.core.protocols.ModelFacts` of ``model``, whose ``params`` and ``state`` a run has.
 
     ``plain``: no transform has read the model's modules, so that a module without parameters may be replaced.
     """

@@ -19,8 +19,8 @@ from hvdtrain.backends.torch.entries import holders_of, mark_written, put_back_b
 from hvdtrain.backends.torch.modes import modes_kept
 from hvdtrain.backends.torch.recompute.memory import Modules, attributes_kept
 from hvdtrain.backends.torch.stage import check_loss
-from hvdtrain.parts import Parts
-from hvdtrain.protocols import Batch
+from hvdtrain.core.protocols import Batch
+from hvdtrain.parallel.parts import Parts
 
 COPIED_BYTES = 1 << 28
 """Frozen parameters of more bytes in all are not copied: nothing but a model's own assignment can change them."""
@@ -46,7 +46,7 @@ def try_samples(parts: Parts, batch: Batch, training: bool) -> list[str]:
 
 @contextlib.contextmanager
 def untouched(parts: Parts, batch: Batch) -> Iterator[None]:
-    """Put everything back after the body as it was: for `hvdtrain.pipeline.first_sample`."""
+    """Put everything back after the body as it was: for `hvdtrain.engine.pipeline_first_sample`."""
     stage: Any = parts.stage
     with _uncompiled(), _untouched(parts):
         yield

@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from hvdtrain.parts import Parts
-from hvdtrain.protocols import Batch
+from hvdtrain.core.protocols import Batch
+from hvdtrain.parallel.parts import Parts
 
 _CONVOLUTIONS = (torch.nn.modules.conv._ConvNd,)
 _PRODUCTS = re.compile(r"rnn|lstm|gru|attention|conv(?!ert)|matmul|(^|_)(add|badd)?b?mm(_|$)|(^|mkldnn_)linear")

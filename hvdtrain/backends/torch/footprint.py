@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hvdtrain.backends.torch.optimizer import TorchOptimizer
-from hvdtrain.memory_plan.facts import Model, Slots
-from hvdtrain.memory_plan.trace import Trace
-from hvdtrain.parts import Parts
-from hvdtrain.protocols import Batch
+from hvdtrain.core.protocols import Batch
+from hvdtrain.parallel.parts import Parts
+from hvdtrain.planning.memory.facts import Model, Slots
+from hvdtrain.planning.memory.pass_trace import Trace
 
 
 def model_bytes(parts: Parts) -> Model:

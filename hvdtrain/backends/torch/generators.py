@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from hvdtrain import rng
 from hvdtrain.backends.torch import placement
+from hvdtrain.core import rng
 
 
 def random_arrays() -> dict[str, np.ndarray]:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from hvdtrain.backends.torch.params import TorchParams
-from hvdtrain.errors import UserError
-from hvdtrain.protocols import GradientSink
-from hvdtrain.protocols.types import Bucket
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import GradientSink
+from hvdtrain.core.protocols.types import Bucket
 
 
 class _Filling:

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from hvdtrain.backends.model_spec import called
 from hvdtrain.backends.torch import by_name
 from hvdtrain.backends.torch.names import named_parameters
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError, count, nearest
-from hvdtrain.model import called
+from hvdtrain.core.errors import UserError, count, nearest
 
 NOT_OPTIONS = ("params", "param_names", "initial_lr")
 """Entries of an optimizer's group that are no setting of the update."""

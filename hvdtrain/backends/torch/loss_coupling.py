@@ -1,4 +1,4 @@
-"""Evaluate the loss of a PyTorch model on a few samples, for `hvdtrain.loss_coupling`.
+"""Evaluate the loss of a PyTorch model on a few samples, for `hvdtrain.backends.loss_coupling`.
 
 Owns what must not differ between two evaluations beside the samples: layers that draw random numbers or take
 statistics of a batch compute as in evaluation. What is put back is `first_sample`'s and `trial`'s.
@@ -14,13 +14,13 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from hvdtrain.backends.loss_coupling import Evaluate, LossValue, per_row
 from hvdtrain.backends.torch import trees
 from hvdtrain.backends.torch.first_sample import untouched
 from hvdtrain.backends.torch.modes import modes_kept
 from hvdtrain.backends.torch.trial import out_of_memory
-from hvdtrain.loss_coupling import Evaluate, LossValue, per_row
-from hvdtrain.parts import Parts
-from hvdtrain.protocols import Batch
+from hvdtrain.core.protocols import Batch
+from hvdtrain.parallel.parts import Parts
 
 _NEUTRAL = (_BatchNorm, _DropoutNd, torch.nn.RNNBase, torch.nn.MultiheadAttention)
 """Layers that differ in training by drawing random numbers, or by taking statistics over a batch."""
@@ -65,7 +65,7 @@ def _evaluated(model: torch.nn.Module, training: bool) -> Iterator[list[torch.Te
     with contextlib.ExitStack() as stack:
         stack.enter_context(modes_kept(model))
         if keras_model is not None:
-            from hvdtrain.keras.neutral import neutral_layers
+            from hvdtrain.backends.keras.neutral import neutral_layers
 
             stack.enter_context(neutral_layers(keras_model, keep))
         for module in model.modules():

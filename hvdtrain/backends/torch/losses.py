@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional
 
 from hvdtrain.config import Named
-from hvdtrain.errors import UserError, nearest
-from hvdtrain.exchange.weighting import LabelWeight
+from hvdtrain.core.errors import UserError, nearest
+from hvdtrain.data.weighting import LabelWeight
 
 IGNORED = -100
 """Default of torch's ``ignore_index``."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from hvdtrain.backends.misfit import told
 from hvdtrain.backends.torch import audit
 from hvdtrain.backends.torch.buffers import Buffers
 from hvdtrain.backends.torch.evaluator import TorchEvaluator
@@ -28,14 +29,13 @@ from hvdtrain.backends.torch.transforms.placement import Placement
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision
 from hvdtrain.backends.torch.transforms.remat import Remat
 from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm
+from hvdtrain.backends.transforms import in_order
+from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.config import Config
-from hvdtrain.exchange.transport import Transport
-from hvdtrain.misfit import told
-from hvdtrain.parts import Parts
-from hvdtrain.precision.policy import Precision
-from hvdtrain.precision.scaler import LossScale
-from hvdtrain.protocols import Batch, Collectives
-from hvdtrain.transforms import in_order
+from hvdtrain.core.protocols import Batch, Collectives
+from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.precision.policy import Precision
+from hvdtrain.parallel.precision.scaler import LossScale
 
 
 class Maker:

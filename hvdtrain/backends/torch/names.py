@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 WRAPPERS = (("torch.nn", "DataParallel", "module"),
             ("torch.nn.parallel", "DistributedDataParallel", "module"),

@@ -1,4 +1,4 @@
-"""PyTorch's implementation of `hvdtrain.protocols.Ops`."""
+"""PyTorch's implementation of `hvdtrain.core.protocols.Ops`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from hvdtrain.backends.torch import placement
-from hvdtrain.exchange.cell import Held
-from hvdtrain.exchange.compressors.base import DEPENDENT
-from hvdtrain.exchange.compressors.candidates import LEAST, sample
-from hvdtrain.protocols import Collectives
+from hvdtrain.comm.compressors.base import DEPENDENT
+from hvdtrain.comm.compressors.candidates import LEAST, sample
+from hvdtrain.comm.reducer.cell import Held
+from hvdtrain.core.protocols import Collectives
 
 Array = torch.Tensor
 

@@ -13,9 +13,9 @@ from hvdtrain.backends.torch import by_name, placement, resuming
 from hvdtrain.backends.torch.groups import Given
 from hvdtrain.backends.torch.slices import Slices
 from hvdtrain.config import Config
-from hvdtrain.errors import count
-from hvdtrain.precision.scaler import LossScale
-from hvdtrain.protocols.types import Bucket
+from hvdtrain.core.errors import count
+from hvdtrain.core.protocols.types import Bucket
+from hvdtrain.parallel.precision.scaler import LossScale
 
 
 ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam,
@@ -25,7 +25,8 @@ ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim
 
 
 class TorchOptimizer:
-    """Implements `hvdtrain.protocols.Optimizer` over ``tensors``: the run's parameters, flat vectors, or ``slices``'.
+    """Implements `hvdtrain.core.protocols.Optimizer` over ``tensors``: the run's parameters, flat vectors, or
+    ``slices``'.
 
     An update's rate is the schedule's times min(1, (t + 1) / warmup_steps) for update t (Goyal et al. 2017, arXiv
     1706.02677). ``scale``: while it is on, every update looks at the norm. ``adopted``: the optimizer of a compiled
@@ -73,7 +74,7 @@ class TorchOptimizer:
 
     def step(self, grads: Sequence[torch.Tensor], buckets: Sequence[Bucket], clip_norm: float, look: bool,
              norm: float | None = None, unused: Collection[int] = ()) -> tuple[bool, float]:
-        """Clip by the global norm and update; return (finite, norm), as `hvdtrain.protocols.Optimizer` says."""
+        """Clip by the global norm and update; return (finite, norm), as `hvdtrain.core.protocols.Optimizer` says."""
         known, norm = norm is not None, math.nan if norm is None else norm
         if known:
             _clip(grads, clip_norm, norm)
@@ -160,7 +161,7 @@ class TorchOptimizer:
         return float(self.optimizer.param_groups[self._shown]["lr"]) * self._factor()
 
     def own_schedule(self) -> object | None:
-        """Return the schedule of a compiled Keras optimizer; see `hvdtrain.protocols.Optimizer`."""
+        """Return the schedule of a compiled Keras optimizer; see `hvdtrain.core.protocols.Optimizer`."""
         return None if self.adopted is None else self.adopted.own_schedule()
 
     # --- what it keeps -------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ from hvdtrain.backends.torch.names import named_parameters
 from hvdtrain.backends.torch.optimizer import ELEMENTWISE, TorchOptimizer
 from hvdtrain.backends.torch.resuming import KERNELS
 from hvdtrain.backends.torch.slices import Slices, take_over
-from hvdtrain.data_parallel.shards import in_bucket
-from hvdtrain.errors import UserError
-from hvdtrain.protocols import ParamSpec
-from hvdtrain.protocols.types import Bucket
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import ParamSpec
+from hvdtrain.core.protocols.types import Bucket
+from hvdtrain.planning.shards import in_bucket
 
 
 class Make(Protocol):
@@ -31,7 +31,7 @@ class Make(Protocol):
 
 
 class TorchParams:
-    """Implements `hvdtrain.protocols.Params`.
+    """Implements `hvdtrain.core.protocols.Params`.
 
     ``names``, ``tensors``: in the model's own order, a shared tensor once. ``places``: the device of each, as an index.
     ``make``: returns an optimizer of the run's kind over tensors. ``whole``: whether the model is, and not one rank's

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hvdtrain.cluster.devices import VISIBLE, DeviceFacts, cpu_facts
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 
 def device() -> torch.device:

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from hvdtrain.trace.profiler import Marks
-from hvdtrain.trace.taken import KERNEL, Span
+from hvdtrain.core.timeline.profiler import Marks
+from hvdtrain.core.timeline.taken import KERNEL, Span
 
 _MARK, _WARM = "hvdtrain mark", "hvdtrain start"
 
 
 class Profiler:
-    """Implements `hvdtrain.trace.profiler.Profiler` for PyTorch."""
+    """Implements `hvdtrain.core.timeline.profiler.Profiler` for PyTorch."""
 
     def __init__(self) -> None:
         kinds = [torch.profiler.ProfilerActivity.CPU]

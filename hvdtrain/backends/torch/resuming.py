@@ -16,7 +16,7 @@ import torch
 from hvdtrain.backends.torch import by_name
 from hvdtrain.backends.torch.groups import Given
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError, count
+from hvdtrain.core.errors import UserError, count
 
 KERNELS = ("fused", "foreach", "capturable")
 """Entries of an optimizer's groups that say how an update is computed, not what it is."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
+from hvdtrain.backends.misfit import one_sample
 from hvdtrain.backends.torch import placement as devices_of
 from hvdtrain.backends.torch.buffers import Buffers
 from hvdtrain.backends.torch.generators import Generators
@@ -17,16 +18,15 @@ from hvdtrain.backends.torch.transforms.placement import Placement
 from hvdtrain.backends.torch.transforms.precision import MixedPrecision
 from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm
 from hvdtrain.backends.torch.trial import first_not_finite, untouched
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Batch, GradientSink, Pair
+from hvdtrain.core.timeline import span
 from hvdtrain.data.empty import StandIn
-from hvdtrain.errors import UserError
-from hvdtrain.misfit import one_sample
-from hvdtrain.exchange.unused import without_gradient
-from hvdtrain.protocols import Batch, GradientSink, Pair
-from hvdtrain.timeline import span
+from hvdtrain.parallel.data_parallel.unused import without_gradient
 
 
 class TorchStage:
-    """Implements `hvdtrain.protocols.Stage`.
+    """Implements `hvdtrain.core.protocols.Stage`.
 
     ``task``: ``task(model, tensors) -> (loss_sum, weight)``. ``sync``: the transform of that name, where there is one.
     ``unrounded``: returns the task's pair in the model's own types. ``caveats``: tells what in the model depends on how

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.cluster.group import Group
-from hvdtrain.protocols import Collectives, Handle
-from hvdtrain.timeline import blocked
+from hvdtrain.core.group import Group
+from hvdtrain.core.protocols import Collectives, Handle
+from hvdtrain.core.timeline import blocked
 
 Key = tuple[str, torch.dtype, int]
 
@@ -246,7 +246,7 @@ class _Own:
 
 
 class StagedCollectives:
-    """`hvdtrain.protocols.Collectives` for tensors of a GPU, over ``inner`` collectives of host memory.
+    """`hvdtrain.core.protocols.Collectives` for tensors of a GPU, over ``inner`` collectives of host memory.
 
     ``inner``: takes CPU tensors, or numpy where its ``host`` is set. ``timeout_s``: bound of one `Handle.wait`.
     ``lane``: the way of every tensor, for tests; by default each tensor's device tells.

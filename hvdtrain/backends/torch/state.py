@@ -18,9 +18,9 @@ from hvdtrain.backends.torch import export, resuming
 from hvdtrain.backends.torch.generators import Generators
 from hvdtrain.backends.torch.names import load_state_dict, named_parameters, state_dict
 from hvdtrain.backends.torch.optimizer import TorchOptimizer, order_of, state_bytes
-from hvdtrain.errors import UserError, count
-from hvdtrain.precision.scaler import LossScale
-from hvdtrain.protocols.state import Head, Place, Shard, Window
+from hvdtrain.core.errors import UserError, count
+from hvdtrain.core.protocols.state import Head, Place, Shard, Window
+from hvdtrain.parallel.precision.scaler import LossScale
 
 if TYPE_CHECKING:
     from hvdtrain.backends.torch.buffers import Buffers
@@ -133,7 +133,7 @@ def load_optimizer(opt: TorchOptimizer, names: list[str], arrays: dict[str, np.n
 
 
 class TorchState:
-    """Implements `hvdtrain.protocols.ModelState`.
+    """Implements `hvdtrain.core.protocols.ModelState`.
 
     ``names``: of the tensors that ``optimizer`` updates, in the model's order.
     """

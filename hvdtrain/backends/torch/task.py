@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from hvdtrain.backends.pairs import Pair, Totals, checked_pair, of_model_file
 from hvdtrain.backends.torch.losses import Loss, refuse_other_inputs, squeezed
 from hvdtrain.backends.torch.transforms import precision
 from hvdtrain.config import Config, Named
-from hvdtrain.errors import UserError, nearest
-from hvdtrain.pairs import Pair, Totals, checked_pair, of_model_file
-from hvdtrain.resolve import load_callable
+from hvdtrain.core.errors import UserError, nearest
+from hvdtrain.core.resolve import load_callable
 
 Batch = tuple[torch.Tensor, ...]
 

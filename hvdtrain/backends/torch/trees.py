@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

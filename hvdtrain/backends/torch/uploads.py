@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.protocols import Batch
+from hvdtrain.core.protocols import Batch
 
 OUT_OF_MEMORY = (torch.cuda.OutOfMemoryError, MemoryError)
 

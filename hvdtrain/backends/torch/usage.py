@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvdtrain.backends.torch.footprint import state_now
-from hvdtrain.parts import Parts
+from hvdtrain.parallel.parts import Parts
 
 
 def held(parts: Parts) -> dict[str, int | None]:

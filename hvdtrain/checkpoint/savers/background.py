@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 
-from hvdtrain.errors import UserError
-from hvdtrain.protocols.state import Outcome
-from hvdtrain.timeline import Timeline, active, current, span
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.state import Outcome
+from hvdtrain.core.timeline import Timeline, active, current, span
 
 
 class BackgroundSaver:
-    """Implements `hvdtrain.protocols.state.Saver`: one thread, started with the first save, and one save at a time.
+    """Implements `hvdtrain.core.protocols.state.Saver`: one thread, started with the first save, and one save at a
+    time.
 
     The thread is a daemon, so that a disk or a rank that does not answer keeps no process alive; what it has written by
     then is no checkpoint yet, and the next save sweeps it up. It is kept from save to save: to start one costs the run

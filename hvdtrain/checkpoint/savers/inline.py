@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from hvdtrain.errors import UserError
-from hvdtrain.protocols.state import Outcome
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.state import Outcome
 
 
 class InlineSaver:
-    """Implements `hvdtrain.protocols.state.Saver` in the thread that calls it."""
+    """Implements `hvdtrain.core.protocols.state.Saver` in the thread that calls it."""
 
     def __init__(self) -> None:
         self._settled: list[Outcome] = []

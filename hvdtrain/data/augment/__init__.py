@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.core.errors import UserError, nearest
+from hvdtrain.core.resolve import load_callable
+from hvdtrain.core.slots import in_slot, load_slot
 from hvdtrain.data.augment import mixup
 from hvdtrain.data.augment.draw import uniform_of
 from hvdtrain.data.sources import EpochSource, Source, Unreadable
 from hvdtrain.data.stream import Arrays
-from hvdtrain.errors import UserError, nearest
-from hvdtrain.resolve import load_callable
-from hvdtrain.slots import in_slot, load_slot
 
 ORDER = ("crop", "flip", "cutout")
 """The augmentations of files in the order in which they are applied; others of the folder follow, then the user's own

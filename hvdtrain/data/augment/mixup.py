@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.core.errors import UserError, nearest
 from hvdtrain.data.augment.draw import beta, uniform_of
 from hvdtrain.data.augment.values import whole
 from hvdtrain.data.sources import ArraySource, Source
-from hvdtrain.errors import UserError, nearest
 
 _KEYS = ("alpha", "classes")
 

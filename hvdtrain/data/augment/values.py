@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 
 def whole(name: str, value: Any, of_what: str) -> None:

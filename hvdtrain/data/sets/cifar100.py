@@ -19,10 +19,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from hvdtrain.core.errors import UserError
 from hvdtrain.data import plain_pickle
 from hvdtrain.data.pictures import Scale
 from hvdtrain.data.sources import Source
-from hvdtrain.errors import UserError
 
 HOME = "https://www.cs.toronto.edu/~kriz/cifar.html"
 PUBLISHED = {"cifar-100-binary": "03b5dce01913d631647c71ecec9e9cb8",

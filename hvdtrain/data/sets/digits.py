@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from hvdtrain.core.errors import UserError
 from hvdtrain.data.sources import ArraySource, Source
 from hvdtrain.data.splits import held_out
-from hvdtrain.errors import UserError
 
 SHAPE = (1797, 65)
 

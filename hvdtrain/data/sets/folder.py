@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.core.errors import UserError
 from hvdtrain.data.listing import entries, files_in, is_, shown
 from hvdtrain.data.pictures import ENDINGS, Scale, channels_of, checked_size, decode, first_size
 from hvdtrain.data.sources import Source
-from hvdtrain.errors import UserError
 
 _ENDINGS = tuple(ending.encode() for ending in ENDINGS)
 _TRIED = 100

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.core.errors import UserError, count
 from hvdtrain.data.sources import Source, by_name
 from hvdtrain.data.splits import held_out
 from hvdtrain.data.stream import Arrays
-from hvdtrain.errors import UserError, count
 
 _NAMES = ("x", "y", "sample_weight")
 _PARTS = ("", "_train", "_test")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from hvdtrain.data.augment.draw import uniform_of
-from hvdtrain.data.sampler import at_least
 from hvdtrain.data.sources import ArraySource, Source
 from hvdtrain.data.splits import SPLITS, STREAM, uniform
+from hvdtrain.planning.batch.sampler import at_least
 
 SPREAD = 0.05
 """Standard deviation of a coordinate about its point."""

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.balance.memory import host_budget_bytes
-from hvdtrain.data.sampler import at_least, epoch_order
+from hvdtrain.cluster.machine.memory import host_budget_bytes
+from hvdtrain.core.errors import UserError
 from hvdtrain.data.sources import ArraySource, Source
 from hvdtrain.data.splits import SPLITS, STREAM, uniform
-from hvdtrain.errors import UserError
+from hvdtrain.planning.batch.sampler import at_least, epoch_order
 
 _WORK_BYTES = 24
 """Bytes that data takes for each number while it is made: its bits and two float64."""

@@ -9,10 +9,10 @@ import importlib
 
 import numpy as np
 
-from hvdtrain.data.sampler import at_least
+from hvdtrain.core.errors import UserError
 from hvdtrain.data.sources import ArraySource, Source
 from hvdtrain.data.splits import held_out
-from hvdtrain.errors import UserError
+from hvdtrain.planning.batch.sampler import at_least
 
 VOCAB = 96
 """Tokens: the 95 printable ASCII characters in their order, then the line break."""

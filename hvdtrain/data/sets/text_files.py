@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.core.errors import UserError, count
+from hvdtrain.core.resolve import absolute
 from hvdtrain.data.augment.draw import uniform_of
 from hvdtrain.data.listing import files_in, shown
-from hvdtrain.data.sampler import at_least
 from hvdtrain.data.sources import Source
 from hvdtrain.data.splits import held_out
 from hvdtrain.data.tokenizer import tokenizer_of
 from hvdtrain.data.tokens import kept, opened
-from hvdtrain.errors import UserError, count
-from hvdtrain.resolve import absolute
+from hvdtrain.planning.batch.sampler import at_least
 
 ENDINGS = (".txt", ".text", ".md")
 IGNORED = -1

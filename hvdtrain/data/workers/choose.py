@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.config import Config
+from hvdtrain.core.errors import UserError, count
 from hvdtrain.data import sources
 from hvdtrain.data.sources import ArraySource, Source
 from hvdtrain.data.workers.pool import Pool, Pooled
 from hvdtrain.data.workers.worker import pack
-from hvdtrain.errors import UserError, count
 
 CHEAP_S = 50e-6
 """A sample that takes less is read in the rank: handing it over takes about as long."""

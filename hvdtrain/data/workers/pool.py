@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.core.errors import UserError
 from hvdtrain.data.rows import Rows, of_data
 from hvdtrain.data.stream import Arrays
 from hvdtrain.data.workers import start
 from hvdtrain.data.workers.worker import Memory, WorkerTraceback, nameless, refuse_unlike
-from hvdtrain.errors import UserError
 
 SLOTS = 2
 """Tasks that a worker has at a time: one that it fetches, one that waits or whose result is being read."""

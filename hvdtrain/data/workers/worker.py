@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain import rng
 from hvdtrain.cluster.exit_calls import called
+from hvdtrain.core import rng
+from hvdtrain.core.errors import UserError
 from hvdtrain.data import sources
 from hvdtrain.data.rows import of_data
 from hvdtrain.data.stream import Arrays
-from hvdtrain.errors import UserError
 
 HEAD = struct.Struct("<QQ")
 """Offset and bytes of the header within what a worker is set up with."""
@@ -228,7 +228,7 @@ def _known(setup: dict[str, Any]) -> None:
     os.chdir(setup["folder"])
     sys.argv = setup["argv"]
     for where in setup["files"]:
-        from hvdtrain.resolve import load_module
+        from hvdtrain.core.resolve import load_module
 
         load_module(where, "data.name")
     if setup["main"]:

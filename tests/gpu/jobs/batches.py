@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hvdtrain.backends.torch.uploads import PinnedLane, Uploads
-from hvdtrain.protocols import Control
+from hvdtrain.core.protocols import Control
 from jobs import kit
 
 ROUNDS, ROWS, WIDTH = 60, 257, 4099

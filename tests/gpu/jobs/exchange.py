@@ -12,7 +12,7 @@ import torch
 from hvdtrain.backends import load
 from hvdtrain.cluster import boot
 from hvdtrain.config import Exchange
-from hvdtrain.protocols import Control
+from hvdtrain.core.protocols import Control
 from jobs import kit
 
 N = 100_003
@@ -75,8 +75,8 @@ def gigabytes_a_second(wire: Any, control: Control, mib: int = 32, rounds: int =
 
 def host_wires(control: Control) -> dict[str, Any]:
     """Return the wires of host memory by name, each staged for tensors of this rank's device."""
-    from hvdtrain.collectives.mpi import MpiCollectives
-    from hvdtrain.collectives.shared import SharedCollectives, SharedUnavailable
+    from hvdtrain.comm.collectives.mpi import MpiCollectives
+    from hvdtrain.comm.collectives.shared import SharedCollectives, SharedUnavailable
 
     stage = load("torch").stage
     found = {"mpi": stage(MpiCollectives(boot.mpi_comm(), timeout_s=60.0), control)}
@@ -153,7 +153,7 @@ def _overlap(wire: Any, control: Control) -> tuple[float, float, float]:
 
 def compressors(control: Control) -> dict[str, Any]:
     """Train with each compressor: all ranks end with one model, and the loss has fallen."""
-    from hvdtrain.callbacks.base import Callback
+    from hvdtrain.engine.callbacks.base import Callback
 
     class Losses(Callback):
         where = "all"

@@ -17,9 +17,9 @@ from torch import nn
 
 from hvdtrain import Config, Trainer
 from hvdtrain.cluster import boot
-from hvdtrain.cluster.launcher import launch_facts
 from hvdtrain.config import Checkpoint, Data, Named
-from hvdtrain.protocols import Control
+from hvdtrain.core.launcher import launch_facts
+from hvdtrain.core.protocols import Control
 from torch_models import gpt
 
 TOLERANCE = 1e-4

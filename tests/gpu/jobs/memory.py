@@ -15,8 +15,8 @@ from torch import nn
 
 from hvdtrain import Config
 from hvdtrain.config import Rebalance
-from hvdtrain.errors import UserError
-from hvdtrain.protocols import Control
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Control
 from jobs import kit
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 import peaks
-from hvdtrain.callbacks.base import Callback
 from hvdtrain.cluster.devices import cpu_facts
 from hvdtrain.config import Named
-from hvdtrain.errors import UserError
-from hvdtrain.protocols import Control
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Control
+from hvdtrain.engine.callbacks.base import Callback
 from jobs import kit
 from torch_models import gpt
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hvdtrain.config import Checkpoint, DataParallel, Named
-from hvdtrain.protocols import Control
+from hvdtrain.core.protocols import Control
 from jobs import kit
 from torch_models import gpt
 
@@ -152,7 +152,7 @@ def split(control: Control) -> dict[str, Any]:
 
 def command(control: Control) -> dict[str, Any]:
     """Run the command line with a recipe in YAML."""
-    from hvdtrain.cli import train
+    from hvdtrain.commands import train
 
     out, recipe = Path.cwd() / "command", Path.cwd() / "recipe.yaml"
     if control.rank == 0:

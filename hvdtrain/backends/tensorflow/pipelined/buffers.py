@@ -13,13 +13,13 @@ from hvdtrain.backends.tensorflow.buffers import Buffers
 from hvdtrain.backends.tensorflow.ops import Ops
 from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.pipelined.part import Part
-from hvdtrain.exchange.transport import Transport
-from hvdtrain.pipeline.replicas import Replicas
-from hvdtrain.protocols import Writable
+from hvdtrain.comm.reducer.transport import Transport
+from hvdtrain.core.protocols import Writable
+from hvdtrain.parallel.replicas import Replicas
 
 
 class PartBuffers(Buffers):
-    """Implements `hvdtrain.protocols.Buffers` for ``part``: one `Buffers` for the blocks of each group of ranks.
+    """Implements `hvdtrain.core.protocols.Buffers` for ``part``: one `Buffers` for the blocks of each group of ranks.
 
     ``layers``: of the whole model. ``owners``: of each of the optimizer's variables the trainable variable that it is
     of; None where it is of none (the rate).

@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow import host
-from hvdtrain.errors import UserError
-from hvdtrain.protocols import Cargo
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Cargo
 
 ONE = json.dumps([0, [], 0])
 """The form of one tensor, which travels as ""."""

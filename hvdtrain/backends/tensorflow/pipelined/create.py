@@ -6,6 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from hvdtrain.backends.keras import compiled
+from hvdtrain.backends.keras.evaluation import Evaluation
+from hvdtrain.backends.keras.facts import KerasFacts
+from hvdtrain.backends.keras.task import loss_name
 from hvdtrain.backends.tensorflow import placement, state
 from hvdtrain.backends.tensorflow.chain import Chain, chain_of
 from hvdtrain.backends.tensorflow.gradients import Gradients
@@ -27,22 +31,18 @@ from hvdtrain.backends.tensorflow.pipelined.sums import Sums
 from hvdtrain.backends.tensorflow.task import ClassNumbers, Task
 from hvdtrain.backends.tensorflow.transforms.precision import MixedPrecision
 from hvdtrain.backends.tensorflow.transforms.remat import Remat
+from hvdtrain.backends.transforms import in_order
 from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError
-from hvdtrain.keras import compiled
-from hvdtrain.keras.evaluation import Evaluation
-from hvdtrain.keras.facts import KerasFacts
-from hvdtrain.keras.task import loss_name
-from hvdtrain.mesh import Layout, Mesh
-from hvdtrain.parts import Parts
-from hvdtrain.pipeline.measured import Measured
-from hvdtrain.pipeline.plan import agree
-from hvdtrain.pipeline.replicas import replicas_of
-from hvdtrain.precision.policy import Precision
-from hvdtrain.precision.scaler import LossScale
-from hvdtrain.protocols import Batch, Collectives, Control, ModelSpec
-from hvdtrain.transforms import in_order
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.mesh import Layout, Mesh
+from hvdtrain.core.protocols import Batch, Collectives, Control, ModelSpec
+from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.pipeline.plan import agree
+from hvdtrain.parallel.precision.policy import Precision
+from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.replicas import replicas_of
+from hvdtrain.planning.pipeline.measured import Measured
 
 Sample = Callable[[int], Batch]
 

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.pipelined.cargo import Crossing
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 
 UNDO = "leave pipeline out"
@@ -28,7 +28,8 @@ class _Reached(BaseException):
 
 
 class StandIn:
-    """Equal to its ``model``, so that what is kept for that (`hvdtrain.keras.compiled.setup_of`) is found for it.
+    """Equal to its ``model``, so that what is kept for that (`hvdtrain.backends.keras.compiled.setup_of`) is found for
+    it.
 
     Plain values of the model (numbers, words) can be read from it, and ``losses``.
     """

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.backends.keras.evaluation import Evaluation
 from hvdtrain.backends.tensorflow.buffers import Kept, holding
 from hvdtrain.backends.tensorflow.entered import PLAIN
 from hvdtrain.backends.tensorflow.metrics import Evaluator
@@ -16,12 +17,12 @@ from hvdtrain.backends.tensorflow.pipelined.ends import Last
 from hvdtrain.backends.tensorflow.pipelined.measuring import CALLS
 from hvdtrain.backends.tensorflow.pipelined.runs import Runs
 from hvdtrain.backends.tensorflow.task import ClassNumbers
-from hvdtrain.keras.evaluation import Evaluation
-from hvdtrain.protocols import Batch
+from hvdtrain.core.protocols import Batch
 
 
 class PartEvaluator(Evaluator):
-    """`hvdtrain.protocols.Evaluator` of a rank that may have the model's last chunk. ``evaluation``: of the whole."""
+    """`hvdtrain.core.protocols.Evaluator` of a rank that may have the model's last chunk. ``evaluation``: of the
+    whole."""
 
     def __init__(self, spec: Any, evaluation: Evaluation, class_numbers: ClassNumbers, runs: Runs) -> None:
         super().__init__(evaluation, class_numbers)

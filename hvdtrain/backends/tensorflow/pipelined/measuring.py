@@ -11,6 +11,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.backends.keras import compiled
+from hvdtrain.backends.keras.states import zeros_like_one
+from hvdtrain.backends.keras.task import Phase
+from hvdtrain.backends.misfit import told
 from hvdtrain.backends.tensorflow import costs, placement
 from hvdtrain.backends.tensorflow.chain import Chain, check_same
 from hvdtrain.backends.tensorflow.pipeline import _seam
@@ -19,16 +23,12 @@ from hvdtrain.backends.tensorflow.pipelined.deferred import present, reads
 from hvdtrain.backends.tensorflow.pipelined.ends import UNDO, First, Last, input_of
 from hvdtrain.backends.tensorflow.trial import Trial, free_cached, out_of_memory
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError
-from hvdtrain.keras import compiled
-from hvdtrain.keras.states import zeros_like_one
-from hvdtrain.keras.task import Phase
-from hvdtrain.mesh import Mesh
-from hvdtrain.misfit import told
-from hvdtrain.out_of_memory.attempt import attempt_halving
-from hvdtrain.parallel.memory import Block, Needs
-from hvdtrain.pipeline.measured import Measured, measured_samples
-from hvdtrain.protocols import Batch, Control
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.mesh import Mesh
+from hvdtrain.core.protocols import Batch, Control
+from hvdtrain.parallel.recovery.attempt import attempt_halving
+from hvdtrain.planning.pipeline.blocks import Block, Needs
+from hvdtrain.planning.pipeline.measured import Measured, measured_samples
 
 CALLS = 2
 """Of the model for a batch of an evaluation: by the task, and by the model file's metrics."""

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.optim import instead
 from hvdtrain.backends.tensorflow.optim_state import alike
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 
 class Names:

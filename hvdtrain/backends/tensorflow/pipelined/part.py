@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.pipelined.deferred import forget
 from hvdtrain.backends.tensorflow.placement import HOST
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 
 class Part(keras.Model):

@@ -6,7 +6,7 @@ from typing import Any
 
 from hvdtrain.backends.tensorflow.chain import Chain
 from hvdtrain.backends.tensorflow.pipelined.cargo import Crossing
-from hvdtrain.mesh import Layout
+from hvdtrain.core.mesh import Layout
 
 
 class Runs:

@@ -13,19 +13,20 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from hvdtrain.backends.keras.compiled import setup_of
 from hvdtrain.backends.tensorflow import recompute
 from hvdtrain.backends.tensorflow.collectives import peer_failures
 from hvdtrain.backends.tensorflow.entered import Graph
 from hvdtrain.backends.tensorflow.pipelined.cargo import (
-    Crossing, absent_form, absent_of, crossing_of, flat, has_gradient, tensors_of, to_cargo)
+    Crossing, absent_form, absent_of, crossing_of, flat, has_gradient, tensors_of, to_cargo,
+)
 from hvdtrain.backends.tensorflow.pipelined.ends import First, Last, input_of
 from hvdtrain.backends.tensorflow.pipelined.evaluator import PartEvaluator
 from hvdtrain.backends.tensorflow.pipelined.halves import Halves
 from hvdtrain.backends.tensorflow.pipelined.runs import Runs
 from hvdtrain.backends.tensorflow.pipelined.sums import Sums
 from hvdtrain.backends.tensorflow.stage import Stage
-from hvdtrain.keras.compiled import setup_of
-from hvdtrain.protocols import Batch, Cargo, GradientSink, Pair
+from hvdtrain.core.protocols import Batch, Cargo, GradientSink, Pair
 
 
 class _Forward(NamedTuple):
@@ -36,7 +37,7 @@ class _Forward(NamedTuple):
 
 
 class Chunks(Stage):
-    """Implements `hvdtrain.protocols.PipelineStage`. ``runs``: this rank's chunks; ``sums``: their gradients."""
+    """Implements `hvdtrain.core.protocols.PipelineStage`. ``runs``: this rank's chunks; ``sums``: their gradients."""
 
     def __init__(self, *given: Any, runs: Runs, sums: Sums, names: Sequence[str], evaluator: PartEvaluator) -> None:
         super().__init__(*given)

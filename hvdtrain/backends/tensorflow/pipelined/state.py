@@ -9,12 +9,13 @@ import numpy as np
 
 from hvdtrain.backends.tensorflow import state
 from hvdtrain.backends.tensorflow.pipelined.names import Names
-from hvdtrain.errors import UserError
-from hvdtrain.protocols.state import Head, Place
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.state import Head, Place
 
 
 class PartState(state.ModelState):
-    """Implements `hvdtrain.protocols.ModelState` over what this rank holds. ``of_optimizer``: names of its state."""
+    """Implements `hvdtrain.core.protocols.ModelState` over what this rank holds. ``of_optimizer``: names of its
+    state."""
 
     def __init__(self, *given: Any, names: Names, of_optimizer: Sequence[str]) -> None:
         super().__init__(*given)

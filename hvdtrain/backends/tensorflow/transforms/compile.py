@@ -13,7 +13,7 @@ XLA = "xla"
 
 
 class XlaCompile:
-    """Implements `hvdtrain.protocols.Compile`. ``why``: why this run compiles nothing, in words, or "".
+    """Implements `hvdtrain.core.protocols.Compile`. ``why``: why this run compiles nothing, in words, or "".
 
     ``remat``: tells what is recomputed, if anything can be.
     """

@@ -18,7 +18,7 @@ _MARK = "_hvdtrain_split"
 
 
 class Placement:
-    """Implements `hvdtrain.protocols.Transform` for the blocks of ``split``.
+    """Implements `hvdtrain.core.protocols.Transform` for the blocks of ``split``.
 
     Its variables stay on their devices when it is removed: no one device may hold them all.
     """

@@ -14,16 +14,16 @@ from typing import Any
 
 import keras
 
-from hvdtrain.errors import UserError
-from hvdtrain.precision.policy import LONG, Precision
-from hvdtrain.precision.scaler import LossScale
+from hvdtrain.core.errors import UserError
+from hvdtrain.parallel.precision.policy import LONG, Precision
+from hvdtrain.parallel.precision.scaler import LossScale
 
 _given: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """The policies that layers had before a run changed them."""
 
 
 class MixedPrecision:
-    """Implements `hvdtrain.protocols.Transform`: the layers compute in this rank's own type.
+    """Implements `hvdtrain.core.protocols.Transform`: the layers compute in this rank's own type.
 
     ``scale``: the factor of float16 losses, of which it tells in words.
     """

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import keras
 
 from hvdtrain.backends.tensorflow import recompute
-from hvdtrain.protocols import Batch, BlockCost
+from hvdtrain.core.protocols import Batch, BlockCost
 
 _MARK = "_hvdtrain_remat"
 """Attribute of a wrapped ``call``: the layer's own one, if it was set on the instance before."""
@@ -36,7 +36,7 @@ class Measures(Protocol):
 
 
 class Remat:
-    """Implements `hvdtrain.protocols.Remat` for ``blocks``, named layers in the order of the forward pass."""
+    """Implements `hvdtrain.core.protocols.Remat` for ``blocks``, named layers in the order of the forward pass."""
 
     collective = False
 

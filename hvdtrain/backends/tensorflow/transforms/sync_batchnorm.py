@@ -25,14 +25,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.errors import UserError, through_trace
-from hvdtrain.protocols import Collectives
+from hvdtrain.core.errors import UserError, through_trace
+from hvdtrain.core.protocols import Collectives
 
 _PLAIN = keras.layers.BatchNormalization
 
 
 class Across:
-    """Implements `hvdtrain.protocols.Transform`: the BatchNorm layers take their moments over the ranks of ``wire``.
+    """Implements `hvdtrain.core.protocols.Transform`: the BatchNorm layers take their moments over the ranks of
+    ``wire``.
 
     Owns what the layers share: the wire, this rank's loss scale, and how long they waited. While this rank is not
     present, what it computes on counts for nothing (`hvdtrain.data.empty`). ``several``: a step may have several

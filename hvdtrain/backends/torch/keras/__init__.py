@@ -18,10 +18,10 @@ def is_keras(model: Any) -> bool:
 def maker(spec: Any, *args: Any, sample: Any = None, data: Any = None) -> Any:
     """A `hvdtrain.backends.torch.keras.create.KerasMaker` of these arguments, which are `Maker`'s.
 
-    ``data``: the run's, which knows how nested inputs lie; ``sample``: see `hvdtrain.keras.compiled.build`.
+    ``data``: the run's, which knows how nested inputs lie; ``sample``: see `hvdtrain.backends.keras.compiled.build`.
     """
+    from hvdtrain.backends.keras.compiled import begin
     from hvdtrain.backends.torch.keras.create import KerasMaker
-    from hvdtrain.keras.compiled import begin
 
     begin(spec.model, data)
     return KerasMaker(spec, *args, sample=sample)  # type: ignore[misc]

@@ -16,6 +16,14 @@ import keras
 import numpy as np
 import torch
 
+from hvdtrain.backends.keras.compiled import build, setup_of
+from hvdtrain.backends.keras.evaluation import Evaluation
+from hvdtrain.backends.keras.facts import KerasFacts
+from hvdtrain.backends.keras.names import stable_names
+from hvdtrain.backends.keras.seeds import generator_kept
+from hvdtrain.backends.keras.shapes import check_stateful
+from hvdtrain.backends.keras.task import Task
+from hvdtrain.backends.model_spec import refuse_groups
 from hvdtrain.backends.torch import placement
 from hvdtrain.backends.torch.buffers import Buffers
 from hvdtrain.backends.torch.evaluator import TorchEvaluator
@@ -31,18 +39,10 @@ from hvdtrain.backends.torch.slices import Slices
 from hvdtrain.backends.torch.transforms import precision as widths
 from hvdtrain.backends.torch.transforms.compile import TorchCompile
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError
-from hvdtrain.keras.compiled import build, setup_of
-from hvdtrain.keras.evaluation import Evaluation
-from hvdtrain.keras.names import stable_names
-from hvdtrain.keras.facts import KerasFacts
-from hvdtrain.keras.seeds import generator_kept
-from hvdtrain.keras.shapes import check_stateful
-from hvdtrain.keras.task import Task
-from hvdtrain.model import refuse_groups
-from hvdtrain.parts import Parts
-from hvdtrain.precision.policy import Precision
-from hvdtrain.protocols import Batch, Collectives
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Batch, Collectives
+from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.precision.policy import Precision
 
 _STRIDE = 1_000_003
 """Distance of two ranks' seeds."""

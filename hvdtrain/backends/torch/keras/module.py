@@ -12,8 +12,8 @@ from typing import Any
 import keras
 import torch
 
-from hvdtrain.keras.names import stable_names
-from hvdtrain.errors import UserError
+from hvdtrain.backends.keras.names import stable_names
+from hvdtrain.core.errors import UserError
 
 
 class KerasModule(torch.nn.Module):

@@ -14,10 +14,10 @@ from typing import Any
 import keras
 import torch
 
+from hvdtrain.backends.keras.facts import apply_gradients
 from hvdtrain.backends.torch.keras.alone import without_tensorflow
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError
-from hvdtrain.keras.facts import apply_gradients
+from hvdtrain.core.errors import UserError
 
 ELEMENTWISE = (keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.Nadam,
                keras.optimizers.Adamax, keras.optimizers.Adagrad, keras.optimizers.Adadelta, keras.optimizers.RMSprop,

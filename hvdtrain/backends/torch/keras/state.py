@@ -9,11 +9,11 @@ import keras
 import numpy as np
 import torch
 
+from hvdtrain.backends.keras import final_files
 from hvdtrain.backends.torch import export, resuming, state
 from hvdtrain.backends.torch.keras.alone import without_tensorflow
 from hvdtrain.backends.torch.keras.optim import Adopted
 from hvdtrain.checkpoint import weights
-from hvdtrain.keras import final_files
 
 
 class KerasState(state.TorchState):

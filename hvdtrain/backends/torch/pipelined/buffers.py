@@ -8,15 +8,16 @@ import torch
 
 from hvdtrain.backends.torch.buffers import Buffers
 from hvdtrain.backends.torch.ops import Ops
-from hvdtrain.exchange.transport import Transport
-from hvdtrain.pipeline.replicas import Replicas
-from hvdtrain.protocols import Writable
+from hvdtrain.comm.reducer.transport import Transport
+from hvdtrain.core.protocols import Writable
+from hvdtrain.parallel.replicas import Replicas
 
 Named = Sequence[tuple[str, torch.nn.Module]]
 
 
 class PartBuffers(Buffers):
-    """Implements `hvdtrain.protocols.Buffers`: one `Buffers` for the blocks that each group of ranks has in common."""
+    """Implements `hvdtrain.core.protocols.Buffers`: one `Buffers` for the blocks that each group of ranks has in
+    common."""
 
     def __init__(self, model: torch.nn.Module, blocks: Named, replicas: Sequence[Replicas]) -> None:
         paths = {id(module): name for name, module in model.named_modules()}

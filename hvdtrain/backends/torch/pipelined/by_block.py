@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from hvdtrain import rng
 from hvdtrain.backends.torch import generators
-from hvdtrain.errors import UserError
+from hvdtrain.core import rng
+from hvdtrain.core.errors import UserError
 
 
 class Blocks(torch.nn.Module):

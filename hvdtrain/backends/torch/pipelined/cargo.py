@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.errors import UserError
-from hvdtrain.protocols import Cargo
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Cargo
 
 _BITS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16)}
 """What tensors travel as that numpy has no type for, by their bytes: PyTorch's type and numpy's."""

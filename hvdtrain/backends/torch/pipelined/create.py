@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain import rng
+from hvdtrain.backends.misfit import told
 from hvdtrain.backends.torch import generators, keras, placement
 from hvdtrain.backends.torch.blocks import refuse_shared
 from hvdtrain.backends.torch.buffers import Buffers
@@ -34,17 +34,17 @@ from hvdtrain.cluster import heap
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.in_turn import in_turn
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError
-from hvdtrain.mesh import Layout, Mesh
-from hvdtrain.misfit import told
-from hvdtrain.out_of_memory.attempt import attempt_halving
-from hvdtrain.parallel.memory import Block, Needs
-from hvdtrain.parts import Parts
-from hvdtrain.pipeline.plan import Measured, agree, measured_samples
-from hvdtrain.pipeline.replicas import Replicas, replicas_of
-from hvdtrain.precision.policy import Precision
-from hvdtrain.protocols import Batch, Collectives, Control
-from hvdtrain.terminal import say
+from hvdtrain.core import rng
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.mesh import Layout, Mesh
+from hvdtrain.core.protocols import Batch, Collectives, Control
+from hvdtrain.core.terminal import say
+from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.pipeline.plan import Measured, agree, measured_samples
+from hvdtrain.parallel.precision.policy import Precision
+from hvdtrain.parallel.recovery.attempt import attempt_halving
+from hvdtrain.parallel.replicas import Replicas, replicas_of
+from hvdtrain.planning.pipeline.blocks import Block, Needs
 
 Sample = Callable[[int], Batch]
 Source = Tape | ByBlock

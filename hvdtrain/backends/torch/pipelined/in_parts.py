@@ -19,7 +19,7 @@ from hvdtrain.backends.torch.pipelined import measuring
 from hvdtrain.backends.torch.pipelined.by_block import ByBlock
 from hvdtrain.backends.torch.pipelined.tape import META, Inexact, Tape
 from hvdtrain.backends.torch.trees import like, tensors_of
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 MADE_UP_STD = 0.02
 

@@ -19,8 +19,8 @@ from hvdtrain.backends.torch.pipelined.by_block import Blocks
 from hvdtrain.backends.torch.pipelined.own import UNDO
 from hvdtrain.backends.torch.recompute.memory import Modules, attributes_kept
 from hvdtrain.backends.torch.trees import like, tensors_of
-from hvdtrain.errors import UserError
-from hvdtrain.parallel.memory import Block
+from hvdtrain.core.errors import UserError
+from hvdtrain.planning.pipeline.blocks import Block
 
 Task = Callable[..., Any]
 Tensors = tuple[torch.Tensor, ...]

@@ -3,7 +3,7 @@
 Owns the parts of a micro-batch, the copies at the cuts, and what is measured of it once. The backward pass is
 autograd's: each device has a thread of its own there, which takes the part that came last first, as GPipe does, and
 adds up a parameter's gradients of all parts before it tells that it is made. So each gradient is ready once in a
-backward, as in a model that is not split. Does not choose the cut: `hvdtrain.parallel` does.
+backward, as in a model that is not split. Does not choose the cut: `hvdtrain.planning.pipeline.devices` does.
 
 Graphs that end at the cuts, with backward called part by part, were measured: exact, but each part adds to all
 gradients in a pass of its own. On a CPU as two devices a step took 1.8 % longer (GPT of 3M parameters, 0.46 s), 6 %
@@ -20,9 +20,9 @@ import torch
 
 from hvdtrain.backends.torch.placement import moved, synchronize
 from hvdtrain.backends.torch.trees import count_samples, cut, joined, tensors_of
-from hvdtrain.parallel.plan import parts_of
-from hvdtrain.parallel.schedule import gpipe, measured_bubble
-from hvdtrain.pipeline.orders import BACKWARD, FORWARD
+from hvdtrain.parallel.pipeline.devices import parts_of
+from hvdtrain.planning.pipeline.devices.schedule import gpipe, measured_bubble
+from hvdtrain.planning.pipeline.orders import BACKWARD, FORWARD
 
 Stage = Sequence[torch.nn.Module]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hvdtrain.backends.torch.blocks import called_with
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 Named = Sequence[tuple[str, torch.nn.Module]]
 

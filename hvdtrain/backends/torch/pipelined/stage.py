@@ -17,9 +17,9 @@ from hvdtrain.backends.torch.pipelined.own import UNDO, Cut
 from hvdtrain.backends.torch.stage import TorchStage, check_loss, few_samples
 from hvdtrain.backends.torch.trees import like, tensors_of
 from hvdtrain.backends.torch.trial import first_not_finite, untouched
-from hvdtrain.errors import UserError
-from hvdtrain.mesh import Layout
-from hvdtrain.protocols import Batch, Cargo, GradientSink, Pair
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.mesh import Layout
+from hvdtrain.core.protocols import Batch, Cargo, GradientSink, Pair
 
 Chunk = Sequence[torch.nn.Module]
 
@@ -52,7 +52,7 @@ class _Kept:
 
 
 class PipelineStage(TorchStage):
-    """Implements `hvdtrain.protocols.PipelineStage` over the blocks of ``layout``.
+    """Implements `hvdtrain.core.protocols.PipelineStage` over the blocks of ``layout``.
 
     ``own``: this rank's chunks of blocks. ``cut``: the model's forward pass. ``narrow``: the ranks that give 16 bits
     where their parameters have 32. ``samples``: for each own chunk a tree that it may get, on the host; None for the

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hvdtrain.backends.torch.recompute.frame import Block, Clock, tree_tensors
-from hvdtrain.protocols import BlockCost
+from hvdtrain.core.protocols import BlockCost
 
 OUTSIDE = ""
 """Stands for what is no block."""

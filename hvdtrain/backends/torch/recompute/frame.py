@@ -18,7 +18,7 @@ import torch
 
 from hvdtrain.backends.torch.recompute.memory import Memory, Modules
 from hvdtrain.backends.torch.recompute.random import Generators
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 LOCK = threading.RLock()
 """Held while a block is computed again: of a split model each device has a thread in backward, and the random

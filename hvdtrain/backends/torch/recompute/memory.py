@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 LARGE = 1 << 16
 """Elements of a buffer that is copied only where it has been seen to change."""

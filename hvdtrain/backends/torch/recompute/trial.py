@@ -18,7 +18,7 @@ import torch
 
 from hvdtrain.backends.torch.recompute.frame import Check, flat_bytes, same_bits
 from hvdtrain.backends.torch.recompute.memory import Modules, attributes, attributes_kept
-from hvdtrain.errors import UserError
+from hvdtrain.core.errors import UserError
 
 Recomputing = Callable[[Sequence[str], Check], contextlib.AbstractContextManager[None]]
 Computing = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -25,7 +25,7 @@ Named = Sequence[tuple[str, torch.nn.Module]]
 
 
 class TorchCompile:
-    """Implements `hvdtrain.protocols.Compile`.
+    """Implements `hvdtrain.core.protocols.Compile`.
 
     ``named``: the model's blocks as its file names them, or none. ``kind``: type of the devices. ``waits``: BatchNorm
     layers wait for other ranks in their forward pass. ``why``: why this model is not compiled at all, in words.

@@ -1,7 +1,7 @@
 """Where a PyTorch model's tensors are: on one device, or, of a split model, each on the device of its part.
 
 Owns the places of blocks, batches, parameters, gradient buckets and compressor state. What blocks cost is measured in
-`blocks`, the cut is `hvdtrain.parallel`'s, the forward pass `pipelined.over_devices`'.
+`blocks`, the cut is `hvdtrain.planning.pipeline.devices`'s, the forward pass `pipelined.over_devices`'.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from hvdtrain.backends.torch.trees import count_samples
 from hvdtrain.backends.torch.trial import free_cached, out_of_memory
 from hvdtrain.backends.torch.uploads import Uploads
 from hvdtrain.config import Config
-from hvdtrain.errors import UserError
-from hvdtrain.out_of_memory.attempt import attempt_halving
-from hvdtrain.parallel.memory import Block, Needs
-from hvdtrain.parallel.plan import Measured, Plan, micros_of, part_samples
-from hvdtrain.protocols import Batch, Control
-from hvdtrain.protocols.types import Bucket
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Batch, Control
+from hvdtrain.core.protocols.types import Bucket
+from hvdtrain.parallel.pipeline.devices import Measured, Plan, micros_of, part_samples
+from hvdtrain.parallel.recovery.attempt import attempt_halving
+from hvdtrain.planning.pipeline.blocks import Block, Needs
 
 
 class Placement:
-    """Implements `hvdtrain.protocols.Transform`: the devices of a rank and what is on which; one until `split`.
+    """Implements `hvdtrain.core.protocols.Transform`: the devices of a rank and what is on which; one until `split`.
 
     ``devices``: in the order of the parts. ``home``: the first. ``whole``: whether the model is to be there at once.
     """

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from hvdtrain.errors import UserError
-from hvdtrain.precision.policy import LONG, Precision
-from hvdtrain.precision.scaler import LossScale
+from hvdtrain.core.errors import UserError
+from hvdtrain.parallel.precision.policy import LONG, Precision
+from hvdtrain.parallel.precision.scaler import LossScale
 
 
 class MixedPrecision:
-    """Implements `hvdtrain.protocols.Transform`: forward passes within `computing` are in this rank's own type.
+    """Implements `hvdtrain.core.protocols.Transform`: forward passes within `computing` are in this rank's own type.
 
     ``devices``: those that the model computes on. ``scale``: the factor of float16 losses (`factor`).
     """

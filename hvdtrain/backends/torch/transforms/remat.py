@@ -21,7 +21,7 @@ from hvdtrain.backends.torch.recompute.random import Generators
 from hvdtrain.backends.torch.recompute.trial import Trial
 from hvdtrain.backends.torch.stage import TorchStage
 from hvdtrain.backends.torch.transforms.sync_batchnorm import SyncBatchNorm
-from hvdtrain.protocols import Batch, BlockCost
+from hvdtrain.core.protocols import Batch, BlockCost
 
 Named = Sequence[tuple[str, torch.nn.Module]]
 
@@ -69,7 +69,7 @@ def _itself(value: Any) -> Any:
 
 
 class Remat:
-    """Implements `hvdtrain.protocols.Remat` for the blocks ``named`` of ``model``, which ``stage`` computes.
+    """Implements `hvdtrain.core.protocols.Remat` for the blocks ``named`` of ``model``, which ``stage`` computes.
 
     ``samples``: gives so many samples to try the blocks with; None: they are not tried before they train. ``names``: of
     all blocks, where other ranks have some; this rank recomputes its own.

@@ -26,8 +26,8 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.backends.torch.recompute.frame import Tape
-from hvdtrain.errors import UserError
-from hvdtrain.exchange.transport import Transport
+from hvdtrain.comm.reducer.transport import Transport
+from hvdtrain.core.errors import UserError
 
 Moments = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Mean and variance by channel, number of values."""
@@ -36,7 +36,7 @@ _PLAIN = (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward)
 
 
 class SyncBatchNorm:
-    """Implements `hvdtrain.protocols.Transform`; what the layers of one model share.
+    """Implements `hvdtrain.core.protocols.Transform`; what the layers of one model share.
 
     ``waited_s``: seconds that they waited for other ranks since `begin`. ``local``: statistics over own samples only,
     without a wire. ``factor``: what this rank multiplies its loss by (a loss scale): ranks sum the gradient of the

@@ -1,0 +1,1 @@
+"""Conversion between a PyTorch model and its Keras twin: layers, layouts, pairing."""

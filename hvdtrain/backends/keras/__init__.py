@@ -1,0 +1,1 @@
+"""Parts that Keras models need on each of their backends."""

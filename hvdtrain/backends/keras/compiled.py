@@ -1,0 +1,408 @@
+"""The loss that `model.compile` asks for, as a sum over samples and its weight (law 1), on any backend of Keras.
+
+Owns which losses can be told as such a sum, and what is known of a model while a run uses it (`setup_of`). Keras' own
+`CompileLoss` matches losses, outputs, targets and weights; only the reduction at its end is taken out. Writes nothing
+with a backend but through `keras.ops`. Metrics are in `states`, the order of a batch's arrays in `layout`.
+
+With values v of shape (B, ...), one per element, sample weights s and B samples, Keras' loss of the whole batch is
+
+    sum_over_batch_size, mean:   sum_b mean(v_b * s_b) / B                  here: weight B
+    ... where a loss ignores a class:    sum(v * s) / valid                 here: weight valid, the elements that count
+    mean_with_sample_weight:     sum(v * s) / sum(s)                        here: weight sum(s)
+
+so the sums of numerator and weight over any parts of the batch give the whole, whatever the parts. ``sum`` and
+``None`` are no such mean and are refused, as is a mask that the model makes, whose count is known too late.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.backends.keras.shapes import guarded, has_fixed_batch, refuse_mask, weight_of_batch
+from hvdtrain.backends.misfit import told
+from hvdtrain.core.errors import UserError
+from hvdtrain.data.layout import Layout
+
+Pair = tuple[Any, Any]
+
+
+@dataclass
+class Setup:
+    """What a run knows of a model: where its data's layout is told, and what `Trainer.fit` was given beside it.
+
+    ``data``: has a ``layout`` where x or y is nested. ``class_weight``: class -> weight, while training.
+    ``optimizer``: the Keras optimizer in use. ``metrics``: the `states.CompiledMetrics` of evaluations.
+    ``follow(y, outputs, sample_weight, losses={name: (sum, weight)})``: measures training batches as they pass; None
+    does not. ``task``: the model's `CompiledTask`, where `model.compile` rules the loss. ``outputs``: of one sample, in
+    shape and type alone, of a compiled model that is cut over ranks, which nobody can call.
+    """
+
+    data: Any = None
+    class_weight: dict[int, float] | None = None
+    optimizer: Any = None
+    metrics: Any = None
+    task: CompiledTask | None = None
+    follow: Callable[..., None] | None = None
+    outputs: Any = None
+
+    @property
+    def layout(self) -> Layout | None:
+        """The structure of the data's x and y, where it is not plain."""
+        return getattr(self.data, "layout", None)
+
+
+_setups: weakref.WeakKeyDictionary[Any, Setup] = weakref.WeakKeyDictionary()
+
+
+def setup_of(model: Any) -> Setup:
+    """What is known of ``model``; lives as long as the model."""
+    return _setups.setdefault(model, Setup())
+
+
+def begin(model: Any, data: Any) -> None:
+    """Forget what a run before knew of ``model``; ``data``: the training data, whose layout tells how inputs lie."""
+    setup = setup_of(model)
+    setup.data, setup.follow, setup.class_weight = data, None, None
+
+
+def build(spec: Any, sample: Callable[[int], Sequence[Any]] | None) -> None:
+    """Give a model without variables its variables, from the model file's example or a first sample of the data.
+
+    As `keras.Model.fit` does, but in inference: nothing is counted and nothing drawn.
+    Errors: `UserError` where the sample does not fit, and where there is neither.
+    """
+    model = spec.model
+    if model.built and model.weights and all(layer.built for layer in model._flatten_layers()):
+        return
+    if spec.example is not None:
+        batch = [spec.example(1)[0]]
+        model(keras.tree.map_structure(keras.ops.convert_to_tensor, batch[0]), training=False)
+    elif sample is not None:
+        batch = list(sample(1))
+        with told(model, batch):
+            model(split(model, [keras.ops.convert_to_tensor(array) for array in batch])[0], training=False)
+    if not model.weights:
+        raise UserError("the model has no variables yet", "a model whose input shape is known",
+                        "begin it with keras.Input(shape), or build it in the model's callable")
+
+
+def split(model: Any, batch: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """(x, y, sample_weight) of a flat batch, packed as the data had them; None for what it lacks."""
+    layout = setup_of(model).layout
+    if layout is not None:
+        return layout.pack(batch)
+    if not 1 <= len(batch) <= 3:
+        raise UserError(f"a batch has {len(batch)} arrays", "(x, y) or (x, y, sample_weight)",
+                        "return two or three arrays from the data, or give the model file a task(model, batch)")
+    x, y, weight = [*batch, None, None][:3]
+    return x, y, weight
+
+
+def widened(outputs: Any) -> Any:
+    """16-bit floating tensors in float32; anything else as it is. Drops Keras' masks of what it casts."""
+    def wide(x: Any) -> Any:
+        narrow = hasattr(x, "dtype") and keras.backend.standardize_dtype(x.dtype) in ("float16", "bfloat16")
+        return keras.ops.cast(x, "float32") if narrow else x
+    return keras.tree.map_structure(wide, outputs)
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether `model.compile` gave a loss."""
+    return bool(getattr(model, "compiled", False)) and getattr(model, "_compile_loss", None) is not None
+
+
+def refuse_own_training(model: Any) -> None:
+    """Raise `UserError` for a model whose own methods compute a loss, which would be ignored here."""
+    for name in ("compute_loss", "train_step"):
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            raise UserError(
+                f"{type(model).__name__} overrides {name}(), which is not called here", "a loss by name, or a task",
+                "give the model file a task(model, batch) -> (loss_sum, weight); or use plain model.fit with "
+                "`import hvdtrain.keras as hvd`, which calls it: optimizer hvd.DistributedOptimizer(...), data "
+                "hvdtrain.keras.data.shard(...)")
+    if hasattr(model, "preprocess_samples") and getattr(model, "preprocessor", None) is not None:
+        raise UserError(f"{type(model).__name__} has a preprocessor, which keras_hub applies within its own fit alone",
+                        "data that is preprocessed, and a model without", "apply it to the data, x, y = "
+                        "model.preprocessor(x, y), and set model.preprocessor = None")
+
+
+# --- the loss ----------------------------------------------------------------------------------------------------
+
+class CompiledTask:
+    """``task(model, batch, training) -> (loss_sum, weight)``: the compiled loss with loss_weights, sample and class
+    weights, and what layers add, which counts once after the division by the global weight.
+
+    Errors: `UserError` where the compiled loss is no mean over samples.
+    """
+
+    def __init__(self, model: Any) -> None:
+        refuse_own_training(model)
+        for loss in _losses(model):
+            _refuse_reduction(loss)
+        self._loss = _summed(model._compile_loss, has_fixed_batch(model))
+        setup_of(model).task = self
+
+    def __call__(self, model: Any, batch: Sequence[Any], training: bool) -> Pair:
+        """Call the model on a flat batch of tensors (B, ...) and return two scalars."""
+        x = split(model, batch)[0]
+        return self.of_outputs(model, model(x, training=training), batch, training)
+
+    def of_outputs(self, model: Any, outputs: Any, batch: Sequence[Any], training: bool) -> Pair:
+        """The same of ``outputs`` that the model has just returned for this batch."""
+        _, y, weight = split(model, batch)
+        setup = setup_of(model)
+        if training and setup.class_weight is not None:
+            weight = with_class_weight(setup.class_weight, y, weight)
+        pairs = self._pairs(model, outputs, y, weight)
+        total = pairs.pop("loss")
+        if training and setup.follow is not None:
+            setup.follow(y, outputs, weight, pairs)
+        return total
+
+    def pairs(self, model: Any, outputs: Any, batch: Sequence[Any]) -> dict[str, Pair]:
+        """(sum, weight) of "loss" and, of several outputs, of each one's own loss before its loss weight."""
+        _, y, weight = split(model, batch)
+        return self._pairs(model, outputs, y, weight)
+
+    def _pairs(self, model: Any, outputs: Any, y: Any, sample_weight: Any) -> dict[str, Pair]:
+        if y is None:
+            raise UserError("the data has no targets and the model was compiled with a loss", "(x, y)",
+                            "give y, or compile without a loss where layers add theirs")
+        total, weight, parts = self._loss.totals(y, outputs, sample_weight)
+        for extra in model.losses:
+            total = total + keras.ops.sum(keras.ops.cast(extra, total.dtype)) * keras.ops.cast(weight, total.dtype)
+        return {"loss": (total, weight), **{f"{name}_loss": (part, weight) for name, part in parts.items()}}
+
+
+def _losses(model: Any) -> list[Any]:
+    return [loss for loss in keras.tree.flatten(model._compile_loss._user_loss) if loss is not None]
+
+
+def _refuse_reduction(loss: Any) -> None:
+    if not isinstance(loss, keras.losses.Loss):
+        return
+    name = type(loss).__name__
+    if loss.reduction in ("sum", "none", None):
+        raise UserError(
+            f"loss {name} was made with reduction {loss.reduction!r}, whose gradient grows with the batch",
+            "a mean over samples: sum_over_batch_size or mean_with_sample_weight",
+            "leave the reduction out, and multiply the rate, or loss_weights, by the global batch for the same steps")
+    if type(loss).__call__ is not keras.losses.Loss.__call__:
+        raise UserError(f"loss {name} overrides __call__()", "call(y_true, y_pred), one value per sample",
+                        "rename the method to call, or give the model file a task(model, batch)")
+
+
+def _summed(compile_loss: Any, fixed: bool) -> Any:
+    """A fresh copy of Keras' `CompileLoss` that returns sums instead of means, and keeps no metric.
+
+    ``fixed``: the model is for one number of samples.
+    """
+    kind = type(compile_loss)
+
+    class Summed(kind):  # type: ignore[valid-type, misc]
+        """Keras matches losses with outputs, targets and weights; each loss hands over its sum."""
+
+        _flat_losses: Any
+
+        def build(self, y_true: Any, y_pred: Any) -> None:
+            self._tracker = _NoMetrics()
+            with keras.StatelessScope():  # Keras makes a metric for each output: no variable while a graph is traced
+                super().build(y_true, y_pred)
+            self._flat_losses = [entry._replace(loss=_Sum(entry.loss, fixed)) for entry in self._flat_losses]
+            self._kept = [_Kept(entry.name) for entry in self._flat_losses] if len(self._flat_losses) > 1 else []
+
+        @property
+        def metrics(self) -> list[Any]:
+            """Keras tells these each output's loss before its weight."""
+            return getattr(self, "_kept", [])
+
+        def totals(self, y: Any, outputs: Any, sample_weight: Any) -> tuple[Any, Any, dict[str, Any]]:
+            """(sum of the loss, its weight, the sum of each output's loss by name)."""
+            if isinstance(sample_weight, dict) and isinstance(outputs, (list, tuple)) \
+                    and self.output_names and set(sample_weight) == set(self.output_names):
+                sample_weight = [sample_weight[name] for name in self.output_names]
+            for entry in self._flat_losses or ():
+                entry.loss.weight = None
+            total = self(y, outputs, sample_weight)
+            used = [entry.loss for entry in self._flat_losses if entry.loss.weight is not None]
+            kinds = sorted({loss.kind for loss in used})
+            if len(used) > 1 and (len(kinds) > 1 or kinds != ["samples"] and not _shared(kinds[0], sample_weight)):
+                raise UserError(f"the losses of {len(used)} outputs are means over different weights: "
+                                f"{', '.join(kinds)}", "one that they share",
+                                "use sum_over_batch_size for all of them, without ignore_class")
+            return total, used[0].weight, {part.name: part.value for part in self.metrics}
+
+    return Summed(compile_loss._user_loss, compile_loss._user_loss_weights, output_names=compile_loss.output_names)
+
+
+def _shared(kind: str, sample_weight: Any) -> bool:
+    return kind == "sample weights" and not keras.tree.is_nested(sample_weight)
+
+
+class _NoMetrics:
+    """Stands for Keras' tracker of one metric for each output, which `_Kept` replaces."""
+
+    def add_to_store(self, store: str, metric: Any) -> None:
+        """Forget it."""
+
+
+class _Kept:
+    """Stands for Keras' metric of one output's loss: keeps the tensor."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.value = name, None
+
+    def update_state(self, value: Any, sample_weight: Any = None) -> None:
+        """Keep the sum, which Keras hands over as the mean."""
+        self.value = value
+
+
+class _Sum:
+    """One of Keras' losses: called as it, returns the sum in the head of this file; ``weight`` and ``kind`` beside."""
+
+    def __init__(self, loss: Any, fixed: bool) -> None:
+        fn = getattr(loss, "fn", None)
+        home = str(getattr(fn if fn is not None else type(loss), "__module__", ""))
+        self._loss, self._fixed = loss, fixed
+        name = str(getattr(fn, "__name__", loss.name))
+        self._values = guarded(self._called, name) if home.startswith("keras.") else self._called
+        self.name, self.weight, self.kind = loss.name, None, ""
+
+    def _called(self, y_true: Any, y_pred: Any) -> Any:
+        """One value per element, in the types in which Keras hands them to the loss."""
+        y_true, y_pred = (keras.tree.map_structure(
+            lambda t: keras.ops.convert_to_tensor(t, dtype=self._loss.dtype), part) for part in (y_true, y_pred))
+        return self._loss.call(y_true, y_pred)
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        ops, loss = keras.ops, self._loss
+        refuse_mask(y_pred)
+        values = self._values(y_true, y_pred)
+        mask = getattr(values, "_keras_mask", None)
+        values = ops.convert_to_tensor(values, dtype=loss.dtype)
+        if len(values.shape) == 0:
+            alike = sample_weight is None and mask is None and not self._fixed
+            self.kind, self.weight = "samples", weight_of_batch(values, y_pred, alike)
+            return values * self.weight
+        if sample_weight is not None:
+            sample_weight = ops.convert_to_tensor(sample_weight, dtype=loss.dtype)
+            if mask is not None:  # a mean over a sample's elements would forget which of them count
+                missing = len(values.shape) - len(sample_weight.shape)
+                sample_weight = ops.reshape(sample_weight, (*ops.shape(sample_weight), *(1,) * missing))
+            values, sample_weight = aligned(values, sample_weight)
+        return self._total(values, sample_weight, mask)
+
+    def _total(self, values: Any, sample_weight: Any, mask: Any) -> Any:
+        ops = keras.ops
+        by_weights = self._loss.reduction == "mean_with_sample_weight" and sample_weight is not None
+        weighted = values if sample_weight is None else values * sample_weight
+        if mask is None and not by_weights:
+            self.kind, self.weight = "samples", ops.cast(ops.shape(values)[0], values.dtype)
+            return ops.sum(mean_of_sample(weighted))
+        if mask is not None and getattr(self._loss, "ignore_class", None) is None:
+            raise UserError(f"loss {self.name} masks its values by itself",
+                            "a loss whose mask follows from the targets",
+                            "give the model file a task(model, batch) and a weight(batch)")
+        counts = ops.ones_like(values) if mask is None else ops.cast(ops.reshape(mask, ops.shape(values)), values.dtype)
+        if by_weights:
+            self.kind = "sample weights"
+            self.weight = ops.sum(sample_weight if mask is None else sample_weight * counts)
+        else:
+            self.kind, self.weight = "valid elements", ops.sum(counts)
+        return ops.sum(weighted * counts)
+
+
+def ignored_class(model: Any) -> int | None:
+    """Return the class that the compiled loss ignores; None of several losses, and of one that ignores none."""
+    found = _losses(model)
+    return getattr(found[0], "ignore_class", None) if len(found) == 1 else None
+
+
+def aligned(values: Any, sample_weight: Any) -> Pair:
+    """Values and weights that multiply: weights of fewer dimensions weigh the means over the dimensions they lack."""
+    ops, ranks = keras.ops, (len(values.shape), len(sample_weight.shape))
+    if ranks[1] == ranks[0] + 1 and sample_weight.shape[-1] == 1:
+        sample_weight = ops.squeeze(sample_weight, axis=-1)
+    elif ranks[1] > ranks[0]:
+        raise UserError(f"sample weights of {ranks[1]} dimensions for a loss of {ranks[0]}",
+                        "one weight per sample, or one per element of the loss", "reshape the weights")
+    elif ranks[1] < ranks[0]:
+        values = ops.mean(values, axis=list(range(ranks[1], ranks[0])))
+    return values, sample_weight
+
+
+def mean_of_sample(values: Any) -> Any:
+    """(B, ...) -> (B,): mean over all but the first dimension."""
+    rank = len(values.shape)
+    return keras.ops.mean(values, axis=list(range(1, rank))) if rank > 1 else values
+
+
+# --- weights -----------------------------------------------------------------------------------------------------
+
+def check_class_weight(class_weight: Any) -> dict[int, float]:
+    """``class_weight`` as numbers; `UserError` for anything that is no {class: weight}."""
+    def usable(c: Any, w: Any) -> bool:
+        return isinstance(c, (int, np.integer)) and isinstance(w, (int, float, np.number)) and 0 <= float(w) < np.inf
+    if not isinstance(class_weight, dict) or not class_weight or not all(usable(c, w) for c, w in class_weight.items()):
+        raise UserError(f"class_weight is {class_weight!r}", "{class number: weight of 0 or more}",
+                        "give a dict such as {0: 1.0, 1: 5.0}; classes it lacks count 1")
+    return {int(c): float(w) for c, w in class_weight.items()}
+
+
+def with_class_weight(class_weight: dict[int, float], y: Any, sample_weight: Any) -> Any:
+    """``sample_weight`` (None: ones) times the weight of each sample's class: numbers (B,) or (B, 1), or one-hot
+    (B, C). Classes that ``class_weight`` lacks count 1, as in `keras.Model.fit`.
+    """
+    ops = keras.ops
+    leaves = keras.tree.flatten(y) if y is not None else []
+    if len(leaves) != 1:
+        raise UserError(f"class_weight with {len(leaves)} targets", "one target, as in keras.Model.fit",
+                        "multiply the sample weights of the output that it is for")
+    classes = leaves[0]
+    if len(classes.shape) > 1:
+        classes = ops.squeeze(classes, axis=-1) if classes.shape[-1] == 1 else ops.argmax(classes, axis=-1)
+    if len(classes.shape) > 1:
+        raise UserError(f"class_weight with targets of {len(leaves[0].shape)} dimensions", "one class per sample",
+                        "give sample weights per element instead")
+    classes = ops.cast(ops.round(ops.cast(classes, "float32")), "int32")
+    factor = ops.ones_like(ops.cast(classes, "float32"))
+    for number, weight in class_weight.items():
+        factor = ops.where(ops.equal(classes, number), ops.cast(weight, "float32"), factor)
+    if sample_weight is None:
+        return factor
+    given = ops.cast(keras.tree.flatten(sample_weight)[0], "float32")
+    missing = len(given.shape) - 1
+    return given * (ops.reshape(factor, (-1, *(1,) * missing)) if missing else factor)
+
+
+def batch_weight(model: Any) -> Callable[[Sequence[np.ndarray]], float] | None:
+    """The weight of this rank's part of a batch of numpy arrays, the same as the task's; None: its samples."""
+    if not is_compiled(model):
+        return None
+    special = [loss for loss in _losses(model) if getattr(loss, "reduction", "") == "mean_with_sample_weight"
+               or getattr(loss, "ignore_class", None) is not None]
+    if not special:
+        return None
+    loss = special[0]
+
+    def weight(arrays: Sequence[np.ndarray]) -> float:
+        _, y, given = split(model, arrays)
+        classes = setup_of(model).class_weight
+        if classes is not None:
+            given = keras.ops.convert_to_numpy(with_class_weight(classes, y, given))
+        first = np.asarray(keras.tree.flatten(y)[0])
+        ignored = getattr(loss, "ignore_class", None)
+        counts = np.ones(len(first)) if ignored is None else (first != ignored).astype(np.float64)
+        if loss.reduction != "mean_with_sample_weight" or given is None:
+            return float(counts.sum())
+        given = np.asarray(keras.tree.flatten(given)[0], np.float64)
+        if ignored is None:
+            return float(given.sum())
+        return float((counts.reshape(len(first), -1) * given.reshape(len(first), -1)).sum())
+    return weight

@@ -1,1 +1,0 @@
-"""One idea per file; each observes a run at the moments named in `hvdtrain.events`."""

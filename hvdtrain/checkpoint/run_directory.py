@@ -1,0 +1,216 @@
+"""Where a run keeps its files, chosen so that no run's files are ever overwritten.
+
+Owns the directory's name and its two records: ``config.yaml`` when a run begins, ``completed.json`` when it has ended
+well. A job has succeeded if and only if ``completed.json`` is there: an MPI launcher's exit status cannot be trusted
+after a node was lost. What a directory held before stays as it is until `begin`, when all ranks have agreed to train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.checkpoint import files
+from hvdtrain.cluster.control import agreed
+from hvdtrain.config import Config
+from hvdtrain.config import yaml_file as recipe
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.resolve import absolute
+
+COMPLETED, CONFIG = "completed.json", "config.yaml"
+TRACES = ("log.jsonl", "checkpoints", COMPLETED)
+"""What a run leaves in its directory."""
+
+
+def ensure_out(run: Any) -> Path:
+    """Find or make the run's directory, by rank 0 on first use, and tell it to all. Collective.
+
+    Empty ``config.out``: a new ``runs/MODEL-NNN``; with ``resume auto`` the newest of that model. A given directory
+    that holds a run already is refused unless it is resumed. Nothing in a directory that was there is changed.
+    """
+    if run.out == Path():
+        def on_root() -> tuple[Path, list[Path]]:
+            return choose(run.config, run.spec.name) if run.control.rank == 0 else (Path(), [])
+
+        run.out, run.made = run.control.bcast(agreed(run.control, on_root, "out"))
+    return run.out
+
+
+def find_out(config: Config, name: str) -> Path | None:
+    """Return the directory that ``resume auto`` goes on with, None where there is none yet; makes nothing."""
+    with contextlib.suppress(OSError):  # what cannot even be looked at cannot be made: `ensure_out` says so
+        path = absolute(config.out) if config.out else _newest(absolute("runs"), name)
+        return path if path is not None and path.is_dir() else None
+    return None
+
+
+@contextlib.contextmanager
+def starting(run: Any) -> Iterator[None]:
+    """Enclose everything that may still refuse a fit, with ``run.out`` there; the fit begins after it. Collective.
+
+    An exception inside gives a directory back that this run made and that is empty.
+    """
+    run.begun = False
+    ensure_out(run)
+    try:
+        yield
+    except BaseException:
+        _give_back(run)
+        raise
+    begin(run)
+
+
+def release(run: Any) -> None:
+    """Let other jobs train in the run's directory again; rank 0's part."""
+    lock, run.lock = run.lock, -1
+    if lock >= 0:
+        os.close(lock)
+
+
+def _lock(run: Any) -> None:
+    """Keep other jobs out of the run's directory for as long as this process has it open; `UserError` if one has it.
+
+    A lock of the directory itself leaves no file, and goes with its process however that ends. Where a file system
+    offers none, two jobs are not told from each other.
+    """
+    release(run)
+    run.lock = os.open(run.out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(run.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        release(run)
+        raise UserError(f"another job is training in {run.out}", "a directory of its own for each job",
+                        "wait for that job, or choose another --out") from None
+    except OSError:
+        release(run)
+
+
+def begin(run: Any) -> None:
+    """Write ``config.yaml`` and take ``completed.json`` away: from here on the run is under way. Collective.
+
+    Where the directory holds a finished run and nothing is left to train, all in it stays, and ``run.begun`` is False.
+    """
+    left = run.state.cursor.epoch < run.config.epochs and not run.stopping()
+
+    def write() -> bool:
+        if run.control.rank != 0:
+            return True
+        try:
+            if not left and (run.out / COMPLETED).exists():
+                return False
+            _lock(run)
+            keep_config(run)
+            (run.out / COMPLETED).unlink(missing_ok=True)
+        except OSError as error:
+            raise _unusable(error) from None
+        return True
+
+    try:
+        run.begun = run.control.bcast(agreed(run.control, write, "out"))
+    except UserError:
+        _give_back(run)
+        raise
+    run.made = []
+    if run.state.requeue:
+        return  # ended by a signal before it began: the note would be wrong
+    if not run.begun:
+        run.note(f"nothing is left to train: {run.out} holds a run that is complete; its files stay as they are")
+    elif not left and run.state.cursor.step > 0:
+        run.note(f"nothing is left to train after step {run.state.cursor.step}")
+
+
+def keep_config(run: Any) -> None:
+    """Write the configuration into the run's directory; rank 0 only."""
+    _write(run.out / CONFIG, _yaml(run.config))
+
+
+def choose(config: Config, name: str) -> tuple[Path, list[Path]]:
+    """Make the directory of a run of the model called ``name``, or find the one that it goes on with.
+
+    Returns it, and those of it and its parents that were made for it. `UserError` for one that holds a run already.
+    """
+    found = find_out(config, name) if config.resume == "auto" else None
+    if found is not None:
+        return found, []
+    path = absolute(config.out or "runs")
+    try:
+        if config.out and not config.resume and any((path / trace).exists() for trace in TRACES):
+            raise UserError(f"{path} holds a run already", "a new directory, so that nothing is overwritten",
+                            "add --resume auto to go on with it, or choose another --out")
+        made = [parent for parent in (path, *path.parents) if not parent.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        if not config.out:
+            path = _numbered(path, name)
+            made.insert(0, path)
+    except OSError as error:
+        raise _unusable(error) from None
+    return path, made
+
+
+def _unusable(error: OSError) -> UserError:
+    return UserError(f"the run's directory cannot be made: {error}", "a writable place",
+                     "choose another --out").of_kind(kind_of(error))
+
+
+def kind_of(error: OSError) -> str:
+    """Return the cause that a supervisor sees: a "disk" that may have room again, or a "user"'s mistake."""
+    return "disk" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE) else "user"
+
+
+def _give_back(run: Any) -> None:
+    """Remove what was made for a run that does not begin, where it is empty; rank 0's part."""
+    made, run.made = run.made, []
+    if made:
+        run.out = Path()
+    with contextlib.suppress(OSError):  # not empty: somebody uses it
+        for path in made if run.control.rank == 0 else ():
+            path.rmdir()
+
+
+def _taken(root: Path, name: str) -> tuple[str, list[int]]:
+    """The stem of this model's directories under ``root``, and the numbers in use, in order."""
+    file = Path(name.rpartition(":")[0] or name).name.removesuffix(".py")
+    stem = re.sub(r"[^A-Za-z0-9_.]+", "-", file).strip("-.") or "run"
+    found = (re.fullmatch(re.escape(stem) + r"-(\d+)", path.name) for path in root.glob(f"{stem}-*"))
+    return stem, sorted(int(match[1]) for match in found if match)
+
+
+def _newest(root: Path, name: str) -> Path | None:
+    """``root/stem-NNN`` with the highest number."""
+    stem, taken = _taken(root, name)
+    return root / f"{stem}-{taken[-1]:03d}" if taken else None
+
+
+def _numbered(root: Path, name: str) -> Path:
+    """Make ``root/stem-NNN`` with the next free number."""
+    stem, taken = _taken(root, name)
+    number = taken[-1] + 1 if taken else 1
+    while True:
+        path = root / f"{stem}-{number:03d}"
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:  # another job took it meanwhile
+            number += 1
+
+
+def _yaml(config: Config) -> str:
+    return recipe.dump(json.loads(json.dumps(config.to_dict(), default=repr)))
+
+
+def write_completed(path: Path, record: dict[str, Any]) -> None:
+    """Write the completion record; it is there whole or not at all."""
+    _write(path / COMPLETED, json.dumps(record, indent=1, default=str) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write beside, flush to disk, rename."""
+    with files.replacing(path) as place:
+        place.write_text(text, encoding="utf-8")

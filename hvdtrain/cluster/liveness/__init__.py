@@ -1,0 +1,1 @@
+"""Liveness of ranks: progress pages, causes of an end, the watchdog."""

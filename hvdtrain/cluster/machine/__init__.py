@@ -1,0 +1,1 @@
+"""Facts of this host: memory, processes, GPUs, peak rates."""

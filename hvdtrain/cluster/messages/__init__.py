@@ -1,0 +1,1 @@
+"""Messages between ranks without a collective: channels, shared memory, progress of MPI."""

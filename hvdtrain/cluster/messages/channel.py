@@ -1,0 +1,198 @@
+"""Messages from one rank to another, beside all collectives, for threads that must not wait for each other's order.
+
+Owns `MpiChannel`, over an MPI communicator that it is given (a duplicate of its own, so that no other traffic mixes
+with it), and `MailChannel`, its twin within one process: for a job of one rank, and for ranks that are threads. A
+receiver says what it expects; each message carries a header that says what it is, so that two ranks that have come
+apart get an error and not each other's numbers.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.cluster.liveness import pulse
+from hvdtrain.core.errors import WaitTimeout
+from hvdtrain.core.patience import wait_for
+from hvdtrain.core.timeline import span
+
+CHUNK = 1 << 29
+"""Largest piece of a message in bytes; MPI 3.1 counts are 31 bits."""
+
+MOST_TAG = 1 << 14
+"""Tags are below it: MPI promises 32767, and a message takes two."""
+
+_HEADER = 5
+
+
+class ChannelClosed(RuntimeError):
+    """The channel was closed on this rank while a message was under way."""
+
+
+def header(x: np.ndarray, tag: int) -> np.ndarray:
+    """What is said of a message before it comes, int64 (5,): tag, dimensions, bytes, checks of dtype and shape."""
+    words = zlib.crc32(x.dtype.str.encode()), zlib.crc32(repr(x.shape).encode())
+    return np.array([tag, x.ndim, x.nbytes, *words], np.int64)
+
+
+def _check(got: np.ndarray, like: np.ndarray, tag: int, source: int) -> None:
+    """Raise RuntimeError unless a header says what was expected."""
+    if not np.array_equal(got, header(like, tag)):
+        raise RuntimeError(f"rank {source} sent a message of tag {got[0]} with {got[1]} dimensions and {got[2]} bytes "
+                           f"where {like.dtype}{list(like.shape)} of tag {tag} was expected")
+
+
+def _bytes(x: np.ndarray) -> np.ndarray:
+    """The memory of a contiguous array as uint8 (n,)."""
+    assert x.flags.c_contiguous, "a channel moves contiguous arrays"
+    return x.reshape(-1).view(np.uint8)
+
+
+class _Wait:
+    """`hvdtrain.core.protocols.Handle` of a message: polls ``step`` until it says that all is there."""
+
+    def __init__(self, step: Callable[[], bool], value: np.ndarray, channel: Any, what: str) -> None:
+        self._step, self._value, self._channel, self._what = step, value, channel, what
+        self._over = False
+
+    def done(self) -> bool:
+        """Return whether the message has gone or come, without waiting; moves it on."""
+        if not self._over:
+            if self._channel.closed:
+                raise ChannelClosed(f"the channel was closed in {self._what}")
+            self._over = self._step()
+        return self._over
+
+    def wait(self) -> np.ndarray:
+        """Return the array; `WaitTimeout` names the wait when the channel's time is over."""
+        channel = self._channel
+        if not self.done():
+            with pulse.waiting(self._what), span("message", "wire"):
+                if not wait_for(self.done, channel.timeout_s, channel.longest_sleep_s):
+                    raise WaitTimeout(f"rank {channel.rank} on host {channel.node} waited {channel.timeout_s:g} s in "
+                                      f"{self._what}. {pulse.missing()}".rstrip())
+        return self._value
+
+
+class MpiChannel:
+    """Implements `hvdtrain.core.protocols.Channel` over an mpi4py communicator of its own.
+
+    MPI must have been started with THREAD_MULTIPLE. ``timeout_s`` bounds each wait; ``longest_sleep_s``: how long a
+    waiting thread sleeps between two looks at most.
+    """
+
+    def __init__(self, comm: Any, timeout_s: float, longest_sleep_s: float = 200e-6) -> None:
+        self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
+        self.timeout_s, self.longest_sleep_s = timeout_s, longest_sleep_s
+        self.node, self.closed = socket.gethostname(), False
+        self._comm = comm
+        self._open: list[tuple[Any, Any]] = []
+
+    def send(self, x: np.ndarray, to: int, tag: int) -> _Wait:
+        """Begin to send ``x``; its memory must stay as it is until the handle is done."""
+        assert 0 <= tag < MOST_TAG, f"tag {tag}"
+        first = header(x, tag)
+        requests = [self._comm.Isend(first, dest=to, tag=2 * tag)]
+        requests += [self._comm.Isend(part, dest=to, tag=2 * tag + 1) for part in _chunks(x)]
+        return self._handle(requests, x, first, f"a message of tag {tag} to rank {to}")
+
+    def receive(self, like: np.ndarray, source: int, tag: int) -> _Wait:
+        """Begin to receive into ``like``. Messages of one source and tag come in the order in which they were sent."""
+        first = np.zeros(_HEADER, np.int64)
+        requests = [self._comm.Irecv(first, source=source, tag=2 * tag)]
+        requests += [self._comm.Irecv(part, source=source, tag=2 * tag + 1) for part in _chunks(like)]
+
+        def check() -> None:
+            _check(first, like, tag, source)
+
+        return self._handle(requests, like, first, f"a message of tag {tag} from rank {source}", check)
+
+    def close(self) -> None:
+        """End every wait of this rank, in whatever thread, with `ChannelClosed`."""
+        self.closed = True
+
+    def free(self) -> None:
+        """Give the communicator back, after all ranks' messages are through; collective."""
+        self.closed = True
+        self._comm.Free()
+
+    def _handle(self, requests: list[Any], x: np.ndarray, first: np.ndarray, what: str,
+                check: Callable[[], None] | None = None) -> _Wait:
+        """A handle over requests, of which the first is the header's."""
+        left = deque(requests)
+        self._open.append((left, (x, first)))  # MPI may use the memory of a message that nobody waits for any more
+        self._open = [entry for entry in self._open if entry[0]]
+
+        def step() -> bool:
+            while left and left[0].Test():
+                if check is not None and len(left) == len(requests):
+                    check()  # before the rest is looked at: a longer message than expected is MPI's error there
+                left.popleft()
+            return not left
+
+        return _Wait(step, x, self, what)
+
+
+def _chunks(x: np.ndarray) -> list[np.ndarray]:
+    data = _bytes(x)
+    return [data[start:start + CHUNK] for start in range(0, data.size, CHUNK)]
+
+
+class Mail:
+    """Messages between ranks that are threads of one process."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[tuple[int, int, int], deque[tuple[np.ndarray, np.ndarray]]] = {}
+        self._lock = threading.Lock()
+
+    def put(self, x: np.ndarray, source: int, to: int, tag: int) -> None:
+        """Keep a copy of ``x`` for rank ``to``."""
+        with self._lock:
+            self._boxes.setdefault((source, to, tag), deque()).append((header(x, tag), _bytes(x).copy()))
+
+    def take(self, source: int, to: int, tag: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the oldest message (header, bytes), or None where there is none."""
+        with self._lock:
+            box = self._boxes.get((source, to, tag))
+            return box.popleft() if box else None
+
+
+class MailChannel:
+    """Implements `hvdtrain.core.protocols.Channel` within one process; a rank may send to itself."""
+
+    def __init__(self, mail: Mail, rank: int = 0, size: int = 1, timeout_s: float = 60.0,
+                 longest_sleep_s: float = 200e-6) -> None:
+        self.rank, self.size, self.timeout_s, self.longest_sleep_s = rank, size, timeout_s, longest_sleep_s
+        self.node, self.closed = "this process", False
+        self._mail = mail
+
+    def send(self, x: np.ndarray, to: int, tag: int) -> _Wait:
+        """Send a copy of ``x``; done at once."""
+        self._mail.put(x, self.rank, to, tag)
+        return _Wait(lambda: True, x, self, f"a message of tag {tag} to rank {to}")
+
+    def receive(self, like: np.ndarray, source: int, tag: int) -> _Wait:
+        """Begin to receive into ``like``."""
+        def step() -> bool:
+            found = self._mail.take(source, self.rank, tag)
+            if found is None:
+                return False
+            _check(found[0], like, tag, source)
+            _bytes(like)[...] = found[1]
+            return True
+
+        return _Wait(step, like, self, f"a message of tag {tag} from rank {source}")
+
+    def close(self) -> None:
+        """End every wait of this rank with `ChannelClosed`."""
+        self.closed = True
+
+    def free(self) -> None:
+        """Close it."""
+        self.closed = True

@@ -1,0 +1,176 @@
+"""Moves operations over MPI to their end while the program computes: MPI moves a message only while somebody calls it.
+
+Owns the open requests, what follows on each, and the thread that calls MPI for them while nobody waits. Who waits for
+an operation moves all of them itself, so that one which is waited for at once changes no thread. Nothing here spins:
+between two calls of MPI a thread sleeps, longer where nothing moves. Knows no collective
+(`hvdtrain.comm.collectives.rounds` does), and whether MPI lets two threads in is for the caller to say.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from hvdtrain.cluster import slices
+from hvdtrain.core.patience import wait_for
+
+MOST_OPEN = 64
+"""Operations under way at once."""
+
+SEQUENCES = 256
+"""Operations whose messages have tags of their own: one waits until the one so many before it is over, however long
+that takes, or messages of the two would be taken for each other's."""
+
+AWAKE_S, ASLEEP_S = 100e-6, 400e-6
+"""How long the thread sleeps between two calls of MPI: after one that moved something, and at most."""
+
+LONGEST_SLEEP_S = 200e-6
+"""How long one that waits sleeps between two calls at most."""
+
+
+class Operation:
+    """Something under way; ``over`` once it has its ``value`` or its ``error``.
+
+    A subclass posts requests in `begin` and in what follows on them, and calls `end`. All of that runs in whatever
+    thread moves the operations, one call at a time.
+    """
+
+    def __init__(self) -> None:
+        self.over = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.followers: list[Callable[[Operation], None]] = []
+        self.place = 0
+        """Which of its process it is; `Progress` sets it."""
+
+    def begin(self) -> None:
+        """Post the first requests."""
+        raise NotImplementedError
+
+    def end(self, value: Any = None, error: BaseException | None = None) -> None:
+        """Take the result; the first call counts."""
+        if not self.over:
+            self.value, self.error, self.over = value, error, True
+            for follower in self.followers:
+                follower(self)
+
+
+class Progress:
+    """The operations of one wire under way, begun in the order in which they were issued.
+
+    ``threaded``: a thread moves them while nobody waits; else they move only while somebody does.
+    """
+
+    def __init__(self, threaded: bool) -> None:
+        self.threaded = threaded
+        self._moving = threading.Lock()
+        self._changed = threading.Condition()
+        self._fresh: deque[Operation] = deque()
+        self._open: list[Operation] = []
+        self._requests: list[Any] = []
+        self._then: list[tuple[Operation, Callable[[], None]]] = []
+        self._waiters = self._issued = 0
+        self._thread: threading.Thread | None = None
+
+    def issue(self, operation: Operation, beside: bool = True) -> None:
+        """Begin ``operation`` after those before it; returns at once. ``beside``: nobody waits for it yet."""
+        with self._changed:
+            operation.place = self._issued
+            self._issued += 1
+            self._fresh.append(operation)
+            if not beside:  # whoever waits moves it: to wake a thread for it would cost more than it takes
+                return
+            if self.threaded and self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="hvdtrain-exchange", daemon=True)
+                self._thread.start()
+            if not self._waiters:
+                self._changed.notify()
+
+    def post(self, operation: Operation, request: Any, then: Callable[[], None]) -> None:
+        """Call ``then`` once an MPI ``request`` of ``operation`` is through; only from what moves operations."""
+        self._requests.append(request)
+        self._then.append((operation, then))
+
+    def wait(self, operation: Operation, limit_s: float = float("inf"),
+             longest_sleep_s: float = LONGEST_SLEEP_S) -> bool:
+        """Move all until ``operation`` is over; False where ``limit_s`` have passed before."""
+        with self._changed:
+            self._waiters += 1
+        try:
+            return wait_for(lambda: operation.over or self._move_if_free() and operation.over, limit_s,
+                            longest_sleep_s)
+        finally:
+            with self._changed:
+                self._waiters -= 1
+                if not self._waiters and (self._open or self._fresh):
+                    self._changed.notify()
+
+    def _move_if_free(self) -> bool:
+        """Move all, unless another thread is just doing so."""
+        if self._moving.acquire(blocking=False):
+            try:
+                self._move()
+            finally:
+                self._moving.release()
+        return True
+
+    def _move(self) -> bool:
+        """Take in what is through and post what follows; return whether anything was."""
+        moved = False
+        if self._fresh:
+            self._open = [operation for operation in self._open if not operation.over]
+        while self._fresh and len(self._open) < MOST_OPEN and (
+                not self._open or self._fresh[0].place < self._open[0].place + SEQUENCES):
+            operation = self._fresh.popleft()
+            self._open.append(operation)
+            self.guarded(operation, operation.begin)
+            moved = True
+        while self._requests:
+            try:
+                done = self._requests[0].Testsome(self._requests)
+            except Exception as error:  # noqa: BLE001  (MPI's own: nobody knows what of it is through)
+                self._broken(error)
+                return True
+            if not done:
+                break
+            moved = True
+            following = [self._then[i] for i in done]
+            gone = set(done)
+            self._requests = [r for i, r in enumerate(self._requests) if i not in gone]
+            self._then = [t for i, t in enumerate(self._then) if i not in gone]
+            for operation, then in following:
+                self.guarded(operation, then)
+        if moved:
+            self._open = [operation for operation in self._open if not operation.over]
+        return moved
+
+    def _broken(self, error: Exception) -> None:
+        """Give an error of MPI's to all that is under way, for who waits for it."""
+        for operation in dict.fromkeys((*(o for o, _ in self._then), *self._open)):
+            operation.end(error=error)
+        self._requests, self._then, self._open = [], [], []
+
+    def guarded(self, operation: Operation, call: Callable[[], None]) -> None:
+        """Make an error of ``call`` that of the operation, for who waits for it; nothing follows on one that is over.
+        """
+        if operation.over:
+            return
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001  (raised again where it is waited for)
+            operation.end(error=error)
+
+    def _work(self) -> None:
+        slices.shorten()
+        pause_s = AWAKE_S
+        while True:
+            with self._changed:
+                while self._waiters or not (self._open or self._fresh):
+                    self._changed.wait()
+            with self._moving:
+                moved = self._move()
+            pause_s = AWAKE_S if moved else min(1.5 * pause_s, ASLEEP_S)
+            time.sleep(pause_s)

@@ -1,0 +1,346 @@
+"""Collectives over plain MPI with numpy buffers, which go on while the program computes.
+
+Owns what each call is made of, its bound in time and the number that it has on all ranks. What travels when is
+`hvdtrain.comm.collectives.rounds`', what moves it `hvdtrain.cluster.messages.progress`. Does not start MPI: it is given
+a communicator (`hvdtrain.cluster.boot.mpi_comm`).
+
+Every rank gets the same bits: each element is added by one rank, in the order of the ranks, and sent to all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.cluster.deadline import deadline
+from hvdtrain.cluster.liveness import pulse
+from hvdtrain.cluster.messages.progress import Operation, Progress
+from hvdtrain.comm.collectives.course import Course
+from hvdtrain.comm.collectives.parts import Scratch, begins
+from hvdtrain.comm.collectives.rounds import Call, Exchanged, Peers, Reduced, even_parts
+from hvdtrain.core.group import Group, spans
+from hvdtrain.core.protocols import AllGather, AllReduce, Exchange, Request
+from hvdtrain.core.timeline import blocked
+
+
+LONGEST_SLEEP_S = 50e-6
+"""Between two looks at a collective that others have not entered: what such a sleep costs is late by as much."""
+
+_of_process: list[Progress] = []
+
+
+class Pending:
+    """Handle that runs its collective when it is waited for, once."""
+
+    __slots__ = ("_run", "_value")
+
+    def __init__(self, run: Callable[[], np.ndarray]) -> None:
+        self._run: Callable[[], np.ndarray] | None = run
+        self._value: np.ndarray | None = None
+
+    def wait(self) -> np.ndarray:
+        """Run the collective, or return the result of the run before."""
+        if self._run is not None:
+            self._value, self._run = self._run(), None
+        assert self._value is not None
+        return self._value
+
+
+class Moving:
+    """Handle of an operation of ``wire``, issued when this is made. ``then``: gives the result from its value."""
+
+    __slots__ = ("_operation", "_wire", "_what", "_name", "_came_s", "_then", "_value")
+
+    def __init__(self, operation: Operation, wire: MpiCollectives, what: str, name: str,
+                 then: Callable[[Any], Any] | None = None) -> None:
+        self._operation, self._wire, self._what, self._name = operation, wire, what, name
+        self._then, self._value = then, None
+        self._came_s = time.perf_counter()
+        wire.moves.issue(operation)
+
+    def wait(self) -> Any:
+        """Return the result; the same one every time."""
+        if self._value is None:
+            stands = blocked(self._name, self._came_s)
+            with deadline(self._wire.timeout_s, self._what), pulse.waiting(self._what), stands:
+                self._wire.await_over(self._operation)
+            if self._operation.error is not None:
+                raise self._operation.error
+            value = self._operation.value
+            self._value = value if self._then is None else self._then(value)
+        return self._value
+
+    def done(self) -> bool:
+        """Return whether the result is there, without waiting."""
+        return self._operation.over
+
+    @property
+    def taken(self) -> bool:
+        """Whether somebody has the result."""
+        return self._value is not None
+
+
+class _Loans:
+    """Memory for results that are good until the next call: each handle's own until that is waited for."""
+
+    def __init__(self) -> None:
+        self._lent: list[tuple[Scratch, Any]] = []
+
+    def vector(self, n: int, dtype: np.dtype) -> tuple[int, np.ndarray]:
+        """Return (place, (n,)) of memory whose call is over and was taken."""
+        for place, (scratch, handle) in enumerate(self._lent):
+            if handle is None or not isinstance(handle, Moving) or handle.taken:
+                return place, scratch.vector(n, dtype)
+        self._lent.append((Scratch(), None))
+        return len(self._lent) - 1, self._lent[-1][0].vector(n, dtype)
+
+    def lend(self, place: int, handle: Any) -> None:
+        """Keep it for ``handle``."""
+        self._lent[place] = self._lent[place][0], handle
+
+
+class MpiCollectives:
+    """Collectives over an mpi4py communicator, of which it makes a duplicate: collective to make.
+
+    Calls are made in the same order on every rank. They go on in a thread where MPI lets two threads in (``overlaps``),
+    else while a handle is waited for. Each first compares its kind, name, shape and dtype between ranks (law 5): a
+    message of 256 bytes to each other rank against a hang or a silently wrong sum.
+    ``dtypes`` are those that it adds; float16 is summed in float32. ``timeout_s``: longest time of one collective
+    (`deadline`). ``chunk``: elements of one call of MPI's own collectives, whose counts have 31 bits.
+    """
+
+    name = "mpi"
+    reductions: frozenset[str] = frozenset()
+    dtypes = frozenset({"float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8"})
+    in_graph = False
+    host = True
+    looks = True
+    """Whether sums are squared while they are made (`looked`)."""
+
+    def __init__(self, comm: Any, timeout_s: float = 600.0, chunk: int = 1 << 28) -> None:
+        self.rank, self.size = int(comm.Get_rank()), int(comm.Get_size())
+        self.timeout_s, self.chunk = timeout_s, chunk
+        self._comm, self.moves = comm, progress_of_process()
+        self.overlaps = self.moves.threaded
+        self.drives = self.overlaps and self.size > 1  # exchanges too, from request to request
+        self.moves_parts = self.overlaps  # whether `reducescatterv` and `allgatherv` go on by themselves as well
+        with deadline(timeout_s, "duplicating a communicator"):
+            self._peers = Peers(comm.Dup(), self.moves)
+        self._issued = 0
+        self._n_looked, self._squares = 0, 0.0
+        self._loans = _Loans()
+
+    def among(self, group: Group) -> MpiCollectives:
+        """The same kind of wire between the ranks of ``group`` alone."""
+        return MpiCollectives(self._comm_of(group), self.timeout_s, self.chunk)
+
+    def _comm_of(self, group: Group) -> Any:
+        with deadline(self.timeout_s, f"making a communicator of the ranks {spans(group.ranks)}"):
+            return self._comm.Create_group(self._comm.Get_group().Incl(list(group.ranks)))
+
+    def buffer(self, n: int, dtype: str) -> np.ndarray | None:
+        """No memory of its own."""
+        return None
+
+    def flight(self, n: int, dtype: str) -> np.ndarray | None:
+        """No memory of its own."""
+        return None
+
+    def allreduce(self, flat_N: np.ndarray, name: str, op: str = "sum") -> Any:
+        """Sum over ranks: (N,) -> (N,); in place where the memory allows it.
+
+        ``op``: "sum", or "mean" of floats, which is the sum divided by the number of ranks.
+        """
+        assert op in ("sum", "mean"), op
+        total_N, divisor = _writable(flat_N), self.size if op == "mean" else 1
+        sizes_P = even_parts(total_N.size, self.size)
+        return self._issue("allreduce", name, flat_N, lambda what, at: Reduced(
+            self._peers, what, at, 0, total_N, sizes_P, spread=True, divisor=divisor), lambda: total_N,
+            squared=flat_N.size)
+
+    def allgather(self, x_K: np.ndarray, name: str) -> Any:
+        """Every rank's vector, by rank: (K,) -> (P, K)."""
+        return self._issue("allgather", name, x_K, lambda what, at: _moved(self._peers, "allgather", what, x_K, at),
+                           lambda: np.array(x_K).reshape(1, -1))
+
+    def alltoall(self, x_PK: np.ndarray, name: str) -> Any:
+        """Row p goes to rank p; row q of the result came from rank q: (P, K) -> (P, K)."""
+        assert x_PK.shape[0] == self.size, f"alltoall of {x_PK.shape} over {self.size} ranks"
+        return self._issue("alltoall", name, x_PK, lambda what, at: _moved(self._peers, "alltoall", what, x_PK, at),
+                           lambda: np.array(x_PK))
+
+    def reducescatter(self, flat_N: np.ndarray, name: str) -> Any:
+        """This rank's 1/P of the sum over ranks: (N,) -> (N/P,); N is a multiple of P."""
+        assert flat_N.size % self.size == 0, f"reducescatter of {flat_N.size} elements over {self.size} ranks"
+        return MpiCollectives.reducescatterv(self, flat_N, [flat_N.size // self.size] * self.size, name)
+
+    def reducescatterv(self, flat_N: np.ndarray, sizes_P: Sequence[int], name: str) -> Any:
+        """This rank's part of the sum over ranks, added in rank order: (N,) -> (sizes_P[rank],)."""
+        assert flat_N.size == sum(sizes_P), f"reducescatterv of {flat_N.size} elements into {list(sizes_P)}"
+        own_N = np.ascontiguousarray(flat_N)
+        return self._issue("reducescatterv", name, flat_N, lambda what, at: Reduced(
+            self._peers, what, at, 0, own_N, sizes_P), own_N.copy, sizes_P)
+
+    def allgatherv(self, part_K: np.ndarray, sizes_P: Sequence[int], name: str) -> Any:
+        """The ranks' parts one after the other: (sizes_P[rank],) -> (N,), good until the next call."""
+        assert part_K.size == sizes_P[self.rank], f"allgatherv of {part_K.size} elements as one of {list(sizes_P)}"
+        own_K = np.ascontiguousarray(part_K)
+        place, all_N = self._loans.vector(sum(sizes_P), own_K.dtype)
+        parts = [all_N[begin:begin + k] for begin, k in zip(begins(sizes_P), sizes_P)]
+        handle = self._issue("allgatherv", name, part_K, lambda what, at: Exchanged(
+            self._peers, what, at, 0, [own_K] * self.size, parts, all_N), own_K.copy, sizes_P)
+        self._loans.lend(place, handle)
+        return handle
+
+    def broadcast(self, x_N: np.ndarray, name: str, root: int = 0) -> Pending:
+        """``root``'s vector on every rank: (N,) -> (N,); in place where the memory allows it. MPI's own tree."""
+        def run() -> np.ndarray:
+            result_N = _writable(x_N)
+            for part in spans_of(result_N.size, self.chunk):
+                self._comm.Bcast(_bytes(result_N[part]), root=root)
+            return result_N
+
+        return self._later(f"broadcast from {root}", name, x_N, run)
+
+    def drive(self, exchange: Exchange, outgoing: Callable[[Any], np.ndarray], arrived: Callable[[Any], Any],
+              name: str) -> Moving:
+        """Issue a compressor's exchange with all its requests; the handle's value is what it returns.
+
+        ``outgoing``, ``arrived``: its arrays as numpy, and back; called in the thread that moves operations.
+        """
+        at = self._number()
+
+        def make(request: Request, stage: int) -> Operation:
+            call = f"{name}.r{stage}"
+            if isinstance(request, AllReduce):
+                assert request.op == "sum", request.op
+                x = _writable(outgoing(request.flat_N))
+                return Reduced(self._peers, _entered("allreduce", call, x, ()), at, stage, x,
+                               even_parts(x.size, self.size), spread=True)
+            if isinstance(request, AllGather):
+                x = outgoing(request.x_K)
+                return _moved(self._peers, "allgather", _entered("allgather", call, x, ()), x, at, stage)
+            x = outgoing(request.x_PK)
+            return _moved(self._peers, "alltoall", _entered("alltoall", call, x, ()), x, at, stage)
+
+        return Moving(Course(exchange, self.moves, make, arrived), self, f"exchange {name!r}", name)
+
+    def _issue(self, kind: str, name: str, x: np.ndarray, make: Callable[[str, int], Operation],
+               alone: Callable[[], np.ndarray], sizes_P: Sequence[int] = (), squared: int = 0) -> Any:
+        """Issue what ``make(words, number)`` makes; ``alone``: the result of one rank.
+
+        ``squared``: elements of a whole sum, which counts for `looked` once it is waited for.
+        """
+        if self.size == 1:
+            return Pending(alone)
+        what = _entered(kind, name, x, sizes_P)
+        operation = make(what, self._number())
+        return Moving(operation, self, what, name, partial(self._look, operation, squared) if squared else None)
+
+    def _look(self, operation: Any, n: int, value: np.ndarray) -> np.ndarray:
+        """Count a sum and its squares."""
+        if operation.looks:
+            self._n_looked, self._squares = self._n_looked + n, self._squares + operation.squares
+        return value
+
+    def looked(self) -> tuple[int, float]:
+        """Elements summed since the last call, and the sum of squares over this rank's parts of them.
+
+        The squares of all ranks of the job add up to those of the sums.
+        """
+        found = self._n_looked, self._squares
+        self._n_looked, self._squares = 0, 0.0
+        return found
+
+    def await_over(self, operation: Operation, longest_sleep_s: float = 200e-6) -> None:
+        """Wait until ``operation`` of this wire is over."""
+        self.moves.wait(operation, longest_sleep_s=longest_sleep_s)
+
+    def _number(self) -> int:
+        """The next operation's, the same on every rank."""
+        self._issued += 1
+        return self._issued - 1
+
+    def _later(self, kind: str, name: str, x: np.ndarray, run: Callable[[], np.ndarray],
+               sizes_P: Sequence[int] = ()) -> Pending:
+        """Put the check and the bound around ``run``; ``sizes_P`` are compared in place of the shape."""
+        if self.size == 1:
+            return Pending(run)
+        what = _entered(kind, name, x, sizes_P)
+
+        def bounded() -> np.ndarray:
+            with deadline(self.timeout_s, what), pulse.waiting(what), blocked(name):
+                self._compare(what)
+                return run()
+
+        return Pending(bounded)
+
+    def _compare(self, what: str) -> None:
+        """Raise on every rank unless all ranks entered the same collective; all of them have then come."""
+        call = Call(self._peers, what, self._number())
+        self.moves.issue(call, beside=False)
+        self.await_over(call, LONGEST_SLEEP_S)
+        if call.error is not None:
+            raise call.error
+
+
+def progress_of_process() -> Progress:
+    """Return what moves all operations of this process; MPI has been started."""
+    if not _of_process:
+        MPI = _mpi()
+        _of_process.append(Progress(MPI.Query_thread() >= MPI.THREAD_MULTIPLE))
+    return _of_process[0]
+
+
+def _moved(peers: Peers, kind: str, what: str, x: np.ndarray, at: int, stage: int = 0) -> Exchanged:
+    """Return the operation of an allgather (K,) -> (P, K), or an alltoall (P, K) -> (P, K)."""
+    x = np.ascontiguousarray(x)
+    rows_PK = np.empty(x.shape if kind == "alltoall" else (peers.size, x.size), x.dtype)
+    sent = list(x) if kind == "alltoall" else [x] * peers.size
+    return Exchanged(peers, what, at, stage, sent, list(rows_PK), rows_PK)
+
+
+def spans_of(n: int, chunk: int) -> Iterator[slice]:
+    """Yield slices of at most ``chunk`` elements that cover n; none for n = 0, where there is nothing to move."""
+    for start in range(0, n, chunk):
+        yield slice(start, min(n, start + chunk))
+
+
+def _entered(kind: str, name: str, x: np.ndarray, sizes_P: Sequence[int]) -> str:
+    """Words for a collective that a rank enters."""
+    return f"{kind} {name!r} {tuple(sizes_P) or x.shape} {x.dtype.name}"
+
+
+def _writable(x: np.ndarray) -> np.ndarray:
+    """``x`` itself where MPI can write into it, else a copy."""
+    return x if x.flags.c_contiguous and x.flags.writeable else np.array(x, order="C")
+
+
+def _bytes(x: np.ndarray) -> Any:
+    """A buffer that moves elements without asking what they are, so that float16 and bool travel too.
+
+    Without a count: mpi4py works it out, and reads one given to an allgather as elements of each rank.
+    """
+    return [x, _element(x.dtype.itemsize)]
+
+
+def _parts(x: np.ndarray, sizes_P: Sequence[int]) -> Any:
+    """A buffer of consecutive parts, one for each rank."""
+    return [x, (list(sizes_P), begins(sizes_P)), _element(x.dtype.itemsize)]
+
+
+def _element(itemsize: int) -> Any:
+    """The MPI type of ``itemsize`` bytes."""
+    MPI = _mpi()
+    return {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}[itemsize]
+
+
+def _mpi() -> Any:
+    """mpi4py's MPI, which whoever made the communicator has started."""
+    from mpi4py import MPI
+
+    return MPI

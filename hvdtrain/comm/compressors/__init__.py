@@ -1,0 +1,22 @@
+"""How a flat bucket is summed over ranks: a file for each way, named by the key ``compression``.
+
+A file offers ``make(exchange) -> Compressor``; ``exchange`` is that section of the configuration. Another way is one
+more file, here or anywhere (``module:callable`` or ``path/file.py:callable`` of such a function).
+"""
+
+from __future__ import annotations
+
+from hvdtrain.config import Config
+from hvdtrain.core.protocols import Compressor
+from hvdtrain.core.slots import in_slot, load_slot
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of the built-in ones."""
+    return in_slot(__name__, "make")
+
+
+def create(name: str, config: Config) -> Compressor:
+    """Return the compressor ``name`` with the settings of ``config.exchange``; `UserError` for a name that is none."""
+    made: Compressor = load_slot(__name__, name, "compression", "make")(config.exchange)
+    return made

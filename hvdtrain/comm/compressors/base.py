@@ -1,0 +1,67 @@
+"""What compressors share: no state, no warm-up, the bytes of an uncompressed sum, and the operations they need beside
+those of every seam."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from hvdtrain.core import protocols
+from hvdtrain.core.protocols import Array
+from hvdtrain.core.protocols.types import Bucket
+
+
+DEPENDENT = 1e-5
+"""A column of `Ops.orthogonalize` that keeps less than this part of its length beside those before it is noise."""
+
+
+class Ops(protocols.Ops, Protocol):
+    """The array operations of a backend, with those that only compressors use."""
+
+    def abs_max_rows(self, x_BK: Array) -> Array:
+        """Largest magnitude of each row: (B, K) -> (B,); NaN where a row has one."""
+        ...
+
+    def drop(self, flat_N: Array, index_k: Array) -> Array:
+        """A copy with zeros at int64 indices: (N,), (k,) -> (N,)."""
+        ...
+
+    def minus_scaled(self, x: Array, y: Array, scale: float) -> Array:
+        """``x - scale * y``, in one pass where the backend can."""
+        ...
+
+
+class Stateless:
+    """A compressor without state, stages, or reductions beside the sum."""
+
+    name = ""
+    dtypes: frozenset[str] | None = frozenset({"float32"})
+    reductions: frozenset[str] = frozenset()
+    own_mean = False
+    elementwise = False
+
+    def describe(self) -> str:
+        """The name alone."""
+        return self.name
+
+    def stage(self, step: int) -> int:
+        """No warm-up."""
+        return 0
+
+    def init(self, ops: protocols.Ops, bucket: Bucket) -> dict[str, Array]:
+        """No state."""
+        return {}
+
+
+class Uncompressed(Stateless):
+    """Moves every element as it is."""
+
+    dtypes: frozenset[str] | None = None
+
+    def wire_bytes(self, bucket: Bucket, size: int, stage: int | None = None) -> int:
+        """Ring all-reduce: each rank sends 2 (P-1)/P of the vector, rounded up (Patarasuk and Yuan 2009)."""
+        return ring_allreduce_bytes(bucket.nbytes, size)
+
+
+def ring_allreduce_bytes(nbytes: int, size: int) -> int:
+    """Bytes one rank sends in a ring all-reduce of ``nbytes``: 2 (P-1)/P, rounded up (Patarasuk and Yuan 2009)."""
+    return -(-2 * (size - 1) * nbytes // size)

@@ -1,0 +1,27 @@
+"""`bf16`: two bytes for each element, in bfloat16."""
+
+from __future__ import annotations
+
+from hvdtrain import config
+from hvdtrain.comm.compressors.base import Ops
+from hvdtrain.comm.compressors.twoshot import Halves
+from hvdtrain.core.protocols import Array
+
+
+class Bf16(Halves):
+    """bfloat16: the range of float32, relative error 2^-8."""
+
+    name = "bf16"
+
+    def encode(self, ops: Ops, x: Array) -> Array:
+        """Round to bfloat16."""
+        return ops.bits16(x)
+
+    def decode(self, ops: Ops, bits: Array) -> Array:
+        """Exact."""
+        return ops.from_bits16(ops.reshape(bits, (-1,)))
+
+
+def make(exchange: config.Exchange) -> Bf16:
+    """No settings."""
+    return Bf16()

@@ -1,0 +1,101 @@
+"""`int8`: a byte for each element and a scale for each block, in two shots with feedback on both.
+
+That is the scheme of DoubleSqueeze (Tang et al., ICML 2019) and 1-bit Adam (Tang et al., ICML 2021).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdtrain import config
+from hvdtrain.comm.compressors.base import Ops, Stateless
+from hvdtrain.comm.compressors.twoshot import as_rows, part_length, sum_of_rows
+from hvdtrain.core import protocols
+from hvdtrain.core.protocols import AllGather, AllToAll, Array, Exchange
+from hvdtrain.core.protocols.types import Bucket
+
+BLOCK = 1024
+"""Most elements that share one scale of int8."""
+LANE = 4
+"""int8 rows are whole float32s, so that the scales and the owner among the bytes lie where they can be read."""
+STILL = 1e-30
+"""Added to the scale of an int8 block, so that zeros stay zeros; blocks below about that wait in the residual."""
+
+
+class Int8(Stateless):
+    """8 bits for each element, one float32 scale for each block of at most 1024, with error feedback.
+
+    State: the residual (N,), what this rank still owes: what was lost when its own gradient was encoded, and, in
+    the part that it sums for all, what was lost when the sum was. Over all ranks, exactly up to float32::
+
+        sum transmitted = sum_r g_r + sum_r e_r (before) - sum_r e_r (after)
+
+    (1-bit Adam keeps the second in a vector of its own, which here would depend on P.) Element x of a block with
+    scale s = absmax / 127 is round(x / s): an error of at most absmax / 254. NaN or infinity makes the block NaN.
+    """
+
+    name = "int8"
+
+    def init(self, ops: protocols.Ops, bucket: Bucket) -> dict[str, Array]:
+        """Nothing owed."""
+        return {"residual": ops.zeros(bucket.n, "float32")}
+
+    def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
+                 stage: int = 0) -> Exchange:
+        """All-to-all of int8 (P, scales + K + 4), all-gather of int8 (scales + K,)."""
+        n, k = bucket.n, int8_length(bucket.n, size)
+        x_PK = as_rows(ops, flat_N + state["residual"], n, size, k)
+        wire, left_PK = self.encode(ops, x_PK, size, k)
+        # A rank is not told its number here, so each row carries the number of the rank it is sent to.
+        owners = ops.from_host(np.arange(size, dtype=np.int32).view(np.int8).reshape(size, LANE))
+        row = [part for p in range(size) for part in (*(w[p] for w in wire), owners[p])]
+        received_PL = yield AllToAll(ops.reshape(ops.pack(row), (size, -1)))
+
+        length = int(received_PL.shape[1]) - LANE
+        sum_K = sum_of_rows(self.decode(ops, received_PL[:, :length], size, k), size)
+        owner_1 = ops.cast(ops.bitcast(received_PL[0, length:], "int32"), "int64")
+        wire, left_1K = self.encode(ops, ops.reshape(sum_K, (1, k)), 1, k)
+        gathered_PL = yield AllGather(ops.pack([w[0] for w in wire]))
+
+        is_mine_P1 = ops.reshape(ops.scatter_add(size, owner_1, ops.from_host(np.ones(1, np.float32))), (size, 1))
+        residual_N = ops.reshape(left_PK + is_mine_P1 * left_1K, (-1,))[:n]
+        total_N = ops.reshape(self.decode(ops, gathered_PL, size, k), (-1,))[:n]
+        return total_N, {"residual": residual_N}
+
+    def encode(self, ops: Ops, x_RK: Array, rows: int, k: int) -> tuple[tuple[Array, Array], Array]:
+        """(R, K) -> ((scales as int8 (R, 4 B), elements int8 (R, K)), what is lost (R, K))."""
+        x_BL = ops.reshape(x_RK, (rows * blocks(k), -1))
+        scale_B = ops.abs_max_rows(x_BL) * (1 / 127)
+        q_BL = ops.round(x_BL * ops.reshape(1 / (scale_B + STILL), (-1, 1)))
+        lost_BL = x_BL - q_BL * ops.reshape(scale_B, (-1, 1))
+        scale_R4 = ops.reshape(ops.bitcast(scale_B, "int8"), (rows, -1))
+        return (scale_R4, ops.reshape(ops.cast(q_BL, "int8"), (rows, k))), ops.reshape(lost_BL, (rows, k))
+
+    def decode(self, ops: Ops, wire_RL: Array, rows: int, k: int) -> Array:
+        """int8 (R, 4 B + K) -> float32 (R, K)."""
+        head = 4 * blocks(k)
+        scale_B1 = ops.reshape(ops.bitcast(ops.reshape(wire_RL[:, :head], (-1,)), "float32"), (-1, 1))
+        q_BL = ops.reshape(ops.cast(wire_RL[:, head:], "float32"), (rows * blocks(k), -1))
+        return ops.reshape(q_BL * scale_B1, (rows, k))
+
+    def wire_bytes(self, bucket: Bucket, size: int, stage: int | None = None) -> int:
+        """Two shots of (P-1) parts each, a byte an element, 4 a block, and 4 for the owner in the first shot."""
+        k = int8_length(bucket.n, size)
+        return (size - 1) * (2 * (k + 4 * blocks(k)) + LANE)
+
+
+def blocks(k: int) -> int:
+    """Blocks in a part of k elements."""
+    return -(-k // BLOCK)
+
+
+def int8_length(n: int, size: int) -> int:
+    """K of int8: the least that holds ceil(N / P) elements in blocks of equal length, a multiple of 4 (`LANE`)."""
+    least = part_length(n, size)
+    count = blocks(least)
+    return count * (-(-least // (count * LANE)) * LANE)
+
+
+def make(exchange: config.Exchange) -> Int8:
+    """No settings."""
+    return Int8()

@@ -1,0 +1,87 @@
+"""`topk`: the entries of largest magnitude only; the others wait in the residual.
+
+Owns the error feedback, the momentum correction and the warm-up of Deep Gradient Compression (Lin et al., ICLR 2018).
+How the largest are found is the backends' (`Ops.topk`).
+"""
+
+from __future__ import annotations
+
+import math
+
+from hvdtrain import config
+from hvdtrain.comm.compressors.base import Ops, Stateless
+from hvdtrain.core import protocols
+from hvdtrain.core.protocols import AllGather, Array, Exchange
+from hvdtrain.core.protocols.types import Bucket
+
+WARMUP_STAGES = 4
+"""The warm-up sends 1/4, 1/16, 1/64 and 1/256 of the entries, never less than the ratio (section 3.3 of the paper)."""
+
+
+class TopK(Stateless):
+    """Sends ``ratio`` of each bucket's entries: pairs of index and value, gathered and added up in rank order.
+
+    State, v (N,) and with momentum also u (N,); g is this rank's gradient, m the momentum::
+
+        u = m u + g,  v = v + u      (without momentum: v = v + g)
+        send the k of v that are largest in magnitude, then set u and v to zero where they were sent
+
+    So momentum is applied before the choice ("momentum correction") and is forgotten where it has been sent ("momentum
+    factor masking"); the optimizer must then be SGD without a momentum of its own.
+    """
+
+    name = "topk"
+
+    def __init__(self, ratio: float = 0.01, momentum: float = 0.0, warmup_steps: int = 0) -> None:
+        assert 0 < ratio <= 1 and 0 <= momentum < 1 and warmup_steps >= 0, (ratio, momentum, warmup_steps)
+        self.ratio, self.momentum, self.warmup_steps = ratio, momentum, warmup_steps
+        larger = [0.25 ** (s + 1) for s in range(WARMUP_STAGES) if 0.25 ** (s + 1) > ratio]
+        self.ratios = (*(larger if warmup_steps else ()), ratio)
+
+    def describe(self) -> str:
+        """Ratio, and momentum and warm-up where there are any."""
+        momentum = f", momentum {self.momentum:.12g}" if self.momentum else ""
+        warmup = f", warm-up {self.warmup_steps} steps" if self.warmup_steps else ""
+        return f"topk {100 * self.ratio:.12g} %{momentum}{warmup}"
+
+    def stage(self, step: int) -> int:
+        """Which of ``ratios`` holds at ``step``: each of the warm-up's four quarters has its own, while above ratio."""
+        if step >= self.warmup_steps:
+            return len(self.ratios) - 1
+        return min(WARMUP_STAGES * step // self.warmup_steps, len(self.ratios) - 1)
+
+    def k(self, n: int, stage: int | None = None) -> int:
+        """Entries sent of n; at least one, which also carries the news of what is not finite."""
+        return min(n, max(1, math.ceil(self.ratios[-1 if stage is None else stage] * n)))
+
+    def init(self, ops: protocols.Ops, bucket: Bucket) -> dict[str, Array]:
+        """Nothing owed, no velocity."""
+        names = ("residual", "momentum") if self.momentum else ("residual",)
+        return {name: ops.zeros(bucket.n, "float32") for name in names}
+
+    def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
+                 stage: int = 0) -> Exchange:
+        """One all-gather of int32 (2 k,): indices, then the bits of the values."""
+        k = self.k(bucket.n, stage)
+        u_N = state["momentum"] * self.momentum + flat_N if self.momentum else flat_N
+        v_N = state["residual"] + u_N
+        values_k, index_k = ops.topk(v_N, k)
+        # 0, or NaN if anything is not finite: it reaches every rank whether or not it is among the largest.
+        values_k = values_k + ops.sum_squares(v_N) * 0.0
+        new = {"residual": ops.drop(v_N, index_k)}
+        if self.momentum:
+            new["momentum"] = ops.drop(u_N, index_k)
+        # As integers: the bits of an index may read as a signalling NaN, which a move of floats may change.
+        pairs_PK = yield AllGather(ops.pack([ops.cast(index_k, "int32"), ops.bitcast(values_k, "int32")]))
+        index_Pk = ops.cast(ops.reshape(pairs_PK[:, :k], (size, k)), "int64")
+        values_Pk = ops.reshape(ops.bitcast(ops.reshape(pairs_PK[:, k:], (-1,)), "float32"), (size, k))
+        return ops.scatter_add(bucket.n, index_Pk, values_Pk), new
+
+    def wire_bytes(self, bucket: Bucket, size: int, stage: int | None = None) -> int:
+        """8 bytes a pair to each of P-1 ranks."""
+        return (size - 1) * 8 * self.k(bucket.n, stage)
+
+
+def make(exchange: config.Exchange) -> TopK:
+    """With the settings of that section."""
+    return TopK(exchange.topk_ratio, exchange.topk_momentum, exchange.topk_warmup_steps)

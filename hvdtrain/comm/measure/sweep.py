@@ -1,0 +1,380 @@
+"""Measures what an exchange costs here: the links by kind of call, the compressors' own work, whole plans of buckets.
+
+Owns the measuring and its bounds in time. Every function is collective: all ranks enter it together, take the same
+turns, because whatever decides about a turn is the slowest rank's number, and return the same numbers. Decides nothing
+about training: `hvdtrain.planning.exchange.choice` does.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from hvdtrain.comm import compressors
+from hvdtrain.comm.collectives.lockstep import ring_bytes
+from hvdtrain.comm.collectives.null import Done, NullCollectives
+from hvdtrain.comm.reducer.reducer import Reducer
+from hvdtrain.comm.reducer.transport import Transport
+from hvdtrain.config import Config
+from hvdtrain.core.buckets import MIB, plan_buckets
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import (
+    AllGather, AllReduce, AllToAll, Array, Collectives, Compressor, Control, Ops, ParamSpec, Request,
+)
+from hvdtrain.core.protocols.types import Bucket, itemsize
+from hvdtrain.planning.exchange.choice import NUMERICS, Cost, pick_bucket
+from hvdtrain.planning.exchange.link import Link, Traffic, fit
+
+Work = Callable[[Sequence[Array]], list[Array]]
+
+KIB = 1 << 10
+
+SIZES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 8 * MIB)
+"""Bytes of the vector on each rank that a link is measured with."""
+
+LONGEST_S = 0.3
+"""A call that takes longer is the last to grow from."""
+
+REPEATS = 9
+BUDGET_S = 2.0
+"""About the time of one sweep over links, and of one over bucket sizes; a call that has begun is not cut short."""
+
+CODEC_BUDGET_S = 0.2
+"""After so many seconds no further round of one compressor begins."""
+
+MOST_ELEMENTS = 1 << 23
+"""Compressors run on buckets of at most about so many elements; a larger model's are sampled, evenly."""
+
+BUCKET_SIZES_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+
+AFTER_WARMUP = 1 << 30
+"""A step that no warm-up lasts to."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What `measure` found: links by kind, costs by compressor, why the others cannot be used, and how long it took."""
+
+    links: dict[str, Link]
+    costs: tuple[Cost, ...]
+    refused: dict[str, str]
+    seconds: float
+
+
+def measure(collectives: Collectives, ops: Ops, control: Control, buckets: Sequence[Bucket], config: Config) -> Sweep:
+    """Time every compressor on random gradients of ``buckets``' shapes, and the links that their requests need."""
+    begin = time.perf_counter()
+    sample = _sample(buckets)
+    draw = np.random.default_rng(0)
+    grads = [ops.cast(ops.from_host(draw.standard_normal(b.n, np.float32)), b.dtype) for b in sample]
+    costs: list[Cost] = []
+    refused: dict[str, str] = {}
+    for name in NUMERICS:
+        compressor = None
+        if name in compressors.names():
+            compressor, refused[name] = _candidate(name, config, collectives, buckets)
+        if compressor is None:
+            continue
+        control.barrier(f"compression auto: {name}")  # ranks that share cores compute at once when they train, too
+        cost = _cost(compressor, ops, collectives, buckets, sample, grads)
+        lacking = {t.kind.partition(" ")[2] for t in cost.traffic if t.kind.startswith("allreduce")}
+        lacking -= collectives.dtypes
+        if lacking:
+            refused[name] = f"{collectives.name} does not sum {min(lacking)}"
+            continue
+        codec_s, = slowest(control, [cost.codec_s])
+        costs.append(replace(cost, codec_s=codec_s))
+    del grads
+    links = measure_links(collectives, ops, control, sorted({t.kind for c in costs for t in c.traffic}))
+    seconds = time.perf_counter() - begin
+    return control.bcast(Sweep(links, tuple(costs), {n: why for n, why in refused.items() if why}, seconds))
+
+
+def _candidate(name: str, config: Config, collectives: Collectives,
+               buckets: Sequence[Bucket]) -> tuple[Compressor | None, str]:
+    """(compressor ``name``, "") or (None, why it is no candidate here)."""
+    if name == "topk" and config.exchange.topk_momentum > 0:
+        return None, "exchange.topk_momentum changes the optimizer, which auto does not"
+    try:
+        compressor = compressors.create(name, config)
+    except UserError as error:
+        return None, str(error)
+    taken: frozenset[str] | None = compressor.dtypes
+    dtypes = {b.dtype for b in buckets}
+    if taken is not None and dtypes - taken:
+        return None, f"gradients of type {min(dtypes - taken)}"
+    if compressor.reductions - collectives.reductions:
+        return None, f"{collectives.name} lacks {min(compressor.reductions - collectives.reductions)}"
+    return compressor, ""
+
+
+# --- compressors ---------------------------------------------------------------------------------------------------
+
+class _Listening(NullCollectives):
+    """Answers at once, with what the rank said itself, and keeps what it was asked for: (kind, round, wire bytes)."""
+
+    def __init__(self, real: Collectives) -> None:
+        super().__init__(0, real.size)
+        self.in_graph = real.in_graph
+        self.asked: list[tuple[str, int, int]] = []
+
+    def allreduce(self, flat_N: Array, name: str, op: str = "sum") -> Done:
+        """(N,) -> the same (N,)."""
+        self._keep("allreduce", flat_N, name)
+        return super().allreduce(flat_N, name, op)
+
+    def allgather(self, x_K: Array, name: str) -> Done:
+        """(K,) -> (P, K)."""
+        self._keep("allgather", x_K, name)
+        return super().allgather(x_K, name)
+
+    def alltoall(self, x_PK: Array, name: str) -> Done:
+        """(P, K) -> the same (P, K)."""
+        self._keep("alltoall", x_PK, name)
+        return super().alltoall(x_PK, name)
+
+    def _keep(self, kind: str, x: Array, name: str) -> None:
+        dtype = _dtype(x)
+        nbytes = int(np.prod([int(n) for n in x.shape], dtype=np.int64)) * itemsize(dtype)
+        self.asked.append((_kind(kind, dtype), int(name.rpartition(".r")[2]), ring_bytes(kind, nbytes, self.size)))
+
+
+def _cost(compressor: Compressor, ops: Ops, collectives: Collectives, buckets: Sequence[Bucket],
+          sample: Sequence[Bucket], grads: Sequence[Array]) -> Cost:
+    """This rank's cost of one step of ``compressor``, from the buckets of ``sample``; none costs nothing by itself.
+
+    A wire that works while others wait has the requests of all buckets at once: they start up together, once a round.
+    """
+    size = collectives.size
+    wire = _Listening(collectives)
+    reducer = Reducer([replace(b, group="auto") for b in sample], compressor, wire, ops)
+    reducer.stage = compressor.stage(AFTER_WARMUP)
+    codec_s = _codec_seconds(reducer, wire, grads)
+    part = sum(b.n for b in buckets) / sum(b.n for b in sample)
+    calls = len(buckets) / len(sample)
+    sent = sum(compressor.wire_bytes(b, size) for b in buckets)
+    sampled = sum(compressor.wire_bytes(b, size) for b in sample)
+    traffic = []
+    for kind, later in sorted({(kind, round_ > 0) for kind, round_, _ in wire.asked}):
+        same = [(round_, nbytes) for k, round_, nbytes in wire.asked if (k, round_ > 0) == (kind, later)]
+        starts = len({round_ for round_, _ in same}) if collectives.overlaps else calls * len(same)
+        traffic.append(Traffic(kind, later, starts, sum(n for _, n in same) * (sent / sampled if sampled else 1.0)))
+    return Cost(compressor.name, 0.0 if compressor.name == "none" else part * codec_s, tuple(traffic), sent)
+
+
+def _codec_seconds(reducer: Reducer, wire: _Listening, grads: Sequence[Array]) -> float:
+    """Median seconds of encoding and decoding ``grads``; leaves one round's requests in ``wire.asked``.
+
+    Inside a graph where training has the exchange in one (``ops.compiled``). Otherwise the sums are copied once,
+    because a step copies what does not arrive in its own buckets.
+    """
+    ops = reducer.ops
+    exact, in_graph = reducer.compressor.name == "none", _in_graph(wire, ops)
+
+    def once(flats: Sequence[Array]) -> list[Array]:
+        wire.asked.clear()
+        sums = exchange(reducer, flats)
+        return sums if exact or in_graph else [ops.pack([sum_N]) for sum_N in sums]
+
+    work = _as_in_training(once, wire, ops)
+    seconds: list[float] = []
+    began = time.perf_counter()
+    while len(seconds) < 2 or (time.perf_counter() - began < CODEC_BUDGET_S and len(seconds) <= REPEATS):
+        seconds.append(_timed(work, grads, ops))
+        if not in_graph and seconds[0] > CODEC_BUDGET_S:
+            break
+    return statistics.median(seconds[1:] or seconds)  # the first one warms up
+
+
+def _sample(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """All of them, or about `MOST_ELEMENTS` worth, taken evenly."""
+    return list(buckets[::max(1, -(-sum(b.n for b in buckets) // MOST_ELEMENTS))])
+
+
+# --- links ---------------------------------------------------------------------------------------------------------
+
+def measure_links(collectives: Collectives, ops: Ops, control: Control, kinds: Sequence[str],
+                  budget_s: float = BUDGET_S) -> dict[str, Link]:
+    """Fit a `Link` for each of ``kinds`` ("allreduce DTYPE", "allgather", "alltoall") from real calls."""
+    begin = time.perf_counter()
+    links = {}
+    for i, kind in enumerate(kinds):
+        used_s, = slowest(control, [time.perf_counter() - begin])
+        probe = _Probe(collectives, ops, kind)
+        links[kind] = fit(_points(probe, control, max(0.0, budget_s - used_s) / (len(kinds) - i)))
+    return control.bcast(links)
+
+
+def _points(probe: _Probe, control: Control, budget_s: float) -> list[tuple[float, float]]:
+    """(wire bytes, median seconds on the slowest rank) of growing vectors, as many as the time allows, at least two.
+
+    First one call of each size, to see how far it goes; then the repeats, the largest first: by then a link that lets
+    a burst through before it slows down (a token bucket) shows the speed that lasts.
+    """
+    begin = time.perf_counter()
+    probe.seconds(SIZES[0])  # connects, or traces
+    first_s: list[float] = []
+    used_s = 0.0
+    for nbytes in SIZES:
+        if len(first_s) >= 2:
+            next_s = first_s[-1] * nbytes / SIZES[len(first_s) - 1]
+            if first_s[-1] > LONGEST_S or used_s + 2 * next_s > budget_s:
+                break
+        seconds, used_s = slowest(control, [probe.seconds(nbytes), time.perf_counter() - begin])
+        first_s.append(seconds)
+    points = []
+    for i in reversed(range(len(first_s))):
+        fair_s = (budget_s - used_s) / (i + 1)
+        repeats = min(REPEATS, max(1, int(fair_s / max(first_s[i], 1e-9))))
+        each = [probe.seconds(SIZES[i]) for _ in range(repeats)]
+        seconds, used_s = slowest(control, [statistics.median(each), time.perf_counter() - begin])
+        points.append((float(probe.wire_bytes(SIZES[i])), seconds))
+    return points
+
+
+class _Probe:
+    """One kind of call with vectors of any size, kept between the calls."""
+
+    def __init__(self, collectives: Collectives, ops: Ops, kind: str) -> None:
+        self._wire = Transport(collectives, ops)
+        self._kind, _, dtype = kind.partition(" ")
+        self._dtype = dtype or "float32"
+        self._name = f"auto.link.{kind.replace(' ', '.')}"
+        self._requests: dict[int, Request] = {}
+
+    def wire_bytes(self, nbytes: int) -> int:
+        """Bytes a rank hands to the wire in a call of about ``nbytes``."""
+        K, size = self._columns(nbytes), self._wire.collectives.size
+        rows = 1 if self._kind in ("allreduce", "allgather") else size
+        return ring_bytes(self._kind, rows * K * itemsize(self._dtype), size)
+
+    def seconds(self, nbytes: int) -> float:
+        """Make one call, wait until its result is there."""
+        request = self._requests.get(nbytes)
+        if request is None:
+            request = self._requests[nbytes] = self._request(nbytes)
+        begin = time.perf_counter()
+        result = self._wire.arrived(self._wire.issue(request, self._name).wait())
+        settle(self._wire.ops, result)
+        return time.perf_counter() - begin
+
+    def _columns(self, nbytes: int) -> int:
+        """Elements of the vector, or of one of its P rows: the vector, or what is gathered, has ``nbytes``."""
+        n = nbytes // itemsize(self._dtype)
+        return n if self._kind == "allreduce" else max(1, n // self._wire.collectives.size)
+
+    def _request(self, nbytes: int) -> Request:
+        """Zeros; for a sum, in the collectives' own memory where they have some, as in training."""
+        K, ops, wire = self._columns(nbytes), self._wire.ops, self._wire.collectives
+        if self._kind == "allreduce":
+            own = wire.buffer(K, self._dtype) if wire.host else None
+            return AllReduce(ops.zeros(K, self._dtype) if own is None else ops.from_host(own))
+        if self._kind == "allgather":
+            return AllGather(ops.zeros(K, self._dtype))
+        return AllToAll(ops.reshape(ops.zeros(wire.size * K, self._dtype), (wire.size, K)))
+
+
+# --- buckets -------------------------------------------------------------------------------------------------------
+
+def pick_bucket_mb(collectives: Collectives, ops: Ops, control: Control,
+                   params: Sequence[ParamSpec]) -> tuple[float, str]:
+    """The bucket size in MiB with the cheapest exchange of ``params``, and the numbers that say so; collective.
+
+    Whole exchanges are measured where that takes about `BUDGET_S`; over a slow wire, or one that sums in memory of its
+    own, which a trial would use up, they are predicted from the link instead.
+    """
+    plans: dict[float, list[Bucket]] = {}
+    for mb in BUCKET_SIZES_MB:
+        plan = plan_buckets(params, mb)
+        if all([b.params for b in plan] != [b.params for b in other] for other in plans.values()):
+            plans[mb] = plan
+    if collectives.size == 1 or len(plans) == 1:
+        why = "one rank sends nothing" if collectives.size == 1 else f"from {min(plans):g} MiB on it is one plan"
+        return (max(plans) if collectives.size == 1 else min(plans)), why
+    begin = time.perf_counter()
+    kinds = sorted({f"allreduce {b.dtype}" for b in next(iter(plans.values()))})
+    links = measure_links(collectives, ops, control, kinds, BUDGET_S / 4)
+
+    def seconds(bucket: Bucket) -> float:
+        return links[f"allreduce {bucket.dtype}"].seconds(ring_bytes("allreduce", bucket.nbytes, collectives.size))
+
+    totals_s = {mb: sum(map(seconds, plan)) for mb, plan in plans.items()}
+    used_s, = slowest(control, [time.perf_counter() - begin])
+    apart = collectives.host and collectives.buffer(1, "float32") is not None
+    measured = not apart and 3 * sum(totals_s.values()) < BUDGET_S - used_s
+    if measured:
+        for left, (mb, plan) in zip(range(len(plans), 0, -1), plans.items()):
+            totals_s[mb] = _exchange_seconds(collectives, ops, control, plan, mb, (BUDGET_S - used_s) / left)
+            used_s, = slowest(control, [time.perf_counter() - begin])
+    best_mb, numbers = pick_bucket(totals_s, {mb: seconds(plan[-1]) for mb, plan in plans.items()},
+                                   collectives.overlaps)
+    how = "measured" if measured else "predicted from the link"
+    return control.bcast((best_mb, f"an exchange, {how}: {numbers}"))
+
+
+def _exchange_seconds(collectives: Collectives, ops: Ops, control: Control, plan: Sequence[Bucket], mb: float,
+                      budget_s: float) -> float:
+    """Median seconds, on the slowest rank, of an exchange of ``plan``; two come before, to warm up."""
+    plan = [replace(bucket, group=f"auto.{mb:g}mb") for bucket in plan]
+    reducer = Reducer(plan, compressors.create("none", Config()), collectives, ops)
+    work = _as_in_training(partial(exchange, reducer), collectives, ops)
+    timed = partial(_timed, work, [ops.zeros(b.n, b.dtype) for b in plan], ops)
+    warm_s, used_s = timed(), 0.0
+    warm_s, used_s = slowest(control, [timed(), warm_s])
+    repeats = min(REPEATS, max(1, int((budget_s - used_s - warm_s) / max(warm_s, 1e-9))))
+    median_s, = slowest(control, [statistics.median(timed() for _ in range(repeats))])
+    return median_s
+
+
+# --- shared --------------------------------------------------------------------------------------------------------
+
+def exchange(reducer: Reducer, flats: Sequence[Array]) -> list[Array]:
+    """The sums of one vector for each bucket."""
+    for i, flat_N in enumerate(flats):
+        reducer.start(i, flat_N)
+    return reducer.finish()
+
+
+def _as_in_training(work: Work, collectives: Collectives, ops: Ops) -> Work:
+    """``work`` as one graph where training has the exchange in one, else as it is."""
+    return getattr(ops, "compiled")(work) if _in_graph(collectives, ops) else work  # noqa: B009
+
+
+def _in_graph(collectives: Collectives, ops: Ops) -> bool:
+    """Whether training has the exchange over this wire in a graph."""
+    return collectives.in_graph and hasattr(ops, "compiled")
+
+
+def _timed(work: Work, flats: Sequence[Array], ops: Ops) -> float:
+    """Seconds of ``work`` until its results are there."""
+    begin = time.perf_counter()
+    for sum_N in work(list(flats)):
+        settle(ops, sum_N)
+    return time.perf_counter() - begin
+
+
+def slowest(control: Control, numbers: Sequence[float]) -> list[float]:
+    """The largest of each over the ranks: the same on every rank, so that it may decide about the next turn."""
+    return [max(column) for column in zip(*control.gather([float(x) for x in numbers]))]
+
+
+def settle(ops: Ops, x: Array) -> None:
+    """Return once ``x`` has been computed: an accelerator works behind the program's back, host memory does not."""
+    device = str(getattr(x, "device", "")).lower()
+    if "cuda" in device or "gpu" in device:
+        ops.to_host(ops.reshape(x, (-1,))[:1])
+
+
+def _kind(kind: str, dtype: str) -> str:
+    """The link of a call: sums are measured by dtype, since adding takes part in them; moves by bytes alone."""
+    return f"{kind} {dtype}" if kind == "allreduce" else kind
+
+
+def _dtype(x: Array) -> str:
+    """Numpy's name of an array's dtype."""
+    return getattr(x.dtype, "name", None) or str(x.dtype).removeprefix("torch.")

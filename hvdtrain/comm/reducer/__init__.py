@@ -1,0 +1,1 @@
+"""Reduction of gradient buckets over ranks."""

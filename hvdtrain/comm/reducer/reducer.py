@@ -1,0 +1,186 @@
+"""Drives compressors over collectives: starts each full bucket, in order, and collects the sums.
+
+Owns the order of collectives and their names (law 5). Knows no framework: arrays pass through untouched, or as
+numpy where the collectives live on the host. The same code runs eagerly and while TensorFlow traces, because a
+handle's ``wait`` then returns a symbolic tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from hvdtrain.comm.reducer.compressor_state import CompressorState
+from hvdtrain.comm.reducer.squares import own_parts, sum_squares
+from hvdtrain.comm.reducer.transfer import Transfer
+from hvdtrain.comm.reducer.transfer import transfer as transfer_of
+from hvdtrain.comm.reducer.transport import Transport
+from hvdtrain.comm.reducer.watched import Asker, Watched
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Array, Collectives, Compressor, Ops
+from hvdtrain.core.protocols.types import Bucket, itemsize
+from hvdtrain.core.timeline import Taker, current
+
+
+class Reducer:
+    """Sums every bucket of a step over the ranks.
+
+    ``begin`` opens a step. ``start(i, flat_N)`` may be called in any order, buckets are put on the wire by index, so
+    that all ranks issue the same sequence. ``finish`` returns the summed vectors by bucket. ``state``: what the
+    compressor remembers; ``stage``: its stage of warm-up in this step. ``wires``: what each bucket travels by.
+    ``ops_of_place``: array operations of each of the rank's devices, where there are several. ``among``: the wire of
+    each group (`Bucket.group`) that is not all ranks of ``collectives``; all are of one kind and size.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], compressor: Compressor, collectives: Collectives,
+                 ops: Ops, ops_of_place: Sequence[Ops] = (), among: Mapping[str, Collectives] | None = None) -> None:
+        self.buckets = list(buckets)
+        self.collectives = collectives
+        self.compressor = compressor
+        self.ops, self.ops_of_place, self.among = ops, ops_of_place, dict(among or {})
+        self.stage = compressor.stage(0)
+        self._check()
+        own = [ops_of_place[b.place] if ops_of_place else ops for b in self.buckets]
+        self.state = CompressorState(compressor, self.buckets, own)
+        self.wires = [Transport(self.among.get(b.group, collectives), ops) for b, ops in zip(self.buckets, own)]
+        self._taker: Taker | None = None
+        self._asker = Asker()
+        self._reset()
+
+    def _check(self) -> None:
+        """Raise `UserError` where compressor, collectives and parameters do not go together."""
+        taken, wire = self.compressor.dtypes, self.collectives
+        dtypes = {b.dtype for b in self.buckets}
+        if taken is None and dtypes - wire.dtypes:
+            raise UserError(f"there are parameters of type {min(dtypes - wire.dtypes)}", f"types that {wire.name} can "
+                            "sum: " + ", ".join(sorted(wire.dtypes)), "cast the model to one of them")
+        if taken is not None and dtypes - taken:
+            raise UserError(f"compression {self.compressor.name} with parameters of type {min(dtypes - taken)}",
+                            f"gradients of type {', '.join(sorted(taken))}", "set compression: none")
+        lacking = self.compressor.reductions - wire.reductions
+        if lacking:
+            raise UserError(f"{min(lacking)} over {wire.name}, which does not offer it",
+                            "a Horovod that was built with MPI or NCCL", "set exchange.adasum: false")
+
+    def _reset(self) -> None:
+        self._full: dict[int, Array] = {}
+        self._started, self._broken = 0, False
+        self._running: dict[int, Transfer] = {}
+        self._watched: dict[int, Watched] = {}
+
+    def buffer(self, bucket: Bucket) -> Array:
+        """Zeros to hold one bucket: memory of the collectives' own where they sum that without a copy.
+
+        A compressor works on arrays of the backend's own, and sends others.
+        """
+        if self.compressor.name != "none" or not self.collectives.host:
+            return self.ops.zeros(bucket.n, bucket.dtype)
+        wire = self.wires[bucket.index].collectives
+        return self.ops.buffer(bucket.n, bucket.dtype, wire.buffer(bucket.n, bucket.dtype))
+
+    def begin(self) -> None:
+        """Open a step; what an earlier one has left behind that broke off is forgotten."""
+        self.stage = self.state.begin()
+        self._reset()
+        timeline = current()
+        # Graph nodes are called once, to be traced: what stamps them is the backend's.
+        self._taker = None if timeline is None or self.collectives.in_graph else timeline.taker
+        self._looked()  # what was summed between steps does not count
+
+    def squares(self, sums: Sequence[Array]) -> float:
+        """The sum of squares over this rank's part of ``sums``; over all ranks that of the whole gradient.
+
+        NaN or infinite where any element is. Taken by the wire, if it looked at just these sums while it made them.
+        """
+        n_looked, squares = self._looked()
+        if self.compressor.name == "none" and n_looked == sum(b.n for b in self.buckets) and n_looked:
+            return squares
+        return float(sum_squares(self.ops, self.own_parts(sums)))
+
+    def own_parts(self, sums: Sequence[Array]) -> list[Array]:
+        """This rank's part of each bucket's sum; those of all ranks are the whole gradient, once."""
+        return [part for x, bucket, wire in zip(sums, self.buckets, self.wires)
+                for part in own_parts([x], [bucket], wire.rank, wire.size)]
+
+    def _looked(self) -> tuple[int, float]:
+        """What the wires have squared since the last call, where they do that."""
+        found = [looked() for wire in dict.fromkeys((self.collectives, *self.among.values()))
+                 if (looked := getattr(wire, "looked", None))]
+        return sum(n for n, _ in found), sum(squares for _, squares in found)
+
+    def owed(self) -> list[int] | None:
+        """Return the buckets whose exchange has not begun, to be started from now on; None where one has broken off.
+
+        The latter is so once an error has come through `start` after the bucket's first request was made, or through
+        `take`, `close` or `finish`.
+        """
+        self._full.clear()
+        return None if self._broken else list(range(self._started, len(self.buckets)))
+
+    def start(self, index: int, flat_N: Array, group_name: str = "") -> None:
+        """Hand over a full bucket; its exchange begins as soon as those before it have begun.
+
+        ``group_name``: for the collectives' names in place of the bucket's own group.
+        """
+        assert index not in self._full and index >= self._started, f"bucket {index} was handed over twice"
+        self._full[index] = flat_N
+        if self._taker is not None:
+            bucket = self.buckets[index]
+            self._watched[index] = Watched(self._taker, bucket.n * itemsize(bucket.dtype), self.collectives.overlaps,
+                                           self._asker)
+        while self._started in self._full:
+            i = self._started
+            bucket, full_N = self.buckets[i], self._full.pop(i)
+            name = f"{group_name}.b{i}" if group_name else bucket.name
+            transfer = transfer_of(self.wires[i], self.compressor, bucket, full_N, self.state.of(i), self.stage, name,
+                                   self._watched.get(i))
+            try:
+                transfer.begin()
+            except BaseException:
+                self._broken = transfer.asked
+                raise
+            self._running[i] = transfer
+            self._started += 1
+
+    def take(self, index: int) -> Array:
+        """Complete one bucket by itself, all before it being complete, and return its sum; `close` ends the step."""
+        transfer = self._running[index]
+        with self._breaking():
+            while not transfer.done:
+                transfer.advance()
+        total_N, state = transfer.result
+        transfer.result = None, state
+        return total_N
+
+    def close(self) -> None:
+        """End a step whose buckets were all taken by `take`."""
+        assert self._started == len(self.buckets), f"{self._started} of {len(self.buckets)} buckets were handed over"
+        with self._breaking():
+            self.state.write([transfer.result[1] for _, transfer in sorted(self._running.items())])
+        self._reset()
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Keep in mind if an error comes through the body: no one knows then what other ranks still wait for."""
+        try:
+            yield
+        except BaseException:
+            self._reset()
+            self._broken = True
+            raise
+
+    def finish(self, finite_only: bool = False) -> list[Array]:
+        """Complete every bucket and return the sums, by bucket; every bucket must have been handed over.
+
+        ``finite_only``: the state of a bucket whose sum is not finite stays as it was.
+        """
+        assert self._started == len(self.buckets), f"{self._started} of {len(self.buckets)} buckets were handed over"
+        with self._breaking():
+            while any(not t.done for t in self._running.values()):
+                for i in range(len(self.buckets)):
+                    self._running[i].advance()
+            results = [transfer.result for _, transfer in sorted(self._running.items())]
+            sums = [total_N for total_N, _ in results]
+            self.state.write([self.state.if_finite(i, *result) if finite_only else result[1]
+                              for i, result in enumerate(results)])
+        self._reset()
+        return sums

@@ -1,0 +1,79 @@
+"""The command line: one file per sub-command; this file picks it and guards the exit.
+
+``--help`` of the whole imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+COMMANDS = {
+    "train": "train a model (the default: without arguments, the built-in recipe)",
+    "plan": "probe every rank's speed and print its share of the batch; --memory: what each rank would hold",
+    "launch": "start a job on the hosts of a list: the right command line for the MPI found here",
+    "report": "write an HTML report of a run: result, cost, stragglers, failures, recommendations",
+    "checkpoints": "list, verify or remove a run's checkpoints, or export the weights of one",
+    "doctor": "list set-up problems, here or on the hosts of a list, with the commands that fix them",
+    "verify": "check that a model gets the same results on 1, 2, 3, ... ranks",
+    "migrate": "convert a script of Horovod, tf.distribute, Keras, DDP or Accelerate: a diff, or code",
+    "convert": "convert weights and optimizer state between a PyTorch model and its Keras twin",
+    "build": "build, install and check Horovod for the frameworks and the MPI found here",
+    "bench": "benchmark transports and compressors on this cluster",
+}
+
+_HOMES = {
+    "train": "hvdtrain.commands.train",
+    "plan": "hvdtrain.commands.plan",
+    "launch": "hvdtrain.commands.launch.cli",
+    "report": "hvdtrain.commands.report",
+    "checkpoints": "hvdtrain.commands.checkpoints",
+    "doctor": "hvdtrain.commands.doctor.cli",
+    "verify": "hvdtrain.commands.verify",
+    "migrate": "hvdtrain.commands.migrate.cli",
+    "convert": "hvdtrain.commands.convert.cli",
+    "build": "hvdtrain.commands.build_horovod.cli",
+    "bench": "hvdtrain.commands.bench.cli",
+}
+
+USAGE = """usage: python -m hvdtrain [command] [options]
+
+Without a command: train the built-in recipe, a CNN on scikit-learn's digits.
+Ranks come from the launcher: horovodrun -np 4 python -m hvdtrain, or mpirun -np 4 python -m hvdtrain.
+
+commands:
+{commands}
+
+python -m hvdtrain COMMAND --help prints a command's options.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Run a command line; return the exit status (2: a mistake the user can mend)."""
+    if argv and argv[0] in ("-h", "--help"):
+        print(USAGE.format(commands="\n".join(f"  {name:11} {text}" for name, text in COMMANDS.items())))
+        return 0
+    if argv and argv[0] == "--version":
+        from hvdtrain.core import __version__
+
+        print(__version__)
+        return 0
+    from hvdtrain.cluster.exit import run_guarded
+    from hvdtrain.core.launcher import launch_facts
+
+    return run_guarded(lambda: _dispatch(argv), launch_facts(os.environ))
+
+
+def _dispatch(argv: list[str]) -> int:
+    """Call the command's own main."""
+    from hvdtrain.core.errors import UserError, nearest
+
+    name, rest = ("train", argv) if not argv or argv[0].startswith("-") else (argv[0], argv[1:])
+    if name == "chaos":  # of an earlier release
+        return importlib.import_module(_HOMES["bench"]).forward("chaos", "chaos", rest)
+    if name not in COMMANDS:
+        raise UserError(f"there is no command {name!r}", nearest(name, COMMANDS), "see python -m hvdtrain --help")
+    from hvdtrain.cluster import quiet
+
+    quiet.watch_import()
+    return importlib.import_module(_HOMES[name]).main(rest)

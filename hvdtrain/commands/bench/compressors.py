@@ -1,0 +1,338 @@
+"""``bench compressors``: what each gradient compressor costs, sends and gets wrong, on the buckets of a model.
+
+Owns the made-up gradients, the split of the time and the errors. Needs one process: time is one rank's, against a wire
+that costs nothing; errors are those of P ranks in lockstep in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdtrain import backends
+from hvdtrain.cluster.topology import affinity, compute_threads
+from hvdtrain.comm.collectives.lockstep import LockstepWorld
+from hvdtrain.comm.collectives.null import NullCollectives
+from hvdtrain.comm.compressors import create, names
+from hvdtrain.comm.measure.sweep import exchange, settle
+from hvdtrain.comm.reducer.reducer import Reducer
+from hvdtrain.comm.reducer.transport import Transport
+from hvdtrain.commands.bench import options, record
+from hvdtrain.commands.bench.session import require
+from hvdtrain.commands.bench.workloads import WORKLOADS
+from hvdtrain.config import Config, Exchange
+from hvdtrain.core import table
+from hvdtrain.core.buckets import plan_buckets
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.launcher import launch_facts
+from hvdtrain.core.protocols import (
+    AllGather, AllReduce, Array, Collectives, Compressor, Control, Handle, Ops, ParamSpec, Request,
+)
+from hvdtrain.core.protocols.types import Bucket
+from hvdtrain.core.table import shown, spread
+
+FRAMEWORKS = ("torch", "tensorflow", "numpy")
+WORKLOAD_NAMES = ("mlp", "resnet", "gpt")
+WARM_UPS = 2
+SAMPLES = 64
+"""Samples that a made-up gradient is summed over, as of a batch of this size."""
+LOCKSTEP_S = 3600.0
+"""Longest wait of a rank for another, which computes on the same cores."""
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is compressed: the buckets of a model, and every rank's gradient for each, float32 (P, N) on the host."""
+
+    name: str
+    params: int
+    bucket_mb: float
+    buckets: tuple[Bucket, ...]
+    gradients: tuple[np.ndarray, ...]
+
+    @property
+    def ranks(self) -> int:
+        """P."""
+        return len(self.gradients[0])
+
+
+# --- the subject ---------------------------------------------------------------------------------------------------
+
+def shapes_of(workload: str) -> Shapes:
+    """Parameter shapes of the model of `WORKLOADS`, as in `torch_models`, in their order. Pure: builds no model."""
+    made: dict[str, Callable[..., Shapes]] = {"mlp": mlp_shapes, "resnet": resnet_shapes, "gpt": gpt_shapes}
+    return made[WORKLOADS[workload].file](**WORKLOADS[workload].args)
+
+
+def mlp_shapes(in_features: int, hidden: Sequence[int], classes: int) -> Shapes:
+    """Weight and bias of each layer."""
+    widths = [in_features, *hidden, classes]
+    return [shape for n, m in zip(widths, widths[1:]) for shape in ((m, n), (m,))]
+
+
+def resnet_shapes(channels: int = 3, width: int = 16, depth: int = 3, classes: int = 10) -> Shapes:
+    """3x3 convolutions without biases, each with a norm: the stem, then three stages of blocks of two; logits."""
+    found: list[tuple[int, ...]] = []
+    before = channels
+    for layer in range(1 + 3 * 2 * depth):
+        after = width * 2 ** (max(0, layer - 1) // (2 * depth))
+        found += [(after, before, 3, 3), (after,), (after,)]
+        before = after
+    return [*found, (classes, before), (classes,)]
+
+
+def gpt_shapes(vocab: int, context: int, width: int, depth: int) -> Shapes:
+    """Embeddings, blocks (norm, attention, norm, mlp), last norm and logits."""
+    def linear(n: int, m: int) -> list[tuple[int, ...]]:
+        return [(m, n), (m,)]
+
+    norm: list[tuple[int, ...]] = [(width,), (width,)]
+    block = [*norm, *linear(width, 3 * width), *linear(width, width), *norm, *linear(width, 4 * width),
+             *linear(4 * width, width)]
+    return [(vocab, width), (context, width), *block * depth, *norm, (vocab, width)]
+
+
+def subject(name: str, shapes: Shapes, bucket_mb: float, ranks: int, seed: int) -> Subject:
+    """The buckets of parameters of these shapes, with gradients that are the same for the same arguments."""
+    params = [ParamSpec(f"p{i}", tuple(shape), "float32") for i, shape in enumerate(shapes)]
+    buckets = plan_buckets(params, bucket_mb)
+    rows = [np.stack([np.concatenate([gradient(params[i].shape, seed, i, rank).ravel() for i in b.params])
+                      for rank in range(ranks)]) for b in buckets]
+    return Subject(name, sum(p.n for p in params), bucket_mb, tuple(buckets), tuple(rows))
+
+
+def gradient(shape: tuple[int, ...], seed: int, index: int, rank: int) -> np.ndarray:
+    """A float32 gradient made as a dense layer's is: the product of deltas and rectified activations of `SAMPLES`.
+
+    Ranks share half of the deltas' variance, as batches of the same data do. Its rank is `SAMPLES` at most, its
+    entries have heavier tails than a normal distribution: white noise would be no gradient.
+    """
+    common, own = np.random.default_rng([seed, index]), np.random.default_rng([seed, index, rank + 1])
+    rows, columns = shape[0], int(np.prod(shape[1:], dtype=np.int64))
+    deltas = (common.standard_normal((SAMPLES, rows)) + own.standard_normal((SAMPLES, rows))) / SAMPLES
+    if len(shape) == 1:
+        return deltas.sum(0).astype(np.float32)
+    inputs = np.maximum(own.standard_normal((SAMPLES, columns)), 0)
+    return (deltas.T.astype(np.float32) @ inputs.astype(np.float32)).reshape(shape)
+
+
+# --- measuring -----------------------------------------------------------------------------------------------------
+
+def measure(name: str, config: Config, subject: Subject, ops: Ops, graph: Callable[..., Any] | None, repeats: int,
+            steps: int) -> dict[str, Any]:
+    """What a record holds of one compressor beside the environment. ``graph``: makes a function one graph, or None.
+
+    Errors: `UserError` for a compressor that asks more of the wire than sums.
+    """
+    compressor = create(name, config)
+    if compressor.reductions:
+        raise UserError(f"{name} asks the wire for {', '.join(sorted(compressor.reductions))}",
+                        "a compressor that sums", "correct --compressors")
+    parts = 1e3 * np.array(_seconds(compressor, ops, subject, graph, repeats))
+    ms = spread(parts.sum(1))
+    encode, decode = (None, None) if graph else (float(x) for x in np.median(parts, 0))
+    size = subject.ranks
+    sent, plain = (sum(c.wire_bytes(b, size) for b in subject.buckets) for c in (compressor, create("none", config)))
+    first, mean = errors(compressor, ops, subject, steps)
+    return {"compressor": name, "describe": compressor.describe(), "time_ms": ms.pop("median"),
+            **{f"{k}_ms": v for k, v in ms.items()}, "encode_ms": encode, "decode_ms": decode,
+            "bytes_sent": sent, "ratio": plain / sent if sent else None,
+            "error_first": first, "error_mean": mean, "error_steps": steps, "repeats": repeats,
+            "in_graph": graph is not None}
+
+
+class _Timed(Transport):
+    """A wire that tells a bucket's encoding, up to its last request, from its decoding, after the last answer."""
+
+    encode_s = decode_s = _since = 0.0
+
+    def issue(self, request: Request, name: str) -> Handle:
+        """Put one request on the wire; what the wire does is not timed."""
+        sent = request.flat_N if isinstance(request, AllReduce) else (
+            request.x_K if isinstance(request, AllGather) else request.x_PK)
+        settle(self.ops, sent)
+        self.encode_s += time.perf_counter() - self._since
+        handle = super().issue(request, name)
+        self._since = time.perf_counter()
+        return handle
+
+    def time(self, reducer: Reducer, flat_N: Array) -> None:
+        """Exchange the one bucket of ``reducer``; sets ``encode_s`` and ``decode_s``."""
+        self.encode_s, self._since = 0.0, time.perf_counter()
+        total_N, = exchange(reducer, [flat_N])
+        settle(self.ops, total_N)
+        self.decode_s = time.perf_counter() - self._since
+
+
+def _seconds(compressor: Compressor, ops: Ops, subject: Subject, graph: Callable[..., Any] | None,
+             repeats: int) -> list[tuple[float, float]]:
+    """(encoding, decoding) of all buckets on rank 0, in seconds, in each repeat; state goes on from one to the next.
+
+    The wire is null's: it costs nothing, results have the right shapes, and values of this rank only. In a graph the
+    two cannot be told apart: (the whole function, 0), and the wire's time, which repeats rows for an allgather, is in
+    it.
+    """
+    wire = NullCollectives(0, subject.ranks)
+    each = [Reducer([bucket], compressor, wire, ops) for bucket in subject.buckets]
+    wires = [_Timed(wire, ops) for _ in each]
+    for one, timed in zip(each, wires):
+        one.wires = [timed]
+    reducer = Reducer(subject.buckets, compressor, wire, ops)
+    whole = graph(lambda flats: exchange(reducer, flats)) if graph else None
+    found = []
+    for _ in range(WARM_UPS + repeats):
+        flats = [ops.from_host(rows_PN[0].copy()) for rows_PN in subject.gradients]  # an exchange may write to them
+        if whole is None:
+            for one, timed, flat_N in zip(each, wires, flats):
+                timed.time(one, flat_N)
+            found.append((sum(w.encode_s for w in wires), sum(w.decode_s for w in wires)))
+        else:
+            begin = time.perf_counter()
+            settle(ops, whole(flats)[-1])
+            found.append((time.perf_counter() - begin, 0.0))
+    return found[WARM_UPS:]
+
+
+def errors(compressor: Compressor, ops: Ops, subject: Subject, steps: int) -> tuple[float, float]:
+    """Relative error norms, over all buckets, of the first sum and of the mean sum of ``steps`` equal gradients.
+
+    The second is what error feedback brings down: what one step leaves out, a later one sends.
+    """
+    exact = [rows_PN.sum(0, dtype=np.float64) for rows_PN in subject.gradients]
+
+    def apart(sums: Sequence[np.ndarray], times: int) -> float:
+        return sum(float(np.square(sum_N / times - exact_N).sum()) for sum_N, exact_N in zip(sums, exact))
+
+    def train(control: Control, wire: Collectives) -> tuple[float, float]:
+        reducer, first = Reducer(subject.buckets, compressor, wire, ops), 0.0
+        totals = [np.zeros(b.n) for b in subject.buckets] if control.rank == 0 else []
+        for step in range(steps):
+            reducer.begin()
+            sums = exchange(reducer, [ops.from_host(rows_PN[control.rank].copy()) for rows_PN in subject.gradients])
+            for total_N, sum_N in zip(totals, sums):
+                total_N += ops.to_host(sum_N)
+            first = apart(totals, 1) if step == 0 else first
+        return first, apart(totals, steps)
+
+    first, mean = LockstepWorld(subject.ranks).run(train, LOCKSTEP_S)[0]
+    norm = sum(float(np.square(exact_N).sum()) for exact_N in exact)
+    return math.sqrt(first / norm), math.sqrt(mean / norm)
+
+
+# --- the command ---------------------------------------------------------------------------------------------------
+
+def main(argv: list[str]) -> int:
+    """Run the command; 0."""
+    args = parse(argv)
+    _check_alone()
+    ops, graph, threads = _start(args)
+    record.check(args.jsonl)
+    environment = record.environment("", 1, "", args.seed, threads, args.framework)
+    config = _config(args)
+    for what in _subjects(args):
+        facts = {"workload": what.name, "params": what.params, "buckets": len(what.buckets),
+                 "bucket_mb": what.bucket_mb, "simulated_ranks": what.ranks}
+        rows = []
+        for name in args.compressors:
+            rows.append(measure(name, config, what, ops, graph, args.repeats, args.steps))
+            if args.jsonl:
+                record.append(args.jsonl, {"bench": "compressors", **environment, **facts, **rows[-1]})
+        headers = ("compressor", "ms a step", "encode", "decode", "bytes sent", "fp32 / sent", "error, 1 sum",
+                   f"mean of {args.steps}")
+        table.show(_title(what, args.framework, threads, graph is not None), headers, [cells(r) for r in rows],
+                   args.markdown)
+    return 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options; `UserError` for a bad one."""
+    usual = Exchange()
+    summing = [name for name in names() if not _reductions(name)]
+    parser = options.Parser("hvdtrain bench compressors",
+                            "Time to encode and decode, bytes sent and error of each gradient "
+                            "compressor. One process; the ranks of --ranks are played by it. Encoding is what a "
+                            "compressor does up to its last request to the wire, decoding what it does after the last "
+                            "answer; ms a step is their sum, which is all that can be told in TensorFlow's graph.")
+    parser.add_argument("--framework", type=options.one_of("--framework", FRAMEWORKS), default="torch",
+                        metavar="|".join(FRAMEWORKS), help="whose arrays are compressed; tensorflow: in a graph")
+    parser.add_argument("--compressors", type=options.some_of("--compressors", summing), default=",".join(summing),
+                        metavar="A,B", help="which")
+    parser.add_argument("--workload", type=options.some_of("--workload", WORKLOAD_NAMES), metavar="A,B",
+                        default=",".join(WORKLOAD_NAMES),
+                        help="whose parameters: " + "; ".join(f"{w}: {WORKLOADS[w].doc}" for w in WORKLOAD_NAMES))
+    parser.add_argument("--shapes", type=options.shapes("--shapes"), default=None, metavar="2048x512,2048",
+                        help="parameters of these shapes instead")
+    parser.add_argument("--ranks", type=options.whole("--ranks", 2, 16), default=2, metavar="P",
+                        help="ranks that take part")
+    parser.add_argument("--steps", type=options.whole("--steps", 1, 10000), default=10, metavar="N",
+                        help="steps of the same gradient, for the error of their mean")
+    parser.add_argument("--bucket_mb", type=options.number("--bucket_mb", 0, 2**20), default=usual.bucket_mb,
+                        metavar="MIB", help="size of a bucket")
+    parser.add_argument("--powersgd_rank", type=options.whole("--powersgd_rank", 1), metavar="R",
+                        default=usual.powersgd_rank, help="exchange.powersgd_rank")
+    parser.add_argument("--topk_ratio", type=options.number("--topk_ratio", 0, 1), default=usual.topk_ratio,
+                        metavar="X", help="exchange.topk_ratio")
+    parser.add_argument("--seed", type=options.whole("--seed", 0, 2**32 - 1), default=0, metavar="N",
+                        help="of the gradients")
+    parser.add_argument("--threads", type=options.whole("--threads", 0, 4096), default=0, metavar="N",
+                        help="compute threads; 0: one for each core")
+    parser.common(repeats=10)
+    return parser.parse(argv)
+
+
+def _reductions(name: str) -> bool:
+    """Whether a compressor asks more of the wire than sums."""
+    return bool(create(name, Config()).reductions)
+
+
+def _check_alone() -> None:
+    """Raise `UserError` under a launcher of several ranks."""
+    size = launch_facts(os.environ).size
+    if size > 1:
+        raise UserError(f"bench compressors was started on {size} ranks", "one process, which plays all ranks",
+                        "leave the launcher out and set --ranks")
+
+
+def _start(args: argparse.Namespace) -> tuple[Ops, Callable[..., Any] | None, int]:
+    """(ops, what makes a graph or None, threads)."""
+    require(args.framework)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    backend = backends.load(args.framework)
+    threads = compute_threads(len(affinity()), os.cpu_count() or 1, 1, args.threads)
+    backend.setup(threads, False)
+    ops = backend.Ops()
+    return ops, getattr(ops, "compiled", None), threads
+
+
+def _config(args: argparse.Namespace) -> Config:
+    exchange = Exchange(bucket_mb=args.bucket_mb, powersgd_rank=args.powersgd_rank, topk_ratio=args.topk_ratio)
+    return Config(exchange=exchange).check()
+
+
+def _subjects(args: argparse.Namespace) -> list[Subject]:
+    named = [("shapes", args.shapes)] if args.shapes else [(name, shapes_of(name)) for name in args.workload]
+    return [subject(name, shapes, args.bucket_mb, args.ranks, args.seed) for name, shapes in named]
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """A record as a row of the table."""
+    ratio = "-" if row["ratio"] is None else f"{row['ratio']:.1f}x"
+    times = [shown(row[key]) for key in ("time_ms", "encode_ms", "decode_ms")]
+    return [row["describe"], *times, str(row["bytes_sent"]), ratio, f"{row['error_first']:.2e}",
+            f"{row['error_mean']:.2e}"]
+
+
+def _title(what: Subject, framework: str, threads: int, in_graph: bool) -> str:
+    n = len(what.buckets)
+    return (f"{what.name}: {what.params:,} parameters in {n} bucket{'s' if n > 1 else ''} of {what.bucket_mb:g} MiB; "
+            f"{framework}{' in a graph' if in_graph else ''}, {threads} thread{'s' if threads > 1 else ''}, "
+            f"{what.ranks} ranks")

@@ -1,0 +1,129 @@
+"""From facts to a build: the environment, the cache key, the run path. Pure, so that it can be tested whole.
+
+Owns every decision of a build. Touches neither the machine nor the network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+
+from hvdtrain.cluster.machine.software import Facts, Mpi
+from hvdtrain.commands.build_horovod.patches import PATCH_LEVEL
+from hvdtrain.core.errors import UserError
+
+HOROVOD_VERSION = "0.28.1"
+SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+_ENV_NAME = {"torch": "PYTORCH", "tensorflow": "TENSORFLOW"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to build: ``env`` for the compiler, ``key`` for the cache, ``notes`` for the user.
+
+    ``env`` holds only what this project sets; the caller lays it over a cleaned copy of its own environment.
+    """
+
+    facts: Facts
+    env: dict[str, str]
+    key: str
+    cuda: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def frameworks(self) -> tuple[str, ...]:
+        """The names of the frameworks that are built."""
+        return tuple(f.name for f in self.facts.frameworks)
+
+    @property
+    def mpi(self) -> Mpi | None:
+        """The MPI that is built in, or None for Gloo alone."""
+        return self.facts.mpi if self.env["HOROVOD_WITH_MPI"] == "1" else None
+
+    def title(self) -> str:
+        """One line for the terminal: what is built against what."""
+        mpi = f"{self.mpi.flavour} {self.mpi.version}" if self.mpi else "no MPI (Gloo)"
+        wire = f"NCCL {self.facts.cuda.nccl_version}, CUDA {self.facts.cuda.version}" if self.cuda else "CPU"
+        names = ", ".join(f"{f.dist} {f.version}" for f in self.facts.frameworks)
+        return f"horovod {HOROVOD_VERSION} for {self.facts.python_tag}, {names}, {mpi}, {wire}"
+
+
+def plan(facts: Facts, cpu_only: bool = False) -> Plan:
+    """Decide how to build Horovod for ``facts``; ``cpu_only`` leaves CUDA and NCCL out.
+
+    Raises UserError where there is no framework, or where a GPU build is wanted and a part of it is missing.
+    """
+    if not facts.frameworks:
+        raise UserError("got no framework in this environment", "torch or tensorflow",
+                        "run pip install -r requirements/torch-cpu.txt, or requirements/tensorflow-cpu.txt")
+    cuda, notes = _gpu_build(facts, cpu_only)
+    mpi = facts.mpi is not None and bool(facts.mpi.mpicxx)
+    if not mpi:
+        notes += ("no MPI with a compiler (mpicxx) was found: Horovod is built with Gloo alone",)
+    env = {"HOROVOD_WITH_GLOO": "1", "HOROVOD_WITHOUT_MXNET": "1", "HOROVOD_WITH_MPI": "1" if mpi else ""}
+    if not mpi:
+        env["HOROVOD_WITHOUT_MPI"] = "1"
+    names = {framework.name for framework in facts.frameworks}
+    for name, word in _ENV_NAME.items():
+        env[f"HOROVOD_WITH{'' if name in names else 'OUT'}_{word}"] = "1"
+    env["HOROVOD_BUILD_ARCH_FLAGS"] = " ".join(facts.arch_flags)
+    env["HVDTRAIN_RPATH"] = ";".join(run_path(facts, mpi, cuda))
+    # CMake 4 refuses the old policy level of the Gloo that is bundled with Horovod unless it is told a floor.
+    env["CMAKE_POLICY_VERSION_MINIMUM"] = "3.5"
+    if cuda:
+        env |= {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "SHARED",
+                "HOROVOD_BUILD_CUDA_CC_LIST": ",".join(facts.capabilities)}
+    return Plan(facts, env, cache_key(facts, env, mpi, cuda), cuda, notes)
+
+
+def _gpu_build(facts: Facts, cpu_only: bool) -> tuple[bool, tuple[str, ...]]:
+    """Whether to build with CUDA and NCCL, and what to tell the user about it."""
+    with_cuda = [f for f in facts.frameworks if f.cuda]
+    if not facts.capabilities or cpu_only:
+        return False, ()
+    if not with_cuda:
+        return False, ("a GPU is here, but the frameworks are CPU builds, and so is this Horovod",)
+    if len(with_cuda) < len(facts.frameworks):
+        cpu = next(f for f in facts.frameworks if not f.cuda)
+        raise UserError(f"got {with_cuda[0].dist} with CUDA and {cpu.dist} {cpu.version} without",
+                        "both with CUDA or both without, since one Horovod serves both",
+                        "install the CUDA build of both, pass --frameworks with one name, or --cpu")
+    parts = (("nvcc", facts.cuda.home), ("NCCL", facts.cuda.nccl_home))
+    missing = " and no ".join(what for what, where in parts if not where)
+    if missing:
+        raise UserError(f"got a GPU (compute capability {', '.join(facts.capabilities)}) but no {missing}",
+                        "a CUDA toolkit, and NCCL with its header",
+                        "run pip install -r requirements/cuda-build.txt (NCCL comes with torch), or pass --cpu")
+    return True, ()
+
+
+def run_path(facts: Facts, mpi: bool, cuda: bool) -> list[str]:
+    """Folders that the built libraries search for libmpi and libnccl, relative to themselves inside the
+    environment.
+
+    Relative, because a cached wheel is installed into other virtual environments too.
+    """
+    dirs = [facts.mpi.lib_dir] if mpi and facts.mpi and facts.mpi.lib_dir else []
+    if cuda:
+        dirs += [os.path.join(facts.cuda.nccl_home, "lib")]
+    here = os.path.join(facts.site_dir, "horovod", "torch")  # horovod/tensorflow lies equally deep
+    inside = facts.prefix.rstrip(os.sep) + os.sep
+    return ["$ORIGIN/" + os.path.relpath(d, here) if (d + os.sep).startswith(inside) else d for d in dirs]
+
+
+def cache_key(facts: Facts, env: dict[str, str], mpi: bool, cuda: bool) -> str:
+    """A folder name that is equal exactly when a built wheel may be used again: readable parts, then a digest
+    of all.
+    """
+    parts = [f"horovod-{HOROVOD_VERSION}", facts.python_tag]
+    parts += [f"{f.dist}-{f.version}" for f in facts.frameworks]
+    parts += [f"{facts.mpi.flavour}-{facts.mpi.version}" if mpi and facts.mpi else "gloo"]
+    if cuda:
+        capabilities = "-".join(facts.capabilities)
+        parts += [f"cuda-{facts.cuda.version}-nccl-{facts.cuda.nccl_version}-sm-{capabilities}"]
+    whole = json.dumps([parts, env, facts.platform, facts.libc, SDIST_SHA256, PATCH_LEVEL], sort_keys=True)
+    digest = hashlib.sha256(whole.encode()).hexdigest()[:10]
+    return re.sub(r"[^A-Za-z0-9.+_-]", "-", "_".join([*parts, digest]))

@@ -1,0 +1,102 @@
+"""What the installed Horovod was built against, written beside it, and whether that still holds.
+
+Owns share/hvdtrain/horovod-build.json of the environment. Reads package metadata; never imports Horovod.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class BuildRecord:
+    """One build: ``key`` of its plan, ``wheel_sha256``, what it was built for, and which checks it has
+    ``verified``.
+
+    ``frameworks`` maps a distribution's name to its version. ``mpi`` is "flavour version", or "" for Gloo
+    alone.
+    """
+
+    key: str
+    wheel_sha256: str
+    horovod: str
+    python: str
+    frameworks: dict[str, str]
+    mpi: str
+    cuda: bool
+    verified: list[str] = field(default_factory=list)
+
+
+def path() -> Path:
+    """Where the record of this environment lies."""
+    return Path(sys.prefix, "share", "hvdtrain", "horovod-build.json")
+
+
+def write(record: BuildRecord) -> None:
+    """Write the record in one step."""
+    path().parent.mkdir(parents=True, exist_ok=True)
+    aside = path().with_suffix(f".{os.getpid()}")
+    aside.write_text(json.dumps(asdict(record), indent=2) + "\n")
+    os.replace(aside, path())
+
+
+def read() -> BuildRecord | None:
+    """The record as written, or None where there is none or it is not one."""
+    try:
+        return BuildRecord(**json.loads(path().read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def installed() -> BuildRecord | None:
+    """The record of the Horovod installed here; None without Horovod, or with one that this tool did not
+    install.
+    """
+    record = read()
+    if record is None:
+        return None
+    try:
+        dist = importlib.metadata.distribution("horovod")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return record if record.wheel_sha256 == _source_sha256(dist) else None
+
+
+def _source_sha256(dist: importlib.metadata.Distribution) -> str:
+    """The digest of the wheel that pip installed ``dist`` from, as pip noted it ("" where it did not)."""
+    try:
+        archive = json.loads(dist.read_text("direct_url.json") or "{}").get("archive_info", {})
+    except ValueError:
+        return ""
+    return str(archive.get("hashes", {}).get("sha256", "") or archive.get("hash", "").removeprefix("sha256="))
+
+
+def mismatch() -> str | None:
+    """Why the installed Horovod does not fit this environment, as one sentence; None where it fits or cannot
+    be told.
+
+    Open MPI 4 and 5 share an ABI (libmpi.so.40), so only another flavour of MPI counts, not another
+    version.
+    """
+    from hvdtrain.cluster.machine import software as detect
+
+    record = installed()
+    if record is None:
+        return None
+    for name in record.frameworks:
+        now = detect.version_of(name)
+        if now is not None and now != record.frameworks[name]:
+            return _sentence(f"{name} {record.frameworks[name]}", f"{name} {now}")
+    mpi = detect.find_mpi()
+    if record.mpi and mpi is not None and mpi.flavour != record.mpi.split()[0]:
+        return _sentence(record.mpi, f"{mpi.flavour} {mpi.version}")
+    return None
+
+
+def _sentence(then: str, now: str) -> str:
+    return f"Horovod was built against {then}, but {now} is installed: run `python -m hvdtrain build`"

@@ -1,0 +1,133 @@
+"""Does the installed Horovod work? A 2-rank allreduce in each framework, in processes of its own, each with a
+deadline.
+
+Owns the check's programs and the commands that start them. Installs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.cluster.machine.software import Mpi, search_path
+from hvdtrain.commands.build_horovod.plan import Plan
+from hvdtrain.commands.build_horovod.progress import SILENT_S, Display
+from hvdtrain.commands.build_horovod.run import ChildFailed, logged
+
+RANKS = 2
+CHECK_TIMEOUT_S = 180.0
+
+# Each program says "hvdtrain-sum-ok" once per rank, in one write, so that ranks do not mix. The sum of
+# n*(rank+1) over ranks is n*P*(P+1)/2: whole numbers below 2**24, so that fp32 holds them and the comparison
+# is exact. A GPU is used where each rank can have its own.
+_TORCH = """
+import os, torch, horovod.torch as hvd
+hvd.init()
+P, r = hvd.size(), hvd.local_rank()
+assert P == {ranks}, f"{{P}} ranks instead of {ranks}"
+device = torch.device("cuda", r) if {gpu} and torch.cuda.device_count() >= P else torch.device("cpu")
+base = torch.arange(1000, dtype=torch.float32, device=device)
+got = hvd.allreduce(base * (hvd.rank() + 1), op=hvd.Sum, name="hvdtrain.check")
+assert torch.equal(got, base * (P * (P + 1) // 2)), "the sum is wrong"
+os.write(1, f"hvdtrain-sum-ok {{device.type}}\\n".encode())
+hvd.shutdown()
+"""
+_TENSORFLOW = """
+import os, tensorflow as tf, horovod.tensorflow as hvd
+hvd.init()
+P, r = hvd.size(), hvd.local_rank()
+assert P == {ranks}, f"{{P}} ranks instead of {ranks}"
+gpus = tf.config.list_physical_devices("GPU")
+use = gpus[r:r + 1] if {gpu} and len(gpus) >= P else []
+tf.config.set_visible_devices(use, "GPU")
+with tf.device("/GPU:0" if use else "/CPU:0"):
+    base = tf.range(1000, dtype=tf.float32)
+    got = hvd.allreduce(base * (hvd.rank() + 1.0), op=hvd.Sum, name="hvdtrain.check")
+assert bool(tf.reduce_all(got == base * (P * (P + 1) // 2))), "the sum is wrong"
+os.write(1, f"hvdtrain-sum-ok {{'cuda' if use else 'cpu'}}\\n".encode())
+hvd.shutdown()
+"""
+_PROGRAMS = {"torch": _TORCH, "tensorflow": _TENSORFLOW}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: ``name`` for people, the command, its environment's additions, and how many ranks must
+    report.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    env: tuple[tuple[str, str], ...]
+    ranks: int
+
+
+def program(framework: str, ranks: int, gpu: bool) -> str:
+    """The Python program that one rank of the check runs."""
+    return _PROGRAMS[framework].format(ranks=ranks, gpu=gpu).strip()
+
+
+def launch_argv(mpi: Mpi | None, ranks: int, horovodrun: str) -> list[str]:
+    """How to start ``ranks`` local processes: the MPI's own mpirun, or horovodrun over Gloo where there is no
+    MPI.
+    """
+    if mpi is None:
+        return [horovodrun, "--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}"]
+    if mpi.flavour == "openmpi":
+        return [mpi.mpirun, "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
+    return [mpi.mpirun, "-np", str(ranks)]
+
+
+def launch_env(mpi: Mpi | None, root: bool) -> dict[str, str]:
+    """What the check's launcher needs. Open MPI refuses root unless told twice: said for this child only, and
+    only as root.
+    """
+    env = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "HOROVOD_STALL_CHECK_TIME_SECONDS": "20"}
+    if mpi is not None and mpi.flavour == "openmpi":
+        env["OMPI_MCA_mpi_yield_when_idle"] = "1"
+        if root:
+            env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return env
+
+
+def checks(plan: Plan, python: str, horovodrun: str, root: bool) -> list[Check]:
+    """The checks of a plan: 2 ranks per framework, and one rank on the GPU where there is a single GPU."""
+    mpi = plan.mpi
+    wire = "Gloo" if mpi is None else f"{mpi.flavour} {mpi.version}"
+    found = []
+    for framework in plan.frameworks:
+        for ranks in (1, RANKS) if plan.cuda else (RANKS,):
+            argv = [*launch_argv(mpi, ranks, horovodrun), python, "-c", program(framework, ranks, plan.cuda)]
+            word = "rank" if ranks == 1 else "ranks"
+            found.append(Check(f"{framework} allreduce, {ranks} {word}, {wire}", tuple(argv),
+                               tuple(launch_env(mpi, root).items()), ranks))
+    return found
+
+
+def run(check: Check, log: Path, env: dict[str, str]) -> str:
+    """Run one check and return where the sum was computed ("cpu" or "cuda"); raises ChildFailed."""
+    before = log.stat().st_size if log.exists() else 0
+    logged(f"the check ({check.name})", list(check.argv), log, env | dict(check.env), CHECK_TIMEOUT_S,
+           Display(f"checking {check.name}", after_s=SILENT_S))
+    with log.open(errors="replace") as handle:
+        handle.seek(before)
+        said = re.findall(r"hvdtrain-sum-ok (cpu|cuda)", handle.read())
+    if len(said) != check.ranks:
+        raise ChildFailed(f"the check ({check.name})",
+                          f"got the right sum from {len(said)} of {check.ranks} ranks", log)
+    return said[0]
+
+
+def run_all(plan: Plan, log: Path, env: dict[str, str], say) -> list[str]:
+    """Run every check of ``plan`` and return their names; ChildFailed at the first that fails."""
+    horovodrun = shutil.which("horovodrun", path=search_path()) or "horovodrun"
+    passed = []
+    for check in checks(plan, sys.executable, horovodrun, os.geteuid() == 0):
+        device = run(check, log, env)
+        say(f"verified: {check.name} ({device})")
+        passed.append(check.name)
+    return passed

@@ -1,0 +1,127 @@
+"""From a plan to a wheel: fetch the source, check it, unpack it, apply the edits, compile, keep.
+
+Owns the effects of a build. Decides nothing: the environment and the key come from ``plan``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sys
+import tarfile
+from pathlib import Path
+
+from hvdtrain.cluster.machine.software import search_path
+from hvdtrain.commands.build_horovod import cache, patches, toolkit
+from hvdtrain.commands.build_horovod.plan import HOROVOD_VERSION, SDIST_SHA256, Plan
+from hvdtrain.commands.build_horovod.progress import SILENT_S, Display
+from hvdtrain.commands.build_horovod.run import logged
+from hvdtrain.core.errors import UserError
+
+DOWNLOAD_TIMEOUT_S = 600.0
+COMPILE_TIMEOUT_S = 7200.0
+_BUILD_NEEDS = ("setuptools", "wheel", "packaging", "cloudpickle", "psutil", "yaml", "cffi")
+_MEMORY_PER_JOB = 2 << 30  # bytes; the TensorFlow sources peak near 2.4 GB, the others far below
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, in hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as handle:
+        for block in iter(lambda: handle.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def default_jobs() -> int:
+    """Compilers to run at once: one per processor we may use, fewer where memory is short."""
+    cpus = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return max(1, min(cpus, 1 + memory // _MEMORY_PER_JOB))
+
+
+def check_build_needs() -> None:
+    """Raise UserError where a Python package that Horovod's setup.py imports is not installed."""
+    missing = [name for name in _BUILD_NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"got no {', '.join(missing)} in this environment", "what Horovod's setup.py imports",
+                        "run pip install -r requirements/horovod.txt")
+
+
+def child_env(plan: Plan) -> dict[str, str]:
+    """This process's environment with the plan's over it, without any other HOROVOD_* or language setting."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "LC_", "MAKEFLAGS"))}
+    first = os.path.dirname(plan.facts.mpi.mpicxx) if plan.facts.mpi and plan.facts.mpi.mpicxx else ""
+    env |= {"PATH": os.pathsep.join(filter(None, [first, search_path()])), "LC_ALL": "C",
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    return env | {k: v for k, v in plan.env.items() if v != ""}
+
+
+def fetch_source(env: dict[str, str], log: Path) -> Path:
+    """The source package of Horovod, from the cache or through pip; UserError where its digest is not the
+    known one.
+    """
+    name = cache.SOURCE
+    kept = cache.root() / "source" / name
+    if kept.exists() and sha256_of(kept) == SDIST_SHA256:
+        return kept
+    with cache.workspace() as work:
+        argv = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation",
+                "--no-cache-dir", "--no-binary", "horovod", "-d", str(work), f"horovod=={HOROVOD_VERSION}"]
+        logged("fetching the source", argv, log, env, DOWNLOAD_TIMEOUT_S,
+               Display("fetching the source", after_s=SILENT_S))
+        got = sha256_of(work / name)
+        if got != SDIST_SHA256:
+            raise UserError(f"got a {name} whose SHA-256 is {got}", SDIST_SHA256,
+                            "fetch it from a package index that you trust")
+        os.replace(work / name, kept)
+    return kept
+
+
+def unpack(archive: Path, into: Path) -> Path:
+    """Unpack a source package, refusing members that would land outside ``into``; returns its single top
+    folder.
+    """
+    with tarfile.open(archive) as tar:
+        for member in tar.getmembers():
+            target = (into / member.name).resolve()
+            link = (target.parent / member.linkname).resolve() if member.issym() else target
+            if not (target.is_relative_to(into.resolve()) and link.is_relative_to(into.resolve())):
+                raise UserError(f"got {archive.name} with the member {member.name!r}",
+                                "paths inside the package", "do not use this file")
+            if not (member.isfile() or member.isdir() or member.issym()):
+                raise UserError(f"got {archive.name} with the special member {member.name!r}",
+                                "files and folders only", "do not use this file")
+        tar.extractall(into)
+    return next(p for p in into.iterdir() if p.is_dir())
+
+
+def build(plan: Plan, log: Path, jobs: int, display: Display) -> Path:
+    """Compile the wheel of ``plan`` and keep it in the cache; the caller holds the key's lock. ChildFailed on
+    failure.
+    """
+    env = child_env(plan)
+    log.write_text(f"# {plan.title()}\n" + "".join(f"# {k}={v}\n" for k, v in sorted(plan.env.items())))
+    source = fetch_source(env, log)
+    with cache.workspace() as work:
+        (work / "source").mkdir()
+        tree = unpack(source, work / "source")
+        patches.apply(tree)
+        if plan.cuda:
+            env |= toolkit.stage(plan.facts.cuda, work / "toolkit")
+        env |= {"MAKEFLAGS": f"-j{jobs}", "TMPDIR": str(work)}
+        out = work / "wheel"
+        out.mkdir()
+        logged("the build", [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps",
+                             "--no-cache-dir", "--no-index", "-w", str(out), str(tree)],
+               log, env, COMPILE_TIMEOUT_S, display, cwd=work)
+        return cache.place(plan.key, out)
+
+
+def install(wheel: Path, log: Path, env: dict[str, str]) -> None:
+    """Install the wheel into this environment, replacing any Horovod that is there, and nothing else."""
+    argv = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--force-reinstall",
+            "--no-cache-dir", str(wheel)]
+    logged("installing the wheel", argv, log, env, DOWNLOAD_TIMEOUT_S,
+           Display("installing the wheel", after_s=SILENT_S))

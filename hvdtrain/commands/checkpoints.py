@@ -1,0 +1,265 @@
+"""``python -m hvdtrain checkpoints RUN``: list a run's checkpoints, verify them, remove old ones, take weights out.
+
+Owns the words about each checkpoint and what is removed. What a checkpoint is, and whether it is whole, is the store's
+to say. Imports no framework; reads no tensor but to verify or to export.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Kept, Manifest, files, read_snapshot, weights
+from hvdtrain.checkpoint.manifest import MANIFEST_NAME
+from hvdtrain.checkpoint.snapshot import check_listing, inspect
+from hvdtrain.checkpoint.store import Candidate
+from hvdtrain.core import table
+from hvdtrain.core.errors import UserError, count
+from hvdtrain.core.terminal import say
+
+DIRECTORY = "checkpoints"
+LISTED, WHOLE = "complete by names and sizes", "whole"
+"""States of a good checkpoint: not read to its end, and read."""
+
+HEADERS = ("step", "written", "size", "layout", "ranks", "state")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One checkpoint, or what is no checkpoint: ``state`` says which; ``good`` if it can be used as far as was seen."""
+
+    path: Path
+    state: str
+    step: int = -1
+    written: str = ""
+    size_bytes: int = -1
+    layout: str = ""
+    ranks: str = ""
+    good: bool = False
+    damaged: bool = False
+
+    def cells(self) -> list[str]:
+        """The row in words."""
+        return [str(self.step) if self.step >= 0 else self.path.name, self.written, sized(self.size_bytes),
+                self.layout, self.ranks, self.state]
+
+
+def main(argv: list[str]) -> int:
+    """Do what ``argv`` says; 0, or 1 where ``--verify`` found a checkpoint that is not whole."""
+    args = arguments(argv)
+    root = root_of(args.run)
+    if args.export:
+        return _export(root, args)
+    if args.prune:
+        return _prune(root, args.prune)
+    rows = look(root, args.verify)
+    if not rows:
+        raise UserError(f"{root} holds no checkpoints", "a run that has saved", "name another run")
+    table.show(str(root), HEADERS, [row.cells() for row in rows])
+    return int(args.verify and any(row.damaged for row in rows))
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the options; `UserError` for those that do not go together."""
+    args = _parser().parse_args(argv)
+    _check(args)
+    return args
+
+
+def root_of(run: str) -> Path:
+    """The directory of checkpoints that RUN means: a run's own, or the run's. `UserError` if there is none."""
+    path = Path(os.path.abspath(run))
+    if not path.is_dir():
+        raise UserError(f"there is no directory {run}", "the directory of a run", "correct RUN")
+    inner = path / DIRECTORY
+    if inner.is_dir() or path.name == DIRECTORY or any(path.glob("step-*")):
+        return inner if inner.is_dir() else path
+    raise UserError(f"{run} holds no checkpoints", "the directory of a run that has saved", "correct RUN")
+
+
+def look(root: Path, verify: bool) -> list[Row]:
+    """Rows of all that lies in ``root``, newest step first, then what is no checkpoint.
+
+    Another process may save and remove meanwhile: what has gone when it is looked at is passed over.
+    """
+    store = CheckpointStore(root, 1)
+    found = store.everything()
+    rows = [row for row in (_row(one, verify) for one in found) if row is not None]
+    known = {one.path for one in found}
+    left = {one.path: one for one in files.leftovers(root) if one.path not in known}
+    for path in sorted(root.iterdir()):
+        if path in left:
+            gone = files.writer_is_gone(left[path])
+            rows.append(Row(path, "left over from a save that did not end; the next save removes it" if gone else
+                            f"being written by process {left[path].pid} on host {left[path].host}"))
+        elif path not in known:
+            rows.append(Row(path, "not of hvdtrain: passed over"))
+    return rows
+
+
+def sized(n_bytes: int) -> str:
+    """Bytes in words, three digits; "" for -1. Pure."""
+    if n_bytes < 0:
+        return ""
+    size, unit = float(n_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1000:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.1f} {unit}"
+
+
+def _row(one: Candidate, verify: bool) -> Row | None:
+    """What can be said of one checkpoint; None where it has gone meanwhile."""
+    aside = "moved aside by a save that did not end, and used where nothing newer is: " if one.hidden else ""
+    try:
+        if one.error is not None:
+            raise one.error
+        manifest = inspect(one.path)
+        row = _described(one.path, manifest)
+        check_listing(one.path, manifest)
+        if verify:
+            read_snapshot(one.path)
+    except CheckpointError as error:
+        if not os.path.lexists(one.path):
+            return None
+        state = f"{aside}not whole: {error.got}".replace(f"{one.path}/", "").replace(str(one.path), "it")
+        return Row(one.path, state, one.step, damaged=True)
+    return replace(row, state=aside + (WHOLE if verify else LISTED), good=True)
+
+
+def _described(path: Path, manifest: Manifest) -> Row:
+    meta: dict[str, Any] = manifest.meta
+    try:
+        manifest_bytes, written = os.lstat(path / MANIFEST_NAME).st_size, os.lstat(path / MANIFEST_NAME).st_mtime
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error})", "a checkpoint", "see its permissions") from None
+    size = manifest_bytes + sum(entry.size_bytes for entry in manifest.files.values())
+    return Row(path, "", manifest.step, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written)), size,
+               "sharded" if manifest.shards else "gathered", str(meta.get("world_size", "")))
+
+
+def _prune(root: Path, keep: int) -> int:
+    """Remove the good checkpoints that are older than the ``keep`` newest that are whole to the last byte."""
+    lock = os.open(root.parent if root.name == DIRECTORY else root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _held(lock, root)
+        kept, going = sorted_out(root, keep)
+        for path in going:
+            files.discard(path)
+            say(f"removed {path}")
+    except OSError as error:
+        raise UserError(f"{root}: {error}", "a directory that can be written", "see its permissions") from None
+    finally:
+        os.close(lock)
+    if not kept:
+        say("nothing is removed: no checkpoint here is whole")
+        return 0
+    spared = [row.path.name for row in look(root, False) if not row.good]
+    say(f"kept {', '.join(path.name for path in kept)}, read and whole"
+        + (f"; left as they are, being no good checkpoints: {', '.join(spared)}" if spared else ""))
+    return 0
+
+
+def sorted_out(root: Path, keep: int) -> tuple[list[Path], list[Path]]:
+    """(the ``keep`` newest checkpoints, each read and whole; older good ones, which may go).
+
+    Nothing may go before ``keep`` whole ones were found; damaged ones are neither.
+    """
+    kept: dict[int, Path] = {}
+    going: list[Path] = []
+    for one in CheckpointStore(root, 1).everything():
+        again = one.step in kept  # one moved aside by a save that died, whose successor is whole
+        row = _row(one, verify=len(kept) < keep and not again)
+        if row is None or not row.good:
+            continue
+        if again or len(kept) == keep:
+            going.append(one.path)
+        else:
+            kept[one.step] = one.path
+    return list(kept.values()), going
+
+
+def _held(lock: int, root: Path) -> None:
+    """Keep jobs from training in the run meanwhile; `UserError` where one does."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"a job is training in {root.parent}, and removes old checkpoints itself",
+                        "a run that is at rest", "wait for its end, or set its checkpoint.keep") from None
+    except OSError:  # a file system without locks: two jobs are not told from each other there either
+        return
+
+
+def _export(root: Path, args: argparse.Namespace) -> int:
+    """Write the weights of a checkpoint, by default of the newest whole one."""
+    path, snapshot = chosen(root, args.step)
+    target = Path(args.export)
+    target = target if target.name.endswith(".safetensors") else target / weights.FILE
+    try:
+        tensors = weights.write(snapshot, Path(os.path.abspath(target)), args.average)
+    except OSError as error:
+        raise UserError(f"{target} could not be written: {error}", "a writable place with room",
+                        "choose another") from None
+    what = "moving average, " if args.average else ""
+    more = "" if args.average or not weights.has_average(snapshot) else "; --average writes their moving average"
+    say(f"wrote {what}{count(tensors, 'tensor')} of {path.name} to {target}{more}")
+    return 0
+
+
+def chosen(root: Path, step: int | None) -> tuple[Path, Kept]:
+    """The checkpoint of ``step``, or the newest whole one for None; `UserError` where there is none or it is damaged.
+
+    Of a newer one that is damaged it is said why it is not taken.
+    """
+    store = CheckpointStore(root, 1)
+    if step is None:
+        found = store.latest_whole(say)
+        if found is None:
+            raise UserError(f"{root} holds no whole checkpoint", "at least one that is", "see the list of this command")
+        return found
+    for one in store.everything():
+        if one.step == step:
+            return one.path, read_snapshot(one.path)
+    steps = ", ".join(sorted({str(one.step) for one in store.everything()}, key=int))
+    raise UserError(f"there is no checkpoint of step {step}", f"one of {steps}" if steps else "one (there is none)",
+                    "correct --step")
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse options that do not go together."""
+    asked: Sequence[str] = [name for name in ("verify", "prune", "export") if getattr(args, name)]
+    if len(asked) > 1:
+        raise UserError(f"--{asked[0]} and --{asked[1]} in one call", "one of them",
+                        "call twice: --prune and --export verify what they keep and write in any case")
+    if args.prune is not None and args.prune < 1:
+        raise UserError(f"--prune is {args.prune}", "1 or more checkpoints to keep", "correct --prune")
+    if args.step is not None and not args.export:
+        raise UserError("--step without --export", "the checkpoint to export", "add --export FILE")
+    if args.average and not args.export:
+        raise UserError("--average without --export", "a file to write the average to", "add --export FILE")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hvdtrain checkpoints", allow_abbrev=False,
+        description="List the checkpoints of a run: step, when it was written, size, layout, ranks, and whether it is "
+                    "whole or why not. Status 0; 1 where --verify found one that is not whole; 2 for a mistake.")
+    parser.add_argument("run", metavar="RUN", help="a run's directory, or its checkpoints directory")
+    parser.add_argument("--verify", action="store_true", help="read every file and compare its SHA-256")
+    parser.add_argument("--prune", type=int, metavar="N",
+                        help="remove old checkpoints but the newest N that are whole, which are read for it; what is "
+                             "damaged or not of hvdtrain stays")
+    parser.add_argument("--export", metavar="PATH",
+                        help="write the weights as PATH/model.safetensors, or as PATH itself if it ends in "
+                             ".safetensors, under the names that the model's own framework gives them")
+    parser.add_argument("--average", action="store_true",
+                        help="export the moving average in place of the weights, of a run with ema")
+    parser.add_argument("--step", type=int, help="the checkpoint to export (default: the newest whole one)")
+    return parser

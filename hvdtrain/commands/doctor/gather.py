@@ -1,0 +1,165 @@
+"""The facts of all hosts of a job that a launcher started, gathered over the control plane.
+
+Owns a rank's part in it. A rank is two processes: one that starts MPI and takes part in the gathers, and its parent,
+which survives whatever happens there (MPI_Init may end a process, or hang in it with Python's lock held) and reports.
+The first rank of each host looks; the others only take part.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from hvdtrain.cluster import boot, clocks, horovod, links
+from hvdtrain.cluster.control import flush_streams
+from hvdtrain.cluster.topology import affinity, cpu_quota
+from hvdtrain.comm.measure.link_rows import NO_MPI
+from hvdtrain.commands.doctor import container_checks, facts, link_checks, mpi_checks, peers, probes
+from hvdtrain.commands.doctor.facts import FRAMEWORKS, PROBE_S, UNKNOWN, Facts
+from hvdtrain.commands.doctor.problem import STOPS, Problem
+from hvdtrain.commands.doctor.start import STAGE, Report, answer, last_words, run
+from hvdtrain.config import Exchange
+from hvdtrain.core.launcher import LaunchFacts
+from hvdtrain.core.protocols import Control
+from hvdtrain.core.terminal import say
+
+GATHER_S = PROBE_S + 30.0
+"""How long the job may take from its start to rank 0's answer."""
+
+LINK_S = 10.0
+"""Longest wait for one message between two hosts."""
+
+REPORT_S = PROBE_S + GATHER_S
+"""How much longer the processes in MPI wait than their parents: rank 0's has reported and ended the job by then."""
+
+DONE = "hvdtrain-doctor-done"
+"""A line of a part's output that says: this rank has given rank 0 all that it wants."""
+
+
+def under_launcher(env: Mapping[str, str], launched: LaunchFacts, timeout_s: float,
+                   show: Callable[[Report], int]) -> int:
+    """Have this rank's part started and rank 0 ``show`` what came of it; return 0, or end rank 0 with another status.
+
+    The job has ``timeout_s`` to come together and `GATHER_S` to gather. Where it does not, rank 0 shows its own host
+    and why. Its status is the job's. It ends at once because an orderly end would start MPI in this process, to meet
+    the other ranks, and MPI may be what does not work. Another rank whose part failed stays until that end: a launcher
+    that sees a rank leave ends all of them, and rank 0, which may still be waiting for this one, would say nothing.
+    """
+    words = [sys.executable, "-m", "hvdtrain", "doctor", "--part", "--timeout", f"{timeout_s:g}"]
+    code, output, errors = run(words, env, timeout_s, GATHER_S)
+    if launched.rank > 0:
+        if code != 0 and DONE not in output and not _of_unlike_mpis(env):
+            _tell_of_host(launched, code, errors)
+            time.sleep(timeout_s + REPORT_S)
+        return 0
+    told = answer(output)
+    status = show(told or _alone(env, launched, _how(code, output, timeout_s) + last_words(errors)))
+    if status or told is None:
+        flush_streams()
+        os._exit(status or 1)
+    return 0
+
+
+def part(env: Mapping[str, str], launched: LaunchFacts, timeout_s: float) -> Report | None:
+    """This rank's part; the report on rank 0, else None. Collective; raises what the start raises."""
+    own_env = dict(env)  # before the start gives this rank its device
+    control = _start(launched, timeout_s + REPORT_S)
+    say(STAGE)
+    hosts = _gather(control, own_env)
+    say(DONE)
+    return (hosts, []) if control.rank == 0 else None
+
+
+def _start(launched: LaunchFacts, timeout_s: float) -> Control:
+    """The control plane, its waits bounded by ``timeout_s``; where there is no MPI, over a framework's Horovod."""
+    if launched.kind != "gloo":
+        return boot.start_control(launched, timeout_s)
+    reasons = {name: horovod.horovod_reason(name) for name in FRAMEWORKS}
+    usable = next((name for name, reason in reasons.items() if reason is None), None)
+    if usable is None:
+        raise horovod.HorovodUnavailable(next(filter(None, reasons.values())))
+    return boot.start_control(launched, timeout_s, horovod.start_horovod(usable, Exchange(), launched))
+
+
+def _gather(control: Control, env: Mapping[str, str]) -> list[Facts]:
+    """The hosts' facts in order of their lowest rank; collective."""
+    places = control.gather((control.node, facts.attempt(facts.boot_id), sorted(affinity()), cpu_quota()))
+    keys = [place[:2] for place in places]
+    rounds = clocks.measure(control)
+    looks = keys.index(keys[control.rank]) == control.rank
+    reached = _reached(control, keys)
+    rows: list[list[Facts]] = control.gather([facts.collect(env)] if looks else [])
+    found = []
+    for rank, row in enumerate(rows):
+        for host in row:
+            ranks = [r for r, key in enumerate(keys) if key == keys[rank]]
+            cores = {core for r in ranks for core in places[r][2]}  # mpirun may have bound each rank to its own
+            host |= {"ranks": ranks, "slots": len(ranks), "cores": min(len(cores), places[rank][3])}
+            tried = peers.worst([one for r, one in enumerate(reached) if r in ranks and one])
+            if tried:
+                host["peers"] = facts.neighbours(env, "ranks", tried)
+            host["clock"] = clocks.offset(rounds, rank) if len(set(keys)) > 1 else None
+            if isinstance(host["launcher"], dict):
+                host["launcher"]["world"] = control.size
+            found.append(host)
+    _add_links(found)
+    return found
+
+
+def _add_links(hosts: Sequence[Facts]) -> None:
+    """Measure the links between hosts, last, since a network that loses large messages stops there; collective."""
+    if len(hosts) < 2:
+        return
+    pairs = facts.attempt(lambda: links.measure(boot.mpi_comm(), [host["ranks"] for host in hosts],
+                                                timeout_s=LINK_S)) if boot.has_mpi() else UNKNOWN + NO_MPI
+    for place, host in enumerate(hosts):
+        host["links"] = pairs if isinstance(pairs, str) else [link_checks.told(link) for link in pairs
+                                                              if link.hosts[0] == place]
+
+
+def _reached(control: Control, keys: Sequence[object]) -> list[dict[str, str] | None]:
+    """What each rank found of the memory of the next one on its host, None for a rank that is alone; collective."""
+    offer = facts.attempt(peers.Offer)
+    offers = control.gather(None if isinstance(offer, str) else offer.facts)
+    on_host = [rank for rank, key in enumerate(keys) if key == keys[control.rank]]
+    near = on_host[(on_host.index(control.rank) + 1) % len(on_host)]
+    tries = near != control.rank and offers[near] is not None
+    found = control.gather(peers.reach(offers[near]) if tries else None)
+    if not isinstance(offer, str):
+        offer.close()  # all have tried
+    return found
+
+
+def _of_unlike_mpis(env: Mapping[str, str]) -> bool:
+    """Whether the launcher's MPI is not mpi4py's: then no rank started MPI, and nobody is cut off by leaving."""
+    found = probes.run_all({"mpi4py": probes.program("mpi4py")}, env, PROBE_S)["mpi4py"]
+    return any(mpi_checks.world({"host": "", "launcher": facts.launcher(env), "mpi": found}, True))
+
+
+def _tell_of_host(launched: LaunchFacts, code: int | None, errors: str) -> None:
+    """Say what this rank heard, which rank 0 cannot; of the ranks that only waited in vain, the first of each host."""
+    if code is not None or launched.local_rank <= 0:
+        how = ("ended" if code is not None else "waited in vain") + (last_words(errors) or " and said nothing")
+        os.write(2, f"hvdtrain: rank {launched.rank} on host {socket.gethostname()} {how}\n".encode())
+
+
+def _how(code: int | None, output: str, timeout_s: float) -> str:
+    """Words for a part that gave no answer."""
+    if code is not None:
+        return "did not come together"
+    if STAGE in output:
+        return f"did not answer within {GATHER_S:g} s"
+    return f"did not come together within {timeout_s:g} s"
+
+
+def _alone(env: Mapping[str, str], launched: LaunchFacts, how: str) -> Report:
+    """This host's facts and what kept the job from coming together, unless the facts themselves tell that."""
+    host = facts.collect(env) | {"slots": max(1, launched.local_size)}
+    if any(mpi_checks.world(host, True)) or any(container_checks.series(host, True)):
+        return [host], []
+    do = ("run python -m hvdtrain doctor without a launcher on every host, and see the launcher's own words; MPI needs "
+          "open ports between the hosts and one MPI on all of them")
+    return [host], [Problem(STOPS, (socket.gethostname(),), f"the ranks of {launched.launcher} {how}", do)]

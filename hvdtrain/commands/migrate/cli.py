@@ -1,0 +1,84 @@
+"""``python -m hvdtrain migrate``: move scripts of other trainers to hvdtrain: a diff, and what is unsafe in them.
+
+Owns the options and the printing. The work is in ``hvdtrain.commands.migrate``. Files are left alone without
+``--write``.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from hvdtrain.core.terminal import say
+
+NOTHING = ("{name}: nothing recognised: no Horovod, tf.distribute, model.fit of Keras, "
+           "DistributedDataParallel, DataParallel or Accelerate is used in it")
+
+
+def main(argv: list[str]) -> int:
+    """Print the diffs and findings; 0 where a script was recognised, 1 where none was. `UserError` for a bad file."""
+    args = parser().parse_args(argv)
+    from hvdtrain.commands.migrate import plan, source
+    from hvdtrain.commands.migrate.rules import Wish
+
+    wish = Wish(args.to, args.ranks)
+    plan.check(wish)
+    found = [plan.migrate(source.read(name), wish) for name in dict.fromkeys(args.scripts)]
+    for migration in found:
+        show(migration)
+    changed = [m for m in found if m.after != m.source.data]
+    if args.write:
+        for migration in changed:
+            source.write(migration.source, migration.after)
+            say(f"{migration.source.name}: written")
+    elif changed:
+        say(f"{len(changed)} of {len(found)} files would change; nothing was written: --write does")
+    return 0 if any(m.kind for m in found) else 1
+
+
+def show(migration: object) -> None:
+    """Print one script's diff, findings and snippet."""
+    from hvdtrain.commands.migrate.plan import Migration
+    from hvdtrain.commands.migrate.source import diff
+
+    assert isinstance(migration, Migration)
+    name = migration.source.name
+    if not migration.kind:
+        say(_shown(NOTHING.format(name=name)))
+        return
+    text = diff(migration.source, migration.after)
+    say(_shown(f"{name}: {migration.title}" + ("" if text else "; nothing is changed in it")))
+    if text:
+        say(_shown(text.removesuffix("\n")))
+    for finding in migration.findings:
+        say(_shown(finding.text(name)))
+    if migration.snippet:
+        say(_shown(f"{name}: to go on from by hand:\n\n{migration.snippet}\n"))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(
+        prog="python -m hvdtrain migrate", allow_abbrev=False,
+        description="Move training scripts to hvdtrain: Horovod (Keras, TensorFlow, PyTorch), tf.distribute, "
+                    "plain Keras fit, DistributedDataParallel, DataParallel, Accelerate. Prints a unified "
+                    "diff and what is unsafe in each script, with file and line. What cannot be rewritten "
+                    "faithfully, such as a loop of PyTorch, is left as it was, with the code to put in its place "
+                    "and what to do by hand. Exit status 1 where nothing was recognised.",
+        epilog="For example: python -m hvdtrain migrate train.py --write")
+    made.add_argument("scripts", nargs="+", metavar="script.py", help="the scripts")
+    made.add_argument("--write", action="store_true", help="edit the files, each in one rename")
+    made.add_argument("--to", default="auto", metavar="TARGET",
+                      help="auto, hvdtrain.keras (Horovod's Keras API) or trainer (hvdtrain.Trainer); auto: "
+                           "hvdtrain.keras for TensorFlow and Keras, trainer for PyTorch")
+    made.add_argument("--ranks", type=int, default=1, metavar="N",
+                      help="processes that the old script was started as: where its batch was per process, "
+                           "the global batch is N times that (default 1)")
+    return made
+
+
+def _shown(text: str) -> str:
+    """``text`` as standard output can show it: what its encoding lacks is escaped."""
+    import sys
+
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)

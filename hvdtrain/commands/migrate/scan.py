@@ -1,0 +1,209 @@
+"""Look up names of a syntax tree: what one means by the imports, what binds and what reads it.
+
+What a name means is read from the imports of the whole file and from single assignments; nothing is run. Does not
+change a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import libcst as cst
+
+from hvdtrain.commands.migrate.tree import Tree
+
+
+class Scan(Tree):
+    """Look-ups in one module, by place and by name."""
+
+    def binders(self, name: str, at: cst.CSTNode) -> list[cst.CSTNode]:
+        """What binds the name that is read at ``at``: in the innermost scope around it that binds it at all."""
+        scope = self.scope(at)
+        while True:
+            found = [node for node in self._binders.get(name, ()) if self.scope(node) is scope]
+            if found or scope is self.module:
+                return found
+            scope = self.scope(scope)
+
+    @cached_property
+    def _binders(self) -> dict[str, list[cst.CSTNode]]:
+        """By name: targets, parameters, functions, classes and imports."""
+        found: dict[str, list[cst.CSTNode]] = {}
+        for node in self.nodes:
+            if isinstance(node, cst.Name) and self.is_target(node):
+                found.setdefault(node.value, []).append(node)
+            elif isinstance(node, (cst.FunctionDef, cst.ClassDef, cst.Param)):
+                found.setdefault(node.name.value, []).append(node)
+            elif isinstance(node, cst.ImportAlias):
+                found.setdefault(local_name(node), []).append(node)
+        return found
+
+    @cached_property
+    def _imported(self) -> list[tuple[str, str, str]]:
+        """(local name, what it means, what was imported) of each absolute import; no local name for ``*``."""
+        found: list[tuple[str, str, str]] = []
+        for node in self.all(cst.Import):
+            for alias in node.names:
+                local, dotted = local_name(alias), name_of(alias.name) or ""
+                found.append((local, dotted if alias.asname else local, dotted))
+        for start in self.all(cst.ImportFrom):
+            base = None if start.relative else name_of(start.module)
+            if base is not None:
+                aliases = [] if isinstance(start.names, cst.ImportStar) else start.names
+                named = [(local_name(alias), f"{base}.{name_of(alias.name)}") for alias in aliases]
+                found += [(local, dotted, dotted) for local, dotted in named or [("", base)]]
+        return found
+
+    @cached_property
+    def imports(self) -> dict[str, str]:
+        """Local name -> dotted name it was imported as, anywhere in the file (``nn`` -> ``torch.nn``)."""
+        return {local: meaning for local, meaning, _ in self._imported if local}
+
+    def imports_any(self, *roots: str) -> bool:
+        """Whether a module of one of these names, or below it, is imported."""
+        return any(f"{name}.".startswith(f"{root}.") for _, _, name in self._imported for root in roots)
+
+    def dotted(self, node: cst.CSTNode) -> str:
+        """What a name or chain of attributes means by the imports (``hvd.rank`` -> ``horovod.torch.rank``); "" if it
+        does not begin with an imported name."""
+        text = name_of(node)
+        head, _, rest = (text or "").partition(".")
+        if head not in self.imports:
+            return ""
+        return self.imports[head] + ("." + rest if rest else "")
+
+    def means(self, node: cst.CSTNode, *ends: str) -> bool:
+        """Whether `dotted` of ``node`` is one of these names, or ends with ``.name`` of one."""
+        dotted = self.dotted(node)
+        return bool(dotted) and any(dotted == end or dotted.endswith("." + end) for end in ends)
+
+    def calls(self, *ends: str, within: cst.CSTNode | None = None) -> Iterator[cst.Call]:
+        """Calls of what `means` one of these names."""
+        return (call for call in self.all(cst.Call, within) if self.means(call.func, *ends))
+
+    def methods(self, *names: str, within: cst.CSTNode | None = None) -> Iterator[cst.Call]:
+        """Calls of an attribute of these names, of anything: ``x.name(...)``."""
+        return (call for call in self.all(cst.Call, within)
+                if isinstance(call.func, cst.Attribute) and call.func.attr.value in names)
+
+    @property
+    def bound(self) -> set[str]:
+        """Every name that the file binds in any way: imports, targets, parameters, functions, classes."""
+        return set(self._binders)
+
+    def is_target(self, node: cst.Name) -> bool:
+        """Whether ``node`` is what an assignment, ``for``, ``with``, ``except`` or ``:=`` binds."""
+        inner: cst.CSTNode = node
+        for up in self.above(node):
+            if isinstance(up, (cst.Tuple, cst.List, cst.Element, cst.StarredElement)):
+                inner = up
+                continue
+            if isinstance(up, (cst.For, cst.CompFor, cst.AnnAssign, cst.AugAssign, cst.NamedExpr)):
+                return inner is up.target
+            return isinstance(up, (cst.AssignTarget, cst.AsName))
+        return False
+
+    @cached_property
+    def _assigned(self) -> dict[str, list[cst.Assign]]:
+        found: dict[str, list[cst.Assign]] = {}
+        for node in self.all(cst.Assign):
+            name = name_of(node.targets[0].target)
+            if len(node.targets) == 1 and name is not None:
+                found.setdefault(name, []).append(node)
+        return found
+
+    def assigned(self, name: str) -> list[cst.Assign]:
+        """Plain assignments whose only target is the name (or dotted text) ``name``."""
+        return self._assigned.get(name, [])
+
+    def bindings(self, name: str) -> int:
+        """How often the plain name is bound by anything but an import."""
+        return sum(not isinstance(node, cst.ImportAlias) for node in self._binders.get(name, ()))
+
+    def value(self, node: cst.BaseExpression) -> cst.BaseExpression:
+        """What a name stands for where it is bound once, by one plain assignment; else ``node`` itself."""
+        for _ in range(4):
+            text = name_of(node)
+            if not isinstance(node, cst.Name) or text is None:
+                return node
+            found = self.assigned(text)
+            if len(found) != 1 or self.bindings(text) != 1:
+                return node
+            node = found[0].value
+        return node
+
+    @cached_property
+    def _uses(self) -> dict[str, list[cst.Name]]:
+        found: dict[str, list[cst.Name]] = {}
+        for node in self.all(cst.Name):
+            if not self.is_target(node) and not self._is_label(node):
+                found.setdefault(node.value, []).append(node)
+        return found
+
+    def uses(self, name: str) -> list[cst.Name]:
+        """Where a plain name is read: not bound, not an attribute, a keyword or part of an import."""
+        return self._uses.get(name, [])
+
+    def _is_label(self, node: cst.Name) -> bool:
+        """Whether ``node`` is an attribute, the keyword of an argument, or the name of a definition or import."""
+        up = self.parent.get(node)
+        if isinstance(up, cst.Attribute) and up.attr is node:
+            return True
+        if isinstance(up, cst.Arg):
+            return up.keyword is node
+        if isinstance(up, (cst.Param, cst.FunctionDef, cst.ClassDef)):
+            return up.name is node
+        while isinstance(up, cst.Attribute):
+            up = self.parent[up]
+        return isinstance(up, (cst.ImportAlias, cst.ImportFrom))
+
+
+def name_of(node: cst.CSTNode | None) -> str | None:
+    """``a`` or ``a.b.c`` as text; None for anything else."""
+    if isinstance(node, cst.Name):
+        return node.value
+    if isinstance(node, cst.Attribute):
+        base = name_of(node.value)
+        return None if base is None else f"{base}.{node.attr.value}"
+    return None
+
+
+def local_name(alias: cst.ImportAlias) -> str:
+    """The name that an import binds."""
+    if alias.asname is not None and isinstance(alias.asname.name, cst.Name):
+        return alias.asname.name.value
+    return (name_of(alias.name) or "").split(".")[0]
+
+
+def argument(call: cst.Call, name: str, position: int | None = None) -> cst.Arg | None:
+    """The argument ``name``, by keyword or else at ``position``; None if it is not given."""
+    for index, arg in enumerate(call.args):
+        if arg.keyword is not None and arg.keyword.value == name:
+            return arg
+        if arg.keyword is None and not arg.star and index == position:
+            return arg
+    return None
+
+
+def starred(call: cst.Call) -> bool:
+    """Whether some arguments are in ``*args`` or ``**kwargs``, where they cannot be read."""
+    return any(arg.star for arg in call.args)
+
+
+def is_true(arg: cst.Arg | None) -> bool:
+    """Whether an argument is literally True."""
+    return arg is not None and isinstance(arg.value, cst.Name) and arg.value.value == "True"
+
+
+def is_false(arg: cst.Arg | None) -> bool:
+    """Whether an argument is literally False."""
+    return arg is not None and isinstance(arg.value, cst.Name) and arg.value.value == "False"
+
+
+def text_of(node: cst.BaseExpression | None) -> str | None:
+    """The value of a plain string literal, else None."""
+    if isinstance(node, cst.SimpleString):
+        value = node.evaluated_value
+        return value if isinstance(value, str) else None
+    return None

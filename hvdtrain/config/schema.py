@@ -1,0 +1,171 @@
+"""What a tree of dataclasses offers as configuration keys: names, types in words, and whether a value fits.
+
+Owns the reading of the dataclasses of `hvdtrain.config` for the command line, the docs and the checks; knows no key
+by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from hvdtrain.core.errors import UserError
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text",
+          dict: "keyword arguments such as {width: 64}"}
+_UNIONS = (Union, UnionType)
+_NUMBERS = {int: numbers.Integral, float: numbers.Real}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key: dotted ``name``, type ``hint``, ``default``, ``unit`` ("" if it has none) and meaning ``doc``.
+
+    ``per_rank``: its value may be a list, or a text with colons, of one entry for each rank.
+    """
+
+    name: str
+    hint: Any
+    default: Any
+    unit: str
+    doc: str
+    per_rank: bool = False
+
+
+def keys(cls: type, prefix: str = "") -> list[Key]:
+    """Every key below the dataclass ``cls``, those of its sections included, in the order of the fields."""
+    out: list[Key] = []
+    for f, hint in _fields(cls):
+        name = prefix + f.name
+        if dataclasses.is_dataclass(hint):
+            out += keys(hint, f"{name}.")  # type: ignore[arg-type]
+        else:
+            make: Any = f.default_factory
+            default = make() if f.default is dataclasses.MISSING else f.default
+            meta = f.metadata
+            out.append(Key(name, hint, default, meta.get("unit", ""), meta.get("doc", ""), meta.get("per_rank", False)))
+    return out
+
+
+def per_rank(config: Any) -> dict[str, Any]:
+    """Return the values of the dataclass instance ``config`` whose keys may hold an entry for each rank, by name."""
+    names = {key.name for key in keys(type(config)) if key.per_rank}
+    return {name: value for name, value in leaves(config) if name in names}
+
+
+def by_name(hint: Any) -> bool:
+    """Whether a value may be given for names, such as {fast: 3, old: 1}."""
+    return get_origin(hint) in _UNIONS and any(get_origin(one) is dict for one in get_args(hint))
+
+
+def lists_numbers(hint: Any) -> bool:
+    """Whether a value may be a list of numbers."""
+    return any(one in (list[float], list[int]) for one in (hint, *get_args(hint)))
+
+
+def sections(cls: type) -> dict[str, type]:
+    """The sections of ``cls`` by name: fields that are dataclasses themselves."""
+    return {f.name: hint for f, hint in _fields(cls) if isinstance(hint, type) and dataclasses.is_dataclass(hint)}
+
+
+def named_sections(cls: type) -> dict[str, type]:
+    """The sections of ``cls`` that have a ``name``: a bare text stands for it."""
+    return {name: hint for name, hint in sections(cls).items() if any(f.name == "name" for f, _ in _fields(hint))}
+
+
+def bare(cls: type, name: str, value: Any) -> str:
+    """The key of section ``name`` of ``cls`` that a bare ``value`` stands for, "" where it stands for none.
+
+    A text is a section's name, a whole number what its ``BARE`` says, such as a pipeline's stages.
+    """
+    section = sections(cls).get(name)
+    if section is None:
+        return ""
+    if isinstance(value, str):
+        return "name" if name in named_sections(cls) else ""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return getattr(section, "BARE", "") if whole else ""
+
+
+def in_words(hint: Any) -> str:
+    """What a value of this type looks like, for a message or a table."""
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        return "one of " + ", ".join(map(str, choices)) if len(choices) > 1 else str(choices[0])
+    if get_origin(hint) in _UNIONS:
+        return " or ".join(in_words(one) for one in get_args(hint))
+    if get_origin(hint) is list:
+        (of,) = get_args(hint)
+        kinds = {float: "numbers such as [3, 1]", int: "whole numbers such as [64, 16]"}
+        return "a list of " + kinds.get(of, "names such as [a, b]")
+    if get_origin(hint) is dict:
+        return f"{_WORDS[get_args(hint)[1]]} for each name"
+    if dataclasses.is_dataclass(hint):
+        names = [f.name for f in dataclasses.fields(hint)]
+        bare = "a name, or " if "name" in names else "a number, or " if hasattr(hint, "BARE") else ""
+        return bare + "a section with " + ", ".join(names)
+    return _WORDS[hint]
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether ``value`` is of this type; a whole number is a number too, true and false are none."""
+    if get_origin(hint) is Literal:
+        return isinstance(value, str) and value in get_args(hint)
+    if get_origin(hint) in _UNIONS:
+        return any(fits(value, one) for one in get_args(hint))
+    if get_origin(hint) is list:
+        return isinstance(value, (list, tuple)) and all(fits(v, get_args(hint)[0]) for v in value)
+    if get_origin(hint) is dict:
+        return isinstance(value, dict) and all(isinstance(k, str) and k and fits(v, get_args(hint)[1])
+                                               for k, v in value.items())
+    if hint is dict:
+        return isinstance(value, dict) and all(isinstance(k, str) for k in value)
+    if hint in _NUMBERS:
+        return isinstance(value, _NUMBERS[hint]) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def check_types(config: Any, prefix: str = "") -> None:
+    """Raise `UserError` naming the first key of the dataclass instance ``config`` whose value is of another type."""
+    kind: Any = type(config)
+    for f, hint in _fields(kind):
+        value = getattr(config, f.name)
+        if not fits(value, hint):
+            raise UserError(f"{prefix}{f.name} is {shown(value)}", in_words(hint), f"correct {prefix}{f.name}")
+        if dataclasses.is_dataclass(hint):
+            check_types(value, f"{prefix}{f.name}.")
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every (dotted name, value) of the dataclass instance ``config``."""
+    kind: Any = type(config)
+    for f, hint in _fields(kind):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(hint):
+            yield from leaves(value, f"{prefix}{f.name}.")
+        else:
+            yield prefix + f.name, value
+
+
+def shown(value: Any, width: int = 60) -> str:
+    """A value on one line of at most ``width`` characters, as it would stand in a YAML file."""
+    words = {None: "empty (null)", True: "true", False: "false"}
+    if value is None or isinstance(value, bool):
+        return words[value]
+    try:
+        text = " ".join(repr(value).split())
+    except (ValueError, RecursionError):  # a number of thousands of digits, a list that holds itself
+        return f"a {type(value).__name__} too large to show"
+    return text if len(text) <= width else text[:width - 3] + "..."
+
+
+@lru_cache(maxsize=None)
+def _fields(cls: Any) -> tuple[tuple[dataclasses.Field, Any], ...]:
+    """The fields of a dataclass with their types resolved."""
+    hints = get_type_hints(cls)
+    return tuple((f, hints[f.name]) for f in dataclasses.fields(cls))  # type: ignore[arg-type]

@@ -1,0 +1,50 @@
+"""The moments of a run that callbacks see. This docstring is the training loop.
+
+::
+
+    FIT_START                                          # may refuse: nothing in the run's directory has changed so far
+    the run begins: config.yaml                        # not where a finished run has nothing left to train
+    while epoch < epochs:
+        EPOCH_START
+        for global batch t of this epoch:              # hvdtrain.data.feed: a function of (seed, t) only
+            STEP_START
+            for each micro-batch of this rank's part:  # none, when this rank holds no sample of the batch
+                forward, backward of loss_sum / W      # W: global weight of batch t
+            exchange the gradients (sum)               # begins during the last backward
+            vote: loss, gradient finite? stop? save? anything to tell?   # one small sum, the same on every rank
+            if a rank ran out of memory: TOLD, and again from forward, as if nothing had been
+            if a loss or the summed gradient is not finite: NON_FINITE, no update
+            clip, update
+            reduce the buffers that forward passes write to    # hvdtrain.engine.written_state; nothing without any
+                                                       # an overflow in fp16: no update, a lower loss scale, no event
+            if a rank had something to tell: TOLD      # run.tell_all(topic, text) -> run.state.told, on every rank
+            STEP_END
+            if a checkpoint is due:
+                CHECKPOINT                             # snapshot written by rank 0
+        if evaluation is due:
+            EVAL_END                                   # exact sums over uneven shards
+        EPOCH_END
+        if a vote to stop was cast: break
+    FIT_END                                            # also after a stop; callbacks save last
+    FIT_SAVED                                          # a change of the model is not what training continues from
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Event(enum.Enum):
+    """Names of the moments; a callback implements the method of the same lower-case name."""
+
+    FIT_START = "fit_start"
+    EPOCH_START = "epoch_start"
+    STEP_START = "step_start"
+    NON_FINITE = "non_finite"
+    TOLD = "told"
+    STEP_END = "step_end"
+    CHECKPOINT = "checkpoint"
+    EVAL_END = "eval_end"
+    EPOCH_END = "epoch_end"
+    FIT_END = "fit_end"
+    FIT_SAVED = "fit_saved"

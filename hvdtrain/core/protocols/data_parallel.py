@@ -1,0 +1,83 @@
+"""The seam of data parallelism: how the copies of a model stay one model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from hvdtrain.core.protocols.arrays import Array
+from hvdtrain.core.protocols.stage import GradientSink
+
+if TYPE_CHECKING:
+    from hvdtrain.core.protocols.types import ParamSpec, StepBatch
+
+
+class DataParallel(GradientSink, Protocol):
+    """Keeps the ranks' copies of a model one model: takes their gradients, decides what is summed when, and updates.
+
+    ``caveats``: the laws it bends, in words that are printed at start.
+    """
+
+    caveats: tuple[str, ...]
+
+    @property
+    def compression(self) -> str:
+        """The name of the compressor in use, "none" without one."""
+        ...
+
+    def describe(self) -> str:
+        """Return how gradients travel in short, such as "none" or "topk 1 %", for the summary."""
+        ...
+
+    def begin(self, step: int) -> None:
+        """Open step ``step``; `discard` goes back to here."""
+        ...
+
+    def discard(self) -> None:
+        """Undo what the step did to the exchange's state: there will be no update."""
+        ...
+
+    def scale(self, batch: StepBatch) -> float:
+        """Return what this rank's summed loss is multiplied by: 1 / W with W the global weight (law 1)."""
+        ...
+
+    def meets(self, step: int) -> bool:
+        """Return whether the copies exchange anything in step ``step``, so that the ranks vote on it; alike on all."""
+        ...
+
+    def squares(self, grads: Sequence[Array]) -> float:
+        """Return the sum of squares over this rank's part of ``grads``, as `collect` returned them.
+
+        Over all ranks they add up to the square of the global norm; NaN or infinite where a gradient is not finite, or
+        so large that its square overflows float32 (1.8e19). 0 where the gradients are still on an asynchronous device:
+        there `update` looks.
+        """
+        ...
+
+    def update(self, step: int, grads: Sequence[Array], unused: Collection[int] = ()) -> tuple[bool, float]:
+        """Update the parameters; return (finite, norm) as `Optimizer.step` does, the same on every rank.
+
+        ``unused``: indices of the parameters that no rank used in this step, which `Optimizer.step` leaves as they are.
+        """
+        ...
+
+    def extend(self, specs: Sequence[ParamSpec], first: int) -> Sequence[tuple[int, int]] | None:
+        """Take in the parameters from index ``first`` of ``specs`` on, which have been added to the model's.
+
+        The stage is to be connected again. Returns the elements [begin, end) of each that this rank updates; None: all.
+        """
+        ...
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """Return this rank's own state (a compressor's residual, say) by name; {} without any."""
+        ...
+
+    def restore(self, own: dict[str, np.ndarray]) -> str:
+        """Undo `saved`; return in words what of it did not fit and starts anew, or ""."""
+        ...
+
+    def restart(self) -> None:
+        """Forget all state."""
+        ...

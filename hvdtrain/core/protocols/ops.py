@@ -1,0 +1,145 @@
+"""The array operations' seam."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from hvdtrain.core.protocols.arrays import Array
+from hvdtrain.core.protocols.wire import Collectives
+
+
+class Cell(Protocol):
+    """Memory for one array that survives a step; read and written at once or as nodes of a graph that is traced."""
+
+    def read(self) -> Array:
+        """Return the array, which later writes leave as it is."""
+        ...
+
+    def write(self, x: Array) -> None:
+        """Replace the array by one of the same shape and dtype."""
+        ...
+
+
+class Ops(Protocol):
+    """The functional array operations that the core and the compressors need, one implementation per backend.
+
+    ``+ - * / abs`` of the arrays themselves are used as they are. Dtypes are given by numpy's names.
+    ``writes``: arrays can be written to (`overwrite`).
+    """
+
+    name: str
+    writes: bool
+
+    def zeros(self, n: int, dtype: str) -> Array:
+        """(n,) zeros."""
+        ...
+
+    def buffer(self, n: int, dtype: str, own: np.ndarray | None = None) -> Array:
+        """(n,) zeros for a stage to write gradients into, in memory ``own`` of a wire's if there is such.
+
+        What `to_host` makes of it is that memory, not a copy.
+        """
+        ...
+
+    def cast(self, x: Array, dtype: str) -> Array:
+        """The same shape in another dtype."""
+        ...
+
+    def reshape(self, x: Array, shape: Sequence[int]) -> Array:
+        """The same elements, row-major, in another shape."""
+        ...
+
+    def pack(self, xs: Sequence[Array]) -> Array:
+        """Flatten and join: arrays of any shape -> (N,)."""
+        ...
+
+    def unpack(self, flat_N: Array, shapes: Sequence[Sequence[int]]) -> list[Array]:
+        """Undo `pack`."""
+        ...
+
+    def bits16(self, x: Array) -> Array:
+        """The bits of float32 ``x`` rounded to bfloat16 (to nearest, ties to even), as int16."""
+        ...
+
+    def from_bits16(self, bits: Array) -> Array:
+        """Undo `bits16`: int16 -> float32."""
+        ...
+
+    def bitcast(self, x: Array, dtype: str) -> Array:
+        """The bits of a vector read as another dtype: (n,) -> (n * itemsize / itemsize of ``dtype``,)."""
+        ...
+
+    def topk(self, flat_N: Array, k: int) -> tuple[Array, Array]:
+        """The k entries of largest magnitude: (values (k,), indices int64 (k,)); ties to the lower index."""
+        ...
+
+    def take(self, flat_N: Array, index_k: Array) -> Array:
+        """Elements at int64 indices: (N,), (k,) -> (k,)."""
+        ...
+
+    def scatter_add(self, n: int, index_k: Array, values_k: Array) -> Array:
+        """A zero vector of n elements with ``values_k`` added at ``index_k``; an index may repeat."""
+        ...
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        """Matrix product: (n, m), (m, k) -> (n, k)."""
+        ...
+
+    def transpose(self, a: Array) -> Array:
+        """(n, m) -> (m, n)."""
+        ...
+
+    def orthogonalize(self, m_NR: Array) -> Array:
+        """Columns made orthonormal by Gram-Schmidt, as in PowerSGD (Vogels et al., NeurIPS 2019)."""
+        ...
+
+    def sum_squares(self, x: Array) -> Array:
+        """Scalar sum of the squares of all elements, in float32 at least."""
+        ...
+
+    def abs_max(self, x: Array) -> Array:
+        """Scalar largest magnitude; 0 of nothing."""
+        ...
+
+    def round(self, x: Array) -> Array:
+        """To the nearest integer, ties to even; keeps the dtype."""
+        ...
+
+    def overwrite(self, x: Array, by: Array) -> Array:
+        """Return ``by``, written to the memory of ``x`` where arrays can be written to (``writes``), which then is it.
+        """
+        ...
+
+    def all_finite(self, x: Array) -> Array:
+        """Scalar boolean array: no NaN and no infinity in ``x``."""
+        ...
+
+    def select(self, which: Array, x: Array, y: Array) -> Array:
+        """``x`` where the scalar boolean array ``which`` is true, else ``y``."""
+        ...
+
+    def cell(self, value: Array) -> Cell:
+        """Make a cell that holds ``value``, on this backend's device; outside of any graph that is being traced."""
+        ...
+
+    def during_backward(self, wire: Collectives) -> Collectives:
+        """Return collectives over ``wire`` that a sink may call while backward runs.
+
+        ``wire`` itself, or, where backward is a graph and ``wire`` is not, one that is called as nodes of it.
+        """
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Return the bytes that this rank's device has left, 0 where it cannot be told; None: it is host memory."""
+        ...
+
+    def to_host(self, x: Array) -> np.ndarray:
+        """As numpy; may share memory with ``x``."""
+        ...
+
+    def from_host(self, x: np.ndarray) -> Array:
+        """As this backend's array, on its device; may share memory with ``x``."""
+        ...

@@ -1,0 +1,196 @@
+"""The data plane's seam, and what a compressor asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from hvdtrain.core.protocols.arrays import Array
+
+if TYPE_CHECKING:
+    from hvdtrain.core.group import Group
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Array:
+        """Return the result; waits for it outside a graph, returns the symbolic tensor inside one."""
+        ...
+
+
+class Collectives(Protocol):
+    """Moves gradients: each call takes a deterministic ``name`` and returns a `Handle` (law 5).
+
+    ``dtypes``: names of the dtypes `allreduce` sums. ``overlaps``: work goes on while a handle is open.
+    ``in_graph``: may be called while TensorFlow traces. ``host``: takes and gives numpy arrays; a backend converts.
+    ``reductions``: what `allreduce` can do beside "sum". An `allreduce` may reuse the memory of its argument.
+    """
+
+    name: str
+    rank: int
+    size: int
+    dtypes: frozenset[str]
+    reductions: frozenset[str]
+    overlaps: bool
+    in_graph: bool
+    host: bool
+
+    def among(self, group: Group) -> Collectives:
+        """The same kind of wire between the ranks of ``group`` alone, whose ranks count from 0 in it.
+
+        Collective over the group: its members make it at once, and those of several groups in one order.
+        """
+        ...
+
+    def buffer(self, n: int, dtype: str) -> np.ndarray | None:
+        """(n,) zeros that `allreduce` sums without a copy, or None where it has no such memory.
+
+        Collective: every rank asks for the same buffers in the same order, before its first exchange.
+        """
+        ...
+
+    def flight(self, n: int, dtype: str) -> np.ndarray | None:
+        """(n,) of the one vector in flight that `reducescatterv` sums without a copy, or None without such memory.
+
+        The same memory in every call: to be asked for again once the handle of the vector before is done. What it holds
+        is left open. Collective where it has to grow.
+        """
+        ...
+
+    def allreduce(self, flat_N: Array, name: str, op: str = "sum") -> Handle:
+        """Combine over ranks, by sum or by another of ``reductions``: (N,) -> (N,)."""
+        ...
+
+    def allgather(self, x_K: Array, name: str) -> Handle:
+        """Every rank's vector, by rank: (K,) -> (P, K)."""
+        ...
+
+    def alltoall(self, x_PK: Array, name: str) -> Handle:
+        """Row p goes to rank p; row q of the result came from rank q: (P, K) -> (P, K)."""
+        ...
+
+    def reducescatter(self, flat_N: Array, name: str) -> Handle:
+        """This rank's 1/P of the sum over ranks: (N,) -> (N/P,); N is a multiple of P."""
+        ...
+
+    def reducescatterv(self, flat_N: Array, sizes_P: Sequence[int], name: str) -> Handle:
+        """This rank's part of the sum over ranks: (N,) -> (sizes_P[rank],); N is the sum of ``sizes_P``.
+
+        Parts lie in the order of the ranks; some may be empty. Added in the order of the ranks, in float32 at least,
+        so that every wire gives the same bits.
+        """
+        ...
+
+    def allgatherv(self, part_K: Array, sizes_P: Sequence[int], name: str) -> Handle:
+        """The ranks' parts one after the other: (sizes_P[rank],) -> (N,).
+
+        What it returns may be memory of the wire's own, good until the next call of this wire.
+        """
+        ...
+
+    def broadcast(self, x_N: Array, name: str, root: int = 0) -> Handle:
+        """``root``'s vector on every rank: (N,) -> (N,)."""
+        ...
+
+
+class Channel(Protocol):
+    """Moves arrays from one rank to another, beside all collectives: other ranks and threads take no part in it.
+
+    Both sides name a ``tag`` from 0 to 16383; messages of one sender, receiver and tag come in the order in which
+    they were sent. Each wait is bounded by ``timeout_s`` and ends with `WaitTimeout`; a message that is not what its
+    receiver expects is a RuntimeError there. Threads may use one channel at once, each its own tags.
+    """
+
+    rank: int
+    size: int
+    timeout_s: float
+
+    def send(self, x: np.ndarray, to: int, tag: int) -> Handle:
+        """Begin to send the contiguous ``x``, which stays as it is until the handle is done."""
+        ...
+
+    def receive(self, like: np.ndarray, source: int, tag: int) -> Handle:
+        """Begin to receive into the contiguous ``like``, whose dtype and shape the message must have."""
+        ...
+
+    def close(self) -> None:
+        """End every wait of this rank, in whatever thread, with `hvdtrain.cluster.messages.channel.ChannelClosed`."""
+        ...
+
+    def free(self) -> None:
+        """Close the channel and give back what it holds; collective, when no message is under way."""
+        ...
+
+
+class Coming(Protocol):
+    """A message that was asked for."""
+
+    def wait_begun(self) -> None:
+        """Wait until it begins to come: until then its sender has not sent it."""
+        ...
+
+    def wait(self) -> np.ndarray:
+        """Return it, uint8 (n,), in memory that is the receiver's as long as any view of it lives."""
+        ...
+
+
+class Carrier(Protocol):
+    """Moves whole messages from one rank to another, which say themselves what they are
+    (`hvdtrain.parallel.pipeline.post`).
+
+    A message is the bytes of several arrays, each of which begins at a multiple of 64 in it. Messages of one sender,
+    receiver and ``tag`` (0 to 3) come in the order in which they were sent; a rank has one thread that uses it. Each
+    wait is bounded and ends with `WaitTimeout`.
+    """
+
+    rank: int
+    size: int
+
+    def put(self, parts: Sequence[np.ndarray], to: int, tag: int, room: int = 64) -> None:
+        """Send a copy of contiguous ``parts``, which are the caller's again; it goes while the caller computes.
+
+        Waits while ``room`` messages of that tag there are under way.
+        """
+        ...
+
+    def take(self, source: int, tag: int) -> Coming:
+        """Ask for the next message; it comes while the caller computes. Messages are waited for in this order."""
+        ...
+
+    def flush(self) -> None:
+        """Wait until all that was put has left this rank."""
+        ...
+
+    def free(self) -> None:
+        """Give back what it holds; collective, when no message is under way."""
+        ...
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Ask the driver of a compressor's generator for a sum over ranks of ``flat_N``, or another reduction ``op``."""
+
+    flat_N: Array
+    op: str = "sum"
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """Ask for every rank's ``x_K``: the answer has shape (P, K)."""
+
+    x_K: Array
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Ask for the exchange of rows of ``x_PK``: the answer has shape (P, K)."""
+
+    x_PK: Array
+
+
+Request = AllReduce | AllGather | AllToAll
+Exchange = Generator[Request, Array, tuple[Array, dict[str, Array]]]

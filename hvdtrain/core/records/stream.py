@@ -1,0 +1,99 @@
+"""Hands every record of a run to those who show or keep it: callbacks write here, reports read.
+
+Owns who gets which record and when. Knows no report. A report that fails is said once and dropped: none ends a run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvdtrain.core.protocols import Record, Report
+from hvdtrain.core.turns import Turns
+
+MOST_HELD = 1000
+"""Records kept until the run begins; beyond these the oldest are lost."""
+
+checks: list[Callable[[Record], None]] = []
+"""Called with every record, before any report; tests hold them against the schema here."""
+
+
+class Stream:
+    """Gives records to the reports that ``make`` returns, in the order in which they were made.
+
+    On rank 0; elsewhere it makes none. ``latest``: the last record of each event.
+    """
+
+    def __init__(self, make: Callable[[], Sequence[Report]] = list) -> None:
+        self.latest: dict[str, Record] = {}
+        self._make = make
+        self._reports: list[tuple[Report, Turns]] = []
+        self._held: deque[Record] = deque(maxlen=MOST_HELD)
+        self._also: list[Report] = []
+
+    def also(self, report: Report) -> None:
+        """Give the records of the next fit to ``report`` too."""
+        self._also.append(report)
+
+    def open(self) -> None:
+        """Make the reports, where they are not open: they have all records from now on. A fit begins with it."""
+        if not self._reports:
+            self._reports = [(report, Turns(report.every, f"{type(report).__name__}.every is {report.every!r}"))
+                             for report in [*self._make(), *self._also]]
+
+    def wanted(self, run: Any) -> bool:
+        """Return whether the "step" record of the step that has just ended is any report's turn; ask once a step."""
+        due = False
+        for _, turns in self._reports:
+            due = turns.ask(run) or due
+        return due
+
+    def write(self, run: Any, event: str, values: dict[str, Any]) -> None:
+        """Make a record and hand it on."""
+        record = Record(event, run.state.cursor.step, time.time(), values)
+        for check in checks:
+            check(record)
+        self.latest[event] = record
+        if not self._reports:
+            return
+        self.flush(run)
+        if not run.begun:
+            self._held.append(record)
+        for report, turns in list(self._reports):
+            if (event != "step" or turns.due) and (run.begun or report.at_once):
+                self._give(run, report, record)
+
+    def flush(self, run: Any) -> None:
+        """Hand over what has waited for the run to begin, if it has."""
+        while run.begun and self._held:
+            record = self._held.popleft()
+            for report, _ in list(self._reports):
+                if not report.at_once:
+                    self._give(run, report, record)
+
+    def close(self, run: Any) -> None:
+        """End every report; what has waited for a run that did not begin is forgotten."""
+        self.flush(run)
+        self._held.clear()
+        reports, self._reports, self._also = self._reports, [], []
+        for report, _ in reports:
+            try:
+                report.close()
+            except Exception as error:  # noqa: BLE001  (whatever a tracker's library raises)
+                self._failed(run, report, error)
+
+    def _give(self, run: Any, report: Report, record: Record) -> None:
+        if all(other is not report for other, _ in self._reports):
+            return  # it failed over the note that another has failed, and that was said
+        try:
+            report.write(record)
+        except Exception as error:  # noqa: BLE001  (whatever a tracker's library raises)
+            self._reports = [(other, turns) for other, turns in self._reports if other is not report]
+            self._failed(run, report, error)
+
+    @staticmethod
+    def _failed(run: Any, report: Report, error: Exception) -> None:
+        name = getattr(report, "name", type(report).__name__)
+        run.note(f"{name} fails ({type(error).__name__}: {error}); training goes on without it")

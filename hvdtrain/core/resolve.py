@@ -1,0 +1,136 @@
+"""Find what a user names as ``module:callable`` or ``path/to/file.py:callable``, and the paths of a configuration.
+
+Owns the directory that relative paths start from, the import of user code, and the messages about what is missing. Runs
+code the user asked to run, nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hvdtrain.core.errors import UserError, nearest
+
+_LOADING = threading.RLock()  # a user's file may load another
+_start = ""
+
+
+@contextlib.contextmanager
+def paths_from(directory: str) -> Iterator[None]:
+    """Take relative paths from ``directory`` within, also where user code has changed the current directory."""
+    global _start
+    before, _start = _start, directory
+    try:
+        yield
+    finally:
+        _start = before
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """Return ``path`` as an absolute path, from the directory of `paths_from`, else from the current one."""
+    return Path(os.path.abspath(os.path.join(_start, path)))
+
+
+def load_callable(text: str, key: str) -> Callable[..., Any]:
+    """Return the callable that ``text`` names; `UserError` naming config key ``key`` if there is none.
+
+    The current directory is searched first, as ``python -m`` does.
+    """
+    where, _, attribute = text.rpartition(":")
+    if not where or not attribute:
+        raise UserError(
+            f"{key} is {text!r}",
+            "module:callable or path/file.py:callable",
+            f"name the callable after a colon in {key}",
+        )
+    module = load_module(where, key)
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise UserError(
+            f"{key} {text!r}: {where} has no callable {attribute!r}",
+            nearest(attribute, names) if names else "one defined there",
+            f"correct {key}",
+        )
+    return found
+
+
+def load_module(where: str, key: str) -> ModuleType:
+    """Import a module by dotted name or by the path of a ``.py`` file."""
+    if where.endswith(".py"):
+        return _load_file(Path(where), key)
+    if not all(part.isidentifier() for part in where.split(".")):
+        raise UserError(
+            f"{key}: {where!r} is no module name",
+            "a dotted module name, or a file that ends in .py",
+            f"correct {key}",
+        )
+    here = str(absolute(""))
+    if here not in sys.path and ("" not in sys.path or here != str(Path.cwd())):
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        missing = error.name or where
+        if where == missing or where.startswith(missing + "."):
+            raise UserError(
+                f"{key}: there is no module {where!r} in the current directory or among the installed packages",
+                "a module that can be imported",
+                "check the name, or give the file as path/file.py:callable",
+            ) from None
+        raise _lacking(where, missing, key) from None
+    except SyntaxError as error:
+        raise _unreadable(error, key) from None
+
+
+def _unreadable(error: SyntaxError, key: str) -> UserError:
+    """The words for a file that is not Python."""
+    return UserError(f"{key}: {error.filename}, line {error.lineno}: {error.msg}", "a file that Python can read",
+                     "correct that line")
+
+
+def _lacking(where: object, missing: str, key: str) -> UserError:
+    """The words for a module of the user's that imports what is not installed."""
+    package = missing.partition(".")[0]
+    pinned = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}.get(package)
+    remedy = f"run `pip install -r requirements/{pinned}-cpu.txt`" if pinned else f"run `pip install {package}`"
+    return UserError(f"{key}: importing {where} needs {missing!r}, which is not installed", f"{missing} installed",
+                     remedy)
+
+
+def _load_file(path: Path, key: str) -> ModuleType:
+    """Import one file under a name made from its path, once."""
+    full = absolute(path).resolve()
+    if not full.is_file():
+        raise UserError(f"{key}: there is no file {path}", "an existing .py file", f"correct the path in {key}")
+    name = f"hvdtrain_user_{full.stem}_{zlib.crc32(os.fsencode(full)):08x}"
+    with _LOADING:  # of threads, the second would find a module that has run half
+        return sys.modules[name] if name in sys.modules else _run_file(full, name, path, key)
+
+
+def _run_file(full: Path, name: str, path: Path, key: str) -> ModuleType:
+    """Run a file as module ``name``; ``path``: how the user wrote it."""
+    spec = importlib.util.spec_from_file_location(name, full)
+    assert spec is not None and spec.loader is not None, f"no loader for {full}"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, str(full.parent))  # so that the file finds its neighbours, as a script would
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            raise _lacking(path, error.name, key) from None
+        if isinstance(error, SyntaxError):
+            raise _unreadable(error, key) from None
+        raise
+    return module

@@ -1,0 +1,62 @@
+"""What a framework's profiler adds to a trace, and how its clock is brought to the rank's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from hvdtrain.core.timeline.taken import Span
+
+
+MARKS = 5
+"""At the start and at the end each: the narrowest of them count."""
+
+
+class Profiler(Protocol):
+    """Takes the framework's own events on one rank; a backend's class ``Profiler``.
+
+    ``within_s``: how far its events may be off on the rank's clock, once it has stopped.
+    """
+
+    within_s: float
+
+    def start(self) -> None:
+        """Begin. Raises whatever the framework's does, for instance where another profiler is running."""
+        ...
+
+    def stop(self) -> list[Span]:
+        """End, and return what was found, in seconds of `time.perf_counter`."""
+        ...
+
+
+class Marks:
+    """Events of the profiler's own, each made between two readings of the rank's clock."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make = make
+        self._read: list[tuple[float, float]] = []
+
+    def put(self) -> None:
+        """Make some."""
+        for _ in range(MARKS):
+            before_s = time.perf_counter()
+            with self._make():
+                pass
+            self._read.append((before_s, time.perf_counter()))
+
+    def shift(self, seen_s: Sequence[float]) -> tuple[float, float]:
+        """Return what is to be added to the profiler's seconds, and how far that may be off.
+
+        ``seen_s``: when the profiler says that the marks began. Errors: RuntimeError where it has not seen them all, or
+        where they contradict each other by more than a millisecond.
+        """
+        if len(seen_s) != len(self._read) or not seen_s:
+            raise RuntimeError(f"the profiler has {len(seen_s)} of {len(self._read)} marks")
+        pairs = list(zip(self._read, sorted(seen_s)))
+        least_s = max(before - seen for (before, _), seen in pairs)
+        most_s = min(after - seen for (_, after), seen in pairs)
+        if least_s - most_s > 1e-3:
+            raise RuntimeError(f"the profiler's clock has changed by {least_s - most_s:.6f} s")
+        return (least_s + most_s) / 2, abs(most_s - least_s) / 2

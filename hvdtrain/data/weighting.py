@@ -1,0 +1,85 @@
+"""Law 1: gradients are summed, never averaged; the loss is divided once by the global weight.
+
+For global batch t with samples (or valid tokens) of total weight W, cut over ranks r and micro-batches m::
+
+    loss_t = (1 / W) * sum_r sum_m loss_sum[r, m]        grad_t = sum_r sum_m grad(loss_sum[r, m] / W)
+
+The second sum over r is the collective. Nothing depends on how the batch was cut: unequal ranks, a short last
+batch, different micro-batch counts and a rank with nothing are the same formula. Source: the global-token
+normalisation of torchtitan's train step; for unequal ranks, PyTorch issue 67253.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.core.errors import UserError
+
+
+def loss_scale(weight: float) -> float:
+    """Return 1 / W, or 0 for a global batch of weight 0 (every token masked): its gradient is zero."""
+    if not (math.isfinite(weight) and weight >= 0):
+        raise UserError(f"the global weight of a batch is {weight}", "a finite number of 0 or more",
+                        "check the model file's weight(batch)")
+    return 1.0 / weight if weight > 0 else 0.0
+
+
+def check_weight(counted: float, weight: float) -> None:
+    """Raise `UserError` where the tasks of all ranks counted another weight than the W the loss was divided by.
+
+    Law 1 holds only if both speak of the same thing: a task that counts tokens needs a ``weight(batch)`` that does.
+    """
+    if abs(counted - weight) > 1e-3 * max(abs(counted), abs(weight)):
+        raise UserError(f"task counted a weight of {counted:g} where the loss was divided by {weight:g}",
+                        "the same from task(model, batch) and weight(batch)",
+                        "define weight(batch) in the model file; without it the weight is the number of samples")
+
+
+SEARCHED_LABELS = 2**24
+"""Labels in memory that are searched at the start for ignored ones; with more of them every step is weighed."""
+
+
+class LabelWeight:
+    """Return the weight of a numpy batch under a loss that ignores a label, or weighs labels by their class.
+
+    The weight is the sum of the class weights (1 without any) over the labels that count, divided by the labels of a
+    sample: a batch whose labels all count weighs its number of samples, exactly.
+    ``labels``: takes a batch and returns its targets (B, ...); floating targets weigh 1 per sample. ``ignored``: the
+    label that does not count. ``class_weights``: float64[C], or None.
+    """
+
+    def __init__(self, labels: Callable[[Sequence[np.ndarray]], Any], ignored: int,
+                 class_weights: np.ndarray | None = None) -> None:
+        self._labels, self._ignored, self._class_weights = labels, ignored, class_weights
+
+    def __call__(self, batch: Sequence[np.ndarray]) -> float:
+        labels = np.asarray(self._labels(batch))
+        if labels.dtype.kind not in "iu" or not labels.size:
+            return float(len(labels))
+        labels = labels.astype(np.int64, copy=False)
+        counted = labels[labels != self._ignored]
+        total: float = counted.size
+        if self._class_weights is not None:  # a label without a weight is refused by the loss
+            known = counted[(counted >= 0) & (counted < len(self._class_weights))]
+            total = float(self._class_weights[known].sum())
+        return total / (labels.size / len(labels))
+
+    def varies(self, data: Any, samples: Sequence[np.ndarray]) -> bool:
+        """Return whether ``data`` may hold batches that do not weigh their number of samples.
+
+        ``samples``: some of ``data``, whose types decide where ``data`` is not in memory.
+        """
+        whole = getattr(data, "arrays", None)
+        if not samples:  # of a stream, whose steps take a sum over ranks anyway
+            return True
+        labels = np.asarray(self._labels(whole if isinstance(whole, tuple) else samples))
+        if labels.dtype.kind not in "iu" or labels.dtype.kind == "u" and self._ignored < 0 and \
+                self._class_weights is None:
+            return False
+        if self._class_weights is not None or not isinstance(whole, tuple) or labels.size > SEARCHED_LABELS:
+            return True
+        return bool((labels == self._ignored).any())

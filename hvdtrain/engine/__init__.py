@@ -1,0 +1,1 @@
+"""One run: assembly, loop, callbacks, guards, saving, memory and balance."""

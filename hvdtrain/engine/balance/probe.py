@@ -1,0 +1,223 @@
+"""How fast every rank is with this model, and how much its memory holds: measured in a few seconds, or remembered.
+
+Owns the measurement: which sizes, for how long, what an out-of-memory means. Plans nothing
+(`hvdtrain.planning.batch.plan`) and leaves the model as it was (`Step.trial`). All ranks measure at the same time, as
+they will compute: ranks that share cores or memory bandwidth find what is left to them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.cluster.control import agreed
+from hvdtrain.cluster.deadline import deadline
+from hvdtrain.cluster.machine import memory
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Batch
+from hvdtrain.engine.balance import cache, learnt
+from hvdtrain.parallel.recovery.attempt import attempt
+from hvdtrain.planning.batch.line import fit
+from hvdtrain.planning.batch.speed import Speed, least
+
+CONFIRMS = 0.15
+"""A remembered time is confirmed by a measurement that differs from it by less than this part."""
+
+CONFIRM_S = 0.2
+
+HOST_PART = 0.1
+"""Of a host's memory: where the samples alone would take more, no smaller sizes are tried after a shortage, since near
+its limit the kernel ends the process."""
+
+LEAST_REPEATS = 2
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What a backend offers to a probe: `Step.trial`, samples to try it on, and how it tells of memory."""
+
+    trial: Callable[[Any], None]
+    sample: Callable[[int], Any]
+    out_of_memory: Callable[[BaseException], bool]
+    free: Callable[[], None]
+    peak_bytes: Callable[[Callable[[], None]], int]
+
+
+def probe(run: Any, backend: Any) -> list[Speed]:
+    """Every rank's speed, by rank; collective.
+
+    Memory is looked at anew each time. Times that were measured before on the same device with the same model are taken
+    only if all ranks have them, and one measurement of each confirms them. Errors: `UserError`, the same everywhere.
+    """
+    config, control = run.config, run.control
+    cursor = run.state.cursor
+    tools = Tools(run.parts.stage.trial, lambda n: run.feed.sample(n, cursor), backend.out_of_memory,
+                  backend.free_cached, backend.peak_bytes)
+    given = run.spelled.rebalance.max_micro_batch
+    remembers = config.rebalance.probe_cache
+    with deadline(config.control_timeout_s, "the probe of balance"):
+        ran_out = agreed(control, lambda: learnt.ceiling(run, tools.sample(1)) if remembers else 0, "probe")
+        limit = least(config.micro_batch_limit, given[control.rank] if given else 0, ran_out)
+        held = agreed(control, lambda: _held(run, tools, limit), "probe")
+        key = agreed(control, lambda: cache.key(run, tools.sample(1)), "probe") if remembers else ""
+        known = cache.load(key) if remembers else None
+        usable = known is not None and known[0] == tuple(held.batches)
+        own = None
+        if not control.agree(not usable):
+            assert known is not None
+            own = agreed(control, lambda: _confirmed(known[1], held, tools), "probe")
+        if control.agree(own is None):
+            own = agreed(control, lambda: _measured(run, held, tools), "probe")
+            if remembers:
+                cache.save(key, own.sizes, own.seconds)
+    return control.gather(own)
+
+
+def sizes_of(share: int, n: int, limit: int) -> list[int]:
+    """Micro-batches to time, ascending: half, whole and double of an equal share, within ``n`` and ``limit``. Pure.
+
+    Two samples at least, where there may be two: BatchNorm takes no statistics of one.
+    """
+    most = min(limit or n, n)
+    return sorted({min(max(2, b), most) for b in (share // 2, share, 2 * share)})
+
+
+def verified(run: Any, backend: Any, micro_batch: int, tried: int) -> int:
+    """The largest micro-batch up to ``micro_batch`` that this rank's device really holds; not collective.
+
+    ``tried``: what is known to work. On an out-of-memory a fifth is taken off, on this rank alone, until it works.
+    Meanwhile the memory that the optimizer will take with its first update is held. A host's memory is not tried: the
+    kernel would end the process instead of refusing.
+    """
+    def trial() -> None:
+        ballast = [backend.hold_bytes(run.parts.optimizer.bytes_to_come())]
+        run.parts.stage.trial(run.feed.sample(size, run.state.cursor))
+        ballast.clear()
+
+    size = micro_batch
+    while size > tried and attempt(trial, backend.out_of_memory, backend.free_cached)[1]:
+        size = max(tried, int(0.8 * size))
+    return size
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Micro-batches that the memory holds, by size, and the largest one that it should hold (0: any)."""
+
+    batches: dict[int, Any]
+    ceiling: int
+
+
+def _held(run: Any, tools: Tools, limit: int) -> _Held:
+    """Run the sizes once, which also traces, tunes and allocates what later runs reuse; find the ceiling.
+
+    Where memory lacks for the smallest size, a half and a quarter are tried, down to one sample.
+    """
+    config, rank = run.config, run.control.rank
+    device = run.devices[rank]
+    most = config.global_batch if run.feed.samples is None else min(config.global_batch, run.feed.samples)
+    sizes = sizes_of(-(-most // run.control.size), most, limit)
+    batches: dict[int, Any] = {}
+    peaks: list[int] = []
+    local, shortage = len(run.topology.host_of(rank).ranks), ""
+
+    def short(error: BaseException) -> bool:
+        # MemoryError: the host has no room for so many samples, whatever the device holds. BatchNorm takes no sample
+        # alone, to which memory has driven the probe then.
+        return isinstance(error, MemoryError) or tools.out_of_memory(error) or bool(shortage) and isinstance(
+            error, UserError)
+
+    def work(size: int) -> Any:
+        batch = tools.sample(size)
+        peaks.append(_peak(device.kind, tools, batch))
+        return batch
+
+    host = memory.host_budget_bytes(local)
+    budget = host if device.kind == "cpu" else memory.DEVICE_PART * device.memory_bytes
+    while sizes:
+        b = sizes.pop(0)
+        if device.kind == "cpu" and _beyond(b, tuple(batches), peaks, host):
+            break  # the kernel would not refuse it, but end the process
+        batch, why = attempt(lambda: work(b), short, tools.free)  # noqa: B023  (called at once)
+        if not why:
+            batches[b] = batch
+            continue
+        shortage, sizes = shortage or why, []
+        small = device.kind != "cpu" or not host or b * _bytes_of(tools.sample(1)) < HOST_PART * host
+        if not batches and b > 1 and small:
+            sizes = sorted({max(min(2, b // 2), b // 4), b // 2})
+    if not batches:
+        raise UserError(f"{device.name} is out of memory with a micro-batch of {b} on rank {rank} ({shortage})",
+                        "memory for the model and a few samples", "use a smaller model, or precision: bf16")
+    if shortage:
+        return _Held(batches, max(batches))
+    room = memory.ceiling((min(batches), max(batches)), (peaks[0], peaks[-1]),
+                          budget - run.parts.optimizer.bytes_to_come())
+    return _Held(batches, least(limit, room))
+
+
+def _bytes_of(batch: Batch) -> int:
+    return sum(int(getattr(array, "nbytes", 0)) for array in batch)
+
+
+def _beyond(size: int, tried: Sequence[int], peaks: Sequence[int], budget_bytes: int) -> bool:
+    """Whether two smaller micro-batches show that ``size`` would take more than the budget."""
+    if len(tried) < 2 or not budget_bytes or not all(peaks):
+        return False
+    return size > memory.ceiling((tried[0], tried[-1]), (peaks[0], peaks[-1]), budget_bytes) > 0
+
+
+def _peak(kind: str, tools: Tools, batch: Any) -> int:
+    """Run one trial; the memory it takes."""
+    def work() -> None:
+        tools.trial(batch)
+
+    return memory.host_peak_bytes(work) if kind == "cpu" else tools.peak_bytes(work)
+
+
+def _measured(run: Any, held: _Held, tools: Tools) -> Speed:
+    """Time every size; one that memory does not suffice for by now, and larger ones, are left out."""
+    slot_s = run.config.rebalance.probe_s / len(held.batches)
+    seconds: dict[int, float] = {}
+    ceiling = held.ceiling
+    for size, batch in held.batches.items():
+        found, why = attempt(lambda: _time(tools, batch, slot_s), tools.out_of_memory, tools.free)  # noqa: B023
+        if found is None:
+            if not seconds:
+                raise UserError(f"out of memory with a micro-batch of {size}, which fitted before ({why})",
+                                "memory for the model and a few samples", "leave more memory to this rank")
+            ceiling = max(seconds)
+            break
+        seconds[size] = found
+    sizes, times = tuple(seconds), tuple(seconds.values())
+    return Speed(fit(sizes, times), ceiling, sizes, times)
+
+
+def _confirmed(seconds: Sequence[float], held: _Held, tools: Tools) -> Speed | None:
+    """The remembered times, corrected by one of them that is measured anew; None where that is another altogether, or
+    memory lacks for it.
+    """
+    at = len(seconds) // 2
+    sizes = tuple(held.batches)
+    found, _ = attempt(lambda: _time(tools, held.batches[sizes[at]], CONFIRM_S), tools.out_of_memory, tools.free)
+    ratio = math.inf if found is None else found / seconds[at]
+    if abs(ratio - 1.0) >= CONFIRMS:
+        return None
+    corrected = tuple(t * ratio for t in seconds)
+    return Speed(fit(sizes, corrected), held.ceiling, sizes, corrected, remembered=True)
+
+
+def _time(tools: Tools, batch: Any, slot_s: float) -> float:
+    """Mean seconds of a trial over about ``slot_s``.
+
+    The mean: a rank whose processor time is rationed in slices computes and pauses in turns, a median sees only one.
+    """
+    begin = time.perf_counter()
+    repeats = 0
+    while repeats < LEAST_REPEATS or time.perf_counter() - begin < slot_s:
+        tools.trial(batch)
+        repeats += 1
+    return (time.perf_counter() - begin) / repeats

@@ -1,0 +1,240 @@
+"""The audit: every so many steps one micro-batch of each rank of a pair is computed on another rank too.
+
+Owns when, who is suspected, and what is said. `hvdtrain.engine.guards.audit_pairs` has the pairs,
+`hvdtrain.engine.guards.recompute` what travels and how far two results are. Weights are alike by law, and the random
+state travels with the micro-batch, so ranks of one kind have to come to the same bits; ranks of several kinds to the
+same but for rounding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from hvdtrain import backends
+from hvdtrain.core.finite import spoken
+from hvdtrain.core.protocols.shortage import ALONE, Shortage
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.guards.audit_pairs import Pair, comparable, left_out, pairs
+from hvdtrain.engine.guards.fingerprint import vectors_of
+from hvdtrain.engine.guards.kinds import kinds
+from hvdtrain.engine.guards.miscomputed import Miscomputed, clearly_farther, resolution, tell
+from hvdtrain.engine.guards.recompute import Case, Recomputed, bystander, case_of, deliver
+from hvdtrain.planning.batch.speed import least
+
+CONFIRM = 3
+"""Steps in a row that ranks of several kinds are audited again where they were far apart; twice decides.
+
+There the results of one micro-batch may be far apart by chance: rounding decides on which side of zero a ReLU is.
+"""
+
+
+class Audit(Callback):
+    """Audits every ``every`` steps of a run; raises `hvdtrain.engine.guards.miscomputed.Miscomputed` on every rank.
+
+    ``good``: the step of the last audit in which each rank agreed with another.
+    """
+
+    where = "all"
+
+    def __init__(self, every: int) -> None:
+        self._every, self._last, self._off = every, -1, False
+        self._ops: Any = None
+        self.good: dict[int, int] = {}
+        self.audits = 0
+        self._own_s = self._begin_s = 0.0
+        self._loose = False
+        self._doubts: dict[Pair, list[bool]] = {}
+        self._most: dict[int, int] = {}  # by rank that ran out of memory in an audit: samples of its next ones
+
+    def fit_start(self, run: Any) -> None:
+        """Learn which ranks compute alike."""
+        self._ops = backends.load(run.spec.framework).Ops()
+        types = run.parts.precision.names
+        self._kinds = [f"{kind}, {name}" for kind, name in zip(kinds(run), types)]
+        self._eps = [resolution(device.kind, name) for device, name in zip(run.devices, types)]
+        self._narrow = [name != "fp32" for name in types]
+        out = left_out(self._kinds, self._narrow)
+        self._ranks = [rank for rank in range(run.control.size) if rank not in out]
+        if out:
+            words = ", ".join(f"{rank} ({types[rank]})" for rank in out)
+            run.note(f"audit leaves out rank{'s' if len(out) > 1 else ''} {words}: results in 16 bits can be compared "
+                     "with those of a rank of the same kind and precision alone")
+        self._last = run.state.cursor.step // self._every
+        self._begin_s = time.monotonic()
+
+    def step_end(self, run: Any) -> None:
+        """Audit where it is time to, and where the copies of the model are one."""
+        turn = run.state.cursor.step // self._every
+        if self._ops is None or self._off or run.batch is None or not run.state.met:
+            return
+        if turn == self._last and not self._doubts:
+            return
+        began_s = time.perf_counter()
+        plan = self._plan(turn) if turn != self._last else list(self._doubts)
+        new, self._last = turn != self._last, turn
+        if plan and self._audit(run, plan):
+            self.audits += new
+        self._own_s += time.perf_counter() - began_s
+
+    def fit_end(self, run: Any) -> None:
+        """Say what was audited and what it took."""
+        if self.audits:
+            part = 100 * self._own_s / max(1e-9, time.monotonic() - self._begin_s)
+            run.note(f"{self.audits} audits of a micro-batch on another rank found nothing and took {part:.2g} % of "
+                     "the time")
+
+    def _plan(self, turn: int) -> list[Pair]:
+        """Return the pairs of a turn, among the ranks that can be audited."""
+        found = pairs([self._kinds[rank] for rank in self._ranks], turn)
+        return comparable([(self._ranks[a], self._ranks[b]) for a, b in found], self._kinds, self._narrow)
+
+    # --- one audit ---------------------------------------------------------------------------------------------------
+
+    def _audit(self, run: Any, plan: list[Pair]) -> bool:
+        """Have both ranks of each pair compute one case; return whether any had one that can travel. Collective."""
+        control, rank = run.control, run.control.rank
+        mine = next((pair for pair in plan if rank in pair), None)
+        limit = 0 if mine is None else least(*(self._most.get(r, 0) for r in mine),
+                                             *(run.recovery.ceilings.get(r, 0) for r in mine))
+        case = case_of(run.batch.micros, run.parts.state.rank_state, limit) if mine is not None else None
+        headers = control.gather(None if case is None else case.header())
+        turned = {pair: pair if headers[pair[0]] else pair[::-1] for pair in plan}  # whose micro-batch it is
+        plan = [pair for pair in plan if headers[turned[pair][0]]]
+        for pair in plan:
+            source, target = turned[pair]
+            case = deliver(control, case, headers[source], source, target)
+        own, short = self._compute(run, case, [r for pair in plan for r in pair])
+        digests = control.gather(None if own is None else own.digests())
+        plan = [pair for pair in plan if not short.intersection(pair)]
+        for pair in plan:
+            source, target = turned[pair]
+            exact = self._kinds[source] == self._kinds[target] and not self._loose
+            if exact and digests[source] == digests[target]:
+                self._agreed(run, pair)
+            else:
+                self._look(run, pair, turned[pair], exact, case, own)
+        return bool(plan)
+
+    def _agreed(self, run: Any, pair: Pair) -> None:
+        self.good |= dict.fromkeys(pair, run.state.cursor.step)
+
+    def _look(self, run: Any, pair: Pair, turned: Pair, exact: bool, case: Case | None, own: Recomputed | None) -> None:
+        """Compare the two results closely, and end the run if one is wrong; collective."""
+        control, (source, target) = run.control, turned
+        involved = control.rank in pair
+        far, place = control.gather(self._distance(run, own if involved else None, turned))[target]
+        if not exact:
+            if not self._doubtful(pair, far > max(self._eps[source], self._eps[target])):
+                self._agreed(run, pair)
+                return
+            if len(self._doubts[pair]) <= CONFIRM and sum(self._doubts[pair]) < 2:
+                return
+        again, short = self._compute(run, case, pair)
+        if short:
+            return  # found apart, but not confirmed: the next audit looks again
+        moved = again.far_from(own) if again is not None and own is not None else (0.0, 0)
+        same = again is None or own is None or again.digests() == own.digests()
+        rows = control.gather((moved, same, _first_other(own, turned, control.rank)))
+        unsteady = [r for r in turned if rows[r][0][0] > self._eps[r]]
+        if len(unsteady) == 2:
+            self._off = True
+            run.note("audit is off: gradients differ from one computing to the next on one rank, so that the model "
+                     "draws random numbers of its own, or computes by chance")
+            return
+        if exact and not unsteady and not (rows[source][1] and rows[target][1]):
+            self._loose = True  # kernels that add up in any order: only rounding can be told from faults
+            run.note("audit compares but for rounding: like devices do not come to the same bits twice")
+            return
+        if unsteady:
+            place = rows[unsteady[0]][0][1]
+        elif exact:
+            first = next((i for i, (a, b) in enumerate(zip(*(rows[r][2] for r in turned))) if a != b), place)
+            place, far = first, far if first == place else 0.0
+        guilty, third = ((unsteady[0],), None) if unsteady else self._third(run, turned, case, again)
+        raise self._found(run, turned, guilty, third, place, far, bool(unsteady))
+
+    def _doubtful(self, pair: Pair, far: bool) -> bool:
+        """Whether a pair of several kinds is under suspicion; ``far``: it was far apart just now."""
+        if far or pair in self._doubts:
+            self._doubts.setdefault(pair, []).append(far)
+        if len(self._doubts.get(pair, ())) > CONFIRM and sum(self._doubts[pair]) < 2:
+            del self._doubts[pair]
+        return pair in self._doubts
+
+    def _third(self, run: Any, pair: Pair, case: Case | None,
+               own: Recomputed | None) -> tuple[tuple[int, ...], int | None]:
+        """Have a third rank compute the case, of the pair's kind if there is one: (who is at fault, the third rank).
+
+        Both, where there is none or it cannot tell. Collective.
+        """
+        control, (source, target) = run.control, pair
+        others = sorted((r for r in range(control.size) if r not in pair),
+                        key=lambda r: (self._kinds[r] != self._kinds[source], self._kinds[r] != self._kinds[target], r))
+        if not others:
+            return pair, None
+        third = others[0]
+        header = control.gather(None if control.rank != source or case is None else case.header())[source]
+        case = deliver(control, case, header, source, third)
+        found, short = self._compute(run, case, [third])
+        if short:
+            return pair, None
+        if control.rank == third:
+            own = found
+        if control.rank not in (*pair, third):
+            own = None
+        fars = [control.gather(self._distance(run, own, (r, third)))[third][0] for r in pair]
+        digests = control.gather(own.digests() if own is not None else [])
+        same = [digests[r] == digests[third] for r in pair]
+        if any(same) and not all(same):
+            return (pair[same.index(False)],), third
+        worse = clearly_farther(fars[0], fars[1], max(self._eps[r] for r in (*pair, third)))
+        return (pair if worse is None else (pair[worse],)), third
+
+    def _compute(self, run: Any, case: Case | None, ranks: Sequence[int]) -> tuple[Recomputed | None, set[int]]:
+        """Compute the case on ``ranks``; return (this rank's result, the ranks on which memory lacked); collective.
+
+        Later audits of such a rank take half the samples; one that has no smaller number is left out.
+        """
+        own, why, samples = None, "", 0
+        if run.control.rank in ranks:
+            assert case is not None
+            samples = len(case.arrays[0])
+            own, why = run.recovery.attempt(lambda: Recomputed(run.parts, self._ops, case,
+                                                               run.config.model_parallel > 1))
+        rows = [(rank, n, why) for rank, (n, why) in enumerate(run.control.gather((samples, why))) if why]
+        fewest = 2 if run.parts.caveats() else 1  # BatchNorm takes no statistics of one sample
+        for rank, n, _ in rows:
+            self._most[rank] = max(fewest, n // 2)
+            if n <= fewest and rank in self._ranks:  # a third rank may be none of them
+                self._ranks.remove(rank)
+                self._doubts = {pair: fars for pair, fars in self._doubts.items() if rank not in pair}
+        step = run.state.cursor.step
+        run.deliver([(rank, ALONE, Shortage(step, "an audit", n, self._most[rank] if rank in self._ranks else -1,
+                                            why).spelled()) for rank, n, why in rows])
+        return own, {rank for rank, _, _ in rows}
+
+    def _distance(self, run: Any, own: Recomputed | None, turned: Pair) -> tuple[float, int]:
+        """How far ``turned``'s results are apart, and in which parameter, on the second of them; collective."""
+        if own is not None and run.control.rank in turned:
+            return own.compared(run.control, *turned)
+        return bystander(run.control, self._vectors(run), *turned)
+
+    def _vectors(self, run: Any) -> int:
+        """Vectors that a rank's gradients are compared in, the same on every rank."""
+        return len(vectors_of(run.parts.params.specs, run.config.model_parallel > 1))
+
+    def _found(self, run: Any, pair: Pair, guilty: tuple[int, ...], third: int | None, place: int, far: float,
+               unsteady: bool) -> Miscomputed:
+        """What ends the run; the same on every rank."""
+        hosts = {r: f"rank {r} on host {run.topology.host_of(r).node} ({run.devices[r].name})" for r in pair}
+        name = spoken(run.parts.params.specs[place].name)
+        back = min(self.good.get(rank, -1) for rank in guilty)
+        against = [r for r in (*pair, third) if r not in guilty and r is not None]
+        return tell([hosts[r] for r in guilty], against, guilty, name, run.state.cursor.step, far, back, unsteady)
+
+
+def _first_other(own: Recomputed | None, pair: Pair, rank: int) -> list[int]:
+    """Digests of each parameter's gradient, of the ranks of ``pair``."""
+    return own.prints.prints().bits if own is not None and rank in pair else []

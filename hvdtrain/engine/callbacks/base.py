@@ -1,0 +1,55 @@
+"""What every callback shares: who runs it, how often, and the method per event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdtrain.core.events import Event
+from hvdtrain.core.turns import Turns
+
+
+class Callback:
+    """Base of callbacks: define a method named like an event (``step_end(run)``) to see it.
+
+    ``where``: "root" runs on rank 0 only and must not enter a collective; "all" runs on every rank.
+    ``every`` thins out STEP_END: "50 step", "2 epoch", or "5 s" (root only, since clocks differ); "" is each time.
+    """
+
+    where = "root"
+    every = ""
+    state_key = "Callback"
+    """Name of the state in checkpoints: of each class its own name, unless its body sets another."""
+    _turns: Turns | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Give a class without a ``state_key`` of its own the name of the class; a base's key is not inherited."""
+        super().__init_subclass__(**kwargs)
+        if "state_key" not in vars(cls):
+            cls.state_key = cls.__name__
+
+    def on(self, event: Event, run: Any) -> None:
+        """Call the method of this event, if there is one and it is its turn."""
+        method = getattr(self, event.value, None)
+        if method is not None and (event is not Event.STEP_END or self._turn(run)):
+            method(run)
+
+    def _turn(self, run: Any) -> bool:
+        if not self.every:
+            return True
+        if self._turns is None:
+            self._turns = Turns(self.every, f"{type(self).__name__}.every is {self.every!r} with where={self.where!r}",
+                                self.where == "root")
+        return self._turns.ask(run)
+
+    def saving(self, run: Any) -> None:
+        """Bring together what `state_dict` will tell, before each save; collective with ``where`` "all"."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able state to keep in a checkpoint; rank 0's is kept."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo `state_dict`."""
+
+    def restored(self, run: Any) -> None:
+        """See the run between `load_state_dict` and the return of what each rank owns, such as compressor state."""

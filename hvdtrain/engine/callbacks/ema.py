@@ -1,0 +1,41 @@
+"""Moves the average of the weights on after each update that was made (`hvdtrain.engine.average`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Ops
+from hvdtrain.engine.average import Average
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.parallel.data_parallel.alone import Alone
+from hvdtrain.parallel.data_parallel.replicate import Replicate
+from hvdtrain.parallel.data_parallel.zero import Zero
+
+if TYPE_CHECKING:
+    from hvdtrain.engine.run import Run
+
+
+class Ema(Callback):
+    """Runs on all ranks: each averages what it holds, and all make the same updates."""
+
+    where = "all"
+
+    def __init__(self, run: Run, ops: Ops) -> None:
+        if not isinstance(run.dp, (Alone, Replicate, Zero)):
+            raise UserError("ema with a data_parallel of one's own, whose copies need not be one model",
+                            "replicate or zero", "set ema: 0, or average in that data_parallel")
+        compiled = getattr(run.spec.model, "optimizer", None) if run.config.optimizer.name == "auto" else None
+        if run.config.optimizer.args.get("use_ema") or getattr(compiled, "use_ema", False):
+            raise UserError("ema, and use_ema of Keras' optimizer", "one of the two averages", "leave out one of them")
+        run.average = Average(run.parts, ops, run.config.ema, run.control.rank)
+
+    def fit_start(self, run: Run) -> None:
+        """Begin, unless a checkpoint has brought the average along."""
+        if run.average is not None:
+            run.average.start()
+
+    def step_end(self, run: Run) -> None:
+        """Average the step's update; one that was skipped does not count."""
+        if run.updated and run.average is not None:
+            run.average.update()

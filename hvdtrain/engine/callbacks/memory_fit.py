@@ -1,0 +1,173 @@
+"""`micro_batch: auto` and `remat: auto`: fits each rank's part of a step to its memory before the first step.
+
+Owns the course of it on all ranks: when it is measured, what they agree on, what a checkpoint keeps, what is told. What
+one rank decides is `hvdtrain.engine.memory`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+from hvdtrain import backends
+from hvdtrain.cluster.control import agreed
+from hvdtrain.cluster.deadline import deadline
+from hvdtrain.cluster.machine import imported, memory
+from hvdtrain.core.protocols.shortage import Shortage, first_line
+from hvdtrain.core.terminal import say
+from hvdtrain.engine.balance import learnt
+from hvdtrain.engine.callbacks.balance import grid
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.memory import survey, words
+from hvdtrain.engine.memory.settle import Own, Settling, reckoned
+from hvdtrain.engine.out_of_memory import advice
+from hvdtrain.parallel.recovery.attempt import T
+from hvdtrain.planning.batch.speed import least
+
+Reckoned = Callable[[int], int] | None
+
+
+class MemoryFit(Callback):
+    """Runs on all ranks, before balance, whose probe finds the blocks recomputed that were chosen."""
+
+    where = "all"
+    state_key = "MemoryFit"
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Any] = {}
+        self._state: dict[str, Any] = {}
+        self._learnt = 0
+
+    def fit_start(self, run: Any) -> None:
+        """Measure, decide and cut; once. Collective."""
+        config = run.config
+        self._learnt = 0
+        micro, remat = config.micro_batch == "auto", config.remat == "auto"
+        if remat and run.parts.remat is None:
+            run.note("remat auto: the model has no named blocks, so nothing is recomputed")
+            remat = False
+        if self._state or run.parts.layout is not None:  # a stage alone is no pass to measure; its plan has counted it
+            return
+        if not (micro or remat):
+            self._reckon(run)
+            return
+        owns_P = self._settled(run, micro, remat)
+        if micro:
+            self._cut(run, owns_P)
+        self._state = {"samples": [own.samples for own in owns_P], "micro": [own.fit.micro_batch for own in owns_P]}
+        run.memory = {**run.memory, "fit": [own.to_dict() for own in owns_P]}
+        self._tell(run, owns_P, micro, remat)
+
+    def told(self, run: Any) -> None:
+        """Remember the sizes that ranks go on with which ran out of memory."""
+        found = run.recovery.ceilings
+        if "micro" in self._state:
+            self._state["micro"] = [least(n, found.get(rank, 0)) for rank, n in enumerate(self._state["micro"])]
+        own = found.get(run.control.rank, 0)
+        if own and own != self._learnt and run.batch is not None and run.batch.micros:
+            self._learnt = own
+            learnt.keep(run, tuple(array[:1] for array in run.batch.micros[0]), own)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Micro-batches, so that a resumed run sums in the same order."""
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep it for `fit_start`."""
+        self._kept = state
+
+    def _settled(self, run: Any, micro: bool, remat: bool) -> list[Own]:
+        """What each rank does, by rank; chosen by now."""
+        control = run.control
+        scene = survey.scene_of(run, backends.load(run.spec.framework))
+        random = run.parts.state.rank_state()  # datasets and models draw random numbers
+        try:
+            with deadline(run.config.control_timeout_s, "the fitting of micro-batches to memory"):
+                settling = agreed(control, lambda: self._settling(run, scene, micro, remat), "memory")
+                parts = self._parts_before(run, settling, micro)
+                own = agreed(control, lambda: _least(run, lambda: settling.decide(parts)), "memory")
+                parts_P = control.gather(own.fit.parts)
+                if run.feed.even_micros and parts_P != [max(parts_P)] * len(parts_P):
+                    own = agreed(control, lambda: _least(run, lambda: settling.decide(max(parts_P))), "memory")
+        finally:
+            run.parts.state.load_rank(random)
+        if run.recovery.guard is not None:
+            spared = own.fit.need - own.fit.choice.peak
+            run.recovery.guard.reckoned = lambda n: imported.bytes_() + settling.need(n) - (
+                spared * n // max(1, own.fit.micro_batch))
+        found: list[Own] = control.gather(own)
+        return found
+
+    def _settling(self, run: Any, scene: Any, micro: bool, remat: bool) -> Settling:
+        cap = least(run.config.micro_batch_limit, learnt.ceiling(run, scene.sample(1)) if micro else 0)
+        return _least(run, lambda: Settling(scene, survey.way_of(scene, run.dp), micro, remat, cap))
+
+    def _reckon(self, run: Any) -> None:
+        """Find out what a step takes where the kernel would end a process that takes too much; collective."""
+        if not run.control.agree(run.recovery.guard is not None and memory.limited()):
+            return
+        scene = survey.scene_of(run, backends.load(run.spec.framework))
+        way = survey.way_of(scene, run.dp)
+        random = run.parts.state.rank_state()
+        try:
+            with deadline(run.config.control_timeout_s, "the look at a micro-batch's memory"):
+                found = agreed(run.control, lambda: _looked(run, lambda: reckoned(scene, way)), "memory")
+        finally:
+            run.parts.state.load_rank(random)
+        if run.recovery.guard is not None:
+            run.recovery.guard.reckoned = found
+
+    def _parts_before(self, run: Any, settling: Settling, micro: bool) -> int:
+        """The number of micro-batches that this rank had before the run was saved, where it still fits; else 0."""
+        rank = run.control.rank
+        alike = run.control.gather(settling.samples) == self._kept.get("samples")
+        before = self._kept["micro"][rank] if alike and micro else 0
+        if not before or not settling.keeps(before):
+            return 0
+        return int(-(-settling.samples // before))
+
+    def _cut(self, run: Any, owns_P: list[Own]) -> None:
+        """Cut training and evaluation into the ranks' micro-batches; balance cuts by ceilings of its own."""
+        if run.config.balance != "off" and run.control.size > 1:
+            return
+        step = run.state.cursor.step
+        cut = run.feed.cut_at(step)
+        most = max(own.fit.parts for own in owns_P)
+        even = (most,) * len(owns_P) if run.feed.even_micros else cut.accumulate_P
+        cut = replace(cut, accumulate_P=even, micro_batch_P=tuple(own.fit.micro_batch for own in owns_P))
+        run.feed.recut(cut, step)
+        if run.eval_feed is not None:
+            run.eval_feed.recut(cut, 0)
+
+    def _tell(self, run: Any, owns_P: list[Own], micro: bool, remat: bool) -> None:
+        """A sentence for each rank that differs, and the table of the one that recomputes most."""
+        keys = " and ".join([*(["micro_batch auto"] if micro else []), *(["remat auto"] if remat else [])])
+        alike = words.alike(owns_P)
+        for rank, own in enumerate(owns_P[:1] if alike else owns_P[:words.MOST_NAMED]):
+            also = ", and all others alike" if alike and len(owns_P) > 1 else ""
+            run.note(f"{keys}: {words.note(rank, own, micro, remat)}{also}")
+        worst = max(range(len(owns_P)), key=lambda r: len(owns_P[r].fit.choice.names))
+        rows = words.table(owns_P[worst])
+        if rows and run.control.rank == 0 and run.config.progress != "off":
+            say(f"blocks of rank {worst}, for a micro-batch of {owns_P[worst].fit.micro_batch}")
+            for line in grid(words.COLUMNS, rows):
+                say(line)
+        run.record("memory_fit", ranks=[own.to_dict() for own in owns_P])
+
+
+def _least(run: Any, settle: Callable[[], T]) -> T:
+    """What it returns; `UserError` where memory lacks even for the one sample that is tried last."""
+    def caught(error: Exception) -> None:
+        shortage = Shortage(run.state.cursor.step, "training", 1, -1, first_line(error))
+        raise advice.at_its_least(run.control.rank, shortage, "") from error
+
+    found, _ = run.recovery.attempt(settle, caught)
+    return cast(T, found)
+
+
+def _looked(run: Any, look: Callable[[], Reckoned]) -> Reckoned:
+    """What it returns; None where memory lacks for the look itself: the first step then finds its own size."""
+    if run.recovery.guard is None:
+        return None
+    return cast(Reckoned, run.recovery.attempt(look)[0])

@@ -1,0 +1,75 @@
+"""Writes down the course of a run: its start, steps, evaluations, checkpoints and end.
+
+What other callbacks decide or find they record themselves (`Run.record`).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hvdtrain.core.records import schema
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.engine.callbacks.meter import Meter
+from hvdtrain.parallel.pipeline.words import facts
+from hvdtrain.planning.batch.meter import Reading
+
+
+class Recorder(Callback):
+    """Makes the records that every run has; ``meter``: what compares the ranks, where there are several."""
+
+    def __init__(self, meter: Meter | None = None) -> None:
+        self._meter = meter
+
+    def fit_start(self, run: Any) -> None:
+        """Configuration, world and notes."""
+        per_epoch = run.feed.steps_per_epoch
+        run.record("start", schema=schema.VERSION, world_size=run.control.size, hosts=run.topology.describe(),
+                   pipeline=facts(run.parts.layout, run.config),
+                   notes=list(run.notes), framework=run.spec.framework, model=run.spec.name, wire=run.collectives.name,
+                   memory=run.memory, config=run.config.to_dict(), epochs=run.config.epochs,
+                   steps=_steps(per_epoch, run.config.epochs, run.config.max_steps), pid=os.getpid())
+
+    def epoch_start(self, run: Any) -> None:
+        """Hand over what has waited for the run to begin."""
+        run.records.flush(run)
+
+    def step_end(self, run: Any) -> None:
+        """Loss, rate, speed and phase seconds so far, where a report wants this step."""
+        if not run.records.wanted(run) or not run.updated:  # each step asks whose turn it is
+            return
+        s, reading = run.state, self._reading()
+        run.record("step", epoch=s.cursor.epoch, samples=s.cursor.samples, loss=s.loss, grad_norm=s.grad_norm,
+                   lr=run.parts.optimizer.learning_rate(), samples_per_s=s.samples_per_s,
+                   phases_s=dict(run.phases.seconds), percent_of_solo=None if reading is None else reading.percent)
+
+    def non_finite(self, run: Any) -> None:
+        """A step without an update."""
+        run.record("non_finite", ranks=list(run.state.bad_ranks))
+
+    def eval_end(self, run: Any) -> None:
+        """Metrics."""
+        run.record("eval", epoch=run.state.cursor.epoch, metrics=dict(run.state.metrics),
+                   samples_per_s=run.state.samples_per_s, unread=run.eval_feed.unread)
+
+    def checkpoint(self, run: Any) -> None:
+        """A checkpoint was due here."""
+        run.record("checkpoint")
+
+    def fit_end(self, run: Any) -> None:
+        """Where the time went, why and where it ended."""
+        reading = self._reading()
+        if reading is not None:
+            run.record("meter", percent_of_solo=reading.percent, step_s=reading.step_s, lost_percent=reading.lost,
+                       ranks=[vars(row) for row in reading.rows], advice=reading.sentence)
+        run.record("end", epoch=run.state.cursor.epoch, stop=run.state.stop, metrics=dict(run.state.metrics),
+                   ledger=run.ledger, memory=run.memory)
+
+    def _reading(self) -> Reading | None:
+        return None if self._meter is None else self._meter.reading
+
+
+def _steps(per_epoch: int | None, epochs: int, limit: int) -> int | None:
+    """Steps of the whole run; None where the data has no length and there is no limit."""
+    total = None if per_epoch is None else per_epoch * epochs
+    return min((x for x in (total, limit or None) if x), default=None)

@@ -1,0 +1,116 @@
+"""Reckons how fast the run would be without one of its ranks, while it goes on and at its end.
+
+Owns what is kept of the steps and when it is looked at; the arithmetic is `hvdtrain.planning.batch.whatif`'s. A step
+costs the run one small tuple.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.engine.callbacks.base import Callback
+from hvdtrain.parallel.data_parallel.zero import Zero
+from hvdtrain.planning.batch.line import Line, fit
+from hvdtrain.planning.batch.whatif import Forecast, Steps, Work, forecast
+
+MOST_STEPS, MOST_NUMBERS, LEAST_KEPT = 256, 16384, 32
+"""Steps that are looked at, fewer where ranks are many: so many of all ranks' together, but some at least."""
+
+FIRST = 64
+"""The first look is after so many steps, the next ones after twice as many each."""
+
+COSTS = 0.005
+"""Measuring how a rank's seconds depend on its samples may take this part of the run's time, else it is left out."""
+
+TRIES = 5
+
+
+class WhatIf(Callback):
+    """Runs on all ranks, of which there are several."""
+
+    where = "all"
+
+    def __init__(self) -> None:
+        self._rows: deque[tuple[float, ...]] = deque(maxlen=MOST_STEPS + 1)
+        self._look_at, self._begin = 0, 0.0
+        self._micro: Any = None
+
+    def fit_start(self, run: Any) -> None:
+        """Count from here."""
+        kept = max(LEAST_KEPT, min(MOST_STEPS, MOST_NUMBERS // run.control.size))
+        self._rows = deque(maxlen=kept + 1)
+        self._look_at, self._begin = run.state.cursor.step + FIRST, time.perf_counter()
+
+    def step_end(self, run: Any) -> None:
+        """Keep what the step took; look where it is time to."""
+        seconds = run.phases.seconds
+        self._rows.append((time.perf_counter(), seconds["data"] + seconds["compute"], seconds["wait"],
+                           run.phases.own_samples))
+        if 0 < self._look_at <= run.state.cursor.step:  # 0: no fit has begun
+            self._look_at += self._look_at
+            self._tell(run, self.look(run))
+        if run.batch is not None and run.batch.micros:
+            self._micro = run.batch.micros[0]
+
+    def fit_end(self, run: Any) -> None:
+        """Look for the last time."""
+        costs_s = 2.5 * (TRIES + 1) * (run.phases.step_s / max(1, run.phases.steps)) + run.phases.first_s
+        self._tell(run, self.look(run, costs_s < COSTS * (time.perf_counter() - self._begin)))
+        self._micro = None
+
+    def look(self, run: Any, measures: bool = False) -> Forecast | None:
+        """Reckon from the steps that are kept; ``measures``: with this rank's line measured now. Collective."""
+        own = self._measured(run) if measures and not run.solo_lines else None
+        rows_P = run.control.gather((list(self._rows), own and (own.a_s, own.c_s)))
+        config = run.config
+        if isinstance(run.dp, Zero) or min(len(rows) for rows, _ in rows_P) < 2:  # ranks wait in ZeRO's update too
+            return None
+        table = np.diff(np.array([rows for rows, _ in rows_P], np.float64), axis=1).transpose(2, 1, 0)  # 4 of [N, P]
+        wall, work_s, wait, samples = table
+        lines: list[Line | None] = [Line(*line) if line else None for _, line in rows_P]
+        planned = config.balance != "off" and bool(run.solo_lines)
+        shares = None if planned else list(run.spelled.shares) or [1.0] * run.control.size
+        ceilings = [config.micro_batch_limit] * run.control.size if config.micro_batch_limit else None
+        work = Work(config.global_batch, shares, ceilings, config.accumulate, config.sync_batchnorm)
+        return forecast(Steps(wall, work_s, wait, samples.astype(np.int64)), work, run.solo_lines or lines)
+
+    def _measured(self, run: Any) -> Line | None:
+        """This rank's line, from its micro-batch and one as large as it would be, or half; None where it is not to be
+        had here.
+        """
+        config, micro = run.config, self._micro
+        n = len(micro[0]) if micro is not None else 0
+        if n < 4 or config.compile != "off" or config.sync_batchnorm:
+            return None
+        # A line beyond what was measured is a guess; but a device may not hold more than it does.
+        on_host = run.devices[run.control.rank].kind == "cpu"
+        sizes = (n, n + -(-n // (run.control.size - 1))) if on_host else (n // 2, n)
+        kept = run.parts.state.rank_state()
+        try:
+            batches = [tuple(part[np.arange(size) % n] for part in micro) for size in sizes]
+            for batch in batches:  # which traces and allocates
+                run.parts.stage.trial(batch)
+            seconds = [[_timed(run.parts.stage.trial, batch) for batch in batches] for _ in range(TRIES)]
+        except Exception:  # noqa: BLE001  (what cannot be tried is not; the run is over but for its end)
+            return None
+        finally:
+            run.parts.state.load_rank(kept)
+        return fit(sizes, [statistics.median(times) for times in zip(*seconds)])
+
+    @staticmethod
+    def _tell(run: Any, found: Forecast | None) -> None:
+        if found is not None:
+            run.record("whatif", ranks=list(found.percent_P), step_s=found.step_s, without_s=list(found.without_s_P))
+
+
+def _timed(work: Callable[[Any], None], batch: Any) -> float:
+    """Seconds of ``work(batch)``."""
+    begin = time.perf_counter()
+    work(batch)
+    return time.perf_counter() - begin

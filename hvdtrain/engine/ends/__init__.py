@@ -1,0 +1,1 @@
+"""The report of a run that ends, written by the run itself."""

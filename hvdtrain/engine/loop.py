@@ -1,0 +1,335 @@
+"""The training loop: the only one. `hvdtrain.core.events` tells it in pseudo-code; this file is that, no more.
+
+Owns the order of a step and where its seconds go. Knows no framework and no wire.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hvdtrain.checkpoint.run_directory import release, starting
+from hvdtrain.cluster.deadline import deadline
+from hvdtrain.cluster.liveness import pulse
+from hvdtrain.core.events import Event
+from hvdtrain.core.protocols import Done
+from hvdtrain.core.protocols.types import StepBatch
+from hvdtrain.core.timeline import active, span
+from hvdtrain.data.feed import Feed
+from hvdtrain.data.weighting import check_weight
+from hvdtrain.engine.average import averaged, leave_final
+from hvdtrain.engine.guards.finite import blame
+from hvdtrain.engine.model_changes import check_late, follow, watched
+from hvdtrain.engine.out_of_memory.advice import mended, repeats, tell
+from hvdtrain.engine.saving import dry_run
+from hvdtrain.parallel.recovery.evaluating import Evaluating
+
+if TYPE_CHECKING:
+    from hvdtrain.engine.run import Run
+
+
+def fit(run: Run) -> None:
+    """Train ``run`` from its cursor to its last epoch or to an agreed stop; the model is its user's own again then."""
+    leave_final(run)
+    run.unsaved = None
+    with active(run.timeline), joined(run):
+        try:
+            with span("start", "start"):
+                run.timeline.begin()
+                run.records.open()
+                _start(run)
+            _fit(run)
+        finally:
+            if run.saver is not None:
+                with span("the last save", "checkpoint"):
+                    run.saver.close()
+            release(run)
+
+
+@contextlib.contextmanager
+def joined(run: Run) -> Iterator[None]:
+    """Within it the model belongs to the run: whoever calls it afterwards, on one rank alone, waits for none."""
+    run.join()
+    try:
+        yield
+    finally:
+        run.leave()
+
+
+def _start(run: Run) -> None:
+    run.watched, run.starts = watched(run), True
+    with starting(run):  # what may still refuse the run comes in here, and changes nothing on disk
+        run.emit(Event.FIT_START)
+        run.settle()  # a resumed run may have been at its end
+        dry_run.check(run)
+        _stop_at_max_steps(run)
+
+
+def _fit(run: Run) -> None:
+    config, state = run.config, run.state
+    while state.cursor.epoch < config.epochs and not run.stopping():
+        run.emit(Event.EPOCH_START)
+        _epoch(run)
+        if run.stopping() and (state.requeue or run.feed.steps_left(state.cursor) != 0):
+            break
+        run.parts.optimizer.end_epoch()
+        state.cursor = state.cursor.next_epoch()
+        if state.cursor.epoch == config.epochs or config.eval_every and state.cursor.epoch % config.eval_every == 0:
+            evaluate(run)
+        run.emit(Event.EPOCH_END)
+        run.settle()
+    # Of the last step, or since the copies met last, there is no vote to tell it.
+    if run.control.agree(run.parts.optimizer.skipped() or state.poisoned):
+        state.bad_ranks, state.bad_where = list(range(run.control.size)), {}
+        run.emit(Event.NON_FINITE)
+    if state.metrics_at != state.cursor.step and not state.requeue:
+        evaluate(run)
+    _checkpoint_due(run)  # asked for outside of a step
+    run.emit(Event.FIT_END)
+    run.emit(Event.FIT_SAVED)
+
+
+def _epoch(run: Run) -> None:
+    """Every step that is left of the current epoch."""
+    with contextlib.closing(run.feed.epoch(run.state.cursor)) as batches:
+        while not run.stopping():
+            begin = time.perf_counter()
+            pulse.at("data")
+            with span("data", "input"):
+                batch = next(batches, None)
+            run.phases.add("data", time.perf_counter() - begin)
+            if batch is None:
+                return
+            train_step(run, batch)
+
+
+def train_step(run: Run, batch: StepBatch) -> None:
+    """One global batch: compute, exchange, vote, update; again where a rank ran out of memory over it."""
+    run.batch, run.timeline.step = batch, run.state.cursor.step
+    run.emit(Event.STEP_START)
+    follow(run)
+    state = run.state
+    # Without samples where none could be read; without weight where no label counts, and so no update is due.
+    if not (batch.n_global and batch.weight):
+        state.loss = math.nan
+        _skipped(run)
+        run.settle()
+        state.save_due = run.control.agree(state.wants_save) or state.save_due
+        state.wants_save = False
+    while batch.n_global and batch.weight and not _stepped(run, batch):
+        run.emit_told()
+    state.cursor = batch.cursor_after
+    _stop_at_max_steps(run)
+    run.emit_told()
+    run.emit(Event.STEP_END)
+    _checkpoint_due(run)
+
+
+def _stepped(run: Run, batch: StepBatch) -> bool:
+    """Whether the step is over; False where all is as before it, to be repeated."""
+    parts, dp, state = run.parts, run.dp, run.state
+    run.batch = batch = run.recovery.cut(batch)
+    begin = time.perf_counter()
+    pulse.at("backward and exchange", state.cursor.step)
+    # The bound covers backward too: a wire inside TensorFlow's graph waits for the other ranks in there.
+    what = f"backward and gradient exchange of step {state.cursor.step}"
+    with deadline(run.config.control_timeout_s, what), span("gradients", "compute"):
+        dp.begin(state.cursor.step)
+        done = run.schedule.gradients(batch, dp.scale(batch), dp)
+    computed = time.perf_counter()
+    pulse.at("vote")
+    meets = dp.meets(state.cursor.step)
+    if done.lost is not None:
+        tell(run, done.lost, meets)
+    with span("vote", "compute"):  # looks at the gradient, and waits for a device's loss
+        run.written.look(run)
+        bad = _vote(run, batch, done) if meets else _by_myself(run, done)
+    run.written.hear(run)
+    if bad and (repeats(run) if meets else done.lost is not None):
+        _undo(run)
+        run.phases.lose(time.perf_counter() - begin)
+        return False
+    state.poisoned = state.poisoned and not meets
+    voted = time.perf_counter()
+    pulse.at("update")
+    if not bad:
+        with run.recovery.once("the update"), span("update", "update"):
+            unused = run.unused.agreed if meets else parts.stage.unused
+            run.unused.check(unused)
+            run.written.combine(run, meets)  # the update starts from what forward passes have written to parameters
+            finite, norm = dp.update(state.cursor.step, done.grads, unused)
+            run.unused.updated(unused)
+        bad = [] if finite else list(range(run.control.size))
+        state.grad_norm = state.grad_norm if math.isnan(norm) else norm
+    updated = time.perf_counter()
+    device_s = parts.stage.device_s()  # where the host's clock cannot tell computing from waiting
+    compute_s = computed - begin - done.waited_s if device_s is None else min(device_s, voted - begin)
+    run.phases.add("compute", compute_s)
+    run.phases.add("wait", voted - begin - compute_s)
+    run.phases.add("update", updated - voted)
+    run.phases.step(updated - begin, batch.n_global, batch.n_local, len(batch.micros))
+    run.updated = run.pending_updated = not bad
+    # The same on every rank where they have voted. What overflows on one stage shows in the loss of its copy.
+    overflowed = parts.scale.update([rank for r in bad for rank in run.mesh.copies[run.mesh.copy_of(r)]])
+    if bad:
+        parts.buffers.discard()
+        dp.discard()
+        _skipped(run)
+    state.last_loss = state.last_loss if math.isnan(state.loss) else state.loss
+    if bad and not overflowed:
+        if meets:
+            _tell_not_finite(run, batch, bad)
+        state.poisoned = not meets  # told at the next vote (law 6)
+    state.met = meets and (not bad or state.met)
+    return True
+
+
+def _skipped(run: Run) -> None:
+    """Mark the step at hand as one without an update: it has no loss and no gradient norm."""
+    run.updated, run.state.grad_norm = False, math.nan
+    if not run.parts.stage.asynchronous:  # there the loss is that of the step before
+        run.state.loss = math.nan
+
+
+def _undo(run: Run) -> None:
+    """Bring back what the step at hand has changed on this rank: buffers, compressor state, random generators.
+
+    What was heard of the step before, on an asynchronous device, is to be heard again. The loss scale stays as it is.
+    """
+    run.parts.buffers.discard()
+    run.dp.discard()
+    run.parts.stage.rewind()
+    for take_back in run.recovery.taken_back:
+        take_back()
+    run.unread_loss()
+
+
+def _checkpoint_due(run: Run) -> None:
+    if run.state.save_due:
+        run.state.save_due = False
+        with span("checkpoint", "checkpoint"):
+            run.emit(Event.CHECKPOINT)
+    run.batch = None
+
+
+def _tell_not_finite(run: Run, batch: StepBatch, bad: list[int]) -> None:
+    """Find who brought in what is not finite, and tell the callbacks.
+
+    On an asynchronous device the step that it came with has been left behind by now.
+    """
+    state = run.state
+    state.bad_ranks, state.bad_where = bad, {}
+    if not run.parts.stage.asynchronous:
+        origin = getattr(run.schedule, "origin", None)  # of a model that is cut over ranks
+        again = None if origin is None else partial(origin, batch, run.dp.scale(batch), run.dp)
+        state.bad_where = blame(run.parts, batch, bad, run.control, run.recovery, again)
+        state.bad_ranks = sorted(state.bad_where) or bad
+    run.emit(Event.NON_FINITE)
+
+
+def _stop_at_max_steps(run: Run) -> None:
+    """Every rank counts alike, so this needs no vote."""
+    if 0 < run.config.max_steps <= run.state.cursor.step:
+        run.state.stop = f"max_steps {run.config.max_steps}"
+
+
+def _vote(run: Run, batch: StepBatch, done: Done) -> list[int]:
+    """Agree on loss, gradient, stop and save in one sum.
+
+    Returns the ranks whose loss is not finite; all, where the sum of gradients is not; none: [].
+    """
+    state, parts = run.state, run.parts
+    asynchronous = parts.stage.asynchronous
+    loss_sum, weight = run.local_loss(done.totals)
+    # A loss that is read one step late must not condemn the step at hand: there the check of its gradient decides.
+    late = asynchronous and (run.config.nan_guard == "skip" or parts.scale.on)
+    state.poisoned = parts.optimizer.skipped() or state.poisoned  # still so where the step is repeated
+    lost = done.lost is not None
+    bad = (not math.isfinite(loss_sum) and not late) or state.poisoned or lost
+    squares = math.nan if lost else run.dp.squares(done.grads)
+    wishes = [bool(state.wants_stop), state.wants_save, bool(state.words)]
+    changed = not lost and run.unused.changed(parts.stage.unused)
+    unfrozen = "" if parts.facts is None else parts.facts.late()
+    mine = [0.0 if bad else loss_sum, weight, bad, *wishes, changed, bool(unfrozen), squares]
+    sums = run.control.sum(np.array(mine, dtype=np.float64))
+    loss, total, n_bad, n_stop, n_save, n_words, n_changed, n_late, squares = sums
+    pulse.heard(state.cursor.step)
+    if not asynchronous and not n_bad:
+        check_weight(float(total), batch.weight)
+    counts = not n_bad and (run.pending_read or not asynchronous)  # a late loss may be of a step that was skipped
+    state.loss = float(loss / total) if total and counts else math.nan
+    state.save_due = state.save_due or n_save > 0
+    state.wants_save = False
+    if n_stop:
+        state.stop = next(reason for reason in run.control.gather(state.wants_stop) if reason)
+    if n_words:
+        run.hear()
+    if n_changed:
+        run.unused.gather()
+    if n_late:
+        check_late(run, unfrozen)
+    if n_bad:
+        return [r for r, b in enumerate(run.control.gather(bad)) if b]
+    if not math.isfinite(squares):
+        return list(range(run.control.size))
+    state.grad_norm = math.nan if asynchronous else math.sqrt(squares)
+    return []
+
+
+def _by_myself(run: Run, done: Done) -> list[int]:
+    """Judge a step in which the copies do not meet; the state's loss is this rank's own until they do.
+
+    Returns this rank, if its loss or gradient is not finite.
+    """
+    loss_sum, weight = run.local_loss(done.totals)
+    run.state.loss = loss_sum / weight if weight else math.nan
+    finite = done.lost is None and math.isfinite(loss_sum) and math.isfinite(run.dp.squares(done.grads))
+    return [] if finite else [run.control.rank]
+
+
+def evaluate(run: Run) -> None:
+    """Measure the evaluation data, if there is any, and tell the callbacks. Collective."""
+    if run.eval_feed is not None:
+        run.state.metrics, run.state.metrics_at = measure(run, run.eval_feed), run.state.cursor.step
+        run.emit(Event.EVAL_END)
+
+
+def measure(run: Run, feed: Feed) -> dict[str, float]:
+    """Exact metrics over ``feed``: additive totals, summed over ranks in rank order. Collective."""
+    with span("evaluation", "evaluation"), averaged(run.average):
+        found = _measured(run, feed)
+        feed.compare(run.state.cursor.epoch)
+    doubt = f"ledger: the evaluation is not verified: {feed.unlike}"
+    if feed.unlike and doubt not in run.notes:
+        run.note(doubt)
+    for text in feed.left_out("of the evaluation data "):
+        run.note(text)
+    return found
+
+
+def _measured(run: Run, feed: Feed) -> dict[str, float]:
+    evaluator = run.parts.evaluator
+    pulse.at("evaluation", run.state.cursor.step)
+    run.written.sync(run)
+    run.written.evaluating(run)
+    again, samples = True, 0
+    while again:
+        adding = Evaluating(evaluator, run.recovery, run.state.cursor.step)
+        with contextlib.closing(feed.eval_epoch()) as batches:
+            for batch in batches:
+                adding.add(batch)
+                samples += batch.n_local
+        rows = run.control.gather((evaluator.totals(), adding.ended(), run.written.fresh(run)))
+        again = mended(run, [shortages for _, shortages, _ in rows])
+    everyone = [totals for totals, _, _ in rows]
+    run.written.evaluated(run, samples, [fresh for _, _, fresh in rows])
+    # By name, not by place: a rank without samples does not know what the others measured.
+    names = list(dict.fromkeys(name for totals in everyone for name in totals))
+    summed = {name: sum(t[name] for t in everyone if name in t) for name in names}
+    return evaluator.results(summed)

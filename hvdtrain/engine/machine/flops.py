@@ -1,0 +1,103 @@
+"""How much of its device's peak a rank's training uses (model FLOPs utilisation), told only where both are known.
+
+Owns when a model's operations are counted (once, and on no rank whose peak is unknown) and the arithmetic. Counted are
+matrix products and convolutions of forward and backward, a multiplication and an addition as two; what is recomputed
+does not count (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B). How they are counted is in `backends/*/flops.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hvdtrain import backends
+from hvdtrain.cluster.machine.peaks import peak_tflops
+
+SAMPLES = 2
+"""Samples of the pass that is counted: operations grow in proportion."""
+
+WARM_UP = 2
+"""Steps before the whole run's utilisation is measured: tracing, allocation."""
+
+Count = tuple[float | None, str]
+"""(operations of one sample or None, why it is not known)."""
+
+
+def peak(device: Any, kind: str, given_tflops: float, devices: int) -> tuple[float | None, str]:
+    """Return (operations a second of ``devices`` such devices, where that comes from); (None, "") if unknown.
+
+    ``given_tflops``: of one device, as configured; 0: by the table.
+    """
+    tflops = given_tflops or peak_tflops(device.name, kind)
+    if not tflops:
+        return None, ""
+    several = f"{devices} x " if devices > 1 else ""
+    return tflops * 1e12 * devices, (f"{several}{tflops:g} TFLOPS, " + (
+        "key peak_tflops" if given_tflops else f"{kind} by the data sheet of {device.name}"))
+
+
+def utilisation(samples: float, flops: float | None, peak_flops: float | None, seconds: float) -> float | None:
+    """Return ``samples`` x ``flops`` a second as a part of the peak; None where one of them is not known.
+
+    >>> utilisation(100, 3e9, 1e12, 1.0), utilisation(100, None, 1e12, 1.0)
+    (0.3, None)
+    """
+    if flops is None or not peak_flops or seconds <= 0:
+        return None
+    return samples * flops / (seconds * peak_flops)
+
+
+class Usage:
+    """This rank's utilisation; made before the first step."""
+
+    def __init__(self, run: Any, sample: Callable[[int], Any]) -> None:
+        self._backend = backends.load(run.spec.framework)
+        rank, given = run.control.rank, run.spelled.peak_tflops
+        device = run.devices[rank]
+        devices = run.config.model_parallel if device.kind != "cpu" else 1
+        self.peak_flops, self.source = peak(device, self._backend.product_type(run.parts), given[rank] if given else 0,
+                                            devices)
+        self._part = run.parts.layout is not None
+        self.flops, self.why = self._before(run, sample) if self.peak_flops else (None, "no peak is known")
+        self._begin = self._last = self._now(run)
+        self._begun = False
+
+    def _before(self, run: Any, sample: Callable[[int], Any]) -> Count:
+        """Count by a pass, where the framework is counted so; it leaves nothing behind. Never raises."""
+        if self._part:
+            return None, "operations of a model that is cut over ranks are not counted"
+        kept = run.parts.state.rank_state()  # datasets that are read draw random numbers too
+        try:
+            return self._backend.flops_of_pass(run.parts, sample(SAMPLES))  # type: ignore[no-any-return]
+        except Exception as error:  # noqa: BLE001  (a user's model in a mode that it was not written for)
+            self._backend.out_of_memory(error)  # frees what was cached
+            return None, f"{type(error).__name__}: {error}"
+        finally:
+            run.parts.state.load_rank(kept)
+
+    def step_end(self, run: Any) -> None:
+        """Leave the first steps out of the whole run."""
+        if not self._begun and run.phases.steps >= WARM_UP:
+            self._begun = True
+            self._begin = self._last = self._now(run)
+
+    def latest(self, run: Any, over_all: bool = False) -> float | None:
+        """Return the utilisation since the call before, or with ``over_all`` since the first steps."""
+        if self.flops is None and self.peak_flops and not self._part:
+            self.flops, self.why = self._after(run)
+        now, before = self._now(run), self._begin if over_all else self._last
+        self._last = now
+        return utilisation(now[0] - before[0], self.flops, self.peak_flops, now[1] - before[1])
+
+    def _after(self, run: Any) -> Count:
+        """Count in graphs of training, where the framework is counted so; what a pass has told stays."""
+        try:
+            found, why = self._backend.flops_of_graphs(run.parts, run.dp)
+        except Exception as error:  # noqa: BLE001  (a graph of a shape that nobody thought of)
+            found, why = None, f"{type(error).__name__}: {error}"
+        return found, why or self.why
+
+    @staticmethod
+    def _now(run: Any) -> tuple[int, float]:
+        """(samples of this rank, seconds of training and of waiting for data) so far."""
+        return run.phases.own_samples, run.phases.step_s + run.phases.seconds["data"]

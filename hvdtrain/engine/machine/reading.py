@@ -1,0 +1,57 @@
+"""One rank's reading: its process, its memory by kind, its GPUs.
+
+Owns what a reading holds. Never raises for what the machine does not tell: that is None. Nothing waits for a device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdtrain import backends
+from hvdtrain.cluster.machine import imported, process
+from hvdtrain.cluster.machine.nvml import Gpus
+from hvdtrain.core.units import KINDS
+from hvdtrain.engine.memory.survey import remembered_bytes
+
+
+class Reader:
+    """Reads this rank of ``run``; made when its parts are there."""
+
+    def __init__(self, run: Any) -> None:
+        self._backend = backends.load(run.spec.framework)
+        self._process = process.Process()
+        self._gpus = Gpus() if run.devices[run.control.rank].kind == "cuda" else None
+
+    def reading(self, run: Any) -> dict[str, Any]:
+        """Return this rank's part of the record "system" (`hvdtrain.core.records.schema`)."""
+        gpus = self._backend.allocators()
+        found = {**self._process.reading(), "memory": memory(run, self._backend, gpus)}
+        told = self._gpus.readings() if self._gpus is not None else []
+        gpus = [{**(gpus[i] if i < len(gpus) else {}), **(told[i] if i < len(told) else {})}
+                for i in range(max(len(gpus), len(told)))]
+        return {**found, **(gpus[0] if gpus else {}), **({"more_gpus": gpus[1:]} if len(gpus) > 1 else {})}
+
+
+def memory(run: Any, backend: Any, gpus: list[dict[str, Any]]) -> dict[str, int | None]:
+    """Return bytes of this rank by kind (`hvdtrain.core.units`), as they lie there between two steps.
+
+    ``activations``: on GPUs the most that was allocated beyond that; None on a CPU, whose heap does not tell.
+    ``buckets``: what a compressor remembers, and pages shared with other ranks beside this one's gradients.
+    ``workspace``: all that process (or GPU) holds beside, above what importing the framework took.
+    """
+    found: dict[str, int | None] = {**dict.fromkeys(KINDS), **backend.held(run.parts)}
+    buckets = list(getattr(run.dp, "buckets", ()))
+    if found["gradients"] is None and buckets and run.dp.retains:
+        found["gradients"] = sum(b.nbytes for b in buckets)
+    status = process.status()
+    shared = status.get("RssShmem", 0) - (found["gradients"] or 0) if run.collectives.name == "shared" else 0
+    found["buckets"] = remembered_bytes(run.dp) + max(0, shared)
+    allocated = [gpu["allocated_bytes"] for gpu in gpus]
+    if gpus:
+        found["activations"] = sum(gpu["peak_bytes"] - gpu["allocated_bytes"] for gpu in gpus)
+        held = sum(allocated)
+    else:
+        held = status.get("VmRSS", 0) - imported.bytes_()
+    known = sum(found[kind] or 0 for kind in ("parameters", "gradients", "state", "buckets"))
+    found["workspace"] = max(0, held - known) if held > 0 else None
+    return found

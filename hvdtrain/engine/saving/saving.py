@@ -1,0 +1,306 @@
+"""A run's saves: each rank copies its state, training goes on, threads bring it to rank 0, which writes it.
+
+Owns one save at a time, the memory of its copies, its channel, and the count of what saves cost. Rank 0 writes each
+piece as it comes, and holds no more of the others' state. Where no thread can send (no MPI, or one that lets one thread
+in only) the run waits meanwhile, unless what comes is a single piece: then only for that. Where host memory has no room
+for a copy, the run waits for all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.checkpoint import files, stream, together
+from hvdtrain.checkpoint.copies import Copies, NoRoom, view
+from hvdtrain.checkpoint.passage import give, hear, take, tell
+from hvdtrain.checkpoint.run_directory import CONFIG, keep_config
+from hvdtrain.checkpoint.savers.background import BackgroundSaver
+from hvdtrain.checkpoint.savers.inline import InlineSaver
+from hvdtrain.checkpoint.store import CheckpointStore
+from hvdtrain.checkpoint.stream import Stream, head, held, in_order, n_bytes
+from hvdtrain.checkpoint.together import Note
+from hvdtrain.checkpoint.transfer import arriving
+from hvdtrain.checkpoint.weights import check_shards
+from hvdtrain.cluster.liveness import pulse
+from hvdtrain.core.errors import UserError, WaitTimeout
+from hvdtrain.core.protocols import Channel
+from hvdtrain.core.protocols.state import Given, Head, Outcome, Saver, Shard, Spent
+from hvdtrain.core.terminal import say
+from hvdtrain.engine.guards.finite import trained
+from hvdtrain.engine.run import Run
+from hvdtrain.engine.saving.contents import given_by, held_by, meta_of
+
+DIRECTORY = "checkpoints"
+
+LONGEST_SLEEP_S = 2e-3
+"""How long a thread sleeps at most between two looks for a message: nobody waits for it."""
+
+GRACE_S = 3.0
+"""How long a run that ends by an error waits for a save that is under way."""
+
+
+class Saving:
+    """Implements `hvdtrain.core.protocols.state.RunSaver`; made when the run is saved first.
+
+    ``saver``: does what is left when the state is copied; a thread, unless it is given.
+    """
+
+    def __init__(self, run: Run, saver: Saver | None = None) -> None:
+        self.spent = Spent()
+        self.cost_s: float | None = None
+        self._run, self._step, self._said = run, -1, False
+        self._store = CheckpointStore(run.out / DIRECTORY, run.config.checkpoint.keep)
+        self._copies = Copies(run.control.local_size)
+        self._background: Saver = saver or BackgroundSaver()
+        self._inline = InlineSaver()
+        self._channel: Channel | None = None
+        self._opened = False
+        self._others_s = 0.0
+        self._copied_s: dict[int, float] = {}
+        self._blocked_s: dict[int, float] = {}
+        self._untold: list[Outcome] = []
+        self._trainable: set[str] = set()
+
+    def begin(self) -> None:
+        began = time.perf_counter()
+        run, control = self._run, self._run.control
+        pulse.at("saving", run.state.cursor.step)
+        self.wait()
+        self._step = run.state.cursor.step  # not before: a thread at work has a step of its own
+        if not self._opened and control.size > 1:
+            self._channel = control.channel(LONGEST_SLEEP_S)
+        self._trainable = self._trainable or trained(run.parts)
+        self._opened = True
+        run.written.sync(run)
+        for callback in run.callbacks:
+            if callback.where == "all" or control.rank == 0:
+                callback.saving(run)
+        self._copy(began, *given_by(run, held_by(run)))
+
+    def _copy(self, began: float, shared: Given, own: Given) -> None:
+        """Copy this rank's shards and leave the rest to a thread.
+
+        Enters no collective, unless there is no channel between the ranks.
+        """
+        run, rank = self._run, self._run.control.rank
+        saver: Saver = self._background
+        shards: list[Shard] = []
+        meta: dict[str, Any] = {}
+        error = ""
+        meets = run.control.size > 1 and self._channel is None
+        gathered = run.config.checkpoint.layout == "gathered"
+        place = view if meets and gathered and rank > 0 else self._copies.place  # it has gone when the run goes on
+        try:
+            self._copies.begin()
+            try:
+                shards = in_order([*shared.shards(place), *own.shards(place)])
+            except NoRoom as lack:
+                self._copies.forget()
+                self._say_no_room(lack)
+                saver, shards = self._inline, in_order([*shared.shards(view), *own.shards(view)])
+            meta = meta_of(run, shared.rest()) if rank == 0 else {}
+        except UserError as problem:
+            error, shards = self._named(problem), []
+        if not gathered:
+            sharing = partial(self._share, self._step, shards, meta, error)
+            self._start(self._inline if meets else saver, sharing, began)
+        elif meets:
+            self._meet(saver, shards, meta, error, began)
+        else:
+            work = self._gather if rank == 0 else self._give
+            self._start(saver, partial(work, self._step, shards, meta, error), began)
+
+    def _meet(self, saver: Saver, shards: list[Shard], meta: dict[str, Any], error: str, began: float) -> None:
+        """Bring all shards to rank 0 without a channel, which writes them as they come. Collective."""
+        control, error = self._run.control, error or self._unfit(shards)
+        rows = control.gather((error, [tuple(head(shard)) for shard in ([] if error else shards)]))
+        heads_P = [[Head(*row) for row in heads] for _, heads in rows]
+        pieces_P = arriving(control, heads_P, shards)
+        content: Stream | None = None
+        work: Callable[[], None]
+        try:
+            _fail([text for text, _ in rows if text])
+            if sum(n_bytes(one) for heads in heads_P[1:] for one in heads) <= stream.PIECE_BYTES:
+                pieces_P[1:] = [iter(list(pieces)) for pieces in pieces_P[1:]]  # so that the run need not wait longer
+            else:
+                saver = self._inline
+            content = Stream(heads_P, pieces_P, meta)
+        except UserError as problem:  # every rank's; rank 0 tells it
+            work = partial(_fail, [str(problem)] if control.rank == 0 else [])
+        else:
+            work = partial(self._write, content) if control.rank == 0 else content.drain
+        self._start(saver if content else self._inline, work, began)
+
+    def _start(self, saver: Saver, work: Any, began: float) -> None:
+        """Hand the work over; the time until then, or to its end where it is inline, is the run's."""
+        self.spent.saves += 1
+        self.spent.last_blocked_s = time.perf_counter() - began  # which the work tells rank 0
+        self._copied_s[self._step] = self.spent.last_blocked_s
+        saver.save(self._step, work)
+        self.spent.last_blocked_s = self._blocked_s[self._step] = time.perf_counter() - began
+        self.spent.blocked_s += self.spent.last_blocked_s
+
+    def _give(self, step: int, shards: list[Shard], meta: dict[str, Any], error: str) -> None:
+        """Send this rank's shards to rank 0, or why there are none; with what saving costs here."""
+        assert self._channel is not None
+        error = error or self._unfit(shards)
+        note = {"step": step, "error": error, "blocked_s": self.spent.last_blocked_s,
+                "cpu_s": self.spent.last_cpu_s}
+        give(self._channel, note, [] if error else shards)
+
+    def _gather(self, step: int, shards: list[Shard], meta: dict[str, Any], error: str) -> None:
+        """Write rank 0's shards and the other ranks', as they come; rank 0's part."""
+        error = error or self._unfit(shards)
+        errors, costs_s = [error] if error else [], [0.0]
+        heads_P, pieces_P = [[head(shard) for shard in shards]], [held(shards)]
+        for source in range(1, self._run.control.size):
+            assert self._channel is not None
+            note, heads, pieces = take(self._channel, source)
+            if note["step"] != step:
+                raise RuntimeError(f"rank {source} sent its state of step {note['step']} in the save of step {step}")
+            errors += [note["error"]] if note["error"] else []
+            costs_s.append(note["blocked_s"] + note["cpu_s"])
+            heads_P.append(heads)
+            pieces_P.append(pieces)
+        self._others_s = max(costs_s)
+        try:
+            _fail(errors)
+            content = Stream(heads_P, pieces_P, meta)
+        except UserError:
+            for pieces in pieces_P[1:]:  # all of them, also after an error: the next save begins anew
+                deque(pieces, 0)
+            raise
+        self._write(content)
+
+    def _unfit(self, shards: list[Shard]) -> str:
+        """Return "" or why these shards must not be written."""
+        try:
+            check_shards(shards, self._trainable)
+        except UserError as problem:
+            return self._named(problem) if self._run.control.rank else str(problem)
+        return ""
+
+    def _named(self, problem: UserError) -> str:
+        """A problem in words, with the rank that has it."""
+        control = self._run.control
+        return f"rank {control.rank} on host {control.node}: {problem}" if control.size > 1 else str(problem)
+
+    def _share(self, step: int, shards: list[Shard], meta: dict[str, Any], error: str) -> None:
+        """Write this rank's shards into one checkpoint with the other ranks'. Collective where there is no channel."""
+        control, channel = self._run.control, self._channel
+        rank, others = control.rank, range(1, control.size)
+        order: Note = {}
+        if rank == 0:
+            order = together.order(self._store, step, together.needed(shards, control.size), say)
+        if channel is None:
+            order = control.bcast(order)
+        elif rank == 0:
+            for other in others:
+                tell(channel, order, other)
+        else:
+            order = hear(channel, 0)
+        note = together.answer(order, rank, shards, error, self._trainable)
+        note["cost_s"] = self.spent.last_blocked_s + self.spent.last_cpu_s
+        if channel is None:
+            notes = control.gather(note)
+        elif rank == 0:
+            notes = [note, *(hear(channel, other) for other in others)]
+        else:
+            tell(channel, note, 0)
+        if rank == 0:
+            self._others_s = max(one["cost_s"] for one in notes[1:] or [{"cost_s": 0.0}])
+            together.publish(self._store, order, notes, meta, say)
+            self._keep_config()
+
+    def _write(self, content: Stream) -> None:
+        try:
+            self._store.save(content, int(content.meta["cursor"]["step"]), log=say)
+        except Exception:
+            content.drain()
+            raise
+        self._keep_config()
+
+    def _keep_config(self) -> None:
+        """Write the run's configuration where it lacks: saved without a fit, or after the directory was deleted."""
+        with contextlib.suppress(OSError):  # the checkpoint holds the configuration too
+            if not (self._run.out / CONFIG).exists():
+                keep_config(self._run)
+
+    def _say_no_room(self, lack: NoRoom) -> None:
+        if not self._said:
+            self._said = True
+            self._run.note(f"rank {self._run.control.rank} on host {self._run.control.node}: host memory has no room "
+                           f"for a copy of the state ({lack.needed_bytes / 2**20:.0f} MiB and more, "
+                           f"{lack.room_bytes / 2**20:.0f} MiB can be had), so training waits while it is saved")
+
+    def settled(self) -> list[Outcome]:
+        """Return what has been written or given up since the last call, oldest first.
+
+        Rank 0 meets every error; another rank only what keeps it from sending.
+        """
+        outcomes, self._untold = [*self._untold, *self._settle()], []
+        return outcomes
+
+    def latest(self) -> str:
+        outcomes = self.settled()
+        own = next(outcome for outcome in reversed(outcomes) if outcome.step == self._step)
+        self._untold = [outcome for outcome in outcomes if outcome is not own]
+        return own.error
+
+    def _settle(self) -> list[Outcome]:
+        outcomes = [*self._inline.settled(), *self._background.settled()]
+        for outcome in outcomes:
+            self.spent.cpu_s += outcome.cpu_s
+            self.spent.last_cpu_s, self.spent.last_took_s = outcome.cpu_s, outcome.took_s
+            self.spent.longest_s = max(self.spent.longest_s, self.spent.last_blocked_s + outcome.took_s)
+            self.spent.written = self.spent.written if outcome.error else outcome.step
+            self.cost_s = max(self._others_s, self.spent.last_blocked_s + outcome.cpu_s)
+            if self._run.control.rank == 0:  # which meets every error
+                _tell(self._run, outcome, self._copied_s.pop(outcome.step, 0.0),
+                      self._blocked_s.pop(outcome.step, 0.0), self._store.path_of(outcome.step))
+        return outcomes
+
+    def busy(self) -> bool:
+        return not self._background.wait(0)
+
+    def wait(self) -> None:
+        limit_s = self._run.config.control_timeout_s
+        if not self._background.wait(limit_s):
+            control = self._run.control
+            raise WaitTimeout(f"rank {control.rank} on host {control.node} waited {limit_s:g} s for the save of step "
+                              f"{self._step} to end. {pulse.missing()}".rstrip())
+
+    def end(self) -> None:
+        self.wait()
+        self._background.end()
+        self._copies.forget()
+        if self._channel is not None:
+            self._channel.free()
+        self._channel, self._opened = None, False
+
+    def close(self) -> None:
+        """Finish a save that is under way, soon, or drop it: a run that ends by an error enters no collective."""
+        if not self._background.wait(GRACE_S) and self._channel is not None:
+            self._channel.close()
+            self._background.wait(1.0)
+        self._background.end()
+        self._untold = self.settled()  # so that a run that ends by an error has it in its log
+
+
+def _tell(run: Run, outcome: Outcome, copied_s: float, blocked_s: float, path: Path) -> None:
+    """Record what came of a save: training stood for ``blocked_s``, to copy the state for ``copied_s`` of it."""
+    took_s = max(blocked_s, copied_s + outcome.took_s)  # what was done inline is in both
+    run.record("saved", at_step=outcome.step, took_s=round(took_s, 6), blocked_s=round(blocked_s, 6),
+               bytes=0 if outcome.error else files.tree_bytes(path), error=outcome.error)
+
+
+def _fail(errors: list[str]) -> None:
+    """Raise the first of ``errors``, if there is one."""
+    if errors:
+        raise UserError(errors[0].rstrip("."))

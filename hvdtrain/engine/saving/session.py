@@ -1,0 +1,349 @@
+"""Saves a run as a checkpoint and loads one into it, on all ranks at once.
+
+Owns what belongs into a checkpoint, which one is resumed, and what is said about it. `saving` copies the state and has
+it written, `passage` and `transfer` move it between ranks, `store` and its neighbours write it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Kept, read_snapshot
+from hvdtrain.checkpoint.adapters import state_key_of
+from hvdtrain.checkpoint.holders import WRAPPERS, fitting, model_names
+from hvdtrain.checkpoint.run_directory import ensure_out, find_out
+from hvdtrain.checkpoint.snapshot import inspect
+from hvdtrain.checkpoint.transfer import fetch
+from hvdtrain.checkpoint.values import decode
+from hvdtrain.cluster.control import agreed
+from hvdtrain.config import Config, Schedule, run_length
+from hvdtrain.config.pipeline import cut_over_ranks
+from hvdtrain.core.cursor import Cursor
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.mesh import Before
+from hvdtrain.core.protocols import Callback, Control
+from hvdtrain.core.protocols.state import Head, Want
+from hvdtrain.core.resolve import absolute
+from hvdtrain.engine import model_changes
+from hvdtrain.engine.average import GROUP
+from hvdtrain.engine.run import Run
+from hvdtrain.engine.saving.contents import held_by, json_able, parts_of, schedule_of
+from hvdtrain.engine.saving.saving import DIRECTORY, Saving
+from hvdtrain.parallel.pipeline.words import ranks_of
+
+MOST_NAMES = 8
+"""Damaged checkpoints that are named."""
+QUIET = frozenset({"out", "resume", "progress", "log_every", "epochs", "max_steps", "threads", "control_timeout_s",
+                   "heartbeat_timeout_s", "time_limit", "check_every", "audit", "on_oom", "peak_tflops", "trackers",
+                   "trace", "data.prefetch", "data.workers", "model_parallel", "devices_per_rank",
+                   "checkpoint", "collectives", "compile", "deterministic", "max_skipped", "exchange.bucket_mb",
+                   "exchange.fusion_threshold_mb", "exchange.cycle_time_ms", "exchange.autotune",
+                   "exchange.hierarchical", "exchange.auto_margin",
+                   "pipeline", "balance", "rebalance", "emulate_speed", "exchange_device", "callbacks"})
+"""Keys that may change between a run and its resumption without a word: they leave the curve alone."""
+MEASURES = frozenset({"eval_every", "metrics"})
+"""Keys that decide what is measured, and when: the result changes where something steers the run by it."""
+CUTS = frozenset({"shares", "accumulate", "micro_batch", "remat", "split_micro_batches"})
+"""Keys that decide how a batch is cut, which matters only to what depends on the number of ranks too."""
+
+
+def save(run: Run) -> str:
+    """Write the run's state as a checkpoint; return "" or why it could not be written, on every rank. Collective."""
+    begin(run)
+    error = finish(run)
+    assert run.saver is not None
+    run.saver.end()
+    return error
+
+
+def begin(run: Run) -> None:
+    """Copy the run's state and have it written while the run goes on; collective.
+
+    What comes of it is told by `finish` or, on the rank that has met an error, by ``run.saver.settled()``.
+    """
+    ensure_out(run)
+    run.made = []  # it is to stay, also where a fit is refused later
+    if run.saver is None:
+        run.saver = Saving(run)
+    run.saver.begin()
+
+
+def finish(run: Run) -> str:
+    """Wait for the save that was begun last; return "" or why it was not written, on every rank. Collective.
+
+    What came of saves before it is still `Saving.settled`'s to tell.
+    """
+    if run.saver is None:
+        return ""
+    run.saver.wait()
+    return run.control.bcast(run.saver.latest())
+
+
+def find(resume: str, out: Path | None, log: Callable[[str], None]) -> Kept | None:
+    """Verify and open the checkpoint that ``resume`` ("auto" or a path) means; None where auto finds none. Rank 0 only.
+
+    A path may be one checkpoint, a run's directory or its checkpoints directory. Damaged checkpoints are told to
+    ``log`` and the newest whole one is used. Errors: `UserError` where all are damaged, and for a path without any.
+    """
+    if resume == "auto":
+        if out is None or not (out / DIRECTORY).is_dir():
+            return None
+        return _newest_whole(out / DIRECTORY, log)
+    path = absolute(resume)
+    if not path.exists():
+        raise UserError(f"there is no checkpoint {resume}", "the directory of a checkpoint or of a run",
+                        "correct resume")
+    for root in (path, path / DIRECTORY):
+        if root.is_dir() and any(root.glob("step-*")):
+            return _newest_whole(root, log)
+    return read_snapshot(path)
+
+
+def _newest_whole(root: Path, log: Callable[[str], None]) -> Kept | None:
+    """Open the newest whole checkpoint under ``root``; None where there is none, `UserError` where all are damaged."""
+    store = CheckpointStore(root, 1)
+    found = store.latest_whole(log)
+    if found is not None:
+        return found[1]
+    names = store.names()
+    if not names:
+        return None
+    older = f" and {len(names) - MOST_NAMES} older" if len(names) > MOST_NAMES else ""
+    shown = ", ".join(names[-MOST_NAMES:]) + older
+    raise UserError(f"all checkpoints in {root} are damaged: {shown}; the notes before this say how",
+                    "at least one that is whole", "leave out --resume to start anew, in another directory")
+
+
+def restore(run: Run, kept: Kept | None) -> None:
+    """Load the checkpoint that rank 0 has open (elsewhere None) on every rank. Collective.
+
+    Random generators and compressor state return bit by bit where the ranks are as many in as many pipelines; else
+    every rank keeps its fresh ones, seeded by (seed, rank). A checkpoint that does not fit changes nothing.
+    """
+    if run.saver is not None:
+        run.saver.wait()
+    meta = run.control.bcast(dict(kept.meta) if kept else None)
+    copies = meta.get("pipeline", {}).get("copies") or [[rank] for rank in range(meta["world_size"])]
+    alike, unlike = _alike(meta, copies, run)
+    cursor = Cursor.from_dict(meta["cursor"])
+    before, now = _schedule_before(run, meta, cursor), schedule_of(run, cursor)
+    model_changes.resume(run, meta["step_rest"])
+    shared, own = parts_of(run, held_by(run))
+    rows = run.control.bcast([tuple(one) for group in kept.tensors.values() for one in group.heads()] if kept else [])
+    kept_as, heads = _in_own_names(run, [Head(*row) for row in rows])
+
+    def wants() -> list[Want]:
+        if meta.get("framework") != run.spec.framework:
+            raise UserError(f"the checkpoint is of a {meta.get('framework')} model",
+                            f"one of {run.spec.framework}, as this model", "resume with the model of that run")
+        run_length.check_resumed(before, run.config.schedule, now)
+        return [*shared.wants(heads), *(own.wants(heads) if alike else ())]
+
+    wanted = agreed(run.control, wants, "restore")
+    groups = fetch(run.control, None if kept is None else kept.called(kept_as), wanted, heads)
+
+    def read(group: str) -> dict[str, np.ndarray]:
+        return groups.get(group, {})
+
+    def load() -> str:
+        unfit = shared.load(read, meta["step_rest"])
+        run.parts.optimizer.resumed(cursor.epoch, run_length.changed(before, now))
+        if meta["config"].get("loss_scale", run.config.loss_scale) != run.config.loss_scale:
+            run.parts.scale.restart()
+        for callback, state in _states(run, meta["callbacks"]):
+            callback.load_state_dict(decode(state))
+            callback.restored(run)
+        if alike:
+            return "; ".join(filter(None, (unfit, own.load(read, {}))))
+        run.dp.restart()
+        return unfit
+
+    unfit = agreed(run.control, load, "restore")
+    run.state.cursor = cursor
+    run.state.stop, run.state.wants_stop, run.state.wants_save, run.state.metrics_at = "", "", False, -1
+    if not alike:
+        run.note(f"resumed a run of {ranks_of(copies)} on {unlike}: random generators start anew "
+                 "from the seed" + ("" if run.config.compression == "none" else ", compressor state from nothing"))
+    if unfit:
+        run.note(unfit)
+    if meta.get("samples", run.feed.samples) != run.feed.samples:
+        run.note(f"resumed with {run.feed.samples} samples where the run had {meta.get('samples')}: "
+                 "the order of the data is another")
+    _tell_changes(run, meta["config"])
+    _tell_schedule(run, before, now)
+
+
+def _in_own_names(run: Run, heads: list[Head]) -> tuple[dict[tuple[str, str], str], list[Head]]:
+    """Return a checkpoint's names by (group, own name) where these differ, and ``heads`` by own names. Collective.
+
+    Checkpoints of before 2026-11 name the tensors of a model with its wrappers, such as torch.compile's.
+    """
+    def tensor(head: Head) -> str:
+        return head.name.rpartition("/")[0] if head.group == "optimizer" else head.name
+
+    named = [head for head in heads if head.group in ("model", "optimizer", GROUP)]
+    if run.spec.framework != "torch" or not any(WRAPPERS & set(tensor(head).split(".")) for head in named):
+        return {}, heads
+    params = [spec.name for spec in run.parts.params.specs]
+    rows = run.control.gather((model_names(run.parts.state), params))
+    own = {"model": {name for row, _ in rows for name in row}, "optimizer": {name for _, row in rows for name in row}}
+    own[GROUP] = own["optimizer"]
+    now = {group: fitting(own[group], {tensor(head) for head in named if head.group == group}) for group in own}
+    called = [head._replace(name=now[head.group][tensor(head)] + head.name.removeprefix(tensor(head)))
+              if tensor(head) in now.get(head.group, {}) else head for head in heads]
+    return {(one.group, one.name): head.name for one, head in zip(called, heads) if one != head}, called
+
+
+def _alike(meta: Mapping[str, Any], copies: list[list[int]], run: Run) -> tuple[bool, str]:
+    """(whether each rank has the blocks that it had, else what the ranks are now in words)."""
+    layout = run.parts.layout
+    now = [list(copy) for copy in run.mesh.copies]
+    if list(map(len, copies)) != list(map(len, now)):
+        return False, ranks_of(now)
+    cut = ([], []) if layout is None else (now, [list(starts) for starts in layout.starts])
+    before = meta.get("pipeline", {})
+    return (before.get("copies", []), before.get("starts", [])) == cut, f"{ranks_of(now)} with another cut"
+
+
+def cut_before(config: Config, name: str, control: Control, devices: Sequence[str]) -> Before | None:
+    """Return how the model was cut in the run that ``config.resume`` means, by its newest manifest; collective.
+
+    None where there is none, or on other devices. Whether the checkpoint is whole is not looked at: `find` does.
+    """
+    if not config.resume or not cut_over_ranks(config):
+        return None
+    found = control.bcast(_newest_meta(config, name, control).get("pipeline"))
+    if not found or found.get("devices") != list(devices):
+        return None
+    return Before(tuple(map(tuple, found["copies"])), tuple(map(tuple, found["starts"])), tuple(found["blocks"]))
+
+
+def position(config: Config, name: str, control: Control) -> Cursor:
+    """Return where the run that ``config.resume`` means stands by its newest manifest, else the start; collective."""
+    if not config.resume:
+        return Cursor()
+    with contextlib.suppress(UserError):
+        return Cursor.from_dict(control.bcast(_newest_meta(config, name, control).get("cursor")))
+    return Cursor()
+
+
+def _newest_meta(config: Config, name: str, control: Control) -> Mapping[str, Any]:
+    """Return the meta of the newest manifest of the run that ``config.resume`` means, on rank 0; {} without any."""
+    if control.rank:
+        return {}
+    with contextlib.suppress(CheckpointError, OSError, UserError, KeyError, ValueError):  # `find` says what is wrong
+        out = find_out(config, name) if config.resume == "auto" else absolute(config.resume)
+        for root in () if out is None else (out, out / DIRECTORY):
+            stored = CheckpointStore(root, 1).list()
+            if stored:
+                return inspect(stored[-1].path).meta
+        return {} if out is None else inspect(out).meta
+    return {}
+
+
+def _schedule_before(run: Run, meta: Mapping[str, Any], at: Cursor) -> dict[str, Any]:
+    """Return the schedule of the run that is resumed; of a checkpoint that lacks it by its configuration."""
+    if "schedule" in meta:
+        return dict(meta["schedule"])
+    old, usual = meta["config"], Config()
+    known = {k: v for k, v in old.get("schedule", {}).items() if k in vars(usual.schedule)}
+    lengths = {key: old.get(key, getattr(usual, key)) for key in ("epochs", "max_steps")}
+    config = replace(run.config, schedule=Schedule(**known), **lengths)
+    per_epoch, left = run.feed.steps_per_epoch, run.feed.steps_left(at)
+    with contextlib.suppress(UserError):
+        config = run_length.filled(config, per_epoch, None, at, left)
+    kept: dict[str, Any] = json_able(run_length.kept(config.schedule, run_length.length(config, per_epoch, at, left)))
+    return kept
+
+
+def _states(run: Run, kept: list[list[Any]] | dict[str, dict[str, Any]]) -> list[tuple[Callback, dict[str, Any]]]:
+    """Return the callbacks that get a state back: the nth of a key the nth of that key in ``kept``.
+
+    The first checkpoints of 0.1.0 hold a mapping by class name instead, in which the last of a class had replaced the
+    others; it goes to the last.
+    """
+    names = [state_key_of(callback) for callback in run.callbacks]
+    states: dict[str, list[dict[str, Any]]] = {}
+    for name, state in kept.items() if isinstance(kept, dict) else kept:
+        states.setdefault(name, []).append(state)
+    for name in [n for n in states if isinstance(kept, dict) and names.count(n) > 1]:
+        states[name][:0] = [{}] * (names.count(name) - 1)
+        run.note(f"the checkpoint holds one state for {names.count(name)} callbacks {name}: the last takes it, the "
+                 "others start anew")
+    found = [(callback, states[name].pop(0)) for callback, name in zip(run.callbacks, names) if states.get(name)]
+    return [(callback, state) for callback, state in found if state]
+
+
+def _leaves(keys: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return every value by its key, such as ``optimizer.args.momentum``; an empty section is one value."""
+    found: dict[str, Any] = {}
+    for key, value in keys.items():
+        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found
+
+
+def _flat(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``keys`` by `_leaves`.
+
+    Of data_parallel the name alone: how zero divides leaves the curve alone, as zero itself does. Version 0.1.0 kept it
+    as a text.
+    """
+    keys = dict(keys)
+    if "data_parallel" in keys:
+        way = keys["data_parallel"]
+        name = way["name"] if isinstance(way, dict) else way
+        keys["data_parallel"] = "replicate" if name == "zero" else name
+    return _leaves(keys)
+
+
+def _among(key: str, keys: Collection[str]) -> bool:
+    """Return whether ``key``, or a section that it is in, is one of ``keys``."""
+    parts = key.split(".")
+    return any(".".join(parts[:n]) in keys for n in range(1, len(parts) + 1))
+
+
+def _tell_changes(run: Run, before: dict[str, Any]) -> None:
+    """Name the settings that change the result, differ from the run that is resumed, and are in force.
+
+    A key that is newer than the checkpoint was at its default.
+    """
+    now, usual, old = (_flat(json_able(keys)) for keys in (run.config.to_dict(), Config().to_dict(), before))
+    optimizer = run.parts.optimizer
+    steered = run.config.early_stop.metric or any(getattr(callback, "callbacks", ()) for callback in run.callbacks)
+    quiet = QUIET | run.idle | set(optimizer.overruled) | (set() if run.parts.caveats() else CUTS)
+    quiet |= set() if steered else MEASURES
+    words = []
+    for key in dict.fromkeys((*now, *old)):
+        was, new = (side.get(key, usual.get(key)) for side in (old, now))
+        empty = {} in (was, new) or [] in (was, new)
+        if was != new and not (empty and None in (was, new)) and not _among(key, quiet):
+            words.append(f"{key} {_shown(was)} -> {_shown(new)}")
+    words += optimizer.changes
+    if words:
+        run.note(f"resumed with other settings than before: {', '.join(words)}")
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else str(value)
+
+
+def _tell_schedule(run: Run, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Say that another schedule is in force than before the resume, and where it stands; or that it ends early."""
+    own = now["own"]
+    if own and own["end"] < own["steps"]:
+        run.note(f"the optimizer's own schedule {own['name']} ends after {own['end']} steps of a run of "
+                 f"{own['steps']}: from there on the rate stays as it is")
+    if not run_length.changed(before, now):
+        return
+    same = before["name"].lower() == now["name"].lower()
+    args = ", ".join(f"{key} {before['args'].get(key)} -> {value}" for key, value in now["args"].items()
+                     if before["args"].get(key) != value) if same else ""
+    what = f"schedule {now['name']}" if now["name"].lower() not in ("none", "") else "a constant rate"
+    run.note(f"resumed with {what}{' of ' * bool(args)}{args}, as if from the start of the run: the next update's rate "
+             f"is {run.parts.optimizer.learning_rate():.4g}")

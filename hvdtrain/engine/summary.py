@@ -1,0 +1,226 @@
+"""The table at the end of a run, and the same facts as a record."""
+
+from __future__ import annotations
+
+import math
+from typing import IO, Any, cast
+
+from hvdtrain.core.errors import count
+from hvdtrain.core.terminal import Stdout, say
+from hvdtrain.core.units import shown
+from hvdtrain.parallel.pipeline import words
+
+
+MOST_RANKS = 8
+"""Ranks that get a row of their own."""
+
+WORDS = {"slowest": "waiting for the slowest", "wire": "wire", "input": "input", "update": "update",
+         "idle": "stages waiting for each other", "channel": "messages between stages"}
+
+
+def record(run: Any) -> dict[str, Any]:
+    """JSON-able facts of a finished run. Phase times are rank 0's, in milliseconds a step."""
+    s, phases = run.state, run.phases
+    steps = max(1, phases.steps)
+    return {
+        "framework": run.spec.framework,
+        "model": run.spec.name,
+        "ranks": run.control.size,
+        "hosts": run.topology.describe(),
+        "pipeline": words.facts(run.parts.layout, run.config),
+        "wire": run.collectives.name,
+        "compression": run.dp.describe(),
+        "global_batch": run.config.global_batch,
+        "steps": s.cursor.step,
+        "epochs": s.cursor.epoch,
+        "samples_per_s": _number(phases.samples_per_s()),
+        "loss": _number(s.last_loss),
+        "metrics": {k: _number(v) for k, v in s.metrics.items()},
+        "metrics_at": s.metrics_at,
+        "test_unread": run.eval_feed.unread if run.eval_feed is not None else 0,
+        "meter": _meter(run),
+        "zero": _zero(run.dp),
+        "saves": _saves(run),
+        "phases_ms": {name: round(1e3 * seconds / steps, 3) for name, seconds in phases.seconds.items()},
+        "stop": s.stop,
+        "ledger": run.ledger,
+        "memory": run.memory,
+        "mfu": _mfu(run),
+        "out_of_memory": {"times": len(run.shortages), "micro_batch": run.recovery.ceilings, "each": run.shortages},
+        "notes": run.notes,
+        "step": run.parts.describe(),
+    }
+
+
+def rows(run: Any) -> list[tuple[str, str]]:
+    """What the table shows, in order."""
+    r = record(run)
+    per_rank = f"{r['ranks']} on {r['hosts']}"
+    table = [("framework", f"{r['framework']}, {r['model']}"), ("ranks", per_rank),
+             ("wire", f"{r['wire']}, compression {r['compression']}"),
+             ("global batch", count(r["global_batch"], "sample")),
+             *([("pipeline", words.summary(r["pipeline"]))] if r["pipeline"] else []), *r["step"].items(),
+             ("steps", f"{r['steps']} in {count(r['epochs'], 'epoch')}"
+              + (f", stopped: {r['stop']}" if r["stop"] else "")),
+             ("speed", f"{r['samples_per_s']:,.0f} samples/s" if r["samples_per_s"] else "too few steps to tell"),
+             ("train loss", f"{r['loss']:.4g}" if r["loss"] is not None else "none")]
+    other = f", of the weights of step {r['metrics_at']}" if 0 <= r["metrics_at"] < r["steps"] else ""
+    table += [(f"test {name}", (f"{value:.4f}" if value is not None else "none") + other)
+              for name, value in r["metrics"].items()]
+    if r["test_unread"]:
+        table.append(("test samples", f"{r['test_unread']} left out, since they could not be read"))
+    table += _ledger(r["ledger"])
+    if r["meter"]:
+        table += _efficiency(r["meter"])
+    table.append(("time a step", ", ".join(f"{name} {ms:.1f}" for name, ms in r["phases_ms"].items()) + " ms"))
+    if r["zero"]:
+        table.append(("zero", f"stage {r['zero']['stage']}, parameters gathered in {r['zero']['gather_ms']:.1f} ms a "
+                      "step, a part of update"))
+    if r["saves"]:
+        table.append(("checkpoints", _saved(r["saves"])))
+    table += _utilisation(r["mfu"]) + _memory(r["memory"]) + _shortages(r["out_of_memory"])
+    table.append(("files", f"{run.out}, with its page report.html" if run.begun else str(run.out)))
+    return table + [("note", note) for note in r["notes"]]
+
+
+def _meter(run: Any) -> dict[str, Any] | None:
+    """The meter's reading over the run, JSON-able; None where there was none."""
+    if "meter" not in run.records.latest:
+        return None
+    found = run.records.latest["meter"].values
+    ranks = [{name: _number(value) for name, value in row.items()} for row in found["ranks"]]
+    return {"percent_of_solo": _number(found["percent_of_solo"]), "step_s": _number(found["step_s"]),
+            "lost_percent": {cause: _number(value) for cause, value in found["lost_percent"].items()}, "ranks": ranks,
+            "of": "rank" if run.mesh.deepest == 1 else "copy", "advice": found["advice"]}
+
+
+def _ledger(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was checked of the samples, in words; nothing where no step was made."""
+    epochs = found.get("epochs", 0)
+    rows = found.get("compared", 0)  # none where all rows were compared, or there is one rank
+    said = [f"each {'index ' if rows else ''}exactly once in {count(epochs, 'epoch')}"
+            + (f", {count(rows, 'row')} compared across ranks" if rows else "")] if epochs else []
+    said += [f"the first {found['partial']} of the last epoch once each"
+             + (f", {count(rows, 'row')} compared across ranks" if rows and not epochs else "")
+             ] if found.get("partial") else []
+    said += [f"{found['skipped']} in steps without an update"] if found.get("skipped") else []
+    said += [f"{found['unread']} left out, since they could not be read"] if found.get("unread") else []
+    why = f": {found['reason']}" if found.get("reason") else ""
+    if found.get("unchecked"):
+        which = ", ".join(map(str, found["unchecked"]))
+        said.append(f"epoch{'s' if len(found['unchecked']) > 1 else ''} {which} not verified{why}")
+    said += [f"the evaluation is not verified: {found['evaluation']}"] if found.get("evaluation") else []
+    return [("samples", "; ".join(said))] if said else []
+
+
+def _zero(dp: Any) -> dict[str, Any] | None:
+    """The stage of ZeRO, and the mean milliseconds in which a step's parameters came together; None without it."""
+    if not getattr(dp, "gathers", 0):
+        return None
+    return {"stage": dp.stage, "gather_ms": round(1e3 * dp.gathered_s / dp.gathers, 3)}
+
+
+def _memory(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """The most that rank 0 and the worst rank have held, beside what was reckoned; nothing where it is unknown."""
+    peaks, states = found.get("peak", []), found.get("state", [])
+    if not any(peaks) or len(peaks) != len(states):
+        return []
+    worst = max(range(len(peaks)), key=lambda r: peaks[r])
+    said = [f"rank {r} at most {shown(peaks[r])}, of it {shown(states[r])} parameters, gradients and optimizer as "
+            f"reckoned{_measured(found, r)}" for r in dict.fromkeys((0, worst)) if peaks[r]]
+    return [("memory", "; ".join(said))]
+
+
+def _measured(found: dict[str, Any], rank: int) -> str:
+    """What of ``_memory``'s reckoning was found in the end, in words; "" where a kind of it cannot be told."""
+    measured = found.get("measured", [])
+    held = measured[rank] if rank < len(measured) else {}
+    kinds = [held.get(kind) for kind in ("parameters", "gradients", "state")]
+    return "" if None in kinds else f" ({shown(sum(n for n in kinds if n is not None))} found)"
+
+
+def _mfu(run: Any) -> dict[str, Any] | None:
+    """The utilisation of the ranks' devices over the run; None where no device's peak is known."""
+    if "system" not in run.records.latest:
+        return None
+    found = run.records.latest["system"].values
+    names = ("mfu", "flops", "flops_unknown", "peak_flops", "peak_source")
+    return {name: found[name] for name in names} if any(found["peak_flops"]) else None
+
+
+def _utilisation(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Each kind of device with its peak, the operations and what part of the peak the ranks on it used."""
+    said, sources = [], found["peak_source"] if found else []
+    for source in dict.fromkeys(filter(None, sources)):
+        ranks = [r for r, other in enumerate(sources) if other == source]
+        known = [(found["mfu"][r], r) for r in ranks if found["mfu"][r] is not None] if found else []
+        if found and known:
+            (least, slow), (most, fast) = min(known), max(known)
+            part = f"{most:.1%} on rank {fast}" + (f", {least:.1%} on rank {slow}" if slow != fast else "")
+            said.append(f"{part} of {source}; {found['flops'][fast] / 1e9:.4g} GFLOP a sample, forward and backward")
+        elif found:
+            said.append(f"not known, of {source}: {found['flops_unknown'][ranks[0]] or 'too few steps'}")
+    return [("mfu", "; ".join(said))] if said else []
+
+
+def _shortages(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """How often ranks ran out of memory and which take smaller micro-batches since, in words; nothing where none did.
+    """
+    if not found["times"]:
+        return []
+    smaller = [f"rank {rank} takes at most {limit} in a micro-batch" for rank, limit in
+               sorted(found["micro_batch"].items())]
+    return [("out of memory", "; ".join([count(found["times"], "time"), *smaller]))]
+
+
+def _saves(run: Any) -> dict[str, Any] | None:
+    """What the saves have cost rank 0, in seconds; None without any."""
+    if run.saver is None or not run.saver.spent.saves:
+        return None
+    spent = run.saver.spent
+    return {"saves": spent.saves, "blocked_s": round(spent.blocked_s, 6), "threads_cpu_s": round(spent.cpu_s, 6),
+            "longest_s": round(spent.longest_s, 6)}
+
+
+def _saved(saves: dict[str, Any]) -> str:
+    blocked_ms, cpu_ms = (1e3 * saves[key] / saves["saves"] for key in ("blocked_s", "threads_cpu_s"))
+    return (f"{saves['saves']} saved; a save held training up for {blocked_ms:.1f} ms and took {cpu_ms:.1f} ms of a "
+            "thread beside it")
+
+
+def _efficiency(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """The meter's rows: how much of the devices' speed was used, what was lost, each rank, what to do."""
+    lost = ", ".join(f"{WORDS[cause]} {percent:.1f} %" for cause, percent in found["lost_percent"].items())
+    rows = [("efficiency", f"{found['percent_of_solo']:.0f} % of the sum of solo speeds"), ("time lost", lost)]
+    for rank, row in list(enumerate(found["ranks"]))[:MOST_RANKS]:
+        rows.append((f"{found['of']} {rank}", f"{row['samples']:.4g} samples, compute {1e3 * row['compute_s']:.1f}, "
+                     f"wait {1e3 * row['wait_s']:.1f}, input {1e3 * row['data_s']:.1f}, update "
+                     f"{1e3 * row['update_s']:.1f} ms"))
+    more = len(found["ranks"]) - MOST_RANKS
+    return rows + ([("", f"and {count(more, 'more rank')}")] if more > 0 else []) + [("advice", found["advice"])]
+
+
+def show(run: Any) -> None:
+    """Print the table; on rank 0."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    # mpirun gives ranks pseudo-terminals even where its own output goes to a file: plain text under a launcher.
+    # 64 columns leave room for the tag that horovodrun puts before each line.
+    launched = run.control.size > 1
+    console = Console(file=cast(IO[str], Stdout()), highlight=False, force_terminal=False if launched else None,
+                      width=64 if launched else None)
+    table = Table(box=box.ROUNDED if console.is_terminal else box.ASCII, show_header=False, title="hvdtrain")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows(run):
+        table.add_row(name, Text(value))  # as it is: rich would read [brackets] as markup
+    with console.capture() as text:
+        console.print(table)
+    say(text.get().rstrip())
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,80 @@
+"""What ways of data parallelism have in common that sum gradients by a reducer, in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hvdtrain.comm.reducer.reducer import Reducer
+from hvdtrain.core.buckets import more_buckets
+from hvdtrain.core.protocols import ParamSpec
+from hvdtrain.data.weighting import loss_scale
+
+if TYPE_CHECKING:
+    from hvdtrain.core.protocols.types import Bucket, StepBatch
+
+
+class Reducing:
+    """Part of `hvdtrain.core.protocols.DataParallel` that is ``reducer``'s: its compressor with the state of that.
+
+    No decision of an owner or of all ranks is in here.
+    """
+
+    caveats: tuple[str, ...] = ()
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer = reducer
+        self.buckets: list[Bucket] = reducer.buckets
+        self.in_graph: bool = reducer.collectives.in_graph
+
+    def _extended(self, specs: Sequence[ParamSpec], first: int) -> Reducer:
+        """Return a reducer with buckets for the parameters from ``first`` on too, and the compressor's state so far."""
+        old = self.reducer
+        made = Reducer([*old.buckets, *more_buckets(old.buckets, specs, first)], old.compressor, old.collectives,
+                       old.ops, old.ops_of_place, old.among)
+        made.state.take_over(old.state)
+        return made
+
+    @property
+    def variant(self) -> int:
+        """The compressor's stage of warm-up."""
+        return self.reducer.stage
+
+    @property
+    def compression(self) -> str:
+        """The compressor's name."""
+        return self.reducer.compressor.name
+
+    def describe(self) -> str:
+        """The compressor with its settings."""
+        return self.reducer.compressor.describe()
+
+    def discard(self) -> None:
+        """Take compressor state back to where the step began; nothing else has changed."""
+        self.reducer.state.discard()
+
+    def scale(self, batch: StepBatch) -> float:
+        """1 / W of the whole batch, or of this rank's part for a compressor that wants each rank's own mean."""
+        return loss_scale(batch.own_weight if self.reducer.compressor.own_mean else batch.weight)
+
+    def meets(self, step: int) -> bool:
+        """True: in every step."""
+        return True
+
+    def owed(self) -> list[int] | None:
+        """What the reducer has not begun."""
+        return self.reducer.owed()
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """Compressor state."""
+        return self.reducer.state.saved()
+
+    def restore(self, own: dict[str, np.ndarray]) -> str:
+        """Undo `saved`; state of other buckets or another compressor starts anew, which is said."""
+        return self.reducer.state.restore(own)
+
+    def restart(self) -> None:
+        """Forget compressor state."""
+        self.reducer.state.restart()

@@ -1,0 +1,80 @@
+"""A model on one rank, taken apart into what a run drives: `Parts`, which each backend's ``make_parts`` makes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdtrain.core.mesh import Layout
+from hvdtrain.core.protocols import (
+    Buffers, Compile, Evaluator, ModelFacts, ModelState, Ops, Optimizer, Params, Remat, Stage, Transform,
+)
+from hvdtrain.data.weighting import LabelWeight
+from hvdtrain.parallel.precision.policy import Precision
+from hvdtrain.parallel.precision.scaler import LossScale
+from hvdtrain.parallel.replicas import Replicas
+
+
+@dataclass
+class Parts:
+    """The parts. ``precision``: what every rank computes in; ``scale``: the loss scale.
+
+    ``transforms``: in the order in which they are installed (`hvdtrain.backends.transforms.ORDER`). ``ops_of_place``:
+    of a model that is split, the array operations of each device. ``remat``: the one of ``transforms`` that recomputes
+    blocks, None for a model without any. ``compile``: the one that computes in other ways, where the configuration asks
+    for it. ``layout``, ``replicas``: of a model that is cut over ranks, who has which block, and this rank's blocks by
+    who else has them; ``stage`` is an `hvdtrain.core.protocols.PipelineStage` then. ``facts``: finds what callbacks
+    change of the model; None where nobody looks. ``batch_weight``: weighs a numpy batch as a loss by name does that
+    ignores labels or weighs classes; None for other losses and a model file's task.
+    """
+
+    model: Any
+    blocks: Sequence[Any]
+    stage: Stage
+    params: Params
+    optimizer: Optimizer
+    buffers: Buffers
+    evaluator: Evaluator
+    state: ModelState
+    transforms: list[Transform]
+    precision: Precision
+    scale: LossScale
+    ops_of_place: Sequence[Ops] = ()
+    remat: Remat | None = None
+    compile: Compile | None = None
+    layout: Layout | None = None
+    replicas: Sequence[Replicas] = ()
+    facts: ModelFacts | None = None
+    batch_weight: LabelWeight | None = None
+    _installed: list[Transform] = field(default_factory=list)
+
+    def install(self, collective: bool = True) -> None:
+        """Take the model for a run, the first transform first; without ``collective`` for this rank alone."""
+        for transform in self.transforms:
+            if collective or not transform.collective:
+                transform.install(self.model, self.blocks)
+                if transform not in self._installed:
+                    self._installed.append(transform)
+
+    def remove(self) -> None:
+        """Give the model back as its user made it, from the last transform that was installed to the first.
+
+        All are removed, whichever raises; then the first error is raised.
+        """
+        with contextlib.ExitStack() as stack:
+            for transform in self._installed:
+                stack.callback(transform.remove, self.model)
+        self._installed = []
+
+    def describe(self) -> dict[str, str]:
+        """Return the model's training in words, for the summary."""
+        words = {**self.optimizer.describe(), **self.stage.describe()}
+        for transform in self.transforms:
+            words |= transform.describe()
+        return words
+
+    def caveats(self) -> list[str]:
+        """Return what in this model depends on how a batch is cut, in words (law 2)."""
+        return [*self.stage.caveats(), *(caveat for transform in self.transforms for caveat in transform.caveats())]

@@ -1,0 +1,322 @@
+"""A step of a model that is cut over ranks: each rank's forwards and backwards in its order, and what it sends."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from hvdtrain.config import Config
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.finite import Origin
+from hvdtrain.core.mesh import Layout
+from hvdtrain.core.protocols import Batch, Cargo, Control, Done, Evaluator, GradientSink, Pair, PipelineStage
+from hvdtrain.core.protocols.shortage import Lost, first_line
+from hvdtrain.core.timeline import idle, span
+from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.pipeline.accumulate import Accumulate
+from hvdtrain.parallel.pipeline.origin import Looking, Places
+from hvdtrain.parallel.pipeline.post import BACK, FORTH, MEASURED, Label, Post
+from hvdtrain.parallel.recovery.recovery import Recovery
+from hvdtrain.parallel.recovery.recut import largest
+from hvdtrain.parallel.recovery.schedule import Recovering
+from hvdtrain.planning.pipeline.orders import BACKWARD, FORWARD, Action, Order, order_of
+
+if TYPE_CHECKING:
+    from hvdtrain.core.protocols.types import StepBatch
+
+KINDS = {FORWARD: FORTH, BACKWARD: BACK}
+
+AHEAD = 4
+"""Batches of an evaluation that a stage may be ahead of the next one."""
+
+
+class OverRanks:
+    """`hvdtrain.core.protocols.Schedule` of one rank of a model that is cut over ranks.
+
+    A copy of one rank computes as any whole model does. A rank that memory lacks on goes on through its actions with
+    messages that say so in place of tensors, and so do those that get one: no rank waits for what does not come.
+    """
+
+    def __init__(self, stage: PipelineStage, layout: Layout, order: Order, post: Post,
+                 recovery: Recovery | None = None) -> None:
+        recovery = recovery or Recovery(lambda error: False)
+        self._order, self._layout, self._recovery = order, layout, recovery
+        self._ordered = Ordered(stage, layout, order, post, recovery)
+        self._deep = layout.mesh.depth > 1
+        inner = self._ordered if self._deep else Accumulate(stage, recovery.guard)
+        self._schedule, self._post, self._stage = Recovering(inner, stage, recovery), post, stage
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of cargo that this rank has sent so far."""
+        return self._post.sent_bytes
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds so far that this rank has waited for other stages of its copy, between a step's actions."""
+        return self._ordered.idle_s
+
+    @property
+    def channel_s(self) -> float:
+        """Those of ``idle_s`` in which it sent, and received what had begun to come."""
+        return self._ordered.channel_s
+
+    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> Done:
+        """Do this rank's forwards and backwards, then hand over its gradients."""
+        return self._schedule.gradients(batch, scale, sink)
+
+    def trial(self, micros: Sequence[Batch]) -> None:
+        """Do what a step with these micro-batches does of forwards and backwards, and forget it.
+
+        `Buffers.discard` puts the buffers back. Errors: `Lost`.
+        """
+        if self._deep:
+            lost: Lost | None = None
+            try:
+                self._ordered.passes(micros, 1.0, self._post.step)
+            except Lost as error:
+                lost = error
+            self._post.flush()
+            self._stage.rewind()
+            self._stage.drop()
+            if lost is not None:
+                raise lost
+        else:
+            for micro in micros:
+                self._stage.trial(micro)
+
+    def origin(self, batch: StepBatch, scale: float, sink: GradientSink) -> Origin | None:
+        """Compute the step at hand once more; return what is not finite if it began on this rank.
+
+        All ranks of a copy do so together. Nothing is exchanged between copies; buffers are to be discarded.
+        """
+        stage, own = self._stage, [self._layout.names[block] for block in self._layout.blocks]
+        looking = Looking(stage, self._ordered.places)
+        stage.rewind()
+
+        def compute() -> str:
+            if self._layout.mesh.depth > 1:
+                again = Ordered(cast(PipelineStage, looking), self._layout, self._order, self._post, self._recovery)
+                again.passes(batch.micros, scale, batch.cursor_before.step)
+                self._post.flush()
+            else:
+                stage.begin()
+                for micro in batch.micros:
+                    stage.run(micro, scale, False, sink)
+            return next(filter(None, map(stage.culprit, batch.micros)), "")
+
+        # A number that is not finite keeps no name where memory lacks.
+        name, _ = self._recovery.attempt(compute, out_of_memory=lambda error: isinstance(
+            error, Lost) or self._recovery.out_of_memory(error))
+        if name is None:
+            return None
+        return looking.origin(name, f"block {own[0]}" if len(own) == 1 else f"blocks {own[0]} to {own[-1]}")
+
+
+class Ordered:
+    """`hvdtrain.core.protocols.Schedule` that does forwards and backwards in ``order``.
+
+    ``idle_s``: seconds so far between its actions, waiting for what comes and sending. ``channel_s``: those of them in
+    which a message was on its way.
+    """
+
+    def __init__(self, stage: PipelineStage, layout: Layout, order: Order, post: Post, recovery: Recovery) -> None:
+        self._stage, self._layout, self._order, self._post = stage, layout, order, post
+        self._recovery, self.places = recovery, Places(layout)
+        self.idle_s = self.channel_s = self._moved_s = 0.0
+        self._lost: Lost | None = None
+
+    def gradients(self, batch: StepBatch, scale: float, sink: GradientSink) -> Done:
+        """Do them. Errors: `Lost` where memory lacked on a rank of this copy."""
+        stage, micros = self._stage, batch.micros
+        totals, waited_s = self.passes(micros, scale, batch.cursor_before.step)
+        self.idle_s += waited_s
+        self.channel_s += self._moved_s
+        if self._recovery.guard is not None and micros:
+            self._recovery.guard.ran(largest(batch))
+        if micros:
+            stage.hand_over(sink)
+        else:
+            stage.nothing(sink)
+        waited_s += stage.waited_s + sink.waited_s
+        begin = time.perf_counter()
+        with span("messages", "channel"):
+            self._post.flush()
+        grads = sink.collect()
+        return Done(grads, totals, waited_s + time.perf_counter() - begin)
+
+    def passes(self, micros: Sequence[Batch], scale: float, step: int) -> tuple[list[Pair], float]:
+        """Do this rank's forwards and backwards; return (loss and weight of each micro-batch on the rank with the last
+        block, seconds waited for other stages). Errors: `Lost`."""
+        mesh, post, waited_s, totals = self._layout.mesh, self._post, 0.0, []
+        self._stage.begin()
+        self._lost, self._moved_s = None, 0.0
+        post.begin(step)
+        actions = self._order(mesh.place, mesh.depth, self.places.own, len(micros))
+        due = Counter(lane for action in actions if (lane := self._lane(action)) is not None)
+        for lane in due:
+            post.expect(*lane)
+        for action in actions:
+            samples = len(micros[action.micro][0])
+            came, idle_s = self._receive(action, samples, due)
+            gave = None if self._lost else self._did(action, came, micros[action.micro], scale)
+            waited_s += idle_s + self._send(gave, action, samples)
+            totals += [gave] if isinstance(gave, tuple) and not isinstance(gave, Cargo) else []
+        if self._lost:
+            raise self._lost
+        return totals, waited_s
+
+    def _did(self, action: Action, came: Cargo | None, micro: Batch, scale: float) -> Cargo | Pair | None:
+        """Do one action; return what goes to another rank, or loss and weight. Notes where memory lacks."""
+        recovery, stage = self._recovery, self._stage
+
+        def compute() -> Cargo | Pair | None:
+            with span(action.phase, "compute", samples=len(micro[0])):
+                if action.phase == BACKWARD:
+                    return stage.backward(action.chunk, action.micro, came)
+                if recovery.guard is not None:
+                    recovery.guard.check(len(micro[0]))
+                if self.places.last(action):
+                    return stage.loss(action.chunk, action.micro, came, micro, scale)
+                return stage.forward(action.chunk, action.micro, came, micro)
+
+        def caught(error: Exception) -> None:
+            self._lost = Lost(first_line(error), not isinstance(error, UserError))
+            stage.drop()
+
+        # Other ranks compute on meanwhile.
+        return recovery.attempt(compute, caught, lambda error: recovery.shrinks and recovery.answers(error))[0]
+
+    def _lane(self, action: Action) -> tuple[int, int] | None:
+        """The rank that sends what ``action`` needs, and the kind of message; None where it needs nothing."""
+        number = self.places.before(action)
+        return None if number is None else (self.places.rank(number), KINDS[action.phase])
+
+    def _receive(self, action: Action, samples: int, due: Counter[tuple[int, int]]) -> tuple[Cargo | None, float]:
+        """Return what comes for ``action`` and the seconds that it took; the next message there is asked for."""
+        number, lane = self.places.before(action), self._lane(action)
+        if number is None or lane is None:
+            return None, 0.0
+        begin = time.perf_counter()
+        source, kind = lane
+        with idle(source):
+            self._post.wait_begun(source, kind)
+        comes = time.perf_counter()
+        with span("receive", "channel", source=source):
+            came = self._post.receive(source, Label(kind, number, action.micro, samples))
+        due[lane] -= 1
+        if due[lane]:
+            self._post.expect(source, kind)
+        if came is None and not self._lost:
+            self._stage.drop()
+            self._lost = Lost(f"rank {source} has lost micro-batch {action.micro}", own=False)
+        end = time.perf_counter()
+        self._moved_s += end - comes
+        return came, end - begin
+
+    def _send(self, gave: Cargo | Pair | None, action: Action, samples: int) -> float:
+        """Send what ``action`` gave to who needs it; return the seconds that it took."""
+        number = self.places.behind(action)
+        if number is None:
+            return 0.0
+        begin = time.perf_counter()
+        cargo = gave if isinstance(gave, Cargo) else None
+        assert cargo is not None or self._lost, f"{action} gave nothing to send"
+        label = Label(KINDS[action.phase], self.places.number(action.chunk), action.micro, samples)
+        with span("send", "channel", to=self.places.rank(number)):
+            self._post.send(cargo, self.places.rank(number), label)
+        spent_s = time.perf_counter() - begin
+        self._moved_s += spent_s
+        return spent_s
+
+
+class Evaluating:
+    """`hvdtrain.core.protocols.Evaluator` of one rank of a pipeline: batches go through all its stages.
+
+    ``inner``: the evaluator that the stage's last chunk adds to. Chunk v of this rank computes batch i when batch
+    i + v depth is added, so that ranks with several chunks need not wait for a batch to come round. ``short``: None, or
+    (samples, why) of a batch that memory lacked for on this rank: the totals then lack some, and all ranks of the copy
+    add all of the data again.
+    """
+
+    def __init__(self, inner: Evaluator, stage: PipelineStage, layout: Layout, post: Post,
+                 recovery: Recovery | None = None) -> None:
+        self._inner, self._stage, self._post, self._places = inner, stage, post, Places(layout)
+        self._depth, self._recovery = layout.mesh.depth, recovery or Recovery(lambda error: False)
+        self._batches: deque[Batch] = deque()
+        self._turn = self._first = 0
+        self._lost = False
+        self.short: tuple[int, str] | None = None
+
+    def add(self, batch: Batch) -> None:
+        """Put one batch through this rank's first chunk, and earlier ones through its others."""
+        self._batches.append(batch)
+        self._move(self._turn + 1)
+
+    def totals(self) -> dict[str, np.ndarray]:
+        """Those of the rank with the last chunk; {} elsewhere."""
+        added = self._turn
+        for _ in range((self._places.own - 1) * self._depth if added else 0):
+            self._move(added)
+        self._post.flush()
+        self._turn = self._first = 0
+        self._batches.clear()
+        self._lost = False
+        return self._inner.totals()
+
+    def results(self, totals: dict[str, np.ndarray]) -> dict[str, float]:
+        """As the model's own evaluator."""
+        return self._inner.results(totals)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def _move(self, added: int) -> None:
+        """One turn of all chunks, of ``added`` batches."""
+        for chunk in range(self._places.own):
+            micro = self._turn - chunk * self._depth
+            if 0 <= micro < added:
+                self._through(Action(FORWARD, chunk, micro))
+                if chunk == self._places.own - 1:
+                    self._batches.popleft()
+                    self._first += 1
+        self._turn += 1
+
+    def _through(self, action: Action) -> None:
+        batch = self._batches[action.micro - self._first]
+        number, came = self._places.number(action.chunk), None
+        if number:
+            came = self._post.receive(self._places.rank(number - 1),
+                                      Label(MEASURED, number - 1, action.micro, len(batch[0])))
+            self._lost = self._lost or came is None
+        gave = None if self._lost else self._measured(action.chunk, came, batch)
+        if not self._places.last(action):
+            self._post.send(gave, self._places.rank(number + 1),
+                            Label(MEASURED, number, action.micro, len(batch[0])))
+
+    def _measured(self, chunk: int, came: Cargo | None, batch: Batch) -> Cargo | None:
+        gave, why = self._recovery.attempt(lambda: self._stage.evaluate(chunk, came, batch))
+        if why:
+            self.short, self._lost = (len(batch[0]), why), True
+        return gave
+
+
+def join(parts: Parts, control: Control, config: Config, recovery: Recovery) -> OverRanks:
+    """Open what carries the ranks' messages and return the schedule over it; ``parts`` evaluate over it too.
+
+    Collective. Errors: `UserError` where nothing here carries messages from rank to rank.
+    """
+    carrier = control.carrier()
+    if carrier is None:
+        raise UserError("a pipeline over ranks, between which nothing here carries messages", "an MPI that lets "
+                        "several threads in", "start the job with mpirun, or horovodrun --mpi")
+    stage, layout = cast(PipelineStage, parts.stage), parts.layout
+    assert layout is not None
+    recovery.copy = layout.mesh.ranks
+    if layout.mesh.depth > 1:
+        parts.evaluator = Evaluating(parts.evaluator, stage, layout, Post(carrier, control.node, AHEAD), recovery)
+    return OverRanks(stage, layout, order_of(config.pipeline.order), Post(carrier, control.node), recovery)

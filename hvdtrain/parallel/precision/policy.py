@@ -1,0 +1,93 @@
+"""Which type each rank computes in: as configured, or what its device does well.
+
+Owns names and the decision. Parameters, gradients, optimizer and what is exchanged keep the parameters' own type
+whatever is decided here, so ranks may differ: what they exchange is of one type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvdtrain.cluster.devices import DeviceFacts
+from hvdtrain.core.errors import UserError
+
+LONG = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""The frameworks' names of the configuration's."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What every rank computes in ("fp32", "bf16" or "fp16", by rank), as rank ``rank`` sees it."""
+
+    names: tuple[str, ...] = ("fp32",)
+    rank: int = 0
+
+    @property
+    def own(self) -> str:
+        """This rank's type."""
+        return self.names[self.rank]
+
+    @property
+    def scaled(self) -> frozenset[int]:
+        """The ranks that scale their loss: float16 holds no gradient below 6e-8, nor above 65504."""
+        return frozenset(rank for rank, name in enumerate(self.names) if name == "fp16")
+
+    def describe(self) -> dict[str, str]:
+        """For the summary, in words; nothing where all ranks compute in the model's own types."""
+        return {"compute": words(self.names)} if set(self.names) != {"fp32"} else {}
+
+    def caveats(self) -> list[str]:
+        """What of it depends on how a batch is cut (law 2), in words."""
+        narrow = set(self.names) != {"fp32"}
+        return [f"computing in {words(self.names)} rounds by how a batch is cut"] if narrow else []
+
+
+FP32 = Precision()
+
+
+def resolve(precision: str, devices: Sequence[DeviceFacts]) -> list[str]:
+    """Return "fp32", "bf16" or "fp16" for each rank. Pure.
+
+    ``precision``: one of these for all ranks; one for each, such as "bf16:fp32"; or "auto": the better one of the
+    16-bit types that a rank's device multiplies faster, else fp32; "auto" may be one of several. ``devices``: by rank.
+    Errors: `UserError` for a list of another length than the ranks.
+    """
+    names = precision.split(":")
+    if len(names) == 1:
+        names *= len(devices)
+    if len(names) != len(devices):
+        raise UserError(f"precision {precision} names {len(names)} types for {len(devices)} ranks", "one for each rank",
+                        f"give {len(devices)} of them, one for all ranks, or auto")
+    short = {long: name for name, long in LONG.items()}
+    best = [short[device.fast[0]] if device.fast else "fp32" for device in devices]
+    return [own if name == "auto" else name for name, own in zip(names, best)]
+
+
+def remarks(names: Sequence[str], devices: Sequence[DeviceFacts]) -> list[str]:
+    """What the user should know of types that were asked for by name, in words. Pure."""
+    vain: dict[tuple[str, str], list[int]] = {}
+    for rank, (name, device) in enumerate(zip(names, devices)):
+        if name != "fp32" and LONG[name] not in device.fast:
+            vain.setdefault((name, device.arch if device.kind == "cpu" else device.name), []).append(rank)
+    return [f"{on(ranks)}: {name} on {device}, which is not known to be faster in it than in fp32"
+            for (name, device), ranks in vain.items()]
+
+
+def words(names: Sequence[str]) -> str:
+    """Types and their ranks: "bf16 on ranks 0, 1, fp32 on rank 2"; the type alone where all have the same. Pure."""
+    if len(set(names)) == 1:
+        return names[0]
+    return ", ".join(f"{name} on {on([r for r, n in enumerate(names) if n == name])}" for name in dict.fromkeys(names))
+
+
+def on(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0, 2" or, of three or more in a row, "ranks 0-7". Pure."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)}"

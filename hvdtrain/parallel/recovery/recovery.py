@@ -1,0 +1,97 @@
+"""What a rank does about its memory from step to step: its ceilings, and whether the step at hand is to be repeated.
+
+Owns the decisions and the errors that end a run. How micro-batches are cut is `recut`'s, what happens between the error
+and the vote is `schedule`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols.shortage import Ceiling, Shortage, first_line
+from hvdtrain.parallel.recovery.attempt import T, attempt
+from hvdtrain.parallel.recovery.guard import Guard
+from hvdtrain.parallel.recovery.recut import largest, recut
+
+if TYPE_CHECKING:
+    from hvdtrain.core.protocols.types import StepBatch
+
+LESS = ("give it less to hold: a smaller micro_batch, remat: auto, data_parallel: zero or model_parallel; see "
+        "python -m hvdtrain plan --memory")
+
+
+class Recovery:
+    """``out_of_memory``: whether an exception says so. ``free``: gives back what a framework keeps for itself.
+    ``shrinks``: whether training goes on with smaller micro-batches; ``in_evaluation``: whether evaluation does;
+    ``because``: why not.
+
+    ``guard``: looks before each micro-batch whether a host has room for it; None on devices, which refuse themselves.
+    ``taken_back``: called where a step is repeated, for what callbacks have counted of it.
+    ``ceilings``: rank -> samples of its largest micro-batch in training, of those that ran out; the same on every rank
+    once the shortage has been told. ``copy``: the ranks that compute one copy of the model together, whose
+    micro-batches are alike: if one runs out all of them follow.
+    """
+
+    def __init__(self, out_of_memory: Callable[[BaseException], bool], free: Callable[[], None] = lambda: None,
+                 shrinks: bool = True, in_evaluation: bool = True, because: str = "on_oom is stop") -> None:
+        self.out_of_memory, self.free, self.because = out_of_memory, free, because
+        self.shrinks, self.in_evaluation = shrinks, in_evaluation
+        self.training, self.evaluation = Ceiling(), Ceiling()
+        self.ceilings: dict[int, int] = {}
+        self.guard: Guard | None = None
+        self.copy: tuple[int, ...] = ()
+        self.taken_back: list[Callable[[], None]] = []
+
+    @property
+    def limit(self) -> int:
+        """Samples of this rank's largest micro-batch in training; 0: it never ran out."""
+        return self.training.limit
+
+    def cut(self, batch: StepBatch) -> StepBatch:
+        """Return ``batch`` as this rank can hold it."""
+        return recut(batch, self.limit)
+
+    def answers(self, error: BaseException) -> bool:
+        """Return whether ``error`` in a forward or backward is one to go on from, as far as the size is concerned.
+
+        So is a `UserError` under a micro-batch that is smaller for want of memory: BatchNorm takes no single sample.
+        """
+        return self.out_of_memory(error) or self.training.lowered and isinstance(error, UserError)
+
+    def attempt(self, compute: Callable[[], T], caught: Callable[[Exception], None] | None = None,
+                out_of_memory: Callable[[BaseException], bool] | None = None) -> tuple[T | None, str]:
+        """Return what `hvdtrain.parallel.recovery.attempt.attempt` does, with this rank's ``out_of_memory`` and
+        ``free``.
+        """
+        return attempt(compute, out_of_memory or self.out_of_memory, self.free, caught)
+
+    def ran_out(self, batch: StepBatch, why: str, fits: bool = True) -> Shortage:
+        """Decide how ``batch`` is tried again. Without ``fits`` no smaller size would do."""
+        size = largest(batch)
+        then = self.training.lower(size) if fits else -1
+        return Shortage(batch.cursor_before.step, "training", size, then, why)
+
+    @contextlib.contextmanager
+    def once(self, what: str) -> Iterator[None]:
+        """Turn a lack of memory within the body, which cannot be repeated, into `no_repeat`."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, UserError) or not self.out_of_memory(error):
+                raise
+            raise no_repeat(what, first_line(error)) from error
+
+
+def no_repeat(what: str, why: str) -> UserError:
+    """Return the error of a rank that runs out where its step cannot be repeated; a supervisor may restart."""
+    return UserError(f"out of memory in {what}, which cannot be repeated ({why})",
+                     "room for it", LESS).of_kind("oom")
+
+
+def stopped(size: int, phase: str, why: str, because: str) -> UserError:
+    """Return the error of a rank that runs out where the run is to end with that."""
+    return UserError(f"out of memory in {phase} with micro-batches of {size} ({why})",
+                     f"room for them, since {because}", LESS).of_kind("oom")

@@ -1,0 +1,1 @@
+"""Pure functions that decide from measurements: batch shares, memory, pipelines, compressors, compilation."""

@@ -1,0 +1,1 @@
+"""Shares of the global batch by speed and memory."""

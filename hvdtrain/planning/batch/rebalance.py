@@ -1,0 +1,261 @@
+"""Decide while a run goes on when to plan anew: from each rank's own compute seconds to a better plan, or to none.
+
+Owns the controller behind ``balance: auto``; pure. Measures nothing, agrees nothing, moves no samples: it is fed the
+same numbers on every rank, once per window of steps, and answers the same on every rank, bit for bit (no logarithms:
+they depend on the processor).
+
+Rank r's factor is how much longer it takes than its line says, f_r = measured / line_r. What is kept of it:
+
+- a *level*, the mean of the windows so far, later a slow running mean, which noise hardly moves. The line counts as
+  `TRUST` windows in it;
+- the *noise*, from the ratios of a rank's successive windows (median, so that a change of level does not count), over
+  all ranks. A factor whose ratio to the level is beyond 1 + `BAND` times the noise is out of band. Once is an outlier
+  and leaves the level alone; in the same direction in each of the last ``lasting`` windows it is a change, and the
+  level goes there at once. A drastic change shows in the latest steps of a window already: they stand for it then,
+  ``closer`` asks for a shorter next one, and the level is taken from that alone. The plan made of so little is looked
+  at in shorter windows too.
+
+A new plan is returned when it is predicted to be more than ``margin`` faster by the levels now, and was in each of the
+last ``lasting`` windows by the levels with what is out of band taken at its word. Then counting starts again, so that
+plans are at least ``lasting`` windows apart. A plan that the run has followed before is taken again where it is about
+as good as the best: a framework may have traced a graph for each of its sizes. The brake: from the second plan on that
+did not make the measured step shorter, each such plan doubles the windows between plans, up to `LONGEST_WAIT` times
+``lasting``; when no plan was due for twice that long, it is released.
+
+A rank without samples has no measurement. Its level stays for `REST` windows and then goes back towards 1, `RETURN` of
+the way left at each, so that it is tried again about 50 windows later, with few samples at first.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from hvdtrain.core.errors import count
+from hvdtrain.planning.batch.line import Line
+from hvdtrain.planning.batch.plan import Ceilings, Part, Parts, Plan, of_shares, plan, predicted
+
+TRUST = 4
+"""Windows that the probe's line is worth."""
+
+MEMORY = 20
+"""A level is the mean of about the last so many windows."""
+
+BAND = 3.0
+"""Standard deviations from the level beyond which one window counts as an outlier, and several as a change."""
+
+DRASTIC = 1.0
+"""A change is drastic from twice as long, or half, on; and beyond `BAND` standard deviations of single steps."""
+
+HOLD, MOST_HELD = 0.02, 8
+"""Part of a step that a plan which was followed before may lose against the best one, and how many are kept: the first,
+because a framework keeps the graphs of the sizes that came first."""
+
+QUIET, NOISE = 0.01, 0.08
+"""Least standard deviation that is believed, and the one expected before there is evidence."""
+
+TO_SIGMA = 1.4826
+"""From the median of absolute deviations to the standard deviation of a normal distribution."""
+
+EXPECTED_WINDOWS, NOISE_WINDOWS = 3, 32
+"""Windows that the expectation is worth, and windows that noise is looked for in."""
+
+REST, RETURN = 30, 0.1
+"""Windows that a rank without samples keeps its level, and the part of the way back to 1 that it goes in each more."""
+
+LONGEST_WAIT = 32
+"""The back-off's bound, in units of ``lasting`` windows."""
+
+
+class Rebalancer:
+    """Watches the ranks' own compute times and says when another plan would be worth it.
+
+    ``lines_P``, ``n``, ``ceilings_P``, ``least_parts``, ``same_parts``: as for `hvdtrain.planning.batch.plan.plan`.
+    ``plan``: the one in force. ``margin``: part of a step that a new plan has to win. ``lasting``: windows for which
+    it would have to. ``closer``: whether the next window should be a shorter one: the last one ended with a hint at a
+    drastic change that is not believed yet, or the plan in force was made of one and was not looked at yet.
+    """
+
+    def __init__(self, lines_P: Sequence[Line], n: int, ceilings_P: Ceilings, plan: Plan, margin: float = 0.05,
+                 lasting: int = 2, least_parts: Parts = 1, same_parts: bool = False) -> None:
+        assert len(lines_P) == len(plan.parts) and margin >= 0 and lasting >= 1
+        self.base_P, self.n, self.ceilings_P, self.plan = list(lines_P), n, ceilings_P, plan
+        self.margin, self.lasting, self.least_parts, self.same_parts = margin, lasting, least_parts, same_parts
+        size = len(lines_P)
+        self._level_P = [1.0] * size                    # factors
+        self._weight_P = [TRUST] * size                 # windows in each level
+        self._idle_P = [0] * size                       # windows without samples
+        self._recent_P: list[deque[float]] = [deque(maxlen=lasting) for _ in lines_P]
+        self._jumps: deque[list[float]] = deque(maxlen=NOISE_WINDOWS)
+        self._sigma = NOISE                             # relative, of a factor, between windows
+        self._latest: deque[float] = deque([NOISE] * EXPECTED_WINDOWS * size, maxlen=NOISE_WINDOWS * size)
+        self._drastic_from = DRASTIC                    # of how far latest steps were from the level, those above
+        self._won = 0                                   # successive windows in which another plan would have won
+        self._steps: deque[float] = deque(maxlen=lasting)
+        self._before_s = 0.0                            # the measured step before the last plan; 0: judged or none
+        self._failed = 0                                # plans that made no step shorter
+        self._since = LONGEST_WAIT * lasting            # windows since the last plan
+        self._held = [plan]                             # plans that were followed
+        self.closer = False
+        self._moved = False                             # a level was taken from a short window since the last plan
+        self._short = 0                                 # short windows still to come after such a plan
+
+    @property
+    def factors_P(self) -> list[float]:
+        """How many times longer each rank takes than its line said at the start."""
+        return list(self._level_P)
+
+    @property
+    def lines_P(self) -> list[Line]:
+        """The lines as they are believed now."""
+        return [line.scaled(factor) for line, factor in zip(self.base_P, self.factors_P)]
+
+    def observe(self, compute_s_P: Sequence[float], samples_P: Sequence[int], parts_P: Sequence[int],
+                latest_s_P: Sequence[float] = ()) -> Plan | None:
+        """See one window; return the plan to follow from here on, or None to go on.
+
+        ``compute_s_P``: each rank's own seconds per step without any waiting, the median over the window;
+        ``samples_P``, ``parts_P``: samples and micro-batches of a full step in it. ``latest_s_P``: as ``compute_s_P``,
+        of the window's latest steps alone. Seconds that are not above 0 or not finite count as not measured.
+        """
+        self._sigma = self._noise()
+        self._drastic_from = max(DRASTIC, BAND * TO_SIGMA * statistics.median(self._latest))
+        self._jumps.append([])
+        latest_s_P = latest_s_P or compute_s_P
+        quick_P = [self._see(rank, *seen) for rank, seen in enumerate(zip(compute_s_P, samples_P, parts_P, latest_s_P))]
+        self._since += 1
+        self._judge(max((s for s in compute_s_P if math.isfinite(s)), default=0.0))
+        found, gain = self._best(self._level_P)
+        quick_gain = gain if quick_P == self._level_P else self._best(quick_P)[1]
+        self._won = self._won + 1 if quick_gain > self.margin else 0
+        wait = self.lasting * min(2 ** max(0, self._failed - 1), LONGEST_WAIT)
+        if self._since > 2 * wait:
+            self._failed = 0
+        startled = any(samples and self._drastic(latest_s / line.seconds(samples, parts), level)
+                       for latest_s, samples, parts, line, level
+                       in zip(latest_s_P, samples_P, parts_P, self.base_P, self._level_P))
+        self._short = max(0, self._short - 1)
+        self.closer = startled or self._short > 0
+        if startled or self._won < self.lasting or gain <= self.margin or self._since < wait:
+            return None
+        self._short, self._moved = self.lasting if self._moved else 0, False
+        self.closer = self._short > 0
+        self._before_s = statistics.fmean(self._steps)
+        self.plan, self._won, self._since = found, 0, 0
+        self._steps.clear()
+        if len(self._held) < MOST_HELD and not any(found.same(held) for held in self._held):
+            self._held.append(found)
+        return found
+
+    def lower(self, ceilings_P: Sequence[int]) -> Plan:
+        """Take lower ceilings; return the plan in force under them: the same samples, in more micro-batches."""
+        self.ceilings_P = list(ceilings_P)
+        self.plan = of_shares(self.lines_P, self.n, self.plan.samples_P, self.ceilings_P, self.least_parts,
+                              self.same_parts)
+        self._held = [self.plan]  # what was followed before is beyond them, or may be
+        return self.plan
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able: lines, factors with the windows behind them, the plan and the brake."""
+        parts = [[p.samples, p.micro_batch, p.accumulate, p.predicted_s] for p in self.plan.parts]
+        return {"lines": [[line.a_s, line.c_s] for line in self.base_P], "n": self.n, "factors": self.factors_P,
+                "weights": list(self._weight_P), "idle": list(self._idle_P), "plan": parts, "failed": self._failed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> str:
+        """Undo `state_dict`; return in words why it cannot be used here and nothing was loaded, or ""."""
+        if len(state["lines"]) != len(self.base_P):
+            return f"the plan was made for {count(len(state['lines']), 'rank')}, these are {len(self.base_P)}"
+        if state["n"] != self.n:
+            return f"the plan was made for {count(state['n'], 'sample')} a step, these are {self.n}"
+        parts = tuple(Part(*part) for part in state["plan"])
+        for rank, (part, ceiling) in enumerate(zip(parts, self.ceilings_P or [None] * len(parts))):
+            if ceiling and part.micro_batch > ceiling:
+                return f"rank {rank} holds {count(ceiling, 'sample')}, the plan has micro-batches of {part.micro_batch}"
+        self.base_P = [Line(*line) for line in state["lines"]]
+        self.plan = Plan(parts, max(part.predicted_s for part in parts))
+        self._held = [self.plan]
+        self._level_P = [float(factor) for factor in state["factors"]]
+        self._weight_P, self._idle_P = list(state["weights"]), list(state["idle"])
+        self._failed, self._won, self._before_s = state["failed"], 0, 0.0
+        self._recent_P = [deque(maxlen=self.lasting) for _ in self.base_P]
+        self._steps.clear()
+        return ""
+
+    # --- one rank's factor -------------------------------------------------------------------------------------------
+
+    def _see(self, rank: int, compute_s: float, samples: int, parts: int, latest_s: float) -> float:
+        """Move a rank's level by one window; return its factor, taken at its word."""
+        line_s = self.base_P[rank].seconds(samples, parts)
+        if samples == 0:
+            return self._rest(rank)
+        if not (math.isfinite(compute_s) and compute_s > 0 and line_s > 0):
+            return self._level_P[rank]
+        self._idle_P[rank] = 0
+        level, recent, band = self._level_P[rank], self._recent_P[rank], BAND * self._sigma
+        now = compute_s / line_s
+        latest = latest_s / line_s
+        hint = self._drastic(latest, level) and not self._drastic(now, level)  # it may have begun within the window
+        now = latest if hint else now
+        if math.isfinite(latest) and latest > 0:
+            self._latest.append(abs(_off(latest, level)))
+        if recent:
+            self._jumps[-1].append(abs(_off(now, recent[-1])))
+        recent.append(now)
+        offs = [_off(value, level) for value in recent]
+        if abs(offs[-1]) <= band:
+            self._weight_P[rank] = min(self._weight_P[rank] + 1, MEMORY)
+            self._level_P[rank] += (now - level) / self._weight_P[rank]
+            return self._level_P[rank]
+        if len(offs) == self.lasting and (min(offs) > band or max(offs) < -band) and not hint:
+            if self._drastic(now, level):  # the window before may be from while it began
+                self._level_P[rank], self._weight_P[rank], self._moved = now, 1, True
+            elif not any(self._drastic(value, level) for value in recent):  # else that one was an outlier
+                self._level_P[rank], self._weight_P[rank] = statistics.fmean(recent), self.lasting
+        return now
+
+    def _drastic(self, factor: float, level: float) -> bool:
+        """Whether ``factor`` is a measurement, and too far from ``level`` to be scatter."""
+        return math.isfinite(factor) and factor > 0 and abs(_off(factor, level)) > self._drastic_from
+
+    def _rest(self, rank: int) -> float:
+        """A rank without samples keeps its level for a while, then is tried again."""
+        self._idle_P[rank] += 1
+        self._recent_P[rank].clear()
+        if self._idle_P[rank] > REST:
+            self._level_P[rank] -= RETURN * (self._level_P[rank] - 1.0)
+            self._weight_P[rank] = TRUST
+        return self._level_P[rank]
+
+    def _noise(self) -> float:
+        """Relative standard deviation of a factor between windows."""
+        seen = [jump for jumps in self._jumps for jump in jumps]
+        to_sigma = TO_SIGMA / math.sqrt(2.0)  # of differences
+        expected = [NOISE / to_sigma] * (EXPECTED_WINDOWS * len(self.base_P))
+        return max(QUIET, to_sigma * statistics.median(seen + expected))
+
+    # --- the plans ---------------------------------------------------------------------------------------------------
+
+    def _best(self, level_P: Sequence[float]) -> tuple[Plan, float]:
+        """(the best plan by these levels or one about as good that was followed, how much faster than now)."""
+        lines_P = [line.scaled(level) for line, level in zip(self.base_P, level_P)]
+        best = plan(lines_P, self.n, self.ceilings_P, self.least_parts, self.same_parts)
+        held = min((predicted(old, lines_P) for old in self._held), key=lambda old: old.step_s)
+        if held.step_s <= best.step_s * (1.0 + min(HOLD, self.margin)):
+            best = held
+        now_s = predicted(self.plan, lines_P).step_s
+        return best, now_s / best.step_s - 1.0 if best.step_s > 0 else 0.0
+
+    def _judge(self, step_s: float) -> None:
+        """Note a window's step; ``lasting`` windows after a plan, whether it made the step shorter."""
+        self._steps.append(step_s)
+        if self._before_s and len(self._steps) == self.lasting:
+            self._failed += statistics.fmean(self._steps) >= self._before_s
+            self._before_s = 0.0
+
+
+def _off(factor: float, level: float) -> float:
+    """How far ``factor`` is from ``level``: 1 for twice as long, -1 for half."""
+    return factor / level - 1.0 if factor >= level else 1.0 - level / factor

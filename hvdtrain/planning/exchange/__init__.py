@@ -1,0 +1,1 @@
+"""Choice of a transport and a compressor by measured times."""

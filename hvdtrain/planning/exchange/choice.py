@@ -1,0 +1,186 @@
+"""Which compressor to use, from what was measured: predictions, the decision and its reason, the check afterwards.
+
+Owns the formula and the words; pure. Does not measure (`hvdtrain.comm.measure.sweep`) or act
+(`hvdtrain.engine.callbacks.auto_compression`). Let, for a step without compression::
+
+    step_0, wait_0      measured: seconds of a step, and of it the wait for sums
+    wire_0              predicted from the links: seconds of its requests
+    shown = wait_0 / wire_0             how much of the wire the step waits for
+    rest  = step_0 - shown * wire_0     what stays, whatever is sent: compute, update, data
+
+Then, for a compressor c, whose requests take first_c seconds, and later_c for those that need an answer first::
+
+    step_c = rest + codec_c + shown * first_c + later_c
+
+Where the wire works beside backward, shown is the part that backward did not hide, 1 at most: what a wait holds beyond
+the wire (a thread that finds no core) would stay. Eagerly, a request that needs an answer is issued after backward, so
+nothing hides it. Where the wire works only while it is waited for, shown tells how much slower it is in use than in
+the sweep (other algorithms for long messages, cold memory), and may exceed 1. There, and inside a graph, which issues
+every request as early as it can, later_c is multiplied by shown too. For none, codec and later are 0, so that
+step_none = step_0: the prediction is right where it can be checked. Over another wire the same, by its own links: rest
+and shown are those of the wire that was measured in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hvdtrain.planning.exchange.link import Link, Traffic, wire_seconds
+
+NUMERICS = {"none": "exact", "fp16": "lossy: 16 bits", "bf16": "lossy: 16 bits", "int8": "lossy: 8 bits",
+            "topk": "lossy: largest entries", "powersgd": "lossy: low rank"}
+"""What a compressor does to gradients, in the order in which they are tried: the gentle ones first."""
+
+TIE = 0.02
+"""Predicted steps this near to the shortest count as equal; of those the gentlest compressor is taken."""
+
+BUCKET_TIE = 0.03
+"""Costs of bucket sizes this near to the least count as equal; of those the largest bucket is taken."""
+
+OFF = 0.25
+"""A step this much longer than predicted is told, even where it still wins."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one compressor was measured to cost in a step, on the slowest rank.
+
+    ``codec_s``: encoding and decoding of all buckets. ``wire_bytes``: what one rank sends in all.
+    """
+
+    name: str
+    codec_s: float
+    traffic: tuple[Traffic, ...]
+    wire_bytes: int
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Seconds of a step without compression, and of it the seconds that wait for sums; measured."""
+
+    step_s: float
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """The prediction for one compressor; ``wire_s`` is all of its wire, hidden or not. ``wire``: which, where there are
+    several.
+    """
+
+    name: str
+    wire_bytes: int
+    codec_s: float
+    wire_s: float
+    step_s: float
+    wire: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The decision: a compressor's name, its predicted step, and why. ``wire``: another one to go over to, or ""."""
+
+    name: str
+    step_s: float
+    reason: str
+    wire: str = ""
+
+
+def predict(costs: Sequence[Cost], links: Mapping[str, Link], base: Baseline, overlaps: bool,
+            in_graph: bool = False, wire: str = "", in_use: Mapping[str, Link] | None = None) -> list[Row]:
+    """A row for each of ``costs``, of which "none" must be one; see the formula above.
+
+    ``overlaps``: the wire works beside backward. ``in_graph``: requests are issued by a graph, not after backward.
+    ``wire``: whose ``links`` these are, where that is another one than was measured in use, whose links are ``in_use``.
+    """
+    wire_0 = sum(wire_seconds(next(c for c in costs if c.name == "none").traffic, in_use or links))
+    wires = {c.name: wire_seconds(c.traffic, links) for c in costs}
+    shown = base.wait_s / wire_0 if wire_0 > 0 else 0.0
+    if overlaps:
+        shown = min(1.0, shown)
+    rest_s = base.step_s - shown * wire_0
+    rows = []
+    for cost in costs:
+        first_s, later_s = wires[cost.name]
+        step_s = rest_s + cost.codec_s + shown * first_s + (1.0 if overlaps and not in_graph else shown) * later_s
+        rows.append(Row(cost.name, cost.wire_bytes, cost.codec_s, first_s + later_s, step_s, wire))
+    return rows
+
+
+def best_wires(rows: Sequence[Row], margin: float = 0.05) -> list[Row]:
+    """Of each compressor's rows that of the wire at hand (""), or that of another one which saves ``margin`` of it."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        at_hand = found.setdefault(row.name, row)
+        if row.step_s < at_hand.step_s * (1 - margin * (at_hand.wire == "")):
+            found[row.name] = row
+    return list(found.values())
+
+
+def decide(rows: Sequence[Row], margin: float) -> Choice:
+    """The compressor with the shortest predicted step, if it saves more than ``margin`` of the step without; else none.
+
+    Ties (within `TIE`) go to the gentlest, which is the first in `NUMERICS`. Each takes its best wire (`best_wires`).
+    """
+    rows = best_wires(rows)
+    none = next(row for row in rows if row.name == "none")
+    others = [row for row in rows if row.name != "none"]
+    if not others:
+        return Choice("none", none.step_s, "none: there is no compressor to compare with", none.wire)
+    shortest_s = min(row.step_s for row in others)
+    order = list(NUMERICS)
+    best = min((row for row in others if row.step_s <= shortest_s * (1 + TIE)),
+               key=lambda row: order.index(row.name) if row.name in order else len(order))
+    saved = 1.0 - best.step_s / none.step_s if none.step_s > 0 else 0.0
+    over = f" over {best.wire}" if best.wire else ""
+    against = (f"{best.name}{over} is predicted to take {_ms(best.step_s)} a step against {_ms(none.step_s)} "
+               "uncompressed")
+    if saved > margin:
+        return Choice(best.name, best.step_s, f"{against}, {saved:.0%} less, and is used from here on; "
+                      f"gradients are no longer exact ({NUMERICS.get(best.name, 'lossy')})", best.wire)
+    short = f"saves {saved:.1%}" if saved > 0 else "saves nothing"
+    moves = f"; uncompressed, over {none.wire} from here on" if none.wire else ""
+    return Choice("none", none.step_s, f"none: {against}, which {short}; the margin is {margin:.0%}{moves}", none.wire)
+
+
+def verdict(choice: Choice, base: Baseline, measured_s: float) -> tuple[bool, str]:
+    """(whether to keep ``choice``, why), from the measured step with it: it must be shorter than without."""
+    numbers = (f"{_ms(measured_s)} a step, predicted were {_ms(choice.step_s)}, "
+               f"without compression {_ms(base.step_s)}")
+    if measured_s >= base.step_s:
+        return False, f"none from here on: {choice.name} took {numbers}; the prediction was wrong"
+    late = measured_s / choice.step_s - 1.0 if choice.step_s > 0 else 0.0
+    remark = f"; {late:.0%} longer than predicted, and still shorter than without" if late > OFF else ""
+    return True, f"{choice.name} stays: it took {numbers}{remark}"
+
+
+def table(rows: Sequence[Row], refused: Mapping[str, str], chosen: str, size: int, wire: str = "") -> list[str]:
+    """Lines for people: what a rank of ``size`` sends and how long it takes; the chosen row is marked."""
+    lines = [f"compression auto: a step on each of {size} ranks, predicted", f"  {'choice':<9} {'numerics':<24} "
+             f"{'MB sent':>9} {'codec ms':>9} {'wire ms':>9} {'step ms':>9}"]
+    for row in rows:
+        mark = ">" if (row.name, row.wire) == (chosen, wire) else " "
+        lines.append(f"{mark} {row.name:<9} {NUMERICS.get(row.name, 'lossy'):<24} {row.wire_bytes / 1e6:>9.3f} "
+                     f"{1e3 * row.codec_s:>9.2f} {1e3 * row.wire_s:>9.2f} {1e3 * row.step_s:>9.2f}"
+                     + (f"  over {row.wire}" if row.wire else ""))
+    return lines + [f"  {name:<9} not considered: {why}" for name, why in refused.items()]
+
+
+def pick_bucket(totals_s: Mapping[float, float], tails_s: Mapping[float, float],
+                overlaps: bool) -> tuple[float, str]:
+    """The bucket size in MiB whose exchange costs least, and the numbers in words.
+
+    ``totals_s``: seconds of a whole exchange by size; ``tails_s``: seconds of the last bucket alone, which is full only
+    when backward has ended, so that nothing can hide it. Cost: the total, plus the tail where the rest ``overlaps``
+    backward. Ties (within `BUCKET_TIE`) go to the larger bucket.
+    """
+    costs_s = {mb: total_s + (tails_s[mb] if overlaps else 0.0) for mb, total_s in totals_s.items()}
+    least_s = min(costs_s.values())
+    best = max(mb for mb, cost_s in costs_s.items() if cost_s <= least_s * (1 + BUCKET_TIE))
+    numbers = ", ".join(f"{mb:g} MiB {_ms(costs_s[mb])}" for mb in sorted(costs_s))
+    return best, numbers + (" (with the last bucket once more, which nothing hides)" if overlaps else "")
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g} ms"

@@ -1,0 +1,222 @@
+"""Which wire ``collectives: auto`` takes: who is a candidate, what is reckoned of each, the decision and its words.
+
+Owns the rules and the formula; pure. Does not open a wire (`hvdtrain.comm.wires`), measure one
+(`hvdtrain.comm.measure.wire_sweep`) or act (`hvdtrain.engine.callbacks.auto_wire`). Let, for a step's gradients of N
+bytes::
+
+    wire_s = alpha + beta N             of sums of at most 8 MiB in pieces of 2 MiB, beyond those at their rate
+    busy_s = busy_cores wire_s          processor seconds of a rank in them
+    short  = 1 where computing leaves a rank no core of its own for the wire, 0 where it leaves a whole one
+    cost_s = wire_s + short * busy_s
+
+A step waits for what of wire_s backward does not hide; where cores are short it also computes so much later as the wire
+has taken of them. So cost_s is the most that a step pays for its wire: what is measured of a run is compared with that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hvdtrain.planning.exchange.link import Link
+
+TIE = 0.05
+"""Costs this near to the least count as equal; of those the wire that takes the least processor time is taken."""
+
+OFF = 0.25
+"""A wait this much longer than reckoned is looked into."""
+
+NEAR = 0.15
+"""Costs this near to each other are within what a sweep of two seconds may be wrong by."""
+
+LEAST_UPDATES = 50
+"""A run of fewer updates takes what the rule says: measuring and checking would be much of it."""
+
+CHANGED = 2.0
+"""A wait so many times as long, or as short, as the one that the choice was settled with is another link's."""
+
+SEEN = 0.05
+"""A wait counts as another one only if it differs by this part of a step: what is hidden may be any multiple of next to
+nothing."""
+
+GUESS_BYTES = {"none": 1.0, "fp16": 0.5, "bf16": 0.5, "int8": 0.26, "topk": 0.05, "powersgd": 0.05}
+"""About what part of a gradient's bytes a compressor leaves; of others 1."""
+
+WHAT = {"shared": "sums within each host first, by memory (hierarchical)", "mpi": "plain MPI from rank to rank (flat)",
+        "horovod": "Horovod's operations", "null": "nothing"}
+"""A wire in words."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What decides about candidates. ``hosts``: how many ranks each has; of CPUs that MPI connects.
+
+    ``no_shared``, ``no_horovod``: why the wire cannot be had, "" where it can; ``rationed``: a rank whose processor
+    time a quota limits, in words; ``waits_within``: layers exchange within a step (sync_batchnorm).
+    """
+
+    hosts: tuple[int, ...]
+    no_shared: str = ""
+    no_horovod: str = ""
+    rationed: str = ""
+    waits_within: bool = False
+
+
+def candidates(job: Job) -> tuple[list[str], dict[str, str]]:
+    """(names of the wires to choose from, the one of the rule first; why the others are left out). Pure."""
+    found, left_out = [], {}
+    if job.no_shared:
+        left_out["shared"] = job.no_shared
+    elif max(job.hosts) > 1:
+        found.append("shared")
+    else:
+        left_out["shared"] = "no host has several ranks: it would be mpi"
+    if len(job.hosts) == 1 and found:
+        return found, {name: "all ranks share one memory" for name in ("mpi", "horovod")}
+    found.append("mpi")
+    if job.no_horovod:
+        left_out["horovod"] = job.no_horovod
+    elif job.rationed:
+        left_out["horovod"] = f"{job.rationed}, which its thread would use up while it waits"
+    elif job.waits_within:
+        left_out["horovod"] = "layers of sync_batchnorm wait within a step on the wire at hand"
+    else:
+        found.append("horovod")
+    return found, left_out
+
+
+def rationed(quotas: Sequence[tuple[str, float, int]]) -> str:
+    """The first rank whose quota is below its cores, in words, or "". ``quotas``: by rank (node, quota, cores)."""
+    for rank, (node, quota, cores) in enumerate(quotas):
+        if quota < cores:
+            return f"a quota gives rank {rank} on {node} {quota:.3g} of {cores} cores"
+    return ""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One wire as the slowest rank found it. ``link``: seconds by bytes of gradients; ``busy_cores``: how many it keeps
+    busy meanwhile; ``idle_cores``: and while nothing is under way; ``most_bytes``: of one sum measured.
+    """
+
+    name: str
+    link: Link
+    busy_cores: float
+    idle_cores: float = 0.0
+    most_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is reckoned of one wire for a step's gradients; ``rate_Bps``: bytes of gradients a second, without start-up.
+    """
+
+    name: str
+    wire_s: float
+    busy_s: float
+    cost_s: float
+    idle_cores: float
+    rate_Bps: float
+
+
+@dataclass(frozen=True)
+class WireChoice:
+    """The decision: a wire, why, and the next best (None: there is no other)."""
+
+    name: str
+    reason: str
+    runner_up: str | None = None
+
+
+def short_of_cores(hosts: Sequence[tuple[int, int]], threads: int) -> float:
+    """What part of a core a wire's thread lacks where cores are shortest, 0 to 1. Pure.
+
+    ``hosts``: (ranks, cores) of each; ``threads``: a rank's that compute.
+    """
+    return max(min(1.0, max(0.0, 1.0 - (cores / ranks - threads))) for ranks, cores in hosts)
+
+
+def reckon(found: Sequence[Measured], nbytes: float, short: float) -> list[Row]:
+    """A row for each wire by the formula above, in the order given. Pure."""
+    rows = []
+    for m in found:
+        wire_s, busy_s = m.link.seconds(nbytes), m.busy_cores * m.link.seconds(nbytes)
+        rate = 1 / m.link.beta_s_per_byte if m.link.beta_s_per_byte > 0 else 0.0
+        rows.append(Row(m.name, wire_s, busy_s, wire_s + short * busy_s, m.idle_cores, rate))
+    return rows
+
+
+def decide(rows: Sequence[Row]) -> WireChoice:
+    """The wire that costs a step least; within `TIE` the one that takes the least processor time. Pure."""
+    least_s = min(row.cost_s for row in rows)
+    near = [row for row in rows if row.cost_s <= least_s * (1 + TIE)]
+    best = min(near, key=lambda row: row.busy_s)
+    others = sorted((row for row in rows if row is not best), key=lambda row: row.cost_s)
+    if not others:
+        return WireChoice(best.name, f"{best.name}: there is no other")
+    second = others[0]
+    than = f"{_ms(best.cost_s)} a step at most, {second.name} {_ms(second.cost_s)}"
+    if best.cost_s > second.cost_s or best.cost_s > (1 - TIE) * second.cost_s and best.busy_s < second.busy_s:
+        reason = f"{than}: within {TIE:.0%}, and it takes less processor time"
+    else:
+        reason = than
+    return WireChoice(best.name, f"{best.name}, {WHAT.get(best.name, best.name)}: {reason}", second.name)
+
+
+def by_rule(names: Sequence[str], why: str) -> WireChoice:
+    """The choice without measuring: the first candidate. Pure."""
+    return WireChoice(names[0], f"{names[0]}, {WHAT.get(names[0], names[0])}, by rule: {why}")
+
+
+def doubt(rows: Sequence[Row], choice: WireChoice, step_s: float, wait_s: float,
+          easy: Sequence[str] = ()) -> tuple[str, str] | None:
+    """(a wire to try in place of ``choice``, why), from steps with that; None: keep it. Pure.
+
+    One is worth a try where the wait is `OFF` beyond the most that was reckoned, by more than `SEEN` of a step, and it
+    was reckoned to cost less than that wait. And of those that are ``easy`` to go over to, one that was reckoned within
+    `NEAR` of the choice, where that much of a step waits: the steps themselves tell better than a sweep then.
+    """
+    own = next((row for row in rows if row.name == choice.name), None)
+    others = sorted((row for row in rows if row.name != choice.name), key=lambda row: row.cost_s)
+    if own is None or not others or wait_s <= SEEN * step_s:
+        return None
+    wait = f"steps of {_ms(step_s)} wait {_ms(wait_s)}"
+    if wait_s > own.cost_s * (1 + OFF) and wait_s - own.cost_s > SEEN * step_s and others[0].cost_s < wait_s:
+        return others[0].name, f"{wait}, longer than was reckoned"
+    near = [row.name for row in others if row.name in easy and row.cost_s <= own.cost_s * (1 + NEAR)]
+    return (near[0], f"{wait}, and it was reckoned within {NEAR:.0%}") if near else None
+
+
+def better(choice: str, step_s: float, tried: str, tried_s: float) -> tuple[str, str]:
+    """(the wire with the shorter measured step, why). Pure."""
+    numbers = f"{choice} took {_ms(step_s)} a step, {tried} {_ms(tried_s)}"
+    return (tried, f"{tried} from here on: {numbers}") if tried_s < step_s else (choice, f"{choice} stays: {numbers}")
+
+
+def changed(settled: tuple[float, float], windows: Sequence[tuple[float, float]], n: int = 3) -> bool:
+    """Whether the last ``n`` windows all waited much longer than the settled one, or all much less. Pure.
+
+    Each is (seconds of a step, seconds of it that waited).
+    """
+    step_s, wait_s = settled
+    if len(windows) < n:
+        return False
+    last = [wait for _, wait in windows[-n:]]
+    seen_s = SEEN * step_s
+    return (all(w > CHANGED * wait_s and w - wait_s > seen_s for w in last)
+            or all(w < wait_s / CHANGED and wait_s - w > seen_s for w in last))
+
+
+def table(rows: Sequence[Row], left_out: Mapping[str, str], chosen: str, nbytes: float) -> list[str]:
+    """Lines for people; the chosen row is marked. Pure."""
+    lines = [f"collectives auto: {nbytes / 1e6:.3f} MB of gradients a step, reckoned",
+             f"  {'wire':<8} {'MB/s':>9} {'wire ms':>9} {'cpu ms':>9} {'cost ms':>9} {'idle cpu':>9}"]
+    for row in rows:
+        mark = ">" if row.name == chosen else " "
+        lines.append(f"{mark} {row.name:<8} {row.rate_Bps / 1e6:>9.1f} {1e3 * row.wire_s:>9.2f} "
+                     f"{1e3 * row.busy_s:>9.2f} {1e3 * row.cost_s:>9.2f} {row.idle_cores:>9.0%}")
+    return lines + [f"  {name:<8} not considered: {why}" for name, why in left_out.items()]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g} ms"

@@ -1,0 +1,153 @@
+"""What would make training take less: each way with what it saves, what it costs and the line to type; pure.
+
+Owns which ways there are, when one may be offered, and their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hvdtrain.core.protocols.types import Bucket
+from hvdtrain.core.units import Footprint, shown
+from hvdtrain.planning.memory import recompute
+from hvdtrain.planning.memory.facts import Facts
+from hvdtrain.planning.memory.forecast import forecast
+
+LEAST_PART = 0.01
+"""Part of what a rank holds that an option has to save to be worth a line."""
+
+BF16_PART = 0.6
+"""Part of the activations that is left in bf16 where it was not measured: losses, norms and masks stay as they are."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A change of settings, with what each rank holds then (``needs_P``).
+
+    ``line``: what to add to the command. ``cost``: in words.
+    """
+
+    name: str
+    line: str
+    cost: str
+    needs_P: tuple[Footprint, ...]
+
+    def saved(self, now_P: Sequence[Footprint]) -> int:
+        """Return the bytes that the rank that holds most now is spared."""
+        worst = max(range(len(now_P)), key=lambda r: now_P[r].total)
+        return now_P[worst].total - self.needs_P[worst].total
+
+    def fits(self, free_P: Sequence[int | None]) -> bool:
+        """Return whether every rank has room for it, as far as that is known."""
+        return all(free is None or need.total <= free for need, free in zip(self.needs_P, free_P))
+
+
+@dataclass(frozen=True)
+class Change:
+    """A way that is tried on each rank's facts: the `Option` without its numbers."""
+
+    name: str
+    line: str
+    cost: str
+    apply: Callable[[Facts], Facts]
+
+
+def changes(facts: Facts, config: Any, buckets: Sequence[Bucket], parts_P: Sequence[float],
+            has_blocks: bool = False, device: str = "cpu") -> Iterator[Change]:
+    """Yield what could be tried, the same on every rank. ``buckets``, ``parts_P``: that ZeRO would have.
+
+    ``has_blocks``: the model file names blocks, along which a model is split. ``device``: the kind of the ranks'.
+    """
+    yield from _zero(facts, config, buckets, parts_P)
+    micro = facts.rank.micro_batch
+    if micro >= 2:
+        twice = 2 * config.accumulate
+        yield Change("accumulation", f"--accumulate {twice}", f"twice as many micro-batches ({twice} of half the size)",
+                     lambda f: replace(f, rank=replace(f.rank, micro_batch=-(-f.rank.micro_batch // 2),
+                                                       micros=2 * f.rank.micros)))
+    yield from _remat(facts, config)
+    if config.precision == "fp32" and facts.model.framework != "numpy":
+        yield Change("bf16", "--precision bf16", "rounds activations to bf16 (8 bits of 24); how much it saves is "
+                     f"reckoned, not measured: {100 * (1 - BF16_PART):.0f} % of activations", _bf16)
+    if has_blocks and config.model_parallel == 1 and device != "cpu":
+        yield Change("split", "--model_parallel 2", "two devices for each rank, which wait for each other in part of "
+                     "each step", _split)
+
+
+def _remat(facts: Facts, config: Any) -> Iterator[Change]:
+    """Blocks that are computed once more: the cheapest that fit; all, where this rank fits without."""
+    blocks = facts.measured.blocks
+    if config.remat != "off" or not any(cost.saved_bytes > 0 for cost in blocks):
+        return
+    choice = recompute.choice(facts, facts.rank.free_bytes)
+    yield Change("remat auto", "--remat auto", f"computes {len(choice.names)} of {len(blocks)} blocks once more: "
+                 f"{1e3 * choice.seconds:.3g} ms a micro-batch", lambda f: recompute.spared(
+                     f, recompute.choice(f, f.rank.free_bytes)))
+    if not choice.names:
+        most = recompute.choice(facts, 0)
+        yield Change("remat", f"--remat {','.join(most.names)}" if len(most.names) < len(blocks) else "--remat every:1",
+                     f"computes {len(most.names)} of {len(blocks)} blocks once more: {1e3 * most.seconds:.3g} ms a "
+                     "micro-batch", lambda f: recompute.spared(f, recompute.choice(f, 0)))
+
+
+def _zero(facts: Facts, config: Any, buckets: Sequence[Bucket], parts_P: Sequence[float]) -> Iterator[Change]:
+    """The stages of ZeRO beyond the one that is on."""
+    elementwise, size = facts.model.elementwise, facts.rank.size
+    if size < 2 or not elementwise or config.data_parallel.name not in ("replicate", "zero"):
+        return
+    split_keras = config.model_parallel > 1 and facts.model.framework == "tensorflow"
+    if split_keras or config.compression == "auto" or facts.way.wire == "null":  # which ZeRO refuses
+        return
+    gathered = shown(sum(b.nbytes for b in buckets))
+    for stage in range(facts.way.stage + 1, 3):
+        if stage == 2 and facts.rank.micros > 1:
+            continue  # gradients stay whole while they are accumulated
+        said = config.data_parallel.stage == stage  # a bare name leaves a stage that is set elsewhere as it is
+        line = "--data_parallel zero" if said else f"--data_parallel.name zero --data_parallel.stage {stage}"
+        yield Change(f"zero stage {stage}", line, f"gathers {gathered} of parameters a step", _with_stage(
+            stage, buckets, parts_P))
+
+
+def _with_stage(stage: int, buckets: Sequence[Bucket], parts_P: Sequence[float]) -> Callable[[Facts], Facts]:
+    def apply(facts: Facts) -> Facts:
+        return replace(facts, way=replace(facts.way, stage=stage, buckets=buckets, parts_P=parts_P, sizes_BP=()))
+    return apply
+
+
+def _bf16(facts: Facts) -> Facts:
+    line = facts.measured.line
+    if line is None:
+        return facts
+    less = replace(line, base_E=BF16_PART * line.base_E, slope_E=BF16_PART * line.slope_E)
+    return replace(facts, measured=replace(facts.measured, line=less))
+
+
+def _split(facts: Facts) -> Facts:
+    """Half of the blocks on each device, as near as their parameters allow."""
+    model, line = facts.model, facts.measured.line
+    total = sum(model.param_bytes)
+    at, held = 0, 0
+    blocks = sorted({spec.block for spec in model.specs})
+    while at < len(blocks) and 2 * held < total:
+        held += sum(n for spec, n in zip(model.specs, model.param_bytes) if spec.block == blocks[at])
+        at += 1
+    part = max(held, total - held) / total if total else 1.0
+    kept = [i for i, spec in enumerate(model.specs) if (spec.block in blocks[:at]) == (2 * held >= total)]
+    half = replace(model, specs=[model.specs[i] for i in kept], slots=[model.slots[i] for i in kept],
+                   other_bytes=int(model.other_bytes * part))
+    less = None if line is None else replace(line, base_E=line.base_E * part, slope_E=line.slope_E * part, made=())
+    return replace(facts, model=half, measured=replace(facts.measured, line=less), way=replace(facts.way, buckets=()))
+
+
+def tried(facts: Facts, found: Sequence[Change]) -> list[Footprint]:
+    """Return what this rank would hold with each change."""
+    return [forecast(change.apply(facts)) for change in found]
+
+
+def ranked(found: Sequence[Option], now_P: Sequence[Footprint], free_P: Sequence[int | None]) -> list[Option]:
+    """Return those that save something, best first: what fits before what does not, then by what it saves."""
+    least = LEAST_PART * max(need.total for need in now_P)
+    useful = [option for option in found if option.saved(now_P) > least]
+    return sorted(useful, key=lambda o: (not o.fits(free_P), -o.saved(now_P)))

@@ -1,0 +1,1 @@
+"""Partition of a model into pipeline stages: search, orders, predicted times."""

@@ -1,0 +1,98 @@
+"""The top of the page: what ran in a line, and the few numbers that everybody asks for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvdtrain.reports.html.facts import Facts
+from hvdtrain.reports.html.spent import USEFUL
+from hvdtrain.reports.html.words import count, duration, metric, moment, number, percent, short, size
+
+FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow", "numpy": "NumPy"}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A number with its name; ``small``: a line below it; ``meter``: percent of a small bar, -1 without one."""
+
+    name: str
+    value: str
+    small: str = ""
+    meter: float = -1.0
+
+
+def of(facts: Facts) -> list[str]:
+    """Return what ran: model, framework, ranks and hosts, when."""
+    model = str(facts.start.get("model") or facts.config.get("model") or "").strip()
+    parts = [model, FRAMEWORKS.get(str(facts.start.get("framework") or ""), str(facts.start.get("framework") or ""))]
+    hosts = [host for host in dict.fromkeys(facts.hosts) if host]
+    if facts.ranks:
+        where = (
+            f" on {hosts[0]}"
+            if len(hosts) == 1
+            else f" on {count(len(hosts), 'host')} ({', '.join(hosts[:6])})" if hosts else ""
+        )
+        cut = f" in {count(len(facts.copies), 'pipeline')}" if any(len(one) > 1 for one in facts.copies) else ""
+        parts.append(f"{count(facts.ranks, 'rank')}{cut}{where}")
+    batch = facts.config.get("global_batch")
+    parts += [f"global batch {batch:,}"] if isinstance(batch, int) else []
+    parts += [f"began {moment(facts.begin_s)}"] if math.isfinite(facts.begin_s) else []
+    return [part for part in parts if part]
+
+
+def tiles(facts: Facts) -> list[Tile]:
+    """Return the numbers of the top."""
+    ratio = 100.0 * max(0, facts.step) / facts.steps if facts.steps else -1.0
+    found = [Tile("steps", f"{max(0, facts.step):,}", f"of {facts.steps:,}" if facts.steps else "", ratio),
+             Tile("time", duration(facts.ran_s), _ranks_time(facts))]
+    score = next((name for name in facts.metrics if name != "loss"), "loss" if facts.metrics else "")
+    if score:
+        others = [f"{name} {metric(value)}" for name, value in facts.metrics.items() if name != score]
+        found.append(Tile(f"test {score}", metric(facts.metrics[score]), ", ".join(others[:2])))
+    if facts.loss == facts.loss:
+        found.append(Tile("training loss", metric(facts.loss), "of the last recorded step"))
+    speed = facts.log.steps["samples_per_s"]
+    finite = speed[speed == speed]
+    if len(finite):
+        mean, last = short(_mean_speed(facts)), short(float(finite[-1]))
+        found.append(Tile("speed", mean, f"samples/s while it trained; {last} recorded last"))
+    solo = facts.log.last("meter").get("percent_of_solo")
+    column = facts.log.steps["percent_of_solo"]
+    latest = number(solo) if solo is not None else float(column[-1]) if len(column) else math.nan
+    if latest == latest:
+        found.append(
+            Tile("of solo speeds", percent(latest), "100 %: all as fast as alone, nobody waits", min(100.0, latest))
+        )
+    elif facts.spent.basis == "seconds":
+        useful = facts.spent.part(*USEFUL)
+        found.append(Tile("time that trained", percent(useful), "compute and update", useful))
+    if facts.restarts:
+        found.append(Tile("restarts", str(facts.restarts), f"{count(facts.lost_steps, 'step')} computed again"))
+    peak = _peak(facts)
+    if peak == peak:
+        found.append(Tile("most memory", size(peak), "of one rank"))
+    return found[:8]
+
+
+def _mean_speed(facts: Facts) -> float:
+    """Samples a second over all recorded steps: each record stands for as many samples, so times are averaged."""
+    speed = facts.log.steps["samples_per_s"]
+    known = speed[np.isfinite(speed) & (speed > 0)]
+    return float(len(known) / np.sum(1.0 / known)) if len(known) else math.nan
+
+
+def _ranks_time(facts: Facts) -> str:
+    parts = [f"{duration(facts.rank_s)} of all ranks"] if facts.ranks > 1 else []
+    parts += [f"{duration(facts.between_s)} more between attempts"] if facts.between_s >= 1.0 else []
+    return ", ".join(parts)
+
+
+def _peak(facts: Facts) -> float:
+    """The most bytes that a rank is known to have held."""
+    memory = facts.log.last("end").get("memory")
+    peaks = memory.get("peak") if isinstance(memory, dict) else None
+    values = [number(one) for one in peaks] if isinstance(peaks, list) else []
+    return max((one for one in values if one > 0), default=math.nan)

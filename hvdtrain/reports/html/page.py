@@ -1,0 +1,96 @@
+"""Puts a page together: facts, story, sections, templates.
+
+Owns the order and what happens where a part cannot be drawn.
+
+The page is one file: style and script are in it, and its content policy forbids it to load anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.reports.html import ending, headline, story
+from hvdtrain.reports.html import sections as slots
+from hvdtrain.reports.html.blocks import Lines, Section
+from hvdtrain.reports.html.facts import Facts, gather
+from hvdtrain.reports.html.words import moment
+
+FOLDER = Path(__file__).parent / "templates"
+
+
+def of_runs(paths: Sequence[Path], live: bool = False) -> str:
+    """Return the page of one run, or of several side by side. ``live``: it asks its server for what is new."""
+    runs = [gather(path) for path in paths]
+    return of_facts(runs[0], live) if len(runs) == 1 else of_several(runs, live)
+
+
+def of_facts(facts: Facts, live: bool = False) -> str:
+    """Return the page of one run."""
+    return _render("run.html", live, facts=facts, title=facts.name, end=ending.of(facts), head=headline.of(facts),
+                   tiles=headline.tiles(facts), story=story.tell(facts), sections=sections(facts))
+
+
+def of_several(runs: Sequence[Facts], live: bool = False) -> str:
+    """Return the page of several runs side by side."""
+    from hvdtrain.reports.html import compare
+
+    return _render("compare.html", live, title=" and ".join(one.name for one in runs[:2]), found=compare.compare(runs))
+
+
+def sections(facts: Facts) -> list[Section]:
+    """Return the page's parts in order. One that cannot be drawn from what the files hold says so in its place."""
+    found = []
+    for name in slots.ORDER:
+        try:
+            section = importlib.import_module(f"{slots.__name__}.{name}").make(facts)
+        except Exception as error:  # noqa: BLE001  (records of any version and of others' making may hold anything)
+            words = f"This part could not be drawn from what the run's files hold ({type(error).__name__}: {error})."
+            section = Section(name, name.capitalize(), "", [Lines([words])])
+        if section is not None:
+            found.append(section)
+    return found
+
+
+def put(path: Path, text: str) -> None:
+    """Write ``text`` to ``path``, whole or not at all."""
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(beside, 0o644)
+        os.replace(beside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
+        raise
+
+
+def _render(template: str, live: bool, **values: Any) -> str:
+    from hvdtrain.core import __version__
+
+    text = str(_environment().get_template(template).render(live=live, version=__version__, made=moment(time.time()),
+                                                            **values))
+    return text.encode("utf-8", "replace").decode()  # a name of a file that is no UTF-8 becomes lone surrogates
+
+
+@lru_cache
+def _environment() -> Any:
+    """The templates, with everything escaped that comes from files."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    made = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+                       lstrip_blocks=True)
+    made.globals["raw_file"] = lambda name: Markup((FOLDER / name).read_text(encoding="utf-8"))  # our own files only
+    made.filters["json"] = lambda value: Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
+    made.filters["at"] = lambda value: f"{value:.2f}"
+    return made

@@ -1,0 +1,112 @@
+"""Every rank's seconds by cause, in all and over time."""
+
+from __future__ import annotations
+
+import math
+
+from hvdtrain.core.timeline.clock import CAUSES
+from hvdtrain.reports.html.blocks import Bars, Section, Stacked
+from hvdtrain.reports.html.facts import Facts
+from hvdtrain.reports.html.figures.stack import Areas, Bar, areas, bar, gather
+from hvdtrain.reports.html.sections.course import axis_of
+from hvdtrain.reports.html.spent import UNRECORDED, USEFUL
+from hvdtrain.reports.html.words import duration, percent
+
+MOST = 24
+"""Ranks that get a bar of their own."""
+
+WINDOWS = 120
+
+MEANING = {
+    "compute": "forward and backward", "update": "the optimizer", "wait": "for ranks that came later",
+    "idle": "for another stage of the pipeline", "channel": "cargo on its way between stages",
+    "wire": "the exchange itself", "input": "waiting for data", "start": "process, imports, model, probe, restore",
+    "checkpoint": "saving", "evaluation": "test data", "other": "callbacks and what has no other name",
+}
+DRAWN = (*USEFUL, *(cause for cause in CAUSES if cause not in USEFUL))
+"""The causes from left to right: what trains comes first."""
+
+BASES = {
+    "meter": "This log has mean steps only (it is of an older version): waiting and wire are one, and start, saving "
+             "and evaluation are not in it.",
+    "phases": "This log has the phases of rank 0's steps only (it is of an older version).",
+}
+
+
+def make(facts: Facts) -> Section | None:
+    """Draw bars by rank, and all ranks' time over the clock."""
+    spent = facts.spent
+    if not spent.ranks or spent.all_s <= 0:
+        return None
+    blocks: list[object] = [_bars(facts)]
+    if spent.basis == "seconds" and len(spent.windows) > 1:
+        blocks.append(_over_time(facts))
+    lead = BASES.get(spent.basis, "")
+    if not lead:
+        lead = (f"Each recorded second of each rank has one cause, by measurement; none is found by "
+                f"subtraction, and {percent(spent.part('other'), 1)} is other work than the causes named here.")
+        missing = facts.rank_s - spent.all_s
+        if facts.rank_s > 0 and missing > 0.02 * facts.rank_s:
+            lead += (
+                f" Not recorded, and not in these figures, are {duration(missing)} of the ranks' "
+                f"{duration(facts.rank_s)} ({percent(100 * missing / facts.rank_s)}): {UNRECORDED}."
+            )
+    return Section("seconds", "Where the time went", lead, blocks)
+
+
+def _bars(facts: Facts) -> Bars:
+    """A bar for each rank; where there are many, those that differ most and the mean of the others."""
+    spent = facts.spent
+    whole = {rank: math.fsum(row.values()) for rank, row in spent.ranks.items()}
+    full = max(whole.values())
+    ranks = sorted(spent.ranks)
+    shown = ranks
+    if len(ranks) > MOST:
+        mean = math.fsum(row.get("wait", 0.0) for row in spent.ranks.values()) / len(ranks)
+        by = sorted(ranks, key=lambda r: -abs(spent.ranks[r].get("wait", 0.0) - mean))
+        shown = sorted(by[:MOST - 1])
+    rows = [_bar(_label(facts, rank), spent.ranks[rank], full) for rank in shown]
+    rest = [rank for rank in ranks if rank not in set(shown)]
+    if rest:
+        mean_row = {c: math.fsum(spent.ranks[r].get(c, 0.0) for r in rest) / len(rest) for c in CAUSES}
+        rows.append(_bar(f"mean of {len(rest)} others", mean_row, full))
+    total = spent.total
+    legend = [
+        (f"c-{cause}", f"{cause}: {MEANING[cause]}", percent(spent.part(cause), 1 if spent.part(cause) < 9.95 else 0))
+        for cause in DRAWN
+        if total.get(cause, 0.0) > 0
+    ]
+    title = "A mean step of each rank" if spent.basis == "meter" else "Seconds of each rank by cause"
+    return Bars(title, rows, legend)
+
+
+def _label(facts: Facts, rank: int) -> str:
+    host = facts.hosts[rank] if rank < len(facts.hosts) else ""
+    return " \N{MIDDLE DOT} ".join(filter(None, (f"rank {rank}", facts.stage(rank), host)))
+
+
+def _bar(label: str, row: dict[str, float], full: float) -> Bar:
+    total = math.fsum(row.values())
+    words = {c: f"{label}: {c} {duration(row.get(c, 0.0))}, {percent(100 * row.get(c, 0.0) / total if total else 0, 1)}"
+             for c in DRAWN}
+    return bar(label, {cause: row.get(cause, 0.0) for cause in DRAWN}, full, words, duration(total))
+
+
+def _over_time(facts: Facts) -> Stacked:
+    """All ranks' time by cause, each window as one column of 100 percent."""
+    axis, rows = axis_of(facts), []
+    for end_s, window_s, total, _ in facts.spent.windows:
+        if window_s > 0 and math.isfinite(end_s):
+            rows.append((end_s - window_s, end_s, total))
+    joined = gather(rows, WINDOWS)
+    edges: list[tuple[float, float]] = []
+    parts: list[dict[str, float]] = []
+    for begin, end, total in joined:
+        whole = math.fsum(total.values())
+        left, right = axis.at(begin), axis.at(end)
+        if whole > 0 and right > left:
+            edges.append((max(left, edges[-1][1]) if edges else left, right))
+            parts.append({cause: 100.0 * total.get(cause, 0.0) / whole for cause in DRAWN})
+    drawn = Areas([(f"c-{name}", d) for name, d in areas(edges, parts, DRAWN, 100.0)], axis.ticks(),
+                  [(0.0, "0"), (50.0, "50 %"), (100.0, "100 %")])
+    return Stacked("All ranks' time as the clock went", drawn, note="Colours as above; empty where no record is.")

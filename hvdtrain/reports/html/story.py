@@ -1,0 +1,247 @@
+"""The story of a run in a few sentences: how it ended, what it cost, stragglers, what went wrong, what to do.
+
+Owns the sentences and which of them are worth saying. Each is made from records alone and says what it does not know.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hvdtrain.reports.html import advice, ending
+from hvdtrain.reports.html.attempts import Attempt
+from hvdtrain.reports.html.facts import Facts
+from hvdtrain.reports.html.spent import UNRECORDED, USEFUL, Spent
+from hvdtrain.reports.html.words import begin, count, cut, duration, listed, metric, number, percent, whole
+
+LITTLE = 4.0
+"""Percent of the ranks' time after the start below which waiting is not worth a name."""
+
+CAUSE_WORDS = {
+    "start": "starting", "input": "waiting for data", "compute": "computing", "wait": "waiting for other ranks",
+    "idle": "waiting for other stages", "channel": "sending between stages",
+    "wire": "exchanging gradients", "update": "updating", "checkpoint": "saving", "evaluation": "evaluating",
+    "other": "other work",
+}
+
+
+class Answer(NamedTuple):
+    """What is said, its tone ("good", "bad", "warn" or "") and one line each below it."""
+
+    answer: str
+    tone: str = ""
+    points: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A question and its `Answer`."""
+
+    question: str
+    answer: str
+    tone: str = ""
+    points: Sequence[str] = ()
+
+
+def tell(facts: Facts) -> list[Chapter]:
+    """Return the story."""
+    return [_told(question, tell_it, facts) for question, tell_it in QUESTIONS.items()]
+
+
+def _told(question: str, tell_it: Callable[[Facts], Answer], facts: Facts) -> Chapter:
+    """A chapter; where the records are too odd for it, one that says so: a page must come of any crash."""
+    try:
+        answer = tell_it(facts)
+    except Exception as error:  # noqa: BLE001  (records of any version and of others' making may hold anything)
+        answer = Answer(f"Not told by what the run's files hold ({type(error).__name__}: {error}).", "warn")
+    return Chapter(question, *answer)
+
+
+def _ended(facts: Facts) -> Answer:
+    end = ending.of(facts)
+    told = [f"test {name} {metric(value)}" for name, value in facts.metrics.items()]
+    if facts.loss == facts.loss:
+        told.insert(0, f"training loss {metric(facts.loss)}")
+    tone = {"good": "good", "bad": "bad"}.get(end.tone, "")
+    after = f" Last measured: {listed(told)}.".replace("-", "\N{NON-BREAKING HYPHEN}") if told else ""
+    return Answer(end.words + after, tone)
+
+
+def _cost(facts: Facts) -> Answer:
+    """Time, and what part of it trained."""
+    spent, ranks = facts.spent, sorted({one.ranks for one in facts.attempts if one.ranks})
+    span = f"{ranks[0]} to {ranks[-1]} ranks" if len(ranks) > 1 else count(ranks[0], "rank") if ranks else "its ranks"
+    said = f"{duration(facts.ran_s)} on {span}"
+    if len(ranks) != 1 or ranks[0] > 1:
+        said += f", {duration(facts.rank_s)} of all ranks together"
+    points = []
+    if spent.basis == "seconds":
+        said += f". {_shares(spent)}"
+        missing_s = facts.rank_s - spent.all_s
+        if missing_s > 0.02 * facts.rank_s:
+            said += f". {duration(missing_s)} more are in no record: {UNRECORDED}"
+    elif spent.basis:
+        said += ". This log does not say where all seconds went"
+    if facts.restarts:
+        start_s = sum(one.trained_s - one.begin_s for one in facts.attempts[1:] if one.trained_s >= one.begin_s)
+        again = f"{count(facts.lost_steps, 'step')} computed again, " if facts.lost_steps else ""
+        points.append(f"{count(facts.restarts, 'restart')} cost {again}{duration(facts.between_s)} between attempts "
+                      f"and {duration(start_s)} of starting again")
+    return Answer(said + ".", "", points)
+
+
+def _shares(spent: Spent) -> str:
+    """What the recorded time went to, in percent of it that add up to 100."""
+    useful = spent.part(*USEFUL)
+    rest = sorted(((c, spent.part(c)) for c in spent.total if c not in (*USEFUL, "other")), key=lambda one: -one[1])
+    top = [(CAUSE_WORDS.get(c, c), part) for c, part in rest if part >= 1.0][:3]
+    left = 100 - round(useful) - sum(round(part) for _, part in top)
+    words = [f"{name} {percent(part)}" for name, part in top]
+    words += [f"other and the rest {left} %"] if left > 0 else []
+    said = f"Of the {duration(spent.all_s)} that the ranks recorded, {percent(useful)} trained"
+    return f"{said}; {listed(words)}" if words else said
+
+
+def _held_up(facts: Facts) -> Answer:
+    """Who was waited for, and what that cost."""
+    spent = facts.spent
+    if facts.ranks == 1 and max((one.ranks for one in facts.attempts), default=1) <= 1:
+        return Answer("Nobody: there was one rank.", "good")
+    wait, part = spent.after_start("wait"), percent(spent.part("wait"), 1)
+    if not spent.waits:
+        if spent.basis == "meter":
+            return Answer("The log gives mean steps only: who waited, but not for whom. The meter said: "
+                          f"{facts.log.last('meter').get('advice') or 'nothing'}.")
+        if spent.basis == "seconds" and wait < LITTLE:
+            return Answer(f"Nobody: ranks waited for one another for {part} of all recorded time.", "good")
+        return Answer("Not known: the log names nobody.")
+    held, named_s = spent.held_up(), sum(spent.waits.values())
+    worst, worst_s = next(iter(held.items()))
+    share = worst_s / named_s
+    if wait < LITTLE:
+        return Answer(f"Hardly anybody: ranks waited for one another for {part} of all recorded time, "
+                      f"most often for {facts.who(worst)}.", "good")
+    took = f"Waiting took {part} of all recorded time."
+    if share < max(0.5, min(0.7, 1.6 / max(1, facts.ranks))):
+        return Answer("No one rank: the ranks waited for one another, most for "
+                      f"{facts.who(worst)} ({percent(100 * share)} of it). {took}", "warn")
+    said = (
+        f"{begin(facts.who(worst))} is the straggler: {percent(100 * share)} of all attributed waiting was for "
+        f"it, {duration(worst_s)} of the others' time. {took}"
+    )
+    return Answer(said, "warn", _about(facts, worst))
+
+
+def _about(facts: Facts, worst: int) -> list[str]:
+    """Why a rank may be awaited, and how it would be without it."""
+    points, total = [], facts.spent.ranks
+    own, others = total.get(worst), [row for rank, row in total.items() if rank != worst]
+    if own and others:
+        for cause in ("compute", "input", "checkpoint", "other"):
+            mean = sum(row.get(cause, 0.0) for row in others) / len(others)
+            more = own.get(cause, 0.0) - mean
+            if more > 0.1 * sum(own.values()):
+                points.append(
+                    f"It spent {duration(own[cause])} {CAUSE_WORDS[cause]}; the others {duration(mean)} on average"
+                )
+    gains = facts.log.last("whatif").get("ranks")
+    gain = number(gains[worst]) if isinstance(gains, list) and worst < len(gains) else float("nan")
+    if gain == gain:
+        then = f"ithout rank {worst}, with the same global batch, the run would be"
+        said = (f"W{then} {percent(gain)} faster than now" if gain > 0 else
+                f"It is worth its wait: w{then} {percent(-gain)} slower")
+        points.append(f"{said}, as estimated from the ranks' measured steps")
+    return points
+
+
+def _wrong(facts: Facts) -> Answer:
+    """Everything that should not have happened."""
+    log = facts.log
+    ends = [one for one in facts.attempts
+            if not one.ended_well and (one.cause or one is not facts.attempts[-1] or not facts.alive)]
+    points = [_fault(one) for one in ends] if len(ends) != 1 else []
+    if len(points) > 5:
+        points = [
+            *points[:2],
+            f"{len(points) - 4} more such ends; the table of attempts below has them all",
+            *points[-2:],
+        ]
+    bad = log.all("non_finite")
+    if bad:
+        by = Counter(rank for event in bad for rank in event.values.get("ranks") or ())
+        who = f", brought in by {listed([f'rank {r}' for r, _ in by.most_common(3)])}" if by else ""
+        points.append(f"{count(len(bad), 'step')} without an update, because a loss or gradient was not finite{who}")
+    short = Counter(whole(event.values.get("rank")) for event in log.all("out_of_memory"))
+    points += [
+        f"{begin(facts.who(rank))} ran out of memory {count(n, 'time')}" for rank, n in short.most_common(3)
+    ]
+    for event in log.all("ledger"):
+        if event.values.get("whole") is False:
+            points.append(
+                f"Epoch {event.values.get('epoch')}: {cut(event.values.get('words') or 'not every sample came once')}"
+            )
+    unsaved = [event for event in log.all("saved") if event.values.get("error")]
+    if unsaved:
+        points.append(
+            f"{count(len(unsaved), 'checkpoint')} could not be written: {cut(unsaved[-1].values['error'], 160)}"
+        )
+    for event in log.all("system")[-1:]:
+        points += _throttled(facts, event.values.get("ranks"))
+    if log.passed:
+        points.append(
+            f"{count(log.passed, 'line')} of the log could not be read and {'is' if log.passed == 1 else 'are'} "
+            "left out here"
+        )
+    if not points and not ends:
+        return Answer("Nothing that was recorded.", "good")
+    said = f"{count(len(ends), 'attempt')} ended badly." if ends else "It trained, but not without trouble."
+    if len(ends) == 1:
+        said = _bad_end(facts, ends[0])
+    return Answer(said, "bad" if ends and facts.completed is None and not facts.alive else "warn", points)
+
+
+def _bad_end(facts: Facts, one: Attempt) -> str:
+    """The one bad end of a run, and whether it went on, in plain words."""
+    where = f"At step {one.step_end:,}" if one.step_end >= 0 else "Before the first step"
+    who = f" ({facts.who(one.rank)})" if one.rank >= 0 and f"rank {one.rank}" not in one.words else ""
+    what = "ended badly" if one.cause else "ended without a message"
+    what += f" after {duration(one.end_s - one.begin_s)}"
+    if one.cause:
+        known = cut(one.words, 260).rstrip(".")
+        what += f": {known}" if one.cause == "lost" and known else f": {one.fault}" + (f": {known}" if known else "")
+    on = "."
+    if one is not facts.attempts[-1]:
+        on = f"; the run was started again, from step {max(0, one.step_end - one.lost):,}."
+    return f"{where} attempt {one.number} {what}{who}{on}"
+
+
+def _fault(one: Attempt) -> str:
+    """An attempt's bad end in a sentence."""
+    after = f"after {duration(one.end_s - one.begin_s)}"
+    where = f" at step {one.step_end:,}" if one.step_end >= 0 else " before its first step"
+    what = f"{one.fault}: {one.words}" if one.cause else "it ended without a message"
+    back = f" Went back to step {one.step_end - one.lost:,}." if one.lost else ""
+    return f"Attempt {one.number} ended{where} {after}: {cut(what, 260).rstrip('.')}.{back}"
+
+
+def _throttled(facts: Facts, rows: object) -> list[str]:
+    found = []
+    for rank, row in enumerate(rows if isinstance(rows, list) else ()):
+        reasons = row.get("throttled") if isinstance(row, dict) else None
+        if reasons and isinstance(reasons, list):
+            found.append(f"The GPU of {facts.who(rank)} was slowed down: {listed([str(one) for one in reasons])}")
+    return found[:4]
+
+
+def _do(facts: Facts) -> Answer:
+    points = advice.give(facts)
+    if not points:
+        return Answer("Nothing: no cause costs enough to be worth a change.", "good")
+    return Answer(points[0], "", points[1:])
+
+
+QUESTIONS = {"How it ended": _ended, "What it cost": _cost, "Stragglers": _held_up, "What went wrong": _wrong,
+             "What to do": _do}
+"""The chapters, in order."""

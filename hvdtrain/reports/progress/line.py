@@ -1,0 +1,103 @@
+"""One line at the bottom of a terminal that is drawn anew, with what is printed meanwhile above it.
+
+Owns the drawing, by rich, from two threads: the run's, and that which tells what a silent run does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from typing import Any
+
+from hvdtrain.reports.progress import layout
+from hvdtrain.reports.progress.terminal import Terminal
+
+LOCK_S = 1.0
+"""Longest wait for the other thread to end its drawing before a run's last words."""
+
+
+class Line:
+    """A line on ``terminal``. It shows ``standing`` and ``doing`` (either may be absent), when `draw` is called."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self.standing: layout.Standing | None = None
+        self.doing = ""
+        self._terminal = terminal
+        self._lock = threading.Lock()
+        self._live: Any = None
+        self._beat = 0
+        self._closed = False
+
+    def show(self, standing: layout.Standing | None) -> None:
+        """Draw where a run stands; None: no longer."""
+        self.standing, self.doing = standing, ""
+        self.draw()
+
+    def say(self, doing: str) -> None:
+        """Draw what a silent run does, and since when; "": it is silent no longer."""
+        if doing or self.doing:
+            self.doing = doing
+            self.draw()
+
+    def draw(self) -> None:
+        """Draw, or take the line away where there is nothing to show."""
+        with self._lock:
+            if self._closed:
+                return
+            if self.standing is None and not self.doing:
+                self._stop()
+                return
+            self._beat += 1
+            if self._live is None:
+                self._live = self._start()
+            columns = self._terminal.columns()
+            pieces = (layout.silent(self.doing, columns, self._beat) if self.standing is None else
+                      layout.line(self.standing, columns, self.doing))
+            self._live.console.width = columns
+            self._live.update(_text(pieces), refresh=True)
+
+    def close(self) -> None:
+        """Take the line away for good; what is drawn later is not. Waits for nobody for long."""
+        held = self._lock.acquire(timeout=LOCK_S)
+        try:
+            self._closed = True
+            self._stop()
+            self._terminal.close()
+        finally:
+            if held:
+                self._lock.release()
+
+    def _start(self) -> Any:
+        from rich.console import Console
+        from rich.live import Live
+
+        class Visible(Console):
+            """Leaves the cursor as it is: a process that is killed could not bring it back."""
+
+            def show_cursor(self, show: bool = True) -> bool:
+                return False
+
+        console = Visible(file=self._terminal, force_terminal=True, legacy_windows=False,  # type: ignore[arg-type]
+                          width=self._terminal.columns())
+        live = Live(console=console, auto_refresh=False, transient=True, redirect_stderr=_on_terminal(sys.stderr))
+        live.start()
+        return live
+
+    def _stop(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+
+def _text(pieces: list[layout.Styled]) -> Any:
+    from rich.text import Text
+
+    return Text.assemble(*pieces, no_wrap=True, overflow="crop")
+
+
+def _on_terminal(stream: Any) -> bool:
+    """Whether a stream leads to a terminal itself: only then may rich print for it there."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return bool(stream.isatty())
+    return False

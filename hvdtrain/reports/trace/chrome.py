@@ -1,0 +1,105 @@
+"""The file of a trace: Chrome's trace events as JSON, packed by gzip; Perfetto and chrome://tracing open it as it is.
+
+Each rank is a process of it, each of its lanes a thread; numbers of threads are unique, as those of one machine are.
+``otherData`` says which steps these are and how far the clocks may be off.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.core.timeline.taken import Span
+from hvdtrain.reports.trace.align import Alignment
+from hvdtrain.reports.trace.lanes import rows
+
+NAME = "trace.json.gz"
+MOST_EVENTS = 300_000
+"""Of all ranks together, which are some 45 MB of JSON before it is packed; viewers open that in seconds."""
+LONGEST_TEXT = 200
+"""Characters of a name or an argument."""
+MOST_ROWS = 1000
+"""Of one rank, for the numbers of their threads."""
+
+
+@dataclass
+class RankTrace:
+    """What one rank did: its ``spans`` by its own clock. ``host``: its name. ``dropped``: spans without room.
+
+    ``profiler_within_s``: how far events of the framework's profiler may be off by the rank's own clock.
+    """
+
+    host: str
+    alignment: Alignment
+    spans: list[Span] = field(default_factory=list)
+    dropped: int = 0
+    profiler_within_s: float = 0.0
+
+
+def room(size: int) -> int:
+    """Return how many spans each of ``size`` ranks may keep."""
+    return max(100, MOST_EVENTS // size)
+
+
+def events(ranks: Sequence[RankTrace], zero_s: float) -> Iterator[dict[str, Any]]:
+    """Yield the events of all ranks; time is counted from ``zero_s`` of rank 0's clock, in microseconds."""
+    for rank, trace in enumerate(ranks):
+        pid = rank + 1  # Perfetto takes 0 for the idle process
+        yield from _named("process", pid, 0, f"rank {rank} on {trace.host}", rank)
+        for row, (lane, spans) in enumerate(rows(trace.spans)[:MOST_ROWS]):
+            tid = pid * MOST_ROWS + row
+            yield from _named("thread", pid, tid, lane, row)
+            for span in spans:
+                # Both ends are rounded, not the length: what ends together still does.
+                begin_ns, end_ns = (round((trace.alignment.shared_s(t) - zero_s) * 1e9)
+                                    for t in (span.begin_s, span.end_s))
+                event = {"ph": "X", "name": _short(span.name), "cat": span.cause or "other", "pid": pid, "tid": tid,
+                         "ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3}
+                if span.args:
+                    event["args"] = {key: _short(value) for key, value in span.args.items()}
+                yield event
+
+
+def _named(kind: str, pid: int, tid: int, name: str, index: int) -> list[dict[str, Any]]:
+    """Return the metadata events that name a process or thread and say where it stands."""
+    return [{"ph": "M", "name": f"{kind}_name", "pid": pid, "tid": tid, "args": {"name": name}},
+            {"ph": "M", "name": f"{kind}_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": index}}]
+
+
+def _short(value: Any) -> Any:
+    """A number as it is, anything else as a text of bounded length."""
+    return value if isinstance(value, (int, float)) else str(value)[:LONGEST_TEXT]
+
+
+def write(path: Path, ranks: Sequence[RankTrace], zero_s: float, about: dict[str, Any]) -> int:
+    """Write the trace of ``ranks`` to ``path``, whole or not at all; return the number of its events.
+
+    ``about``: goes into the file's ``otherData``, beside each rank's clock. Errors: `OSError`.
+    """
+    clocks = [{"rank": r, "host": t.host, "within_us": round(t.alignment.within_s * 1e6, 3),
+               "ahead_before_us": round(t.alignment.before.offset_s * 1e6, 3),
+               "ahead_after_us": round(t.alignment.after.offset_s * 1e6, 3), "dropped": t.dropped,
+               "profiler_within_us": round(t.profiler_within_s * 1e6, 3)}
+              for r, t in enumerate(ranks)]
+    about = {**about, "clock": "rank 0's", "clocks": clocks,
+             "clocks_within_us": round(max(t.alignment.within_s for t in ranks) * 1e6, 3)}
+    n = 0
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with gzip.open(aside, "wt", compresslevel=5, encoding="utf-8") as file:
+            file.write('{"displayTimeUnit":"ms","traceEvents":[')
+            between = "\n"
+            for event in events(ranks, zero_s):
+                file.write(between + json.dumps(event, separators=(",", ":")))
+                between = ",\n"
+                n += event["ph"] == "X"
+            file.write('\n],"otherData":' + json.dumps(about) + "}\n")
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+    return n

@@ -10,8 +10,8 @@ import pytest
 from benchmarks import peers, pipeline, race, stages, throttle, worker
 from benchmarks.peers import contender, pipelining, Prepared
 from hvdtrain.commands.bench.workloads import WORKLOADS
+from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.resolve import ROOT
 from hvdtrain.planning.pipeline import which
 from hvdtrain.planning.pipeline.which import Work
 

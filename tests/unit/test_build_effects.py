@@ -19,8 +19,8 @@ from hvdtrain.commands.build_horovod import cache, flow, record, toolkit, tools,
 from hvdtrain.commands.build_horovod.plan import Plan, plan
 from hvdtrain.commands.build_horovod.progress import Display, Progress, clock
 from hvdtrain.commands.build_horovod.run import ChildFailed, logged
+from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.resolve import ROOT
 
 MPI = Mpi("openmpi", "4.1.8", "mpirun", "mpicxx", "/usr/lib")
 FACTS = Facts("cp311", "linux_x86_64", "/env", "/env/lib/python3.11/site-packages",

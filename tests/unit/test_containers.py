@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from hvdtrain.core.resolve import ROOT
+from hvdtrain.core import ROOT
 
 TREE = ROOT.parent
 HERE = TREE / "containers"

@@ -14,8 +14,8 @@ from hvdtrain.checkpoint import Snapshot, write_snapshot
 from hvdtrain.commands.convert import Request, check, cli, convert, source_of, target_of
 from hvdtrain.commands.convert.places import Place
 from hvdtrain.commands.convert.request import completed
+from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.resolve import ROOT
 
 
 def run_directory(path, step=12, **meta):

@@ -10,7 +10,7 @@ import pytest
 
 from hvdtrain.cluster import deadline as module
 from hvdtrain.cluster.deadline import deadline
-from hvdtrain.core.resolve import ROOT
+from hvdtrain.core import ROOT
 
 
 def child(code):

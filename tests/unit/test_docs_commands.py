@@ -10,7 +10,7 @@ from benchmarks.chaos import cli as chaos
 from hvdtrain.commands import COMMANDS, checkpoints, train, verify
 from hvdtrain.commands.bench.cli import BENCHES as ON_CLUSTERS
 from hvdtrain.commands.launch import cli as launch
-from hvdtrain.core.resolve import ROOT
+from hvdtrain.core import ROOT
 
 TREE = ROOT.parent
 PAGES = [TREE / "README.md", TREE / "CONTRIBUTING.md", *sorted((TREE / "docs").rglob("*.md"))]

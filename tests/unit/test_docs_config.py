@@ -7,7 +7,7 @@ import pytest
 
 from hvdtrain.commands.train import parse
 from hvdtrain.config import Config, schema
-from hvdtrain.core.resolve import ROOT
+from hvdtrain.core import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import pytest
 from small_runs import FRAMEWORKS, apart, config, fitted, lockstep, make_model, samples, solo, weights
 
 from hvdtrain.config import Data
+from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.resolve import ROOT
 
 MINE = '''
 import json

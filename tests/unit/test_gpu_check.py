@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.core.resolve import ROOT
+from hvdtrain.core import ROOT
 
 HOME = ROOT.parent / "tests" / "gpu"
 sys.path.insert(0, str(HOME))

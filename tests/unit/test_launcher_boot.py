@@ -10,9 +10,9 @@ from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.control import SoloControl, agreed
 from hvdtrain.cluster.exit import run_guarded
 from hvdtrain.config import Exchange
+from hvdtrain.core import ROOT
 from hvdtrain.core.errors import Interrupted, UserError
 from hvdtrain.core.launcher import SOLO, LaunchFacts
-from hvdtrain.core.resolve import ROOT
 
 TWO = LaunchFacts("mpi", 1, 2, 1, 2, "Open MPI mpirun")
 

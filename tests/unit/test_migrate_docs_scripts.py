@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.commands.migrate import plan, rules, source
 from hvdtrain.config import Config, Named
-from hvdtrain.core.resolve import ROOT
+from hvdtrain.core import ROOT
 
 DOCS = ROOT.parent / "docs" / "migrate"
 DIFFS = {"horovod_keras": "horovod_keras", "horovod_keras2": "horovod_keras", "horovod_tape": "horovod_keras",

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.config import Config, Pipeline
+from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
-from hvdtrain.core.resolve import ROOT
 from hvdtrain.parallel.pipeline.plan import planned, rows, text
 from hvdtrain.planning.pipeline.blocks import MIB, Block, Needs
 from hvdtrain.planning.pipeline.measured import Measured, evened, measured_samples

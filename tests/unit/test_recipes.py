@@ -10,8 +10,9 @@ from pictures import write_folder
 from hvdtrain import Trainer
 from hvdtrain.backends.model_spec import build_spec
 from hvdtrain.commands import train
+from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.resolve import ROOT, load_callable
+from hvdtrain.core.resolve import load_callable
 
 RECIPES = sorted((ROOT.parent / "recipes").glob("*.yaml"))
 

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 from test_docs_config import generate  # noqa: F401  (a fixture)
 
+from hvdtrain.core import ROOT
 from hvdtrain.core.protocols import Record
 from hvdtrain.core.records.schema import EVENTS, problems
 from hvdtrain.core.records.stream import Stream
-from hvdtrain.core.resolve import ROOT
 
 
 def made():

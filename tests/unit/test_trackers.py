@@ -18,10 +18,10 @@ from small_runs import config, fitted, lockstep, make_model, samples
 
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.config import Config
+from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Record
 from hvdtrain.core.records.numbers import numbers, settings
-from hvdtrain.core.resolve import ROOT
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.reports import beside, gauges, trackers
 from hvdtrain.reports.trackers.csv import Csv

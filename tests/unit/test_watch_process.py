@@ -18,8 +18,8 @@ import pytest
 
 from hvdtrain.cluster.liveness import watch
 from hvdtrain.cluster.liveness.watch.system import stat
+from hvdtrain.core import ROOT
 from hvdtrain.core.launcher import LaunchFacts
-from hvdtrain.core.resolve import ROOT
 
 BOUND_S = 1.0
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.commands.build_horovod import cache, flow, tools, wheelhouse
+from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.resolve import ROOT
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import zoo
 
-from hvdtrain.core.resolve import ROOT
+from hvdtrain.core import ROOT
 
 
 def test_every_package_of_the_page_has_a_script():

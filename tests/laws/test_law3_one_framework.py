@@ -105,6 +105,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework, others", [("torch", {"tensorflow", "keras"}), ("tensorflow", {"torch"})])
 def test_a_run_imports_its_own_framework_only(framework, others, tmp_path):
     if importlib.util.find_spec(framework) is None:

@@ -58,6 +58,7 @@ def test_twins_cost_the_same_with_and_without_recomputed_blocks(name, args, rema
         assert counted[0] == [4 * (6 * weights + 12 * 8 * 4)]
 
 
+@pytest.mark.slow
 def test_counting_changes_no_bit_of_a_training():
     with_it, without = (built("torch", "gpt", GPT, peak_tflops=peak) for peak in ([1e-3], []))
     assert bits(with_it) == bits(without)

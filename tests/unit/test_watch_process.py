@@ -140,6 +140,7 @@ def test_a_frozen_rank_is_named_with_the_stacks_of_the_other(jobs):
     assert jobs["frozen"].launcher.returncode != 0
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_though_it_started_the_watcher(jobs):
     said = jobs["killed"].ended()
     assert re.search(r"^hvdtrain: rank 0 on host \S+, ended, in step 40, .*: its process has ended without a wo", said)
@@ -150,6 +151,7 @@ def test_ranks_end_with_their_launcher(jobs):
     assert "the launcher of this job is gone" in jobs["orphaned"].ended()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_frozen_before_it_comes_is_found(jobs):
     said = jobs["early"].ended()
     assert re.search(r"^hvdtrain: rank 1 on host \S+, starting: frozen for \d s", said), said

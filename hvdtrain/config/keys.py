@@ -17,7 +17,7 @@ from hvdtrain.config.sections import (
     Checkpoint, Data, DataParallel, EarlyStop, Exchange, Named, Pipeline, Rebalance, Schedule, Trace,
 )
 from hvdtrain.config.sections import key as _key
-from hvdtrain.config.time_limit import seconds_of
+from hvdtrain.config.texts import seconds_of
 
 
 @dataclass(frozen=True)

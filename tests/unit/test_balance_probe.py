@@ -17,7 +17,7 @@ from hvdtrain.config import Config, Rebalance
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine.balance import cache, probe
 from hvdtrain.planning.batch.line import Line
-from hvdtrain.planning.batch.speed import least
+from hvdtrain.planning.batch.line import least
 
 
 class Device:

@@ -9,7 +9,7 @@ import pytest
 from small_runs import CLASSES, FEATURES, FRAMEWORKS, HIDDEN, bits, config, fitted, make_model, samples, solo
 
 from hvdtrain.cluster.devices import DeviceFacts
-from hvdtrain.cluster.machine import peaks
+from hvdtrain.engine.machine import flops as peaks
 from hvdtrain.engine import summary
 from hvdtrain.engine.machine import flops
 

@@ -21,7 +21,7 @@ from hvdtrain.parallel.pipeline.plan import planned
 from hvdtrain.planning.batch.line import Line
 from hvdtrain.planning.batch.plan import plan
 from hvdtrain.planning.batch.sampler import Cut
-from hvdtrain.planning.batch.speed import Speed
+from hvdtrain.planning.batch.line import Speed
 from hvdtrain.planning.pipeline.blocks import Block, Needs
 from hvdtrain.planning.pipeline.measured import Measured
 

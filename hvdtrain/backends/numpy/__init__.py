@@ -47,7 +47,7 @@ def flops_of_pass(parts: object, batch: object) -> tuple[None, str]:
 
 
 def product_type(parts: object) -> str:
-    """Return float32's name among peaks (`hvdtrain.cluster.machine.peaks`)."""
+    """Return float32's name among peaks (`hvdtrain.engine.machine.flops`)."""
     return "fp32"
 
 

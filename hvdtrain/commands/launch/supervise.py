@@ -20,7 +20,7 @@ from typing import Any
 
 from hvdtrain.cluster.launchers.spec import Host
 from hvdtrain.cluster.liveness import causes
-from hvdtrain.cluster.liveness.marks import in_words, start_parts
+from hvdtrain.cluster.liveness.causes import in_words, start_parts
 from hvdtrain.cluster.liveness.pulse import WAITING
 from hvdtrain.commands.launch.group import Group
 from hvdtrain.commands.launch.job import Job, next_number, prepare_attempt

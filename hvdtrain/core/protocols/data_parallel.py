@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from hvdtrain.core.protocols.arrays import Array
+from hvdtrain.core.protocols.types import Array
 from hvdtrain.core.protocols.stage import GradientSink
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from hvdtrain.engine.balance.probe import LEAST_REPEATS, sizes_of
 from hvdtrain.parallel.pipeline.plan import Planned
 from hvdtrain.planning.batch.line import fit
 from hvdtrain.planning.batch.plan import COLUMNS, Label
-from hvdtrain.planning.batch.speed import Speed, least
+from hvdtrain.planning.batch.line import Speed, least
 
 SIZES = 3
 """Micro-batches of so many sizes are timed at most (`sizes_of`)."""

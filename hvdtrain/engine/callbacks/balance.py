@@ -22,7 +22,7 @@ from hvdtrain.planning.batch import plan as plans
 from hvdtrain.planning.batch.line import Line
 from hvdtrain.planning.batch.rebalance import Rebalancer
 from hvdtrain.planning.batch.sampler import Cut
-from hvdtrain.planning.batch.speed import Speed, least
+from hvdtrain.planning.batch.line import Speed, least
 
 VERIFY_ROUNDS = 4
 """Plans that are tried against the devices' memory; one more is made from what they showed, and followed."""

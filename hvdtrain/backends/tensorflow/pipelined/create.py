@@ -41,7 +41,7 @@ from hvdtrain.parallel.parts import Parts
 from hvdtrain.parallel.pipeline.plan import agree
 from hvdtrain.parallel.precision.policy import Precision
 from hvdtrain.parallel.precision.scaler import LossScale
-from hvdtrain.parallel.replicas import replicas_of
+from hvdtrain.parallel.parts import replicas_of
 from hvdtrain.planning.pipeline.measured import Measured
 
 Sample = Callable[[int], Batch]

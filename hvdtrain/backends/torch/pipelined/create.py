@@ -43,7 +43,7 @@ from hvdtrain.parallel.parts import Parts
 from hvdtrain.parallel.pipeline.plan import Measured, agree, measured_samples
 from hvdtrain.parallel.precision.policy import Precision
 from hvdtrain.parallel.recovery.attempt import attempt_halving
-from hvdtrain.parallel.replicas import Replicas, replicas_of
+from hvdtrain.parallel.parts import Replicas, replicas_of
 from hvdtrain.planning.pipeline.blocks import Block, Needs
 
 Sample = Callable[[int], Batch]

@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster.machine import software
 from hvdtrain.cluster.control import MpiControl, ObjectControl, SoloControl, agreed
 from hvdtrain.cluster.deadline import deadline, locked_deadline, set_owner
 from hvdtrain.cluster.devices import BY_TASK, VISIBLE, count_gpus, overlap, sharing, usable, visible_devices
 from hvdtrain.cluster.liveness import causes, pulse, watch
 from hvdtrain.cluster.liveness.watch.meet import meet
+from hvdtrain.cluster.machine import software
 from hvdtrain.cluster.topology import affinity, cpu_quota
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import LaunchFacts

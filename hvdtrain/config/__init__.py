@@ -9,13 +9,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.config import schema
+from hvdtrain.config import schema, texts
 from hvdtrain.config import pipeline as settings
-from hvdtrain.config import texts
 from hvdtrain.config.keys import Keys
 from hvdtrain.config.sections import (
-    Checkpoint, Data, DataParallel, EarlyStop, Exchange, Named, Pipeline, Rebalance, Schedule, Trace,
-)
+    Checkpoint, Data, DataParallel, EarlyStop, Exchange, Named, Pipeline, Rebalance, Schedule, Trace)
 from hvdtrain.config.texts import seconds_of, window_of
 from hvdtrain.core.errors import UserError, nearest
 from hvdtrain.core.slots import ask, in_slot

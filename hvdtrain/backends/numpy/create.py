@@ -15,11 +15,10 @@ from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Collectives
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import Parts, replicas_of
 from hvdtrain.parallel.pipeline.plan import agree, measured_samples
 from hvdtrain.parallel.precision.policy import FP32, Precision
 from hvdtrain.parallel.precision.scaler import LossScale
-from hvdtrain.parallel.parts import replicas_of
 
 
 def make_parts(spec: Any, config: Config, control: Any, wire: Collectives, steps_per_epoch: int,

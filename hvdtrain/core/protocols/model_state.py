@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hvdtrain.core.protocols.types import Batch
 from hvdtrain.core.protocols.params import Optimizer
 from hvdtrain.core.protocols.state import Head, Place, Shard
+from hvdtrain.core.protocols.types import Batch
 
 
 class Writable(NamedTuple):

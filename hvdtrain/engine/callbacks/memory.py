@@ -14,8 +14,8 @@ from hvdtrain.cluster.control import agreed
 from hvdtrain.core.units import shown
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.machine import reading
-from hvdtrain.engine.memory import plan as plans
 from hvdtrain.engine.memory import survey
+from hvdtrain.engine.memory import plan as plans
 
 LOOK_AFTER = 2
 """Steps after which what is held is what will be."""

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster.machine import software
 from hvdtrain.cluster.devices import cpu_facts
 from hvdtrain.cluster.liveness import causes
+from hvdtrain.cluster.machine import software
 from hvdtrain.cluster.machine.nvml import Gpus
 from hvdtrain.config import Config
 from hvdtrain.core.launcher import launch_facts

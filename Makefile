@@ -47,7 +47,7 @@ AS_ROOT := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 endif
 HOROVODRUN := PATH="$(abspath $(VENV))/bin:$$PATH" $(AS_ROOT) $(VENV)/bin/horovodrun -np $(NP) -H localhost:$(NP) $(abspath $(VENV))/bin/python -m hvdtrain
 
-.PHONY: help quickstart setup test lint clean check-tools check-house packages wheelhouse gpu-check gpu-wheels
+.PHONY: help quickstart setup test check lint clean check-tools check-house packages wheelhouse gpu-check gpu-wheels
 .DEFAULT_GOAL := help
 
 help:
@@ -55,6 +55,7 @@ help:
 	@echo 'make setup        the set-up alone: $(VENV), frameworks, MPI, Horovod (a second time: seconds)'
 	@echo 'make wheelhouse   fill WHEELHOUSE=DIR with all wheels, Horovod'\''s too; elsewhere make setup WHEELHOUSE=DIR needs no network'
 	@echo 'make test         every test, in one process and under MPI'
+	@echo 'make check        lint and the fast tests, in under 3 minutes on 2 cores'
 	@echo 'make lint         flake8, mypy, and import-linter (imports go downward only)'
 	@echo 'make gpu-check    check this machine'\''s GPU from the source tree; what is not installed comes from WHEELS=FOLDER'
 	@echo 'make gpu-wheels   fill WHEELS=FOLDER for a machine without a network'
@@ -126,6 +127,10 @@ endif
 
 test: setup
 	@$(PY) tests/run
+
+# The fast tests: tests/unit and tests/laws without those marked slow (setup.cfg).
+check: lint
+	@$(PY) tests/run --fast
 
 lint: setup
 	$(PY) -m flake8 hvdtrain benchmarks tests $(wildcard torch_models tf_models containers)

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs import (CLASSES, CUTS, FEATURES, FRAMEWORKS, HIDDEN, apart, config, gradient, lockstep, make_model,
-                        samples, weights)
+from small_runs import (CLASSES, CUTS, FEATURES, FRAMEWORKS, HIDDEN, SLOW_TENSORFLOW, apart, config, gradient, lockstep,
+                        make_model, samples, weights)
 
 from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
@@ -71,6 +71,7 @@ def framework_gradient(framework, cursor):
     return [g.numpy() for g in tape.gradient(loss, [v.value for v in model.trainable_variables])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size, shares, accumulate", [(2, [3, 1], 1), (3, [5, 0, 2], 2), (4, [1, 2, 4, 0], 2)], ids=str)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_frameworks_sum_too(framework, size, shares, accumulate):
@@ -112,7 +113,7 @@ def tokens(n):
     return x, y
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", SLOW_TENSORFLOW)
 def test_the_weight_is_valid_tokens_where_the_model_says_so(framework):
     """One rank's gradient over all tokens, in one process and over three unlike ranks."""
     settings = config(global_batch=13, lr=EXACT, metrics=[])

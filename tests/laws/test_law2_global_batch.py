@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs import (CLASSES, CUTS, FEATURES, FRAMEWORKS, Recut, apart, config, fitted, lockstep, make_model,
-                        replans, samples, weights)
+from small_runs import (CLASSES, CUTS, FEATURES, FRAMEWORKS, SLOW_TENSORFLOW, Recut, apart, config, fitted, lockstep,
+                        make_model, replans, samples, weights)
 
 from hvdtrain.comm.collectives.null import Done
 from hvdtrain.config import DataParallel, Exchange, Named
@@ -51,7 +51,7 @@ def test_the_curve_is_one_in_float64(size, tmp_path):
 
 
 @pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", SLOW_TENSORFLOW)
 def test_the_curve_is_one_in_float32(framework, size, tmp_path):
     make_model(framework)
     ((want, loss, _),) = lockstep(1, settings(tmp_path / "1"), lambda rank: make_model(framework), samples(N), curve)
@@ -62,6 +62,7 @@ def test_the_curve_is_one_in_float32(framework, size, tmp_path):
             assert got[1] == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("framework", ["numpy", *FRAMEWORKS])
 def test_the_curve_is_one_where_owners_update_their_parts(framework, stage, tmp_path):
@@ -84,7 +85,7 @@ def replanned(run):
     return curve(run)
 
 
-@pytest.mark.parametrize("framework", ["numpy", *FRAMEWORKS])
+@pytest.mark.parametrize("framework", ["numpy", *SLOW_TENSORFLOW])
 def test_the_curve_does_not_notice_a_new_plan(framework, tmp_path):
     make_model(framework)
     sized = settings(tmp_path / "1")
@@ -145,7 +146,7 @@ def averaged(run):
     wire.allreduce = lambda flat_N, name, op="sum": Done(plain(flat_N, name, op).wait() / wire.size)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", SLOW_TENSORFLOW)
 def test_the_tolerance_of_the_curve_lets_rounding_pass_and_no_fault(framework, tmp_path):
     """`verify`'s tolerance, where float32 alone is beyond 1e-5: what one process does with its batch cut otherwise."""
     def trained(size, name, plant=lambda run: None, **changes):

@@ -11,7 +11,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from small_runs import FRAMEWORKS, apart, bits, config, fitted, lockstep, make_model, samples, weights
+from small_runs import SLOW_TENSORFLOW, apart, bits, config, fitted, lockstep, make_model, samples, weights
 
 from hvdtrain.config import Checkpoint, Named
 from hvdtrain.core.curve import LEAST
@@ -34,7 +34,7 @@ def ended(run):
     return weights(run), bits(run), run.state.loss, (run.ledger["epochs"], run.ledger["unchecked"])
 
 
-@pytest.mark.parametrize("framework", ["numpy", *FRAMEWORKS])
+@pytest.mark.parametrize("framework", ["numpy", *SLOW_TENSORFLOW])
 def test_a_resumed_run_follows_the_curve_on_any_ranks(framework, tmp_path):
     make_model(framework)  # skips where it is not installed
 

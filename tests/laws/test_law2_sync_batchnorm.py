@@ -27,6 +27,7 @@ def curve(run):
     return weights(run), run.state.loss, " ".join(run.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_curve_is_one_in_float32(size, tmp_path):
     def model(rank):

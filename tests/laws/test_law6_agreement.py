@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs import (CLASSES, FEATURES, FRAMEWORKS, Record, bits, config, hiding_model, lockstep, make_model,
-                        samples, weights)
+from small_runs import (CLASSES, FEATURES, FRAMEWORKS, SLOW_TENSORFLOW, Record, bits, config, hiding_model, lockstep,
+                        make_model, samples, weights)
 
 from hvdtrain.config import Checkpoint, EarlyStop
 from hvdtrain.core.errors import UserError
@@ -120,7 +120,7 @@ def outcome(run):
     return end, run.state.cursor.step, tuple(record.non_finite_at), bits(run)
 
 
-@pytest.mark.parametrize("framework", ["numpy", *FRAMEWORKS])
+@pytest.mark.parametrize("framework", ["numpy", *SLOW_TENSORFLOW])
 @pytest.mark.parametrize("size, at, bad", [(2, 15, 1), (3, 8, 0), (4, 12, 2)])
 def test_a_nan_on_one_rank_stops_all_with_one_message(framework, size, at, bad, tmp_path):
     make_model(framework)
@@ -132,7 +132,7 @@ def test_a_nan_on_one_rank_stops_all_with_one_message(framework, size, at, bad, 
     assert results[0][3] == lockstep(size, before, lambda rank: make_model(framework), with_nan(at), outcome)[0][3]
 
 
-@pytest.mark.parametrize("framework", ["numpy", *FRAMEWORKS])
+@pytest.mark.parametrize("framework", ["numpy", *SLOW_TENSORFLOW])
 @pytest.mark.parametrize("size, at", [(1, 9), (2, 15), (3, 8), (4, 12)])
 def test_a_nan_on_one_rank_is_skipped_by_all(framework, size, at, tmp_path):
     make_model(framework)
@@ -146,7 +146,7 @@ FIRST = {"torch": "0.weight", "tensorflow": "hiding/first/kernel"}
 """The parameter of `hiding_model` whose gradient a NaN sample makes NaN."""
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", SLOW_TENSORFLOW)
 @pytest.mark.parametrize("size, bad", [(1, 0), (2, 1), (3, 2)])
 def test_a_nan_that_the_loss_does_not_show_stops_all_before_the_update(framework, size, bad, tmp_path):
     """Sample 14 is in step 1, of the last rank; with shares a rank without samples looks on."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs import FRAMEWORKS, apart, bits, config, lockstep, make_model, samples, weights
+from small_runs import FRAMEWORKS, SLOW_TENSORFLOW, apart, bits, config, lockstep, make_model, samples, weights
 
 from hvdtrain.config import Exchange, Named
 from hvdtrain.core.errors import UserError
@@ -55,7 +55,7 @@ def job(framework, precision, tmp_path, data=None, size=2, feed=config().data, *
     return lockstep(size, setting, lambda rank: make_model(framework), samples(40) if data is None else data, trained)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", SLOW_TENSORFLOW)
 def test_bf16_beside_fp32_follows_the_fp32_curve(framework, tmp_path):
     plain = job(framework, "fp32", tmp_path)
     assert job(framework, "fp32:fp32", tmp_path)[0][0].bits == plain[0][0].bits, "the default, spelled out"
@@ -68,7 +68,7 @@ def test_bf16_beside_fp32_follows_the_fp32_curve(framework, tmp_path):
     assert "compute" not in plain[0][3] and "loss scale" not in mixed[0][3]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", SLOW_TENSORFLOW)
 def test_a_rank_in_fp16_without_a_sample_changes_no_bit(framework, tmp_path):
     """The others never see the scale: what they compute and exchange is as in fp32, in two micro-batches too."""
     plain = job(framework, "fp32", tmp_path, shares=[1, 0], accumulate=2)
@@ -77,7 +77,7 @@ def test_a_rank_in_fp16_without_a_sample_changes_no_bit(framework, tmp_path):
     assert mixed[0][3]["loss scale"] == "65536"
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", SLOW_TENSORFLOW)
 def test_the_scale_leaves_no_trace_in_the_gradient(framework, tmp_path):
     """Powers of two only move the exponent: away from float16's ends every scale gives the same gradient."""
     small = job(framework, "fp16:fp32", tmp_path, loss_scale=128.0, accumulate=2)
@@ -87,7 +87,7 @@ def test_the_scale_leaves_no_trace_in_the_gradient(framework, tmp_path):
     assert apart(small[0][1], large[0][1]) < 1e-4 and 0 < apart(large[0][1], plain[0][1]) < 1e-2
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", SLOW_TENSORFLOW)
 @pytest.mark.parametrize("compression", ["none", "topk", "powersgd"])
 def test_an_overflow_on_one_rank_is_skipped_by_all(framework, compression, tmp_path):
     """2^24 is too much for float16 in a step of 8 samples: the first steps are left out, and seldom a later one."""
@@ -112,7 +112,7 @@ def nan_at(at):
     return x, y
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", SLOW_TENSORFLOW)
 def test_what_a_smaller_scale_does_not_mend_is_nan_guards(framework, tmp_path):
     """Sample 14 is in rank 1's part of step 1. On a rank in fp32 that is no overflow, nor is it at a scale of 1."""
     def ends(precision, **changes):

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from audit_faults import BITS, Fault, audited, drawn, numpy_model
-from small_runs import FRAMEWORKS, Recut, config, fitted, lockstep, make_model, replans, samples, weights
+from small_runs import (FRAMEWORKS, SLOW_TENSORFLOW, Recut, config, fitted, lockstep, make_model, replans, samples,
+                        weights)
 
 from hvdtrain.config import Named
 from hvdtrain.core.errors import UserError
@@ -41,6 +42,7 @@ def test_a_fault_is_found_within_fifty_audits_and_named(kind, seed):
     assert fault.rank in found.ranks and found.parameter in ("w0", "b0", "w1", "b1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_fault_is_found_in_the_frameworks(framework):
     found = audited(framework, 3, Fault("activation", 18, 5, 1), audits=10)
@@ -69,6 +71,7 @@ def test_it_tells_which_checkpoint_to_go_back_to(tmp_path):
                 out=str(tmp_path / "b"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [
     {}, {"accumulate": 3}, {"shares": [1, 0, 2]}, {"micro_batch": 2}, {"optimizer": Named("SGD", {"momentum": 0.9})}],
     ids=str)
@@ -80,12 +83,13 @@ def test_clean_runs_pass_and_train_as_without(settings, tmp_path):
     assert "30 audits of a micro-batch on another rank found nothing" in runs[0].notes[-1]
 
 
+@pytest.mark.slow
 def test_thousands_of_clean_audits(tmp_path):
     runs = trained(3, steps=2000, out=str(tmp_path))
     assert audit(runs[0]).audits == 2000 and min(audit(runs[0]).good.values()) >= 1998
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", SLOW_TENSORFLOW)
 def test_an_audit_leaves_nothing_behind(framework, tmp_path):
     got, want = (trained(2, model=lambda rank: make_model(framework), steps=6, audit=n, precision=precision,
                          out=str(tmp_path / f"{n}{precision}"))

@@ -100,6 +100,7 @@ def test_statistics_of_a_norm_are_not_sent(tmp_path):
     assert (found.name, found.shape) == ("n.weight", (3,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argv, words", [
     (["--workload", "digit"], "did you mean 'digits'"), (["--framework", "keras"], "one of tensorflow, torch"),
     (["--compression", "none,topq"], "did you mean 'topk'"), (["--compression", "auto"], "auto"),
@@ -172,6 +173,7 @@ def test_a_run_without_the_metric_is_told(fake_runs):
             accuracy.main(["--compression", "none", "--seeds", "0"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program, words", [
     ("print('the last words'); raise SystemExit(3)", "failed with exit status 3"),
     ("print('the last words')", "did not complete"),
@@ -184,6 +186,7 @@ def test_a_run_that_fails_shows_its_last_lines(program, words, tmp_path, monkeyp
     assert "the last words" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_real_job_is_measured(tmp_path, capsys):
     from hvdtrain.cluster.machine.software import find_mpi
 

@@ -34,6 +34,7 @@ def test_what_a_device_does_not_tell_is_left_open():
     assert "on 2 rank" in case.against({(4, "replicate"): [], (2, "zero2"): [], (2, "replicate"): []})
 
 
+@pytest.mark.slow
 def test_a_job_trains_the_recipe_for_the_steps_it_was_given(tmp_path, capsys):
     pytest.importorskip("torch", reason="PyTorch is not installed")
     recipe, found = tmp_path / "small.yaml", tmp_path / "found.jsonl"
@@ -58,6 +59,7 @@ def test_what_does_not_fit_is_told_before_any_job(words, got, tmp_path):
         case.main([str(recipe) if word == "R" else word for word in words])
 
 
+@pytest.mark.slow
 def test_a_recipe_that_fits_no_data_is_told_once(tmp_path, capsys):
     pytest.importorskip("torch", reason="PyTorch is not installed")
     recipe = tmp_path / "r.yaml"

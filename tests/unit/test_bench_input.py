@@ -37,6 +37,7 @@ def test_decodes_of_several_processes_are_counted_together(tmp_path):
     assert counted.decodes.total() == 3 and len(counted) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", bench.CONTENDERS)
 def test_a_reader_decodes_each_sample_once_an_epoch(reader, tmp_path):
     for package in ("PIL", bench.CONTENDERS[reader]):

@@ -27,6 +27,7 @@ def test_the_rank_that_holds_most_stands_in_the_table():
                                       ["zero2", "0", "8", "8.0", "8", "8.0", "7.0", "-50 %"]]
 
 
+@pytest.mark.slow
 def test_a_job_tells_what_its_rank_held(tmp_path, capsys):
     pytest.importorskip("torch", reason="PyTorch is not installed")
     file = tmp_path / "found.jsonl"

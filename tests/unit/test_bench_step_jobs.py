@@ -100,6 +100,7 @@ def test_a_job_that_dies_is_told_with_its_last_lines(start):
         job._send("go 1")
 
 
+@pytest.mark.slow
 def test_a_job_that_will_not_end_is_made_to(start, monkeypatch):
     monkeypatch.setattr(jobs, "TERMINATE_S", 0.3)
     job = start("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + TALK + STRAY
@@ -126,6 +127,7 @@ def test_a_job_ends_with_whoever_started_it_even_when_that_is_killed():
     assert eventually(lambda: not psutil.pid_exists(int(done.stdout)))
 
 
+@pytest.mark.slow
 def test_a_logged_child_is_ended_on_a_signal_with_what_has_left_its_session(tmp_path):
     """As of mpirun, whose ranks are in groups of their own; this is what `benchmarks accuracy` and `verify` rely on."""
     pids, program = tmp_path / "pids", "import os, sys, time\n" + STRAY + """

@@ -64,6 +64,7 @@ def test_a_failed_child_is_reported_with_its_last_lines_and_its_log(tmp_path: Pa
     assert "line 0\n" in log.read_text()
 
 
+@pytest.mark.slow
 def test_a_child_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     grandchild = f"import time, pathlib; time.sleep(4); pathlib.Path({str(mark)!r}).touch()"

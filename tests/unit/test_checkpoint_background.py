@@ -60,6 +60,7 @@ class Inline(InlineSaver):
     """In place of the saver with a thread."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ("numpy", *FRAMEWORKS))
 def test_a_save_beside_training_has_the_bits_of_one_that_is_waited_for(tmp_path, monkeypatch, slow_disk, framework):
     fitted(solo(settings(tmp_path / "beside", framework), make_model(framework), DATA))
@@ -69,6 +70,7 @@ def test_a_save_beside_training_has_the_bits_of_one_that_is_waited_for(tmp_path,
     assert len(beside) == 6 and beside == waited
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_send_their_own_beside_training(tmp_path, monkeypatch, slow_disk, size):
     def run(out):
@@ -82,6 +84,7 @@ def test_ranks_send_their_own_beside_training(tmp_path, monkeypatch, slow_disk, 
     assert len(beside) == 6 and beside == run(tmp_path / "waited")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channel", [True, False])
 def test_what_a_users_exchange_remembers_is_written_as_it_was(tmp_path, monkeypatch, slow_disk, channel):
     """It may hand out its own array, which the next steps change; also where no thread can send (horovodrun --gloo)."""
@@ -222,6 +225,7 @@ def test_a_save_that_a_callback_asks_for_is_not_blamed_for_the_one_before(tmp_pa
     assert told == ["", ""] and all(any("step 4: checkpoint not written (" in n for n in said) for said in notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call, fault, nth", [
     ("write", "EIO", 1), ("write", "ENOSPC", 3), ("write", "short", 2), ("fsync", "EIO", 1), ("fsync", "EIO", 4),
     ("close", "ENOSPC", 1), ("rename", "EIO", 1), ("mkdir", "ENOSPC", 1), ("write", "bug", 2), ("write", "memory", 1)])

@@ -306,6 +306,7 @@ def save_sharded(store: CheckpointStore, snapshot: Snapshot, step: int) -> None:
     publish(store, note, answers, snapshot.meta, lambda text: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["gathered", "sharded"])
 @pytest.mark.parametrize("beside", [0, 1], ids=["the run waits", "in a thread beside the run"])
 @pytest.mark.parametrize("scene", SCENES)

@@ -50,6 +50,7 @@ def test_every_element_is_one_ranks(n, size, name):
     assert len(mine) in (1, size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework, size", [("numpy", 1), ("numpy", 2), ("numpy", 4), ("torch", 2), ("tensorflow", 2)])
 def test_the_ranks_parts_are_the_state_that_one_rank_would_have_written(tmp_path, framework, size):
     for layout in ("gathered", "sharded"):
@@ -63,6 +64,7 @@ def test_the_ranks_parts_are_the_state_that_one_rank_would_have_written(tmp_path
     assert json.loads((path / "manifest.json").read_text())["version"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework, before, after", [("numpy", 3, 1), ("numpy", 2, 4), ("numpy", 1, 2),
                                                       *((f, 2, 1) for f in FRAMEWORKS)])
 def test_any_number_of_ranks_goes_on_from_shards(tmp_path, framework, before, after):

@@ -50,6 +50,7 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(tensors=tensors, meta=st.dictionaries(any_text, plain, max_size=4), step=st.integers(0, 2**63))
 def test_round_trip(tensors, meta, step):

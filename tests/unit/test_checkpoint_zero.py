@@ -47,6 +47,7 @@ def channel(request, monkeypatch):
         monkeypatch.setattr(LockstepControl, "channel", lambda self, longest_sleep_s: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size, layout", [(2, "gathered"), (3, "gathered"), (4, "gathered"), (3, "sharded")])
 def test_owners_write_the_state_that_an_unsharded_run_writes(tmp_path, channel, size, layout):
     trained(size, tmp_path / "whole")
@@ -60,6 +61,7 @@ def test_owners_write_the_state_that_an_unsharded_run_writes(tmp_path, channel, 
                 assert one.read_bytes() == other.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("before, after, layout", [("zero", "zero", "gathered"), ("zero", "replicate", "gathered"),
                                                    ("replicate", "zero", "gathered"), ("zero", "zero", "sharded")])
@@ -73,6 +75,7 @@ def test_any_ranks_go_on_with_the_bits_of_a_run_that_never_stopped(tmp_path, siz
     assert got == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("before, after", [("zero", "zero"), ("zero", "replicate"), ("replicate", "zero")])
 def test_adams_state_goes_from_owners_to_owners_in_each_framework(tmp_path, framework, before, after):
@@ -85,6 +88,7 @@ def test_adams_state_goes_from_owners_to_owners_in_each_framework(tmp_path, fram
         assert got == want, step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework, other", [("torch", "tf_models"), ("tensorflow", "torch_models")])
 def test_convert_makes_the_same_run_of_the_other_framework_from_divided_state(tmp_path, framework, other):
     pytest.importorskip("torch", reason="PyTorch is not installed")

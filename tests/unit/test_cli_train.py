@@ -195,6 +195,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(max_size=6), values, max_size=4))
 @example(
     {
@@ -227,6 +228,7 @@ def test_help_has_every_key_with_its_meaning(capsys):
 # --- what is refused -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "argv, words",
     [
@@ -418,6 +420,7 @@ def test_any_bytes_are_a_configuration_or_refused(tmp_path, data):
         assert isinstance(found, Config) and found.check() is found
 
 
+@pytest.mark.slow
 @given(st.sampled_from([k.name for k in schema.keys(Config)]), st.text(max_size=20).filter(lambda t: "\0" not in t))
 @settings(max_examples=80, deadline=None)
 def test_any_text_for_any_key_is_a_configuration_or_refused(name, text):

@@ -189,6 +189,7 @@ def test_without_a_test_folder_there_is_no_test_split_and_another_may_be_named(t
     assert len(resolve_splits("folder", {"root": str(tmp_path), "test": "val"})[1]) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_a_residual_network_trains_on_a_folder(tmp_path, framework):

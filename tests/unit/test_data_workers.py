@@ -194,6 +194,7 @@ def test_errors_of_a_dataset_come_back_as_they_were():
         data.pool.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what, words", [("die", "was ended by SIGSEGV while it fetched sample 3"),
                                          ("hang", "has been fetching sample 3 for 1 s")])
 def test_a_worker_that_dies_or_hangs_is_named(what, words):
@@ -207,6 +208,7 @@ def test_a_worker_that_dies_or_hangs_is_named(what, words):
     assert gone(pids)
 
 
+@pytest.mark.slow
 def test_a_frozen_worker_is_named_even_where_it_cannot_be_told_what_to_read():
     data, _ = pooled(Slow(sleep_s=0.0), 1, control_timeout_s=1.0)
     pid = data.pool.workers[0].pid

@@ -50,6 +50,7 @@ def test_expiry_says_what_and_where_and_ends_the_process():
     assert done.stderr.count("did not end") == 1 and '"<string>", line' in done.stderr
 
 
+@pytest.mark.slow
 def test_a_body_that_keeps_pythons_lock_ends_too():
     """As MPI_Init does while another rank is missing: no thread of Python can watch it."""
     done, seconds = child("import ctypes\nwith locked_deadline(0.2, 'MPI_Init'):\n"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import test_extensions
-from small_runs import CUTS, FRAMEWORKS, Recut, config, fitted, lockstep, make_model, replans, samples
+from small_runs import CUTS, FRAMEWORKS, SLOW_TENSORFLOW, Recut, config, fitted, lockstep, make_model, replans, samples
 
 from hvdtrain import backends
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
@@ -80,7 +80,7 @@ def found(*args, **settings):
     return error.value
 
 
-@pytest.mark.parametrize("framework", ["numpy", *FRAMEWORKS])
+@pytest.mark.parametrize("framework", ["numpy", *SLOW_TENSORFLOW])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_weight_that_is_written_on_one_rank_is_named(framework, size, tmp_path):
     error = found(framework, size, Write([1], 6, at=0), out=str(tmp_path / "run"))
@@ -174,6 +174,7 @@ CLEAN = [{"framework": "torch", "compression": c} for c in ("fp16", "bf16", "int
     {"framework": "torch", "compression": "topk", "exchange": Exchange(topk_momentum=0.9)}, {"nan_guard": "skip"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", CLEAN, ids=lambda s: "-".join(f"{k}={v}" for k, v in s.items())[:40])
 def test_no_false_alarm_in_whole_runs(settings, tmp_path):
     callbacks = [] if settings.get("balance") else [Recut(replans(3))]
@@ -183,7 +184,7 @@ def test_no_false_alarm_in_whole_runs(settings, tmp_path):
     assert all(guard(run)._good == 40 for run in runs)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", SLOW_TENSORFLOW)
 @pytest.mark.parametrize("settings", [{"precision": "bf16"}, {"precision": "fp16"}, {"optimizer": Named("Adam")},
                                       {"sync_batchnorm": True}, {"accumulate": 2, "shares": [3, 1]}],
                          ids=lambda s: next(iter(s)))
@@ -192,6 +193,7 @@ def test_no_false_alarm_in_the_frameworks(framework, settings, tmp_path):
     assert all(guard(run)._good == 10 for run in runs)
 
 
+@pytest.mark.slow
 def test_a_thousand_clean_steps_on_uneven_ranks(tmp_path):
     runs = trained("numpy", 3, steps=1000, check_every=1, shares=CUTS[3][1], out=str(tmp_path / "run"))
     assert guard(runs[0])._good == 1000

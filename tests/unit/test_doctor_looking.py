@@ -25,6 +25,7 @@ LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "HOROVOD_")
 TELL = probes._TELL.format(mark=probes.MARK)
 
 
+@pytest.mark.slow
 def test_one_broken_program_spoils_no_other():
     texts = {
         "good": TELL + 'print("chatter")\ntell(at="a", version="1")\ntell(at="")',

@@ -128,6 +128,7 @@ def test_a_checkpoint_without_it_starts_it_anew(tmp_path):
     assert any("no moving average" in note for note in run.notes) and apart(averages(run), expected.average) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework, size, changes", [
     ("torch", 2, {"data_parallel": DataParallel("zero", 2, [1, 3])}), ("torch", 2, {"pipeline": Pipeline(2)}),
     ("tensorflow", 2, {"data_parallel": DataParallel("zero", 2, [1, 3])})],

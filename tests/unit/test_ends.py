@@ -51,6 +51,7 @@ def test_every_save_is_told_with_its_seconds_and_bytes(tmp_path):
         assert 0 < row["blocked_s"] <= row["took_s"] < 30
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_is_told_with_its_reason(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
@@ -152,6 +153,7 @@ def test_a_run_that_is_refused_leaves_no_page(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_killed_run_gets_its_page_from_the_process_that_outlives_it(tmp_path):
     out = tmp_path / "run"

@@ -47,6 +47,7 @@ def test_a_perceptron_costs_its_products(framework):
     assert dict(summary.rows(run))["mfu"].endswith("GFLOP a sample, forward and backward")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, args, remat", [("gpt", GPT, "every:1"), ("cnn", CNN, "off")])
 def test_twins_cost_the_same_with_and_without_recomputed_blocks(name, args, remat):
     """A GPT: 6 x weights of products a token, and 12 x context x width a token and block for attention."""

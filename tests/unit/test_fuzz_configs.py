@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 seen: Counter[str] = Counter()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(changes(), st.sampled_from([1, 2, 2, 3]))
@@ -35,5 +36,6 @@ def test_what_was_found_once(changed, tmp_path):
     assert outcome(changed, 2, tmp_path / "run") not in ("steps", "no steps")
 
 
+@pytest.mark.slow
 def test_the_probe_tries_no_more_samples_than_there_are(tmp_path):
     assert outcome({"balance": "static", "global_batch": 2**53}, 2, tmp_path / "run") == "steps"

@@ -109,6 +109,7 @@ def test_a_result_that_is_none_is_read_as_none(tmp_path, text):
 # --- limits ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_child_that_takes_too_long(tmp_path):
     script = "setsid sleep 60 & echo $! $GPU_CHECK_MARK; sleep 60"  # the first in a session of its own
     begin = time.monotonic()

@@ -42,6 +42,7 @@ def by_hand(opt, rate=lambda step: 1.0):
     return [v.numpy() for v in model.weights]
 
 
+@pytest.mark.slow
 def test_training_is_that_of_a_plain_loop(monkeypatch):
     run = fitted(solo(RUN, grouped_keras.build(), DATA))
     assert apart(weights(run), by_hand(made())) < 1e-6
@@ -51,6 +52,7 @@ def test_training_is_that_of_a_plain_loop(monkeypatch):
     assert apart(weights(decayed), weights(run)) > 1e-3  # decay on all is another curve
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_the_file_gets_warm_up_and_scaling(monkeypatch):
     monkeypatch.setattr(grouped_keras, "optimizer", lambda model, config: made(config.lr), raising=False)
     settings = replace(RUN, optimizer=Named("SGD"), schedule=Schedule(warmup_steps=3, linear_scaling_base=48))
@@ -71,6 +73,7 @@ def grouped(size, settings, out, **changes):
     return lockstep(size, replace(settings, out=str(out), **changes), lambda rank: grouped_keras.build(), DATA, fitted)
 
 
+@pytest.mark.slow
 def test_any_ranks_and_ways_to_divide_follow_one_process_and_go_on_from_its_checkpoint(tmp_path):
     saves = {"checkpoint": Checkpoint(every_steps=4, at_end=False)}
     (alone,) = grouped(1, RUN, tmp_path / "one")

@@ -137,6 +137,7 @@ def test_ranks_whose_files_say_different_things_are_refused(hook, asked, changes
         lockstep(2, replace(RUN, out=str(tmp_path), **changes), of_rank, DATA, fitted)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_at_other_ranks_and_ways_with_its_moments(tmp_path):
     (want,) = grouped(1, RUN, tmp_path / "whole")
     saves = {"checkpoint": Checkpoint(every_steps=4, at_end=False)}

@@ -41,6 +41,7 @@ def ran(word, **env):
     return took, int(faults), int(pages)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux") or not hasattr(os, "confstr")
                     or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""), reason="the C library is not glibc")
 def test_steps_that_free_what_they_made_find_it_again():

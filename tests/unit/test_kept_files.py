@@ -15,6 +15,7 @@ from hvdtrain.commands.train import parse
 CONFIGS = sorted(Path(kept_runs.__file__).with_name("configs").glob("*.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow"])
 def test_a_kept_checkpoint_goes_on_as_it_did(tmp_path, framework, capsys):
     """To 1e-6, as kernels differ between machines."""

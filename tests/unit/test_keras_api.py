@@ -121,6 +121,7 @@ def test_every_optimizer_of_keras_is_copied_with_its_settings(name):
     assert keras.saving.serialize_keras_object(made)["class_name"] == name
 
 
+@pytest.mark.slow
 def test_optimizers_of_several_optimizers():
     def several():
         inner = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1))
@@ -131,11 +132,13 @@ def test_optimizers_of_several_optimizers():
     same(trained(hvd.DistributedOptimizer(chosen)), trained(keras.optimizers.SGD(0.1)))
 
 
+@pytest.mark.slow
 def test_one_process_trains_as_without():
     make = lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1)  # noqa: E731
     same(trained(hvd.DistributedOptimizer(make())), trained(make()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "clipnorm": 0.1}])
 def test_sgd_has_the_bits_of_keras_own_also_by_sparse_gradients(settings):
     """One kernel makes the update where Keras takes several operations."""
@@ -189,6 +192,7 @@ def test_a_schedule_is_as_long_as_under_horovod(around):
     assert type(plain) is type(scale) and type(getattr(plain, "inner_optimizer", plain)) is keras.optimizers.SGD
 
 
+@pytest.mark.slow
 def test_a_built_optimizer_hands_on_its_state_and_keeps_its_own():
     first = trained(keras.optimizers.Adam(0.01))
     rate = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
@@ -212,6 +216,7 @@ def test_the_class_makes_distributed_optimizers_anew():
     assert again._hvd_exchange is not made._hvd_exchange
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["keras", "h5"])
 def test_a_saved_model_loads_without_hvdtrain_and_comes_back_distributed(tmp_path, ending):
     path = str(tmp_path / f"model.{ending}")
@@ -251,6 +256,7 @@ def test_optimizers_of_ones_own(tmp_path):
         hvd.DistributedOptimizer(Forgetful(twist=2.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["outside", "inside"])
 def test_loss_scales_wrap_and_are_wrapped(tmp_path, form):
     scaled, sgd, path = keras.optimizers.LossScaleOptimizer, keras.optimizers.SGD(0.1), str(tmp_path / "m.keras")
@@ -341,6 +347,7 @@ def test_best_model_checkpoint_keeps_the_best(tmp_path):
 
 # --- the guard's fingerprints ----------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_the_distance_of_fingerprints_is_the_distance_of_variables_in_the_mean():
     rng = np.random.default_rng(3)
     ratios = []

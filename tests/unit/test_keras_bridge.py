@@ -70,6 +70,7 @@ for _name in ("epoch_begin", "epoch_end", "train_batch_begin", "train_batch_end"
     setattr(Diary, f"on_{_name}", lambda self, at, logs=None, _n=_name: self._note(_n, at, logs=logs))
 
 
+@pytest.mark.slow
 def test_history_and_weights_are_those_of_model_fit():
     one, two = made(), made()
     history = keras_own(two).history
@@ -83,6 +84,7 @@ def test_history_and_weights_are_those_of_model_fit():
     assert setup_of(one).follow is None
 
 
+@pytest.mark.slow
 def test_calls_come_in_keras_order_with_keras_names():
     mine, theirs = Diary(), Diary()
     ours(made(), mine, epochs=2)
@@ -95,6 +97,7 @@ def test_calls_come_in_keras_order_with_keras_names():
     assert ("train_batch_end", 0, ["loss"]) in mine.calls
 
 
+@pytest.mark.slow
 def test_early_stopping_restores_and_plateaus_lower_the_rate():
     def watching():
         return (keras.callbacks.EarlyStopping("val_auc", patience=2, restore_best_weights=True),
@@ -137,6 +140,7 @@ def test_writers_write_what_keras_would(tmp_path):
     assert int(loaded.optimizer.iterations) == 9
 
 
+@pytest.mark.slow
 def test_a_backup_is_taken_up_where_it_ended(tmp_path):
     class Fails(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -158,6 +162,7 @@ def test_a_backup_is_taken_up_where_it_ended(tmp_path):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_patience_used(tmp_path):
     def plateau():
         return keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=3, min_delta=10.0)
@@ -200,6 +205,7 @@ def test_a_model_compiled_without_metrics_has_none():
     assert set(ours(model, epochs=1, metrics=Config().metrics).history) == {"loss", "val_loss"}
 
 
+@pytest.mark.slow
 def test_class_weight_is_model_fits():
     one, two = made(), made()
     Trainer(settings()).fit(one, (X, Y), class_weight={0: 3.0, 1: 0.5})

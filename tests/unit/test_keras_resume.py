@@ -120,6 +120,7 @@ def acting():
             keras.callbacks.ReduceLROnPlateau("auc", patience=0, min_delta=10.0, mode="max")]
 
 
+@pytest.mark.slow
 def test_events_of_a_resumed_run_act_once():
     """Also those by loss and metrics of a whole epoch, of which a checkpoint holds the first part."""
     whole = made()
@@ -265,6 +266,7 @@ def holding():
             Draws(shared, generator, np.random.RandomState(3), np.random.Generator(np.random.MT19937(3)))]
 
 
+@pytest.mark.slow
 def test_all_state_of_callbacks_comes_back_and_the_rest_is_named_once():
     """Variables, objects that callbacks share and generators keep their identity; begin values are of the first."""
     whole, (_, wanted, _, _, numbers, _) = made(), (every := holding())
@@ -292,6 +294,7 @@ def best(**more):
     return keras.callbacks.EarlyStopping("loss", mode="max", restore_best_weights=True, **more)
 
 
+@pytest.mark.slow
 def test_best_weights_are_restored_after_a_resume():
     whole = made()
     _, want = trained(whole, best(patience=9))
@@ -301,6 +304,7 @@ def test_best_weights_are_restored_after_a_resume():
     assert got.metrics["loss"] == pytest.approx(want.history["val_loss"][0], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_that_a_callback_has_stopped_stays_stopped():
     model, again = made(), made()
     _, first = trained(model, best(patience=1), epochs=6)
@@ -333,6 +337,7 @@ def loaded(path):
     return keras.saving.load_model(path, compile=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ema, restores", [(0.5, False), (0.0, True), (0.5, True)])
 def test_files_memory_and_metrics_are_of_the_same_weights(ema, restores):
     """Files of the best epoch and of every second step, the final file, the model in memory and all records."""
@@ -396,6 +401,7 @@ class SetsRate(keras.callbacks.Callback):
 PLATEAU, WARM = keras.callbacks.ReduceLROnPlateau, Schedule(warmup_steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("callback, changes, words", [
     (lambda: PLATEAU("loss"), {"schedule": WARM}, "ReduceLROnPlateau sets the learning rate beside schedule.warmup_"),
     (lambda: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate),
@@ -415,6 +421,7 @@ class Freezes(keras.callbacks.Callback):
         self.model.layers[0].trainable = not epoch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restores", [False, True], ids=["average", "best"])
 def test_with_use_ema_file_memory_and_metrics_are_of_the_same_weights(restores):
     """Also where a callback has frozen a layer meanwhile."""

@@ -65,6 +65,7 @@ def test_ranks_read_parts_of_the_same_global_batches(shares):
     np.testing.assert_array_equal(later._order, ranks[0]._order)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", [None, WEIGHTS, {"kind": WEIGHTS, "size": WEIGHTS[::-1]}],
                          ids=["plain", "weighted", "per output"])
 @pytest.mark.parametrize("shares", SHARES[1:], ids=str)
@@ -152,6 +153,7 @@ def whole_logs(weight):
     return seen.logs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", [[3, 1], [0, 1]], ids=str)
 def test_logs_over_shards_are_those_of_one_process(shares):
     ranks = parts(shares, shuffle=False, sample_weight=WEIGHTS)
@@ -162,6 +164,7 @@ def test_logs_over_shards_are_those_of_one_process(shares):
         assert got == {name: pytest.approx(value, rel=1e-4) for name, value in want.items()}
 
 
+@pytest.mark.slow
 def test_logs_over_shards_of_the_users_own():
     """Plain arrays of unequal length on each rank, without hvdtrain's shard."""
     cut = [slice(0, 16), slice(16, 21)]
@@ -291,6 +294,7 @@ UNPACK = "x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)"
 LOSS = "self.compute_loss(x, y, self(x), {})"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("take, loss, uneven, even", [
     ("x, y = data", LOSS.format(None), "takes two elements", "takes two elements"),
     ("x, y, _ = data", LOSS.format(None), "drops the sample weights", None),
@@ -353,6 +357,7 @@ class AddsSumAndNoise(AddsSum):
         return keras.ops.clip(super().call(x) + keras.random.normal(keras.ops.shape(x), seed=self.seed), 0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss, added, words", [
     ("mse", [AddsSumAndNoise()], "add_loss.* not a mean over the batch"),
     (keras.losses.Dice(), [], "weighted mean over samples"), (keras.losses.Tversky(), [], "weighted mean over samples"),

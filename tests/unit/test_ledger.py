@@ -189,6 +189,7 @@ def test_new_cuts_while_training_lose_nothing(tmp_path):
 WAYS = [(2, {}), (1, {}), (3, {"shares": [5, 0, 2]}), (4, {"global_batch": 12}), (2, {"shares": [1, 3]})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size, changes", WAYS)
 @pytest.mark.parametrize("at", [4, 7])
 def test_sums_hold_over_a_resumption_at_other_ranks_shares_and_batches(size, changes, at, tmp_path):

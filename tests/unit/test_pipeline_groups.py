@@ -68,6 +68,7 @@ def alone() -> Any:
 ZERO1, ZERO2 = DataParallel("zero", 1), DataParallel("zero", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline, shares, more", [
     (Pipeline(2), [1], {"clip_norm": 0.05}),
     (Pipeline(2), [1, 1], {"clip_norm": 0.05, "data_parallel": ZERO1}),
@@ -294,6 +295,7 @@ def unsplit() -> Any:
 TENSORS = Exchange(bucket_mb=1e-5, topk_ratio=0.2, powersgd_rank=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "topk", "powersgd"])
 def test_two_copies_compress_as_two_whole_models_do(unsplit: Any, name: str) -> None:
     """Where a sum of float32 is rounded otherwise, processors differ in it, an entry may be sent as the next number."""

@@ -62,6 +62,7 @@ def trained(settings: Config, size: int, *shortage: Any) -> list[Any]:
     return lockstep(size, settings, model, DATA, short(*shortage))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "order", "rank", "method", "at"), [
     (3, "1f1b", 0, "forward", 4), (3, "1f1b", 0, "backward", 11), (3, "gpipe", 1, "backward", 0),
     (3, "1f1b", 2, "loss", 7), (2, "interleaved", 1, "forward", 3), (3, "1f1b", 1, "hand_over", 1)])

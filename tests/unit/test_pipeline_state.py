@@ -82,6 +82,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["gathered", "sharded"])
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "whole"])
 def test_checkpoint_of_a_pipeline_is_that_of_one_process_and_any_shape_goes_on_with_it(
@@ -105,6 +106,7 @@ def test_checkpoint_of_one_process_goes_on_in_a_pipeline(shape: str, whole: Path
     assert apart(kept(tmp_path / "run", STEPS), kept(whole, STEPS)) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["gathered", "sharded"])
 @pytest.mark.parametrize("shape", ["three stages", "two by two, zero"])
 def test_run_that_goes_on_in_its_own_shape_has_the_bits_of_one_that_did_not_end(
@@ -306,6 +308,7 @@ def keras_model(rank: int = 0) -> Any:
                              layers.Dense(CLASSES, name="two")], name="net")
 
 
+@pytest.mark.slow
 def test_keras_pipeline_goes_on_bit_by_bit_and_in_one_process(tmp_path: Path) -> None:
     keys = {"optimizer": Named("Adam", {"use_ema": True}), "max_steps": 4, "global_batch": 24}
     cut = {**keys, "pipeline": Pipeline(2, micro_batches=1), "checkpoint": Checkpoint(every_steps=2)}

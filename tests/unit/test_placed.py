@@ -104,6 +104,7 @@ def test_the_text_form_means_the_mapping(values):
     assert json.loads(as_yaml(text)) == recipe.load(as_yaml(text), "text") == values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argv, name, value", [
     (["--shares", "fast=3,old=1"], "shares", {"fast": 3.0, "old": 1.0}),
     (["--shares", "{fast: 3}"], "shares", {"fast": 3.0}),

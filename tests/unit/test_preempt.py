@@ -141,6 +141,7 @@ def test_the_users_handler_is_called_and_comes_back(tmp_path, number):
     assert (tmp_path / "run" / "completed.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow"])
 def test_another_fit_continues_after_a_requeue(tmp_path, framework, monkeypatch, interruptible):
     monkeypatch.setenv(causes.DIRECTORY, str(tmp_path))
@@ -179,6 +180,7 @@ def press(*numbers):
     return lambda run: [os.kill(os.getpid(), number) for number in numbers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again_s, error", [(0.0, KeyboardInterrupt), (60.0, Interrupted)])
 def test_a_second_interrupt_ends_at_once_unless_it_is_the_first_one_twice(tmp_path, monkeypatch, interruptible,
                                                                           again_s, error, capsys):

@@ -43,6 +43,7 @@ def small(path, tmp_path):
     return [*own, "--model_args.context", "16", "--data.args.context", "16"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p in RECIPES if not p.stem.startswith("cifar100")], ids=lambda path: path.stem)
 def test_a_recipe_trains(path, tmp_path, monkeypatch):
     """Two steps with all that the file asks for, of a small model; those of CIFAR-100 are in tests/jobs."""
@@ -80,6 +81,7 @@ def test_norms_and_biases_alone_are_in_the_group_without_decay(name):
     assert found["torch"] == found["tensorflow"] and found["torch"][0] > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p in RECIPES if p.stem.startswith("gpt")], ids=lambda path: path.stem)
 def test_groups_are_for_new_runs(path, tmp_path, monkeypatch):
     """A run without them goes on in Keras, whose checkpoints hold no groups; in PyTorch it is refused in words."""

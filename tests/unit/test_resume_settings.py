@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs import FRAMEWORKS, apart, config, fitted, lockstep, make_model, samples, solo, weights
+from small_runs import FRAMEWORKS, SLOW_TENSORFLOW, apart, config, fitted, lockstep, make_model, samples, solo, weights
 
 from hvdtrain.config import Checkpoint, Config, DataParallel, EarlyStop, Named, Schedule
 from hvdtrain.config.run_length import changed, check_resumed, filled, kept, length, own_of, updates
@@ -72,7 +72,7 @@ def scheduled(framework, name, base=BASE, **changes):
     return replace(base, schedule=Schedule(NAMES[framework][name]), **changes)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", SLOW_TENSORFLOW)
 @pytest.mark.parametrize("before, after, changes, total", [
     ("cosine", "none", {"lr": 0.2}, 12), ("cosine", "cosine", {}, 12), ("cosine", "one cycle", {}, 12),
     ("one cycle", "one cycle", {}, 12), ("none", "cosine", {"lr": 0.2}, 12),
@@ -116,7 +116,7 @@ def test_pytorchs_groups_hold_the_change_and_what_the_schedule_moved(first, tmp_
     assert note.endswith("before: optimizer.args.weight_decay not set -> 0.3"), "OneCycleLR rules the momentum"
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", SLOW_TENSORFLOW)
 @pytest.mark.parametrize("optimizer, before, after", [("SGD", {}, {"momentum": 0.9}),
                                                       ("SGD", {"momentum": 0.9}, {}),
                                                       ("RMSprop", {}, {"momentum": 0.5, "centered": True}),
@@ -140,6 +140,7 @@ def test_state_that_a_setting_asks_for_begins_and_ends_with_it(framework, optimi
     assert apart(weights(fitted(second)), weights(run)) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["tensorflow"])
 def test_a_compiled_model_s_changes_are_told(backend, tmp_path):
     pytest.importorskip(backend, reason=f"{backend} is not installed")
@@ -236,7 +237,7 @@ def test_only_keys_that_change_the_result_are_listed(tmp_path):
         assert note == f"resumed with other settings than before: {words}"
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", SLOW_TENSORFLOW)
 def test_zero_follows_the_changes_as_replicas_do(framework, first, tmp_path):
     """Slots that begin, and a rate that is no state of the checkpoint's optimizer, over slices."""
     base = replace(scheduled(framework, "cosine"), optimizer=Named("Adam"), lr=0.01)

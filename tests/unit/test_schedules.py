@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_runs import FRAMEWORKS, config, fitted, make_model, samples, solo
+from small_runs import SLOW_TENSORFLOW, config, fitted, make_model, samples, solo
 
 from hvdtrain.config import Checkpoint, Config, Named, Schedule
 from hvdtrain.config.run_length import filled, too_long
@@ -76,7 +76,7 @@ def own(framework, kind):
 
 
 @pytest.mark.parametrize("kind", ["cosine", "one cycle"])
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", SLOW_TENSORFLOW)
 def test_the_rate_is_the_framework_s_own_and_goes_on_after_a_resume(framework, kind, tmp_path):
     make_model(framework)
     schedule, wanted, momenta = own(framework, kind)

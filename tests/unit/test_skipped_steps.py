@@ -66,6 +66,7 @@ def data_of(kind):
     return x, Y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework, kind", [("numpy", "unread"), ("numpy", "not finite"), *(
     (framework, kind) for framework in ("torch", "tensorflow") for kind in KINDS)])
 def test_nothing_is_averaged_or_logged_of_it(framework, kind, tmp_path):

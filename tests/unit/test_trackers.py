@@ -243,6 +243,7 @@ def test_mlflow_keeps_one_run_in_a_folder_over_a_resume(tmp_path, monkeypatch):
     assert [(m.step, m.value) for m in losses][:2] == [(5, 0.2), (10, 0.1)] and len(losses) > 2
 
 
+@pytest.mark.slow
 def test_wandb_logs_offline_without_a_key_and_keeps_one_id(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -131,6 +131,7 @@ def jobs():
             job.kill()
 
 
+@pytest.mark.slow
 def test_a_frozen_rank_is_named_with_the_stacks_of_the_other(jobs):
     said = jobs["frozen"].ended()
     assert re.search(r"^hvdtrain: rank 1 on host \S+, stopped by a signal, in step 41, phase 'step_end of Mine' since "
@@ -165,6 +166,7 @@ def test_a_rank_outlives_the_wrapper_of_another(jobs):
     assert "0 has saved" in said and wrong == "" and job.launcher.returncode == 0
 
 
+@pytest.mark.slow
 def test_neither_a_short_pause_nor_a_suspended_job_is_ended(jobs):
     time.sleep(2 * BOUND_S)
     for name in ("paused", "suspended"):

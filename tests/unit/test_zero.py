@@ -22,6 +22,7 @@ def trained(size, settings, out):
     return lockstep(size, replace(settings, out=str(out)), lambda rank: make_model("numpy"), DATA, fitted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", (1, 2))
 @pytest.mark.parametrize("size", (2, 3, 4))
 def test_it_gives_the_bits_of_the_unsharded_run(size, stage, tmp_path):

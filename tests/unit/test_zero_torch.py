@@ -41,6 +41,7 @@ def zero(settings, stage=2, shards=()):
     return replace(settings, data_parallel=DataParallel("zero", stage, list(shards)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", (1, 2))
 @pytest.mark.parametrize("name, args", ELEMENTWISE, ids=lambda x: x if isinstance(x, str) else "")
 def test_every_elementwise_optimizer_keeps_its_bits(name, args, stage, tmp_path):
@@ -52,6 +53,7 @@ def test_every_elementwise_optimizer_keeps_its_bits(name, args, stage, tmp_path)
     assert all(isinstance(run.dp, Zero) for run in runs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", (1, 2))
 @pytest.mark.parametrize("size", (2, 3, 4))
 def test_unequal_parts_and_shares_keep_the_bits(size, stage, tmp_path):
@@ -197,6 +199,7 @@ def with_a_number(seed=0):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, args", [("Adam", {}), ("NAdam", {}), ("Adagrad", {}), ("SGD", {"momentum": 0.9}),
                                         ("SGD", {})],
                          ids=["Adam", "NAdam", "Adagrad", "momentum", "sgd"])

@@ -45,6 +45,7 @@ def one_curve(tmp_path, *args, **more):
     return runs[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [
     {"compression": "fp16"}, {"compression": "bf16"}, {"compression": "int8"},
     {"compression": "topk", "exchange": Exchange(bucket_mb=0.0005, topk_ratio=0.2)},
@@ -122,6 +123,7 @@ def sometimes(rank):
     return Sometimes()
 
 
+@pytest.mark.slow
 def test_gradients_that_only_some_ranks_have(tmp_path):
     one_curve(tmp_path, model=sometimes)
     one_curve(tmp_path / "more", replace(ADAM, accumulate=2, shares=[1, 2, 0]), model=sometimes)

@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-DROPPED_IN = "0.3"
+DROPPED_IN = "0.2"
 MOVED = {
     "hvdtrain.balance.line": "hvdtrain.planning.batch.line",
     "hvdtrain.balance.plan": "hvdtrain.planning.batch.plan",

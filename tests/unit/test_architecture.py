@@ -3,6 +3,7 @@
 That imports go downward only is in setup.cfg (import-linter, ``make lint``).
 """
 
+import re
 from graphlib import CycleError, TopologicalSorter
 
 import grimp
@@ -36,3 +37,20 @@ def test_no_import_cycle_between_files():
         TopologicalSorter(imports).prepare()
     except CycleError as error:
         pytest.fail(f"an import cycle: {error.args[1]}")
+
+
+def named(span: str) -> list[str]:
+    """Return the paths of files in a code span, with {a,b} spelled out and NAME as any name."""
+    found = []
+    for path in re.findall(r"[\w/{},*]+\.py", span):
+        head, _, rest = path.partition("{")
+        inside, _, tail = rest.partition("}")
+        found += [f"{head}{part}{tail}".replace("NAME", "*") for part in inside.split(",")]
+    return found
+
+
+def test_files_that_the_design_names_are_there():
+    spans = re.findall(r"`([^`\n]+)`", (ROOT.parent / "docs" / "design.md").read_text(encoding="utf-8"))
+    paths = [path for span in spans if not span.startswith("path/") for path in named(span)]
+    assert len(paths) > 60
+    assert not [path for path in paths if not any(ROOT.rglob(path)) and not any(ROOT.parent.glob(path))]

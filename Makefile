@@ -56,7 +56,7 @@ help:
 	@echo 'make wheelhouse   fill WHEELHOUSE=DIR with all wheels, Horovod'\''s too; elsewhere make setup WHEELHOUSE=DIR needs no network'
 	@echo 'make test         every test, in one process and under MPI'
 	@echo 'make check        lint and the fast tests, in under 3 minutes on 2 cores'
-	@echo 'make lint         flake8 and mypy'
+	@echo 'make lint         flake8, mypy, and import-linter (imports go downward only)'
 	@echo 'make gpu-check    check this machine'\''s GPU from the source tree; what is not installed comes from WHEELS=FOLDER'
 	@echo 'make gpu-wheels   fill WHEELS=FOLDER for a machine without a network'
 	@echo 'make clean        remove $(VENV) and what tests and tools left (the wheel cache stays)'
@@ -135,6 +135,7 @@ check: lint
 lint: setup
 	$(PY) -m flake8 hvdtrain benchmarks tests $(wildcard torch_models tf_models containers)
 	$(PY) -m mypy
+	PYTHONPATH=. $(VENV)/bin/lint-imports --no-logo
 
 # Needs no set-up: any Python starts it, and it looks for one that has PyTorch (PYTHON= names one).
 ANY_PYTHON = $(shell command -v "$(PYTHON)" 2>/dev/null || command -v python3)

@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import race, throttle
-from hvdtrain.commands.bench import options, record
-from hvdtrain.core import table
 from benchmarks.jobs import Job, JobFailed
 from benchmarks.throttle import Throttle
+from hvdtrain.commands.bench import options, record
+from hvdtrain.core import table
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say

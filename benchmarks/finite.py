@@ -61,7 +61,7 @@ def _turns(args: Any, control: Any, scratch: str) -> tuple[np.ndarray, np.ndarra
 
 def _run(args: Any, control: Any, scratch: str, looks: bool) -> Callable[[int], Any]:
     """The step of one assembled run."""
-    from benchmarks.peers import ours, Setup
+    from benchmarks.peers import Setup, ours
 
     workload = WORKLOADS[args.workload]
     arrays = workload.arrays(BATCHES * workload.batch * control.size, 0)

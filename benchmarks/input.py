@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks import race
+from benchmarks.jobs import Job, JobFailed
 from hvdtrain.commands.bench import options, record
 from hvdtrain.core import table
-from benchmarks.jobs import Job, JobFailed
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say

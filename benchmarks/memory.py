@@ -18,10 +18,10 @@ import sys
 import tempfile
 from typing import Any
 
-from hvdtrain.commands.bench import options, record
-from hvdtrain.core import table
 from benchmarks.jobs import Job, JobFailed
+from hvdtrain.commands.bench import options, record
 from hvdtrain.commands.bench.workloads import FILES, WORKLOADS
+from hvdtrain.core import table
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks import parts, peers, race, standings, throttle
-from hvdtrain.commands.bench import options, record
-from hvdtrain.core import table
 from benchmarks.jobs import JobFailed
 from benchmarks.parts import Measured
 from benchmarks.race import Plan, Race
 from benchmarks.throttle import Throttle
+from hvdtrain.commands.bench import options, record
+from hvdtrain.core import table
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import standings
-from benchmarks.standings import shown, Times
+from benchmarks.standings import Times, shown
 
 HEADERS = ("contender", "wire", "ms a step", "samples/s", "% of solo sum", "min", "max", "x hvdtrain",
            "samples by rank")

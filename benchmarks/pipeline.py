@@ -18,14 +18,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks import race, stages, standings, throttle
-from hvdtrain.commands.bench import options, record
-from hvdtrain.core import table
 from benchmarks.jobs import GRACE_S, Job, JobFailed
 from benchmarks.peers import Contender
 from benchmarks.race import Plan, Race
 from benchmarks.throttle import Throttle
+from hvdtrain.commands.bench import options, record
 from hvdtrain.commands.bench.workloads import WORKLOADS
 from hvdtrain.config.pipeline import FOR_EACH
+from hvdtrain.core import table
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say

@@ -17,14 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks import peers
-from hvdtrain.commands.bench import options, record
-from hvdtrain.core import table
 from benchmarks.jobs import GRACE_S, Job, JobFailed
 from benchmarks.peers import Contender, ours
 from benchmarks.standings import Times
+from hvdtrain.commands.bench import options, record
 from hvdtrain.commands.bench.workloads import FILES, WORKLOADS
 from hvdtrain.config import Config, Rebalance
-from hvdtrain.core import ROOT
+from hvdtrain.core import ROOT, table
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.terminal import say
 

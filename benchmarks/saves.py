@@ -127,7 +127,7 @@ def _often(args: Any, control: Any, scratch: Path) -> tuple[list[list[str]], dic
 
 def _large(args: Any, control: Any, scratch: Path) -> tuple[list[list[str]], dict[str, Any]]:
     """Save a large state in both ways by turns; how long each holds training up on the slowest rank."""
-    from hvdtrain.checkpoint.savers.inline import InlineSaver
+    from hvdtrain.checkpoint.savers import InlineSaver
     from hvdtrain.engine import loop
     from hvdtrain.engine.assemble import assemble
     from hvdtrain.engine.saving.saving import Saving

@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import floor, peers, race, standings
-from hvdtrain.commands.bench import options, record
-from hvdtrain.core import table
 from benchmarks.jobs import GRACE_S, Job, JobFailed
 from benchmarks.peers import Contender
 from benchmarks.race import Plan, Race
+from hvdtrain.commands.bench import options, record
 from hvdtrain.commands.bench.workloads import FILES
+from hvdtrain.core import table
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say
 

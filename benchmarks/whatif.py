@@ -15,13 +15,13 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks import mixed, race
-from hvdtrain.commands.bench import options, record
-from hvdtrain.core import table
 from benchmarks.jobs import JobFailed
 from benchmarks.mixed import Course
 from benchmarks.race import Plan, Race
 from benchmarks.throttle import Throttle
+from hvdtrain.commands.bench import options, record
 from hvdtrain.commands.bench.workloads import WORKLOADS
+from hvdtrain.core import table
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import floor, throttle
-from benchmarks.peers import contender, Cut, IDLE_S, Prepared, Setup
+from benchmarks.peers import IDLE_S, Cut, Prepared, Setup, contender
 from hvdtrain.commands.bench.workloads import BATCHES, FILES, WORKLOADS, part
 
 MARK = "@hvdtrain-bench "

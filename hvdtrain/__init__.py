@@ -5,9 +5,11 @@ Importing this package does no work; the public names are loaded on first use.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core import __version__
+from hvdtrain.core.aliases import OldNames
 
 if TYPE_CHECKING:
     from hvdtrain.config import Config as Config
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from hvdtrain.core.errors import UserError as UserError
     from hvdtrain.engine.callbacks.base import Callback as Callback
     from hvdtrain.trainer import Trainer as Trainer
+
+sys.meta_path.insert(0, OldNames())
 
 __all__ = ["Callback", "Config", "Named", "Schedule", "Trainer", "UserError", "__version__"]
 

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.chaos import inject, look
 from benchmarks.chaos.aim import Aim, Attempt
 from benchmarks.chaos.job import Job
-from benchmarks.chaos.plan import DISK, Fault, FLIP, FREEZE, KILL, LAUNCHER, SUPERVISOR, SURVIVED
+from benchmarks.chaos.plan import DISK, FLIP, FREEZE, KILL, LAUNCHER, SUPERVISOR, SURVIVED, Fault
 from hvdtrain.core.errors import count
 
 MOST_TRIES = 8

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-from hvdtrain.core import curve, table
-from hvdtrain.core.processes import orderly_signals
 from benchmarks.chaos import cuts, judge
 from benchmarks.chaos.campaign import Campaign
 from benchmarks.chaos.job import Job
@@ -25,7 +23,9 @@ from benchmarks.chaos.space import disk
 from hvdtrain.checkpoint.run_directory import COMPLETED
 from hvdtrain.cluster.launchers.detect import hosts_of
 from hvdtrain.commands import train, verify
+from hvdtrain.core import curve, table
 from hvdtrain.core.errors import UserError, count
+from hvdtrain.core.processes import orderly_signals
 from hvdtrain.core.terminal import say
 
 STEPS_A_FAULT, LEAST_STEPS, MOST_STEPS = 30, 90, 600

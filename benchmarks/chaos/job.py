@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdtrain.core.processes import Child, kill_all, processes
 from benchmarks.chaos import look
 from benchmarks.chaos.look import Rank
+from hvdtrain.core.processes import Child, kill_all, processes
 
 RESTARTS = 1000
 """More than any plan needs: chaos says when it is over."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.core import curve
 from benchmarks.chaos.campaign import Leg, Outcome
 from benchmarks.chaos.plan import KILL, RANK, SAVE, START, STEP
 from hvdtrain.checkpoint import CheckpointError, CheckpointStore, read_snapshot
+from hvdtrain.core import curve
 
 HEADERS = ("fault", "planned", "hit", "went on", "seconds, median", "largest", "steps lost, median", "largest")
 MOMENTS = {START: "while it starts", SAVE: "in a save", STEP: "between"}

@@ -19,16 +19,7 @@ import numpy as np
 
 from hvdtrain.checkpoint import files
 from hvdtrain.checkpoint.manifest import (
-    MANIFEST_NAME,
-    MAX_MANIFEST_BYTES,
-    CheckpointError,
-    FileEntry,
-    Manifest,
-    decode,
-    encode,
-    file_name,
-    group_name,
-)
+    MANIFEST_NAME, MAX_MANIFEST_BYTES, CheckpointError, FileEntry, Manifest, decode, encode, file_name, group_name)
 from hvdtrain.checkpoint.reading import Kept, opened
 from hvdtrain.checkpoint.tensors import Content, Layout, Spec, layout, portable
 

@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster import mpi_library
 from hvdtrain.cluster.control import MpiControl, ObjectControl, SoloControl, agreed
 from hvdtrain.cluster.deadline import deadline, locked_deadline, set_owner
 from hvdtrain.cluster.devices import BY_TASK, VISIBLE, count_gpus, overlap, sharing, usable, visible_devices
 from hvdtrain.cluster.liveness import causes, pulse, watch
 from hvdtrain.cluster.liveness.watch.meet import meet
+from hvdtrain.cluster.machine import software
 from hvdtrain.cluster.topology import affinity, cpu_quota
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import LaunchFacts
@@ -273,6 +273,6 @@ def _start_mpi(facts: LaunchFacts, timeout_s: float) -> MpiControl:
 
 def _mismatch(facts: LaunchFacts, size: int, library: str) -> str:
     """The sentence about a launcher of one MPI and a library of another. Pure."""
-    first = mpi_library.first_line(library)
+    first = software.first_line(library)
     return (f"{facts.launcher} started {facts.size} processes, but mpi4py's MPI library ({first}) sees {size}: "
             "they are of different MPIs")

@@ -10,12 +10,14 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hvdtrain.cluster.machine import memory
+from hvdtrain.core import table
 from hvdtrain.core.errors import UserError, count
-
-if TYPE_CHECKING:
-    from hvdtrain.engine.memory.plan import Plan
+from hvdtrain.core.units import shown
+from hvdtrain.engine.machine import reading
+from hvdtrain.engine.memory.plan import Plan
 
 USAGE = """usage: python -m hvdtrain plan [--memory [--json FILE] [--check]] [options of train]
 
@@ -141,7 +143,6 @@ def _memory(config: Any, check: bool, target: str) -> None:
                        rows, launched=run.control.size > 1)
     agreed(run.control, lambda: _written(plan.to_dict(), target if run.control.rank == 0 else ""), "--json")
     if check:
-        from hvdtrain.commands.plan_check import checked
 
         checked(run, plan, CHECK_STEPS)
     run.leave()
@@ -166,3 +167,24 @@ def show(plan: Plan, launched: bool) -> None:
         table.show("what would take less, best first", OPTION_COLUMNS, plan.option_rows(), launched=launched)
     else:
         table.note("nothing that is known here would take less")
+
+
+def checked(run: Any, plan: Plan, steps: int) -> None:
+    """Train ``steps`` of an assembled run, which is over then, and print the peaks of all ranks; collective."""
+    feed, control = run.feed, run.control
+    from hvdtrain.engine import loop
+
+    run.callbacks.clear()  # they count on a fit's begin and end, and this is none
+    run.join()
+    memory.host_peak_bytes(lambda: None)  # what was measured before does not count
+    cursor = run.state.cursor
+    batches = feed.epoch(cursor)
+    for _, batch in zip(range(steps), batches):
+        loop.train_step(run, batch)
+    batches.close()
+    peaks = control.gather(reading.peak_bytes(run))
+    if control.rank == 0:
+        rows = [[str(r), shown(need.total), shown(peak), f"{100 * (need.total / peak - 1):+.1f} %" if peak else "N/A"]
+                for r, (need, peak) in enumerate(zip(plan.needs_P, peaks))]
+        table.show(f"measured in {count(steps, 'step')}", ("rank", "predicted", "measured", "off by"), rows,
+                   launched=control.size > 1)

@@ -9,15 +9,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.config import schema
+from hvdtrain.config import schema, texts
 from hvdtrain.config import pipeline as settings
-from hvdtrain.config import remat as remat_names
 from hvdtrain.config.keys import Keys
 from hvdtrain.config.sections import (
-    Checkpoint, Data, DataParallel, EarlyStop, Exchange, Named, Pipeline, Rebalance, Schedule, Trace,
-)
-from hvdtrain.config.time_limit import seconds_of
-from hvdtrain.config.trace_window import window_of
+    Checkpoint, Data, DataParallel, EarlyStop, Exchange, Named, Pipeline, Rebalance, Schedule, Trace)
+from hvdtrain.config.texts import seconds_of, window_of
 from hvdtrain.core.errors import UserError, nearest
 from hvdtrain.core.slots import ask, in_slot
 
@@ -137,7 +134,7 @@ class Config(Keys):
 
     def _check_balance(self) -> None:
         """Raise `UserError` for what cannot be among the keys of unlike ranks and of their memory."""
-        remat_names.check_text(self.remat)
+        texts.check_text(self.remat)
         _at_least("micro_batch", self.micro_batch_limit, 0)
         rebalance = self.rebalance
         for name, value, least in (("every_steps", rebalance.every_steps, 1), ("lasting", rebalance.lasting, 1),

@@ -14,10 +14,9 @@ from typing import Any, Literal
 
 from hvdtrain.config import placed, schema
 from hvdtrain.config.sections import (
-    Checkpoint, Data, DataParallel, EarlyStop, Exchange, Named, Pipeline, Rebalance, Schedule, Trace,
-)
+    Checkpoint, Data, DataParallel, EarlyStop, Exchange, Named, Pipeline, Rebalance, Schedule, Trace)
 from hvdtrain.config.sections import key as _key
-from hvdtrain.config.time_limit import seconds_of
+from hvdtrain.config.texts import seconds_of
 
 
 @dataclass(frozen=True)

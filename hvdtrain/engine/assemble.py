@@ -52,7 +52,7 @@ from hvdtrain.engine.balance.emulate import Slowed
 from hvdtrain.engine.callbacks.order import in_order
 from hvdtrain.engine.compare_ranks import check_parts
 from hvdtrain.engine.guards.finite import check_trainable
-from hvdtrain.engine.memory.settle_remat import settle
+from hvdtrain.engine.memory.settle import settle
 from hvdtrain.engine.memory.survey import scene_of
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.saving import session

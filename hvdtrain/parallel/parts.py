@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvdtrain.core.group import Group
 from hvdtrain.core.mesh import Layout
 from hvdtrain.core.protocols import (
-    Buffers, Compile, Evaluator, ModelFacts, ModelState, Ops, Optimizer, Params, Remat, Stage, Transform,
-)
+    Buffers, Collectives, Compile, Evaluator, ModelFacts, ModelState, Ops, Optimizer, ParamSpec, Params, Remat, Stage,
+    Transform)
 from hvdtrain.data.weighting import LabelWeight
 from hvdtrain.parallel.precision.policy import Precision
 from hvdtrain.parallel.precision.scaler import LossScale
-from hvdtrain.parallel.replicas import Replicas
 
 
 @dataclass
@@ -78,3 +78,28 @@ class Parts:
     def caveats(self) -> list[str]:
         """Return what in this model depends on how a batch is cut, in words (law 2)."""
         return [*self.stage.caveats(), *(caveat for transform in self.transforms for caveat in transform.caveats())]
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """``group``: one rank of each copy of the model; ``blocks``: the numbers of the blocks that just these ranks have.
+
+    ``wire``: between the group's ranks alone.
+    """
+
+    group: Group
+    blocks: tuple[int, ...]
+    wire: Collectives
+
+    def params(self, specs: Sequence[ParamSpec]) -> list[int]:
+        """The indices of those of this rank's ``specs`` that these ranks hold."""
+        return [i for i, spec in enumerate(specs) if spec.block in self.blocks]
+
+
+def replicas_of(layout: Layout, wire: Collectives) -> list[Replicas]:
+    """Return those of this rank, the model's last blocks first; collective over all ranks of the job.
+
+    A rank may be in several groups, where copies are of unlike depth. All ranks make the wires of their groups in one
+    order, by the last block of each, so that none waits for one that waits for it.
+    """
+    return [Replicas(group, blocks, wire.among(group)) for group, blocks in layout.replicas()]

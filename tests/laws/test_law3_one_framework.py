@@ -1,7 +1,7 @@
 """Law 3: one process, one framework; Horovod and mpi4py are imported in the named places only.
 
-The sources are read, not run, for who may import what; then a run of each framework in a fresh interpreter shows
-what it did import.
+import-linter (setup.cfg, make lint) reads import statements; here are names that strings import. Then a run of each
+framework in a fresh interpreter shows what it did import.
 """
 
 from __future__ import annotations
@@ -38,14 +38,10 @@ IMPORTERS = ("import_module", "__import__")
 
 
 def imports(source: str) -> set[str]:
-    """Names that a source imports, by statement, by ``import_module("name")`` or ``import_module(f"name.{x}")``."""
+    """Names that a source imports by ``import_module("name")`` or ``import_module(f"name.{x}")``."""
     found = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.add(node.module or "")
-        elif isinstance(node, ast.Call) and node.args:
+        if isinstance(node, ast.Call) and node.args:
             if getattr(node.func, "attr", getattr(node.func, "id", "")) in IMPORTERS:
                 found |= {text for text in strings(node.args[0]) if text}
     return found
@@ -68,7 +64,7 @@ def allowed(module: str, package: str) -> bool:
     return any(module == place or module.startswith(f"{place}.") for place in ALLOWED[package])
 
 
-def test_only_the_named_files_import_them():
+def test_only_the_named_files_import_them_by_name():
     files = sorted(ROOT.rglob("*.py"))
     assert len(files) > 50
     wrong = [f"{where} imports {name}" for path in files for where in [module_of(path)]
@@ -78,10 +74,9 @@ def test_only_the_named_files_import_them():
 
 
 @pytest.mark.parametrize("source", [
-    "import horovod.torch as hvd", "def f():\n    from horovod import torch",
     "import importlib\nimportlib.import_module('horovod.torch')",
     "from importlib import import_module\nimport_module(f'horovod.{name}')", "__import__('horovod')"])
-def test_the_check_sees_every_way_to_import(source):
+def test_the_check_sees_every_way_to_import_by_name(source):
     assert {name.partition(".")[0] for name in imports(source)} >= {"horovod"}
     assert not allowed("hvdtrain.engine.loop", "horovod") and allowed("hvdtrain.cluster.horovod", "horovod")
     assert not allowed("hvdtrain.cluster.boot", "torch") and allowed("hvdtrain.cluster.control", "mpi4py")

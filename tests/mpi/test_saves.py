@@ -10,8 +10,7 @@ import pytest
 from small_runs import bits, config, fitted, make_model, samples
 
 from hvdtrain.checkpoint import adapters, files, read_snapshot
-from hvdtrain.checkpoint.savers.background import BackgroundSaver
-from hvdtrain.checkpoint.savers.inline import InlineSaver
+from hvdtrain.checkpoint.savers import BackgroundSaver, InlineSaver
 from hvdtrain.config import Checkpoint, Named
 from hvdtrain.engine.assemble import assemble
 from hvdtrain.engine.callbacks.base import Callback

@@ -16,8 +16,7 @@ from hvdtrain.cluster.topology import Host
 from hvdtrain.config import Config, Rebalance
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine.balance import cache, probe
-from hvdtrain.planning.batch.line import Line
-from hvdtrain.planning.batch.speed import least
+from hvdtrain.planning.batch.line import Line, least
 
 
 class Device:

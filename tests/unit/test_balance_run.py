@@ -16,8 +16,7 @@ from hvdtrain.core.mesh import Mesh
 from hvdtrain.engine.callbacks import meter
 from hvdtrain.engine.callbacks import balance as room
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.planning.batch.line import Line
-from hvdtrain.planning.batch.speed import Speed
+from hvdtrain.planning.batch.line import Line, Speed
 
 BATCH, STEPS = 48, 60
 FAST, SLOW = Line(0.001, 0.0005), Line(0.001, 0.002)

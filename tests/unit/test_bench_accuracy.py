@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import accuracy
-from benchmarks.accuracy import parsed, summary, train_options, Trial, wire_bytes, WORKLOADS
+from benchmarks.accuracy import WORKLOADS, Trial, parsed, summary, train_options, wire_bytes
 from hvdtrain.checkpoint.run_directory import COMPLETED
 from hvdtrain.commands import verify
 from hvdtrain.config import Config, Exchange

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from benchmarks import floor, worker
-from benchmarks.peers import contender, Prepared
+from benchmarks.peers import Prepared, contender
 from benchmarks.peers.ours import _Marks
 from hvdtrain.cluster import boot, links
 from hvdtrain.cluster.pair_links import PairLink, Way

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import mixed, parts, peers, throttle, worker
 from benchmarks import race as racing
 from benchmarks.parts import Measured
-from benchmarks.peers import contender, Prepared
+from benchmarks.peers import Prepared, contender
 from hvdtrain.core.errors import UserError
 
 

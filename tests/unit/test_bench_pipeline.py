@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from benchmarks import peers, pipeline, race, stages, throttle, worker
-from benchmarks.peers import contender, pipelining, Prepared
+from benchmarks.peers import Prepared, contender, pipelining
 from hvdtrain.commands.bench.workloads import WORKLOADS
 from hvdtrain.core import ROOT
 from hvdtrain.core.errors import UserError

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import peers, standings, step, worker
 from benchmarks import race as racing
-from benchmarks.peers import contender, Prepared
+from benchmarks.peers import Prepared, contender
 from hvdtrain.commands.bench.workloads import BATCHES, WORKLOADS, part
 from hvdtrain.core import ROOT
 from hvdtrain.core.cursor import Cursor

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from benchmarks import throttle
-from benchmarks.throttle import Home, locate, quota, Throttle
+from benchmarks.throttle import Home, Throttle, locate, quota
 from hvdtrain.core.errors import UserError
 
 V1 = """31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755

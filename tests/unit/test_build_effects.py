@@ -15,7 +15,8 @@ import pytest
 
 from hvdtrain.cluster.machine import software as detect
 from hvdtrain.cluster.machine.software import Cuda, Facts, Framework, Mpi
-from hvdtrain.commands.build_horovod import cache, flow, record, toolkit, tools, verify, wheel
+from hvdtrain.commands.build_horovod import cache, flow, record, tools, verify, wheel
+from hvdtrain.commands.build_horovod import wheel as toolkit
 from hvdtrain.commands.build_horovod.plan import Plan, plan
 from hvdtrain.commands.build_horovod.progress import Display, Progress, clock
 from hvdtrain.commands.build_horovod.run import ChildFailed, logged

@@ -8,7 +8,8 @@ import pytest
 
 from hvdtrain.cluster import exit as exits
 from hvdtrain.cluster.control import agreed
-from hvdtrain.cluster.liveness import causes, marks
+from hvdtrain.cluster.liveness import causes
+from hvdtrain.cluster.liveness import causes as marks
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.core.errors import PeerFailed, UserError, WaitTimeout
 from hvdtrain.core.launcher import SOLO

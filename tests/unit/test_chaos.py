@@ -11,17 +11,15 @@ import time
 import numpy as np
 import pytest
 
-from hvdtrain.core import curve
-from hvdtrain.core.processes import Child
 from benchmarks.chaos import inject, judge, look
+from benchmarks.chaos import cli as chaos
 from benchmarks.chaos.campaign import Campaign, Leg, Outcome
 from benchmarks.chaos.plan import (
-    Amounts, DISK, draw, Fault, FLIP, FREEZE, KILL, LAUNCHER, MOST_STARTS, RANK, SAVE, spread, START, STEP,
-    SUPERVISOR,
-)
+    DISK, FLIP, FREEZE, KILL, LAUNCHER, MOST_STARTS, RANK, SAVE, START, STEP, SUPERVISOR, Amounts, Fault, draw, spread)
 from hvdtrain.checkpoint import CheckpointStore, Snapshot
-from benchmarks.chaos import cli as chaos
+from hvdtrain.core import curve
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.processes import Child
 
 
 def test_the_plan_is_the_seed_s_alone():

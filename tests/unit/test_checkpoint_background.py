@@ -11,8 +11,7 @@ from small_runs import FRAMEWORKS, Record, config, fitted, lockstep, make_model,
 
 from hvdtrain.checkpoint import CheckpointStore, files, read_snapshot
 from hvdtrain.checkpoint.copies import Copies, NoRoom
-from hvdtrain.checkpoint.savers.background import BackgroundSaver
-from hvdtrain.checkpoint.savers.inline import InlineSaver
+from hvdtrain.checkpoint.savers import BackgroundSaver, InlineSaver
 from hvdtrain.comm.collectives.lockstep import LockstepControl
 from hvdtrain.config import Checkpoint, Named
 from hvdtrain.core.errors import UserError, WaitTimeout

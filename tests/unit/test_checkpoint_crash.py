@@ -236,7 +236,7 @@ import os, signal, sys, threading, time
 sys.path.insert(0, sys.argv[3])
 import numpy as np
 from test_checkpoint_crash import CRASH_CALLS, make, prepared, save_sharded
-from hvdtrain.checkpoint.savers.background import BackgroundSaver
+from hvdtrain.checkpoint.savers import BackgroundSaver
 base, (step, beside), layout = sys.argv[1], map(int, sys.argv[2].split(",")), sys.argv[4]
 
 def dies_at(nth):

@@ -4,8 +4,7 @@ import pytest
 
 from hvdtrain.comm.compressors import names
 from hvdtrain.planning.exchange.choice import (
-    BUCKET_TIE, NUMERICS, TIE, Baseline, Choice, Cost, Row, best_wires, decide, pick_bucket, predict, table, verdict,
-)
+    BUCKET_TIE, NUMERICS, TIE, Baseline, Choice, Cost, Row, best_wires, decide, pick_bucket, predict, table, verdict)
 from hvdtrain.planning.exchange.link import Link, Traffic
 
 LINKS = {"allreduce float32": Link(0.0, 1e-8), "allgather": Link(0.0, 2e-8)}

@@ -77,6 +77,18 @@ def test_states_of_numpy_are_resumed(tmp_path):
     assert same(callback.value["by epoch"], {3: np.float32(0.5)})
 
 
+def test_a_renamed_callback_resumes_its_state(tmp_path):
+    class Renamed(Keeps):
+        state_key = "Keeps"
+
+    Trainer(small(tmp_path, max_steps=3)).fit(make_model("numpy"), samples(48), callbacks=[Keeps(1)])
+    for last in (4, 5):  # from a checkpoint of the old class, then from one of the new
+        callback = Renamed(None)
+        Trainer(small(tmp_path, max_steps=last, resume="auto")).fit(make_model("numpy"), samples(48),
+                                                                    callbacks=[callback])
+        assert callback.value is not None
+
+
 def test_a_state_that_cannot_be_stored_is_refused_by_name_before_the_first_step(tmp_path):
     callbacks = [Keeps([1, {"x": object()}]) for _ in range(2)]
 

@@ -11,8 +11,7 @@ import pytest
 
 from hvdtrain.cluster import links
 from hvdtrain.cluster.pair_links import (
-    LEAST_PIECE, MOST_PIECES, PAIR_S, PIECE, PairLink, Way, others_Bps, plan, rounds, sizing, slow, slowest,
-)
+    LEAST_PIECE, MOST_PIECES, PAIR_S, PIECE, PairLink, Way, others_Bps, plan, rounds, sizing, slow, slowest)
 from hvdtrain.core.errors import WaitTimeout
 
 

@@ -17,8 +17,8 @@ from hvdtrain.core.protocols import BlockCost
 from hvdtrain.engine import loop
 from hvdtrain.engine.callbacks import balance
 from hvdtrain.engine.memory import settle, survey
+from hvdtrain.planning.batch.line import Speed
 from hvdtrain.planning.batch.line import Line as Seconds
-from hvdtrain.planning.batch.speed import Speed
 from hvdtrain.planning.memory.facts import Measured
 from hvdtrain.planning.memory.pass_trace import Line
 

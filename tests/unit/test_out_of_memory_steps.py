@@ -18,8 +18,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols.types import StepBatch
 from hvdtrain.engine import summary
 from hvdtrain.parallel.recovery.attempt import attempt, attempt_halving
-from hvdtrain.parallel.recovery.recovery import no_repeat, stopped
-from hvdtrain.parallel.recovery.recut import recut
+from hvdtrain.parallel.recovery.recovery import no_repeat, recut, stopped
 
 SETTINGS = replace(config(), max_steps=6, global_batch=24)
 DATA = samples(96)

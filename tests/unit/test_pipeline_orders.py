@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.planning.pipeline.orders import (
-    BACKWARD, FORWARD, Action, gpipe, in_flight, interleaved, one_f_one_b, order_of,
-)
+    BACKWARD, FORWARD, Action, gpipe, in_flight, interleaved, one_f_one_b, order_of)
 
 SIZES = st.tuples(st.sampled_from(["gpipe", "1f1b", "interleaved"]), st.integers(1, 8), st.integers(1, 4),
                   st.integers(0, 17)).map(

@@ -18,10 +18,9 @@ from hvdtrain.engine.callbacks import meter
 from hvdtrain.engine.callbacks.balance import Balance
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.parallel.pipeline.plan import planned
-from hvdtrain.planning.batch.line import Line
+from hvdtrain.planning.batch.line import Line, Speed
 from hvdtrain.planning.batch.plan import plan
 from hvdtrain.planning.batch.sampler import Cut
-from hvdtrain.planning.batch.speed import Speed
 from hvdtrain.planning.pipeline.blocks import Block, Needs
 from hvdtrain.planning.pipeline.measured import Measured
 

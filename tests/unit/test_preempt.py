@@ -11,7 +11,7 @@ from hvdtrain import Trainer
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.commands import train
 from hvdtrain.config import Checkpoint, Named
-from hvdtrain.config.time_limit import reserve_s, seconds_of
+from hvdtrain.config.texts import reserve_s, seconds_of
 from hvdtrain.core.errors import Interrupted, UserError
 from hvdtrain.engine import loop
 from hvdtrain.engine.callbacks import preempt as preempting

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.config import Config
-from hvdtrain.config.remat import wanted
+from hvdtrain.config.texts import wanted
 from hvdtrain.core.errors import UserError
 
 NAMES = ["embed", "block.0", "block.1", "block.2", "head"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.cluster.messages.progress import Progress
 from hvdtrain.comm.collectives import rounds
-from hvdtrain.comm.collectives.course import Course
+from hvdtrain.comm.collectives.mpi import Course
 from hvdtrain.comm.collectives.parts import begins
 from hvdtrain.comm.collectives.rounds import Call, Exchanged, Peers, Reduced, even_parts
 from hvdtrain.core.protocols import AllReduce

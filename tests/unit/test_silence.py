@@ -14,7 +14,8 @@ from hvdtrain.config import Config
 from hvdtrain.core import ROOT
 from hvdtrain.core.launcher import LaunchFacts
 from hvdtrain.engine.callbacks import auto_compile, auto_compression, balance, memory_fit
-from hvdtrain.reports.progress import silence, words
+from hvdtrain.reports.progress import silence
+from hvdtrain.reports.progress import silence as words
 
 
 class Told:

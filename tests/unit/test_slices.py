@@ -3,7 +3,7 @@
 import os
 import threading
 
-from hvdtrain.cluster import slices
+from hvdtrain.cluster.messages import progress as slices
 
 
 def test_a_thread_asks_without_changing_its_priority():

@@ -13,12 +13,12 @@ import pytest
 from hvdtrain import Config
 from hvdtrain.comm.collectives.lockstep import LockstepWorld
 from hvdtrain.config.sections import Trace as Settings
-from hvdtrain.config.trace_window import window_of
+from hvdtrain.config.texts import window_of
 from hvdtrain.core.errors import UserError
-from hvdtrain.core.timeline.taken import Span, Taken, longest
+from hvdtrain.core.timeline.profiler import Span, Taken, longest
 from hvdtrain.reports.trace import chrome, gather
 from hvdtrain.reports.trace.align import SAME, Alignment, Measured
-from hvdtrain.reports.trace.lanes import rows
+from hvdtrain.reports.trace.chrome import rows
 
 
 @pytest.mark.parametrize("text", ["20", "30:20", "20:20", "a:b", "-1:5", "20:30:2", " 2:3"])

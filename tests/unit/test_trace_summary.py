@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.core.timeline.taken import Span
+from hvdtrain.core.timeline.profiler import Span
 from hvdtrain.reports.trace.align import SAME, Alignment, Measured
 from hvdtrain.reports.trace.chrome import RankTrace
 from hvdtrain.reports.trace.summary import common_s, course_of, critical, overlaps, union

@@ -5,8 +5,7 @@ import pytest
 from hvdtrain.planning.exchange.link import Link
 from hvdtrain.planning.exchange.wire_choice import (
     Job, Measured, Row, WireChoice, better, by_rule, candidates, changed, decide, doubt, rationed, reckon,
-    short_of_cores, table,
-)
+    short_of_cores, table)
 
 NO = float("inf")
 

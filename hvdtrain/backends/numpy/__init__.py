@@ -4,13 +4,13 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.backends.numpy.ops import Ops
-from hvdtrain.backends.numpy.create import make_parts
-from hvdtrain.cluster.devices import DeviceFacts, cpu_facts
 from hvdtrain.backends.loss_coupling import Evaluate, LossValue
-from hvdtrain.planning.memory.facts import Model, Slots
+from hvdtrain.backends.numpy.create import make_parts
+from hvdtrain.backends.numpy.ops import Ops
+from hvdtrain.cluster.devices import DeviceFacts, cpu_facts
 from hvdtrain.core.protocols import Collectives
 from hvdtrain.core.protocols.types import itemsize
+from hvdtrain.planning.memory.facts import Model, Slots
 
 __all__ = ["Ops", "adapt_data", "allocators", "collectives", "device_facts", "flops_of_graphs",
            "flops_of_pass", "free_cached", "held", "hold_bytes", "in_host_memory", "loss_evaluator", "make_parts",
@@ -47,7 +47,7 @@ def flops_of_pass(parts: object, batch: object) -> tuple[None, str]:
 
 
 def product_type(parts: object) -> str:
-    """Return float32's name among peaks (`hvdtrain.cluster.machine.peaks`)."""
+    """Return float32's name among peaks (`hvdtrain.engine.machine.flops`)."""
     return "fp32"
 
 

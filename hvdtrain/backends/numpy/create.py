@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from hvdtrain.backends.model_spec import refuse_groups
-from hvdtrain.backends.numpy import amp
 from hvdtrain.backends.numpy.chunks import Chunks, keep_own, reckoned
 from hvdtrain.backends.numpy.ops import Ops
 from hvdtrain.backends.numpy.params import Params
@@ -16,11 +15,10 @@ from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.core.protocols import Collectives
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import Parts, replicas_of
 from hvdtrain.parallel.pipeline.plan import agree, measured_samples
 from hvdtrain.parallel.precision.policy import FP32, Precision
 from hvdtrain.parallel.precision.scaler import LossScale
-from hvdtrain.parallel.replicas import replicas_of
 
 
 def make_parts(spec: Any, config: Config, control: Any, wire: Collectives, steps_per_epoch: int,
@@ -33,7 +31,7 @@ def make_parts(spec: Any, config: Config, control: Any, wire: Collectives, steps
         raise UserError(f"optimizer {config.optimizer.name!r} with the numpy backend", "SGD",
                         "correct optimizer.name")
     refuse_groups(spec, "a model of the numpy backend", "leave it out")
-    amp.check(precision.own)
+    check(precision.own)
     model = spec.model
     momentum = config.optimizer.args.get("momentum", 0.0)
     if not isinstance(momentum, (int, float)) or not 0 <= momentum < 1:
@@ -49,3 +47,9 @@ def make_parts(spec: Any, config: Config, control: Any, wire: Collectives, steps
     wires = [Transport(r.wire, Ops()) for r in replicas] or [Transport(wire, Ops())]
     return Parts(model, [], stage, params, optimizer, Buffers(model, wires, [r.blocks for r in replicas]), evaluator,
                  State(model, optimizer), [], precision, LossScale(), layout=layout, replicas=replicas)
+
+
+def check(own: str) -> None:
+    """Raise `UserError` for anything but "fp32", which stands for the model's own types."""
+    if own != "fp32":
+        raise UserError(f"precision {own} with the numpy backend", "fp32, the model's own types", "set precision: fp32")

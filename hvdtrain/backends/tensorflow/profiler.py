@@ -11,8 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.core.timeline.profiler import Marks
-from hvdtrain.core.timeline.taken import KERNEL, Span
+from hvdtrain.core.timeline.profiler import KERNEL, Marks, Span
 
 _MARK = "hvdtrain mark"
 

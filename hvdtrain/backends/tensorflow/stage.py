@@ -20,20 +20,22 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+import threading
 
-from hvdtrain.backends.tensorflow import host, placement, stamps, state
+from hvdtrain.backends.tensorflow import host, placement, state
 from hvdtrain.backends.tensorflow.buffers import Buffers, Kept, holding
 from hvdtrain.backends.tensorflow.calls import Calls
 from hvdtrain.backends.tensorflow.collectives import peer_failures
 from hvdtrain.backends.tensorflow.entered import Graph
 from hvdtrain.backends.tensorflow.gradients import Gradients
-from hvdtrain.backends.tensorflow.leaving import Leaving
-from hvdtrain.backends.tensorflow.nodes import stood_s
+from hvdtrain.backends.tensorflow.nodes import stood_s, telling
 from hvdtrain.backends.tensorflow.task import ClassNumbers, Task
 from hvdtrain.backends.tensorflow.transforms import sync_batchnorm
 from hvdtrain.backends.tensorflow.trial import Trial
 from hvdtrain.core import rng, timeline
 from hvdtrain.core.protocols import Batch, GradientSink, Pair
+from hvdtrain.core.protocols.types import Bucket, itemsize
+from hvdtrain.core.timeline import current
 from hvdtrain.data.empty import StandIn
 
 
@@ -145,7 +147,7 @@ class Stage:
 
     def _final(self, batch: tuple[Any, ...], scale: float, sink: GradientSink) -> Pair:
         several, self._several = self._several, False
-        closely = sink.in_graph and stamps.wanted()
+        closely = sink.in_graph and wanted()
 
         def trace(parts: tuple[Any, ...], scale: tf.Tensor, n_parts: int) -> Any:
             kept = () if several else self._kept
@@ -160,7 +162,7 @@ class Stage:
         loss_sum, weight, *rest = report.numpy().tolist()
         if closely and sink.buckets:
             n_stamps = 2 * len(sink.buckets)
-            stamps.tell(sink.buckets, rest[-n_stamps:])
+            tell(sink.buckets, rest[-n_stamps:])
             del rest[-n_stamps:]
         self._arrived(sink, tensors, rest)
         return loss_sum, weight
@@ -243,7 +245,7 @@ class Stage:
                 summed_s = tf.maximum(tf.timestamp(), ready_s)
             waited_s = summed_s - ready_s + stood_s(ready_s, sums)
         numbers, wanted = sink.look(loss_sum, sums)
-        told = [stamps.after(x) for x in (*tensors, *sums)] if closely else []
+        told = [after(x) for x in (*tensors, *sums)] if closely else []
         return tf.concat([pair, [waited_s, ready_s, summed_s], numbers, *([told] if told else [])], 0), list(wanted)
 
     def _run(self, kind: Any, batch: tuple[Any, ...], scale: float, graph: Callable[..., Any],
@@ -319,3 +321,63 @@ def _stood_in(across: sync_batchnorm.Across) -> float:
 
 def _pair(loss_sum: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
     return tf.stack([tf.cast(loss_sum, tf.float64), tf.cast(weight, tf.float64)])
+
+
+def wanted() -> bool:
+    """Return whether graphs of this thread are to stamp their buckets now."""
+    timeline = current()
+    return timeline is not None and timeline.closely
+
+
+def after(x_N: tf.Tensor) -> tf.Tensor:
+    """Return when ``x_N`` was there, float64 () of `time.perf_counter`, while a graph is traced."""
+    first = tf.cast(x_N[:1], tf.float32)  # what travels to Python; a constant would be stamped while it is optimised
+    return tf.ensure_shape(tf.numpy_function(_now, [first], tf.float64, stateful=False), [])
+
+
+def _now(x: np.ndarray) -> np.float64:
+    return np.float64(time.perf_counter())
+
+
+def tell(buckets: Sequence[Bucket], stamps: Sequence[float]) -> None:
+    """Tell a trace, if one is being taken, of each bucket's way; ``stamps``: when they were full, when summed."""
+    timeline = current()
+    taker = timeline.taker if timeline is not None else None
+    for i, bucket in enumerate(buckets if taker is not None else ()):
+        assert taker is not None
+        full_s, summed_s = stamps[i], stamps[len(buckets) + i]
+        taker.take(f"{bucket.name}.r0", "wire", full_s, max(full_s, summed_s),
+                   {"bytes": bucket.n * itemsize(bucket.dtype), "beside": True})
+
+
+class Leaving:
+    """The nodes of one sink. ``memory``: numpy memory of each bucket to copy to; else the sink is given tensors."""
+
+    def __init__(self, sink: GradientSink, memory: Sequence[Any], in_place: bool) -> None:
+        self._sink, self._memory, self._in_place = sink, memory, in_place
+        self._lock = threading.Lock()  # a sink takes one bucket at a time
+
+    def handed_over(self, tensors: Sequence[tf.Tensor], zero: tf.Tensor) -> tf.Tensor:
+        """Return when each bucket was handed over, float64 (B,), while a graph is traced.
+
+        ``tensors``: the gradients by variable, or with a sink that is given tensors those of its buckets. ``zero``: a
+        scalar that TensorFlow cannot know before the graph runs.
+        """
+        buckets = self._sink.buckets
+        groups = [[tensors[i] for i in b.params] for b in buckets] if self._in_place else [[x] for x in tensors]
+        return tf.stack([self._node(i, group, zero) for i, group in enumerate(groups)])
+
+    def _node(self, index: int, group: Sequence[tf.Tensor], zero: tf.Tensor) -> tf.Tensor:
+        bucket = self._sink.buckets[index]
+
+        def leave(_: np.ndarray, *arrays: np.ndarray) -> np.float64:
+            with telling(f"gradients of {bucket.name}"):
+                if self._in_place:
+                    host.fill(self._memory[index], bucket, arrays)
+                with self._lock:
+                    self._sink.put(index, self._memory[index] if self._in_place else tf.constant(arrays[0]))
+            return np.float64(time.perf_counter())
+
+        # Nodes with a state wait for whatever else has one in the graph. One without, fed constants alone, such as
+        # gradients that are known to be zero, TensorFlow would run while it optimises the graph, and not again.
+        return tf.ensure_shape(tf.numpy_function(leave, [zero, *group], tf.float64, stateful=False), [])

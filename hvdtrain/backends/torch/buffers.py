@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from hvdtrain.backends.torch.entries import (
-    Entry, OneEntry, Place, assign, describe, holders_of, mark_written, put_back_buffers,
-)
+    Entry, OneEntry, Place, assign, describe, holders_of, mark_written, put_back_buffers)
 from hvdtrain.backends.torch.names import Plain
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.comm.reducer.written import combine

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.core.timeline.profiler import Marks
-from hvdtrain.core.timeline.taken import KERNEL, Span
+from hvdtrain.core.timeline.profiler import KERNEL, Marks, Span
 
 _MARK, _WARM = "hvdtrain mark", "hvdtrain start"
 

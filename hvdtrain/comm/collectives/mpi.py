@@ -19,7 +19,6 @@ import numpy as np
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.cluster.messages.progress import Operation, Progress
-from hvdtrain.comm.collectives.course import Course
 from hvdtrain.comm.collectives.parts import Scratch, begins
 from hvdtrain.comm.collectives.rounds import Call, Exchanged, Peers, Reduced, even_parts
 from hvdtrain.core.group import Group, spans
@@ -344,3 +343,38 @@ def _mpi() -> Any:
     from mpi4py import MPI
 
     return MPI
+
+
+class Course(Operation):
+    """Runs ``exchange`` to its end; the value is what it returns.
+
+    ``make(request, stage)``: the operation of a request; ``arrived``: its value as the exchange wants it. The exchange
+    computes in whatever thread moves operations, beside the one that computes gradients.
+    """
+
+    def __init__(self, exchange: Exchange, progress: Progress, make: Callable[[Request, int], Operation],
+                 arrived: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._exchange, self._progress, self._make, self._arrived = exchange, progress, make, arrived
+        self._stage = 0
+
+    def begin(self) -> None:
+        """Compute up to the first request."""
+        self._go_on(None)
+
+    def _go_on(self, answer: Any) -> None:
+        try:
+            request = self._exchange.send(answer)
+        except StopIteration as stop:
+            self.end(stop.value)
+            return
+        operation = self._make(request, self._stage)
+        self._stage += 1
+        operation.followers.append(self._answered)
+        self._progress.guarded(operation, operation.begin)
+
+    def _answered(self, operation: Operation) -> None:
+        if operation.error is not None:
+            self.end(error=operation.error)
+        else:
+            self._progress.guarded(self, lambda: self._go_on(self._arrived(operation.value)))

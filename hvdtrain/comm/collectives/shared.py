@@ -27,8 +27,7 @@ from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.messages.progress import Operation
 from hvdtrain.cluster.messages.segments import Layout, SharedUnavailable, map_of
 from hvdtrain.comm.collectives.mpi import (
-    LONGEST_SLEEP_S, Moving, MpiCollectives, Pending, _element, _entered, _mpi, _parts,
-)
+    LONGEST_SLEEP_S, Moving, MpiCollectives, Pending, _element, _entered, _mpi, _parts)
 from hvdtrain.comm.collectives.parts import TILE, add_rows, begins, windows
 from hvdtrain.comm.collectives.rounds import Peers
 from hvdtrain.comm.collectives.striped import Striped

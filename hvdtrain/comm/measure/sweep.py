@@ -24,8 +24,7 @@ from hvdtrain.config import Config
 from hvdtrain.core.buckets import MIB, plan_buckets
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import (
-    AllGather, AllReduce, AllToAll, Array, Collectives, Compressor, Control, Ops, ParamSpec, Request,
-)
+    AllGather, AllReduce, AllToAll, Array, Collectives, Compressor, Control, Ops, ParamSpec, Request)
 from hvdtrain.core.protocols.types import Bucket, itemsize
 from hvdtrain.planning.exchange.choice import NUMERICS, Cost, pick_bucket
 from hvdtrain.planning.exchange.link import Link, Traffic, fit

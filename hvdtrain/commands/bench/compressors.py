@@ -33,8 +33,7 @@ from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.protocols import (
-    AllGather, AllReduce, Array, Collectives, Compressor, Control, Handle, Ops, ParamSpec, Request,
-)
+    AllGather, AllReduce, Array, Collectives, Compressor, Control, Handle, Ops, ParamSpec, Request)
 from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.core.table import shown, spread
 

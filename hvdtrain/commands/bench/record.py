@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster import mpi_library as library
 from hvdtrain.cluster.devices import cpu_model
+from hvdtrain.cluster.machine import software as library
 from hvdtrain.cluster.machine.software import read, version_of
 from hvdtrain.cluster.topology import affinity
 from hvdtrain.core.errors import UserError

@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import sys
 import tarfile
 from pathlib import Path
 
-from hvdtrain.cluster.machine.software import search_path
-from hvdtrain.commands.build_horovod import cache, patches, toolkit
+from hvdtrain.cluster.machine.software import Cuda, search_path
+from hvdtrain.commands.build_horovod import cache, patches
 from hvdtrain.commands.build_horovod.plan import HOROVOD_VERSION, SDIST_SHA256, Plan
 from hvdtrain.commands.build_horovod.progress import SILENT_S, Display
 from hvdtrain.commands.build_horovod.run import logged
@@ -109,7 +110,7 @@ def build(plan: Plan, log: Path, jobs: int, display: Display) -> Path:
         tree = unpack(source, work / "source")
         patches.apply(tree)
         if plan.cuda:
-            env |= toolkit.stage(plan.facts.cuda, work / "toolkit")
+            env |= stage(plan.facts.cuda, work / "toolkit")
         env |= {"MAKEFLAGS": f"-j{jobs}", "TMPDIR": str(work)}
         out = work / "wheel"
         out.mkdir()
@@ -125,3 +126,38 @@ def install(wheel: Path, log: Path, env: dict[str, str]) -> None:
             "--no-cache-dir", str(wheel)]
     logged("installing the wheel", argv, log, env, DOWNLOAD_TIMEOUT_S,
            Display("installing the wheel", after_s=SILENT_S))
+
+
+def stage(cuda: Cuda, into: Path) -> dict[str, str]:
+    """Link toolkit and NCCL under ``into`` and return the environment that points every finder there."""
+    home, nccl = into / "cuda", into / "nccl"
+    home.mkdir(parents=True)
+    for name in ("bin", "include", "nvvm"):
+        source = Path(cuda.home, name)
+        if source.exists():
+            (home / name).symlink_to(source)
+    libs = [Path(cuda.home, d) for d in ("lib64", "lib", "targets/x86_64-linux/lib")]
+    link_libraries([d for d in libs if d.is_dir()], home / "lib64")
+    (home / "lib").symlink_to("lib64")
+    nccl.mkdir()
+    (nccl / "include").symlink_to(Path(cuda.nccl_home, "include"))
+    places = [Path(cuda.nccl_home, d) for d in ("lib", "lib64", "lib/x86_64-linux-gnu")]
+    link_libraries([d for d in places if d.is_dir()], nccl / "lib", only="libnccl")
+    env = {
+        "CUDA_HOME": str(home), "HOROVOD_CUDA_HOME": str(home), "CUDAToolkit_ROOT": str(home),
+        "CUDACXX": str(home / "bin" / "nvcc"), "HOROVOD_NCCL_HOME": str(nccl),
+        "LIBRARY_PATH": os.pathsep.join([str(home / "lib64"), str(nccl / "lib")]),
+    }
+    cccl = home / "include" / "cccl"  # CUDA 13 moved the headers that cuda_fp16.h includes
+    return env | ({"CPLUS_INCLUDE_PATH": str(cccl)} if cccl.is_dir() else {})
+
+
+def link_libraries(sources: list[Path], into: Path, only: str = "lib") -> None:
+    """Link each library that starts with ``only`` into ``into``, also under its name without a version
+    number.
+    """
+    into.mkdir(parents=True)
+    for library in (f for d in sources for f in sorted(d.iterdir()) if f.name.startswith(only)):
+        for name in {library.name, re.sub(r"\.so\.[\d.]+$", ".so", library.name)}:
+            if not (into / name).is_symlink():
+                (into / name).symlink_to(library)

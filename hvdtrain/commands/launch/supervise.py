@@ -20,13 +20,12 @@ from typing import Any
 
 from hvdtrain.cluster.launchers.spec import Host
 from hvdtrain.cluster.liveness import causes
-from hvdtrain.cluster.liveness.marks import in_words, start_parts
+from hvdtrain.cluster.liveness.causes import in_words, start_parts
 from hvdtrain.cluster.liveness.pulse import WAITING
 from hvdtrain.commands.launch.group import Group
 from hvdtrain.commands.launch.job import Job, next_number, prepare_attempt
 from hvdtrain.commands.launch.supervisor import (
-    EXIT_INTERRUPTED, EXIT_REQUEUE, Attempt, Candidate, End, Launch, next_launch, row,
-)
+    EXIT_INTERRUPTED, EXIT_REQUEUE, Attempt, Candidate, End, Launch, next_launch, row)
 from hvdtrain.reports import launch_history as history
 
 TICK_S = 0.05

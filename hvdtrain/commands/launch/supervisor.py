@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.cluster.launchers.spec import Host
-from hvdtrain.cluster.liveness.marks import PARTS
+from hvdtrain.cluster.liveness.causes import PARTS
 
 OURS = ("exception", "non_finite", "oom", "disk")
 """Kinds of causes that the program brings about: the second at one step ends the run."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from hvdtrain.core.protocols.arrays import Array
 from hvdtrain.core.protocols.stage import GradientSink
+from hvdtrain.core.protocols.types import Array
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols.types import ParamSpec, StepBatch

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hvdtrain.core.protocols.arrays import Batch
 from hvdtrain.core.protocols.params import Optimizer
 from hvdtrain.core.protocols.state import Head, Place, Shard
+from hvdtrain.core.protocols.types import Batch
 
 
 class Writable(NamedTuple):
@@ -235,4 +236,76 @@ class Transform(Protocol):
 
     def caveats(self) -> list[str]:
         """Return what of law 2 it bends, in words."""
+        ...
+
+
+class Compile(Transform, Protocol):
+    """Computes a model in other ways than its user wrote: through a compiler, in another memory layout.
+
+    ``options``: what may be tried, in this order; each is tried on top of those that were kept. ``chosen``: those in
+    use, () for the model as its user made it. From `install` on nothing but `use` changes what is computed, so that a
+    transform installed later (remat) may wrap the model's blocks as they are then.
+    """
+
+    options: Sequence[str]
+    chosen: tuple[str, ...]
+
+    def refusal(self, option: str) -> str:
+        """Return why ``option`` is not even tried with this model on this machine, in words; "" where it is."""
+        ...
+
+    def use(self, options: Collection[str]) -> None:
+        """Compute in these ways from now on; called between steps. Compiles nothing by itself."""
+        ...
+
+    def prepare(self, work: Callable[[], None], until: float) -> str:
+        """Compile what `use` has named while ``work`` computes a micro-batch (`Stage.trial`), which it calls once.
+
+        ``until``: `time.monotonic` after which no more is compiled. Returns what is left as it was and why, in words;
+        "" where nothing is. Exchanges nothing. Errors: those of ``work``, or of a compiler where nothing of the option
+        is of use then.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """What recomputing one block saves and costs, for a micro-batch that was tried.
+
+    ``saved_bytes``: activations that the block keeps from forward to backward, less what recomputing has to keep (its
+    inputs that nobody else keeps). ``forward_s``: seconds of its forward pass, which is made once more.
+    ``inner_bytes``: what comes back for the time of the block's own backward, since only one block is recomputed at a
+    time: 0 where that is not known.
+    """
+
+    name: str
+    saved_bytes: int
+    forward_s: float
+    inner_bytes: int = 0
+
+
+class Remat(Transform, Protocol):
+    """Recomputes chosen blocks of a model in backward (activation checkpointing), exactly.
+
+    The gradients have the bits that they have without it (CPU, fp32), random masks are the same, buffers are updated
+    once, and the random state after a step is the same. ``names``: the model's blocks in the order of its forward
+    pass. ``chosen``: those that are recomputed.
+    """
+
+    names: Sequence[str]
+    chosen: tuple[str, ...]
+
+    def refusal(self, name: str) -> str:
+        """Return why block ``name`` cannot be recomputed exactly, in words; "" where it can."""
+        ...
+
+    def choose(self, names: Collection[str]) -> None:
+        """Recompute these blocks and no others from the next step on; called between steps, also before the first."""
+        ...
+
+    def costs(self, batch: Batch) -> list[BlockCost]:
+        """Measure every block on ``batch`` (numpy arrays (B, ...)), in the order of ``names``; all is as before then.
+
+        Exchanges nothing; blocks that `refusal` names are not among the results.
+        """
         ...

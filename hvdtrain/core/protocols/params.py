@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
-from hvdtrain.core.protocols.arrays import Array
-from hvdtrain.core.protocols.types import Bucket, ParamSpec
+from hvdtrain.core.protocols.types import Array, Bucket, ParamSpec
 
 
 class Optimizer(Protocol):

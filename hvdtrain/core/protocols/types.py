@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -109,3 +109,8 @@ class Word(NamedTuple):
     rank: int
     topic: str
     text: str
+
+
+Array = Any
+Batch = tuple[Any, ...]
+Pair = tuple[Any, Any]

@@ -19,9 +19,8 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Mesh
 from hvdtrain.engine.balance.probe import LEAST_REPEATS, sizes_of
 from hvdtrain.parallel.pipeline.plan import Planned
-from hvdtrain.planning.batch.line import fit
+from hvdtrain.planning.batch.line import Speed, fit, least
 from hvdtrain.planning.batch.plan import COLUMNS, Label
-from hvdtrain.planning.batch.speed import Speed, least
 
 SIZES = 3
 """Micro-batches of so many sizes are timed at most (`sizes_of`)."""

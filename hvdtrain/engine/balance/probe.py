@@ -20,8 +20,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Batch
 from hvdtrain.engine.balance import cache, learnt
 from hvdtrain.parallel.recovery.attempt import attempt
-from hvdtrain.planning.batch.line import fit
-from hvdtrain.planning.batch.speed import Speed, least
+from hvdtrain.planning.batch.line import Speed, fit, least
 
 CONFIRMS = 0.15
 """A remembered time is confirmed by a measurement that differs from it by less than this part."""

@@ -19,10 +19,9 @@ from hvdtrain.engine.balance.probe import probe, verified
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.callbacks.meter import Meter
 from hvdtrain.planning.batch import plan as plans
-from hvdtrain.planning.batch.line import Line
+from hvdtrain.planning.batch.line import Line, Speed, least
 from hvdtrain.planning.batch.rebalance import Rebalancer
 from hvdtrain.planning.batch.sampler import Cut
-from hvdtrain.planning.batch.speed import Speed, least
 
 VERIFY_ROUNDS = 4
 """Plans that are tried against the devices' memory; one more is made from what they showed, and followed."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hvdtrain.checkpoint import disk
 from hvdtrain.checkpoint.copies import view
-from hvdtrain.checkpoint.interval import FIRST_S, interval_s
+from hvdtrain.checkpoint.disk import FIRST_S, interval_s
 from hvdtrain.checkpoint.together import check_shared
 from hvdtrain.config import Checkpoint as Settings
 from hvdtrain.core.errors import UserError, count

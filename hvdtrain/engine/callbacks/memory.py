@@ -14,7 +14,7 @@ from hvdtrain.cluster.control import agreed
 from hvdtrain.core.units import shown
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.machine import reading
-from hvdtrain.engine.memory import survey, watch
+from hvdtrain.engine.memory import survey
 from hvdtrain.engine.memory import plan as plans
 
 LOOK_AFTER = 2
@@ -52,7 +52,7 @@ class Memory(Callback):
         self._steps += 1
         if self._steps != LOOK_AFTER or not self._free:
             return
-        peak = watch.peak_bytes(run)
+        peak = reading.peak_bytes(run)
         if peak >= plans.CLOSE * self._free:
             run.tell_all("memory", f"has held {shown(peak)} of the {shown(self._free)} that it may take; python -m "
                          "hvdtrain plan --memory with the same options tells what would take less")
@@ -66,5 +66,5 @@ class Memory(Callback):
     def fit_end(self, run: Any) -> None:
         """Bring the ranks' peaks together, and what they hold by kind. Collective."""
         backend = backends.load(run.spec.framework)
-        rows = run.control.gather((watch.peak_bytes(run), reading.memory(run, backend, backend.allocators())))
+        rows = run.control.gather((reading.peak_bytes(run), reading.memory(run, backend, backend.allocators())))
         run.memory = {**run.memory, "peak": [peak for peak, _ in rows], "measured": [held for _, held in rows]}

@@ -6,7 +6,7 @@ one rank decides is `hvdtrain.engine.memory`'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,16 +14,18 @@ from hvdtrain import backends
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.deadline import deadline
 from hvdtrain.cluster.machine import imported, memory
+from hvdtrain.core.errors import count
 from hvdtrain.core.protocols.shortage import Shortage, first_line
 from hvdtrain.core.terminal import say
+from hvdtrain.core.units import shown
 from hvdtrain.engine.balance import learnt
 from hvdtrain.engine.callbacks.balance import grid
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.engine.memory import survey, words
+from hvdtrain.engine.memory import survey
 from hvdtrain.engine.memory.settle import Own, Settling, reckoned
 from hvdtrain.engine.out_of_memory import advice
 from hvdtrain.parallel.recovery.attempt import T
-from hvdtrain.planning.batch.speed import least
+from hvdtrain.planning.batch.line import least
 
 Reckoned = Callable[[int], int] | None
 
@@ -143,15 +145,15 @@ class MemoryFit(Callback):
     def _tell(self, run: Any, owns_P: list[Own], micro: bool, remat: bool) -> None:
         """A sentence for each rank that differs, and the table of the one that recomputes most."""
         keys = " and ".join([*(["micro_batch auto"] if micro else []), *(["remat auto"] if remat else [])])
-        alike = words.alike(owns_P)
-        for rank, own in enumerate(owns_P[:1] if alike else owns_P[:words.MOST_NAMED]):
-            also = ", and all others alike" if alike and len(owns_P) > 1 else ""
-            run.note(f"{keys}: {words.note(rank, own, micro, remat)}{also}")
+        equal = alike(owns_P)
+        for rank, own in enumerate(owns_P[:1] if equal else owns_P[:MOST_NAMED]):
+            also = ", and all others alike" if equal and len(owns_P) > 1 else ""
+            run.note(f"{keys}: {note(rank, own, micro, remat)}{also}")
         worst = max(range(len(owns_P)), key=lambda r: len(owns_P[r].fit.choice.names))
-        rows = words.table(owns_P[worst])
+        rows = table(owns_P[worst])
         if rows and run.control.rank == 0 and run.config.progress != "off":
             say(f"blocks of rank {worst}, for a micro-batch of {owns_P[worst].fit.micro_batch}")
-            for line in grid(words.COLUMNS, rows):
+            for line in grid(COLUMNS, rows):
                 say(line)
         run.record("memory_fit", ranks=[own.to_dict() for own in owns_P])
 
@@ -171,3 +173,47 @@ def _looked(run: Any, look: Callable[[], Reckoned]) -> Reckoned:
     if run.recovery.guard is None:
         return None
     return cast(Reckoned, run.recovery.attempt(look)[0])
+
+
+COLUMNS = ("block", "saves", "costs", "recomputed")
+"""Headings of `table`."""
+
+MOST_NAMED = 6
+
+
+def note(rank: int, own: Own, micro: bool, remat: bool) -> str:
+    """Return what a rank does and why, in one sentence."""
+    fit, free = own.fit, own.free
+    if not own.samples:
+        return f"rank {rank} has no samples"
+    room = "unknown room" if free is None else f"{shown(free)} that it may take"
+    words = []
+    if micro:
+        words.append(f"{count(fit.parts, 'micro-batch', 'micro-batches')} of {fit.micro_batch}")
+    if remat:
+        names = fit.choice.names
+        some = ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
+        words.append(f"recomputes {len(names)} of {len(own.costs)} blocks ({some}) for {1e3 * fit.choice.seconds:.3g} "
+                     "ms a micro-batch" if names else "recomputes nothing")
+    then = f"{shown(fit.choice.peak)} in place of {shown(fit.need)}" if fit.choice.names else shown(fit.need)
+    fits = "" if fit.choice.fits else ", which does not fit: nothing that is left to choose would"
+    tried = (f"; in a trial of {count(own.tried, 'sample')} that saved {shown(max(0, own.measured))}, predicted "
+             f"{shown(own.predicted)}") if own.tried else ""
+    return f"rank {rank}: {', '.join(words)}; needs {then} of {room}{fits}{tried}"
+
+
+def table(own: Own) -> list[list[str]]:
+    """Return rows under `COLUMNS`: bytes and milliseconds of each block for this rank's micro-batch."""
+    rows = [[cost.name, shown(max(0, cost.saved_bytes)), f"{1e3 * cost.forward_s:.3g} ms",
+             "yes" if cost.name in own.fit.choice.names else "no"] for cost in own.costs]
+    chosen = [cost for cost in own.costs if cost.name in own.fit.choice.names]
+    if chosen:
+        rows.append(["together", shown(own.fit.need - own.fit.choice.peak), f"{1e3 * own.fit.choice.seconds:.3g} ms",
+                     f"{len(chosen)} of {len(own.costs)}"])
+    return rows
+
+
+def alike(owns_P: Sequence[Own]) -> bool:
+    """Return whether all ranks have settled on the same."""
+    found = [(own.samples, own.fit.micro_batch, own.fit.choice.names) for own in owns_P]
+    return all(one == found[0] for one in found)

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from hvdtrain.cluster.liveness import causes
-from hvdtrain.config.time_limit import reserve_s
+from hvdtrain.config.texts import reserve_s
 from hvdtrain.core.terminal import say
 from hvdtrain.engine.callbacks.base import Callback
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from hvdtrain import backends
 from hvdtrain.config.sections import Trace as Settings
-from hvdtrain.config.trace_window import window_of
+from hvdtrain.config.texts import window_of
 from hvdtrain.core.errors import UserError, count
-from hvdtrain.core.timeline.taken import Span, Taken, longest
+from hvdtrain.core.timeline.profiler import Span, Taken, longest
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.reports.trace import chrome, gather, summary
 from hvdtrain.reports.trace.align import Alignment, Measured

@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdtrain.core.protocols import Array, Ops
 from hvdtrain.engine.guards.fingerprint import Fingerprints
-from hvdtrain.parallel.recovery import recut
+from hvdtrain.parallel.recovery import recovery
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols import Control
@@ -51,7 +51,7 @@ def case_of(micros: list[Any], random: Callable[[], dict[str, np.ndarray]], limi
     ``limit``: most of its samples, 0 for all. None too for arrays that are no numbers.
     """
     for micro in micros:
-        arrays = [np.asarray(x) for x in recut.parts(micro, limit)[0]]
+        arrays = [np.asarray(x) for x in recovery.parts(micro, limit)[0]]
         if len(arrays[0]) and all(x.dtype.kind in "biufc" for x in arrays):
             return Case([_aligned(x) for x in arrays], random())
     return None

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster import mpi_library
 from hvdtrain.cluster.devices import cpu_facts
 from hvdtrain.cluster.liveness import causes
+from hvdtrain.cluster.machine import software
 from hvdtrain.cluster.machine.nvml import Gpus
 from hvdtrain.config import Config
 from hvdtrain.core.launcher import launch_facts
@@ -75,7 +75,7 @@ def environment(run: Any, facts_P: list[dict[str, Any]]) -> dict[str, Any]:
              for host in run.topology.hosts]
     step, attempt = run.state.cursor.step, os.environ.get(causes.ATTEMPT, "")
     facts = launch_facts(os.environ)
-    return {"versions": versions(), "python": platform.python_version(), "mpi": mpi_library.running(),
+    return {"versions": versions(), "python": platform.python_version(), "mpi": software.running(),
             "launcher": facts.launcher or facts.kind, "hosts": hosts,
             "devices": [f"{device.name} ({device.arch})" if device.kind == "cpu" else
                         f"{device.name} ({device.kind} {device.arch}, {device.memory_bytes / 2**30:.0f} GiB)"

@@ -9,6 +9,7 @@ from typing import Any
 
 from hvdtrain import backends
 from hvdtrain.cluster.machine import imported, process
+from hvdtrain.cluster.machine.memory import peak_resident_bytes
 from hvdtrain.cluster.machine.nvml import Gpus
 from hvdtrain.core.units import KINDS
 from hvdtrain.engine.memory.survey import remembered_bytes
@@ -55,3 +56,11 @@ def memory(run: Any, backend: Any, gpus: list[dict[str, Any]]) -> dict[str, int 
     known = sum(found[kind] or 0 for kind in ("parameters", "gradients", "state", "buckets"))
     found["workspace"] = max(0, held - known) if held > 0 else None
     return found
+
+
+def peak_bytes(run: Any) -> int:
+    """Return the most bytes so far: of a device what its allocator tells, of a host what is above the imports; or 0."""
+    if run.devices[run.control.rank].kind != "cpu":
+        return int(backends.load(run.spec.framework).peak_so_far())
+    peak = peak_resident_bytes()
+    return max(0, peak - imported.bytes_()) if peak and imported.bytes_() else 0

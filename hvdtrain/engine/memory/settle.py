@@ -8,17 +8,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.cluster.machine import imported
+from hvdtrain.config.texts import WORDS, wanted
+from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import BlockCost
 from hvdtrain.engine.memory import survey
 from hvdtrain.engine.memory.survey import Scene
 from hvdtrain.planning.batch.line import Line, fit
-from hvdtrain.planning.memory import knapsack, recompute
+from hvdtrain.planning.memory import knapsack, options
 from hvdtrain.planning.memory.facts import Way
 from hvdtrain.planning.memory.fit import Fit, Room, choose, in_parts
 from hvdtrain.planning.memory.forecast import forecast
+
+if TYPE_CHECKING:
+    from hvdtrain.engine.run import Run
 
 MOST_OFF = 0.1
 """Part by which the bytes that recomputing saves may be less than reckoned before blocks are chosen anew."""
@@ -108,7 +113,7 @@ class Settling:
         return choose(room, n, self._least_parts, most)
 
     def _costs(self, micro_batch: int) -> list[BlockCost]:
-        return recompute.costs(self._facts, micro_batch)
+        return options.costs(self._facts, micro_batch)
 
     def _tried(self, fit: Fit) -> Own:
         """Choose the fit's blocks, and see in a small trial what they save."""
@@ -176,3 +181,31 @@ def _seconds(scene: Scene, n: int) -> float:
         scene.parts.stage.trial(batch)
         found.append(time.perf_counter() - begin)
     return min(found[1:])
+
+
+def settle(run: Run, backend: Any) -> None:
+    """Have the model of this rank recompute the blocks that the configuration asks for. Not collective.
+
+    Errors: `UserError` for names that the model does not have, and for a block that cannot be recomputed exactly.
+    """
+    text, remat = run.config.remat, run.parts.remat
+    of_keras = any(cls.__module__.startswith("keras.") for cls in type(run.spec.model).__mro__)
+    if of_keras and run.spec.framework == "torch":
+        _refuse_keras(text)
+    names = wanted(text, [] if remat is None else remat.names)
+    if remat is None or not names:
+        return
+    for name in names:
+        why = remat.refusal(name)
+        if why:
+            raise UserError(f"remat: block {name} cannot be recomputed exactly: {why}", "blocks without that",
+                            "leave it out of remat, or set remat: auto, which does")
+    remat.choose(names)
+
+
+def _refuse_keras(text: str | list[str]) -> None:
+    """Raise `UserError` for blocks of a Keras model that PyTorch computes: its seed generators are Keras' own."""
+    if text not in WORDS:
+        raise UserError(f"remat is {text!r} with a Keras model on PyTorch",
+                        "a model of PyTorch's own, or Keras on TensorFlow",
+                        "set remat: off, or KERAS_BACKEND=tensorflow")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from hvdtrain.checkpoint.adapters import Cut, Divided, Held, Own, Replicated, WithCallbacks, part
+from hvdtrain.checkpoint.adapters import Cut, Divided, Held, Own, Replicated, WithCallbacks, part, state_key_of
 from hvdtrain.checkpoint.holders import Holders, holders_of
 from hvdtrain.checkpoint.values import encode
 from hvdtrain.config import run_length
@@ -78,9 +78,9 @@ def meta_of(run: Run, rest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def callback_states(run: Run) -> list[list[Any]]:
-    """Return (name of the class, state as JSON) of each callback. `CheckpointError` for a state of another type."""
+    """Return (`state_key`, state as JSON) of each callback. `CheckpointError` for a state of another type."""
     return [[name, encode(c.state_dict(), f"callback {name}: state_dict()")]
-            for c in run.callbacks for name in [type(c).__name__]]
+            for c in run.callbacks for name in [state_key_of(c)]]
 
 
 def schedule_of(run: Run, at: Cursor) -> dict[str, Any]:

@@ -20,8 +20,7 @@ from hvdtrain.checkpoint import files, stream, together
 from hvdtrain.checkpoint.copies import Copies, NoRoom, view
 from hvdtrain.checkpoint.passage import give, hear, take, tell
 from hvdtrain.checkpoint.run_directory import CONFIG, keep_config
-from hvdtrain.checkpoint.savers.background import BackgroundSaver
-from hvdtrain.checkpoint.savers.inline import InlineSaver
+from hvdtrain.checkpoint.savers import BackgroundSaver, InlineSaver
 from hvdtrain.checkpoint.store import CheckpointStore
 from hvdtrain.checkpoint.stream import Stream, head, held, in_order, n_bytes
 from hvdtrain.checkpoint.together import Note

@@ -20,8 +20,7 @@ from hvdtrain.parallel.parts import Parts
 from hvdtrain.parallel.pipeline.accumulate import Accumulate
 from hvdtrain.parallel.pipeline.origin import Looking, Places
 from hvdtrain.parallel.pipeline.post import BACK, FORTH, MEASURED, Label, Post
-from hvdtrain.parallel.recovery.recovery import Recovery
-from hvdtrain.parallel.recovery.recut import largest
+from hvdtrain.parallel.recovery.recovery import Recovery, largest
 from hvdtrain.parallel.recovery.schedule import Recovering
 from hvdtrain.planning.pipeline.orders import BACKWARD, FORWARD, Action, Order, order_of
 

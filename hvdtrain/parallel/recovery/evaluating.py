@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.core.protocols import Batch, Evaluator
 from hvdtrain.core.protocols.shortage import Shortage, first_line
-from hvdtrain.parallel.recovery.recovery import Recovery, stopped
-from hvdtrain.parallel.recovery.recut import parts
+from hvdtrain.parallel.recovery.recovery import Recovery, parts, stopped
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols.types import StepBatch

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.protocols import Batch
 from hvdtrain.core.protocols.shortage import Ceiling, Shortage, first_line
+from hvdtrain.core.protocols.types import StepBatch
 from hvdtrain.parallel.recovery.attempt import T, attempt
 from hvdtrain.parallel.recovery.guard import Guard
-from hvdtrain.parallel.recovery.recut import largest, recut
-
-if TYPE_CHECKING:
-    from hvdtrain.core.protocols.types import StepBatch
+from hvdtrain.planning.batch.sampler import micro_batches
 
 LESS = ("give it less to hold: a smaller micro_batch, remat: auto, data_parallel: zero or model_parallel; see "
         "python -m hvdtrain plan --memory")
@@ -95,3 +94,28 @@ def stopped(size: int, phase: str, why: str, because: str) -> UserError:
     """Return the error of a rank that runs out where the run is to end with that."""
     return UserError(f"out of memory in {phase} with micro-batches of {size} ({why})",
                      f"room for them, since {because}", LESS).of_kind("oom")
+
+
+def largest(batch: StepBatch) -> int:
+    """Return the samples of its largest micro-batch; 0 without any."""
+    return max((len(micro[0]) for micro in batch.micros), default=0)
+
+
+def parts(micro: Batch, limit: int) -> list[Batch]:
+    """Return ``micro``, arrays (b, ...), in nearly equal parts of at most ``limit`` samples (0: any), in its order.
+
+    The parts are views: memory is what lacks.
+    """
+    if not limit or len(micro[0]) <= limit:
+        return [micro]
+    return [tuple(array[a:b] for array in micro) for a, b in micro_batches(len(micro[0]), 1, limit)]
+
+
+def recut(batch: StepBatch, limit: int) -> StepBatch:
+    """Return ``batch`` in micro-batches of at most ``limit`` samples (0: any), itself where it has no larger one.
+
+    The same samples in the same order, so that their sum is the same gradient up to rounding.
+    """
+    if not limit or largest(batch) <= limit:
+        return batch
+    return replace(batch, micros=[part for micro in batch.micros for part in parts(micro, limit)])

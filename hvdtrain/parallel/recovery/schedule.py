@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import Done, GradientSink, Schedule, Stage
 from hvdtrain.core.protocols.shortage import Lost, first_line
-from hvdtrain.parallel.recovery.recovery import Recovery, no_repeat, stopped
-from hvdtrain.parallel.recovery.recut import largest
+from hvdtrain.parallel.recovery.recovery import Recovery, largest, no_repeat, stopped
 
 if TYPE_CHECKING:
     from hvdtrain.core.protocols.types import StepBatch

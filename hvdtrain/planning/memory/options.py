@@ -5,15 +5,18 @@ Owns which ways there are, when one may be offered, and their order.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hvdtrain.core.protocols import BlockCost
 from hvdtrain.core.protocols.types import Bucket
 from hvdtrain.core.units import Footprint, shown
-from hvdtrain.planning.memory import recompute
+from hvdtrain.planning.memory import knapsack
 from hvdtrain.planning.memory.facts import Facts
-from hvdtrain.planning.memory.forecast import forecast
+from hvdtrain.planning.memory.forecast import MARGIN, forecast
+from hvdtrain.planning.memory.knapsack import Choice
 
 LEAST_PART = 0.01
 """Part of what a rank holds that an option has to save to be worth a line."""
@@ -81,15 +84,15 @@ def _remat(facts: Facts, config: Any) -> Iterator[Change]:
     blocks = facts.measured.blocks
     if config.remat != "off" or not any(cost.saved_bytes > 0 for cost in blocks):
         return
-    choice = recompute.choice(facts, facts.rank.free_bytes)
-    yield Change("remat auto", "--remat auto", f"computes {len(choice.names)} of {len(blocks)} blocks once more: "
-                 f"{1e3 * choice.seconds:.3g} ms a micro-batch", lambda f: recompute.spared(
-                     f, recompute.choice(f, f.rank.free_bytes)))
-    if not choice.names:
-        most = recompute.choice(facts, 0)
+    chosen = choice(facts, facts.rank.free_bytes)
+    yield Change("remat auto", "--remat auto", f"computes {len(chosen.names)} of {len(blocks)} blocks once more: "
+                 f"{1e3 * chosen.seconds:.3g} ms a micro-batch", lambda f: spared(
+                     f, choice(f, f.rank.free_bytes)))
+    if not chosen.names:
+        most = choice(facts, 0)
         yield Change("remat", f"--remat {','.join(most.names)}" if len(most.names) < len(blocks) else "--remat every:1",
                      f"computes {len(most.names)} of {len(blocks)} blocks once more: {1e3 * most.seconds:.3g} ms a "
-                     "micro-batch", lambda f: recompute.spared(f, recompute.choice(f, 0)))
+                     "micro-batch", lambda f: spared(f, choice(f, 0)))
 
 
 def _zero(facts: Facts, config: Any, buckets: Sequence[Bucket], parts_P: Sequence[float]) -> Iterator[Change]:
@@ -151,3 +154,21 @@ def ranked(found: Sequence[Option], now_P: Sequence[Footprint], free_P: Sequence
     least = LEAST_PART * max(need.total for need in now_P)
     useful = [option for option in found if option.saved(now_P) > least]
     return sorted(useful, key=lambda o: (not o.fits(free_P), -o.saved(now_P)))
+
+
+def costs(facts: Facts, micro_batch: int) -> list[BlockCost]:
+    """Return what recomputing each block saves and costs with so many samples; fragmentation is saved along."""
+    measured = facts.measured
+    return knapsack.scaled(measured.blocks, micro_batch / measured.block_samples, MARGIN[facts.model.framework])
+
+
+def choice(facts: Facts, free: int | None) -> Choice:
+    """Return the cheapest blocks that bring what this rank holds down to ``free`` bytes; None: there is room."""
+    return knapsack.cheapest(costs(facts, facts.rank.micro_batch), forecast(facts).total,
+                             sys.maxsize if free is None else free)
+
+
+def spared(facts: Facts, chosen: Choice) -> Facts:
+    """Return the facts of a rank that recomputes what was chosen of it by `choice`."""
+    less = (forecast(facts).total - chosen.peak) / (1 + MARGIN[facts.model.framework])
+    return replace(facts, measured=replace(facts.measured, spared=int(less)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +19,6 @@ from typing import Any, TypeVar, cast
 from hvdtrain.cluster.liveness import causes, pulse
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.terminal import say
-from hvdtrain.reports.progress import words
 from hvdtrain.reports.progress.layout import clock
 from hvdtrain.reports.progress.line import Line
 from hvdtrain.reports.progress.terminal import line_terminal
@@ -133,17 +133,17 @@ class Watch:
         """Keep the phases up to the end of the first step."""
         assert self._early is not None
         self._early.append((phase, now))
-        if before not in words.STEP or phase in words.STEP:
+        if before not in STEP or phase in STEP:
             return
         seconds = {"Python and the script": self.before_s} if self.before_s else {}
         for (name, begin), (_, end) in zip(self._early, self._early[1:]):
-            what = words.of(name, -1, True)
+            what = of(name, -1, True)
             seconds[what] = seconds.get(what, 0.0) + end - begin
         self._first, self._early = list(seconds.items()), None
 
     def _ended(self, now: float) -> None:
         """Say what a phase that was spoken of has taken; of the way to the first step `first_step` tells."""
-        if words.of(self._at[0], self._at[1], self._pace.steps <= 1) == self._said:
+        if of(self._at[0], self._at[1], self._pace.steps <= 1) == self._said:
             return
         with self._lock:
             if self._early is None and not self._end.is_set():
@@ -161,13 +161,13 @@ class Watch:
     def look(self) -> None:
         """Say what is to be said now."""
         (phase, step, since), now = self._at, self._clock()
-        stepping = phase in words.STEP or phase == words.INPUT and step >= 0
+        stepping = phase in STEP or phase == INPUT and step >= 0
         self._pace.look(step, now, stepping)
         limit_s = SILENT_S
         if stepping and self._pace.steps > 1:
             limit_s = max(SILENT_S, STEPS * self._pace.longest_s)
         silent = now - max(self._shown, self._pace.moved) > limit_s
-        doing, wait = words.of(phase, step, self._pace.steps <= 1), pulse.own_wait()
+        doing, wait = of(phase, step, self._pace.steps <= 1), pulse.own_wait()
         what = f"{doing}, waiting for other ranks" if wait else doing
         if self.line is not None:
             goes_on = bool(self.line.doing) and now - since > 1
@@ -207,3 +207,55 @@ class _Pace:
             self._step, self._since = step, now
         elif not stepping:
             self._since = now
+
+
+STEP = ("backward and exchange", "vote", "update")
+INPUT = "data"
+
+_PHASES = {
+    "start": "starting",
+    "claiming devices": "starting",
+    "MPI": "starting MPI",
+    "Horovod": "starting Horovod",
+    "model": "loading the framework and making the model",
+    "data": "reading the data",
+    "split": "cutting the model over devices",
+    "transforms": "preparing the model",
+    "first sample": "trying a first sample",
+    "exchange": "preparing the exchange of gradients",
+    "remat": "choosing blocks to recompute",
+    "resume": "looking for a checkpoint",
+    "restore": "restoring a checkpoint",
+    "probe": "measuring each rank's speed",
+    "memory": "measuring memory",
+    "evaluation": "evaluating",
+    "saving": "saving a checkpoint",
+    "export": "writing the final model",
+    "the completion record": "writing the final record",
+    "out": "making the run's directory",
+}
+_EVENTS = re.compile(r"([a-z_]+) of (\w+)")
+_CALLBACKS = {
+    "Balance": "measuring each rank's speed",
+    "AutoCompile": "timing ways to compile the model",
+    "AutoCompression": "measuring compressors",
+    "MemoryFit": "fitting the micro-batch into memory",
+    "Memory": "measuring memory",
+    "Checkpoint": "saving a checkpoint",
+    "Divergence": "comparing the ranks' weights",
+    "Audit": "computing a micro-batch on another rank",
+    "Ledger": "counting samples",
+}
+
+
+def of(phase: str, step: int, first: bool) -> str:
+    """Return what a rank does in ``phase``, during or after ``step`` (-1: none yet); ``first``: of those it makes."""
+    if phase in STEP:
+        return "first step" if first else f"step {step + 1}"
+    if phase == INPUT and step >= 0:
+        return "waiting for the first batch" if first else "waiting for the next batch"
+    found = _EVENTS.fullmatch(phase)
+    if found is None:
+        return _PHASES.get(phase, phase)
+    event, callback = found.groups()
+    return _CALLBACKS.get(callback, f"{event.replace('_', ' ')} of {callback}")

@@ -13,7 +13,7 @@ import numpy as np
 
 from hvdtrain.cluster.clocks import bounds, measure
 from hvdtrain.core.protocols import Control
-from hvdtrain.core.timeline.taken import Span
+from hvdtrain.core.timeline.profiler import Span
 from hvdtrain.reports.trace.align import Measured
 
 

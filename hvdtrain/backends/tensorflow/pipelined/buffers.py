@@ -15,7 +15,7 @@ from hvdtrain.backends.tensorflow.optim import Optimization
 from hvdtrain.backends.tensorflow.pipelined.part import Part
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core.protocols import Writable
-from hvdtrain.parallel.replicas import Replicas
+from hvdtrain.parallel.parts import Replicas
 
 
 class PartBuffers(Buffers):

@@ -37,11 +37,10 @@ from hvdtrain.config import Config
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Layout, Mesh
 from hvdtrain.core.protocols import Batch, Collectives, Control, ModelSpec
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import Parts, replicas_of
 from hvdtrain.parallel.pipeline.plan import agree
 from hvdtrain.parallel.precision.policy import Precision
 from hvdtrain.parallel.precision.scaler import LossScale
-from hvdtrain.parallel.replicas import replicas_of
 from hvdtrain.planning.pipeline.measured import Measured
 
 Sample = Callable[[int], Batch]

@@ -10,7 +10,7 @@ from hvdtrain.backends.torch.buffers import Buffers
 from hvdtrain.backends.torch.ops import Ops
 from hvdtrain.comm.reducer.transport import Transport
 from hvdtrain.core.protocols import Writable
-from hvdtrain.parallel.replicas import Replicas
+from hvdtrain.parallel.parts import Replicas
 
 Named = Sequence[tuple[str, torch.nn.Module]]
 

@@ -39,11 +39,10 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.mesh import Layout, Mesh
 from hvdtrain.core.protocols import Batch, Collectives, Control
 from hvdtrain.core.terminal import say
-from hvdtrain.parallel.parts import Parts
+from hvdtrain.parallel.parts import Parts, Replicas, replicas_of
 from hvdtrain.parallel.pipeline.plan import Measured, agree, measured_samples
 from hvdtrain.parallel.precision.policy import Precision
 from hvdtrain.parallel.recovery.attempt import attempt_halving
-from hvdtrain.parallel.replicas import Replicas, replicas_of
 from hvdtrain.planning.pipeline.blocks import Block, Needs
 
 Sample = Callable[[int], Batch]

@@ -7,14 +7,13 @@ whether it can be, and what that saves and costs are `hvdtrain.backends.torch.re
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from hvdtrain.backends.torch.placement import synchronize
-from hvdtrain.backends.torch.recompute import refusals
 from hvdtrain.backends.torch.recompute.costs import OUTSIDE, Seconds, Storages, found
 from hvdtrain.backends.torch.recompute.frame import Block, Check, Clock, Frame
 from hvdtrain.backends.torch.recompute.random import Generators
@@ -128,10 +127,10 @@ class Remat:
         The first call tries all blocks with a few samples; nothing of that remains.
         """
         if self._refusals is None:
-            self._refusals = refusals.told(self._model, self._named)
+            self._refusals = told(self._model, self._named)
             left = [n for n in self._named if n not in self._refusals]
             if self._samples is not None and left:
-                batch = self._samples(refusals.TRIED)
+                batch = self._samples(TRIED)
                 self._refusals |= Trial(self._model, left, lambda: self._computing(batch), self._recomputing,
                                         self._stage.generators.state).refusals()
         return self._refusals.get(name, "")
@@ -194,3 +193,42 @@ class Remat:
     def caveats(self) -> list[str]:
         """Return nothing: it is exact."""
         return []
+
+
+TRIED = 2
+"""Samples that blocks are tried with: BatchNorm needs two."""
+
+
+def told(model: torch.nn.Module, named: Mapping[str, Any]) -> dict[str, str]:
+    """Return why, by name, for those blocks of ``model``."""
+    if _compiled(model):
+        return dict.fromkeys(named, "the model was given to torch.compile, which computes blocks its own way "
+                                    "(hvdtrain compiles with compile: auto)")
+    return {name: why for name, block in named.items() if (why := _why(block))}
+
+
+def _why(block: Any) -> str:
+    if not isinstance(block, torch.nn.Module):
+        return f"it is a {type(block).__name__} and no module"
+    if _compiled(block):
+        return "it was given to torch.compile (hvdtrain compiles with compile: auto)"
+    for name, module in block.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"{name or 'it'} is compiled by torch.jit"
+        if name and (hook := _hook(module)):
+            return f"module {name} in it has a forward hook {hook}, which would be called once more"
+    return ""
+
+
+def _compiled(module: Any) -> bool:
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _hook(module: torch.nn.Module) -> str:
+    """The name of a user's hook; "" without one. Old spectral and weight norms are hooks, and channels_last is."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    for hook in hooks:
+        home = getattr(hook, "__module__", None) or type(hook).__module__
+        if home.partition(".")[0] not in ("torch", "hvdtrain"):
+            return str(getattr(hook, "__qualname__", type(hook).__name__))
+    return ""

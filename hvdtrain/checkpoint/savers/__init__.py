@@ -1,1 +1,0 @@
-"""Ways to write a checkpoint, a file for each."""

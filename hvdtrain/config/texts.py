@@ -1,0 +1,99 @@
+"""Keys that are texts: a wall limit and the reserve before it, the steps of a trace, the blocks to recompute. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hvdtrain.core.errors import UserError, nearest
+
+_CLOCK = re.compile(r"(?:(\d{1,4})-)?(\d{1,5}):([0-5]?\d):([0-5]?\d)", re.ASCII)
+_SECONDS = re.compile(r"\d{1,9}(?:\.\d{1,6})?", re.ASCII)
+
+LEAST_RESERVE_S, MOST_RESERVE_S = 5.0, 120.0
+"""Bounds of what is kept free for the last save as long as none has been measured."""
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds in a limit such as "3600", "04:00:00" or Slurm's "1-12:00:00"; 0 for "", no limit."""
+    text = text.strip()
+    if not text:
+        return 0.0
+    if _SECONDS.fullmatch(text):
+        return float(text)
+    found = _CLOCK.fullmatch(text)
+    if found is None:
+        raise UserError(f"time_limit is {text!r}", "seconds, or hours, minutes and seconds as in 04:00:00",
+                        "correct time_limit")
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def reserve_s(limit_s: float, longest_save_s: float, longest_step_s: float) -> float:
+    """Return how long before the end the last save must begin: thrice the longest so far, two steps, and a bit.
+
+    Before any was measured, a twentieth of the limit, from `LEAST_RESERVE_S` to `MOST_RESERVE_S`, at most half of it.
+    """
+    save_s = 3.0 * longest_save_s + 2.0 if longest_save_s else \
+        min(MOST_RESERVE_S, max(LEAST_RESERVE_S, limit_s / 20.0))
+    return min(save_s + 2.0 * longest_step_s, limit_s / 2.0)
+
+
+class Window(NamedTuple):
+    """From the end of step ``first`` (0: from the start) to the end of step ``last``: ``last - first`` steps."""
+
+    first: int
+    last: int
+
+
+def window_of(text: str) -> Window | None:
+    """Return the window that ``20:30`` spells: when 20 steps have ended until 30 have. None for "".
+
+    Errors: `UserError` for anything else, also for a window without a step.
+    """
+    if not text:
+        return None
+    match = re.fullmatch(r"(\d{1,15}):(\d{1,15})", text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise UserError(f"trace.steps is {text!r}", "FIRST:LAST, two numbers of steps, the first below the last",
+                        "for example trace.steps: 20:30, for the ten steps after the first twenty")
+    return Window(int(match[1]), int(match[2]))
+
+
+WORDS = ("off", "auto")
+
+
+def wanted(text: str | Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return which of the blocks ``names`` the key asks for, in their order; none for off and for auto.
+
+    ``text``: off, auto, every:K (the K-th, 2K-th, ... block; with K = 1 all), names with commas between, or a list of
+    names. Errors: `UserError` for blocks that the model does not have, or no blocks at all.
+    """
+    if text in WORDS:
+        return []
+    given = [part.strip() for part in text.split(",")] if isinstance(text, str) else list(text)
+    every = re.fullmatch(r"every:(\d+)", given[0]) if len(given) == 1 else None
+    if not names:
+        raise UserError(f"remat is {text!r} and the model has no named blocks",
+                        "a Sequential model, or blocks(model) -> [(name, block)] in the model file",
+                        "define blocks, or set remat: off")
+    if every:
+        step = int(every[1])
+        if step < 1:
+            raise UserError(f"remat is {text!r}", "every:K with K of 1 or more", "set remat: every:1 for all blocks")
+        return list(names[step - 1::step])
+    for name in given:
+        if name not in names:
+            shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+            raise UserError(f"remat names {name!r}, which is none of the model's blocks ({shown})",
+                            f"{nearest(name, [*names, *WORDS, 'every:2'])}", "correct remat")
+    return [name for name in names if name in given]
+
+
+def check_text(text: str | Sequence[str]) -> None:
+    """Raise `UserError` for what no model's blocks can be meant by."""
+    empty = not text or not isinstance(text, str) and not all(text)
+    if empty or isinstance(text, str) and (text.startswith("every") and not re.fullmatch(r"every:[1-9]\d*", text)):
+        raise UserError(f"remat is {text!r}", "off, auto, every:K with K of 1 or more, or names of blocks",
+                        "for example remat: every:2")

@@ -18,7 +18,7 @@ from hvdtrain.core.errors import UserError, count
 from hvdtrain.data import sources
 from hvdtrain.data.sources import ArraySource, Source
 from hvdtrain.data.workers.pool import Pool, Pooled
-from hvdtrain.data.workers.worker import pack
+from hvdtrain.data.workers.worker import generators_kept, pack
 
 CHEAP_S = 50e-6
 """A sample that takes less is read in the rank: handing it over takes about as long."""
@@ -30,21 +30,22 @@ TIMED = 32
 """Samples that are read together to see what one takes."""
 
 SLOW_S = 0.002
-"""A first sample that takes longer is followed by one more only."""
+"""A first sample that takes longer is followed by one more only, unless that one is cheap."""
 
 
 def with_workers(config: Config, seed: int, found: Sequence[Any], cores: int,
                  least_s: float = 0.0) -> tuple[list[Any], str]:
     """Return the data ``found`` (training, evaluation; None stays), read by workers where that helps, and a remark.
 
-    ``cores``: those that this rank has for itself. ``least_s``: what all samples of a source must take together for
-    auto to choose workers. Errors: `UserError` where ``data.workers`` is a number and a source cannot be handed to
-    another process, or no process can be started.
+    ``cores``: those that this rank has for itself. ``least_s``: what all samples of a source that draws no random
+    numbers must take together for auto to choose workers. Errors: `UserError` where ``data.workers`` is a number and a
+    source cannot be handed to another process, or no process can be started.
     """
     asked = config.data.workers
     data = list(found)
-    costs = {i: cost_s(each) if asked == "auto" else 0.0 for i, each in enumerate(data) if asked and fits(each)}
-    chosen = [i for i, each_s in costs.items() if asked != "auto" or each_s >= CHEAP_S
+    costs = {i: cost(each) if asked == "auto" else (0.0, False) for i, each in enumerate(data) if asked and fits(each)}
+    # Workers seed each sample and a rank does not: a measured time must not decide what a source draws.
+    chosen = [i for i, (each_s, draws) in costs.items() if asked != "auto" or draws or each_s >= CHEAP_S
               and each_s * len(data[i]) >= least_s]
     if not chosen:
         return data, ""
@@ -60,8 +61,9 @@ def with_workers(config: Config, seed: int, found: Sequence[Any], cores: int,
         return data, f"data.workers: 0, the data is read in the rank itself: {said}"
     for number, i in enumerate(chosen):
         data[i] = Pooled(data[i], pool, number)
-    slowest_s = max(costs[i] for i in chosen)
+    slowest_s = max(costs[i][0] for i in chosen)
     took = "" if slowest_s in (0.0, float("inf")) else f", a sample of which takes about {slowest_s * 1e3:.2g} ms"
+    took = ", which draws random numbers" if any(costs[i][1] for i in chosen) else took
     return data, f"data.workers: {count(n, 'process', 'processes')} read the data of rank 0{took}"
 
 
@@ -88,17 +90,23 @@ def spare(cores: int) -> int:
     return min(MOST, max(1, cores - 1))
 
 
-def cost_s(source: Any) -> float:
-    """Seconds that a sample takes to read here; 0 where none can be read, which is told when it is asked for."""
+def cost(source: Any) -> tuple[float, bool]:
+    """Return the seconds that a sample takes to read here, and whether reading draws from the global generators.
+
+    Puts the generators back: time decides how many samples are read here. Returns 0 seconds for a source that raises,
+    as it will again when the sample is asked for.
+    """
     numbers_n = np.unique(np.linspace(0, len(source) - 1, TIMED).astype(np.int64)) if len(source) else np.arange(0)
-    try:
-        first_s = _timed(source, numbers_n[:1])  # opens files, and imports what it needs
-        rest_n = numbers_n[-1:] if first_s > SLOW_S else numbers_n
-        return _timed(source, rest_n) / len(rest_n)
-    except sources.Unreadable:
-        return float("inf")
-    except Exception:  # noqa: BLE001  (raised again where the sample is asked for)
-        return 0.0
+    with generators_kept() as drew:
+        try:
+            first_s = _timed(source, numbers_n[:1])  # opens files, and imports what it needs
+            if first_s > SLOW_S and (last_s := _timed(source, numbers_n[-1:])) >= CHEAP_S:
+                return last_s, drew()
+            return _timed(source, numbers_n) / len(numbers_n), drew()
+        except sources.Unreadable:
+            return float("inf"), drew()
+        except Exception:  # noqa: BLE001
+            return 0.0, False
 
 
 def _timed(source: Any, numbers_n: np.ndarray) -> float:

@@ -10,6 +10,7 @@ ranks and workers are. The project's own sources draw from no such generator.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
@@ -18,7 +19,7 @@ import random
 import struct
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -101,17 +102,34 @@ def fetch(source: Any, indices_n: np.ndarray, epoch: int, seed: int) -> Arrays:
 
 def fetch_seeded(source: Any, indices_n: np.ndarray, seed: int, epoch: int) -> Arrays:
     """Fetch samples of ``epoch`` as a worker does, and put this process's generators back."""
-    put_back, torch = rng.mark(), sys.modules.get("torch")
+    with generators_kept():
+        return fetch(source, indices_n, epoch, seed)
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[Callable[[], bool]]:
+    """Put back, after the body, the generators that user code draws from.
+
+    Yields a function that returns whether the body has drawn from one of them (from a GPU's: not noticed).
+    """
+    torch = sys.modules.get("torch")
+    put_back, before = rng.mark(), _generators(torch)
     state = None if torch is None else torch.get_rng_state()
     gpus = torch.cuda.get_rng_state_all() if torch is not None and torch.cuda.is_initialized() else []
     try:
-        return fetch(source, indices_n, epoch, seed)
+        yield lambda: _generators(torch) != before
     finally:
         put_back()
         if torch is not None:
             torch.set_rng_state(state)
             if gpus:
                 torch.cuda.set_rng_state_all(gpus)
+
+
+def _generators(torch: Any) -> list[bytes]:
+    """Return the states of Python's, numpy's and, where ``torch`` is that module, PyTorch's generator of the CPU."""
+    states = [*rng.capture().values(), *([] if torch is None else [torch.get_rng_state().numpy()])]
+    return [state.tobytes() for state in states]
 
 
 def refuse_unlike(some: Sequence[Any], others: Sequence[Any]) -> None:

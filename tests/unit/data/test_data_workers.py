@@ -253,17 +253,52 @@ def test_workers_take_no_signal_of_a_job(one):
     assert data.fetch(np.array([1, 2]))[1].tolist() == [1, 2]
 
 
+class Some(Slow):
+    """Draws random numbers for the samples of ``drawing`` only; takes no time."""
+
+    drawing: frozenset[int] = frozenset()
+
+    def fetch(self, indices_n):
+        drawn = [np.random.random() if i in self.drawing else 0.0 for i in indices_n.tolist()]
+        return np.asarray(indices_n), np.array(drawn)
+
+
 def test_auto_takes_workers_for_samples_that_take_long(monkeypatch):
     # A busy machine takes its time over cheap ones too.
     monkeypatch.setattr(choose, "_timed", lambda source, indices_n: source.sleep_s * len(source.fetch(indices_n)[0]))
     data, words = pooled(Slow(sleep_s=0.003), "auto")
     try:
-        assert "data.workers: 2 processes read the data of rank 0, a sample of which takes about" in words
+        assert "data.workers: 2 processes read the data of rank 0, which draws random numbers" in words
     finally:
         data.pool.close()
-    for cheap in (ArraySource([np.zeros((4, 2))]), Slow(sleep_s=0)):
+    data, words = pooled(Some(sleep_s=0.003), "auto")
+    try:
+        assert "data.workers: 2 processes read the data of rank 0, a sample of which takes about 3 ms" in words
+    finally:
+        data.pool.close()
+    for cheap in (ArraySource([np.zeros((4, 2))]), Some(sleep_s=0)):
         assert pooled(cheap, "auto") == (cheap, "")
     assert [choose.spare(cores) for cores in (1, 2, 4, 64)] == [1, 1, 3, 8]
+
+
+@pytest.mark.parametrize("times_s", [[0.0], [1.0], [1.0, 0.0]], ids=["quick", "slow", "slow at first"])
+def test_measured_times_do_not_decide_what_a_dataset_draws(times_s, monkeypatch):
+    def timed(source, indices_n):
+        source.fetch(indices_n)
+        return rest.pop(0) if len(rest) > 1 else rest[0]
+
+    monkeypatch.setattr(choose, "_timed", timed)
+    source = Some()
+    source.drawing = frozenset(range(1, 39))  # neither the first sample nor the last
+    np.random.seed(1)
+    rest, want = list(times_s), np.random.get_state()[1:3]
+    data, _ = pooled(source, "auto")
+    try:
+        assert all(map(np.array_equal, np.random.get_state()[1:3], want))
+        drawn = data.fetch_in(np.arange(40), 0)[1]
+        assert np.array_equal(drawn, fetch_seeded(source, np.arange(40), 5, 0)[1]) and drawn.any()
+    finally:
+        data.pool.close()
 
 
 def test_data_that_no_other_process_can_have():

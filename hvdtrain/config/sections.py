@@ -36,8 +36,8 @@ class Data:
                         "which a dataset that draws random numbers needs for bit-equal resume")
     workers: int | Literal["auto"] = key(
         "auto", "processes", "of each rank that read samples for it; 0: the rank reads itself; auto: 0 for arrays and "
-        "for samples that take less than 0.05 ms and draw no random numbers, else a process for each core that the rank "
-        "has to spare")
+        "for samples that take less than 0.05 ms and draw no random numbers, else a process for each core that the "
+        "rank has to spare")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from hvdtrain.config.sections import (
     Checkpoint, Data, DataParallel, EarlyStop, Exchange, Named, Pipeline, Rebalance, Schedule, Trace)
 from hvdtrain.config.texts import seconds_of, window_of
 from hvdtrain.core.errors import UserError, nearest
-from hvdtrain.core.slots import ask, in_slot
+from hvdtrain.core.slots import ask
 
 __all__ = ["Checkpoint", "Config", "Data", "DataParallel", "EarlyStop", "Exchange", "Named", "Pipeline", "Rebalance",
            "Schedule", "Trace"]
@@ -113,8 +113,7 @@ class Config(Keys):
     def _check_names(self) -> None:
         """Raise `UserError` for what is neither built in nor spelt as a callable."""
         ask("hvdtrain.data.augment", "check", self.data.augment)
-        built_in = in_slot("hvdtrain.comm.compressors", "make")
-        known = [*(name for name in built_in if name != "adasum"), "auto"]  # adasum has a key of its own
+        known = [*ask("hvdtrain.comm.compressors", "choices"), "auto"]
         if ":" not in self.compression and self.compression not in known:
             raise UserError(f"compression is {self.compression!r}", f"{nearest(self.compression, known)}, one of "
                             f"{', '.join(known)}, or module:callable", "correct compression")

@@ -20,7 +20,7 @@ from hvdtrain.commands import train
 from hvdtrain.commands.bench import record
 from hvdtrain.commands.bench.options import Parser, one_of, some_of, whole
 from hvdtrain.commands.verify import completed
-from hvdtrain.config import Config
+from hvdtrain.config import Config, schema
 from hvdtrain.core import table
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError, nearest
@@ -145,8 +145,8 @@ def train_options(workload: Workload, framework: str, max_steps: int, compressio
         name, length = workload.schedules[framework]
         recipe += ["--schedule.name", name, f"--schedule.args.{length}", str(steps)]
     recipe += workload.special.get(compression, ())
-    return [*recipe, *rest, "--compression", compression, "--seed", str(seed), "--eval_every", "0",
-            "--checkpoint.every", "off", "--checkpoint.at_end", "false", "--progress", "off"]
+    return [*recipe, *rest, "--compression", compression, "--seed", str(seed),
+            *schema.options(schema.quiet(Config))]
 
 
 def parsed(options: Sequence[str]) -> Config:

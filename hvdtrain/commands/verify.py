@@ -23,6 +23,7 @@ from hvdtrain.cluster.machine.software import find_mpi
 from hvdtrain.commands import train
 from hvdtrain.commands.build_horovod.run import ChildFailed, logged
 from hvdtrain.commands.build_horovod.verify import launch_argv
+from hvdtrain.config import Config, schema
 from hvdtrain.config.pipeline import cut_over_ranks
 from hvdtrain.core import curve, table
 from hvdtrain.core.curve import Tolerance
@@ -168,8 +169,7 @@ def _train(case: Case, temp: Path, args: argparse.Namespace, rest: Sequence[str]
     """One job, with its batch cut into ``parts`` micro-batches if that is not 0; returns its directory."""
     n, shares = case
     out = temp / (f"np{n}" + ("-uneven" if shares else "") + (f"-{parts}-parts" if parts else ""))
-    command = [*rest, "--max_steps", str(args.steps), "--epochs", "1000000", "--eval_every", "0",
-               "--checkpoint.every", "off", "--checkpoint.at_end", "false", "--progress", "off"]
+    command = [*rest, "--max_steps", str(args.steps), "--epochs", "1000000", *schema.options(schema.quiet(Config))]
     command += cut(rest, n)[0]
     if shares:
         command += ["--shares", str(list(shares))]

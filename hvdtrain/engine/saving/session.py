@@ -22,7 +22,7 @@ from hvdtrain.checkpoint.snapshot import inspect
 from hvdtrain.checkpoint.transfer import fetch
 from hvdtrain.checkpoint.values import decode
 from hvdtrain.cluster.control import agreed
-from hvdtrain.config import Config, Schedule, run_length
+from hvdtrain.config import Config, Schedule, run_length, schema
 from hvdtrain.config.pipeline import cut_over_ranks
 from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
@@ -39,18 +39,6 @@ from hvdtrain.parallel.pipeline.words import ranks_of
 
 MOST_NAMES = 8
 """Damaged checkpoints that are named."""
-QUIET = frozenset({"out", "resume", "progress", "log_every", "epochs", "max_steps", "threads", "control_timeout_s",
-                   "heartbeat_timeout_s", "time_limit", "check_every", "audit", "on_oom", "peak_tflops", "trackers",
-                   "trace", "data.prefetch", "data.workers", "model_parallel", "devices_per_rank",
-                   "checkpoint", "collectives", "compile", "deterministic", "max_skipped", "exchange.bucket_mb",
-                   "exchange.fusion_threshold_mb", "exchange.cycle_time_ms", "exchange.autotune",
-                   "exchange.hierarchical", "exchange.auto_margin",
-                   "pipeline", "balance", "rebalance", "emulate_speed", "exchange_device", "callbacks"})
-"""Keys that may change between a run and its resumption without a word: they leave the curve alone."""
-MEASURES = frozenset({"eval_every", "metrics"})
-"""Keys that decide what is measured, and when: the result changes where something steers the run by it."""
-CUTS = frozenset({"shares", "accumulate", "micro_batch", "remat", "split_micro_batches"})
-"""Keys that decide how a batch is cut, which matters only to what depends on the number of ranks too."""
 
 
 def save(run: Run) -> str:
@@ -316,8 +304,11 @@ def _tell_changes(run: Run, before: dict[str, Any]) -> None:
     now, usual, old = (_flat(json_able(keys)) for keys in (run.config.to_dict(), Config().to_dict(), before))
     optimizer = run.parts.optimizer
     steered = run.config.early_stop.metric or any(getattr(callback, "callbacks", ()) for callback in run.callbacks)
-    quiet = QUIET | run.idle | set(optimizer.overruled) | (set() if run.parts.caveats() else CUTS)
-    quiet |= set() if steered else MEASURES
+    quiet = schema.affecting(Config, "nothing") | run.idle | set(optimizer.overruled)
+    # How a batch is cut matters only to what depends on the number of ranks too.
+    quiet |= set() if run.parts.caveats() else schema.affecting(Config, "split")
+    # What is measured changes the result where something steers the run by it.
+    quiet |= set() if steered else schema.affecting(Config, "metrics")
     words = []
     for key in dict.fromkeys((*now, *old)):
         was, new = (side.get(key, usual.get(key)) for side in (old, now))

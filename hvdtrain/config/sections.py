@@ -43,9 +43,8 @@ NO_PIPELINE = Unused("no copy of the model is cut over ranks", lambda s: not s.c
 NO_CHUNKS = Unused("pipeline.order is not interleaved", lambda s: s.config.pipeline.order != "interleaved")
 NO_BALANCE = Unused("balance is off", lambda s: s.config.balance == "off")
 NO_REBALANCE = Unused("balance is not auto", lambda s: s.config.balance != "auto")
-NO_TOPK, NO_POWERSGD = (Unused(f"compression is not {name} or auto",
-                               lambda s, name=name: s.config.compression not in (name, "auto"))
-                        for name in ("topk", "powersgd"))
+NO_TOPK = Unused("compression is not topk or auto", lambda s: s.config.compression not in ("topk", "auto"))
+NO_POWERSGD = Unused("compression is not powersgd or auto", lambda s: s.config.compression not in ("powersgd", "auto"))
 NO_AUTO = Unused("compression is not auto", lambda s: s.config.compression != "auto")
 ADASUM = Unused("exchange.adasum exchanges each tensor by itself", lambda s: s.config.exchange.adasum)
 NO_HOROVOD = Unused("gradients do not go over Horovod", lambda s: not s.horovod)

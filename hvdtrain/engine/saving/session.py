@@ -17,7 +17,7 @@ import numpy as np
 from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Kept, read_snapshot
 from hvdtrain.checkpoint.adapters import state_key_of
 from hvdtrain.checkpoint.holders import WRAPPERS, fitting, model_names
-from hvdtrain.checkpoint.run_directory import ensure_out, find_out
+from hvdtrain.checkpoint.run_directory import RunDirectory, ensure_out, find_out
 from hvdtrain.checkpoint.snapshot import inspect
 from hvdtrain.checkpoint.transfer import fetch
 from hvdtrain.checkpoint.values import decode
@@ -34,7 +34,7 @@ from hvdtrain.engine import model_changes
 from hvdtrain.engine.average import GROUP
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.saving.contents import held_by, json_able, parts_of, schedule_of
-from hvdtrain.engine.saving.saving import DIRECTORY, Saving
+from hvdtrain.engine.saving.saving import Saving
 from hvdtrain.parallel.pipeline.words import ranks_of
 
 MOST_NAMES = 8
@@ -80,14 +80,14 @@ def find(resume: str, out: Path | None, log: Callable[[str], None]) -> Kept | No
     ``log`` and the newest whole one is used. Errors: `UserError` where all are damaged, and for a path without any.
     """
     if resume == "auto":
-        if out is None or not (out / DIRECTORY).is_dir():
+        if out is None or not RunDirectory(out).checkpoints.is_dir():
             return None
-        return _newest_whole(out / DIRECTORY, log)
+        return _newest_whole(RunDirectory(out).checkpoints, log)
     path = absolute(resume)
     if not path.exists():
         raise UserError(f"there is no checkpoint {resume}", "the directory of a checkpoint or of a run",
                         "correct resume")
-    for root in (path, path / DIRECTORY):
+    for root in RunDirectory(path).roots:
         if root.is_dir() and any(root.glob("step-*")):
             return _newest_whole(root, log)
     return read_snapshot(path)
@@ -227,7 +227,7 @@ def _newest_meta(config: Config, name: str, control: Control) -> Mapping[str, An
         return {}
     with contextlib.suppress(CheckpointError, OSError, UserError, KeyError, ValueError):  # `find` says what is wrong
         out = find_out(config, name) if config.resume == "auto" else absolute(config.resume)
-        for root in () if out is None else (out, out / DIRECTORY):
+        for root in () if out is None else RunDirectory(out).roots:
             stored = CheckpointStore(root, 1).list()
             if stored:
                 return inspect(stored[-1].path).meta

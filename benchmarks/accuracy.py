@@ -7,20 +7,19 @@ Measures no time: see `benchmarks.step`. What a compression may cost is the work
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint.run_directory import COMPLETED
+from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.comm.compressors import create, names
 from hvdtrain.commands import train
 from hvdtrain.commands.bench import record
 from hvdtrain.commands.bench.options import Parser, one_of, some_of, whole
 from hvdtrain.commands.verify import completed
-from hvdtrain.config import Config
+from hvdtrain.config import Config, schema
 from hvdtrain.core import table
 from hvdtrain.core.buckets import plan_buckets
 from hvdtrain.core.errors import UserError, nearest
@@ -145,8 +144,8 @@ def train_options(workload: Workload, framework: str, max_steps: int, compressio
         name, length = workload.schedules[framework]
         recipe += ["--schedule.name", name, f"--schedule.args.{length}", str(steps)]
     recipe += workload.special.get(compression, ())
-    return [*recipe, *rest, "--compression", compression, "--seed", str(seed), "--eval_every", "0",
-            "--checkpoint.every", "off", "--checkpoint.at_end", "false", "--progress", "off"]
+    return [*recipe, *rest, "--compression", compression, "--seed", str(seed),
+            *schema.options(schema.quiet(Config))]
 
 
 def parsed(options: Sequence[str]) -> Config:
@@ -249,7 +248,7 @@ def _run(ranks: int, options: Sequence[str], out: Path, timeout_s: float) -> Non
 
 def _trial(workload: Workload, name: str, seed: int, config: Config, ranks: int, out: Path) -> Trial:
     """What a completed run left in its directory."""
-    about = json.loads((out / COMPLETED).read_text(encoding="utf-8"))
+    about = RunDirectory(out).completed or {}
     value = about["metrics"].get(workload.metric)
     if workload.metric not in about["metrics"]:
         raise UserError(f"the run has no test {workload.metric}, only {', '.join(about['metrics']) or 'nothing'}",

@@ -58,14 +58,12 @@ def main(argv: list[str] | None = None) -> int:
 def _train(args: argparse.Namespace, keys: list[str], facts: Any) -> int:
     from hvdtrain.cluster import boot
     from hvdtrain.commands.train import parse
-    from hvdtrain.config import Checkpoint, EarlyStop
     from hvdtrain.engine import loop
     from hvdtrain.engine.assemble import assemble
 
     config = parse(keys, os.environ)
     assert config is not None
-    config = replace(config, max_steps=args.warmup + args.steps, eval_every=0, progress="off", early_stop=EarlyStop(),
-                     checkpoint=Checkpoint(every="off", at_end=False), resume="", trackers=[])
+    config = replace(config.quiet(), max_steps=args.warmup + args.steps, resume="")
     if args.cgroup:  # before anything is started: what reads the data for this rank has the same part of a core
         throttle.enter(args.cgroup[max(0, facts.rank)])
     control = boot.start_control(facts, config.control_timeout_s)

@@ -68,6 +68,7 @@ def _train(args: argparse.Namespace, keys: list[str], facts: Any) -> int:
 def _fit(args: argparse.Namespace, keys: list[str], control: Any, hidden: list[int], workload: str = "") -> Any:
     """Train a perceptron of these widths, or a workload of ``benchmarks step``; return its run."""
     from hvdtrain.commands.train import parse
+    from hvdtrain.config import Config, schema
     from hvdtrain.engine import loop
     from hvdtrain.engine.assemble import assemble
 
@@ -76,8 +77,8 @@ def _fit(args: argparse.Namespace, keys: list[str], control: Any, hidden: list[i
     config = parse([
         *("--model", made.model(args.framework)), *("--model_args", json.dumps(made.args)),
         *("--global_batch", str(args.batch * control.size)),
-        *("--max_steps", str(args.steps)), *("--epochs", "1000000"), *("--eval_every", "0"), *("--progress", "off"),
-        *("--checkpoint.at_end", "false"), *("--checkpoint.every", "off"), *("--data.prefetch", "0"),
+        *("--max_steps", str(args.steps)), *("--epochs", "1000000"), *schema.options(schema.quiet(Config)),
+        *("--data.prefetch", "0"),
         *("--optimizer.name", "Adam"), *("--metrics", "[]"), *("--out", f"{args.out}-{len(hidden)}"),
         *("--threads", str(args.threads)), *keys], os.environ)
     assert config is not None

@@ -96,9 +96,9 @@ def _config(args: Any, control: Any, out: Path) -> Any:
 
     workload = WORKLOADS[args.workload]
     return Config(model=workload.model(args.framework), model_args=workload.args, data=Data(prefetch=2), epochs=10**6,
-                  global_batch=workload.batch * control.size, optimizer=Named("Adam"), eval_every=0, progress="off",
+                  global_batch=workload.batch * control.size, optimizer=Named("Adam"),
                   threads=args.threads, out=str(out), metrics=[],
-                  checkpoint=Checkpoint(every="off", at_end=False, keep=2, layout=args.layout))
+                  checkpoint=Checkpoint(keep=2, layout=args.layout)).quiet()
 
 
 def _often(args: Any, control: Any, scratch: Path) -> tuple[list[list[str]], dict[str, Any]]:

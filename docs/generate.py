@@ -150,7 +150,7 @@ def row(key: schema.Key) -> str:
     if isinstance(key.default, (list, dict)):
         default = str(key.default).replace("'", "")
     words = re.sub(r" such as (\[.*?\]|\{.*?\})", "", schema.in_words(key.hint))
-    cells = [f"`{key.name}`", words, f"`{default}`" if default not in ("", "''") else "empty", key.unit, key.doc]
+    cells = [f"`{key.name}`", words, f"`{default}`" if default not in ("", "''") else "empty", key.unit, key.help]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

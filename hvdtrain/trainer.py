@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hvdtrain import backends
-from hvdtrain.checkpoint.run_directory import kind_of, write_completed
+from hvdtrain.checkpoint.run_directory import RunDirectory, kind_of, write_completed
 from hvdtrain.cluster import exit_calls, quiet
 from hvdtrain.cluster import exit as exits
 from hvdtrain.cluster.control import agreed
@@ -196,7 +196,7 @@ class Trainer:
         if error:
             raise UserError(f"the checkpoint was not written: {error}", "a writable directory with room",
                             "free space and save again")
-        return run.out / session.DIRECTORY
+        return RunDirectory(run.out).checkpoints
 
     @exit_calls.told()
     @silence.told

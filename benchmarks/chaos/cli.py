@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 
-from benchmarks.chaos import cuts, judge
+from benchmarks.chaos import cuts, judge, look
 from benchmarks.chaos.campaign import Campaign
 from benchmarks.chaos.job import Job
 from benchmarks.chaos.plan import Amounts, draw
 from benchmarks.chaos.space import disk
-from hvdtrain.checkpoint.run_directory import COMPLETED
 from hvdtrain.cluster.launchers.detect import hosts_of
 from hvdtrain.commands import train, verify
 from hvdtrain.core import curve, table
@@ -91,7 +89,7 @@ def main(argv: list[str]) -> int:
 def _report(args: argparse.Namespace, campaigns: Sequence[Campaign], planned: int, reference: Path,
             quiet: Sequence[str], work: Path) -> int:
     """Say what happened and what came of it; 1 if anything was lost."""
-    record = json.loads((reference / COMPLETED).read_text())
+    record = look.completed(reference) or {}
     weights = verify.weights_of(reference)
 
     @functools.cache  # it trains once more, in a directory of its own

@@ -6,13 +6,12 @@ Asks nobody: what is killed at any moment cannot answer. Linux's /proc only.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.checkpoint.run_directory import COMPLETED
+from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.processes import processes
@@ -63,22 +62,21 @@ class Eye:
 def newest(out: Path) -> int:
     """The highest step of a checkpoint that has its name; -1 without one."""
     with contextlib.suppress(OSError):
-        return max((int(m[1]) for m in map(_STEP.fullmatch, os.listdir(out / "checkpoints")) if m), default=-1)
+        names = os.listdir(RunDirectory(out).checkpoints)
+        return max((int(m[1]) for m in map(_STEP.fullmatch, names) if m), default=-1)
     return -1
 
 
 def saving(out: Path) -> bool:
     """Whether a checkpoint is being written: its temporary directory is there."""
     with contextlib.suppress(OSError):
-        return any(name.startswith(_TEMP) for name in os.listdir(out / "checkpoints"))
+        return any(name.startswith(_TEMP) for name in os.listdir(RunDirectory(out).checkpoints))
     return False
 
 
 def completed(out: Path) -> dict | None:
-    """The record of a run that has ended well; None without one."""
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads((out / COMPLETED).read_text())
-    return None
+    """Return the record of a run that has ended well; None without one."""
+    return RunDirectory(out).completed
 
 
 def _rank(pid: int) -> Rank | None:

@@ -14,19 +14,64 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint import files
+import numpy as np
+
+from hvdtrain.checkpoint import files, weights
 from hvdtrain.cluster.control import agreed
 from hvdtrain.config import Config
 from hvdtrain.config import yaml_file as recipe
+from hvdtrain.core import RunFiles
 from hvdtrain.core.errors import UserError
 from hvdtrain.core.resolve import absolute
 
-COMPLETED, CONFIG = "completed.json", "config.yaml"
-TRACES = ("log.jsonl", "checkpoints", COMPLETED)
-"""What a run leaves in its directory."""
+MOST_JSON_BYTES = 16 * 2**20
+"""A larger ``completed.json`` is none of a run's."""
+
+
+@dataclass(frozen=True)
+class RunDirectory(RunFiles):
+    """Open what a run leaves in its directory ``path``."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / self.CHECKPOINTS
+
+    @property
+    def roots(self) -> tuple[Path, Path]:
+        """Folders that may hold checkpoints, where ``path`` is a run's directory or its folder of checkpoints."""
+        return self.path, self.checkpoints
+
+    @property
+    def completed(self) -> dict[str, Any] | None:
+        """The record of a run that has ended well; None without one, {} where it cannot be read."""
+        file = self.path / self.COMPLETED
+        try:
+            found = json.loads(file.read_bytes()) if file.stat().st_size <= MOST_JSON_BYTES else {}
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The keys that the run was given, as plain data; {} without any that can be read."""
+        with contextlib.suppress(UserError, OSError):
+            return recipe.read(str(self.path / self.CONFIG))
+        return {}
+
+    def model(self) -> dict[str, np.ndarray]:
+        """Return the arrays of the final model by name. OSError without one."""
+        from safetensors.numpy import load_file
+
+        return load_file(str(self.path / self.MODEL / weights.FILE))
 
 
 def ensure_out(run: Any) -> Path:
@@ -103,11 +148,11 @@ def begin(run: Any) -> None:
         if run.control.rank != 0:
             return True
         try:
-            if not left and (run.out / COMPLETED).exists():
+            if not left and (run.out / RunDirectory.COMPLETED).exists():
                 return False
             _lock(run)
             keep_config(run)
-            (run.out / COMPLETED).unlink(missing_ok=True)
+            (run.out / RunDirectory.COMPLETED).unlink(missing_ok=True)
         except OSError as error:
             raise _unusable(error) from None
         return True
@@ -128,7 +173,7 @@ def begin(run: Any) -> None:
 
 def keep_config(run: Any) -> None:
     """Write the configuration into the run's directory; rank 0 only."""
-    _write(run.out / CONFIG, _yaml(run.config))
+    _write(run.out / RunDirectory.CONFIG, _yaml(run.config))
 
 
 def choose(config: Config, name: str) -> tuple[Path, list[Path]]:
@@ -141,7 +186,7 @@ def choose(config: Config, name: str) -> tuple[Path, list[Path]]:
         return found, []
     path = absolute(config.out or "runs")
     try:
-        if config.out and not config.resume and any((path / trace).exists() for trace in TRACES):
+        if config.out and not config.resume and any((path / trace).exists() for trace in RunDirectory.TRACES):
             raise UserError(f"{path} holds a run already", "a new directory, so that nothing is overwritten",
                             "add --resume auto to go on with it, or choose another --out")
         made = [parent for parent in (path, *path.parents) if not parent.exists()]
@@ -207,7 +252,7 @@ def _yaml(config: Config) -> str:
 
 def write_completed(path: Path, record: dict[str, Any]) -> None:
     """Write the completion record; it is there whole or not at all."""
-    _write(path / COMPLETED, json.dumps(record, indent=1, default=str) + "\n")
+    _write(path / RunDirectory.COMPLETED, json.dumps(record, indent=1, default=str) + "\n")
 
 
 def _write(path: Path, text: str) -> None:

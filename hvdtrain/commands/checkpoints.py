@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Kept, Manifest, files, read_snapshot, weights
+from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.checkpoint.manifest import MANIFEST_NAME
 from hvdtrain.checkpoint.snapshot import check_listing, inspect
 from hvdtrain.checkpoint.store import Candidate
@@ -23,7 +24,6 @@ from hvdtrain.core import table
 from hvdtrain.core.errors import UserError, count
 from hvdtrain.core.terminal import say
 
-DIRECTORY = "checkpoints"
 LISTED, WHOLE = "complete by names and sizes", "whole"
 """States of a good checkpoint: not read to its end, and read."""
 
@@ -77,8 +77,8 @@ def root_of(run: str) -> Path:
     path = Path(os.path.abspath(run))
     if not path.is_dir():
         raise UserError(f"there is no directory {run}", "the directory of a run", "correct RUN")
-    inner = path / DIRECTORY
-    if inner.is_dir() or path.name == DIRECTORY or any(path.glob("step-*")):
+    inner = RunDirectory(path).checkpoints
+    if inner.is_dir() or path.name == RunDirectory.CHECKPOINTS or any(path.glob("step-*")):
         return inner if inner.is_dir() else path
     raise UserError(f"{run} holds no checkpoints", "the directory of a run that has saved", "correct RUN")
 
@@ -147,7 +147,8 @@ def _described(path: Path, manifest: Manifest) -> Row:
 
 def _prune(root: Path, keep: int) -> int:
     """Remove the good checkpoints that are older than the ``keep`` newest that are whole to the last byte."""
-    lock = os.open(root.parent if root.name == DIRECTORY else root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = root.parent if root.name == RunDirectory.CHECKPOINTS else root
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _held(lock, root)
         kept, going = sorted_out(root, keep)

@@ -77,7 +77,7 @@ def make_parser() -> Any:
     )
     parser.add_argument("--print_config", action="store_true", help="print the configuration as YAML and stop")
     parser.add_class_arguments(Config, sub_configs=False)
-    docs = {k.name: k.doc + (f" [{k.unit}]" if k.unit else "") for k in schema.keys(Config)}
+    docs = {k.name: k.help + (f" [{k.unit}]" if k.unit else "") for k in schema.keys(Config)}
     for action in parser._actions:
         if action.dest in docs:
             action.help = docs[action.dest]

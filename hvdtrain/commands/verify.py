@@ -8,7 +8,6 @@ notes.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -18,11 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain.checkpoint.run_directory import COMPLETED
+from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.cluster.machine.software import find_mpi
 from hvdtrain.commands import train
 from hvdtrain.commands.build_horovod.run import ChildFailed, logged
 from hvdtrain.commands.build_horovod.verify import launch_argv
+from hvdtrain.config import Config, schema
 from hvdtrain.config.pipeline import cut_over_ranks
 from hvdtrain.core import curve, table
 from hvdtrain.core.curve import Tolerance
@@ -168,8 +168,7 @@ def _train(case: Case, temp: Path, args: argparse.Namespace, rest: Sequence[str]
     """One job, with its batch cut into ``parts`` micro-batches if that is not 0; returns its directory."""
     n, shares = case
     out = temp / (f"np{n}" + ("-uneven" if shares else "") + (f"-{parts}-parts" if parts else ""))
-    command = [*rest, "--max_steps", str(args.steps), "--epochs", "1000000", "--eval_every", "0",
-               "--checkpoint.every", "off", "--checkpoint.at_end", "false", "--progress", "off"]
+    command = [*rest, "--max_steps", str(args.steps), "--epochs", "1000000", *schema.options(schema.quiet(Config))]
     command += cut(rest, n)[0]
     if shares:
         command += ["--shares", str(list(shares))]
@@ -188,7 +187,7 @@ def completed(what: str, ranks: int, options: Sequence[str], out: Path, timeout_
     log = out.with_suffix(".log")
     try:
         logged(what, command, log, {**os.environ, **AS_ROOT} if os.geteuid() == 0 else dict(os.environ), timeout_s)
-        if not (out / COMPLETED).is_file():
+        if RunDirectory(out).completed is None:
             raise ChildFailed(what, "did not complete", log)
     except ChildFailed as failed:
         raise failed.told("a run that ends well", f"see its last lines above; {bounds}") from None
@@ -196,14 +195,13 @@ def completed(what: str, ranks: int, options: Sequence[str], out: Path, timeout_
 
 
 def weights_of(out: Path) -> dict[str, np.ndarray]:
-    from safetensors.numpy import load_file
-
-    return load_file(str(out / "model" / "model.safetensors"))
+    """Return the final weights of the run in ``out`` by name."""
+    return RunDirectory(out).model()
 
 
 def caveats_of(outs: Sequence[Path]) -> list[str]:
     """What the runs said depends on the number of ranks."""
-    notes = [note for out in outs for note in json.loads((out / COMPLETED).read_text()).get("notes", ())]
+    notes = [note for out in outs for note in (RunDirectory(out).completed or {}).get("notes", ())]
     return list(dict.fromkeys(note for note in notes if note.startswith("not independent")))
 
 

@@ -12,7 +12,7 @@ FOR_EACH = 4
 
 def cut_over_ranks(config: Keys) -> bool:
     """Return whether the model is cut over ranks."""
-    return config.pipeline.stages > 1 or any(depth > 1 for depth in config.pipeline.depths)
+    return config.pipeline.over_ranks
 
 
 def micro_batches(config: Keys, depth: int) -> int:
@@ -26,10 +26,6 @@ def micro_batches(config: Keys, depth: int) -> int:
 def check(config: Keys) -> None:
     """Raise `UserError` for values that cannot be, and for keys that do not go together with a cut model."""
     pipeline = config.pipeline
-    for name, value, least in (("stages", pipeline.stages, 1), ("micro_batches", pipeline.micro_batches, 0),
-                               ("chunks", pipeline.chunks, 1)):
-        if value < least:
-            raise UserError(f"pipeline.{name} is {value}", f"{least} or more", f"correct pipeline.{name}")
     if any(depth < 1 for depth in pipeline.depths):
         raise UserError(f"pipeline.depths is {pipeline.depths}", "1 or more ranks for each copy", "correct it")
     if pipeline.depths and pipeline.stages > 1:

@@ -7,14 +7,18 @@ by name.
 from __future__ import annotations
 
 import dataclasses
+import json
 import numbers
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import MappingProxyType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hvdtrain.core.errors import UserError
+from hvdtrain.core.slots import ask
+
+T = TypeVar("T")
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text",
           dict: "keyword arguments such as {width: 64}"}
@@ -26,30 +30,71 @@ _NUMBERS = {int: numbers.Integral, float: numbers.Real}
 class Key:
     """One key: dotted ``name``, type ``hint``, ``default``, ``unit`` ("" if it has none) and meaning ``doc``.
 
-    ``per_rank``: its value may be a list, or a text with colons, of one entry for each rank.
+    The other facts are those of `hvdtrain.config.sections.key`.
     """
 
     name: str
     hint: Any
     default: Any
     unit: str
-    doc: str
+    doc: str = ""
     per_rank: bool = False
+    affects: str = ""
+    quiet: Any = None
+    choices: str = ""
+    unused: tuple[Any, ...] = ()
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def help(self) -> str:
+        """The meaning with the names of the folder that the key takes."""
+        return self.doc.replace("{choices}", ", ".join(ask(self.choices, "choices"))) if self.choices else self.doc
 
 
-def keys(cls: type, prefix: str = "") -> list[Key]:
-    """Every key below the dataclass ``cls``, those of its sections included, in the order of the fields."""
+def keys(cls: type, prefix: str = "", section: Mapping[str, Any] = MappingProxyType({})) -> list[Key]:
+    """Every key below the dataclass ``cls``, those of its sections included, in the order of the fields.
+
+    ``section``: the facts of the field that holds ``cls``, which hold for its keys too.
+    """
     out: list[Key] = []
     for f, hint in _fields(cls):
-        name = prefix + f.name
+        name, meta = prefix + f.name, dict(f.metadata)
+        meta["affects"] = meta.get("affects") or section.get("affects", "")
+        meta["unused"] = (*meta.get("unused", ()), *(one for one in section.get("unused", ()) if one.but != f.name))
         if dataclasses.is_dataclass(hint):
-            out += keys(hint, f"{name}.")  # type: ignore[arg-type]
+            out += keys(hint, f"{name}.", meta)  # type: ignore[arg-type]
         else:
             make: Any = f.default_factory
             default = make() if f.default is dataclasses.MISSING else f.default
-            meta = f.metadata
-            out.append(Key(name, hint, default, meta.get("unit", ""), meta.get("doc", ""), meta.get("per_rank", False)))
+            out.append(Key(name, hint, default, **{"unit": "", **meta}))
     return out
+
+
+def affecting(cls: type, what: str) -> frozenset[str]:
+    """Return the keys and whole sections of ``cls`` whose change at a resume alters ``what``."""
+    whole = {f.name for f, _ in _fields(cls) if f.metadata.get("affects") == what}
+    return frozenset(whole | {key.name for key in keys(cls) if key.affects == what})
+
+
+def quiet(cls: type) -> dict[str, Any]:
+    """Return the keys of ``cls`` that commands which time or compare steps alone set, with the values they get."""
+    return {key.name: key.quiet for key in keys(cls) if key.quiet is not None}
+
+
+def options(values: Mapping[str, Any]) -> list[str]:
+    """Return keys and their values as options of the command line."""
+    return [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()]
+
+
+def replaced(config: T, values: Mapping[str, Any]) -> T:
+    """Return a copy of the dataclass instance ``config`` with other values of its dotted keys."""
+    deep: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        section, _, key = name.partition(".")
+        deep.setdefault(section, {})[key] = value
+    return dataclasses.replace(config, **{  # type: ignore[type-var]
+        name: own[""] if "" in own else replaced(getattr(config, name), own) for name, own in deep.items()})
 
 
 def per_rank(config: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 from hvdtrain import backends, reports
 from hvdtrain.backends import transforms
 from hvdtrain.backends.model_spec import Spec, build_spec, spec_of
-from hvdtrain.checkpoint.run_directory import COMPLETED, find_out
+from hvdtrain.checkpoint.run_directory import RunDirectory, find_out
 from hvdtrain.cluster import boot, horovod
 from hvdtrain.cluster.control import agreed
 from hvdtrain.cluster.devices import DeviceFacts
@@ -356,7 +356,7 @@ def _restore(run: Run) -> None:
         out = find_out(run.config, run.spec.name) if resume == "auto" and run.control.rank == 0 else None
         if run.control.rank == 0:
             found[0] = session.find(resume, out, run.note)
-        if resume == "auto" and out is not None and found[0] is None and (out / COMPLETED).exists():
+        if resume == "auto" and out is not None and found[0] is None and (out / RunDirectory.COMPLETED).exists():
             raise UserError(f"resume auto: {out} holds a run that is complete and has no checkpoint to go on from",
                             "a checkpoint, or a directory without a finished run",
                             "leave out --resume, in another --out, to start anew")

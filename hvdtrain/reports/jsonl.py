@@ -13,11 +13,11 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.checkpoint.files import write_all
 from hvdtrain.core.errors import count
 from hvdtrain.core.protocols import Record
 
-NAME = "log.jsonl"
 MOST_WAITING = 1000
 """Records kept while they cannot be written; beyond these the oldest are lost."""
 
@@ -55,22 +55,23 @@ class Jsonl:
         missing, self._lost = self._lost + len(self._waiting), 0
         self._waiting.clear()
         if missing:
-            self._run.note(f"{count(missing, 'record')} of {NAME} could not be written and are lost")
+            self._run.note(f"{count(missing, 'record')} of {RunDirectory.LOG} could not be written and are lost")
 
     def _append(self) -> None:
         """Append the records that wait, oldest first, and keep those that do not go."""
         if not self._waiting:
             return
         try:
-            append(self._run.out / NAME, self._waiting)
+            append(self._run.out / RunDirectory.LOG, self._waiting)
         except OSError as error:
             self._failed = True
-            self._tell("failed", f"{NAME} cannot be written ({error}); training goes on, and the last {MOST_WAITING} "
+            self._tell("failed", f"{RunDirectory.LOG} cannot be written ({error}); training goes on, and the last "
+                       f"{MOST_WAITING} "
                        "records are written when it can")
             return
         if self._failed:
             self._failed = False
-            self._tell("again", f"{NAME} is written again")
+            self._tell("again", f"{RunDirectory.LOG} is written again")
 
     def _tell(self, what: str, text: str) -> None:
         """Say each kind of news once in a run."""

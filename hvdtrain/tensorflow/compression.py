@@ -1,4 +1,4 @@
-"""`Compression`: how gradients travel, by Horovod's names (none, fp16) and this project's (bf16, int8, topk, powersgd).
+"""`Compression`: how gradients travel, by Horovod's names (none, fp16) and those of this project's compressors.
 
 Owns the names and their settings. What a compression does to a bucket is `hvdtrain.comm.compressors`'; here is only
 Horovod's interface for one tensor, ``compress`` and ``decompress``, for scripts that call it or write their own.
@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.comm.compressors import create
+from hvdtrain.comm.compressors import choices, create
 from hvdtrain.config import Config, Exchange
 from hvdtrain.core.errors import UserError
 
@@ -87,19 +87,13 @@ class BF16Compressor(_Cast):
 class _Buckets(Compressor):
     """What works on a whole bucket of gradients, with what it still owes kept in between."""
 
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
         """`UserError`: no tensor by itself."""
-        raise UserError("int8, topk or powersgd for a single tensor", "Compression.none, fp16 or bf16: the others keep "
-                        "what they owe between steps", "use it in DistributedGradientTape or DistributedOptimizer")
+        raise UserError(f"Compression.{cls.project} for a single tensor", "Compression.none, fp16 or bf16: the others "
+                        "keep what they owe between steps", "use it in DistributedGradientTape or DistributedOptimizer")
 
     decompress = compress  # type: ignore[assignment]
-
-
-class Int8Compressor(_Buckets):
-    """A byte for each element, one scale for up to 1024, with error feedback."""
-
-    project = "int8"
 
 
 class TopKCompressor(_Buckets):
@@ -141,14 +135,18 @@ class PowerSGDCompressor(_Buckets):
 
 
 class Compression:
-    """How gradients travel."""
+    """How gradients travel: the attributes below, and one for each other compressor of this project."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
-    int8 = Int8Compressor
     topk = TopKCompressor
     powersgd = PowerSGDCompressor
+
+
+for _name in choices():
+    if not hasattr(Compression, _name):
+        setattr(Compression, _name, type(f"{_name.capitalize()}Compressor", (_Buckets,), {"project": _name}))
 
 
 def kind_of(compression: Any) -> str:

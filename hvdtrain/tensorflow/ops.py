@@ -349,8 +349,6 @@ def _packed(x: tf.Tensor, compression: Any, before: float, after: float, divisor
     where the caller compresses those of ``x``.
     """
     kind = kind_of(compression)
-    if kind in ("int8", "topk", "powersgd"):
-        compression.compress(x)  # which says why not
     if kind in ("fp16", "bf16") and x.dtype not in (tf.float16, tf.bfloat16):
         small, context = compression.compress(_times(x, before))
         own, wide = (small, lambda y: y) if kind == "fp16" else summable(small)

@@ -24,6 +24,7 @@ class Adasum(Uncompressed):
     dtypes = frozenset({"float32", "float64"})
     reductions = frozenset({"adasum"})
     own_mean = True
+    own_key = "exchange.adasum"
 
     def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
                  stage: int = 0) -> Exchange:

@@ -38,6 +38,20 @@ class Stateless:
     reductions: frozenset[str] = frozenset()
     own_mean = False
     elementwise = False
+    numerics = "lossy"
+    """What the compressor does to gradients, for tables."""
+    bytes_share = 1.0
+    """Estimated share of a gradient's bytes that a rank sends."""
+    same_bits = False
+    """Ranks with the same kind of device get the same bits, because each element is decoded by itself."""
+    auto_order = 0
+    """Place among the compressors that ``compression: auto`` tries, the gentlest first; 0: `auto` never takes it."""
+    not_auto = ""
+    """Reason why `auto` leaves out the compressor with these settings."""
+    warmup_steps = 0
+    """Steps at the start of a run that send more."""
+    own_key = ""
+    """Key that asks for the compressor in place of ``compression``."""
 
     def describe(self) -> str:
         """The name alone."""

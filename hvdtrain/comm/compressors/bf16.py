@@ -12,6 +12,7 @@ class Bf16(Halves):
     """bfloat16: the range of float32, relative error 2^-8."""
 
     name = "bf16"
+    auto_order = 3
 
     def encode(self, ops: Ops, x: Array) -> Array:
         """Round to bfloat16."""

@@ -16,6 +16,7 @@ class Fp16(Halves):
     """
 
     name = "fp16"
+    auto_order = 2
 
     def encode(self, ops: Ops, x: Array) -> Array:
         """Round to float16."""

@@ -11,7 +11,9 @@ from hvdtrain.core.protocols.types import Bucket
 class NoCompression(Uncompressed):
     """The exact sum."""
 
-    name = "none"
+    name, numerics = "none", "exact"
+    same_bits = True
+    auto_order = 1
 
     def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
                  stage: int = 0) -> Exchange:

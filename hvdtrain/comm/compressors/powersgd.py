@@ -81,7 +81,9 @@ class PowerSGD(Stateless):
     (unlike CPU generations, unlike numbers of threads) would drift apart by rounding errors.
     """
 
-    name = "powersgd"
+    name, numerics = "powersgd", "lossy: low rank"
+    bytes_share = 0.05
+    auto_order = 6
 
     def __init__(self, rank: int = 4) -> None:
         assert rank >= 1, rank

@@ -30,11 +30,14 @@ class TopK(Stateless):
     factor masking"); the optimizer must then be SGD without a momentum of its own.
     """
 
-    name = "topk"
+    name, numerics = "topk", "lossy: largest entries"
+    bytes_share, same_bits = 0.05, True
+    auto_order = 5
 
     def __init__(self, ratio: float = 0.01, momentum: float = 0.0, warmup_steps: int = 0) -> None:
         assert 0 < ratio <= 1 and 0 <= momentum < 1 and warmup_steps >= 0, (ratio, momentum, warmup_steps)
         self.ratio, self.momentum, self.warmup_steps = ratio, momentum, warmup_steps
+        self.not_auto = "exchange.topk_momentum changes the optimizer, which auto does not" if momentum else ""
         larger = [0.25 ** (s + 1) for s in range(WARMUP_STAGES) if 0.25 ** (s + 1) > ratio]
         self.ratios = (*(larger if warmup_steps else ()), ratio)
 

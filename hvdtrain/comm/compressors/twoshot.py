@@ -16,7 +16,8 @@ from hvdtrain.core.protocols.types import Bucket
 class Halves(Stateless):
     """16 bits for each element, without state; a rounding changes an element by 2^-11 (fp16) or 2^-8 (bf16) of it."""
 
-    elementwise = True
+    elementwise = same_bits = True
+    numerics, bytes_share = "lossy: 16 bits", 0.5
 
     def exchange(self, ops: Ops, flat_N: Array, state: dict[str, Array], bucket: Bucket, size: int,
                  stage: int = 0) -> Exchange:

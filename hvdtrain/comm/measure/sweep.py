@@ -26,7 +26,7 @@ from hvdtrain.core.errors import UserError
 from hvdtrain.core.protocols import (
     AllGather, AllReduce, AllToAll, Array, Collectives, Compressor, Control, Ops, ParamSpec, Request)
 from hvdtrain.core.protocols.types import Bucket, itemsize
-from hvdtrain.planning.exchange.choice import NUMERICS, Cost, pick_bucket
+from hvdtrain.planning.exchange.choice import Cost, pick_bucket
 from hvdtrain.planning.exchange.link import Link, Traffic, fit
 
 Work = Callable[[Sequence[Array]], list[Array]]
@@ -73,10 +73,8 @@ def measure(collectives: Collectives, ops: Ops, control: Control, buckets: Seque
     grads = [ops.cast(ops.from_host(draw.standard_normal(b.n, np.float32)), b.dtype) for b in sample]
     costs: list[Cost] = []
     refused: dict[str, str] = {}
-    for name in NUMERICS:
-        compressor = None
-        if name in compressors.names():
-            compressor, refused[name] = _candidate(name, config, collectives, buckets)
+    for name in compressors.choices():
+        compressor, refused[name] = _candidate(name, config, collectives, buckets)
         if compressor is None:
             continue
         control.barrier(f"compression auto: {name}")  # ranks that share cores compute at once when they train, too
@@ -96,13 +94,13 @@ def measure(collectives: Collectives, ops: Ops, control: Control, buckets: Seque
 
 def _candidate(name: str, config: Config, collectives: Collectives,
                buckets: Sequence[Bucket]) -> tuple[Compressor | None, str]:
-    """(compressor ``name``, "") or (None, why it is no candidate here)."""
-    if name == "topk" and config.exchange.topk_momentum > 0:
-        return None, "exchange.topk_momentum changes the optimizer, which auto does not"
+    """(compressor ``name``, "") or (None, why it is no candidate here; "" for one that is never a candidate)."""
     try:
         compressor = compressors.create(name, config)
     except UserError as error:
         return None, str(error)
+    if compressors.fact(compressor, "not_auto") or not compressors.fact(compressor, "auto_order"):
+        return None, compressors.fact(compressor, "not_auto")
     taken: frozenset[str] | None = compressor.dtypes
     dtypes = {b.dtype for b in buckets}
     if taken is not None and dtypes - taken:
@@ -163,7 +161,8 @@ def _cost(compressor: Compressor, ops: Ops, collectives: Collectives, buckets: S
         same = [(round_, nbytes) for k, round_, nbytes in wire.asked if (k, round_ > 0) == (kind, later)]
         starts = len({round_ for round_, _ in same}) if collectives.overlaps else calls * len(same)
         traffic.append(Traffic(kind, later, starts, sum(n for _, n in same) * (sent / sampled if sampled else 1.0)))
-    return Cost(compressor.name, 0.0 if compressor.name == "none" else part * codec_s, tuple(traffic), sent)
+    return Cost(compressor.name, 0.0 if compressor.name == "none" else part * codec_s, tuple(traffic), sent,
+                compressors.fact(compressor, "numerics"))
 
 
 def _codec_seconds(reducer: Reducer, wire: _Listening, grads: Sequence[Array]) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.checkpoint import CheckpointStore, inspect
+from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.core.errors import UserError
 
 ENDINGS = {".weights.h5": "weights", ".keras": "keras", ".safetensors": "safetensors", ".pt": "state_dict",
@@ -50,7 +51,7 @@ def source_of(text: str, log: Callable[[str], None]) -> Place:
     if not path.exists():
         raise UserError(f"there is no {text}", _KINDS, "correct SOURCE")
     if path.is_dir():
-        for root in (path, path / "checkpoints"):
+        for root in RunDirectory(path).roots:
             if root.is_dir() and any(root.glob("step-*")):
                 found = CheckpointStore(root, 1).latest_whole(log)
                 if found is None:

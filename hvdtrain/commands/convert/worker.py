@@ -25,6 +25,7 @@ from hvdtrain.backends.interchange.pairing import Pairs, carry, carry_moments, h
 from hvdtrain.backends.interchange.rule import Rule, remarks
 from hvdtrain.backends.model_spec import Spec, build_spec
 from hvdtrain.checkpoint import Kept, Snapshot, read_snapshot, write_snapshot
+from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.cluster import exit_calls
 from hvdtrain.cluster.control import SoloControl
 from hvdtrain.comm.collectives.null import NullCollectives
@@ -121,9 +122,10 @@ def _save(request: Request, side: Any, parts: Parts, config: Config, found: Kept
              for name, arrays in found.tensors.items() if name.startswith("rank-")}
     number = int(run["cursor"]["step"])
     meta = resume.meta_for(run, backends.framework_of(parts.model), request.twin, rest, config)
-    write_snapshot(made / "checkpoints" / f"step-{number:08d}", Snapshot({**groups, **ranks}, meta), step=number)
+    write_snapshot(RunDirectory(made).checkpoints / f"step-{number:08d}", Snapshot({**groups, **ranks}, meta),
+                   step=number)
     plain = json.loads(json.dumps(config.to_dict(), default=repr))
-    (made / "config.yaml").write_text(recipe.dump(plain), encoding="utf-8")
+    (made / RunDirectory.CONFIG).write_text(recipe.dump(plain), encoding="utf-8")
 
 
 def _training_remarks(pairs: Pairs) -> list[str]:

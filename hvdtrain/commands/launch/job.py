@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.cluster.launchers.spec import Host
 from hvdtrain.cluster.liveness import causes
 from hvdtrain.commands.launch.recut import options, recut
@@ -20,7 +21,6 @@ from hvdtrain.config import schema
 from hvdtrain.config.pipeline import cut_over_ranks, micro_batches
 from hvdtrain.core.errors import UserError
 
-CHECKPOINTS = "checkpoints"
 _STEP = re.compile(r"step-(\d{1,18})", re.ASCII)
 
 Stamp = tuple[int, int]
@@ -82,7 +82,7 @@ class Job:
     def checkpoint(self) -> int:
         """The step of the newest checkpoint in the folder; -1 without one."""
         try:
-            names = [path.name for path in (self.out / CHECKPOINTS).iterdir()]
+            names = [path.name for path in RunDirectory(self.out).checkpoints.iterdir()]
         except OSError:
             return -1
         return max((int(found[1]) for name in names if (found := _STEP.fullmatch(name))), default=-1)
@@ -101,7 +101,7 @@ class Job:
     def stamp(self) -> Stamp:
         """What tells one completed.json from another; (0, 0) without one."""
         try:
-            found = (self.out / "completed.json").stat()
+            found = (self.out / RunDirectory.COMPLETED).stat()
         except OSError:
             return (0, 0)
         return (found.st_mtime_ns, found.st_ino)

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from hvdtrain.cluster.deadline import deadline
+from hvdtrain.comm.compressors import fact
 from hvdtrain.comm.measure import sweep
 from hvdtrain.core.terminal import say
 from hvdtrain.engine.callbacks.base import Callback
@@ -125,8 +126,8 @@ class AutoCompression(Callback):
         run.note(f"compression auto: {decision.reason}")
         self._decision, self.choice = decision, decision.name
         run.use_compressor(decision.name)
-        # A warm-up of topk sends more than what was predicted: the check comes after it.
-        self._watch = StepWatch(WARM_STEPS + (config.exchange.topk_warmup_steps if decision.name == "topk" else 0))
+        # A warm-up sends more than what was predicted: the check comes after it.
+        self._watch = StepWatch(WARM_STEPS + fact(run.dp.reducer.compressor, "warmup_steps"))
         self._watch.begin(run)
 
     def _check(self, run: Any, measured_s: float) -> None:

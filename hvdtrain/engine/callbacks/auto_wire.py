@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.cluster.deadline import deadline
+from hvdtrain.comm.compressors import fact
 from hvdtrain.comm.measure import sweep, wire_sweep
 from hvdtrain.config import run_length
 from hvdtrain.core.terminal import say
@@ -126,7 +127,7 @@ class AutoWire(Callback):
         """Measure all candidates and take the best."""
         begin, control, wires = time.perf_counter(), run.control, run.wires
         nbytes = sum(b.nbytes for b in run.dp.buckets)
-        nbytes *= wire_choice.GUESS_BYTES.get(run.config.compression, 1.0)
+        nbytes *= 1.0 if run.config.compression == "auto" else fact(run.dp.reducer.compressor, "bytes_share")
         with deadline(run.config.control_timeout_s, "the sweep of collectives auto"):
             found = {name: wires.get(name) for name in wires.names}
             left_out = {**wires.left_out, **{name: why for name, (wire, why) in found.items() if wire is None}}

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hvdtrain import backends
+from hvdtrain.comm.compressors import fact
 from hvdtrain.core.finite import spoken
 from hvdtrain.engine.callbacks.base import Callback
 from hvdtrain.engine.guards.divergence import Bits, Diverged, Rows, judge
@@ -30,9 +31,6 @@ EVERY = 200
 
 COST = 0.003
 """Part of the time that comparisons may take with ``check_every: auto``."""
-
-SAME_BITS = frozenset({"none", "fp16", "bf16", "int8", "topk"})
-"""Compressors that give the same bits on every rank of one kind: they decode element by element."""
 
 
 class Divergence(Callback):
@@ -85,7 +83,7 @@ class Divergence(Callback):
             return
         step = run.state.cursor.step
         # With zero each element comes from one rank, whatever the sums were.
-        self._exact = self._exact and (isinstance(run.dp, Zero) or run.dp.compression in SAME_BITS)
+        self._exact = self._exact and (isinstance(run.dp, Zero) or fact(run.dp.reducer.compressor, "same_bits"))
         self._due = self._due or step >= self._next or step - self._begin in EARLY
         if self._due and run.state.met:
             self._compare(run)

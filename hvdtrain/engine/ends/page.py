@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.core import ROOT
 from hvdtrain.core.launcher import launch_facts
 from hvdtrain.core.protocols import Record
@@ -113,7 +114,7 @@ def _failed(run: Any, beside: Survivor, error: BaseException) -> None:
 def write(out: Path) -> None:
     """Write the page of the run in ``out``; say why not where that fails. Raises nothing."""
     try:
-        if (out / words.LOG).stat().st_size > MOST_HERE_BYTES:
+        if (out / RunDirectory.LOG).stat().st_size > MOST_HERE_BYTES:
             subprocess.Popen(survivor.command(out), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                              stderr=subprocess.DEVNULL, start_new_session=True)
             return
@@ -121,5 +122,5 @@ def write(out: Path) -> None:
 
         report.write(out)
     except Exception as error:  # noqa: BLE001  (a page never ends a run)
-        say(f"note: {survivor.PAGE} could not be written ({type(error).__name__}: {error}); python -m hvdtrain report "
-            f"{out} tries again")
+        say(f"note: {RunDirectory.REPORT} could not be written ({type(error).__name__}: {error}); python -m hvdtrain "
+            f"report {out} tries again")

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.cluster.control import agreed
 from hvdtrain.core.errors import UserError
 from hvdtrain.engine import summary
@@ -18,9 +19,6 @@ from hvdtrain.engine.saving.contents import callback_states
 
 if TYPE_CHECKING:
     from hvdtrain.engine.run import Run
-
-FOLDERS = ("checkpoints", "model")
-"""Folders that a run makes in its directory."""
 
 
 def check(run: Run) -> None:
@@ -39,7 +37,7 @@ def check(run: Run) -> None:
 
 def _tried(run: Run) -> str:
     """Try all; return what will be left out, or ""; rank 0's part."""
-    for name in FOLDERS:
+    for name in (RunDirectory.CHECKPOINTS, RunDirectory.MODEL):
         _check_folder(run.out / name)
     callback_states(run)
     try:

@@ -19,7 +19,7 @@ import numpy as np
 from hvdtrain.checkpoint import weights
 from hvdtrain.checkpoint.adapters import Held
 from hvdtrain.checkpoint.copies import view
-from hvdtrain.checkpoint.run_directory import kind_of
+from hvdtrain.checkpoint.run_directory import RunDirectory, kind_of
 from hvdtrain.checkpoint.stream import Stream, head, in_order
 from hvdtrain.checkpoint.tensors import Spec, layout
 from hvdtrain.checkpoint.transfer import arriving
@@ -43,7 +43,7 @@ def export(run: Run) -> list[str]:
     On a full disk older checkpoints go for it, then the run waits, then the model is written under TMPDIR.
     """
     run.written.sync(run)
-    room, directory = Room(run), run.out / "model"
+    room, directory = Room(run), run.out / RunDirectory.MODEL
     with averaged(run.average):
         while True:
             try:

@@ -11,6 +11,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.checkpoint.store import CheckpointStore
 from hvdtrain.cluster.liveness import pulse
 from hvdtrain.core.terminal import say
@@ -49,7 +50,7 @@ class Room:
         try:
             # Not by checkpoints of later steps, which a run that goes on from an earlier one does not have.
             reached = self._run.state.cursor.step + 1
-            dropped = CheckpointStore(self._run.out / "checkpoints", 1).drop_oldest(reached)
+            dropped = CheckpointStore(RunDirectory(self._run.out).checkpoints, 1).drop_oldest(reached)
         except OSError:  # what cannot be removed gives no room
             dropped = None
         if dropped is not None:

@@ -19,7 +19,7 @@ from typing import Any
 from hvdtrain.checkpoint import files, stream, together
 from hvdtrain.checkpoint.copies import Copies, NoRoom, view
 from hvdtrain.checkpoint.passage import give, hear, take, tell
-from hvdtrain.checkpoint.run_directory import CONFIG, keep_config
+from hvdtrain.checkpoint.run_directory import RunDirectory, keep_config
 from hvdtrain.checkpoint.savers import BackgroundSaver, InlineSaver
 from hvdtrain.checkpoint.store import CheckpointStore
 from hvdtrain.checkpoint.stream import Stream, head, held, in_order, n_bytes
@@ -35,7 +35,6 @@ from hvdtrain.engine.guards.finite import trained
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.saving.contents import given_by, held_by, meta_of
 
-DIRECTORY = "checkpoints"
 
 LONGEST_SLEEP_S = 2e-3
 """How long a thread sleeps at most between two looks for a message: nobody waits for it."""
@@ -54,7 +53,7 @@ class Saving:
         self.spent = Spent()
         self.cost_s: float | None = None
         self._run, self._step, self._said = run, -1, False
-        self._store = CheckpointStore(run.out / DIRECTORY, run.config.checkpoint.keep)
+        self._store = CheckpointStore(RunDirectory(run.out).checkpoints, run.config.checkpoint.keep)
         self._copies = Copies(run.control.local_size)
         self._background: Saver = saver or BackgroundSaver()
         self._inline = InlineSaver()
@@ -228,7 +227,7 @@ class Saving:
     def _keep_config(self) -> None:
         """Write the run's configuration where it lacks: saved without a fit, or after the directory was deleted."""
         with contextlib.suppress(OSError):  # the checkpoint holds the configuration too
-            if not (self._run.out / CONFIG).exists():
+            if not (self._run.out / RunDirectory.CONFIG).exists():
                 keep_config(self._run)
 
     def _say_no_room(self, lack: NoRoom) -> None:

@@ -17,12 +17,12 @@ import numpy as np
 from hvdtrain.checkpoint import CheckpointError, CheckpointStore, Kept, read_snapshot
 from hvdtrain.checkpoint.adapters import state_key_of
 from hvdtrain.checkpoint.holders import WRAPPERS, fitting, model_names
-from hvdtrain.checkpoint.run_directory import ensure_out, find_out
+from hvdtrain.checkpoint.run_directory import RunDirectory, ensure_out, find_out
 from hvdtrain.checkpoint.snapshot import inspect
 from hvdtrain.checkpoint.transfer import fetch
 from hvdtrain.checkpoint.values import decode
 from hvdtrain.cluster.control import agreed
-from hvdtrain.config import Config, Schedule, run_length
+from hvdtrain.config import Config, Schedule, run_length, schema
 from hvdtrain.config.pipeline import cut_over_ranks
 from hvdtrain.core.cursor import Cursor
 from hvdtrain.core.errors import UserError
@@ -34,23 +34,11 @@ from hvdtrain.engine import model_changes
 from hvdtrain.engine.average import GROUP
 from hvdtrain.engine.run import Run
 from hvdtrain.engine.saving.contents import held_by, json_able, parts_of, schedule_of
-from hvdtrain.engine.saving.saving import DIRECTORY, Saving
+from hvdtrain.engine.saving.saving import Saving
 from hvdtrain.parallel.pipeline.words import ranks_of
 
 MOST_NAMES = 8
 """Damaged checkpoints that are named."""
-QUIET = frozenset({"out", "resume", "progress", "log_every", "epochs", "max_steps", "threads", "control_timeout_s",
-                   "heartbeat_timeout_s", "time_limit", "check_every", "audit", "on_oom", "peak_tflops", "trackers",
-                   "trace", "data.prefetch", "data.workers", "model_parallel", "devices_per_rank",
-                   "checkpoint", "collectives", "compile", "deterministic", "max_skipped", "exchange.bucket_mb",
-                   "exchange.fusion_threshold_mb", "exchange.cycle_time_ms", "exchange.autotune",
-                   "exchange.hierarchical", "exchange.auto_margin",
-                   "pipeline", "balance", "rebalance", "emulate_speed", "exchange_device", "callbacks"})
-"""Keys that may change between a run and its resumption without a word: they leave the curve alone."""
-MEASURES = frozenset({"eval_every", "metrics"})
-"""Keys that decide what is measured, and when: the result changes where something steers the run by it."""
-CUTS = frozenset({"shares", "accumulate", "micro_batch", "remat", "split_micro_batches"})
-"""Keys that decide how a batch is cut, which matters only to what depends on the number of ranks too."""
 
 
 def save(run: Run) -> str:
@@ -92,14 +80,14 @@ def find(resume: str, out: Path | None, log: Callable[[str], None]) -> Kept | No
     ``log`` and the newest whole one is used. Errors: `UserError` where all are damaged, and for a path without any.
     """
     if resume == "auto":
-        if out is None or not (out / DIRECTORY).is_dir():
+        if out is None or not RunDirectory(out).checkpoints.is_dir():
             return None
-        return _newest_whole(out / DIRECTORY, log)
+        return _newest_whole(RunDirectory(out).checkpoints, log)
     path = absolute(resume)
     if not path.exists():
         raise UserError(f"there is no checkpoint {resume}", "the directory of a checkpoint or of a run",
                         "correct resume")
-    for root in (path, path / DIRECTORY):
+    for root in RunDirectory(path).roots:
         if root.is_dir() and any(root.glob("step-*")):
             return _newest_whole(root, log)
     return read_snapshot(path)
@@ -239,7 +227,7 @@ def _newest_meta(config: Config, name: str, control: Control) -> Mapping[str, An
         return {}
     with contextlib.suppress(CheckpointError, OSError, UserError, KeyError, ValueError):  # `find` says what is wrong
         out = find_out(config, name) if config.resume == "auto" else absolute(config.resume)
-        for root in () if out is None else (out, out / DIRECTORY):
+        for root in () if out is None else RunDirectory(out).roots:
             stored = CheckpointStore(root, 1).list()
             if stored:
                 return inspect(stored[-1].path).meta
@@ -316,8 +304,11 @@ def _tell_changes(run: Run, before: dict[str, Any]) -> None:
     now, usual, old = (_flat(json_able(keys)) for keys in (run.config.to_dict(), Config().to_dict(), before))
     optimizer = run.parts.optimizer
     steered = run.config.early_stop.metric or any(getattr(callback, "callbacks", ()) for callback in run.callbacks)
-    quiet = QUIET | run.idle | set(optimizer.overruled) | (set() if run.parts.caveats() else CUTS)
-    quiet |= set() if steered else MEASURES
+    quiet = schema.affecting(Config, "nothing") | run.idle | set(optimizer.overruled)
+    # How a batch is cut matters only to what depends on the number of ranks too.
+    quiet |= set() if run.parts.caveats() else schema.affecting(Config, "split")
+    # What is measured changes the result where something steers the run by it.
+    quiet |= set() if steered else schema.affecting(Config, "metrics")
     words = []
     for key in dict.fromkeys((*now, *old)):
         was, new = (side.get(key, usual.get(key)) for side in (old, now))

@@ -28,10 +28,6 @@ from dataclasses import dataclass
 
 from hvdtrain.planning.exchange.link import Link, Traffic, wire_seconds
 
-NUMERICS = {"none": "exact", "fp16": "lossy: 16 bits", "bf16": "lossy: 16 bits", "int8": "lossy: 8 bits",
-            "topk": "lossy: largest entries", "powersgd": "lossy: low rank"}
-"""What a compressor does to gradients, in the order in which they are tried: the gentle ones first."""
-
 TIE = 0.02
 """Predicted steps this near to the shortest count as equal; of those the gentlest compressor is taken."""
 
@@ -46,13 +42,15 @@ OFF = 0.25
 class Cost:
     """What one compressor was measured to cost in a step, on the slowest rank.
 
-    ``codec_s``: encoding and decoding of all buckets. ``wire_bytes``: what one rank sends in all.
+    ``codec_s``: encoding and decoding of all buckets. ``wire_bytes``: what one rank sends in all. ``numerics``: what
+    the compressor does to gradients, in words.
     """
 
     name: str
     codec_s: float
     traffic: tuple[Traffic, ...]
     wire_bytes: int
+    numerics: str = "lossy"
 
 
 @dataclass(frozen=True)
@@ -75,6 +73,7 @@ class Row:
     wire_s: float
     step_s: float
     wire: str = ""
+    numerics: str = "lossy"
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def predict(costs: Sequence[Cost], links: Mapping[str, Link], base: Baseline, ov
     for cost in costs:
         first_s, later_s = wires[cost.name]
         step_s = rest_s + cost.codec_s + shown * first_s + (1.0 if overlaps and not in_graph else shown) * later_s
-        rows.append(Row(cost.name, cost.wire_bytes, cost.codec_s, first_s + later_s, step_s, wire))
+        rows.append(Row(cost.name, cost.wire_bytes, cost.codec_s, first_s + later_s, step_s, wire, cost.numerics))
     return rows
 
 
@@ -121,7 +120,8 @@ def best_wires(rows: Sequence[Row], margin: float = 0.05) -> list[Row]:
 def decide(rows: Sequence[Row], margin: float) -> Choice:
     """The compressor with the shortest predicted step, if it saves more than ``margin`` of the step without; else none.
 
-    Ties (within `TIE`) go to the gentlest, which is the first in `NUMERICS`. Each takes its best wire (`best_wires`).
+    ``rows`` have the gentlest compressor first, to which ties (within `TIE`) go. Each takes its best wire
+    (`best_wires`).
     """
     rows = best_wires(rows)
     none = next(row for row in rows if row.name == "none")
@@ -129,16 +129,14 @@ def decide(rows: Sequence[Row], margin: float) -> Choice:
     if not others:
         return Choice("none", none.step_s, "none: there is no compressor to compare with", none.wire)
     shortest_s = min(row.step_s for row in others)
-    order = list(NUMERICS)
-    best = min((row for row in others if row.step_s <= shortest_s * (1 + TIE)),
-               key=lambda row: order.index(row.name) if row.name in order else len(order))
+    best = next(row for row in others if row.step_s <= shortest_s * (1 + TIE))
     saved = 1.0 - best.step_s / none.step_s if none.step_s > 0 else 0.0
     over = f" over {best.wire}" if best.wire else ""
     against = (f"{best.name}{over} is predicted to take {_ms(best.step_s)} a step against {_ms(none.step_s)} "
                "uncompressed")
     if saved > margin:
         return Choice(best.name, best.step_s, f"{against}, {saved:.0%} less, and is used from here on; "
-                      f"gradients are no longer exact ({NUMERICS.get(best.name, 'lossy')})", best.wire)
+                      f"gradients are no longer exact ({best.numerics})", best.wire)
     short = f"saves {saved:.1%}" if saved > 0 else "saves nothing"
     moves = f"; uncompressed, over {none.wire} from here on" if none.wire else ""
     return Choice("none", none.step_s, f"none: {against}, which {short}; the margin is {margin:.0%}{moves}", none.wire)
@@ -161,7 +159,7 @@ def table(rows: Sequence[Row], refused: Mapping[str, str], chosen: str, size: in
              f"{'MB sent':>9} {'codec ms':>9} {'wire ms':>9} {'step ms':>9}"]
     for row in rows:
         mark = ">" if (row.name, row.wire) == (chosen, wire) else " "
-        lines.append(f"{mark} {row.name:<9} {NUMERICS.get(row.name, 'lossy'):<24} {row.wire_bytes / 1e6:>9.3f} "
+        lines.append(f"{mark} {row.name:<9} {row.numerics:<24} {row.wire_bytes / 1e6:>9.3f} "
                      f"{1e3 * row.codec_s:>9.2f} {1e3 * row.wire_s:>9.2f} {1e3 * row.step_s:>9.2f}"
                      + (f"  over {row.wire}" if row.wire else ""))
     return lines + [f"  {name:<9} not considered: {why}" for name, why in refused.items()]

@@ -39,9 +39,6 @@ SEEN = 0.05
 """A wait counts as another one only if it differs by this part of a step: what is hidden may be any multiple of next to
 nothing."""
 
-GUESS_BYTES = {"none": 1.0, "fp16": 0.5, "bf16": 0.5, "int8": 0.26, "topk": 0.05, "powersgd": 0.05}
-"""About what part of a gradient's bytes a compressor leaves; of others 1."""
-
 WHAT = {"shared": "sums within each host first, by memory (hierarchical)", "mpi": "plain MPI from rank to rank (flat)",
         "horovod": "Horovod's operations", "null": "nothing"}
 """A wire in words."""

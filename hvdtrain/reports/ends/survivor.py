@@ -26,8 +26,6 @@ LONGEST_S = 120.0
 NICE = 10
 """A job that starts again comes first."""
 
-PAGE = "report.html"
-
 
 def main(out: Path, pid: int, root: str) -> None:
     """Wait for rank 0's end, then tell it."""
@@ -43,8 +41,10 @@ def main(out: Path, pid: int, root: str) -> None:
         with contextlib.suppress(OSError):
             words.append(out, {"error": words.SILENT, "rank": 0})
     time.sleep(LATER_S)
+    from hvdtrain.core import RunFiles
+
     with contextlib.suppress(OSError):
-        if (out / PAGE).stat().st_mtime > ended:
+        if (out / RunFiles.REPORT).stat().st_mtime > ended:
             return
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         subprocess.run(command(out), env=environment(root), cwd="/", timeout=LONGEST_S, stdin=subprocess.DEVNULL,

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-LOG = "log.jsonl"
+from hvdtrain.core import RunFiles
+
 MOST_TEXT = 2000
 """Characters of an error that are kept: its begin, which names it."""
 TAIL_BYTES = 256 * 1024
@@ -58,7 +59,7 @@ def append(out: Path, values: dict[str, Any], again: bool = False) -> bool:
 
     Returns whether it was added. OSError.
     """
-    path = out / LOG
+    path = out / RunFiles.LOG
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size

@@ -7,8 +7,8 @@ import os
 import subprocess
 from pathlib import Path
 
+from hvdtrain.core import RunFiles
 from hvdtrain.reports.ends.survivor import NICE, command
-from hvdtrain.reports.ends.words import LOG
 
 FINISH_S = 10.0
 """How long the page of a run's end is waited for, when everything else is over."""
@@ -24,7 +24,7 @@ class Writer:
         """Begin to write the page of the run in ``out``; one that is still being written is given up for it."""
         self.end(0.0)
         with contextlib.suppress(OSError):
-            if (out / LOG).exists():  # else it is no run of ours
+            if (out / RunFiles.LOG).exists():  # else it is no run of ours
                 # The job that starts again comes first: hence the preexec_fn.
                 self._child = subprocess.Popen(command(out), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                                                stderr=subprocess.DEVNULL, start_new_session=True,

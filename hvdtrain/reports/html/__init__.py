@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-NAME = "report.html"
+from hvdtrain.checkpoint.run_directory import RunDirectory
 
 
 def write(run_dir: Path, out: Path | None = None) -> Path:
@@ -19,6 +19,6 @@ def write_of(run_dirs: list[Path], out: Path | None = None) -> Path:
     """Write one page of one run, or of several side by side, as `write` does; by default beside the first."""
     from hvdtrain.reports.html import page
 
-    path = out or run_dirs[0] / NAME
+    path = out or run_dirs[0] / RunDirectory.REPORT
     page.put(path, page.of_runs(run_dirs))
     return path

@@ -17,9 +17,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.checkpoint.manifest import MANIFEST_NAME
-from hvdtrain.checkpoint.run_directory import COMPLETED, CONFIG
-from hvdtrain.config import yaml_file as recipe
 from hvdtrain.core.errors import UserError
 from hvdtrain.reports import launch_history as history
 from hvdtrain.reports.html.attempts import Attempt, find
@@ -27,11 +26,8 @@ from hvdtrain.reports.html.reading import Log, read
 from hvdtrain.reports.html.spent import Spent, add_up
 from hvdtrain.reports.html.words import cut, number, whole
 
-LOG = "log.jsonl"
 FRESH_S = 60.0
 """A run on another machine, which cannot be asked, counts as under way if its log is not older than this."""
-
-MOST_JSON = 16 * 2**20
 
 
 class ReportError(UserError):
@@ -170,15 +166,14 @@ def gather(path: Path) -> Facts:
     """Read the run in ``path``. `ReportError` where there is none; OSError where files cannot be read."""
     if not path.is_dir():
         raise ReportError(f"there is no directory {path}", "the directory of a run", "correct RUN")
-    names = (LOG, CONFIG, COMPLETED, history.NAME)
+    run = RunDirectory(path.resolve())
+    names = (run.LOG, run.CONFIG, run.COMPLETED, history.NAME)
     if not any((path / name).exists() for name in names):
         raise ReportError(f"{path} holds no run", f"a directory with one of {', '.join(names)}", "correct RUN")
-    path = path.resolve()
-    log = read(path / LOG)
-    attempts = find(log, history.read(path))
-    completed = _json(path / COMPLETED)
-    return Facts(path, log, attempts, _config(path, log), completed, _checkpoints(path),
-                 completed is None and _alive(path, log))
+    log, completed = read(run.path / run.LOG), run.completed
+    started = log.last("start").get("config")  # of the latest attempt
+    return Facts(run.path, log, find(log, history.read(run.path)), started if isinstance(started, dict) else run.config,
+                 completed, _checkpoints(run), completed is None and _alive(run.path, log))
 
 
 def by_rank(hosts: Any, words: str, ranks: int) -> list[str]:
@@ -206,34 +201,11 @@ def _from_words(words: str, found: list[str]) -> None:
                 found[rank] = node
 
 
-def _config(path: Path, log: Log) -> dict[str, Any]:
-    """The configuration of the latest attempt: in the log, else in config.yaml."""
-    found = log.last("start").get("config")
-    if isinstance(found, dict):
-        return found
-    with contextlib.suppress(UserError, OSError):
-        return recipe.read(str(path / CONFIG))
-    return {}
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    """The mapping in a JSON file; None without one. What is there but cannot be read counts as empty."""
-    try:
-        if path.stat().st_size > MOST_JSON:
-            return {}
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _checkpoints(path: Path) -> list[tuple[int, float, int]]:
+def _checkpoints(run: RunDirectory) -> list[tuple[int, float, int]]:
     """(step, unix seconds, bytes) of what lies in checkpoints/ now, by names and sizes only."""
     found: list[tuple[int, float, int]] = []
     with contextlib.suppress(OSError):
-        for one in (path / "checkpoints").iterdir():
+        for one in run.checkpoints.iterdir():
             step = one.name.removeprefix("step-")
             manifest = one / MANIFEST_NAME
             if not step.isdigit() or step == one.name:

@@ -26,7 +26,7 @@ from hvdtrain.core.resolve import load_callable
 from hvdtrain.reports.beside import CLOSE_S, Beside
 
 
-def names() -> list[str]:
+def choices() -> list[str]:
     """Return the built-in trackers: the files of this folder."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
@@ -35,12 +35,12 @@ def check(entries: Sequence[str]) -> None:
     """Raise `UserError` for an entry of ``trackers`` that is not built in nor spelt as a callable, or there twice."""
     for n, text in enumerate(entries):
         name, _, argument = text.partition(":")
-        if name in names():
+        if name in choices():
             takes = _module(name)
             if not re.fullmatch(takes.ARGUMENT, argument):
                 raise UserError(f"trackers has {text!r}", f"{name}{takes.MEANS}", "correct trackers")
         elif not argument:
-            raise UserError(f"trackers has {text!r}", f"{nearest(text, names())}, or module:callable",
+            raise UserError(f"trackers has {text!r}", f"{nearest(text, choices())}, or module:callable",
                             "correct trackers")
         if text in entries[:n]:
             raise UserError(f"trackers has {text!r} twice", "each once", "leave one out")
@@ -50,7 +50,7 @@ def check_installed(entries: Sequence[str]) -> None:
     """Raise `UserError` where a tracker's package is not installed here, or a callable of the user's is not there."""
     for text in entries:
         name, _, _ = text.partition(":")
-        if name not in names():
+        if name not in choices():
             load_callable(text, "trackers")
             continue
         needs = _module(name)
@@ -73,7 +73,7 @@ def kept(path: Path, make: Callable[[], str]) -> str:
 
 def _beside(run: Any, text: str) -> Report:
     name, _, argument = text.partition(":")
-    if name in names():
+    if name in choices():
         factory, apart_s = partial(getattr(_module(name), name.title()), run, argument), _module(name).APART_S
     else:
         factory, apart_s = partial(_own, run, text), 0.0

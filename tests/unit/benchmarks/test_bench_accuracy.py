@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import accuracy
 from benchmarks.accuracy import WORKLOADS, Trial, parsed, summary, train_options, wire_bytes
-from hvdtrain.checkpoint.run_directory import COMPLETED
+from hvdtrain.checkpoint.run_directory import RunDirectory
 from hvdtrain.commands import verify
 from hvdtrain.config import Config, Exchange
 from hvdtrain.core.errors import UserError
@@ -130,7 +130,7 @@ def fake_runs(monkeypatch):
         (out / "model").mkdir(parents=True)
         save_file({"w": np.ones((10, 5), np.float32)}, str(out / "model" / "model.safetensors"))
         value = config.lr if config.lr != 0.05 else 0.9 + config.seed / 100
-        (out / COMPLETED).write_text(json.dumps({
+        (out / RunDirectory.COMPLETED).write_text(json.dumps({
             "framework": "torch", "model": config.model, "ranks": ranks, "hosts": "1 host", "wire": "mpi",
             "compression": config.compression, "steps": 9, "loss": 1.0, "metrics": {"accuracy": value, "loss": 0.5}}))
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from hvdtrain import Trainer
 from hvdtrain.checkpoint import run_directory as outdir
@@ -310,3 +311,16 @@ def test_a_full_disk_is_no_mistake_that_ends_a_supervision(tmp_path, monkeypatch
     with pytest.raises(UserError, match="cannot be made") as caught:
         outdir.choose(Config(out=str(tmp_path / "new")), "cnn")
     assert caught.value.kind == kind
+
+
+def test_a_run_directory_opens_what_a_run_leaves(tmp_path):
+    empty = outdir.RunDirectory(tmp_path)
+    assert empty.completed is None and empty.config == {}
+    (tmp_path / "completed.json").write_text("{torn")
+    assert empty.completed == {}
+    (tmp_path / "completed.json").write_text('{"steps": 2}')
+    (tmp_path / "config.yaml").write_text("lr: 0.5\n")
+    assert empty.completed == {"steps": 2} and empty.config == {"lr": 0.5}
+    (tmp_path / "model").mkdir()
+    save_file({"w": np.ones(3, np.float32)}, tmp_path / "model" / "model.safetensors")
+    assert empty.model()["w"].tolist() == [1, 1, 1] and empty.roots == (tmp_path, tmp_path / "checkpoints")

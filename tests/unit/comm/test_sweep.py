@@ -14,7 +14,6 @@ from hvdtrain.comm.measure import sweep
 from hvdtrain.config import Config, Exchange
 from hvdtrain.core.buckets import MIB, plan_buckets
 from hvdtrain.core.protocols import ParamSpec
-from hvdtrain.planning.exchange.choice import NUMERICS
 
 KINDS = ["allgather", "allreduce float32", "alltoall"]
 PARAMS = [ParamSpec("w", (64, 96), "float32"), ParamSpec("b", (96,), "float32"), ParamSpec("v", (96, 32), "float32")]
@@ -125,7 +124,7 @@ def test_all_ranks_find_the_same(size):
     found = measured(size)
     assert all(other == found[0] for other in found)
     names = [cost.name for cost in found[0].costs]
-    assert names == [name for name in NUMERICS if name in compressors.names()] and not found[0].refused
+    assert names == list(compressors.choices()) and not found[0].refused
     assert found[0].costs[0].codec_s == 0 and all(cost.codec_s > 0 for cost in found[0].costs[1:])
     for link in found[0].links.values():
         assert link.alpha_s >= 0 and link.beta_s_per_byte >= 0 and math.isfinite(link.seconds(1e9))
@@ -157,7 +156,7 @@ def test_a_large_model_is_sampled_and_scaled(monkeypatch):
 def test_types_that_no_compressor_takes_leave_none():
     found = measured(2, params=[ParamSpec("w", (50,), "float64")])[0]
     assert [cost.name for cost in found.costs] == ["none"]
-    assert set(found.refused) == set(compressors.names()) & set(NUMERICS) - {"none"}
+    assert set(found.refused) == set(compressors.choices()) - {"none"}
     assert all("float64" in why for why in found.refused.values())
 
 

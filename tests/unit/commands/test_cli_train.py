@@ -221,7 +221,7 @@ def test_help_has_every_key_with_its_meaning(capsys):
     text = " ".join(capsys.readouterr().out.split())
     for key in schema.keys(Config):
         assert f"--{key.name} " in text
-        assert " ".join(key.doc.split()).replace("- ", "-") in text.replace("- ", "-"), key.name
+        assert " ".join(key.help.split()).replace("- ", "-") in text.replace("- ", "-"), key.name
     assert "HVDTRAIN_" in text and "--config" in text and "--print_config" in text
 
 

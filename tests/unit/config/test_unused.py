@@ -6,7 +6,8 @@ import pytest
 from small_runs import config, lockstep, make_model, samples
 
 from hvdtrain.config import (
-    Config, Data, DataParallel, EarlyStop, Exchange, Named, Pipeline, Rebalance, Schedule, Trace, schema, unused)
+    Config, Data, DataParallel, EarlyStop, Exchange, Named, Pipeline, Rebalance, Schedule, Trace, schema)
+from hvdtrain.config.sections import COMPILED, FILE_OPTIMIZER
 from hvdtrain.config.unused import Setup, notes
 
 TOPK = {"topk_ratio": 0.1, "topk_momentum": 0.5, "topk_warmup_steps": 3}
@@ -28,7 +29,7 @@ IDLE = [
      [f"pipeline.{name}" for name in ("order", "micro_batches", "chunks", "cut")]),
     ({"pipeline": Pipeline(2, chunks=3)}, ["pipeline.chunks"]),
     ({"rebalance": Rebalance(margin=0.1, lasting=3, probe_s=1.0, probe_cache=False, max_micro_batch=[3])},
-     [f"rebalance.{name}" for name in ("probe_s", "probe_cache", "max_micro_batch", "margin", "lasting")]),
+     [f"rebalance.{name}" for name in ("margin", "lasting", "probe_s", "probe_cache", "max_micro_batch")]),
     ({"rebalance": Rebalance(margin=0.1, probe_s=1.0), "balance": "static"}, ["rebalance.margin"]),
     ({"optimizer": Named("SGD", {"learning_rate": 0.1}), "lr": 0.2}, ["lr"]),
 ]
@@ -82,9 +83,13 @@ def test_what_became_of_the_run_counts_too():
     assert named(Setup(replace(given, metrics=[], loss="auto"), own_task=True)) == []
 
 
-def test_every_key_of_the_table_exists():
-    known = {key.name for key in schema.keys(Config)}
-    assert all(set(keys.split()) <= known for keys, _, _ in unused.TABLE)
+def test_facts_of_a_section_hold_for_its_keys():
+    keys = {key.name: key for key in schema.keys(Config)}
+    assert keys["trace.steps"].affects == "nothing" and keys["schedule.name"].affects == ""
+    assert keys["optimizer.name"].unused == (FILE_OPTIMIZER,) and COMPILED in keys["optimizer.args"].unused
+    assert {"trace", "trace.steps", "out", "data.workers"} <= schema.affecting(Config, "nothing")
+    assert schema.affecting(Config, "metrics") == {"eval_every", "metrics"}
+    assert schema.affecting(Config, "split") == {"shares", "accumulate", "micro_batch", "remat", "split_micro_batches"}
 
 
 def test_it_is_said_once_by_rank_0_when_the_run_starts(capsys):

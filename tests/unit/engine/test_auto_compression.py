@@ -8,6 +8,7 @@ from fake_run import make_run
 from small_runs import CLASSES, FEATURES, config, fitted, lockstep, samples
 
 from hvdtrain.backends.numpy.model import Model
+from hvdtrain.comm.compressors import create
 from hvdtrain.comm.measure.sweep import Sweep
 from hvdtrain.config import Config, Exchange
 from hvdtrain.core.events import Event
@@ -21,7 +22,8 @@ STEPS = WARM_STEPS + WINDOW_STEPS
 
 
 def cost(name, codec_s, wire_s):
-    return Cost(name, codec_s, (Traffic("allreduce float32", False, 1, wire_s * 1e8),), int(wire_s * 1e8))
+    return Cost(name, codec_s, (Traffic("allreduce float32", False, 1, wire_s * 1e8),), int(wire_s * 1e8),
+                create(name, Config()).numerics)
 
 
 SWEPT = Sweep({"allreduce float32": Link(0.0, 1e-8)},
@@ -54,6 +56,7 @@ class Script:
         if name != self.run.dp.compression:
             self.used.append(name)
             self.run.dp.compression = name
+            self.run.dp.reducer.compressor = create(name, self.run.config)
 
     def steps(self, *step_ms, wait_ms=80.0):
         for ms in step_ms:

@@ -6,6 +6,8 @@ import pytest
 from fake_run import make_run
 
 from hvdtrain.cluster.topology import Host, Topology
+from hvdtrain.comm.compressors import create
+from hvdtrain.config import Config
 from hvdtrain.core.events import Event
 from hvdtrain.core.records import stream
 from hvdtrain.engine.callbacks import auto_wire
@@ -53,7 +55,7 @@ class Script:
         run.collectives = SimpleNamespace(name="mpi", size=2, in_graph=False)
         run.dp = Replicate.__new__(Replicate)
         run.dp.__dict__.update(plan=lambda wire: [], buckets=[SimpleNamespace(nbytes=4_000_000)],
-                               reducer=SimpleNamespace(ops=None))
+                               reducer=SimpleNamespace(ops=None, compressor=create("none", Config())))
         self.records = []
         monkeypatch.setattr(stream, "checks", [lambda record: self.records.append(record)])
 

@@ -2,19 +2,21 @@
 
 import pytest
 
-from hvdtrain.comm.compressors import names
+from hvdtrain.comm.compressors import choices, create, names
+from hvdtrain.config import Config
 from hvdtrain.planning.exchange.choice import (
-    BUCKET_TIE, NUMERICS, TIE, Baseline, Choice, Cost, Row, best_wires, decide, pick_bucket, predict, table, verdict)
+    BUCKET_TIE, TIE, Baseline, Choice, Cost, Row, best_wires, decide, pick_bucket, predict, table, verdict)
 from hvdtrain.planning.exchange.link import Link, Traffic
 
 LINKS = {"allreduce float32": Link(0.0, 1e-8), "allgather": Link(0.0, 2e-8)}
-NONE = Cost("none", 0.0, (Traffic("allreduce float32", False, 1, 10_000_000),), 10_000_000)  # 100 ms
+NONE = Cost("none", 0.0, (Traffic("allreduce float32", False, 1, 10_000_000),), 10_000_000, "exact")  # 100 ms
 TWO_SHOT = Cost("int8", 0.005, (Traffic("allreduce float32", False, 1, 1_000_000),           # 10 ms
-                                Traffic("allgather", True, 1, 500_000)), 1_500_000)          # 10 ms
+                                Traffic("allgather", True, 1, 500_000)), 1_500_000,          # 10 ms
+                "lossy: 8 bits")
 
 
 def row(name, step_s):
-    return Row(name, 1, 0.0, 0.0, step_s)
+    return Row(name, 1, 0.0, 0.0, step_s, "", f"lossy: what {name} loses")
 
 
 @pytest.mark.parametrize("overlaps, in_graph, wait_s, shown", [
@@ -42,7 +44,7 @@ def test_the_best_must_save_more_than_the_margin(margin, name):
     assert got.name == name and got.step_s == (0.9 if name == "fp16" else 1.0)
     assert "fp16 is predicted to take 900 ms a step against 1000 ms uncompressed" in got.reason
     assert got.reason.startswith("none: ") == (name == "none")
-    assert ("gradients are no longer exact (lossy: 16 bits)" in got.reason) == (name == "fp16")
+    assert ("gradients are no longer exact (lossy: what fp16 loses)" in got.reason) == (name == "fp16")
 
 
 def test_what_saves_nothing_is_not_taken_with_any_margin():
@@ -51,7 +53,7 @@ def test_what_saves_nothing_is_not_taken_with_any_margin():
 
 
 def test_ties_go_to_the_gentlest():
-    rows = [row("none", 1.0), row("powersgd", 0.5), row("int8", 0.5 * (1 + TIE) - 1e-6), row("fp16", 0.55)]
+    rows = [row("none", 1.0), row("fp16", 0.55), row("int8", 0.5 * (1 + TIE) - 1e-6), row("powersgd", 0.5)]
     assert decide(rows, 0.05).name == "int8"
     rows[2] = row("int8", 0.5 * (1 + TIE) + 1e-6)
     assert decide(rows, 0.05).name == "powersgd"
@@ -81,9 +83,12 @@ def test_the_table_tells_what_is_lossy_and_what_was_left_out():
 
 
 def test_every_compressor_of_the_house_is_named():
-    assert set(NUMERICS) <= {"none", "fp16", "bf16", "int8", "topk", "powersgd"}
-    assert set(names()) - {"adasum"} <= set(NUMERICS), "auto would not know these"
-    assert [name for name, numerics in NUMERICS.items() if not numerics.startswith("lossy")] == ["none"]
+    assert choices() == ("none", "fp16", "bf16", "int8", "topk", "powersgd"), "the gentlest first, as auto tries them"
+    assert set(names()) == {*choices(), "adasum"}, "the key exchange.adasum asks for adasum"
+    made = [create(name, Config()) for name in choices()]
+    assert [one.name for one in made if not one.numerics.startswith("lossy")] == ["none"]
+    assert [one.name for one in made if not one.same_bits] == ["powersgd"]
+    assert all(0 < one.bytes_share <= 1 for one in made)
 
 
 def test_the_cheapest_bucket_size_and_its_tail():

@@ -6,9 +6,10 @@ more file, here or anywhere (``module:callable`` or ``path/file.py:callable`` of
 
 from __future__ import annotations
 
+from hvdtrain.comm.compressors.base import Stateless
 from hvdtrain.config import Config
 from hvdtrain.core.protocols import Compressor
-from hvdtrain.core.slots import in_slot, load_slot
+from hvdtrain.core.slots import completed, in_slot, load_slot
 
 
 def names() -> tuple[str, ...]:
@@ -18,5 +19,5 @@ def names() -> tuple[str, ...]:
 
 def create(name: str, config: Config) -> Compressor:
     """Return the compressor ``name`` with the settings of ``config.exchange``; `UserError` for a name that is none."""
-    made: Compressor = load_slot(__name__, name, "compression", "make")(config.exchange)
+    made: Compressor = completed(load_slot(__name__, name, "compression", "make")(config.exchange), Stateless)
     return made

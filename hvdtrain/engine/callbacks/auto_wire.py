@@ -21,7 +21,6 @@ from hvdtrain.config import run_length
 from hvdtrain.core.terminal import say
 from hvdtrain.engine.callbacks.auto_compression import WARM_STEPS, WINDOW_STEPS, AutoCompression, OtherWire, StepWatch
 from hvdtrain.engine.callbacks.base import Callback
-from hvdtrain.parallel.data_parallel.replicate import Replicate
 from hvdtrain.planning.exchange import wire_choice
 from hvdtrain.planning.exchange.choice import Baseline
 from hvdtrain.planning.exchange.wire_choice import Row, WireChoice
@@ -84,7 +83,7 @@ class AutoWire(Callback):
         left = updates - run.state.cursor.step
         if len(run.wires.names) == 1:
             return str(run.wires.why)
-        if not isinstance(run.dp, Replicate) or run.dp.plan is None or run.parts.layout is not None:
+        if not run.dp.can_change_transport or run.parts.layout is not None:
             return f"{run.wires.why}; data_parallel {run.config.data_parallel.name} keeps the wire it began with"
         if updates and left < wire_choice.LEAST_UPDATES:
             return f"{run.wires.why}; measuring is left out in a run of {left} updates"
